@@ -1,0 +1,25 @@
+"""ConvBERT-base (106M parameters, 116M trained with its generator).
+
+Published for this size after 1M steps on OpenWebText: GLUE test mean 84.9, SQuAD 1.1 dev 84.7 /
+90.9 EM / F1 (ConvBERT tables 3 and 4); the 86.4 of the abstract is the model of 4M steps. 32.8 G
+tokens, 1.9e19 FLOPs. For the corpus see small.py.
+
+    python -m convbert_jax.main --config=configs/base.py
+    python -m convbert_jax.main --config=configs/base.py:paper --config.tokenizer.path=vocab.txt
+"""
+
+from configs import variants
+
+
+def get_config(variant: str = "default"):
+    config = variants.start("base", variant)
+    config.model.layers = 12
+    config.model.hidden_size = 768
+    config.model.embedding_size = 768
+    config.model.heads = 12
+    config.model.ffn_size = 3_072
+    config.generator.size = 1 / 3
+    config.data.source = "hub:wikimedia/wikipedia/20231101.en/*.parquet"
+    config.optimizer.learning_rate = 2e-4
+    config.train.batch_size = 256
+    return variants.finish(config)

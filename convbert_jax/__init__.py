@@ -1,0 +1,1 @@
+"""Efficient convolution/attention encoders (ConvBERT and its relatives) in JAX, TPU first."""

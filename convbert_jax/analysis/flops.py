@@ -1,0 +1,152 @@
+"""Floating-point operations of training, by formula, and what devices can do.
+
+XLA's own count is no help: it counts the body of a scan once, whatever its length.
+
+Two conventions:
+
+model: matrix products only, a product of [m, k] and [k, n] being 2mkn; backward twice the forward;
+  table lookups free; the generator's output layer on the masked positions. This is the numerator
+  of model FLOPs utilization (MFU): work the model needs, not what an implementation repeats.
+paper: what ELECTRA and ConvBERT print. Backward counts as much as forward, a table lookup as a
+  product with a one-hot vector, elementwise operations a few each, and the output layer is on
+  15.625% of the tokens (the counter in ELECTRA's repository, extended to the mixed block).
+"""
+
+from convbert_jax.config import Config, EmbeddingsConfig, EncoderConfig, LayerConfig
+
+# Peak dense FLOP/s of one JAX device in bfloat16, by a part of its `device_kind`; the longest
+# fitting part counts. TPU: Google Cloud's TPU documentation, peak compute per chip; a device is
+# a chip, but half a chip on v2, v3 and 7x. GPU: NVIDIA's data sheets, without sparsity; V100 and
+# T4 have no bfloat16, theirs is float16.
+PEAK_FLOPS = {
+    "TPU v2": 22.5e12,
+    "TPU v3": 61.5e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 1153.5e12,
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "T4": 65e12,
+    "V100": 125e12,
+}
+
+# Operations per element in the `paper` convention.
+_LAYER_NORM, _GELU, _SOFTMAX, _DROPOUT = 5, 8, 5, 4
+_PAPER_PREDICTED = 0.15625  # share of the tokens under the output layer
+
+CONVENTIONS = ("model", "paper")
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak FLOP/s of a device by `jax.Device.device_kind`; None for a CPU or an unknown one."""
+    fitting = [name for name in PEAK_FLOPS if name in device_kind]
+    return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
+
+
+def forward_flops_per_token(config: Config, convention: str = "model") -> float:
+    """Operations of one forward pass of all networks of the recipe, per token of a row.
+
+    Raises:
+      ValueError: an unknown convention.
+    """
+    if convention not in CONVENTIONS:
+        raise ValueError(f"convention is {convention!r}, but must be {' or '.join(CONVENTIONS)}.")
+    paper = convention == "paper"
+    length = config.data.length
+    encoder = _encoder(config.encoder, length, paper) + _embed(config.embeddings, length, paper)
+    if config.recipe == "masked_lm":
+        return encoder + _predict(config, config.encoder.hidden_size, config.embeddings, paper)
+    hidden = config.encoder.hidden_size
+    discriminator = encoder + 2 * hidden**2 + 2 * hidden + paper * (1 + _GELU) * hidden
+    kind = config.generator.kind
+    if kind == "uniform":
+        return discriminator
+    if kind == "shared":
+        return discriminator + encoder + _predict(config, hidden, config.embeddings, paper)
+    embeddings = (
+        config.embeddings if config.generator.tie_embeddings else config.generator_embeddings
+    )
+    return (
+        discriminator
+        + _encoder(config.generator_encoder, length, paper)
+        + _embed(embeddings, length, paper)
+        + _predict(config, config.generator_encoder.hidden_size, embeddings, paper)
+    )
+
+
+def training_flops_per_token(config: Config, convention: str = "model") -> float:
+    """Operations of one training step, per token of a row: forward and backward."""
+    passes = 3 if convention == "model" else 2
+    return passes * forward_flops_per_token(config, convention)
+
+
+def training_flops(config: Config, convention: str = "model") -> float:
+    """Operations of the whole run."""
+    tokens = config.train.steps * config.train.batch_size * config.data.length
+    return tokens * training_flops_per_token(config, convention)
+
+
+def _encoder(encoder: EncoderConfig, length: int, paper: bool) -> float:
+    total = 0.0
+    if encoder.embedding_size != encoder.hidden_size:
+        total += (2 * encoder.embedding_size + paper) * encoder.hidden_size
+    for stage in encoder.stages:
+        layer = _layer_products(stage.layer, length)
+        if paper:
+            layer += _layer_elementwise(stage.layer, length)
+        total += stage.depth * layer
+    return total
+
+
+def _layer_products(layer: LayerConfig, length: int) -> float:
+    hidden, heads = layer.hidden_size, layer.attention_heads
+    width = heads * layer.head_size
+    feed_forward = 2 * 2 * hidden * layer.ffn_size // layer.ffn_groups
+    attention = 3 * 2 * hidden * width + 2 * 2 * length * width
+    if layer.mixer == "attention":
+        return attention + 2 * width * hidden + feed_forward
+    key_and_value = 2 * 2 * hidden * width
+    kernel_logits = 2 * width * heads * layer.kernel_size
+    return attention + key_and_value + kernel_logits + 2 * 2 * width * hidden + feed_forward
+
+
+def _layer_elementwise(layer: LayerConfig, length: int) -> float:
+    """Biases, norms, softmaxes, dropouts, residuals and the two convolutions."""
+    hidden, heads, taps = layer.hidden_size, layer.attention_heads, layer.kernel_size
+    width = heads * layer.head_size
+    scores = (1 + _SOFTMAX + _DROPOUT) * length * heads + 3 * width
+    around = 2 * (1 + _DROPOUT + 1 + _LAYER_NORM) * hidden + (1 + _GELU) * layer.ffn_size
+    if layer.mixer == "attention":
+        return scores + around
+    depthwise = 2 * taps * hidden
+    dynamic = 2 * taps * width + (1 + _SOFTMAX) * taps * heads + 3 * width
+    return scores + around + depthwise + dynamic
+
+
+def _embed(embeddings: EmbeddingsConfig, length: int, paper: bool) -> float:
+    if not paper:
+        return 0.0
+    lookups = embeddings.vocab_size + length + embeddings.types
+    return (2 * lookups + 2 + _LAYER_NORM + _DROPOUT) * embeddings.size
+
+
+def _predict(config: Config, hidden: int, embeddings: EmbeddingsConfig, paper: bool) -> float:
+    """The masked language head, spread over all tokens."""
+    products = 2 * embeddings.size * (hidden + embeddings.vocab_size)
+    if not paper:
+        return products * config.max_predictions / config.data.length
+    elementwise = (1 + _GELU + _LAYER_NORM) * embeddings.size
+    elementwise += (_SOFTMAX + 2) * embeddings.vocab_size
+    return (products + elementwise) * _PAPER_PREDICTED

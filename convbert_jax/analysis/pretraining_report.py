@@ -1,0 +1,146 @@
+"""What a pre-training run has learned, for a person: curves, numbers against no-skill "
+"baselines, one sentence taken apart."""
+
+import json
+import math
+import pathlib
+import textwrap
+from collections.abc import Sequence
+
+import numpy as np
+
+# Panels of the picture: title, metrics, and the name and value of a no-skill line.
+_PANELS = (
+    ("masked tokens: loss (nats)", ("mlm_loss",), None),
+    ("masked tokens: share predicted", ("mlm_accuracy", "sampled_accuracy"), None),
+    ("discriminator: area under ROC curve", ("discriminator_auc",), ("no skill", 0.5)),
+    ("discriminator: loss (nats)", ("discriminator_loss",), None),
+    ("share of tokens replaced", ("replaced_rate",), None),
+    ("learning rate", ("learning_rate",), None),
+)
+
+
+def read_curves(metrics_file: pathlib.Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """split -> metric -> [(step, value)] of a run's metrics.jsonl."""
+    curves = {}
+    for line in metrics_file.read_text().splitlines():
+        record = json.loads(line)
+        split = curves.setdefault(record.pop("split"), {})
+        step = record.pop("step")
+        for name, value in record.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                split.setdefault(name, []).append((step, value))
+    return curves
+
+
+def plot_curves(metrics_file: pathlib.Path, picture: pathlib.Path, title: str) -> None:
+    """Draws the metrics that the run has, training thin and held-out bold, into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curves = read_curves(metrics_file)
+    present = {name for split in curves.values() for name in split}
+    panels = [panel for panel in _PANELS if present & set(panel[1])]
+    columns = min(3, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure, axes = pyplot.subplots(
+        lines, columns, figsize=(4.6 * columns, 3.2 * lines), squeeze=False, layout="constrained"
+    )
+    for axis, (heading, names, no_skill) in zip(axes.flat, panels, strict=False):
+        for index, name in enumerate(names):
+            label = name.replace("_", " ")
+            for split, style in (
+                ("train", {"lw": 1, "alpha": 0.55}),
+                ("validation", {"lw": 2, "marker": "o", "ms": 3}),
+            ):
+                points = curves.get(split, {}).get(name)
+                if points:
+                    held_out = ", held out" if split == "validation" else ""
+                    axis.plot(
+                        *zip(*points, strict=True),
+                        color=f"C{index}",
+                        label=label + held_out,
+                        **style,
+                    )
+        if no_skill:
+            axis.axhline(no_skill[1], color="0.5", ls="--", lw=1, label=no_skill[0])
+        axis.set_title(heading, fontsize=10)
+        axis.set_xlabel("step", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=7, frameon=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(picture, dpi=120)
+    pyplot.close(figure)
+
+
+def describe_numbers(values: dict[str, float], vocab_size: int) -> list[str]:
+    """Held-out metrics, one line each, with what no skill would give."""
+    guessing = math.log(vocab_size)
+    rows = [
+        (
+            "masked tokens, loss",
+            f"{values['mlm_loss']:.3f} nats",
+            f"guessing evenly: {guessing:.3f}",
+        ),
+        ("masked tokens, accuracy", _percent(values["mlm_accuracy"]), ""),
+    ]
+    if "discriminator_auc" in values:
+        replaced = values["replaced_rate"]
+        original = f"always 'original': {_percent(1 - replaced)}"
+        recall = f"recall {_percent(values['discriminator_recall'])}, at probability 0.5"
+        rows += [
+            ("tokens replaced", _percent(replaced), ""),
+            ("discriminator, AUC", f"{values['discriminator_auc']:.3f}", "no skill: 0.500"),
+            ("discriminator, accuracy", _percent(values["discriminator_accuracy"]), original),
+            ("discriminator, precision", _percent(values["discriminator_precision"]), recall),
+        ]
+    return [f"{name:<26}{value:<13}{note}".rstrip() for name, value, note in rows]
+
+
+def _percent(value: float) -> str:
+    return "none flagged" if math.isnan(value) else f"{value:.1%}"
+
+
+def find_suspects(fake: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Marks the n tokens of a row with the highest scores, n being the number of fake ones.
+
+    Args:
+      fake: [L] bool, True where the generator put in another token.
+      scores: [L], the discriminator's logits for "replaced".
+    """
+    suspects = np.zeros(len(fake), bool)
+    suspects[np.argsort(-scores, kind="stable")[: fake.sum()]] = True
+    return suspects
+
+
+def mark_replaced(
+    pieces: Sequence[str], original_pieces: Sequence[str], suspects: Sequence[bool]
+) -> list[str]:
+    """One row as lines of text: `[new<old]` is a replaced subword, `!` follows a suspect.
+
+    Args:
+      pieces: subwords that the discriminator read; `original_pieces`: what stood there.
+    """
+    starts = _word_starts(original_pieces)
+    text = ""
+    for new, old, start, suspect in zip(pieces, original_pieces, starts, suspects, strict=True):
+        shown = _show(old) if new == old else f"[{_show(new)}<{_show(old)}]"
+        text += (" " if start else "") + shown + ("!" if suspect else "")
+    return textwrap.wrap(text.strip(), 96, break_long_words=False, break_on_hyphens=False)
+
+
+def _word_starts(pieces: Sequence[str]) -> list[bool]:
+    """SentencePiece marks the start of a word, WordPiece what goes on with it."""
+    if any(piece.startswith("\u2581") for piece in pieces):
+        special = [piece.startswith("[") and piece.endswith("]") for piece in pieces]
+        return [p.startswith("\u2581") or s for p, s in zip(pieces, special, strict=True)]
+    return [not piece.startswith("##") for piece in pieces]
+
+
+def _show(piece: str) -> str:
+    return piece.removeprefix("\u2581").removeprefix("##") or "_"

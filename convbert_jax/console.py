@@ -1,0 +1,39 @@
+"""What a person sees: short log lines, and one line for an error."""
+
+import logging as python_logging
+import pathlib
+import sys
+from typing import NoReturn
+
+from absl import logging
+
+_PACKAGE = str(pathlib.Path(__file__).resolve().parent)
+
+
+def set_up_logging() -> None:
+    """Our own lines as `12:30:05 message`; of other libraries only warnings and errors, named."""
+    handler = logging.get_absl_handler()
+    handler.setFormatter(_Formatter())
+    handler.addFilter(_is_ours_or_serious)
+    logging.set_verbosity(logging.INFO)
+    logging.set_stderrthreshold("info")
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    """Prints `error: message` and exits."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def _is_ours_or_serious(record: python_logging.LogRecord) -> bool:
+    return record.pathname.startswith(_PACKAGE) or record.levelno >= python_logging.WARNING
+
+
+class _Formatter(python_logging.Formatter):
+    def __init__(self):
+        super().__init__(datefmt="%H:%M:%S")
+
+    def format(self, record: python_logging.LogRecord) -> str:
+        level = "" if record.levelno < python_logging.WARNING else f"{record.levelname.lower()}: "
+        origin = "" if record.pathname.startswith(_PACKAGE) else f"({record.name}) "
+        return f"{self.formatTime(record, self.datefmt)} {level}{origin}{record.getMessage()}"

@@ -1,0 +1,48 @@
+"""Bytes to documents: decoding, cutting what is too long, and sizes of units."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+LONGEST = 1_000_000  # characters of a document; what is longer becomes several
+UNIT_BYTES = 16_000_000
+MOST_UNITS = 512  # larger corpora get larger units, so that shards stay few
+
+
+def unit_bytes(total: int) -> int:
+    """Size of a unit for a corpus of `total` bytes of text."""
+    return max(UNIT_BYTES, -(-total // MOST_UNITS))
+
+
+def bad_places(data: bytes) -> int:
+    """How many places of `data` are not UTF-8."""
+    replaced = data.decode("utf-8", "replace").count("\ufffd")
+    return replaced - data.count("\ufffd".encode())
+
+
+def decode(data: bytes, errors: str, tally: Counter | None) -> str | None:
+    """Text of `data` by the policy `errors` ("error", "replace" or "skip").
+
+    Returns None where the document is to be left out. Raises UnicodeDecodeError under "error".
+    """
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        if errors == "error":
+            raise
+        if tally is not None:
+            tally["undecodable"] += bad_places(data)
+            tally["skipped"] += errors == "skip"
+        return data.decode("utf-8", "replace") if errors == "replace" else None
+
+
+def clean(text: str) -> Iterator[str]:
+    """`text` as documents of at most `LONGEST` characters, cut at white space; none if blank."""
+    # Lone surrogates, which JSON escapes can make, are not text; they become "?".
+    text = text.encode("utf-8", "replace").decode("utf-8").replace("\r\n", "\n").strip()
+    while len(text) > LONGEST:
+        cut = max(text.rfind(space, LONGEST // 2, LONGEST) for space in " \n\t")
+        cut = cut if cut > 0 else LONGEST
+        yield text[:cut].rstrip()
+        text = text[cut:].lstrip()
+    if text:
+        yield text

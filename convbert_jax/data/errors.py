@@ -1,0 +1,11 @@
+"""What can go wrong with a corpus or a vocabulary, in one sentence each."""
+
+from convbert_jax.config import UserError
+
+
+class DataError(UserError, ValueError):
+    """A corpus that cannot be read, prepared or resumed."""
+
+
+class TokenizerError(DataError):
+    """A vocabulary that cannot be trained, read or trusted."""

@@ -1,0 +1,178 @@
+"""SentencePiece vocabularies (Kudo and Richardson, 2018): train, read, encode.
+
+The normalization is inside the `.model` file, accent stripping too, so the file alone is complete.
+"""
+
+import functools
+import io
+import re
+import sys
+import tempfile
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import sentencepiece
+
+from convbert_jax.config import TokenizerSection
+from convbert_jax.data.errors import TokenizerError
+
+FILE = "tokenizer.model"
+LONGEST_LINE = 10_000  # characters given to the trainer at once
+# Names of each special token, ours first, then those other trainers use.
+SPECIAL = {
+    "pad": ("[PAD]", "<pad>"),
+    "unknown": ("[UNK]", "<unk>"),
+    "cls": ("[CLS]", "<cls>"),
+    "sep": ("[SEP]", "<sep>"),
+    "mask": ("[MASK]", "<mask>"),
+}
+
+
+class SentencePieceVocabulary:
+    def __init__(self, path: Path):
+        self._path = path
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            raise TokenizerError(
+                f"{path} is not a SentencePiece model ({_first_line(error)}); check "
+                "config.tokenizer.path."
+            ) from None
+        self.entries = [self._model.id_to_piece(i) for i in range(self._model.get_piece_size())]
+
+    def special_ids(self) -> dict[str, int]:
+        ids = {entry: i for i, entry in enumerate(self.entries)}
+        found = {
+            role: next((ids[name] for name in names if name in ids), None)
+            for role, names in SPECIAL.items()
+        }
+        missing = [SPECIAL[role][0] for role, index in found.items() if index is None]
+        if missing:
+            raise TokenizerError(
+                f"{self._path} lacks the special tokens {', '.join(missing)}; train it with them "
+                "as control symbols, or leave config.tokenizer.path empty to train one here."
+            )
+        return found
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        # A NUL would become an unknown piece; every other control character is normalized away.
+        texts = [text.replace("\0", " ") for text in texts]
+        return self._model.encode(texts, num_threads=1)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._model.decode(ids)
+
+    def normalize(self, text: str) -> str:
+        return self._model.normalize(text).replace("\u2581", " ").strip()
+
+
+def open_vocabulary(path: Path, section: TokenizerSection) -> SentencePieceVocabulary:
+    """The model at `path`; it holds its own normalization, so `section` is only checked later."""
+    del section
+    return SentencePieceVocabulary(path)
+
+
+def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
+    """A serialized model with the special tokens as ids 0 to 4.
+
+    Raises:
+      TokenizerError: `texts` cannot give `section.vocab_size` pieces.
+    """
+    model = io.BytesIO()
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=_lines(texts),
+                model_writer=model,
+                vocab_size=section.vocab_size,
+                model_type=section.algorithm,
+                pad_id=0,
+                unk_id=1,
+                bos_id=-1,
+                eos_id=-1,
+                pad_piece="[PAD]",
+                unk_piece="[UNK]",
+                control_symbols=["[CLS]", "[SEP]", "[MASK]"],
+                max_sentence_length=8 * LONGEST_LINE,  # bytes; longer lines would be left out
+                num_threads=16,  # part of the result: sums over threads round differently
+                minloglevel=2,
+                **_normalization(section, Path(scratch)),
+            )
+        except RuntimeError as error:
+            raise TokenizerError(_explain(str(error), section.vocab_size)) from None
+    return _without_path(model.getvalue())
+
+
+def _without_path(model: bytes) -> bytes:
+    """The model without the name of the temporary file its normalization was compiled from."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    content = sentencepiece_model_pb2.ModelProto.FromString(model)
+    content.normalizer_spec.ClearField("normalization_rule_tsv")
+    return content.SerializeToString(deterministic=True)
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        for line in text.replace("\0", " ").split("\n"):
+            for start in range(0, len(line), LONGEST_LINE):
+                yield line[start : start + LONGEST_LINE]
+
+
+def _explain(message: str, vocab_size: int) -> str:
+    if match := re.search(r"too high \(\d+\)\. Please set it to a value <= (\d+)", message):
+        return (
+            f"The corpus gives at most {match[1]} pieces but config.tokenizer.vocab_size is "
+            f"{vocab_size}; set --config.tokenizer.vocab_size={match[1]} or less."
+        )
+    if match := re.search(r"required_chars\. (\d+) vs (\d+)", message):
+        return (
+            f"The corpus needs {match[2]} entries for its characters alone but "
+            f"config.tokenizer.vocab_size is {vocab_size}; set "
+            f"--config.tokenizer.vocab_size={match[2]} or more."
+        )
+    if "sentences_.empty()" in message:
+        return "There is no text to train a vocabulary on; check config.data.source."
+    return f"SentencePiece could not train a vocabulary: {message.strip().splitlines()[-1]}."
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["unreadable"])[0]
+
+
+def _normalization(section: TokenizerSection, scratch: Path) -> dict[str, str]:
+    if not section.strip_accents:
+        rule = "nmt_nfkc_cf" if section.lowercase else "nmt_nfkc"
+        return {"normalization_rule_name": rule}
+    table = scratch / "normalization.tsv"
+    table.write_text(_accent_rules(section.lowercase))
+    return {"normalization_rule_tsv": str(table)}
+
+
+@functools.cache
+def _accent_rules(lowercase: bool) -> str:
+    """SentencePiece's table of code points and what each becomes: NFKC, case folded if asked, no
+    accents (NFD without category Mn, as BERT does), white space to blanks, control characters
+    dropped.
+    """
+    lines = []
+    for code in range(1, sys.maxunicode + 1):  # a rule for NUL would be a key of length zero
+        character = chr(code)
+        category = unicodedata.category(character)
+        if category in ("Cn", "Co", "Cs"):
+            continue
+        if category[0] == "Z" or character in "\t\n\v\f\r\x85":
+            normal = " "
+        elif category in ("Cc", "Cf"):
+            normal = ""
+        else:
+            normal = unicodedata.normalize("NFKC", character)
+            if lowercase:
+                normal = unicodedata.normalize("NFKC", normal.casefold())
+            bare = unicodedata.normalize("NFD", normal)
+            bare = "".join(c for c in bare if unicodedata.category(c) != "Mn")
+            normal = unicodedata.normalize("NFC", bare)  # Hangul syllables whole again
+        if normal != character:
+            lines.append(f"{code:X}\t{' '.join(f'{ord(c):X}' for c in normal)}\n")
+    return "".join(lines)

@@ -1,0 +1,172 @@
+"""Text to token ids and back: one `Tokenizer` over SentencePiece or WordPiece.
+
+The five special tokens can never come out of text: "[MASK]" written in a document is encoded as
+ordinary pieces. Normalization (lower case, accents) belongs to the tokenizer, so training and
+encoding cannot disagree.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from convbert_jax.config import TokenizerSection
+from convbert_jax.data import sentencepiece_model, wordpiece_model
+from convbert_jax.data.errors import TokenizerError
+from convbert_jax.data.vocabulary_checks import check_tokenizer
+
+__all__ = ["SpecialIds", "Tokenizer", "check_tokenizer", "load_tokenizer", "train_tokenizer"]
+
+KINDS = {"sentencepiece": sentencepiece_model, "wordpiece": wordpiece_model}
+SETTINGS = "tokenizer_settings.json"  # written last: its presence says that training finished
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialIds:
+    pad: int
+    unknown: int
+    cls: int
+    sep: int
+    mask: int
+
+
+class Tokenizer:
+    """A vocabulary file and how to use it; picklable, the vocabulary itself is loaded lazily.
+
+    Attributes:
+      kind: "sentencepiece" or "wordpiece".
+      path: the vocabulary file (`*.model`, `vocab.txt` or `tokenizer.json`).
+      vocab_size: number of ids.
+      special: ids of [PAD], [UNK], [CLS], [SEP] and [MASK].
+      fingerprint: sha256 of the file and, for WordPiece, of the normalization settings (a
+        SentencePiece model holds its own).
+    """
+
+    def __init__(self, section: TokenizerSection, path: Path):
+        """Reads the vocabulary at `path` by the settings of `section`.
+
+        Raises:
+          TokenizerError: the file is missing, cannot be read, or lacks a special token.
+        """
+        self.kind = section.kind
+        self.path = Path(path)
+        self._section = section
+        try:
+            content = self.path.read_bytes()
+        except OSError as error:
+            raise TokenizerError(
+                f"Vocabulary {self.path} cannot be read: {error.strerror}; check "
+                "config.tokenizer.path."
+            ) from None
+        settings = ["sentencepiece"]
+        if self.kind == "wordpiece":
+            settings = [self.kind, section.lowercase, section.strip_accents, section.max_word_chars]
+        self.fingerprint = hashlib.sha256(content + json.dumps(settings).encode()).hexdigest()
+        self.special = SpecialIds(**self._vocabulary.special_ids())
+        self.vocab_size = len(self._vocabulary.entries)
+
+    @functools.cached_property
+    def _vocabulary(self):
+        return KINDS[self.kind].open_vocabulary(self.path, self._section)
+
+    def __getstate__(self):
+        return {key: value for key, value in self.__dict__.items() if key != "_vocabulary"}
+
+    @property
+    def entries(self) -> list[str]:
+        """All vocabulary entries, by id."""
+        return self._vocabulary.entries
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens around or inside (but for [UNK])."""
+        return self._vocabulary.encode(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, normalized (case, accents and white space do not come back)."""
+        return self._vocabulary.decode([int(i) for i in ids])
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The vocabulary entry of each id."""
+        return [self.entries[i] for i in ids]
+
+    def normalize(self, text: str) -> str:
+        """`text` as the vocabulary sees it: case and accents as it was made for."""
+        return self._vocabulary.normalize(text)
+
+
+def train_tokenizer(texts: Iterable[str], section: TokenizerSection, directory: Path) -> Tokenizer:
+    """Trains a vocabulary of exactly `section.vocab_size` entries on `texts` into `directory`.
+
+    The same texts give the same file, on any number of cores. Nothing is left behind on failure.
+    Memory: SentencePiece's unigram trainer takes some 20 MB for each MB of text, WordPiece 4 MB.
+
+    Raises:
+      TokenizerError: the texts cannot give that many entries; the message has the number they can.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    model = KINDS[section.kind]
+    path = directory / model.FILE
+    unfinished = directory / f"{model.FILE}.unfinished"
+    unfinished.write_bytes(model.train(texts, section))
+    os.replace(unfinished, path)
+    settings = directory / SETTINGS
+    unfinished.write_text(json.dumps(training_settings(section), indent=1))
+    os.replace(unfinished, settings)
+    return Tokenizer(section, path)
+
+
+def training_settings(section: TokenizerSection) -> dict:
+    """The fields of `section` that decide what a trained vocabulary looks like."""
+    names = ["kind", "vocab_size", "lowercase", "strip_accents"]
+    names += ["algorithm"] if section.kind == "sentencepiece" else ["max_word_chars"]
+    return {name: getattr(section, name) for name in [*names, "train_megabytes"]}
+
+
+def is_trained(directory: Path) -> bool:
+    """Whether `train_tokenizer` finished in `directory`."""
+    return (Path(directory) / SETTINGS).is_file()
+
+
+def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
+    """The vocabulary at `section.path`, or else the one trained into `directory`.
+
+    Raises:
+      TokenizerError: no vocabulary, one of another kind or size than `section` says, or one
+        trained with other settings.
+    """
+    if section.path:
+        path = Path(section.path).expanduser()
+        expected = "sentencepiece" if path.suffix == ".model" else "wordpiece"
+        if section.kind != expected:
+            raise TokenizerError(
+                f"{path.name} is a {expected} vocabulary but config.tokenizer.kind="
+                f"'{section.kind}'; set --config.tokenizer.kind={expected}."
+            )
+        tokenizer = Tokenizer(section, path)
+    else:
+        if not is_trained(directory):
+            raise TokenizerError(
+                f"{directory} holds no trained vocabulary; prepare the corpus first or set "
+                "config.tokenizer.path."
+            )
+        there = json.loads((Path(directory) / SETTINGS).read_text())
+        wanted = training_settings(section)
+        different = [name for name in wanted if there.get(name) != wanted[name]]
+        if different:
+            name = different[0]
+            raise TokenizerError(
+                f"The vocabulary in {directory} was trained with {name}={there.get(name)!r} but "
+                f"config.tokenizer.{name}={wanted[name]!r}; set it back, or name another "
+                "config.data.directory."
+            )
+        tokenizer = Tokenizer(section, Path(directory) / KINDS[section.kind].FILE)
+    if tokenizer.vocab_size != section.vocab_size:
+        raise TokenizerError(
+            f"{tokenizer.path} has {tokenizer.vocab_size} entries but config.tokenizer.vocab_size "
+            f"is {section.vocab_size}; set --config.tokenizer.vocab_size={tokenizer.vocab_size}."
+        )
+    return tokenizer

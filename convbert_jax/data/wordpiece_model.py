@@ -1,0 +1,176 @@
+"""WordPiece vocabularies as BERT uses them (Devlin et al., 2019): train, read, encode.
+
+Read from `vocab.txt` (one entry a line) or `tokenizer.json`; trained ones are `tokenizer.json`.
+Splitting and normalization are BERT's, set by the config.
+"""
+
+import collections
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from absl import logging
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from convbert_jax.config import TokenizerSection
+from convbert_jax.data.errors import TokenizerError
+
+FILE = "tokenizer.json"
+SPECIAL = {"pad": "[PAD]", "unknown": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+ALPHABET = 1000  # most frequent characters that get an entry; rarer ones are unknown
+
+
+class WordPieceVocabulary:
+    def __init__(self, entries: list[str], section: TokenizerSection, path: Path):
+        self.entries = entries
+        self._path = path
+        # No entry is declared special to this object, so it recognizes none in text.
+        self._tokenizer = _pipeline(section, {entry: i for i, entry in enumerate(entries)})
+
+    def special_ids(self) -> dict[str, int]:
+        ids = {entry: i for i, entry in enumerate(self.entries)}
+        missing = [name for name in SPECIAL.values() if name not in ids]
+        if missing:
+            raise TokenizerError(
+                f"{self._path} lacks the special tokens {', '.join(missing)}; use the standard "
+                "bert-base-uncased vocabulary, or leave config.tokenizer.path empty to train one."
+            )
+        return {role: ids[name] for role, name in SPECIAL.items()}
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def normalize(self, text: str) -> str:
+        return self._tokenizer.normalizer.normalize_str(text)
+
+
+def open_vocabulary(path: Path, section: TokenizerSection) -> WordPieceVocabulary:
+    """The vocabulary at `path`, with the normalization that `section` asks for."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(
+            f"{path} is not UTF-8 (first bad byte at {error.start}); use the standard "
+            "bert-base-uncased vocabulary."
+        ) from None
+    entries = _from_json(text, path, section) if path.suffix == ".json" else split_entries(text)
+    return WordPieceVocabulary(entries, section, path)
+
+
+def split_entries(text: str) -> list[str]:
+    """Entries of a `vocab.txt`; carriage returns are dropped here and reported by the checks."""
+    lines = text.split("\n")  # not splitlines: an entry may be a Unicode line separator
+    if lines and not lines[-1]:
+        lines.pop()
+    return [line.rstrip("\r") for line in lines]
+
+
+def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
+    """A `tokenizer.json` with the special tokens as ids 0 to 4.
+
+    `tokenizers` numbers the characters in the order of a randomly seeded hash map and breaks ties
+    between merges by these numbers, so that two runs differ. A first pass finds the characters, a
+    second one gets them numbered in advance.
+
+    Raises:
+      TokenizerError: `texts` cannot give `section.vocab_size` entries.
+    """
+    lines = [line for text in texts for line in text.split("\n") if line.strip()]
+    normalizer = _normalizer(section)
+    counts = collections.Counter()
+    for line in lines:
+        counts.update(normalizer.normalize_str(line))
+    by_count = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))
+    if not by_count:
+        raise TokenizerError("There is no text to train a vocabulary on; check config.data.source.")
+    alphabet = by_count[:ALPHABET]
+    special = list(SPECIAL.values())
+
+    def trained(vocab_size: int, first_entries: list[str]) -> dict[str, int]:
+        tokenizer = _pipeline(section, None)
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=vocab_size,
+            special_tokens=first_entries,
+            initial_alphabet=alphabet,
+            limit_alphabet=len(alphabet),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(iter(lines), trainer)
+        return tokenizer.get_vocab(with_added_tokens=False)
+
+    characters = sorted(set(trained(0, special)) - set(special))
+    required = len(special) + len(characters)
+    if required > section.vocab_size:
+        raise TokenizerError(
+            f"The corpus needs {required} entries for its characters alone but "
+            f"config.tokenizer.vocab_size is {section.vocab_size}; set "
+            f"--config.tokenizer.vocab_size={required} or more."
+        )
+    vocabulary = trained(section.vocab_size, special + characters)
+    if len(vocabulary) < section.vocab_size:
+        raise TokenizerError(
+            f"The corpus gives at most {len(vocabulary)} entries but config.tokenizer.vocab_size "
+            f"is {section.vocab_size}; set --config.tokenizer.vocab_size={len(vocabulary)} or less."
+        )
+    tokenizer = _pipeline(section, vocabulary)
+    tokenizer.encode_special_tokens = True
+    return tokenizer.to_str(pretty=True).encode()
+
+
+def _normalizer(section: TokenizerSection) -> normalizers.Normalizer:
+    return normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=True,
+        lowercase=section.lowercase,
+        strip_accents=section.strip_accents,
+    )
+
+
+def _pipeline(section: TokenizerSection, vocabulary: dict[str, int] | None):
+    model = models.WordPiece(
+        vocabulary or {}, unk_token="[UNK]", max_input_chars_per_word=section.max_word_chars
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = _normalizer(section)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _from_json(text: str, path: Path, section: TokenizerSection) -> list[str]:
+    try:
+        content = json.loads(text)
+        model = content["model"]
+        kind, vocabulary = model.get("type"), model["vocab"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise TokenizerError(
+            f"{path} is not a tokenizer.json; check config.tokenizer.path."
+        ) from None
+    if kind != "WordPiece" or model.get("continuing_subword_prefix", "##") != "##":
+        raise TokenizerError(
+            f"{path} holds a {kind} model, not WordPiece with ##; name a vocab.txt, a WordPiece "
+            "tokenizer.json or a SentencePiece .model in config.tokenizer.path."
+        )
+    normalizer = content.get("normalizer") or {}
+    if normalizer.get("type") == "BertNormalizer":
+        lowercase = normalizer["lowercase"]
+        accents = normalizer.get("strip_accents")
+        accents = lowercase if accents is None else accents  # BERT's default: both or neither
+        for name, there in (("lowercase", lowercase), ("strip_accents", accents)):
+            if there != getattr(section, name):
+                raise TokenizerError(
+                    f"{path} was made with {name}={there} but config.tokenizer.{name}="
+                    f"{getattr(section, name)}; set --config.tokenizer.{name}={there}."
+                )
+    else:
+        logging.info("%s names no BERT normalizer; the settings of config.tokenizer apply.", path)
+    ids = {**vocabulary, **{t["content"]: t["id"] for t in content.get("added_tokens", [])}}
+    entries = [""] * (max(ids.values()) + 1)
+    for entry, index in ids.items():
+        entries[index] = entry
+    return entries

@@ -1,0 +1,137 @@
+"""Starts one run: `python -m convbert_jax.main --config=configs/base.py`.
+
+Modes:
+  train          prepare the data if needed, then pre-train or resume (default)
+  prepare        only make the tokenizer and the shards
+  verify_resume  train twice, once killed in the middle, and compare both bit for bit
+
+Every field of a config is overridden as --config.section.field=value; `configs/base.py:paper`
+selects a variant. The only file with flags; the work is in `recipes.py`.
+"""
+
+import errno
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from convbert_jax import console, overrides
+from convbert_jax.config import Config, ConfigError, UserError, from_config_dict
+
+# Storage that gave out under a run, whichever library was writing.
+_STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+_MODES = ("train", "prepare", "verify_resume")
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Config file, for example configs/tiny.py or configs/base.py:paper."
+)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; default runs/<config.name>.")
+_MODE = flags.DEFINE_enum("mode", "train", _MODES, "What to do.")
+_MULTIHOST = flags.DEFINE_boolean(
+    "multihost",
+    False,
+    "One of several processes, started on every host: TPU slice, Slurm or Open MPI.",
+)
+_VERIFY_STEPS = flags.DEFINE_integer(
+    "verify_steps", 40, "Steps of each run of --mode=verify_resume."
+)
+
+
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+    """Flags with every fault as one line and exit code 2."""
+    try:
+        arguments = overrides.normalize(list(argv[1:]))
+        for argument in arguments:
+            if argument.startswith("--config="):
+                _check_config_file(argument.removeprefix("--config="))
+        rest = flags.FLAGS([argv[0], *arguments])
+        if _CONFIG.value is None:
+            raise ConfigError(f"--config is missing; choose one of: {', '.join(_config_files())}.")
+        if len(rest) > 1:
+            raise ConfigError(f"argument '{rest[1]}' is not understood; flags start with --.")
+        return rest
+    except (UserError, flags.Error) as error:
+        console.fail(str(error), code=2)
+
+
+def _config_files() -> list[str]:
+    return sorted(
+        str(path)
+        for path in pathlib.Path("configs").glob("*.py")
+        if "get_config" in path.read_text()
+    )
+
+
+def _check_config_file(value: str) -> None:
+    path = pathlib.Path(value.partition(":")[0])
+    if not path.is_file():
+        known = ", ".join(_config_files()) or "no configs/ here, start from the repository"
+        raise ConfigError(f"--config={value}: there is no file {path}; known configs: {known}.")
+
+
+def _workdir(config: Config) -> pathlib.Path:
+    value = _WORKDIR.value or f"runs/{config.name}"
+    if "://" in value:
+        raise ConfigError(
+            f"--workdir={value} is a bucket; mount it as a folder (gcsfuse) and give that "
+            "folder, so that locks and "
+            "renames work."
+        )
+    return pathlib.Path(value)
+
+
+def _join_hosts() -> None:
+    """Waits for the other processes; jax finds them by what TPU slices, Slurm and Open MPI set."""
+    import jax
+
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"--multihost: {str(error).splitlines()[0]} Start the same command on every host of a "
+            "TPU slice, with srun or with mpirun, or leave --multihost out."
+        ) from error
+    logging.info("Process %d of %d.", jax.process_index(), jax.process_count())
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    console.set_up_logging()
+    try:
+        config = from_config_dict(_CONFIG.value)
+        workdir = _workdir(config)
+        if _MULTIHOST.value:
+            _join_hosts()
+        # Imported late: a wrong flag is answered before jax is loaded.
+        from convbert_jax import recipes
+
+        if _MODE.value == "prepare":
+            recipes.prepare(config, workdir)
+        elif _MODE.value == "verify_resume":
+            from convbert_jax.analysis import verify_resume
+
+            arguments = [
+                a for a in sys.argv[1:] if not a.startswith(("--mode", "--workdir", "--verify"))
+            ]
+            verify_resume.run(arguments, workdir, steps=_VERIFY_STEPS.value)
+        else:
+            recipes.pretrain(config, workdir)
+    except UserError as error:
+        logging.flush()
+        console.fail(str(error))
+    except KeyboardInterrupt:  # while training the loop saves first and ends by itself
+        console.fail("interrupted; the same command goes on from what is finished.", code=130)
+    except OSError as error:
+        if error.errno not in _STORAGE_FAULTS:
+            raise
+        logging.flush()
+        console.fail(
+            f"{error.filename or 'writing'}: {error.strerror}; free some space or choose another "
+            "--workdir, then start again: what was finished is kept."
+        )
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=_parse_flags)

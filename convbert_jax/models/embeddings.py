@@ -1,0 +1,69 @@
+"""Tokens to vectors, and vectors back to token logits with the same table."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.config import EmbeddingsConfig
+from convbert_jax.models.layers import Initializer, LayerNorm, dropout
+
+
+class Table(nnx.Module):
+    """`embedding` [rows, size], read by row."""
+
+    def __init__(self, rows: int, size: int, initializer: Initializer, rngs: nnx.Rngs):
+        self.embedding = nnx.Param(initializer(rngs.params(), (rows, size)))
+
+    def __call__(self, ids: Int[Array, "*B"]) -> Float[Array, "*B E"]:
+        return jnp.take(self.embedding[...], ids, axis=0)
+
+
+class Embeddings(nnx.Module):
+    """Word + position + segment type, layer norm, dropout (BERT §3)."""
+
+    def __init__(self, config: EmbeddingsConfig, initializer: Initializer, rngs: nnx.Rngs):
+        self.word = Table(config.vocab_size, config.size, initializer, rngs)
+        self.position = Table(config.positions, config.size, initializer, rngs)
+        self.type = Table(config.types, config.size, initializer, rngs)
+        self.norm = LayerNorm(config.size, config.layer_norm_epsilon)
+        self.dropout = config.dropout
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"],
+        type_ids: Int[Array, "B L"],
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        key: Array | None = None,
+    ) -> Float[Array, "B L E"]:
+        """Embeddings in `dtype`.
+
+        Raises:
+          ValueError: rows longer than the position table.
+        """
+        rows = self.position.embedding.shape[0]
+        if tokens.shape[1] > rows:
+            raise ValueError(
+                f"Rows of {tokens.shape[1]} tokens are longer than the position table of {rows}; "
+                "shorten them or raise config.model.positions."
+            )
+        x = self.word(tokens) + self.position(positions(segment_ids)) + self.type(type_ids)
+        return dropout(self.norm(x).astype(dtype), self.dropout, key)
+
+    def attend(self, h: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
+        """Float32 logits: the product of each vector with every row of the word table."""
+        table = self.word.embedding[...].astype(h.dtype)
+        return jnp.einsum("...e,ve->...v", h, table, preferred_element_type=jnp.float32)
+
+
+def positions(segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
+    """Places within each segment, from 0, so that packed documents look as if alone.
+
+    Padding goes on counting, so that a padded row of one segment has 0 .. L-1, as in the release.
+    """
+    places = jnp.arange(segment_ids.shape[1])
+    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
+    starts = (segment_ids != before) & (segment_ids != 0)
+    return places - jax.lax.cummax(jnp.where(starts, places, 0), axis=1)

@@ -1,0 +1,108 @@
+"""The encoder: stages of identical layers, the parameters of each stage stacked and scanned."""
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.config import EncoderConfig, LayerConfig
+from convbert_jax.models.functions import gelu
+from convbert_jax.models.layers import (
+    Dense,
+    Initializers,
+    LayerNorm,
+    dropout,
+    feed_forward_dense,
+    initializers,
+)
+from convbert_jax.models.mixers import MIXERS
+
+# What the backward pass keeps of a layer, by config.model.remat; None keeps what it needs.
+# "dots" keeps products with weights; attention, cheap to repeat and large, is computed again.
+REMAT_POLICIES = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class FeedForward(nnx.Module):
+    """Dense, GELU, dense; both grouped if `ffn_groups` is above 1 (ConvBERT §3.3)."""
+
+    def __init__(self, config: LayerConfig, initializers: Initializers, rngs: nnx.Rngs):
+        hidden, inner, groups = config.hidden_size, config.ffn_size, config.ffn_groups
+        self.intermediate = feed_forward_dense(hidden, inner, groups, initializers.dense, rngs)
+        self.output = feed_forward_dense(inner, hidden, groups, initializers.dense, rngs)
+
+    def __call__(self, x: Float[Array, "B L C"]) -> Float[Array, "B L C"]:
+        return self.output(gelu(self.intermediate(x)))
+
+
+class Layer(nnx.Module):
+    """Mixer and feed-forward, each with dropout, residual and layer norm after it (post-norm)."""
+
+    def __init__(self, config: LayerConfig, rngs: nnx.Rngs):
+        starts = initializers(config.initializers, config.initializer_range, config.kernel_size)
+        self.mixer = MIXERS[config.mixer](config, starts, rngs)
+        self.mixer_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.feed_forward = FeedForward(config, starts, rngs)
+        self.feed_forward_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.dropout = config.dropout
+
+    def __call__(
+        self, x: Float[Array, "B L C"], segment_ids: Int[Array, "B L"], key: Array | None = None
+    ) -> Float[Array, "B L C"]:
+        keys = [None] * 3 if key is None else jax.random.split(key, 3)
+        mixed = dropout(self.mixer(x, segment_ids, keys[0]), self.dropout, keys[1])
+        x = self.mixer_norm(x + mixed)
+        return self.feed_forward_norm(x + dropout(self.feed_forward(x), self.dropout, keys[2]))
+
+
+class Encoder(nnx.Module):
+    """A projection if embeddings and layers differ in width, then the stages in order.
+
+    Parameters of stage i are under `stages/i`, with a leading axis N of its layers.
+    """
+
+    def __init__(self, config: EncoderConfig, rngs: nnx.Rngs):
+        if config.embedding_size != config.hidden_size:
+            starts = initializers(config.initializers, config.initializer_range, taps=1)
+            self.embeddings_project = Dense(
+                config.embedding_size, config.hidden_size, starts.glorot, rngs
+            )
+        # By strings, not a list: parameter paths and checkpoints know nothing else.
+        self.stages = nnx.Dict(
+            {
+                str(i): _stack(stage.layer, stage.depth, rngs)
+                for i, stage in enumerate(config.stages)
+            }
+        )
+        self.config = config
+
+    def __call__(
+        self,
+        x: Float[Array, "B L E"],
+        segment_ids: Int[Array, "B L"],
+        key: Array | None = None,
+    ) -> Float[Array, "B L C"]:
+        c = self.config
+        if c.embedding_size != c.hidden_size:
+            x = self.embeddings_project(x)
+
+        def run(x, layer_and_key):
+            layer, layer_key = layer_and_key
+            return layer(x, segment_ids, layer_key), None
+
+        policy = REMAT_POLICIES[c.remat]
+        if policy is not None:
+            run = jax.checkpoint(run, policy=policy, prevent_cse=False)
+        for i, stage in enumerate(c.stages):
+            keys = (
+                None if key is None else jax.random.split(jax.random.fold_in(key, i), stage.depth)
+            )
+            unroll = min(c.scan_unroll, stage.depth)
+            x, _ = jax.lax.scan(run, x, (self.stages[str(i)], keys), unroll=unroll)
+        return x
+
+
+def _stack(config: LayerConfig, depth: int, rngs: nnx.Rngs) -> Layer:
+    return nnx.vmap(lambda layer_rngs: Layer(config, layer_rngs))(rngs.split(depth))

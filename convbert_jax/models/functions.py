@@ -1,0 +1,99 @@
+"""Activations and norms, in float32 inside, with gradients that keep little for the backward pass.
+
+Autodiff would keep every intermediate array, for each layer; these keep an input or an output and
+compute the rest again, which costs less than to write and read it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+@jax.custom_vjp
+def gelu(x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
+    """x Phi(x) with the exact Gauss distribution, as in BERT, not the tanh approximation."""
+    exact = x.astype(jnp.float32)
+    return (exact * _gauss(exact)).astype(x.dtype)
+
+
+def _gauss(x):
+    return 0.5 + 0.5 * jax.lax.erf(x * 0.5**0.5)
+
+
+def _gelu_backward(x, cotangent):
+    exact = x.astype(jnp.float32)
+    density = jnp.exp(-0.5 * jnp.square(exact)) * (2 * jnp.pi) ** -0.5
+    slope = _gauss(exact) + exact * density
+    return ((cotangent.astype(jnp.float32) * slope).astype(x.dtype),)
+
+
+gelu.defvjp(lambda x: (gelu(x), x), _gelu_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def layer_norm(
+    x: Float[Array, "*B C"], scale: Float[Array, " C"], bias: Float[Array, " C"], epsilon: float
+) -> Float[Array, "*B C"]:
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias over the last axis."""
+    return _layer_norm_forward(x, scale, bias, epsilon)[0]
+
+
+def _layer_norm_forward(x, scale, bias, epsilon):
+    exact = x.astype(jnp.float32)
+    mean = exact.mean(axis=-1, keepdims=True)
+    inverse = jax.lax.rsqrt(jnp.square(exact - mean).mean(axis=-1, keepdims=True) + epsilon)
+    out = (exact - mean) * inverse * scale + bias
+    return out.astype(x.dtype), (x, mean, inverse, scale)
+
+
+def _layer_norm_backward(epsilon, saved, cotangent):
+    x, mean, inverse, scale = saved
+    normal = (x.astype(jnp.float32) - mean) * inverse
+    cotangent = cotangent.astype(jnp.float32)
+    d_normal = cotangent * scale
+    along = jnp.mean(d_normal * normal, axis=-1, keepdims=True)
+    d_x = (d_normal - d_normal.mean(axis=-1, keepdims=True) - normal * along) * inverse
+    rows = tuple(range(x.ndim - 1))
+    return d_x.astype(x.dtype), jnp.sum(cotangent * normal, rows), jnp.sum(cotangent, rows)
+
+
+layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def softmax(
+    logits: Float[Array, "*B K"], visible: Bool[Array, "*B K"] | None, dtype: jnp.dtype
+) -> Float[Array, "*B K"]:
+    """Softmax over the last axis, given out in `dtype`.
+
+    Args:
+      visible: broadcastable to `logits`; what is not visible gets 0, also where nothing is.
+    """
+    logits = logits.astype(jnp.float32)
+    if visible is None:
+        powers = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+        return (powers / powers.sum(axis=-1, keepdims=True)).astype(dtype)
+    largest = logits.max(axis=-1, keepdims=True, where=visible, initial=_LOWEST)
+    powers = jnp.where(visible, jnp.exp(logits - largest), 0.0)
+    total = jnp.maximum(powers.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    return (powers / total).astype(dtype)
+
+
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+def _softmax_forward(logits, visible, dtype):
+    weights = softmax(logits, visible, dtype)
+    return weights, (weights, jnp.zeros((0,), logits.dtype))
+
+
+def _softmax_backward(dtype, saved, cotangent):
+    weights, like = saved
+    weights, cotangent = weights.astype(jnp.float32), cotangent.astype(jnp.float32)
+    along = jnp.sum(weights * cotangent, axis=-1, keepdims=True)
+    return (weights * (cotangent - along)).astype(like.dtype), None
+
+
+softmax.defvjp(_softmax_forward, _softmax_backward)

@@ -1,0 +1,41 @@
+"""Heads that turn hidden states into logits."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from convbert_jax.config import EmbeddingsConfig
+from convbert_jax.models.embeddings import Embeddings
+from convbert_jax.models.functions import gelu
+from convbert_jax.models.layers import Dense, Initializers, LayerNorm
+
+
+class MaskedLanguageHead(nnx.Module):
+    """Dense to the embedding size, GELU, layer norm, product with the word table, bias (BERT)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: EmbeddingsConfig,
+        initializers: Initializers,
+        rngs: nnx.Rngs,
+    ):
+        self.dense = Dense(hidden_size, config.size, initializers.dense, rngs)
+        self.norm = LayerNorm(config.size, config.layer_norm_epsilon)
+        self.output_bias = nnx.Param(jnp.zeros(config.vocab_size))
+
+    def __call__(self, x: Float[Array, "*B C"], embeddings: Embeddings) -> Float[Array, "*B V"]:
+        """Float32 logits. The table belongs to `embeddings`, which the caller owns."""
+        return embeddings.attend(self.norm(gelu(self.dense(x)))) + self.output_bias[...]
+
+
+class DiscriminatorHead(nnx.Module):
+    """Dense, GELU, dense to one logit: above 0 where a token looks replaced (ELECTRA §2)."""
+
+    def __init__(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs):
+        self.dense = Dense(hidden_size, hidden_size, initializers.dense, rngs)
+        self.output = Dense(hidden_size, 1, initializers.glorot, rngs)
+
+    def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B"]:
+        """Float32 logits."""
+        return self.output(gelu(self.dense(x)).astype(jnp.float32))[..., 0]

@@ -1,0 +1,170 @@
+"""Models to pre-train: generator and discriminator around one embedding table, or one network.
+
+Parameters are a plain nested dict outside of this package; see `build`.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.config import Config
+from convbert_jax.models.embeddings import Embeddings
+from convbert_jax.models.encoder import Encoder
+from convbert_jax.models.heads import DiscriminatorHead, MaskedLanguageHead
+from convbert_jax.models.layers import Initializers, initializers
+
+Params = dict
+
+
+class PretrainingModel(nnx.Module):
+    """Replaced-token detection (ELECTRA §2), with every choice of config.generator.
+
+    separate: a generator of its own, on the discriminator's embeddings or (untied) on its own.
+    shared: the discriminator's encoder with a second head. uniform: no generator parameters.
+    """
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        starts = _initializers(config)
+        self.embeddings = Embeddings(config.embeddings, starts.dense, rngs)
+        self.discriminator = Encoder(config.encoder, rngs)
+        self.discriminator_head = DiscriminatorHead(config.encoder.hidden_size, starts, rngs)
+        tied, generator = config.generator.tie_embeddings, config.generator_encoder
+        if config.generator.kind == "shared":
+            self.generator_head = MaskedLanguageHead(
+                config.encoder.hidden_size, config.embeddings, starts, rngs
+            )
+        elif config.generator.kind == "separate":
+            sizes = config.embeddings if tied else config.generator_embeddings
+            if not tied:
+                self.generator_embeddings = Embeddings(sizes, starts.dense, rngs)
+            self.generator = Encoder(generator, rngs)
+            self.generator_head = MaskedLanguageHead(generator.hidden_size, sizes, starts, rngs)
+        self.config = config
+
+    def generate(
+        self,
+        tokens: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"],
+        type_ids: Int[Array, "B L"],
+        positions: Int[Array, "B M"],
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        key: Array | None = None,
+    ) -> Float[Array, "B M V"]:
+        """Float32 logits of the generator at `positions`, each an index into its row.
+
+        Args:
+          tokens: with masks in place.
+          segment_ids: 0 is padding; nothing flows from one segment to another.
+          type_ids: first or second text of a pair.
+          dtype: of the computation; parameters and logits are float32.
+          key: draws dropout; None is deterministic.
+        """
+        c = self.config.generator
+        if c.kind == "uniform":
+            return jnp.zeros((*positions.shape, self.config.tokenizer.vocab_size))
+        encoder = self.discriminator if c.kind == "shared" else self.generator
+        untied = c.kind == "separate" and not c.tie_embeddings
+        embeddings = self.generator_embeddings if untied else self.embeddings
+        hidden = _encode(embeddings, encoder, tokens, segment_ids, type_ids, dtype, key)
+        return self.generator_head(_pick(hidden, positions), embeddings)
+
+    def discriminate(
+        self,
+        tokens: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"],
+        type_ids: Int[Array, "B L"],
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        key: Array | None = None,
+    ) -> Float[Array, "B L"]:
+        """Float32 logit for each token, above 0 where it looks replaced."""
+        return self.discriminator_head(
+            self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key)
+        )
+
+    def encode(
+        self,
+        tokens: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"],
+        type_ids: Int[Array, "B L"],
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        key: Array | None = None,
+    ) -> Float[Array, "B L C"]:
+        """Hidden states of the discriminator's last layer, in `dtype`."""
+        return _encode(
+            self.embeddings, self.discriminator, tokens, segment_ids, type_ids, dtype, key
+        )
+
+
+class MaskedLanguageModel(nnx.Module):
+    """One encoder with a masked language head (BERT §3.1)."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        starts = _initializers(config)
+        self.embeddings = Embeddings(config.embeddings, starts.dense, rngs)
+        self.encoder = Encoder(config.encoder, rngs)
+        self.head = MaskedLanguageHead(config.encoder.hidden_size, config.embeddings, starts, rngs)
+
+    def generate(
+        self,
+        tokens: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"],
+        type_ids: Int[Array, "B L"],
+        positions: Int[Array, "B M"],
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        key: Array | None = None,
+    ) -> Float[Array, "B M V"]:
+        """Float32 logits at `positions`; arguments as `PretrainingModel.generate`."""
+        hidden = self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key)
+        return self.head(_pick(hidden, positions), self.embeddings)
+
+    def encode(
+        self,
+        tokens: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"],
+        type_ids: Int[Array, "B L"],
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        key: Array | None = None,
+    ) -> Float[Array, "B L C"]:
+        """Hidden states of the last layer, in `dtype`."""
+        return _encode(self.embeddings, self.encoder, tokens, segment_ids, type_ids, dtype, key)
+
+
+def build(
+    model: Callable[[Config, nnx.Rngs], nnx.Module], config: Config
+) -> tuple[nnx.GraphDef, Callable[[Array], Params]]:
+    """The static part of a model, and how its parameters start.
+
+    Returns:
+      graphdef: `nnx.merge(graphdef, params)` is the model; do it inside of the loss.
+      init: key -> parameters, a nested dict of float32 arrays by path; made to be jitted, so that
+        with `out_shardings` no device ever holds all of them.
+    """
+
+    def init(key: Array) -> Params:
+        return nnx.to_pure_dict(nnx.state(model(config, nnx.Rngs(key)), nnx.Param))
+
+    abstract = nnx.eval_shape(lambda: model(config, nnx.Rngs(0)))
+    return nnx.graphdef(abstract), init
+
+
+def _initializers(config: Config) -> Initializers:
+    m = config.model
+    return initializers(m.initializers, m.initializer_range, m.kernel_size)
+
+
+def _encode(embeddings, encoder, tokens, segment_ids, type_ids, dtype, key):
+    keys = (None, None) if key is None else jax.random.split(key)
+    x = embeddings(tokens, segment_ids, type_ids, dtype=dtype, key=keys[0])
+    return encoder(x, segment_ids, keys[1])
+
+
+def _pick(hidden: Float[Array, "B L C"], positions: Int[Array, "B M"]) -> Float[Array, "B M C"]:
+    return jnp.take_along_axis(hidden, positions[..., None], axis=1)

@@ -1,0 +1,200 @@
+"""Choosing positions, hiding them and putting sampled tokens in, on the device with static shapes.
+
+All randomness comes from the key; nothing here has parameters. Axes as in `ops/dynamic_conv.py`: B
+batch, L length, M masked slots, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from convbert_jax.config import ObjectiveSection
+
+
+class SpecialIds(NamedTuple):
+    """Ids that are never hidden, and the one that hides."""
+
+    cls: int
+    sep: int
+    mask: int
+
+
+class Masked(NamedTuple):
+    """A batch with hidden tokens."""
+
+    tokens: Int[Array, "B L"]  # what the model reads
+    positions: Int[Array, "B M"]  # of the chosen tokens; 0 in unused slots
+    labels: Int[Array, "B M"]  # the tokens that stood there
+    weights: Float[Array, "B M"]  # 1 in used slots, 0 in the rest
+
+
+def count_predictions(
+    segment_ids: Int[Array, "B L"], fraction: float, most: int
+) -> Int[Array, " B"]:
+    """Positions to choose per row: max(1, min(most, round(fraction * real tokens))), half to even.
+
+    [CLS] and [SEP] count as real tokens, as in the release (run_pretraining.py /
+    pretrain_helpers.py).
+    """
+    real = (segment_ids != 0).sum(axis=1)
+    return jnp.clip(jnp.round(fraction * real.astype(jnp.float32)).astype(jnp.int32), 1, most)
+
+
+def choose_positions(
+    key: Array,
+    candidates: Bool[Array, "B L"],
+    counts: Int[Array, " B"],
+    slots: int,
+    *,
+    with_replacement: bool,
+) -> tuple[Int[Array, "B M"], Float[Array, "B M"]]:
+    """Draws `counts` of the candidate positions of each row, uniformly.
+
+    Args:
+      candidates: positions that may be chosen.
+      counts: how many to draw per row, at most `slots`; fewer are drawn where a row has fewer
+      candidates. slots: M, the static number of slots. with_replacement: the release's way, which
+      can draw a position twice.
+
+    Returns:
+      positions (0 in unused slots) and weights (1 in used slots).
+    """
+    available = candidates.sum(axis=1)
+    if with_replacement:
+        rank = jnp.cumsum(candidates, axis=1)  # 1 for the first candidate
+        uniform = jax.random.uniform(key, (candidates.shape[0], slots))
+        drawn = jnp.floor(uniform * available[:, None]).astype(jnp.int32) + 1
+        positions = (rank[:, None, :] < drawn[:, :, None]).sum(axis=-1)
+        used = (jnp.arange(slots) < counts[:, None]) & (available[:, None] > 0)
+    else:
+        noise = jax.random.uniform(key, candidates.shape)
+        _, positions = jax.lax.top_k(jnp.where(candidates, noise, -1.0), min(slots, noise.shape[1]))
+        positions = jnp.pad(positions, ((0, 0), (0, slots - positions.shape[1])))
+        used = jnp.arange(slots) < jnp.minimum(counts, available)[:, None]
+    return jnp.where(used, positions, 0).astype(jnp.int32), used.astype(jnp.float32)
+
+
+def gather(tokens: Int[Array, "B L"], positions: Int[Array, "B M"]) -> Int[Array, "B M"]:
+    """Tokens at `positions`."""
+    return jnp.take_along_axis(tokens, positions, axis=1)
+
+
+def put(
+    tokens: Int[Array, "B L"],
+    positions: Int[Array, "B M"],
+    values: Int[Array, "B M"],
+    used: Bool[Array, "B M"],
+    *,
+    average_duplicates: bool = False,
+) -> Int[Array, "B L"]:
+    """Writes `values` at `positions` where `used`.
+
+    A position that is used twice takes the value of its first slot, or, with `average_duplicates`,
+    the floor of the mean of its values: the release's scatter_update, which makes an arbitrary
+    token of two sampled ids.
+    """
+    length = tokens.shape[1]
+    if not average_duplicates:
+        slot = jnp.arange(positions.shape[1])
+        earlier = (slot[None, :] < slot[:, None]) & used[:, None, :]
+        used = used & ~(earlier & (positions[:, :, None] == positions[:, None, :])).any(axis=-1)
+    # One-hot sums instead of a scatter: M * L integers a row, and no atomic updates on
+    # accelerators.
+    chosen = (positions[:, :, None] == jnp.arange(length)) & used[:, :, None]
+    count = chosen.sum(axis=1)
+    total = (chosen * values[:, :, None]).sum(axis=1)
+    return jnp.where(count > 0, total // jnp.maximum(count, 1), tokens)
+
+
+def mask(
+    key: Array,
+    tokens: Int[Array, "B L"],
+    segment_ids: Int[Array, "B L"],
+    *,
+    objective: ObjectiveSection,
+    special: SpecialIds,
+    vocab_size: int,
+    most: int,
+    slots: int,
+) -> Masked:
+    """Hides a fraction of the real tokens; [CLS], [SEP] and [MASK] are never chosen.
+
+    Of the chosen positions `mask_token_fraction` become [MASK], `random_token_fraction` a random
+    token and the rest stay (ELECTRA and ConvBERT: 85 / 0 / 15 %, BERT: 80 / 10 / 10 %).
+
+    Args:
+      most: positions per row at the most; `slots`: M, that number rounded up for the hardware.
+    """
+    position_key, branch_key, token_key = jax.random.split(key, 3)
+    candidates = segment_ids != 0
+    for special_id in special:
+        candidates &= tokens != special_id
+    counts = count_predictions(segment_ids, objective.mask_fraction, most)
+    positions, weights = choose_positions(
+        position_key,
+        candidates,
+        counts,
+        slots,
+        with_replacement=objective.sample_with_replacement,
+    )
+    labels = gather(tokens, positions)
+    branch = jax.random.uniform(branch_key, positions.shape)
+    masked = branch < objective.mask_token_fraction
+    values = jnp.where(masked, special.mask, labels)
+    changed = masked
+    if objective.random_token_fraction > 0:
+        random_ids = jax.random.randint(token_key, positions.shape, 0, vocab_size)
+        swapped = ~masked & (
+            branch < objective.mask_token_fraction + objective.random_token_fraction
+        )
+        values, changed = jnp.where(swapped, random_ids, values), masked | swapped
+    tokens = put(tokens, positions, values, changed & (weights > 0))
+    return Masked(tokens, positions, labels, weights)
+
+
+def sample_tokens(
+    key: Array,
+    logits: Float[Array, "B M V"],
+    labels: Int[Array, "B M"],
+    *,
+    objective: ObjectiveSection,
+) -> Int[Array, "B M"]:
+    """Draws one token per slot from softmax(logits / temperature), without a gradient.
+
+    `disallow_correct` takes the original token out of the draw.
+    """
+    logits = jax.lax.stop_gradient(logits) / objective.temperature
+    if objective.disallow_correct:
+        vocabulary = jnp.arange(logits.shape[-1])
+        logits = jnp.where(vocabulary == labels[..., None], -1e9, logits)
+    if objective.release_gumbel:
+        uniform = jax.random.uniform(key, logits.shape)
+        noise = -jnp.log(-jnp.log(uniform + 1e-9) + 1e-9)
+        return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
+    return _sample_by_inverse_cdf(key, logits)
+
+
+def _sample_by_inverse_cdf(key: Array, logits: Float[Array, "B M V"]) -> Int[Array, "B M"]:
+    """One uniform number per slot: the cumulative distribution is searched in two levels, first
+    blocks of 256 entries, then inside one block. The Gumbel way would draw B * M * V numbers, more
+    work than the generator itself.
+    """
+    block = 256
+    size = logits.shape[-1]
+    padding = -size % block
+    weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, padding)))
+    weights = weights.reshape(*weights.shape[:-1], -1, block)
+    ends = jnp.cumsum(weights.sum(axis=-1), axis=-1)
+    point = jax.random.uniform(key, ends.shape[:-1]) * ends[..., -1]
+    chosen = jnp.minimum((ends <= point[..., None]).sum(axis=-1), ends.shape[-1] - 1)
+    inside = jnp.take_along_axis(weights, chosen[..., None, None], axis=-2)[..., 0, :]
+    end = jnp.take_along_axis(ends, chosen[..., None], axis=-1)[..., 0]
+    rest = point - (end - inside.sum(axis=-1))
+    within = jnp.cumsum(inside, axis=-1)
+    # Rounding can put the point just past the end: stay on an entry that has weight.
+    last = block - 1 - jnp.argmax(inside[..., ::-1] > 0, axis=-1)
+    offset = jnp.minimum((within <= rest[..., None]).sum(axis=-1), last)
+    return jnp.minimum(chosen * block + offset, size - 1).astype(jnp.int32)

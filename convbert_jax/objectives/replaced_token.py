@@ -1,0 +1,117 @@
+"""Replaced-token detection (ELECTRA §2): a small generator fills hidden positions, the
+discriminator tells for every token whether it is the original."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from convbert_jax.config import Config
+from convbert_jax.objectives import masked_lm, masking, metrics
+
+
+def corrupt(
+    model: nnx.Module,
+    batch: dict[str, Array],
+    key: Array,
+    *,
+    train: bool,
+    dtype: jnp.dtype,
+    config: Config,
+    special: masking.SpecialIds,
+) -> tuple[masking.Masked, Array, Array, Array]:
+    """Masks the batch, lets the generator fill it, and marks what is fake.
+
+    A sampled token that happens to be the original is labeled original (ELECTRA §2).
+
+    Returns:
+      masked batch, generator logits [B, M, V], sampled ids [B, M], and the corrupted tokens [B, L].
+    """
+    mask_key, dropout_key, sample_key = jax.random.split(key, 3)
+    masked = masked_lm.mask_batch(mask_key, batch, config=config, special=special)
+    logits = model.generate(
+        masked.tokens,
+        batch["segment_ids"],
+        batch["type_ids"],
+        masked.positions,
+        dtype=dtype,
+        key=dropout_key if train else None,
+    )
+    sampled = masking.sample_tokens(sample_key, logits, masked.labels, objective=config.objective)
+    corrupted = masking.put(
+        batch["tokens"],
+        masked.positions,
+        sampled,
+        masked.weights > 0,
+        average_duplicates=config.objective.average_duplicate_ids,
+    )
+    return masked, logits, sampled, corrupted
+
+
+def loss(
+    model: nnx.Module,
+    batch: dict[str, Array],
+    key: Array,
+    *,
+    train: bool,
+    dtype: jnp.dtype,
+    config: Config,
+    special: masking.SpecialIds,
+) -> tuple[Array, metrics.Metrics]:
+    """generator_weight * MLM loss + discriminator_weight * detection loss over all real tokens.
+
+    Args:
+      model: `generate(tokens, segment_ids, type_ids, positions, dtype, key) -> logits [B, M, V]`
+      and
+        `discriminate(tokens, segment_ids, type_ids, dtype, key) -> logits [B, L]`.
+      batch: tokens, segment_ids and type_ids, each [B, L].
+      key: draws masks and replacements, and dropout where `train`.
+    """
+    o = config.objective
+    corrupt_key, dropout_key = jax.random.split(key)
+    masked, mlm_logits, sampled, corrupted = corrupt(
+        model, batch, corrupt_key, train=train, dtype=dtype, config=config, special=special
+    )
+    mlm_losses = masked_lm.token_losses(mlm_logits, masked.labels)
+    result = masked_lm.prediction_metrics(mlm_logits, mlm_losses, masked)
+
+    logits = model.discriminate(
+        corrupted,
+        batch["segment_ids"],
+        batch["type_ids"],
+        dtype=dtype,
+        key=dropout_key if train else None,
+    )
+    real = (batch["segment_ids"] != 0).astype(jnp.float32)
+    fake = (corrupted != batch["tokens"]).astype(jnp.float32) * real
+    # -log p(label), stable for large logits.
+    losses = jax.nn.softplus(logits) - fake * logits
+    flagged = (logits > 0).astype(jnp.float32)
+    found = metrics.mean(flagged * fake, real)[0]
+    result |= {
+        "sampled_accuracy": metrics.mean(sampled == masked.labels, masked.weights),
+        "replaced_rate": metrics.mean(fake, real),
+        "discriminator_loss": metrics.mean(losses, real),
+        "discriminator_accuracy": metrics.mean(flagged == fake, real),
+        "discriminator_precision": (found, metrics.mean(flagged, real)[0]),
+        "discriminator_recall": (found, fake.sum()),
+        "discriminator_auc": metrics.score_histograms(logits, fake, real),
+    }
+    if o.release_metrics:
+        # The release feeds padding to its AUC as label 0, probability 0.
+        padding = 1.0 - real
+        release_logits = jnp.where(padding > 0, -jnp.inf, logits)
+        result["release_auc"] = metrics.score_histograms(release_logits, fake, jnp.ones_like(real))
+    mlm_sum, mlm_weight = result["mlm_loss"]
+    detection_sum, detection_weight = result["discriminator_loss"]
+    value = o.generator_weight * mlm_sum / (mlm_weight + 1e-6)
+    value += o.discriminator_weight * detection_sum / (detection_weight + 1e-6)
+    return value, result | {"loss": (value, jnp.ones(()))}
+
+
+def summarize(sums: metrics.Metrics) -> dict[str, float]:
+    """Named numbers from summed metrics; histograms become areas under the ROC curve."""
+    return {
+        name: metrics.area_under_roc(*pair) if name.endswith("_auc") else metrics.divide(*pair)
+        for name, pair in sums.items()
+    }

@@ -1,0 +1,85 @@
+"""Depthwise convolution over time: one fixed filter per channel, taps as in `dynamic_conv`."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.ops import taps
+
+
+def depthwise_conv(
+    x: Float[Array, "B L C"],
+    filters: Float[Array, "K C"],
+    *,
+    segment_ids: Int[Array, "B L"] | None = None,
+) -> Float[Array, "B L C"]:
+    """out[b, t, c] = sum over i of filters[i, c] * x[b, t + i - K // 2, c], 0 outside the row.
+
+    Args:
+      x: inputs.
+      filters: one filter of K taps per channel, in correlation order.
+      segment_ids: taps never cross a segment boundary; padding (0) is never read and outputs 0.
+
+    Returns:
+      [B, L, C] in the dtype of `x`; products and sums are float32.
+
+    Raises:
+      ValueError: shapes that do not fit; the message names the argument.
+    """
+    if x.ndim != 3:
+        raise ValueError(f"depthwise_conv: x is {list(x.shape)}, but must be [B, L, C].")
+    if filters.ndim != 2 or filters.shape[1] != x.shape[2] or filters.shape[0] < 1:
+        raise ValueError(
+            f"depthwise_conv: filters is {list(filters.shape)}, but must be [K, {x.shape[2]}]."
+        )
+    if segment_ids is not None and segment_ids.shape != x.shape[:2]:
+        raise ValueError(
+            f"depthwise_conv: segment_ids is {list(segment_ids.shape)}, "
+            f"but must be {list(x.shape[:2])}."
+        )
+    return _depthwise_conv(x, filters, segment_ids)
+
+
+@jax.custom_vjp
+def _depthwise_conv(x, filters, segment_ids):
+    offsets = taps.offsets(len(filters))
+    return _filter(x, filters, segment_ids, offsets).astype(x.dtype)
+
+
+def _forward(x, filters, segment_ids):
+    return _depthwise_conv(x, filters, segment_ids), (x, filters, segment_ids)
+
+
+def _backward(saved, cotangent):
+    x, filters, segment_ids = saved
+    offsets = taps.offsets(len(filters))
+    d_x = _filter(cotangent, filters, segment_ids, tuple(-offset for offset in offsets))
+    products = _masked(
+        [_product(read, cotangent) for read in taps.shifted(x, offsets)],
+        segment_ids,
+        offsets,
+    )
+    d_filters = jnp.stack([product.sum(axis=(0, 1)) for product in products])
+    return d_x.astype(x.dtype), d_filters.astype(filters.dtype), None
+
+
+_depthwise_conv.defvjp(_forward, _backward)
+
+
+def _filter(x, filters, segment_ids, offsets):
+    products = [_product(read, filters[i]) for i, read in enumerate(taps.shifted(x, offsets))]
+    return sum(_masked(products, segment_ids, offsets))
+
+
+def _product(a, b):
+    return a.astype(jnp.float32) * b.astype(jnp.float32)
+
+
+def _masked(products, segment_ids, offsets):
+    if segment_ids is None:
+        return products
+    allowed = taps.visible(segment_ids, offsets)
+    return [
+        jnp.where(mask[..., None], product, 0)
+        for mask, product in zip(allowed, products, strict=True)
+    ]

@@ -1,0 +1,72 @@
+"""Dynamic convolution for XLA: one shifted multiply-add per tap, which XLA fuses into one loop.
+
+Nothing of size [B, L, H, D, K] is ever stored, in the gradient neither: it is written by hand in
+the same form, where autodiff of the shifts would add up K padded arrays one after the other.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.ops import taps
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def dynamic_conv(
+    values: Float[Array, "B L H D"],
+    weights: Float[Array, "B L H K"],
+    segment_ids: Int[Array, "B L"] | None,
+    offsets: tuple[int, ...],
+) -> Float[Array, "B L H D"]:
+    """out[b, t, h] = sum over i of weights[b, t, h, i] * values[b, t + offsets[i], h]."""
+    products = (
+        _product(read, weights[..., i]) for i, read in enumerate(taps.shifted(values, offsets))
+    )
+    return _sum(products, segment_ids, offsets).astype(values.dtype)
+
+
+def _forward(values, weights, segment_ids, offsets):
+    out = dynamic_conv(values, weights, segment_ids, offsets)
+    return out, (values, weights, segment_ids)
+
+
+def _backward(offsets, saved, cotangent):
+    values, weights, segment_ids = saved
+    # A position gets its gradient back from every position that read it: taps the other way round.
+    back = tuple(-offset for offset in offsets)
+    filters = taps.shifted(weights, back)
+    products = (
+        _product(reader, filters[i][..., i])
+        for i, reader in enumerate(taps.shifted(cotangent, back))
+    )
+    d_values = _sum(products, segment_ids, back)
+    dots = [_dot(read, cotangent) for read in taps.shifted(values, offsets)]
+    d_weights = jnp.stack(dots, axis=-1)
+    if segment_ids is not None:
+        allowed = jnp.stack(taps.visible(segment_ids, offsets), axis=-1)
+        d_weights = jnp.where(allowed[:, :, None], d_weights, 0)
+    return d_values.astype(values.dtype), d_weights.astype(weights.dtype), None
+
+
+dynamic_conv.defvjp(_forward, _backward)
+
+
+def _product(values, filters):
+    return values.astype(jnp.float32) * filters.astype(jnp.float32)[..., None]
+
+
+def _dot(values, cotangent):
+    return jnp.sum(values.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1)
+
+
+def _sum(products, segment_ids, offsets):
+    """Sum of the products of allowed taps. `where`, for a product with NaN is NaN."""
+    if segment_ids is None:
+        return sum(products)
+    allowed = taps.visible(segment_ids, offsets)
+    return sum(
+        jnp.where(mask[..., None, None], product, 0)
+        for mask, product in zip(allowed, products, strict=True)
+    )

@@ -1,0 +1,257 @@
+"""The one table, recipe name -> (model, loss), and the run it makes. Read it after `config.py`.
+
+Only this file knows models, objectives, data and training together.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from flax import nnx
+
+from convbert_jax.analysis import flops, pretraining_report
+from convbert_jax.config import Config, ConfigError, to_dict
+from convbert_jax.data import batching, corpus
+from convbert_jax.models import pretraining as models
+from convbert_jax.objectives import health, masked_lm, masking, replaced_token
+from convbert_jax.training import compilation, loop, reporting, sharding, workdir
+from convbert_jax.training.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a recipe name stands for; the data of all is a prepared corpus."""
+
+    model: Callable[[Config, nnx.Rngs], nnx.Module]
+    objective: ModuleType  # loss(model, batch, key, ...) and summarize(sums)
+    warn: Callable[[int, dict[str, float]], list[str]]
+    show: tuple[str, ...]  # metrics of the log line
+
+
+RECIPES = {
+    "replaced_token": Recipe(
+        models.PretrainingModel,
+        replaced_token,
+        health.warn_replaced_token,
+        ("mlm_loss", "mlm_accuracy", "replaced_rate", "discriminator_auc"),
+    ),
+    "masked_lm": Recipe(
+        models.MaskedLanguageModel,
+        masked_lm,
+        health.warn_masked_lm,
+        ("mlm_loss", "mlm_accuracy"),
+    ),
+}
+
+
+def prepare(config: Config, folder: pathlib.Path) -> corpus.Corpus:
+    """Makes tokenizer and shards for `config` in workdir `folder`, or finds them there."""
+    return corpus.prepare(config, _data_folder(config, folder))
+
+
+def pretrain(config: Config, folder: pathlib.Path) -> None:
+    """Pre-trains in workdir `folder`, resuming what is there, and reports."""
+    devices = _find_devices(config)
+    mesh = sharding.make_mesh(config.mesh, devices)
+    sharding.check_batch_size(config.train.batch_size, config.train.accumulation, mesh)
+    compilation.enable_compile_cache(config.train.compile_cache)
+    writer = jax.process_index() == 0
+    with workdir.open_workdir(folder, config, writer=writer):
+        _print_config(config)
+        prepared = _prepare_once(config, folder)
+        task = build_task(config, prepared.tokenizer.special, devices[0])
+        result = loop.train(
+            task,
+            config,
+            workdir=folder,
+            mesh=mesh,
+            batches=batching.training_batches(
+                prepared,
+                batch_size=config.train.batch_size,
+                seed=config.seed,
+                release_shuffle=config.data.release_shuffle,
+                prefetch=config.data.prefetch,
+                process_index=jax.process_index(),
+                process_count=jax.process_count(),
+            ),
+            evaluation=functools.partial(
+                batching.evaluation_batches,
+                prepared,
+                batch_size=config.train.batch_size,
+                rows=config.train.eval_rows,
+                process_index=jax.process_index(),
+                process_count=jax.process_count(),
+            ),
+        )
+        if not result.interrupted:  # a machine that is taken away gives little time
+            _report(config, folder, prepared, result, mesh)
+
+
+def build_task(config: Config, special, device: jax.Device) -> Task:
+    """Closes over everything static once: the only bridge between Flax and the trainer.
+
+    Args:
+      special: ids of the special tokens of the corpus' tokenizer.
+      device: one of those it will run on; decides dtype and peak FLOP/s.
+    """
+    recipe = RECIPES[config.recipe]
+    graphdef, init = models.build(recipe.model, config)
+    settings = {
+        "dtype": _compute_dtype(config, device),
+        "config": config,
+        "special": masking.SpecialIds(special.cls, special.sep, special.mask),
+    }
+
+    def loss(params, batch, key):
+        return recipe.objective.loss(
+            nnx.merge(graphdef, params), batch, key, train=True, **settings
+        )
+
+    def evaluate(params, batch, key):
+        model = nnx.merge(graphdef, params)
+        return recipe.objective.loss(model, batch, key, train=False, **settings)[1]
+
+    tokens = config.train.batch_size * config.data.length
+    return Task(
+        init=init,
+        loss=loss,
+        evaluate=evaluate,
+        summarize=recipe.objective.summarize,
+        health=recipe.warn,
+        show=recipe.show,
+        tokens_per_step=tokens,
+        flops_per_step=tokens * flops.training_flops_per_token(config),
+        peak_flops_per_device=flops.peak_flops(device.device_kind),
+    )
+
+
+def _data_folder(config: Config, folder: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(config.data.directory) if config.data.directory else folder / "data"
+
+
+def _prepare_once(config: Config, folder: pathlib.Path) -> corpus.Corpus:
+    """The first process prepares, the others wait and then open what it made."""
+    if jax.process_count() == 1:
+        return prepare(config, folder)
+    from jax.experimental import multihost_utils
+
+    if jax.process_index() == 0:
+        prepare(config, folder)
+    multihost_utils.sync_global_devices("corpus prepared")
+    return prepare(config, folder)
+
+
+def _find_devices(config: Config) -> list[jax.Device]:
+    """All devices, or ConfigError if they are not what `config.platform` asks for."""
+    wanted = {"gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}.get(config.platform)
+    if config.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"jax finds no device: {str(error).splitlines()[0]} Install jax for this machine "
+            "(pip install 'jax[tpu]' or 'jax[cuda12]'), or stop the process that holds it."
+        ) from error
+    found = devices[0]
+    if wanted and found.platform not in wanted:
+        raise ConfigError(
+            f"config.platform='{config.platform}', but jax finds only {found.platform} "
+            f"({found.device_kind}); install jax for it (pip install 'jax[tpu]' or 'jax[cuda12]'), "
+            "free the device if another process holds it, or set --config.platform=any."
+        )
+    if found.platform == "tpu":  # threefry spends several percent of a step on dropout there
+        jax.config.update("jax_default_prng_impl", "rbg")
+    logging.info("Running on %d x %s (%s).", len(devices), found.device_kind, found.platform)
+    return devices
+
+
+def _compute_dtype(config: Config, device: jax.Device) -> jnp.dtype:
+    if config.compute_dtype == "auto":
+        return jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
+    return jnp.dtype(config.compute_dtype)
+
+
+def _print_config(config: Config) -> None:
+    sections = to_dict(config)
+    top = {name: value for name, value in sections.items() if not isinstance(value, dict)}
+    for name, values in {"config": top, **sections}.items():
+        if isinstance(values, dict):
+            fields = " ".join(f"{field}={value!r}" for field, value in values.items())
+            logging.info("%s: %s", name, fields)
+
+
+def _report(config, folder, prepared, result, mesh) -> None:
+    """Draws the curves and prints what the run has learned."""
+    if jax.process_index() != 0:
+        return
+    with jax.set_mesh(mesh):
+        example = _take_apart(config, prepared, result.state.params)
+    picture = folder / "curves.png"
+    title = f"{config.name}, step {result.step:,}"
+    pretraining_report.plot_curves(folder / reporting.METRICS_FILE, picture, title)
+    report = [f"{title}, on held-out text:"]
+    if result.evaluation:
+        numbers = pretraining_report.describe_numbers(
+            result.evaluation, config.tokenizer.vocab_size
+        )
+        report += [f"  {line}" for line in numbers]
+    report += ["", *example] if example else []
+    report += [
+        "",
+        f"Curves: {picture}. The same command goes on from here; for more steps add "
+        f"--config.train.steps={2 * result.step}.",
+        "Your own text: add --config.data.source='text:FOLDER/*.txt' --workdir=runs/mine",
+    ]
+    print("\n".join(report), flush=True)
+
+
+def _take_apart(config: Config, prepared: corpus.Corpus, params) -> list[str]:
+    """Held-out rows after the generator, as the discriminator sees them; the first one in full."""
+    if config.recipe != "replaced_token" or jax.process_count() > 1:
+        return []
+    graphdef, _ = models.build(RECIPES[config.recipe].model, config)
+    special = prepared.tokenizer.special
+
+    @jax.jit
+    def run(params, batch):
+        model = nnx.merge(graphdef, params)
+        corrupted = replaced_token.corrupt(
+            model,
+            batch,
+            jax.random.key(config.seed),
+            train=False,
+            dtype=jnp.float32,
+            config=config,
+            special=masking.SpecialIds(special.cls, special.sep, special.mask),
+        )[-1]
+        ids, types = batch["segment_ids"], batch["type_ids"]
+        return corrupted, model.discriminate(corrupted, ids, types, dtype=jnp.float32, key=None)
+
+    batch = next(batching.evaluation_batches(prepared, batch_size=32, rows=32))
+    corrupted, scores = jax.device_get(run(params, batch))
+    lines, replaced, found, tokens = [], 0, 0, 0
+    for new, old, score, ids in zip(
+        corrupted, batch["tokens"], scores, batch["segment_ids"], strict=True
+    ):
+        real = np.flatnonzero(ids)
+        new, old = new[real], old[real]
+        suspects = pretraining_report.find_suspects(new != old, score[real])
+        replaced, found = replaced + (new != old).sum(), found + (suspects & (new != old)).sum()
+        tokens += len(real)
+        if not lines:
+            pieces = prepared.tokenizer.pieces
+            lines = pretraining_report.mark_replaced(pieces(new), pieces(old), suspects)
+    return [
+        "A held-out text: [new<old] was put in by the generator, ! marks as many subwords as were",
+        "replaced, those that the discriminator suspects most:",
+        *(f"  {line}" for line in lines),
+        f"Over 32 such rows {found / max(1, replaced):.0%} of its suspects are new; by chance "
+        f"{replaced / max(1, tokens):.0%}.",
+    ]

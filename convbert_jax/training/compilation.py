@@ -1,0 +1,87 @@
+"""What was compiled, what the cache on disk saved, and out-of-memory errors in words."""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+
+import jax
+from absl import logging
+
+from convbert_jax.config import UserError
+
+_events = {"cache_hits": 0, "cache_misses": 0}
+
+
+class OutOfMemoryError(UserError):
+    """The device has too little memory for the run."""
+
+
+def enable_compile_cache(path: str) -> None:
+    """Keeps compiled programs in the folder `path` over restarts; "" does nothing.
+
+    To be called before anything is compiled. Several hosts need one path that all can read. A
+    folder that the environment variable JAX_COMPILATION_CACHE_DIR names goes first.
+    """
+    if not path:
+        return
+    jax.monitoring.register_event_listener(_count_event)
+    if jax.config.jax_compilation_cache_dir:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(path).expanduser()))
+    # The defaults leave out what is small or compiles in under a second.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def describe_compile_cache() -> str:
+    """Hits and misses so far, in words; "off" without a cache."""
+    folder = jax.config.jax_compilation_cache_dir
+    if not folder:
+        return "compile cache off"
+    return (
+        f"compile cache {folder}: {_events['cache_hits']} programs found, "
+        f"{_events['cache_misses']} compiled"
+    )
+
+
+class RecompileWatch:
+    """Warns when a function that should be compiled once is compiled again."""
+
+    def __init__(self, function, name: str):
+        self._function = function
+        self._name = name
+        self._known = 1
+
+    def check(self, step: int) -> None:
+        compiled = self._function._cache_size()
+        if compiled > self._known:
+            logging.warning(
+                "The %s was compiled again by step %d (%d versions now): shapes or types of its "
+                "input change, and every new one stops the run to compile.",
+                self._name,
+                step,
+                compiled,
+            )
+            self._known = compiled
+
+
+@contextlib.contextmanager
+def explain_out_of_memory() -> Iterator[None]:
+    """Turns the device's out-of-memory error into one sentence that names the settings."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first = str(error).strip().splitlines()[0][:200].rstrip(".")
+        raise OutOfMemoryError(
+            f"out of memory on {jax.devices()[0].device_kind} ({first}); raise "
+            "config.train.accumulation (same batch, less at a time), set config.model.remat=dots "
+            "or full, split parameters with config.mesh.fsdp, or lower config.train.batch_size."
+        ) from error
+
+
+def _count_event(event: str, **_) -> None:
+    name = event.removeprefix("/jax/compilation_cache/")
+    if name in _events:
+        _events[name] += 1

@@ -1,0 +1,299 @@
+"""The training loop: step, report, evaluate, save, in an order that makes resuming exact."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from absl import logging
+from jax.sharding import Mesh
+
+from convbert_jax.config import Config, UserError
+from convbert_jax.training import compilation, reporting, sharding, signals
+from convbert_jax.training import optimizer as optimizer_lib
+from convbert_jax.training import state as state_lib
+from convbert_jax.training import step as step_lib
+from convbert_jax.training.checkpoint import Checkpoints
+from convbert_jax.training.state import TrainState
+from convbert_jax.training.task import Metrics, Task
+from convbert_jax.training.timing import Clock, Profiler, seconds_since_process_start
+
+HostBatch = Mapping[str, np.ndarray]
+
+
+class TrainingError(UserError):
+    """The run cannot go on."""
+
+
+class Batches(Protocol):
+    """Training input: the rows of this process, and a position that can be kept and set."""
+
+    def __next__(self) -> HostBatch: ...
+    def get_state(self) -> dict[str, Any]: ...
+    def set_state(self, state: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    step: int
+    state: TrainState
+    train: dict[str, float]  # numbers of the last log interval
+    evaluation: dict[str, float]  # held-out numbers of the last evaluation
+    interrupted: bool  # stopped by a signal, with its state saved
+
+
+class _Dispatched(NamedTuple):
+    """A step whose numbers are still on the device."""
+
+    step: int
+    vitals: step_lib.Vitals
+    totals: Metrics | None  # of the whole interval, if it ends here
+    batch: HostBatch
+
+
+def train(
+    task: Task,
+    config: Config,
+    *,
+    workdir: pathlib.Path,
+    mesh: Mesh,
+    batches: Batches,
+    evaluation: Callable[[], Iterable[HostBatch]],
+) -> Result:
+    """Trains up to `config.train.steps`, from the newest checkpoint in `workdir` if there is one.
+
+    SIGTERM and SIGINT finish the step, save and return. A run that is finished already returns what
+    it holds. The state at any step depends on config and data only, never on where a run was cut.
+
+    Args:
+      batches: closed at the end, however it ends.
+      evaluation: gives the held-out batches, from the first, each time it is called; all of one
+        shape, the last filled up with rows of weight zero.
+
+    Raises:
+      ShardingError: batch, mesh and parameters do not fit together.
+      CheckpointError: no checkpoint can be read, or one cannot be written.
+      TrainingError: loss or gradient are not finite; the batch is kept in `workdir`.
+      OutOfMemoryError: the device is too small.
+    """
+    t = config.train
+    sharding.check_batch_size(t.batch_size, t.accumulation, mesh)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(batches))
+        stack.enter_context(jax.set_mesh(mesh))
+        stack.enter_context(compilation.explain_out_of_memory())
+        stop = stack.enter_context(signals.StopSignals())
+        checkpoints = stack.enter_context(
+            contextlib.closing(Checkpoints(workdir / "checkpoints", config.checkpoint))
+        )
+        run = _Run(task, config, workdir, mesh, batches, evaluation, checkpoints)
+        if run.step >= t.steps:
+            return run.finished()
+        run.reporter = stack.enter_context(
+            reporting.Reporter(workdir, task, steps=t.steps, step=run.step)
+        )
+        return run.to_the_end(stop)
+
+
+class _Run:
+    """State of the loop. `step` counts the steps dispatched, `state` is the one after them."""
+
+    reporter: reporting.Reporter
+
+    def __init__(self, task, config, workdir, mesh, batches, evaluation, checkpoints):
+        self.task, self.config, self.workdir = task, config, workdir
+        self.batches, self.evaluation, self.checkpoints = batches, evaluation, checkpoints
+        self.put = functools.partial(sharding.put_batch, sharding=sharding.batch_sharding(mesh))
+        t = config.train
+        transformation = optimizer_lib.make_optimizer(config.optimizer, t.steps)
+        init = functools.partial(_init, task, transformation)
+        abstract = jax.eval_shape(init, jax.random.key(0))
+        shardings = sharding.tree_shardings(abstract, mesh)
+        self.train_step = step_lib.make_train_step(
+            task,
+            transformation,
+            optimizer_lib.make_schedule(config.optimizer, t.steps),
+            seed=config.seed,
+            accumulation=t.accumulation,
+            mesh=mesh,
+            shardings=shardings,
+        )
+        self.eval_step = step_lib.make_eval_step(task, mesh=mesh, shardings=shardings)
+        self.watch = compilation.RecompileWatch(self.train_step, "training step")
+        self._check_best_metric(abstract.params)
+        self.state = self._restore_or_init(init, abstract, shardings)
+        self.step = int(self.state.step)
+        self.pending: _Dispatched | None = None
+        self.totals: Metrics | None = None
+        self.train_values: dict[str, float] = {}
+        self.eval_values: dict[str, float] = {}
+        self.clock = Clock()
+
+    def to_the_end(self, stop: signals.StopSignals) -> Result:
+        t, c = self.config.train, self.config.checkpoint
+        saved = self.step
+        signal_name = None
+        with Profiler(self.workdir / "profile", t.profile_start, t.profile_steps) as profiler:
+            # The order below is what makes resuming exact. Evaluation sees the state of `step`;
+            # the checkpoint is written after it and before the next batch is drawn, so state, data
+            # position and the lines of metrics.jsonl agree; and nothing is saved whose loss was
+            # not looked at.
+            while self.step < t.steps and not signal_name:
+                profiler.before(self.step + 1)
+                self._dispatch()
+                profiler.after(self.step, self.state)
+                last = self.step == t.steps
+                signal_name = stop.requested(agree=last or self.step % t.log_every == 0)
+                values = None
+                if last or self.step % t.eval_every == 0:
+                    self._look_at_pending()
+                    values = self._evaluate()
+                due = last or signal_name or self.step % c.every == 0
+                if due or (values and self.checkpoints.is_best(values)):
+                    self._look_at_pending()
+                    with self.clock.paused():
+                        self.checkpoints.save(self.state, self.batches.get_state(), values)
+                    saved = self.step
+        self.checkpoints.wait()
+        interrupted = self.step < t.steps
+        if interrupted:
+            logging.info(
+                "Stopped by %s after step %d; checkpoint %d is saved, the same command goes on "
+                "from there.",
+                signal_name,
+                self.step,
+                saved,
+            )
+        return Result(self.step, self.state, self.train_values, self.eval_values, interrupted)
+
+    def finished(self) -> Result:
+        logging.info("Nothing to do: the run is finished, at step %d.", self.step)
+        lines = self.workdir / reporting.METRICS_FILE
+        train, validation = (reporting.read_last(lines, s) for s in ("train", "validation"))
+        return Result(self.step, self.state, train, validation, interrupted=False)
+
+    def _restore_or_init(self, init, abstract, shardings) -> TrainState:
+        targets = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            abstract,
+            shardings,
+        )
+        restored = self.checkpoints.restore(targets)
+        if restored:
+            state, position = restored
+            self.batches.set_state(position)
+            logging.info("Resuming from the checkpoint of step %d.", int(state.step))
+            return state
+        logging.info(
+            "Starting from scratch: %s parameters.", f"{state_lib.count(abstract.params):,}"
+        )
+        key = state_lib.fold_in_name(jax.random.key(self.config.seed), "init")
+        return jax.jit(init, out_shardings=shardings)(key)
+
+    def _dispatch(self) -> None:
+        """Draws a batch and starts its step; looks at the step before while this one runs."""
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            raise TrainingError(
+                f"the training data ended at step {self.step} of config.train.steps="
+                f"{self.config.train.steps}; give more data or fewer steps."
+            ) from None
+        with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
+            self.state, metrics, vitals = self.train_step(self.state, self.put(batch))
+        self.step += 1
+        self.totals = step_lib.add_metrics(self.totals, metrics) if self.totals else metrics
+        ends = self.step == self.config.train.steps or self.step % self.config.train.log_every == 0
+        before = self.pending
+        self.pending = _Dispatched(self.step, vitals, self.totals if ends else None, batch)
+        if ends:
+            self.totals = None
+        if before:
+            self._look_at(before)
+        elif not self.clock.running:
+            self._first_step_done()
+        self.reporter.advance()
+
+    def _look_at_pending(self) -> None:
+        """Waits for the newest step and looks at it."""
+        if self.pending:
+            self._look_at(self.pending)
+            self.pending = None
+
+    def _look_at(self, done: _Dispatched) -> None:
+        vitals = {name: float(v) for name, v in jax.device_get(done.vitals)._asdict().items()}
+        if not (math.isfinite(vitals["loss"]) and math.isfinite(vitals["grad_norm"])):
+            self._fail(done, vitals)
+        if done.totals is None:
+            return
+        self.watch.check(done.step)
+        values = self.task.summarize(jax.device_get(done.totals))
+        # Vitals are of the last step; a loss that the task sums is the mean of the interval.
+        self.train_values = vitals | values
+        self.reporter.train(done.step, self.train_values, self.clock.lap(done.step))
+        if self.config.train.warn_health:
+            self.reporter.warn_health(done.step, self.train_values)
+
+    def _fail(self, done: _Dispatched, vitals: dict[str, float]):
+        file = self.workdir / f"bad_batch_step_{done.step}_process_{jax.process_index()}.npz"
+        np.savez(file, **done.batch, step=done.step, seed=self.config.seed, **vitals)
+        self.checkpoints.wait()
+        steps = self.checkpoints.steps
+        good = f"the last good checkpoint is of step {steps[-1]}" if steps else "none was saved yet"
+        raise TrainingError(
+            f"step {done.step}: loss {vitals['loss']}, gradient norm {vitals['grad_norm']}; the "
+            f"batch is kept in {file}, {good}; lower config.optimizer.learning_rate or lengthen "
+            "config.optimizer.warmup_steps and start again."
+        )
+
+    def _evaluate(self) -> dict[str, float]:
+        with self.clock.paused():
+            key = state_lib.fold_in_name(jax.random.key(self.config.seed), "evaluation")
+            totals, previous = None, None
+            for index, batch in enumerate(self.evaluation()):
+                metrics = self.eval_step(
+                    self.state.params, self.put(batch), jax.random.fold_in(key, index)
+                )
+                totals = step_lib.add_metrics(totals, metrics) if totals else metrics
+                jax.block_until_ready(previous)  # two batches on their way, not all of them
+                previous = totals
+            if totals is None:
+                raise TrainingError(
+                    "there are no held-out rows; raise config.data.heldout_fraction."
+                )
+            self.eval_values = self.task.summarize(jax.device_get(totals))
+            self.reporter.validation(self.step, self.eval_values)
+        return self.eval_values
+
+    def _check_best_metric(self, params) -> None:
+        """Refuses a name that no evaluation will give, now and not at the first one."""
+        name = self.config.checkpoint.best_metric
+        if not name:
+            return
+        batch = next(iter(self.evaluation()))
+        sums = jax.eval_shape(self.task.evaluate, params, batch, jax.random.key(0))
+        known = self.task.summarize(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), sums))
+        if name not in known:
+            raise TrainingError(
+                f"config.checkpoint.best_metric={name} is not measured; choose one of: "
+                f"{', '.join(sorted(known))}."
+            )
+
+    def _first_step_done(self) -> None:
+        jax.block_until_ready(self.state)
+        age = seconds_since_process_start()
+        after = f"{age:.1f} s after the process started" if age else "done"
+        logging.info("First step %s; %s.", after, compilation.describe_compile_cache())
+        self.clock.start(self.step)
+
+
+def _init(task: Task, transformation, key: jax.Array) -> TrainState:
+    return state_lib.create(task.init(key), transformation)

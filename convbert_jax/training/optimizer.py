@@ -1,0 +1,86 @@
+"""AdamW with a linear schedule, as `OptimizerSection` describes it.
+
+The order is the release's (model/optimization.py): clip by global norm, Adam, decoupled decay, then
+the learning rate. Steps count from 0, before the update. The state has one structure for every
+setting, so a run may change its optimizer fields and go on.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from convbert_jax.config import OptimizerSection
+from convbert_jax.training.state import parameter_path
+
+# In the release variables with LayerNorm, layer_norm or bias in their name: the same ones.
+_NEVER_DECAYED = re.compile(r"(^|_|/)(bias|scale)$")
+_EMBEDDING = re.compile(r"(^|/)embedding$")
+
+
+def make_optimizer(section: OptimizerSection, steps: int) -> optax.GradientTransformation:
+    """The whole update, learning rate included.
+
+    Args:
+      steps: length of the run, which the schedule decays over.
+    """
+    adam = optax.scale_by_adam if section.bias_correction else scale_by_uncorrected_adam
+    clip = optax.clip_by_global_norm(section.clip_norm) if section.clip_norm else optax.identity()
+    return optax.chain(
+        clip,
+        adam(b1=section.beta1, b2=section.beta2, eps=section.epsilon),
+        optax.add_decayed_weights(
+            section.weight_decay, mask=lambda params: decay_mask(params, section.decay_embeddings)
+        ),
+        optax.scale_by_learning_rate(make_schedule(section, steps)),
+    )
+
+
+def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
+    """Learning rate by step.
+
+    Linear warm-up from 0, times a linear decay from 1 to `decay_to`, which is reached after the
+    last step. The decay begins when the warm-up ends, or at step 0 with `decay_during_warmup`:
+    peak * (1 - step / steps) * min(1, step / warmup_steps) in the release.
+    """
+    warmup = section.warmup_steps
+    start = 0 if section.decay_during_warmup else warmup
+
+    def schedule(step):
+        step = jnp.asarray(step, jnp.float32)
+        progress = jnp.clip((step - start) / max(1, steps - start), 0.0, 1.0)
+        decayed = 1.0 - (1.0 - section.decay_to) * progress
+        return section.learning_rate * decayed * jnp.minimum(1.0, step / warmup if warmup else 1.0)
+
+    return schedule
+
+
+def scale_by_uncorrected_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    """Adam without bias correction: m / (sqrt(v) + eps).
+
+    The first updates are about (1 - b1) / sqrt(1 - b2) = 3.2 times larger than corrected ones,
+    which the warm-up hides. State as of `optax.scale_by_adam`.
+    """
+
+    def update(gradients, state, params=None):
+        del params
+        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, gradients)
+        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, gradients)
+        updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
+        count = optax.safe_increment(state.count)
+        return updates, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+
+    return optax.GradientTransformation(optax.scale_by_adam().init, update)
+
+
+def decay_mask(params, decay_embeddings: bool):
+    """True where weight decay applies: not biases, not layer norms, embeddings by choice."""
+
+    def decays(path, _):
+        name = parameter_path(path)
+        if _NEVER_DECAYED.search(name):
+            return False
+        return decay_embeddings or not _EMBEDDING.search(name)
+
+    return jax.tree_util.tree_map_with_path(decays, params)

@@ -1,0 +1,195 @@
+"""What a run tells: one log line, WORKDIR/metrics.jsonl, TensorBoard, a bar on a terminal.
+
+Each line of metrics.jsonl is one JSON object: step, split ("train" or "validation"), and the named
+numbers; one that is not finite is null. Only process 0 writes.
+"""
+
+import json
+import math
+import pathlib
+import resource
+import sys
+from collections.abc import Mapping
+
+import jax
+import tensorboardX
+import tqdm
+from absl import logging
+
+from convbert_jax.training.task import Task
+from convbert_jax.training.timing import format_seconds
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Reporter:
+    """Writes the numbers of one run; a context that closes its files."""
+
+    def __init__(self, workdir: pathlib.Path, task: Task, *, steps: int, step: int):
+        """Opens the files, and drops what they hold beyond `step`, where the run resumes."""
+        self._task = task
+        self._steps = steps
+        self._warned: set[str] = set()
+        self._writes = jax.process_index() == 0
+        if not self._writes:
+            return
+        path = workdir / METRICS_FILE
+        drop_later_lines(path, step)
+        self._lines = path.open("a")
+        self._board = tensorboardX.SummaryWriter(str(workdir), purge_step=step + 1)
+        self._bar = tqdm.tqdm(
+            total=steps, initial=step, unit="step", disable=not sys.stderr.isatty(), leave=False
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        if self._writes:
+            self._bar.close()
+            self._board.close()
+            self._lines.close()
+
+    def advance(self) -> None:
+        """One step is done."""
+        if self._writes:
+            self._bar.update()
+
+    def train(self, step: int, values: dict[str, float], seconds_per_step: float | None) -> None:
+        """Training numbers of the interval that ends with `step`.
+
+        Args:
+          values: the task's, over the interval; loss, grad_norm and learning_rate.
+          seconds_per_step: without evaluations and checkpoints; None where nothing was timed.
+        """
+        if not self._writes:
+            return
+        rates = self._rates(step, seconds_per_step)
+        self._write(step, "train", values | rates)
+        shown = ["loss", *(n for n in self._task.show if n != "loss"), "learning_rate", "grad_norm"]
+        parts = [f"step {step:,}/{self._steps:,}", *self._format(values, shown)]
+        if seconds_per_step:
+            parts.append(f"{rates['tokens_per_second']:,.0f} tokens/s")
+        parts.append(f"{_format_count(rates['tokens'])} tokens")
+        if "mfu" in rates:
+            parts.append(f"MFU {rates['mfu']:.1%}")
+        parts.append(_format_memory(rates))
+        if seconds_per_step:
+            left = (self._steps - step) * seconds_per_step
+            parts.append(f"{format_seconds(left)} left" if left else "done")
+        self._log("  ".join(parts))
+
+    def validation(self, step: int, values: dict[str, float]) -> None:
+        """Held-out numbers at `step`."""
+        if not self._writes:
+            return
+        self._write(step, "validation", values)
+        shown = ["loss", *(name for name in self._task.show if name != "loss")]
+        self._log("  ".join([f"step {step:,} held out", *self._format(values, shown)]))
+
+    def warn_health(self, step: int, values: dict[str, float]) -> None:
+        """Logs what `Task.health` says; each warning once, until it has been absent."""
+        if not self._writes:
+            return
+        warnings = {text.partition(":")[0]: text for text in self._task.health(step, values)}
+        for name, text in warnings.items():
+            if name not in self._warned:
+                with tqdm.tqdm.external_write_mode(sys.stderr):
+                    logging.warning("step %d: %s", step, text)
+        self._warned = set(warnings)
+
+    def _rates(self, step: int, seconds_per_step: float | None) -> dict[str, float]:
+        task = self._task
+        rates = {"tokens": step * task.tokens_per_step}
+        if seconds_per_step:
+            rates["seconds_per_step"] = seconds_per_step
+            rates["tokens_per_second"] = task.tokens_per_step / seconds_per_step
+            if task.peak_flops_per_device:
+                peak = task.peak_flops_per_device * jax.device_count()
+                rates["mfu"] = task.flops_per_step / seconds_per_step / peak
+        return rates | measure_memory()
+
+    def _write(self, step: int, split: str, values: Mapping[str, float]) -> None:
+        finite = {n: float(v) if math.isfinite(v) else None for n, v in values.items()}
+        self._lines.write(json.dumps({"step": step, "split": split, **finite}) + "\n")
+        self._lines.flush()
+        for name, value in finite.items():
+            if value is not None:
+                self._board.add_scalar(f"{split}/{name}", value, step)
+
+    def _log(self, line: str) -> None:
+        with tqdm.tqdm.external_write_mode(sys.stderr):
+            logging.info("%s", line)
+
+    @staticmethod
+    def _format(values: Mapping[str, float], names: list[str]) -> list[str]:
+        short = {"learning_rate": "lr", "grad_norm": "grad"}
+        return [f"{short.get(n, n)} {values[n]:.4g}" for n in names if n in values]
+
+
+def drop_later_lines(path: pathlib.Path, step: int) -> None:
+    """Takes the lines of steps beyond `step` out of a metrics file, in one atomic change.
+
+    A line that a killed process left half written goes too.
+    """
+    if not path.exists():
+        return
+    lines = path.read_text(errors="replace").splitlines()
+    kept = [line for line in lines if _step_of(line) <= step]
+    if kept == lines:
+        return
+    logging.info(
+        "Resuming at step %d: %d later lines of %s are dropped.",
+        step,
+        len(lines) - len(kept),
+        path.name,
+    )
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    temporary.replace(path)
+
+
+def read_last(path: pathlib.Path, split: str) -> dict[str, float]:
+    """The last numbers of `split` in a metrics file, null as NaN; empty if there are none."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    for line in reversed(lines):
+        record = json.loads(line)
+        if record.pop("split") == split:
+            del record["step"]
+            return {name: math.nan if v is None else v for name, v in record.items()}
+    return {}
+
+
+def measure_memory() -> dict[str, float]:
+    """Peak bytes on the first local device and its limit, or of this process where unknown."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        known = {"device_memory": stats["peak_bytes_in_use"]}
+        if stats.get("bytes_limit"):
+            known["device_memory_limit"] = stats["bytes_limit"]
+        return known
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"host_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _format_memory(rates: Mapping[str, float]) -> str:
+    if "host_memory" in rates:
+        return f"host memory {rates['host_memory'] / 2**30:.1f} GiB"
+    used = rates["device_memory"]
+    text = f"device memory {used / 2**30:.1f} GiB"
+    limit = rates.get("device_memory_limit")
+    return f"{text} ({used / limit:.0%})" if limit else text
+
+
+def _format_count(count: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.0f}"

@@ -1,0 +1,171 @@
+"""Which device holds which part: the mesh, the batch, and the parameters by path.
+
+The model knows nothing of this. A rule is a regular expression over parameter paths; the first one
+that matches decides, and a parameter without a rule is an error. The optimizer's moments carry the
+paths of their parameters and so follow the same rules.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from convbert_jax.config import MeshSection, UserError
+from convbert_jax.training.state import parameter_path
+from convbert_jax.training.task import Batch
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")  # rows are split over both
+
+
+class ShardingError(UserError):
+    """Mesh, batch and parameters do not fit together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Divide a parameter: `tensor` names the dimension (from the end) that the tensor axis cuts,
+    if any; fsdp cuts the largest of the other dimensions that it divides.
+    """
+
+    tensor: int | None = None
+
+
+REPLICATED = None
+
+# The tensor axis keeps a head, or a feed-forward channel, whole on one device: projections into
+# heads are cut along their output, the one out of the heads along its input.
+RULES: tuple[tuple[str, Split | None], ...] = (
+    (r"(^|_|/)(bias|scale)$", REPLICATED),
+    (r"(^|/)embedding$", Split()),
+    (r"/mixer/key_conv/depthwise$", REPLICATED),
+    (r"/mixer/key_conv/pointwise$", Split(tensor=-1)),
+    (r"/mixer/output/kernel$", Split(tensor=-2)),
+    (r"/mixer/\w+/kernel$", Split(tensor=-1)),
+    (r"/feed_forward/intermediate/kernel$", Split(tensor=-1)),
+    (r"/feed_forward/output/kernel$", Split(tensor=-2)),
+    (r"(^|/)kernel$", Split()),
+)
+
+_STACKED = re.compile(r"(^|/)stages/[^/]+/")  # leaves below have a leading axis of layers
+_SMALL = 2**14  # values of one layer; smaller tensors cost more to gather than to keep
+
+
+def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Mesh with axes data, fsdp and tensor over `devices` (default: all).
+
+    Raises:
+      ShardingError: the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = {axis: getattr(section, axis) for axis in AXES}
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    named = ", ".join(f"config.mesh.{axis}={size}" for axis, size in sizes.items())
+    if len(devices) % fixed:
+        raise ShardingError(
+            f"{named} do not divide the {len(devices)} devices here; choose sizes whose product "
+            f"is {len(devices)}, or -1 for one of them."
+        )
+    sizes = {axis: len(devices) // fixed if n == -1 else n for axis, n in sizes.items()}
+    if math.prod(sizes.values()) != len(devices):
+        raise ShardingError(
+            f"{named} use {fixed} of the {len(devices)} devices here; set config.mesh.data=-1 to "
+            "use all."
+        )
+    # Auto is not the default of make_mesh any more; Explicit asks every op for shardings.
+    return jax.make_mesh(
+        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
+    )
+
+
+def check_batch_size(batch_size: int, accumulation: int, mesh: Mesh) -> None:
+    """Refuses a batch that does not split evenly.
+
+    Raises:
+      ShardingError: with the nearest batch sizes that work.
+    """
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    unit = shards * accumulation
+    if batch_size % unit:
+        below, above = batch_size // unit * unit, -(-batch_size // unit) * unit
+        choices = f"{below} or {above}" if below else f"{above}"
+        raise ShardingError(
+            f"config.train.batch_size={batch_size} does not split into {shards} device shards "
+            f"(data x fsdp) times config.train.accumulation={accumulation}; the nearest that "
+            f"does: {choices}."
+        )
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over data and fsdp."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def put_batch(batch: Mapping[str, np.ndarray], sharding: NamedSharding) -> Batch:
+    """Rows of this process -> global arrays; returns before the copy is done."""
+    return {
+        name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
+    }
+
+
+def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """How one parameter is divided.
+
+    Tensors below 16,384 values per layer stay whole on every device.
+
+    Raises:
+      ShardingError: no rule matches, or the mesh does not divide a large parameter.
+    """
+    rule = _find_rule(path)
+    first = 1 if _STACKED.search(path) else 0  # the axis of layers is what the scan runs over
+    if rule is REPLICATED or math.prod(shape[first:]) < _SMALL:
+        return PartitionSpec()
+    spec: list[str | None] = [None] * len(shape)
+    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
+    if tensor > 1 and rule.tensor is not None:
+        if shape[rule.tensor] % tensor:
+            raise ShardingError(
+                f"config.mesh.tensor={tensor} does not divide {path} of shape {shape} along "
+                f"dimension {rule.tensor}; choose a divisor of {shape[rule.tensor]}."
+            )
+        spec[rule.tensor] = "tensor"
+    if fsdp > 1:
+        free = [i for i in range(first, len(shape)) if not spec[i] and shape[i] % fsdp == 0]
+        if not free:
+            raise ShardingError(
+                f"config.mesh.fsdp={fsdp} divides no dimension of {path} of shape {shape}; choose "
+                "a divisor of one, or use config.mesh.data instead."
+            )
+        spec[max(free, key=lambda i: shape[i])] = "fsdp"
+    return PartitionSpec(*spec)
+
+
+def tree_shardings(tree, mesh: Mesh):
+    """Shardings for a tree of parameters, a `TrainState` or an optimizer state, by path.
+
+    Args:
+      tree: arrays or `jax.ShapeDtypeStruct`s. Scalars (the step, counts) are on every device.
+    """
+
+    def place(path, leaf):
+        spec = PartitionSpec()
+        if leaf.ndim:
+            spec = partition_spec(parameter_path(path), leaf.shape, mesh)
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def _find_rule(path: str) -> Split | None:
+    for pattern, rule in RULES:
+        if re.search(pattern, path):
+            return rule
+    raise ShardingError(f"no sharding rule matches parameter {path}; add one to RULES.")

@@ -1,0 +1,87 @@
+"""Where the time goes: seconds per step, age of the process, traces of the profiler."""
+
+import contextlib
+import os
+import pathlib
+import time
+from collections.abc import Iterator
+
+import jax
+from absl import logging
+
+
+class Clock:
+    """Seconds per step, evaluations and checkpoints not counted."""
+
+    def __init__(self):
+        self.running = False
+
+    def start(self, step: int) -> None:
+        self.running = True
+        self._begin, self._step = time.perf_counter(), step
+
+    def lap(self, step: int) -> float | None:
+        """Seconds per step since the last lap; None without steps in between."""
+        now, steps = time.perf_counter(), step - self._step
+        seconds = (now - self._begin) / steps if steps else None
+        self._begin, self._step = now, step
+        return seconds
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._begin += time.perf_counter() - begin
+
+
+class Profiler:
+    """A trace of `steps` steps from `first` on, in `folder`; none if `first` is 0."""
+
+    def __init__(self, folder: pathlib.Path, first: int, steps: int):
+        self._folder, self._first, self._last = folder, first, first + steps - 1
+        self._running = False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self._stop()
+
+    def before(self, step: int) -> None:
+        if self._first and step == self._first:
+            jax.profiler.start_trace(self._folder)
+            self._running = True
+
+    def after(self, step: int, result) -> None:
+        """Waits for `result` where the trace ends, so that it holds the whole last step."""
+        if self._running and step == self._last:
+            jax.block_until_ready(result)
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False
+            logging.info("Profile from step %d on is in %s.", self._first, self._folder)
+
+
+def seconds_since_process_start() -> float | None:
+    """Age of this process; None where the system does not tell."""
+    try:
+        fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, AttributeError):
+        return None
+
+
+def format_seconds(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 20 min` or `2 d 4 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"

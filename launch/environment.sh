@@ -1,0 +1,26 @@
+# Sourced by the other scripts, from the repository's root: leaves `python` pointing at an environment that has requirements.txt.
+# An active virtual or conda environment is used as it is; otherwise .venv is made with $PYTHON (default: python3).
+
+requirements_sum=$(cksum <requirements.txt | cut -d' ' -f1)
+
+if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+  if [ ! -x .venv/bin/python ]; then
+    interpreter=${PYTHON:-python3}
+    if ! "$interpreter" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "error: $interpreter is not Python 3.11 or newer; name one with PYTHON=/path/to/python3.12" >&2
+      exit 1
+    fi
+    echo "Making the virtual environment .venv with $("$interpreter" --version)."
+    "$interpreter" -m venv .venv
+  fi
+  # shellcheck disable=SC1091
+  . .venv/bin/activate
+fi
+
+environment=$(python -c 'import sys; print(sys.prefix)')
+stamp="$environment/.convbert_jax_requirements"
+if [ "$(cat "$stamp" 2>/dev/null)" != "$requirements_sum" ]; then
+  echo "Installing requirements.txt into $environment (a minute or two, once)."
+  python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+  echo "$requirements_sum" >"$stamp"
+fi

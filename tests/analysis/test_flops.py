@@ -1,0 +1,106 @@
+"""FLOPs by formula against the published figures and against XLA's count of one layer."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from convbert_jax.analysis import flops
+from convbert_jax.config import Config
+from convbert_jax.models.encoder import Layer
+
+
+def sized(hidden, embedding, heads, ffn, groups=1, generator=0.25, batch=128, length=128, **model):
+    config = Config()
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(
+            config.model, hidden_size=hidden, embedding_size=embedding, heads=heads, ffn_size=ffn,
+            ffn_groups=groups, **model,
+        ),
+        generator=dataclasses.replace(config.generator, size=generator),
+        data=dataclasses.replace(config.data, length=length),
+        train=dataclasses.replace(config.train, batch_size=batch, steps=1_000_000),
+    )  # fmt: skip
+
+
+SMALL = dict(hidden=256, embedding=128, heads=4, ffn=1024)
+MEDIUM_SMALL = dict(hidden=384, embedding=128, heads=8, ffn=1536, groups=2)
+BASE = dict(hidden=768, embedding=768, heads=12, ffn=3072, generator=1 / 3, batch=256)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "length", "millions"),
+    [
+        (SMALL, 128, 66.9),
+        (SMALL, 512, 77.7),
+        (MEDIUM_SMALL, 128, 94.8),
+        (MEDIUM_SMALL, 512, 108),
+        (BASE, 128, 580),
+        (BASE, 512, 610),
+        (BASE | {"mixer": "attention"}, 128, 611),
+        (BASE | {"mixer": "attention"}, 512, 668),
+    ],
+)
+def test_products_per_token(sizes, length, millions):
+    per_token = flops.training_flops_per_token(sized(**sizes, length=length))
+    assert per_token == pytest.approx(millions * 1e6, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "total"), [(SMALL, 1.258e18), (MEDIUM_SMALL, 1.567e18), (BASE, 1.894e19)]
+)
+def test_the_convention_of_the_paper(sizes, total):
+    assert flops.training_flops(sized(**sizes), "paper") == pytest.approx(total, rel=0.015)
+
+
+@pytest.mark.parametrize("mixer", ["mixed", "attention"])
+def test_a_layer_is_what_xla_counts(mixer):
+    config = sized(hidden=128, embedding=128, heads=4, ffn=256, mixer=mixer).encoder
+    layer_config = config.stages[0].layer
+    graphdef, params = nnx.split(Layer(layer_config, nnx.Rngs(0)))
+    x, ids = jnp.zeros((2, 64, 128)), jnp.ones((2, 64), jnp.int32)
+    lowered = jax.jit(lambda p, x: nnx.merge(graphdef, p)(x, ids)).lower(params, x)
+    counted = lowered.compile().cost_analysis()["flops"] / (2 * 64)
+    products = flops._layer_products(layer_config, 64)
+    assert products < counted < 1.15 * products  # XLA counts elementwise operations too
+
+
+def test_kinds_of_generator():
+    config = sized(**SMALL)
+
+    def cost(**fields):
+        generator = dataclasses.replace(config.generator, **fields)
+        return flops.forward_flops_per_token(dataclasses.replace(config, generator=generator))
+
+    head = 2 * 128 * (256 + 30_522) * 19 / 128
+    assert cost(kind="shared") == pytest.approx(2 * cost(kind="uniform") - 2 * 256 * 257 + head)
+    assert cost(kind="uniform") < cost(tie_embeddings=False) < cost(kind="separate")
+    alone = flops.forward_flops_per_token(dataclasses.replace(config, recipe="masked_lm"))
+    assert alone == pytest.approx(cost(kind="uniform") - 2 * 256 * 257 + head)
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "peak"),
+    [
+        ("TPU v5 lite", 197e12),
+        ("TPU v5p", 459e12),
+        ("TPU v5", 459e12),
+        ("TPU7x", 1153.5e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("Tesla T4", 65e12),
+        ("cpu", None),
+        ("NVIDIA GeForce RTX 9090", None),
+    ],
+)
+def test_peak_by_device_kind(device_kind, peak):
+    assert flops.peak_flops(device_kind) == peak
+
+
+def test_unknown_convention():
+    with pytest.raises(ValueError, match="convention is 'papers'"):
+        flops.forward_flops_per_token(Config(), "papers")

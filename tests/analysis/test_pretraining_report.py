@@ -1,0 +1,67 @@
+"""The report reads what the loop writes and says what it sees."""
+
+import json
+
+import numpy as np
+
+from convbert_jax.analysis import pretraining_report, verify_resume
+
+
+def write_metrics(path):
+    lines = []
+    for step in range(10, 60, 10):
+        values = {"mlm_loss": 8.0 - step / 10, "discriminator_auc": 0.5 + step / 200}
+        lines.append({"step": step, "split": "train", **values, "learning_rate": 1e-3})
+    lines.append({"step": 50, "split": "validation", "mlm_loss": 4.0, "discriminator_auc": None})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_curves_and_picture(tmp_path):
+    write_metrics(tmp_path / "metrics.jsonl")
+    curves = pretraining_report.read_curves(tmp_path / "metrics.jsonl")
+    assert curves["train"]["mlm_loss"][0] == (10, 7.0)
+    assert curves["validation"] == {"mlm_loss": [(50, 4.0)]}
+    pretraining_report.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png", "a run")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_suspects_are_the_highest_scores():
+    suspects = pretraining_report.find_suspects(
+        np.array([False, True, True, False]), np.array([-3.0, 2.0, -1.0, 0.5])
+    )
+    assert suspects.tolist() == [False, True, False, True]
+
+
+def test_marked_sentence():
+    lines = pretraining_report.mark_replaced(
+        ["the", "blue", "dog", "sat", "##s"],
+        ["the", "black", "cat", "sat", "##s"],
+        [False, True, False, True, False],
+    )
+    assert lines == ["the [blue<black]! [dog<cat] sat!s"]
+
+
+def test_marked_sentence_joins_sentencepiece_subwords():
+    pieces = ["[CLS]", "\u2581con", "vert", ".", "[SEP]"]
+    lines = pretraining_report.mark_replaced(pieces, pieces, [False] * 5)
+    assert lines == ["[CLS] convert. [SEP]"]
+
+
+def test_numbers_without_any_flagged_token():
+    values = dict.fromkeys(
+        ["mlm_loss", "mlm_accuracy", "replaced_rate", "discriminator_auc"], 0.5
+    ) | {"discriminator_accuracy": 0.9, "discriminator_recall": 0.0}
+    lines = pretraining_report.describe_numbers(
+        values | {"discriminator_precision": float("nan")}, vocab_size=100
+    )
+    assert any("none flagged" in line for line in lines)
+    assert not any("nan" in line for line in lines)
+
+
+def test_compare_finds_every_kind_of_difference():
+    a = {"w": np.float32([1, 2]), "z": np.float32([0.0])}
+    assert verify_resume.compare(a, {name: value.copy() for name, value in a.items()}) == []
+    assert verify_resume.compare(a, {"w": a["w"]}) == ["z"]
+    assert verify_resume.compare(a, a | {"w": np.float32([1, 2.0000002])}) == ["w"]
+    assert verify_resume.compare(a, a | {"z": np.float32([-0.0])}) == ["z"]
+    assert verify_resume.compare(a, a | {"w": np.float64([1, 2])}) == ["w"]

@@ -1,0 +1,33 @@
+"""Runs before anything imports jax: a CPU with eight simulated devices; where real data is."""
+
+import os
+import pathlib
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("CONVBERT_TEST_PLATFORM", "cpu")
+# Tests compile much and run little: without LLVM's optimizations they take a third of the time.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+    ]
+)
+# Compile-only use of the TPU compiler (marker tpu_compile); without the second one two test
+# processes collide on a lock file.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def real_data() -> pathlib.Path:
+    """Folder of real text (CONVBERT_DATA, default ../shared/data); skips where it is absent."""
+    folder = pathlib.Path(os.environ.get("CONVBERT_DATA", REPOSITORY.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"needs the real data folder; {folder.name} is absent, set CONVBERT_DATA")
+    return folder

@@ -1,0 +1,120 @@
+"""A small made-up language: enough words for a vocabulary, the same on every machine."""
+
+import dataclasses
+import hashlib
+import json
+import random
+import shutil
+
+import pytest
+
+from convbert_jax.config import Config, DataSection, TokenizerSection
+from convbert_jax.data import documents as documents_module
+from convbert_jax.data.corpus import prepare
+
+
+def make_documents(count: int, seed: int = 0, lines: int = 6) -> list[str]:
+    """Documents of short lines over some 400 words; no two are alike."""
+    rng = random.Random(seed)
+    syllables = [a + b for a in "bdfgklmnprst" for b in ("a", "e", "i", "o", "u", "an", "er")]
+    words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(400)]
+    result = []
+    for number in range(count):
+        text = []
+        for _ in range(rng.randint(1, lines)):
+            line = " ".join(rng.choices(words, k=rng.randint(3, 20)))
+            text.append(line.capitalize() + ".")
+        result.append(f"Document {number}.\n" + "\n".join(text))
+    return result
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[str]:
+    return make_documents(300)
+
+
+@pytest.fixture(scope="session")
+def make_config(documents):
+    """make_config(folder) writes `documents` to folder/corpus.txt, separated by blank lines, and
+    gives a config that prepares them in this process within a second.
+    """
+
+    def make(folder) -> Config:
+        path = folder / "corpus.txt"
+        path.write_text("\n\n".join(documents) + "\n", encoding="utf-8")
+        return Config(
+            tokenizer=TokenizerSection(vocab_size=300, train_megabytes=1),
+            data=DataSection(
+                source=f"text:{path}",
+                format="blank_lines",
+                heldout_fraction=0.1,
+                length=64,
+                workers=1,
+            ),
+        )
+
+    return make
+
+
+@pytest.fixture
+def config(make_config, tmp_path) -> Config:
+    return make_config(tmp_path)
+
+
+@pytest.fixture
+def corpus_file(config, tmp_path):
+    """The text file that `config` prepares."""
+    return tmp_path / "corpus.txt"
+
+
+@pytest.fixture
+def change():
+    """change(config, data={...}, tokenizer={...}) is `config` with some fields replaced."""
+
+    def changed(config: Config, **sections) -> Config:
+        replaced = {
+            name: dataclasses.replace(getattr(config, name), **fields)
+            for name, fields in sections.items()
+        }
+        return dataclasses.replace(config, **replaced)
+
+    return changed
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    monkeypatch.setattr(documents_module, "UNIT_BYTES", 12_000)
+
+
+@pytest.fixture(scope="session")
+def prepared_once(make_config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare(make_config(folder), folder / "prepared")
+    return folder / "prepared"
+
+
+@pytest.fixture
+def prepared(prepared_once, tmp_path):
+    """A folder that holds the corpus of `config`: a copy, since nothing depends on the place."""
+    return shutil.copytree(prepared_once, tmp_path / "prepared")
+
+
+@pytest.fixture
+def contents():
+    """contents(folder): sha256 of every file that is a result; of records without their times."""
+
+    def of_folder(folder) -> dict[str, str]:
+        result = {}
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            if path.is_dir() or name == "lock" or path.suffix == ".unfinished":
+                continue
+            data = path.read_bytes()
+            if path.suffix == ".json" and not name.startswith("tokenizer"):
+                record = json.loads(data)
+                record.pop("seconds")
+                data = json.dumps(record, sort_keys=True).encode()
+            result[name] = hashlib.sha256(data).hexdigest()
+        return result
+
+    return of_folder

@@ -1,0 +1,179 @@
+"""The program as a user starts it: faults are one line with a non-zero exit, before any long "
+"work."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+TINY = "--config=configs/tiny.py"
+# A model that compiles fast; each test adds what it is about.
+SMALL = (
+    "--config.model.layers=1",
+    "--config.model.hidden_size=32",
+    "--config.model.embedding_size=32",
+    "--config.model.heads=2",
+    "--config.model.ffn_size=64",
+    "--config.data.length=32",
+    "--config.data.workers=1",
+    "--config.data.heldout_fraction=0.1",
+    "--config.tokenizer.vocab_size=200",
+    "--config.train.batch_size=8",
+    "--config.train.log_every=2",
+    "--config.train.eval_every=4",
+    "--config.train.eval_rows=16",
+    "--config.checkpoint.every=2",
+    "--config.optimizer.warmup_steps=1",
+)
+
+
+def run(*arguments, timeout=240, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "convbert_jax.main", *map(str, arguments)],
+        cwd=REPOSITORY,
+        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="session")
+def text_source(tmp_path_factory):
+    """The standard library's prose is on every machine: a few hundred paragraphs of it."""
+    import json.decoder
+    import typing
+
+    paragraphs = []
+    for module in (json.decoder, typing, subprocess, pathlib):
+        paragraphs += pathlib.Path(module.__file__).read_text().split("\n\n")
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("\n\n".join(paragraphs))
+    return f"--config.data.source=text:{file}"
+
+
+def refused(result, *says):
+    """Exactly one line that starts with `error:`, no traceback."""
+    assert result.returncode != 0
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    for part in says:
+        assert part in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "--config is missing"),
+        (("--config=configs/tny.py",), "configs/tiny.py"),
+        ((TINY + ":papr",), "did you mean 'paper'"),
+        ((TINY, "--config.train.stesp=3"), "did you mean --config.train.steps?"),
+        ((TINY, "--mode=tran"), "mode"),
+        ((TINY, "--workdri=x"), "workdir"),
+        ((TINY, "--workdir=gs://bucket/run"), "mount it"),
+        ((TINY, "--multihost"), "leave --multihost out"),
+    ],
+)
+def test_wrong_flags(arguments, says):
+    refused(run(*arguments), says)
+
+
+def test_missing_source_names_the_glob(tmp_path):
+    result = run(TINY, f"--workdir={tmp_path}/run", "--config.data.source=text:/nowhere/*.txt")
+    refused(result, "/nowhere/*.txt")
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_accelerator_expected(tmp_path):
+    refused(
+        run(TINY, f"--workdir={tmp_path}/run", "--config.platform=tpu", JAX_PLATFORMS="cpu"),
+        "config.platform='tpu'",
+        "finds only cpu",
+    )
+
+
+def test_unwritable_workdir(tmp_path):
+    (tmp_path / "file").write_text("")
+    refused(run(TINY, f"--workdir={tmp_path}/file/run"), "cannot be written")
+
+
+def test_batch_that_the_mesh_does_not_divide(tmp_path):
+    refused(
+        run(
+            TINY,
+            f"--workdir={tmp_path}/run",
+            "--config.train.batch_size=6",
+            XLA_FLAGS="--xla_force_host_platform_device_count=4",
+        ),
+        "config.train.batch_size=6",
+    )
+
+
+def test_run_resume_and_refuse(tmp_path, text_source):
+    """The whole job, small: trains, reports, resumes for more steps, and keeps to its model."""
+    flags = (TINY, *SMALL, text_source, f"--workdir={tmp_path}/run")
+    first = run(*flags, "--config.train.steps=4")
+    assert first.returncode == 0, first.stderr
+    assert "AUC" in first.stdout
+    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
+    assert (tmp_path / "run" / "config.json").exists()
+
+    again = run(*flags, "--config.train.steps=8")
+    assert again.returncode == 0, again.stderr
+    assert "Resuming from the checkpoint of step 4" in again.stderr
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [line for line in lines if '"train"' in line]
+    assert len(steps) == 4  # 2, 4, 6, 8: none lost, none twice
+
+    finished = run(*flags, "--config.train.steps=8")
+    assert finished.returncode == 0
+    assert "Nothing to do" in finished.stderr
+    assert "AUC" in finished.stdout
+
+    other = run(*flags, "--config.train.steps=8", "--config.model.ffn_size=128")
+    refused(other, "config.model.ffn_size was 64, now 128")
+
+    damaged = run(*flags, "--config.train.steps=8", "--config.tokenizer.vocab_size=300")
+    refused(damaged, "config.tokenizer.vocab_size")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("--config=configs/tiny.py:paper",),
+        (TINY, "--config.recipe=masked_lm", "--config.model.mixer=attention"),
+        (TINY, "--config.generator.kind=uniform"),
+        (TINY, "--config.generator.kind=shared"),
+        (TINY, "--config.generator.tie_embeddings=no", "--config.objective.disallow_correct=yes"),
+        (TINY, "--config.compute_dtype=bfloat16", "--config.train.accumulation=2"),
+    ],
+    ids=["paper", "bert", "uniform", "shared", "untied", "bfloat16"],
+)
+@pytest.mark.slow
+def test_every_kind_of_run(tmp_path, text_source, extra):
+    config, *rest = extra
+    result = run(
+        config, *SMALL, *rest, text_source, f"--workdir={tmp_path}/run", "--config.train.steps=4"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "masked tokens, loss" in result.stdout
+
+
+@pytest.mark.slow
+def test_verify_resume(tmp_path, text_source):
+    result = run(
+        TINY,
+        *SMALL,
+        text_source,
+        f"--workdir={tmp_path}/run",
+        "--mode=verify_resume",
+        "--verify_steps=200",
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "bit for bit" in result.stdout

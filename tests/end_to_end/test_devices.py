@@ -1,0 +1,136 @@
+"""The whole pre-training step on one device and on meshes of eight: the same numbers."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from convbert_jax import recipes
+from convbert_jax.config import Config, MeshSection, from_config_dict, to_dict
+from convbert_jax.data.tokenizer import SpecialIds
+from convbert_jax.training import optimizer, sharding, state, step
+
+SPECIAL = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
+
+
+def small_config(**objective) -> Config:
+    values = to_dict(Config())
+    values["model"] |= {
+        "layers": 2,
+        "hidden_size": 64,
+        "embedding_size": 32,
+        "heads": 4,
+        "ffn_size": 128,
+        "ffn_groups": 2,
+        "positions": 64,
+    }
+    values["generator"]["size"] = 0.5
+    values["tokenizer"]["vocab_size"] = 512
+    values["data"]["length"] = 32
+    values["train"] |= {"batch_size": 16, "steps": 100}
+    values["optimizer"]["warmup_steps"] = 1
+    values["objective"] |= objective
+    return from_config_dict(values)
+
+
+def batch_of(config: Config):
+    """Packed rows: two documents and some padding."""
+    rows, length = config.train.batch_size, config.data.length
+    tokens = np.random.default_rng(0).integers(5, 512, (rows, length)).astype(np.int32)
+    segments = np.ones((rows, length), np.int32)
+    segments[:, 20:] = 2
+    segments[: rows // 2, 28:] = 0
+    tokens[:, [0, 20]], tokens[:, 19] = SPECIAL.cls, SPECIAL.sep
+    return {"tokens": tokens, "segment_ids": segments, "type_ids": np.zeros_like(tokens)}
+
+
+@functools.cache
+def two_steps(mesh_sizes: MeshSection, devices: int):
+    """Loss, gradient norm and parameters after two steps, and held-out sums."""
+    config = small_config()
+    task = recipes.build_task(config, SPECIAL, jax.devices()[0])
+    mesh = sharding.make_mesh(mesh_sizes, jax.devices()[:devices])
+    transformation = optimizer.make_optimizer(config.optimizer, config.train.steps)
+
+    def init(key):
+        return state.create(task.init(key), transformation)
+
+    shardings = sharding.tree_shardings(jax.eval_shape(init, jax.random.key(0)), mesh)
+    train_step = step.make_train_step(
+        task,
+        transformation,
+        optimizer.make_schedule(config.optimizer, config.train.steps),
+        seed=0,
+        accumulation=1,
+        mesh=mesh,
+        shardings=shardings,
+    )
+    eval_step = step.make_eval_step(task, mesh=mesh, shardings=shardings)
+    with jax.set_mesh(mesh):
+        current = jax.jit(init, out_shardings=shardings)(jax.random.key(1))
+        batch = sharding.put_batch(batch_of(config), sharding.batch_sharding(mesh))
+        for _ in range(2):
+            current, metrics, vitals = train_step(current, batch)
+        held_out = eval_step(current.params, batch, jax.random.key(2))
+    return jax.device_get((vitals, current.params, metrics, held_out))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshSection(data=2, fsdp=2, tensor=2),
+        pytest.param(MeshSection(data=8), marks=pytest.mark.slow),
+        pytest.param(MeshSection(data=1, fsdp=8), marks=pytest.mark.slow),
+    ],
+    ids=["all", "data", "fsdp"],
+)
+def test_eight_devices_equal_one(mesh):
+    expected = two_steps(MeshSection(data=1), 1)
+    actual = two_steps(mesh, 8)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, expected
+    )
+
+
+def test_recipe_sums_are_additive_and_summarized():
+    *_, metrics, held_out = two_steps(MeshSection(data=1), 1)
+    task = recipes.build_task(small_config(), SPECIAL, jax.devices()[0])
+    for sums in (metrics, held_out):
+        values = task.summarize(sums)
+        assert set(task.show) <= set(values)
+        assert 0.3 < values["discriminator_auc"] < 0.8
+        assert values["replaced_rate"] == pytest.approx(
+            0.15 * (1 - values["sampled_accuracy"]), abs=0.05
+        )
+
+
+def test_release_auc_counts_padding_as_found():
+    config = small_config(release_metrics=True)
+    task = recipes.build_task(config, SPECIAL, jax.devices()[0])
+    params = task.init(jax.random.key(0))
+    values = task.summarize(
+        jax.device_get(jax.jit(task.evaluate)(params, batch_of(config), jax.random.key(1)))
+    )
+    # 64 of 512 positions are padding, all below every fake token.
+    assert values["release_auc"] > values["discriminator_auc"]
+
+
+def test_masked_lm_recipe():
+    config = dataclasses.replace(small_config(), recipe="masked_lm")
+    task = recipes.build_task(config, SPECIAL, jax.devices()[0])
+    params = task.init(jax.random.key(0))
+    loss, metrics = jax.jit(task.loss)(params, batch_of(config), jax.random.key(1))
+    assert float(loss) == pytest.approx(np.log(512), rel=0.05)
+    assert set(task.summarize(jax.device_get(metrics))) == {"loss", "mlm_loss", "mlm_accuracy"}
+
+
+def test_losses_are_weighted_one_and_fifty():
+    config = small_config()
+    task = recipes.build_task(config, SPECIAL, jax.devices()[0])
+    params = task.init(jax.random.key(0))
+    loss, metrics = jax.jit(task.loss)(params, batch_of(config), jax.random.key(1))
+    values = task.summarize(jax.device_get(metrics))
+    expected = values["mlm_loss"] + 50 * values["discriminator_loss"]
+    assert float(loss) == pytest.approx(expected, rel=1e-5)

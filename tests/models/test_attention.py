@@ -1,0 +1,56 @@
+"""Attention against its formula, row by row and segment by segment."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from convbert_jax.models.attention import attend, visible_keys
+
+
+def inputs(length=24):
+    return jax.random.normal(jax.random.key(0), (3, 2, length, 2, 8))
+
+
+def plain(query, key, value):
+    scores = np.einsum("qhd,khd->hqk", query, key) / np.sqrt(query.shape[-1])
+    weights = np.exp(scores)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("hqk,khd->qhd", weights, value)
+
+
+def test_each_segment_attends_to_itself(packed):
+    query, key, value = inputs()
+    out = attend(query, key, value, packed)
+    for b, start, stop in [(0, 0, 5), (0, 5, 16), (0, 16, 24), (1, 0, 9), (1, 9, 15)]:
+        alone = plain(*(np.asarray(x[b, start:stop]) for x in (query, key, value)))
+        np.testing.assert_allclose(out[b, start:stop], alone, atol=1e-5)
+
+
+def test_padding_sees_all_real_tokens(packed):
+    visible = visible_keys(packed)
+    assert visible[1, 20, :15].all()
+    assert not visible[1, :, 15:].any()
+
+
+def test_a_row_of_padding_stays_finite():
+    query, key, value = inputs()
+    ids = jnp.zeros((2, 24), jnp.int32)
+
+    def total(value):
+        return attend(query, key, value, ids).sum()
+
+    assert jnp.isfinite(attend(query, key, value, ids)).all()
+    assert jnp.isfinite(jax.grad(total)(value)).all()
+
+
+def test_dropout_acts_on_the_weights(packed):
+    query, key, value = inputs()
+    run = jax.vmap(
+        lambda seed: attend(
+            query, key, value, packed, dropout_rate=0.2, dropout_key=jax.random.key(seed)
+        )
+    )
+    samples = run(jnp.arange(400))
+    exact = attend(query, key, value, packed)
+    assert not np.allclose(samples[0], exact, atol=1e-2)
+    np.testing.assert_allclose(samples.mean(axis=0)[:, :9], exact[:, :9], atol=0.2)

@@ -1,0 +1,129 @@
+"""Layers against their formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from convbert_jax.models import functions, layers
+
+
+def normal(shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def test_release_initializers_cut_at_two_deviations_and_do_not_rescale():
+    starts = layers.initializers("release", 0.02, taps=9)
+    dense = starts.dense(jax.random.key(0), (400, 500))
+    assert float(jnp.abs(dense).max()) <= 0.04
+    assert float(dense.std()) == pytest.approx(0.88 * 0.02, rel=0.01)
+    depthwise = starts.depthwise(jax.random.key(0), (9, 10_000))
+    assert float(depthwise.std()) == pytest.approx(0.88 / 9, rel=0.02)
+    glorot = starts.glorot(jax.random.key(0), (128, 256))
+    assert float(jnp.abs(glorot).max()) == pytest.approx((6 / 384) ** 0.5, rel=0.01)
+
+
+def test_huggingface_initializers_are_normal_everywhere():
+    starts = layers.initializers("huggingface", 0.02, taps=9)
+    for start in (starts.dense, starts.depthwise, starts.glorot):
+        x = start(jax.random.key(0), (400, 500))
+        assert float(x.std()) == pytest.approx(0.02, rel=0.01)
+        assert float(jnp.abs(x).max()) > 0.06
+
+
+def test_grouped_dense_is_a_block_diagonal_dense():
+    grouped = layers.GroupedDense(6, 8, 2, lambda key, shape: normal(shape), nnx.Rngs(0))
+    grouped.bias[...] = normal((8,), 1)
+    kernel = np.zeros((6, 8))
+    kernel[:3, :4], kernel[3:, 4:] = grouped.kernel[...]
+    x = normal((2, 5, 6), 2)
+    np.testing.assert_allclose(grouped(x), x @ kernel + grouped.bias[...], atol=1e-5)
+
+
+def test_layer_norm_is_its_formula():
+    norm = layers.LayerNorm(6, 1e-12)
+    norm.scale[...], norm.bias[...] = normal((6,), 1), normal((6,), 2)
+
+    def formula(x, scale, bias):
+        deviation = jnp.sqrt(jnp.var(x, axis=-1, keepdims=True) + 1e-12)
+        return (x - x.mean(axis=-1, keepdims=True)) / deviation * scale + bias
+
+    def ours(x, scale, bias):
+        graphdef, _ = nnx.split(norm)
+        return nnx.merge(graphdef, {"scale": scale, "bias": bias})(x)
+
+    arguments = (normal((2, 5, 6)), norm.scale[...], norm.bias[...])
+    np.testing.assert_allclose(ours(*arguments), formula(*arguments), atol=1e-5)
+    cotangent = normal((2, 5, 6), 3)
+    wanted = jax.vjp(formula, *arguments)[1](cotangent)
+    for one, other in zip(jax.vjp(ours, *arguments)[1](cotangent), wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_layer_norm_in_bfloat16_computes_in_float32():
+    norm = layers.LayerNorm(256, 1e-12)
+    x = (100.0 + normal((4, 256))).astype(jnp.bfloat16)
+    wanted = norm(x.astype(jnp.float32)).astype(jnp.bfloat16)
+    assert norm(x).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(norm(x), wanted)
+
+
+def test_gelu_is_exact():
+    x = jnp.linspace(-6, 6, 200)
+    np.testing.assert_allclose(functions.gelu(x), jax.nn.gelu(x, approximate=False), atol=1e-6)
+    slope = jax.vmap(jax.grad(functions.gelu))(x)
+    wanted = jax.vmap(jax.grad(lambda x: jax.nn.gelu(x, approximate=False)))(x)
+    np.testing.assert_allclose(slope, wanted, atol=1e-6)
+
+
+def test_dropout_keeps_the_mean():
+    x = jnp.ones((200, 500))
+    out = layers.dropout(x, 0.1, jax.random.key(0))
+    assert float((out == 0).mean()) == pytest.approx(0.1, abs=0.005)
+    assert float(out.mean()) == pytest.approx(1.0, abs=0.005)
+    assert float(out.max()) == pytest.approx(1 / 0.9, rel=1e-3)
+    assert layers.dropout(x, 0.1, None) is x
+    assert layers.dropout(x, 0.0, jax.random.key(0)) is x
+
+
+def test_dropout_gradient_is_where_it_kept():
+    x = normal((20, 50))
+    key = jax.random.key(0)
+    gradient = jax.grad(lambda x: layers.dropout(x, 0.5, key).sum())(x)
+    np.testing.assert_array_equal(gradient != 0, layers.dropout(x, 0.5, key) != 0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_softmax_is_its_formula(masked):
+    logits = 3 * normal((2, 4, 9))
+    visible = None
+    if masked:
+        visible = (normal((2, 4, 9), 1) > 0).at[..., 0].set(True).at[1, 2].set(False)
+
+    def formula(logits):
+        kept = logits if visible is None else jnp.where(visible, logits, -jnp.inf)
+        weights = jax.nn.softmax(kept)
+        return weights if visible is None else jnp.where(visible, weights, 0)
+
+    def ours(logits):
+        return functions.softmax(logits, visible, jnp.float32)
+
+    cotangent = normal((2, 4, 9), 2)
+    (wanted, back), (actual, our_back) = jax.vjp(formula, logits), jax.vjp(ours, logits)
+    np.testing.assert_allclose(actual, wanted, atol=1e-6)
+    some = slice(None) if not masked else visible.any(axis=-1)  # autodiff of the formula is NaN
+    np.testing.assert_allclose(our_back(cotangent)[0][some], back(cotangent)[0][some], atol=1e-6)
+    if masked:
+        np.testing.assert_array_equal(actual[1, 2], 0)
+        np.testing.assert_array_equal(our_back(cotangent)[0][1, 2], 0)
+
+
+def test_softmax_in_bfloat16_computes_in_float32():
+    logits = jnp.asarray([80.0, 81.0, 82.5], jnp.bfloat16)
+    out = functions.softmax(logits, None, jnp.bfloat16)
+    assert out.dtype == jnp.bfloat16
+    wanted = jax.nn.softmax(logits.astype(jnp.float32)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(out, wanted)
+    gradient = jax.grad(lambda x: functions.softmax(x, None, jnp.float32)[0])(logits)
+    assert gradient.dtype == jnp.bfloat16

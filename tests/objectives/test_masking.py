@@ -1,0 +1,193 @@
+"""Masking and sampling: statistics, static shapes, and the release's rules against plain Python."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convbert_jax.config import ObjectiveSection
+from convbert_jax.objectives import masking
+
+SPECIAL = masking.SpecialIds(cls=2, sep=3, mask=4)
+VOCABULARY = 50
+
+
+def rows(lengths, length=128, seed=0):
+    """Rows of [CLS] text [SEP] and padding, with so many real tokens each."""
+    tokens = np.random.default_rng(seed).integers(5, VOCABULARY, (len(lengths), length))
+    segments = np.zeros((len(lengths), length), np.int32)
+    for row, real in enumerate(lengths):
+        tokens[row, 0], tokens[row, real - 1], tokens[row, real:] = SPECIAL.cls, SPECIAL.sep, 0
+        segments[row, :real] = 1
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(segments)
+
+
+def apply_mask(tokens, segments, key=0, slots=24, most=19, **changes):
+    run = functools.partial(
+        masking.mask,
+        objective=dataclasses.replace(ObjectiveSection(), **changes),
+        special=SPECIAL,
+        vocab_size=VOCABULARY,
+        most=most,
+        slots=slots,
+    )
+    return jax.jit(run)(jax.random.key(key), tokens, segments)
+
+
+@given(st.integers(0, 128), st.integers(1, 40))
+@settings(deadline=None, max_examples=40)
+def test_count_is_the_release_formula(real, most):
+    segments = (jnp.arange(128) < real).astype(jnp.int32)[None]
+    expected = max(1, min(most, round(0.15 * real)))  # Python rounds half to even as well
+    count = int(masking.count_predictions(segments, 0.15, most)[0])
+    # 0.15 * real is rounded in f32 on the device; only exact halves could differ.
+    assert count == expected or abs(0.15 * real % 1 - 0.5) < 1e-6
+
+
+@pytest.mark.parametrize("with_replacement", [False, True])
+def test_only_ordinary_real_tokens_are_chosen(with_replacement):
+    tokens, segments = rows([128, 60, 17, 3, 2])
+    for key in range(5):
+        masked = apply_mask(tokens, segments, key, sample_with_replacement=with_replacement)
+        used = np.asarray(masked.weights) > 0
+        chosen = np.asarray(masked.positions)
+        assert masked.tokens.shape == tokens.shape
+        assert masked.positions.shape == (5, 24)
+        assert (
+            used.sum(axis=1).tolist() == [19, 9, 3, 1, 0] if with_replacement else [19, 9, 3, 1, 0]
+        )
+        for row in range(5):
+            picked = chosen[row][used[row]]
+            assert np.isin(tokens[row, picked], list(SPECIAL)).sum() == 0
+            assert (segments[row, picked] == 1).all()
+            assert (np.asarray(masked.labels)[row][used[row]] == tokens[row, picked]).all()
+            if not with_replacement:
+                assert len(set(picked.tolist())) == len(picked)
+            untouched = np.setdiff1d(np.arange(128), picked)
+            assert (masked.tokens[row, untouched] == tokens[row, untouched]).all()
+
+
+def test_replacement_draws_some_position_twice():
+    tokens, segments = rows([128] * 64)
+    masked = apply_mask(
+        tokens, segments, sample_with_replacement=True, prediction_multiple=1, slots=19
+    )
+    distinct = [len(set(row.tolist())) for row in np.asarray(masked.positions)]
+    # 19 draws of 126 meet about 1.3 times.
+    assert 17.0 < np.mean(distinct) < 18.4
+
+
+@pytest.mark.parametrize("with_replacement", [False, True])
+def test_positions_are_uniform(with_replacement):
+    tokens, segments = rows([30] * 4000, length=32)
+    masked = apply_mask(tokens, segments, slots=8, most=5, sample_with_replacement=with_replacement)
+    counts = np.bincount(np.asarray(masked.positions)[np.asarray(masked.weights) > 0], minlength=32)
+    assert counts[0] == counts[29:].sum() == 0
+    expected = counts.sum() / 28
+    assert np.abs(counts[1:29] - expected).max() < 5 * np.sqrt(expected)
+
+
+@pytest.mark.parametrize(("hidden", "swapped"), [(0.85, 0.0), (0.8, 0.1), (1.0, 0.0)])
+def test_branches(hidden, swapped):
+    tokens, segments = rows([128] * 512)
+    masked = apply_mask(tokens, segments, mask_token_fraction=hidden, random_token_fraction=swapped)
+    used = np.asarray(masked.weights) > 0
+    now = np.asarray(masking.gather(masked.tokens, masked.positions))[used]
+    before = np.asarray(masked.labels)[used]
+    assert np.mean(now == SPECIAL.mask) == pytest.approx(hidden + swapped / VOCABULARY, abs=0.015)
+    kept = 1 - hidden - swapped
+    assert np.mean(now == before) == pytest.approx(kept + swapped / VOCABULARY, abs=0.015)
+
+
+def scatter_update(sequence, values, positions):
+    """The release's rule in plain Python: sum of ids // number of writes, position 0 never "
+    "written."""
+    result = sequence.copy()
+    for position in set(positions) - {0}:
+        written = [v for v, p in zip(values, positions, strict=True) if p == position]
+        result[position] = sum(written) // len(written)
+    return result
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=50)
+def test_put(data):
+    length, slots = 12, 6
+    integers = lambda low, high: st.lists(  # noqa: E731
+        st.integers(low, high), min_size=slots, max_size=slots
+    )
+    positions = np.array(data.draw(integers(1, length - 1)))
+    values = np.array(data.draw(integers(0, 30_000)))
+    used = np.array(data.draw(st.lists(st.booleans(), min_size=slots, max_size=slots)))
+    tokens = np.arange(length) + 100
+    arguments = jnp.asarray(tokens[None]), jnp.asarray(positions[None]), jnp.asarray(values[None])
+    averaged = masking.put(*arguments, jnp.asarray(used[None]), average_duplicates=True)[0]
+    expected = scatter_update(tokens, values[used].tolist(), positions[used].tolist())
+    np.testing.assert_array_equal(averaged, expected)
+    first = masking.put(*arguments, jnp.asarray(used[None]))[0]
+    expected = tokens.copy()
+    for value, position in reversed(list(zip(values[used], positions[used], strict=True))):
+        expected[position] = value
+    np.testing.assert_array_equal(first, expected)
+
+
+@pytest.mark.parametrize("gumbel", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_samples_follow_the_softmax(gumbel, temperature):
+    size, draws = 700, 40_000  # more than two blocks, the last one short
+    logits = jax.random.normal(jax.random.key(1), (size,)) * 2
+    objective = dataclasses.replace(
+        ObjectiveSection(), release_gumbel=gumbel, temperature=temperature
+    )
+    sample = jax.jit(functools.partial(masking.sample_tokens, objective=objective))
+    sampled = sample(
+        jax.random.key(2),
+        jnp.broadcast_to(logits, (1, draws, size)),
+        jnp.zeros((1, draws), jnp.int32),
+    )
+    expected = np.asarray(jax.nn.softmax(logits / temperature)) * draws
+    counts = np.bincount(np.asarray(sampled)[0], minlength=size)
+    common = expected > 20
+    chi_square = ((counts - expected)[common] ** 2 / expected[common]).sum()
+    freedom = common.sum()
+    assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("gumbel", [False, True])
+def test_disallow_correct(gumbel):
+    logits = jnp.zeros((1, 5000, 10)).at[:, :, 3].set(5.0)
+    objective = dataclasses.replace(
+        ObjectiveSection(), disallow_correct=True, release_gumbel=gumbel
+    )
+    labels = jnp.full((1, 5000), 3)
+    sampled = np.asarray(
+        masking.sample_tokens(jax.random.key(0), logits, labels, objective=objective)
+    )
+    assert (sampled != 3).all()
+    assert len(set(sampled.ravel().tolist())) == 9
+
+
+@pytest.mark.parametrize("peak", [0, 255, 256, 699])
+def test_certain_token_is_always_sampled(peak):
+    """Block borders and the far end, where rounding could step over."""
+    logits = jnp.full((4, 100, 700), -1e4).at[:, :, peak].set(0.0)
+    sampled = masking.sample_tokens(
+        jax.random.key(0), logits, jnp.zeros((4, 100), jnp.int32), objective=ObjectiveSection()
+    )
+    assert (np.asarray(sampled) == peak).all()
+
+
+def test_sampling_has_no_gradient():
+    def loss(logits):
+        sampled = masking.sample_tokens(
+            jax.random.key(0), logits, jnp.zeros((2, 3), jnp.int32), objective=ObjectiveSection()
+        )
+        return sampled.sum() * 1.0 + logits.sum()
+
+    gradient = jax.grad(loss)(jnp.ones((2, 3, 300)))
+    np.testing.assert_array_equal(gradient, 1.0)

@@ -1,0 +1,188 @@
+"""Configs: every shipped one reads, faults are one sentence, the release's numbers come out."""
+
+import dataclasses
+import importlib
+
+import pytest
+
+from convbert_jax import config as config_lib
+from convbert_jax import overrides
+from convbert_jax.config import Config, ConfigError, from_config_dict, to_config_dict, to_dict
+
+SIZES = ("tiny", "small", "medium_small", "base")
+
+
+def load(name: str, variant: str = "default") -> Config:
+    return from_config_dict(importlib.import_module(f"configs.{name}").get_config(variant))
+
+
+@pytest.mark.parametrize("variant", ["default", "paper"])
+@pytest.mark.parametrize("name", SIZES)
+def test_shipped_configs_read_and_survive_json(name, variant):
+    config = load(name, variant)
+    assert config.name == (name if variant == "default" else f"{name}-paper")
+    assert from_config_dict(to_dict(config)) == config
+
+
+def test_paper_differs_from_default_in_every_quirk():
+    """Each field that a comment marks as the release's must differ, or be the same in both on "
+    "purpose."""
+    default, paper = load("small"), load("small", "paper")
+    changed = {
+        f"{section.name}.{field.name}"
+        for section in dataclasses.fields(Config)
+        if dataclasses.is_dataclass(getattr(default, section.name))
+        for field in dataclasses.fields(getattr(default, section.name))
+        if getattr(getattr(default, section.name), field.name)
+        != getattr(getattr(paper, section.name), field.name)
+    }
+    assert changed == {
+        "model.mask_convolution",
+        "objective.sample_with_replacement",
+        "objective.average_duplicate_ids",
+        "objective.prediction_multiple",
+        "objective.release_gumbel",
+        "objective.release_metrics",
+        "optimizer.bias_correction",
+        "optimizer.decay_during_warmup",
+        "data.layout",
+        "data.release_builder_bug",
+        "data.release_shuffle",
+        "tokenizer.kind",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "batch", "generator"),
+    [
+        ("small", 3e-4, 128, (64, 1, 64)),
+        ("medium_small", 5e-4, 128, (96, 1, 48)),
+        ("base", 2e-4, 256, (256, 2, 64)),
+    ],
+)
+def test_release_hyper_parameters(name, rate, batch, generator):
+    """papers.md 1.5 and 2.6."""
+    config = load(name, "paper")
+    assert (config.optimizer.learning_rate, config.train.batch_size) == (rate, batch)
+    assert (config.train.steps, config.optimizer.warmup_steps) == (1_000_000, 10_000)
+    assert config.max_predictions == config.prediction_slots == 19
+    assert load(name).prediction_slots == 24
+    layer = config.generator_encoder.stages[0].layer
+    assert (layer.hidden_size, layer.attention_heads, layer.head_size) == generator
+    assert config.generator_encoder.depth == 12
+    assert layer.ffn_size == 4 * layer.hidden_size
+
+
+def test_generator_heads_can_fit_its_width():
+    values = to_dict(load("small"))
+    values["generator"]["release_heads"] = False
+    layer = from_config_dict(values).generator_encoder.stages[0].layer
+    assert 2 * layer.attention_heads * layer.head_size == layer.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "says"),
+    [
+        ("model", "heads", 3, "config.model.heads=3"),
+        ("model", "head_ratio", 3, "config.model.head_ratio=3"),
+        ("model", "ffn_groups", 3, "config.model.ffn_groups=3"),
+        ("model", "mixer", "attenton", "did you mean 'attention'"),
+        ("model", "dropout", 1.0, "config.model.dropout=1.0"),
+        ("model", "layers", 0, "config.model.layers=0"),
+        ("model", "layers", "12", "must be of type int"),
+        ("generator", "size", 1.5, "config.generator.size=1.5"),
+        ("model", "ffn_groups", 0, "config.model.ffn_groups=0"),
+        ("generator", "kind", "big", "separate, shared, uniform"),
+        ("objective", "mask_fraction", 0.0, "mask_fraction"),
+        ("objective", "mask_token_fraction", 1.5, "add up to at most 1"),
+        ("data", "length", 4, "config.data.length=4"),
+        ("data", "length", 1024, "config.model.positions=512"),
+        ("data", "source", "", "config.data.source is empty"),
+        ("data", "release_builder_bug", True, "layout='electra'"),
+        ("data", "heldout_fraction", 0.0, "nothing to evaluate"),
+        ("optimizer", "warmup_steps", 10_000_000, "shorten the warm-up"),
+        ("train", "batch_size", 0, "config.train.batch_size=0"),
+        ("train", "accumulation", 3, "not divisible by config.train.accumulation=3"),
+        ("mesh", "fsdp", -1, "at most once"),
+    ],
+)
+def test_faults_are_one_sentence(section, field, value, says):
+    values = to_dict(load("small"))
+    values[section][field] = value
+    with pytest.raises(ConfigError) as error:
+        from_config_dict(values)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_unmasked_convolution_over_packed_documents_is_refused():
+    values = to_dict(load("small"))
+    values["model"]["mask_convolution"] = False
+    with pytest.raises(ConfigError, match="packed documents"):
+        from_config_dict(values)
+
+
+def test_unknown_fields_are_refused_with_the_nearest_name():
+    with pytest.raises(ConfigError, match=r"did you mean config\.model\.heads"):
+        from_config_dict({"model": {"haeds": 4}})
+
+
+def test_config_dicts_are_locked():
+    with pytest.raises(AttributeError):
+        to_config_dict().train.stesp = 3
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--config.train.steps=1e5", "--config.train.steps=100000"),
+        ("--config.train.steps=100k", "--config.train.steps=100000"),
+        ("--config.train.steps=2.5M", "--config.train.steps=2500000"),
+        ("--config.train.steps=10_000", "--config.train.steps=10000"),
+        ("--config.optimizer.learning_rate=1", "--config.optimizer.learning_rate=1.0"),
+        ("--config.model.mask_convolution=false", "--config.model.mask_convolution=False"),
+        ("--config.name=100k", "--config.name=100k"),
+        ("--config.data.source=text:a=b.txt", "--config.data.source=text:a=b.txt"),
+        ("--workdir=x", "--workdir=x"),
+    ],
+)
+def test_overrides_are_normalized(given, expected):
+    assert overrides.normalize([given]) == [expected]
+
+
+def test_override_value_may_stand_apart():
+    assert overrides.normalize(["--config.train.steps", "1k"]) == ["--config.train.steps=1000"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("--config.steps=5", "did you mean --config.train.steps?"),
+        ("--config.train.stesp=5", "did you mean --config.train.steps?"),
+        ("--config.train.steps=1.5", "must be of type int"),
+        ("--config.train.steps=ten", "must be of type int"),
+        ("--config.train.steps", "has no value"),
+        ("--config.model=5", "is a section"),
+        ("--config.model.mask_convolution=perhaps", "true or false"),
+        ("--config.qqqq=5", "does not exist"),
+    ],
+)
+def test_bad_overrides_are_one_sentence(given, says):
+    with pytest.raises(ConfigError) as error:
+        overrides.normalize([given])
+    assert says in str(error.value)
+
+
+def test_every_field_is_read_somewhere():
+    """No dead options: each leaf name stands in the package outside the config files."""
+    import pathlib
+
+    package = pathlib.Path(config_lib.__file__).parent
+    source = "".join(
+        path.read_text() for path in package.rglob("*.py") if path.name != "config_checks.py"
+    )
+    for section in dataclasses.fields(Config):
+        cls = getattr(Config(), section.name)
+        if dataclasses.is_dataclass(cls):
+            for field in dataclasses.fields(cls):
+                assert source.count(f".{field.name}") >= 1, f"{section.name}.{field.name} is dead"

@@ -1,0 +1,315 @@
+"""The loop: exact resuming, reports without gaps or repeats, and errors in words."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convbert_jax.config import MeshSection
+from convbert_jax.training import checkpoint, compilation, loop, reporting, sharding
+from tests.training.tiny_run import Rows, linear_task, make_config, make_rows, run
+
+STEPS = 12
+
+
+class Until(Rows):
+    """Sends this process a signal while it draws batch `position`."""
+
+    def __init__(self, position: int, number: int = signal.SIGTERM):
+        super().__init__()
+        self._last, self._number = position, number
+
+    def __next__(self):
+        rows = super().__next__()
+        if self.position == self._last:
+            os.kill(os.getpid(), self._number)
+        return rows
+
+
+class Growing(Rows):
+    """Twice the rows from batch 5 on."""
+
+    def __next__(self):
+        rows = super().__next__()
+        return rows if self.position < 5 else {n: np.concatenate([v, v]) for n, v in rows.items()}
+
+
+def read_lines(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_curves(workdir):
+    """(split, step) -> numbers that do not depend on the machine's speed."""
+    timed = {"seconds_per_step", "tokens_per_second", "mfu", "host_memory"}
+    lines = read_lines(workdir)
+    curves = {
+        (line["split"], line["step"]): {n: v for n, v in line.items() if n not in timed}
+        for line in lines
+    }
+    assert len(curves) == len(lines), "a step is reported twice"
+    return curves
+
+
+def assert_same_checkpoint(first, second, step):
+    a, b = (checkpoint.load_arrays(w / "checkpoints", step) for w in (first, second))
+    assert a.keys() == b.keys()
+    assert [name for name in a if a[name].tobytes() != b[name].tobytes()] == []
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run without a break: its folder and result."""
+    workdir = tmp_path_factory.mktemp("straight")
+    return workdir, run(workdir, make_config(STEPS))
+
+
+def test_a_whole_run(straight):
+    workdir, result = straight
+    assert result.step == int(result.state.step) == STEPS
+    assert not result.interrupted
+    curves = read_curves(workdir)
+    assert [step for split, step in curves if split == "train"] == [2, 4, 6, 8, 10, 12]
+    assert [step for split, step in curves if split == "validation"] == [4, 8, 12]
+    assert result.evaluation["error"] == curves["validation", 12]["error"]
+    assert result.train["error"] == curves["train", 12]["error"]
+    assert result.evaluation["error"] < curves["validation", 4]["error"]
+    assert checkpoint.list_steps(workdir / "checkpoints") == [4, 8, 12]
+    assert any(workdir.glob("events.out.tfevents.*"))
+    line = read_lines(workdir)[-2]
+    assert line["tokens"] == 12 * 64
+    assert line["tokens_per_second"] == pytest.approx(64 / line["seconds_per_step"])
+    devices = jax.device_count()
+    assert line["mfu"] == pytest.approx(1e6 / line["seconds_per_step"] / (devices * 1e12))
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "number"), [(1, signal.SIGTERM), (4, signal.SIGINT), (7, signal.SIGTERM)]
+)
+def test_interrupted_and_resumed_is_the_same_run(straight, tmp_path, caplog, stop_at, number):
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    first = run(tmp_path, make_config(STEPS), batches=Until(stop_at, number))
+    assert handlers == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+    assert first.interrupted
+    assert first.step == stop_at
+    assert checkpoint.list_steps(tmp_path / "checkpoints")[-1] == stop_at
+    second = run(tmp_path, make_config(STEPS))
+    assert not second.interrupted
+    assert "compiled again" not in caplog.text
+    assert_same_checkpoint(straight[0], tmp_path, STEPS)
+    wanted, found = read_curves(straight[0]), read_curves(tmp_path)
+    assert wanted.keys() == found.keys()
+    for key, values in wanted.items():
+        if key != ("train", stop_at + stop_at % 2):  # the cut interval lost its first part
+            assert found[key] == values
+
+
+def test_resuming_from_an_older_checkpoint_leaves_no_repeats(straight, tmp_path, caplog):
+    workdir = shutil.copytree(straight[0], tmp_path / "copy")
+    for step in ("8", "12"):
+        (workdir / "checkpoints" / step / "params" / "_METADATA").unlink()
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 12, "spl')  # killed while writing
+    with caplog.at_level("INFO", "absl"):
+        run(workdir, make_config(STEPS))
+    assert "Resuming from the checkpoint of step 4" in caplog.text
+    assert_same_checkpoint(straight[0], workdir, STEPS)
+    assert read_curves(workdir) == read_curves(straight[0])
+
+
+def test_a_finished_run_is_left_alone(straight, tmp_path, caplog):
+    workdir = shutil.copytree(straight[0], tmp_path / "copy")
+    before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file()}
+    rows = Rows()
+    with caplog.at_level("INFO", "absl"):
+        result = run(workdir, make_config(STEPS), batches=rows)
+    assert "Nothing to do" in caplog.text
+    assert result.step == STEPS
+    assert result.evaluation == straight[1].evaluation
+    assert result.train["error"] == straight[1].train["error"]
+    assert rows.closed
+    assert {p: p.stat().st_mtime_ns for p in workdir.rglob("*") if p.is_file()} == before
+
+
+def test_a_finished_run_can_be_made_longer(straight, tmp_path):
+    workdir = shutil.copytree(straight[0], tmp_path / "copy")
+    assert run(workdir, make_config(STEPS + 3)).step == STEPS + 3
+    assert read_curves(workdir)["validation", STEPS + 3]
+
+
+def test_nothing_readable_is_an_error_not_a_new_start(straight, tmp_path):
+    workdir = shutil.copytree(straight[0], tmp_path / "copy")
+    for folder in (workdir / "checkpoints").iterdir():
+        (folder / "params" / "_METADATA").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match="none of the 3 checkpoints"):
+        run(workdir, make_config(STEPS))
+
+
+def test_evaluation_counts_every_row_once(straight):
+    """Three batches, the last with five real rows: the mean over 37 rows."""
+    _, result = straight
+    params = jax.device_get(result.state.params)["dense"]
+    rows = [make_rows(10_000 + index)["x"] for index in range(3)]
+    rows = np.concatenate([rows[0], rows[1], rows[2][:5]])
+    errors = (rows @ params["kernel"] + params["bias"] - rows.sum(1) - 1.0) ** 2
+    assert result.evaluation["error"] == pytest.approx(errors.mean(), rel=1e-5)
+
+
+def test_training_numbers_are_of_the_whole_interval(tmp_path):
+    run(tmp_path / "each", make_config(4, train={"log_every": 1}))
+    run(tmp_path / "all", make_config(4, train={"log_every": 4}))
+    each = [line for key, line in read_curves(tmp_path / "each").items() if key[0] == "train"]
+    last = read_curves(tmp_path / "all")["train", 4]
+    assert last["error"] == pytest.approx(np.mean([line["error"] for line in each]), rel=1e-6)
+
+
+def test_the_log_line(tmp_path, caplog):
+    with caplog.at_level("INFO", "absl"):
+        run(tmp_path, make_config(4))
+    line = next(m for m in caplog.messages if m.startswith("step 4/4"))
+    pattern = (
+        r"step 4/4  loss \S+  error \S+  lr \S+  grad \S+  [\d,]+ tokens/s  256 tokens  "
+        r"MFU \S+%  host memory \S+ GiB  done"
+    )
+    assert re.fullmatch(pattern, line), line
+    assert re.search(r"First step \S+ s after the process started; compile cache", caplog.text)
+
+
+def test_nan_stops_the_run_and_keeps_the_batch(tmp_path):
+    with pytest.raises(loop.TrainingError) as error:
+        run(tmp_path, make_config(STEPS), batches=Rows(poison=8))
+    (file,) = tmp_path.glob("bad_batch_step_8*.npz")
+    message = str(error.value)
+    assert message.startswith("step 8: loss nan")
+    for part in (str(file), "of step 4", "config.optimizer.learning_rate"):
+        assert part in message
+    kept = np.load(file)
+    assert kept["step"] == 8
+    assert np.isnan(kept["x"][3]).all()
+    assert not np.isnan(kept["x"][2]).any()
+    # Step 8 was due to be saved; what is newest is the state before the poison.
+    assert checkpoint.list_steps(tmp_path / "checkpoints") == [4]
+    assert all(step <= 8 for _, step in read_curves(tmp_path))
+
+
+def test_infinite_gradients_stop_the_run(tmp_path):
+    task = linear_task()
+
+    def loss(params, batch, key):
+        value, metrics = task.loss(params, batch, key)
+        return value + jnp.sqrt(jnp.sum(params["dense"]["bias"] * 0.0)), metrics
+
+    with pytest.raises(loop.TrainingError, match=r"gradient norm (nan|inf)"):
+        run(tmp_path, make_config(4), task=dataclasses.replace(task, loss=loss))
+
+
+def test_a_recompile_is_told(tmp_path, caplog):
+    run(tmp_path, make_config(8), batches=Growing())
+    warnings = [m for m in caplog.messages if "was compiled again" in m]
+    assert len(warnings) == 1
+    assert "by step 6" in warnings[0]
+
+
+def test_data_that_ends_is_told(tmp_path):
+    class Ending(Rows):
+        def __next__(self):
+            if self.position == 3:
+                raise StopIteration
+            return super().__next__()
+
+    with pytest.raises(loop.TrainingError, match="the training data ended at step 3 of"):
+        run(tmp_path, make_config(8), batches=Ending())
+
+
+def test_best_is_saved_when_found(tmp_path):
+    """Evaluations that fall between the regular checkpoints."""
+    config = make_config(
+        12,
+        train={"eval_every": 5},
+        checkpoint={"every": 100, "best_metric": "error", "best_mode": "min"},
+    )
+    run(tmp_path, config)
+    assert checkpoint.list_steps(tmp_path / "checkpoints") == [5, 10, 12]
+
+
+def test_an_unknown_best_metric_is_refused_at_the_start(tmp_path):
+    config = make_config(8, checkpoint={"best_metric": "auc"})
+    with pytest.raises(loop.TrainingError, match=r"best_metric=auc is not measured.*: error\."):
+        run(tmp_path, config)
+
+
+def test_health_warnings_are_given_once(tmp_path, caplog):
+    task = linear_task(health=lambda step, values: [f"too good: {step}"] if step != 6 else [])
+    run(tmp_path / "on", make_config(8), task=task)
+    assert [m for m in caplog.messages if "too good" in m] == [
+        "step 2: too good: 2",
+        "step 8: too good: 8",
+    ]
+    caplog.clear()
+    run(tmp_path / "off", make_config(8, train={"warn_health": False}), task=task)
+    assert "too good" not in caplog.text
+
+
+def test_batch_that_does_not_split_is_refused_before_anything(tmp_path):
+    with pytest.raises(sharding.ShardingError, match=r"config\.train\.batch_size=12"):
+        run(tmp_path, make_config(8, train={"batch_size": 12}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_device_reaches_the_same_place(straight, tmp_path):
+    config = make_config(STEPS)
+    mesh = sharding.make_mesh(MeshSection(), jax.devices()[:1])
+    result = run(tmp_path, config, mesh=mesh)
+    np.testing.assert_allclose(
+        result.state.params["dense"]["kernel"],
+        straight[1].state.params["dense"]["kernel"],
+        rtol=1e-5,
+    )
+
+
+def test_profile(tmp_path):
+    run(tmp_path, make_config(4, train={"profile_start": 2, "profile_steps": 2}))
+    assert any((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_out_of_memory_names_the_settings():
+    with (
+        pytest.raises(compilation.OutOfMemoryError, match=r"config\.train\.accumulation") as error,
+        compilation.explain_out_of_memory(),
+    ):
+        jnp.ones((2**50,), jnp.uint8).block_until_ready()
+    assert "\n" not in str(error.value)
+
+
+def test_other_device_errors_pass():
+    with pytest.raises(jax.errors.JaxRuntimeError), compilation.explain_out_of_memory():
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    task = dataclasses.replace(linear_task(), summarize=lambda sums: {"error": math.nan})
+    run(tmp_path, make_config(4), task=task)
+    assert all(line["error"] is None for line in read_lines(tmp_path))
+    assert math.isnan(reporting.read_last(tmp_path / "metrics.jsonl", "validation")["error"])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(5, "5 s"), (600, "10 min"), (12_000, "3 h 20 min"), (187_200, "2 d 4 h")],
+)
+def test_time_left(seconds, text):
+    from convbert_jax.training.timing import format_seconds
+
+    assert format_seconds(seconds) == text
+
+
+def test_evaluation_without_rows_is_told(tmp_path):
+    with pytest.raises(loop.TrainingError, match="no held-out rows"):
+        run(tmp_path, make_config(4), evaluation=lambda: iter(()))

@@ -1,0 +1,147 @@
+"""The optimizer against papers.md's description of the release, written out in numpy."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convbert_jax.config import OptimizerSection
+from convbert_jax.training.optimizer import decay_mask, make_optimizer, make_schedule
+from convbert_jax.training.state import flatten
+
+RELEASE = OptimizerSection(
+    learning_rate=3e-3, warmup_steps=4, bias_correction=False, decay_during_warmup=True
+)
+SHAPES = {
+    "embeddings": {"word": {"embedding": (5, 3)}, "norm": {"scale": (3,), "bias": (3,)}},
+    "encoder": {"dense": {"kernel": (3, 4), "bias": (4,)}},
+    "head": {"output_bias": (5,)},
+}
+
+
+def draw(seed: int, size: float = 1.0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: (size * rng.normal(size=shape)).astype(np.float32),
+        SHAPES,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def numpy_run(section: OptimizerSection, steps: int, gradients: list[dict]) -> dict:
+    """Adam with decoupled decay, one parameter at a time, in float64."""
+    params = {name: np.float64(p) for name, p in flatten(draw(0)).items()}
+    m = {name: np.zeros_like(p) for name, p in params.items()}
+    v = {name: np.zeros_like(p) for name, p in params.items()}
+    for step, tree in enumerate(gradients):
+        grads = {name: np.float64(g) for name, g in flatten(tree).items()}
+        norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+        warmup = min(1.0, step / section.warmup_steps)
+        start = 0 if section.decay_during_warmup else section.warmup_steps
+        left = 1.0 - max(0, step - start) / (steps - start)
+        decay = section.decay_to + (1.0 - section.decay_to) * left
+        rate = section.learning_rate * warmup * decay
+        for name, p in params.items():
+            g = grads[name] * section.clip_norm / max(norm, section.clip_norm)
+            m[name] = section.beta1 * m[name] + (1 - section.beta1) * g
+            v[name] = section.beta2 * v[name] + (1 - section.beta2) * g**2
+            mean, square = m[name], v[name]
+            if section.bias_correction:
+                mean = mean / (1 - section.beta1 ** (step + 1))
+                square = square / (1 - section.beta2 ** (step + 1))
+            update = mean / (np.sqrt(square) + section.epsilon)
+            embedding = name.endswith("/embedding") and not section.decay_embeddings
+            if not re.search("norm|bias", name) and not embedding:
+                update = update + section.weight_decay * p
+            params[name] = p - rate * update
+    return params
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        RELEASE,
+        OptimizerSection(learning_rate=3e-3, warmup_steps=4, decay_to=0.1, decay_embeddings=False),
+        OptimizerSection(learning_rate=3e-3, warmup_steps=1, weight_decay=0.3, clip_norm=1e-3),
+    ],
+    ids=["release", "default", "strong"],
+)
+def test_updates_follow_the_formulas(section):
+    steps = 12
+    optimizer = make_optimizer(section, steps)
+    params = jax.tree.map(jnp.asarray, draw(0))
+    state = optimizer.init(params)
+    gradients = [draw(step + 1, size=0.05 if step % 2 else 5.0) for step in range(steps)]
+    update = jax.jit(optimizer.update)
+    for gradient in gradients:
+        updates, state = update(gradient, state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+    expected = numpy_run(section, steps, gradients)
+    for name, value in flatten(params).items():
+        np.testing.assert_allclose(value, expected[name], rtol=2e-5, atol=1e-7, err_msg=name)
+
+
+def test_clipping_can_be_off():
+    gradient = draw(1, size=100.0)
+    params = jax.tree.map(jnp.asarray, draw(0))
+    first_moment = {}
+    for clip_norm in (0.0, 1.0):
+        optimizer = make_optimizer(OptimizerSection(clip_norm=clip_norm), 100)
+        _, state = jax.jit(optimizer.update)(gradient, optimizer.init(params), params)
+        squares = [(leaf**2).sum() for leaf in jax.tree.leaves(state[1].mu)]
+        first_moment[clip_norm] = float(jnp.sqrt(sum(squares))) / 0.1
+    assert first_moment[1.0] == pytest.approx(1.0, rel=1e-5)
+    assert first_moment[0.0] > 100.0
+
+
+def test_release_schedule():
+    """0 at step 0; at the end of the warm-up a hundredth below the nominal peak; 0 at the end."""
+    section = OptimizerSection(learning_rate=3e-4, warmup_steps=10_000, decay_during_warmup=True)
+    schedule = make_schedule(section, 1_000_000)
+    assert float(schedule(0)) == 0.0
+    assert float(schedule(5_000)) == pytest.approx(3e-4 * 0.995 * 0.5, rel=1e-6)
+    assert float(schedule(10_000)) == pytest.approx(3e-4 * 0.99, rel=1e-6)
+    assert float(schedule(1_000_000)) == 0.0
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    steps=st.integers(1, 10**6),
+    warmup=st.floats(0, 1),
+    decay_to=st.floats(0, 1),
+    at=st.floats(0, 1),
+    during=st.booleans(),
+)
+def test_schedule_stays_between_zero_and_peak(steps, warmup, decay_to, at, during):
+    section = OptimizerSection(
+        learning_rate=1.0,
+        warmup_steps=int(warmup * steps),
+        decay_to=decay_to,
+        decay_during_warmup=during,
+    )
+    schedule = make_schedule(section, steps)
+    assert 0.0 <= float(schedule(int(at * steps))) <= 1.0
+    assert float(schedule(steps)) == pytest.approx(
+        1.0 if steps == section.warmup_steps and not during else decay_to, abs=1e-6
+    )
+
+
+def test_decay_mask():
+    mask = flatten(decay_mask(draw(0), decay_embeddings=True))
+    assert {name for name, decays in mask.items() if decays} == {
+        "embeddings/word/embedding",
+        "encoder/dense/kernel",
+    }
+    mask = flatten(decay_mask(draw(0), decay_embeddings=False))
+    assert {name for name, decays in mask.items() if decays} == {"encoder/dense/kernel"}
+
+
+def test_state_has_one_structure_for_all_settings():
+    """So a run can change its optimizer and go on."""
+    sections = [RELEASE, OptimizerSection(), OptimizerSection(clip_norm=0.0, weight_decay=0.0)]
+    structures = {jax.tree.structure(make_optimizer(s, 9).init(draw(0))) for s in sections}
+    assert len(structures) == 1

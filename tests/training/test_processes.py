@@ -1,0 +1,175 @@
+"""Runs as processes: signals, kill -9, a full disk, and the compile cache."""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from convbert_jax.training import checkpoint
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+PATIENCE = 120  # seconds
+
+
+def start(workdir, *arguments, devices: int = 1) -> subprocess.Popen:
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.training.tiny_run", str(workdir), *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | {"XLA_FLAGS": flags},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process) -> tuple[int, str]:
+    out, err = process.communicate(timeout=PATIENCE)
+    return process.returncode, out + err
+
+
+def wait_for_line(workdir, step: int, process) -> None:
+    """Until metrics.jsonl has a line of `step` or later."""
+    file, deadline = workdir / "metrics.jsonl", time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and process.poll() is None:
+        lines = file.read_text().splitlines() if file.exists() else []
+        if lines and lines[-1].endswith("}") and json.loads(lines[-1])["step"] >= step:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"no line of step {step}: {finish(process)}")
+
+
+def wait_for_change(file, since: float, process) -> None:
+    """Until `file` is written after `since`."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and process.poll() is None:
+        if file.exists() and file.stat().st_mtime > since:
+            return
+        time.sleep(0.005)
+    raise AssertionError(finish(process))
+
+
+def assert_same_run(first, second, step):
+    a, b = (checkpoint.load_arrays(w / "checkpoints", step) for w in (first, second))
+    assert a.keys() == b.keys()
+    assert [name for name in a if a[name].tobytes() != b[name].tobytes()] == []
+    curves = []
+    for workdir in (first, second):
+        lines = [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
+        curves.append([(li["split"], li["step"], li["error"]) for li in lines])
+    assert curves[0] == curves[1]
+
+
+def test_a_signal_saves_and_ends(tmp_path):
+    process = start(tmp_path, "--steps=100000", "--seconds=0.01")
+    wait_for_line(tmp_path, 3, process)
+    process.send_signal(signal.SIGTERM)
+    code, text = finish(process)
+    assert code == 0
+    assert "interrupted True" in text
+    assert "Stopped by SIGTERM" in text
+    step = checkpoint.list_steps(tmp_path / "checkpoints")[-1]
+    assert f"step {step} interrupted" in text
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["step"] == step
+
+
+def test_a_second_signal_kills(tmp_path):
+    process = start(tmp_path, "--steps=100000", "--seconds=2")
+    wait_for_line(tmp_path, 1, process)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    code, _ = finish(process)
+    assert code == -signal.SIGTERM
+    assert time.monotonic() - begin < 2.0
+
+
+def test_a_full_disk_is_one_sentence_and_costs_nothing_saved(tmp_path):
+    """A limit on file sizes: the 80 kB of parameters do not fit, the lines of the report do."""
+    model = "--features=20000"
+    code, text = finish(start(tmp_path, "--steps=5", model))
+    assert code == 0, text
+    before = checkpoint.load_arrays(tmp_path / "checkpoints", 5)
+    code, text = finish(start(tmp_path, "--steps=10", model, "--file-bytes=50000"))
+    assert code == 1, text
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "could not be written" in line
+    assert "step 5 is whole" in line
+    assert checkpoint.list_steps(tmp_path / "checkpoints") == [5]
+    after = checkpoint.load_arrays(tmp_path / "checkpoints", 5)
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+
+
+def test_the_compile_cache_is_used_and_told(tmp_path):
+    for run, pattern in (("first", ": 0 programs found"), ("second", ", 0 compiled")):
+        code, text = finish(start(tmp_path / run, "--steps=2", f"--cache={tmp_path / 'cache'}"))
+        assert code == 0, text
+        (line,) = [line for line in text.splitlines() if "compile cache" in line]
+        assert pattern in line
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_is_the_same_run(tmp_path):
+    """kill -9 at random moments: while starting, in steps, in evaluations, in saves."""
+    arguments = ("--steps=1000", "--seconds=0.005", f"--cache={tmp_path / 'cache'}")
+    code, text = finish(start(tmp_path / "straight", *arguments))
+    assert code == 0, text
+    random.seed(0)
+    workdir, reached = tmp_path / "killed", []
+    for kill in range(20):
+        began = time.time()
+        process = start(workdir, *arguments)
+        if kill % 5 == 4:
+            time.sleep(random.uniform(0.0, 3.0))
+        else:
+            wait_for_change(workdir / "metrics.jsonl", began, process)
+            time.sleep(random.uniform(0.0, 2.0))
+        assert process.poll() is None, f"finished before kill {kill}; make the run longer"
+        process.kill()
+        finish(process)
+        reached.append(max(checkpoint.list_steps(workdir / "checkpoints"), default=0))
+    assert reached == sorted(reached), "a later start fell back"
+    assert reached[-1] > 50, f"hardly any step was made: {reached}"
+    code, text = finish(start(workdir, *arguments))
+    assert code == 0, text
+    assert_same_run(tmp_path / "straight", workdir, 1000)
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_run(tmp_path):
+    """A signal to one stops both at one step; one process alone goes on from there."""
+    arguments = ("--steps=300", "--seconds=0.02")
+    code, text = finish(start(tmp_path / "alone", *arguments))
+    assert code == 0, text
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    workdir = tmp_path / "both"
+    shared = (*arguments, "--processes=2", f"--port={port}")
+    both = [start(workdir, *shared, f"--process={index}", devices=4) for index in (0, 1)]
+    wait_for_line(workdir, 7, both[0])
+    both[1].send_signal(signal.SIGTERM)
+    ends = [finish(process) for process in both]
+    step = checkpoint.list_steps(workdir / "checkpoints")[-1]
+    assert 7 <= step < 300
+    for code, text in ends:
+        assert code == 0, text
+        assert f"step {step} interrupted True" in text
+    code, text = finish(start(workdir, *arguments))
+    assert code == 0, text
+    one, two = (
+        checkpoint.load_arrays(tmp_path / w / "checkpoints", 300) for w in ("alone", "both")
+    )
+    assert one["data"].tobytes() == two["data"].tobytes()
+    for name in one:
+        np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=1e-6, err_msg=name)

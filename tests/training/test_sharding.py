@@ -1,0 +1,202 @@
+"""Meshes, rules, and eight devices doing what one does."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from convbert_jax.config import MeshSection
+from convbert_jax.training import optimizer as optimizer_lib
+from convbert_jax.training import sharding, state, step
+from convbert_jax.training.sharding import ShardingError
+from tests.training.tiny_run import FEATURES, make_config, make_rows, mlp_task
+
+
+def start(mesh, task, accumulation: int = 1):
+    """Compiled step and state of a task on a mesh."""
+    section = make_config().optimizer
+    optimizer = optimizer_lib.make_optimizer(section, 100)
+    abstract = jax.eval_shape(
+        lambda key: state.create(task.init(key), optimizer), jax.random.key(0)
+    )
+    shardings = sharding.tree_shardings(abstract, mesh)
+    train_step = step.make_train_step(
+        task,
+        optimizer,
+        optimizer_lib.make_schedule(section, 100),
+        seed=0,
+        accumulation=accumulation,
+        mesh=mesh,
+        shardings=shardings,
+    )
+    with jax.set_mesh(mesh):
+        init = jax.jit(lambda key: state.create(task.init(key), optimizer), out_shardings=shardings)
+        return train_step, init(jax.random.key(1))
+
+
+def train_three(mesh, task, accumulation: int = 1):
+    train_step, train_state = start(mesh, task, accumulation)
+    place = sharding.batch_sharding(mesh)
+    reports = []
+    with jax.set_mesh(mesh):
+        for index in range(3):
+            batch = sharding.put_batch(make_rows(index, FEATURES), place)
+            train_state, metrics, vitals = train_step(train_state, batch)
+            reports.append(jax.device_get((metrics, vitals)))
+    return train_state, reports
+
+
+def assert_close(first, second):
+    """Every leaf within 1e-5 of its largest value."""
+    for (path, a), (_, b) in zip(
+        jax.tree_util.tree_leaves_with_path(first),
+        jax.tree_util.tree_leaves_with_path(second),
+        strict=True,
+    ):
+        a, b = np.float64(a), np.float64(b)
+        error = np.abs(a - b).max() / max(np.abs(a).max(), 1e-30)
+        assert error < 1e-5, f"{jax.tree_util.keystr(path)} differs by {error}"
+
+
+ONE = MeshSection(data=1)
+
+
+@functools.cache
+def on_one_device(accumulation: int):
+    return train_three(sharding.make_mesh(ONE, jax.devices()[:1]), mlp_task(), accumulation)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "accumulation"),
+    [(MeshSection(), 1), (MeshSection(fsdp=8), 1), (MeshSection(fsdp=2, tensor=2), 2)],
+    ids=["data", "fsdp", "all axes, accumulated"],
+)
+def test_eight_devices_do_what_one_does(mesh, accumulation):
+    """Parameters, both moments (that is, gradients), metrics and gradient norm."""
+    eight = train_three(sharding.make_mesh(mesh), mlp_task(), accumulation)
+    assert_close(on_one_device(accumulation), eight)
+
+
+def test_accumulation_is_the_whole_batch():
+    assert_close(on_one_device(1), on_one_device(2))
+
+
+def test_microbatches_draw_different_randomness():
+    """The loss is a random number: two microbatches must not repeat one draw."""
+    task = dataclasses.replace(
+        mlp_task(),
+        loss=lambda params, batch, key: (
+            jax.random.uniform(key) + 0.0 * params["head"]["kernel"].sum(),
+            {"draws": (jax.nn.one_hot(jnp.int32(1e6 * jax.random.uniform(key)) % 997, 997), 1.0)},
+        ),
+    )
+    _, reports = train_three(sharding.make_mesh(ONE, jax.devices()[:1]), task, accumulation=8)
+    drawn = sum(metrics["draws"][0] for metrics, _ in reports)
+    assert (drawn > 0).sum() > 16
+
+
+def test_parameters_and_moments_are_split_not_copied():
+    mesh = sharding.make_mesh(MeshSection(data=2, fsdp=4))
+    _, train_state = start(mesh, mlp_task())
+    for tree in (train_state.params, train_state.opt_state[1].mu, train_state.opt_state[1].nu):
+        kernel = tree["stages"]["0"]["feed_forward"]["intermediate"]["kernel"]
+        assert kernel.addressable_shards[0].data.size == kernel.size // 4
+        assert kernel.sharding.spec[0] is None, "the axis of layers must stay whole"
+    assert train_state.step.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "spec"),
+    [
+        ("embeddings/word/embedding", (30_522, 768), P(None, "fsdp")),
+        ("embeddings/norm/scale", (2**20,), P()),
+        ("discriminator/stages/0/mixer/query/kernel", (12, 768, 384), P(None, "fsdp", "tensor")),
+        ("discriminator/stages/0/mixer/output/kernel", (12, 768, 768), P(None, "tensor", "fsdp")),
+        (
+            "discriminator/stages/0/feed_forward/intermediate/kernel",
+            (12, 768, 3072),
+            P(None, "fsdp", "tensor"),
+        ),
+        (
+            "discriminator/stages/0/feed_forward/output/kernel",
+            (12, 3072, 768),
+            P(None, "tensor", "fsdp"),
+        ),
+        ("discriminator/stages/0/mixer/key/kernel", (12, 64, 64), P()),
+        (
+            "discriminator/stages/0/mixer/key_conv/pointwise",
+            (12, 768, 384),
+            P(None, "fsdp", "tensor"),
+        ),
+        ("stages/0/feed_forward/output/kernel", (9, 2, 768, 192), P(None, None, "tensor", "fsdp")),
+        ("discriminator_head/dense/kernel", (768, 768), P("fsdp", None)),
+        ("generator_head/output_bias", (30_522,), P()),
+    ],
+)
+def test_rules(path, shape, spec):
+    mesh = sharding.make_mesh(MeshSection(data=1, fsdp=4, tensor=2))
+    assert sharding.partition_spec(path, shape, mesh) == spec
+
+
+def test_a_parameter_without_a_rule_is_an_error():
+    mesh = sharding.make_mesh(MeshSection())
+    with pytest.raises(ShardingError, match="no sharding rule matches parameter encoder/gate"):
+        sharding.partition_spec("encoder/gate", (3,), mesh)
+
+
+@pytest.mark.parametrize(
+    ("section", "path", "shape", "says"),
+    [
+        (MeshSection(fsdp=8), "head/kernel", (999, 999), "config.mesh.fsdp=8 divides no dimension"),
+        (
+            MeshSection(tensor=8),
+            "stages/0/mixer/query/kernel",
+            (2, 768, 100),
+            "config.mesh.tensor=8 does not divide stages/0/mixer/query/kernel",
+        ),
+    ],
+)
+def test_a_large_parameter_that_does_not_divide_is_an_error(section, path, shape, says):
+    with pytest.raises(ShardingError, match=says):
+        sharding.partition_spec(path, shape, sharding.make_mesh(section))
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        (MeshSection(fsdp=3), r"config\.mesh\.fsdp=3.*8 devices"),
+        (MeshSection(data=2, fsdp=2), "use 4 of the 8 devices"),
+        (MeshSection(data=16), r"config\.mesh\.data=16.*8 devices"),
+    ],
+)
+def test_meshes_that_do_not_fit(section, says):
+    with pytest.raises(ShardingError, match=says):
+        sharding.make_mesh(section)
+
+
+def test_mesh_takes_what_is_left():
+    mesh = sharding.make_mesh(MeshSection(data=2, fsdp=-1, tensor=2))
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+def test_batches_that_do_not_split_name_the_nearest():
+    mesh = sharding.make_mesh(MeshSection(fsdp=2))
+    sharding.check_batch_size(48, 2, mesh)
+    with pytest.raises(ShardingError, match=r"batch_size=40 .*accumulation=2.*: 32 or 48\."):
+        sharding.check_batch_size(40, 2, mesh)
+    with pytest.raises(ShardingError, match=r"the nearest that does: 8\."):
+        sharding.check_batch_size(3, 1, mesh)
+
+
+def test_keys_differ_by_step_and_name():
+    keys = {
+        tuple(jax.random.key_data(state.step_key(seed, at, name)).tolist())
+        for seed in (0, 1)
+        for at in (0, 1)
+        for name in ("loss", "evaluation")
+    }
+    assert len(keys) == 8

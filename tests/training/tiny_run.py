@@ -1,0 +1,211 @@
+"""Models of milliseconds, and a whole run of one as a process:
+`python -m tests.training.tiny_run WORKDIR --steps=20`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from convbert_jax import console
+from convbert_jax.config import Config, UserError
+from convbert_jax.training import compilation, loop, sharding
+from convbert_jax.training.task import Task
+
+ROWS = 16
+FEATURES = 128
+
+
+class Rows:
+    """Endless batches, each a function of its position."""
+
+    def __init__(self, *, features: int = 4, poison: int | None = None, seconds: float = 0.0):
+        self.position = 0
+        self.closed = False
+        self._features, self._poison, self._seconds = features, poison, seconds
+
+    def __next__(self):
+        time.sleep(self._seconds)
+        self.position += 1
+        rows = rows_of_this_process(make_rows(self.position, self._features))
+        if self.position == self._poison:
+            rows["x"][3] = np.nan
+        return rows
+
+    def get_state(self):
+        return {"position": self.position}
+
+    def set_state(self, state):
+        self.position = state["position"]
+
+    def close(self):
+        self.closed = True
+
+
+def make_rows(seed: int, features: int = 4, rows: int = ROWS) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(seed).normal(size=(rows, features)).astype(np.float32)
+    return {"x": x, "weight": np.ones(rows, np.float32)}
+
+
+def rows_of_this_process(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    here = slice(jax.process_index() * ROWS // jax.process_count(), None)
+    count = ROWS // jax.process_count()
+    return {name: value[here][:count] for name, value in rows.items()}
+
+
+def evaluation(batches: int = 3, features: int = 4):
+    """Held-out rows; of the last batch only five are real."""
+    for index in range(batches):
+        rows = make_rows(10_000 + index, features)
+        if index == batches - 1:
+            rows["weight"][5:] = 0.0
+        yield rows_of_this_process(rows)
+
+
+def _sums(errors, weight):
+    # The second metric stands for a histogram: vectors, summed and never divided here.
+    counts = jnp.stack([(errors < 1.0) * weight, (errors >= 1.0) * weight]).sum(1)
+    return {"error": ((errors * weight).sum(), weight.sum()), "counts": (counts, counts)}
+
+
+def _summarize(sums):
+    total, weight = sums["error"]
+    return {"error": float(total) / float(weight) if weight else float("nan")}
+
+
+def linear_task(*, noise: float = 0.1, features: int = 4, health=None) -> Task:
+    """y = x . kernel + bias should be the sum of x plus one; `noise` on x in training."""
+
+    def errors(params, x):
+        prediction = x @ params["dense"]["kernel"] + params["dense"]["bias"]
+        return (prediction - x.sum(1) - 1.0) ** 2
+
+    def loss(params, batch, key):
+        x = batch["x"] + noise * jax.random.normal(key, batch["x"].shape)
+        error = errors(params, x)
+        return error.mean(), _sums(error, batch["weight"])
+
+    def init(key):
+        return {"dense": {"kernel": jax.random.normal(key, (features,)), "bias": jnp.zeros(())}}
+
+    return Task(
+        init=init,
+        loss=loss,
+        evaluate=lambda params, batch, key: _sums(errors(params, batch["x"]), batch["weight"]),
+        summarize=_summarize,
+        health=health or (lambda step, values: []),
+        show=("error",),
+        tokens_per_step=ROWS * 4,
+        flops_per_step=1e6,
+        peak_flops_per_device=1e12,
+    )
+
+
+def mlp_task() -> Task:
+    """Kernels large enough to be split over devices, in a stack of two layers."""
+
+    def forward(params, x):
+        hidden = x
+        for layer in range(2):
+            kernel = params["stages"]["0"]["feed_forward"]["intermediate"]["kernel"][layer]
+            hidden = jax.nn.gelu(
+                hidden @ kernel
+                + params["stages"]["0"]["feed_forward"]["intermediate"]["bias"][layer]
+            )
+        return hidden @ params["head"]["kernel"]
+
+    def init(key):
+        keys = jax.random.split(key)
+        wide = 0.1 * jax.random.normal(keys[0], (2, FEATURES, FEATURES))
+        head = 0.1 * jax.random.normal(keys[1], (FEATURES, FEATURES))
+        up = {"kernel": wide, "bias": jnp.zeros((2, FEATURES))}
+        return {"stages": {"0": {"feed_forward": {"intermediate": up}}}, "head": {"kernel": head}}
+
+    def loss(params, batch, key):
+        del key
+        error = ((forward(params, batch["x"]) - jnp.sin(batch["x"])) ** 2).mean(1)
+        return error.mean(), _sums(error, batch["weight"])
+
+    return dataclasses.replace(
+        linear_task(), init=init, loss=loss, evaluate=lambda p, b, k: loss(p, b, k)[1]
+    )
+
+
+def make_config(steps: int = 12, **changes) -> Config:
+    """A config of the tiny run; `changes` as `section=dict(field=value)`."""
+    config = Config()
+    defaults = {
+        "train": {"steps": steps, "batch_size": ROWS, "log_every": 2, "eval_every": 4},
+        "checkpoint": {"every": 4},
+        "optimizer": {"learning_rate": 0.05, "warmup_steps": 2},
+    }
+    sections = {
+        name: dataclasses.replace(
+            getattr(config, name), **defaults.get(name, {}) | changes.get(name, {})
+        )
+        for name in defaults.keys() | changes.keys()
+    }
+    return dataclasses.replace(config, **sections)
+
+
+def run(workdir: pathlib.Path, config: Config | None = None, **overrides) -> loop.Result:
+    """Trains the noisy linear model in `workdir` on all devices."""
+    config = config or make_config()
+    workdir.mkdir(parents=True, exist_ok=True)
+    arguments = {
+        "task": linear_task(),
+        "config": config,
+        "workdir": workdir,
+        "mesh": sharding.make_mesh(config.mesh),
+        "batches": Rows(),
+        "evaluation": evaluation,
+    }
+    return loop.train(**arguments | overrides)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workdir", type=pathlib.Path)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=0.0, help="to draw one batch")
+    parser.add_argument("--features", type=int, default=4, help="parameters of the model")
+    parser.add_argument("--file-bytes", type=int, default=0, help="limit on every file, 0 is none")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--process", type=int, default=0, help="number of this one")
+    parser.add_argument("--port", type=int, default=0, help="of the coordinator")
+    parser.add_argument("--cache", default="", help="folder of the compile cache")
+    arguments = parser.parse_args()
+    logging.use_absl_handler()
+    console.set_up_logging()
+    compilation.enable_compile_cache(arguments.cache)
+    if arguments.processes > 1:
+        address = f"localhost:{arguments.port}"
+        jax.distributed.initialize(address, arguments.processes, arguments.process)
+    if arguments.file_bytes:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (arguments.file_bytes, arguments.file_bytes))
+    config = make_config(
+        arguments.steps, train={"eval_every": 7, "log_every": 1}, checkpoint={"every": 5}
+    )
+    try:
+        result = run(
+            arguments.workdir,
+            config,
+            task=linear_task(features=arguments.features),
+            batches=Rows(features=arguments.features, seconds=arguments.seconds),
+            evaluation=functools.partial(evaluation, features=arguments.features),
+        )
+    except UserError as error:
+        console.fail(str(error))
+    print(f"step {result.step} interrupted {result.interrupted}")
+
+
+if __name__ == "__main__":
+    main()
