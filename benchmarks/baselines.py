@@ -1,0 +1,74 @@
+"""What the dynamic convolution is compared with: other people's formulas, outputs checked equal."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def published_formula(
+    values: Float[Array, "B L H D"], weights: Float[Array, "B L H K"]
+) -> Float[Array, "B L H D"]:
+    """The release's, operation by operation: a stack of K shifted copies, then a batched product.
+
+    ConvBERT's repository, model/modeling.py, `attention_layer`: pad, stack slices, reshape to
+    [B L H, D, K], matmul with [B L H, K, 1]. Ports keep this form.
+    """
+    batch, length, heads, width = values.shape
+    taps = weights.shape[-1]
+    windows = jnp.stack(_reads(values.reshape(batch, length, heads * width), taps), axis=-1)
+    windows = windows.reshape(-1, width, taps)
+    return jnp.matmul(windows, weights.reshape(-1, taps, 1)).reshape(values.shape)
+
+
+def published_formula_as_einsum(
+    values: Float[Array, "B L H D"], weights: Float[Array, "B L H K"]
+) -> Float[Array, "B L H D"]:
+    """The same stack and product without the reshapes, which is kinder to XLA."""
+    windows = jnp.stack(_reads(values, weights.shape[-1]), axis=-1)
+    return jnp.einsum("blhdk,blhk->blhd", windows, weights)
+
+
+def shift_and_accumulate(
+    values: Float[Array, "B L H D"], weights: Float[Array, "B L H K"]
+) -> Float[Array, "B L H D"]:
+    """One shifted multiply-add per tap, gradient by autodiff: what one writes first in JAX."""
+    total = jnp.zeros(values.shape, jnp.float32)
+    for i, read in enumerate(_reads(values, weights.shape[-1])):
+        total += read.astype(jnp.float32) * weights[..., i, None].astype(jnp.float32)
+    return total.astype(values.dtype)
+
+
+def _reads(values: Array, taps: int) -> list[Array]:
+    """For each tap what it reads: `values` shifted along axis 1, zeros from outside."""
+    left, length = taps // 2, values.shape[1]
+    padding = ((0, 0), (left, taps - 1 - left)) + ((0, 0),) * (values.ndim - 2)
+    padded = jnp.pad(values, padding)
+    return [padded[:, i : i + length] for i in range(taps)]
+
+
+BASELINES: dict[str, Callable] = {
+    "published formula": published_formula,
+    "published formula as einsum": published_formula_as_einsum,
+    "shift and accumulate, autodiff": shift_and_accumulate,
+}
+
+
+def pytorch_unfold(values, weights):
+    """The same on PyTorch tensors, as `ConvBertSelfAttention` of Hugging Face computes it (odd K).
+
+    transformers, models/convbert/modeling_convbert.py: unfold, reshape to [B L H, D, K], matmul.
+    """
+    from torch.nn import functional
+
+    batch, length, heads, width = values.shape
+    taps = weights.shape[-1]
+    columns = functional.unfold(
+        values.reshape(batch, length, heads * width).transpose(1, 2).contiguous().unsqueeze(-1),
+        kernel_size=[taps, 1],
+        dilation=1,
+        padding=[(taps - 1) // 2, 0],
+        stride=1,
+    )
+    windows = columns.transpose(1, 2).reshape(-1, width, taps)
+    return (windows @ weights.reshape(-1, taps, 1)).reshape(values.shape)

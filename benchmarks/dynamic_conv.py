@@ -1,0 +1,322 @@
+"""Cost of the dynamic convolution: the published formula, XLA's forms, ours, and the floor.
+
+    python -m benchmarks.dynamic_conv --target=tpu:v5e
+    python -m benchmarks.dynamic_conv --target=cpu --batch=8 --length=128
+
+TPU targets need no TPU: the figures are the TPU compiler's model (benchmarks/tpu_pricing.py), in
+thousand cycles; the floor is the smallest possible HBM traffic at full bandwidth. On cpu and gpu
+all rows take turns in one process, Hugging Face's PyTorch formula among them (if torch is
+installed); the figures are medians in milliseconds, the floor is the same traffic at the bandwidth
+of a copy measured in this run.
+
+All of them get values as [B, L, H D] and weights as [B, L, H, K], as a layer has them, and give out
+[B, L, H D]: layouts and copies that a form needs are part of its cost.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+
+from benchmarks import timing, tpu_pricing
+
+TARGETS = ("tpu:v5e", "tpu:v5p", "tpu:v6e", "cpu", "gpu")
+DIRECTIONS = ("forward", "forward_backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of the table; with --json an object with these keys."""
+
+    op: str
+    implementation: str
+    direction: str
+    shape: dict[str, int]
+    dtype: str
+    target: str
+    cost: float | None  # None: does not run there, `note` says why
+    unit: str
+    floor: float
+    ratio_to_floor: float | None
+    note: str = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="tpu:v5e", choices=TARGETS)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--width", type=int, default=64, help="of a head")
+    parser.add_argument("--taps", type=int, default=9)
+    parser.add_argument("--dtype", help="default: float32 on cpu, else bfloat16")
+    parser.add_argument("--segments", action="store_true", help="four documents in each row")
+    parser.add_argument("--only", nargs="+", help="implementations to show; default: all")
+    parser.add_argument("--rounds", type=int, default=15, help="timed runs of each (cpu, gpu)")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    options = parser.parse_args()
+    options.dtype = options.dtype or ("float32" if options.target == "cpu" else "bfloat16")
+    if options.target.startswith("tpu"):
+        tpu_pricing.use_compile_only_tpu()
+        rows = price_rows(options)
+    else:
+        os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda,rocm"}[options.target]
+        rows = time_rows(options)
+    if options.json:
+        for row in rows:
+            print(json.dumps(dataclasses.asdict(row)), flush=True)
+    else:
+        print_table(list(rows), options)
+
+
+def print_table(rows: list[Row], options: argparse.Namespace) -> None:
+    print(f"{options.target}, {options.dtype}, {rows[0].shape}, {rows[0].unit}")
+    print(f"{'':52}{'direction':18}{'cost':>10}{'floor':>9}{'ratio':>8}")
+    for row in rows:
+        name = f"{row.op}: {row.implementation}"
+        if row.cost is None:
+            print(f"{name:52}{row.direction:18}  {row.note}")
+            continue
+        print(
+            f"{name:52}{row.direction:18}{row.cost:10,.4g}{row.floor:9,.4g}"
+            f"{row.ratio_to_floor:8.2f}  {row.note}"
+        )
+
+
+# --- The functions and their inputs ---
+
+
+def functions(options: argparse.Namespace) -> dict[tuple[str, str], object]:
+    """(op, implementation) -> function of the op's arrays."""
+    from benchmarks.baselines import BASELINES
+    from convbert_jax.ops import dynamic_conv as op
+
+    def ours(name):
+        return lambda values, weights, *ids: op.dynamic_conv(
+            values, weights, segment_ids=ids[0] if ids else None, implementation=name
+        )
+
+    def by_channels(function):
+        def run(values, weights, *ids):
+            by_head = values.reshape(*weights.shape[:3], -1)
+            return function(by_head, weights, *ids).reshape(values.shape)
+
+        return run
+
+    found = {("dynamic_conv", name): ours(name) for name in ("auto", *op.IMPLEMENTATIONS)}
+    if not options.segments:
+        found |= {("dynamic_conv", name): function for name, function in BASELINES.items()}
+    order = [*BASELINES, *op.IMPLEMENTATIONS, "auto"]
+    keys = sorted(found, key=lambda key: (key[0], order.index(key[1])))
+    chosen = [key for key in keys if not options.only or key[1] in options.only]
+    return {key: by_channels(found[key]) for key in chosen}
+
+
+def with_direction(function, direction: str, gradients: int):
+    """`function` itself, or output and gradients of its first `gradients` arrays."""
+    if direction == "forward":
+        return function
+    import jax
+
+    def both(cotangent, *arguments):
+        arrays, rest = arguments[:gradients], arguments[gradients:]
+        out, back = jax.vjp(lambda *arrays: function(*arrays, *rest), *arrays)
+        return out, back(cotangent)
+
+    return both
+
+
+def inputs(options: argparse.Namespace, op: str) -> tuple[list, object, int]:
+    """Arrays of `op` in order, the output's cotangent, and how many of the arrays have gradients.
+
+    Only their shapes matter to the compiler, so this makes shapes; `fill` makes numbers of them.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    shape = (options.batch, options.length, options.heads)
+    values = jax.ShapeDtypeStruct((*shape[:2], shape[2] * options.width), options.dtype)
+    weights = jax.ShapeDtypeStruct((*shape, options.taps), options.dtype)
+    arrays = {"dynamic_conv": [values, weights]}[op]
+    ids = [jax.ShapeDtypeStruct(shape[:2], jnp.int32)] if options.segments else []
+    return arrays + ids, values, len(arrays)
+
+
+def floor_bytes(arrays: list, cotangent, gradients: int, direction: str) -> int:
+    """Each array read and each result written once; forward and backward are two passes."""
+
+    def size(*structs):
+        return sum(struct.size * struct.dtype.itemsize for struct in structs)
+
+    forward = size(*arrays, cotangent)  # the output is as large as its cotangent
+    if direction == "forward":
+        return forward
+    return forward + size(*arrays, cotangent) + size(*arrays[:gradients])
+
+
+def _row(options, op, implementation, direction, **figures) -> Row:
+    names = ("batch", "length", "heads", "width", "taps")
+    return Row(
+        op=op,
+        implementation=implementation,
+        direction=direction,
+        shape={name: getattr(options, name) for name in names},
+        dtype=options.dtype,
+        target=options.target,
+        **figures,
+    )
+
+
+# --- TPU, by the compiler's model ---
+
+
+def price_rows(options: argparse.Namespace):
+    """A row for each implementation and direction, as soon as it is priced."""
+    import jax
+
+    chip = tpu_pricing.chip(options.target)
+    jax.config.update("jax_platforms", "cpu")
+    for (op, name), function in functions(options).items():
+        arrays, cotangent, gradients = inputs(options, op)
+        for direction in DIRECTIONS:
+            size = floor_bytes(arrays, cotangent, gradients, direction)
+            floor = chip.bandwidth_cycles(size) / 1e3
+            arguments = arrays if direction == "forward" else [cotangent, *arrays]
+            cost, note = None, ""
+            try:
+                cost, note = _price(
+                    with_direction(function, direction, gradients), arguments, options.target
+                )
+            except (ValueError, NotImplementedError, RuntimeError) as error:
+                note = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+            yield _row(
+                options,
+                op,
+                name,
+                direction,
+                cost=cost,
+                unit="thousand cycles (compiler's model)",
+                floor=floor,
+                ratio_to_floor=cost and cost / floor,
+                note=note,
+            )
+
+
+def _price(function, arguments, target) -> tuple[float, str]:
+    found = tpu_pricing.price(function, *arguments, target=target)
+    note = f"{found.bytes_accessed / 1e6:.0f} MB accessed"
+    if found.kernels:
+        profile = sum(k.times * k.profile_cycles for k in found.kernels) / 1e3
+        traffic = sum(k.times * k.bandwidth_cycles for k in found.kernels) / 1e3
+        note += f"; kernels {profile:.1f} profiled, {traffic:.1f} by bandwidth"
+        note += f"; XLA {found.xla_cycles / 1e3:.1f}"
+    if found.unpriced:
+        note += f"; without estimate: {', '.join(found.unpriced)}"
+    return found.cycles / 1e3, note
+
+
+# --- CPU and GPU, by the clock ---
+
+
+def time_rows(options: argparse.Namespace):
+    """All rows of a direction take turns; PyTorch's formula is one of them."""
+    import jax
+    import numpy as np
+
+    for direction in DIRECTIONS:
+        runs, floors, notes = {}, {}, {}
+        for (op, name), function in functions(options).items():
+            structs, cotangent, gradients = inputs(options, op)
+            arrays = [fill(struct, i) for i, struct in enumerate([cotangent, *structs])]
+            floors[op] = floor_bytes(structs, cotangent, gradients, direction)
+            arguments = arrays if direction == "forward_backward" else arrays[1:]
+            compiled = jax.jit(with_direction(function, direction, gradients))
+            try:
+                first = jax.block_until_ready(compiled(*arguments))
+            except (ValueError, NotImplementedError) as error:
+                notes[op, name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+                continue
+            runs[op, name] = lambda run=compiled, given=arguments: jax.block_until_ready(
+                run(*given)
+            )
+            if op == "dynamic_conv" and ("dynamic_conv", UNFOLD) not in runs:
+                theirs = _pytorch(options, arrays, direction)
+                if theirs is not None and not options.segments:
+                    runs["dynamic_conv", UNFOLD] = theirs
+                    ours = jax.tree.leaves(first)[0]
+                    other = theirs().detach().float().cpu().numpy()
+                    difference = np.abs(np.asarray(ours, np.float32).ravel() - other.ravel()).max()
+                    if difference > (1e-4 if options.dtype == "float32" else 0.1):
+                        sys.exit(f"{name}: differs from PyTorch by {difference:.1e}.")
+        times = timing.alternate(runs, options.rounds)
+        bandwidth = timing.copy_bandwidth(max(floors.values()) // 2)
+        for (op, name), values in times.items():
+            cost, floor = statistics.median(values), 1e3 * floors[op] / bandwidth
+            if UNFOLD in (key[1] for key in times) and name != UNFOLD:
+                faster = timing.paired_ratio(values, times["dynamic_conv", UNFOLD])
+                notes[op, name] = f"{faster:.2f} times as fast as PyTorch's unfold"
+            yield _row(
+                options,
+                op,
+                name,
+                direction,
+                cost=cost,
+                unit="ms",
+                floor=floor,
+                ratio_to_floor=cost / floor,
+                note=notes.get((op, name), ""),
+            )
+
+
+UNFOLD = "Hugging Face's unfold in PyTorch"
+
+
+def fill(struct, seed: int):
+    """An array of the given shape and dtype: normal numbers, or four documents in each row."""
+    import jax
+    import jax.numpy as jnp
+
+    if jnp.issubdtype(struct.dtype, jnp.integer):
+        length = struct.shape[-1]
+        return jnp.broadcast_to(1 + jnp.arange(length) * 4 // length, struct.shape)
+    return jax.random.normal(jax.random.key(seed), struct.shape).astype(struct.dtype)
+
+
+def _pytorch(options, arrays, direction):
+    """A run of the unfold formula, which returns its output; None without torch."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    import numpy as np
+
+    from benchmarks.baselines import pytorch_unfold
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # what XLA takes
+    device = "cuda" if options.target == "gpu" else "cpu"
+    dtype = getattr(torch, options.dtype)
+    cotangent, values, weights = (
+        torch.tensor(np.asarray(x, np.float32)).to(device, dtype) for x in arrays[:3]
+    )
+    by_head = (*weights.shape[:3], options.width)
+    cotangent, values = cotangent.reshape(by_head), values.reshape(by_head)
+
+    def run():
+        if direction == "forward":
+            with torch.no_grad():
+                out = pytorch_unfold(values, weights)
+        else:
+            leaves = [x.detach().requires_grad_() for x in (values, weights)]
+            out = pytorch_unfold(*leaves)
+            out.backward(cotangent)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return out
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
