@@ -267,6 +267,8 @@ class CheckpointSection:
     keep_every: int = 0  # steps; these are kept for good, 0 is none
     best_metric: str = ""  # "" keeps no best; e.g. "discriminator_auc" (see README for names)
     best_mode: str = "max"  # max | min
+    # steps; writes a Hugging Face folder WORKDIR/huggingface/step-N, at step 0 too; 0 is never
+    huggingface_every: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,6 +295,9 @@ class Config:
     variant: str = "default"  # default | paper, as given after the colon of --config
     recipe: str = "replaced_token"  # replaced_token (ELECTRA) | masked_lm (BERT); see recipes.py
     seed: int = 0
+    # weights that a new run starts from: a run's folder, a Hugging Face folder or a TensorFlow 1
+    # checkpoint; "" starts from random ones
+    init_from: str = ""
     platform: str = "any"  # stop unless the run finds this: any | cpu | gpu | tpu
     # auto: bfloat16 on accelerators, float32 on a CPU. Parameters and optimizer stay float32
     compute_dtype: str = "auto"

@@ -250,6 +250,11 @@ def _check_training(config: Config) -> None:
         c.keep_every >= 0,
         f"config.checkpoint.keep_every={c.keep_every} must not be negative; 0 is none.",
     )
+    _check(
+        c.huggingface_every >= 0,
+        f"config.checkpoint.huggingface_every={c.huggingface_every} must not be negative; 0 is "
+        "never.",
+    )
     check_choice("checkpoint.best_mode", c.best_mode, ("max", "min"))
     axes = dataclasses.asdict(mesh)
     _check(

@@ -4,6 +4,8 @@ Modes:
   train          prepare the data if needed, then pre-train or resume (default)
   prepare        only make the tokenizer and the shards
   verify_resume  train twice, once killed in the middle, and compare both bit for bit
+  export         write a checkpoint of --workdir for other software (--format, --output)
+  import         make --workdir a run from the weights at --source
 
 Every field of a config is overridden as --config.section.field=value; `configs/base.py:paper`
 selects a variant. The only file with flags; the work is in `recipes.py`.
@@ -22,7 +24,8 @@ from convbert_jax.config import Config, ConfigError, UserError, from_config_dict
 
 # Storage that gave out under a run, whichever library was writing.
 _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-_MODES = ("train", "prepare", "verify_resume")
+_MODES = ("train", "prepare", "verify_resume", "export", "import")
+_FORMATS = ("huggingface", "tensorflow1", "stablehlo")
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, for example configs/tiny.py or configs/base.py:paper."
@@ -37,6 +40,17 @@ _MULTIHOST = flags.DEFINE_boolean(
 _VERIFY_STEPS = flags.DEFINE_integer(
     "verify_steps", 40, "Steps of each run of --mode=verify_resume."
 )
+_FORMAT = flags.DEFINE_enum("format", "huggingface", _FORMATS, "What --mode=export writes.")
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "Folder that --mode=export makes; default WORKDIR/FORMAT/step-N."
+)
+_STEP = flags.DEFINE_integer("step", None, "Checkpoint for --mode=export; default the newest.")
+_GENERATOR = flags.DEFINE_boolean("generator", True, "Whether --mode=export takes it along.")
+_SOURCE = flags.DEFINE_string(
+    "source",
+    None,
+    "For --mode=import: a run's folder, a Hugging Face folder or a TensorFlow 1 checkpoint.",
+)
 
 
 def _parse_flags(argv: Sequence[str]) -> list[str]:
@@ -47,7 +61,11 @@ def _parse_flags(argv: Sequence[str]) -> list[str]:
             if argument.startswith("--config="):
                 _check_config_file(argument.removeprefix("--config="))
         rest = flags.FLAGS([argv[0], *arguments])
-        if _CONFIG.value is None:
+        if _MODE.value == "export" and _WORKDIR.value is None and _CONFIG.value is None:
+            raise ConfigError("--mode=export needs --workdir, the folder of a run.")
+        if _MODE.value == "import" and not (_SOURCE.value and _WORKDIR.value):
+            raise ConfigError("--mode=import needs --source=WEIGHTS and --workdir=FOLDER.")
+        if _CONFIG.value is None and _MODE.value != "export":
             raise ConfigError(f"--config is missing; choose one of: {', '.join(_config_files())}.")
         if len(rest) > 1:
             raise ConfigError(f"argument '{rest[1]}' is not understood; flags start with --.")
@@ -71,7 +89,7 @@ def _check_config_file(value: str) -> None:
         raise ConfigError(f"--config={value}: there is no file {path}; known configs: {known}.")
 
 
-def _workdir(config: Config) -> pathlib.Path:
+def _workdir(config: Config | None) -> pathlib.Path:
     value = _WORKDIR.value or f"runs/{config.name}"
     if "://" in value:
         raise ConfigError(
@@ -100,12 +118,14 @@ def main(argv: Sequence[str]) -> None:
     del argv
     console.set_up_logging()
     try:
-        config = from_config_dict(_CONFIG.value)
+        # An export goes by the config that the run keeps.
+        config = from_config_dict(_CONFIG.value) if _CONFIG.value is not None else None
         workdir = _workdir(config)
         if _MULTIHOST.value:
             _join_hosts()
         # Imported late: a wrong flag is answered before jax is loaded.
         from convbert_jax import recipes
+        from convbert_jax.interop import conversion, importing
 
         if _MODE.value == "prepare":
             recipes.prepare(config, workdir)
@@ -116,6 +136,16 @@ def main(argv: Sequence[str]) -> None:
                 a for a in sys.argv[1:] if not a.startswith(("--mode", "--workdir", "--verify"))
             ]
             verify_resume.run(arguments, workdir, steps=_VERIFY_STEPS.value)
+        elif _MODE.value == "export":
+            conversion.export(
+                workdir,
+                form=_FORMAT.value,
+                step=_STEP.value,
+                output=pathlib.Path(_OUTPUT.value) if _OUTPUT.value else None,
+                with_generator=_GENERATOR.value,
+            )
+        elif _MODE.value == "import":
+            importing.import_run(_SOURCE.value, config, workdir)
         else:
             recipes.pretrain(config, workdir)
     except UserError as error:

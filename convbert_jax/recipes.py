@@ -18,9 +18,11 @@ from flax import nnx
 from convbert_jax.analysis import flops, pretraining_report
 from convbert_jax.config import Config, ConfigError, to_dict
 from convbert_jax.data import batching, corpus
+from convbert_jax.interop import conversion, importing
+from convbert_jax.interop.networks import initial_params, outline, split
 from convbert_jax.models import pretraining as models
 from convbert_jax.objectives import health, masked_lm, masking, replaced_token
-from convbert_jax.training import compilation, loop, reporting, sharding, workdir
+from convbert_jax.training import checkpoint, compilation, loop, reporting, sharding, workdir
 from convbert_jax.training.task import Task
 
 
@@ -36,13 +38,13 @@ class Recipe:
 
 RECIPES = {
     "replaced_token": Recipe(
-        models.PretrainingModel,
+        models.MODELS["replaced_token"],
         replaced_token,
         health.warn_replaced_token,
         ("mlm_loss", "mlm_accuracy", "replaced_rate", "discriminator_auc"),
     ),
     "masked_lm": Recipe(
-        models.MaskedLanguageModel,
+        models.MODELS["masked_lm"],
         masked_lm,
         health.warn_masked_lm,
         ("mlm_loss", "mlm_accuracy"),
@@ -64,7 +66,12 @@ def pretrain(config: Config, folder: pathlib.Path) -> None:
     writer = jax.process_index() == 0
     with workdir.open_workdir(folder, config, writer=writer):
         _print_config(config)
+        source = _read_source(config, folder)
+        if config.checkpoint.huggingface_every:
+            conversion.check_expressible(outline(config), config)
         prepared = _prepare_once(config, folder)
+        if source:
+            importing.check_vocabulary(source, prepared.tokenizer)
         task = build_task(config, prepared.tokenizer.special, devices[0])
         result = loop.train(
             task,
@@ -88,6 +95,8 @@ def pretrain(config: Config, folder: pathlib.Path) -> None:
                 process_index=jax.process_index(),
                 process_count=jax.process_count(),
             ),
+            initial_params=functools.partial(_fill, config, source) if source else None,
+            publish=functools.partial(_publish, config, folder, prepared),
         )
         if not result.interrupted:  # a machine that is taken away gives little time
             _report(config, folder, prepared, result, mesh)
@@ -129,6 +138,48 @@ def build_task(config: Config, special, device: jax.Device) -> Task:
         flops_per_step=tokens * flops.training_flops_per_token(config),
         peak_flops_per_device=flops.peak_flops(device.device_kind),
     )
+
+
+def _read_source(config: Config, folder: pathlib.Path) -> conversion.Source | None:
+    """The weights of `config.init_from`, if this start needs them; refused before any long work."""
+    if not config.init_from or checkpoint.list_steps(folder / "checkpoints"):
+        return None
+    source = conversion.read_source(config.init_from)
+    conversion.check_fits(source, config)
+    missing = importing.tokenizer_fields(source, config)
+    if missing:
+        flags = " ".join(f"--config.{field}={value}" for field, value in missing.items())
+        raise ConfigError(
+            f"config.init_from={config.init_from} needs the vocabulary of its weights; start with "
+            f"{flags}."
+        )
+    return source
+
+
+def _fill(config: Config, source: conversion.Source):
+    """Parameters to start with: of the source, and as usual where it has none."""
+    params, report = conversion.initialize(config, source, initial_params(config))
+    for line in report.lines():
+        logging.info("%s", line)
+    return params
+
+
+def _publish(config: Config, folder: pathlib.Path, prepared: corpus.Corpus, step: int, params):
+    """Writes WORKDIR/huggingface/step-N, to be uploaded as a revision."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        params = multihost_utils.process_allgather(params, tiled=True)
+    if jax.process_index() == 0:
+        conversion.write_huggingface(
+            folder / "huggingface" / f"step-{step}",
+            split(config, jax.device_get(params)),
+            config,
+            prepared.tokenizer,
+            config.tokenizer,
+            step=step,
+            compare=False,
+        )
 
 
 def _data_folder(config: Config, folder: pathlib.Path) -> pathlib.Path:

@@ -17,7 +17,8 @@ ALLOWED = {
     "training": {"config"},
     "objectives": {"config"},
     "analysis": {"config", "ops", "data", "models", "training", "objectives"},
-    "recipes": {"config", "ops", "data", "models", "training", "objectives", "analysis"},
+    "interop": {"config", "ops", "data", "models", "training", "objectives"},
+    "recipes": {"config", "ops", "data", "models", "training", "objectives", "analysis", "interop"},
 }
 # `from_config_dict` reaches its rules, which read its classes.
 EXCEPTIONS = {("config", "config_checks")}

@@ -26,7 +26,7 @@ class WordPieceVocabulary:
         self.entries = entries
         self._path = path
         # No entry is declared special to this object, so it recognizes none in text.
-        self._tokenizer = _pipeline(section, {entry: i for i, entry in enumerate(entries)})
+        self._tokenizer = build_pipeline(section, {entry: i for i, entry in enumerate(entries)})
 
     def special_ids(self) -> dict[str, int]:
         ids = {entry: i for i, entry in enumerate(self.entries)}
@@ -92,7 +92,7 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
     special = list(SPECIAL.values())
 
     def trained(vocab_size: int, first_entries: list[str]) -> dict[str, int]:
-        tokenizer = _pipeline(section, None)
+        tokenizer = build_pipeline(section, None)
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size,
             special_tokens=first_entries,
@@ -117,7 +117,7 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
             f"The corpus gives at most {len(vocabulary)} entries but config.tokenizer.vocab_size "
             f"is {section.vocab_size}; set --config.tokenizer.vocab_size={len(vocabulary)} or less."
         )
-    tokenizer = _pipeline(section, vocabulary)
+    tokenizer = build_pipeline(section, vocabulary)
     tokenizer.encode_special_tokens = True
     return tokenizer.to_str(pretty=True).encode()
 
@@ -131,7 +131,10 @@ def _normalizer(section: TokenizerSection) -> normalizers.Normalizer:
     )
 
 
-def _pipeline(section: TokenizerSection, vocabulary: dict[str, int] | None):
+def build_pipeline(
+    section: TokenizerSection, vocabulary: dict[str, int] | None
+) -> tokenizers.Tokenizer:
+    """BERT's normalization, splitting and WordPiece; no entry is special."""
     model = models.WordPiece(
         vocabulary or {}, unk_token="[UNK]", max_input_chars_per_word=section.max_word_chars
     )

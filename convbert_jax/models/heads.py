@@ -39,3 +39,28 @@ class DiscriminatorHead(nnx.Module):
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B"]:
         """Float32 logits."""
         return self.output(gelu(self.dense(x)).astype(jnp.float32))[..., 0]
+
+
+class SequenceHead(nnx.Module):
+    """Logits of a whole text from its first token: dense, GELU, dense (Hugging Face's ConvBert and
+    Electra classes; the release has one dense, `TokenHead` on the first token).
+    """
+
+    def __init__(self, hidden_size: int, labels: int, initializers: Initializers, rngs: nnx.Rngs):
+        self.dense = Dense(hidden_size, hidden_size, initializers.dense, rngs)
+        self.output = Dense(hidden_size, labels, initializers.dense, rngs)
+
+    def __call__(self, x: Float[Array, "B L C"]) -> Float[Array, "B labels"]:
+        """Float32 logits."""
+        return self.output(gelu(self.dense(x[:, 0])).astype(jnp.float32))
+
+
+class TokenHead(nnx.Module):
+    """One dense for every token: tagging, or with two labels start and end of an answer."""
+
+    def __init__(self, hidden_size: int, labels: int, initializers: Initializers, rngs: nnx.Rngs):
+        self.output = Dense(hidden_size, labels, initializers.dense, rngs)
+
+    def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B labels"]:
+        """Float32 logits."""
+        return self.output(x.astype(jnp.float32))

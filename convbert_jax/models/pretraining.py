@@ -137,6 +137,10 @@ class MaskedLanguageModel(nnx.Module):
         return _encode(self.embeddings, self.encoder, tokens, segment_ids, type_ids, dtype, key)
 
 
+# config.recipe -> the model that it trains
+MODELS = {"replaced_token": PretrainingModel, "masked_lm": MaskedLanguageModel}
+
+
 def build(
     model: Callable[[Config, nnx.Rngs], nnx.Module], config: Config
 ) -> tuple[nnx.GraphDef, Callable[[Array], Params]]:

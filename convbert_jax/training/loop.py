@@ -20,7 +20,7 @@ from convbert_jax.training import state as state_lib
 from convbert_jax.training import step as step_lib
 from convbert_jax.training.checkpoint import Checkpoints
 from convbert_jax.training.state import TrainState
-from convbert_jax.training.task import Metrics, Task
+from convbert_jax.training.task import Metrics, Params, Task
 from convbert_jax.training.timing import Clock, Profiler, seconds_since_process_start
 
 HostBatch = Mapping[str, np.ndarray]
@@ -67,6 +67,8 @@ def train(
     mesh: Mesh,
     batches: Batches,
     evaluation: Callable[[], Iterable[HostBatch]],
+    initial_params: Callable[[], Params] | None = None,
+    publish: Callable[[int, Params], None] | None = None,
 ) -> Result:
     """Trains up to `config.train.steps`, from the newest checkpoint in `workdir` if there is one.
 
@@ -77,6 +79,10 @@ def train(
       batches: closed at the end, however it ends.
       evaluation: gives the held-out batches, from the first, each time it is called; all of one
         shape, the last filled up with rows of weight zero.
+      initial_params: whole, on the host of each process; asked for by a run without checkpoints.
+        None: `task.init` with a key of `config.seed`.
+      publish: called with (step, parameters) on all processes before the first step and every
+        `config.checkpoint.huggingface_every` steps.
 
     Raises:
       ShardingError: batch, mesh and parameters do not fit together.
@@ -94,7 +100,9 @@ def train(
         checkpoints = stack.enter_context(
             contextlib.closing(Checkpoints(workdir / "checkpoints", config.checkpoint))
         )
-        run = _Run(task, config, workdir, mesh, batches, evaluation, checkpoints)
+        run = _Run(
+            task, config, workdir, mesh, batches, evaluation, checkpoints, initial_params, publish
+        )
         if run.step >= t.steps:
             return run.finished()
         run.reporter = stack.enter_context(
@@ -108,8 +116,11 @@ class _Run:
 
     reporter: reporting.Reporter
 
-    def __init__(self, task, config, workdir, mesh, batches, evaluation, checkpoints):
+    def __init__(
+        self, task, config, workdir, mesh, batches, evaluation, checkpoints, initial_params, publish
+    ):
         self.task, self.config, self.workdir = task, config, workdir
+        self.initial_params, self.publish = initial_params, publish
         self.batches, self.evaluation, self.checkpoints = batches, evaluation, checkpoints
         self.put = functools.partial(sharding.put_batch, sharding=sharding.batch_sharding(mesh))
         t = config.train
@@ -141,6 +152,8 @@ class _Run:
         t, c = self.config.train, self.config.checkpoint
         saved = self.step
         signal_name = None
+        if self.step == 0:
+            self._publish_if_due()
         with Profiler(self.workdir / "profile", t.profile_start, t.profile_steps) as profiler:
             # The order below is what makes resuming exact. Evaluation sees the state of `step`;
             # the checkpoint is written after it and before the next batch is drawn, so state, data
@@ -162,6 +175,7 @@ class _Run:
                     with self.clock.paused():
                         self.checkpoints.save(self.state, self.batches.get_state(), values)
                     saved = self.step
+                self._publish_if_due()
         self.checkpoints.wait()
         interrupted = self.step < t.steps
         if interrupted:
@@ -189,14 +203,28 @@ class _Run:
         restored = self.checkpoints.restore(targets)
         if restored:
             state, position = restored
-            self.batches.set_state(position)
+            if position:  # an imported checkpoint has none: its data begin at the first row
+                self.batches.set_state(position)
             logging.info("Resuming from the checkpoint of step %d.", int(state.step))
             return state
         logging.info(
-            "Starting from scratch: %s parameters.", f"{state_lib.count(abstract.params):,}"
+            "Starting from %s: %s parameters.",
+            "given weights" if self.initial_params else "scratch",
+            f"{state_lib.count(abstract.params):,}",
         )
         key = state_lib.fold_in_name(jax.random.key(self.config.seed), "init")
-        return jax.jit(init, out_shardings=shardings)(key)
+        state = jax.jit(init, out_shardings=shardings)(key)
+        if self.initial_params:
+            params = sharding.put_params(self.initial_params(), shardings.params)
+            state = dataclasses.replace(state, params=params)
+        return state
+
+    def _publish_if_due(self) -> None:
+        every = self.config.checkpoint.huggingface_every
+        if self.publish and every and self.step % every == 0:
+            self._look_at_pending()
+            with self.clock.paused():
+                self.publish(self.step, self.state.params)
 
     def _dispatch(self) -> None:
         """Draws a batch and starts its step; looks at the step before while this one runs."""

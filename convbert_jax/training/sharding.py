@@ -116,6 +116,17 @@ def put_batch(batch: Mapping[str, np.ndarray], sharding: NamedSharding) -> Batch
     }
 
 
+def put_params(params, shardings):
+    """A tree of whole arrays, the same on every process -> global arrays, each divided."""
+    return jax.tree.map(
+        lambda leaf, place: jax.make_array_from_callback(
+            leaf.shape, place, lambda index: leaf[index]
+        ),
+        params,
+        shardings,
+    )
+
+
 def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """How one parameter is divided.
 

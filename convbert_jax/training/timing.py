@@ -15,6 +15,7 @@ class Clock:
 
     def __init__(self):
         self.running = False
+        self._begin, self._step = time.perf_counter(), 0
 
     def start(self, step: int) -> None:
         self.running = True

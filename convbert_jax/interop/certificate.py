@@ -1,0 +1,219 @@
+"""Proof that weights went over whole: the same inputs through two implementations.
+
+Ours runs in float32 on the CPU. The other side is the PyTorch class that the folder is for, or,
+where PyTorch is not installed, our own reader, which must give back every bit.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from convbert_jax.interop import huggingface, huggingface_config
+from convbert_jax.interop.networks import ConversionError, Network, forward
+
+LIMIT = 1e-4  # largest absolute difference, in float32
+_ROWS, _LENGTH, _SEED = 4, 128, 0
+
+
+class ParityError(ConversionError):
+    """Two implementations of the same weights disagree."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    """Largest absolute difference of each output.
+
+    Attributes:
+      network: "main" or "generator".
+      against: what it was compared with, in words; empty if only the reader was.
+      differences: output -> difference, on full rows, and on padded ones where both read them.
+      padding: how far padding moves the outputs of real tokens in their class; None if it is the
+        same in ours.
+      parameters: arrays that our reader gave back to the bit.
+    """
+
+    network: str
+    against: str
+    differences: dict[str, float]
+    padding: float | None
+    parameters: int
+
+    def lines(self) -> list[str]:
+        """For the log and the model card."""
+        read = f"{self.parameters} arrays read back, equal to the bit."
+        if not self.against:
+            return [f"{read} Outputs were not compared with PyTorch."]
+        shown = [f"{name}: {value:.1e}" for name, value in self.differences.items()]
+        lines = [
+            read,
+            f"Largest difference to {self.against} in float32, {_ROWS} rows of random tokens (a "
+            f"proof up to {LIMIT:.0e}): {'; '.join(shown)}.",
+        ]
+        if self.padding is not None:
+            lines.append(
+                "Their convolutions read padding, ours were trained not to: in the same test, "
+                f"padding moves their outputs for real tokens by up to {self.padding:.1e}. Use "
+                "rows without padding, or of one length, where that matters."
+            )
+        return lines
+
+
+def certify(
+    folder: Path, network: Network, name: str = "main", *, compare: bool = True
+) -> Certificate:
+    """Compares a folder with the network that it is to hold.
+
+    Args:
+      compare: outputs too, if PyTorch is installed; else only what our reader gives back.
+
+    Raises:
+      ParityError: our reader does not give the network back, or outputs differ by more than LIMIT.
+    """
+    parameters = _check_read_back(folder, network)
+    if not (compare and pytorch_is_there()):
+        return Certificate(name, "", {}, None, parameters)
+    tokens, mask, types = sample_inputs(network)
+    kinds = {"full": np.ones_like(mask), "padded": mask}
+    theirs = {kind: pytorch_outputs(folder, network, tokens, m, types) for kind, m in kinds.items()}
+    ours = {kind: our_outputs(network, tokens, m, types) for kind, m in kinds.items()}
+    leaks = network.layer.mixer == "mixed"
+    masked = leaks and network.layer.mask_convolution
+    differences, moved = {}, None
+    for output in theirs["full"]:
+        differences[output] = _largest(ours["full"][output], theirs["full"][output])
+        if masked:
+            continue
+        # Where padding leaks it is computed alike; without a convolution nobody reads it.
+        rows = np.ones_like(mask) if leaks else mask
+        differences[f"{output}, padded"] = _largest(
+            ours["padded"][output], theirs["padded"][output], rows
+        )
+    if masked:
+        moved = max(_largest(ours["padded"][o], theirs["padded"][o], mask) for o in theirs["full"])
+    certificate = Certificate(name, _versions(network), differences, moved, parameters)
+    wrong = {output: value for output, value in differences.items() if not value <= LIMIT}
+    if wrong:
+        raise ParityError(
+            f"{folder} does not give the same numbers in PyTorch: "
+            + ", ".join(f"{output} differs by {value:.1e}" for output, value in wrong.items())
+            + f", more than {LIMIT:.0e}; do not use it, and report this as a bug of convbert_jax."
+        )
+    return certificate
+
+
+def pytorch_is_there() -> bool:
+    return all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+
+
+def sample_inputs(network: Network) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, mask, types) [B, L]: random tokens, half of the rows padded to the right."""
+    rng = np.random.default_rng(_SEED)
+    e = network.embeddings
+    length = min(_LENGTH, e.positions)
+    tokens = rng.integers(0, e.vocab_size, (_ROWS, length))
+    types = rng.integers(0, e.types, (_ROWS, length))
+    real = np.concatenate([np.full(_ROWS // 2, length), rng.integers(1, length, _ROWS // 2)])
+    mask = (np.arange(length) < real[:, None]).astype(np.int64)
+    return tokens, mask, types
+
+
+def our_outputs(network: Network, tokens, mask, types) -> dict[str, np.ndarray]:
+    """Outputs of `networks.forward`, on the CPU with products in full float32."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.default_matmul_precision("highest"))
+        with contextlib.suppress(RuntimeError):  # a process that was told to know no CPU
+            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
+        outputs = forward(network)(tokens, mask, types)
+        return {name: np.asarray(value) for name, value in outputs.items()}
+
+
+def pytorch_outputs(folder: Path, network: Network, tokens, mask, types) -> dict[str, np.ndarray]:
+    """Outputs of the PyTorch class for a network, filled from a folder, by our names."""
+    import torch
+    import transformers
+
+    name = huggingface_config.architecture(network)
+    with _quiet():
+        model = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        outputs = model(
+            input_ids=torch.tensor(tokens),
+            attention_mask=torch.tensor(mask),
+            token_type_ids=torch.tensor(types),
+            output_hidden_states=True,
+        )
+        results = {"hidden": outputs.hidden_states[-1]}
+        heads = {suffix: head for head, suffix in huggingface_config.CLASSES.items()}
+        for suffix, head in heads.items():
+            if name.endswith(suffix):
+                results[head] = _logits(torch, outputs)
+        if name == "ConvBertModel" and network.has("rtd_head"):
+            read = huggingface.read_folder(folder).networks["main"]
+            results["rtd_head"] = _detect(torch, read, results["hidden"])
+        return {name: value.numpy() for name, value in results.items()}
+
+
+def _logits(torch, outputs):
+    if "start_logits" in outputs:
+        return torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
+    return outputs.logits
+
+
+def _detect(torch, network: Network, hidden):
+    """The head that no ConvBERT class has, as Electra's class computes it."""
+
+    def dense(name, x):
+        kernel = torch.tensor(network.parameters[f"rtd_head/{name}/kernel"])
+        return x @ kernel + torch.tensor(network.parameters[f"rtd_head/{name}/bias"])
+
+    return dense("output", torch.nn.functional.gelu(dense("dense", hidden)))[..., 0]
+
+
+def _check_read_back(folder: Path, network: Network) -> int:
+    back = huggingface.read_folder(folder).networks["main"]
+    differing = [
+        path
+        for path, array in network.parameters.items()
+        if path not in back.parameters or not np.array_equal(back.parameters[path], array)
+    ]
+    differing += sorted(back.parameters.keys() - network.parameters.keys())
+    if differing:
+        raise ParityError(
+            f"{folder} does not read back as it was written, first {differing[0]}; the disk or "
+            "its memory is at fault, write it again."
+        )
+    return len(network.parameters)
+
+
+def _largest(ours: np.ndarray, theirs: np.ndarray, rows: np.ndarray | None = None) -> float:
+    difference = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
+    if rows is not None and difference.shape[:2] == rows.shape:
+        difference = difference[rows.astype(bool)]
+    return float(difference.max())
+
+
+def _versions(network: Network) -> str:
+    import torch
+    import transformers
+
+    name = huggingface_config.architecture(network)
+    return f"{name} (transformers {transformers.__version__}, torch {torch.__version__})"
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Without the report of tensors that a class has no place for: the card names them."""
+    import transformers
+
+    before = transformers.logging.get_verbosity()
+    try:
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
+        transformers.logging.enable_progress_bar()

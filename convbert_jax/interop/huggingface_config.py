@@ -1,0 +1,222 @@
+"""A network's sizes as `config.json` of Hugging Face's ConvBert, Electra and Bert classes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from convbert_jax.config import EmbeddingsConfig, EncoderConfig, LayerConfig, StageConfig
+from convbert_jax.interop.networks import ConversionError, Network
+
+FILE = "config.json"
+OURS = "convbert_jax"  # the key of config.json that other software passes over
+_MODEL_TYPES = {"convbert": "convbert", "conv_bert": "convbert", "electra": "electra"}
+_MODEL_TYPES |= {"bert": "bert"}
+_CLASS_NAMES = {"convbert": "ConvBert", "electra": "Electra", "bert": "Bert"}
+# head -> what their classes are called; a network without any is the bare encoder
+CLASSES = {
+    "mlm_head": "ForMaskedLM",
+    "sequence_head": "ForSequenceClassification",
+    "token_head": "ForTokenClassification",
+    "span_head": "ForQuestionAnswering",
+    "rtd_head": "ForPreTraining",
+}
+
+
+def architecture(network: Network) -> str:
+    """Name of the class that a network's folder is for.
+
+    There is no ConvBertForPreTraining: the head of a ConvBERT discriminator goes with the bare
+    encoder, as tensors that the class does not ask for.
+    """
+    name = _CLASS_NAMES[network.family]
+    for head, suffix in CLASSES.items():
+        if network.has(head) and (network.family, head) != ("convbert", "rtd_head"):
+            return name + suffix
+    return f"{name}Model"
+
+
+def check_expressible(network: Network) -> None:
+    """Refuses what their classes cannot compute.
+
+    Raises:
+      ConversionError: one sentence that says what to do.
+    """
+    layer, family = network.layer, network.family
+    if any(stage.layer != layer for stage in network.encoder.stages):
+        raise ConversionError(
+            "the layers of this encoder differ, which Hugging Face's classes cannot express; "
+            "export it with --format=stablehlo."
+        )
+    if family == "convbert":
+        width = layer.attention_heads * layer.head_size
+        if 2 * width != layer.hidden_size:
+            raise ConversionError(
+                f"{layer.attention_heads} attention and {layer.attention_heads} convolution heads "
+                f"of {layer.head_size} channels do not add up to {layer.hidden_size}: Hugging "
+                "Face's ConvBERT expresses only config.model.head_ratio=2, and of the release's "
+                "small generator only the form of --config.generator.release_heads=false; train "
+                "with these, or export with --format=tensorflow1 or stablehlo."
+            )
+        if layer.kernel_size % 2 == 0:
+            raise ConversionError(
+                f"config.model.kernel_size={layer.kernel_size} is even, which Hugging Face's "
+                "ConvBERT cannot run; train with an odd one, or export with --format=stablehlo."
+            )
+        return
+    if layer.ffn_groups > 1:
+        raise ConversionError(
+            f"config.model.ffn_groups={layer.ffn_groups} with attention only has no class at "
+            "Hugging Face; train with 1, or export with --format=stablehlo."
+        )
+    if network.has("rtd_head") and family == "bert":
+        raise ConversionError("a BERT has no head for replaced tokens; write it as an ELECTRA.")
+
+
+def to_json(network: Network, *, pad_id: int, extra: dict[str, Any]) -> dict[str, Any]:
+    """The content of config.json.
+
+    Args:
+      pad_id: of the vocabulary. It must be said: the default of ConvBertConfig is 1, and the row
+        of padding is left untrained there.
+      extra: kept under the key `convbert_jax`.
+    """
+    check_expressible(network)
+    layer, embeddings, encoder = network.layer, network.embeddings, network.encoder
+    content: dict[str, Any] = {
+        "architectures": [architecture(network)],
+        "model_type": network.family,
+        "vocab_size": embeddings.vocab_size,
+        "hidden_size": encoder.hidden_size,
+        "num_hidden_layers": encoder.depth,
+        "num_attention_heads": layer.attention_heads * (2 if network.family == "convbert" else 1),
+        "intermediate_size": layer.ffn_size,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": layer.dropout,
+        "attention_probs_dropout_prob": layer.attention_dropout,
+        "max_position_embeddings": embeddings.positions,
+        "type_vocab_size": embeddings.types,
+        "initializer_range": layer.initializer_range,
+        "layer_norm_eps": layer.layer_norm_epsilon,
+        "pad_token_id": pad_id,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+    if network.family != "bert":
+        content["embedding_size"] = embeddings.size
+    if network.family == "convbert":
+        content |= {
+            "head_ratio": 2,
+            "conv_kernel_size": layer.kernel_size,
+            "num_groups": layer.ffn_groups,
+        }
+    if network.labels:
+        content["id2label"] = {str(i): label for i, label in enumerate(network.labels)}
+        content["label2id"] = {label: i for i, label in enumerate(network.labels)}
+    return content | {OURS: {"mask_convolution": layer.mask_convolution} | extra}
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """config.json of a folder.
+
+    Raises:
+      ConversionError: it is absent, damaged, or of a model that is not of the three families.
+    """
+    path = folder / FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        kind = content.get("model_type")
+    except OSError as error:
+        raise ConversionError(
+            f"{path} cannot be read ({error.strerror}); name a folder with config.json and weights."
+        ) from error
+    except (ValueError, AttributeError) as error:
+        raise ConversionError(f"{path} is not JSON; copy it again.") from error
+    if kind not in _MODEL_TYPES:
+        raise ConversionError(
+            f"{path} is of model_type {kind!r}; ConvBERT, ELECTRA and BERT can be read."
+        )
+    for field, wanted in (
+        ("hidden_act", ("gelu", "gelu_python")),
+        ("position_embedding_type", ("absolute",)),
+        ("is_decoder", (False,)),
+        ("add_cross_attention", (False,)),
+    ):
+        if content.get(field, wanted[0]) not in wanted:
+            raise ConversionError(
+                f"{path} has {field}={content[field]!r}, which this encoder does not compute; only "
+                f"{wanted[0]!r} can be read."
+            )
+    return content
+
+
+def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig]:
+    """(family, embeddings, encoder) that a config.json describes; missing fields as their classes.
+
+    Raises:
+      ConversionError: a field is missing that every such file has, or the heads do not divide.
+    """
+    family = _MODEL_TYPES[content["model_type"]]
+
+    def number(name, default=None):
+        value = content.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise ConversionError(f"config.json has {name}={value!r}, not a positive number.")
+        return value
+
+    def fraction(name, default):
+        value = content.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise ConversionError(f"config.json has {name}={value!r}, not a number from 0 to 1.")
+        return float(value)
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    embedding_size = hidden if family == "bert" else number("embedding_size")
+    attention_heads = heads
+    if family == "convbert":  # as their class does it, for any ratio
+        attention_heads = max(1, heads // number("head_ratio", 2))
+    parts = attention_heads * (2 if family == "convbert" else 1)
+    if hidden % parts:
+        raise ConversionError(
+            f"config.json has hidden_size={hidden}, which does not divide into {parts} heads."
+        )
+    dropout = fraction("hidden_dropout_prob", 0.1)
+    epsilon = fraction("layer_norm_eps", 1e-12)
+    spread = fraction("initializer_range", 0.02)
+    ours = content.get(OURS)
+    layer = LayerConfig(
+        hidden_size=hidden,
+        mixer="mixed" if family == "convbert" else "attention",
+        attention_heads=attention_heads,
+        head_size=hidden // parts,
+        kernel_size=number("conv_kernel_size", 9),
+        ffn_size=number("intermediate_size"),
+        ffn_groups=number("num_groups", 1) if family == "convbert" else 1,
+        dropout=dropout,
+        attention_dropout=fraction("attention_probs_dropout_prob", 0.1),
+        # Weights from elsewhere were trained with padding leaking through the convolution.
+        mask_convolution=bool(isinstance(ours, dict) and ours.get("mask_convolution")),
+        layer_norm_epsilon=epsilon,
+        initializers="release",
+        initializer_range=spread,
+    )
+    embeddings = EmbeddingsConfig(
+        vocab_size=number("vocab_size"),
+        size=embedding_size,
+        positions=number("max_position_embeddings", 512),
+        types=number("type_vocab_size", 2),
+        dropout=dropout,
+        layer_norm_epsilon=epsilon,
+        initializer_range=spread,
+    )
+    encoder = EncoderConfig(
+        embedding_size=embedding_size,
+        hidden_size=hidden,
+        stages=(StageConfig(number("num_hidden_layers"), layer),),
+        remat="none",
+        scan_unroll=1,
+        initializers="release",
+        initializer_range=spread,
+    )
+    return family, embeddings, encoder

@@ -1,0 +1,157 @@
+"""A run of ours made from somebody else's weights; the moments of Adam and the step come along
+where the source has them.
+"""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from absl import logging
+
+from convbert_jax.config import Config, from_config_dict, to_dict
+from convbert_jax.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from convbert_jax.interop import certificate, huggingface, huggingface_config, matching
+from convbert_jax.interop.conversion import Source, initialize, read_source
+from convbert_jax.interop.networks import ConversionError, Report, initial_params, join
+from convbert_jax.training import checkpoint, state, workdir
+from convbert_jax.training.optimizer import make_optimizer
+
+
+def import_run(path: str, config: Config, folder: Path) -> tuple[Config, Report]:
+    """Makes `folder` a run of ours that starts from the weights at `path`.
+
+    Args:
+      path: as `conversion.read_source` takes it.
+      config: how the run trains; its model, generator and vocabulary become those of the source.
+
+    Returns:
+      the config of the run, and what was loaded.
+
+    Raises:
+      ConversionError: the source cannot be read or no config describes it, its vocabulary is
+        unknown, or `folder` holds a run already.
+      ParityError: PyTorch does not compute the same numbers from the source.
+    """
+    if checkpoint.list_steps(folder / "checkpoints"):
+        raise ConversionError(f"--workdir={folder} holds a run already; name another folder.")
+    source = read_source(path)
+    fields = matching.derive_fields(source.networks, config) | tokenizer_fields(source, config)
+    for line in _describe(fields, config):
+        logging.info("%s", line)
+    config = from_config_dict(to_dict(matching.replace(config, fields)))
+    tokenizer = load_tokenizer(config.tokenizer, folder / "data")
+    check_tokenizer(tokenizer, config.tokenizer, [])
+    params, report = initialize(config, source, initial_params(config))
+    for line in report.lines():
+        logging.info("%s", line)
+    certify(path, source)
+    filled = _state(config, source, params)
+    with workdir.open_workdir(folder, config):
+        checkpoints = checkpoint.Checkpoints(folder / "checkpoints", config.checkpoint)
+        try:
+            checkpoints.save(filled, {})  # the data begin at their first row
+        finally:
+            checkpoints.close()
+    logging.info("Wrote %s, step %d.", folder, int(filled.step))
+    return config, report
+
+
+def tokenizer_fields(source: Source, config: Config) -> dict[str, Any]:
+    """Fields of config.tokenizer for the vocabulary of a source.
+
+    Raises:
+      ConversionError: nobody says which vocabulary the weights were trained with.
+    """
+    if config.tokenizer.path:
+        return {}
+    if not source.tokenizer:
+        raise ConversionError(
+            "the source has no vocabulary, and its weights mean nothing without theirs; name it "
+            "with --config.tokenizer.path=vocab.txt."
+        )
+    return {f"tokenizer.{field}": value for field, value in source.tokenizer.items()}
+
+
+def check_vocabulary(source: Source, tokenizer: Tokenizer) -> None:
+    """Refuses another vocabulary than the one beside the weights, if there is one.
+
+    Raises:
+      ConversionError: an entry differs.
+    """
+    if not source.tokenizer:
+        return
+    section = dataclasses.replace(Config().tokenizer, **source.tokenizer)
+    theirs = Tokenizer(section, Path(section.path)).entries
+    if theirs != tokenizer.entries:
+        pairs = enumerate(zip(theirs, tokenizer.entries, strict=False))
+        first = next((i for i, (a, b) in pairs if a != b), min(len(theirs), tokenizer.vocab_size))
+        raise ConversionError(
+            f"{tokenizer.path} is not the vocabulary of the weights, {section.path}: they differ "
+            f"from entry {first} on; set --config.tokenizer.path={section.path}."
+        )
+
+
+def certify(path: str, source: Source) -> None:
+    """Compares what was read with PyTorch's reading of the same weights, and logs the proof.
+
+    Raises:
+      ParityError: they differ.
+    """
+    for name, network in source.networks.items():
+        if source.kind == "huggingface":
+            folder = Path(path).expanduser()
+            place = folder if name == "main" else folder / huggingface.GENERATOR
+            proof = certificate.certify(place, network)
+        else:
+            try:
+                huggingface_config.check_expressible(network)
+            except ConversionError as error:
+                logging.info("%s: not compared with PyTorch: %s", name, error)
+                continue
+            with tempfile.TemporaryDirectory() as scratch:
+                huggingface.write_network(Path(scratch), network, pad_id=0)
+                proof = certificate.certify(Path(scratch), network)
+        for line in proof.lines():
+            logging.info("%s: %s", name, line)
+
+
+def _state(config: Config, source: Source, params) -> state.TrainState:
+    transformation = make_optimizer(config.optimizer, config.train.steps)
+    fresh = state.create(jax.tree.map(jax.numpy.asarray, params), transformation)
+    if source.moments is None:
+        if source.step:
+            logging.info(
+                "The source has no moments of Adam: the run starts at step 0, with a warm-up."
+            )
+        return fresh
+    zeros = jax.tree.map(np.zeros_like, params)
+    (mu, first), (nu, _) = (join(config, moments, zeros) for moments in source.moments)
+    if first.initialized:
+        logging.info("The moments of Adam are not complete for this run: it starts at step 0.")
+        return fresh
+    count = jax.numpy.asarray(source.step, jax.numpy.int32)
+
+    def fill(part):
+        if isinstance(part, optax.ScaleByAdamState):
+            mean, square = (jax.tree.map(jax.numpy.asarray, tree) for tree in (mu, nu))
+            return optax.ScaleByAdamState(count=count, mu=mean, nu=square)
+        return part._replace(count=count) if isinstance(part, optax.ScaleByScheduleState) else part
+
+    kinds = (optax.ScaleByAdamState, optax.ScaleByScheduleState)
+    opt_state = jax.tree.map(fill, fresh.opt_state, is_leaf=lambda part: isinstance(part, kinds))
+    return dataclasses.replace(fresh, step=count, opt_state=opt_state)
+
+
+def _describe(fields: dict[str, Any], config: Config) -> list[str]:
+    changed = []
+    for path, value in fields.items():
+        section, _, field = path.partition(".")
+        if getattr(getattr(config, section), field) != value:
+            changed.append(f"--config.{path}={value}")
+    if not changed:
+        return ["The config describes the source as it is."]
+    return [f"The source makes of the config: {' '.join(changed)}"]

@@ -1,0 +1,320 @@
+"""One encoder with its heads, by itself: the form in which weights are read, written and compared.
+
+A pre-training model is one or two of them around shared parts: `split` and `join` go between its
+parameters and a mapping {"main": Network, "generator": Network}. "main" is the encoder that is
+kept, the discriminator or the masked language model.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from convbert_jax.config import Config, EmbeddingsConfig, EncoderConfig, LayerConfig, UserError
+from convbert_jax.models import heads
+from convbert_jax.models.embeddings import Embeddings
+from convbert_jax.models.encoder import Encoder
+from convbert_jax.models.layers import initializers
+from convbert_jax.models.pretraining import MODELS, build
+from convbert_jax.training.state import flatten, fold_in_name
+
+
+class ConversionError(UserError):
+    """Weights that cannot be read, written, or put into this model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """An encoder, its embeddings and its heads.
+
+    Attributes:
+      family: a key of tables.HEADS: whose names and classes it goes by.
+      parameters: canonical path (see tables.py) -> float32 array. Heads are there if the network
+        has them: mlm_head, rtd_head, sequence_head, token_head, span_head.
+      labels: names of a classifier's classes, by index.
+    """
+
+    family: str
+    embeddings: EmbeddingsConfig
+    encoder: EncoderConfig
+    parameters: Mapping[str, np.ndarray]
+    labels: tuple[str, ...] = ()
+
+    @property
+    def layer(self) -> LayerConfig:
+        """The layer that all stages repeat."""
+        return self.encoder.stages[0].layer
+
+    @property
+    def groups(self) -> int:
+        return self.layer.ffn_groups
+
+    def has(self, head: str) -> bool:
+        return any(path.startswith(f"{head}/") for path in self.parameters)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What became of every parameter; paths are those of the model that was filled."""
+
+    loaded: tuple[str, ...]
+    initialized: tuple[str, ...]  # not in the source; as a new run starts them
+    ignored: tuple[str, ...]  # in the source, without a place in the model
+
+    def lines(self) -> list[str]:
+        """For a person; nothing is left out, parameters of one module share a line."""
+        lines = [f"Loaded {len(self.loaded)} parameters."]
+        for title, names in (("Initialized", self.initialized), ("Ignored", self.ignored)):
+            if names:
+                lines.append(f"{title} {len(names)}: {', '.join(names)}.")
+        return lines
+
+
+def places(config: Config) -> dict[str, dict[str, str]]:
+    """Network -> {part of it: root of that part in the model's parameters}."""
+    if config.recipe == "masked_lm":
+        return {"main": {"embeddings": "embeddings", "encoder": "encoder", "mlm_head": "head"}}
+    main = {
+        "embeddings": "embeddings",
+        "encoder": "discriminator",
+        "rtd_head": "discriminator_head",
+    }
+    if config.generator.kind == "uniform":
+        return {"main": main}
+    generator = {
+        "embeddings": "embeddings",
+        "encoder": "generator",
+        "mlm_head": "generator_head",
+    }
+    if config.generator.kind == "shared":
+        generator["encoder"] = "discriminator"
+    elif not config.generator.tie_embeddings:
+        generator["embeddings"] = "generator_embeddings"
+    return {"main": main, "generator": generator}
+
+
+def split(config: Config, params) -> dict[str, Network]:
+    """The networks of a model with all their parameters; shared ones are in both."""
+    flat = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
+    result = {}
+    for name, parts in places(config).items():
+        embeddings, encoder = _sizes(config, name)
+        tree = {
+            f"{part}/{path.removeprefix(root + '/')}": leaf
+            for part, root in parts.items()
+            for path, leaf in flat.items()
+            if path.startswith(root + "/")
+        }
+        result[name] = Network(
+            _family(config.recipe, encoder, embeddings), embeddings, encoder, unstack(tree)
+        )
+    return result
+
+
+def join(config: Config, networks: Mapping[str, Network], start) -> tuple[dict, Report]:
+    """Puts networks into the parameters of a model.
+
+    Args:
+      start: parameters of a new run of `config`; what no network has stays as it is there.
+
+    Returns:
+      parameters, a nested dict like `start`, and what came from where.
+
+    Raises:
+      ConversionError: a parameter has another shape, or tied parameters differ.
+    """
+    found: dict[str, tuple[str, np.ndarray]] = {}
+    ignored = []
+    wanted = flatten(start)
+    sources = places(config)
+    for name, network in networks.items():
+        roots = sources.get(name, {})
+        for path, array in stack(network.parameters, network.encoder).items():
+            part, _, rest = path.partition("/")
+            ours = f"{roots.get(part)}/{rest}"
+            if ours not in wanted:
+                ignored.append(f"{name}:{path}")
+            elif array.shape != wanted[ours].shape:
+                raise ConversionError(
+                    f"parameter {ours} has shape {array.shape} in the source and "
+                    f"{wanted[ours].shape} in this run; set config.model and config.generator to "
+                    "the sizes of the source."
+                )
+            elif ours in found and not np.array_equal(found[ours][1], array):
+                raise ConversionError(
+                    f"parameter {ours} is tied in this run, but the source has two of them; set "
+                    "--config.generator.tie_embeddings=false and --config.generator.kind=separate."
+                )
+            else:
+                found[ours] = (name, array)
+    leaves, structure = jax.tree.flatten(start)
+    paths = list(wanted)
+    filled = [
+        found[path][1].astype(np.float32) if path in found else leaf
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    report = Report(
+        loaded=tuple(path for path in paths if path in found),
+        initialized=tuple(path for path in paths if path not in found),
+        ignored=tuple(ignored),
+    )
+    return jax.tree.unflatten(structure, filled), report
+
+
+def unstack(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Paths of one network, `encoder/stages/0/mixer/...` -> `layers/3/mixer/...`."""
+    flat, first = {}, {}
+    depths = {
+        path.split("/")[2]: len(leaf)
+        for path, leaf in tree.items()
+        if path.startswith("encoder/stages/")
+    }
+    for stage in sorted(depths, key=int):
+        first[stage] = sum(depths[before] for before in depths if int(before) < int(stage))
+    for path, leaf in tree.items():
+        if not path.startswith("encoder/stages/"):
+            flat[path.removeprefix("encoder/")] = leaf
+            continue
+        _, _, stage, inner = path.split("/", 3)
+        for index, layer in enumerate(leaf):
+            flat[f"layers/{first[stage] + index}/{inner}"] = layer
+    return flat
+
+
+def stack(flat: Mapping[str, np.ndarray], encoder: EncoderConfig) -> dict[str, np.ndarray]:
+    """The way back; a parameter that some layer of its stage lacks is left out."""
+    tree = {
+        f"encoder/{path}" if path.startswith("embeddings_project/") else path: leaf
+        for path, leaf in flat.items()
+        if not path.startswith("layers/")
+    }
+    inner = sorted({path.split("/", 2)[2] for path in flat if path.startswith("layers/")})
+    first = 0
+    for number, stage in enumerate(encoder.stages):
+        for name in inner:
+            layers = [flat.get(f"layers/{first + i}/{name}") for i in range(stage.depth)]
+            if all(layer is not None for layer in layers):
+                tree[f"encoder/stages/{number}/{name}"] = np.stack(layers)
+        first += stage.depth
+    return tree
+
+
+def initial_params(config: Config):
+    """Parameters as a new run of `config` starts them, on the host."""
+    _, init = build(MODELS[config.recipe], config)
+    key = fold_in_name(jax.random.key(config.seed), "init")
+    return jax.device_get(jax.jit(init)(key))
+
+
+def outline(config: Config) -> dict[str, Network]:
+    """The networks of a run without their parameters."""
+    return {
+        name: Network(_family(config.recipe, encoder, embeddings), embeddings, encoder, {})
+        for name in places(config)
+        for embeddings, encoder in (_sizes(config, name),)
+    }
+
+
+def abstract_params(config: Config):
+    """Shapes of the parameters of a run, as a nested dict."""
+    _, init = build(MODELS[config.recipe], config)
+    return jax.eval_shape(init, jax.random.key(0))
+
+
+HEADS = {
+    "mlm_head": heads.MaskedLanguageHead,
+    "rtd_head": heads.DiscriminatorHead,
+    "sequence_head": heads.SequenceHead,
+    "token_head": heads.TokenHead,
+    "span_head": heads.TokenHead,
+}
+
+
+def shapes(
+    embeddings: EmbeddingsConfig, encoder: EncoderConfig, outputs: Mapping[str, int]
+) -> dict[str, tuple[int, ...]]:
+    """Canonical path -> shape of every parameter of a network.
+
+    Args:
+      outputs: its heads, and the logits of each.
+    """
+    parts = modules(embeddings, encoder, outputs)
+    flat = flatten(nnx.to_pure_dict(nnx.state(parts, nnx.Param)))
+    # One number stands for each layer's array: only its shape is asked for.
+    counted = unstack({path: np.broadcast_to(0.0, leaf.shape) for path, leaf in flat.items()})
+    return {path: leaf.shape for path, leaf in counted.items()}
+
+
+def forward(network: Network):
+    """run(tokens, segment_ids, type_ids) -> {"hidden" [B, L, C], and logits by head}.
+
+    Deterministic, float32, jitted.
+    """
+    outputs = {head: _outputs(network, head) for head in HEADS if network.has(head)}
+    graphdef = nnx.graphdef(modules(network.embeddings, network.encoder, outputs))
+    params = jax.tree.map(jnp.asarray, to_tree(stack(network.parameters, network.encoder)))
+
+    @jax.jit
+    def run(params, tokens, segment_ids, type_ids):
+        parts = nnx.merge(graphdef, params)
+        x = parts["embeddings"](tokens, segment_ids, type_ids)
+        hidden = parts["encoder"](x, segment_ids)
+        results = {"hidden": hidden}
+        for head in outputs:
+            table = (parts["embeddings"],) if head == "mlm_head" else ()
+            results[head] = parts[head](hidden, *table)
+        return results
+
+    return functools.partial(run, params)
+
+
+def modules(
+    embeddings: EmbeddingsConfig, encoder: EncoderConfig, outputs: Mapping[str, int]
+) -> nnx.Dict:
+    """The modules of a network, with shapes in the place of parameters; see `shapes`."""
+
+    def make():
+        starts, rngs = initializers("release", 0.02, 1), nnx.Rngs(0)
+        parts = {
+            "embeddings": Embeddings(embeddings, starts.dense, rngs),
+            "encoder": Encoder(encoder, rngs),
+        }
+        for head, count in outputs.items():
+            sizes = {"mlm_head": (embeddings,), "rtd_head": ()}.get(head, (count,))
+            parts[head] = HEADS[head](encoder.hidden_size, *sizes, starts, rngs)
+        return nnx.Dict(parts)
+
+    return nnx.eval_shape(make)
+
+
+def to_tree(flat: Mapping[str, np.ndarray]) -> dict:
+    """Arrays by path as a nested dict."""
+    tree: dict = {}
+    for path, leaf in flat.items():
+        *folders, last = path.split("/")
+        functools.reduce(lambda inner, key: inner.setdefault(key, {}), folders, tree)[last] = leaf
+    return tree
+
+
+def _outputs(network: Network, head: str) -> int:
+    last = "output_bias" if head == "mlm_head" else "output/bias"
+    return network.parameters[f"{head}/{last}"].shape[0]
+
+
+def _sizes(config: Config, name: str) -> tuple[EmbeddingsConfig, EncoderConfig]:
+    if name == "main" or config.generator.kind == "shared":
+        return config.embeddings, config.encoder
+    tied = config.generator.tie_embeddings
+    embeddings = config.embeddings if tied else config.generator_embeddings
+    return embeddings, config.generator_encoder
+
+
+def _family(recipe: str, encoder: EncoderConfig, embeddings: EmbeddingsConfig) -> str:
+    if encoder.stages[0].layer.mixer == "mixed":
+        return "convbert"
+    equal = embeddings.size == encoder.hidden_size
+    return "bert" if recipe == "masked_lm" and equal else "electra"

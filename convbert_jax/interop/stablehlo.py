@@ -1,0 +1,89 @@
+"""An encoder as StableHLO, for servers and languages without this package (`jax.export`).
+
+FOLDER/encoder.mlir             portable StableHLO bytecode, for cpu, cuda and tpu
+FOLDER/encoder.jax_export       the same as `jax.export.deserialize` takes it
+FOLDER/parameters.safetensors   the arguments in front of the inputs, by path
+FOLDER/signature.json           all arguments in order
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from flax import nnx
+from jax import export
+from safetensors.numpy import load_file, save_file
+
+from convbert_jax.interop.networks import ConversionError, Network, modules, stack, to_tree
+from convbert_jax.training.state import flatten
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+INPUTS = ("tokens", "segment_ids", "type_ids")  # int32 [batch, length]
+
+
+def write(folder: Path, network: Network, *, length: int) -> None:
+    """Writes the encoder, from token ids to hidden states [batch, length, C] in float32.
+
+    The batch is free, the length is not: kernels are chosen for it.
+
+    Args:
+      length: tokens of a row.
+
+    Raises:
+      ConversionError: `length` is longer than the position table, or flatbuffers is missing.
+    """
+    if length > network.embeddings.positions:
+        raise ConversionError(
+            f"rows of {length} tokens are longer than the {network.embeddings.positions} positions "
+            "of the model; choose a shorter length."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    graphdef = nnx.graphdef(modules(network.embeddings, network.encoder, {}))
+    flat = {
+        path: leaf
+        for path, leaf in stack(network.parameters, network.encoder).items()
+        if path.startswith(("embeddings/", "encoder/"))
+    }
+    params = to_tree(flat)
+
+    def encode(params, tokens, segment_ids, type_ids):
+        parts = nnx.merge(graphdef, params)
+        return parts["encoder"](parts["embeddings"](tokens, segment_ids, type_ids), segment_ids)
+
+    (batch,) = export.symbolic_shape("batch")
+    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    exported = export.export(jax.jit(encode), platforms=PLATFORMS)(abstract, ids, ids, ids)
+    try:
+        serialized = exported.serialize()
+    except ModuleNotFoundError as error:
+        raise ConversionError(
+            f"jax needs the package {error.name} to write this; pip install {error.name}."
+        ) from error
+    (folder / "encoder.jax_export").write_bytes(serialized)
+    (folder / "encoder.mlir").write_bytes(exported.mlir_module_serialized)
+    ordered = {path: np.ascontiguousarray(leaf) for path, leaf in flatten(params).items()}
+    save_file(ordered, folder / "parameters.safetensors")
+    signature = {
+        "platforms": PLATFORMS,
+        "arguments": [
+            *({"name": path, "dtype": "float32", "shape": leaf.shape} for path, leaf in
+              ordered.items()),
+            *({"name": name, "dtype": "int32", "shape": ["batch", length]} for name in INPUTS),
+        ],
+        "results": [
+            {"dtype": "float32", "shape": ["batch", length, network.encoder.hidden_size]}
+        ],
+    }  # fmt: skip
+    (folder / "signature.json").write_text(json.dumps(signature, indent=1) + "\n")
+    logging.info("StableHLO for %s, rows of %d tokens.", ", ".join(PLATFORMS), length)
+
+
+def load(folder: Path):
+    """run(tokens, segment_ids, type_ids) -> hidden states, from the files alone."""
+    exported = export.deserialize((folder / "encoder.jax_export").read_bytes())
+    params = to_tree(load_file(folder / "parameters.safetensors"))
+    return lambda *ids: exported.call(params, *(jnp.asarray(x, jnp.int32) for x in ids))

@@ -1,0 +1,236 @@
+"""How one parameter is called, and which way round it lies, here, in PyTorch and in TensorFlow 1.
+
+Ours is the canonical path of a `Network`: the parameter path of a model with its layers counted
+out, `layers/3/mixer/query/kernel`. LAYER, OUTSIDE and HEADS name modules, KINDS the parameters of
+a module; nothing else in this package knows a name.
+
+TensorFlow's names are those of the official ConvBERT, ELECTRA and BERT code; Hugging Face's those
+of its ConvBert, Electra and Bert classes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+
+FAMILIES = ("convbert", "electra", "bert")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How theirs is written from ours and read back; each undoes the other to the bit."""
+
+    write: Callable[[np.ndarray], np.ndarray]
+    read: Callable[[np.ndarray], np.ndarray]
+
+
+SAME = Layout(lambda x: x, lambda x: x)
+TRANSPOSED = Layout(lambda x: x.T, lambda x: x.T)
+COLUMN = Layout(lambda x: x[:, None], lambda x: x[:, 0])  # [O] <-> [O, 1]
+TAPS_LAST = Layout(lambda x: x.T[:, None, :], lambda x: x[:, 0, :].T)  # [K, C] <-> [C, 1, K]
+TAPS_FIRST = Layout(lambda x: x[:, :, None], lambda x: x[:, :, 0])  # [K, C] <-> [K, C, 1]
+POINTWISE = Layout(lambda x: x.T[:, :, None], lambda x: x[:, :, 0].T)  # [I, O] <-> [O, I, 1]
+ONE_TAP = Layout(lambda x: x[None], lambda x: x[0])  # [I, O] <-> [1, I, O]
+
+# kind of module -> our leaf: (PyTorch's suffix, layout, TensorFlow's suffix, layout)
+KINDS: Mapping[str, Mapping[str, tuple[str, Layout, str, Layout]]] = {
+    "dense": {
+        "kernel": (".weight", TRANSPOSED, "/kernel", SAME),
+        "bias": (".bias", SAME, "/bias", SAME),
+    },
+    # [groups, inputs, outputs] everywhere, not transposed in PyTorch either
+    "grouped": {
+        "kernel": (".weight", SAME, "/kernel", SAME),
+        "bias": (".bias", SAME, "/bias", SAME),
+    },
+    "norm": {
+        "scale": (".weight", SAME, "/gamma", SAME),
+        "bias": (".bias", SAME, "/beta", SAME),
+    },
+    "table": {"embedding": (".weight", SAME, "", SAME)},
+    "separable": {
+        "depthwise": (".depthwise.weight", TAPS_LAST, "/depthwise_kernel", TAPS_FIRST),
+        "pointwise": (".pointwise.weight", POINTWISE, "/pointwise_kernel", ONE_TAP),
+        "bias": (".bias", COLUMN, "/bias", SAME),
+    },
+    "vector": {"": ("", SAME, "", SAME)},
+}
+
+# ours: (kind, Hugging Face, TensorFlow), inside of one layer
+LAYER = {
+    "mixer/query": ("dense", "attention.self.query", "attention/self/query"),
+    "mixer/key": ("dense", "attention.self.key", "attention/self/key"),
+    "mixer/value": ("dense", "attention.self.value", "attention/self/value"),
+    "mixer/key_conv": (
+        "separable",
+        "attention.self.key_conv_attn_layer",
+        "attention/self/conv_attn_key",
+    ),
+    "mixer/conv_kernel": (
+        "dense",
+        "attention.self.conv_kernel_layer",
+        "attention/self/conv_attn_kernel",
+    ),
+    "mixer/conv_value": (
+        "dense",
+        "attention.self.conv_out_layer",
+        "attention/self/conv_attn_point",
+    ),
+    "mixer/output": ("dense", "attention.output.dense", "attention/output/dense"),
+    "mixer_norm": ("norm", "attention.output.LayerNorm", "attention/output/LayerNorm"),
+    "feed_forward/intermediate": ("dense", "intermediate.dense", "intermediate/dense"),
+    "feed_forward/output": ("dense", "output.dense", "output/dense"),
+    "feed_forward_norm": ("norm", "output.LayerNorm", "output/LayerNorm"),
+}
+# The same two with more than one group.
+GROUPED = {
+    "feed_forward/intermediate": ("grouped", "intermediate.dense", "intermediate/g_dense"),
+    "feed_forward/output": ("grouped", "output.dense", "output/g_dense"),
+}
+# In front of the layers.
+OUTSIDE = {
+    "embeddings/word": ("table", "embeddings.word_embeddings", "embeddings/word_embeddings"),
+    "embeddings/position": (
+        "table",
+        "embeddings.position_embeddings",
+        "embeddings/position_embeddings",
+    ),
+    "embeddings/type": (
+        "table",
+        "embeddings.token_type_embeddings",
+        "embeddings/token_type_embeddings",
+    ),
+    "embeddings/norm": ("norm", "embeddings.LayerNorm", "embeddings/LayerNorm"),
+    "embeddings_project": ("dense", "embeddings_project", "embeddings_project"),
+}
+_ELECTRA_HEADS = {
+    "mlm_head/dense": ("dense", "generator_predictions.dense", "generator_predictions/dense"),
+    "mlm_head/norm": (
+        "norm",
+        "generator_predictions.LayerNorm",
+        "generator_predictions/LayerNorm",
+    ),
+    "mlm_head/output_bias": (
+        "vector",
+        "generator_lm_head.bias",
+        "generator_predictions/output_bias",
+    ),
+    "rtd_head/dense": (
+        "dense",
+        "discriminator_predictions.dense",
+        "discriminator_predictions/dense",
+    ),
+    "rtd_head/output": (
+        "dense",
+        "discriminator_predictions.dense_prediction",
+        "discriminator_predictions/dense_1",
+    ),
+    # Heads of fine-tuned models; the TensorFlow code names them after the task, so not here.
+    "sequence_head/dense": ("dense", "classifier.dense", None),
+    "sequence_head/output": ("dense", "classifier.out_proj", None),
+    "token_head/output": ("dense", "classifier", None),
+    "span_head/output": ("dense", "qa_outputs", None),
+}
+# family -> heads; they stand beside the encoder, outside of its prefix.
+HEADS = {
+    "convbert": _ELECTRA_HEADS,
+    "electra": _ELECTRA_HEADS,
+    "bert": {
+        "mlm_head/dense": (
+            "dense",
+            "cls.predictions.transform.dense",
+            "cls/predictions/transform/dense",
+        ),
+        "mlm_head/norm": (
+            "norm",
+            "cls.predictions.transform.LayerNorm",
+            "cls/predictions/transform/LayerNorm",
+        ),
+        "mlm_head/output_bias": ("vector", "cls.predictions.bias", "cls/predictions/output_bias"),
+        "token_head/output": ("dense", "classifier", None),
+        "span_head/output": ("dense", "qa_outputs", None),
+    },
+}
+# Copies of tied parameters that PyTorch files may hold: theirs -> the original.
+TIED = {
+    "convbert": {"generator_lm_head.weight": "embeddings.word_embeddings.weight"},
+    "electra": {"generator_lm_head.weight": "embeddings.word_embeddings.weight"},
+    "bert": {
+        "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one of our parameters is in a file of theirs."""
+
+    name: str
+    layout: Layout
+
+
+def huggingface_places(
+    paths: Iterable[str], family: str, *, groups: int, prefix: str
+) -> dict[str, Place]:
+    """Canonical path -> name and layout in a PyTorch file.
+
+    Args:
+      family: of FAMILIES.
+      groups: of the feed-forward layers.
+      prefix: before everything but the heads: "convbert." or, in a bare encoder, "".
+
+    Raises:
+      KeyError: a path that the family has no name for.
+    """
+
+    def place(path):
+        kind, (theirs, _), leaf, in_head = _find(path, family, groups, "encoder.layer.{}.")
+        suffix, layout, _, _ = KINDS[kind][leaf]
+        return Place(f"{'' if in_head else prefix}{theirs}{suffix}", layout)
+
+    return {path: place(path) for path in paths}
+
+
+def tensorflow_places(
+    paths: Iterable[str], family: str, *, groups: int, scope: str, embeddings_scope: str
+) -> dict[str, Place]:
+    """Canonical path -> variable and layout in a TensorFlow 1 checkpoint.
+
+    Args:
+      scope: of the network: "electra", "generator" or "bert".
+      embeddings_scope: "electra" where generator and discriminator share them.
+
+    Raises:
+      KeyError: a path that the family has no name for.
+    """
+
+    def place(path):
+        kind, (_, theirs), leaf, in_head = _find(path, family, groups, "encoder/layer_{}/")
+        if theirs is None:
+            raise KeyError(path)
+        _, _, suffix, layout = KINDS[kind][leaf]
+        root = embeddings_scope if path.startswith("embeddings/") else scope
+        return Place(f"{'' if in_head else root + '/'}{theirs}{suffix}", layout)
+
+    return {path: place(path) for path in paths}
+
+
+def _find(path: str, family: str, groups: int, layer_folder: str):
+    """(kind, (Hugging Face's, TensorFlow's name), leaf, whether it is a head's) of one path."""
+    if path.startswith("layers/"):
+        _, index, inner = path.split("/", 2)
+        table = LAYER | GROUPED if groups > 1 else LAYER
+        folder, in_head = layer_folder.format(index), False
+    else:
+        inner, folder, in_head = path, "", path not in _outside_paths()
+        table = OUTSIDE | HEADS[family]
+    module, _, leaf = inner.rpartition("/")
+    if module not in table:
+        module, leaf = inner, ""
+    kind, theirs, tensorflow = table[module]
+    return kind, (folder + theirs, tensorflow and folder + tensorflow), leaf, in_head
+
+
+def _outside_paths() -> set[str]:
+    return {f"{module}/{leaf}" for module, (kind, *_) in OUTSIDE.items() for leaf in KINDS[kind]}

@@ -1,0 +1,134 @@
+"""The weight files of a Hugging Face folder as numpy arrays, without PyTorch where possible."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+from convbert_jax.interop.networks import ConversionError
+
+SAFETENSORS = "model.safetensors"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
+# Older ones execute what a crafted file tells them even with weights_only=True (CVE-2025-32434).
+SAFE_TORCH = (2, 6)
+_NUMPY_TYPES = {"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
+
+
+def read_weights(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a folder by name; floating ones as float32, which is exact for 16 bits.
+
+    Takes model.safetensors, its sharded form, or pytorch_model.bin (needs PyTorch 2.6 or newer,
+    which reads it without executing anything).
+
+    Raises:
+      ConversionError: there is none of them, or one cannot be read.
+    """
+    if (folder / SAFETENSORS).is_file():
+        tensors = _read_safetensors(folder / SAFETENSORS)
+    elif (folder / SAFETENSORS_INDEX).is_file():
+        tensors = _read_shards(folder / SAFETENSORS_INDEX)
+    elif (folder / PICKLED).is_file():
+        tensors = _read_pickled(folder / PICKLED)
+    else:
+        raise ConversionError(
+            f"{folder} holds no weights; it needs {SAFETENSORS}, {SAFETENSORS_INDEX} or {PICKLED}."
+        )
+    wide = [name for name, array in tensors.items() if array.dtype == np.float64]
+    if wide:
+        raise ConversionError(
+            f"{folder}: {wide[0]} is float64, which float32 cannot hold exactly; save the folder "
+            "as float32 first."
+        )
+    return {
+        name: array.astype(np.float32) if array.dtype.kind in "fV" else array
+        for name, array in tensors.items()
+    }
+
+
+def write_weights(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes model.safetensors as PyTorch libraries expect it."""
+    # save_file writes the memory of an array as it lies, whatever its strides say.
+    ordered = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
+    save_file(ordered, path / SAFETENSORS, metadata={"format": "pt"})
+
+
+def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    tensors = {}
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+            for name, kind in kinds.items():
+                if kind in _NUMPY_TYPES:
+                    tensors[name] = file.get_tensor(name)
+        others = [name for name in kinds if name not in tensors]
+        if others:
+            with safetensors.safe_open(path, framework="flax") as file:  # knows bfloat16
+                tensors |= {
+                    name: np.asarray(file.get_tensor(name).astype(np.float32)) for name in others
+                }
+    except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
+        raise ConversionError(
+            f"{path} cannot be read ({_first_line(error)}); it is damaged or not a safetensors "
+            "file, copy it again."
+        ) from error
+    return tensors
+
+
+def _read_shards(index: Path) -> dict[str, np.ndarray]:
+    try:
+        table = json.loads(index.read_text())["weight_map"]
+        files = sorted(set(table.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(f"{index} is not an index of shards; copy it again.") from error
+    tensors = {}
+    for name in files:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ConversionError(f"{index} names the shard {name!r}, which is not a plain file.")
+        if not (index.parent / name).is_file():
+            raise ConversionError(f"{index} names the shard {name}, which is missing; copy it too.")
+        tensors |= _read_safetensors(index.parent / name)
+    missing = sorted(set(table) - set(tensors))
+    if missing:
+        raise ConversionError(
+            f"{index} promises {missing[0]} but no shard holds it; copy the shards again."
+        )
+    return tensors
+
+
+def _read_pickled(path: Path) -> dict[str, np.ndarray]:
+    try:
+        import torch
+    except ImportError:
+        raise ConversionError(
+            f"{path} needs PyTorch to be read; pip install torch, or convert the folder to "
+            "safetensors once where PyTorch is installed."
+        ) from None
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if version < SAFE_TORCH:
+        raise ConversionError(
+            f"{path} cannot be read safely by PyTorch {torch.__version__}; install 2.6 or newer."
+        )
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        return {name: _to_numpy(torch, tensor) for name, tensor in loaded.items()}
+    except Exception as error:  # the zip reader, the restricted unpickler, or a foreign content
+        raise ConversionError(
+            f"{path} cannot be read safely ({_first_line(error)}); it is damaged, or holds more "
+            "than tensors."
+        ) from error
+
+
+def _to_numpy(torch, tensor) -> np.ndarray:
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        tensor = tensor.float()
+    return tensor.detach().numpy()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200].rstrip(".") if lines else type(error).__name__
