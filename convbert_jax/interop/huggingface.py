@@ -55,13 +55,18 @@ def write_network(
 def to_tensors(network: Network) -> dict[str, np.ndarray]:
     """The tensors of a network as their class saves them: tied copies are left out."""
     huggingface_config.check_expressible(network)
-    bare = huggingface_config.architecture(network).endswith("Model")
-    places = huggingface_places(
-        network.parameters,
-        network.family,
-        groups=network.groups,
-        prefix="" if bare else f"{network.family}.",
-    )
+    name = huggingface_config.architecture(network)
+    try:
+        places = huggingface_places(
+            network.parameters,
+            network.family,
+            groups=network.groups,
+            prefix="" if name.endswith("Model") else f"{network.family}.",
+        )
+    except KeyError as error:
+        raise ConversionError(
+            f"{name} has no name for {error.args[0]}; export this network without that head."
+        ) from None
     return {
         place.name: place.layout.write(np.asarray(network.parameters[path]))
         for path, place in places.items()

@@ -9,6 +9,7 @@ of its ConvBert, Electra and Bert classes.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -228,9 +229,12 @@ def _find(path: str, family: str, groups: int, layer_folder: str):
     module, _, leaf = inner.rpartition("/")
     if module not in table:
         module, leaf = inner, ""
+    if module not in table:
+        raise KeyError(path)
     kind, theirs, tensorflow = table[module]
     return kind, (folder + theirs, tensorflow and folder + tensorflow), leaf, in_head
 
 
+@functools.cache
 def _outside_paths() -> set[str]:
     return {f"{module}/{leaf}" for module, (kind, *_) in OUTSIDE.items() for leaf in KINDS[kind]}

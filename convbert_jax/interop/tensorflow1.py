@@ -153,14 +153,14 @@ def write_checkpoint(
     logging.info("%d variables written and read back, equal to the bit.", len(tensors))
 
 
-def _to_variables(network: Network, name: str, all_networks) -> dict[str, np.ndarray]:
-    main = all_networks["main"]
+def _to_variables(network: Network, name: str, weights) -> dict[str, np.ndarray]:
+    """Variables of a network or of its moments; `weights` tell what generator and main share."""
     scope, embeddings = "electra", "electra"
     if network.family == "bert":
         scope = embeddings = "bert"
-    elif name == "generator" and not _same(network, main, "layers/"):
+    elif name == "generator" and not _same(weights[name], weights["main"], "layers/"):
         scope = "generator"
-        if not _same(network, main, "embeddings/"):
+        if not _same(weights[name], weights["main"], "embeddings/"):
             embeddings = "generator"
     try:
         places = tensorflow_places(

@@ -1,0 +1,102 @@
+"""Networks and runs with random weights, large enough that a mistake anywhere shows."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from convbert_jax.config import Config, from_config_dict, to_dict
+from convbert_jax.data.tokenizer import train_tokenizer
+from convbert_jax.interop import networks
+from convbert_jax.training import checkpoint, optimizer, state, workdir
+
+WORDS = "the a of river stone light under over small great house tree water fire sun moon star"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _keep_compiled(tmp_path_factory):
+    """Compiles each program once for all tests of this folder."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def make_config(*, recipe="replaced_token", generator=None, tokenizer=None, **model) -> Config:
+    """A small config; `generator` and `tokenizer` are fields of their sections."""
+    small = dict(layers=2, hidden_size=32, embedding_size=16, heads=4, ffn_size=64, positions=24)
+    values = to_dict(Config(recipe=recipe))
+    values["model"] |= small | model
+    values["generator"] |= {"size": 0.5} | (generator or {})
+    values["tokenizer"] |= {"vocab_size": 60} | (tokenizer or {})
+    values["data"] |= {"length": 16}
+    if values["model"]["mixer"] == "mixed" and not values["model"]["mask_convolution"]:
+        values["data"]["layout"] = "electra"
+    return from_config_dict(values)
+
+
+def random_params(config: Config, seed: int = 0):
+    """Parameters drawn independently, scales around 1."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        center = 1.0 if path[-1].key == "scale" else 0.0
+        return (center + 0.2 * rng.standard_normal(leaf.shape)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, networks.abstract_params(config))
+
+
+def random_network(name="main", seed=0, **fields) -> networks.Network:
+    """One network of a run with random weights."""
+    config = make_config(**fields)
+    return networks.split(config, random_params(config, seed))[name]
+
+
+def with_head(network, head: str, labels: tuple[str, ...], seed=0) -> networks.Network:
+    """The encoder of `network` with another head."""
+    rng = np.random.default_rng(seed)
+    shapes = networks.shapes(network.embeddings, network.encoder, {head: len(labels)})
+    parameters = {
+        path: network.parameters[path]
+        if path in network.parameters
+        else (0.2 * rng.standard_normal(shape)).astype(np.float32)
+        for path, shape in shapes.items()
+    }
+    kept = labels if head in ("sequence_head", "token_head") else ()
+    return dataclasses.replace(network, parameters=parameters, labels=kept)
+
+
+@pytest.fixture(scope="session")
+def make_run(tmp_path_factory):
+    """make_run(**fields of make_config) -> (folder, config) of a run with one checkpoint."""
+
+    def make(step=3, **fields):
+        folder = tmp_path_factory.mktemp("run") / "run"
+        config = make_config(**fields)
+        with workdir.open_workdir(folder, config):
+            texts = [" ".join(WORDS.split()[i:] + WORDS.split()[:i]) for i in range(17)]
+            train_tokenizer(texts, config.tokenizer, folder / "data")
+            transformation = optimizer.make_optimizer(config.optimizer, config.train.steps)
+            params = jax.tree.map(jax.numpy.asarray, random_params(config))
+            filled = state.create(params, transformation)
+            filled = dataclasses.replace(filled, step=jax.numpy.asarray(step, jax.numpy.int32))
+            checkpoints = checkpoint.Checkpoints(folder / "checkpoints", config.checkpoint)
+            checkpoints.save(filled, {})
+            checkpoints.close()
+        return folder, config
+
+    return make
+
+
+def assert_same(first: networks.Network, second: networks.Network) -> None:
+    """Every parameter equal to the bit."""
+    assert first.parameters.keys() == second.parameters.keys()
+    for path, array in first.parameters.items():
+        np.testing.assert_array_equal(array, second.parameters[path], err_msg=path)
