@@ -19,7 +19,7 @@ from convbert_jax.analysis import flops, pretraining_report
 from convbert_jax.config import Config, ConfigError, to_dict
 from convbert_jax.data import batching, corpus
 from convbert_jax.interop import conversion, importing
-from convbert_jax.interop.networks import initial_params, outline, split
+from convbert_jax.interop.networks import outline, split
 from convbert_jax.models import pretraining as models
 from convbert_jax.objectives import health, masked_lm, masking, replaced_token
 from convbert_jax.training import checkpoint, compilation, loop, reporting, sharding, workdir
@@ -158,7 +158,7 @@ def _read_source(config: Config, folder: pathlib.Path) -> conversion.Source | No
 
 def _fill(config: Config, source: conversion.Source):
     """Parameters to start with: of the source, and as usual where it has none."""
-    params, report = conversion.initialize(config, source, initial_params(config))
+    params, report = conversion.initialize(config, source)
     for line in report.lines():
         logging.info("%s", line)
     return params

@@ -157,11 +157,8 @@ def check_fits(source: Source, config: Config) -> None:
         )
 
 
-def initialize(config: Config, source: Source, start) -> tuple[Any, Report]:
+def initialize(config: Config, source: Source) -> tuple[Any, Report]:
     """Parameters of a new run of `config`, filled from `source` as far as that has them.
-
-    Args:
-      start: parameters of such a run; what the source lacks stays as it is there.
 
     Raises:
       ConversionError: the source's networks are not those of `config`.
@@ -175,7 +172,7 @@ def initialize(config: Config, source: Source, start) -> tuple[Any, Report]:
             layer.mask_convolution,
             config.model.mask_convolution,
         )
-    params, report = join(config, source.networks, start)
+    params, report = join(config, source.networks)
     return params, dataclasses.replace(report, ignored=(*report.ignored, *source.ignored))
 
 

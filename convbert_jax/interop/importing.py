@@ -16,7 +16,7 @@ from convbert_jax.config import Config, from_config_dict, to_dict
 from convbert_jax.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from convbert_jax.interop import certificate, huggingface, huggingface_config, matching
 from convbert_jax.interop.conversion import Source, initialize, read_source
-from convbert_jax.interop.networks import ConversionError, Report, initial_params, join
+from convbert_jax.interop.networks import ConversionError, Report, join
 from convbert_jax.training import checkpoint, state, workdir
 from convbert_jax.training.optimizer import make_optimizer
 
@@ -45,7 +45,7 @@ def import_run(path: str, config: Config, folder: Path) -> tuple[Config, Report]
     config = from_config_dict(to_dict(matching.replace(config, fields)))
     tokenizer = load_tokenizer(config.tokenizer, folder / "data")
     check_tokenizer(tokenizer, config.tokenizer, [])
-    params, report = initialize(config, source, initial_params(config))
+    params, report = initialize(config, source)
     for line in report.lines():
         logging.info("%s", line)
     certify(path, source)

@@ -115,21 +115,24 @@ def split(config: Config, params) -> dict[str, Network]:
     return result
 
 
-def join(config: Config, networks: Mapping[str, Network], start) -> tuple[dict, Report]:
+def join(
+    config: Config, networks: Mapping[str, Network], start: dict | None = None
+) -> tuple[dict, Report]:
     """Puts networks into the parameters of a model.
 
     Args:
-      start: parameters of a new run of `config`; what no network has stays as it is there.
+      start: parameters that keep what no network has; None: those of a new run of `config`.
 
     Returns:
-      parameters, a nested dict like `start`, and what came from where.
+      parameters, a nested dict of numpy arrays, and what came from where.
 
     Raises:
       ConversionError: a parameter has another shape, or tied parameters differ.
     """
     found: dict[str, tuple[str, np.ndarray]] = {}
     ignored = []
-    wanted = flatten(start)
+    abstract = abstract_params(config)
+    wanted = flatten(abstract)
     sources = places(config)
     for name, network in networks.items():
         roots = sources.get(name, {})
@@ -151,18 +154,20 @@ def join(config: Config, networks: Mapping[str, Network], start) -> tuple[dict, 
                 )
             else:
                 found[ours] = (name, array)
-    leaves, structure = jax.tree.flatten(start)
     paths = list(wanted)
+    if start is None and any(path not in found for path in paths):
+        start = initial_params(config)
+    rest = flatten(start) if start else {}
     filled = [
-        found[path][1].astype(np.float32) if path in found else leaf
-        for path, leaf in zip(paths, leaves, strict=True)
+        found[path][1].astype(np.float32) if path in found else np.asarray(rest[path])
+        for path in paths
     ]
     report = Report(
         loaded=tuple(path for path in paths if path in found),
         initialized=tuple(path for path in paths if path not in found),
         ignored=tuple(ignored),
     )
-    return jax.tree.unflatten(structure, filled), report
+    return jax.tree.unflatten(jax.tree.structure(abstract), filled), report
 
 
 def unstack(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -219,6 +224,7 @@ def outline(config: Config) -> dict[str, Network]:
     }
 
 
+@functools.lru_cache(maxsize=8)  # tracing a model takes a second
 def abstract_params(config: Config):
     """Shapes of the parameters of a run, as a nested dict."""
     _, init = build(MODELS[config.recipe], config)
@@ -276,14 +282,18 @@ def modules(
     embeddings: EmbeddingsConfig, encoder: EncoderConfig, outputs: Mapping[str, int]
 ) -> nnx.Dict:
     """The modules of a network, with shapes in the place of parameters; see `shapes`."""
+    return _modules(embeddings, encoder, tuple(outputs.items()))
 
+
+@functools.lru_cache(maxsize=8)
+def _modules(embeddings, encoder, outputs) -> nnx.Dict:
     def make():
         starts, rngs = initializers("release", 0.02, 1), nnx.Rngs(0)
         parts = {
             "embeddings": Embeddings(embeddings, starts.dense, rngs),
             "encoder": Encoder(encoder, rngs),
         }
-        for head, count in outputs.items():
+        for head, count in outputs:
             sizes = {"mlm_head": (embeddings,), "rtd_head": ()}.get(head, (count,))
             parts[head] = HEADS[head](encoder.hidden_size, *sizes, starts, rngs)
         return nnx.Dict(parts)

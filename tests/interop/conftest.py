@@ -81,7 +81,8 @@ def make_run(tmp_path_factory):
         folder = tmp_path_factory.mktemp("run") / "run"
         config = make_config(**fields)
         with workdir.open_workdir(folder, config):
-            texts = [" ".join(WORDS.split()[i:] + WORDS.split()[:i]) for i in range(17)]
+            words = [a + b + c for a in "bdfgklmn" for b in "aeiou" for c in ("r", "st", "nd")]
+            texts = [" ".join(words[i::7]) for i in range(7)] + [WORDS]
             train_tokenizer(texts, config.tokenizer, folder / "data")
             transformation = optimizer.make_optimizer(config.optimizer, config.train.steps)
             params = jax.tree.map(jax.numpy.asarray, random_params(config))

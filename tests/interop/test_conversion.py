@@ -1,0 +1,296 @@
+"""Whole conversions between runs, folders and checkpoints, and what is refused on the way."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from convbert_jax import recipes
+from convbert_jax.config import from_config_dict, to_dict
+from convbert_jax.data.errors import TokenizerError
+from convbert_jax.interop import (
+    certificate,
+    conversion,
+    huggingface,
+    huggingface_tokenizer,
+    importing,
+    matching,
+    tensorflow1,
+)
+from convbert_jax.interop.networks import ConversionError, split
+from convbert_jax.training import checkpoint
+from convbert_jax.training.workdir import WorkdirError
+from tests.interop.conftest import assert_same, make_config, random_params
+
+
+@pytest.fixture(autouse=True)
+def without_pytorch(monkeypatch):
+    """Loading classes takes seconds; test_pytorch.py compares with them."""
+    monkeypatch.setattr(certificate, "pytorch_is_there", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def run(make_run):
+    return make_run(mask_convolution=False)
+
+
+@pytest.fixture(scope="module")
+def exported(run):
+    return conversion.export(run[0])
+
+
+def networks_of(folder):
+    config = conversion.read_config(folder)
+    return split(config, conversion.read_params(folder, config)[1])
+
+
+def plain(config, **fields):
+    """The config of a user who does not know the sizes."""
+    start = make_config(layers=3, recipe=config.recipe, mask_convolution=False)
+    return matching.replace(start, fields)
+
+
+def test_a_run_as_a_folder(run, exported):
+    folder, _ = run
+    assert exported == folder / "huggingface" / "step-3"
+    source = huggingface.read_folder(exported)
+    for name, network in networks_of(folder).items():
+        assert_same(network, source.networks[name])
+    assert source.extra["main"] == {
+        "mask_convolution": False,
+        "step": 3,
+        "recipe": "replaced_token",
+        "network": "discriminator",
+    }
+    card = (exported / "README.md").read_text()
+    assert "read back, equal to the bit" in card
+    assert "discriminator_predictions" in card
+    assert 'subfolder="generator"' in card
+    for place in (exported, exported / "generator"):
+        assert (place / "tokenizer.json").is_file()
+        assert (place / "spiece.model").is_file()
+
+
+@pytest.mark.parametrize("form", ["huggingface", "tensorflow1"])
+def test_there_and_back(run, tmp_path, form):
+    """Run -> folder or checkpoint -> run: every parameter to the bit."""
+    folder, config = run
+    out = conversion.export(folder, form=form, output=tmp_path / "out")
+    imported, report = importing.import_run(str(out), plain(config), tmp_path / "back")
+    assert not report.initialized
+    assert not report.ignored
+    assert imported.encoder == config.encoder
+    assert imported.generator_encoder == config.generator_encoder
+    assert imported.tokenizer.vocab_size == config.tokenizer.vocab_size
+    for name, network in networks_of(tmp_path / "back").items():
+        assert_same(networks_of(folder)[name], network)
+    tokenizer, _ = conversion.read_tokenizer(tmp_path / "back", imported)
+    assert tokenizer.entries == conversion.read_tokenizer(folder, config)[0].entries
+
+
+def test_an_official_run_goes_on(run, tmp_path):
+    """Step and both moments of Adam come out of a TensorFlow checkpoint."""
+    folder, config = run
+    parts = networks_of(folder)
+    moments = tuple(split(config, random_params(config, seed)) for seed in (1, 2))
+    tensorflow1.write_checkpoint(tmp_path / "ckpt" / "m", parts, step=70, moments=moments)
+    path = str(conversion.read_tokenizer(folder, config)[0].path)
+    start = plain(config, **{"tokenizer.path": path})
+    importing.import_run(str(tmp_path / "ckpt"), start, tmp_path / "run")
+    arrays = checkpoint.load_arrays(tmp_path / "run" / "checkpoints", 70)
+    found = {
+        (kind, name.split(f"/{kind}/")[1]): array
+        for name, array in arrays.items()
+        for kind in ("mu", "nu")
+        if f"/{kind}/" in name
+    }
+    for kind, seed in (("mu", 1), ("nu", 2)):
+        expected = random_params(config, seed)["generator"]["stages"]["0"]["mixer"]["query"]
+        np.testing.assert_array_equal(
+            found[kind, "generator/stages/0/mixer/query/kernel"], expected["kernel"]
+        )
+    counts = [array for name, array in arrays.items() if name.endswith("/count")]
+    assert counts
+    assert all(count == 70 for count in counts)
+
+
+def test_without_a_vocabulary(run, tmp_path):
+    folder, config = run
+    tensorflow1.write_checkpoint(tmp_path / "m", networks_of(folder), step=70)
+    with pytest.raises(ConversionError, match=r"tokenizer\.path=vocab\.txt"):
+        importing.import_run(str(tmp_path), plain(config), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_not_overwritten(run, exported):
+    folder, config = run
+    with pytest.raises(ConversionError, match="holds a run already"):
+        importing.import_run(str(exported), plain(config), folder)
+
+
+def test_a_damaged_vocabulary_is_refused(run, exported, tmp_path):
+    _, config = run
+    vocabulary = tmp_path / "vocab.txt"
+    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(55))]
+    vocabulary.write_text("\r\n".join(entries) + "\r\n")
+    start = plain(config, **{"tokenizer.path": str(vocabulary), "tokenizer.kind": "wordpiece"})
+    with pytest.raises(TokenizerError, match="CR LF"):
+        importing.import_run(str(exported), start, tmp_path / "run")
+
+
+def test_folders_are_replaced_only_if_they_are_ours(run, tmp_path):
+    folder, _ = run
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConversionError, match="was not exported from here"):
+        conversion.export(folder, output=out)
+    assert (out / "thesis.txt").exists()
+    shutil.rmtree(out)
+    for _ in range(2):
+        conversion.export(folder, output=out)
+    assert not list(tmp_path.glob("*.unfinished"))
+    with pytest.raises(ConversionError, match="cannot be written"):
+        conversion.export(folder, output=folder / "config.json" / "out")
+
+
+def test_sources_that_are_none(tmp_path):
+    with pytest.raises(ConversionError, match=r"no run .* no Hugging Face folder"):
+        conversion.read_source(str(tmp_path))
+    with pytest.raises(ConversionError, match="holds no run"):
+        conversion.export(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConversionError, match="is damaged"):
+        conversion.read_config(tmp_path)
+
+
+def test_a_step_that_is_not_there(run):
+    with pytest.raises(checkpoint.CheckpointError, match=r"steps there: \[3\]"):
+        conversion.export(run[0], step=4)
+
+
+def test_the_small_generator_needs_a_decision(make_run, tmp_path):
+    folder, config = make_run(generator={"size": 0.25})
+    with pytest.raises(ConversionError, match=r"the generator .*--generator=false.*release_heads"):
+        conversion.export(folder)
+    assert not (folder / "huggingface").exists()
+    out = conversion.export(folder, with_generator=False)
+    assert not (out / "generator").exists()
+    _, report = importing.import_run(str(out), plain(config), tmp_path / "back")
+    assert report.initialized
+    assert all(path.startswith("generator") for path in report.initialized)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"recipe": "masked_lm", "mixer": "attention", "embedding_size": 32},
+        {"mixer": "attention"},
+        {"generator": {"kind": "shared"}},
+        {"generator": {"tie_embeddings": False}},
+        {"generator": {"kind": "uniform"}},
+    ],
+    ids=["bert", "electra", "shared", "untied", "uniform"],
+)
+def test_other_kinds_of_runs(make_run, tmp_path, fields):
+    folder, config = make_run(**fields)
+    out = conversion.export(folder)
+    start = matching.replace(config, {"model.layers": 3, "model.ffn_size": 128})
+    _, report = importing.import_run(str(out), start, tmp_path / "back")
+    assert not report.initialized
+    assert not report.ignored
+    for name, network in networks_of(tmp_path / "back").items():
+        assert_same(networks_of(folder)[name], network)
+
+
+# --- config.init_from ---
+
+
+def start_from(config, exported, **fields):
+    path = huggingface_tokenizer.find_vocabulary(exported)
+    fields = {"tokenizer.path": str(path)} | fields
+    config = dataclasses.replace(config, init_from=str(exported))
+    return from_config_dict(to_dict(matching.replace(config, fields)))
+
+
+def test_a_run_starts_from_a_folder(run, exported, tmp_path):
+    folder, config = run
+    start = start_from(config, exported)
+    source = recipes._read_source(start, tmp_path)
+    params = recipes._fill(start, source)
+    expected = conversion.read_params(folder, config)[1]
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    # Once it has checkpoints of its own the source is not asked again.
+    assert recipes._read_source(start, folder) is None
+
+
+def test_a_run_starts_from_a_run(run, tmp_path):
+    folder, config = run
+    path = str(conversion.read_tokenizer(folder, config)[0].path)
+    start = start_from(config, folder, **{"tokenizer.path": path})
+    params = recipes._fill(start, recipes._read_source(start, tmp_path))
+    jax.tree.map(np.testing.assert_array_equal, params, conversion.read_params(folder, config)[1])
+
+
+def test_other_sizes_are_named_with_the_flags(run, exported, tmp_path):
+    start = start_from(run[1], exported, **{"model.ffn_size": 128, "model.heads": 2})
+    with pytest.raises(ConversionError, match=r"--config\.model\.heads=4.*ffn_size=64"):
+        recipes._read_source(start, tmp_path)
+
+
+def test_the_vocabulary_must_be_named(run, exported, tmp_path):
+    start = start_from(run[1], exported, **{"tokenizer.path": ""})
+    with pytest.raises(Exception, match=r"--config\.tokenizer\.path=.*spiece\.model"):
+        recipes._read_source(start, tmp_path)
+
+
+def test_another_vocabulary_is_refused(run, exported):
+    folder, config = run
+    source = conversion.read_source(str(exported))
+    tokenizer, _ = conversion.read_tokenizer(folder, config)
+    importing.check_vocabulary(source, tokenizer)
+    tokenizer._vocabulary.entries[10] += "x"
+    with pytest.raises(ConversionError, match="differ from entry 10 on"):
+        importing.check_vocabulary(source, tokenizer)
+
+
+def test_masking_may_change_with_a_warning(make_run, exported, run, caplog):
+    config = make_config(mask_convolution=True)
+    start = start_from(config, exported)
+    source = conversion.read_source(str(exported))
+    with caplog.at_level("WARNING"):
+        conversion.initialize(start, source)
+    assert "near padding it computes something else" in caplog.text
+
+
+def test_init_from_is_part_of_a_run(run):
+    """A run that began from random weights does not become another by a flag."""
+    from convbert_jax.training import workdir
+
+    folder, config = run
+    other = dataclasses.replace(config, init_from="somewhere")
+    with (
+        pytest.raises(WorkdirError, match=r"config\.init_from was ''"),
+        workdir.open_workdir(folder, other),
+    ):
+        pass
+
+
+def test_revisions_are_refused_before_training(make_run):
+    config = make_config(generator={"size": 0.25})
+    from convbert_jax.interop.networks import outline
+
+    with pytest.raises(ConversionError, match="release_heads=false"):
+        conversion.check_expressible(outline(config), config)
+    conversion.check_expressible(outline(make_config()), make_config())
+
+
+def test_masked_convolution_travels(make_run, tmp_path):
+    folder, config = make_run(mask_convolution=True)
+    out = conversion.export(folder)
+    assert json.loads((out / "config.json").read_text())["convbert_jax"]["mask_convolution"]
+    imported, _ = importing.import_run(str(out), config, tmp_path / "back")
+    assert imported.model.mask_convolution
