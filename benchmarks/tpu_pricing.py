@@ -61,7 +61,8 @@ class Kernel:
       times: how often the program runs it (trip counts of loops included).
       profile_cycles: of one run, by the compiler's static profiler. It models latency, not
         bandwidth.
-      hbm_bytes: of one run: operands and results as laid out in memory, padding of tiles included.
+      hbm_bytes: of one run: operands and results as laid out in memory, padding of tiles included,
+        without those that XLA keeps in VMEM between operations.
       bandwidth_cycles: floor of one run from `hbm_bytes`.
     """
 
@@ -226,16 +227,20 @@ _UNESTIMATED = re.compile(
 
 def scheduled(text: str) -> list[Operation]:
     """Operations of a compiled TPU program (`compiled.as_text()`) with their trip counts."""
-    computations, entry, lines = {}, None, None
+    computations, entry, lines, last = {}, None, None, None
     for line in text.splitlines():
         if start := _COMPUTATION.match(line):
             lines = computations[start[2]] = {}
             entry = start[2] if start[1] else entry
         elif lines is not None and (found := _INSTRUCTION.match(line)):
-            lines[found[1]] = found.groups()[1:]
+            last = found[1]
+            lines[last] = found.groups()[1:]
+        elif lines and line != "}":  # an attribute went over the end of the line
+            *kept, rest = lines[last]
+            lines[last] = (*kept, rest + line)
 
     def walk(name, times):
-        for instruction, (shape, opcode, rest) in computations[name].items():
+        for instruction, (_, opcode, rest) in computations[name].items():
             source = (re.search(r'op_name="([^"]*)"', rest) or ("", ""))[1]
             cycles = re.search(r'"window_config":\{[^}]*?"estimated_cycles":"(\d+)"', rest)
             if opcode == "while":
@@ -247,11 +252,9 @@ def scheduled(text: str) -> list[Operation]:
             elif opcode in ("call", "async-start") and (body := _BODIES.search(rest)):
                 yield from walk(body[1], times)
             elif '"tpu_custom_call"' in rest:
-                operands = re.findall(r"%([\w.\-]+)", rest[: rest.index("), custom_call_target")])
                 kernel = KernelCall(
                     re.search(r"backend_config=(\{.*\})", rest)[1],
-                    tuple(_shape(computations[name][operand][0]) for operand in operands),
-                    tuple(found[0] for found in _SHAPE.finditer(shape)),
+                    *_traffic(instruction, computations[name]),
                 )
                 yield Operation(instruction, times, None, source, kernel)
             elif cycles:
@@ -273,8 +276,36 @@ def _trips(rest, computations) -> int:
     return int(limits[0])
 
 
-def _shape(text: str) -> str:
-    return _SHAPE.match(text)[0]
+_VMEM = "S(1)"  # an array that XLA keeps in the core's memory
+
+
+def _traffic(kernel: str, computation) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Shapes of a kernel's operands and results; only what never leaves VMEM keeps its S(1).
+
+    XLA prefetches operands into VMEM and copies results out, and estimates nothing for that: such
+    arrays count as read from, or written to, HBM by the kernel.
+    """
+    shape, _, rest = computation[kernel]
+    operands = re.findall(r"%([\w.\-]+)", rest[: rest.index("), custom_call_target")])
+    parts = {kernel} | {
+        name
+        for name, (_, opcode, rest) in computation.items()
+        if opcode == "get-tuple-element" and rest.startswith(f"%{kernel})")
+    }
+    copied_out = any(
+        opcode == "copy-start" and re.match(r"%([\w.\-]+)", rest)[1] in parts
+        for _, opcode, rest in computation.values()
+    )
+
+    def kept(shape, moved):
+        return shape.replace(_VMEM, "") if moved else shape
+
+    def operand(name):
+        shape, opcode, _ = computation[name]
+        return kept(_SHAPE.match(shape)[0], opcode == "copy-done")
+
+    results = (kept(found[0], copied_out) for found in _SHAPE.finditer(shape))
+    return tuple(map(operand, operands)), tuple(results)
 
 
 _BITS = {"pred": 8, "bf16": 16}  # others end in their width
@@ -299,7 +330,8 @@ def laid_out_bytes(shape: str) -> int:
 
 
 def _price_kernel(name: str, kernel: KernelCall, times: int, target: str) -> Kernel:
-    size = sum(laid_out_bytes(shape) for shape in kernel.operands + kernel.results)
+    shapes = kernel.operands + kernel.results
+    size = sum(laid_out_bytes(shape) for shape in shapes if _VMEM not in shape)
     return Kernel(
         name=name,
         times=times,
@@ -345,15 +377,23 @@ def _compile_alone(kernel: KernelCall, target: str) -> int:
     topology = topologies.get_topology_desc(platform="tpu", topology_name=chip(target).topology)
     here = jax.sharding.SingleDeviceSharding(topology.devices[0])
     operands = [struct(shape) for shape in kernel.operands]
+    results = [struct(shape) for shape in kernel.results]
     call = jax.ffi.ffi_call(
         "tpu_custom_call",
-        [struct(shape) for shape in kernel.results],
+        results,
         custom_call_api_version=1,
         legacy_backend_config=kernel.config,
     )
-    # Row-major, as kernels want it: a copy beside the kernel could abort the profiler.
-    places = [layout.Format(layout.Layout(tuple(range(x.ndim))), here) for x in operands]
-    compiled = jax.jit(lambda *x: call(*x), in_shardings=tuple(places)).lower(*operands).compile()
+
+    def row_major(structs):  # as kernels want it: a copy beside the kernel aborts the profiler
+        return tuple(layout.Format(layout.Layout(tuple(range(x.ndim))), here) for x in structs)
+
+    alone = jax.jit(
+        lambda *x: tuple(call(*x)),
+        in_shardings=row_major(operands),
+        out_shardings=row_major(results),
+    )
+    compiled = alone.lower(*operands).compile()
     line = next(line for line in compiled.as_text().splitlines() if '"tpu_custom_call"' in line)
     return int(re.search(r'"bundle_analysis_data":\{"estimated_cycles":"(\d+)"', line)[1])
 
