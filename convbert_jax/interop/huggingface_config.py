@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from convbert_jax.config import EmbeddingsConfig, EncoderConfig, LayerConfig, StageConfig
-from convbert_jax.interop.networks import ConversionError, Network
+from convbert_jax.config import EmbeddingsConfig, EncoderConfig
+from convbert_jax.interop.networks import ConversionError, Network, describe_sizes
 
 FILE = "config.json"
 OURS = "convbert_jax"  # the key of config.json that other software passes over
@@ -181,11 +181,16 @@ def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig
         raise ConversionError(
             f"config.json has hidden_size={hidden}, which does not divide into {parts} heads."
         )
-    dropout = fraction("hidden_dropout_prob", 0.1)
-    epsilon = fraction("layer_norm_eps", 1e-12)
-    spread = fraction("initializer_range", 0.02)
     ours = content.get(OURS)
-    layer = LayerConfig(
+    embeddings, encoder = describe_sizes(
+        vocab_size=number("vocab_size"),
+        embedding_size=embedding_size,
+        positions=number("max_position_embeddings", 512),
+        types=number("type_vocab_size", 2),
+        depth=number("num_hidden_layers"),
+        dropout=fraction("hidden_dropout_prob", 0.1),
+        epsilon=fraction("layer_norm_eps", 1e-12),
+        spread=fraction("initializer_range", 0.02),
         hidden_size=hidden,
         mixer="mixed" if family == "convbert" else "attention",
         attention_heads=attention_heads,
@@ -193,30 +198,8 @@ def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig
         kernel_size=number("conv_kernel_size", 9),
         ffn_size=number("intermediate_size"),
         ffn_groups=number("num_groups", 1) if family == "convbert" else 1,
-        dropout=dropout,
         attention_dropout=fraction("attention_probs_dropout_prob", 0.1),
         # Weights from elsewhere were trained with padding leaking through the convolution.
         mask_convolution=bool(isinstance(ours, dict) and ours.get("mask_convolution")),
-        layer_norm_epsilon=epsilon,
-        initializers="release",
-        initializer_range=spread,
-    )
-    embeddings = EmbeddingsConfig(
-        vocab_size=number("vocab_size"),
-        size=embedding_size,
-        positions=number("max_position_embeddings", 512),
-        types=number("type_vocab_size", 2),
-        dropout=dropout,
-        layer_norm_epsilon=epsilon,
-        initializer_range=spread,
-    )
-    encoder = EncoderConfig(
-        embedding_size=embedding_size,
-        hidden_size=hidden,
-        stages=(StageConfig(number("num_hidden_layers"), layer),),
-        remat="none",
-        scan_unroll=1,
-        initializers="release",
-        initializer_range=spread,
     )
     return family, embeddings, encoder

@@ -154,4 +154,4 @@ def _describe(fields: dict[str, Any], config: Config) -> list[str]:
             changed.append(f"--config.{path}={value}")
     if not changed:
         return ["The config describes the source as it is."]
-    return [f"The source makes of the config: {' '.join(changed)}"]
+    return [f"The source needs these fields, to train it too: {' '.join(changed)}"]

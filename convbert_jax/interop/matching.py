@@ -98,11 +98,12 @@ def _generator_fields(generator: Network, main: Network, config: Config) -> dict
     tied = _same_arrays(generator, main, "embeddings/")
     if generator.encoder == main.encoder and tied and _same_arrays(generator, main, "layers/"):
         return {"generator.kind": "shared"}
-    fields = {
-        "generator.kind": "separate",
+    fields = {"generator.kind": "separate", "generator.tie_embeddings": tied}
+    if _shape(replace(config, fields).generator_encoder) == _shape(generator.encoder):
+        return fields  # several fractions round to the same sizes: those of the config do
+    fields |= {
         "generator.size": generator.encoder.hidden_size / main.encoder.hidden_size,
         "generator.layers": generator.encoder.depth / main.encoder.depth,
-        "generator.tie_embeddings": tied,
     }
     for release_heads in (config.generator.release_heads, not config.generator.release_heads):
         tried = fields | {"generator.release_heads": release_heads}

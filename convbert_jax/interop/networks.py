@@ -8,6 +8,7 @@ kept, the discriminator or the masked language model.
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,50 @@ class Report:
             if names:
                 lines.append(f"{title} {len(names)}: {', '.join(names)}.")
         return lines
+
+
+def describe_sizes(
+    *,
+    vocab_size: int,
+    embedding_size: int,
+    positions: int,
+    types: int,
+    depth: int,
+    dropout: float,
+    epsilon: float,
+    spread: float,
+    **layer: Any,
+) -> tuple[EmbeddingsConfig, EncoderConfig]:
+    """The configs of a network that was not made here; what a source cannot say is our default.
+
+    Args:
+      epsilon: of the layer norms.
+      spread: standard deviation of the initializers.
+      layer: fields of LayerConfig.
+    """
+    ours = Config()
+    shared = {"layer_norm_epsilon": epsilon, "initializer_range": spread, "dropout": dropout}
+    stage = dataclasses.replace(
+        ours.encoder.stages[0],
+        depth=depth,
+        layer=dataclasses.replace(ours.encoder.stages[0].layer, **layer, **shared),
+    )
+    encoder = dataclasses.replace(
+        ours.encoder,
+        embedding_size=embedding_size,
+        hidden_size=layer["hidden_size"],
+        stages=(stage,),
+        initializer_range=spread,
+    )
+    embeddings = dataclasses.replace(
+        ours.embeddings,
+        vocab_size=vocab_size,
+        size=embedding_size,
+        positions=positions,
+        types=types,
+        **shared,
+    )
+    return embeddings, encoder
 
 
 def places(config: Config) -> dict[str, dict[str, str]]:

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from absl import logging
 
-from convbert_jax.config import EmbeddingsConfig, EncoderConfig, LayerConfig, StageConfig
+from convbert_jax.config import EncoderConfig
 from convbert_jax.interop import sorted_table
-from convbert_jax.interop.networks import ConversionError, Network, shapes
+from convbert_jax.interop.networks import ConversionError, Network, describe_sizes, shapes
 from convbert_jax.interop.tables import tensorflow_places
 from convbert_jax.interop.tensor_bundle import Bundle, write_bundle
 
@@ -252,14 +252,12 @@ def _sizes(bundle: Bundle, where: _Scopes, prefix: Path):
         heads = _attention_heads(prefix, where, width)
     if width % heads:
         raise ConversionError(f"{prefix} has {heads} heads that share {width} channels.")
-    layer = LayerConfig(
-        hidden_size=hidden, mixer=mixer, attention_heads=heads, head_size=width // heads,
-        kernel_size=taps, ffn_size=ffn_size, ffn_groups=groups, dropout=0.1, attention_dropout=0.1,
-        mask_convolution=False, layer_norm_epsilon=1e-12, initializers="release",
-        initializer_range=0.02,
+    embeddings, encoder = describe_sizes(
+        vocab_size=vocab_size, embedding_size=size, positions=positions, types=types, depth=depth,
+        dropout=0.1, epsilon=1e-12, spread=0.02, hidden_size=hidden, mixer=mixer,
+        attention_heads=heads, head_size=width // heads, kernel_size=taps, ffn_size=ffn_size,
+        ffn_groups=groups, attention_dropout=0.1, mask_convolution=False,
     )  # fmt: skip
-    embeddings = EmbeddingsConfig(vocab_size, size, positions, types, 0.1, 1e-12, 0.02)
-    encoder = EncoderConfig(size, hidden, (StageConfig(depth, layer),), "none", 1, "release", 0.02)
     outputs = {where.head: vocab_size if where.head == "mlm_head" else 1} if where.head else {}
     return where.family, embeddings, encoder, outputs
 

@@ -50,6 +50,8 @@ def test_the_config_follows_from_the_networks(kind):
     )
     if "generator" in parts and config.generator.kind == "separate":
         assert derived.generator_encoder == config.generator_encoder
+        kept = matching.replace(config, matching.derive_fields(parts, config))
+        assert kept.generator == config.generator
     if config.generator.kind != "uniform":
         assert derived.generator.kind == config.generator.kind
     assert not matching.differences(fields, config)
