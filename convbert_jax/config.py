@@ -48,6 +48,7 @@ class LayerConfig:
     ffn_groups: int  # contiguous channel groups in both feed-forward matmuls (ConvBERT §3.3)
     dropout: float
     attention_dropout: float
+    attention: str  # of ops/attention.py
     mask_convolution: bool
     layer_norm_epsilon: float
     initializers: str
@@ -96,6 +97,7 @@ class EncoderConfig:
 
 REMAT_POLICIES = ("none", "dots", "full")
 INITIALIZERS = ("release", "huggingface")
+ATTENTIONS = ("auto", "xla", "cudnn", "splash")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +118,9 @@ class ModelSection:
     types: int = 2  # rows of the segment-type table
     dropout: float = 0.1
     attention_dropout: float = 0.1
+    # auto: the fastest per platform | xla | cudnn (GPU) | splash (TPU). Only xla has attention
+    # dropout, so auto trains with it unless attention_dropout is 0
+    attention: str = "auto"
     layer_norm_epsilon: float = 1e-12
     # True: no convolution tap reads padding or another document. Release: the convolution branch
     # never sees the mask, so outputs depend on how much padding follows; needed for parity with
@@ -395,6 +400,7 @@ class Config:
             ffn_groups=m.ffn_groups,
             dropout=m.dropout,
             attention_dropout=m.attention_dropout,
+            attention=m.attention,
             mask_convolution=m.mask_convolution,
             layer_norm_epsilon=m.layer_norm_epsilon,
             initializers=m.initializers,

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 
 from convbert_jax.config import (
+    ATTENTIONS,
     DTYPES,
     INITIALIZERS,
     PLATFORMS,
@@ -80,6 +81,17 @@ def _check_model(config: Config) -> None:
     )
     _check_fraction("model", m, "dropout", "attention_dropout")
     check_choice("model.mixer", m.mixer, ("mixed", "attention"))
+    check_choice("model.attention", m.attention, ATTENTIONS)
+    _check(
+        m.attention in ("auto", "xla") or m.attention_dropout == 0.0,
+        f"config.model.attention='{m.attention}' has no attention dropout; set "
+        "config.model.attention_dropout=0, or config.model.attention=auto.",
+    )
+    _check(
+        m.attention != "splash" or config.data.length % 128 == 0,
+        f"config.model.attention='splash' works on multiples of 128 positions, not on "
+        f"config.data.length={config.data.length}; set config.model.attention=auto.",
+    )
     check_choice("model.remat", m.remat, REMAT_POLICIES)
     check_choice("model.initializers", m.initializers, INITIALIZERS)
     _check(

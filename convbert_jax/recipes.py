@@ -217,6 +217,12 @@ def _find_devices(config: Config) -> list[jax.Device]:
             f"({found.device_kind}); install jax for it (pip install 'jax[tpu]' or 'jax[cuda12]'), "
             "free the device if another process holds it, or set --config.platform=any."
         )
+    needs = {"cudnn": ("gpu", "cuda"), "splash": ("tpu",)}.get(config.model.attention)
+    if needs and found.platform not in needs:
+        raise ConfigError(
+            f"config.model.attention='{config.model.attention}' does not run on {found.platform} "
+            f"({found.device_kind}); set config.model.attention=auto."
+        )
     if found.platform == "tpu":  # threefry spends several percent of a step on dropout there
         jax.config.update("jax_default_prng_impl", "rbg")
     logging.info("Running on %d x %s (%s).", len(devices), found.device_kind, found.platform)

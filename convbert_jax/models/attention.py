@@ -1,20 +1,9 @@
-"""Scaled dot-product self-attention over the segments of a row."""
+"""Self-attention with dropout by key; the arithmetic is in `ops/attention.py`."""
 
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from convbert_jax.models.functions import softmax
 from convbert_jax.models.layers import dropout
-
-
-def visible_keys(segment_ids: Int[Array, "B L"]) -> Bool[Array, "B L L"]:
-    """[query, key]: real tokens of the query's segment; padding sees all real tokens.
-
-    What padding computes is read by nobody. It is given the whole row, because that is what it
-    sees in the release where a row is one segment.
-    """
-    query, key = segment_ids[:, :, None], segment_ids[:, None, :]
-    return (key != 0) & ((key == query) | (query == 0))
+from convbert_jax.ops.attention import attention
 
 
 def attend(
@@ -25,10 +14,18 @@ def attend(
     *,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
+    implementation: str = "auto",
 ) -> Float[Array, "B L H D"]:
-    """softmax(query . key / sqrt(D)) . value, softmax in float32, dropout on its result."""
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
-    scores *= query.shape[-1] ** -0.5
-    weights = softmax(scores, visible_keys(segment_ids)[:, None], value.dtype)
-    weights = dropout(weights, dropout_rate, dropout_key)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    """softmax(query . key / sqrt(D)) . value within segments, dropout on the softmax.
+
+    Args:
+      dropout_key: None is no dropout.
+      implementation: as in `ops.attention.attention`.
+    """
+    drop = None
+    if dropout_rate > 0.0 and dropout_key is not None:
+
+        def drop(weights):
+            return dropout(weights, dropout_rate, dropout_key)
+
+    return attention(query, key, value, segment_ids, implementation=implementation, drop=drop)

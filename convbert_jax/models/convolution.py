@@ -4,10 +4,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.models.functions import softmax
 from convbert_jax.models.layers import Dense, Initializers
 from convbert_jax.ops.depthwise_conv import depthwise_conv
 from convbert_jax.ops.dynamic_conv import dynamic_conv
+from convbert_jax.ops.softmax import softmax
 
 
 class SeparableConv(nnx.Module):

@@ -8,7 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 
 @jax.custom_vjp
@@ -60,40 +60,3 @@ def _layer_norm_backward(epsilon, saved, cotangent):
 
 
 layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def softmax(
-    logits: Float[Array, "*B K"], visible: Bool[Array, "*B K"] | None, dtype: jnp.dtype
-) -> Float[Array, "*B K"]:
-    """Softmax over the last axis, given out in `dtype`.
-
-    Args:
-      visible: broadcastable to `logits`; what is not visible gets 0, also where nothing is.
-    """
-    logits = logits.astype(jnp.float32)
-    if visible is None:
-        powers = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-        return (powers / powers.sum(axis=-1, keepdims=True)).astype(dtype)
-    largest = logits.max(axis=-1, keepdims=True, where=visible, initial=_LOWEST)
-    powers = jnp.where(visible, jnp.exp(logits - largest), 0.0)
-    total = jnp.maximum(powers.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    return (powers / total).astype(dtype)
-
-
-_LOWEST = float(jnp.finfo(jnp.float32).min)
-
-
-def _softmax_forward(logits, visible, dtype):
-    weights = softmax(logits, visible, dtype)
-    return weights, (weights, jnp.zeros((0,), logits.dtype))
-
-
-def _softmax_backward(dtype, saved, cotangent):
-    weights, like = saved
-    weights, cotangent = weights.astype(jnp.float32), cotangent.astype(jnp.float32)
-    along = jnp.sum(weights * cotangent, axis=-1, keepdims=True)
-    return (weights * (cotangent - along)).astype(like.dtype), None
-
-
-softmax.defvjp(_softmax_forward, _softmax_backward)

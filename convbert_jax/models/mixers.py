@@ -30,8 +30,9 @@ class SelfAttention(nnx.Module):
         c = self.config
         query, keys, value = _project(x, c.attention_heads, self.query, self.key, self.value)
         attended = attend(
-            query, keys, value, segment_ids, dropout_rate=c.attention_dropout, dropout_key=key
-        )
+            query, keys, value, segment_ids, dropout_rate=c.attention_dropout, dropout_key=key,
+            implementation=c.attention,
+        )  # fmt: skip
         return self.output(_join(attended))
 
 
@@ -62,8 +63,9 @@ class MixedAttention(nnx.Module):
             x, c.attention_heads, self.query, self.key, self.value, self.conv_value
         )
         attended = attend(
-            query, keys, value, segment_ids, dropout_rate=c.attention_dropout, dropout_key=key
-        )
+            query, keys, value, segment_ids, dropout_rate=c.attention_dropout, dropout_key=key,
+            implementation=c.attention,
+        )  # fmt: skip
         conv_ids = segment_ids if c.mask_convolution else None
         span_key = self.key_conv(x, conv_ids).reshape(query.shape)
         convolved = span_dynamic_conv(query, span_key, conv_value, self.conv_kernel, conv_ids)

@@ -29,6 +29,7 @@ class WorkdirError(UserError):
 _CHANGEABLE = (
     "platform",
     "compute_dtype",
+    "model.attention",
     "model.remat",
     "model.scan_unroll",
     "data.workers",

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from convbert_jax.models import functions, layers
+from convbert_jax.ops.softmax import softmax
 
 
 def normal(shape, seed=0):
@@ -107,7 +108,7 @@ def test_softmax_is_its_formula(masked):
         return weights if visible is None else jnp.where(visible, weights, 0)
 
     def ours(logits):
-        return functions.softmax(logits, visible, jnp.float32)
+        return softmax(logits, visible, jnp.float32)
 
     cotangent = normal((2, 4, 9), 2)
     (wanted, back), (actual, our_back) = jax.vjp(formula, logits), jax.vjp(ours, logits)
@@ -121,9 +122,9 @@ def test_softmax_is_its_formula(masked):
 
 def test_softmax_in_bfloat16_computes_in_float32():
     logits = jnp.asarray([80.0, 81.0, 82.5], jnp.bfloat16)
-    out = functions.softmax(logits, None, jnp.bfloat16)
+    out = softmax(logits, None, jnp.bfloat16)
     assert out.dtype == jnp.bfloat16
     wanted = jax.nn.softmax(logits.astype(jnp.float32)).astype(jnp.bfloat16)
     np.testing.assert_array_equal(out, wanted)
-    gradient = jax.grad(lambda x: functions.softmax(x, None, jnp.float32)[0])(logits)
+    gradient = jax.grad(lambda x: softmax(x, None, jnp.float32)[0])(logits)
     assert gradient.dtype == jnp.bfloat16

@@ -1,0 +1,171 @@
+"""Scaled dot-product self-attention within the segments of a row, by the best form per platform.
+
+xla: scores and weights in memory, what every platform can do; the only one with attention dropout.
+cudnn: cuDNN's fused attention on NVIDIA GPUs, by `jax.nn.dot_product_attention`.
+splash: JAX's blockwise attention kernel for TPU; scores never leave the core.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from convbert_jax.ops import shards
+from convbert_jax.ops.softmax import softmax
+
+Implementation = Literal["auto", "xla", "cudnn", "splash"]
+
+# Below this length splash costs more than XLA's form, by the TPU compiler's model
+# (benchmarks/RESULTS.md): a grid step has a fixed price, and a short row is a step for each head.
+SPLASH_FROM = 512
+SPLASH_BLOCK = 512  # most positions of a step
+LANES = 128  # splash works on multiples of this many positions
+CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+def attention(
+    query: Float[Array, "B L H D"],
+    key: Float[Array, "B L H D"],
+    value: Float[Array, "B L H D"],
+    segment_ids: Int[Array, "B L"],
+    *,
+    implementation: Implementation = "auto",
+    drop: Callable[[Array], Array] | None = None,
+) -> Float[Array, "B L H D"]:
+    """softmax(query . key / sqrt(D)) . value over the keys that a position may see.
+
+    Args:
+      segment_ids: a position sees its own segment. Padding (0) is seen by nothing and sees the
+        segment with the largest id: in a row of one segment that is all real tokens, as in the
+        release. What a row of nothing but padding gives out is finite and means nothing.
+      implementation: a key of IMPLEMENTATIONS, which never gives way to another; or "auto": the
+        fastest that the platform and the arguments allow, "xla" if nothing else, said once in the
+        log.
+      drop: dropout of the weights; only "xla" has it.
+
+    Returns:
+      [B, L, H, D] in the dtype of `value`; scores and softmax are float32.
+
+    Raises:
+      ValueError: a named implementation that cannot do what is asked; the message says why.
+      NotImplementedError: when lowered for a platform that the named implementation does not have.
+    """
+    if implementation not in ("auto", *IMPLEMENTATIONS):
+        choices = f"auto, {' or '.join(IMPLEMENTATIONS)}"
+        raise ValueError(f"attention: implementation is {implementation!r}, but must be {choices}.")
+    if drop is not None:
+        refusals = {name: "it has no attention dropout" for name in PLATFORMS}
+    else:
+        refusals = {"cudnn": _cudnn_refusal(query), "splash": _splash_refusal(query)}
+    arrays = (query, key, value, segment_ids)
+    plain = functools.partial(xla, drop=drop)
+    if implementation == "xla":
+        return plain(*arrays)
+    if implementation != "auto":
+        if refusals[implementation]:
+            raise ValueError(
+                f"attention: implementation is {implementation!r}, but {refusals[implementation]}."
+            )
+        only = {PLATFORMS[implementation]: IMPLEMENTATIONS[implementation]}
+        return jax.lax.platform_dependent(*arrays, **only)
+    chosen = {name: PLATFORMS[name] for name in PLATFORMS if not refusals[name]}
+    if "splash" in chosen and query.shape[1] < SPLASH_FROM:
+        del chosen["splash"]
+        refusals["splash"] = f"it pays from length {SPLASH_FROM} on, this is {query.shape[1]}"
+    _say(tuple(chosen), tuple(f"not {name}: {why}" for name, why in refusals.items() if why))
+    if not chosen:
+        return plain(*arrays)
+    kernels = {platform: IMPLEMENTATIONS[name] for name, platform in chosen.items()}
+    return jax.lax.platform_dependent(*arrays, default=plain, **kernels)
+
+
+@functools.cache
+def _say(chosen: tuple[str, ...], reasons: tuple[str, ...]) -> None:
+    taken = [f"{name} on {PLATFORMS[name]}" for name in chosen]
+    where = "elsewhere" if taken else "everywhere"
+    logging.info("Attention: %s.", "; ".join([*taken, f"xla {where}", *reasons]))
+
+
+def xla(query, key, value, segment_ids, *, drop=None):
+    """Scores in memory, in the order heads, queries, keys."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    scores *= query.shape[-1] ** -0.5
+    weights = softmax(scores, visible_keys(segment_ids)[:, None], value.dtype)
+    if drop is not None:
+        weights = drop(weights)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+def cudnn(query, key, value, segment_ids):
+    """By cuDNN; partitioned over rows and heads by its own rule."""
+    mask = visible_keys(segment_ids)[:, None]
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="cudnn")
+
+
+def splash(query, key, value, segment_ids, *, interpret=False):
+    """By JAX's splash attention kernel, forward and one fused kernel backward."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    length, width = query.shape[1], query.shape[3]
+    block = next(size for size in range(SPLASH_BLOCK, 0, -LANES) if length % size == 0)
+    blocks = {
+        f"block_{name}": block
+        for name in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute")
+    }
+
+    def run(query, key, value, segment_ids):
+        mask = masks.MultiHeadMask([masks.FullMask((length, length))] * query.shape[2])
+        kernel = kernels.make_splash_mha(
+            mask,
+            block_sizes=kernels.BlockSizes(**blocks, use_fused_bwd_kernel=True),
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
+        heads_first = (x.swapaxes(1, 2) for x in (query * width**-0.5, key, value))
+        ids = kernels.SegmentIds(_own_segment(segment_ids), segment_ids)
+        return jax.vmap(kernel)(*heads_first, segment_ids=ids).swapaxes(1, 2)
+
+    sharded = shards.over_rows_and_heads(run, (2, 2, 2, None), 2)
+    return sharded(query, key, value, segment_ids)
+
+
+# name -> f(query, key, value, segment_ids)
+IMPLEMENTATIONS = {"xla": xla, "cudnn": cudnn, "splash": splash}
+# Where the others run; in the words of `jax.lax.platform_dependent`.
+PLATFORMS = {"cudnn": "cuda", "splash": "tpu"}
+
+
+def _splash_refusal(query) -> str:
+    length = query.shape[1]
+    return f"the length {length} is no multiple of {LANES}" if length % LANES else ""
+
+
+def _cudnn_refusal(query) -> str:
+    # jax asks for cuDNN's version and the GPU when it traces, whatever it will be lowered for.
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return "JAX runs on no NVIDIA GPU here"
+    if query.dtype not in CUDNN_DTYPES:
+        return f"it computes in bfloat16 and float16, not {query.dtype}"
+    width = query.shape[-1]
+    return (
+        f"the head width {width} is no multiple of 8 up to 128" if width % 8 or width > 128 else ""
+    )
+
+
+def visible_keys(segment_ids: Int[Array, "B L"]) -> Bool[Array, "B L L"]:
+    """[query, key]: real tokens of the segment that the query sees."""
+    key = segment_ids[:, None, :]
+    return (key != 0) & (key == _own_segment(segment_ids)[:, :, None])
+
+
+def _own_segment(segment_ids):
+    """The segment each position sees; for padding the one with the largest id."""
+    return jnp.where(segment_ids == 0, segment_ids.max(axis=1, keepdims=True), segment_ids)
