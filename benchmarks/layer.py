@@ -30,7 +30,7 @@ class Layer:
     """What a row measures: a mixer, its attention, and its dynamic convolution."""
 
     mixer: str
-    attention: str
+    attention: str  # config.model.attention
     convolution: str = ""  # a baseline's or an implementation's name
 
 
@@ -40,6 +40,8 @@ LAYERS = {
     "convbert, published formula as einsum": Layer("mixed", "xla", "published formula as einsum"),
     "convbert, xla": Layer("mixed", "xla", "xla"),
     "convbert, auto": Layer("mixed", "xla", "auto"),
+    "attention, best attention": Layer("attention", "auto"),
+    "convbert, auto, best attention": Layer("mixed", "auto", "auto"),
 }
 
 
@@ -135,6 +137,7 @@ def build(layer: Layer, dtype: str, batch: int, length: int):
         mixer=layer.mixer,
         dropout=0.0,
         attention_dropout=0.0,
+        attention=layer.attention,
     )
     config = dataclasses.replace(Config(), model=model).encoder.stages[0].layer
 
@@ -156,19 +159,23 @@ def build(layer: Layer, dtype: str, batch: int, length: int):
 def _convolution(name: str):
     """While a layer is traced, its dynamic convolution is the named baseline or implementation."""
     from benchmarks.baselines import BASELINES
-    from convbert_jax.models import convolution
+    from convbert_jax.models import mixers
+    from convbert_jax.ops import xla_span
 
     if not name:
         yield
         return
-    original = convolution.dynamic_conv
+    original = mixers.span_dynamic_conv
 
-    def substitute(values, weights, *, segment_ids=None):
-        if name in BASELINES:
-            return BASELINES[name](values, weights)
-        return original(values, weights, segment_ids=segment_ids, implementation=name)
+    def substitute(query, span_key, values, kernel, bias, *, heads, **arguments):
+        arrays = query, span_key, values, kernel, bias
+        if name not in BASELINES:
+            return original(*arrays, heads=heads, **arguments | {"implementation": name})
+        weights = xla_span.weights(query, span_key, kernel, bias, heads)
+        by_head = values.reshape(*values.shape[:2], heads, -1)
+        return BASELINES[name](by_head, weights).reshape(values.shape)
 
-    with mock.patch.object(convolution, "dynamic_conv", substitute):
+    with mock.patch.object(mixers, "span_dynamic_conv", substitute):
         yield
 
 
