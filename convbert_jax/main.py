@@ -4,7 +4,8 @@ Modes:
   train          prepare the data if needed, then pre-train or resume (default)
   prepare        only make the tokenizer and the shards
   verify_resume  train twice, once killed in the middle, and compare both bit for bit
-  export         write a checkpoint of --workdir for other software (--format, --output)
+  export         write a checkpoint of --workdir, or the weights at --source, for other software
+                 (--format, --output)
   import         make --workdir a run from the weights at --source
 
 Every field of a config is overridden as --config.section.field=value; `configs/base.py:paper`
@@ -49,7 +50,7 @@ _GENERATOR = flags.DEFINE_boolean("generator", True, "Whether --mode=export take
 _SOURCE = flags.DEFINE_string(
     "source",
     None,
-    "For --mode=import: a run's folder, a Hugging Face folder or a TensorFlow 1 checkpoint.",
+    "For import and export: a run's folder, a Hugging Face folder or a TensorFlow 1 checkpoint.",
 )
 
 
@@ -61,8 +62,7 @@ def _parse_flags(argv: Sequence[str]) -> list[str]:
             if argument.startswith("--config="):
                 _check_config_file(argument.removeprefix("--config="))
         rest = flags.FLAGS([argv[0], *arguments])
-        if _MODE.value == "export" and _WORKDIR.value is None and _CONFIG.value is None:
-            raise ConfigError("--mode=export needs --workdir, the folder of a run.")
+        _check_export_flags()
         if _MODE.value == "import" and not (_SOURCE.value and _WORKDIR.value):
             raise ConfigError("--mode=import needs --source=WEIGHTS and --workdir=FOLDER.")
         if _CONFIG.value is None and _MODE.value != "export":
@@ -72,6 +72,15 @@ def _parse_flags(argv: Sequence[str]) -> list[str]:
         return rest
     except (UserError, flags.Error) as error:
         console.fail(str(error), code=2)
+
+
+def _check_export_flags() -> None:
+    if _MODE.value != "export":
+        return
+    if _SOURCE.value and not _OUTPUT.value:
+        raise ConfigError("--mode=export with --source needs --output=FOLDER.")
+    if not _SOURCE.value and _WORKDIR.value is None and _CONFIG.value is None:
+        raise ConfigError("--mode=export needs --workdir, the folder of a run, or --source.")
 
 
 def _config_files() -> list[str]:
@@ -120,7 +129,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         # An export goes by the config that the run keeps.
         config = from_config_dict(_CONFIG.value) if _CONFIG.value is not None else None
-        workdir = _workdir(config)
+        workdir = _workdir(config) if config or _WORKDIR.value else None
         if _MULTIHOST.value:
             _join_hosts()
         # Imported late: a wrong flag is answered before jax is loaded.
@@ -137,13 +146,12 @@ def main(argv: Sequence[str]) -> None:
             ]
             verify_resume.run(arguments, workdir, steps=_VERIFY_STEPS.value)
         elif _MODE.value == "export":
-            conversion.export(
-                workdir,
-                form=_FORMAT.value,
-                step=_STEP.value,
-                output=pathlib.Path(_OUTPUT.value) if _OUTPUT.value else None,
-                with_generator=_GENERATOR.value,
-            )
+            output = pathlib.Path(_OUTPUT.value) if _OUTPUT.value else None
+            options = {"form": _FORMAT.value, "with_generator": _GENERATOR.value}
+            if _SOURCE.value:
+                conversion.convert(_SOURCE.value, output, **options)
+            else:
+                conversion.export(workdir, step=_STEP.value, output=output, **options)
         elif _MODE.value == "import":
             importing.import_run(_SOURCE.value, config, workdir)
         else:

@@ -68,7 +68,7 @@ def pretrain(config: Config, folder: pathlib.Path) -> None:
         _print_config(config)
         source = _read_source(config, folder)
         if config.checkpoint.huggingface_every:
-            conversion.check_expressible(outline(config), config)
+            conversion.check_expressible(outline(config))
         prepared = _prepare_once(config, folder)
         if source:
             importing.check_vocabulary(source, prepared.tokenizer)
@@ -174,9 +174,8 @@ def _publish(config: Config, folder: pathlib.Path, prepared: corpus.Corpus, step
         conversion.write_huggingface(
             folder / "huggingface" / f"step-{step}",
             split(config, jax.device_get(params)),
-            config,
-            prepared.tokenizer,
-            config.tokenizer,
+            (prepared.tokenizer, config.tokenizer),
+            title=config.name,
             step=step,
             compare=False,
         )
@@ -217,12 +216,16 @@ def _find_devices(config: Config) -> list[jax.Device]:
             f"({found.device_kind}); install jax for it (pip install 'jax[tpu]' or 'jax[cuda12]'), "
             "free the device if another process holds it, or set --config.platform=any."
         )
-    needs = {"cudnn": ("gpu", "cuda"), "splash": ("tpu",)}.get(config.model.attention)
-    if needs and found.platform not in needs:
-        raise ConfigError(
-            f"config.model.attention='{config.model.attention}' does not run on {found.platform} "
-            f"({found.device_kind}); set config.model.attention=auto."
-        )
+    for field, devices_of in (
+        ("attention", {"cudnn": ("gpu", "cuda"), "splash": ("tpu",)}),
+        ("convolution", {"pallas_gpu": ("gpu", "cuda"), "pallas_tpu": ("tpu",)}),
+    ):
+        name = getattr(config.model, field)
+        if found.platform not in devices_of.get(name, (found.platform,)):
+            raise ConfigError(
+                f"config.model.{field}='{name}' does not run on {found.platform} "
+                f"({found.device_kind}); set config.model.{field}=auto."
+            )
     if found.platform == "tpu":  # threefry spends several percent of a step on dropout there
         jax.config.update("jax_default_prng_impl", "rbg")
     logging.info("Running on %d x %s (%s).", len(devices), found.device_kind, found.platform)

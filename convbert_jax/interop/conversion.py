@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from convbert_jax.config import Config, from_config_dict
+from convbert_jax.config import Config, TokenizerSection, from_config_dict
 from convbert_jax.data.tokenizer import Tokenizer, load_tokenizer
 from convbert_jax.interop import (
     certificate,
@@ -199,18 +199,66 @@ def export(
     step, params = read_params(workdir, config, step)
     tokenizer, section = read_tokenizer(workdir, config)
     networks = split(config, params)
-    if not with_generator:
-        networks = {"main": networks["main"]}
     output = output or workdir / form / f"step-{step}"
+    vocabulary = tokenizer, section
+    return _write(
+        output, form, networks, vocabulary, title=config.name, step=step, generator=with_generator
+    )
+
+
+def convert(
+    path: str, output: Path, *, form: str = "huggingface", with_generator: bool = True
+) -> Path:
+    """Writes the weights at `path`, as `read_source` takes it, in another format.
+
+    A vocabulary goes along if there is one beside the weights. Arguments and errors as `export`.
+    """
+    source = read_source(path)
+    if source.ignored:
+        logging.info("Ignored %d: %s.", len(source.ignored), ", ".join(source.ignored))
+    vocabulary = None
+    if source.tokenizer:
+        section = dataclasses.replace(Config().tokenizer, **source.tokenizer)
+        vocabulary = Tokenizer(section, Path(section.path)), section
+    else:
+        logging.warning("There is no vocabulary beside the weights: none is written.")
+    return _write(
+        output,
+        form,
+        source.networks,
+        vocabulary,
+        title=Path(path).name,
+        step=source.step,
+        generator=with_generator,
+        moments=source.moments,
+    )
+
+
+def _write(
+    output: Path,
+    form: str,
+    networks: Mapping[str, Network],
+    vocabulary,
+    *,
+    title: str,
+    step: int,
+    generator: bool,
+    moments=None,
+) -> Path:
+    if not generator:
+        networks = {"main": networks["main"]}
     if form == "huggingface":
-        return write_huggingface(output, networks, config, tokenizer, section, step=step)
+        return write_huggingface(output, networks, vocabulary, title=title, step=step)
 
     def write(folder: Path) -> None:
-        if form == "tensorflow1":
-            tensorflow1.write_checkpoint(folder / f"model.ckpt-{step}", networks, step=step)
-            huggingface_tokenizer.write_vocabulary(folder, tokenizer)
-        else:
-            stablehlo.write(folder, networks["main"], length=config.data.length)
+        if form == "stablehlo":
+            stablehlo.write(folder, networks["main"])
+            return
+        prefix = folder / f"model.ckpt-{step}"
+        kept = moments and tuple({name: part[name] for name in networks} for part in moments)
+        tensorflow1.write_checkpoint(prefix, networks, step=step, moments=kept)
+        if vocabulary:
+            huggingface_tokenizer.write_vocabulary(folder, vocabulary[0])
 
     replace_folder(output, write)
     logging.info("Wrote %s.", output)
@@ -226,39 +274,42 @@ def export(
 def write_huggingface(
     output: Path,
     networks: Mapping[str, Network],
-    config: Config,
-    tokenizer: Tokenizer | None,
-    section,
+    vocabulary: tuple[Tokenizer, TokenizerSection] | None,
     *,
+    title: str,
     step: int,
     compare: bool = True,
 ) -> Path:
     """Writes the folder of a model, its generator inside, and certifies both.
 
     Args:
-      tokenizer: None writes no tokenizer files.
-      section: the settings `tokenizer` was opened with.
+      vocabulary: tokenizer and the settings it was opened with; None writes no tokenizer files.
+      title: for the model card, the name of the run.
       compare: with PyTorch, if it is installed; else only reads back.
+
+    Raises:
+      ConversionError, ParityError: as `export`.
     """
-    check_expressible(networks, config)
+    check_expressible(networks)
 
     def write(folder: Path) -> None:
         for name, network in networks.items():
+            role = _role(networks, name)
             place = folder if name == "main" else folder / huggingface.GENERATOR
-            extra = {"step": step, "recipe": config.recipe, "network": _role(config, name)}
-            pad_id = tokenizer.special.pad if tokenizer else 0
+            pad_id = vocabulary[0].special.pad if vocabulary else 0
+            extra = {"step": step, "network": role}
             huggingface.write_network(place, network, pad_id=pad_id, extra=extra)
-            if tokenizer:
+            if vocabulary:
                 huggingface_tokenizer.write_tokenizer(
-                    place, tokenizer, section, max_length=network.embeddings.positions
+                    place, *vocabulary, max_length=network.embeddings.positions
                 )
             proof = certificate.certify(place, network, name, compare=compare)
             for line in proof.lines():
-                logging.info("%s: %s", _role(config, name), line)
+                logging.info("%s: %s", role, line)
             card = model_card.write_card(
                 network,
-                title=f"{config.name}, {_role(config, name)}",
-                made_by=f"Pre-trained with convbert_jax ({config.recipe}), {step:,} steps.",
+                title=f"{title}, {role}",
+                made_by=f"Written by convbert_jax after {step:,} steps of training.",
                 certificate=proof,
                 notes=_notes(networks, name),
             )
@@ -269,7 +320,7 @@ def write_huggingface(
     return output
 
 
-def check_expressible(networks: Mapping[str, Network], config: Config) -> None:
+def check_expressible(networks: Mapping[str, Network]) -> None:
     """Refuses what Hugging Face's classes cannot compute, see huggingface_config.
 
     Raises:
@@ -280,7 +331,7 @@ def check_expressible(networks: Mapping[str, Network], config: Config) -> None:
             huggingface_config.check_expressible(network)
         except ConversionError as error:
             hint = " (leave it out with --generator=false)" if name == "generator" else ""
-            raise ConversionError(f"the {_role(config, name)}{hint}: {error}") from None
+            raise ConversionError(f"the {_role(networks, name)}{hint}: {error}") from None
 
 
 def replace_folder(output: Path, write: Callable[[Path], None]) -> None:
@@ -314,10 +365,11 @@ def _vocabulary_fields(folder: Path) -> dict[str, Any] | None:
     return huggingface_tokenizer.describe_vocabulary(folder, vocabulary.absolute())
 
 
-def _role(config: Config, name: str) -> str:
+def _role(networks: Mapping[str, Network], name: str) -> str:
     if name == "generator":
         return "generator"
-    return "discriminator" if config.recipe == "replaced_token" else "encoder"
+    detects = "generator" in networks or networks[name].has("rtd_head")
+    return "discriminator" if detects else "encoder"
 
 
 def _notes(networks: Mapping[str, Network], name: str) -> list[str]:

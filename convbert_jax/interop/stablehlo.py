@@ -6,6 +6,7 @@ FOLDER/parameters.safetensors   the arguments in front of the inputs, by path
 FOLDER/signature.json           all arguments in order
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from flax import nnx
 from jax import export
 from safetensors.numpy import load_file, save_file
 
+from convbert_jax.config import EncoderConfig
 from convbert_jax.interop.networks import ConversionError, Network, modules, stack, to_tree
 from convbert_jax.training.state import flatten
 
@@ -24,24 +26,17 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 INPUTS = ("tokens", "segment_ids", "type_ids")  # int32 [batch, length]
 
 
-def write(folder: Path, network: Network, *, length: int) -> None:
+def write(folder: Path, network: Network) -> None:
     """Writes the encoder, from token ids to hidden states [batch, length, C] in float32.
 
-    The batch is free, the length is not: kernels are chosen for it.
-
-    Args:
-      length: tokens of a row.
+    Batch and length are free, up to the positions of the model.
 
     Raises:
-      ConversionError: `length` is longer than the position table, or flatbuffers is missing.
+      ConversionError: flatbuffers is missing.
     """
-    if length > network.embeddings.positions:
-        raise ConversionError(
-            f"rows of {length} tokens are longer than the {network.embeddings.positions} positions "
-            "of the model; choose a shorter length."
-        )
+    longest = network.embeddings.positions
     folder.mkdir(parents=True, exist_ok=True)
-    graphdef = nnx.graphdef(modules(network.embeddings, network.encoder, {}))
+    graphdef = nnx.graphdef(modules(network.embeddings, _in_plain_xla(network.encoder), {}))
     flat = {
         path: leaf
         for path, leaf in stack(network.parameters, network.encoder).items()
@@ -53,7 +48,8 @@ def write(folder: Path, network: Network, *, length: int) -> None:
         parts = nnx.merge(graphdef, params)
         return parts["encoder"](parts["embeddings"](tokens, segment_ids, type_ids), segment_ids)
 
-    (batch,) = export.symbolic_shape("batch")
+    limits = ["length >= 1", f"length <= {longest}"]
+    batch, length = export.symbolic_shape("batch, length", constraints=limits)
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     exported = export.export(jax.jit(encode), platforms=PLATFORMS)(abstract, ids, ids, ids)
@@ -72,14 +68,25 @@ def write(folder: Path, network: Network, *, length: int) -> None:
         "arguments": [
             *({"name": path, "dtype": "float32", "shape": leaf.shape} for path, leaf in
               ordered.items()),
-            *({"name": name, "dtype": "int32", "shape": ["batch", length]} for name in INPUTS),
+            *({"name": name, "dtype": "int32", "shape": ["batch", "length"]} for name in INPUTS),
         ],
         "results": [
-            {"dtype": "float32", "shape": ["batch", length, network.encoder.hidden_size]}
+            {"dtype": "float32", "shape": ["batch", "length", network.encoder.hidden_size]}
         ],
     }  # fmt: skip
     (folder / "signature.json").write_text(json.dumps(signature, indent=1) + "\n")
-    logging.info("StableHLO for %s, rows of %d tokens.", ", ".join(PLATFORMS), length)
+    logging.info("StableHLO for %s, rows of up to %d tokens.", ", ".join(PLATFORMS), longest)
+
+
+def _in_plain_xla(encoder: EncoderConfig) -> EncoderConfig:
+    """Kernels are of one platform and of shapes known beforehand."""
+    names = {field.name for field in dataclasses.fields(encoder.stages[0].layer)}
+    choice = dict.fromkeys(names & {"attention", "convolution"}, "xla")
+    stages = tuple(
+        dataclasses.replace(stage, layer=dataclasses.replace(stage.layer, **choice))
+        for stage in encoder.stages
+    )
+    return dataclasses.replace(encoder, stages=stages)
 
 
 def load(folder: Path):

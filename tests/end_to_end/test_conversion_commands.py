@@ -13,6 +13,7 @@ __all__ = ["text_source"]  # a fixture
     ("arguments", "says"),
     [
         (("--mode=export",), "--mode=export needs --workdir"),
+        (("--mode=export", "--source=x"), "needs --output=FOLDER"),
         (("--mode=import", TINY), "--source=WEIGHTS and --workdir=FOLDER"),
         (("--mode=import", "--source=x", "--workdir=y"), "--config is missing"),
         (("--mode=export", "--workdir=/nowhere"), "--workdir=/nowhere holds no run"),

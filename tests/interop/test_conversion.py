@@ -62,7 +62,6 @@ def test_a_run_as_a_folder(run, exported):
     assert source.extra["main"] == {
         "mask_convolution": False,
         "step": 3,
-        "recipe": "replaced_token",
         "network": "discriminator",
     }
     card = (exported / "README.md").read_text()
@@ -89,6 +88,39 @@ def test_there_and_back(run, tmp_path, form):
         assert_same(networks_of(folder)[name], network)
     tokenizer, _ = conversion.read_tokenizer(tmp_path / "back", imported)
     assert tokenizer.entries == conversion.read_tokenizer(folder, config)[0].entries
+
+
+@pytest.mark.parametrize("form", ["huggingface", "tensorflow1"])
+@pytest.mark.parametrize("of", ["huggingface", "tensorflow1", "run"])
+def test_from_anything_to_anything(run, tmp_path, of, form):
+    """One step from each format into each; nothing of ours is asked for in between."""
+    folder, _ = run
+    source = folder if of == "run" else conversion.export(folder, form=of, output=tmp_path / "a")
+    out = conversion.convert(str(source), tmp_path / "b", form=form)
+    read = conversion.read_source(str(out))
+    assert read.kind == form
+    assert read.step == 3
+    for name, network in networks_of(folder).items():
+        assert_same(network, read.networks[name])
+    assert read.tokenizer["kind"] == "sentencepiece"
+
+
+def test_conversion_keeps_the_moments(tmp_path):
+    config = make_config(mask_convolution=False)
+    parts = split(config, random_params(config))
+    moments = tuple(split(config, random_params(config, seed)) for seed in (1, 2))
+    tensorflow1.write_checkpoint(tmp_path / "a" / "m", parts, step=70, moments=moments)
+    out = conversion.convert(
+        str(tmp_path / "a"), tmp_path / "b", form="tensorflow1", with_generator=False
+    )
+    read = tensorflow1.read_checkpoint(out / "model.ckpt-70")
+    assert read.networks.keys() == {"main"}
+    assert_same(read.moments[1]["main"], moments[1]["main"])
+
+
+def test_stablehlo_of_a_run(run, tmp_path):
+    out = conversion.export(run[0], form="stablehlo", output=tmp_path / "out")
+    assert (out / "encoder.mlir").stat().st_size > 1000
 
 
 def test_an_official_run_goes_on(run, tmp_path):
@@ -284,8 +316,8 @@ def test_revisions_are_refused_before_training(make_run):
     from convbert_jax.interop.networks import outline
 
     with pytest.raises(ConversionError, match="release_heads=false"):
-        conversion.check_expressible(outline(config), config)
-    conversion.check_expressible(outline(make_config()), make_config())
+        conversion.check_expressible(outline(config))
+    conversion.check_expressible(outline(make_config()))
 
 
 def test_masked_convolution_travels(make_run, tmp_path):
