@@ -50,8 +50,8 @@ class Certificate:
         shown = [f"{name}: {value:.1e}" for name, value in self.differences.items()]
         lines = [
             read,
-            f"Largest difference to {self.against} in float32, {_ROWS} rows of random tokens (a "
-            f"proof up to {LIMIT:.0e}): {'; '.join(shown)}.",
+            f"Largest difference to {self.against} in float32, {_ROWS} rows of random tokens "
+            f"(limit {LIMIT:.0e}): {'; '.join(shown)}.",
         ]
         if self.padding is not None:
             lines.append(
@@ -76,7 +76,8 @@ def certify(
     parameters = _check_read_back(folder, network)
     if not (compare and pytorch_is_there()):
         return Certificate(name, "", {}, None, parameters)
-    tokens, mask, types = sample_inputs(network)
+    pad_id = huggingface_config.read(folder).get("pad_token_id") or 0
+    tokens, mask, types = sample_inputs(network, pad_id)
     kinds = {"full": np.ones_like(mask), "padded": mask}
     theirs = {kind: pytorch_outputs(folder, network, tokens, m, types) for kind, m in kinds.items()}
     ours = {kind: our_outputs(network, tokens, m, types) for kind, m in kinds.items()}
@@ -109,7 +110,7 @@ def pytorch_is_there() -> bool:
     return all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 
 
-def sample_inputs(network: Network) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def sample_inputs(network: Network, pad_id: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tokens, mask, types) [B, L]: random tokens, half of the rows padded to the right."""
     rng = np.random.default_rng(_SEED)
     e = network.embeddings
@@ -118,7 +119,7 @@ def sample_inputs(network: Network) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     types = rng.integers(0, e.types, (_ROWS, length))
     real = np.concatenate([np.full(_ROWS // 2, length), rng.integers(1, length, _ROWS // 2)])
     mask = (np.arange(length) < real[:, None]).astype(np.int64)
-    return tokens, mask, types
+    return np.where(mask, tokens, pad_id), mask, np.where(mask, types, 0)
 
 
 def our_outputs(network: Network, tokens, mask, types) -> dict[str, np.ndarray]:

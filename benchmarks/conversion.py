@@ -1,0 +1,115 @@
+"""Largest difference between our outputs and those of the PyTorch classes, by size and direction.
+
+    pip install torch==2.13.0 "transformers>=5"      # not in requirements.txt
+    python -m benchmarks.conversion
+
+Random weights of standard deviation 0.05 (layer norms around 1), 4 rows of 128 random tokens, full
+and padded to the right, float32. Beside it the largest difference that the Paddle port of the
+published weights gives for its own conversion (its README), on weights and inputs of its own.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from convbert_jax.config import from_config_dict
+from convbert_jax.interop import certificate, huggingface, networks, tensorflow1
+
+PADDLE = {"small": "2.9e-6", "medium_small": "2.8e-6", "base": "8.1e-6"}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", default=list(PADDLE))
+    arguments = parser.parse_args()
+    print("| model | direction | discriminator, hidden | its logits | generator, hidden | its "
+          "logits | Paddle port | seconds |")  # fmt: skip
+    print("|---|---|---:|---:|---:|---:|---:|---:|")
+    for size in arguments.sizes:
+        parts = make_networks(size)
+        for direction, measure in DIRECTIONS.items():
+            start = time.perf_counter()
+            with tempfile.TemporaryDirectory() as folder:
+                found = measure(Path(folder), parts)
+            shown = " | ".join(
+                f"{max(v for k, v in found[name].items() if k.startswith(kind)):.1e}"
+                for name, head in (("main", "rtd_head"), ("generator", "mlm_head"))
+                for kind in ("hidden", head)
+            )
+            seconds = time.perf_counter() - start
+            print(
+                f"| {size} | {direction} | {shown} | {PADDLE[size]} | {seconds:.0f} |", flush=True
+            )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"\npeak memory {peak:.1f} GiB, PyTorch's reading of the folders included")
+
+
+def make_networks(size: str) -> dict[str, networks.Network]:
+    """Discriminator and generator of a published size; of the small one the form that fits."""
+    config = importlib.import_module(f"configs.{size}").get_config("paper").to_dict()
+    config["generator"]["release_heads"] = size != "small"
+    config = from_config_dict(config)
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        center = 1.0 if path.endswith("/scale") else 0.0
+        return (center + 0.05 * rng.standard_normal(leaf.shape)).astype(np.float32)
+
+    flat = networks.flatten(networks.abstract_params(config))
+    tree = networks.to_tree({path: draw(path, leaf) for path, leaf in flat.items()})
+    return networks.split(config, tree)
+
+
+def from_pytorch(folder: Path, parts):
+    """PyTorch's class writes, we read, outputs of the class that wrote are the measure."""
+    import transformers
+
+    found = {}
+    for name, network in parts.items():
+        ours, theirs = folder / name, folder / f"{name}-theirs"
+        huggingface.write_network(ours, network, pad_id=0)
+        kind = huggingface.huggingface_config.architecture(network)
+        getattr(transformers, kind).from_pretrained(ours).save_pretrained(theirs)
+        read = huggingface.read_folder(theirs).networks["main"]
+        if network.has("rtd_head"):  # no class of theirs has it: it goes along by our file
+            head = {k: v for k, v in network.parameters.items() if k.startswith("rtd_head")}
+            read = dataclasses.replace(read, parameters={**read.parameters, **head})
+            found[name] = certify(ours, read)
+        else:
+            found[name] = certify(theirs, read)
+    return found
+
+
+def to_pytorch(folder: Path, parts):
+    """We write, PyTorch's class reads."""
+    found = {}
+    for name, network in parts.items():
+        huggingface.write_network(folder / name, network, pad_id=0)
+        found[name] = certify(folder / name, network)
+    return found
+
+
+def through_tensorflow(folder: Path, parts):
+    """We write TensorFlow's format, read it, write Hugging Face's, PyTorch's class reads."""
+    tensorflow1.write_checkpoint(folder / "model.ckpt-0", parts, step=0)
+    return to_pytorch(folder, tensorflow1.read_checkpoint(folder / "model.ckpt-0").networks)
+
+
+def certify(folder: Path, network):
+    return certificate.certify(folder, network).differences
+
+
+DIRECTIONS = {
+    "PyTorch class -> ours": from_pytorch,
+    "ours -> PyTorch class": to_pytorch,
+    "ours -> TensorFlow 1 -> ours -> PyTorch class": through_tensorflow,
+}
+
+if __name__ == "__main__":
+    main()
