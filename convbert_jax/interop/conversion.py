@@ -23,6 +23,7 @@ from convbert_jax.interop import (
     model_card,
     stablehlo,
     tensorflow1,
+    weight_files,
 )
 from convbert_jax.interop.networks import (
     ConversionError,
@@ -73,7 +74,7 @@ def read_source(path: str) -> Source:
         step, params = read_params(folder, run)
         section = dataclasses.asdict(read_tokenizer(folder, run)[1])
         return Source("run", split(run, params), step=step, tokenizer=section)
-    if (folder / huggingface_config.FILE).is_file() and not tensorflow1.find_prefix(folder):
+    if (folder / huggingface_config.FILE).is_file() and weight_files.are_in(folder):
         found = huggingface.read_folder(folder)
         return Source(
             "huggingface",

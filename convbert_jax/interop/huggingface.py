@@ -111,6 +111,11 @@ def from_tensors(
       ConversionError: a tensor is missing or of another shape, or a tied one is not tied.
     """
     groups = encoder.stages[0].layer.ffn_groups
+    if encoder.depth > len(tensors):  # before anything is made for each layer
+        raise ConversionError(
+            f"config.json has num_hidden_layers={encoder.depth}, but the weights are "
+            f"{len(tensors)} tensors; the two do not belong together."
+        )
     prefix = f"{family}." if any(name.startswith(f"{family}.") for name in tensors) else ""
     heads = _find_heads(tensors, family, content)
     expected = shapes(embeddings, encoder, heads)

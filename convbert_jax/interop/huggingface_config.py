@@ -8,6 +8,7 @@ from convbert_jax.config import EmbeddingsConfig, EncoderConfig
 from convbert_jax.interop.networks import ConversionError, Network, describe_sizes
 
 FILE = "config.json"
+LARGEST = 1 << 20  # of any size; a larger one is a fault in the file, not a model
 OURS = "convbert_jax"  # the key of config.json that other software passes over
 _MODEL_TYPES = {"convbert": "convbert", "conv_bert": "convbert", "electra": "electra"}
 _MODEL_TYPES |= {"bert": "bert"}
@@ -161,8 +162,10 @@ def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig
 
     def number(name, default=None):
         value = content.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise ConversionError(f"config.json has {name}={value!r}, not a positive number.")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= LARGEST:
+            raise ConversionError(
+                f"config.json has {name}={value!r}, not a number from 1 to {LARGEST:,}."
+            )
         return value
 
     def fraction(name, default):

@@ -19,6 +19,11 @@ SAFE_TORCH = (2, 6)
 _NUMPY_TYPES = {"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 
 
+def are_in(folder: Path) -> bool:
+    """Whether there is a file that `read_weights` would read."""
+    return any((folder / name).is_file() for name in (SAFETENSORS, SAFETENSORS_INDEX, PICKLED))
+
+
 def read_weights(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of a folder by name; floating ones as float32, which is exact for 16 bits.
 

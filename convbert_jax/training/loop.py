@@ -169,13 +169,13 @@ class _Run:
                 if last or self.step % t.eval_every == 0:
                     self._look_at_pending()
                     values = self._evaluate()
+                self._publish_if_due()  # before the save: a start after a kill does it again
                 due = last or signal_name or self.step % c.every == 0
                 if due or (values and self.checkpoints.is_best(values)):
                     self._look_at_pending()
                     with self.clock.paused():
                         self.checkpoints.save(self.state, self.batches.get_state(), values)
                     saved = self.step
-                self._publish_if_due()
         self.checkpoints.wait()
         interrupted = self.step < t.steps
         if interrupted:

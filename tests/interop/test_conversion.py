@@ -90,8 +90,10 @@ def test_there_and_back(run, tmp_path, form):
     assert tokenizer.entries == conversion.read_tokenizer(folder, config)[0].entries
 
 
-@pytest.mark.parametrize("form", ["huggingface", "tensorflow1"])
-@pytest.mark.parametrize("of", ["huggingface", "tensorflow1", "run"])
+@pytest.mark.parametrize(
+    ("of", "form"),
+    [("huggingface", "tensorflow1"), ("tensorflow1", "huggingface"), ("run", "huggingface")],
+)
 def test_from_anything_to_anything(run, tmp_path, of, form):
     """One step from each format into each; nothing of ours is asked for in between."""
     folder, _ = run
@@ -220,10 +222,10 @@ def test_the_small_generator_needs_a_decision(make_run, tmp_path):
     "fields",
     [
         {"recipe": "masked_lm", "mixer": "attention", "embedding_size": 32},
-        {"mixer": "attention"},
+        pytest.param({"mixer": "attention"}, marks=pytest.mark.slow),
         {"generator": {"kind": "shared"}},
-        {"generator": {"tie_embeddings": False}},
-        {"generator": {"kind": "uniform"}},
+        pytest.param({"generator": {"tie_embeddings": False}}, marks=pytest.mark.slow),
+        pytest.param({"generator": {"kind": "uniform"}}, marks=pytest.mark.slow),
     ],
     ids=["bert", "electra", "shared", "untied", "uniform"],
 )

@@ -5,6 +5,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -19,6 +21,12 @@ FAMILIES = {
     "bert": {"recipe": "masked_lm", "mixer": "attention", "embedding_size": 32},
 }
 LABELS = ("no", "maybe", "yes")
+FIELDS = (
+    "architectures", "model_type", "vocab_size", "hidden_size", "num_hidden_layers",
+    "num_attention_heads", "intermediate_size", "hidden_act", "hidden_dropout_prob",
+    "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "pad_token_id",
+    "embedding_size", "head_ratio", "conv_kernel_size", "num_groups", "id2label", "convbert_jax",
+)  # fmt: skip
 
 
 def write(folder, network):
@@ -152,6 +160,29 @@ def test_a_config_that_cannot_be_read(tmp_path, fields, says):
     edit_config(folder, **fields)
     with pytest.raises(ConversionError, match=says):
         huggingface.read_folder(folder)
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+VALUES |= st.lists(st.integers(), max_size=2) | st.sampled_from([0, 1, 2, 3, 64, 1 << 20])
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_no_config_hangs_or_crashes(any_folder, fields):
+    """Whatever stands in config.json is read, or refused in one sentence."""
+    original = (any_folder / "config.json").read_text()
+    try:
+        edit_config(any_folder, **fields)
+        huggingface.read_folder(any_folder)
+    except ConversionError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+    finally:
+        (any_folder / "config.json").write_text(original)
+
+
+@pytest.fixture(scope="module")
+def any_folder(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("any") / "it", random_network())
 
 
 def test_no_folder_and_no_json(tmp_path):
