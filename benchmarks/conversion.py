@@ -3,8 +3,8 @@
     pip install torch==2.13.0 "transformers>=5"      # not in requirements.txt
     python -m benchmarks.conversion
 
-Random weights of standard deviation 0.05 (layer norms around 1), 4 rows of 128 random tokens, full
-and padded to the right, float32. Beside it the largest difference that the Paddle port of the
+Random weights of standard deviation --spread (layer norms around 1), 4 rows of 128 random tokens,
+full and padded to the right, float32. Beside it the largest difference that the Paddle port of the
 published weights gives for its own conversion (its README), on weights and inputs of its own.
 """
 
@@ -27,12 +27,13 @@ PADDLE = {"small": "2.9e-6", "medium_small": "2.8e-6", "base": "8.1e-6"}
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", default=list(PADDLE))
+    parser.add_argument("--spread", type=float, default=0.05, help="of the weights")
     arguments = parser.parse_args()
     print("| model | direction | discriminator, hidden | its logits | generator, hidden | its "
           "logits | Paddle port | seconds |")  # fmt: skip
     print("|---|---|---:|---:|---:|---:|---:|---:|")
     for size in arguments.sizes:
-        parts = make_networks(size)
+        parts = make_networks(size, arguments.spread)
         for direction, measure in DIRECTIONS.items():
             start = time.perf_counter()
             with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +51,7 @@ def main():
     print(f"\npeak memory {peak:.1f} GiB, PyTorch's reading of the folders included")
 
 
-def make_networks(size: str) -> dict[str, networks.Network]:
+def make_networks(size: str, spread: float) -> dict[str, networks.Network]:
     """Discriminator and generator of a published size; of the small one the form that fits."""
     config = importlib.import_module(f"configs.{size}").get_config("paper").to_dict()
     config["generator"]["release_heads"] = size != "small"
@@ -59,7 +60,7 @@ def make_networks(size: str) -> dict[str, networks.Network]:
 
     def draw(path, leaf):
         center = 1.0 if path.endswith("/scale") else 0.0
-        return (center + 0.05 * rng.standard_normal(leaf.shape)).astype(np.float32)
+        return (center + spread * rng.standard_normal(leaf.shape)).astype(np.float32)
 
     flat = networks.flatten(networks.abstract_params(config))
     tree = networks.to_tree({path: draw(path, leaf) for path, leaf in flat.items()})

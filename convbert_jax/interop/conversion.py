@@ -32,6 +32,7 @@ from convbert_jax.interop.networks import (
     abstract_params,
     join,
     split,
+    to_tree,
 )
 from convbert_jax.training import checkpoint
 
@@ -130,6 +131,22 @@ def read_params(workdir: Path, config: Config, step: int | None = None) -> tuple
     return step, jax.device_get(params)
 
 
+def read_moments(workdir: Path, config: Config, step: int):
+    """Adam's first and second moments of a checkpoint, laid out like its networks.
+
+    Raises:
+      CheckpointError: the checkpoint cannot be read.
+    """
+    arrays = checkpoint.load_arrays(workdir / "checkpoints", step)
+
+    def networks(kind: str) -> dict[str, Network]:
+        parts = (name.partition(f"/{kind}/") for name in arrays)
+        found = {path: arrays[a + b + path] for a, b, path in parts if a.startswith("opt_state")}
+        return split(config, to_tree({path: array for path, array in found.items() if path}))
+
+    return networks("mu"), networks("nu")
+
+
 def read_tokenizer(workdir: Path, config: Config) -> tuple[Tokenizer, Any]:
     """(the vocabulary of a run, the settings to open its file with).
 
@@ -201,9 +218,15 @@ def export(
     tokenizer, section = read_tokenizer(workdir, config)
     networks = split(config, params)
     output = output or workdir / form / f"step-{step}"
-    vocabulary = tokenizer, section
     return _write(
-        output, form, networks, vocabulary, title=config.name, step=step, generator=with_generator
+        output,
+        form,
+        networks,
+        (tokenizer, section),
+        title=config.name,
+        step=step,
+        generator=with_generator,
+        moments=read_moments(workdir, config, step) if form == "tensorflow1" else None,
     )
 
 

@@ -107,6 +107,19 @@ def test_from_anything_to_anything(run, tmp_path, of, form):
     assert read.tokenizer["kind"] == "sentencepiece"
 
 
+def test_an_exported_run_keeps_the_moments(run, tmp_path):
+    folder, config = run
+    out = conversion.export(folder, form="tensorflow1", output=tmp_path / "out")
+    read = tensorflow1.read_checkpoint(out / "model.ckpt-3")
+    zeros = {path: 0 * array for path, array in read.networks["main"].parameters.items()}
+    assert_same(
+        read.moments[0]["main"], dataclasses.replace(read.networks["main"], parameters=zeros)
+    )
+    imported, _ = importing.import_run(str(out), plain(config), tmp_path / "back")
+    assert checkpoint.list_steps(tmp_path / "back" / "checkpoints") == [3]
+    assert imported.encoder == config.encoder
+
+
 def test_conversion_keeps_the_moments(tmp_path):
     config = make_config(mask_convolution=False)
     parts = split(config, random_params(config))
