@@ -57,6 +57,11 @@ def import_run(path: str, config: Config, folder: Path) -> tuple[Config, Report]
         finally:
             checkpoints.close()
     logging.info("Wrote %s, step %d.", folder, int(filled.step))
+    if filled.step >= config.train.steps:
+        logging.warning(
+            "The run is finished by config.train.steps=%d; raise it to train on.",
+            config.train.steps,
+        )
     return config, report
 
 
