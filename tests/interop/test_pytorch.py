@@ -72,7 +72,7 @@ def check_round_trip(folder, again):
     return network
 
 
-def check_outputs(folder, network, atol=1e-5):
+def check_outputs(folder, network, logits=1e-5):
     tokens, mask, types = certificate.sample_inputs(network)
     leaks = network.layer.mixer == "mixed"  # then padding is computed alike too
     for rows in (np.ones_like(mask), mask):
@@ -83,8 +83,8 @@ def check_outputs(folder, network, atol=1e-5):
             shown = slice(None) if leaks or ours[name].ndim < 2 else rows.astype(bool)
             if ours[name].shape[:2] != rows.shape:
                 shown = slice(None)
-            # Of 15 million logits of the base size five differ by 1.06e-5: rounding, of large ones.
-            np.testing.assert_allclose(ours[name][shown], theirs[name][shown], atol=atol, rtol=1e-5)
+            limit = logits if name == "mlm_head" else 1e-5
+            np.testing.assert_allclose(ours[name][shown], theirs[name][shown], atol=limit)
 
 
 # There is no ConvBertForPreTraining; of Bert's classes two have a pooler.
@@ -122,7 +122,9 @@ def test_odd_sizes(tmp_path, size):
 def test_published_sizes(tmp_path, size, suffix):
     fields = FULL[size] | dict(vocab_size=30_522, num_hidden_layers=12, max_position_embeddings=512)
     folder = save_theirs(tmp_path / "theirs", "ConvBert", suffix, **fields)
-    check_outputs(folder, check_round_trip(folder, tmp_path / "again"))
+    # One to five of the 15 million logits of the base size differ by up to 1.14e-5: sums of 768
+    # products in another order.
+    check_outputs(folder, check_round_trip(folder, tmp_path / "again"), logits=2e-5)
 
 
 @pytest.mark.parametrize("family", ["ConvBert", "Electra"])
