@@ -139,7 +139,7 @@ def pytorch_outputs(folder: Path, network: Network, tokens, mask, types) -> dict
 
     name = huggingface_config.architecture(network)
     with _quiet():
-        model = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).eval()
+        model = getattr(transformers, name).from_pretrained(folder).float().eval()
     with torch.no_grad():
         outputs = model(
             input_ids=torch.tensor(tokens),

@@ -89,7 +89,8 @@ def read_source(path: str) -> Source:
         raise ConversionError(
             f"{path} is no run (config.json and checkpoints/), no Hugging Face folder (config.json "
             "and weights) and no TensorFlow checkpoint (FILE.index beside FILE.data-*); name one "
-            "of these."
+            "of these; a model on the hub must be downloaded first (hf download NAME --local-dir "
+            "FOLDER)."
         )
     read = tensorflow1.read_checkpoint(prefix)
     return Source(
