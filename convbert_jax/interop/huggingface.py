@@ -164,18 +164,19 @@ def _read_array(place, array: np.ndarray) -> np.ndarray | None:
 def _find_heads(tensors: Mapping[str, np.ndarray], family: str, content) -> dict[str, int]:
     """Head -> number of its logits, for those whose first tensor is there."""
     found = {}
-    architectures = content.get("architectures") or [""]
+    architectures = content.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     for head in HEADS:
         last = "output_bias" if head == "mlm_head" else "output/bias"
         try:
             places = huggingface_places([f"{head}/{last}"], family, groups=1, prefix="")
         except KeyError:
             continue
-        name = places[f"{head}/{last}"].name
+        tensor = places[f"{head}/{last}"].name
         # BertForSequenceClassification has a `classifier` too, behind a pooler that we lack.
-        tags = family != "bert" or str(architectures[0]).endswith("ForTokenClassification")
-        if name in tensors and tensors[name].ndim == 1 and (head != "token_head" or tags):
-            found[head] = len(tensors[name])
+        tags = family != "bert" or name.endswith("ForTokenClassification")
+        if tensor in tensors and tensors[tensor].ndim == 1 and (head != "token_head" or tags):
+            found[head] = len(tensors[tensor])
     return found
 
 

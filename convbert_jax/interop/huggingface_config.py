@@ -134,7 +134,7 @@ def read(folder: Path) -> dict[str, Any]:
         ) from error
     except (ValueError, AttributeError) as error:
         raise ConversionError(f"{path} is not JSON; copy it again.") from error
-    if kind not in _MODEL_TYPES:
+    if not isinstance(kind, str) or kind not in _MODEL_TYPES:
         raise ConversionError(
             f"{path} is of model_type {kind!r}; ConvBERT, ELECTRA and BERT can be read."
         )

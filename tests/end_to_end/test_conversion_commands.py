@@ -16,7 +16,11 @@ __all__ = ["text_source"]  # a fixture
         (("--mode=export", "--source=x"), "needs --output=FOLDER"),
         (("--mode=import", TINY), "--source=WEIGHTS and --workdir=FOLDER"),
         (("--mode=import", "--source=x", "--workdir=y"), "--config is missing"),
-        (("--mode=export", "--workdir=/nowhere"), "--workdir=/nowhere holds no run"),
+        pytest.param(
+            ("--mode=export", "--workdir=/nowhere"),
+            "--workdir=/nowhere holds no run",
+            marks=pytest.mark.slow,
+        ),
         (("--mode=export", "--workdir=x", "--format=onnx"), "format"),
         (("--mode=import", TINY, "--source=/nowhere", "--workdir=y"), "/nowhere is no run"),
     ],

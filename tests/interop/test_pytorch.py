@@ -127,7 +127,7 @@ def test_published_sizes(tmp_path, size, suffix):
     check_outputs(folder, check_round_trip(folder, tmp_path / "again"), logits=2e-5)
 
 
-@pytest.mark.parametrize("family", ["ConvBert", "Electra"])
+@pytest.mark.parametrize("family", ["ConvBert", pytest.param("Electra", marks=pytest.mark.slow)])
 def test_every_layer(tmp_path, family):
     folder = save_theirs(tmp_path / "it", family, "Model", embedding_size=16, num_hidden_layers=3)
     whole = huggingface.read_folder(folder).networks["main"]
@@ -222,7 +222,13 @@ def test_a_wrong_weight_is_no_parity(tmp_path, monkeypatch):
         certificate.certify(folder, other)
 
 
-@pytest.mark.parametrize("head", ["sequence_head", "token_head", "span_head"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        "sequence_head",
+        *(pytest.param(h, marks=pytest.mark.slow) for h in ("token_head", "span_head")),
+    ],
+)
 def test_fine_tuned_heads_with_label_names(tmp_path, head):
     labels = ("start", "end") if head == "span_head" else ("no", "maybe", "yes")
     network = with_head(random_network(mask_convolution=False), head, labels)

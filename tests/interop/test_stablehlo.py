@@ -9,7 +9,11 @@ from convbert_jax.interop import certificate, stablehlo
 from tests.interop.conftest import random_network
 
 
-@pytest.mark.parametrize("fields", [{}, {"mixer": "attention"}], ids=["mixed", "attention"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, pytest.param({"mixer": "attention"}, marks=pytest.mark.slow)],
+    ids=["mixed", "attention"],
+)
 def test_the_same_numbers_at_any_size(tmp_path, fields):
     network = random_network(**fields)
     stablehlo.write(tmp_path, network)
