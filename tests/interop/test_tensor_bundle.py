@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convbert_jax.interop import sorted_table
+from convbert_jax.interop import sorted_table, tensorflow1
 from convbert_jax.interop.crc32c import crc32c, mask
 from convbert_jax.interop.networks import ConversionError
 from convbert_jax.interop.protobuf_wire import field, read_fields, read_varint, varint
@@ -271,7 +271,7 @@ def test_real_index_files_with_random_damage(tmp_path):
     content = (REAL / "convbert" / f"model.ckpt-{tf_values.STEP}.index").read_bytes()
     rng = np.random.default_rng(0)
     rows = list(sorted_table.read_table(content))
-    for number in range(200):
+    for number in range(60):
         rows_now = [list(row) for row in rows]
         row = rows_now[rng.integers(len(rows_now))]
         at = rng.integers(2)
@@ -286,8 +286,6 @@ def test_real_index_files_with_random_damage(tmp_path):
             (REAL / "convbert" / f"model.ckpt-{tf_values.STEP}.data-00000-of-00001").read_bytes()
         )
         try:
-            bundle = Bundle(prefix)
-            for name in bundle.names():
-                bundle.read(name)
+            tensorflow1.read_checkpoint(prefix)
         except ConversionError:
             pass
