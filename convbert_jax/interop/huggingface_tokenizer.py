@@ -5,7 +5,9 @@ tokenizer_config.json    special tokens and the longest input
 vocab.txt, spiece.model  the vocabulary as older software and our own reader take it
 
 One difference is meant: Hugging Face reads "[MASK]" written in a text as the special token (that
-is how masks are given to a pipeline), ours never does.
+is how masks are given to a pipeline), ours never does. Two are not: of SentencePiece splits with
+equal scores theirs may take the other, and theirs may lose a combining mark that no composed
+letter has.
 """
 
 import json
