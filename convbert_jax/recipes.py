@@ -18,7 +18,7 @@ from flax import nnx
 from convbert_jax.analysis import flops, pretraining_report
 from convbert_jax.config import Config, ConfigError, to_dict
 from convbert_jax.data import batching, corpus
-from convbert_jax.interop import conversion, importing
+from convbert_jax.interop import conversion, importing, sources
 from convbert_jax.interop.networks import outline, split
 from convbert_jax.models import pretraining as models
 from convbert_jax.objectives import health, masked_lm, masking, replaced_token
@@ -140,12 +140,12 @@ def build_task(config: Config, special, device: jax.Device) -> Task:
     )
 
 
-def _read_source(config: Config, folder: pathlib.Path) -> conversion.Source | None:
+def _read_source(config: Config, folder: pathlib.Path) -> sources.Source | None:
     """The weights of `config.init_from`, if this start needs them; refused before any long work."""
     if not config.init_from or checkpoint.list_steps(folder / "checkpoints"):
         return None
-    source = conversion.read_source(config.init_from)
-    conversion.check_fits(source, config)
+    source = sources.read_source(config.init_from)
+    sources.check_fits(source, config)
     missing = importing.tokenizer_fields(source, config)
     if missing:
         flags = " ".join(f"--config.{field}={value}" for field, value in missing.items())
@@ -156,9 +156,9 @@ def _read_source(config: Config, folder: pathlib.Path) -> conversion.Source | No
     return source
 
 
-def _fill(config: Config, source: conversion.Source):
+def _fill(config: Config, source: sources.Source):
     """Parameters to start with: of the source, and as usual where it has none."""
-    params, report = conversion.initialize(config, source)
+    params, report = sources.initialize(config, source)
     for line in report.lines():
         logging.info("%s", line)
     return params

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from convbert_jax.interop import huggingface, huggingface_config
-from convbert_jax.interop.networks import ConversionError, Network, forward
+from convbert_jax.interop.modules import forward
+from convbert_jax.interop.networks import ConversionError, Network
 
 LIMIT = 1e-4  # largest absolute difference, in float32
 _ROWS, _LENGTH, _SEED = 4, 128, 0
@@ -123,7 +124,7 @@ def sample_inputs(network: Network, pad_id: int = 0) -> tuple[np.ndarray, np.nda
 
 
 def our_outputs(network: Network, tokens, mask, types) -> dict[str, np.ndarray]:
-    """Outputs of `networks.forward`, on the CPU with products in full float32."""
+    """Outputs of `modules.forward`, on the CPU with products in full float32."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.default_matmul_precision("highest"))
         with contextlib.suppress(RuntimeError):  # a process that was told to know no CPU

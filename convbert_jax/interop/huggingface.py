@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from convbert_jax.interop import huggingface_config, weight_files
-from convbert_jax.interop.networks import HEADS, ConversionError, Network, shapes
+from convbert_jax.interop.modules import HEADS, shapes
+from convbert_jax.interop.networks import ConversionError, Network
 from convbert_jax.interop.tables import TIED, huggingface_places
 
 GENERATOR = "generator"  # the folder of the generator inside of the main one

@@ -15,8 +15,8 @@ from absl import logging
 from convbert_jax.config import Config, from_config_dict, to_dict
 from convbert_jax.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from convbert_jax.interop import certificate, huggingface, huggingface_config, matching
-from convbert_jax.interop.conversion import Source, initialize, read_source
 from convbert_jax.interop.networks import ConversionError, Report, join
+from convbert_jax.interop.sources import Source, initialize, read_source
 from convbert_jax.training import checkpoint, state, workdir
 from convbert_jax.training.optimizer import make_optimizer
 
@@ -25,7 +25,7 @@ def import_run(path: str, config: Config, folder: Path) -> tuple[Config, Report]
     """Makes `folder` a run of ours that starts from the weights at `path`.
 
     Args:
-      path: as `conversion.read_source` takes it.
+      path: as `sources.read_source` takes it.
       config: how the run trains; its model, generator and vocabulary become those of the source.
 
     Returns:

@@ -19,7 +19,8 @@ from jax import export
 from safetensors.numpy import load_file, save_file
 
 from convbert_jax.config import EncoderConfig
-from convbert_jax.interop.networks import ConversionError, Network, modules, stack, to_tree
+from convbert_jax.interop.modules import modules
+from convbert_jax.interop.networks import ConversionError, Network, stack, to_tree
 from convbert_jax.training.state import flatten
 
 PLATFORMS = ("cpu", "cuda", "tpu")

@@ -15,7 +15,8 @@ from absl import logging
 
 from convbert_jax.config import EncoderConfig
 from convbert_jax.interop import sorted_table
-from convbert_jax.interop.networks import ConversionError, Network, describe_sizes, shapes
+from convbert_jax.interop.modules import shapes
+from convbert_jax.interop.networks import ConversionError, Network, describe_sizes
 from convbert_jax.interop.tables import tensorflow_places
 from convbert_jax.interop.tensor_bundle import Bundle, write_bundle
 

@@ -8,7 +8,7 @@ import pytest
 
 from convbert_jax.config import Config, from_config_dict, to_dict
 from convbert_jax.data.tokenizer import train_tokenizer
-from convbert_jax.interop import networks
+from convbert_jax.interop import modules, networks
 from convbert_jax.training import checkpoint, optimizer, state, workdir
 
 WORDS = "the a of river stone light under over small great house tree water fire sun moon star"
@@ -62,7 +62,7 @@ def random_network(name="main", seed=0, **fields) -> networks.Network:
 def with_head(network, head: str, labels: tuple[str, ...], seed=0) -> networks.Network:
     """The encoder of `network` with another head."""
     rng = np.random.default_rng(seed)
-    shapes = networks.shapes(network.embeddings, network.encoder, {head: len(labels)})
+    shapes = modules.shapes(network.embeddings, network.encoder, {head: len(labels)})
     parameters = {
         path: network.parameters[path]
         if path in network.parameters

@@ -18,6 +18,7 @@ from convbert_jax.interop import (
     huggingface_tokenizer,
     importing,
     matching,
+    sources,
     tensorflow1,
 )
 from convbert_jax.interop.networks import ConversionError, split
@@ -43,8 +44,8 @@ def exported(run):
 
 
 def networks_of(folder):
-    config = conversion.read_config(folder)
-    return split(config, conversion.read_params(folder, config)[1])
+    config = sources.read_config(folder)
+    return split(config, sources.read_params(folder, config)[1])
 
 
 def plain(config, **fields):
@@ -86,8 +87,8 @@ def test_there_and_back(run, tmp_path, form):
     assert imported.tokenizer.vocab_size == config.tokenizer.vocab_size
     for name, network in networks_of(tmp_path / "back").items():
         assert_same(networks_of(folder)[name], network)
-    tokenizer, _ = conversion.read_tokenizer(tmp_path / "back", imported)
-    assert tokenizer.entries == conversion.read_tokenizer(folder, config)[0].entries
+    tokenizer, _ = sources.read_tokenizer(tmp_path / "back", imported)
+    assert tokenizer.entries == sources.read_tokenizer(folder, config)[0].entries
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_from_anything_to_anything(run, tmp_path, of, form):
     folder, _ = run
     source = folder if of == "run" else conversion.export(folder, form=of, output=tmp_path / "a")
     out = conversion.convert(str(source), tmp_path / "b", form=form)
-    read = conversion.read_source(str(out))
+    read = sources.read_source(str(out))
     assert read.kind == form
     assert read.step == 3
     for name, network in networks_of(folder).items():
@@ -144,7 +145,7 @@ def test_an_official_run_goes_on(run, tmp_path):
     parts = networks_of(folder)
     moments = tuple(split(config, random_params(config, seed)) for seed in (1, 2))
     tensorflow1.write_checkpoint(tmp_path / "ckpt" / "m", parts, step=70, moments=moments)
-    path = str(conversion.read_tokenizer(folder, config)[0].path)
+    path = str(sources.read_tokenizer(folder, config)[0].path)
     start = plain(config, **{"tokenizer.path": path})
     importing.import_run(str(tmp_path / "ckpt"), start, tmp_path / "run")
     arrays = checkpoint.load_arrays(tmp_path / "run" / "checkpoints", 70)
@@ -206,12 +207,12 @@ def test_folders_are_replaced_only_if_they_are_ours(run, tmp_path):
 
 def test_sources_that_are_none(tmp_path):
     with pytest.raises(ConversionError, match=r"no run .* no Hugging Face folder"):
-        conversion.read_source(str(tmp_path))
+        sources.read_source(str(tmp_path))
     with pytest.raises(ConversionError, match="holds no run"):
         conversion.export(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConversionError, match="is damaged"):
-        conversion.read_config(tmp_path)
+        sources.read_config(tmp_path)
 
 
 def test_a_step_that_is_not_there(run):
@@ -268,7 +269,7 @@ def test_a_run_starts_from_a_folder(run, exported, tmp_path):
     start = start_from(config, exported)
     source = recipes._read_source(start, tmp_path)
     params = recipes._fill(start, source)
-    expected = conversion.read_params(folder, config)[1]
+    expected = sources.read_params(folder, config)[1]
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     # Once it has checkpoints of its own the source is not asked again.
     assert recipes._read_source(start, folder) is None
@@ -276,10 +277,10 @@ def test_a_run_starts_from_a_folder(run, exported, tmp_path):
 
 def test_a_run_starts_from_a_run(run, tmp_path):
     folder, config = run
-    path = str(conversion.read_tokenizer(folder, config)[0].path)
+    path = str(sources.read_tokenizer(folder, config)[0].path)
     start = start_from(config, folder, **{"tokenizer.path": path})
     params = recipes._fill(start, recipes._read_source(start, tmp_path))
-    jax.tree.map(np.testing.assert_array_equal, params, conversion.read_params(folder, config)[1])
+    jax.tree.map(np.testing.assert_array_equal, params, sources.read_params(folder, config)[1])
 
 
 def test_other_sizes_are_named_with_the_flags(run, exported, tmp_path):
@@ -296,8 +297,8 @@ def test_the_vocabulary_must_be_named(run, exported, tmp_path):
 
 def test_another_vocabulary_is_refused(run, exported):
     folder, config = run
-    source = conversion.read_source(str(exported))
-    tokenizer, _ = conversion.read_tokenizer(folder, config)
+    source = sources.read_source(str(exported))
+    tokenizer, _ = sources.read_tokenizer(folder, config)
     importing.check_vocabulary(source, tokenizer)
     tokenizer._vocabulary.entries[10] += "x"
     with pytest.raises(ConversionError, match="differ from entry 10 on"):
@@ -307,9 +308,9 @@ def test_another_vocabulary_is_refused(run, exported):
 def test_masking_may_change_with_a_warning(make_run, exported, run, caplog):
     config = make_config(mask_convolution=True)
     start = start_from(config, exported)
-    source = conversion.read_source(str(exported))
+    source = sources.read_source(str(exported))
     with caplog.at_level("WARNING"):
-        conversion.initialize(start, source)
+        sources.initialize(start, source)
     assert "near padding it computes something else" in caplog.text
 
 
