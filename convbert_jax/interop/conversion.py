@@ -24,8 +24,6 @@ from convbert_jax.interop import (
 )
 from convbert_jax.interop.networks import ConversionError, Network, split
 
-MARK = "exported_by_convbert_jax.json"  # in every folder written here, which may be replaced
-
 
 def export(
     workdir: Path,
@@ -117,9 +115,9 @@ def _write(
         if vocabulary:
             huggingface_tokenizer.write_vocabulary(folder, vocabulary[0])
 
-    replace_folder(output, write)
-    logging.info("Wrote %s.", output)
     layer = networks["main"].layer
+    replace_folder(output, write, mask_convolution=layer.mask_convolution)
+    logging.info("Wrote %s.", output)
     if form == "tensorflow1" and layer.mixer == "mixed" and layer.mask_convolution:
         logging.warning(
             "The official code reads padding in its convolution, this model was trained not to: "
@@ -191,13 +189,16 @@ def check_expressible(networks: Mapping[str, Network]) -> None:
             raise ConversionError(f"the {_role(networks, name)}{hint}: {error}") from None
 
 
-def replace_folder(output: Path, write: Callable[[Path], None]) -> None:
+def replace_folder(output: Path, write: Callable[[Path], None], **said: bool) -> None:
     """Makes `output` by `write`, whole or not at all; replaces only what was made here.
+
+    Args:
+      said: kept beside it, for `sources.read_source`.
 
     Raises:
       ConversionError: `output` is somebody else's, or cannot be written.
     """
-    if output.exists() and not (output / MARK).is_file():
+    if output.exists() and not (output / sources.MARK).is_file():
         raise ConversionError(
             f"{output} exists and was not exported from here; remove it or name another --output."
         )
@@ -210,7 +211,7 @@ def replace_folder(output: Path, write: Callable[[Path], None]) -> None:
             f"{output} cannot be written ({error.strerror}); name another --output."
         ) from error
     write(unfinished)
-    (unfinished / MARK).write_text(json.dumps({"format": 1}) + "\n")
+    (unfinished / sources.MARK).write_text(json.dumps({"format": 1, **said}) + "\n")
     shutil.rmtree(output, ignore_errors=True)
     unfinished.rename(output)
 

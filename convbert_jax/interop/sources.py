@@ -32,6 +32,8 @@ from convbert_jax.interop.networks import (
 )
 from convbert_jax.training import checkpoint
 
+MARK = "exported_by_convbert_jax.json"  # in every folder that was written here
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -89,7 +91,7 @@ def read_source(path: str) -> Source:
     read = tensorflow1.read_checkpoint(prefix)
     return Source(
         "tensorflow1",
-        read.networks,
+        _with_masking(read.networks, prefix.parent),
         read.ignored,
         step=read.step,
         moments=read.moments,
@@ -187,6 +189,26 @@ def initialize(config: Config, source: Source) -> tuple[Any, Report]:
         )
     params, report = join(config, source.networks)
     return params, dataclasses.replace(report, ignored=(*report.ignored, *source.ignored))
+
+
+def _with_masking(networks: Mapping[str, Network], folder: Path) -> Mapping[str, Network]:
+    """The networks as they were trained: a TensorFlow checkpoint of ours says so in MARK."""
+    try:
+        masked = json.loads((folder / MARK).read_text()).get("mask_convolution") is True
+    except (OSError, ValueError, AttributeError):
+        masked = False
+
+    def change(network):
+        stages = tuple(
+            dataclasses.replace(
+                stage, layer=dataclasses.replace(stage.layer, mask_convolution=masked)
+            )
+            for stage in network.encoder.stages
+        )
+        encoder = dataclasses.replace(network.encoder, stages=stages)
+        return dataclasses.replace(network, encoder=encoder)
+
+    return {name: change(network) for name, network in networks.items()}
 
 
 def _vocabulary_fields(folder: Path) -> dict[str, Any] | None:

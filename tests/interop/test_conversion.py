@@ -336,9 +336,11 @@ def test_revisions_are_refused_before_training(make_run):
     conversion.check_expressible(outline(make_config()))
 
 
-def test_masked_convolution_travels(make_run, tmp_path):
+@pytest.mark.parametrize("form", ["huggingface", "tensorflow1"])
+def test_masked_convolution_travels(make_run, tmp_path, form):
     folder, config = make_run(mask_convolution=True)
-    out = conversion.export(folder)
-    assert json.loads((out / "config.json").read_text())["convbert_jax"]["mask_convolution"]
+    out = conversion.export(folder, form=form)
+    if form == "huggingface":
+        assert json.loads((out / "config.json").read_text())["convbert_jax"]["mask_convolution"]
     imported, _ = importing.import_run(str(out), config, tmp_path / "back")
     assert imported.model.mask_convolution
