@@ -1,0 +1,106 @@
+"""The fused op: XLA's form against the definition, gradients, and bad arguments."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convbert_jax.ops.span_dynamic_conv import IMPLEMENTATIONS, span_dynamic_conv
+from tests.ops.test_dynamic_conv import segments
+
+
+def inputs(batch=2, length=20, heads=2, width=8, taps=9):
+    keys = jax.random.split(jax.random.key(0), 6)
+    shape = (batch, length, heads * width)
+    query, span_key, values, cotangent = (jax.random.normal(key, shape) for key in keys[:4])
+    kernel = jax.random.normal(keys[4], (heads * width, heads * taps)) * 0.3
+    return (query, span_key, values, kernel, jax.random.normal(keys[5], (heads * taps,))), cotangent
+
+
+def loops(query, span_key, values, kernel, bias, heads, ids):
+    batch, length, channels = values.shape
+    taps, width = kernel.shape[1] // heads, channels // heads
+    out = np.zeros(values.shape, np.float64)
+    for b in range(batch):
+        for t in range(length):
+            logits = (query[b, t] * span_key[b, t]) @ kernel + bias
+            for h in range(heads):
+                powers = np.exp(logits[h * taps : (h + 1) * taps])
+                own = slice(h * width, (h + 1) * width)
+                for i, weight in enumerate(powers / powers.sum()):
+                    s = t + i - taps // 2
+                    if 0 <= s < length and ids[b, s] == ids[b, t] != 0:
+                        out[b, t, own] += weight * values[b, s, own]
+    return out
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_is_the_formula(implementation):
+    arrays, _ = inputs()
+    ids = segments(2, 20)
+    run = functools.partial(
+        span_dynamic_conv, heads=2, segment_ids=ids, implementation=implementation
+    )
+    wanted = loops(*map(np.asarray, arrays), 2, np.asarray(ids))
+    np.testing.assert_allclose(jax.jit(run)(*arrays), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_are_those_of_the_definition(packed):
+    arrays, cotangent = inputs()
+    ids = segments(2, 20) if packed else None
+
+    def gradients(implementation):
+        run = functools.partial(
+            span_dynamic_conv, heads=2, segment_ids=ids, implementation=implementation
+        )
+        return jax.jit(lambda *a: jax.vjp(run, *a)[1](cotangent))(*arrays)
+
+    for one, other in zip(gradients("xla"), gradients("reference"), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_on_a_mesh_it_is_the_same():
+    arrays, _ = inputs(batch=8)
+    wanted = span_dynamic_conv(*arrays, heads=2)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        place = jax.NamedSharding(mesh, jax.P("data"))
+        placed = [jax.device_put(x, place) for x in arrays[:3]]
+        out = jax.jit(functools.partial(span_dynamic_conv, heads=2))(*placed, *arrays[3:])
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("values", {2: jnp.zeros((2, 20))}),
+        ("query", {0: jnp.zeros((2, 20, 8))}),
+        ("span_key", {1: jnp.zeros((2, 20, 16), jnp.bfloat16)}),
+        ("kernel", {3: jnp.zeros((16, 17))}),
+        ("bias", {4: jnp.zeros(17)}),
+        ("heads", {"heads": 3}),
+        ("segment_ids", {"segment_ids": jnp.ones((2, 5), jnp.int32)}),
+        ("dilation", {"dilation": 0}),
+        ("implementation", {"implementation": "cuda"}),
+        ("implementation", {"implementation": "pallas_tpu"}),
+    ],
+)
+def test_errors_name_the_argument(name, change):
+    arrays = list(inputs()[0])
+    arguments = {"heads": 2}
+    for key, value in change.items():
+        if isinstance(key, int):
+            arrays[key] = value
+        else:
+            arguments[key] = value
+    with pytest.raises(ValueError, match=f"span_dynamic_conv: {name} is "):
+        span_dynamic_conv(*arrays, **arguments)
+
+
+def test_every_implementation_of_the_plain_op_is_here():
+    from convbert_jax.ops import dynamic_conv
+
+    assert set(IMPLEMENTATIONS) == set(dynamic_conv.IMPLEMENTATIONS)
