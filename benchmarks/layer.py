@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import statistics
 from unittest import mock
 
@@ -31,7 +30,7 @@ class Layer:
 
     mixer: str
     attention: str  # config.model.attention
-    convolution: str = ""  # a baseline's or an implementation's name
+    convolution: str = "auto"  # a baseline, or config.model.convolution
 
 
 LAYERS = {
@@ -79,7 +78,7 @@ def main() -> None:
     if options.target.startswith("tpu"):
         tpu_pricing.use_compile_only_tpu()
     else:
-        os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda,rocm"}[options.target]
+        timing.use(options.target)
     if not options.json:
         print(f"{options.target}, {options.dtype}, base shapes, no dropout")
         print(f"{'':40}{'B x L':>10} {'direction':18}{'cost':>10}{'ratio':>8}")
@@ -125,9 +124,11 @@ def build(layer: Layer, dtype: str, batch: int, length: int):
     import jax.numpy as jnp
     from flax import nnx
 
+    from benchmarks.baselines import BASELINES
     from convbert_jax.config import Config
     from convbert_jax.models import encoder
 
+    baseline = layer.convolution in BASELINES
     model = dataclasses.replace(
         Config().model,
         hidden_size=768,
@@ -138,6 +139,7 @@ def build(layer: Layer, dtype: str, batch: int, length: int):
         dropout=0.0,
         attention_dropout=0.0,
         attention=layer.attention,
+        convolution="xla" if baseline else layer.convolution,
     )
     config = dataclasses.replace(Config(), model=model).encoder.stages[0].layer
 
@@ -147,7 +149,7 @@ def build(layer: Layer, dtype: str, batch: int, length: int):
     graphdef, params = nnx.split(nnx.eval_shape(make))
 
     def run(x, params, ids):
-        with _convolution(layer.convolution):
+        with _baseline(layer.convolution) if baseline else contextlib.nullcontext():
             return nnx.merge(graphdef, params)(x, ids)
 
     shape = (batch, length)
@@ -156,26 +158,15 @@ def build(layer: Layer, dtype: str, batch: int, length: int):
 
 
 @contextlib.contextmanager
-def _convolution(name: str):
-    """While a layer is traced, its dynamic convolution is the named baseline or implementation."""
-    from benchmarks.baselines import BASELINES
+def _baseline(name: str):
+    """While a layer is traced, its whole convolution branch is the named baseline, unmasked."""
+    from benchmarks.baselines import BASELINES, spanned
     from convbert_jax.models import mixers
-    from convbert_jax.ops import xla_span
 
-    if not name:
-        yield
-        return
-    original = mixers.span_dynamic_conv
+    def branch(*arrays, heads, **_):
+        return spanned(BASELINES[name], heads)(*arrays)
 
-    def substitute(query, span_key, values, kernel, bias, *, heads, **arguments):
-        arrays = query, span_key, values, kernel, bias
-        if name not in BASELINES:
-            return original(*arrays, heads=heads, **arguments | {"implementation": name})
-        weights = xla_span.weights(query, span_key, kernel, bias, heads)
-        by_head = values.reshape(*values.shape[:2], heads, -1)
-        return BASELINES[name](by_head, weights).reshape(values.shape)
-
-    with mock.patch.object(mixers, "span_dynamic_conv", substitute):
+    with mock.patch.object(mixers, "span_dynamic_conv", branch):
         yield
 
 

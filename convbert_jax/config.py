@@ -48,7 +48,8 @@ class LayerConfig:
     ffn_groups: int  # contiguous channel groups in both feed-forward matmuls (ConvBERT §3.3)
     dropout: float
     attention_dropout: float
-    attention: str  # of ops/attention.py
+    attention: str
+    convolution: str
     mask_convolution: bool
     layer_norm_epsilon: float
     initializers: str
@@ -98,6 +99,7 @@ class EncoderConfig:
 REMAT_POLICIES = ("none", "dots", "full")
 INITIALIZERS = ("release", "huggingface")
 ATTENTIONS = ("auto", "xla", "cudnn", "splash")
+CONVOLUTIONS = ("auto", "xla", "pallas_tpu", "pallas_gpu", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +110,7 @@ class ModelSection:
     hidden_size: int = 256
     embedding_size: int = 128  # a dense projection follows if this differs from hidden_size
     heads: int = 4  # nominal heads; head width = hidden_size // heads
-    # bottleneck gamma: heads // head_ratio attention heads and as many convolution heads
-    head_ratio: int = 2
+    head_ratio: int = 2  # gamma: heads // head_ratio heads of attention, as many of convolution
     mixer: str = "mixed"  # mixed (ConvBERT) | attention (BERT, ELECTRA)
     kernel_size: int = 9
     ffn_size: int = 1024
@@ -118,9 +119,9 @@ class ModelSection:
     types: int = 2  # rows of the segment-type table
     dropout: float = 0.1
     attention_dropout: float = 0.1
-    # auto: the fastest per platform | xla | cudnn (GPU) | splash (TPU). Only xla has attention
-    # dropout, so auto trains with it unless attention_dropout is 0
-    attention: str = "auto"
+    # auto: the fastest per platform (attention: xla if there is attention dropout)
+    attention: str = "auto"  # auto | xla | cudnn (GPU) | splash (TPU)
+    convolution: str = "auto"  # auto | xla | pallas_tpu | pallas_gpu | reference
     layer_norm_epsilon: float = 1e-12
     # True: no convolution tap reads padding or another document. Release: the convolution branch
     # never sees the mask, so outputs depend on how much padding follows; needed for parity with
@@ -401,6 +402,7 @@ class Config:
             dropout=m.dropout,
             attention_dropout=m.attention_dropout,
             attention=m.attention,
+            convolution=m.convolution,
             mask_convolution=m.mask_convolution,
             layer_norm_epsilon=m.layer_norm_epsilon,
             initializers=m.initializers,

@@ -9,6 +9,7 @@ import difflib
 
 from convbert_jax.config import (
     ATTENTIONS,
+    CONVOLUTIONS,
     DTYPES,
     INITIALIZERS,
     PLATFORMS,
@@ -82,6 +83,7 @@ def _check_model(config: Config) -> None:
     _check_fraction("model", m, "dropout", "attention_dropout")
     check_choice("model.mixer", m.mixer, ("mixed", "attention"))
     check_choice("model.attention", m.attention, ATTENTIONS)
+    check_choice("model.convolution", m.convolution, CONVOLUTIONS)
     _check(
         m.attention in ("auto", "xla") or m.attention_dropout == 0.0,
         f"config.model.attention='{m.attention}' has no attention dropout; set "

@@ -9,8 +9,13 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import LayerConfig
 from convbert_jax.models.attention import attend
-from convbert_jax.models.convolution import SeparableConv, span_dynamic_conv
+from convbert_jax.models.convolution import SeparableConv
 from convbert_jax.models.layers import Dense, Initializers
+from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
+
+# Implementations of the dynamic convolution that have one of the key's convolution beside them;
+# the others take XLA's.
+KERNELS = ("auto", "pallas_tpu")
 
 
 class SelfAttention(nnx.Module):
@@ -59,17 +64,23 @@ class MixedAttention(nnx.Module):
         self, x: Float[Array, "B L C"], segment_ids: Int[Array, "B L"], key: Array | None = None
     ) -> Float[Array, "B L C"]:
         c = self.config
-        query, keys, value, conv_value = _project(
-            x, c.attention_heads, self.query, self.key, self.value, self.conv_value
-        )
+        query, keys, value = _project(x, c.attention_heads, self.query, self.key, self.value)
         attended = attend(
             query, keys, value, segment_ids, dropout_rate=c.attention_dropout, dropout_key=key,
             implementation=c.attention,
         )  # fmt: skip
         conv_ids = segment_ids if c.mask_convolution else None
-        span_key = self.key_conv(x, conv_ids).reshape(query.shape)
-        convolved = span_dynamic_conv(query, span_key, conv_value, self.conv_kernel, conv_ids)
-        return self.output(jnp.concatenate([_join(attended), _join(convolved)], axis=-1))
+        convolved = span_dynamic_conv(
+            _join(query),
+            self.key_conv(x, conv_ids, c.convolution if c.convolution in KERNELS else "xla"),
+            self.conv_value(x),
+            self.conv_kernel.kernel[...].astype(x.dtype),
+            self.conv_kernel.bias[...].astype(x.dtype),
+            heads=c.attention_heads,
+            segment_ids=conv_ids,
+            implementation=c.convolution,
+        )
+        return self.output(jnp.concatenate([_join(attended), convolved], axis=-1))
 
 
 MIXERS = {"mixed": MixedAttention, "attention": SelfAttention}

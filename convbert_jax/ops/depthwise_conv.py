@@ -1,10 +1,14 @@
 """Depthwise convolution over time: one fixed filter per channel, taps as in `dynamic_conv`."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.ops import taps
+from convbert_jax.ops import dispatch, pallas_tpu_depthwise, taps
+
+Implementation = Literal["auto", "xla", "pallas_tpu"]
 
 
 def depthwise_conv(
@@ -12,6 +16,7 @@ def depthwise_conv(
     filters: Float[Array, "K C"],
     *,
     segment_ids: Int[Array, "B L"] | None = None,
+    implementation: Implementation = "auto",
 ) -> Float[Array, "B L C"]:
     """out[b, t, c] = sum over i of filters[i, c] * x[b, t + i - K // 2, c], 0 outside the row.
 
@@ -19,12 +24,15 @@ def depthwise_conv(
       x: inputs.
       filters: one filter of K taps per channel, in correlation order.
       segment_ids: taps never cross a segment boundary; padding (0) is never read and outputs 0.
+      implementation: a key of IMPLEMENTATIONS, or "auto": chosen for the platform (AUTO). One that
+        is named never gives way to another.
 
     Returns:
       [B, L, C] in the dtype of `x`; products and sums are float32.
 
     Raises:
-      ValueError: shapes that do not fit; the message names the argument.
+      ValueError: shapes that do not fit, or an implementation that does not run on the devices at
+        hand; the message names the argument.
     """
     if x.ndim != 3:
         raise ValueError(f"depthwise_conv: x is {list(x.shape)}, but must be [B, L, C].")
@@ -37,7 +45,8 @@ def depthwise_conv(
             f"depthwise_conv: segment_ids is {list(segment_ids.shape)}, "
             f"but must be {list(x.shape[:2])}."
         )
-    return _depthwise_conv(x, filters, segment_ids)
+    function = dispatch.choose("depthwise_conv", implementation, IMPLEMENTATIONS, AUTO)
+    return function(x, filters, segment_ids)
 
 
 @jax.custom_vjp
@@ -83,3 +92,13 @@ def _masked(products, segment_ids, offsets):
         jnp.where(mask[..., None], product, 0)
         for mask, product in zip(allowed, products, strict=True)
     ]
+
+
+def _on_mesh(x, filters, segment_ids):
+    arrays = x, filters, segment_ids
+    return dispatch.over_mesh(pallas_tpu_depthwise.depthwise_conv, arrays, (None, -1, None))
+
+
+# name -> f(x, filters, segment_ids or None); each owns its gradient.
+IMPLEMENTATIONS = {"xla": _depthwise_conv, "pallas_tpu": _on_mesh}
+AUTO = {"tpu": "pallas_tpu", "default": "xla"}

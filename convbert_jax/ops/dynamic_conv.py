@@ -6,24 +6,38 @@ V vocabulary, E embedding channels, N layers, M masked positions.
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.ops import reference, taps, xla
+from convbert_jax.ops import dispatch, pallas_gpu, pallas_tpu, reference, taps, xla
 
-Implementation = Literal["auto", "reference", "xla"]
+Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu"]
 
-# name -> f(values, weights, segment_ids or None, offsets); each owns its gradient.
-IMPLEMENTATIONS = {"reference": reference.dynamic_conv, "xla": xla.dynamic_conv}
 
-# What "auto" takes on each platform. Kernels enter here by their platform: tpu, cuda, rocm.
-AUTO = {"default": "xla"}
+def _on_mesh(kernel):
+    def run(values, weights, segment_ids, offsets):
+        return dispatch.over_mesh(
+            lambda *arrays: kernel(*arrays, offsets), (values, weights, segment_ids), (2, 2, None)
+        )
+
+    return run
+
+
+# name -> f(values, weights [B, L, H, K], segment_ids or None, offsets); each owns its gradient.
+IMPLEMENTATIONS = {
+    "reference": reference.dynamic_conv,
+    "xla": xla.dynamic_conv,
+    "pallas_tpu": _on_mesh(pallas_tpu.dynamic_conv),
+    "pallas_gpu": _on_mesh(pallas_gpu.dynamic_conv),
+}
+
+# What "auto" takes. The GPU kernels have not run on a GPU yet, so they are taken by name only.
+AUTO = {"tpu": "pallas_tpu", "default": "xla"}
 
 
 def dynamic_conv(
     values: Float[Array, "B L H D"],
-    weights: Float[Array, "B L H K"],
+    weights: Float[Array, "*BL H K"],
     *,
     segment_ids: Int[Array, "B L"] | None = None,
     dilation: int = 1,
@@ -38,46 +52,46 @@ def dynamic_conv(
 
     Args:
       values: what is summed, shared filter over the D channels of a head.
-      weights: one filter for each position and head.
+      weights: one filter for each position and head, or [H, K] for all positions (LightConv).
       segment_ids: taps never cross a segment boundary; padding (0) is never read and outputs 0,
         whatever values and weights hold there, NaN included. None: one segment without padding.
       dilation: distance between neighboring taps.
       causal: read the position itself and the past only.
-      implementation: a key of IMPLEMENTATIONS, or "auto": chosen for the platform it is lowered
-        for.
+      implementation: a key of IMPLEMENTATIONS, or "auto": chosen for the platform (AUTO). One that
+        is named never gives way to another.
 
     Returns:
       [B, L, H, D] in the dtype of `values`; products and sums are float32.
 
     Raises:
-      ValueError: an argument of the wrong shape or value; the message names it.
+      ValueError: an argument of the wrong shape or value, or an implementation that does not run
+        on the devices at hand; the message names it.
     """
-    _check(values, weights, segment_ids, dilation, implementation)
+    _check(values, weights, segment_ids, dilation)
+    function = dispatch.choose("dynamic_conv", implementation, IMPLEMENTATIONS, AUTO)
     offsets = taps.offsets(weights.shape[-1], dilation=dilation, causal=causal)
-    if implementation != "auto":
-        return IMPLEMENTATIONS[implementation](values, weights, segment_ids, offsets)
-    by_platform = {platform: _bind(name, offsets) for platform, name in AUTO.items()}
-    return jax.lax.platform_dependent(values, weights, segment_ids, **by_platform)
+    if weights.ndim == 2:
+        weights = jnp.broadcast_to(weights, (*values.shape[:2], *weights.shape))
+    return function(values, weights, segment_ids, offsets)
 
 
-def _bind(name, offsets):
-    return lambda values, weights, ids: IMPLEMENTATIONS[name](values, weights, ids, offsets)
-
-
-def _check(values, weights, segment_ids, dilation, implementation):
+def _check(values, weights, segment_ids, dilation):
     def refuse(name, is_now, must):
         raise ValueError(f"dynamic_conv: {name} is {is_now}, but must be {must}.")
 
     if values.ndim != 4 or not jnp.issubdtype(values.dtype, jnp.floating):
         refuse("values", f"{values.dtype}{list(values.shape)}", "floating [B, L, H, D]")
     if (
-        weights.ndim != 4
-        or weights.shape[:3] != values.shape[:3]
-        or weights.shape[3] < 1
+        weights.shape[:-1] not in (values.shape[:3], values.shape[2:3])
+        or weights.shape[-1] < 1
         or not jnp.issubdtype(weights.dtype, jnp.floating)
     ):
         expected = ", ".join(str(size) for size in values.shape[:3])
-        refuse("weights", f"{weights.dtype}{list(weights.shape)}", f"floating [{expected}, K]")
+        refuse(
+            "weights",
+            f"{weights.dtype}{list(weights.shape)}",
+            f"floating [{expected}, K] or [{values.shape[2]}, K]",
+        )
     if segment_ids is not None and (
         segment_ids.shape != values.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer)
     ):
@@ -85,5 +99,3 @@ def _check(values, weights, segment_ids, dilation, implementation):
         refuse("segment_ids", f"{segment_ids.dtype}{list(segment_ids.shape)}", f"integer{expected}")
     if dilation < 1:
         refuse("dilation", dilation, "at least 1")
-    if implementation not in ("auto", *IMPLEMENTATIONS):
-        refuse("implementation", repr(implementation), f"auto, {' or '.join(IMPLEMENTATIONS)}")

@@ -30,6 +30,7 @@ _CHANGEABLE = (
     "platform",
     "compute_dtype",
     "model.attention",
+    "model.convolution",
     "model.remat",
     "model.scan_unroll",
     "data.workers",

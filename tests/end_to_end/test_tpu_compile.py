@@ -1,10 +1,12 @@
 """The sharded pre-training step goes through the TPU compiler, on a machine without a TPU."""
 
+import functools
 import importlib.util
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
 
 from convbert_jax import recipes
 from convbert_jax.config import MeshSection
@@ -17,6 +19,51 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the libtpu wheel"),
 ]
+
+
+CHIPS = ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:1x1", "tpu7x:2x2x1"]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_kernels_compile(chip):
+    """Forward and backward of each op are Mosaic kernels in the program, under `auto` too."""
+    from jax.experimental import topologies
+
+    from convbert_jax.ops.depthwise_conv import depthwise_conv
+    from convbert_jax.ops.dynamic_conv import dynamic_conv
+    from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=chip)
+    devices = topology.devices[:1]
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+    place = jax.NamedSharding(mesh, jax.P())
+
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
+
+    ids = shape(8, 128, dtype=jnp.int32)
+    wide, by_head = shape(8, 128, 256), shape(8, 128, 4, 64)
+    programs = {
+        "dynamic_conv": (
+            lambda i, *a: dynamic_conv(*a, segment_ids=i), (by_head, shape(8, 128, 4, 9))
+        ),
+        "span_dynamic_conv": (
+            lambda i, *a: span_dynamic_conv(*a, heads=4, segment_ids=i),
+            (wide, wide, wide, shape(256, 36), shape(36)),
+        ),
+        "depthwise_conv": (
+            lambda i, *a: depthwise_conv(*a, segment_ids=i), (wide, shape(9, 256))
+        ),
+    }  # fmt: skip
+    for name, (function, arrays) in programs.items():
+
+        def both(ids, *arrays, function=function):
+            out, back = jax.vjp(functools.partial(function, ids), *arrays)
+            return out, back(out)
+
+        with jax.set_mesh(mesh):
+            text = jax.jit(both).lower(ids, *arrays).compile().as_text()
+        assert text.count('custom_call_target="tpu_custom_call"') == 2, name
 
 
 def test_step_compiles_for_four_chips_of_v5e():
@@ -54,4 +101,5 @@ def test_step_compiles_for_four_chips_of_v5e():
         compiled = train_step.lower(abstract, batch).compile()
     text = compiled.as_text()
     assert "bf16" in text  # compute dtype of an accelerator
+    assert "tpu_custom_call" in text  # on a mesh too, the convolution is ours
     assert compiled.memory_analysis().temp_size_in_bytes < 16e9

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convbert_jax.ops import dynamic_conv as op
-from convbert_jax.ops import reference, taps
+from convbert_jax.ops import dispatch, reference, taps
 from convbert_jax.ops.dynamic_conv import dynamic_conv
 
-FAST = sorted(set(op.IMPLEMENTATIONS) - {"reference"})
+# The kernels run on their own devices only: tests/ops/test_pallas_tpu.py and test_pallas_gpu.py.
+HERE = ["reference", "xla"]
+FAST = ["xla"]
 
 
 def inputs(seed=0, batch=2, length=16, heads=2, width=8, kernel=9, dtype=jnp.float32):
@@ -133,7 +134,7 @@ def test_numerics(implementation, dtype, kernel, length, width, dilation, causal
         np.testing.assert_allclose(np.asarray(ours, np.float32), wanted, rtol=relative, atol=2e-5)
 
 
-@pytest.mark.parametrize("implementation", sorted(op.IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", HERE)
 class TestProperties:
     @pytest.fixture
     def conv(self, implementation):
@@ -227,8 +228,48 @@ VALUES, WEIGHTS = jnp.zeros((2, 4, 1, 3)), jnp.zeros((2, 4, 1, 9))
         ("segment_ids", VALUES, WEIGHTS, {"segment_ids": jnp.ones((2, 4))}),
         ("dilation", VALUES, WEIGHTS, {"dilation": 0}),
         ("implementation", VALUES, WEIGHTS, {"implementation": "cuda"}),
+        ("implementation", VALUES, WEIGHTS, {"implementation": "pallas_tpu"}),
+        ("implementation", VALUES, WEIGHTS, {"implementation": "pallas_gpu"}),
     ],
 )
 def test_errors_name_the_argument(name, values, weights, arguments):
     with pytest.raises(ValueError, match=f"dynamic_conv: {name} is "):
         dynamic_conv(values, weights, **arguments)
+
+
+def test_one_filter_for_all_positions():
+    values, weights, cotangent = inputs()
+    shared = weights[0, 0]
+    out, back = jax.vjp(dynamic_conv, values, shared)
+    everywhere = jnp.broadcast_to(shared, weights.shape)
+    wanted, wanted_back = jax.vjp(dynamic_conv, values, everywhere)
+    np.testing.assert_allclose(out, wanted, atol=1e-6)
+    d_values, d_shared = back(cotangent)
+    wanted_values, wanted_weights = wanted_back(cotangent)
+    np.testing.assert_allclose(d_values, wanted_values, atol=1e-6)
+    np.testing.assert_allclose(d_shared, wanted_weights.sum(axis=(0, 1)), atol=1e-4)
+
+
+def test_auto_says_what_it_takes(caplog):
+    dispatch._log_once.cache_clear()
+    with caplog.at_level("INFO", logger="convbert_jax.ops.dispatch"):
+        dynamic_conv(VALUES, WEIGHTS)
+        dynamic_conv(VALUES, WEIGHTS)
+    assert [r.message for r in caplog.records] == [
+        "dynamic_conv: auto takes xla on cpu; its kernels do not run on cpu."
+    ]
+
+
+def test_vmap_and_checkpoint():
+    values, weights, cotangent = inputs()
+    many = [jnp.stack([x, 2 * x]) for x in (values, weights)]
+    out = jax.vmap(dynamic_conv)(*many)
+    np.testing.assert_allclose(out[1], 4 * dynamic_conv(values, weights), atol=1e-5)
+
+    def total(function):
+        return jax.grad(lambda v, w: jnp.vdot(function(v, w), cotangent), argnums=(0, 1))
+
+    plain = total(dynamic_conv)(values, weights)
+    again = total(jax.checkpoint(dynamic_conv))(values, weights)
+    for one, other in zip(plain, again, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)

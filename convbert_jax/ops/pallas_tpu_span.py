@@ -1,0 +1,184 @@
+"""Span-based dynamic convolution as one Mosaic kernel for TPU: filters never reach HBM.
+
+Forward: logits, softmax over the taps and the banded products of pallas_tpu_windows.py on rows that
+are already on the chip. Backward: the same filters are computed again from the inputs.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.ops import block_sizes
+from convbert_jax.ops import pallas_tpu_windows as windows
+from convbert_jax.ops.bands import LANES, Bands
+from convbert_jax.ops.pallas_tpu_windows import F32, dot, row_block, whole
+
+# exp stays finite: no tap is weighed more than e^80 times the mean of its head.
+LARGEST_POWER = 80.0
+
+
+def forward(
+    query: Float[Array, "B L C"],
+    span_key: Float[Array, "B L C"],
+    values: Float[Array, "B L C"],
+    kernel: Float[Array, "C HK"],
+    bias: Float[Array, " HK"],
+    segment_ids: Int[Array, "B L"] | None,
+    bands: Bands,
+    *,
+    interpret: object = False,
+) -> Float[Array, "B L C"]:
+    """LConv(values, softmax((query * span_key) kernel + bias)), heads side by side."""
+    dtype = values.dtype
+    rows = block_sizes.rows(bands, len(values), dtype, "span_forward", arrays=4, copies=1)
+    row = functools.partial(row_block, rows)
+    constants = _constants(kernel, bias, bands, dtype, mirrored=False)
+    return windows.call(
+        functools.partial(_forward_kernel, bands, rows),
+        bands, segment_ids, [query, span_key, values, *constants],
+        [row(query), row(span_key), row(values), *map(whole, constants)],
+        outputs=[jax.ShapeDtypeStruct(values.shape, dtype)],
+        output_specs=[row(values)],
+        scratch=[windows.copies(bands, dtype), windows.slots(bands)],
+        rows=rows,
+        interpret=interpret,
+    )[0]  # fmt: skip
+
+
+def _forward_kernel(
+    bands, rows, ids, query, span_key, values, kernel, bias, same_slot, out, apart, filters
+):
+    @pl.loop(0, rows)
+    def _(r):
+        ids.load(r)
+        windows.keep_apart(bands, values[r], ids.real(), apart)
+        filters[...] = _softmax(_products(query, span_key, r), kernel, bias, same_slot, bands)
+
+        def window(start, size):
+            mask = ids.mask(start, size, bands.offsets)
+            part = filters[pl.ds(start, size)]
+            windows.convolve(bands, part, mask, apart, start, size, out, r)
+
+        windows.for_windows(bands, window)
+
+
+def _softmax(products, kernel, bias, same_slot, bands):
+    """[L, slot lanes] filters in their slots, 0 in unused lanes.
+
+    Any number that is the same for all taps of a head may be taken off its logits; their mean
+    costs one product where the largest would cost rotations.
+    """
+    level, used = bias[:1], bias[1:]
+    logits = dot(products, kernel[...]) + level
+    mean = dot(logits.astype(products.dtype), same_slot[...]) / len(bands.offsets)
+    powers = jnp.exp(jnp.minimum(logits - mean, LARGEST_POWER)) * used
+    total = jnp.maximum(dot(powers.astype(products.dtype), same_slot[...]), jnp.finfo(F32).tiny)
+    return powers / total
+
+
+def backward(
+    query: Float[Array, "B L C"],
+    span_key: Float[Array, "B L C"],
+    values: Float[Array, "B L C"],
+    kernel: Float[Array, "C HK"],
+    bias: Float[Array, " HK"],
+    segment_ids: Int[Array, "B L"] | None,
+    cotangent: Float[Array, "B L C"],
+    bands: Bands,
+    *,
+    interpret: object = False,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Cotangents of query, span_key, values, kernel and bias."""
+    dtype = values.dtype
+    rows = block_sizes.rows(bands, len(values), dtype, "span_backward", arrays=7, copies=2)
+    steps = len(values) // rows
+    row = functools.partial(row_block, rows)
+    lanes = bands.slot_lanes
+    constants = _constants(kernel, bias, bands, dtype, mirrored=True)
+    like = jax.ShapeDtypeStruct(values.shape, dtype)
+    # Each step sums over its own positions, so that steps may run on two cores.
+    sums = [
+        jax.ShapeDtypeStruct((steps, bands.channels, lanes), F32),
+        jax.ShapeDtypeStruct((steps, 1, lanes), F32),
+    ]
+    *gradients, d_kernel, d_bias = windows.call(
+        functools.partial(_backward_kernel, bands, rows),
+        bands, segment_ids, [query, span_key, values, cotangent, *constants],
+        [row(query), row(span_key), row(values), row(cotangent), *map(whole, constants)],
+        outputs=[like, like, like, *sums],
+        output_specs=[row(values)] * 3 + [row_block(1, shape) for shape in sums],
+        scratch=[
+            windows.copies(bands, dtype),
+            windows.copies(bands, dtype),
+            windows.slots(bands, halo=True),
+            windows.slots(bands),
+        ],
+        rows=rows,
+        interpret=interpret,
+    )  # fmt: skip
+    reading = jnp.asarray(bands.placing(mirrored=True).T)
+    d_kernel = dot(d_kernel.sum(axis=0), reading).astype(kernel.dtype)
+    d_bias = dot(d_bias.sum(axis=0), reading)[0].astype(bias.dtype)
+    return *gradients, d_kernel, d_bias
+
+
+def _backward_kernel(
+    bands, rows, ids, query, span_key, values, cotangent, kernel, bias, same_slot,
+    d_query, d_span_key, d_values, d_kernel, d_bias, backwards, apart, filters, gradients,
+):  # fmt: skip
+    dtype = d_values.dtype
+    inside = slice(bands.halo, bands.halo + bands.length)
+    d_kernel[...] = jnp.zeros(d_kernel.shape, F32)
+    d_bias[...] = jnp.zeros(d_bias.shape, F32)
+
+    @pl.loop(0, rows)
+    def _(r):
+        products = _products(query, span_key, r)
+        fill = _softmax(products, kernel, bias, same_slot, bands)
+        windows.fill_halo(bands, filters, fill)
+        windows.gradients_of_row(
+            bands, ids, r, values, cotangent, filters, d_values, gradients, backwards, apart
+        )
+        shares = filters[inside] * gradients[...]
+        along = dot(shares.astype(dtype), same_slot[...])
+        d_logits = shares - filters[inside] * along
+        real = ids.real()
+        if real is not None:
+            d_logits = _only(real, d_logits)
+        d_bias[0] += d_logits.sum(axis=0, keepdims=True)
+        d_logits = d_logits.astype(dtype)
+        d_products = dot(d_logits, kernel[...], contract=(1, 1))
+        d_query[r] = _only(real, d_products * span_key[r].astype(F32)).astype(dtype)
+        d_span_key[r] = _only(real, d_products * query[r].astype(F32)).astype(dtype)
+        products = _only(real, _products(query, span_key, r).astype(F32)).astype(dtype)
+        d_kernel[0] += dot(products, d_logits, contract=(0, 0))
+
+
+def _products(query, span_key, r):
+    exact = query[r].astype(F32) * span_key[r].astype(F32)
+    return exact.astype(query.dtype)
+
+
+def _only(real, x):
+    """x where the row is no padding, else 0."""
+    if real is None:
+        return x
+    # Selected, so that NaN is gone, and multiplied: the compiler fails on products of selections.
+    parts = []
+    for lane in range(0, x.shape[1], LANES):
+        part = x[:, lane : lane + LANES]
+        own = real[:, : part.shape[1]]
+        parts.append(jnp.where(own, part, 0.0) * own.astype(F32))
+    return jnp.concatenate(parts, axis=1)
+
+
+def _constants(kernel, bias, bands: Bands, dtype, *, mirrored):
+    """Kernel of the logits in slots; [2, slot lanes] bias, 1 in lanes used; the sum of a slot."""
+    placing = bands.placing(mirrored=mirrored)
+    slots = dot(kernel.astype(dtype), jnp.asarray(placing, dtype)).astype(dtype)
+    level = dot(bias.astype(F32)[None], jnp.asarray(placing))
+    levels = jnp.concatenate([level, jnp.asarray(placing.max(axis=0, keepdims=True))])
+    return [slots, levels, jnp.asarray(bands.same_slot(mirrored=mirrored), dtype)]

@@ -1,0 +1,116 @@
+"""Span-based dynamic convolution in one op: filters made from a span and used at once.
+
+On accelerators the traffic of the filters costs more than their arithmetic, so the kernels compute
+projection, softmax and convolution on what is on the chip, and the backward pass computes the
+filters again instead of reading them.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.ops import (
+    dispatch,
+    dynamic_conv,
+    pallas_gpu_span,
+    pallas_tpu,
+    reference,
+    taps,
+    xla_span,
+)
+from convbert_jax.ops.dynamic_conv import Implementation
+
+
+def _reference(query, span_key, values, kernel, bias, segment_ids, heads, offsets):
+    weights = xla_span.weights(query, span_key, kernel, bias, heads)
+    by_head = values.reshape(*values.shape[:2], heads, -1)
+    return reference.dynamic_conv(by_head, weights, segment_ids, offsets).reshape(values.shape)
+
+
+def _on_mesh(op):
+    def run(*arguments):
+        *arrays, heads, offsets = arguments
+        # The logits of a head need the channels of all heads: no part of them on `tensor`.
+        return dispatch.over_mesh(
+            lambda *arrays: op(*arrays, heads, offsets), arrays, (None, None, None, -1, -1, None)
+        )
+
+    return run
+
+
+# name -> f(query, span_key, values, kernel, bias, segment_ids or None, heads, offsets).
+IMPLEMENTATIONS = {
+    "reference": _reference,
+    "xla": xla_span.span_dynamic_conv,
+    "pallas_tpu": _on_mesh(pallas_tpu.span_dynamic_conv),
+    "pallas_gpu": _on_mesh(pallas_gpu_span.span_dynamic_conv),
+}
+AUTO = dynamic_conv.AUTO
+
+
+def span_dynamic_conv(
+    query: Float[Array, "B L C"],
+    span_key: Float[Array, "B L C"],
+    values: Float[Array, "B L C"],
+    kernel: Float[Array, "C HK"],
+    bias: Float[Array, " HK"],
+    *,
+    heads: int,
+    segment_ids: Int[Array, "B L"] | None = None,
+    dilation: int = 1,
+    causal: bool = False,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B L C"]:
+    """LConv(values, softmax(W_f (query * span_key))) (ConvBERT eq. 4), C = heads * D channels.
+
+    The query is not scaled. The softmax runs over the K taps of each head, visible or not, in
+    float32, without dropout, as in the release; taps that are not visible then weigh 0.
+
+    Args:
+      query, span_key: their product decides the filter of a position.
+      values: what is summed, as in `dynamic_conv`.
+      kernel, bias: W_f, a projection of all C channels to the K taps of head 0, of head 1, ...
+      heads: H; divides C and the columns of `kernel`.
+      segment_ids, dilation, causal, implementation: as in `dynamic_conv`.
+
+    Returns:
+      [B, L, C] in the dtype of `values`.
+
+    Raises:
+      ValueError: an argument of the wrong shape or value, or an implementation that does not run
+        on the devices at hand; the message names it.
+    """
+    _check(query, span_key, values, kernel, bias, heads, segment_ids, dilation)
+    function = dispatch.choose("span_dynamic_conv", implementation, IMPLEMENTATIONS, AUTO)
+    offsets = taps.offsets(kernel.shape[1] // heads, dilation=dilation, causal=causal)
+    return function(query, span_key, values, kernel, bias, segment_ids, heads, offsets)
+
+
+def _check(query, span_key, values, kernel, bias, heads, segment_ids, dilation):
+    def refuse(name, is_now, must):
+        raise ValueError(f"span_dynamic_conv: {name} is {is_now}, but must be {must}.")
+
+    if values.ndim != 3 or not jnp.issubdtype(values.dtype, jnp.floating):
+        refuse("values", f"{values.dtype}{list(values.shape)}", "floating [B, L, C]")
+    for name, array in (("query", query), ("span_key", span_key)):
+        if array.shape != values.shape or array.dtype != values.dtype:
+            expected = f"{values.dtype}{list(values.shape)}, as values"
+            refuse(name, f"{array.dtype}{list(array.shape)}", expected)
+    channels = values.shape[2]
+    if heads < 1 or channels % heads:
+        refuse("heads", heads, f"a divisor of the {channels} channels")
+    if (
+        kernel.ndim != 2
+        or kernel.shape[0] != channels
+        or kernel.shape[1] % heads
+        or not kernel.size
+    ):
+        refuse("kernel", list(kernel.shape), f"[{channels}, {heads} * K]")
+    if bias.shape != kernel.shape[1:]:
+        refuse("bias", list(bias.shape), list(kernel.shape[1:]))
+    if segment_ids is not None and (
+        segment_ids.shape != values.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer)
+    ):
+        expected = f"integer{list(values.shape[:2])}"
+        refuse("segment_ids", f"{segment_ids.dtype}{list(segment_ids.shape)}", expected)
+    if dilation < 1:
+        refuse("dilation", dilation, "at least 1")

@@ -1,0 +1,361 @@
+"""TPU kernels without a TPU: numerics in Pallas' interpreter, semantics in that of TPU memory.
+
+Whether they compile for TPUs is tested in tests/end_to_end/test_tpu_compile.py; on a TPU (marker
+tpu) the same numerics run not interpreted.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+
+from convbert_jax.ops import (
+    bands,
+    depthwise_conv,
+    dispatch,
+    pallas_tpu,
+    pallas_tpu_depthwise,
+    pallas_tpu_windows,
+    reference,
+    taps,
+    xla,
+    xla_span,
+)
+from tests.ops.test_dynamic_conv import inputs, segments
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _looped(request, monkeypatch):
+    """Windows in loops: unrolled, the interpreter's programs take XLA:CPU minutes to compile."""
+    if "unrolled" not in request.fixturenames and "tpu" not in request.keywords:
+        monkeypatch.setattr(pallas_tpu_windows, "UNROLLED_WINDOWS", 1)
+        monkeypatch.setattr(pallas_tpu_depthwise, "UNROLLED", 0)
+
+
+@pytest.fixture
+def unrolled():
+    """As on a TPU."""
+
+
+def gradients(function, arrays, cotangent):
+    out, back = jax.vjp(function, *arrays)
+    return out, *back(cotangent)
+
+
+@functools.partial(jax.jit, static_argnames=("offsets", "interpret"))
+def run_plain(values, weights, cotangent, ids, offsets, interpret=True):
+    def function(values, weights):
+        return pallas_tpu.dynamic_conv(values, weights, ids, offsets, interpret)
+
+    return gradients(function, (values, weights), cotangent)
+
+
+@functools.partial(jax.jit, static_argnames=("offsets",))
+def by_reference(values, weights, cotangent, ids, offsets):
+    exact = [x.astype(F32) for x in (values, weights)]
+    function = functools.partial(reference.dynamic_conv, segment_ids=ids, offsets=offsets)
+    return gradients(function, exact, cotangent.astype(F32))
+
+
+def assert_close(actual, expected, dtype, scale=1.0):
+    """Within the rounding of `dtype`, relative to the largest number of an array."""
+    relative = {F32: 2e-6, BF16: 2**-7}[dtype] * scale
+    for ours, wanted in zip(actual, expected, strict=True):
+        ours, wanted = np.asarray(ours, np.float64), np.asarray(wanted, np.float64)
+        assert np.isfinite(ours).all()
+        np.testing.assert_allclose(ours, wanted, atol=relative * max(1.0, np.abs(wanted).max()))
+
+
+# (kernel, batch, length, heads, width, dilation, causal, packed): each value a few times.
+MATRIX = [
+    (1, 2, 1, 2, 48, 1, False, False),
+    (2, 2, 7, 2, 64, 1, False, True),
+    (3, 2, 129, 3, 80, 1, False, True),
+    (9, 2, 128, 4, 48, 1, True, True),
+    (31, 1, 65, 2, 16, 3, True, True),
+]
+LONG = [
+    (7, 4, 127, 1, 128, 1, False, True),
+    (9, 4, 128, 6, 64, 1, False, False),
+    (9, 2, 65, 6, 64, 4, False, True),
+    (15, 2, 7, 2, 64, 1, False, True),
+    (31, 2, 129, 2, 64, 1, False, True),
+    (9, 2, 512, 6, 64, 1, False, True),
+    (15, 2, 512, 2, 80, 1, True, True),
+    (9, 1, 1030, 2, 64, 1, False, True),
+    (31, 1, 1030, 2, 48, 2, False, True),
+    (9, 1, 1300, 2, 64, 1, False, True),
+]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    ("kernel", "batch", "length", "heads", "width", "dilation", "causal", "packed"),
+    [*MATRIX, *(pytest.param(*row, marks=pytest.mark.slow) for row in LONG)],
+)
+def test_plain(dtype, kernel, batch, length, heads, width, dilation, causal, packed):
+    values, weights, cotangent = inputs(0, batch, length, heads, width, kernel, dtype)
+    ids = segments(batch, length) if packed else None
+    offsets = taps.offsets(kernel, dilation=dilation, causal=causal)
+    actual = run_plain(values, weights, cotangent, ids, offsets)
+    expected = by_reference(values, weights, cotangent, ids, offsets)
+    assert [x.dtype for x in actual] == [dtype] * 3
+    assert_close(actual, expected, dtype)
+
+
+def span_inputs(batch, length, heads, width, kernel, dtype):
+    keys = jax.random.split(jax.random.key(0), 6)
+    shape = (batch, length, heads * width)
+    arrays = [jax.random.normal(key, shape) for key in keys[:3]]
+    projection = jax.random.normal(keys[3], (heads * width, heads * kernel)) * 0.1
+    bias = jax.random.normal(keys[4], (heads * kernel,))
+    cotangent = jax.random.normal(keys[5], shape)
+    return [x.astype(dtype) for x in (*arrays, projection, bias)], cotangent.astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("heads", "offsets", "interpret"))
+def run_span(arrays, cotangent, ids, heads, offsets, interpret=True):
+    def function(*arrays):
+        return pallas_tpu.span_dynamic_conv(*arrays, ids, heads, offsets, interpret)
+
+    return gradients(function, arrays, cotangent)
+
+
+@functools.partial(jax.jit, static_argnames=("heads", "offsets"))
+def span_by_xla(arrays, cotangent, ids, heads, offsets):
+    def function(*arrays):
+        return xla_span.span_dynamic_conv(*arrays, ids, heads, offsets)
+
+    exact = [x.astype(F32) for x in arrays]
+    return gradients(function, exact, cotangent.astype(F32))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    ("kernel", "batch", "length", "heads", "width", "dilation", "causal", "packed"),
+    [
+        (9, 2, 40, 4, 48, 1, False, False),
+        pytest.param(9, 4, 128, 6, 64, 1, False, True, marks=pytest.mark.slow),
+        (7, 2, 129, 3, 80, 1, True, True),
+        (31, 1, 33, 2, 16, 1, False, True),
+        pytest.param(9, 2, 512, 6, 64, 1, False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_span(dtype, kernel, batch, length, heads, width, dilation, causal, packed):
+    arrays, cotangent = span_inputs(batch, length, heads, width, kernel, dtype)
+    ids = segments(batch, length) if packed else None
+    offsets = taps.offsets(kernel, dilation=dilation, causal=causal)
+    actual = run_span(arrays, cotangent, ids, heads, offsets)
+    expected = span_by_xla(arrays, cotangent, ids, heads, offsets)
+    assert [x.dtype for x in actual] == [dtype] * 6
+    assert_close(actual, expected, dtype, scale=3.0)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    ("kernel", "batch", "length", "channels", "packed"),
+    [
+        (1, 2, 5, 64, False),
+        (9, 4, 128, 256, True),
+        (4, 2, 129, 144, True),
+        (9, 2, 7, 128, False),
+        pytest.param(9, 1, 1100, 128, True, marks=pytest.mark.slow),
+    ],
+)
+def test_depthwise(dtype, kernel, batch, length, channels, packed):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, cotangent = (jax.random.normal(k, (batch, length, channels)).astype(dtype) for k in keys[:2])
+    filters = jax.random.normal(keys[2], (kernel, channels)).astype(dtype)
+    ids = segments(batch, length) if packed else None
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(function, *arrays):
+        return gradients(lambda x, f: function(x, f, ids), arrays[:2], arrays[2])
+
+    ours = functools.partial(pallas_tpu_depthwise.depthwise_conv, interpret=True)
+    exact = [x.astype(F32) for x in (x, filters, cotangent)]
+    actual = run(lambda x, f, ids: ours(x, f, ids), x, filters, cotangent)
+    expected = run(depthwise_conv.IMPLEMENTATIONS["xla"], *exact)
+    assert [x.dtype for x in actual] == [dtype] * 3
+    assert_close(actual, expected, dtype)
+
+
+class TestNothingLeaks:
+    """What padding holds, NaN too, reaches no output and no gradient; segments stay apart."""
+
+    ids = jnp.asarray([[1] * 20 + [2] * 30 + [0] * 14, [5] * 64])
+
+    def test_plain(self):
+        arrays = inputs(0, 2, 64, 2, 64)
+        dirty = [jnp.where((self.ids == 0)[..., None, None], jnp.nan, x) for x in arrays]
+        clean = run_plain(*arrays, self.ids, taps.offsets(9))
+        for one, other in zip(clean, run_plain(*dirty, self.ids, taps.offsets(9)), strict=True):
+            np.testing.assert_array_equal(other[0, :50], one[0, :50])
+            np.testing.assert_array_equal(other[0, 50:], 0)
+            np.testing.assert_array_equal(other[1], one[1])
+
+    def test_span(self):
+        arrays, cotangent = span_inputs(2, 64, 2, 64, 9, F32)
+
+        def spoil(x):
+            return jnp.where((self.ids == 0)[..., None], jnp.nan, x)
+
+        dirty = [*map(spoil, arrays[:3]), *arrays[3:]]
+        clean = run_span(arrays, cotangent, self.ids, 2, taps.offsets(9))
+        spoiled = run_span(dirty, spoil(cotangent), self.ids, 2, taps.offsets(9))
+        for one, other in zip(clean[:4], spoiled[:4], strict=True):
+            np.testing.assert_array_equal(other[0, :50], one[0, :50])
+            np.testing.assert_array_equal(other[0, 50:], 0)
+        for one, other in zip(clean[4:], spoiled[4:], strict=True):
+            np.testing.assert_allclose(other, one, atol=1e-5)
+
+    def test_depthwise(self):
+        keys = jax.random.split(jax.random.key(0), 2)
+        x, filters = jax.random.normal(keys[0], (2, 64, 64)), jax.random.normal(keys[1], (9, 64))
+        dirty = jnp.where((self.ids == 0)[..., None], jnp.nan, x)
+        run = functools.partial(pallas_tpu_depthwise.depthwise_conv, interpret=True)
+        np.testing.assert_array_equal(
+            run(dirty, filters, self.ids)[0, :50], run(x, filters, self.ids)[0, :50]
+        )
+
+
+@settings(deadline=None, max_examples=8, derandomize=True)
+@given(
+    length=st.integers(1, 80),
+    kernel=st.integers(1, 12),
+    dilation=st.integers(1, 3),
+    heads=st.integers(1, 5),
+    width=st.sampled_from([8, 24, 64]),
+    causal=st.booleans(),
+    packed=st.booleans(),
+)
+def test_any_shape(length, kernel, dilation, heads, width, causal, packed):
+    values, weights, cotangent = inputs(1, 2, length, heads, width, kernel)
+    ids = segments(2, length, seed=length) if packed else None
+    offsets = taps.offsets(kernel, dilation=dilation, causal=causal)
+    actual = run_plain(values, weights, cotangent, ids, offsets)
+    assert_close(actual, by_reference(values, weights, cotangent, ids, offsets), F32)
+
+
+@given(
+    length=st.integers(1, 40).map(lambda n: 16 * n),
+    heads=st.integers(1, 13),
+    width=st.integers(1, 160),
+    reach=st.integers(0, bands.LARGEST_REACH),
+)
+def test_geometry(length, heads, width, reach):
+    """Every tap of every head has a lane of its own, and every channel one class."""
+    offsets = tuple(range(-reach, reach + 1))
+    found = bands.Bands(length, heads, width, offsets, length)
+    for mirrored in (False, True):
+        lanes = found.lanes(mirrored=mirrored)
+        assert len(set(lanes)) == len(lanes)
+        assert lanes.min() >= 0
+        assert lanes.max() < found.slot_lanes
+    assert found.middle >= 16
+    assert found.middle % 16 == 0
+    covered = [
+        t for w in range(found.windows) for t in range(w * found.middle, (w + 1) * found.middle)
+    ]
+    assert covered[:length] == list(range(length))
+    for start, end, pairs in found.blocks():
+        inside = {channel // width for channel in range(start, end)}
+        assert {head // 2 for head in inside} == set(pairs)
+        heads_of_pairs = [head for pair in pairs for head in (2 * pair, 2 * pair + 1)]
+        assert len({head % found.classes for head in heads_of_pairs}) == len(heads_of_pairs)
+
+
+@given(taps_=st.integers(1, 40), dilation=st.integers(1, 30), causal=st.booleans())
+def test_groups_of_taps(taps_, dilation, causal):
+    offsets = taps.offsets(taps_, dilation=dilation, causal=causal)
+    groups = bands.groups(offsets)
+    assert tuple(base + inside for base, part in groups for inside in part) == offsets
+    assert all(abs(inside) <= bands.LARGEST_REACH for _, part in groups for inside in part)
+
+
+def test_rotations_in_steps(monkeypatch):
+    """What TPU v4 does in six steps is what the others do in one."""
+    monkeypatch.setattr(pallas_tpu_windows, "TPU_V4", jax.devices()[0].device_kind)
+    values, weights, cotangent = inputs(0, 2, 40, 2, 64)
+    actual = run_plain(values, weights, cotangent, segments(2, 40), taps.offsets(7))
+    expected = by_reference(values, weights, cotangent, segments(2, 40), taps.offsets(7))
+    assert_close(actual, expected, F32)
+
+
+@pytest.fixture
+def tpu_interpreter():
+    pltpu.reset_tpu_interpret_mode_state()
+    yield pltpu.InterpretParams()
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def test_memory_of_a_tpu(tpu_interpreter):
+    """Memory that nothing was written to holds NaN, and what is out of bounds raises."""
+    values, weights, cotangent = inputs(0, 2, 70, 2, 64)
+    ids = segments(2, 70)
+    actual = run_plain(values, weights, cotangent, ids, taps.offsets(9), tpu_interpreter)
+    assert_close(actual, by_reference(values, weights, cotangent, ids, taps.offsets(9)), F32)
+
+
+def test_span_in_the_memory_of_a_tpu(tpu_interpreter):
+    arrays, cotangent = span_inputs(2, 70, 2, 64, 9, F32)
+    ids = segments(2, 70)
+    actual = run_span(arrays, cotangent, ids, 2, taps.offsets(9), tpu_interpreter)
+    assert_close(actual, span_by_xla(arrays, cotangent, ids, 2, taps.offsets(9)), F32, scale=3.0)
+
+
+@pytest.mark.parametrize("axes", [("data", "fsdp"), ("data", "tensor")])
+def test_on_a_mesh(axes):
+    """Each device gets its rows and, over `tensor`, its heads."""
+    values, weights, cotangent = inputs(0, 8, 32, 4, 16)
+    ids = segments(8, 32)
+
+    def kernel(values, weights, ids):
+        return dispatch.over_mesh(
+            lambda *a: pallas_tpu.dynamic_conv(*a, taps.offsets(9), True),
+            (values, weights, ids),
+            (2, 2, None),
+        )
+
+    mesh = jax.make_mesh((4, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        actual = jax.jit(lambda v, w: gradients(lambda v, w: kernel(v, w, ids), (v, w), cotangent))(
+            values, weights
+        )
+    assert_close(actual, by_reference(values, weights, cotangent, ids, taps.offsets(9)), F32)
+
+
+def test_vmap_and_checkpoint():
+    values, weights, cotangent = inputs(0, 2, 20, 2, 16)
+
+    def run(values, weights):
+        return pallas_tpu.dynamic_conv(values, weights, None, taps.offsets(9), True)
+
+    wanted = xla.dynamic_conv(values, weights, None, taps.offsets(9))
+    many = jax.vmap(run)(jnp.stack([values, 2 * values]), jnp.stack([weights, weights]))
+    np.testing.assert_allclose(many[1], 2 * wanted, atol=1e-5)
+    plain = gradients(run, (values, weights), cotangent)
+    again = gradients(jax.checkpoint(run), (values, weights), cotangent)
+    for one, other in zip(plain, again, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    ("kernel", "batch", "length", "heads", "width", "dilation", "causal", "packed"),
+    [*MATRIX, *LONG],
+)
+def test_on_a_tpu(dtype, kernel, batch, length, heads, width, dilation, causal, packed):
+    values, weights, cotangent = inputs(0, batch, length, heads, width, kernel, dtype)
+    ids = segments(batch, length) if packed else None
+    offsets = taps.offsets(kernel, dilation=dilation, causal=causal)
+    actual = run_plain(values, weights, cotangent, ids, offsets, False)
+    assert_close(actual, by_reference(values, weights, cotangent, ids, offsets), dtype)
