@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -52,6 +53,19 @@ BASELINES: dict[str, Callable] = {
     "published formula as einsum": published_formula_as_einsum,
     "shift and accumulate, autodiff": shift_and_accumulate,
 }
+
+
+def spanned(formula: Callable, heads: int) -> Callable:
+    """The whole branch as the release computes it: logits, softmax over the taps, `formula`."""
+
+    def run(query, span_key, values, kernel, bias):
+        logits = (query * span_key) @ kernel + bias
+        by_tap = logits.reshape(*logits.shape[:2], heads, -1).astype(jnp.float32)
+        weights = jax.nn.softmax(by_tap).astype(values.dtype)
+        by_head = values.reshape(*values.shape[:2], heads, -1)
+        return formula(by_head, weights).reshape(values.shape)
+
+    return run
 
 
 def pytorch_unfold(values, weights):

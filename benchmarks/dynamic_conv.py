@@ -9,8 +9,9 @@ all rows take turns in one process, Hugging Face's PyTorch formula among them (i
 installed); the figures are medians in milliseconds, the floor is the same traffic at the bandwidth
 of a copy measured in this run.
 
-All of them get values as [B, L, H D] and weights as [B, L, H, K], as a layer has them, and give out
-[B, L, H D]: layouts and copies that a form needs are part of its cost.
+`dynamic_conv` gets values as [B, L, H D] and weights as [B, L, H, K], as a layer has them, and
+gives out [B, L, H D]: layouts and copies that a form needs are part of its cost.
+`span_dynamic_conv` makes the weights too, from query, span key and the kernel of their logits.
 """
 
 import argparse
@@ -19,11 +20,13 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Callable
 
 from benchmarks import timing, tpu_pricing
 
 TARGETS = ("tpu:v5e", "tpu:v5p", "tpu:v6e", "cpu", "gpu")
 DIRECTIONS = ("forward", "forward_backward")
+OPS = ("dynamic_conv", "span_dynamic_conv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,7 @@ def main() -> None:
     parser.add_argument("--taps", type=int, default=9)
     parser.add_argument("--dtype", help="default: float32 on cpu, else bfloat16")
     parser.add_argument("--segments", action="store_true", help="four documents in each row")
+    parser.add_argument("--ops", nargs="+", default=OPS, choices=OPS)
     parser.add_argument("--only", nargs="+", help="implementations to show; default: all")
     parser.add_argument("--rounds", type=int, default=15, help="timed runs of each (cpu, gpu)")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
@@ -62,7 +66,7 @@ def main() -> None:
         tpu_pricing.use_compile_only_tpu()
         rows = price_rows(options)
     else:
-        os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda,rocm"}[options.target]
+        timing.use(options.target)
         rows = time_rows(options)
     if options.json:
         for row in rows:
@@ -88,30 +92,42 @@ def print_table(rows: list[Row], options: argparse.Namespace) -> None:
 # --- The functions and their inputs ---
 
 
-def functions(options: argparse.Namespace) -> dict[tuple[str, str], object]:
+def functions(options: argparse.Namespace) -> dict[tuple[str, str], Callable]:
     """(op, implementation) -> function of the op's arrays."""
-    from benchmarks.baselines import BASELINES
-    from convbert_jax.ops import dynamic_conv as op
+    from benchmarks.baselines import BASELINES, spanned
+    from convbert_jax.ops import dynamic_conv, span_dynamic_conv
 
-    def ours(name):
-        return lambda values, weights, *ids: op.dynamic_conv(
-            values, weights, segment_ids=ids[0] if ids else None, implementation=name
-        )
-
-    def by_channels(function):
+    def plain(function):
         def run(values, weights, *ids):
             by_head = values.reshape(*weights.shape[:3], -1)
             return function(by_head, weights, *ids).reshape(values.shape)
 
         return run
 
-    found = {("dynamic_conv", name): ours(name) for name in ("auto", *op.IMPLEMENTATIONS)}
+    def ours(op, name, arrays, **arguments):
+        def run(*given):
+            ids = given[arrays] if options.segments else None
+            return op(*given[:arrays], segment_ids=ids, implementation=name, **arguments)
+
+        return run
+
+    found = {}
     if not options.segments:
-        found |= {("dynamic_conv", name): function for name, function in BASELINES.items()}
-    order = [*BASELINES, *op.IMPLEMENTATIONS, "auto"]
-    keys = sorted(found, key=lambda key: (key[0], order.index(key[1])))
-    chosen = [key for key in keys if not options.only or key[1] in options.only]
-    return {key: by_channels(found[key]) for key in chosen}
+        for name, formula in BASELINES.items():
+            found["dynamic_conv", name] = plain(formula)
+            found["span_dynamic_conv", name] = spanned(formula, options.heads)
+    for name in (*dynamic_conv.IMPLEMENTATIONS, "auto"):
+        op = ours(dynamic_conv.dynamic_conv, name, 2)
+        found["dynamic_conv", name] = plain(op)
+    for name in (*span_dynamic_conv.IMPLEMENTATIONS, "auto"):
+        op = ours(span_dynamic_conv.span_dynamic_conv, name, 5, heads=options.heads)
+        found["span_dynamic_conv", name] = op
+    chosen = [
+        key
+        for key in sorted(found, key=lambda key: key[0])
+        if key[0] in options.ops and (not options.only or key[1] in options.only)
+    ]
+    return {key: found[key] for key in chosen}
 
 
 def with_direction(function, direction: str, gradients: int):
@@ -139,7 +155,13 @@ def inputs(options: argparse.Namespace, op: str) -> tuple[list, object, int]:
     shape = (options.batch, options.length, options.heads)
     values = jax.ShapeDtypeStruct((*shape[:2], shape[2] * options.width), options.dtype)
     weights = jax.ShapeDtypeStruct((*shape, options.taps), options.dtype)
-    arrays = {"dynamic_conv": [values, weights]}[op]
+    outputs = options.heads * options.taps
+    kernel = jax.ShapeDtypeStruct((values.shape[2], outputs), options.dtype)
+    bias = jax.ShapeDtypeStruct((outputs,), options.dtype)
+    arrays = {
+        "dynamic_conv": [values, weights],
+        "span_dynamic_conv": [values, values, values, kernel, bias],
+    }[op]
     ids = [jax.ShapeDtypeStruct(shape[:2], jnp.int32)] if options.segments else []
     return arrays + ids, values, len(arrays)
 
@@ -226,7 +248,7 @@ def time_rows(options: argparse.Namespace):
     import numpy as np
 
     for direction in DIRECTIONS:
-        runs, floors, notes = {}, {}, {}
+        runs, floors, notes, expected, tried = {}, {}, {}, {}, False
         for (op, name), function in functions(options).items():
             structs, cotangent, gradients = inputs(options, op)
             arrays = [fill(struct, i) for i, struct in enumerate([cotangent, *structs])]
@@ -241,20 +263,20 @@ def time_rows(options: argparse.Namespace):
             runs[op, name] = lambda run=compiled, given=arguments: jax.block_until_ready(
                 run(*given)
             )
-            if op == "dynamic_conv" and ("dynamic_conv", UNFOLD) not in runs:
-                theirs = _pytorch(options, arrays, direction)
-                if theirs is not None and not options.segments:
+            if op == "dynamic_conv" and not options.segments and not tried:
+                tried, theirs = True, _pytorch(options, arrays, direction)
+                if theirs is not None:
                     runs["dynamic_conv", UNFOLD] = theirs
-                    ours = jax.tree.leaves(first)[0]
-                    other = theirs().detach().float().cpu().numpy()
-                    difference = np.abs(np.asarray(ours, np.float32).ravel() - other.ravel()).max()
-                    if difference > (1e-4 if options.dtype == "float32" else 0.1):
-                        sys.exit(f"{name}: differs from PyTorch by {difference:.1e}.")
+                    expected["dynamic_conv"] = theirs().detach().float().cpu().numpy().ravel()
+            out = np.asarray(jax.tree.leaves(first)[0], np.float32).ravel()
+            difference = np.abs(out - expected.setdefault(op, out)).max()
+            if difference > (1e-4 if options.dtype == "float32" else 0.1):
+                sys.exit(f"{op}, {name}: the output differs by {difference:.1e} from the others.")
         times = timing.alternate(runs, options.rounds)
         bandwidth = timing.copy_bandwidth(max(floors.values()) // 2)
         for (op, name), values in times.items():
             cost, floor = statistics.median(values), 1e3 * floors[op] / bandwidth
-            if UNFOLD in (key[1] for key in times) and name != UNFOLD:
+            if ("dynamic_conv", UNFOLD) in times and op == "dynamic_conv" and name != UNFOLD:
                 faster = timing.paired_ratio(values, times["dynamic_conv", UNFOLD])
                 notes[op, name] = f"{faster:.2f} times as fast as PyTorch's unfold"
             yield _row(
@@ -266,22 +288,27 @@ def time_rows(options: argparse.Namespace):
                 unit="ms",
                 floor=floor,
                 ratio_to_floor=cost / floor,
-                note=notes.get((op, name), ""),
+                note=notes.pop((op, name), ""),
             )
+        nothing = dict(cost=None, unit="ms", ratio_to_floor=None)
+        for (op, name), note in notes.items():  # does not run here
+            floor = 1e3 * floors[op] / bandwidth
+            yield _row(options, op, name, direction, floor=floor, note=note, **nothing)
 
 
 UNFOLD = "Hugging Face's unfold in PyTorch"
 
 
 def fill(struct, seed: int):
-    """An array of the given shape and dtype: normal numbers, or four documents in each row."""
+    """Normal numbers, of variance 1 / inputs in a kernel; four documents in each row of ids."""
     import jax
     import jax.numpy as jnp
 
     if jnp.issubdtype(struct.dtype, jnp.integer):
         length = struct.shape[-1]
         return jnp.broadcast_to(1 + jnp.arange(length) * 4 // length, struct.shape)
-    return jax.random.normal(jax.random.key(seed), struct.shape).astype(struct.dtype)
+    scale = struct.shape[0] ** -0.5 if len(struct.shape) == 2 else 1
+    return (scale * jax.random.normal(jax.random.key(seed), struct.shape)).astype(struct.dtype)
 
 
 def _pytorch(options, arrays, direction):
@@ -289,6 +316,7 @@ def _pytorch(options, arrays, direction):
     try:
         import torch
     except ImportError:
+        print("Without PyTorch's row: torch is not installed.", file=sys.stderr)
         return None
     import numpy as np
 
@@ -296,6 +324,9 @@ def _pytorch(options, arrays, direction):
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # what XLA takes
     device = "cuda" if options.target == "gpu" else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        print("Without PyTorch's row: this torch has no CUDA.", file=sys.stderr)
+        return None
     dtype = getattr(torch, options.dtype)
     cotangent, values, weights = (
         torch.tensor(np.asarray(x, np.float32)).to(device, dtype) for x in arrays[:3]

@@ -1,8 +1,26 @@
 """Wall-clock times of functions that take turns, so that a busy machine slows all of them alike."""
 
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
+
+
+def use(target: str) -> None:
+    """Makes JAX run on "cpu" or "gpu"; to be called before jax is imported. Exits without a GPU."""
+    os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda,cpu"}[target]
+    import jax
+
+    try:
+        found = jax.devices()[0].platform
+    except RuntimeError:
+        found = "no device"
+    if found != target:
+        sys.exit(
+            f"--target={target}, but jax finds {found}; install jax for a GPU "
+            "(pip install 'jax[cuda12]') or take another target."
+        )
 
 
 def alternate(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
