@@ -81,10 +81,10 @@ def write(folder: Path, network: Network) -> None:
 
 def _in_plain_xla(encoder: EncoderConfig) -> EncoderConfig:
     """Kernels are of one platform and of shapes known beforehand."""
-    names = {field.name for field in dataclasses.fields(encoder.stages[0].layer)}
-    choice = dict.fromkeys(names & {"attention", "convolution"}, "xla")
     stages = tuple(
-        dataclasses.replace(stage, layer=dataclasses.replace(stage.layer, **choice))
+        dataclasses.replace(
+            stage, layer=dataclasses.replace(stage.layer, attention="xla", convolution="xla")
+        )
         for stage in encoder.stages
     )
     return dataclasses.replace(encoder, stages=stages)
