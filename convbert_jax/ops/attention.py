@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from convbert_jax.ops import shards
+from convbert_jax.ops import dispatch
 from convbert_jax.ops.softmax import softmax
+
+log = logging.getLogger(__name__)
 
 Implementation = Literal["auto", "xla", "cudnn", "splash"]
 
@@ -51,43 +53,58 @@ def attention(
       [B, L, H, D] in the dtype of `value`; scores and softmax are float32.
 
     Raises:
-      ValueError: a named implementation that cannot do what is asked; the message says why.
-      NotImplementedError: when lowered for a platform that the named implementation does not have.
+      ValueError: a named implementation that cannot do what is asked, or not on the devices at
+        hand; the message says why.
     """
+    name = _choose(query, implementation, drop is not None)
+    if name == "xla":
+        return xla(query, key, value, segment_ids, drop=drop)
+    return IMPLEMENTATIONS[name](query, key, value, segment_ids)
+
+
+def _choose(query, implementation: str, dropping: bool) -> str:
     if implementation not in ("auto", *IMPLEMENTATIONS):
-        choices = f"auto, {' or '.join(IMPLEMENTATIONS)}"
-        raise ValueError(f"attention: implementation is {implementation!r}, but must be {choices}.")
-    if drop is not None:
-        refusals = {name: "it has no attention dropout" for name in PLATFORMS}
-    else:
-        refusals = {"cudnn": _cudnn_refusal(query), "splash": _splash_refusal(query)}
-    arrays = (query, key, value, segment_ids)
-    plain = functools.partial(xla, drop=drop)
-    if implementation == "xla":
-        return plain(*arrays)
-    if implementation != "auto":
-        if refusals[implementation]:
-            raise ValueError(
-                f"attention: implementation is {implementation!r}, but {refusals[implementation]}."
-            )
-        only = {PLATFORMS[implementation]: IMPLEMENTATIONS[implementation]}
-        return jax.lax.platform_dependent(*arrays, **only)
-    chosen = {name: PLATFORMS[name] for name in PLATFORMS if not refusals[name]}
-    if "splash" in chosen and query.shape[1] < SPLASH_FROM:
-        del chosen["splash"]
-        refusals["splash"] = f"it pays from length {SPLASH_FROM} on, this is {query.shape[1]}"
-    _say(tuple(chosen), tuple(f"not {name}: {why}" for name, why in refusals.items() if why))
-    if not chosen:
-        return plain(*arrays)
-    kernels = {platform: IMPLEMENTATIONS[name] for name, platform in chosen.items()}
-    return jax.lax.platform_dependent(*arrays, default=plain, **kernels)
+        names = ", ".join(("auto", *IMPLEMENTATIONS))
+        raise ValueError(
+            f"attention: implementation is {implementation!r}, but must be one of {names}."
+        )
+    if implementation == "auto":
+        name = AUTO.get(dispatch.platform())
+        reason = ""
+        if name:
+            reason = _refusal(name, query, dropping)
+            if not reason and name == "splash" and query.shape[1] < SPLASH_FROM:
+                reason = f"it pays from length {SPLASH_FROM} on, this is {query.shape[1]}"
+        chosen = "xla" if reason or not name else name
+        _say(chosen, f"not {name}: {reason}" if reason else "")
+        return chosen
+    if reason := implementation != "xla" and _refusal(implementation, query, dropping):
+        raise ValueError(f"attention: implementation is {implementation!r}, but {reason}.")
+    return implementation
 
 
 @functools.cache
-def _say(chosen: tuple[str, ...], reasons: tuple[str, ...]) -> None:
-    taken = [f"{name} on {PLATFORMS[name]}" for name in chosen]
-    where = "elsewhere" if taken else "everywhere"
-    logging.info("Attention: %s.", "; ".join([*taken, f"xla {where}", *reasons]))
+def _say(chosen: str, reason: str) -> None:
+    log.info("Attention: auto takes %s%s.", chosen, f"; {reason}" if reason else "")
+
+
+def _refusal(name: str, query, dropping: bool) -> str:
+    """Why a kernel cannot do it, "" if it can."""
+    needed, here = PLATFORMS[name], dispatch.platform()
+    if needed != here:
+        return f"it needs a {needed}, this program is for {here}"
+    if dropping:
+        return "it has no attention dropout"
+    length, width = query.shape[1], query.shape[3]
+    if name == "splash":
+        return f"the length {length} is no multiple of {LANES}" if length % LANES else ""
+    if "rocm" in jax.local_devices()[0].client.platform_version.lower():
+        return "cuDNN is for NVIDIA's GPUs"
+    if query.dtype not in CUDNN_DTYPES:
+        return f"it computes in bfloat16 and float16, not {query.dtype}"
+    return (
+        f"the head width {width} is no multiple of 8 up to 128" if width % 8 or width > 128 else ""
+    )
 
 
 def xla(query, key, value, segment_ids, *, drop=None):
@@ -133,31 +150,14 @@ def splash(query, key, value, segment_ids, *, interpret=False):
         ids = kernels.SegmentIds(_own_segment(segment_ids), segment_ids)
         return jax.vmap(kernel)(*heads_first, segment_ids=ids).swapaxes(1, 2)
 
-    sharded = shards.over_rows_and_heads(run, (2, 2, 2, None), 2)
-    return sharded(query, key, value, segment_ids)
+    return dispatch.over_mesh(run, (query, key, value, segment_ids), (2, 2, 2, None))
 
 
 # name -> f(query, key, value, segment_ids)
 IMPLEMENTATIONS = {"xla": xla, "cudnn": cudnn, "splash": splash}
-# Where the others run; in the words of `jax.lax.platform_dependent`.
-PLATFORMS = {"cudnn": "cuda", "splash": "tpu"}
-
-
-def _splash_refusal(query) -> str:
-    length = query.shape[1]
-    return f"the length {length} is no multiple of {LANES}" if length % LANES else ""
-
-
-def _cudnn_refusal(query) -> str:
-    # jax asks for cuDNN's version and the GPU when it traces, whatever it will be lowered for.
-    if jax.default_backend() not in ("gpu", "cuda"):
-        return "JAX runs on no NVIDIA GPU here"
-    if query.dtype not in CUDNN_DTYPES:
-        return f"it computes in bfloat16 and float16, not {query.dtype}"
-    width = query.shape[-1]
-    return (
-        f"the head width {width} is no multiple of 8 up to 128" if width % 8 or width > 128 else ""
-    )
+# Where the kernels run, in the words of `dispatch.platform`, and what "auto" takes there if it can.
+PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
+AUTO = {platform: name for name, platform in PLATFORMS.items()}
 
 
 def visible_keys(segment_ids: Int[Array, "B L"]) -> Bool[Array, "B L L"]:

@@ -1,9 +1,9 @@
 """Attention: each form against the plain one, the choice between them, and what they refuse."""
 
-import functools
 import importlib.util
 import logging
 import os
+import types
 
 import jax
 import jax.numpy as jnp
@@ -71,69 +71,68 @@ def test_sharded_splash_is_the_same():
         given = [jax.device_put(x, place) for x in arrays[:3]]
         out = jax.jit(splash)(*given, jax.device_put(ids, rows))
         assert out.sharding.spec == place.spec
-        with pytest.raises(ValueError, match="3 rows do not divide over 4 devices"):
-            splash(*(x[:3] for x in arrays[:3]), ids[:3])
     np.testing.assert_allclose(out, expected, atol=1e-6)
 
 
+def on(monkeypatch, platform, version="cuda 12"):
+    """As if the program were for `platform`."""
+    client = types.SimpleNamespace(platform_version=version)
+    monkeypatch.setattr(op.dispatch, "platform", lambda: platform)
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(client=client)])
+
+
 @pytest.mark.parametrize(
-    ("implementation", "length", "dtype", "message"),
+    ("implementation", "platform", "length", "width", "dtype", "message"),
     [
-        ("best", 128, jnp.float32, "implementation is 'best', but must be auto, xla"),
-        ("splash", 100, jnp.float32, "the length 100 is no multiple of 128"),
-        ("cudnn", 128, jnp.bfloat16, "JAX runs on no NVIDIA GPU here"),
+        ("best", "cpu", 128, 64, jnp.float32, "implementation is 'best', but must be one of auto"),
+        ("splash", "cpu", 128, 64, jnp.float32, "it needs a tpu, this program is for cpu"),
+        ("cudnn", "tpu", 128, 64, jnp.bfloat16, "it needs a gpu, this program is for tpu"),
+        ("splash", "tpu", 100, 64, jnp.float32, "the length 100 is no multiple of 128"),
+        ("cudnn", "gpu", 128, 64, jnp.float32, "it computes in bfloat16 and float16, not float32"),
+        ("cudnn", "gpu", 128, 12, jnp.bfloat16, "the head width 12 is no multiple of 8"),
     ],
 )
-def test_refusals_name_the_reason(implementation, length, dtype, message):
-    *arrays, _ = inputs(length=length, dtype=dtype)
+def test_refusals_name_the_reason(
+    implementation, platform, length, width, dtype, message, monkeypatch
+):
+    on(monkeypatch, platform)
+    *arrays, _ = inputs(length=length, width=width, dtype=dtype)
     with pytest.raises(ValueError, match=message):
         attention(*arrays, documents(2, length), implementation=implementation)
 
 
-def test_a_named_kernel_never_gives_way():
+@pytest.mark.parametrize(("implementation", "platform"), [("cudnn", "gpu"), ("splash", "tpu")])
+def test_a_named_kernel_never_drops_its_dropout(implementation, platform, monkeypatch):
+    on(monkeypatch, platform)
     *arrays, _ = inputs(dtype=jnp.bfloat16)
-    splash = functools.partial(attention, implementation="splash")
-    with pytest.raises(NotImplementedError, match="platform cpu"):
-        jax.jit(splash)(*arrays, documents(2, 128))
     with pytest.raises(ValueError, match="no attention dropout"):
-        splash(*arrays, documents(2, 128), drop=lambda weights: weights)
-
-
-def test_what_cudnn_cannot_do(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for dtype, width, reason in [
-        (jnp.float32, 64, "it computes in bfloat16 and float16, not float32"),
-        (jnp.bfloat16, 12, "the head width 12 is no multiple of 8"),
-        (jnp.bfloat16, 64, ""),
-    ]:
-        assert op._cudnn_refusal(jnp.zeros((1, 8, 1, width), dtype)).startswith(reason)
-
-
-def test_auto_says_once_what_it_took(caplog):
-    op._say.cache_clear()
-    *arrays, _ = inputs(length=128)
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            out = attention(*arrays, documents(2, 128))
-        attention(*arrays, documents(2, 128), drop=lambda weights: weights)
-    short, dropping = (record.message for record in caplog.records)
-    assert "xla everywhere" in short
-    assert "not splash: it pays from length 512 on" in short
-    assert dropping.count("it has no attention dropout") == 2
-    np.testing.assert_allclose(out, op.xla(*arrays, documents(2, 128)), atol=1e-6)
-
-
-@pytest.mark.parametrize(("platform", "name"), [("tpu", "splash"), ("cuda", "cudnn")])
-def test_auto_takes_the_kernel_of_the_platform(platform, name, monkeypatch):
-    for other in ("xla", "cudnn", "splash"):  # the form's name instead of its work
-        monkeypatch.setitem(
-            op.IMPLEMENTATIONS, other, lambda query, *_, mark=other: query + len(mark)
+        attention(
+            *arrays, documents(2, 128), implementation=implementation, drop=lambda weights: weights
         )
-    monkeypatch.setattr(op, "_cudnn_refusal", lambda query: "")  # else it asks for a GPU
-    arrays = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in inputs(length=512)[:3]]
-    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)
-    lowered = jax.jit(attention).trace(*arrays, ids).lower(lowering_platforms=(platform,))
-    assert f"dense<{len(name)}.0" in lowered.as_text()
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "length", "dropping", "taken", "said"),
+    [
+        ("tpu", "", 512, False, "splash", "takes splash."),
+        ("tpu", "", 128, False, "xla", "not splash: it pays from length 512 on, this is 128"),
+        ("tpu", "", 512, True, "xla", "not splash: it has no attention dropout"),
+        ("gpu", "cuda 12", 128, False, "cudnn", "takes cudnn."),
+        ("gpu", "rocm 6", 128, False, "xla", "not cudnn: cuDNN is for NVIDIA's GPUs"),
+        ("cpu", "", 512, False, "xla", "takes xla."),
+    ],
+)
+def test_auto_says_once_what_it_takes(
+    platform, version, length, dropping, taken, said, monkeypatch, caplog
+):
+    on(monkeypatch, platform, version)
+    op._say.cache_clear()
+    query = jax.ShapeDtypeStruct((2, length, 2, 64), jnp.bfloat16)
+    with caplog.at_level(logging.INFO):
+        names = [op._choose(query, "auto", dropping) for _ in range(2)]
+    assert names == [taken] * 2
+    (record,) = caplog.records
+    assert said in record.message
 
 
 @pytest.mark.tpu_compile
