@@ -31,3 +31,13 @@ def real_data() -> pathlib.Path:
     if not folder.is_dir():
         pytest.skip(f"needs the real data folder; {folder.name} is absent, set CONVBERT_DATA")
     return folder
+
+
+def pytest_collection_modifyitems(items):
+    """Tests for an accelerator need one, also where -m on the command line selects them."""
+    platform = os.environ.get("CONVBERT_TEST_PLATFORM", "cpu")
+    for name, platforms in (("gpu", ("gpu", "cuda")), ("tpu", ("tpu",))):
+        for item in items:
+            if name in item.keywords and platform not in platforms:
+                reason = f"needs a {name.upper()}: CONVBERT_TEST_PLATFORM={platforms[-1]}"
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-import os
 import types
 
 import jax
@@ -152,7 +151,6 @@ def test_auto_is_splash_in_a_program_for_tpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("CONVBERT_TEST_PLATFORM" not in os.environ, reason="needs a GPU")
 def test_cudnn_is_the_plain_form():
     arrays, ids = inputs(length=256, dtype=jnp.bfloat16), documents(2, 256)
     for one, other in zip(run(op.cudnn, *arrays, ids), run(op.xla, *arrays, ids), strict=True):

@@ -4,7 +4,6 @@ What only a GPU can show (marker gpu: the same numerics, not interpreted) is at 
 """
 
 import contextlib
-import os
 
 import jax
 import jax.numpy as jnp
@@ -193,7 +192,6 @@ def test_both_operations_lower_for_cuda(heads, width, packed, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("CONVBERT_TEST_PLATFORM" not in os.environ, reason="needs a GPU")
 @MATRIX
 def test_on_a_gpu(length, heads, width, kernel, dilation, causal, packed, dtype):
     ids = documents(2, length) if packed else None
