@@ -39,8 +39,9 @@ def main() -> None:
         draw(axis, [row for row in rows if row["op"] == op], targets)
         axis.set_title(title, fontsize=10)
     axes[0].set_ylabel("thousand cycles, forward and backward\n(the TPU compiler's model)")
-    axes[1].legend(fontsize=8, frameon=False)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(options.picture, dpi=150)
 
 
