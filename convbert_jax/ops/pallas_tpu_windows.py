@@ -99,7 +99,7 @@ def _products(bands, cotangent, backwards, mask, start, size, r):
         product = jnp.where(mask, product, 0.0)
         product = _rotate(product, place + 2 * bands.halo - WINDOW)
         own = (lane >= place) & (lane < place + bands.slot)
-        vectors[vector] = jnp.where(own, product, vectors[vector])
+        vectors[vector] = vectors[vector] + product * own.astype(F32)
     return vectors[0] if len(vectors) == 1 else jnp.concatenate(vectors, axis=1)
 
 
@@ -167,7 +167,7 @@ def keep_apart(bands: Bands, row, real, memory, *, backwards: bool = False) -> N
             x = _backwards(x)
         head = (begin + jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)) // bands.width
         for number in range(bands.classes):
-            own = jnp.where(head % bands.classes == number, x, 0.0)
+            own = x * (head % bands.classes == number).astype(F32)
             memory[number, :, begin:end] = own.astype(memory.dtype)
 
 

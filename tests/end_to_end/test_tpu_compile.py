@@ -24,8 +24,27 @@ pytestmark = [
 CHIPS = ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:1x1", "tpu7x:2x2x1"]
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-def test_kernels_compile(chip):
+# (batch, length, heads, head width): base at both lengths, small, medium_small, tiny, odd ones.
+SHAPES = [
+    (8, 512, 6, 64),
+    (16, 128, 6, 64),
+    (16, 128, 2, 64),
+    (16, 128, 4, 48),
+    (16, 64, 2, 32),
+    (2, 40, 1, 64),
+    (2, 1300, 3, 80),
+]
+
+
+@pytest.mark.parametrize(
+    ("chip", "batch", "length", "heads", "width"),
+    [
+        *((chip, *SHAPES[1]) for chip in CHIPS if chip != "v5e:2x2"),
+        *(("v5e:2x2", *shape) for shape in SHAPES),
+    ],
+)
+@pytest.mark.parametrize("packed", [True, False])
+def test_kernels_compile(chip, batch, length, heads, width, packed):
     """Forward and backward of each op are Mosaic kernels in the program, under `auto` too."""
     from jax.experimental import topologies
 
@@ -41,23 +60,25 @@ def test_kernels_compile(chip):
     def shape(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
 
-    ids = shape(8, 128, dtype=jnp.int32)
-    wide, by_head = shape(8, 128, 256), shape(8, 128, 4, 64)
+    ids = shape(batch, length, dtype=jnp.int32)
+    channels = heads * width
+    wide, by_head = shape(batch, length, channels), shape(batch, length, heads, width)
     programs = {
         "dynamic_conv": (
-            lambda i, *a: dynamic_conv(*a, segment_ids=i), (by_head, shape(8, 128, 4, 9))
+            lambda i, *a: dynamic_conv(*a, segment_ids=i), (by_head, shape(batch, length, heads, 9))
         ),
         "span_dynamic_conv": (
-            lambda i, *a: span_dynamic_conv(*a, heads=4, segment_ids=i),
-            (wide, wide, wide, shape(256, 36), shape(36)),
+            lambda i, *a: span_dynamic_conv(*a, heads=heads, segment_ids=i),
+            (wide, wide, wide, shape(channels, heads * 9), shape(heads * 9)),
         ),
         "depthwise_conv": (
-            lambda i, *a: depthwise_conv(*a, segment_ids=i), (wide, shape(9, 256))
+            lambda i, *a: depthwise_conv(*a, segment_ids=i), (wide, shape(9, channels))
         ),
     }  # fmt: skip
     for name, (function, arrays) in programs.items():
 
         def both(ids, *arrays, function=function):
+            ids = ids if packed else None
             out, back = jax.vjp(functools.partial(function, ids), *arrays)
             return out, back(out)
 
