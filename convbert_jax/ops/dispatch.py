@@ -37,7 +37,7 @@ def choose(
     found = platform()
     if implementation == "auto":
         implementation = auto.get(found, auto["default"])
-        _log_once(op, found, implementation)
+        _log_once(op, found, implementation, tuple(implementations))
     if implementation not in implementations:
         names = ", ".join(("auto", *implementations))
         raise ValueError(f"{op}: implementation is {implementation!r}, but must be one of {names}.")
@@ -58,9 +58,14 @@ def platform() -> str:
 
 
 @functools.cache
-def _log_once(op: str, found: str, implementation: str) -> None:
-    reason = "" if implementation in PLATFORM else f"; its kernels do not run on {found}"
-    log.info("%s: auto takes %s on %s%s.", op, implementation, found, reason)
+def _log_once(op: str, found: str, chosen: str, names: tuple[str, ...]) -> None:
+    """What auto took and, of each kernel it did not take, why."""
+    reasons = [
+        f"; {name} " + ("has not been measured yet" if needed == found else f"needs a {needed}")
+        for name, needed in PLATFORM.items()
+        if name in names and name != chosen
+    ]
+    log.info("%s: auto takes %s on %s%s.", op, chosen, found, "".join(reasons))
 
 
 # --- On a mesh ---

@@ -144,10 +144,8 @@ def _backward_kernel(
         )
         shares = filters[inside] * gradients[...]
         along = dot(shares.astype(dtype), same_slot[...])
-        d_logits = shares - filters[inside] * along
         real = ids.real()
-        if real is not None:
-            d_logits = _only(real, d_logits)
+        d_logits = _only(real, shares - filters[inside] * along)
         d_bias[0] += d_logits.sum(axis=0, keepdims=True)
         d_logits = d_logits.astype(dtype)
         d_products = dot(d_logits, kernel[...], contract=(1, 1))

@@ -256,8 +256,16 @@ def test_auto_says_what_it_takes(caplog):
         dynamic_conv(VALUES, WEIGHTS)
         dynamic_conv(VALUES, WEIGHTS)
     assert [r.message for r in caplog.records] == [
-        "dynamic_conv: auto takes xla on cpu; its kernels do not run on cpu."
+        "dynamic_conv: auto takes xla on cpu; pallas_tpu needs a tpu; pallas_gpu needs a gpu."
     ]
+
+
+def test_auto_names_the_kernel_that_is_taken_by_name_only(caplog, monkeypatch):
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    dispatch._log_once.cache_clear()
+    with caplog.at_level("INFO", logger="convbert_jax.ops.dispatch"):
+        dynamic_conv(VALUES, WEIGHTS)
+    assert "pallas_gpu has not been measured yet" in caplog.text
 
 
 def test_vmap_and_checkpoint():

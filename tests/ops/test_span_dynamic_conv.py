@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from convbert_jax.ops import dispatch
 from convbert_jax.ops.span_dynamic_conv import IMPLEMENTATIONS, span_dynamic_conv
 from tests.ops.test_dynamic_conv import segments
 
@@ -71,6 +72,30 @@ def test_on_a_mesh_it_is_the_same():
         placed = [jax.device_put(x, place) for x in arrays[:3]]
         out = jax.jit(functools.partial(span_dynamic_conv, heads=2))(*placed, *arrays[3:])
     np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [("data", "fsdp"), ("data", "tensor")])
+def test_parts_of_a_mesh_add_up(axes):
+    """As the kernels run: rows split, the projection on every device, its gradient summed once."""
+    arrays, cotangent = inputs(batch=8)
+    ids = segments(8, 20)
+
+    def gradients(run):
+        return jax.jit(lambda *a: jax.vjp(run, *a)[1](cotangent))(*arrays)
+
+    def over_mesh(*arrays):
+        return dispatch.over_mesh(
+            lambda *a: IMPLEMENTATIONS["xla"](*a, 2, tuple(range(-4, 5))),
+            (*arrays, ids),
+            (None, None, None, -1, -1, None),
+        )
+
+    wanted = gradients(functools.partial(span_dynamic_conv, heads=2, segment_ids=ids))
+    mesh = jax.make_mesh((4, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        actual = gradients(over_mesh)
+    for one, other in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
 
 
 @pytest.mark.parametrize(
