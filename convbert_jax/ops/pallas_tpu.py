@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.ops import bands, block_sizes, pallas_tpu_plain, pallas_tpu_span, taps, xla_span
-
-ROW_MULTIPLE = 16  # positions: the sublanes of a 16-bit vector
+from convbert_jax.ops import bands, pallas_tpu_plain, pallas_tpu_span, taps, xla_span
+from convbert_jax.ops.pallas_tpu_rows import Rows
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -140,27 +139,16 @@ def _span_backward(heads, offsets, interpret, saved, cotangent):
 span_dynamic_conv.defvjp(_span_forward, _span_backward)
 
 
-class _Rows:
-    """Rows padded to a multiple of 16 positions and, if short, put one behind the other."""
+class _Rows(Rows):
+    """With the geometry of a convolution over them."""
 
     def __init__(self, shape: tuple[int, int, int, int], offsets: tuple[int, ...]):
-        self.batch, self.length, heads, width = shape
-        self.period = bands.round_up(self.length, ROW_MULTIPLE)
-        self.together = block_sizes.together(self.batch, self.period)
-        length = self.period * self.together
-        self.bands = bands.Bands(length, heads, width, offsets, self.period)
-
-    def out(self, array: Array) -> Array:
-        """[B, L, ...] as [B / together, L' * together, channels]."""
-        array = array.reshape(self.batch, self.length, -1)
-        array = jnp.pad(array, ((0, 0), (0, self.period - self.length), (0, 0)))
-        return array.reshape(self.batch // self.together, self.bands.length, -1)
+        batch, length, heads, width = shape
+        super().__init__(batch, length)
+        self.bands = bands.Bands(self.length_together, heads, width, offsets, self.period)
 
     def ids(self, segment_ids: Int[Array, "B L"] | None) -> Int[Array, "rows L"] | None:
         return None if segment_ids is None else self.out(segment_ids)[..., 0]
-
-    def back(self, array: Array) -> Array:
-        return array.reshape(self.batch, self.period, -1)[:, : self.length]
 
 
 def _parts(groups):

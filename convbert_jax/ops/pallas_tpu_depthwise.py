@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.ops import block_sizes, taps
 from convbert_jax.ops.bands import LANES, SUBLANES, round_up
+from convbert_jax.ops.pallas_tpu_rows import Rows
 from convbert_jax.ops.pallas_tpu_windows import shifted_load
 
 F32 = jnp.float32
 CHUNK = 64  # positions of an accumulator: 8 vectors, few enough to stay in registers
-ROW_MULTIPLE = 16
 MOST_ROWS = 4
 # Rows of up to so many positions are unrolled: a load at a row that is known when the kernel is
 # compiled is one instruction at any row, else it has to be aligned and the shift costs extra.
@@ -182,33 +182,22 @@ def _for_chunks(length, body) -> None:
         body(whole, length - whole)
 
 
-class _Rows:
-    """Rows padded to a multiple of 16 positions and, if short, put one behind the other.
-
-    Rows that share one are kept apart by their ids, which then are made even if none are given.
-    """
+class _Rows(Rows):
+    """Rows that share one are kept apart by their ids, which are made even if none are given."""
 
     def __init__(self, x, segment_ids):
-        self.batch, self.length, channels = x.shape
-        self.period = round_up(self.length, ROW_MULTIPLE)
-        self.together = block_sizes.together(self.batch, self.period)
-        self.shape = (self.batch // self.together, self.period * self.together, channels)
+        batch, length, channels = x.shape
+        super().__init__(batch, length)
+        self.shape = (self.batch_together, self.length_together, channels)
         if segment_ids is None and self.together > 1:
-            segment_ids = jnp.ones((self.batch, self.length), jnp.int32)
+            segment_ids = jnp.ones((batch, length), jnp.int32)
         self.segment_ids = None
         if segment_ids is not None:
-            place = jnp.arange(self.batch, dtype=jnp.int32)[:, None] % self.together
+            place = jnp.arange(batch, dtype=jnp.int32)[:, None] % self.together
             apart = segment_ids.astype(jnp.int32) * self.together + place
-            ids = self.out(jnp.where(segment_ids != 0, apart, 0)[..., None])[..., 0]
+            ids = self.out(jnp.where(segment_ids != 0, apart, 0))[..., 0]
             ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % LANES)))
             self.segment_ids = ids.reshape(len(ids), -1, LANES)
-
-    def out(self, array):
-        array = jnp.pad(array, ((0, 0), (0, self.period - self.length), (0, 0)))
-        return array.reshape(*self.shape[:2], -1)
-
-    def back(self, array):
-        return array.reshape(self.batch, self.period, -1)[:, : self.length]
 
 
 def _call(kernel, rows, offsets, arrays, constants, shape, interpret, *, sums=False):
