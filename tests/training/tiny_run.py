@@ -25,13 +25,23 @@ FEATURES = 128
 class Rows:
     """Endless batches, each a function of its position."""
 
-    def __init__(self, *, features: int = 4, poison: int | None = None, seconds: float = 0.0):
+    def __init__(
+        self,
+        *,
+        features: int = 4,
+        poison: int | None = None,
+        seconds: float = 0.0,
+        hold: int | None = None,
+    ):
         self.position = 0
         self.closed = False
         self._features, self._poison, self._seconds = features, poison, seconds
+        self._hold = hold
 
     def __next__(self):
         time.sleep(self._seconds)
+        while self.position == self._hold:
+            time.sleep(1.0)
         self.position += 1
         rows = rows_of_this_process(make_rows(self.position, self._features))
         if self.position == self._poison:
@@ -174,6 +184,7 @@ def main() -> None:
     parser.add_argument("workdir", type=pathlib.Path)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=0.0, help="to draw one batch")
+    parser.add_argument("--hold", type=int, help="batches to draw, then wait to be killed")
     parser.add_argument("--features", type=int, default=4, help="parameters of the model")
     parser.add_argument("--file-bytes", type=int, default=0, help="limit on every file, 0 is none")
     parser.add_argument("--processes", type=int, default=1)
@@ -199,7 +210,9 @@ def main() -> None:
             arguments.workdir,
             config,
             task=linear_task(features=arguments.features),
-            batches=Rows(features=arguments.features, seconds=arguments.seconds),
+            batches=Rows(
+                features=arguments.features, seconds=arguments.seconds, hold=arguments.hold
+            ),
             evaluation=functools.partial(evaluation, features=arguments.features),
         )
     except UserError as error:
