@@ -2,7 +2,7 @@
 "every quirk."""
 
 from convbert_jax.config import to_config_dict
-from convbert_jax.config_checks import check_choice
+from convbert_jax.config.checks import check_choice
 
 VARIANTS = ("default", "paper")
 
@@ -30,7 +30,8 @@ def finish(config):
 def _follow_release(config) -> None:
     """Every quirk of the official ConvBERT code that changes numbers.
 
-    Each line is one field of `convbert_jax/config.py`, where a comment says what the release does.
+    Each line is one field of `convbert_jax/config/sections.py`, where a comment says what the
+    release does.
     Not here because the default does the same: initializers, generator sizes and heads, 85% [MASK]
     / 15% unchanged, loss weights 1 and 50, epsilon 1e-6 and decay of embedding tables.
     """

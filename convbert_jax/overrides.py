@@ -1,4 +1,4 @@
-"""Command-line overrides, checked against the schema of `config.py` before ml_collections sees
+"""Command-line overrides, checked against the schema of `config/` before ml_collections sees
 them.
 
 ml_collections refuses an unknown field inside a long traceback, does not read `1e5` as an integer,
@@ -75,7 +75,7 @@ def _describe_unknown(path: str, fields: dict[str, type]) -> str:
     if any(field.startswith(path + ".") for field in fields):
         inside = [field for field in fields if field.startswith(path + ".")]
         return f"--config.{path} is a section; set one of its fields: {', '.join(inside)}."
-    hint = f"did you mean --config.{near[0]}?" if near else "see convbert_jax/config.py for all."
+    hint = f"did you mean --config.{near[0]}?" if near else "see convbert_jax/config/ for all."
     return f"--config.{path} does not exist; {hint}"
 
 

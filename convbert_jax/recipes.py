@@ -1,4 +1,4 @@
-"""The one table, recipe name -> (model, loss), and the run it makes. Read it after `config.py`.
+"""The one table, recipe name -> (model, loss), and the run it makes. Read it after `config/`.
 
 Only this file knows models, objectives, data and training together.
 """

@@ -7,16 +7,13 @@ read.
 import dataclasses
 import difflib
 
-from convbert_jax.config import (
+from convbert_jax.config.errors import ConfigError
+from convbert_jax.config.run import DTYPES, PLATFORMS, RECIPES, Config
+from convbert_jax.config.sections import (
     ATTENTIONS,
     CONVOLUTIONS,
-    DTYPES,
     INITIALIZERS,
-    PLATFORMS,
-    RECIPES,
     REMAT_POLICIES,
-    Config,
-    ConfigError,
     ObjectiveSection,
 )
 

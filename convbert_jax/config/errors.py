@@ -1,0 +1,14 @@
+"""Faults that the user can mend."""
+
+
+class UserError(Exception):
+    """Something the user can mend; the message is one sentence that names the thing, its value and
+    the fix.
+
+    `main.py` prints the message without a traceback and exits with 1. Each package derives its own
+    kind.
+    """
+
+
+class ConfigError(UserError):
+    """A config that cannot run."""

@@ -1,0 +1,70 @@
+"""Configs from and to nested mappings: ConfigDict, JSON."""
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from convbert_jax.config import checks
+from convbert_jax.config.errors import ConfigError
+from convbert_jax.config.run import Config
+
+
+def to_config_dict(config: Config | None = None):
+    """`config` (default: all defaults) as a locked ConfigDict, for a config file to fill in."""
+    from ml_collections import config_dict
+
+    return config_dict.ConfigDict(dataclasses.asdict(config or Config())).lock()
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain nested dict, JSON-serializable; `from_config_dict` reads it back."""
+    return dataclasses.asdict(config)
+
+
+def from_config_dict(values: Mapping[str, Any]) -> Config:
+    """Reads and checks a config.
+
+    Args:
+      values: nested mapping with the sections of `Config`; missing fields take their defaults.
+
+    Raises:
+      ConfigError: an unknown field (the nearest name is offered), a value of the wrong type, or
+      values that cannot work together.
+    """
+    config = _from_mapping(Config, values, path="")
+    checks.check(config)
+    return config
+
+
+def _from_mapping(cls, values: Mapping[str, Any], path: str):
+    fields = typing.get_type_hints(cls)
+    for key in values:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.4)
+            hint = (
+                f"did you mean config.{path}{near[0]}?"
+                if near
+                else f"fields here: {', '.join(fields)}."
+            )
+            raise ConfigError(f"config.{path}{key} does not exist; {hint}")
+    arguments = {}
+    for key, value in values.items():
+        kind = fields[key]
+        if dataclasses.is_dataclass(kind):
+            if not hasattr(value, "items"):
+                raise ConfigError(
+                    f"config.{path}{key} is a section, not a value; set one of its fields."
+                )
+            arguments[key] = _from_mapping(kind, value, path=f"{path}{key}.")
+            continue
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if type(value) is not kind:
+            raise ConfigError(
+                f"config.{path}{key}={value!r} must be of type {kind.__name__}, "
+                f"not {type(value).__name__}."
+            )
+        arguments[key] = value
+    return cls(**arguments)

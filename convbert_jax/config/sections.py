@@ -1,0 +1,199 @@
+"""The sections of a config: every field that a user sets, with its default.
+
+Fields marked "Release:" are the places where the official ConvBERT code does something that a
+reader of the paper would not expect; the `paper` variant of each config sets them to the release's
+behavior. Fine-tuning has sections of its own, in `finetuning.py`.
+"""
+
+import dataclasses
+
+REMAT_POLICIES = ("none", "dots", "full")
+INITIALIZERS = ("release", "huggingface")
+ATTENTIONS = ("auto", "xla", "cudnn", "splash")
+CONVOLUTIONS = ("auto", "xla", "pallas_tpu", "pallas_gpu", "reference")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSection:
+    """The network that is kept: the discriminator, or the one of a masked language model."""
+
+    layers: int = 12
+    hidden_size: int = 256
+    embedding_size: int = 128  # a dense projection follows if this differs from hidden_size
+    heads: int = 4  # nominal heads; head width = hidden_size // heads
+    head_ratio: int = 2  # gamma: heads // head_ratio heads of attention, as many of convolution
+    mixer: str = "mixed"  # mixed (ConvBERT) | attention (BERT, ELECTRA)
+    kernel_size: int = 9
+    ffn_size: int = 1024
+    ffn_groups: int = 1
+    positions: int = 512  # rows of the learned position table, the longest input
+    types: int = 2  # rows of the segment-type table
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    # auto: the fastest per platform (attention: xla if there is attention dropout)
+    attention: str = "auto"  # auto | xla | cudnn (GPU) | splash (TPU)
+    convolution: str = "auto"  # auto | xla | pallas_tpu | pallas_gpu | reference
+    layer_norm_epsilon: float = 1e-12
+    # True: no convolution tap reads padding or another document. Release: the convolution branch
+    # never sees the mask, so outputs depend on how much padding follows; needed for parity with
+    # published weights.
+    mask_convolution: bool = True
+    # release: truncated normal, depthwise 1/kernel_size, Glorot for the embedding projection and
+    # the last dense of the discriminator head. huggingface: normal(initializer_range) everywhere,
+    # which starts the key convolution 5 times smaller.
+    initializers: str = "release"
+    initializer_range: float = 0.02
+    # none | dots (keep matmul outputs) | full (keep layer inputs only): memory against speed
+    remat: str = "none"
+    scan_unroll: int = 1  # layers per scan iteration; more compiles longer and can run faster
+
+
+@dataclasses.dataclass(frozen=True)
+class GeneratorSection:
+    """The small masked language model that proposes replacements (ELECTRA §3)."""
+
+    # separate | shared (the encoder itself with an MLM head) | uniform (random tokens)
+    kind: str = "separate"
+    size: float = 0.25  # width of hidden layer, feed-forward and heads relative to the encoder
+    layers: float = 1.0  # depth relative to the encoder
+    # one embedding table (words, positions, types, layer norm) for both networks
+    tie_embeddings: bool = True
+    # Release: where fewer heads than head_ratio remain (the small generator: 1), it uses 1
+    # attention + 1 convolution head of full width, so 128 channels go into a hidden size of 64.
+    # False: heads share the width (this can be stored in Hugging Face's format, the other cannot).
+    release_heads: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveSection:
+    """Masking, sampling and the weights of the losses."""
+
+    mask_fraction: float = 0.15  # of the real tokens, [CLS] and [SEP] counted
+    # Slots per row are rounded up to this multiple and filled with zero weight. Release: 1 (19
+    # slots at length 128).
+    prediction_multiple: int = 8
+    # Release: positions are drawn with replacement, so some are drawn twice and count twice in the
+    # MLM loss.
+    sample_with_replacement: bool = False
+    # Release: where a position was drawn twice, the floor of the mean of both sampled ids, an
+    # arbitrary token, is put in.
+    average_duplicate_ids: bool = False
+    # of the chosen positions become [MASK]; ELECTRA and the release: 0.85
+    mask_token_fraction: float = 0.85
+    random_token_fraction: float = 0.0  # BERT: 0.8 / 0.1; the rest stays unchanged
+    temperature: float = 1.0  # of the generator's samples
+    disallow_correct: bool = False  # never sample the original token
+    # Release: Gumbel noise for every vocabulary entry, with 1e-9 inside both logarithms. False: one
+    # uniform number per slot through the cumulative distribution, the same samples for less work.
+    release_gumbel: bool = False
+    generator_weight: float = 1.0
+    discriminator_weight: float = 50.0
+    # Release: AUC counts every padding position as a correct answer; adds it as release_auc.
+    release_metrics: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerSection:
+    """Subword vocabulary: trained on the corpus, or read from `path`."""
+
+    kind: str = "sentencepiece"  # sentencepiece | wordpiece
+    vocab_size: int = 30_522
+    path: str = ""  # vocab.txt, tokenizer.json or a SentencePiece .model; "" trains one
+    lowercase: bool = True
+    strip_accents: bool = True  # wordpiece and sentencepiece; BERT's uncased vocabularies expect it
+    algorithm: str = "unigram"  # of SentencePiece: unigram | bpe
+    # longer words become [UNK] (wordpiece). Release: 200; Hugging Face: 100
+    max_word_chars: int = 200
+    # text used to train a vocabulary, sampled evenly from the whole corpus
+    train_megabytes: int = 30
+    max_unknown_rate: float = 0.02  # more [UNK] than this on the corpus is refused
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSection:
+    """The corpus and how it becomes rows of `length` tokens."""
+
+    # docstrings | text:GLOB | tfds:NAME or tfds:DIR | parquet:GLOB | hub:OWNER/NAME/FILE-GLOB |
+    # datasets:NAME[/CONFIG]
+    source: str = "docstrings"
+    format: str = "auto"  # of text files: auto | blank_lines | lines | jsonl | wikiextractor | file
+    text_field: str = "text"  # of jsonl, parquet, TFDS and datasets
+    split: str = "train"  # of TFDS and datasets
+    # a corpus of its own for evaluation; "" holds out documents of `source`
+    validation_source: str = ""
+    heldout_fraction: float = 0.01  # of the documents, chosen by a hash of their text
+    length: int = 128
+    # packed (documents fill rows, isolated by segment ids) | electra (the release's example
+    # builder)
+    layout: str = "packed"
+    # Release: two conditions of its example builder are inverted, so that most examples have one
+    # segment and some an empty first one. Only with layout="electra".
+    release_builder_bug: bool = False
+    # Release: shard files are shuffled, four read in turn through a buffer of 100 rows. False:
+    # every row, any order.
+    release_shuffle: bool = False
+    # text that is not UTF-8: error | replace | skip (leave the document out)
+    encoding_errors: str = "error"
+    directory: str = ""  # prepared shards; "" is WORKDIR/data. Name one to share it between runs
+    workers: int = 0  # processes that tokenize; 0 is one per core
+    prefetch: int = 8  # batches read ahead
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSection:
+    """AdamW with a linear schedule (the release's model/optimization.py)."""
+
+    learning_rate: float = 3e-4  # peak
+    warmup_steps: int = 10_000
+    decay_to: float = 0.0  # learning rate at the last step, as a fraction of the peak
+    # Release: the decay runs during warm-up too and both multiply: the peak stays a little below
+    # the nominal rate.
+    decay_during_warmup: bool = False
+    bias_correction: bool = True  # Release: Adam without it
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-6
+    weight_decay: float = 0.01
+    # Release: embedding tables are decayed; biases and layer norms never are
+    decay_embeddings: bool = True
+    clip_norm: float = 1.0  # global norm, before Adam; 0 is off
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSection:
+    """The loop. `batch_size` is global: the same run on 1 or 256 chips."""
+
+    steps: int = 1_000_000
+    batch_size: int = 128
+    accumulation: int = 1  # microbatches per step
+    log_every: int = 100
+    eval_every: int = 5_000
+    eval_rows: int = 8_192  # held-out rows per evaluation, 0 is all
+    # compare generator accuracy, replaced rate and AUC with reference bands
+    warn_health: bool = True
+    profile_start: int = 0  # first step of a profiler trace; 0 is never
+    profile_steps: int = 3
+    # "" is off; several hosts need one shared path
+    compile_cache: str = "~/.cache/convbert_jax/compile"
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSection:
+    every: int = 5_000  # steps
+    keep: int = 3  # newest kept
+    keep_every: int = 0  # steps; these are kept for good, 0 is none
+    best_metric: str = ""  # "" keeps no best; e.g. "discriminator_auc" (see README for names)
+    best_mode: str = "max"  # max | min
+    # steps; writes a Hugging Face folder WORKDIR/huggingface/step-N, at step 0 too; 0 is never
+    huggingface_every: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSection:
+    """Devices by axis, -1 is all that are left: data copies parameters, fsdp shards them, tensor
+    splits heads and feed-forward channels.
+    """
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
