@@ -13,8 +13,10 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from convbert_jax.config import TokenizerSection
-from convbert_jax.data import sentencepiece_model, wordpiece_model
+from convbert_jax.data import offsets, sentencepiece_model, wordpiece_model
 from convbert_jax.data.errors import TokenizerError
 from convbert_jax.data.vocabulary_checks import check_tokenizer
 
@@ -83,6 +85,16 @@ class Tokenizer:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens around or inside (but for [UNK])."""
         return self._vocabulary.encode(texts)
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
+        """For each text its token ids as of `encode`, and where they stand: [n, 2] int32 of (first
+        character, one past the last), see `offsets.fit`.
+        """
+        found = self._vocabulary.encode_with_offsets(texts)
+        return [
+            (ids, offsets.fit(text, places))
+            for text, (ids, places) in zip(texts, found, strict=True)
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, normalized (case, accents and white space do not come back)."""

@@ -42,6 +42,11 @@ class WordPieceVocabulary:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list]]:
+        """Ids, and (begin, end) of each in characters of its text."""
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
