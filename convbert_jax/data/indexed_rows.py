@@ -153,13 +153,22 @@ def _prepared(tfds, name: str):
     return builder
 
 
-@functools.lru_cache(maxsize=4)
 def _tfds_rows(directory: str, split: str):
+    return open_prepared(directory, split)[0]
+
+
+@functools.lru_cache(maxsize=4)
+def open_prepared(directory: str, split: str):
+    """Rows and features of a split of a folder that TFDS prepared as array_record.
+
+    Raises:
+      DataError: another file format, or no such split.
+    """
     import tensorflow_datasets as tfds
 
     builder = tfds.builder_from_directory(directory)
     try:
-        return builder.as_data_source(split=split)
+        return builder.as_data_source(split=split), builder.info.features
     except NotImplementedError:
         raise DataError(
             f"{directory} was not prepared as array_record; run tfds build {builder.name} "
@@ -167,8 +176,8 @@ def _tfds_rows(directory: str, split: str):
         ) from None
     except (ValueError, KeyError):
         raise DataError(
-            f"{directory} has no split '{split}' (it has: {', '.join(builder.info.splits)}); set "
-            "config.data.split."
+            f"{directory} has no split '{split}' (it has: {', '.join(builder.info.splits)}); name "
+            "one of these."
         ) from None
 
 
