@@ -17,7 +17,11 @@ ALLOWED = {
     "objectives": {"config"},
     "analysis": {"config", "ops", "data", "models", "training", "objectives"},
     "interop": {"config", "ops", "data", "models", "training", "objectives"},
-    "recipes": {"config", "ops", "data", "models", "training", "objectives", "analysis", "interop"},
+    "finetuning": {"config", "ops", "data", "models", "training", "objectives"},
+    "recipes": {
+        *("config", "ops", "data", "models", "training", "objectives"),
+        *("analysis", "interop", "finetuning"),
+    },
 }
 
 

@@ -33,6 +33,6 @@ class TaskSection:
     id: str = ""  # column that names a row among predictions; "" numbers the rows
     encoding: str = "utf-8"
     swap_pairs: bool = False  # the two texts have no order, which finetune.swap_pairs makes use of
-    scale: float = 1.0  # regression: finetune.scale_labels divides the targets by this
+    scale: float = 1.0  # regression: the network learns the labels divided by this
     # rows that cannot be used (an empty text, another number of columns, no label): error | skip
     bad_rows: str = "error"

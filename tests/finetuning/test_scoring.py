@@ -1,0 +1,143 @@
+"""Every metric against a computation of its own that shares no code with it."""
+
+import collections
+import itertools
+import math
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convbert_jax.config import ConfigError
+from convbert_jax.data.labelled_text import LabelledTask
+from convbert_jax.finetuning import scoring
+
+
+def make_task(kind="classification", labels=("no", "yes"), metrics=("accuracy",)):
+    return LabelledTask("toy", kind, 1, labels, metrics, ("train",), lambda split: [])
+
+
+def score(metric, predicted, labels, count=2):
+    logits = np.eye(count)[list(predicted)]
+    task = make_task(labels=tuple(map(str, range(count))), metrics=(metric,))
+    return scoring.score(task, logits, labels)[metric]
+
+
+binary = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=40)
+
+
+def count_cells(pairs):
+    cells = collections.Counter(pairs)
+    return [cells[pair] for pair in ((1, 1), (1, 0), (0, 1), (0, 0))]  # predicted, label
+
+
+@settings(deadline=None)  # the first example imports scikit-learn
+@given(binary)
+def test_binary_metrics_by_their_definitions(pairs):
+    predicted, labels = zip(*pairs, strict=True)
+    tp, fp, fn, tn = count_cells(pairs)
+    assert score("accuracy", predicted, labels) == pytest.approx((tp + tn) / len(pairs))
+    f1 = 2 * tp / (2 * tp + fp + fn) if tp else 0.0
+    assert score("f1", predicted, labels) == pytest.approx(f1)
+    root = math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
+    mcc = (tp * tn - fp * fn) / root if root else 0.0
+    assert score("mcc", predicted, labels) == pytest.approx(mcc, abs=1e-12)
+
+
+def test_f1_is_not_the_releases():
+    """There, recall is precision: 1.0 for one right answer among four gold positives."""
+    assert score("f1", [1, 0, 0, 0], [1, 1, 1, 1]) == pytest.approx(0.4)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=40))
+def test_macro_f1_is_the_mean_over_labels_that_occur(pairs):
+    values = []
+    for label in {label for pair in pairs for label in pair}:
+        tp, fp, fn, _ = count_cells([(p == label, t == label) for p, t in pairs])
+        values.append(2 * tp / (2 * tp + fp + fn))
+    predicted, labels = zip(*pairs, strict=True)
+    assert score("macro_f1", predicted, labels, 4) == pytest.approx(np.mean(values))
+
+
+numbers = st.lists(st.tuples(st.integers(-20, 20), st.integers(-20, 20)), min_size=2, max_size=30)
+
+
+def correlate(x, y):
+    x, y = np.asarray(x, float) - np.mean(x), np.asarray(y, float) - np.mean(y)
+    length = np.linalg.norm(x) * np.linalg.norm(y)
+    return x @ y / length if length > 1e-9 else 0.0
+
+
+def rank(values):
+    """Average ranks by counting."""
+    return [
+        sum(other < value for other in values) + sum(other == value for other in values) / 2
+        for value in values
+    ]
+
+
+@settings(deadline=None)
+@given(numbers)
+def test_correlations_by_their_definitions(pairs):
+    predicted, labels = map(list, zip(*pairs, strict=True))
+    task = make_task("regression", (), ("pearson", "spearman"))
+    found = scoring.score(task, np.asarray(predicted, np.float32), [float(x) for x in labels])
+    assert found["pearson"] == pytest.approx(correlate(predicted, labels), abs=1e-6)
+    assert found["spearman"] == pytest.approx(correlate(rank(predicted), rank(labels)), abs=1e-6)
+
+
+TAGS = ("O", "B-A", "I-A", "B-C", "I-C")
+
+
+def spans_by_regex(tags):
+    """One letter a word: B and I in lower or upper case for the two types."""
+    code = {"O": ".", "B-A": "b", "I-A": "i", "B-C": "B", "I-C": "I"}
+    text = "".join(code[tag] for tag in tags)
+    return {
+        (kind, match.start(), match.end())
+        for kind, pattern in (("A", "bi*|i+"), ("C", "BI*|I+"))
+        for match in re.finditer(pattern, text)
+    }
+
+
+@given(st.lists(st.sampled_from(TAGS), max_size=12))
+def test_spans_are_those_of_a_regular_expression(tags):
+    assert scoring.find_spans(tags) == spans_by_regex(tags)
+
+
+def test_spans_of_all_short_sequences():
+    for length in range(5):
+        for tags in itertools.product(TAGS, repeat=length):
+            assert scoring.find_spans(tags) == spans_by_regex(tags)
+
+
+def test_span_f1_counts_whole_spans_over_all_sentences():
+    task = make_task("tagging", TAGS, ("span_f1", "accuracy", "macro_f1"))
+    labels = [(1, 2, 0), (3, 0), (0,)]  # A at 0-2; C at 0-1; none
+    predicted = [(1, 0, 0), (3, 1), (0,)]  # A too short; C right, and an A too much
+    outputs = [np.eye(7)[list(tags)] for tags in predicted]  # more columns than labels
+    found = scoring.score(task, outputs, labels)
+    assert found["span_f1"] == pytest.approx(2 * 1 / (3 + 2))
+    assert found["accuracy"] == pytest.approx(4 / 6)
+    assert scoring.score(task, [np.eye(5)[[0]]], [(0,)])["span_f1"] == 1.0
+
+
+def test_columns_beyond_the_labels_are_not_answers():
+    task = make_task()
+    assert scoring.predict(task, np.array([[0.1, 0.2, 9.0]])) == [1]
+
+
+def test_wrong_metrics_are_named():
+    for task, words in (
+        (make_task(metrics=("acc",)), r"'acc', which is unknown; choose from: accuracy, mcc"),
+        (make_task(metrics=("pearson",)), "'pearson', which is not for classification"),
+        (make_task(labels=("a", "b", "c"), metrics=("f1",)), "needs two labels, but toy has 3"),
+        (make_task("tagging", ("DET", "O"), ("span_f1",)), "but toy has 'DET'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            scoring.check_metrics(task)
+    scoring.check_metrics(make_task("tagging", TAGS, ("span_f1", "accuracy")))
+    with pytest.raises(ValueError, match="1 predictions for 2 labels"):
+        scoring.score(make_task(), np.zeros((1, 2)), [0, 1])
