@@ -1,0 +1,194 @@
+"""Span losses and the best spans against nested loops over the definition."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from scipy import special, stats
+
+from convbert_jax.config import Config
+from convbert_jax.models.heads import TokenHead
+from convbert_jax.models.layers import initializers
+from convbert_jax.models.span_heads import SpanBeamHead
+from convbert_jax.objectives import span_extraction
+
+WIDTH, LENGTH, ROWS = 8, 24, 5
+HEADS = {
+    "span": lambda starts, rngs: TokenHead(WIDTH, 2, starts, rngs),
+    "span_beam": lambda starts, rngs: SpanBeamHead(WIDTH, starts, rngs),
+}
+CONTEXT_AT = np.array([4, 6, 3, 5, 20])
+SIZES = np.array([15, 10, 20, 1, 3])  # context tokens
+
+
+def make_config(head, **finetune):
+    config = Config()
+    return dataclasses.replace(
+        config,
+        outputs=dataclasses.replace(config.outputs, kind="span", head=head),
+        finetune=dataclasses.replace(
+            config.finetune, n_best=6, beam=4, answer_length=5, **finetune
+        ),
+    )
+
+
+@pytest.fixture(scope="module", params=list(HEADS))
+def case(request):
+    """(name of the head, the head with random weights, hidden states, batch)."""
+    rng = np.random.default_rng(0)
+    starts = initializers("huggingface", 0.5, 1)
+    head = HEADS[request.param](starts, nnx.Rngs(0))
+    hidden = rng.standard_normal((ROWS, LENGTH, WIDTH)).astype(np.float32)
+    place = np.arange(LENGTH)
+    end_of_row = (CONTEXT_AT + SIZES + 1)[:, None]
+    start = np.array([5, 0, 9, 5, 21])
+    batch = {
+        "tokens": rng.integers(5, 50, (ROWS, LENGTH)),
+        "segment_ids": (place < end_of_row).astype(np.int32),
+        "type_ids": ((place >= CONTEXT_AT[:, None]) & (place < end_of_row)).astype(np.int32),
+        "best": rng.random((ROWS, LENGTH)) < 0.7,
+        "start": start,
+        "end": np.array([8, 0, 9, 5, 22]),
+        "impossible": np.array([0, 1, 0, 0, 0]),
+        "weights": np.array([1, 1, 1, 1, 0]),
+    }
+    return request.param, head, hidden, batch
+
+
+def _model(head, hidden):
+    return types.SimpleNamespace(
+        head=head, encode=lambda tokens, segments, kinds, dtype, key: jnp.asarray(hidden)
+    )
+
+
+def _predict(head, hidden, batch, config):
+    run = jax.jit(
+        lambda hidden, batch: span_extraction.predict(
+            _model(head, hidden), batch, dtype=jnp.float32, config=config
+        )
+    )
+    return {key: np.asarray(value) for key, value in run(hidden, batch).items()}
+
+
+def _gelu(x):
+    return x * stats.norm.cdf(x)
+
+
+def _dense(module, x):
+    return x @ np.asarray(module.kernel[...]) + np.asarray(module.bias[...])
+
+
+def _row_logits(name, head, hidden, row, batch, start=None):
+    """(start logits, start -> end logits, answerability logit) of one row, from the definition."""
+    x = hidden[row].astype(np.float64)
+    context = range(CONTEXT_AT[row], CONTEXT_AT[row] + SIZES[row])
+    if name == "span":
+        logits = _dense(head.output, x)
+        off = np.array([0.0 if i == 0 or i in context else -1e9 for i in range(LENGTH)])
+        return logits[:, 0] + off, lambda s: logits[:, 1] + off, None
+    legal = {0, *context, context[-1] + 1}
+    off = np.array([0.0 if i in legal else -1000.0 for i in range(LENGTH)])
+    first = _dense(head.start, x)[:, 0] + off
+
+    def ends(s):
+        both = np.concatenate([np.broadcast_to(x[s], x.shape), x], axis=1)
+        return _dense(head.end, _gelu(_dense(head.end_hidden, both)))[:, 0] + off
+
+    expected = special.softmax(first) @ x
+    inner = _gelu(_dense(head.impossible_hidden, np.concatenate([x[0], expected])))
+    return first, ends, _dense(head.impossible, inner)[0]
+
+
+@pytest.mark.parametrize("sum_loss", [False, True])
+def test_loss(case, sum_loss):
+    name, head, hidden, batch = case
+    total = 0.0
+    for row in range(ROWS - 1):  # the last one has no weight
+        start, ends, impossible = _row_logits(name, head, hidden, row, batch)
+        s, e = batch["start"][row], batch["end"][row]
+        total -= special.log_softmax(start)[s] / 2 + special.log_softmax(ends(s))[e] / 2
+        if impossible is not None:
+            label = batch["impossible"][row]
+            total -= 0.5 * np.log(special.expit(impossible if label else -impossible))
+    config = make_config(name, sum_loss=sum_loss)
+    value, found = jax.jit(
+        lambda batch: span_extraction.loss(
+            _model(head, hidden), batch, None, train=False, dtype=jnp.float32, config=config
+        )
+    )(batch)
+    np.testing.assert_allclose(value, total if sum_loss else total / (ROWS - 1), rtol=1e-5)
+    np.testing.assert_allclose(found["loss"], (total, ROWS - 1), rtol=1e-5)
+
+
+def _legal_spans(name, head, hidden, row, batch):
+    """{(start, end): score}, each place once; of span_beam only those in the beam."""
+    first, ends, impossible = _row_logits(name, head, hidden, row, batch)
+    starts = special.log_softmax(first)
+    context = set(range(CONTEXT_AT[row], CONTEXT_AT[row] + SIZES[row]))
+    beam = LENGTH if name == "span" else 4
+    spans = {}
+    for s in np.argsort(-starts)[:beam]:
+        stops = special.log_softmax(ends(s))
+        for e in np.argsort(-stops)[:beam]:
+            if s in context and e in context and batch["best"][row, s] and 0 <= e - s < 5:
+                spans[int(s), int(e)] = starts[s] + stops[e]
+    null = starts[0] + special.log_softmax(ends(0))[0]
+    if name == "span":
+        return spans, null - max(spans.values(), default=-np.inf)
+    return spans, impossible
+
+
+def test_best_spans(case):
+    name, head, hidden, batch = case
+    found = _predict(head, hidden, batch, make_config(name))
+    assert found["starts"].shape == (ROWS, 6)
+    some = 0
+    for row in range(ROWS):
+        spans, odds = _legal_spans(name, head, hidden, row, batch)
+        wanted = sorted(spans, key=spans.get, reverse=True)[:6]
+        some += len(wanted)
+        scores = found["start_scores"][row] + found["end_scores"][row]
+        real = scores > span_extraction.NOWHERE / 2
+        got = list(zip(found["starts"][row][real], found["ends"][row][real], strict=True))
+        assert got == wanted
+        np.testing.assert_allclose(scores[real], [spans[pair] for pair in wanted], rtol=1e-4)
+        if np.isfinite(odds):
+            np.testing.assert_allclose(found["null_odds"][row], odds, rtol=1e-4, atol=1e-5)
+        else:
+            assert found["null_odds"][row] > 1e6
+    assert some > ROWS
+
+
+def test_rows_shorter_than_the_beam(case):
+    """A bucket of few tokens fills its slots with spans that do not count."""
+    name, head, hidden, batch = case
+    short = {k: v[3:4, :7] if np.ndim(v) == 2 else v[3:4] for k, v in batch.items()}
+    short["best"] = np.ones((1, 7), bool)
+    config = make_config(name)
+    config = dataclasses.replace(
+        config, finetune=dataclasses.replace(config.finetune, beam=20, n_best=40)
+    )
+    found = _predict(head, hidden[3:4, :7], short, config)
+    scores = (found["start_scores"] + found["end_scores"])[0]
+    assert scores.shape == (40,)
+    assert (scores > span_extraction.NOWHERE / 2).sum() == 1  # of one context token, one span
+    assert (found["starts"][0, 0], found["ends"][0, 0]) == (5, 5)
+
+
+def test_padding_changes_nothing(case):
+    name, head, hidden, batch = case
+    wider = {
+        key: np.pad(value, ((0, 0), (0, 8))) if np.ndim(value) == 2 else value
+        for key, value in batch.items()
+    }
+    more = np.pad(hidden, ((0, 0), (0, 8), (0, 0)), constant_values=3.0)
+    ours = _predict(head, hidden, batch, make_config(name))
+    theirs = _predict(head, more, wider, make_config(name))
+    real = ours["start_scores"] + ours["end_scores"] > span_extraction.NOWHERE / 2
+    for key in ("starts", "ends", "start_scores", "end_scores"):
+        np.testing.assert_allclose(ours[key][real], theirs[key][real], rtol=1e-5, atol=1e-6)
+    assert all(ours[key].shape == theirs[key].shape for key in ours)
