@@ -1,55 +1,29 @@
-"""The nine GLUE tasks and the diagnostic set, from the original files or from TensorFlow Datasets.
+"""The nine GLUE tasks and the diagnostic set: one table, and a task of it from a folder.
 
-The files are the official download: tab-separated, quotation marks are text, CoLA without a header
-in train and dev, MRPC with a byte order mark, other columns in test than in train. Columns, order
-of labels and swapped pairs: release, `finetune/classification/classification_tasks.py`
-(`double_unordered` and each task's columns). The diagnostic set (AX) is MNLI's split
-"test_diagnostic": it has no training data, MNLI's model predicts it.
+Order of labels, swapped pairs and columns are those of the release (`configure_finetuning.py`,
+`finetune/classification`); row counts are the official ones. The diagnostic set (AX) is MNLI's
+split "test_diagnostic": it has no training data, MNLI's model predicts it.
 """
 
-import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from absl import logging
 
-from convbert_jax.data import indexed_rows
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.labelled_text import Example, LabelledTask, LabelReader
-from convbert_jax.data.table_files import BadRows, TableFormat, read_table
-
-BAD_SHARE = 0.01  # more unusable rows than this are not the known blemishes of the official files
-_HINT = "is it the official GLUE file?"
-
-
-@dataclasses.dataclass(frozen=True)
-class SplitFile:
-    """One file of the download and its counterpart in TFDS."""
-
-    rows: int  # the official count
-    file: str  # without .gz
-    texts: tuple[str, ...]
-    label: str = ""  # "" where the file has none
-    columns: tuple[str, ...] = ()  # where it has no header
-    index: str = ""  # the column with the index that the server expects
-    tfds: str = ""  # split of the task's TFDS configuration, or CONFIGURATION:SPLIT
-
-
-@dataclasses.dataclass(frozen=True)
-class GlueTask:
-    folder: str  # of the download
-    tfds: str  # configuration of TFDS
-    tfds_texts: tuple[str, ...]
-    splits: Mapping[str, SplitFile]
-    labels: tuple[str, ...] = ()  # () is regression
-    spellings: tuple[str, ...] = ()
-    metrics: tuple[str, ...] = ("accuracy",)
-    swap_pairs: bool = False
-    scale: float = 1.0
+from convbert_jax.data.glue_splits import (
+    GlueTask,
+    SplitFile,
+    find_file,
+    find_tfds,
+    read_file,
+    read_tfds,
+)
+from convbert_jax.data.labelled_text import Example, LabelledTask
 
 
 def _splits(texts, label, train, validation, test, *, index="index") -> dict[str, SplitFile]:
@@ -166,8 +140,8 @@ GLUE: dict[str, GlueTask] = {
         spellings=_BINARY,
     ),
 }
-# Other places of the diagnostic file.
-_AX_FILES = ("../diagnostic/diagnostic.tsv", "../AX/AX.tsv", "../AX.tsv")
+# kind of source -> what finds a split, what reads it
+_READERS = {"files": (find_file, read_file), "tfds": (find_tfds, read_tfds)}
 
 
 def open_task(name: str, root: str) -> LabelledTask:
@@ -195,10 +169,10 @@ def open_task(name: str, root: str) -> LabelledTask:
             f"There is no folder '{rest}' with the GLUE data; name the one that holds CoLA, SST-2, "
             "…, or tfds:DIR for data prepared by TensorFlow Datasets."
         )
-    find, read = {"files": (_find_file, _read_file), "tfds": (_find_tfds, _read_tfds)}[kind]
+    find, read = _READERS[kind]
     places, absent = {}, {}
     for split in task.splits:
-        place, sentence = find(folder, name, split)
+        place, sentence = find(folder, name, task, split)
         if place is None:
             absent[split] = sentence
         else:
@@ -219,7 +193,7 @@ def open_task(name: str, root: str) -> LabelledTask:
 
 
 def _read_split(read, name: str, places: Mapping[str, Any], split: str) -> list[Example]:
-    examples = read(places[split], name, split)
+    examples = read(places[split], GLUE[name], split)
     official = GLUE[name].splits[split].rows
     if len(examples) != official:
         logging.warning(
@@ -231,117 +205,3 @@ def _read_split(read, name: str, places: Mapping[str, Any], split: str) -> list[
             places[split],
         )
     return examples
-
-
-# --- The original files ---
-
-
-def _find_file(root: Path, name: str, split: str) -> tuple[Path | None, str]:
-    """The file of a split, or None and what is missing."""
-    file = GLUE[name].splits[split].file
-    folder = root / GLUE[name].folder
-    for option in _AX_FILES if split == "test_diagnostic" else (file,):
-        for path in (folder / option, folder / f"{option}.gz"):
-            path = Path(os.path.normpath(path))
-            if path.is_file():
-                return path, ""
-    shown = os.path.normpath(f"{GLUE[name].folder}/{file}")
-    return None, f"GLUE {name} has no {split} split here: {root} has no {shown} (or .gz)."
-
-
-def _read_file(path: Path, name: str, split: str) -> list[Example]:
-    """Rows that the official files are known to have broken (a few of QQP) are left out, with a
-    warning; in a test split, where every row is to be predicted, they are an error.
-    """
-    task, file = GLUE[name], GLUE[name].splits[split]
-    is_test = split.startswith("test")
-    bad_rows = BadRows(path, "error" if is_test else "skip")
-    labels = LabelReader(
-        "classification" if task.labels else "regression", task.spellings or task.labels
-    )
-    form = TableFormat("tsv", columns=file.columns, hint=_HINT)
-    wanted = (*file.texts, *filter(None, (file.label, file.index)))
-    examples, total = [], 0
-    for total, (line, values) in enumerate(read_table(path, wanted, form, bad_rows), start=1):
-        texts = tuple(text.strip() for text in values[: len(file.texts)])
-        label = None
-        if file.label:
-            try:
-                label = labels.read(values[len(file.texts)])
-            except ValueError as error:
-                raise DataError(f"{path} line {line} {error}.") from None
-        key = values[-1] if file.index else str(total - 1)
-        examples.append(Example(key, texts, label))
-    _check_share(bad_rows, total, path)
-    _warn_empty(examples, path)
-    return examples
-
-
-def _check_share(bad_rows: BadRows, kept: int, path: Path) -> None:
-    if bad_rows.count > BAD_SHARE * (bad_rows.count + kept):
-        raise DataError(
-            f"{path} has {bad_rows.count} unusable rows of {bad_rows.count + kept}; the first: "
-            f"{bad_rows.first}. {_HINT.capitalize()}"
-        )
-
-
-def _warn_empty(examples: list[Example], place: Path) -> None:
-    empty = [example.id for example in examples if not all(example.texts)]
-    if empty:
-        logging.warning(
-            "%s has %d rows with an empty text, the first with index %s; they are kept.",
-            place,
-            len(empty),
-            empty[0],
-        )
-
-
-# --- Prepared by TensorFlow Datasets ---
-
-
-def _find_tfds(root: Path, name: str, split: str) -> tuple[tuple[Path, str] | None, str]:
-    """(folder of the newest version, split), or None and what is missing."""
-    configuration, _, tfds_split = GLUE[name].splits[split].tfds.rpartition(":")
-    configuration = configuration or GLUE[name].tfds
-    for base in (root / "glue", root):
-        versions = [info.parent for info in (base / configuration).glob("*/dataset_info.json")]
-        if versions:
-            return (max(versions, key=_version), tfds_split), ""
-    return None, (
-        f"GLUE {name} has no {split} split here: {root} has no prepared glue/{configuration}; run "
-        f"tfds build glue/{configuration} --file_format=array_record where TensorFlow is installed."
-    )
-
-
-def _version(folder: Path) -> tuple[int, ...]:
-    parts = folder.name.split(".")
-    return tuple(int(part) for part in parts) if all(p.isdigit() for p in parts) else ()
-
-
-def _read_tfds(place: tuple[Path, str], name: str, split: str) -> list[Example]:
-    """TFDS stores rows shuffled; `idx` brings back the order of the files."""
-    task = GLUE[name]
-    folder, tfds_split = place
-    rows, features = indexed_rows.open_prepared(str(folder), tfds_split)
-    names = getattr(features["label"], "names", None)
-    spelled = {label: index for index, label in enumerate(task.labels)}
-    if names is not None and set(names) != set(task.labels):
-        raise DataError(
-            f"{folder} has the labels {', '.join(names)}, not {', '.join(task.labels)}; is it "
-            f"glue/{task.tfds}?"
-        )
-    examples = []
-    for row in sorted(_all_rows(rows), key=lambda row: int(row["idx"])):
-        texts = tuple(row[text].decode().strip() for text in task.tfds_texts)
-        label: int | float | None = None
-        if not split.startswith("test"):
-            value = row["label"]
-            label = float(value) if names is None else spelled[names[int(value)]]
-        examples.append(Example(str(int(row["idx"])), texts, label))
-    _warn_empty(examples, folder)
-    return examples
-
-
-def _all_rows(rows, at_once: int = 1_024) -> Iterator[dict[str, Any]]:
-    for start in range(0, len(rows), at_once):
-        yield from rows.__getitems__(list(range(start, min(start + at_once, len(rows)))))

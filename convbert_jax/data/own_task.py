@@ -22,7 +22,8 @@ from convbert_jax.data.labelled_text import (
     is_unlabelled,
     spell,
 )
-from convbert_jax.data.table_files import FORMATS, BadRows, TableFormat, guess_format, read_table
+from convbert_jax.data.table_files import read_table
+from convbert_jax.data.table_formats import FORMATS, BadRows, TableFormat, guess_format
 
 SPLITS = ("train", "validation", "test")
 _HINT = "set config.task.texts and config.task.label, or config.task.columns"
