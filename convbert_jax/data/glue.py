@@ -9,7 +9,6 @@ import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from absl import logging
@@ -185,7 +184,7 @@ def open_task(name: str, root: str) -> LabelledTask:
         spellings=task.spellings or task.labels,
         metrics=task.metrics,
         splits=tuple(task.splits),
-        reader=functools.partial(_read_split, read, name, MappingProxyType(places)),
+        reader=functools.partial(_read_split, read, name, places),
         absent=absent,
         scale=task.scale,
         swap_pairs=task.swap_pairs,

@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from absl import logging
 
@@ -69,7 +68,7 @@ def open_task(section: TaskSection) -> LabelledTask:
         spellings=spellings,
         metrics=metrics,
         splits=SPLITS,
-        reader=functools.partial(_read_split, section, MappingProxyType(parts), spellings),
+        reader=functools.partial(_read_split, section, parts, spellings),
         absent=absent,
         scale=section.scale,
         swap_pairs=section.swap_pairs,
