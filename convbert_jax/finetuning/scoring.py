@@ -48,6 +48,13 @@ def predict(task: LabelledTask, outputs: Outputs) -> list:
     return [tuple(words[:, :count].argmax(-1).tolist()) for words in map(np.asarray, outputs)]
 
 
+def probabilities(task: LabelledTask, logits: np.ndarray) -> np.ndarray:
+    """[..., labels] softmax of one example's logits; columns beyond the labels do not count."""
+    logits = np.asarray(logits, np.float64)[..., : len(task.labels)]
+    shares = np.exp(logits - logits.max(-1, keepdims=True))
+    return shares / shares.sum(-1, keepdims=True)
+
+
 def check_metrics(task: LabelledTask) -> None:
     """Raises ConfigError where a metric does not exist or is not for this task."""
     for name in task.metrics:
