@@ -1,0 +1,202 @@
+"""Published scores of ConvBERT and its neighbors, x 100 as printed.
+
+A dev score beside a test score misleads unless it is said: each row names its split, and each
+average its definition.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+# The columns of ConvBERT's table 3 and the metric of each; MNLI is the matched part.
+GLUE_COLUMNS = {
+    "MNLI": "accuracy",
+    "QNLI": "accuracy",
+    "QQP": "accuracy",
+    "RTE": "accuracy",
+    "SST-2": "accuracy",
+    "MRPC": "accuracy",
+    "CoLA": "mcc",
+    "STS-B": "spearman",
+}
+SQUAD_COLUMNS = {
+    ("squad_v1", "exact_match"): "SQuAD 1.1 EM",
+    ("squad_v1", "f1"): "SQuAD 1.1 F1",
+    ("squad_v2", "exact_match"): "SQuAD 2.0 EM",
+    ("squad_v2", "f1"): "SQuAD 2.0 F1",
+}
+PAPER_MEAN = (
+    "mean of 8: MNLI matched, QNLI, QQP, RTE, SST-2 and MRPC by accuracy, CoLA by Matthews, STS-B "
+    "by Spearman correlation (ConvBERT's table 3; no WNLI)"
+)
+LEADERBOARD_SCORE = (
+    "GLUE server's score: mean of 9, with WNLI, F1 and accuracy averaged for MRPC and QQP, both "
+    "correlations for STS-B, both parts of MNLI; some 3 points below the mean of 8 for the same "
+    "predictions of ConvBERT"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedRow:
+    """One row of a published table.
+
+    `scores` is by (task, metric), x 100; `average` is as printed there, None where there is none.
+    """
+
+    model: str
+    source: str
+    split: str  # dev | test
+    runs: str  # what the number is of: one run, a median, ...
+    scores: Mapping[tuple[str, str], float]
+    average: float | None = None
+    average_is: str = ""
+    shown: bool = True  # in the table beside a run's own scores
+
+
+def _paper(model: str, values: str, average: float, *, shown: bool = False) -> PublishedRow:
+    """Row of ConvBERT's table 3; `values` in the order of GLUE_COLUMNS."""
+    scores = dict(zip(GLUE_COLUMNS.items(), map(float, values.split()), strict=True))
+    source = "ConvBERT, table 3"
+    return PublishedRow(
+        model, source, "test", "GLUE server", scores, average, PAPER_MEAN, shown=shown
+    )
+
+
+def _electra(model: str, values: str, squad: tuple[float, float] | None, *, shown: bool = True):
+    """Dev medians of ELECTRA's README: CoLA SST MRPC STS QQP MNLI QNLI RTE, then SQuAD EM."""
+    order = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE")
+    scores = {
+        (task, GLUE_COLUMNS[task]): float(value)
+        for task, value in zip(order, values.split(), strict=True)
+    }
+    if squad:
+        scores["squad_v1", "exact_match"], scores["squad_v2", "exact_match"] = squad
+    return PublishedRow(model, "ELECTRA, README", "dev", "median", scores, shown=shown)
+
+
+def _squad(model: str, *values: float, shown: bool = True) -> PublishedRow:
+    """Row of ConvBERT's table 4: EM and F1 of SQuAD 1.1 and of 2.0."""
+    scores = dict(zip(SQUAD_COLUMNS, values, strict=True))
+    return PublishedRow(model, "ConvBERT, table 4", "dev", "not stated", scores, shown=shown)
+
+
+def _leaderboard(model: str, score: float, values: str) -> PublishedRow:
+    """Row of the GLUE server's board."""
+    keys = (
+        ("CoLA", "mcc"),
+        ("SST-2", "accuracy"),
+        ("MRPC", "f1"),
+        ("MRPC", "accuracy"),
+        ("STS-B", "pearson"),
+        ("STS-B", "spearman"),
+        ("QQP", "f1"),
+        ("QQP", "accuracy"),
+        ("MNLI", "accuracy"),
+        ("MNLI mismatched", "accuracy"),
+        ("QNLI", "accuracy"),
+        ("RTE", "accuracy"),
+        ("WNLI", "accuracy"),
+        ("AX", "mcc"),
+    )
+    scores = dict(zip(keys, map(float, values.split()), strict=True))
+    return PublishedRow(
+        model, "GLUE leaderboard", "test", "GLUE server", scores, score, LEADERBOARD_SCORE, False
+    )
+
+
+PUBLISHED: tuple[PublishedRow, ...] = (
+    _paper("TinyBERT, distilled", "84.6 90.4 89.1 70.0 93.1 82.6 51.1 83.7", 80.6),
+    _paper("MobileBERT, distilled", "84.3 91.6 88.3 70.4 92.6 84.5 51.1 84.8", 81.0),
+    _paper("ELECTRA-small", "79.7 87.7 88.0 60.8 89.1 83.7 54.6 80.3", 78.0, shown=True),
+    _paper("ELECTRA-small, longer", "81.6 88.3 88.0 63.6 91.1 84.9 55.6 84.6", 79.7),
+    _paper("GPT", "82.1 88.1 88.5 56.0 91.3 75.7 45.4 80.0", 75.9),
+    _paper("BERT-base", "84.6 90.5 89.2 66.4 93.5 84.8 52.1 85.8", 80.9, shown=True),
+    _paper("ELECTRA-base", "85.8 92.7 89.1 73.1 93.4 86.7 59.7 87.7", 83.5),
+    _paper("ELECTRA-base, longer", "88.5 93.1 89.5 75.2 96.0 88.1 64.6 90.2", 85.7),
+    _paper("ConvBERT-small, 1M steps", "81.5 88.5 88.0 62.2 89.2 83.3 54.8 83.4", 78.9, shown=True),
+    _paper("ConvBERT-small, 4M steps", "82.1 88.5 88.4 65.1 91.2 85.1 56.7 83.8", 80.1),
+    _paper(
+        "ConvBERT-medium-small, 1M steps",
+        "82.1 88.7 88.4 65.3 89.2 84.6 56.4 82.9",
+        79.7,
+        shown=True,
+    ),
+    _paper("ConvBERT-medium-small, 4M steps", "82.9 89.2 88.6 66.0 92.3 85.7 59.1 85.3", 81.1),
+    _paper("ConvBERT-base, 1M steps", "85.3 92.4 89.6 74.7 95.0 88.2 66.0 88.2", 84.9, shown=True),
+    _paper("ConvBERT-base, 4M steps", "88.3 93.2 90.0 77.9 95.7 88.3 67.8 89.7", 86.4),
+    _leaderboard(
+        "ConvBERT-base, 4M steps",
+        83.2,
+        "67.8 95.7 91.4 88.3 90.4 89.7 73.0 90.0 88.3 87.4 93.2 77.9 65.1 42.9",
+    ),
+    _leaderboard(
+        "ConvBERT-medium-small, 4M steps",
+        78.6,
+        "59.1 92.3 89.6 85.7 86.3 85.3 70.2 88.6 82.9 81.9 89.2 66.0 65.1 36.6",
+    ),
+    _leaderboard(
+        "ConvBERT-small, 4M steps",
+        77.6,
+        "56.7 91.2 89.1 85.1 84.6 83.8 69.9 88.4 82.1 80.8 88.5 65.1 65.1 34.5",
+    ),
+    _electra(
+        "ELECTRA-small++", "57.0 91.2 88.0 87.5 89.0 81.3 88.4 66.7", (75.8, 70.1), shown=False
+    ),
+    _electra(
+        "ELECTRA-base++", "67.7 95.1 89.5 91.2 91.5 88.8 93.2 82.7", (86.8, 80.5), shown=False
+    ),
+    _electra("ELECTRA-large", "69.1 96.9 90.8 92.6 92.4 90.9 95.0 88.0", (89.7, 88.1), shown=False),
+    _electra("ELECTRA-small, OpenWebText", "56.8 88.3 87.4 86.8 88.3 78.9 87.9 68.5", None),
+    PublishedRow(
+        "ConvBERT-small",
+        "PaddleNLP, README",
+        "dev",
+        "one run",
+        {
+            ("CoLA", "mcc"): 56.22,
+            ("SST-2", "accuracy"): 91.39,
+            ("MRPC", "accuracy"): 87.70,
+            ("STS-B", "spearman"): 86.34,  # which correlation is not stated
+            ("QQP", "accuracy"): 85.47,
+            ("MNLI", "accuracy"): 81.87,
+            ("QNLI", "accuracy"): 87.71,
+            ("RTE", "accuracy"): 66.06,
+        },
+    ),
+    PublishedRow(
+        "ConvBERT-base",
+        "paddle_convbert, README",
+        "dev",
+        "not stated",
+        {
+            ("CoLA", "mcc"): 69.2,
+            ("SST-2", "accuracy"): 94.6,
+            ("MRPC", "accuracy"): 90.4,
+            ("MRPC", "f1"): 93.1,
+            ("STS-B", "pearson"): 90.8,
+            ("STS-B", "spearman"): 90.7,
+            ("QQP", "accuracy"): 92.0,
+            ("QQP", "f1"): 89.4,
+            ("MNLI", "accuracy"): 88.1,
+            ("MNLI mismatched", "accuracy"): 87.9,
+            ("QNLI", "accuracy"): 93.0,
+            ("RTE", "accuracy"): 83.4,
+            ("WNLI", "accuracy"): 56.3,
+            ("squad_v1", "exact_match"): 84.82,
+            ("squad_v1", "f1"): 91.29,
+            ("squad_v2", "exact_match"): 80.91,
+            ("squad_v2", "f1"): 83.90,
+        },
+    ),
+    _squad("DistilBERT", 71.8, 81.2, 60.6, 64.1, shown=False),
+    _squad("TinyBERT", 72.7, 82.1, 65.3, 68.8, shown=False),
+    _squad("MobileBERT", 83.4, 90.3, 77.6, 80.2, shown=False),
+    _squad("ELECTRA-small", 65.6, 73.8, 62.8, 65.2),
+    _squad("ELECTRA-small, longer", 75.8, 85.2, 70.1, 73.2, shown=False),
+    _squad("BERT-base", 80.7, 88.4, 74.2, 77.1),
+    _squad("ELECTRA-base", 84.5, 90.8, 80.5, 83.3, shown=False),
+    _squad("ConvBERT-small, 1M steps", 77.1, 84.1, 68.7, 70.5),
+    _squad("ConvBERT-small, 4M steps", 78.8, 85.5, 71.2, 73.6, shown=False),
+    _squad("ConvBERT-medium-small, 1M steps", 79.4, 86.0, 71.7, 74.3),
+    _squad("ConvBERT-medium-small, 4M steps", 81.5, 88.1, 74.3, 76.8, shown=False),
+    _squad("ConvBERT-base, 1M steps", 84.7, 90.9, 80.6, 83.1),
+)
