@@ -2,7 +2,7 @@
 "every quirk."""
 
 from convbert_jax.config import to_config_dict
-from convbert_jax.config.checks import check_choice
+from convbert_jax.config.rules import check_choice
 
 VARIANTS = ("default", "paper")
 

@@ -1,7 +1,8 @@
 """Starts one run: `python -m convbert_jax.main --config=configs/base.py`.
 
 Modes:
-  train          prepare the data if needed, then pre-train or resume (default)
+  train          prepare the data if needed, then pre-train or resume; or fine-tune, as the config
+                 says (default)
   prepare        only make the tokenizer and the shards
   verify_resume  train twice, once killed in the middle, and compare both bit for bit
   export         write a checkpoint of --workdir, or the weights at --source, for other software
@@ -9,7 +10,7 @@ Modes:
   import         make --workdir a run from the weights at --source
 
 Every field of a config is overridden as --config.section.field=value; `configs/base.py:paper`
-selects a variant. The only file with flags; the work is in `recipes.py`.
+selects a variant. The only file with flags; the work is in `recipes/`.
 """
 
 import errno
@@ -155,7 +156,8 @@ def main(argv: Sequence[str]) -> None:
         elif _MODE.value == "import":
             importing.import_run(_SOURCE.value, config, workdir)
         else:
-            recipes.pretrain(config, workdir)
+            run = recipes.finetune if config.recipe == "finetune" else recipes.pretrain
+            run(config, workdir)
     except UserError as error:
         logging.flush()
         console.fail(str(error))

@@ -80,7 +80,12 @@ def _describe_unknown(path: str, fields: dict[str, type]) -> str:
 
 
 def _parse(name: str, value: str, kind: type) -> str:
-    """`value` in the spelling that ml_collections reads for `kind`."""
+    """`value` in the spelling that ml_collections reads for `kind`; a list is `a,b,c`."""
+    if typing.get_origin(kind) is tuple:
+        item, parts = typing.get_args(kind)[0], [p.strip() for p in value.strip("()[]").split(",")]
+        parsed = [_parse(name, part.strip("'\""), item) for part in parts if part]
+        quoted = [repr(part) if item is str else part for part in parsed]
+        return f"({''.join(f'{part}, ' for part in quoted).strip()})"
     wrong = ConfigError(f"{name}={value} must be of type {kind.__name__}.")
     if kind is bool:
         if value.lower() not in ("true", "false", "1", "0", "yes", "no"):

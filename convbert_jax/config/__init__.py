@@ -2,24 +2,26 @@
 
 A config file (`configs/*.py`) returns an `ml_collections.ConfigDict` made by `to_config_dict()`, so
 that every field can be overridden as `--config.section.field=value`. `from_config_dict()` turns it
-into the frozen dataclass `Config`, and nothing beyond `main.py` and `recipes.py` ever sees a
+into the frozen dataclass `Config`, and nothing beyond `main.py` and `recipes/` ever sees a
 ConfigDict. Every check raises `ConfigError` with one sentence that names the field, its value and
 the fix.
 
 sections.py    every field of pre-training, with its comment: what a user sets
-finetuning.py  those of fine-tuning
+finetuning.py  those of fine-tuning; own_task.py a labelled data set of the user's own
 run.py         the sections together, and what follows from them
 network.py     what the model code is built from
 reading.py     from and to mappings; checks.py the rules
 """
 
 from convbert_jax.config.errors import ConfigError, UserError
+from convbert_jax.config.finetuning import FinetuneSection, OutputsSection
 from convbert_jax.config.network import (
     EmbeddingsConfig,
     EncoderConfig,
     LayerConfig,
     StageConfig,
 )
+from convbert_jax.config.own_task import TaskSection
 from convbert_jax.config.reading import from_config_dict, to_config_dict, to_dict
 from convbert_jax.config.run import Config
 from convbert_jax.config.sections import (
@@ -41,13 +43,16 @@ __all__ = [
     "DataSection",
     "EmbeddingsConfig",
     "EncoderConfig",
+    "FinetuneSection",
     "GeneratorSection",
     "LayerConfig",
     "MeshSection",
     "ModelSection",
     "ObjectiveSection",
     "OptimizerSection",
+    "OutputsSection",
     "StageConfig",
+    "TaskSection",
     "TokenizerSection",
     "TrainSection",
     "UserError",

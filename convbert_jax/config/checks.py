@@ -5,9 +5,9 @@ read.
 """
 
 import dataclasses
-import difflib
 
-from convbert_jax.config.errors import ConfigError
+from convbert_jax.config import rules
+from convbert_jax.config.finetuning_checks import check_finetuning
 from convbert_jax.config.run import DTYPES, PLATFORMS, RECIPES, Config
 from convbert_jax.config.sections import (
     ATTENTIONS,
@@ -15,52 +15,28 @@ from convbert_jax.config.sections import (
     INITIALIZERS,
     REMAT_POLICIES,
     ObjectiveSection,
+    TokenizerSection,
 )
-
-
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-def check_choice(field: str, value: str, choices) -> None:
-    """Raises ConfigError, with the nearest name, unless `value` is one of `choices`."""
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
-        raise ConfigError(
-            f"config.{field}='{value}' is unknown; {hint}Choose one of: {', '.join(choices)}."
-        )
 
 
 def check(config: Config) -> None:
     """Raises ConfigError for the first thing that cannot work."""
-    check_choice("recipe", config.recipe, RECIPES)
-    check_choice("platform", config.platform, PLATFORMS)
-    check_choice("compute_dtype", config.compute_dtype, DTYPES)
+    rules.check_choice("recipe", config.recipe, RECIPES)
+    rules.check_choice("platform", config.platform, PLATFORMS)
+    rules.check_choice("compute_dtype", config.compute_dtype, DTYPES)
     _check_model(config)
-    _check_objective(config.objective)
-    _check_data(config)
+    if config.recipe == "finetune":
+        check_finetuning(config)
+    else:
+        _check_objective(config.objective)
+        _check_data(config)
+    _check_tokenizer(config.tokenizer)
     _check_training(config)
-
-
-def _check_positive(section: str, values, *names: str) -> None:
-    for name in names:
-        value = getattr(values, name)
-        _check(value > 0, f"config.{section}.{name}={value} must be greater than 0.")
-
-
-def _check_fraction(section: str, values, *names: str) -> None:
-    for name in names:
-        value = getattr(values, name)
-        _check(
-            0.0 <= value < 1.0, f"config.{section}.{name}={value} must be at least 0 and below 1."
-        )
 
 
 def _check_model(config: Config) -> None:
     m, g = config.model, config.generator
-    _check_positive(
+    rules.check_positive(
         "model",
         m,
         "layers",
@@ -77,64 +53,68 @@ def _check_model(config: Config) -> None:
         "initializer_range",
         "layer_norm_epsilon",
     )
-    _check_fraction("model", m, "dropout", "attention_dropout")
-    check_choice("model.mixer", m.mixer, ("mixed", "attention"))
-    check_choice("model.attention", m.attention, ATTENTIONS)
-    check_choice("model.convolution", m.convolution, CONVOLUTIONS)
-    _check(
+    rules.check_fraction("model", m, "dropout", "attention_dropout")
+    rules.check_choice("model.mixer", m.mixer, ("mixed", "attention"))
+    rules.check_choice("model.attention", m.attention, ATTENTIONS)
+    rules.check_choice("model.convolution", m.convolution, CONVOLUTIONS)
+    rules.check(
         m.attention in ("auto", "xla") or m.attention_dropout == 0.0,
         f"config.model.attention='{m.attention}' has no attention dropout; set "
         "config.model.attention_dropout=0, or config.model.attention=auto.",
     )
-    _check(
-        m.attention != "splash" or config.data.length % 128 == 0,
+    rules.check(
+        m.attention != "splash"
+        or config.data.length % 128 == 0
+        or config.recipe == "finetune",  # its lengths are those of buckets, checked by the op
         f"config.model.attention='splash' works on multiples of 128 positions, not on "
         f"config.data.length={config.data.length}; set config.model.attention=auto.",
     )
-    check_choice("model.remat", m.remat, REMAT_POLICIES)
-    check_choice("model.initializers", m.initializers, INITIALIZERS)
-    _check(
+    rules.check_choice("model.remat", m.remat, REMAT_POLICIES)
+    rules.check_choice("model.initializers", m.initializers, INITIALIZERS)
+    rules.check(
         m.hidden_size % m.heads == 0,
         f"config.model.hidden_size={m.hidden_size} is not divisible by "
         f"config.model.heads={m.heads}; "
         f"use {m.hidden_size // m.heads * m.heads or m.heads} or "
         f"{(m.hidden_size // m.heads + 1) * m.heads}.",
     )
-    _check(
+    rules.check(
         m.mixer != "mixed" or m.heads == 1 or m.heads % m.head_ratio == 0,
         f"config.model.heads={m.heads} is not divisible by config.model.head_ratio={m.head_ratio}; "
         "attention and convolution get heads / head_ratio heads each.",
     )
     for width in ("hidden_size", "ffn_size"):
-        _check(
+        rules.check(
             getattr(m, width) % m.ffn_groups == 0,
             f"config.model.{width}={getattr(m, width)} is not divisible by "
             f"config.model.ffn_groups={m.ffn_groups}.",
         )
     if config.recipe != "replaced_token":
         return
-    check_choice("generator.kind", g.kind, ("separate", "shared", "uniform"))
-    _check(0.0 < g.size <= 1.0, f"config.generator.size={g.size} must be above 0 and at most 1.")
-    _check(
+    rules.check_choice("generator.kind", g.kind, ("separate", "shared", "uniform"))
+    rules.check(
+        0.0 < g.size <= 1.0, f"config.generator.size={g.size} must be above 0 and at most 1."
+    )
+    rules.check(
         0.0 < g.layers <= 1.0, f"config.generator.layers={g.layers} must be above 0 and at most 1."
     )
     if g.kind != "separate":
         return
     e = config.generator_encoder
     heads = max(1, int(m.heads * g.size + 1e-9))
-    _check(
+    rules.check(
         e.hidden_size >= heads and e.hidden_size % heads == 0,
         f"config.generator.size={g.size} gives a generator of {e.hidden_size} channels and "
         f"{heads} heads, which does not "
         "divide; change config.generator.size.",
     )
-    _check(
+    rules.check(
         m.mixer != "mixed" or heads < m.head_ratio or heads % m.head_ratio == 0,
         f"config.generator.size={g.size} leaves the generator {heads} heads, which "
         f"config.model.head_ratio={m.head_ratio} does "
         "not divide; change config.generator.size.",
     )
-    _check(
+    rules.check(
         e.hidden_size % m.ffn_groups == 0,
         f"config.generator.size={g.size} gives a generator of {e.hidden_size} channels, which "
         "config.model.ffn_groups="
@@ -143,12 +123,12 @@ def _check_model(config: Config) -> None:
 
 
 def _check_objective(o: ObjectiveSection) -> None:
-    _check(
+    rules.check(
         0.0 < o.mask_fraction < 1.0,
         f"config.objective.mask_fraction={o.mask_fraction} must be between 0 and 1.",
     )
-    _check_positive("objective", o, "prediction_multiple", "temperature")
-    _check(
+    rules.check_positive("objective", o, "prediction_multiple", "temperature")
+    rules.check(
         o.mask_token_fraction >= 0
         and o.random_token_fraction >= 0
         and o.mask_token_fraction + o.random_token_fraction <= 1,
@@ -156,7 +136,7 @@ def _check_objective(o: ObjectiveSection) -> None:
         f"random_token_fraction={o.random_token_fraction} "
         "must not be negative and add up to at most 1.",
     )
-    _check(
+    rules.check(
         o.generator_weight >= 0
         and o.discriminator_weight >= 0
         and o.generator_weight + o.discriminator_weight > 0,
@@ -167,56 +147,59 @@ def _check_objective(o: ObjectiveSection) -> None:
 
 
 def _check_data(config: Config) -> None:
-    d, t = config.data, config.tokenizer
-    check_choice("data.layout", d.layout, ("packed", "electra"))
-    check_choice(
+    d = config.data
+    rules.check_choice("data.layout", d.layout, ("packed", "electra"))
+    rules.check_choice(
         "data.format", d.format, ("auto", "blank_lines", "lines", "jsonl", "wikiextractor", "file")
     )
-    check_choice("data.encoding_errors", d.encoding_errors, ("error", "replace", "skip"))
-    check_choice("tokenizer.kind", t.kind, ("sentencepiece", "wordpiece"))
-    check_choice("tokenizer.algorithm", t.algorithm, ("unigram", "bpe"))
-    _check(
+    rules.check_choice("data.encoding_errors", d.encoding_errors, ("error", "replace", "skip"))
+    rules.check(
         d.source != "",
         "config.data.source is empty; name a corpus, for example text:corpus/*.txt or docstrings.",
     )
-    _check(
+    rules.check(
         d.length >= 8,
         f"config.data.length={d.length} must be at least 8: [CLS], [SEP] and some text.",
     )
-    _check(
+    rules.check(
         d.length <= config.model.positions,
         f"config.data.length={d.length} is longer than "
         f"config.model.positions={config.model.positions}; raise positions or "
         "shorten the rows.",
     )
-    _check(
+    rules.check(
         d.layout == "packed" or config.model.types >= 2,
         "config.data.layout='electra' marks two segments and needs config.model.types of at "
         "least 2.",
     )
-    _check(
+    rules.check(
         d.layout == "electra" or not d.release_builder_bug,
         "config.data.release_builder_bug=True belongs to config.data.layout='electra'; set one "
         "or unset the other.",
     )
     # Whole documents without a mask would flow into each other through the convolution.
-    _check(
+    rules.check(
         d.layout == "electra" or config.model.mask_convolution or config.model.mixer == "attention",
         "config.model.mask_convolution=False lets packed documents read each other; use "
         "config.data.layout='electra' with it.",
     )
-    _check_fraction("data", d, "heldout_fraction")
-    _check(
+    rules.check_fraction("data", d, "heldout_fraction")
+    rules.check(
         d.heldout_fraction > 0 or d.validation_source != "",
         "config.data.heldout_fraction=0 leaves nothing to evaluate on; raise it or name "
         "config.data.validation_source.",
     )
-    _check(
+    rules.check(
         d.workers >= 0, f"config.data.workers={d.workers} must not be negative; 0 is one per core."
     )
-    _check_positive("data", d, "prefetch")
-    _check_positive("tokenizer", t, "max_word_chars", "train_megabytes")
-    _check(
+    rules.check_positive("data", d, "prefetch")
+
+
+def _check_tokenizer(t: TokenizerSection) -> None:
+    rules.check_choice("tokenizer.kind", t.kind, ("sentencepiece", "wordpiece"))
+    rules.check_choice("tokenizer.algorithm", t.algorithm, ("unigram", "bpe"))
+    rules.check_positive("tokenizer", t, "max_word_chars", "train_megabytes")
+    rules.check(
         t.vocab_size > 16,
         f"config.tokenizer.vocab_size={t.vocab_size} is too small; five ids are special tokens.",
     )
@@ -224,21 +207,21 @@ def _check_data(config: Config) -> None:
 
 def _check_training(config: Config) -> None:
     o, t, c, mesh = config.optimizer, config.train, config.checkpoint, config.mesh
-    _check_positive("optimizer", o, "learning_rate", "epsilon")
-    _check_fraction("optimizer", o, "beta1", "beta2", "decay_to")
-    _check(
+    rules.check_positive("optimizer", o, "learning_rate", "epsilon")
+    rules.check_fraction("optimizer", o, "beta1", "beta2", "decay_to")
+    rules.check(
         o.weight_decay >= 0, f"config.optimizer.weight_decay={o.weight_decay} must not be negative."
     )
-    _check(
+    rules.check(
         o.clip_norm >= 0,
         f"config.optimizer.clip_norm={o.clip_norm} must not be negative; 0 is off.",
     )
-    _check(
+    rules.check(
         0 <= o.warmup_steps <= t.steps,
         f"config.optimizer.warmup_steps={o.warmup_steps} is not between 0 and "
         f"config.train.steps={t.steps}; shorten the warm-up.",
     )
-    _check_positive(
+    rules.check_positive(
         "train",
         t,
         "steps",
@@ -248,27 +231,27 @@ def _check_training(config: Config) -> None:
         "eval_every",
         "profile_steps",
     )
-    _check(
+    rules.check(
         t.eval_rows >= 0, f"config.train.eval_rows={t.eval_rows} must not be negative; 0 is all."
     )
-    _check(
+    rules.check(
         t.batch_size % t.accumulation == 0,
         f"config.train.batch_size={t.batch_size} is not divisible by "
         f"config.train.accumulation={t.accumulation}.",
     )
-    _check_positive("checkpoint", c, "every", "keep")
-    _check(
+    rules.check_positive("checkpoint", c, "every", "keep")
+    rules.check(
         c.keep_every >= 0,
         f"config.checkpoint.keep_every={c.keep_every} must not be negative; 0 is none.",
     )
-    _check(
+    rules.check(
         c.huggingface_every >= 0,
         f"config.checkpoint.huggingface_every={c.huggingface_every} must not be negative; 0 is "
         "never.",
     )
-    check_choice("checkpoint.best_mode", c.best_mode, ("max", "min"))
+    rules.check_choice("checkpoint.best_mode", c.best_mode, ("max", "min"))
     axes = dataclasses.asdict(mesh)
-    _check(
+    rules.check(
         all(size == -1 or size > 0 for size in axes.values())
         and list(axes.values()).count(-1) <= 1,
         f"config.mesh={axes} needs sizes above 0, and -1 (all devices left) at most once.",

@@ -19,8 +19,12 @@ def to_config_dict(config: Config | None = None):
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Plain nested dict, JSON-serializable; `from_config_dict` reads it back."""
-    return dataclasses.asdict(config)
+    """Plain nested dict of what JSON has, lists too; `from_config_dict` reads it back."""
+
+    def plain(pairs):
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in pairs}
+
+    return dataclasses.asdict(config, dict_factory=plain)
 
 
 def from_config_dict(values: Mapping[str, Any]) -> Config:
@@ -59,12 +63,21 @@ def _from_mapping(cls, values: Mapping[str, Any], path: str):
                 )
             arguments[key] = _from_mapping(kind, value, path=f"{path}{key}.")
             continue
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if type(value) is not kind:
-            raise ConfigError(
-                f"config.{path}{key}={value!r} must be of type {kind.__name__}, "
-                f"not {type(value).__name__}."
-            )
-        arguments[key] = value
+        arguments[key] = _to_type(value, kind, f"config.{path}{key}")
     return cls(**arguments)
+
+
+def _to_type(value, kind, name: str):
+    """`value` as a field of type `kind` holds it; lists, as JSON has them, become tuples."""
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{name}={value!r} must be a list, not {type(value).__name__}.")
+        item = typing.get_args(kind)[0]
+        return tuple(_to_type(part, item, f"{name}[{i}]") for i, part in enumerate(value))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not kind:
+        raise ConfigError(
+            f"{name}={value!r} must be of type {kind.__name__}, not {type(value).__name__}."
+        )
+    return value

@@ -3,12 +3,14 @@
 import dataclasses
 import math
 
+from convbert_jax.config.finetuning import FinetuneSection, OutputsSection
 from convbert_jax.config.network import (
     EmbeddingsConfig,
     EncoderConfig,
     LayerConfig,
     StageConfig,
 )
+from convbert_jax.config.own_task import TaskSection
 from convbert_jax.config.sections import (
     CheckpointSection,
     DataSection,
@@ -23,7 +25,7 @@ from convbert_jax.config.sections import (
 
 PLATFORMS = ("any", "cpu", "gpu", "tpu")
 DTYPES = ("auto", "float32", "bfloat16")
-RECIPES = ("replaced_token", "masked_lm")
+RECIPES = ("replaced_token", "masked_lm", "finetune")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Config:
 
     name: str = "run"  # workdir defaults to runs/NAME
     variant: str = "default"  # default | paper, as given after the colon of --config
-    recipe: str = "replaced_token"  # replaced_token (ELECTRA) | masked_lm (BERT); see recipes.py
+    # replaced_token (ELECTRA) | masked_lm (BERT) | finetune; see recipes/
+    recipe: str = "replaced_token"
     seed: int = 0
     # weights that a new run starts from: a run's folder, a Hugging Face folder or a TensorFlow 1
     # checkpoint; "" starts from random ones
@@ -49,6 +52,9 @@ class Config:
     train: TrainSection = dataclasses.field(default_factory=TrainSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
     mesh: MeshSection = dataclasses.field(default_factory=MeshSection)
+    finetune: FinetuneSection = dataclasses.field(default_factory=FinetuneSection)
+    task: TaskSection = dataclasses.field(default_factory=TaskSection)
+    outputs: OutputsSection = dataclasses.field(default_factory=OutputsSection)
 
     @property
     def embeddings(self) -> EmbeddingsConfig:

@@ -14,8 +14,19 @@ import jax
 import numpy as np
 
 from convbert_jax.config import Config, EmbeddingsConfig, EncoderConfig, LayerConfig, UserError
-from convbert_jax.models.pretraining import MODELS, build
+from convbert_jax.models import pretraining
+from convbert_jax.models.finetuned import FinetunedModel
+from convbert_jax.models.pretraining import build
 from convbert_jax.training.state import flatten, fold_in_name
+
+MODELS = {**pretraining.MODELS, "finetune": FinetunedModel}  # by config.recipe
+# config.outputs.head -> the head of a network; the others have no name there
+_HEADS = {
+    "sequence": "sequence_head",
+    "first_token": "token_head",
+    "token": "token_head",
+    "span": "span_head",
+}
 
 
 class ConversionError(UserError):
@@ -117,6 +128,9 @@ def places(config: Config) -> dict[str, dict[str, str]]:
     """Network -> {part of it: root of that part in the model's parameters}."""
     if config.recipe == "masked_lm":
         return {"main": {"embeddings": "embeddings", "encoder": "encoder", "mlm_head": "head"}}
+    if config.recipe == "finetune":
+        head = _HEADS.get(config.outputs.head, config.outputs.head)
+        return {"main": {"embeddings": "embeddings", "encoder": "encoder", head: "head"}}
     main = {
         "embeddings": "embeddings",
         "encoder": "discriminator",
@@ -149,7 +163,11 @@ def split(config: Config, params) -> dict[str, Network]:
             if path.startswith(root + "/")
         }
         result[name] = Network(
-            _family(config.recipe, encoder, embeddings), embeddings, encoder, unstack(tree)
+            _family(config.recipe, encoder, embeddings),
+            embeddings,
+            encoder,
+            unstack(tree),
+            config.outputs.labels if config.recipe == "finetune" else (),
         )
     return result
 

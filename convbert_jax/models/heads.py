@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from convbert_jax.config import EmbeddingsConfig
 from convbert_jax.models.embeddings import Embeddings
 from convbert_jax.models.functions import gelu
-from convbert_jax.models.layers import Dense, Initializers, LayerNorm
+from convbert_jax.models.layers import Dense, Initializers, LayerNorm, dropout
 
 
 class MaskedLanguageHead(nnx.Module):
@@ -50,9 +50,12 @@ class SequenceHead(nnx.Module):
         self.dense = Dense(hidden_size, hidden_size, initializers.dense, rngs)
         self.output = Dense(hidden_size, labels, initializers.dense, rngs)
 
-    def __call__(self, x: Float[Array, "B L C"]) -> Float[Array, "B labels"]:
-        """Float32 logits."""
-        return self.output(gelu(self.dense(x[:, 0])).astype(jnp.float32))
+    def __call__(
+        self, x: Float[Array, "B L C"], rate: float = 0.0, key: Array | None = None
+    ) -> Float[Array, "B labels"]:
+        """Float32 logits; with a key, dropout by `rate` between the two layers."""
+        inner = dropout(gelu(self.dense(x[:, 0])), rate, key)
+        return self.output(inner.astype(jnp.float32))
 
 
 class TokenHead(nnx.Module):

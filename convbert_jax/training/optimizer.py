@@ -9,14 +9,16 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from convbert_jax.config import OptimizerSection
-from convbert_jax.training.state import parameter_path
+from convbert_jax.training.state import flatten, parameter_path
 
 # In the release variables with LayerNorm, layer_norm or bias in their name: the same ones.
 _NEVER_DECAYED = re.compile(r"(^|_|/)(bias|scale)$")
 _EMBEDDING = re.compile(r"(^|/)embedding$")
+_STAGE = re.compile(r"encoder/stages/(\d+)/")
 
 
 def make_optimizer(section: OptimizerSection, steps: int) -> optax.GradientTransformation:
@@ -25,16 +27,61 @@ def make_optimizer(section: OptimizerSection, steps: int) -> optax.GradientTrans
     Args:
       steps: length of the run, which the schedule decays over.
     """
+    return optax.chain(
+        *_direction(section), optax.scale_by_learning_rate(make_schedule(section, steps))
+    )
+
+
+def make_direction(section: OptimizerSection) -> optax.GradientTransformation:
+    """The update before it is multiplied by the learning rate: for a caller that does so."""
+    return optax.chain(*_direction(section))
+
+
+def _direction(section: OptimizerSection) -> list[optax.GradientTransformation]:
     adam = optax.scale_by_adam if section.bias_correction else scale_by_uncorrected_adam
     clip = optax.clip_by_global_norm(section.clip_norm) if section.clip_norm else optax.identity()
-    return optax.chain(
+    return [
         clip,
         adam(b1=section.beta1, b2=section.beta2, eps=section.epsilon),
         optax.add_decayed_weights(
             section.weight_decay, mask=lambda params: decay_mask(params, section.decay_embeddings)
         ),
-        optax.scale_by_learning_rate(make_schedule(section, steps)),
-    )
+    ]
+
+
+def layer_multipliers(params, decay: float):
+    """Learning rate of each parameter relative to the head's (papers.md 2.7).
+
+    decay^(n + 2 - depth) for an encoder of n layers: depth 0 for the embeddings and their
+    projection, i + 1 for layer i, n + 2 for the head. As in the release there is no depth n + 1:
+    the last layer has decay^2.
+
+    Args:
+      params: under `embeddings/`, `encoder/` and `head/`; a stage has its layers along axis 0.
+
+    Returns:
+      a tree like `params` of numpy scalars, for a stage of arrays that broadcast to the parameter.
+    """
+    shapes = flatten(params)
+    stages = {}
+    for path, leaf in shapes.items():
+        match = _STAGE.match(path)
+        if match:
+            stages[int(match[1])] = leaf.shape[0]
+    first = {stage: sum(stages[s] for s in stages if s < stage) for stage in stages}
+    top = sum(stages.values()) + 2
+
+    def multiplier(path, leaf):
+        name = parameter_path(path)
+        match = _STAGE.match(name)
+        if match:
+            depths = first[int(match[1])] + 1 + np.arange(leaf.shape[0])
+            depths = depths.reshape(-1, *[1] * (leaf.ndim - 1))
+        else:
+            depths = np.asarray(top if name.startswith("head/") else 0)
+        return (decay ** (top - depths)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(multiplier, params)
 
 
 def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:

@@ -42,6 +42,15 @@ _CHANGEABLE = (
     "mesh.",
 )
 _FIXED_AFTER_ALL = ("train.batch_size",)  # the position in the data counts batches
+# Of a fine-tuning run: tasks and seeds may be added, what is finished stays as it is.
+_CHANGEABLE_FINETUNING = (
+    *(field for field in _CHANGEABLE if field != "optimizer."),
+    "finetune.tasks",
+    "finetune.seeds",
+    "finetune.vectorize_seeds",
+    "finetune.eval_batch_size",
+    "finetune.save_models",
+)
 
 
 @contextlib.contextmanager
@@ -91,7 +100,10 @@ def _keep_config(file: pathlib.Path, config: Config, path: pathlib.Path) -> None
     if file.exists():
         old = json.loads(file.read_text())
         changed = _differences(old, new)
-        refused = {field: pair for field, pair in changed.items() if not _is_changeable(field)}
+        changeable = _CHANGEABLE_FINETUNING if config.recipe == "finetune" else _CHANGEABLE
+        refused = {
+            field: pair for field, pair in changed.items() if not _is_changeable(field, changeable)
+        }
         if refused:
             raise WorkdirError(
                 f"--workdir={path} holds a run with another config: {_describe(refused)}; choose "
@@ -105,8 +117,8 @@ def _keep_config(file: pathlib.Path, config: Config, path: pathlib.Path) -> None
     temporary.replace(file)
 
 
-def _is_changeable(field: str) -> bool:
-    return field.startswith(_CHANGEABLE) and field not in _FIXED_AFTER_ALL
+def _is_changeable(field: str, changeable: tuple[str, ...]) -> bool:
+    return field.startswith(changeable) and field not in _FIXED_AFTER_ALL
 
 
 def _flatten(values: dict, prefix: str = "") -> dict[str, object]:

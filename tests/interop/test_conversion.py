@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from convbert_jax import recipes
+from convbert_jax.recipes import pretraining as recipes
 from convbert_jax.config import from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
 from convbert_jax.interop import (

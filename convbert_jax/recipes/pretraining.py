@@ -1,7 +1,4 @@
-"""The one table, recipe name -> (model, loss), and the run it makes. Read it after `config/`.
-
-Only this file knows models, objectives, data and training together.
-"""
+"""Pre-training: the table recipe name -> (model, loss), and the run it makes."""
 
 import dataclasses
 import functools
@@ -16,12 +13,13 @@ from absl import logging
 from flax import nnx
 
 from convbert_jax.analysis import flops, pretraining_report
-from convbert_jax.config import Config, ConfigError, to_dict
+from convbert_jax.config import Config, ConfigError
 from convbert_jax.data import batching, corpus
 from convbert_jax.interop import conversion, importing, sources
 from convbert_jax.interop.networks import outline, split
 from convbert_jax.models import pretraining as models
 from convbert_jax.objectives import health, masked_lm, masking, replaced_token
+from convbert_jax.recipes import devices
 from convbert_jax.training import checkpoint, compilation, loop, reporting, sharding, workdir
 from convbert_jax.training.task import Task
 
@@ -59,20 +57,20 @@ def prepare(config: Config, folder: pathlib.Path) -> corpus.Corpus:
 
 def pretrain(config: Config, folder: pathlib.Path) -> None:
     """Pre-trains in workdir `folder`, resuming what is there, and reports."""
-    devices = _find_devices(config)
-    mesh = sharding.make_mesh(config.mesh, devices)
+    found = devices.find_devices(config)
+    mesh = sharding.make_mesh(config.mesh, found)
     sharding.check_batch_size(config.train.batch_size, config.train.accumulation, mesh)
     compilation.enable_compile_cache(config.train.compile_cache)
     writer = jax.process_index() == 0
     with workdir.open_workdir(folder, config, writer=writer):
-        _print_config(config)
+        devices.print_config(config, leave_out=("finetune", "task", "outputs"))
         source = _read_source(config, folder)
         if config.checkpoint.huggingface_every:
             conversion.check_expressible(outline(config))
         prepared = _prepare_once(config, folder)
         if source:
             importing.check_vocabulary(source, prepared.tokenizer)
-        task = build_task(config, prepared.tokenizer.special, devices[0])
+        task = build_task(config, prepared.tokenizer.special, found[0])
         result = loop.train(
             task,
             config,
@@ -112,7 +110,7 @@ def build_task(config: Config, special, device: jax.Device) -> Task:
     recipe = RECIPES[config.recipe]
     graphdef, init = models.build(recipe.model, config)
     settings = {
-        "dtype": _compute_dtype(config, device),
+        "dtype": devices.compute_dtype(config, device),
         "config": config,
         "special": masking.SpecialIds(special.cls, special.sep, special.mask),
     }
@@ -195,56 +193,6 @@ def _prepare_once(config: Config, folder: pathlib.Path) -> corpus.Corpus:
         prepare(config, folder)
     multihost_utils.sync_global_devices("corpus prepared")
     return prepare(config, folder)
-
-
-def _find_devices(config: Config) -> list[jax.Device]:
-    """All devices, or ConfigError if they are not what `config.platform` asks for."""
-    wanted = {"gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}.get(config.platform)
-    if config.platform == "cpu":
-        jax.config.update("jax_platforms", "cpu")
-    try:
-        devices = jax.devices()
-    except RuntimeError as error:
-        raise ConfigError(
-            f"jax finds no device: {str(error).splitlines()[0]} Install jax for this machine "
-            "(pip install 'jax[tpu]' or 'jax[cuda12]'), or stop the process that holds it."
-        ) from error
-    found = devices[0]
-    if wanted and found.platform not in wanted:
-        raise ConfigError(
-            f"config.platform='{config.platform}', but jax finds only {found.platform} "
-            f"({found.device_kind}); install jax for it (pip install 'jax[tpu]' or 'jax[cuda12]'), "
-            "free the device if another process holds it, or set --config.platform=any."
-        )
-    for field, devices_of in (
-        ("attention", {"cudnn": ("gpu", "cuda"), "splash": ("tpu",)}),
-        ("convolution", {"pallas_gpu": ("gpu", "cuda"), "pallas_tpu": ("tpu",)}),
-    ):
-        name = getattr(config.model, field)
-        if found.platform not in devices_of.get(name, (found.platform,)):
-            raise ConfigError(
-                f"config.model.{field}='{name}' does not run on {found.platform} "
-                f"({found.device_kind}); set config.model.{field}=auto."
-            )
-    if found.platform == "tpu":  # threefry spends several percent of a step on dropout there
-        jax.config.update("jax_default_prng_impl", "rbg")
-    logging.info("Running on %d x %s (%s).", len(devices), found.device_kind, found.platform)
-    return devices
-
-
-def _compute_dtype(config: Config, device: jax.Device) -> jnp.dtype:
-    if config.compute_dtype == "auto":
-        return jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
-    return jnp.dtype(config.compute_dtype)
-
-
-def _print_config(config: Config) -> None:
-    sections = to_dict(config)
-    top = {name: value for name, value in sections.items() if not isinstance(value, dict)}
-    for name, values in {"config": top, **sections}.items():
-        if isinstance(values, dict):
-            fields = " ".join(f"{field}={value!r}" for field, value in values.items())
-            logging.info("%s: %s", name, fields)
 
 
 def _report(config, folder, prepared, result, mesh) -> None:

@@ -1,0 +1,83 @@
+"""What a fine-tuning config must satisfy before any long work starts."""
+
+from convbert_jax.config.errors import ConfigError
+from convbert_jax.config.finetuning import HEADS, KINDS, VECTORIZE
+from convbert_jax.config.rules import check, check_choice, check_fraction, check_positive
+from convbert_jax.config.run import Config
+
+# kind of task -> heads that it may have
+HEADS_OF_KIND = {
+    "classification": ("sequence", "first_token"),
+    "regression": ("sequence", "first_token"),
+    "tagging": ("token",),
+    "span": ("span", "span_beam"),
+}
+
+
+def check_finetuning(config: Config) -> None:
+    """Raises ConfigError for the first thing that cannot work."""
+    f, outputs = config.finetune, config.outputs
+    check_choice("outputs.kind", outputs.kind, KINDS)
+    check_choice("finetune.head", f.head, HEADS)
+    check_choice("finetune.vectorize_seeds", f.vectorize_seeds, VECTORIZE)
+    check_positive(
+        "finetune",
+        f,
+        "batch_size",
+        "eval_batch_size",
+        "seeds",
+        "layer_decay",
+        "distill_temperature",
+        "query_length",
+        "stride",
+        "answer_length",
+        "n_best",
+        "beam",
+    )
+    check_fraction("finetune", f, "dropout", "warmup_fraction")
+    check(f.length >= 8, f"config.finetune.length={f.length} must be at least 8.")
+    check(
+        f.train_rows >= 0, f"config.finetune.train_rows={f.train_rows} must not be negative; 0: all"
+    )
+    check(
+        f.layer_decay <= 1, f"config.finetune.layer_decay={f.layer_decay} must be at most 1: none."
+    )
+    check(
+        0 <= f.distill_weight <= 1,
+        f"config.finetune.distill_weight={f.distill_weight} is not between 0 and 1.",
+    )
+    check(
+        bool(f.learning_rates),
+        "config.finetune.learning_rates is empty; name one, or several to search: 1e-4,3e-4.",
+    )
+    for name in ("learning_rates", "epochs", "buckets"):
+        values = getattr(f, name)
+        check(
+            all(value > 0 for value in values),
+            f"config.finetune.{name}={values} must all be greater than 0.",
+        )
+        check(
+            len(set(values)) == len(values),
+            f"config.finetune.{name}={values} names something twice; leave one out.",
+        )
+    check(
+        len(set(f.tasks)) == len(f.tasks),
+        f"config.finetune.tasks={f.tasks} names a task twice; leave one out.",
+    )
+
+
+def choose_head(head: str, kind: str, task: str) -> str:
+    """The head that `config.finetune.head` stands for with a task of this kind.
+
+    Raises:
+      ConfigError: a head that this kind of task cannot have.
+    """
+    allowed = HEADS_OF_KIND[kind]
+    if head == "auto":
+        return allowed[0]
+    if head not in allowed:
+        raise ConfigError(
+            f"config.finetune.head={head} is not for the task {task}, a {kind}; set it to auto or "
+            f"{' or '.join(allowed)}."
+        )
+    return head

@@ -1,0 +1,79 @@
+"""Which rows make a batch: rows of similar length, padded to one of a few lengths.
+
+A batch is (length, index [B]): rows by their number, -1 for a filler of weight zero.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+RELEASE_BUFFER = 100
+
+
+def choose_buckets(buckets: Sequence[int], length: int) -> tuple[int, ...]:
+    """The lengths that rows of at most `length` tokens are padded to, ascending."""
+    return (*sorted(bucket for bucket in buckets if bucket < length), length)
+
+
+def epoch_batches(
+    lengths: np.ndarray, buckets: Sequence[int], batch_size: int, *, seed: int, epoch: int
+) -> list[tuple[int, np.ndarray]]:
+    """All rows once, in a random order: (length, index [B] with -1 as filler) for each batch.
+
+    Only the very last batch of the longest bucket has fillers: what is left of a bucket goes to the
+    next one. The rows of a batch depend on seed and epoch, the sequence of lengths on the epoch
+    alone, so that runs with other seeds can take their steps together.
+    """
+    random = np.random.default_rng((seed, epoch))
+    batches = _fill_buckets(lengths, buckets, batch_size, random)
+    order = np.random.default_rng(epoch).permutation(len(batches))
+    return [batches[i] for i in order]
+
+
+def evaluation_batches(
+    lengths: np.ndarray, buckets: Sequence[int], batch_size: int
+) -> list[tuple[int, np.ndarray]]:
+    """All rows once, by length; as `epoch_batches`."""
+    return _fill_buckets(lengths, buckets, batch_size, None)
+
+
+def release_batches(
+    count: int, length: int, batch_size: int, *, seed: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Endless batches in the release's order (papers.md 2.8): rows and fillers up to whole batches
+    are shuffled once, repeated, and drawn from a buffer of 100.
+    """
+    random = np.random.default_rng(seed)
+    total = -(-count // batch_size) * batch_size
+    stream = random.permutation(count)
+    stream = np.concatenate([stream, np.full(total - count, -1)])
+    buffer, place = [stream[i % total] for i in range(RELEASE_BUFFER)], RELEASE_BUFFER
+    while True:
+        chosen = []
+        for slot in random.integers(0, RELEASE_BUFFER, batch_size):
+            chosen.append(buffer[slot])
+            buffer[slot] = stream[place % total]
+            place += 1
+        yield length, np.asarray(chosen)
+
+
+def _fill_buckets(lengths, buckets, batch_size, random) -> list[tuple[int, np.ndarray]]:
+    bucket_of = np.searchsorted(np.asarray(buckets), lengths)
+    last = int(bucket_of.max(initial=0))
+    batches, left = [], np.zeros(0, np.int64)
+    for number in range(last + 1):
+        members = np.concatenate([left, np.flatnonzero(bucket_of == number)])
+        if random is None:
+            members = members[np.argsort(lengths[members], kind="stable")]
+        else:
+            members = random.permutation(members)
+        whole = len(members) // batch_size * batch_size
+        batches += [
+            (buckets[number], members[start : start + batch_size])
+            for start in range(0, whole, batch_size)
+        ]
+        left = members[whole:]
+    if len(left):
+        filler = np.full(batch_size - len(left), -1)
+        batches.append((buckets[last], np.concatenate([left, filler])))
+    return batches

@@ -1,0 +1,221 @@
+"""One setting of one task, trained for one seed or for several at once, and its predictions."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+from absl import logging
+from tqdm import tqdm
+
+from convbert_jax.config import Config
+from convbert_jax.data.encoding import Rows
+from convbert_jax.data.length_buckets import (
+    choose_buckets,
+    epoch_batches,
+    evaluation_batches,
+    release_batches,
+)
+from convbert_jax.finetuning.programs import Params, Programs, narrow_head, widen_head
+from convbert_jax.finetuning.task import FinetuneTask, Outputs
+from convbert_jax.training.optimizer import make_schedule
+
+_IN_FLIGHT = 4  # steps that are given to the device before the host waits
+_LOG_EVERY = 30.0  # seconds between lines where there is no terminal
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a search varies."""
+
+    learning_rate: float
+    epochs: float
+
+    def __str__(self) -> str:
+        return f"learning rate {self.learning_rate:g}, {self.epochs:g} epochs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """Runs of one setting.
+
+    Attributes:
+      params: on the device, with a leading axis of runs if there are several.
+      losses: of the last step of each run; not finite where it diverged.
+      examples_per_second: of all runs together, fillers not counted; compilation is.
+    """
+
+    params: Params
+    losses: np.ndarray
+    steps: int
+    seconds: float
+    examples_per_second: float
+
+
+def count_steps(task: FinetuneTask, config: Config, epochs: float) -> int:
+    """Whole epochs have every row once; release: int(n // batch * epochs), n with fillers."""
+    per_epoch = -(-len(task.train) // config.finetune.batch_size)
+    return max(1, int(per_epoch * epochs))
+
+
+def learning_rates(config: Config, setting: Setting, steps: int) -> np.ndarray:
+    """The rate of each step."""
+    warmup = int(config.finetune.warmup_fraction * steps)
+    section = dataclasses.replace(
+        config.optimizer, learning_rate=setting.learning_rate, warmup_steps=warmup
+    )
+    return np.asarray(make_schedule(section, steps)(np.arange(steps)))
+
+
+def fit(
+    programs: Programs,
+    task: FinetuneTask,
+    config: Config,
+    setting: Setting,
+    seeds: Sequence[int],
+    weights: Params | None,
+    *,
+    vectorized: bool,
+) -> Fitted:
+    """Trains one run for each seed, by one program if `vectorized`, which several need.
+
+    A run depends on its seed alone: its head, its dropout and its order of rows.
+
+    Args:
+      weights: `embeddings` and `encoder` to start from; None: random ones.
+    """
+    start = time.perf_counter()
+    state = _start(programs, task, seeds, weights, vectorized)
+    step = programs.train_step(task, vectorized)
+    steps = count_steps(task, config, setting.epochs)
+    rates = learning_rates(config, setting, steps)
+    seed = np.asarray(seeds, np.uint32) if vectorized else np.uint32(seeds[0])
+    title = f"{task.name}, seed{'s' if len(seeds) > 1 else ''} {_spell(seeds)}"
+    constants = programs.replicate(dict(task.constants))
+    losses, examples = deque(), 0
+    for number, (length, index) in enumerate(
+        _report(_batches(task, config, seeds, steps), steps, title, config, len(seeds))
+    ):
+        index = index if vectorized else index[0]
+        batch = programs.put(task.train.batch(index, length), runs=vectorized)
+        state, loss = step(state, batch, constants, seed, np.int32(number), rates[number])
+        examples += int((index >= 0).sum())
+        losses.append(loss)
+        if len(losses) > _IN_FLIGHT:
+            jax.block_until_ready(losses.popleft())
+    values = np.atleast_1d(np.asarray(jax.device_get(losses[-1])))
+    seconds = time.perf_counter() - start
+    return Fitted(state[0], values, steps, seconds, examples / seconds)
+
+
+def predict(
+    programs: Programs,
+    task: FinetuneTask,
+    config: Config,
+    params: Params,
+    rows: Rows,
+    *,
+    vectorized: bool,
+) -> list[Outputs]:
+    """Outputs of all rows, in their order, for each run in `params` (one if not `vectorized`)."""
+    step = programs.predict_step(task, vectorized)
+    buckets = buckets_of(config)
+    constants = programs.replicate(dict(task.constants))
+    found: list[dict[str, list]] = []
+    waiting = deque()
+
+    def collect(index, outputs):
+        arrays = jax.device_get(outputs)
+        arrays = arrays if vectorized else jax.tree.map(lambda leaf: leaf[None], arrays)
+        places = index[index >= 0]
+        for name, runs in arrays.items():
+            while len(found) < len(runs):
+                found.append({})
+            for run, values in zip(found, runs, strict=True):
+                target = run.setdefault(name, [None] * len(rows))
+                for place, value in zip(places, values, strict=False):
+                    target[place] = value
+
+    for length, index in evaluation_batches(rows.lengths, buckets, config.finetune.eval_batch_size):
+        batch = programs.put(rows.batch(index, length))
+        waiting.append((index, step(params, batch, constants)))
+        if len(waiting) > 2:
+            collect(*waiting.popleft())
+    while waiting:
+        collect(*waiting.popleft())
+    return [{name: _stack(values) for name, values in run.items()} for run in found]
+
+
+def buckets_of(config: Config) -> tuple[int, ...]:
+    """Lengths that rows are padded to."""
+    return choose_buckets(config.finetune.buckets, config.finetune.length)
+
+
+def take_run(fitted: Fitted, task: FinetuneTask, run: int, *, vectorized: bool) -> Params:
+    """Parameters of one run on the host, the head as wide as its labels."""
+    params = jax.tree.map(lambda leaf: leaf[run], fitted.params) if vectorized else fitted.params
+    return jax.device_get(narrow_head(params, len(task.outputs.labels)))
+
+
+def _start(programs, task, seeds, weights, vectorized):
+    runs = []
+    for seed in seeds:
+        if weights is None:
+            params = programs.new_params(task, seed)
+        else:
+            params = {**weights, "head": programs.new_head(task, seed)}
+        runs.append(widen_head(params, len(task.outputs.labels), task.width))
+    params = jax.tree.map(lambda *leaves: np.stack(leaves), *runs) if vectorized else runs[0]
+    return programs.start(task, vectorized)(programs.replicate(params))
+
+
+def _batches(
+    task: FinetuneTask, config: Config, seeds: Sequence[int], steps: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(length, index [runs, B]) of each step."""
+    f, lengths = config.finetune, task.train.lengths
+    if f.release_batches:
+        streams = [release_batches(len(lengths), f.length, f.batch_size, seed=s) for s in seeds]
+        for _ in range(steps):
+            parts = [next(stream) for stream in streams]
+            yield f.length, np.stack([index for _, index in parts])
+        return
+    done, epoch = 0, 0
+    while done < steps:
+        orders = [
+            epoch_batches(lengths, buckets_of(config), f.batch_size, seed=seed, epoch=epoch)
+            for seed in seeds
+        ]
+        for parts in zip(*orders, strict=True):
+            if done == steps:
+                return
+            done += 1
+            yield parts[0][0], np.stack([index for _, index in parts])
+        epoch += 1
+
+
+def _report(batches, steps: int, title: str, config: Config, runs: int):
+    """The batches, with a bar on a terminal; elsewhere a line now and then if it takes long."""
+    bar = tqdm(batches, total=steps, desc=title, unit="step", leave=False, disable=None)
+    start = last = time.perf_counter()
+    for number, batch in enumerate(bar):
+        now = time.perf_counter()
+        if bar.disable and now - last > _LOG_EVERY:
+            last = now
+            rate = number * config.finetune.batch_size * runs / (now - start)
+            left = (now - start) / number * (steps - number)
+            logging.info(
+                "%s: step %d/%d, %.0f examples/s, %.0f s left.", title, number, steps, rate, left
+            )
+        yield batch
+
+
+def _spell(seeds: Sequence[int]) -> str:
+    return f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+
+
+def _stack(values: list[np.ndarray]):
+    same = all(value.shape == values[0].shape for value in values)
+    return np.stack(values) if same and values else values

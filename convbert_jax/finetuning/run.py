@@ -1,0 +1,311 @@
+"""A whole run: tasks, settings and seeds, each pair of them once, over as many starts as it takes.
+
+WORKDIR/results.jsonl                  one line for each finished run
+WORKDIR/TASK/seed-N/                   its model, a run's folder of its own, and predictions/
+WORKDIR/TASK/rate-R-epochs-E/seed-N/   the same where several settings are searched
+"""
+
+import dataclasses
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from absl import logging
+
+from convbert_jax.config import Config, to_dict
+from convbert_jax.data.tokenizer import Tokenizer
+from convbert_jax.finetuning import fitting
+from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.finetuning.programs import Params, Programs
+from convbert_jax.finetuning.task import FinetuneTask, FinetuningError, Scores
+from convbert_jax.training.checkpoint import Checkpoints
+from convbert_jax.training.compilation import describe_compile_cache
+from convbert_jax.training.state import TrainState
+
+RESULTS = "results.jsonl"
+VOCABULARY = "vocabulary"  # folder with the vocabulary's file, beside a model
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """One finished run.
+
+    `scores` is by split and metric, as fractions; NaN where the run diverged.
+    """
+
+    task: str
+    setting: Setting
+    seed: int
+    steps: int
+    loss: float  # of the last step
+    scores: dict[str, Scores]
+    seconds: float  # of training, of all runs that were trained together
+    examples_per_second: float
+
+    @property
+    def diverged(self) -> bool:
+        return not math.isfinite(self.loss)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskResult:
+    """All runs of a task.
+
+    Attributes:
+      metrics: the first one of the first split selected `chosen`, by its median over seeds.
+      runs: every one of every setting.
+    """
+
+    task: str
+    metrics: tuple[str, ...]
+    splits: tuple[str, ...]  # that have scores
+    chosen: Setting
+    runs: tuple[RunResult, ...]
+
+    @property
+    def chosen_runs(self) -> tuple[RunResult, ...]:
+        """Those of the chosen setting, by seed."""
+        return runs_of(self.runs, self.chosen)
+
+
+def finetune(
+    config: Config,
+    folder: Path,
+    tasks: Iterable[Callable[[], FinetuneTask]],
+    programs: Programs,
+    tokenizer: Tokenizer,
+    weights: Params | None,
+) -> list[TaskResult]:
+    """Trains what `folder` does not have yet, and returns the results of everything.
+
+    Args:
+      config: `model` and `tokenizer` are those of the weights.
+      folder: locked by the caller.
+      tasks: read and encoded one after another, each when its turn comes.
+      weights: `embeddings` and `encoder`; None: every run starts from random ones.
+
+    Raises:
+      FinetuningError: every run of a task diverged.
+    """
+    done = read_results(folder)
+    results = []
+    for make in tasks:
+        task = make()
+        _check_task(task)
+        results.append(_finetune_task(config, folder, task, programs, tokenizer, weights, done))
+    logging.info("%d programs; %s.", programs.count_compiled(), describe_compile_cache())
+    return results
+
+
+def read_results(folder: Path) -> list[RunResult]:
+    """Finished runs; a line that a kill left half written is none."""
+    path = folder / RESULTS
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        path.write_text("".join(lines[:-1]))
+        lines.pop()
+    results = []
+    for line in lines:
+        values = json.loads(line)
+        values["setting"] = Setting(**values["setting"])
+        values["loss"] = math.nan if values["loss"] is None else values["loss"]
+        values["scores"] = {
+            split: {name: math.nan if v is None else v for name, v in scores.items()}
+            for split, scores in values["scores"].items()
+        }
+        results.append(RunResult(**values))
+    return results
+
+
+def runs_of(runs: Sequence[RunResult], setting: Setting) -> tuple[RunResult, ...]:
+    """The runs of one setting, by seed."""
+    return tuple(sorted((r for r in runs if r.setting == setting), key=lambda r: r.seed))
+
+
+def settings_of(config: Config, task: FinetuneTask) -> list[Setting]:
+    """All that a search tries; usually one."""
+    epochs = config.finetune.epochs or (task.epochs,)
+    return [Setting(rate, e) for rate in config.finetune.learning_rates for e in epochs]
+
+
+def folder_of(config: Config, folder: Path, task: FinetuneTask, setting: Setting) -> Path:
+    """Where the runs of a setting are."""
+    if len(settings_of(config, task)) == 1:
+        return folder / task.name
+    return folder / task.name / f"rate-{setting.learning_rate:g}-epochs-{setting.epochs:g}"
+
+
+def _check_task(task: FinetuneTask) -> None:
+    for name, rows in (("train", task.train), *task.evaluation.items()):
+        if not len(rows):
+            raise FinetuningError(f"{task.name} has no rows in its {name} split; check its files.")
+    if not task.scored:
+        raise FinetuningError(
+            f"{task.name} has no labelled rows to select by; name a validation file."
+        )
+
+
+def _finetune_task(config, folder, task, programs, tokenizer, weights, done) -> TaskResult:
+    seeds = range(config.seed, config.seed + config.finetune.seeds)
+    vectorized = choose_vectorized(config, len(seeds))
+    runs = [r for r in done if r.task == task.name]
+    for setting in settings_of(config, task):
+        finished = {r.seed for r in runs_of(runs, setting)}
+        left = [seed for seed in seeds if seed not in finished]
+        if finished:
+            logging.info(
+                "%s, %s: %d of %d seeds are finished.",
+                task.name,
+                setting,
+                len(seeds) - len(left),
+                len(seeds),
+            )
+        for group in [left] if vectorized and left else [[seed] for seed in left]:
+            new = _run_group(
+                config, folder, task, programs, tokenizer, weights, setting, group, vectorized
+            )
+            runs += new
+    wanted = [r for r in runs if r.seed in seeds]
+    chosen = _choose(task, settings_of(config, task), wanted)
+    return TaskResult(task.name, task.metrics, task.scored, chosen, tuple(wanted))
+
+
+def choose_vectorized(config: Config, seeds: int) -> bool:
+    """What `config.finetune.vectorize_seeds` comes to, logged."""
+    return config.finetune.vectorize_seeds == "true" and seeds > 1
+
+
+def _run_group(
+    config, folder, task, programs, tokenizer, weights, setting, seeds, vectorized
+) -> list[RunResult]:
+    """Trains, predicts, scores and keeps the runs of some seeds."""
+    fitted = fitting.fit(programs, task, config, setting, seeds, weights, vectorized=vectorized)
+    outputs = {
+        split: fitting.predict(programs, task, config, fitted.params, rows, vectorized=vectorized)
+        for split, rows in task.evaluation.items()
+    }
+    results = []
+    place = folder_of(config, folder, task, setting)
+    for number, seed in enumerate(seeds):
+        loss = float(fitted.losses[number])
+        scores = {
+            split: _score(task, split, outputs[split][number], math.isfinite(loss))
+            for split in task.scored
+        }
+        result = RunResult(
+            task=task.name,
+            setting=setting,
+            seed=seed,
+            steps=fitted.steps,
+            loss=loss,
+            scores=scores,
+            seconds=fitted.seconds,
+            examples_per_second=fitted.examples_per_second,
+        )
+        if config.finetune.save_models:
+            params = fitting.take_run(fitted, task, number, vectorized=vectorized)
+            save_model(place / f"seed-{seed}", config, task, tokenizer, params, fitted.steps, seed)
+        for split in task.evaluation:
+            task.write(place / f"seed-{seed}" / "predictions", split, outputs[split][number])
+        _append(folder / RESULTS, result)
+        _log(task, result)
+        results.append(result)
+    return results
+
+
+def save_model(folder, config, task, tokenizer, params, steps: int, seed: int) -> None:
+    """Makes `folder` a run whose one checkpoint is the fine-tuned model, with its vocabulary."""
+    shutil.rmtree(folder, ignore_errors=True)
+    vocabulary = folder / VOCABULARY
+    vocabulary.mkdir(parents=True)
+    shutil.copy(tokenizer.path, vocabulary)
+    section = dataclasses.replace(config.tokenizer, path=f"{VOCABULARY}/{tokenizer.path.name}")
+    own = dataclasses.replace(
+        config, name=task.name, seed=seed, tokenizer=section, outputs=task.outputs
+    )
+    count = np.asarray(steps, np.int32)
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    try:
+        # Nothing goes on from here, so of the optimizer there is but its count of steps.
+        checkpoints.save(TrainState(count, params, {"count": count}), {})
+    finally:
+        checkpoints.close()
+    (folder / "config.json").write_text(json.dumps(to_dict(own), indent=2) + "\n")
+
+
+def _score(task: FinetuneTask, split: str, outputs, finite: bool) -> Scores:
+    if not finite:
+        return dict.fromkeys(task.metrics, math.nan)
+    return task.score(split, outputs)
+
+
+def _choose(task: FinetuneTask, settings: list[Setting], runs: list[RunResult]) -> Setting:
+    """The setting with the best median over seeds of the first metric on the first split."""
+    medians = {}
+    for setting in settings:
+        values = [r.scores[task.scored[0]][task.metrics[0]] for r in runs_of(runs, setting)]
+        # a run that diverged is worse than any that did not
+        medians[setting] = statistics.median(-math.inf if math.isnan(v) else v for v in values)
+        if len(settings) > 1:
+            logging.info(
+                "%s, %s: median %s %.4f.", task.name, setting, task.metrics[0], medians[setting]
+            )
+    best = max(settings, key=lambda setting: medians[setting])
+    if medians[best] == -math.inf and all(r.diverged for r in runs):
+        raise FinetuningError(
+            f"every run of {task.name} diverged (the loss is not finite); lower "
+            f"config.finetune.learning_rates={config_rates(settings)}."
+        )
+    return best
+
+
+def config_rates(settings: Sequence[Setting]) -> str:
+    """The learning rates of some settings, as they are written on the command line."""
+    return ",".join(f"{rate:g}" for rate in dict.fromkeys(s.learning_rate for s in settings))
+
+
+def _append(path: Path, result: RunResult) -> None:
+    values = dataclasses.asdict(result)
+    values["loss"] = _finite(result.loss)
+    values["scores"] = {
+        split: {name: _finite(v) for name, v in scores.items()}
+        for split, scores in result.scores.items()
+    }
+    with path.open("a") as file:
+        file.write(json.dumps(values) + "\n")
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _log(task: FinetuneTask, result: RunResult) -> None:
+    if result.diverged:
+        logging.warning(
+            "%s, seed %d, %s: the loss is not finite, the run counts as the worst.",
+            task.name,
+            result.seed,
+            result.setting,
+        )
+        return
+    scores = "  ".join(
+        f"{split} {name} {value:.4f}"
+        for split, values in result.scores.items()
+        for name, value in values.items()
+    )
+    logging.info(
+        "%s, seed %d, %s: %s  (%d steps, %.0f s, %.0f examples/s)",
+        task.name,
+        result.seed,
+        result.setting,
+        scores,
+        result.steps,
+        result.seconds,
+        result.examples_per_second,
+    )

@@ -1,0 +1,61 @@
+"""The devices that a run finds, and what follows from them."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from convbert_jax.config import Config, ConfigError, to_dict
+
+
+def find_devices(config: Config) -> list[jax.Device]:
+    """All devices, or ConfigError if they are not what `config.platform` asks for."""
+    wanted = {"gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}.get(config.platform)
+    if config.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"jax finds no device: {str(error).splitlines()[0]} Install jax for this machine "
+            "(pip install 'jax[tpu]' or 'jax[cuda12]'), or stop the process that holds it."
+        ) from error
+    found = devices[0]
+    if wanted and found.platform not in wanted:
+        raise ConfigError(
+            f"config.platform='{config.platform}', but jax finds only {found.platform} "
+            f"({found.device_kind}); install jax for it (pip install 'jax[tpu]' or 'jax[cuda12]'), "
+            "free the device if another process holds it, or set --config.platform=any."
+        )
+    for field, devices_of in (
+        ("attention", {"cudnn": ("gpu", "cuda"), "splash": ("tpu",)}),
+        ("convolution", {"pallas_gpu": ("gpu", "cuda"), "pallas_tpu": ("tpu",)}),
+    ):
+        name = getattr(config.model, field)
+        if found.platform not in devices_of.get(name, (found.platform,)):
+            raise ConfigError(
+                f"config.model.{field}='{name}' does not run on {found.platform} "
+                f"({found.device_kind}); set config.model.{field}=auto."
+            )
+    if found.platform == "tpu":  # threefry spends several percent of a step on dropout there
+        jax.config.update("jax_default_prng_impl", "rbg")
+    logging.info("Running on %d x %s (%s).", len(devices), found.device_kind, found.platform)
+    return devices
+
+
+def compute_dtype(config: Config, device: jax.Device) -> jnp.dtype:
+    """What `config.compute_dtype` stands for on a device."""
+    if config.compute_dtype == "auto":
+        return jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
+    return jnp.dtype(config.compute_dtype)
+
+
+def print_config(config: Config, leave_out: Sequence[str] = ()) -> None:
+    """Logs every field, a line for each section but those to `leave_out`."""
+    sections = {name: value for name, value in to_dict(config).items() if name not in leave_out}
+    top = {name: value for name, value in sections.items() if not isinstance(value, dict)}
+    for name, values in {"config": top, **sections}.items():
+        if isinstance(values, dict):
+            fields = " ".join(f"{field}={value!r}" for field, value in values.items())
+            logging.info("%s: %s", name, fields)
