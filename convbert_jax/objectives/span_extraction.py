@@ -12,10 +12,12 @@ span_beam   The release: the end is predicted from the start, the correct one in
             a legal start and end in the softmax, though no answer; windows without the answer are
             trained on (0, 0), and on their question being answerable all the same.
 
-Batches have, as [B, L]: tokens, segment_ids (0 is padding), type_ids (1 is the context and the
-final [SEP]); as [B]: start and end (places, 0 where the window lacks the answer), impossible (1
-where the question has none), weights (0 for rows that only fill a batch). Prediction needs best
-[B, L] instead of targets: the tokens whose best window this is.
+Losses are functions of (model, batch, key) to the loss and the weight of each row, as in
+`classification.py`; the model has `encode(tokens, segment_ids, type_ids, dtype, key)` to hidden
+states [B, L, C], and `head`. Batches have, as [B, L]: tokens, segment_ids (0 is padding), type_ids
+(1 is the context and the final [SEP]); for losses, as [B]: start and end (places, 0 where the
+window lacks the answer) and impossible (1 where the question has none); for spans, as [B, L]: best,
+the tokens whose best window this is.
 """
 
 import jax
@@ -23,88 +25,44 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from convbert_jax.config import Config
-from convbert_jax.objectives import metrics
+from convbert_jax.objectives.classification import RowLosses
 
 IMPOSSIBLE_WEIGHT = 0.5  # of the answerability loss
 NOWHERE = -1e9  # logit of a place that no answer has
 
-
-def loss(
-    model: nnx.Module,
-    batch: dict[str, Array],
-    key: Array | None,
-    *,
-    train: bool,
-    dtype: jnp.dtype,
-    config: Config,
-) -> tuple[Array, metrics.Metrics]:
-    """(start + end) / 2 cross-entropy, of span_beam + 0.5 * that of answerability, in nats.
-
-    Args:
-      model: `encode(tokens, segment_ids, type_ids, dtype, key) -> hidden states`, and `head`.
-      key: draws dropout where `train`.
-
-    Returns:
-      the mean over the rows that count, or their sum if `config.finetune.sum_loss`; and metrics.
-    """
-    hidden = _encode(model, batch, dtype, key if train else None)
-    start, end, impossible = _LOGITS[config.outputs.head](model.head, hidden, batch)
-    losses = (_cross_entropy(start, batch["start"]) + _cross_entropy(end, batch["end"])) / 2
-    if impossible is not None:
-        losses += IMPOSSIBLE_WEIGHT * _binary_cross_entropy(impossible, batch["impossible"])
-    weights = batch["weights"].astype(jnp.float32)
-    total = (losses * weights).sum()
-    value = total if config.finetune.sum_loss else total / (weights.sum() + 1e-6)
-    found = (start.argmax(-1) == batch["start"]) & (end.argmax(-1) == batch["end"])
-    return value, {
-        "loss": metrics.mean(losses, weights),
-        "span_accuracy": metrics.mean(found, weights),
-    }
-
-
-def predict(
-    model: nnx.Module, batch: dict[str, Array], *, dtype: jnp.dtype, config: Config
-) -> dict[str, Array]:
-    """The best spans of every window, of tokens that have their best window there.
-
-    Returns:
-      starts, ends: int32 [B, N] places, best first, N = config.finetune.n_best.
-      start_scores, end_scores: float32 [B, N] log probabilities, which sum to a span's score; of a
-        slot without a span one of them is NOWHERE or less.
-      null_odds: float32 [B], above 0 where the window looks as if the text has no answer.
-    """
-    hidden = _encode(model, batch, dtype, None)
-    return _PREDICT[config.outputs.head](model.head, hidden, batch, config.finetune)
-
-
-def _encode(model, batch, dtype, key) -> Float[Array, "B L C"]:
-    return model.encode(
-        batch["tokens"], batch["segment_ids"], batch["type_ids"], dtype=dtype, key=key
-    )
+Batch = dict[str, Array]
+# starts, ends: int32 [B, N] places, best first. start_scores, end_scores: float32 [B, N] log
+# probabilities, which sum to a span's score; of a slot without a span one of them is NOWHERE or
+# less. null_odds: float32 [B], higher where the window looks as if it had no answer.
+Spans = dict[str, Array]
 
 
 # --- span ---
 
 
-def _plain_logits(head, hidden, batch):
-    logits = jnp.moveaxis(head(hidden), -1, 0)
-    allowed = _context(batch) | _first(batch)
-    start, end = jnp.where(allowed, logits, NOWHERE)
-    return start, end, None
+def plain_losses(
+    model: nnx.Module, batch: Batch, key: Array | None, *, dtype: jnp.dtype
+) -> RowLosses:
+    """(start + end) / 2 cross-entropy in nats; the key draws dropout."""
+    start, end = _plain_logits(model, batch, dtype, key)
+    losses = (_cross_entropy(start, batch["start"]) + _cross_entropy(end, batch["end"])) / 2
+    return losses, jnp.ones_like(losses)
 
 
-def _plain_spans(head, hidden, batch, settings):
-    start, end, _ = _plain_logits(head, hidden, batch)
+def plain_spans(
+    model: nnx.Module, batch: Batch, *, dtype: jnp.dtype, answer_length: int, n_best: int
+) -> Spans:
+    """The `n_best` best spans of at most `answer_length` tokens, of all there are."""
+    start, end = _plain_logits(model, batch, dtype, None)
     start, end = jax.nn.log_softmax(start), jax.nn.log_softmax(end)
-    most = settings.answer_length
+    most = answer_length
     # Every pair that is short enough: ends[b, s, d] is the score of the end at s + d.
     padded = jnp.pad(end, ((0, 0), (0, most)), constant_values=NOWHERE)
     length = end.shape[1]
     ends = jnp.stack([padded[:, d : d + length] for d in range(most)], axis=-1)
     starting = jnp.where(_context(batch) & batch["best"], start, NOWHERE)
     scores = starting[..., None] + ends
-    _, chosen = _top(scores.reshape(len(scores), -1), settings.n_best)
+    _, chosen = _top(scores.reshape(len(scores), -1), n_best)
     starts, distance = chosen // most, chosen % most
     start_scores, end_scores = _take(starting, starts), _take(padded, starts + distance)
     null = start[:, 0] + end[:, 0]
@@ -117,33 +75,43 @@ def _plain_spans(head, hidden, batch, settings):
     }
 
 
+def _plain_logits(model, batch, dtype, key):
+    logits = jnp.moveaxis(model.head(_encode(model, batch, dtype, key)), -1, 0)
+    return jnp.where(_context(batch) | _first(batch), logits, NOWHERE)
+
+
 # --- span_beam ---
 
 
-def _beam_allowed(batch):
-    return (batch["type_ids"] * (batch["segment_ids"] > 0) == 1) | _first(batch)
+def beam_losses(
+    model: nnx.Module, batch: Batch, key: Array | None, *, dtype: jnp.dtype
+) -> RowLosses:
+    """(start + end) / 2 cross-entropy + 0.5 * that of answerability; see `plain_losses`."""
+    hidden = _encode(model, batch, dtype, key)
+    start, penalty, impossible = _start_of_beam(model.head, hidden, batch)
+    end = model.head.end_logits(hidden, _row(hidden, batch["start"])) + penalty
+    losses = (_cross_entropy(start, batch["start"]) + _cross_entropy(end, batch["end"])) / 2
+    losses += IMPOSSIBLE_WEIGHT * _binary_cross_entropy(impossible, batch["impossible"])
+    return losses, jnp.ones_like(losses)
 
 
-def _start_of_beam(head, hidden, batch):
-    """The release subtracts 1000 where no answer may be."""
-    penalty = 1000.0 * (_beam_allowed(batch).astype(jnp.float32) - 1)
-    start = head.start_logits(hidden) + penalty
-    return start, penalty, head.impossible_logit(hidden, jax.nn.softmax(start))
-
-
-def _beam_logits(head, hidden, batch):
+def beam_spans(
+    model: nnx.Module,
+    batch: Batch,
+    *,
+    dtype: jnp.dtype,
+    answer_length: int,
+    n_best: int,
+    beam: int,
+) -> Spans:
+    """The `n_best` best spans among the `beam` best starts and, for each, the `beam` best ends."""
+    head, hidden = model.head, _encode(model, batch, dtype, None)
     start, penalty, impossible = _start_of_beam(head, hidden, batch)
-    end = head.end_logits(hidden, _row(hidden, batch["start"])) + penalty
-    return start, end, impossible
-
-
-def _beam_spans(head, hidden, batch, settings):
-    start, penalty, impossible = _start_of_beam(head, hidden, batch)
-    start_scores, starts = _top(jax.nn.log_softmax(start), settings.beam)
+    start_scores, starts = _top(jax.nn.log_softmax(start), beam)
 
     def follow(place):  # one start of every window; all at once would need beam times the memory
         end = head.end_logits(hidden, _row(hidden, place)) + penalty
-        return _top(jax.nn.log_softmax(end), settings.beam)
+        return _top(jax.nn.log_softmax(end), beam)
 
     end_scores, ends = jax.lax.map(follow, starts.T)
     end_scores, ends = jnp.moveaxis(end_scores, 0, 1), jnp.moveaxis(ends, 0, 1)  # [B, start, end]
@@ -151,9 +119,9 @@ def _beam_spans(head, hidden, batch, settings):
     flat = ends.reshape(len(ends), -1)
     legal = _take(context, flat).reshape(ends.shape) & _take(context & best, starts)[..., None]
     size = ends - starts[..., None] + 1
-    legal &= (size >= 1) & (size <= settings.answer_length)
+    legal &= (size >= 1) & (size <= answer_length)
     scores = jnp.where(legal, start_scores[..., None] + end_scores, NOWHERE)
-    _, chosen = _top(scores.reshape(flat.shape), settings.n_best)
+    _, chosen = _top(scores.reshape(flat.shape), n_best)
     found = _take(legal.reshape(flat.shape), chosen)
     first = chosen // ends.shape[-1]
     return {
@@ -165,11 +133,21 @@ def _beam_spans(head, hidden, batch, settings):
     }
 
 
-_LOGITS = {"span": _plain_logits, "span_beam": _beam_logits}
-_PREDICT = {"span": _plain_spans, "span_beam": _beam_spans}
+def _start_of_beam(head, hidden, batch):
+    """Start logits, what is added to end logits, answerability: -1000 where no answer may be."""
+    allowed = ((batch["segment_ids"] > 0) & (batch["type_ids"] == 1)) | _first(batch)
+    penalty = 1000.0 * (allowed.astype(jnp.float32) - 1)
+    start = head.start_logits(hidden) + penalty
+    return start, penalty, head.impossible_logit(hidden, jax.nn.softmax(start))
 
 
 # --- parts of both ---
+
+
+def _encode(model, batch, dtype, key) -> Float[Array, "B L C"]:
+    return model.encode(
+        batch["tokens"], batch["segment_ids"], batch["type_ids"], dtype=dtype, key=key
+    )
 
 
 def _first(batch) -> Bool[Array, "B L"]:

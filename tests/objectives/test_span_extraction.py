@@ -1,6 +1,6 @@
 """Span losses and the best spans against nested loops over the definition."""
 
-import dataclasses
+import functools
 import types
 
 import jax
@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 from scipy import special, stats
 
-from convbert_jax.config import Config
 from convbert_jax.models.heads import TokenHead
 from convbert_jax.models.layers import initializers
 from convbert_jax.models.span_heads import SpanBeamHead
@@ -25,15 +24,7 @@ CONTEXT_AT = np.array([4, 6, 3, 5, 20])
 SIZES = np.array([15, 10, 20, 1, 3])  # context tokens
 
 
-def make_config(head, **finetune):
-    config = Config()
-    return dataclasses.replace(
-        config,
-        outputs=dataclasses.replace(config.outputs, kind="span", head=head),
-        finetune=dataclasses.replace(
-            config.finetune, n_best=6, beam=4, answer_length=5, **finetune
-        ),
-    )
+LOSSES = {"span": span_extraction.plain_losses, "span_beam": span_extraction.beam_losses}
 
 
 @pytest.fixture(scope="module", params=list(HEADS))
@@ -54,7 +45,6 @@ def case(request):
         "start": start,
         "end": np.array([8, 0, 9, 5, 22]),
         "impossible": np.array([0, 1, 0, 0, 0]),
-        "weights": np.array([1, 1, 1, 1, 0]),
     }
     return request.param, head, hidden, batch
 
@@ -65,10 +55,14 @@ def _model(head, hidden):
     )
 
 
-def _predict(head, hidden, batch, config):
+def _predict(name, head, hidden, batch, *, n_best=6, beam=4):
+    spans = {
+        "span": span_extraction.plain_spans,
+        "span_beam": functools.partial(span_extraction.beam_spans, beam=beam),
+    }[name]
     run = jax.jit(
-        lambda hidden, batch: span_extraction.predict(
-            _model(head, hidden), batch, dtype=jnp.float32, config=config
+        lambda hidden, batch: spans(
+            _model(head, hidden), batch, dtype=jnp.float32, answer_length=5, n_best=n_best
         )
     )
     return {key: np.asarray(value) for key, value in run(hidden, batch).items()}
@@ -103,25 +97,21 @@ def _row_logits(name, head, hidden, row, batch, start=None):
     return first, ends, _dense(head.impossible, inner)[0]
 
 
-@pytest.mark.parametrize("sum_loss", [False, True])
-def test_loss(case, sum_loss):
+def test_losses(case):
     name, head, hidden, batch = case
-    total = 0.0
-    for row in range(ROWS - 1):  # the last one has no weight
+    wanted = []
+    for row in range(ROWS):
         start, ends, impossible = _row_logits(name, head, hidden, row, batch)
         s, e = batch["start"][row], batch["end"][row]
-        total -= special.log_softmax(start)[s] / 2 + special.log_softmax(ends(s))[e] / 2
+        value = -special.log_softmax(start)[s] / 2 - special.log_softmax(ends(s))[e] / 2
         if impossible is not None:
             label = batch["impossible"][row]
-            total -= 0.5 * np.log(special.expit(impossible if label else -impossible))
-    config = make_config(name, sum_loss=sum_loss)
-    value, found = jax.jit(
-        lambda batch: span_extraction.loss(
-            _model(head, hidden), batch, None, train=False, dtype=jnp.float32, config=config
-        )
-    )(batch)
-    np.testing.assert_allclose(value, total if sum_loss else total / (ROWS - 1), rtol=1e-5)
-    np.testing.assert_allclose(found["loss"], (total, ROWS - 1), rtol=1e-5)
+            value -= 0.5 * np.log(special.expit(impossible if label else -impossible))
+        wanted.append(value)
+    run = jax.jit(lambda batch: LOSSES[name](_model(head, hidden), batch, None, dtype=jnp.float32))
+    losses, weights = run(batch)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    np.testing.assert_array_equal(weights, np.ones(ROWS))
 
 
 def _legal_spans(name, head, hidden, row, batch):
@@ -144,7 +134,7 @@ def _legal_spans(name, head, hidden, row, batch):
 
 def test_best_spans(case):
     name, head, hidden, batch = case
-    found = _predict(head, hidden, batch, make_config(name))
+    found = _predict(name, head, hidden, batch)
     assert found["starts"].shape == (ROWS, 6)
     some = 0
     for row in range(ROWS):
@@ -168,11 +158,7 @@ def test_rows_shorter_than_the_beam(case):
     name, head, hidden, batch = case
     short = {k: v[3:4, :7] if np.ndim(v) == 2 else v[3:4] for k, v in batch.items()}
     short["best"] = np.ones((1, 7), bool)
-    config = make_config(name)
-    config = dataclasses.replace(
-        config, finetune=dataclasses.replace(config.finetune, beam=20, n_best=40)
-    )
-    found = _predict(head, hidden[3:4, :7], short, config)
+    found = _predict(name, head, hidden[3:4, :7], short, n_best=40, beam=20)
     scores = (found["start_scores"] + found["end_scores"])[0]
     assert scores.shape == (40,)
     assert (scores > span_extraction.NOWHERE / 2).sum() == 1  # of one context token, one span
@@ -186,8 +172,8 @@ def test_padding_changes_nothing(case):
         for key, value in batch.items()
     }
     more = np.pad(hidden, ((0, 0), (0, 8), (0, 0)), constant_values=3.0)
-    ours = _predict(head, hidden, batch, make_config(name))
-    theirs = _predict(head, more, wider, make_config(name))
+    ours = _predict(name, head, hidden, batch)
+    theirs = _predict(name, head, more, wider)
     real = ours["start_scores"] + ours["end_scores"] > span_extraction.NOWHERE / 2
     for key in ("starts", "ends", "start_scores", "end_scores"):
         np.testing.assert_allclose(ours[key][real], theirs[key][real], rtol=1e-5, atol=1e-6)

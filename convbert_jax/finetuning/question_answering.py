@@ -1,0 +1,206 @@
+"""SQuAD as a value of `FinetuneTask`: windows in, one answer a question out."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from absl import logging
+
+from convbert_jax.config import Config, OutputsSection
+from convbert_jax.config.finetuning_checks import choose_head
+from convbert_jax.data import squad
+from convbert_jax.data.encoding import Rows
+from convbert_jax.data.squad import Question
+from convbert_jax.data.squad_windows import Windows, make_windows
+from convbert_jax.data.tokenizer import Tokenizer
+from convbert_jax.finetuning import answer_scores, answers
+from convbert_jax.finetuning.answers import THRESHOLDS, Answered
+from convbert_jax.finetuning.task import FinetuneTask, FinetuningError, Outputs, Scores
+from convbert_jax.objectives import span_extraction
+
+VERSIONS = {"squad_v1": "v1", "squad_v2": "v2"}  # name in config.finetune.tasks -> data/squad.py
+_METRICS = {
+    "v1": ("exact_match", "f1"),
+    "v2": (
+        "exact_match",
+        "f1",
+        "has_answer_exact_match",
+        "has_answer_f1",
+        "no_answer_exact_match",
+        "no_answer_f1",
+        "best_exact_match",
+        "best_exact_match_threshold",
+        "best_f1",
+        "best_f1_threshold",
+    ),
+}
+_LOSSES = {"span": span_extraction.plain_losses, "span_beam": span_extraction.beam_losses}
+LABELS = ("start", "end")  # of the plain head's two logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Questions with the rows that a model reads for them."""
+
+    questions: Sequence[Question]
+    windows: Windows
+    rows: Rows
+
+
+def make_task(name: str, config: Config, tokenizer: Tokenizer) -> FinetuneTask:
+    """Reads and encodes SQuAD.
+
+    Raises:
+      DataError: files that are absent or cannot be used, rows too short for questions.
+      FinetuningError: a model with one segment type.
+      ConfigError: a head that is not for answers.
+    """
+    version = VERSIONS[name]
+    f = config.finetune
+    outputs = outputs_of(name, config)
+    train = squad.usable_for_training(squad.read(version, "train", f.data))
+    if f.train_rows and f.train_rows < len(train):
+        chosen = np.random.default_rng(config.seed).permutation(len(train))[: f.train_rows]
+        logging.info("%s trains on %d of %d questions.", name, f.train_rows, len(train))
+        train = [train[i] for i in np.sort(chosen)]
+    dev = read_questions(
+        squad.read(version, "validation", f.data), config, tokenizer, f"{name}, validation"
+    )
+    threshold = THRESHOLDS[outputs.head] if version == "v2" else None
+
+    def score(split: str, found: Outputs) -> Scores:
+        answered = collect(dev, found, config)
+        predictions = answers.texts(dev.questions, answered, threshold)
+        scores = answer_scores.score(dev.questions, predictions)
+        if version == "v2":
+            best = answers.texts(dev.questions, answered, None)
+            odds = {q.id: a.null_odds for q, a in zip(dev.questions, answered, strict=True)}
+            scores |= answer_scores.best_thresholds(dev.questions, best, odds)
+        return {metric: scores.get(metric, float("nan")) for metric in _METRICS[version]}
+
+    def write(folder: Path, split: str, found: Outputs) -> None:
+        answered = collect(dev, found, config)
+        answers.write_files(folder / split, dev.questions, answered, threshold=threshold)
+
+    return FinetuneTask(
+        name=name,
+        outputs=outputs,
+        width=len(LABELS),
+        losses=_LOSSES[outputs.head],
+        predict=predict_with(outputs.head, config),
+        constants={},
+        epochs=2.0,
+        metrics=_METRICS[version],
+        train=read_questions(train, config, tokenizer, f"{name}, train", targets=True).rows,
+        evaluation={"validation": dev.rows},
+        scored=("validation",),
+        score=score,
+        write=write,
+    )
+
+
+def outputs_of(name: str, config: Config) -> OutputsSection:
+    """What the outputs of a model of this task mean.
+
+    Raises:
+      FinetuningError: a model with one segment type.
+      ConfigError: a head that is not for answers.
+    """
+    if config.model.types < 2:
+        raise FinetuningError(
+            f"{name} has a question and a context, but the model has one segment type "
+            f"(config.model.types={config.model.types}), which cannot tell them apart; use other "
+            "weights."
+        )
+    head = choose_head(config.finetune.head, "span", name)
+    return OutputsSection(task=name, kind="span", head=head, labels=LABELS, texts=2)
+
+
+def read_questions(
+    questions: Sequence[Question],
+    config: Config,
+    tokenizer: Tokenizer,
+    title: str,
+    *,
+    targets: bool = False,
+) -> Reading:
+    """Windows and rows, with `targets` to train on or else with what prediction needs.
+
+    Raises:
+      DataError: rows too short for questions, or an empty text.
+    """
+    f = config.finetune
+    windows = make_windows(
+        questions, tokenizer, length=f.length, query=f.query_length, stride=f.stride
+    )
+    logging.info(
+        "%s: %d questions as %d windows of at most %d tokens.",
+        title,
+        len(questions),
+        len(windows.rows),
+        f.length,
+    )
+    if windows.cut_questions:
+        logging.info(
+            "%s: %d questions are cut to %d tokens.", title, windows.cut_questions, f.query_length
+        )
+    if targets and windows.without_answer:
+        logging.info(
+            "%s: %d windows (%.1f%%) do not have the answer, and are trained to say so.",
+            title,
+            windows.without_answer,
+            100 * windows.without_answer / len(windows.rows),
+        )
+    return Reading(questions, windows, _as_rows(questions, windows, tokenizer, f.length, targets))
+
+
+def collect(reading: Reading, found: Outputs, config: Config) -> list[Answered]:
+    """Answers from what `predict_with` gave for all rows."""
+    arrays: Mapping[str, np.ndarray] = {name: np.asarray(values) for name, values in found.items()}
+    return answers.collect(
+        reading.questions, reading.windows, arrays, n_best=config.finetune.n_best
+    )
+
+
+def predict_with(head: str, config: Config) -> Callable:
+    """The function (model, batch, dtype=) -> spans of a head; the same object for equal settings,
+    so that it is compiled once.
+    """
+    f = config.finetune
+    return _predict_with(head, f.answer_length, f.n_best, f.beam)
+
+
+@functools.cache
+def _predict_with(head: str, answer_length: int, n_best: int, beam: int) -> Callable:
+    settings = {"answer_length": answer_length, "n_best": n_best}
+    if head == "span":
+        return functools.partial(span_extraction.plain_spans, **settings)
+    return functools.partial(span_extraction.beam_spans, beam=beam, **settings)
+
+
+def _as_rows(questions, windows: Windows, tokenizer: Tokenizer, length: int, targets: bool) -> Rows:
+    rows = windows.rows
+    lengths = np.fromiter((len(row.tokens) for row in rows), np.int32, len(rows))
+    places = np.arange(length)
+    real = places < lengths[:, None]
+    context_at = np.fromiter((row.context_at for row in rows), np.int32, len(rows))
+    tokens = np.full((len(rows), length), tokenizer.special.pad, np.int32)
+    tokens[real] = np.concatenate([row.tokens for row in rows])
+    by_token = {
+        "tokens": tokens,
+        "type_ids": (real & (places >= context_at[:, None])).astype(np.int32),
+    }
+    if targets:
+        columns = {
+            "start": [row.start for row in rows],
+            "end": [row.end for row in rows],
+            "impossible": [questions[row.question].impossible for row in rows],
+        }
+        by_row = {name: np.asarray(values, np.int32) for name, values in columns.items()}
+        return Rows(lengths, by_token, by_row)
+    best = np.zeros((len(rows), length), bool)
+    in_context = real & (places >= context_at[:, None]) & (places < lengths[:, None] - 1)
+    best[in_context] = np.concatenate([row.best for row in rows])
+    return Rows(lengths, by_token | {"best": best})
