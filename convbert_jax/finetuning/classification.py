@@ -1,6 +1,7 @@
 """Classification, regression and tagging as values of `FinetuneTask`."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ from convbert_jax.config.finetuning_checks import choose_head
 from convbert_jax.data.encoding import IGNORED, Encoded, Rows, encode_texts, encode_words
 from convbert_jax.data.labelled_text import Example, LabelledTask, require_labels, swap_texts
 from convbert_jax.data.tokenizer import Tokenizer
-from convbert_jax.finetuning import scoring
+from convbert_jax.finetuning import prediction_files, scoring
 from convbert_jax.finetuning.task import FinetuneTask, FinetuningError, Outputs, Scores
 from convbert_jax.objectives import classification
 
@@ -86,6 +87,11 @@ def make_task(
         labels = [example.label for example in splits[split]]
         return scoring.score(source, convert(split, found), labels)
 
+    def write(folder: Path, split: str, found: Outputs) -> None:
+        said = (folder, source, split, splits[split], convert(split, found))
+        prediction_files.write_predictions(*said)
+        prediction_files.write_server_file(*said)
+
     return FinetuneTask(
         name=source.name,
         outputs=outputs,
@@ -103,7 +109,7 @@ def make_task(
             if all(example.label is not None for example in examples)
         ),
         score=score,
-        write=lambda folder, split, found: None,
+        write=write,
     )
 
 

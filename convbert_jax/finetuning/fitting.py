@@ -121,31 +121,44 @@ def predict(
 ) -> list[Outputs]:
     """Outputs of all rows, in their order, for each run in `params` (one if not `vectorized`)."""
     step = programs.predict_step(task, vectorized)
-    buckets = buckets_of(config)
     constants = programs.replicate(dict(task.constants))
+
+    def run(batch):
+        outputs = step(params, programs.put(batch), constants)
+        return outputs if vectorized else jax.tree.map(lambda leaf: leaf[None], outputs)
+
+    return predict_rows(run, rows, buckets_of(config), config.finetune.eval_batch_size)
+
+
+def predict_rows(run, rows: Rows, buckets: Sequence[int], batch_size: int) -> list[Outputs]:
+    """Outputs of all rows, in their order.
+
+    Args:
+      run: batch -> {name: [runs, B, ...]} on the device.
+
+    Returns:
+      for each run, name -> [N, ...], or a list of N arrays where their shapes differ.
+    """
     found: list[dict[str, list]] = []
     waiting = deque()
 
     def collect(index, outputs):
-        arrays = jax.device_get(outputs)
-        arrays = arrays if vectorized else jax.tree.map(lambda leaf: leaf[None], arrays)
         places = index[index >= 0]
-        for name, runs in arrays.items():
+        for name, runs in jax.device_get(outputs).items():
             while len(found) < len(runs):
                 found.append({})
-            for run, values in zip(found, runs, strict=True):
-                target = run.setdefault(name, [None] * len(rows))
+            for kept, values in zip(found, runs, strict=True):
+                target = kept.setdefault(name, [None] * len(rows))
                 for place, value in zip(places, values, strict=False):
                     target[place] = value
 
-    for length, index in evaluation_batches(rows.lengths, buckets, config.finetune.eval_batch_size):
-        batch = programs.put(rows.batch(index, length))
-        waiting.append((index, step(params, batch, constants)))
-        if len(waiting) > 2:
+    for length, index in evaluation_batches(rows.lengths, buckets, batch_size):
+        waiting.append((index, run(rows.batch(index, length))))
+        if len(waiting) > 2:  # collects the first of these while the device has two to do
             collect(*waiting.popleft())
     while waiting:
         collect(*waiting.popleft())
-    return [{name: _stack(values) for name, values in run.items()} for run in found]
+    return [{name: _stack(values) for name, values in kept.items()} for kept in found]
 
 
 def buckets_of(config: Config) -> tuple[int, ...]:

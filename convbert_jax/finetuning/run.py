@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 from absl import logging
 
@@ -27,6 +28,7 @@ from convbert_jax.training.compilation import describe_compile_cache
 from convbert_jax.training.state import TrainState
 
 RESULTS = "results.jsonl"
+_SMALL = 384  # channels of an encoder that leaves an accelerator idle with one batch of 32 rows
 VOCABULARY = "vocabulary"  # folder with the vocabulary's file, beside a model
 
 
@@ -58,6 +60,7 @@ class TaskResult:
     Attributes:
       metrics: the first one of the first split selected `chosen`, by its median over seeds.
       runs: every one of every setting.
+      folders: of the chosen runs, by seed.
     """
 
     task: str
@@ -65,6 +68,7 @@ class TaskResult:
     splits: tuple[str, ...]  # that have scores
     chosen: Setting
     runs: tuple[RunResult, ...]
+    folders: tuple[Path, ...]
 
     @property
     def chosen_runs(self) -> tuple[RunResult, ...]:
@@ -153,7 +157,7 @@ def _check_task(task: FinetuneTask) -> None:
 
 def _finetune_task(config, folder, task, programs, tokenizer, weights, done) -> TaskResult:
     seeds = range(config.seed, config.seed + config.finetune.seeds)
-    vectorized = choose_vectorized(config, len(seeds))
+    vectorized = choose_vectorized(config, len(seeds), jax.default_backend())
     runs = [r for r in done if r.task == task.name]
     for setting in settings_of(config, task):
         finished = {r.seed for r in runs_of(runs, setting)}
@@ -173,12 +177,26 @@ def _finetune_task(config, folder, task, programs, tokenizer, weights, done) -> 
             runs += new
     wanted = [r for r in runs if r.seed in seeds]
     chosen = _choose(task, settings_of(config, task), wanted)
-    return TaskResult(task.name, task.metrics, task.scored, chosen, tuple(wanted))
+    place = folder_of(config, folder, task, chosen)
+    folders = tuple(place / f"seed-{seed}" for seed in seeds)
+    return TaskResult(task.name, task.metrics, task.scored, chosen, tuple(wanted), folders)
 
 
-def choose_vectorized(config: Config, seeds: int) -> bool:
-    """What `config.finetune.vectorize_seeds` comes to, logged."""
-    return config.finetune.vectorize_seeds == "true" and seeds > 1
+def choose_vectorized(config: Config, seeds: int, platform: str) -> bool:
+    """What `config.finetune.vectorize_seeds` comes to; `auto` is logged with its reason.
+
+    On a CPU five runs of a `tiny` together are as fast as one after another in training and a
+    third slower in prediction (benchmarks/finetuning_speed.py). An accelerator is left idle by one
+    run of a small model.
+    """
+    asked = config.finetune.vectorize_seeds
+    if seeds == 1 or asked != "auto":
+        return seeds > 1 and asked == "true"
+    small = config.model.hidden_size <= _SMALL
+    chosen = platform != "cpu" and small
+    reason = f"on {platform}, {config.model.hidden_size} channels"
+    logging.info("%d seeds %s (%s).", seeds, "together" if chosen else "in turn", reason)
+    return chosen
 
 
 def _run_group(

@@ -151,7 +151,10 @@ def read_tokenizer(workdir: Path, config: Config) -> tuple[Tokenizer, Any]:
       TokenizerError: it is not there any more.
     """
     folder = Path(config.data.directory) if config.data.directory else workdir / "data"
-    tokenizer = load_tokenizer(config.tokenizer, folder)
+    section = config.tokenizer
+    if section.path and (workdir / section.path).is_file():  # a fine-tuned model has its own copy
+        section = dataclasses.replace(section, path=str(workdir / section.path))
+    tokenizer = load_tokenizer(section, folder)
     path = str(tokenizer.path.absolute())
     return tokenizer, dataclasses.replace(config.tokenizer, path=path)
 

@@ -1,6 +1,8 @@
 """Fine-tuning: weights from anywhere, labelled tasks, and the runs that follow."""
 
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,7 +13,13 @@ from convbert_jax.data import glue, own_task
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.labelled_text import LabelledTask
 from convbert_jax.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
-from convbert_jax.finetuning import classification, run
+from convbert_jax.finetuning import (
+    classification,
+    prediction_files,
+    question_answering,
+    run,
+    score_table,
+)
 from convbert_jax.finetuning.programs import Params, Programs
 from convbert_jax.finetuning.task import FinetuneTask
 from convbert_jax.interop import importing, matching, sources
@@ -42,7 +50,9 @@ def finetune(config: Config, folder: Path) -> list[run.TaskResult]:
         programs = Programs(config, devices.compute_dtype(config, found[0]), mesh)
         with jax.set_mesh(mesh), compilation.explain_out_of_memory():
             tasks = open_tasks(config, tokenizer)
-            return run.finetune(config, folder, tasks, programs, tokenizer, weights)
+            results = run.finetune(config, folder, tasks, programs, tokenizer, weights)
+    _report(config, folder, results)
+    return results
 
 
 def make_mesh(config: Config, found: list[jax.Device]):
@@ -110,22 +120,24 @@ def open_tasks(config: Config, tokenizer: Tokenizer) -> list[Callable[[], Finetu
     names = config.finetune.tasks
     if not names:
         raise ConfigError("config.finetune.tasks is empty; name tasks, or take configs/glue.py:all")
-    opened, absent = [], []
+    makers, absent = [], []
     for name in names:
+        if name in question_answering.VERSIONS:
+            makers.append(partial(question_answering.make_task, name, config, tokenizer))
+            continue
         source = _open_source(name, config)
         missing = [source.absent[s] for s in source.splits if s in source.absent]
-        usable = source.has("train") and any(map(source.has, source.validation_splits))
-        if usable:
-            opened.append(source)
+        if source.has("train") and any(map(source.has, source.validation_splits)):
+            makers.append(partial(classification.make_task, source, config, tokenizer))
             for sentence in missing:
                 logging.info("%s", sentence)
         else:
-            absent.append(missing[0] if missing else f"{name} has nothing to train on.")
+            absent.append(missing[0])
     for sentence in absent:
-        if not opened:
+        if not makers:
             raise DataError(sentence)
         logging.warning("Left out: %s", sentence)
-    return [_maker(source, config, tokenizer) for source in opened]
+    return makers
 
 
 def _open_source(name: str, config: Config) -> LabelledTask:
@@ -133,12 +145,39 @@ def _open_source(name: str, config: Config) -> LabelledTask:
         return own_task.open_task(config.task)
     if name.lower() in map(str.lower, glue.GLUE):
         return glue.open_task(name, config.finetune.data)
-    known = ", ".join((*map(str.lower, glue.GLUE), "own"))
+    known = ", ".join((*map(str.lower, glue.GLUE), *question_answering.VERSIONS, "own"))
     raise ConfigError(f"config.finetune.tasks has '{name}', which is unknown; choose from {known}.")
 
 
-def _maker(source: LabelledTask, config: Config, tokenizer: Tokenizer):
-    return lambda: classification.make_task(source, config, tokenizer)
+def _report(config: Config, folder: Path, results: list[run.TaskResult]) -> None:
+    """Prints the table, and collects what the GLUE server takes."""
+    columns = [
+        score_table.Column(
+            result.task, split, metric, tuple(r.scores[split][metric] for r in result.chosen_runs)
+        )
+        for result in results
+        for split in result.splits
+        for metric in result.metrics
+    ]
+    table = score_table.format_table(columns, show_best=config.finetune.show_best)
+    (folder / "table.md").write_text(table + "\n", encoding="utf-8")
+    print(f"\n{table}\n\nRuns, models and predictions: {folder}", flush=True)
+    if len(results) > 1:
+        _collect_server_files(folder, results)
+
+
+def _collect_server_files(folder: Path, results: list[run.TaskResult]) -> None:
+    """WORKDIR/glue_server/seed-N: the files of a submission, from the chosen runs of that seed."""
+    names = set(prediction_files.SERVER_FILES.values())
+    for result in results:
+        for place in result.folders:
+            for file in (place / "predictions").glob("*.tsv"):
+                if file.name in names:
+                    target = folder / "glue_server" / place.name
+                    target.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(file, target)
+    for target in sorted((folder / "glue_server").glob("seed-*")):
+        prediction_files.complete_server_files(target)
 
 
 def _shapes(config: Config) -> dict:
