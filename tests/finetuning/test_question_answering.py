@@ -1,0 +1,199 @@
+"""SQuAD from files to scores and answer files, on questions that a tiny model learns in seconds."""
+
+import dataclasses
+import json
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import squad_evaluation
+from convbert_jax.config import Config, ConfigError
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.squad import Answer, Question
+from convbert_jax.data.tokenizer import train_tokenizer
+from convbert_jax.finetuning import question_answering, run
+from convbert_jax.finetuning.programs import Programs
+from convbert_jax.finetuning.task import FinetuningError
+from convbert_jax.training import sharding
+
+PLACES = ["Lamu", "Bade Dume", "Rafa", "Tiko", "Sane Nifo"]
+WORDS = ["the", "town", "of", "river", "is", "near", "and", "has", "many", "small", "old", "boats"]
+
+
+def make_questions(count, seed, impossible=0.0):
+    """Contexts of words with one place in them, which is the answer; or none."""
+    rng = random.Random(seed)
+    questions = []
+    for number in range(count):
+        words = rng.choices(WORDS, k=rng.randint(4, 60))
+        without = rng.random() < impossible
+        place = rng.choice(PLACES)
+        at = rng.randint(0, len(words))
+        parts = words if without else [*words[:at], place, *words[at:]]
+        context = " ".join(parts)
+        start = len(" ".join([*words[:at], ""])) if at else 0
+        answers = () if without else (Answer(place, start),)
+        questions.append(Question(f"{seed}-{number}", "Which town?", context, answers, without))
+    return questions
+
+
+def as_articles(questions):
+    paragraphs = [
+        {
+            "context": q.context,
+            "qas": [
+                {
+                    "id": q.id,
+                    "question": q.text,
+                    "is_impossible": q.impossible,
+                    "answers": [{"text": a.text, "answer_start": a.start} for a in q.answers],
+                }
+            ],
+        }
+        for q in questions
+    ]
+    return [{"title": "Towns", "paragraphs": paragraphs}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """SQuAD files of both versions."""
+    folder = tmp_path_factory.mktemp("squad")
+    for version, impossible in (("v1.1", 0.0), ("v2.0", 0.4)):
+        for split, count, seed in (("train", 192, 1), ("dev", 40, 2)):
+            content = {"data": as_articles(make_questions(count, seed, impossible))}
+            (folder / f"{split}-{version}.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    section = dataclasses.replace(Config().tokenizer, kind="wordpiece", vocab_size=100)
+    texts = [f"{q.text} {q.context}" for q in make_questions(300, 0)]
+    return train_tokenizer(texts, section, tmp_path_factory.mktemp("vocabulary"))
+
+
+@pytest.fixture(scope="module")
+def make_config(folder, tokenizer):
+    def make(**finetune):
+        config = Config(recipe="finetune")
+        sizes = {"layers": 1, "hidden_size": 32, "embedding_size": 32, "heads": 2, "ffn_size": 32}
+        settings = {
+            "data": str(folder),
+            "length": 48,
+            "buckets": (32,),
+            "query_length": 8,
+            "stride": 16,
+            "answer_length": 4,
+            "n_best": 5,
+            "beam": 5,
+            "seeds": 1,
+            "dropout": 0.0,
+            "learning_rates": (3e-2,),
+            "epochs": (4.0,),
+            "layer_decay": 1.0,
+            "eval_batch_size": 64,
+        }
+        return dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, **sizes, dropout=0.0, attention_dropout=0.0),
+            tokenizer=dataclasses.replace(
+                config.tokenizer, kind="wordpiece", vocab_size=100, path=str(tokenizer.path)
+            ),
+            finetune=dataclasses.replace(config.finetune, **(settings | finetune)),
+        )
+
+    return make
+
+
+def finetune(config, name, folder, tokenizer):
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    programs = Programs(config, np.dtype(np.float32), mesh)
+    make = lambda: question_answering.make_task(name, config, tokenizer)  # noqa: E731
+    with jax.set_mesh(mesh):
+        (result,) = run.finetune(config, folder, [make], programs, tokenizer, None)
+    return result
+
+
+@pytest.mark.parametrize("head", ["span", "span_beam"])
+def test_squad_1(make_config, tokenizer, folder, tmp_path, head):
+    """Learned, scored as the other script scores the file, answers exactly as in the context."""
+    config = make_config(head=head, buckets=(32,) if head == "span" else ())
+    result = finetune(config, "squad_v1", tmp_path, tokenizer)
+    scores = result.runs[0].scores["validation"]
+    assert scores["f1"] > 0.9
+    place = tmp_path / "squad_v1" / "seed-0" / "predictions" / "validation"
+    predictions = json.loads((place / "predictions.json").read_text())
+    articles = json.loads((folder / "dev-v1.1.json").read_text())["data"]
+    theirs = squad_evaluation.evaluate(articles, predictions)
+    assert theirs == {k: pytest.approx(100 * scores[k]) for k in ("exact_match", "f1")}
+    contexts = {q.id: q.context for q in make_questions(40, 2)}
+    assert all(text in contexts[key] and text for key, text in predictions.items())
+    n_best = json.loads((place / "nbest_predictions.json").read_text())
+    assert all(sum(c["probability"] for c in cs) == pytest.approx(1) for cs in n_best.values())
+    assert not (place / "null_odds.json").exists()
+
+
+def test_squad_2(make_config, tokenizer, folder, tmp_path):
+    result = finetune(make_config(buckets=()), "squad_v2", tmp_path, tokenizer)
+    scores = result.runs[0].scores["validation"]
+    assert scores["f1"] > 0.9
+    assert scores["best_f1"] >= scores["f1"]
+    assert scores["no_answer_f1"] > 0.8
+    place = tmp_path / "squad_v2" / "seed-0" / "predictions" / "validation"
+    predictions = json.loads((place / "predictions.json").read_text())
+    odds = json.loads((place / "null_odds.json").read_text())
+    assert {key for key, text in predictions.items() if not text} == {
+        key for key, value in odds.items() if value > 0
+    }
+    articles = json.loads((folder / "dev-v2.0.json").read_text())["data"]
+    theirs = squad_evaluation.evaluate(articles, predictions)
+    assert theirs == {k: pytest.approx(100 * scores[k]) for k in ("exact_match", "f1")}
+
+
+def test_rows(make_config, tokenizer):
+    """What the rows hold is what the windows say."""
+    config = make_config()
+    questions = make_questions(20, 3, impossible=0.3)
+    train = question_answering.read_questions(questions, config, tokenizer, "t", targets=True)
+    dev = question_answering.read_questions(questions, config, tokenizer, "d")
+    assert len(train.rows) == len(train.windows.rows) > len(questions)
+    for rows in (train.rows, dev.rows):
+        batch = rows.batch(np.arange(len(rows)), 48)
+        assert (batch["segment_ids"].sum(1) == rows.lengths).all()
+        assert ((batch["tokens"] == tokenizer.special.sep).sum(1) == 2).all()
+    for index, window in enumerate(train.windows.rows):
+        size = len(window.tokens)
+        assert train.rows.by_token["tokens"][index, :size].tolist() == window.tokens.tolist()
+        assert train.rows.by_token["type_ids"][index, :size].tolist() == window.types.tolist()
+        assert train.rows.by_row["start"][index] == window.start
+        assert train.rows.by_row["end"][index] == window.end
+        assert train.rows.by_row["impossible"][index] == questions[window.question].impossible
+        best = np.flatnonzero(dev.rows.by_token["best"][index])
+        assert best.tolist() == (window.context_at + np.flatnonzero(window.best)).tolist()
+
+
+def test_faults(make_config, tokenizer, tmp_path):
+    make = question_answering.make_task
+    with pytest.raises(ConfigError, match="head=sequence is not for the task squad_v1"):
+        make("squad_v1", make_config(head="sequence"), tokenizer)
+    with pytest.raises(DataError, match=r"has no train-v2\.0\.json"):
+        make("squad_v2", make_config(data=str(tmp_path)), tokenizer)
+    with pytest.raises(DataError, match="no room for a question of 64"):
+        make("squad_v1", make_config(query_length=64), tokenizer)
+    config = make_config()
+    one_type = dataclasses.replace(config, model=dataclasses.replace(config.model, types=1))
+    with pytest.raises(FinetuningError, match="one segment type"):
+        make("squad_v1", one_type, tokenizer)
+
+
+def test_part_of_the_training_set(make_config, tokenizer):
+    first, again = (
+        question_answering.make_task("squad_v1", make_config(train_rows=40), tokenizer)
+        for _ in range(2)
+    )
+    assert 40 <= len(first.train) < 100
+    assert (first.train.by_token["tokens"] == again.train.by_token["tokens"]).all()
+    assert first.predict is again.predict  # one program for equal settings
