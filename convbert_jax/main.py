@@ -8,6 +8,8 @@ Modes:
   export         write a checkpoint of --workdir, or the weights at --source, for other software
                  (--format, --output)
   import         make --workdir a run from the weights at --source
+  predict        apply the fine-tuned model --workdir (or a Hugging Face folder) to each line of
+                 --input, into --output
 
 Every field of a config is overridden as --config.section.field=value; `configs/base.py:paper`
 selects a variant. The only file with flags; the work is in `recipes/`.
@@ -26,7 +28,7 @@ from convbert_jax.config import Config, ConfigError, UserError, from_config_dict
 
 # Storage that gave out under a run, whichever library was writing.
 _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-_MODES = ("train", "prepare", "verify_resume", "export", "import")
+_MODES = ("train", "prepare", "verify_resume", "export", "import", "predict")
 _FORMATS = ("huggingface", "tensorflow1", "stablehlo")
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -44,7 +46,13 @@ _VERIFY_STEPS = flags.DEFINE_integer(
 )
 _FORMAT = flags.DEFINE_enum("format", "huggingface", _FORMATS, "What --mode=export writes.")
 _OUTPUT = flags.DEFINE_string(
-    "output", None, "Folder that --mode=export makes; default WORKDIR/FORMAT/step-N."
+    "output",
+    None,
+    "Folder that --mode=export makes; default WORKDIR/FORMAT/step-N. File that --mode=predict "
+    "makes, .tsv or .jsonl; default standard output.",
+)
+_INPUT = flags.DEFINE_string(
+    "input", "-", "Lines that --mode=predict reads, .gz or not; default standard input."
 )
 _STEP = flags.DEFINE_integer("step", None, "Checkpoint for --mode=export; default the newest.")
 _GENERATOR = flags.DEFINE_boolean("generator", True, "Whether --mode=export takes it along.")
@@ -66,7 +74,9 @@ def _parse_flags(argv: Sequence[str]) -> list[str]:
         _check_export_flags()
         if _MODE.value == "import" and not (_SOURCE.value and _WORKDIR.value):
             raise ConfigError("--mode=import needs --source=WEIGHTS and --workdir=FOLDER.")
-        if _CONFIG.value is None and _MODE.value != "export":
+        if _MODE.value == "predict" and not _WORKDIR.value:
+            raise ConfigError("--mode=predict needs --workdir=MODEL, a fine-tuned model.")
+        if _CONFIG.value is None and _MODE.value not in ("export", "predict"):
             raise ConfigError(f"--config is missing; choose one of: {', '.join(_config_files())}.")
         if len(rest) > 1:
             raise ConfigError(f"argument '{rest[1]}' is not understood; flags start with --.")
@@ -153,6 +163,8 @@ def main(argv: Sequence[str]) -> None:
                 conversion.convert(_SOURCE.value, output, **options)
             else:
                 conversion.export(workdir, step=_STEP.value, output=output, **options)
+        elif _MODE.value == "predict":
+            recipes.predict(_WORKDIR.value, _INPUT.value, _OUTPUT.value or "-")
         elif _MODE.value == "import":
             importing.import_run(_SOURCE.value, config, workdir)
         else:

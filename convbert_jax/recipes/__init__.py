@@ -1,13 +1,15 @@
 """What a config becomes: the only place that knows models, objectives, data and training together.
 
 pretraining.py  replaced_token and masked_lm: a prepared corpus, one long run
-finetuning.py   finetune: labelled tasks, many short runs; and predictions for new text
+finetuning.py   finetune: labelled tasks, many short runs
+finetuned.py    what comes out of it: predictions for new text, teachers
 devices.py      what both run on
 
 Read it after `config/`.
 """
 
+from convbert_jax.recipes.finetuned import predict
 from convbert_jax.recipes.finetuning import finetune
 from convbert_jax.recipes.pretraining import build_task, prepare, pretrain
 
-__all__ = ["build_task", "finetune", "prepare", "pretrain"]
+__all__ = ["build_task", "finetune", "predict", "prepare", "pretrain"]

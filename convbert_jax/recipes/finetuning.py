@@ -24,7 +24,7 @@ from convbert_jax.finetuning.programs import Params, Programs
 from convbert_jax.finetuning.task import FinetuneTask
 from convbert_jax.interop import importing, matching, sources
 from convbert_jax.interop.networks import stack, to_tree
-from convbert_jax.recipes import devices
+from convbert_jax.recipes import devices, finetuned
 from convbert_jax.training import compilation, sharding, workdir
 
 _OF_PRETRAINING = ("generator", "objective", "data", "train", "checkpoint", "outputs")
@@ -120,15 +120,24 @@ def open_tasks(config: Config, tokenizer: Tokenizer) -> list[Callable[[], Finetu
     names = config.finetune.tasks
     if not names:
         raise ConfigError("config.finetune.tasks is empty; name tasks, or take configs/glue.py:all")
+    distill_from = config.finetune.distill_from
+    teacher = finetuned.open_teacher(distill_from) if distill_from else None
     makers, absent = [], []
     for name in names:
         if name in question_answering.VERSIONS:
+            if teacher:
+                raise ConfigError(
+                    f"config.finetune.distill_from teaches no answers; leave it out, or {name}."
+                )
             makers.append(partial(question_answering.make_task, name, config, tokenizer))
             continue
         source = _open_source(name, config)
         missing = [source.absent[s] for s in source.splits if s in source.absent]
         if source.has("train") and any(map(source.has, source.validation_splits)):
-            makers.append(partial(classification.make_task, source, config, tokenizer))
+            teach = teacher.for_task(source) if teacher else None
+            makers.append(
+                partial(classification.make_task, source, config, tokenizer, teacher=teach)
+            )
             for sentence in missing:
                 logging.info("%s", sentence)
         else:

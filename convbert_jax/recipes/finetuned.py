@@ -1,0 +1,213 @@
+"""Fine-tuned models from anywhere: for predictions, and as teachers."""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+from absl import logging
+
+from convbert_jax.config import Config, ConfigError, OutputsSection
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.labelled_text import Example, LabelledTask
+from convbert_jax.data.text_formats import open_bytes
+from convbert_jax.data.tokenizer import Tokenizer
+from convbert_jax.finetuning import classification
+from convbert_jax.finetuning.prediction import Predictor, predict_stream
+from convbert_jax.finetuning.task import FinetuningError
+from convbert_jax.interop import matching, sources
+from convbert_jax.interop.networks import Network, join
+from convbert_jax.recipes import devices
+from convbert_jax.training import compilation
+
+# head of a network -> (kind of task, config.outputs.head)
+_KINDS = {
+    "sequence_head": ("classification", "sequence"),
+    "token_head": ("tagging", "token"),
+    "span_head": ("span", "span"),
+}
+_UNNAMED = "LABEL_"  # how Hugging Face calls classes without names
+
+
+def predict(path: str, source: str, output: str) -> int:
+    """Predicts every line of a file.
+
+    Args:
+      path: of the model, as `read_finetuned`.
+      source: file of lines (`.gz` or not), "-" is standard input.
+      output: file to make, .tsv for a table, else JSON lines; "-" is standard output.
+
+    Returns:
+      number of lines.
+
+    Raises:
+      UserError: no such model or file, `output` exists, or a line that the model does not read.
+    """
+    config, params, tokenizer = read_finetuned(path)
+    device = devices.find_devices(config)[0]
+    compilation.enable_compile_cache(config.train.compile_cache)
+    predictor = make_predictor(config, params, tokenizer, devices.compute_dtype(config, device))
+    with _open_lines(source) as lines, _open_output(output) as file:
+        outputs = config.outputs
+        return predict_stream(
+            lines,
+            predictor.answer,
+            file,
+            kind=outputs.kind,
+            texts=outputs.texts,
+            tsv=output.endswith(".tsv"),
+        )
+
+
+def make_predictor(config: Config, params, tokenizer: Tokenizer, dtype) -> Predictor:
+    """What answers lines, for the kind of `config.outputs`."""
+    return Predictor(config, params, tokenizer, dtype)
+
+
+def read_finetuned(path: str) -> tuple[Config, Any, Tokenizer]:
+    """A fine-tuned model: its config, its parameters on the host, its vocabulary.
+
+    Args:
+      path: folder of a run that fine-tuning made (WORKDIR/TASK/seed-N), or a Hugging Face folder
+        of a model for sequences, tokens or answers.
+
+    Raises:
+      ConfigError: it is not fine-tuned, or there are several in it.
+      ConversionError, CheckpointError: it cannot be read.
+    """
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
+        config = sources.read_config(folder)
+        if config.recipe != "finetune":
+            raise ConfigError(
+                f"{path} is a {config.recipe} run, which predicts no labels; fine-tune it first "
+                f"(--config.init_from={path})."
+            )
+        _, params = sources.read_params(folder, config)
+        return config, params, sources.read_tokenizer(folder, config)[0]
+    inside = sorted(p.parent for p in folder.glob("**/seed-*/checkpoints"))
+    if inside:
+        raise ConfigError(f"{path} holds {len(inside)} models; name one of them, as {inside[0]}.")
+    return _from_network(path, sources.read_source(path))
+
+
+def _from_network(path: str, source: sources.Source) -> tuple[Config, Any, Tokenizer]:
+    main = source.networks["main"]
+    heads = [head for head in _KINDS if main.has(head)]
+    if not heads:
+        raise ConfigError(f"{path} has no head for labels; fine-tune it first.")
+    if not source.tokenizer:
+        raise ConfigError(f"{path} has no vocabulary beside its weights; copy it there.")
+    section = dataclasses.replace(Config().tokenizer, **source.tokenizer)
+    tokenizer = Tokenizer(section, Path(section.path))
+    start = Config(name=Path(path).name, recipe="finetune", tokenizer=section)
+    config = matching.replace(start, matching.derive_fields({"main": main}, start))
+    config = dataclasses.replace(config, outputs=_outputs(path, main, heads[0]))
+    f, m = config.finetune, config.model
+    buckets = f.buckets if m.mask_convolution or m.mixer != "mixed" else ()
+    fields = {"finetune.length": min(f.length, m.positions), "finetune.buckets": buckets}
+    config = matching.replace(config, fields)
+    return config, join(config, {"main": main})[0], tokenizer
+
+
+def _outputs(path: str, network: Network, head: str) -> OutputsSection:
+    kind, name = _KINDS[head]
+    labels = network.labels
+    if kind == "span":
+        labels = ("start", "end")
+    if kind == "classification" and len(labels) == 1:
+        kind = "regression"
+    texts = 2 if kind == "span" else 1
+    return OutputsSection(task=Path(path).name, kind=kind, head=name, labels=labels, texts=texts)
+
+
+def open_teacher(path: str) -> "Teacher":
+    """The model of `config.finetune.distill_from`.
+
+    Raises:
+      ConfigError: it is not fine-tuned, or does not classify.
+    """
+    config, params, tokenizer = read_finetuned(path)
+    if config.outputs.kind not in ("classification", "regression"):
+        raise ConfigError(
+            f"config.finetune.distill_from={path} is a model for {config.outputs.kind}; a teacher "
+            "classifies texts or gives them numbers."
+        )
+    dtype = devices.compute_dtype(config, jax.devices()[0])
+    return Teacher(path, Predictor(config, params, tokenizer, dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A fine-tuned model that says what its logits are."""
+
+    path: str
+    predictor: Predictor
+
+    def for_task(self, task: LabelledTask) -> classification.Teacher:
+        """Texts -> logits [N, labels] in the order of the task's labels, or numbers [N, 1] in the
+        unit that its model learns.
+
+        Raises:
+          FinetuningError: the teacher is for something else.
+        """
+        theirs = self.predictor.outputs
+        names = task.labels or theirs.labels
+        unnamed = all(label.startswith(_UNNAMED) for label in theirs.labels)
+        same = len(names) == len(theirs.labels) if unnamed else set(names) == set(theirs.labels)
+        if theirs.kind != task.kind or not same:
+            raise FinetuningError(
+                f"config.finetune.distill_from={self.path} gives {theirs.kind} with the labels "
+                f"{', '.join(theirs.labels)}; {task.name} is {task.kind} with "
+                f"{', '.join(names)}: name a teacher of this task."
+            )
+        order = range(len(names)) if unnamed else [theirs.labels.index(name) for name in names]
+
+        def teach(texts: Sequence[tuple[str, ...]]) -> np.ndarray:
+            logging.info("%s: %d texts for the teacher %s.", task.name, len(texts), self.path)
+            found = self.predictor.predict([Example("", text, None) for text in texts])
+            if task.kind == "regression":
+                return found[:, None] / task.scale
+            return found[:, list(order)]
+
+        return teach
+
+
+@contextlib.contextmanager
+def _open_lines(source: str) -> Iterator[Iterator[str]]:
+    if source == "-":
+        yield sys.stdin
+        return
+    try:
+        file = open_bytes(Path(source).expanduser())
+    except OSError as error:
+        raise ConfigError(f"--input={source} cannot be read: {error.strerror}.") from None
+    with file:
+        yield _decode(file, source)
+
+
+def _decode(file: Iterable[bytes], source: str) -> Iterator[str]:
+    for number, line in enumerate(file, start=1):
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError:
+            raise DataError(f"--input={source} line {number} is not UTF-8; convert it.") from None
+
+
+@contextlib.contextmanager
+def _open_output(output: str) -> Iterator[TextIO]:
+    if output == "-":
+        yield sys.stdout
+        return
+    try:
+        file = open(Path(output).expanduser(), "x", encoding="utf-8")  # noqa: SIM115
+    except FileExistsError:
+        raise ConfigError(f"--output={output} exists; remove it or name another.") from None
+    except OSError as error:
+        raise ConfigError(f"--output={output} cannot be written: {error.strerror}.") from None
+    with file:
+        yield file
