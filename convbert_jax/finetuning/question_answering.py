@@ -122,11 +122,14 @@ def read_questions(
     questions: Sequence[Question],
     config: Config,
     tokenizer: Tokenizer,
-    title: str,
+    title: str | None,
     *,
     targets: bool = False,
 ) -> Reading:
     """Windows and rows, with `targets` to train on or else with what prediction needs.
+
+    Args:
+      title: of the log; None: no log.
 
     Raises:
       DataError: rows too short for questions, or an empty text.
@@ -135,24 +138,8 @@ def read_questions(
     windows = make_windows(
         questions, tokenizer, length=f.length, query=f.query_length, stride=f.stride
     )
-    logging.info(
-        "%s: %d questions as %d windows of at most %d tokens.",
-        title,
-        len(questions),
-        len(windows.rows),
-        f.length,
-    )
-    if windows.cut_questions:
-        logging.info(
-            "%s: %d questions are cut to %d tokens.", title, windows.cut_questions, f.query_length
-        )
-    if targets and windows.without_answer:
-        logging.info(
-            "%s: %d windows (%.1f%%) do not have the answer, and are trained to say so.",
-            title,
-            windows.without_answer,
-            100 * windows.without_answer / len(windows.rows),
-        )
+    if title:
+        _log(title, len(questions), windows, f, targets)
     return Reading(questions, windows, _as_rows(questions, windows, tokenizer, f.length, targets))
 
 
@@ -178,6 +165,30 @@ def _predict_with(head: str, answer_length: int, n_best: int, beam: int) -> Call
     if head == "span":
         return functools.partial(span_extraction.plain_spans, **settings)
     return functools.partial(span_extraction.beam_spans, beam=beam, **settings)
+
+
+def _log(title, count: int, windows: Windows, settings, targets: bool) -> None:
+    logging.info(
+        "%s: %d questions as %d windows of at most %d tokens.",
+        title,
+        count,
+        len(windows.rows),
+        settings.length,
+    )
+    if windows.cut_questions:
+        logging.info(
+            "%s: %d questions are cut to %d tokens.",
+            title,
+            windows.cut_questions,
+            settings.query_length,
+        )
+    if targets and windows.without_answer:
+        logging.info(
+            "%s: %d windows (%.1f%%) do not have the answer, and are trained to say so.",
+            title,
+            windows.without_answer,
+            100 * windows.without_answer / len(windows.rows),
+        )
 
 
 def _as_rows(questions, windows: Windows, tokenizer: Tokenizer, length: int, targets: bool) -> Rows:

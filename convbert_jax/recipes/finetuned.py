@@ -17,6 +17,7 @@ from convbert_jax.data.labelled_text import Example, LabelledTask
 from convbert_jax.data.text_formats import open_bytes
 from convbert_jax.data.tokenizer import Tokenizer
 from convbert_jax.finetuning import classification
+from convbert_jax.finetuning.answering import QuestionAnswerer
 from convbert_jax.finetuning.prediction import Predictor, predict_stream
 from convbert_jax.finetuning.task import FinetuningError
 from convbert_jax.interop import matching, sources
@@ -30,6 +31,7 @@ _KINDS = {
     "token_head": ("tagging", "token"),
     "span_head": ("span", "span"),
 }
+_SPAN_LENGTH = 384  # tokens of a window for a model that does not say
 _UNNAMED = "LABEL_"  # how Hugging Face calls classes without names
 
 
@@ -63,9 +65,12 @@ def predict(path: str, source: str, output: str) -> int:
         )
 
 
-def make_predictor(config: Config, params, tokenizer: Tokenizer, dtype) -> Predictor:
+def make_predictor(
+    config: Config, params, tokenizer: Tokenizer, dtype
+) -> Predictor | QuestionAnswerer:
     """What answers lines, for the kind of `config.outputs`."""
-    return Predictor(config, params, tokenizer, dtype)
+    kind = QuestionAnswerer if config.outputs.kind == "span" else Predictor
+    return kind(config, params, tokenizer, dtype)
 
 
 def read_finetuned(path: str) -> tuple[Config, Any, Tokenizer]:
@@ -109,7 +114,8 @@ def _from_network(path: str, source: sources.Source) -> tuple[Config, Any, Token
     config = dataclasses.replace(config, outputs=_outputs(path, main, heads[0]))
     f, m = config.finetune, config.model
     buckets = f.buckets if m.mask_convolution or m.mixer != "mixed" else ()
-    fields = {"finetune.length": min(f.length, m.positions), "finetune.buckets": buckets}
+    length = _SPAN_LENGTH if heads[0] == "span_head" else f.length
+    fields = {"finetune.length": min(length, m.positions), "finetune.buckets": buckets}
     config = matching.replace(config, fields)
     return config, join(config, {"main": main})[0], tokenizer
 

@@ -14,8 +14,10 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.squad import Answer, Question
 from convbert_jax.data.tokenizer import train_tokenizer
 from convbert_jax.finetuning import question_answering, run
+from convbert_jax.finetuning.answering import QuestionAnswerer
 from convbert_jax.finetuning.programs import Programs
 from convbert_jax.finetuning.task import FinetuningError
+from convbert_jax.recipes.finetuned import make_predictor, read_finetuned
 from convbert_jax.training import sharding
 
 PLACES = ["Lamu", "Bade Dume", "Rafa", "Tiko", "Sane Nifo"]
@@ -37,6 +39,9 @@ def make_questions(count, seed, impossible=0.0):
         answers = () if without else (Answer(place, start),)
         questions.append(Question(f"{seed}-{number}", "Which town?", context, answers, without))
     return questions
+
+
+DEV = make_questions(40, 2)
 
 
 def as_articles(questions):
@@ -129,11 +134,26 @@ def test_squad_1(make_config, tokenizer, folder, tmp_path, head):
     articles = json.loads((folder / "dev-v1.1.json").read_text())["data"]
     theirs = squad_evaluation.evaluate(articles, predictions)
     assert theirs == {k: pytest.approx(100 * scores[k]) for k in ("exact_match", "f1")}
-    contexts = {q.id: q.context for q in make_questions(40, 2)}
+    contexts = {q.id: q.context for q in DEV}
     assert all(text in contexts[key] and text for key, text in predictions.items())
     n_best = json.loads((place / "nbest_predictions.json").read_text())
     assert all(sum(c["probability"] for c in cs) == pytest.approx(1) for cs in n_best.values())
     assert not (place / "null_odds.json").exists()
+
+    # The saved model gives the same answers to the same questions as new text.
+    own, params, vocabulary = read_finetuned(str(tmp_path / "squad_v1" / "seed-0"))
+    answerer = make_predictor(own, params, vocabulary, np.dtype(np.float32))
+    assert isinstance(answerer, QuestionAnswerer)
+    records = [{"line": 1, "id": q.id, "question": q.text, "context": q.context} for q in DEV]
+    lines = answerer.answer(records)
+    assert {line["id"]: line["prediction"] for line in lines} == predictions
+    assert all(
+        line["texts"][1].startswith(line["prediction"], line["start"])
+        and max(line["probabilities"], key=line["probabilities"].get) == line["prediction"]
+        for line in lines
+    )
+    with pytest.raises(DataError, match="line 1 is not"):
+        answerer.answer([{"line": 1, "question": "Which?", "context": " "}])
 
 
 def test_squad_2(make_config, tokenizer, folder, tmp_path):
