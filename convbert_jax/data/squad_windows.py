@@ -54,7 +54,8 @@ class Windows:
       offsets: by question, [tokens of its context, 2], as `Tokenizer.encode_with_offsets`.
       answers: by question, (first, last) token of its context that its answer covers, or None.
       cut_questions: how many questions were longer than allowed and lost their end.
-      without_answer: windows of answerable questions that do not have the answer whole.
+      without_answer: windows of questions with an answer that do not have it whole.
+      lost_answers: questions with an answer that no window has whole.
     """
 
     rows: list[Window]
@@ -62,6 +63,7 @@ class Windows:
     answers: list[tuple[int, int] | None]
     cut_questions: int
     without_answer: int
+    lost_answers: int
 
     def text(self, questions: Sequence[Question], window: Window, start: int, end: int) -> str:
         """The original text from token place `start` to `end`, both included, of a window."""
@@ -85,8 +87,8 @@ def make_windows(
     """
     if length < query + 4:
         raise DataError(
-            f"Rows of {length} tokens have no room for a question of {query} and its context; "
-            f"make them at least {query + 4} long."
+            f"Rows of {length} tokens have no room for a question of {query} and its context; set "
+            f"config.finetune.length to {query + 4} or more, or config.finetune.query_length lower."
         )
     special = tokenizer.special
     texts = list(dict.fromkeys(question.context for question in questions))
@@ -122,12 +124,14 @@ def make_windows(
                     best=best[first : first + size] == index,
                 )
             )
+    answerable = {number for number, question in enumerate(questions) if question.answers}
     return Windows(
         rows=rows,
         offsets=[contexts[question.context][1] for question in questions],
         answers=answers,
         cut_questions=sum(len(ids) > query for ids in queries),
-        without_answer=sum(not row.end and bool(questions[row.question].answers) for row in rows),
+        without_answer=sum(not row.end and row.question in answerable for row in rows),
+        lost_answers=len(answerable - {row.question for row in rows if row.end}),
     )
 
 

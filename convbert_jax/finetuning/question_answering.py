@@ -189,6 +189,15 @@ def _log(title, count: int, windows: Windows, settings, targets: bool) -> None:
             windows.without_answer,
             100 * windows.without_answer / len(windows.rows),
         )
+    if targets and windows.lost_answers:
+        logging.warning(
+            "%s: %d answers (%.1f%%) are in no window whole; lower config.finetune.stride=%d, so "
+            "that windows overlap more.",
+            title,
+            windows.lost_answers,
+            100 * windows.lost_answers / count,
+            settings.stride,
+        )
 
 
 def _as_rows(questions, windows: Windows, tokenizer: Tokenizer, length: int, targets: bool) -> Rows:

@@ -84,6 +84,7 @@ def test_every_answer_can_be_recovered(tokenizer, words, blank, stride, data):
     assert windows.without_answer == len(rows) - len(having)
     if last - first < room and stride <= room - (last - first):
         assert having
+    assert windows.lost_answers == (not having)
     for row in having:
         got = windows.text([question], row, row.start, row.end)
         assert text.strip() in got
@@ -113,7 +114,7 @@ def test_impossible_question_has_no_target(tokenizer):
 
 def test_faults(tokenizer):
     question = Question("q", "bade?", "lamu", (Answer("lamu", 0),))
-    with pytest.raises(DataError, match="at least 68 long"):
+    with pytest.raises(DataError, match=r"length to 68 or more, or config\.finetune\.query"):
         make_windows([question], tokenizer, length=67, query=64, stride=32)
     with pytest.raises(DataError, match="Question q has an empty question"):
         make_windows([Question("q", " \n", "lamu")], tokenizer, length=68, query=64, stride=32)

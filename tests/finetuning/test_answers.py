@@ -32,7 +32,7 @@ QUESTIONS = [
     Question("b", "?", CONTEXT, impossible=True),
 ]
 WINDOWS = Windows(
-    [_window(0, 0, 4), _window(0, 3, 3), _window(1, 0, 6)], [OFFSETS] * 2, [None] * 2, 0, 0
+    [_window(0, 0, 4), _window(0, 3, 3), _window(1, 0, 6)], [OFFSETS] * 2, [None] * 2, 0, 0, 0
 )
 # Two windows of the first question, one of the second; the context is at place 2 of each.
 SPANS = {

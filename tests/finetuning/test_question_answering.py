@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks import squad_evaluation
-from convbert_jax.config import Config, ConfigError
+from configs import squad
+from convbert_jax.config import Config, ConfigError, from_config_dict
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.squad import Answer, Question
 from convbert_jax.data.tokenizer import train_tokenizer
@@ -84,7 +85,14 @@ def tokenizer(tmp_path_factory):
 def make_config(folder, tokenizer):
     def make(**finetune):
         config = Config(recipe="finetune")
-        sizes = {"layers": 1, "hidden_size": 32, "embedding_size": 32, "heads": 2, "ffn_size": 32}
+        sizes = {
+            "mixer": "attention",
+            "layers": 1,
+            "hidden_size": 32,
+            "embedding_size": 32,
+            "heads": 2,
+            "ffn_size": 32,
+        }
         settings = {
             "data": str(folder),
             "length": 48,
@@ -193,6 +201,21 @@ def test_rows(make_config, tokenizer):
         assert train.rows.by_row["impossible"][index] == questions[window.question].impossible
         best = np.flatnonzero(dev.rows.by_token["best"][index])
         assert best.tolist() == (window.context_at + np.flatnonzero(window.best)).tolist()
+
+
+def test_configs():
+    """Each variant is a valid config; `paper` is the release's."""
+    for task in ("v1", "v2"):
+        default = from_config_dict(squad.get_config(task))
+        paper = from_config_dict(squad.get_config(f"{task},paper"))
+        assert default.finetune.tasks == paper.finetune.tasks == (f"squad_{task}",)
+        f = paper.finetune
+        assert (f.length, f.query_length, f.stride, f.answer_length) == (512, 64, 128, 30)
+        assert (f.head, f.n_best, f.beam, f.buckets) == ("span_beam", 20, 20, ())
+        assert f.sum_loss
+        assert not paper.optimizer.bias_correction
+    with pytest.raises(ConfigError, match="v3"):
+        squad.get_config("v3")
 
 
 def test_faults(make_config, tokenizer, tmp_path):
