@@ -226,10 +226,10 @@ def _run_group(
             seconds=fitted.seconds,
             examples_per_second=fitted.examples_per_second,
         )
-        if config.finetune.save_models:
+        if config.finetune.save_models and not result.diverged:
             params = fitting.take_run(fitted, task, number, vectorized=vectorized)
             save_model(place / f"seed-{seed}", config, task, tokenizer, params, fitted.steps, seed)
-        for split in task.evaluation:
+        for split in task.evaluation if not result.diverged else ():
             task.write(place / f"seed-{seed}" / "predictions", split, outputs[split][number])
         _append(folder / RESULTS, result)
         _log(task, result)

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax.config import OptimizerSection
-from convbert_jax.training.optimizer import decay_mask, make_optimizer, make_schedule
+from convbert_jax.training.optimizer import (
+    decay_mask,
+    layer_multipliers,
+    make_direction,
+    make_optimizer,
+    make_schedule,
+)
 from convbert_jax.training.state import flatten
 
 RELEASE = OptimizerSection(
@@ -145,3 +151,46 @@ def test_state_has_one_structure_for_all_settings():
     sections = [RELEASE, OptimizerSection(), OptimizerSection(clip_norm=0.0, weight_decay=0.0)]
     structures = {jax.tree.structure(make_optimizer(s, 9).init(draw(0))) for s in sections}
     assert len(structures) == 1
+
+
+def test_layer_wise_rates_are_those_of_the_release():
+    """The table of papers.md 2.7: 12 layers, decay 0.8; stages count their layers on."""
+    shapes = {
+        "embeddings": {"word": {"embedding": (5, 3)}},
+        "encoder": {
+            "embeddings_project": {"kernel": (3, 4)},
+            "stages": {
+                "0": {"mixer": {"query": {"kernel": (8, 4, 4), "bias": (8, 4)}}},
+                "1": {"mixer": {"query": {"kernel": (4, 4, 4), "bias": (4, 4)}}},
+            },
+        },
+        "head": {"output": {"kernel": (4, 2)}},
+    }
+    params = jax.tree.map(np.zeros, shapes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    rates = flatten(layer_multipliers(params, 0.8))
+    assert rates["head/output/kernel"] == 1.0
+    assert rates["embeddings/word/embedding"] == pytest.approx(0.8**14)
+    assert rates["encoder/embeddings_project/kernel"] == pytest.approx(0.044, abs=5e-4)
+    layers = np.concatenate(
+        [rates[f"encoder/stages/{stage}/mixer/query/kernel"].ravel() for stage in (0, 1)]
+    )
+    np.testing.assert_allclose(layers, [0.8 ** (14 - (i + 1)) for i in range(12)], rtol=1e-6)
+    assert layers[11] == pytest.approx(0.64)
+    assert layers[0] == pytest.approx(0.055, abs=5e-4)
+    assert rates["encoder/stages/0/mixer/query/bias"].shape == (8, 1)
+    assert all(np.all(rate == 1) for rate in jax.tree.leaves(layer_multipliers(params, 1.0)))
+
+
+@pytest.mark.parametrize("section", [RELEASE, OptimizerSection(warmup_steps=2)])
+def test_the_direction_times_the_rate_is_the_update(section):
+    """What fine-tuning multiplies itself equals the whole optimizer."""
+    whole, direction = make_optimizer(section, 10), make_direction(section)
+    params, schedule = draw(0), make_schedule(section, 10)
+    states = whole.init(params), direction.init(params)
+    for step in range(3):
+        gradients = draw(step + 1)
+        update, first = whole.update(gradients, states[0], params)
+        part, second = direction.update(gradients, states[1], params)
+        states = first, second
+        for ours, theirs in zip(jax.tree.leaves(part), jax.tree.leaves(update), strict=True):
+            np.testing.assert_allclose(-schedule(step) * ours, theirs, rtol=1e-5)

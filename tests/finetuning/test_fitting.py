@@ -1,0 +1,140 @@
+"""Runs: alone and together, whole and partial batches, one program for each shape, the recipes."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from convbert_jax.finetuning import fitting
+from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.finetuning.programs import narrow_head, widen_head
+
+ONCE = Setting(3e-3, 1.0)
+
+
+def close(first, second, tolerance):
+    return all(
+        np.allclose(a, b, atol=tolerance)
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def toy(make_config, make_programs, make_task):
+    config = make_config()
+    programs = make_programs(config)
+    task = make_task(config)
+    alone = [
+        fitting.fit(programs, task, config, ONCE, [seed], None, vectorized=False) for seed in (0, 1)
+    ]
+    return config, programs, task, alone
+
+
+def test_runs_together_equal_runs_alone(toy):
+    """A run depends on its seed only: head, dropout and order of rows."""
+    config, programs, task, alone = toy
+    together = fitting.fit(programs, task, config, ONCE, [0, 1], None, vectorized=True)
+    rows = task.evaluation["validation"]
+    outputs = fitting.predict(programs, task, config, together.params, rows, vectorized=True)
+    for number, run in enumerate(alone):
+        params = fitting.take_run(together, task, number, vectorized=True)
+        assert close(params, fitting.take_run(run, task, 0, vectorized=False), 1e-5)
+        assert np.isclose(together.losses[number], run.losses[0], atol=1e-5)
+        expected = fitting.predict(programs, task, config, run.params, rows, vectorized=False)
+        np.testing.assert_allclose(
+            outputs[number]["logits"], expected[0]["logits"], atol=1e-5, rtol=1e-5
+        )
+    assert not close(alone[0].params, alone[1].params, 1e-3)
+
+
+def test_nothing_is_compiled_after_the_first_epoch(toy):
+    """Nor for another learning rate, length of run or seed."""
+    config, programs, task, _ = toy
+    compiled = programs.count_compiled()
+    setting = Setting(1e-3, 3.0)
+    fitting.fit(programs, task, config, setting, [7], None, vectorized=False)
+    assert programs.count_compiled() == compiled
+
+
+def test_tasks_of_few_labels_share_their_programs(toy, make_task):
+    """Two texts, three classes or a number: only the head's random start is compiled again."""
+    config, programs, toy_task, _ = toy
+    weights = programs.new_params(toy_task, 0)
+    del weights["head"]
+    pairs = make_task(config, name="pairs", labels=3, texts=2)
+    numbers = make_task(config, name="numbers", kind="regression")
+    compiled = programs.count_compiled()
+    for task in (pairs, numbers):
+        fitted = fitting.fit(programs, task, config, ONCE, [0], weights, vectorized=False)
+        params = fitting.take_run(fitted, task, 0, vectorized=False)
+        assert params["head"]["output"]["bias"].shape == (len(task.outputs.labels),)
+    assert programs.count_compiled() == compiled + 2
+
+
+def test_outputs_that_a_task_lacks_stay_zero(toy):
+    _, _, task, alone = toy
+    assert task.width == 4
+    kernel = np.asarray(alone[0].params["head"]["output"]["kernel"])
+    assert not kernel[:, 2:].any()
+    assert np.abs(kernel[:, :2]).min() > 0
+    params = fitting.take_run(alone[0], task, 0, vectorized=False)
+    wide = widen_head(params, 2, 4)
+    assert close(narrow_head(wide, 2), params, 0)
+
+
+def test_fillers_of_a_partial_batch_change_nothing(toy):
+    """The step on 5 rows and 3 fillers is the same whatever the fillers are, and its loss is the
+    mean over the 5."""
+    _, programs, task, _ = toy
+    step = programs.train_step(task, vectorized=False)
+    start = programs.start(task, vectorized=False)
+    params = programs.replicate(widen_head(programs.new_params(task, 0), 2, 4))
+    constants = programs.replicate(dict(task.constants))
+    results = []
+    for filler in (3, 11):
+        index = np.asarray([0, 1, 2, 4, 5, *[filler] * 3])
+        batch = task.train.batch(index, 16)
+        batch["weight"] = np.asarray([1.0] * 5 + [0.0] * 3, np.float32)
+        run = (start(params), batch, constants, np.uint32(0), np.int32(0), np.float32(1e-3))
+        results.append(step(*run))
+    assert close(results[0], results[1], 1e-7)
+
+
+@pytest.mark.parametrize("batch_size", [4, 21, 64])
+def test_predictions_do_not_depend_on_the_batch(toy, batch_size):
+    """A partial last batch, a batch of all, a batch larger than the split; and padding."""
+    config, programs, task, alone = toy
+    rows = task.evaluation["validation"]
+    expected = fitting.predict(programs, task, config, alone[0].params, rows, vectorized=False)
+    finetune = dataclasses.replace(config.finetune, eval_batch_size=batch_size, buckets=())
+    other = dataclasses.replace(config, finetune=finetune)
+    found = fitting.predict(programs, task, other, alone[0].params, rows, vectorized=False)
+    np.testing.assert_allclose(found[0]["logits"], expected[0]["logits"], atol=1e-5)
+
+
+def test_a_toy_task_is_learned(toy):
+    config, programs, task, _ = toy
+    fitted = fitting.fit(programs, task, config, Setting(1e-2, 20.0), [3], None, vectorized=False)
+    rows = task.evaluation["validation"]
+    found = fitting.predict(programs, task, config, fitted.params, rows, vectorized=False)
+    assert task.score("validation", found[0])["accuracy"] > 0.9
+
+
+def test_steps_are_those_of_the_release(make_config, make_task):
+    """int(n // batch * epochs), n filled up to whole batches (papers.md 2.8)."""
+    config = make_config()
+    task = make_task(config, train=37)
+    assert fitting.count_steps(task, config, 3.0) == 15
+    assert fitting.count_steps(task, config, 0.5) == 2
+
+
+def test_rates_warm_up_and_decay(make_config):
+    """Release: both at once, 0 at step 0 (papers.md 2.7). Default: the peak is reached."""
+    setting = Setting(1.0, 1.0)
+    default = fitting.learning_rates(make_config(), setting, 100)
+    paper = fitting.learning_rates(make_config(optimizer__decay_during_warmup=True), setting, 100)
+    steps = np.arange(100)
+    np.testing.assert_allclose(paper, (1 - steps / 100) * np.minimum(1, steps / 10), atol=1e-6)
+    assert default[10] == 1.0
+    assert paper.max() == pytest.approx(0.9)

@@ -1,0 +1,254 @@
+"""Whole runs: what is kept, what goes on after a kill, what is chosen, what comes out."""
+
+import dataclasses
+import io
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convbert_jax.config import ConfigError
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.labelled_text import LabelledTask
+from convbert_jax.finetuning import fitting, run
+from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.finetuning.prediction import Predictor, predict_stream
+from convbert_jax.finetuning.task import FinetuningError
+from convbert_jax.recipes import finetuned
+from convbert_jax.recipes import finetuning as recipe
+from convbert_jax.training import workdir
+from tests.finetuning.conftest import make_source
+
+
+@pytest.fixture(scope="module")
+def start(make_config, make_programs, make_task, vocabulary):
+    """start(folder, **config fields) -> results of a whole run on the toy task."""
+    known = {}
+
+    def begin(folder, **fields):
+        config = make_config(**fields)
+        programs = make_programs(config)
+        if "toy" not in known:
+            known["toy"] = make_task(make_config())
+        tasks = [lambda: known["toy"]]
+        return run.finetune(config, folder, tasks, programs, vocabulary, None)
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def finished(start, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, start(folder)[0]
+
+
+def test_every_seed_has_scores_a_model_and_predictions(finished):
+    _, result = finished
+    assert [r.seed for r in result.chosen_runs] == [0, 1]
+    assert result.chosen == Setting(3e-3, 1.0)
+    for r, place in zip(result.chosen_runs, result.folders, strict=True):
+        assert 0 <= r.scores["validation"]["accuracy"] <= 1
+        lines = (place / "predictions" / "test.jsonl").read_text().splitlines()
+        assert len(lines) == 9
+        assert (place / "predictions" / "validation-confusion.png").is_file()
+        assert (place / "vocabulary").is_dir()
+
+
+def test_a_killed_run_goes_on_where_it_was(finished, start, tmp_path, monkeypatch):
+    """The second seed is killed; a line of it is half written. What was finished is not trained
+    again, and the scores are those of a run that nobody killed."""
+    fit, trained = fitting.fit, []
+
+    def dies(programs, task, config, setting, seeds, weights, **options):
+        trained.extend(seeds)
+        if seeds == [1] and trained.count(1) == 1:
+            raise KeyboardInterrupt
+        return fit(programs, task, config, setting, seeds, weights, **options)
+
+    monkeypatch.setattr(fitting, "fit", dies)
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path)
+    with (tmp_path / run.RESULTS).open("a") as file:
+        file.write('{"task": "toy", "sett')
+    again = start(tmp_path)[0]
+    assert trained == [0, 1, 1]
+    scores = [r.scores for r in again.runs]
+    assert scores == [r.scores for r in finished[1].runs]
+    assert len((tmp_path / run.RESULTS).read_text().splitlines()) == 2
+
+
+def test_seeds_can_be_added_but_nothing_else_changed(start, make_config, tmp_path):
+    config = make_config(finetune__seeds=1)
+    with workdir.open_workdir(tmp_path, config):
+        pass
+    with workdir.open_workdir(tmp_path, make_config(finetune__seeds=5)):
+        pass
+    for field, value in (("finetune.batch_size", 4), ("optimizer.clip_norm", 0.5)):
+        changed = make_config(**{field: value})
+        with (
+            pytest.raises(workdir.WorkdirError, match=f"config.{field} was"),
+            workdir.open_workdir(tmp_path, changed),
+        ):
+            pass
+
+
+def test_a_search_is_chosen_by_the_median_and_keeps_all(start, tmp_path, caplog):
+    """A rate of 1e-9 learns nothing; both settings are told, each in its own folder."""
+    rates = (1e-9, 1e-2)
+    result = start(tmp_path, finetune__learning_rates=rates, finetune__epochs=(20.0,))[0]
+    assert result.chosen == Setting(1e-2, 20.0)
+    assert len(result.runs) == 4
+    assert len(result.chosen_runs) == 2
+    assert {p.parent.name for p in result.folders} == {"rate-0.01-epochs-20"}
+    assert (tmp_path / "toy" / "rate-1e-09-epochs-20" / "seed-1" / "config.json").is_file()
+
+
+def _run(seed, score, setting):
+    return run.RunResult(
+        task="toy", setting=setting, seed=seed, steps=1, loss=math.nan if score is None else 0.1,
+        scores={"validation": {"accuracy": math.nan if score is None else score}},
+        seconds=1.0, examples_per_second=1.0,
+    )  # fmt: skip
+
+
+def test_a_lucky_seed_is_not_chosen(start, make_task, make_config):
+    """By median: 0.9 once and twice poor loses against three times 0.6; diverged runs are worst."""
+    task = make_task(make_config())
+    lucky, steady, lost = (Setting(rate, 1.0) for rate in (1.0, 2.0, 3.0))
+    runs = [_run(i, s, lucky) for i, s in enumerate((0.9, 0.1, 0.2))]
+    runs += [_run(i, 0.6, steady) for i in range(3)]
+    runs += [_run(i, s, lost) for i, s in enumerate((None, None, 0.99))]
+    assert run._choose(task, [lucky, steady, lost], runs) == steady
+    with pytest.raises(FinetuningError, match="every run of toy diverged"):
+        run._choose(task, [lost], [_run(i, None, lost) for i in range(3)])
+
+
+def test_a_run_that_diverges_is_told_and_kept(start, tmp_path):
+    with pytest.raises(FinetuningError, match="diverged"):
+        start(tmp_path, finetune__seeds=1, finetune__learning_rates=(1e30,))
+    line = json.loads((tmp_path / run.RESULTS).read_text())
+    assert line["loss"] is None
+    assert line["scores"]["validation"]["accuracy"] is None
+    assert math.isnan(run.read_results(tmp_path)[0].loss)
+
+
+# --- What comes out ---
+
+
+def test_a_saved_model_predicts_what_the_run_predicted(finished, make_config):
+    """From its own folder alone: config, vocabulary, labels."""
+    _, result = finished
+    place = result.folders[0]
+    config, params, tokenizer = finetuned.read_finetuned(str(place))
+    assert config.outputs.labels == ("label 0", "label 1")
+    predictor = Predictor(config, params, tokenizer, jnp.float32)
+    lines = (place / "predictions" / "test.jsonl").read_text().splitlines()
+    wanted = [json.loads(line) for line in lines]
+    records = [{"line": 1, "texts": line["texts"]} for line in wanted]
+    for found, line in zip(predictor.answer(records), wanted, strict=True):
+        assert found["prediction"] == line["prediction"]
+        assert found["probabilities"] == pytest.approx(line["probabilities"], abs=1e-5)
+
+
+def test_lines_come_out_in_their_order(finished, monkeypatch):
+    monkeypatch.setattr("convbert_jax.finetuning.prediction.AT_ONCE", 4)
+    _, result = finished
+    predictor = Predictor(*finetuned.read_finetuned(str(result.folders[0])), jnp.float32)
+    texts = [f"{'river ' * n}stone" for n in (9, 1, 5, 2, 12, 3, 0)]
+    for tsv in (False, True):
+        output = io.StringIO()
+        count = predict_stream(
+            texts, predictor.answer, output, kind="classification", texts=1, tsv=tsv
+        )
+        lines = output.getvalue().splitlines()
+        assert count == len(lines) == len(texts)
+        last = [line.split("\t")[-1] if tsv else json.loads(line)["texts"][0] for line in lines]
+        assert last == texts
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["river", ""], "line 2 has an empty text"),
+        (['{"words": 1}'], "line 1 has an empty text"),
+        (['{"texts": ["a", "b"]}'], "line 1 has 2 texts"),
+        (["{broken"], "line 1 is not JSON"),
+    ],
+)
+def test_bad_lines_are_one_sentence(finished, lines, says):
+    predictor = Predictor(*finetuned.read_finetuned(str(finished[1].folders[0])), jnp.float32)
+    with pytest.raises(DataError) as error:
+        predict_stream(
+            lines, predictor.answer, io.StringIO(), kind="classification", texts=1, tsv=False
+        )
+    assert says in str(error.value)
+
+
+def test_the_folder_of_a_sweep_is_no_model(finished):
+    with pytest.raises(ConfigError, match="holds 2 models; name one of them"):
+        finetuned.read_finetuned(str(finished[0]))
+
+
+# --- Teachers ---
+
+
+def test_a_teacher_is_what_a_student_learns(finished, make_config, make_programs, vocabulary):
+    """With its labels wrong on purpose, the student follows the teacher, not the labels."""
+    path = str(finished[1].folders[0])
+    config = make_config(finetune__distill_from=path)
+    source = make_source("student")
+    teach = finetuned.open_teacher(path).for_task(source)
+    texts = [example.texts for example in source.read("train")]
+    shuffled = dataclasses.replace(source, labels=source.labels[::-1])
+    swapped = finetuned.open_teacher(path).for_task(shuffled)(texts)
+    np.testing.assert_allclose(swapped, teach(texts)[:, ::-1])
+    task = recipe.classification.make_task(source, config, vocabulary, teacher=teach)
+    assert task.train.by_row["teacher"].shape == (37, 4)
+    fitted = fitting.fit(
+        make_programs(config), task, config, Setting(1e-2, 6.0), [0], None, vectorized=False
+    )
+    found = fitting.predict(
+        make_programs(config), task, config, fitted.params, task.train, vectorized=False
+    )[0]["logits"][:, :2]
+
+    def shares(logits):
+        return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+
+    assert np.abs(shares(found) - shares(teach(texts))).mean() < 0.1
+
+
+def test_a_teacher_of_another_task_is_refused(finished):
+    teacher = finetuned.open_teacher(str(finished[1].folders[0]))
+    for other in (make_source(labels=3), make_source(kind="regression")):
+        with pytest.raises(FinetuningError, match="name a teacher of this task"):
+            teacher.for_task(other)
+
+
+# --- Bad input ---
+
+
+def test_tasks_that_cannot_be(make_config, make_task, vocabulary):
+    with pytest.raises(FinetuningError, match="two texts, but the model has one segment type"):
+        make_task(make_config(model__types=1), texts=2)
+    with pytest.raises(ConfigError, match=r"config\.finetune\.head=token is not for the task toy"):
+        make_task(make_config(finetune__head="token"))
+    source = make_source()
+    unlabelled = LabelledTask(
+        **{f.name: getattr(source, f.name) for f in dataclasses.fields(source)}
+        | {"reader": lambda split: source.read("test")}
+    )
+    with pytest.raises(DataError, match="cannot be scored"):
+        recipe.classification.make_task(unlabelled, make_config(), vocabulary)
+
+
+def test_no_weights_and_no_vocabulary_is_refused(make_config):
+    with pytest.raises(ConfigError, match=r"config\.init_from is empty"):
+        recipe.read_start(make_config(tokenizer__path=""))
+
+
+def test_unknown_tasks_are_named(make_config, vocabulary):
+    config = make_config(finetune__tasks=("colla",))
+    with pytest.raises(ConfigError, match="'colla', which is unknown"):
+        recipe.open_tasks(config, vocabulary)
