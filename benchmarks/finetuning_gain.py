@@ -1,0 +1,280 @@
+"""What pre-training is worth: fine-tuned from a pre-trained model, from scratch, and bag of words.
+
+    python -m benchmarks.finetuning_gain --init-from=runs/tiny --folder=runs/gain
+    python -m benchmarks.finetuning_gain --init-from=runs/tiny --folder=runs/gain
+    --tasks CoLA TREC --train-rows=500
+
+Eight tasks of CONVBERT_DATA (default ../shared/data). All three see the same training rows, drawn
+once, and are scored on the same rows: dev where GLUE hides its test labels, test else. The first
+two are the same network, recipe, learning rate and epochs for every task; nothing is selected on
+the rows that are scored. Bag of words: TF-IDF of words and pairs of words, logistic regression, its
+strength by cross-validation on the training rows; of two texts the features of both and their
+difference. Resumable; writes FOLDER/gain.json and FOLDER/gain.png.
+"""
+
+import argparse
+import json
+import logging
+import os
+import pathlib
+import statistics
+import time
+
+import numpy as np
+
+SOURCES = {  # title -> (config, task, split that is scored, metric)
+    "CoLA": ("glue", "cola", "validation", "mcc"),
+    "SST-2": ("glue", "sst-2", "validation", "accuracy"),
+    "MRPC": ("glue", "mrpc", "validation", "accuracy"),
+    "SICK": ("text", "sick", "test", "accuracy"),
+    "TREC": ("text", "trec", "test", "accuracy"),
+    "AG News": ("text", "agnews", "test", "accuracy"),
+    "IMDb": ("text", "imdb", "test", "accuracy"),
+    "CLINC150": ("text", "clinc150", "test", "accuracy"),
+}
+METHODS = ("pre-trained", "from scratch", "bag of words")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--init-from", required=True, help="the pre-trained run")
+    parser.add_argument("--folder", required=True, type=pathlib.Path, help="for runs and results")
+    parser.add_argument("--tasks", nargs="+", default=list(SOURCES), choices=list(SOURCES))
+    parser.add_argument("--train-rows", type=int, default=2_000)
+    parser.add_argument("--score-rows", type=int, default=1_000, help="at most, of each task")
+    parser.add_argument("--epochs", type=float, default=6)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    arguments = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+
+    results = {}
+    for title in arguments.tasks:
+        files = write_rows(title, arguments)
+        results[title] = {"metric": SOURCES[title][3], "split": SOURCES[title][2], **files}
+        for method in arguments.methods:
+            start = time.perf_counter()
+            run = score_bag_of_words if method == "bag of words" else finetune
+            scores = run(title, method, arguments)
+            results[title][method] = scores
+            print(
+                f"{title}, {method}: median {statistics.median(scores):.4f} of "
+                f"{[round(score, 4) for score in scores]}  "
+                f"({time.perf_counter() - start:.0f} s)",
+                flush=True,
+            )
+    settings = {k: str(v) if k in ("folder",) else v for k, v in vars(arguments).items()}
+    path = arguments.folder / "gain.json"
+    path.write_text(json.dumps({"settings": settings, "results": results}, indent=1))
+    print(format_table(results))
+    draw(results, arguments.folder / "gain.png")
+
+
+# --- The same rows for all ---
+
+
+def open_source(title: str):
+    """The task of its config: a LabelledTask."""
+    import importlib
+
+    from convbert_jax.config import from_config_dict
+    from convbert_jax.data import glue, own_task
+
+    module, name, _, _ = SOURCES[title]
+    config = from_config_dict(importlib.import_module(f"configs.{module}").get_config(name))
+    if module == "glue":
+        return glue.open_task(name, config.finetune.data)
+    return own_task.open_task(config.task)
+
+
+def folder_of(title: str, arguments: argparse.Namespace) -> pathlib.Path:
+    return arguments.folder / title.replace(" ", "")
+
+
+def write_rows(title: str, arguments: argparse.Namespace) -> dict:
+    """Writes train.jsonl and scored.jsonl of a task, drawn with seed 0; returns what they hold."""
+    source = open_source(title)
+    folder = folder_of(title, arguments)
+    folder.mkdir(exist_ok=True)
+    described = {"labels": source.labels, "texts": source.texts}
+    rng = np.random.default_rng(0)
+    for name, split, most in (
+        ("train", "train", arguments.train_rows),
+        ("scored", SOURCES[title][2], arguments.score_rows),
+    ):
+        examples = source.read(split)
+        chosen = np.sort(rng.permutation(len(examples))[:most])
+        lines = [
+            json.dumps(
+                {**dict(zip("ab", examples[i].texts, strict=False)), "label": examples[i].label}
+            )
+            for i in chosen
+        ]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        described[f"{name}_rows"] = f"{len(chosen):,} of {len(examples):,}"
+        labels = [examples[i].label for i in chosen]
+        described[f"{name}_majority"] = max(map(labels.count, set(labels))) / len(labels)
+    return described
+
+
+def read_rows(title: str, name: str, arguments: argparse.Namespace) -> tuple[list, list[int]]:
+    lines = (folder_of(title, arguments) / f"{name}.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [[row[key] for key in "ab" if key in row] for row in rows], [r["label"] for r in rows]
+
+
+# --- The three methods ---
+
+
+def finetune(title: str, method: str, arguments: argparse.Namespace) -> list[float]:
+    """Score of every seed, at the end of training."""
+    from configs import text
+    from convbert_jax.config import from_config_dict, to_dict
+    from convbert_jax.recipes import finetuning
+
+    source = open_source(title)
+    metric = SOURCES[title][3]
+    values = to_dict(from_config_dict(text.get_config("own")))
+    values["init_from"] = arguments.init_from
+    values["task"] |= {
+        "name": title.replace(" ", ""),
+        "folder": str(folder_of(title, arguments)),
+        "train": "train.jsonl",
+        "validation": "scored.jsonl",
+        "texts": tuple("ab"[: source.texts]),
+        "labels": tuple(f"{i}={label}" for i, label in enumerate(source.labels)),
+        "metrics": (metric,),
+    }
+    values["finetune"] |= {
+        "from_scratch": method == "from scratch",
+        "learning_rates": (arguments.learning_rate,),
+        "epochs": (arguments.epochs,),
+        "seeds": arguments.seeds,
+        "length": arguments.length,
+        "buckets": (16, 32, 64),  # most of these texts are short
+        "save_models": False,
+    }
+    workdir = folder_of(title, arguments) / method.replace(" ", "-")
+    (result,) = finetuning.finetune(from_config_dict(values), workdir)
+    return [run.scores["validation"][metric] for run in result.chosen_runs]
+
+
+def score_bag_of_words(title: str, method: str, arguments: argparse.Namespace) -> list[float]:
+    """One score: nothing in it is random."""
+    from scipy import sparse
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import accuracy_score, matthews_corrcoef
+    from sklearn.model_selection import GridSearchCV
+
+    train, labels = read_rows(title, "train", arguments)
+    scored, gold = read_rows(title, "scored", arguments)
+    vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
+    vectorizer.fit([text for texts in train for text in texts])
+
+    def features(rows):
+        columns = [vectorizer.transform(texts) for texts in zip(*rows, strict=True)]
+        if len(columns) == 2:
+            columns.append(abs(columns[0] - columns[1]))
+        return sparse.hstack(columns).tocsr()
+
+    model = LogisticRegression(max_iter=2_000, tol=1e-3)
+    search = GridSearchCV(model, {"C": [1.0, 10.0, 100.0]}, cv=3, scoring="accuracy")
+    predicted = search.fit(features(train), labels).predict(features(scored))
+    score = {"mcc": matthews_corrcoef, "accuracy": accuracy_score}[SOURCES[title][3]]
+    return [float(score(gold, predicted))]
+
+
+# --- What is shown ---
+
+
+def format_table(results: dict) -> str:
+    """Markdown: medians x 100, the range over seeds, and the most frequent label alone."""
+    lines = [
+        "| task | scored on | train rows | pre-trained | from scratch | bag of words | gain | "
+        "one label |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for title, result in results.items():
+        cells = [_show_scores(result[method]) if method in result else "" for method in METHODS]
+        gain = ""
+        if all(method in result for method in METHODS[:2]):
+            medians = [statistics.median(result[method]) for method in METHODS[:2]]
+            gain = f"{100 * (medians[0] - medians[1]):+.1f}"
+        name = "Matthews" if result["metric"] == "mcc" else "accuracy"
+        majority = 0.0 if result["metric"] == "mcc" else result["scored_majority"]
+        split = "dev" if result["split"] == "validation" else "test"
+        lines.append(
+            f"| {title}, {name} | {split}, {result['scored_rows']} | {result['train_rows']} | "
+            f"{' | '.join(cells)} | {gain} | {100 * majority:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def _show_scores(scores: list[float]) -> str:
+    median = f"{100 * statistics.median(scores):.1f}"
+    if len(scores) == 1:
+        return median
+    return f"**{median}** ({100 * min(scores):.1f} to {100 * max(scores):.1f})"
+
+
+def draw(results: dict, path: pathlib.Path) -> None:
+    """A row a task: the three methods, medians as dots, all seeds as thin marks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7.2, 0.62 * len(results) + 1.5), layout="constrained")
+    colors = dict(zip(METHODS, ("C0", "C1", "0.45"), strict=True))
+    shapes = dict(zip(METHODS, ("o", "s", "D"), strict=True))
+    for row, result in enumerate(reversed(results.values())):
+        for place, method in enumerate(METHODS):
+            if method not in result:
+                continue
+            scores = [100 * score for score in result[method]]
+            height = row + 0.2 * (1 - place)
+            axis.plot(scores, [height] * len(scores), "|", ms=7, color=colors[method], alpha=0.6)
+            axis.plot([min(scores), max(scores)], [height] * 2, color=colors[method], lw=1.2)
+            axis.plot(
+                statistics.median(scores),
+                height,
+                shapes[method],
+                ms=6,
+                color=colors[method],
+                label=method if row == 0 else None,
+            )
+        if result["metric"] != "mcc":
+            axis.plot(
+                100 * result["scored_majority"],
+                row,
+                "x",
+                ms=6,
+                color="0.7",
+                label="most frequent label" if row == 0 else None,
+            )
+    titles = [
+        f"{title}\n{'Matthews' if result['metric'] == 'mcc' else 'accuracy'}"
+        for title, result in results.items()
+    ]
+    axis.set_yticks(range(len(titles)), titles[::-1], fontsize=9)
+    axis.set_xlabel("score x 100; dots are medians, marks are seeds")
+    axis.set_ylim(-0.6, len(titles) - 0.4)
+    axis.grid(axis="x", alpha=0.3)
+    figure.legend(
+        *axis.get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=4,
+        fontsize=9,
+        frameon=False,
+    )
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    logging.getLogger().setLevel(logging.WARNING)
+    main()
