@@ -32,7 +32,7 @@ class FinetuneSection:
     length: int = 128
     # shorter lengths that rows are padded to, each compiled once. Release: none. Of no use to
     # weights whose convolution reads padding, so that these get none.
-    buckets: tuple[int, ...] = (32, 64)
+    buckets: tuple[int, ...] = (16, 32, 64, 96, 128, 192, 256, 384)
     batch_size: int = 32
     eval_batch_size: int = 128
     # peak; several are a search, of all pairs with `epochs`, chosen by the median dev score

@@ -87,6 +87,7 @@ def read_start(config: Config) -> tuple[Config, Tokenizer, Params | None]:
     source = None
     if config.init_from:
         source = sources.read_source(config.init_from)
+        _check_entries(config, source)
         fields = matching.derive_fields(source.networks, config)
         fields |= importing.tokenizer_fields(source, config)
     elif not config.tokenizer.path:
@@ -187,6 +188,20 @@ def _collect_server_files(folder: Path, results: list[run.TaskResult]) -> None:
                     shutil.copy(file, target)
     for target in sorted((folder / "glue_server").glob("seed-*")):
         prediction_files.complete_server_files(target)
+
+
+def _check_entries(config: Config, source: sources.Source) -> None:
+    """Refuses a vocabulary with another number of entries than the weights have."""
+    if not config.tokenizer.path:
+        return
+    entries = Tokenizer(config.tokenizer, Path(config.tokenizer.path).expanduser()).vocab_size
+    rows = source.networks["main"].embeddings.vocab_size
+    if entries != rows:
+        raise ConfigError(
+            f"config.tokenizer.path={config.tokenizer.path} has {entries} entries, but the weights "
+            f"of {config.init_from} are of a vocabulary of {rows}; leave the field out, or name "
+            "theirs."
+        )
 
 
 def _shapes(config: Config) -> dict:

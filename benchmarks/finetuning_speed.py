@@ -1,0 +1,224 @@
+"""Fine-tuning on CoLA: five seeds as one program against one after another, and our loop against a
+Trainer-style PyTorch loop, on the same machine.
+
+    python -m benchmarks.finetuning_speed --part seeds
+    python -m benchmarks.finetuning_speed --part pytorch --sizes tiny small
+
+Everything alternates in one process. Texts are tokenized before, for both; compilation is done in a
+first round that is not counted. `seeds`: seconds to train five runs and to predict the dev set for
+each. `pytorch`: examples per second of a whole training loop (batch 32, dropout, AdamW, clipping,
+linear schedule) and of prediction (batch 128) of Hugging Face's ConvBertForSequenceClassification
+with the same weights, after checking that logits agree. It pads to the longest text of a batch, as
+Hugging Face's data collator does; ours pads to the lengths of config.finetune.buckets, with rows
+of similar length together. Needs the data folder (CONVBERT_DATA) with CoLA and the vocabulary;
+`pytorch` needs torch and transformers.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+SEEDS = range(5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=("seeds", "pytorch"), required=True)
+    parser.add_argument("--sizes", nargs="+", default=["tiny"], choices=("tiny", "small"))
+    parser.add_argument("--rows", type=int, default=640, help="of the training set")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    print(f"CoLA, {arguments.rows} rows, float32, {len(os.sched_getaffinity(0))} cores")
+    for size in arguments.sizes:
+        part = {"seeds": compare_seeds, "pytorch": compare_pytorch}[arguments.part]
+        for line in part(Ours(size, arguments.rows), arguments.rounds):
+            print(f"{size}: {line}", flush=True)
+
+
+class Ours:
+    """A size of the encoder with random weights, CoLA, and the loop of `finetuning/`."""
+
+    def __init__(self, size: str, rows: int):
+        import jax
+        import jax.numpy as jnp
+
+        from configs import finetuning as configs
+        from convbert_jax.config import from_config_dict
+        from convbert_jax.finetuning import fitting
+        from convbert_jax.finetuning.programs import Programs
+        from convbert_jax.recipes import finetuning as recipe
+        from convbert_jax.training import compilation
+
+        data = Path(configs.data_folder())
+        values, _ = configs.start("speed", "cola", ("cola",))
+        for field, value in importlib.import_module(f"configs.{size}").get_config().model.items():
+            values.model[field] = value
+        values.model.positions = 512
+        values.tokenizer.kind = "wordpiece"
+        values.tokenizer.path = str(data / "vocab" / "bert-base-uncased-vocab.txt")
+        values.finetune.tasks = ("cola",)
+        values.finetune.data = str(data / "glue")
+        values.finetune.train_rows = rows
+        self.config, self.tokenizer, _ = recipe.read_start(from_config_dict(values))
+        compilation.enable_compile_cache(self.config.train.compile_cache)
+        mesh = recipe.make_mesh(self.config, jax.devices())
+        self.programs = Programs(self.config, jnp.float32, mesh)
+        (make,) = recipe.open_tasks(self.config, self.tokenizer)
+        self.task = make()
+        self.dev = self.task.evaluation["validation"]
+        self.fitting = fitting
+        params = self.programs.new_params(self.task, 0)
+        self.start = jax.device_get(params)
+        self.weights = {name: part for name, part in self.start.items() if name != "head"}
+
+    def train(self, seeds, vectorized: bool):
+        """Trained runs of one epoch."""
+        setting = self.fitting.Setting(3e-4, 1.0)
+        return self.fitting.fit(
+            self.programs, self.task, self.config, setting, seeds, self.weights,
+            vectorized=vectorized,
+        )  # fmt: skip
+
+    def predict(self, params, vectorized: bool):
+        """Outputs for the dev set."""
+        return self.fitting.predict(
+            self.programs, self.task, self.config, params, self.dev, vectorized=vectorized
+        )
+
+
+def compare_seeds(ours: Ours, rounds: int) -> list[str]:
+    times: dict[str, list[float]] = {"train together": [], "train in turn": []}
+    times |= {"predict together": [], "predict in turn": []}
+    for number in range(rounds + 1):
+        seconds = {}
+        together, seconds["train together"] = clock(lambda: ours.train(SEEDS, True))
+        alone, seconds["train in turn"] = clock(lambda: [ours.train([s], False) for s in SEEDS])
+        _, seconds["predict together"] = clock(
+            lambda runs=together: ours.predict(runs.params, True)
+        )
+        _, seconds["predict in turn"] = clock(
+            lambda runs=alone: [ours.predict(run.params, False) for run in runs]
+        )
+        for name, value in seconds.items():
+            if number:
+                times[name].append(value)
+    lines = [f"{name}: {statistics.median(values):.2f} s" for name, values in times.items()]
+    for what in ("train", "predict"):
+        pairs = zip(times[f"{what} in turn"], times[f"{what} together"], strict=True)
+        lines.append(describe(f"{what}, in turn / together", [a / b for a, b in pairs]))
+    return lines
+
+
+def compare_pytorch(ours: Ours, rounds: int) -> list[str]:
+    theirs = Theirs(ours)
+    check_logits(ours, theirs)
+    rates: dict[str, list[tuple[float, float]]] = {"train": [], "predict": []}
+    for number in range(rounds + 1):
+        fitted, train = clock(lambda seed=number: ours.train([seed], False))
+        _, predict = clock(lambda run=fitted: ours.predict(run.params, False))
+        _, their_train = clock(lambda seed=number: theirs.train(seed))
+        _, their_predict = clock(theirs.predict)
+        if number:
+            rates["train"].append(
+                (len(ours.task.train) / train, len(ours.task.train) / their_train)
+            )
+            rates["predict"].append((len(ours.dev) / predict, len(ours.dev) / their_predict))
+    lines = []
+    for name, pairs in rates.items():
+        mine, other = (statistics.median(side) for side in zip(*pairs, strict=True))
+        lines.append(f"{name}: ours {mine:.0f}, PyTorch {other:.0f} examples/s")
+        lines.append(describe(f"{name}, ours / PyTorch", [a / b for a, b in pairs]))
+    return lines
+
+
+class Theirs:
+    """Hugging Face's class with the weights that ours start from, in a loop like its Trainer's."""
+
+    def __init__(self, ours: Ours):
+        import torch
+        import transformers
+
+        from convbert_jax.interop import huggingface
+        from convbert_jax.interop.networks import split
+
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # what XLA takes
+        config = dataclasses.replace(ours.config, outputs=ours.task.outputs)
+        with tempfile.TemporaryDirectory() as folder:
+            network = split(config, ours.start)["main"]
+            huggingface.write_network(Path(folder), network, pad_id=ours.tokenizer.special.pad)
+            load = transformers.ConvBertForSequenceClassification.from_pretrained
+            self.model = load(folder, attn_implementation="eager")
+        self.torch, self.transformers, self.ours = torch, transformers, ours
+        self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def batch(self, rows, index):
+        """Padded to the longest row."""
+        length = int(rows.lengths[index].max())
+        values = rows.batch(index, length)
+        names = {
+            "input_ids": "tokens",
+            "attention_mask": "segment_ids",
+            "token_type_ids": "type_ids",
+        }
+        batch = {name: self.torch.tensor(values[ours]).long() for name, ours in names.items()}
+        return batch | {"labels": self.torch.tensor(values["label"]).long()}
+
+    def train(self, seed: int) -> None:
+        torch, rows = self.torch, self.ours.task.train
+        self.model.load_state_dict(self.start)
+        self.model.train()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, eps=1e-6, fused=True)
+        size = self.ours.config.finetune.batch_size
+        steps = -(-len(rows) // size)
+        schedule = self.transformers.get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
+        generator = torch.Generator().manual_seed(seed)
+        for index in torch.randperm(len(rows), generator=generator).split(size):
+            self.model(**self.batch(rows, index.numpy())).loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    def predict(self):
+        rows, torch = self.ours.dev, self.torch
+        self.model.eval()
+        with torch.no_grad():
+            parts = torch.arange(len(rows)).split(self.ours.config.finetune.eval_batch_size)
+            return [self.model(**self.batch(rows, part.numpy())).logits for part in parts]
+
+
+def check_logits(ours: Ours, theirs: Theirs) -> None:
+    """Stops unless both compute the same from rows without padding, which their class reads."""
+    import numpy as np
+
+    from convbert_jax.finetuning.programs import widen_head
+
+    counts = np.bincount(ours.dev.lengths)
+    index = np.flatnonzero(ours.dev.lengths == counts.argmax())[:32]
+    params = widen_head(ours.start, len(ours.task.outputs.labels), ours.task.width)
+    mine = np.asarray(ours.predict(params, False)[0]["logits"])[index, :2]
+    theirs.model.eval()
+    with theirs.torch.no_grad():
+        other = theirs.model(**theirs.batch(ours.dev, index)).logits.numpy()
+    if np.abs(mine - other).max() > 1e-4:
+        raise SystemExit(f"logits differ by {np.abs(mine - other).max():.1e}: nothing to compare.")
+
+
+def clock(run):
+    start = time.perf_counter()
+    return run(), time.perf_counter() - start
+
+
+def describe(name: str, ratios: list[float]) -> str:
+    ratios = sorted(ratios)
+    return f"{name}: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+
+
+if __name__ == "__main__":
+    main()
