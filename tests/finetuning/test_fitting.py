@@ -3,12 +3,14 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from convbert_jax.finetuning import fitting
 from convbert_jax.finetuning.fitting import Setting
-from convbert_jax.finetuning.programs import narrow_head, widen_head
+from convbert_jax.finetuning.programs import Programs, narrow_head, widen_head
+from convbert_jax.recipes.finetuning import make_mesh
 
 ONCE = Setting(3e-3, 1.0)
 
@@ -138,3 +140,24 @@ def test_rates_warm_up_and_decay(make_config):
     np.testing.assert_allclose(paper, (1 - steps / 100) * np.minimum(1, steps / 10), atol=1e-6)
     assert default[10] == 1.0
     assert paper.max() == pytest.approx(0.9)
+
+
+@pytest.mark.slow
+def test_eight_devices_train_what_one_trains(toy, make_config, make_task):
+    """The rows of a batch are divided, parameters are copied; alone and together."""
+    _, _, toy_task, alone = toy
+    expected = fitting.take_run(alone[0], toy_task, 0, vectorized=False)
+    config = make_config(mesh__data=8)
+    programs = Programs(config, jnp.float32, make_mesh(config, jax.devices()))
+    task = make_task(config)
+    with jax.set_mesh(make_mesh(config, jax.devices())):
+        for vectorized in (False, True):
+            seeds = [0, 1] if vectorized else [0]
+            fitted = fitting.fit(programs, task, config, ONCE, seeds, None, vectorized=vectorized)
+            params = fitting.take_run(fitted, task, 0, vectorized=vectorized)
+            assert close(params, expected, 1e-4)
+            rows = task.evaluation["validation"]
+            found = fitting.predict(
+                programs, task, config, fitted.params, rows, vectorized=vectorized
+            )
+            assert found[0]["logits"].shape == (21, 4)
