@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--score-rows", type=int, default=1_000, help="at most, of each task")
     parser.add_argument("--epochs", type=float, default=6)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
@@ -153,6 +154,7 @@ def finetune(title: str, method: str, arguments: argparse.Namespace) -> list[flo
         "learning_rates": (arguments.learning_rate,),
         "epochs": (arguments.epochs,),
         "seeds": arguments.seeds,
+        "batch_size": arguments.batch_size,
         "length": arguments.length,
         "buckets": (16, 32, 64),  # most of these texts are short
         "save_models": False,

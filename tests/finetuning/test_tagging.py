@@ -1,0 +1,65 @@
+"""Tagging from a file to scores: a small model learns which words are names."""
+
+import json
+
+import numpy as np
+import pytest
+
+from convbert_jax.config import ConfigError
+from convbert_jax.config.own_task import TaskSection
+from convbert_jax.data import own_task
+from convbert_jax.finetuning import classification, run
+
+NAMES = {"river": "B-WATER", "fire": "B-OTHER", "moon": "B-OTHER"}
+WORDS = ["the", "a", "of", "stone", "light", "under", "over", "small", "great", *NAMES]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Sentences where a name's tag is told by the word, and a `the` after it belongs to it."""
+    folder = tmp_path_factory.mktemp("tags")
+    random = np.random.default_rng(0)
+    for name, count in (("train", 160), ("dev", 40)):
+        lines = []
+        for _ in range(count):
+            words = [str(word) for word in random.choice(WORDS, random.integers(2, 9))]
+            tags = [NAMES.get(word, "O") for word in words]
+            for place in range(1, len(words)):
+                if words[place] == "the" and tags[place - 1].startswith("B-"):
+                    tags[place] = "I-" + tags[place - 1][2:]
+            lines.append(json.dumps({"words": words, "tags": tags}))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return own_task.open_task(
+        TaskSection(
+            name="names",
+            kind="tagging",
+            folder=str(folder),
+            train="train.jsonl",
+            validation="dev.jsonl",
+            texts=("words",),
+            label="tags",
+        )
+    )
+
+
+def test_tags_are_learned_and_written(source, make_config, make_programs, vocabulary, tmp_path):
+    fields = {"finetune.learning_rates": (1e-2,), "finetune.epochs": (8.0,), "finetune.seeds": 1}
+    fields["finetune.buckets"] = ()
+    config = make_config(**fields, **{"finetune.save_models": False})
+    task = classification.make_task(source, config, vocabulary)
+    programs = make_programs(config)
+    (result,) = run.finetune(config, tmp_path, [lambda: task], programs, vocabulary, None)
+    scores = result.chosen_runs[0].scores["validation"]
+    assert scores["accuracy"] > 0.9
+    assert scores["span_f1"] > 0.8
+    place = result.folders[0] / "predictions"
+    lines = [json.loads(line) for line in (place / "validation.jsonl").read_text().splitlines()]
+    assert len(lines) == 40
+    for line in lines:
+        assert len(line["words"]) == len(line["prediction"]) == len(line["probabilities"])
+    assert (place / "validation-confusion.png").is_file()
+
+
+def test_a_head_for_texts_is_refused(source, make_config, vocabulary):
+    with pytest.raises(ConfigError, match="head=sequence is not for the task names, a tagging"):
+        classification.make_task(source, make_config(finetune__head="sequence"), vocabulary)
