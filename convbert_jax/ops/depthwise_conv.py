@@ -1,5 +1,6 @@
 """Depthwise convolution over time: one fixed filter per channel, taps as in `dynamic_conv`."""
 
+import functools
 from typing import Literal
 
 import jax
@@ -16,14 +17,20 @@ def depthwise_conv(
     filters: Float[Array, "K C"],
     *,
     segment_ids: Int[Array, "B L"] | None = None,
+    dilation: int = 1,
+    causal: bool = False,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B L C"]:
-    """out[b, t, c] = sum over i of filters[i, c] * x[b, t + i - K // 2, c], 0 outside the row.
+    """out[b, t, c] = sum over i of filters[i, c] * x[b, t + (i - K // 2) * dilation, c].
+
+    Causal: t - (K - 1 - i) * dilation. What lies outside the row reads as 0.
 
     Args:
       x: inputs.
       filters: one filter of K taps per channel, in correlation order.
       segment_ids: taps never cross a segment boundary; padding (0) is never read and outputs 0.
+      dilation: distance between neighboring taps.
+      causal: read the position itself and the past only.
       implementation: a key of IMPLEMENTATIONS, or "auto": chosen for the platform (AUTO). One that
         is named never gives way to another.
 
@@ -31,8 +38,8 @@ def depthwise_conv(
       [B, L, C] in the dtype of `x`; products and sums are float32.
 
     Raises:
-      ValueError: shapes that do not fit, or an implementation that does not run on the devices at
-        hand; the message names the argument.
+      ValueError: shapes that do not fit, a dilation below 1, or an implementation that does not
+        run on the devices at hand; the message names the argument.
     """
     if x.ndim != 3:
         raise ValueError(f"depthwise_conv: x is {list(x.shape)}, but must be [B, L, C].")
@@ -45,23 +52,24 @@ def depthwise_conv(
             f"depthwise_conv: segment_ids is {list(segment_ids.shape)}, "
             f"but must be {list(x.shape[:2])}."
         )
+    if dilation < 1:
+        raise ValueError(f"depthwise_conv: dilation is {dilation}, but must be at least 1.")
     function = dispatch.choose("depthwise_conv", implementation, IMPLEMENTATIONS, AUTO)
-    return function(x, filters, segment_ids)
+    offsets = taps.offsets(len(filters), dilation=dilation, causal=causal)
+    return function(x, filters, segment_ids, offsets)
 
 
-@jax.custom_vjp
-def _depthwise_conv(x, filters, segment_ids):
-    offsets = taps.offsets(len(filters))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _depthwise_conv(x, filters, segment_ids, offsets):
     return _filter(x, filters, segment_ids, offsets).astype(x.dtype)
 
 
-def _forward(x, filters, segment_ids):
-    return _depthwise_conv(x, filters, segment_ids), (x, filters, segment_ids)
+def _forward(x, filters, segment_ids, offsets):
+    return _depthwise_conv(x, filters, segment_ids, offsets), (x, filters, segment_ids)
 
 
-def _backward(saved, cotangent):
+def _backward(offsets, saved, cotangent):
     x, filters, segment_ids = saved
-    offsets = taps.offsets(len(filters))
     d_x = _filter(cotangent, filters, segment_ids, tuple(-offset for offset in offsets))
     products = _masked(
         [_product(read, cotangent) for read in taps.shifted(x, offsets)],
@@ -94,11 +102,16 @@ def _masked(products, segment_ids, offsets):
     ]
 
 
-def _on_mesh(x, filters, segment_ids):
-    arrays = x, filters, segment_ids
-    return dispatch.over_mesh(pallas_tpu_depthwise.depthwise_conv, arrays, (None, -1, None))
+def _on_mesh(x, filters, segment_ids, offsets):
+    inside = [tap for tap, offset in enumerate(offsets) if abs(offset) < x.shape[1]]
+    offsets = tuple(offsets[tap] for tap in inside)
+    return dispatch.over_mesh(
+        lambda *arrays: pallas_tpu_depthwise.depthwise_conv(*arrays, offsets),
+        (x, filters[jnp.asarray(inside)] if len(inside) < len(filters) else filters, segment_ids),
+        (None, -1, None),
+    )
 
 
-# name -> f(x, filters, segment_ids or None); each owns its gradient.
+# name -> f(x, filters, segment_ids or None, offsets); each owns its gradient.
 IMPLEMENTATIONS = {"xla": _depthwise_conv, "pallas_tpu": _on_mesh}
 AUTO = {"tpu": "pallas_tpu", "default": "xla"}

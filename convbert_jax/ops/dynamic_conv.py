@@ -9,7 +9,15 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.ops import dispatch, pallas_gpu, pallas_tpu, reference, taps, xla
+from convbert_jax.ops import (
+    depthwise_conv,
+    dispatch,
+    pallas_gpu,
+    pallas_tpu,
+    reference,
+    taps,
+    xla,
+)
 
 Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu"]
 
@@ -23,12 +31,42 @@ def _on_mesh(kernel):
     return run
 
 
+def _at_every_position(function):
+    """For weights [H, K]: the same filters everywhere."""
+
+    def run(values, weights, segment_ids, offsets):
+        weights = jnp.broadcast_to(weights, (*values.shape[:2], *weights.shape))
+        return function(values, weights, segment_ids, offsets)
+
+    return run
+
+
+def _of_every_channel(function):
+    """For weights [H, K]: a depthwise convolution, each channel with the filter of its head."""
+
+    def run(values, weights, segment_ids, offsets):
+        batch, length, heads, width = values.shape
+        x = values.reshape(batch, length, heads * width)
+        out = function(x, jnp.repeat(weights.T, width, axis=1), segment_ids, offsets)
+        return out.reshape(values.shape)
+
+    return run
+
+
 # name -> f(values, weights [B, L, H, K], segment_ids or None, offsets); each owns its gradient.
 IMPLEMENTATIONS = {
     "reference": reference.dynamic_conv,
     "xla": xla.dynamic_conv,
     "pallas_tpu": _on_mesh(pallas_tpu.dynamic_conv),
     "pallas_gpu": _on_mesh(pallas_gpu.dynamic_conv),
+}
+
+# The same for weights [H, K].
+LIGHT_IMPLEMENTATIONS = {
+    "reference": _at_every_position(reference.dynamic_conv),
+    "xla": _of_every_channel(depthwise_conv.IMPLEMENTATIONS["xla"]),
+    "pallas_tpu": _of_every_channel(depthwise_conv.IMPLEMENTATIONS["pallas_tpu"]),
+    "pallas_gpu": _at_every_position(IMPLEMENTATIONS["pallas_gpu"]),
 }
 
 # What "auto" takes. The GPU kernels have not run on a GPU yet, so they are taken by name only.
@@ -68,10 +106,9 @@ def dynamic_conv(
         on the devices at hand; the message names it.
     """
     _check(values, weights, segment_ids, dilation)
-    function = dispatch.choose("dynamic_conv", implementation, IMPLEMENTATIONS, AUTO)
+    implementations = LIGHT_IMPLEMENTATIONS if weights.ndim == 2 else IMPLEMENTATIONS
+    function = dispatch.choose("dynamic_conv", implementation, implementations, AUTO)
     offsets = taps.offsets(weights.shape[-1], dilation=dilation, causal=causal)
-    if weights.ndim == 2:
-        weights = jnp.broadcast_to(weights, (*values.shape[:2], *weights.shape))
     return function(values, weights, segment_ids, offsets)
 
 

@@ -74,6 +74,7 @@ def test_kernels_compile(chip, batch, length, heads, width, packed):
         "depthwise_conv": (
             lambda i, *a: depthwise_conv(*a, segment_ids=i), (wide, shape(9, channels))
         ),
+        "light": (lambda i, *a: dynamic_conv(*a, segment_ids=i), (by_head, shape(heads, 9))),
     }  # fmt: skip
     for name, (function, arrays) in programs.items():
 

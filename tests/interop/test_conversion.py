@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from convbert_jax.recipes import pretraining as recipes
 from convbert_jax.config import from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
 from convbert_jax.interop import (
@@ -22,6 +21,7 @@ from convbert_jax.interop import (
     tensorflow1,
 )
 from convbert_jax.interop.networks import ConversionError, split
+from convbert_jax.recipes import pretraining as recipes
 from convbert_jax.training import checkpoint
 from convbert_jax.training.workdir import WorkdirError
 from tests.interop.conftest import assert_same, make_config, random_params

@@ -237,16 +237,24 @@ def test_errors_name_the_argument(name, values, weights, arguments):
         dynamic_conv(values, weights, **arguments)
 
 
-def test_one_filter_for_all_positions():
-    values, weights, cotangent = inputs()
+@pytest.mark.parametrize("implementation", HERE)
+@pytest.mark.parametrize(
+    ("kernel", "dilation", "causal"), [(9, 1, False), (4, 2, True), (31, 3, False)]
+)
+def test_one_filter_for_all_positions(implementation, kernel, dilation, causal):
+    values, weights, cotangent = inputs(kernel=kernel)
     shared = weights[0, 0]
-    out, back = jax.vjp(dynamic_conv, values, shared)
+    arguments = dict(
+        segment_ids=segments(*values.shape[:2]), dilation=dilation, causal=causal,
+        implementation=implementation,
+    )  # fmt: skip
+    out, back = jax.vjp(functools.partial(dynamic_conv, **arguments), values, shared)
     everywhere = jnp.broadcast_to(shared, weights.shape)
-    wanted, wanted_back = jax.vjp(dynamic_conv, values, everywhere)
-    np.testing.assert_allclose(out, wanted, atol=1e-6)
+    wanted, wanted_back = jax.vjp(functools.partial(dynamic_conv, **arguments), values, everywhere)
+    np.testing.assert_allclose(out, wanted, atol=2e-6)
     d_values, d_shared = back(cotangent)
     wanted_values, wanted_weights = wanted_back(cotangent)
-    np.testing.assert_allclose(d_values, wanted_values, atol=1e-6)
+    np.testing.assert_allclose(d_values, wanted_values, atol=2e-6)
     np.testing.assert_allclose(d_shared, wanted_weights.sum(axis=(0, 1)), atol=1e-4)
 
 

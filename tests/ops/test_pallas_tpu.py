@@ -36,7 +36,7 @@ def _looped(request, monkeypatch):
     """Windows in loops: unrolled, the interpreter's programs take XLA:CPU minutes to compile."""
     if "unrolled" not in request.fixturenames and "tpu" not in request.keywords:
         monkeypatch.setattr(pallas_tpu_windows, "UNROLLED_WINDOWS", 1)
-        monkeypatch.setattr(pallas_tpu_depthwise, "UNROLLED", 0)
+        monkeypatch.setattr(pallas_tpu_depthwise, "UNROLLED", 1)
 
 
 @pytest.fixture
@@ -157,17 +157,18 @@ def test_span(dtype, kernel, batch, length, heads, width, dilation, causal, pack
     assert_close(actual, expected, dtype, scale=3.0)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize(
-    ("kernel", "batch", "length", "channels", "packed"),
+    ("kernel", "batch", "length", "channels", "dilation", "causal", "packed", "dtype"),
     [
-        (1, 2, 5, 64, False),
-        (9, 4, 128, 256, True),
-        (4, 2, 129, 144, True),
-        (9, 2, 7, 128, False),
+        (1, 2, 5, 64, 1, False, False, F32),
+        (9, 4, 128, 256, 1, False, True, BF16),
+        (4, 2, 129, 144, 1, True, True, F32),
+        (9, 2, 7, 128, 1, False, False, BF16),
+        (15, 1, 40, 48, 7, False, True, F32),  # the taps reach over several runs of positions
+        (31, 3, 16, 128, 1, True, False, BF16),  # and over the whole row
     ],
 )
-def test_depthwise(dtype, kernel, batch, length, channels, packed):
+def test_depthwise(kernel, batch, length, channels, dilation, causal, packed, dtype):
     keys = jax.random.split(jax.random.key(0), 3)
     x, cotangent = (jax.random.normal(k, (batch, length, channels)).astype(dtype) for k in keys[:2])
     filters = jax.random.normal(keys[2], (kernel, channels)).astype(dtype)
@@ -177,12 +178,51 @@ def test_depthwise(dtype, kernel, batch, length, channels, packed):
     def run(function, *arrays):
         return gradients(lambda x, f: function(x, f, ids), arrays[:2], arrays[2])
 
-    ours = functools.partial(pallas_tpu_depthwise.depthwise_conv, interpret=True)
+    offsets = taps.offsets(kernel, dilation=dilation, causal=causal)
+
+    def ours(x, filters, ids):
+        return pallas_tpu_depthwise.depthwise_conv(x, filters, ids, offsets, True)
+
+    def by_xla(x, filters, ids):
+        return depthwise_conv.IMPLEMENTATIONS["xla"](x, filters, ids, offsets)
+
     exact = [x.astype(F32) for x in (x, filters, cotangent)]
-    actual = run(lambda x, f, ids: ours(x, f, ids), x, filters, cotangent)
-    expected = run(depthwise_conv.IMPLEMENTATIONS["xla"], *exact)
+    actual = run(ours, x, filters, cotangent)
+    expected = run(by_xla, *exact)
     assert [x.dtype for x in actual] == [dtype] * 3
     assert_close(actual, expected, dtype)
+
+
+def test_rows_too_long_for_the_chip_are_cut(monkeypatch):
+    """Into pieces that overlap; values and gradients are those of the whole row."""
+    monkeypatch.setattr(pallas_tpu_depthwise, "LONGEST", 32)
+    x = jax.random.normal(jax.random.key(0), (2, 50, 128))
+    filters = jax.random.normal(jax.random.key(1), (5, 128))
+    ids, offsets = segments(2, 50), taps.offsets(5)
+
+    def ours(x, filters):
+        return pallas_tpu_depthwise.depthwise_conv(x, filters, ids, offsets, True)
+
+    def by_xla(x, filters):
+        return depthwise_conv.IMPLEMENTATIONS["xla"](x, filters, ids, offsets)
+
+    run = jax.jit(lambda function, x, f: gradients(function, (x, f), x), static_argnums=0)
+    assert_close(run(ours, x, filters), run(by_xla, x, filters), F32)
+
+
+def test_taps_beyond_the_row(monkeypatch):
+    """They are left out of the kernel, and their filters get no gradient."""
+    kernel = pallas_tpu_depthwise.depthwise_conv
+    interpreted = lambda *arguments: kernel(*arguments[:4], True)  # noqa: E731
+    monkeypatch.setattr(pallas_tpu_depthwise, "depthwise_conv", interpreted)
+    x = jax.random.normal(jax.random.key(0), (1, 5, 128))
+    filters, offsets = jax.random.normal(jax.random.key(1), (9, 128)), taps.offsets(9, dilation=3)
+    actual, expected = (
+        gradients(lambda x, f, conv=conv: conv(x, f, None, offsets), (x, filters), x)
+        for conv in map(depthwise_conv.IMPLEMENTATIONS.get, ("pallas_tpu", "xla"))
+    )
+    assert_close(actual, expected, F32)
+    np.testing.assert_array_equal(actual[2][:3], 0)
 
 
 class TestNothingLeaks:
@@ -218,10 +258,20 @@ class TestNothingLeaks:
         keys = jax.random.split(jax.random.key(0), 2)
         x, filters = jax.random.normal(keys[0], (2, 64, 64)), jax.random.normal(keys[1], (9, 64))
         dirty = jnp.where((self.ids == 0)[..., None], jnp.nan, x)
-        run = functools.partial(pallas_tpu_depthwise.depthwise_conv, interpret=True)
-        np.testing.assert_array_equal(
-            run(dirty, filters, self.ids)[0, :50], run(x, filters, self.ids)[0, :50]
-        )
+
+        @jax.jit
+        def run(x):
+            def conv(x, filters):
+                offsets = taps.offsets(9)
+                return pallas_tpu_depthwise.depthwise_conv(x, filters, self.ids, offsets, True)
+
+            return gradients(conv, (x, filters), x)
+
+        clean = run(x)
+        for one, other in zip(clean[:2], run(dirty)[:2], strict=True):
+            np.testing.assert_array_equal(other[0, :50], one[0, :50])
+            np.testing.assert_array_equal(other[0, 50:], 0)
+        np.testing.assert_allclose(run(dirty)[2], clean[2], atol=1e-5)
 
 
 @given(
