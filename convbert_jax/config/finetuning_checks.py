@@ -1,5 +1,7 @@
 """What a fine-tuning config must satisfy before any long work starts."""
 
+import re
+
 from convbert_jax.config.errors import ConfigError
 from convbert_jax.config.finetuning import HEADS, KINDS, VECTORIZE
 from convbert_jax.config.rules import check, check_choice, check_fraction, check_positive
@@ -17,6 +19,10 @@ HEADS_OF_KIND = {
 def check_finetuning(config: Config) -> None:
     """Raises ConfigError for the first thing that cannot work."""
     f, outputs = config.finetune, config.outputs
+    check(
+        re.fullmatch(r"[\w. -]+", config.task.name) is not None,
+        f"config.task.name='{config.task.name}' names a folder; use letters, digits, - and _.",
+    )
     check_choice("outputs.kind", outputs.kind, KINDS)
     check_choice("finetune.head", f.head, HEADS)
     check_choice("finetune.vectorize_seeds", f.vectorize_seeds, VECTORIZE)

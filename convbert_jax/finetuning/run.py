@@ -22,58 +22,20 @@ from convbert_jax.data.tokenizer import Tokenizer
 from convbert_jax.finetuning import fitting
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.programs import Params, Programs
+from convbert_jax.finetuning.results import (
+    RunResult,
+    TaskResult,
+    append_result,
+    read_results,
+    runs_of,
+)
 from convbert_jax.finetuning.task import FinetuneTask, FinetuningError, Scores
 from convbert_jax.training.checkpoint import Checkpoints
 from convbert_jax.training.compilation import describe_compile_cache
 from convbert_jax.training.state import TrainState
 
-RESULTS = "results.jsonl"
 _SMALL = 384  # channels of an encoder that leaves an accelerator idle with one batch of 32 rows
 VOCABULARY = "vocabulary"  # folder with the vocabulary's file, beside a model
-
-
-@dataclasses.dataclass(frozen=True)
-class RunResult:
-    """One finished run.
-
-    `scores` is by split and metric, as fractions; NaN where the run diverged.
-    """
-
-    task: str
-    setting: Setting
-    seed: int
-    steps: int
-    loss: float  # of the last step
-    scores: dict[str, Scores]
-    seconds: float  # of training, of all runs that were trained together
-    examples_per_second: float
-
-    @property
-    def diverged(self) -> bool:
-        return not math.isfinite(self.loss)
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskResult:
-    """All runs of a task.
-
-    Attributes:
-      metrics: the first one of the first split selected `chosen`, by its median over seeds.
-      runs: every one of every setting.
-      folders: of the chosen runs, by seed.
-    """
-
-    task: str
-    metrics: tuple[str, ...]
-    splits: tuple[str, ...]  # that have scores
-    chosen: Setting
-    runs: tuple[RunResult, ...]
-    folders: tuple[Path, ...]
-
-    @property
-    def chosen_runs(self) -> tuple[RunResult, ...]:
-        """Those of the chosen setting, by seed."""
-        return runs_of(self.runs, self.chosen)
 
 
 def finetune(
@@ -103,33 +65,6 @@ def finetune(
         results.append(_finetune_task(config, folder, task, programs, tokenizer, weights, done))
     logging.info("%d programs; %s.", programs.count_compiled(), describe_compile_cache())
     return results
-
-
-def read_results(folder: Path) -> list[RunResult]:
-    """Finished runs; a line that a kill left half written is none."""
-    path = folder / RESULTS
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        path.write_text("".join(lines[:-1]))
-        lines.pop()
-    results = []
-    for line in lines:
-        values = json.loads(line)
-        values["setting"] = Setting(**values["setting"])
-        values["loss"] = math.nan if values["loss"] is None else values["loss"]
-        values["scores"] = {
-            split: {name: math.nan if v is None else v for name, v in scores.items()}
-            for split, scores in values["scores"].items()
-        }
-        results.append(RunResult(**values))
-    return results
-
-
-def runs_of(runs: Sequence[RunResult], setting: Setting) -> tuple[RunResult, ...]:
-    """The runs of one setting, by seed."""
-    return tuple(sorted((r for r in runs if r.setting == setting), key=lambda r: r.seed))
 
 
 def settings_of(config: Config, task: FinetuneTask) -> list[Setting]:
@@ -231,7 +166,7 @@ def _run_group(
             save_model(place / f"seed-{seed}", config, task, tokenizer, params, fitted.steps, seed)
         for split in task.evaluation if not result.diverged else ():
             task.write(place / f"seed-{seed}" / "predictions", split, outputs[split][number])
-        _append(folder / RESULTS, result)
+        append_result(folder, result)
         _log(task, result)
         results.append(result)
     return results
@@ -286,21 +221,6 @@ def _choose(task: FinetuneTask, settings: list[Setting], runs: list[RunResult]) 
 def config_rates(settings: Sequence[Setting]) -> str:
     """The learning rates of some settings, as they are written on the command line."""
     return ",".join(f"{rate:g}" for rate in dict.fromkeys(s.learning_rate for s in settings))
-
-
-def _append(path: Path, result: RunResult) -> None:
-    values = dataclasses.asdict(result)
-    values["loss"] = _finite(result.loss)
-    values["scores"] = {
-        split: {name: _finite(v) for name, v in scores.items()}
-        for split, scores in result.scores.items()
-    }
-    with path.open("a") as file:
-        file.write(json.dumps(values) + "\n")
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def _log(task: FinetuneTask, result: RunResult) -> None:

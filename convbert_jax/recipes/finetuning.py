@@ -21,6 +21,7 @@ from convbert_jax.finetuning import (
     score_table,
 )
 from convbert_jax.finetuning.programs import Params, Programs
+from convbert_jax.finetuning.results import TaskResult
 from convbert_jax.finetuning.task import FinetuneTask
 from convbert_jax.interop import importing, matching, sources
 from convbert_jax.interop.networks import stack, to_tree
@@ -30,7 +31,7 @@ from convbert_jax.training import compilation, sharding, workdir
 _OF_PRETRAINING = ("generator", "objective", "data", "train", "checkpoint", "outputs")
 
 
-def finetune(config: Config, folder: Path) -> list[run.TaskResult]:
+def finetune(config: Config, folder: Path) -> list[TaskResult]:
     """Fine-tunes on every task of `config.finetune.tasks`, going on from what `folder` has.
 
     Raises:
@@ -159,7 +160,7 @@ def _open_source(name: str, config: Config) -> LabelledTask:
     raise ConfigError(f"config.finetune.tasks has '{name}', which is unknown; choose from {known}.")
 
 
-def _report(config: Config, folder: Path, results: list[run.TaskResult]) -> None:
+def _report(config: Config, folder: Path, results: list[TaskResult]) -> None:
     """Prints the table, and collects what the GLUE server takes."""
     columns = [
         score_table.Column(
@@ -176,7 +177,7 @@ def _report(config: Config, folder: Path, results: list[run.TaskResult]) -> None
         _collect_server_files(folder, results)
 
 
-def _collect_server_files(folder: Path, results: list[run.TaskResult]) -> None:
+def _collect_server_files(folder: Path, results: list[TaskResult]) -> None:
     """WORKDIR/glue_server/seed-N: the files of a submission, from the chosen runs of that seed."""
     names = set(prediction_files.SERVER_FILES.values())
     for result in results:

@@ -12,7 +12,7 @@ import pytest
 from convbert_jax.config import ConfigError
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.labelled_text import LabelledTask
-from convbert_jax.finetuning import fitting, run
+from convbert_jax.finetuning import fitting, results, run
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.prediction import Predictor, predict_stream
 from convbert_jax.finetuning.task import FinetuningError
@@ -70,13 +70,13 @@ def test_a_killed_run_goes_on_where_it_was(finished, start, tmp_path, monkeypatc
     monkeypatch.setattr(fitting, "fit", dies)
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path)
-    with (tmp_path / run.RESULTS).open("a") as file:
+    with (tmp_path / results.RESULTS).open("a") as file:
         file.write('{"task": "toy", "sett')
     again = start(tmp_path)[0]
     assert trained == [0, 1, 1]
     scores = [r.scores for r in again.runs]
     assert scores == [r.scores for r in finished[1].runs]
-    assert len((tmp_path / run.RESULTS).read_text().splitlines()) == 2
+    assert len((tmp_path / results.RESULTS).read_text().splitlines()) == 2
 
 
 def test_seeds_can_be_added_but_nothing_else_changed(start, make_config, tmp_path):
@@ -106,7 +106,7 @@ def test_a_search_is_chosen_by_the_median_and_keeps_all(start, tmp_path, caplog)
 
 
 def _run(seed, score, setting):
-    return run.RunResult(
+    return results.RunResult(
         task="toy", setting=setting, seed=seed, steps=1, loss=math.nan if score is None else 0.1,
         scores={"validation": {"accuracy": math.nan if score is None else score}},
         seconds=1.0, examples_per_second=1.0,
@@ -128,10 +128,10 @@ def test_a_lucky_seed_is_not_chosen(start, make_task, make_config):
 def test_a_run_that_diverges_is_told_and_kept(start, tmp_path):
     with pytest.raises(FinetuningError, match="diverged"):
         start(tmp_path, finetune__seeds=1, finetune__learning_rates=(1e30,))
-    line = json.loads((tmp_path / run.RESULTS).read_text())
+    line = json.loads((tmp_path / results.RESULTS).read_text())
     assert line["loss"] is None
     assert line["scores"]["validation"]["accuracy"] is None
-    assert math.isnan(run.read_results(tmp_path)[0].loss)
+    assert math.isnan(results.read_results(tmp_path)[0].loss)
 
 
 # --- What comes out ---
