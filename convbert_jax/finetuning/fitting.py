@@ -96,7 +96,12 @@ def fit(
     constants = programs.replicate(dict(task.constants))
     losses, examples = deque(), 0
     for number, (length, index) in enumerate(
-        _report(_batches(task, config, seeds, steps), steps, title, config, len(seeds))
+        _report(
+            _batches(task, config, seeds, steps),
+            steps,
+            title,
+            config.finetune.batch_size * len(seeds),
+        )
     ):
         index = index if vectorized else index[0]
         batch = programs.put(task.train.batch(index, length), runs=vectorized)
@@ -127,14 +132,18 @@ def predict(
         outputs = step(params, programs.put(batch), constants)
         return outputs if vectorized else jax.tree.map(lambda leaf: leaf[None], outputs)
 
-    return predict_rows(run, rows, buckets_of(config), config.finetune.eval_batch_size)
+    title = f"{task.name}, predicting"
+    return predict_rows(run, rows, buckets_of(config), config.finetune.eval_batch_size, title)
 
 
-def predict_rows(run, rows: Rows, buckets: Sequence[int], batch_size: int) -> list[Outputs]:
+def predict_rows(
+    run, rows: Rows, buckets: Sequence[int], batch_size: int, title: str | None = None
+) -> list[Outputs]:
     """Outputs of all rows, in their order.
 
     Args:
       run: batch -> {name: [runs, B, ...]} on the device.
+      title: of the progress that is shown; None shows none.
 
     Returns:
       for each run, name -> [N, ...], or a list of N arrays where their shapes differ.
@@ -152,7 +161,8 @@ def predict_rows(run, rows: Rows, buckets: Sequence[int], batch_size: int) -> li
                 for place, value in zip(places, values, strict=False):
                     target[place] = value
 
-    for length, index in evaluation_batches(rows.lengths, buckets, batch_size):
+    batches = evaluation_batches(rows.lengths, buckets, batch_size)
+    for length, index in _report(batches, len(batches), title, batch_size) if title else batches:
         waiting.append((index, run(rows.batch(index, length))))
         if len(waiting) > 2:  # collects the first of these while the device has two to do
             collect(*waiting.popleft())
@@ -209,15 +219,19 @@ def _batches(
         epoch += 1
 
 
-def _report(batches, steps: int, title: str, config: Config, runs: int):
-    """The batches, with a bar on a terminal; elsewhere a line now and then if it takes long."""
+def _report(batches, steps: int, title: str, examples: int):
+    """The batches, with a bar on a terminal; elsewhere a line now and then if it takes long.
+
+    Args:
+      examples: of a batch, of all runs.
+    """
     bar = tqdm(batches, total=steps, desc=title, unit="step", leave=False, disable=None)
     start = last = time.perf_counter()
     for number, batch in enumerate(bar):
         now = time.perf_counter()
         if bar.disable and now - last > _LOG_EVERY:
             last = now
-            rate = number * config.finetune.batch_size * runs / (now - start)
+            rate = number * examples / (now - start)
             left = (now - start) / number * (steps - number)
             logging.info(
                 "%s: step %d/%d, %.0f examples/s, %.0f s left.", title, number, steps, rate, left
