@@ -29,6 +29,10 @@ from convbert_jax.recipes import devices, finetuned
 from convbert_jax.training import compilation, sharding, workdir
 
 _OF_PRETRAINING = ("generator", "objective", "data", "train", "checkpoint", "outputs")
+_LESS_MEMORY = (
+    "lower config.finetune.batch_size or eval_batch_size, or set config.model.remat=full or "
+    "config.finetune.vectorize_seeds=false"
+)
 
 
 def finetune(config: Config, folder: Path) -> list[TaskResult]:
@@ -46,11 +50,11 @@ def finetune(config: Config, folder: Path) -> list[TaskResult]:
     mesh = make_mesh(config, found)
     compilation.enable_compile_cache(config.train.compile_cache)
     config, tokenizer, weights = read_start(config)
+    tasks = open_tasks(config, tokenizer)
     with workdir.open_workdir(folder, config):
         devices.print_config(config, leave_out=_OF_PRETRAINING)
         programs = Programs(config, devices.compute_dtype(config, found[0]), mesh)
-        with jax.set_mesh(mesh), compilation.explain_out_of_memory():
-            tasks = open_tasks(config, tokenizer)
+        with jax.set_mesh(mesh), compilation.explain_out_of_memory(_LESS_MEMORY):
             results = run.finetune(config, folder, tasks, programs, tokenizer, weights)
     _report(config, folder, results)
     return results

@@ -65,8 +65,14 @@ class RecompileWatch:
             self._known = compiled
 
 
+LESS_MEMORY = (
+    "raise config.train.accumulation (same batch, less at a time), set config.model.remat=dots or "
+    "full, split parameters with config.mesh.fsdp, or lower config.train.batch_size"
+)
+
+
 @contextlib.contextmanager
-def explain_out_of_memory() -> Iterator[None]:
+def explain_out_of_memory(advice: str = LESS_MEMORY) -> Iterator[None]:
     """Turns the device's out-of-memory error into one sentence that names the settings."""
     try:
         yield
@@ -75,9 +81,7 @@ def explain_out_of_memory() -> Iterator[None]:
             raise
         first = str(error).strip().splitlines()[0][:200].rstrip(".")
         raise OutOfMemoryError(
-            f"out of memory on {jax.devices()[0].device_kind} ({first}); raise "
-            "config.train.accumulation (same batch, less at a time), set config.model.remat=dots "
-            "or full, split parameters with config.mesh.fsdp, or lower config.train.batch_size."
+            f"out of memory on {jax.devices()[0].device_kind} ({first}); {advice}."
         ) from error
 
 

@@ -46,6 +46,8 @@ _FIXED_AFTER_ALL = ("train.batch_size",)  # the position in the data counts batc
 _CHANGEABLE_FINETUNING = (
     *(field for field in _CHANGEABLE if field != "optimizer."),
     "finetune.tasks",
+    "finetune.data",
+    "finetune.show_best",
     "finetune.seeds",
     "finetune.vectorize_seeds",
     "finetune.eval_batch_size",
