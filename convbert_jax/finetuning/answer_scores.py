@@ -79,7 +79,8 @@ def best_thresholds(
     for column, metric in enumerate(("exact_match", "f1")):
         best = int(totals[:, column].argmax())
         result[f"best_{metric}"] = float(totals[best, column]) / len(questions)
-        result[f"best_{metric}_threshold"] = float(sorted_odds[best - 1]) if best else -np.inf
+        below_all = np.nextafter(sorted_odds[0], -np.inf)
+        result[f"best_{metric}_threshold"] = float(sorted_odds[best - 1] if best else below_all)
     return result
 
 

@@ -105,6 +105,7 @@ def write_files(
     folder: Path,
     questions: Sequence[Question],
     answered: Sequence[Answered],
+    scores: Mapping[str, float],
     *,
     threshold: float | None,
 ) -> None:
@@ -114,6 +115,7 @@ def write_files(
     nbest_predictions.json    {id: [{text, probability, start, start_logit, end_logit}, ...]}
     null_odds.json            {id: odds}, for --na-prob-file of the script of 2.0; only with a
                               `threshold`
+    scores.json               all there are, fractions; of 2.0 the best thresholds too
     """
     folder.mkdir(parents=True, exist_ok=True)
     n_best = {
@@ -131,6 +133,7 @@ def write_files(
     }
     _write(folder / "predictions.json", texts(questions, answered, threshold))
     _write(folder / "nbest_predictions.json", n_best)
+    _write(folder / "scores.json", scores)
     if threshold is not None:
         odds = {q.id: a.null_odds for q, a in zip(questions, answered, strict=True)}
         _write(folder / "null_odds.json", odds)

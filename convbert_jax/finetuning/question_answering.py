@@ -23,18 +23,7 @@ from convbert_jax.objectives import span_extraction
 VERSIONS = {"squad_v1": "v1", "squad_v2": "v2"}  # name in config.finetune.tasks -> data/squad.py
 _METRICS = {
     "v1": ("exact_match", "f1"),
-    "v2": (
-        "exact_match",
-        "f1",
-        "has_answer_exact_match",
-        "has_answer_f1",
-        "no_answer_exact_match",
-        "no_answer_f1",
-        "best_exact_match",
-        "best_exact_match_threshold",
-        "best_f1",
-        "best_f1_threshold",
-    ),
+    "v2": ("exact_match", "f1", "has_answer_f1", "no_answer_f1", "best_exact_match", "best_f1"),
 }
 _LOSSES = {"span": span_extraction.plain_losses, "span_beam": span_extraction.beam_losses}
 LABELS = ("start", "end")  # of the plain head's two logits
@@ -69,20 +58,17 @@ def make_task(name: str, config: Config, tokenizer: Tokenizer) -> FinetuneTask:
         squad.read(version, "validation", f.data), config, tokenizer, f"{name}, validation"
     )
     threshold = THRESHOLDS[outputs.head] if version == "v2" else None
+    both_kinds = len({question.impossible for question in dev.questions}) == 2
+    metrics = _METRICS["v2" if both_kinds else "v1"]
 
     def score(split: str, found: Outputs) -> Scores:
-        answered = collect(dev, found, config)
-        predictions = answers.texts(dev.questions, answered, threshold)
-        scores = answer_scores.score(dev.questions, predictions)
-        if version == "v2":
-            best = answers.texts(dev.questions, answered, None)
-            odds = {q.id: a.null_odds for q, a in zip(dev.questions, answered, strict=True)}
-            scores |= answer_scores.best_thresholds(dev.questions, best, odds)
-        return {metric: scores.get(metric, float("nan")) for metric in _METRICS[version]}
+        scores = _score_all(dev.questions, collect(dev, found, config), threshold)
+        return {metric: scores[metric] for metric in metrics}
 
     def write(folder: Path, split: str, found: Outputs) -> None:
         answered = collect(dev, found, config)
-        answers.write_files(folder / split, dev.questions, answered, threshold=threshold)
+        scores = _score_all(dev.questions, answered, threshold)
+        answers.write_files(folder / split, dev.questions, answered, scores, threshold=threshold)
 
     return FinetuneTask(
         name=name,
@@ -92,7 +78,7 @@ def make_task(name: str, config: Config, tokenizer: Tokenizer) -> FinetuneTask:
         predict=predict_with(outputs.head, config),
         constants={},
         epochs=2.0,
-        metrics=_METRICS[version],
+        metrics=metrics,
         train=read_questions(train, config, tokenizer, f"{name}, train", targets=True).rows,
         evaluation={"validation": dev.rows},
         scored=("validation",),
@@ -165,6 +151,18 @@ def _predict_with(head: str, answer_length: int, n_best: int, beam: int) -> Call
     if head == "span":
         return functools.partial(span_extraction.plain_spans, **settings)
     return functools.partial(span_extraction.beam_spans, beam=beam, **settings)
+
+
+def _score_all(
+    questions: Sequence[Question], answered: Sequence[Answered], threshold: float | None
+) -> Scores:
+    """Scores of `threshold`; for 2.0 those of the best one too."""
+    scores = answer_scores.score(questions, answers.texts(questions, answered, threshold))
+    if threshold is not None:
+        best = answers.texts(questions, answered, None)
+        odds = {q.id: a.null_odds for q, a in zip(questions, answered, strict=True)}
+        scores |= answer_scores.best_thresholds(questions, best, odds)
+    return scores
 
 
 def _log(title, count: int, windows: Windows, settings, targets: bool) -> None:

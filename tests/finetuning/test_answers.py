@@ -69,8 +69,8 @@ def test_nothing_found():
 
 def test_files(tmp_path):
     answered = answers.collect(QUESTIONS, WINDOWS, SPANS, n_best=2)
-    answers.write_files(tmp_path / "v1", QUESTIONS, answered, threshold=None)
-    answers.write_files(tmp_path / "v2", QUESTIONS, answered, threshold=0.0)
+    answers.write_files(tmp_path / "v1", QUESTIONS, answered, {"f1": 0.5}, threshold=None)
+    answers.write_files(tmp_path / "v2", QUESTIONS, answered, {"f1": 0.5}, threshold=0.0)
     read = lambda *parts: json.loads(tmp_path.joinpath(*parts).read_text())  # noqa: E731
     assert read("v1", "predictions.json") == {"a": "four", "b": "three"}
     assert read("v2", "predictions.json") == {"a": "four", "b": ""}
@@ -79,7 +79,8 @@ def test_files(tmp_path):
     assert [entry["text"] for entry in n_best["a"]] == ["four", "two three"]
     assert n_best["a"][0].keys() == {"text", "probability", "start", "start_logit", "end_logit"}
     assert not (tmp_path / "v1" / "null_odds.json").exists()
-    assert len(list(tmp_path.glob("*/*"))) == 5
+    assert read("v1", "scores.json") == {"f1": 0.5}
+    assert len(list(tmp_path.glob("*/*"))) == 7
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,8 @@ def test_best_of_several_truths_and_missing_predictions():
 def _thresholds_by_trying(questions, texts, odds, metric):
     """Best score over every threshold that makes a difference, each scored from scratch."""
     scores = []
-    for threshold in [-math.inf, *sorted(set(odds.values()))]:
+    none = math.nextafter(min(odds.values()), -math.inf)
+    for threshold in [none, *sorted(set(odds.values()))]:
         predicted = {key: text if odds[key] <= threshold else "" for key, text in texts.items()}
         scores.append((answer_scores.score(questions, predicted)[metric], threshold))
     return max(scores, key=lambda pair: (pair[0], -pair[1]))
@@ -146,6 +148,15 @@ def test_best_thresholds(seed):
         best, threshold = _thresholds_by_trying(questions, texts, odds, metric)
         assert found[f"best_{metric}"] == pytest.approx(best)
         assert found[f"best_{metric}_threshold"] == threshold
+
+
+def test_no_answer_at_all_may_be_best():
+    """Every score stays finite, so that the run does not count as diverged."""
+    questions = [Question(str(i), "?", CONTEXT, impossible=True) for i in range(3)]
+    odds = {"0": 1.0, "1": -2.0, "2": 0.0}
+    found = answer_scores.best_thresholds(questions, dict.fromkeys(odds, "one"), odds)
+    assert found["best_f1"] == 1.0
+    assert -2.1 < found["best_f1_threshold"] < -2.0
 
 
 def _spoil(questions, seed):

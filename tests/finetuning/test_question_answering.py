@@ -171,6 +171,9 @@ def test_squad_2(make_config, tokenizer, folder, tmp_path):
     assert scores["best_f1"] >= scores["f1"]
     assert scores["no_answer_f1"] > 0.8
     place = tmp_path / "squad_v2" / "seed-0" / "predictions" / "validation"
+    everything = json.loads((place / "scores.json").read_text())
+    assert scores.items() <= everything.items()
+    assert "best_f1_threshold" in everything
     predictions = json.loads((place / "predictions.json").read_text())
     odds = json.loads((place / "null_odds.json").read_text())
     assert {key for key, text in predictions.items() if not text} == {
