@@ -14,6 +14,7 @@ from typing import Any
 from absl import logging
 
 from convbert_jax.data.errors import DataError
+from convbert_jax.data.indexed_rows import open_prepared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,25 +181,12 @@ def _questions(articles: Iterable[Mapping[str, Any]]) -> Iterator[Question]:
 
 
 def _from_tfds(directory: str, split: str) -> list[Question]:
-    import tensorflow_datasets as tfds
-
     if not (Path(directory) / "dataset_info.json").is_file():
         raise DataError(
             f"{directory} is not a prepared data set (it has no dataset_info.json); name the "
             "folder of its version, for example squad/v1.1/3.0.0."
         )
-    builder = tfds.builder_from_directory(directory)
-    try:
-        rows = builder.as_data_source(split=split)
-    except NotImplementedError:
-        raise DataError(
-            f"{directory} was not prepared as array_record; run tfds build {builder.name} "
-            "--file_format=array_record and name its folder."
-        ) from None
-    except (ValueError, KeyError):
-        raise DataError(
-            f"{directory} has no split '{split}' (it has: {', '.join(builder.info.splits)})."
-        ) from None
+    rows, _ = open_prepared(directory, split)
     try:
         return [_from_row(row) for row in rows]
     except KeyError as error:
