@@ -96,7 +96,7 @@ def make_config(folder, tokenizer):
         settings = {
             "data": str(folder),
             "length": 48,
-            "buckets": (32,),
+            "buckets": (),
             "query_length": 8,
             "stride": 16,
             "answer_length": 4,
@@ -133,7 +133,7 @@ def finetune(config, name, folder, tokenizer):
 @pytest.mark.parametrize("head", ["span", "span_beam"])
 def test_squad_1(make_config, tokenizer, folder, tmp_path, head):
     """Learned, scored as the other script scores the file, answers exactly as in the context."""
-    config = make_config(head=head, buckets=(32,) if head == "span" else ())
+    config = make_config(head=head)
     result = finetune(config, "squad_v1", tmp_path, tokenizer)
     scores = result.runs[0].scores["validation"]
     assert scores["f1"] > 0.9
@@ -165,7 +165,7 @@ def test_squad_1(make_config, tokenizer, folder, tmp_path, head):
 
 
 def test_squad_2(make_config, tokenizer, folder, tmp_path):
-    result = finetune(make_config(buckets=()), "squad_v2", tmp_path, tokenizer)
+    result = finetune(make_config(), "squad_v2", tmp_path, tokenizer)
     scores = result.runs[0].scores["validation"]
     assert scores["f1"] > 0.9
     assert scores["best_f1"] >= scores["f1"]
@@ -229,6 +229,8 @@ def test_faults(make_config, tokenizer, tmp_path):
         make("squad_v2", make_config(data=str(tmp_path)), tokenizer)
     with pytest.raises(DataError, match="no room for a question of 64"):
         make("squad_v1", make_config(query_length=64), tokenizer)
+    with pytest.raises(FinetuningError, match="distill_from does not teach"):
+        make("squad_v1", make_config(distill_from="teacher"), tokenizer)
     config = make_config()
     one_type = dataclasses.replace(config, model=dataclasses.replace(config.model, types=1))
     with pytest.raises(FinetuningError, match="one segment type"):
