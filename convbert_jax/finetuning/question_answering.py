@@ -43,17 +43,12 @@ def make_task(name: str, config: Config, tokenizer: Tokenizer) -> FinetuneTask:
 
     Raises:
       DataError: files that are absent or cannot be used, rows too short for questions.
-      FinetuningError: a model with one segment type, or a teacher.
+      FinetuningError: a model with one segment type.
       ConfigError: a head that is not for answers.
     """
     version = VERSIONS[name]
     f = config.finetune
     outputs = outputs_of(name, config)
-    if f.distill_from:
-        raise FinetuningError(
-            f"{name} asks for answers, which config.finetune.distill_from does not teach; leave it "
-            "out."
-        )
     train = squad.usable_for_training(squad.read(version, "train", f.data))
     if f.train_rows and f.train_rows < len(train):
         chosen = np.random.default_rng(config.seed).permutation(len(train))[: f.train_rows]
