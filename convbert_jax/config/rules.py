@@ -15,9 +15,9 @@ def check_choice(field: str, value: str, choices) -> None:
     """Raises ConfigError, with the nearest name, unless `value` is one of `choices`."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
+        hint = f"did you mean '{near[0]}'? Choose" if near else "choose"
         raise ConfigError(
-            f"config.{field}='{value}' is unknown; {hint}Choose one of: {', '.join(choices)}."
+            f"config.{field}='{value}' is unknown; {hint} one of: {', '.join(choices)}."
         )
 
 

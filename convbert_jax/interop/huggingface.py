@@ -66,7 +66,8 @@ def to_tensors(network: Network) -> dict[str, np.ndarray]:
         )
     except KeyError as error:
         raise ConversionError(
-            f"{name} has no name for {error.args[0]}; export this network without that head."
+            f"{name} has no name for {error.args[0]}; fine-tune with --config.finetune.head=auto, "
+            "whose heads Hugging Face has."
         ) from None
     return {
         place.name: place.layout.write(np.asarray(network.parameters[path]))
