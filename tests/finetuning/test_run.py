@@ -28,7 +28,7 @@ def start(make_config, make_programs, make_task, vocabulary):
     known = {}
 
     def begin(folder, **fields):
-        config = make_config(**fields)
+        config = make_config(finetune__buckets=(), **fields)  # one length compiles faster
         programs = make_programs(config)
         if "toy" not in known:
             known["toy"] = make_task(make_config())
@@ -197,7 +197,7 @@ def test_the_folder_of_a_sweep_is_no_model(finished):
 def test_a_teacher_is_what_a_student_learns(finished, make_config, make_programs, vocabulary):
     """With its labels wrong on purpose, the student follows the teacher, not the labels."""
     path = str(finished[1].folders[0])
-    config = make_config(finetune__distill_from=path)
+    config = make_config(finetune__distill_from=path, finetune__buckets=())
     source = make_source("student")
     teach = finetuned.open_teacher(path).for_task(source)
     texts = [example.texts for example in source.read("train")]
@@ -252,3 +252,43 @@ def test_unknown_tasks_are_named(make_config, vocabulary):
     config = make_config(finetune__tasks=("colla",))
     with pytest.raises(ConfigError, match="'colla', which is unknown"):
         recipe.open_tasks(config, vocabulary)
+
+
+def test_absent_tasks_are_named_and_left_out(make_config, vocabulary, monkeypatch):
+    """All of them absent is an error, and the first one says what is missing."""
+
+    def open_task(name, root):
+        missing = {"train": f"GLUE {name} has no train split here."}
+        return dataclasses.replace(make_source(name), absent={} if name == "cola" else missing)
+
+    monkeypatch.setattr(recipe.glue, "open_task", open_task)
+    makers = recipe.open_tasks(make_config(finetune__tasks=("rte", "cola", "mnli")), vocabulary)
+    assert [make().name for make in makers] == ["cola"]
+    with pytest.raises(DataError, match="GLUE rte has no train split here"):
+        recipe.open_tasks(make_config(finetune__tasks=("rte", "mnli")), vocabulary)
+
+
+def test_a_submission_is_collected_by_seed(tmp_path):
+    """Eleven files for each seed, those that were predicted from the chosen runs."""
+    places = tuple(tmp_path / "CoLA" / f"seed-{seed}" for seed in (0, 1))
+    for place in places:
+        (place / "predictions").mkdir(parents=True)
+        (place / "predictions" / "CoLA.tsv").write_text(f"index\tprediction\n0\t{place.name}\n")
+        (place / "predictions" / "notes.tsv").write_text("not for the server")
+    chosen = Setting(1.0, 1.0)
+    result = results.TaskResult("CoLA", ("mcc",), ("validation",), chosen, (), places)
+    recipe._collect_server_files(tmp_path, [result])
+    for place in places:
+        files = {path.name for path in (tmp_path / "glue_server" / place.name).iterdir()}
+        assert len(files) == 11
+        text = (tmp_path / "glue_server" / place.name / "CoLA.tsv").read_text()
+        assert place.name in text
+
+
+def test_a_vocabulary_of_another_size_is_refused(finished, make_config, tmp_path):
+    other = tmp_path / "vocab.txt"
+    other.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijkl"]))
+    model = str(finished[1].folders[0])
+    config = dataclasses.replace(make_config(tokenizer__path=str(other)), init_from=model)
+    with pytest.raises(ConfigError, match="has 17 entries, but the weights"):
+        recipe.read_start(config)
