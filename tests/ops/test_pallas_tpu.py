@@ -81,7 +81,7 @@ MATRIX = [
     (9, 2, 128, 4, 48, 1, True, True),
     (31, 1, 65, 2, 16, 3, True, True),
 ]
-# The interpreter's programs for these are too much for XLA:CPU; they run on a TPU only.
+# Interpreted, each takes XLA:CPU ten seconds to compile.
 LONG = [
     (7, 4, 127, 1, 128, 1, False, True),
     (9, 4, 128, 6, 64, 1, False, False),
@@ -96,12 +96,14 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize(
-    ("kernel", "batch", "length", "heads", "width", "dilation", "causal", "packed"),
-    MATRIX,
+    ("kernel", "batch", "length", "heads", "width", "dilation", "causal", "packed", "dtype"),
+    [
+        *((*shape, dtype) for shape in MATRIX for dtype in (F32, BF16)),
+        *(pytest.param(*shape, F32, marks=pytest.mark.slow) for shape in LONG),
+    ],
 )
-def test_plain(dtype, kernel, batch, length, heads, width, dilation, causal, packed):
+def test_plain(kernel, batch, length, heads, width, dilation, causal, packed, dtype):
     values, weights, cotangent = inputs(0, batch, length, heads, width, kernel, dtype)
     ids = segments(batch, length) if packed else None
     offsets = taps.offsets(kernel, dilation=dilation, causal=causal)
@@ -138,16 +140,19 @@ def span_by_xla(arrays, cotangent, ids, heads, offsets):
     return gradients(function, exact, cotangent.astype(F32))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize(
-    ("kernel", "batch", "length", "heads", "width", "dilation", "causal", "packed"),
+    ("kernel", "batch", "length", "heads", "width", "dilation", "causal", "packed", "dtype"),
     [
-        (9, 2, 40, 4, 48, 1, False, False),
-        (7, 2, 129, 3, 80, 1, True, True),
-        (31, 1, 33, 2, 16, 1, False, True),
+        (9, 2, 40, 4, 48, 1, False, False, F32),
+        (9, 2, 40, 4, 48, 1, False, False, BF16),
+        (7, 2, 129, 3, 80, 1, True, True, F32),
+        (7, 2, 129, 3, 80, 1, True, True, BF16),
+        (31, 1, 33, 2, 16, 1, False, True, F32),
+        pytest.param(9, 1, 512, 2, 64, 1, False, True, F32, marks=pytest.mark.slow),
+        pytest.param(15, 1, 1030, 2, 128, 1, False, True, BF16, marks=pytest.mark.slow),
     ],
 )
-def test_span(dtype, kernel, batch, length, heads, width, dilation, causal, packed):
+def test_span(kernel, batch, length, heads, width, dilation, causal, packed, dtype):
     arrays, cotangent = span_inputs(batch, length, heads, width, kernel, dtype)
     ids = segments(batch, length) if packed else None
     offsets = taps.offsets(kernel, dilation=dilation, causal=causal)
@@ -166,6 +171,8 @@ def test_span(dtype, kernel, batch, length, heads, width, dilation, causal, pack
         (9, 2, 7, 128, 1, False, False, BF16),
         (15, 1, 40, 48, 7, False, True, F32),  # the taps reach over several runs of positions
         (31, 3, 16, 128, 1, True, False, BF16),  # and over the whole row
+        pytest.param(9, 2, 512, 128, 1, False, True, BF16, marks=pytest.mark.slow),
+        pytest.param(31, 1, 1030, 80, 2, False, True, F32, marks=pytest.mark.slow),
     ],
 )
 def test_depthwise(kernel, batch, length, channels, dilation, causal, packed, dtype):
