@@ -238,7 +238,7 @@ def _log(task: FinetuneTask, result: RunResult) -> None:
         for name, value in values.items()
     )
     logging.info(
-        "%s, seed %d, %s: %s  (%d steps, %.0f s, %.0f examples/s)",
+        "%s, seed %d, %s: %s  (%d steps, %.0f s, %.0f examples/s, compiling counted)",
         task.name,
         result.seed,
         result.setting,
