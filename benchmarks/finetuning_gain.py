@@ -41,10 +41,10 @@ def main() -> None:
     parser.add_argument("--folder", required=True, type=pathlib.Path, help="for runs and results")
     parser.add_argument("--tasks", nargs="+", default=list(SOURCES), choices=list(SOURCES))
     parser.add_argument("--train-rows", type=int, default=2_000)
-    parser.add_argument("--score-rows", type=int, default=1_000, help="at most, of each task")
+    parser.add_argument("--score-rows", type=int, default=500, help="at most, of each task")
     parser.add_argument("--epochs", type=float, default=6)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
@@ -67,10 +67,14 @@ def main() -> None:
                 f"({time.perf_counter() - start:.0f} s)",
                 flush=True,
             )
-    settings = {k: str(v) if k in ("folder",) else v for k, v in vars(arguments).items()}
-    path = arguments.folder / "gain.json"
-    path.write_text(json.dumps({"settings": settings, "results": results}, indent=1))
+        report(results, arguments)  # after each task: the next may take long
     print(format_table(results))
+
+
+def report(results: dict, arguments: argparse.Namespace) -> None:
+    settings = vars(arguments) | {"folder": str(arguments.folder)}
+    text = json.dumps({"settings": settings, "results": results}, indent=1)
+    (arguments.folder / "gain.json").write_text(text)
     draw(results, arguments.folder / "gain.png")
 
 
@@ -247,7 +251,7 @@ def draw(results: dict, path: pathlib.Path) -> None:
                 shapes[method],
                 ms=6,
                 color=colors[method],
-                label=method if row == 0 else None,
+                label=method,
             )
         if result["metric"] != "mcc":
             axis.plot(
@@ -256,7 +260,7 @@ def draw(results: dict, path: pathlib.Path) -> None:
                 "x",
                 ms=6,
                 color="0.7",
-                label="most frequent label" if row == 0 else None,
+                label="most frequent label",
             )
     titles = [
         f"{title}\n{'Matthews' if result['metric'] == 'mcc' else 'accuracy'}"
@@ -266,8 +270,10 @@ def draw(results: dict, path: pathlib.Path) -> None:
     axis.set_xlabel("score x 100; dots are medians, marks are seeds")
     axis.set_ylim(-0.6, len(titles) - 0.4)
     axis.grid(axis="x", alpha=0.3)
+    names = dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))  # each once
     figure.legend(
-        *axis.get_legend_handles_labels(),
+        names.values(),
+        names.keys(),
         loc="outside upper center",
         ncols=4,
         fontsize=9,
