@@ -1,5 +1,6 @@
 """Runs before anything imports jax: a CPU with eight simulated devices; where real data is."""
 
+import gc
 import os
 import pathlib
 
@@ -19,9 +20,20 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
+import jax
 import pytest
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Each compiled program holds memory maps, of which a process has 65,530: with the programs of
+    all modules the compiler ends in a segmentation fault.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
