@@ -37,6 +37,9 @@ def _looped(request, monkeypatch):
     if "unrolled" not in request.fixturenames and "tpu" not in request.keywords:
         monkeypatch.setattr(pallas_tpu_windows, "UNROLLED_WINDOWS", 1)
         monkeypatch.setattr(pallas_tpu_depthwise, "UNROLLED", 1)
+    yield
+    # Some of these programs hold thousands of memory maps; see tests/conftest.py.
+    jax.clear_caches()
 
 
 @pytest.fixture
