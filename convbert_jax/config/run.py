@@ -125,9 +125,8 @@ class Config:
         attention_heads = heads
         if m.mixer == "mixed":
             attention_heads = heads // m.head_ratio
-            if (
-                attention_heads < 1
-            ):  # the release: one head of each kind, as wide as the nominal one
+            if attention_heads < 1:
+                # The release: one head of each kind, as wide as the nominal one.
                 attention_heads = 1
                 head_size = head_size if release_heads else head_size // 2
         layer = LayerConfig(

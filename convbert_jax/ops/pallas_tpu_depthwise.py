@@ -257,14 +257,13 @@ def _fill_halo(vectors, halo) -> None:
         def fill(step, runs=runs, first=first):
             before = halo - 1 - first - step
             after = halo + count + first + step
-            for place, source, turn in (
-                (before, before + runs * count, runs),
-                (after, after - runs * count, SUBLANES - runs),
+            for place, source, turn, kept in (
+                (before, before + runs * count, runs, sublane >= runs),
+                (after, after - runs * count, SUBLANES - runs, sublane < SUBLANES - runs),
             ):
                 if runs >= SUBLANES:
                     vectors[place] = jnp.zeros(vectors.shape[1:], vectors.dtype)
                     continue
-                kept = sublane >= turn if place is before else sublane < turn
                 moved = pltpu.roll(vectors[source], turn, 0)
                 vectors[place] = jnp.where(kept, moved, jnp.zeros_like(moved))
 

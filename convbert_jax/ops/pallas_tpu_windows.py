@@ -68,17 +68,17 @@ def _readers(bands, filters, start, size):
     return found
 
 
-def shifted_load(memory, start, shift, size, lanes=slice(None)):
+def shifted_load(memory, start, shift, size):
     """Rows start + shift to start + shift + size; `start` is a multiple of 8, `shift` any number.
 
     A row that is known when the kernel is compiled is loaded as it is. Loads at any other have to
     be aligned, and the rest of the shift is done on what was loaded.
     """
     if isinstance(start, int):
-        return memory[start + shift : start + shift + size, lanes]
+        return memory[start + shift : start + shift + size]
     whole, rest = shift // SUBLANES * SUBLANES, shift % SUBLANES
     first = pl.multiple_of(start + whole, SUBLANES)
-    return memory[pl.ds(first, size + SUBLANES * (rest > 0)), lanes][rest : rest + size]
+    return memory[pl.ds(first, size + SUBLANES * (rest > 0))][rest : rest + size]
 
 
 def _products(bands, cotangent, backwards, mask, start, size, r):
