@@ -14,19 +14,13 @@ import jax
 import numpy as np
 
 from convbert_jax.config import Config, EmbeddingsConfig, EncoderConfig, LayerConfig, UserError
+from convbert_jax.interop import finetuned_heads
 from convbert_jax.models import pretraining
 from convbert_jax.models.finetuned import FinetunedModel
 from convbert_jax.models.pretraining import build
 from convbert_jax.training.state import flatten, fold_in_name
 
 MODELS = {**pretraining.MODELS, "finetune": FinetunedModel}  # by config.recipe
-# config.outputs.head -> the head of a network; the others have no name there
-_HEADS = {
-    "sequence": "sequence_head",
-    "first_token": "token_head",
-    "token": "token_head",
-    "span": "span_head",
-}
 
 
 class ConversionError(UserError):
@@ -129,7 +123,7 @@ def places(config: Config) -> dict[str, dict[str, str]]:
     if config.recipe == "masked_lm":
         return {"main": {"embeddings": "embeddings", "encoder": "encoder", "mlm_head": "head"}}
     if config.recipe == "finetune":
-        head = _HEADS.get(config.outputs.head, config.outputs.head)
+        head = finetuned_heads.NAMES.get(config.outputs.head, config.outputs.head)
         return {"main": {"embeddings": "embeddings", "encoder": "encoder", head: "head"}}
     main = {
         "embeddings": "embeddings",
@@ -151,7 +145,11 @@ def places(config: Config) -> dict[str, dict[str, str]]:
 
 
 def split(config: Config, params) -> dict[str, Network]:
-    """The networks of a model with all their parameters; shared ones are in both."""
+    """The networks of a model with all their parameters; shared ones are in both.
+
+    Outputs of a fine-tuned model are in the labels' unit, and the release's head on [CLS] comes as
+    the two layers of Hugging Face's.
+    """
     flat = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
     result = {}
     for name, parts in places(config).items():
@@ -162,6 +160,9 @@ def split(config: Config, params) -> dict[str, Network]:
             for path, leaf in flat.items()
             if path.startswith(root + "/")
         }
+        if config.recipe == "finetune":
+            tree = finetuned_heads.in_label_units(tree, config.outputs)
+            tree = finetuned_heads.as_sequence_head(tree)
         result[name] = Network(
             _family(config.recipe, encoder, embeddings),
             embeddings,

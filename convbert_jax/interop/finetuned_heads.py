@@ -1,0 +1,56 @@
+"""The head of a fine-tuned model as one that Hugging Face's classes have, with the same outputs."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from convbert_jax.config import OutputsSection
+
+# config.outputs.head -> the head of a network; the others have no name there
+NAMES = {
+    "sequence": "sequence_head",
+    "first_token": "first_token_head",  # see as_sequence_head
+    "token": "token_head",
+    "span": "span_head",
+}
+
+
+def in_label_units(
+    parameters: Mapping[str, np.ndarray], outputs: OutputsSection
+) -> dict[str, np.ndarray]:
+    """A regression's last layer times `outputs.scale`: other software knows no scale."""
+    name = f"{NAMES.get(outputs.head, outputs.head)}/output/"
+    return {
+        path: leaf * np.float32(outputs.scale) if path.startswith(name) else leaf
+        for path, leaf in parameters.items()
+    }
+
+
+def as_sequence_head(parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One dense on [CLS] written as dense, GELU, dense, where the hidden size is at least twice the
+    number of outputs; else, and for other heads, as it was.
+
+    GELU(z) - GELU(-z) = z Phi(z) + z Phi(-z) = z: the inner layer computes every output and its
+    negative, the outer one subtracts the two. Float32 rounding is all that differs.
+    """
+    kernel = parameters.get("first_token_head/output/kernel")
+    if kernel is None or 2 * kernel.shape[1] > kernel.shape[0]:
+        return dict(parameters)
+    bias = parameters["first_token_head/output/bias"]
+    hidden, count = kernel.shape
+    inner, inner_bias = np.zeros((hidden, hidden), np.float32), np.zeros(hidden, np.float32)
+    outer = np.zeros((hidden, count), np.float32)
+    for sign, place in ((1, slice(0, count)), (-1, slice(count, 2 * count))):
+        inner[:, place], inner_bias[place] = sign * kernel, sign * bias
+        outer[place] = sign * np.eye(count)
+    rest = {
+        path: leaf
+        for path, leaf in parameters.items()
+        if not path.startswith("first_token_head/")
+    }
+    return rest | {
+        "sequence_head/dense/kernel": inner,
+        "sequence_head/dense/bias": inner_bias,
+        "sequence_head/output/kernel": outer,
+        "sequence_head/output/bias": np.zeros(count, np.float32),
+    }
