@@ -42,6 +42,8 @@ class FinetuneSection:
     # runs of one setting train at once, as one program: auto (where it is faster) | true | false
     vectorize_seeds: str = "auto"
     show_best: bool = False  # the best seed too, which nobody should report alone
+    # from one checkpoint of a run that is under way to the next, 0 is none: what a kill may cost
+    checkpoint_minutes: float = 10.0
     save_models: bool = True  # keeps the weights of every run: TASK/seed-N is a run's folder
     train_rows: int = 0  # of the training set, drawn by config.seed; 0 is all
     warmup_fraction: float = 0.1  # of the steps

@@ -46,6 +46,10 @@ def check_finetuning(config: Config) -> None:
         f.train_rows >= 0, f"config.finetune.train_rows={f.train_rows} must not be negative; 0: all"
     )
     check(
+        f.checkpoint_minutes >= 0,
+        f"config.finetune.checkpoint_minutes={f.checkpoint_minutes} must not be negative; 0: none",
+    )
+    check(
         f.layer_decay <= 1, f"config.finetune.layer_decay={f.layer_decay} must be at most 1: none."
     )
     check(

@@ -1,6 +1,7 @@
 """One setting of one task, trained for one seed or for several at once, and its predictions."""
 
 import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,9 @@ from convbert_jax.data.length_buckets import (
 )
 from convbert_jax.finetuning.programs import Params, Programs, narrow_head, widen_head
 from convbert_jax.finetuning.task import FinetuneTask, Outputs
+from convbert_jax.finetuning.unfinished import Unfinished
 from convbert_jax.training.optimizer import make_schedule
+from convbert_jax.training.signals import StopSignals
 
 _IN_FLIGHT = 4  # steps that are given to the device before the host waits
 _LOG_EVERY = 30.0  # seconds between lines where there is no terminal
@@ -44,7 +47,8 @@ class Fitted:
     Attributes:
       params: on the device, with a leading axis of runs if there are several.
       losses: of the last step of each run; not finite where it diverged.
-      examples_per_second: of all runs together, fillers not counted; compilation is.
+      seconds: since the last start.
+      examples_per_second: of all runs together since then, fillers not counted; compilation is.
     """
 
     params: Params
@@ -78,6 +82,7 @@ def fit(
     weights: Params | None,
     *,
     vectorized: bool,
+    unfinished: Unfinished | None = None,
 ) -> Fitted:
     """Trains one run for each seed, by one program if `vectorized`, which several need.
 
@@ -85,6 +90,10 @@ def fit(
 
     Args:
       weights: `embeddings` and `encoder` to start from; None: random ones.
+      unfinished: keeps what is done of it now and then, and has what an earlier start did.
+
+    Raises:
+      KeyboardInterrupt: a signal asked for a stop; what is done is kept.
     """
     start = time.perf_counter()
     state = _start(programs, task, seeds, weights, vectorized)
@@ -94,22 +103,31 @@ def fit(
     seed = np.asarray(seeds, np.uint32) if vectorized else np.uint32(seeds[0])
     title = f"{task.name}, seed{'s' if len(seeds) > 1 else ''} {_spell(seeds)}"
     constants = programs.replicate(dict(task.constants))
-    losses, examples = deque(), 0
-    for number, (length, index) in enumerate(
-        _report(
-            _batches(task, config, seeds, steps),
-            steps,
-            title,
-            config.finetune.batch_size * len(seeds),
-        )
-    ):
-        index = index if vectorized else index[0]
-        batch = programs.put(task.train.batch(index, length), runs=vectorized)
-        state, loss = step(state, batch, constants, seed, np.int32(number), rates[number])
-        examples += int((index >= 0).sum())
-        losses.append(loss)
-        if len(losses) > _IN_FLIGHT:
-            jax.block_until_ready(losses.popleft())
+    losses, examples, done = deque(), 0, 0
+    if unfinished:
+        state, done = unfinished.resume(state)
+    batches = itertools.islice(_batches(task, config, seeds, steps), done, None)
+    per_step, stopped = config.finetune.batch_size * len(seeds), None
+    with StopSignals() as stop:
+        for length, index in _report(batches, steps, title, per_step, done):
+            index = index if vectorized else index[0]
+            batch = programs.put(task.train.batch(index, length), runs=vectorized)
+            state, loss = step(state, batch, constants, seed, np.int32(done), rates[done])
+            done += 1
+            examples += int((index >= 0).sum())
+            losses.append(loss)
+            if len(losses) > _IN_FLIGHT:
+                jax.block_until_ready(losses.popleft())
+            if stopped := stop.requested(agree=True):
+                break
+            if unfinished and done < steps:
+                unfinished.keep_if_due(state, done)
+    if stopped:
+        if unfinished and done < steps:
+            unfinished.keep(state, done)
+            unfinished.close()
+            logging.info("Stopped by %s; step %d of %d is kept.", stopped, done, steps)
+        raise KeyboardInterrupt
     values = np.atleast_1d(np.asarray(jax.device_get(losses[-1])))
     seconds = time.perf_counter() - start
     return Fitted(state[0], values, steps, seconds, examples / seconds)
@@ -162,7 +180,8 @@ def predict_rows(
                     target[place] = value
 
     batches = evaluation_batches(rows.lengths, buckets, batch_size)
-    for length, index in _report(batches, len(batches), title, batch_size) if title else batches:
+    shown = _report(batches, len(batches), title, batch_size) if title else batches
+    for length, index in shown:
         waiting.append((index, run(rows.batch(index, length))))
         if len(waiting) > 2:  # collects the first of these while the device has two to do
             collect(*waiting.popleft())
@@ -219,22 +238,30 @@ def _batches(
         epoch += 1
 
 
-def _report(batches, steps: int, title: str, examples: int):
+def _report(batches, steps: int, title: str, examples: int, done: int = 0):
     """The batches, with a bar on a terminal; elsewhere a line now and then if it takes long.
 
     Args:
       examples: of a batch, of all runs.
+      done: steps that an earlier start did; `batches` has the others.
     """
-    bar = tqdm(batches, total=steps, desc=title, unit="step", leave=False, disable=None)
+    bar = tqdm(
+        batches, total=steps, initial=done, desc=title, unit="step", leave=False, disable=None
+    )
     start = last = time.perf_counter()
     for number, batch in enumerate(bar):
         now = time.perf_counter()
         if bar.disable and now - last > _LOG_EVERY:
             last = now
             rate = number * examples / (now - start)
-            left = (now - start) / number * (steps - number)
+            left = (now - start) / number * (steps - done - number)
             logging.info(
-                "%s: step %d/%d, %.0f examples/s, %.0f s left.", title, number, steps, rate, left
+                "%s: step %d/%d, %.0f examples/s, %.0f s left.",
+                title,
+                done + number,
+                steps,
+                rate,
+                left,
             )
         yield batch
 

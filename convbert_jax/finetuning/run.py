@@ -3,6 +3,7 @@
 WORKDIR/results.jsonl                  one line for each finished run
 WORKDIR/TASK/seed-N/                   its model, a run's folder of its own, and predictions/
 WORKDIR/TASK/rate-R-epochs-E/seed-N/   the same where several settings are searched
+WORKDIR/unfinished/                    the run that is under way, see unfinished.py
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ from convbert_jax.finetuning.results import (
     runs_of,
 )
 from convbert_jax.finetuning.task import FinetuneTask, FinetuningError, Scores
+from convbert_jax.finetuning.unfinished import Unfinished
 from convbert_jax.training.checkpoint import Checkpoints
 from convbert_jax.training.compilation import describe_compile_cache
 from convbert_jax.training.state import TrainState
@@ -138,7 +140,18 @@ def _run_group(
     config, folder, task, programs, tokenizer, weights, setting, seeds, vectorized
 ) -> list[RunResult]:
     """Trains, predicts, scores and keeps the runs of some seeds."""
-    fitted = fitting.fit(programs, task, config, setting, seeds, weights, vectorized=vectorized)
+    described = {"task": task.name, **dataclasses.asdict(setting), "seeds": list(seeds)}
+    unfinished = Unfinished(folder, described, config.finetune.checkpoint_minutes)
+    fitted = fitting.fit(
+        programs,
+        task,
+        config,
+        setting,
+        seeds,
+        weights,
+        vectorized=vectorized,
+        unfinished=unfinished,
+    )
     outputs = {
         split: fitting.predict(programs, task, config, fitted.params, rows, vectorized=vectorized)
         for split, rows in task.evaluation.items()
@@ -169,6 +182,7 @@ def _run_group(
         append_result(folder, result)
         _log(task, result)
         results.append(result)
+    unfinished.remove()
     return results
 
 

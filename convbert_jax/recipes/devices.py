@@ -52,10 +52,16 @@ def compute_dtype(config: Config, device: jax.Device) -> jnp.dtype:
 
 
 def print_config(config: Config, leave_out: Sequence[str] = ()) -> None:
-    """Logs every field, a line for each section but those to `leave_out`."""
+    """Logs every field, a line for each section, but those to `leave_out`: "section" or
+    "section.field".
+    """
     sections = {name: value for name, value in to_dict(config).items() if name not in leave_out}
     top = {name: value for name, value in sections.items() if not isinstance(value, dict)}
     for name, values in {"config": top, **sections}.items():
         if isinstance(values, dict):
-            fields = " ".join(f"{field}={value!r}" for field, value in values.items())
+            fields = " ".join(
+                f"{field}={value!r}"
+                for field, value in values.items()
+                if f"{name}.{field}" not in leave_out
+            )
             logging.info("%s: %s", name, fields)

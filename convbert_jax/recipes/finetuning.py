@@ -28,7 +28,10 @@ from convbert_jax.interop.networks import stack, to_tree
 from convbert_jax.recipes import devices, finetuned
 from convbert_jax.training import compilation, sharding, workdir
 
-_OF_PRETRAINING = ("generator", "objective", "data", "train", "checkpoint", "outputs")
+_OF_PRETRAINING = (
+    *("generator", "objective", "data", "train", "checkpoint", "outputs"),
+    *("optimizer.learning_rate", "optimizer.warmup_steps"),
+)
 _LESS_MEMORY = (
     "lower config.finetune.batch_size or eval_batch_size, or set config.model.remat=full or "
     "config.finetune.vectorize_seeds=false"

@@ -52,6 +52,7 @@ _CHANGEABLE_FINETUNING = (
     "finetune.vectorize_seeds",
     "finetune.eval_batch_size",
     "finetune.save_models",
+    "finetune.checkpoint_minutes",
 )
 
 

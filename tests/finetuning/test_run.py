@@ -4,6 +4,8 @@ import dataclasses
 import io
 import json
 import math
+import os
+import signal
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +14,10 @@ import pytest
 from convbert_jax.config import ConfigError
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.labelled_text import LabelledTask
-from convbert_jax.finetuning import fitting, results, run
+from convbert_jax.finetuning import fitting, results, run, unfinished
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.prediction import Predictor, predict_stream
+from convbert_jax.finetuning.programs import Programs
 from convbert_jax.finetuning.task import FinetuningError
 from convbert_jax.recipes import finetuned
 from convbert_jax.recipes import finetuning as recipe
@@ -292,3 +295,65 @@ def test_a_vocabulary_of_another_size_is_refused(finished, make_config, tmp_path
     config = dataclasses.replace(make_config(tokenizer__path=str(other)), init_from=model)
     with pytest.raises(ConfigError, match="has 17 entries, but the weights"):
         recipe.read_start(config)
+
+
+def count_steps(monkeypatch):
+    """Numbers of the steps that are trained from now on."""
+    seen = []
+    make = Programs.train_step
+
+    def train_step(self, task, vectorized):
+        step = make(self, task, vectorized)
+
+        def counted(state, batch, constants, seed, number, rate):
+            seen.append(int(number))
+            return step(state, batch, constants, seed, number, rate)
+
+        return counted
+
+    monkeypatch.setattr(Programs, "train_step", train_step)
+    return seen
+
+
+@pytest.mark.parametrize("together", ["false", "true"])
+@pytest.mark.parametrize("by", ["kill", signal.SIGTERM])
+def test_a_run_killed_half_way_goes_on_from_its_checkpoint(
+    start, tmp_path, monkeypatch, together, by
+):
+    fields = {"finetune__epochs": (3.0,), "finetune__vectorize_seeds": together}
+    expected = start(tmp_path / "whole", **fields)[0]
+    assert not (tmp_path / "whole" / unfinished.FOLDER).exists()
+
+    seen = count_steps(monkeypatch)
+    keep = unfinished.Unfinished.keep_if_due
+
+    def dies_after(self, state, done):
+        if by == "kill":
+            keep(self, state, done)
+        if done == 9:
+            self.close()
+            if by == "kill":
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), by)
+
+    monkeypatch.setattr(unfinished.Unfinished, "keep_if_due", dies_after)
+    folder = tmp_path / "killed"
+    with pytest.raises(KeyboardInterrupt):
+        start(folder, **fields, finetune__checkpoint_minutes=1e-9)
+    monkeypatch.setattr(unfinished.Unfinished, "keep_if_due", keep)
+    first = len(seen)
+    result = start(folder, **fields)[0]
+    # a signal is seen after the next step, which is kept; a kill has what was kept before it
+    assert seen[first] == (10 if by == signal.SIGTERM else 9)
+    assert [r.scores for r in result.runs] == [r.scores for r in expected.runs]
+    assert [r.loss for r in result.runs] == [r.loss for r in expected.runs]
+    assert not (folder / unfinished.FOLDER).exists()
+
+
+def test_a_run_of_other_seeds_does_not_go_on_from_it(start, tmp_path, monkeypatch):
+    (tmp_path / unfinished.FOLDER).mkdir(parents=True)
+    (tmp_path / unfinished.FOLDER / unfinished.RUN).write_text('{"task": "another"}')
+    seen = count_steps(monkeypatch)
+    start(tmp_path, finetune__seeds=1)
+    assert seen[0] == 0
+    assert not (tmp_path / unfinished.FOLDER).exists()

@@ -47,7 +47,7 @@ def test_too_many_labels_for_that_are_refused_with_the_way_out():
     labels = tuple("abcdefghijklmnopq")  # 17; the hidden size is 32
     config, params = make_model(OutputsSection(head="first_token", labels=labels))
     network = networks.split(config, params)["main"]
-    with pytest.raises(networks.ConversionError, match="first_token_head.*finetune.head=auto"):
+    with pytest.raises(networks.ConversionError, match=r"first_token_head.*finetune\.head=auto"):
         huggingface.to_tensors(network)
 
 
