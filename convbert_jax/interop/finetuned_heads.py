@@ -44,9 +44,7 @@ def as_sequence_head(parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
         inner[:, place], inner_bias[place] = sign * kernel, sign * bias
         outer[place] = sign * np.eye(count)
     rest = {
-        path: leaf
-        for path, leaf in parameters.items()
-        if not path.startswith("first_token_head/")
+        path: leaf for path, leaf in parameters.items() if not path.startswith("first_token_head/")
     }
     return rest | {
         "sequence_head/dense/kernel": inner,

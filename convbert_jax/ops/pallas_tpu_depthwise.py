@@ -3,8 +3,7 @@
 XLA fuses the taps into the matrix product that follows and computes them again for each of its
 tiles. Here each input is read once. A vector register has 8 sublanes, and moving positions from one
 to the next costs a rotation and a selection per tap, so positions are *dealt* to the sublanes in
-runs: of a row of L = 8 Q positions, sublane s of vector q holds position s Q + q. What a tap reads
-is then another vector, for nothing; only the ends of the runs are rotated, once.
+runs (see pallas_tpu_dealing.py): what a tap reads is then another vector, for nothing.
 """
 
 import functools
@@ -17,14 +16,13 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.ops import block_sizes
 from convbert_jax.ops.bands import LANES, SUBLANES
+from convbert_jax.ops.pallas_tpu_dealing import collect, deal, deal_ids
 from convbert_jax.ops.pallas_tpu_rows import Rows
 
 F32, I32 = jnp.float32, jnp.int32
 MOST_ROWS = 4
 # Rows of more positions are worked on in pieces, which overlap.
 LONGEST = 4096
-# Vectors of positions worked on together: the instructions of one fill the waits of another.
-UNROLLED = 8
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -77,8 +75,8 @@ def _forward_kernel(offsets, ids, x, filters, out, dealt, words, columns):
 
     @pl.loop(0, x.shape[0])
     def _(r):
-        _deal_ids(ids, r, columns, halo)
-        _deal(x, r, dealt, words, halo)
+        deal_ids(ids, r, columns, halo)
+        deal(x, r, dealt, words, halo)
 
         def results(q):
             masks = _masks(columns, q + halo, offsets)
@@ -91,7 +89,7 @@ def _forward_kernel(offsets, ids, x, filters, out, dealt, words, columns):
                     total = product if total is None else total + product
                 yield total
 
-        _collect(results, out, r, words)
+        collect(results, out, r, words)
 
 
 def _backward_kernel(offsets, ids, x, cotangent, filters, d_x, sums, dealt, words, columns):
@@ -101,9 +99,9 @@ def _backward_kernel(offsets, ids, x, cotangent, filters, d_x, sums, dealt, word
 
     @pl.loop(0, x.shape[0])
     def _(r):
-        _deal_ids(ids, r, columns, halo)
-        _deal(x, r, dealt.at[:blocks], words, halo)
-        _deal(cotangent, r, dealt.at[blocks:], words, halo)
+        deal_ids(ids, r, columns, halo)
+        deal(x, r, dealt.at[:blocks], words, halo)
+        deal(cotangent, r, dealt.at[blocks:], words, halo)
 
         def results(q):
             masks = _masks(columns, q + halo, opposite)
@@ -120,7 +118,7 @@ def _backward_kernel(offsets, ids, x, cotangent, filters, d_x, sums, dealt, word
                     sums[0, tap, :, lanes] += own * given
                 yield total
 
-        _collect(results, d_x, r, words)
+        collect(results, d_x, r, words)
 
 
 def _is_long(x, offsets) -> bool:
@@ -160,128 +158,6 @@ def _masks(columns, q, offsets):
     # Padding reads nothing, itself included: -1 is nobody's id.
     here = jnp.where(columns[q] == 0, -1, columns[q])
     return [columns[q + offset] == here for offset in offsets]
-
-
-def _deal_ids(ids, r, columns, halo) -> None:
-    """The ids of row r, [8, Q] with Q along lanes, to every lane of a vector each."""
-    if ids is None:
-        return
-    count = columns.shape[0] - 2 * halo
-
-    def deal(first, size):
-        lanes = ids[r, :, pl.ds(first, LANES)]
-        for q in range(size):
-            column = jnp.broadcast_to(lanes[:, q : q + 1], (SUBLANES, LANES))
-            columns[halo + first + q] = column
-
-    whole = count // LANES
-    if whole == 1:
-        deal(0, LANES)
-    elif whole:
-
-        @pl.loop(0, whole)
-        def _(chunk):
-            deal(pl.multiple_of(chunk * LANES, LANES), LANES)
-
-    if count % LANES:
-        deal(whole * LANES, count % LANES)
-    _fill_halo(columns, halo)
-
-
-def _deal(rows, r, dealt, words, halo) -> None:
-    """Row r, [L, C], to dealt [C / 128, halo + Q + halo, 8, 128] in float32.
-
-    By way of words of 32 bits, which hold one position or the two of a 16-bit type.
-    """
-    size = rows.shape[1] * rows.dtype.itemsize // 4
-    run = size // SUBLANES
-    for block in range(dealt.shape[0]):
-        lanes = slice(block * LANES, (block + 1) * LANES)
-        words[block * size : (block + 1) * size] = _bitcast(rows[r, :, lanes], I32)
-
-        def deal(index, block=block):
-            place = pl.ds(block * size + index, SUBLANES, stride=run)
-            parts = _unpack(words[place], rows.dtype)
-            for part, positions in enumerate(parts):
-                dealt[block, halo + index * len(parts) + part] = positions
-
-        _for_each(run, deal)
-        _fill_halo(dealt.at[block], halo)
-
-
-def _collect(results, rows, r, words) -> None:
-    """results(q) yields vector q of each block of channels; to row r, as `_deal` took them."""
-    per_word = 4 // rows.dtype.itemsize
-    size = rows.shape[1] // per_word
-    run = size // SUBLANES
-
-    def collect(index):
-        parts = [results(index * per_word + part) for part in range(per_word)]
-        for block, vectors in enumerate(zip(*parts, strict=True)):
-            place = pl.ds(block * size + index, SUBLANES, stride=run)
-            words[place] = _pack(vectors, rows.dtype)
-
-    _for_each(run, collect)
-    for start in range(0, rows.shape[2], LANES):
-        block = words[start // LANES * size : (start // LANES + 1) * size]
-        rows[r, :, start : start + LANES] = _bitcast(block, rows.dtype)
-
-
-def _bitcast(x, dtype):
-    """Rows in pairs, where the sizes differ: the even one is the lower half."""
-    return x if x.dtype == dtype else pltpu.bitcast(x, dtype)
-
-
-def _unpack(word, dtype):
-    if dtype == F32:
-        return [pltpu.bitcast(word, F32)]
-    return [pltpu.bitcast(word << 16, F32), pltpu.bitcast(word & I32(-(1 << 16)), F32)]
-
-
-def _pack(vectors, dtype):
-    if dtype == F32:
-        return pltpu.bitcast(vectors[0], I32)
-    return pltpu.bitcast(pltpu.pack_elementwise(vectors, packed_dtype=dtype), I32)
-
-
-def _fill_halo(vectors, halo) -> None:
-    """The vectors of [halo + Q + halo, 8, lanes] before and after the runs, from their neighbors.
-
-    What lies h vectors before the runs is the end of the run that is n = ceil(h / Q) earlier.
-    """
-    count = vectors.shape[0] - 2 * halo
-    sublane = jax.lax.broadcasted_iota(I32, vectors.shape[1:], 0)
-    for runs in range(1, -(-halo // count) + 1):
-        first, last = (runs - 1) * count, min(runs * count, halo)
-
-        def fill(step, runs=runs, first=first):
-            before = halo - 1 - first - step
-            after = halo + count + first + step
-            for place, source, turn, kept in (
-                (before, before + runs * count, runs, sublane >= runs),
-                (after, after - runs * count, SUBLANES - runs, sublane < SUBLANES - runs),
-            ):
-                if runs >= SUBLANES:
-                    vectors[place] = jnp.zeros(vectors.shape[1:], vectors.dtype)
-                    continue
-                moved = pltpu.roll(vectors[source], turn, 0)
-                vectors[place] = jnp.where(kept, moved, jnp.zeros_like(moved))
-
-        _for_each(last - first, fill)
-
-
-def _for_each(count, body) -> None:
-    """body(0) ... body(count - 1), some of them unrolled."""
-    whole = count // UNROLLED
-    if whole > 1:
-
-        @pl.loop(0, whole)
-        def _(chunk):
-            for index in range(UNROLLED):
-                body(chunk * UNROLLED + index)
-
-    for index in range(whole * UNROLLED if whole > 1 else 0, count):
-        body(index)
 
 
 class _Rows(Rows):

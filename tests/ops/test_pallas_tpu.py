@@ -19,6 +19,7 @@ from convbert_jax.ops import (
     depthwise_conv,
     dispatch,
     pallas_tpu,
+    pallas_tpu_dealing,
     pallas_tpu_depthwise,
     pallas_tpu_windows,
     reference,
@@ -36,7 +37,7 @@ def _looped(request, monkeypatch):
     """Windows in loops: unrolled, the interpreter's programs take XLA:CPU minutes to compile."""
     if "unrolled" not in request.fixturenames and "tpu" not in request.keywords:
         monkeypatch.setattr(pallas_tpu_windows, "UNROLLED_WINDOWS", 1)
-        monkeypatch.setattr(pallas_tpu_depthwise, "UNROLLED", 1)
+        monkeypatch.setattr(pallas_tpu_dealing, "UNROLLED", 1)
     yield
     # Some of these programs hold thousands of memory maps; see tests/conftest.py.
     jax.clear_caches()
