@@ -11,11 +11,10 @@ from convbert_jax.config import LayerConfig
 from convbert_jax.models.attention import attend
 from convbert_jax.models.convolution import SeparableConv
 from convbert_jax.models.layers import Dense, Initializers
+from convbert_jax.ops import depthwise_conv
 from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
 
-# Implementations of the dynamic convolution that have one of the key's convolution beside them;
-# the others take XLA's.
-KERNELS = ("auto", "pallas_tpu")
+_KEY_CONVOLUTIONS = ("auto", *depthwise_conv.IMPLEMENTATIONS)  # without the one named, XLA's
 
 
 class SelfAttention(nnx.Module):
@@ -72,7 +71,9 @@ class MixedAttention(nnx.Module):
         conv_ids = segment_ids if c.mask_convolution else None
         convolved = span_dynamic_conv(
             _join(query),
-            self.key_conv(x, conv_ids, c.convolution if c.convolution in KERNELS else "xla"),
+            self.key_conv(
+                x, conv_ids, c.convolution if c.convolution in _KEY_CONVOLUTIONS else "xla"
+            ),
             self.conv_value(x),
             self.conv_kernel.kernel[...].astype(x.dtype),
             self.conv_kernel.bias[...].astype(x.dtype),

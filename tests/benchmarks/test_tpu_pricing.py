@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from benchmarks import dynamic_conv, layer, timing, tpu_pricing
+from benchmarks import dynamic_conv, layer, timing, tpu_pricing, tpu_program
 from tests.conftest import REPOSITORY
 
 needs_compiler = pytest.mark.skipif(
@@ -46,7 +46,7 @@ ENTRY %main (x.1: f32[8]) -> f32[8] {
 
 
 def test_operations_of_a_loop_count_as_often_as_it_runs():
-    found = {o.name: o for o in tpu_pricing.scheduled(PROGRAM)}
+    found = {o.name: o for o in tpu_program.scheduled(PROGRAM)}
     assert {name: (o.times, o.cycles) for name, o in found.items()} == {
         "double": (12, 10.0),
         "kernel.7": (12, None),
@@ -63,7 +63,7 @@ def test_operations_of_a_loop_count_as_often_as_it_runs():
 
 def test_a_loop_without_a_trip_count_is_refused():
     with pytest.raises(ValueError, match="does not state its trip count"):
-        tpu_pricing.scheduled(PROGRAM.replace("direction=LT", "direction=GT"))
+        tpu_program.scheduled(PROGRAM.replace("direction=LT", "direction=GT"))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_loop_without_a_trip_count_is_refused():
     ],
 )
 def test_bytes_of_a_laid_out_array(shape, size):
-    assert tpu_pricing.laid_out_bytes(shape) == size
+    assert tpu_program.laid_out_bytes(shape) == size
 
 
 def test_floors_are_traffic_at_full_bandwidth():

@@ -137,7 +137,7 @@ def test_auto_says_once_what_it_takes(
 @pytest.mark.tpu_compile
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the libtpu wheel")
 def test_auto_is_splash_in_a_program_for_tpu():
-    from benchmarks import tpu_pricing
+    from benchmarks import tpu_pricing, tpu_program
 
     def both(cotangent, query, key, value, ids):
         return run(attention, query, key, value, cotangent, ids)
@@ -145,7 +145,7 @@ def test_auto_is_splash_in_a_program_for_tpu():
     arrays = [jax.ShapeDtypeStruct((2, 512, 2, 64), jnp.bfloat16)] * 4
     ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)
     compiled = tpu_pricing.compile_for(both, *arrays, ids, target="tpu:v5e")
-    names = [o.name for o in tpu_pricing.scheduled(compiled.as_text()) if o.kernel]
+    names = [o.name for o in tpu_program.scheduled(compiled.as_text()) if o.kernel]
     assert len(names) == 2
     assert all("splash" in name for name in names)
 
