@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import logging
 
@@ -214,6 +215,9 @@ def _read_parts(
     identity = [section.id] if section.id else []
     wanted = [*section.texts, *identity, *([] if optional else [section.label])]
     examples: list[Example] = []
+    ids: dict[str, str] = {}  # id -> where its row is
+    twice: list[str] = []
+    skipped = 0
     for part in parts:
         bad_rows = BadRows(part.shown, section.bad_rows)
         rows = read_table(
@@ -234,9 +238,23 @@ def _read_parts(
                 read = None if is_unlabelled(label) else reader.read(label)
             except ValueError as error:
                 raise DataError(f"{part.shown} line {line} {error}.") from None
-            row_id = spell(fields[len(section.texts)]) if identity else str(len(examples))
+            # A row has the number that it has in the files, whatever is left out before it.
+            number = len(examples) + skipped + bad_rows.count
+            row_id = spell(fields[len(section.texts)]) if identity else str(number)
+            place = f"{part.shown} line {line}"
+            if identity and ids.setdefault(row_id, place) != place:
+                twice.append(f"'{row_id}' in {place} is that of {ids[row_id]}")
             found = tuple(_text(field) for field in fields[: len(section.texts)])
             examples.append(Example(row_id, found, read))
+        skipped += bad_rows.count
+    if twice:
+        logging.warning(
+            "%d rows have an id (config.task.id=%s) that another row has: %s%s.",
+            len(twice),
+            section.id,
+            twice[0],
+            ", …" if twice[1:] else "",
+        )
     if not examples:
         raise DataError(f"{parts[0].shown} has no usable rows; check config.task.")
     return examples
@@ -246,10 +264,14 @@ def _text(value) -> str:
     return " ".join(value) if isinstance(value, list) else value.strip()
 
 
-def _problem(section: TaskSection, fields, label, optional: bool) -> str:
-    """What is wrong with a row, to follow "FILE line N"; "" where nothing is."""
-    for name, value in zip(section.texts, fields, strict=False):
-        if section.kind == "tagging":
+def describe_problem(kind: str, names: Sequence[str], values: Sequence[Any]) -> str:
+    """What is wrong with the texts of a row, to follow "FILE line N"; "" where nothing is.
+
+    Args:
+      names: of the columns that have `values`; of tagging one, with a list of words.
+    """
+    for name, value in zip(names, values, strict=True):
+        if kind == "tagging":
             if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
                 return f"has no list of words in '{name}'"
             if not value:
@@ -261,6 +283,14 @@ def _problem(section: TaskSection, fields, label, optional: bool) -> str:
             return f"has {type(value).__name__} instead of text in '{name}'"
         elif not value.strip():
             return f"has an empty text in '{name}'"
+    return ""
+
+
+def _problem(section: TaskSection, fields, label, optional: bool) -> str:
+    """As `describe_problem`, of a whole row."""
+    problem = describe_problem(section.kind, section.texts, fields[: len(section.texts)])
+    if problem:
+        return problem
     if is_unlabelled(label):
         return "" if optional else f"has no label in '{section.label}'"
     if section.kind == "tagging":

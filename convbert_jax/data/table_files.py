@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.table_formats import OPENERS, BadRows, TableFormat
+from convbert_jax.data.table_formats import OPENERS, BadRows, Fault, Rows, TableFormat
 
 
 def read_table(
@@ -33,7 +33,8 @@ def read_table(
         with another number of columns.
     """
     shown = path if isinstance(path, Path) else path[0]
-    header, rows = OPENERS[form.format](path, form, bad_rows, key)
+    header, found = OPENERS[form.format](path, form, key)
+    rows = _usable(found, bad_rows)
     count = 0
     if header is None:  # objects with names of their own
         for line, record in rows:
@@ -56,6 +57,14 @@ def read_table(
     bad_rows.summarize(count)
     if not count:
         raise DataError(f"{shown} has no rows; check the file.")
+
+
+def _usable(rows: Rows, bad_rows: BadRows) -> Rows:
+    for line, row in rows:
+        if isinstance(row, Fault):
+            bad_rows.report(line, row.problem)
+        else:
+            yield line, row
 
 
 def _place(name: str, header: Sequence[str], form: TableFormat, path: Path | None) -> int | None:

@@ -1,15 +1,13 @@
 """Formats of tables in text files: each opens a file as its column names and its rows.
 
 An opener returns (names, rows of cells) or, where rows are objects with names of their own, (None,
-rows of dicts). Line numbers count from 1 and are those of the file, header included.
+rows of dicts). A row that cannot be used is a `Fault` in its place. Line numbers count from 1 and
+are those of the file, header included; that of a row is the line where it begins.
 """
 
 import csv
 import dataclasses
-import gzip
-import json
 import re
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,27 @@ from typing import Any
 from absl import logging
 
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.text_formats import open_bytes
+from convbert_jax.data.text_lines import (
+    LONGEST_LINE,
+    Lines,
+    Stream,
+    decode_lines,
+    describe_escapes,
+    without_last_blanks,
+)
+from convbert_jax.files import parse_json
 
-Lines = Iterator[tuple[int, str]]
-Rows = Iterator[tuple[int, Sequence[Any] | dict[str, Any]]]
+Source = Path | Stream
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What is wrong with a row, to follow "FILE line N"."""
+
+    problem: str
+
+
+Rows = Iterator[tuple[int, Sequence[Any] | dict[str, Any] | Fault]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +54,7 @@ class TableFormat:
     rest_in_last: bool = False  # the last column takes what is left, separators too (tsv)
     pattern: str = ""
     encoding: str = "utf-8"
+    escape: bool = False  # bytes that are not of `encoding` are a fault of the row, not of the file
     hint: str = "check the file"  # what to do about a column that is not there
 
     @property
@@ -74,104 +90,118 @@ class BadRows:
             )
 
 
-def _open_tsv(path: Path, form: TableFormat, bad_rows: BadRows, key: str):
-    lines = _read_lines(path, form.encoding)
-    header = list(form.columns)
-    if not header:
-        header = _first(lines, path)[1].split("\t")
+def _open_tsv(source: Source, form: TableFormat, key: str):
+    lines = _read_lines(source, form)
+    header = list(form.columns) or _header(lines, source).split("\t")
     splits = len(header) - 1 if form.rest_in_last else -1
-    return header, _counted(
-        ((n, line.split("\t", splits)) for n, line in lines), len(header), bad_rows
-    )
+    return header, _counted(((n, line.split("\t", splits)) for n, line in lines), len(header))
 
 
-def _open_csv(path: Path, form: TableFormat, bad_rows: BadRows, key: str):
-    reader = csv.reader((line + "\n" for _, line in _read_lines(path, form.encoding)), strict=True)
+def _open_csv(source: Source, form: TableFormat, key: str):
+    """Blank lines are no rows, as other readers of csv have it."""
+    csv.field_size_limit(LONGEST_LINE)
+    reader = csv.reader((line + "\n" for _, line in _read_lines(source, form)), strict=True)
 
     def rows():
         while True:
+            start = reader.line_num + 1
             try:
                 cells = next(reader, None)
             except csv.Error as error:
-                raise DataError(f"{path} line {reader.line_num} is not csv: {error}.") from None
+                if str(error) == "unexpected end of data":  # a quotation mark that has no other
+                    raise DataError(f"{source} line {start} is not csv: {error}.") from None
+                yield start, Fault(f"is not csv: {error}")
+                continue
             if cells is None:
                 return
-            yield reader.line_num, cells
+            if cells:
+                yield start, cells
 
     found = rows()
-    header = list(form.columns) or _first(found, path)[1]
-    return header, _counted(found, len(header), bad_rows)
+    header = list(form.columns) or _header(found, source)
+    return header, _counted(found, len(header))
 
 
-def _counted(rows: Rows, columns: int, bad_rows: BadRows) -> Rows:
+def _counted(rows: Rows, columns: int) -> Rows:
     """Rows with the right number of columns."""
     for line, cells in rows:
-        if len(cells) == columns:
-            yield line, cells
-        else:
-            bad_rows.report(line, f"has {len(cells)} columns instead of {columns}")
+        if not isinstance(cells, Fault) and len(cells) != columns:
+            cells = Fault(f"has {len(cells)} columns instead of {columns}")
+        yield line, cells
 
 
-def _open_jsonl(path: Path, form: TableFormat, bad_rows: BadRows, key: str):
+def _open_jsonl(source: Source, form: TableFormat, key: str):
     def rows():
-        for line, text in _read_lines(path, form.encoding):
+        for line, text in _read_lines(source, form):
             try:
-                record = json.loads(text)
+                record = parse_json(text)
             except ValueError as error:
-                raise DataError(f"{path} line {line} is not JSON: {error}.") from None
-            if not isinstance(record, dict):
-                raise DataError(f"{path} line {line} is not a JSON object.")
+                record = Fault(describe_escapes(text, form.encoding) or _no_json(error))
+            if not isinstance(record, dict | Fault):
+                record = Fault("is not a JSON object")
             yield line, record
 
     return None, rows()
 
 
-def _open_json(path: Path, form: TableFormat, bad_rows: BadRows, key: str):
+def _open_json(source: Source, form: TableFormat, key: str):
     """Rows count from 1, in the place of lines."""
-    text = "\n".join(line for _, line in _read_lines(path, form.encoding))
     try:
-        document = json.loads(text)
+        document = parse_json("\n".join(line for _, line in _read_lines(source, form)))
     except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}.") from None
+        raise DataError(f"{source} {_no_json(error)}.") from None
     if key:
         if not isinstance(document, dict) or key not in document:
             names = ", ".join(document) if isinstance(document, dict) else type(document).__name__
-            raise DataError(f"{path} has no list '{key}' (it has: {names}).")
+            raise DataError(f"{source} has no list '{key}' (it has: {names}).")
         document = document[key]
     if not isinstance(document, list):
         names = f" (it has: {', '.join(document)})" if isinstance(document, dict) else ""
-        raise DataError(f"{path} is not a JSON list of rows; name the list as FILE#KEY{names}.")
+        raise DataError(f"{source} is not a JSON list of rows; name the list as FILE#KEY{names}.")
     if not document or isinstance(document[0], dict):
-        return None, enumerate(document, start=1)
-    columns = len(document[0])
-    header = list(form.columns) or [str(n) for n in range(columns)]
-    return header, _counted(enumerate(document, start=1), len(header), bad_rows)
+        return None, _of_type(document, dict, "an object")
+    if not isinstance(document[0], list):
+        raise DataError(f"{source} is a JSON list, but its rows are no objects and no lists.")
+    header = list(form.columns) or [str(n) for n in range(len(document[0]))]
+    return header, _counted(_of_type(document, list, "a list"), len(header))
 
 
-def _open_conll(path: Path, form: TableFormat, bad_rows: BadRows, key: str):
+def _of_type(rows: list, kind: type, name: str) -> Rows:
+    for number, row in enumerate(rows, start=1):
+        yield number, row if isinstance(row, kind) else Fault(f"is not {name}, as the first row is")
+
+
+def _open_conll(source: Source, form: TableFormat, key: str):
+    """A sentence with a line that has other columns is a fault as a whole, at that line."""
+    columns = 0
+
     def sentences():
-        words, start, columns = [], 0, 0
-        for line, text in _read_lines(path, form.encoding, end=True):
+        nonlocal columns
+        words, start, fault = [], 0, None
+        lines = _read_lines(source, form)
+        while True:
+            line, text = next(lines, (0, ""))  # an empty line after the last one
             cells = text.split()
             if cells and cells[0] != "-DOCSTART-":
                 columns = columns or len(cells)
                 start = start or line
-                if len(cells) != columns:
-                    bad_rows.report(line, f"has {len(cells)} columns instead of {columns}")
-                else:
-                    words.append(cells)
+                if len(cells) != columns and not fault:
+                    fault = line, Fault(f"has {len(cells)} columns instead of {columns}")
+                words.append(cells)
             elif words:
-                yield start, [list(column) for column in zip(*words, strict=True)]
-                words, start = [], 0
+                yield fault or (start, [list(column) for column in zip(*words, strict=True)])
+                words, start, fault = [], 0, None
+            if not line:
+                return
 
     found = sentences()
-    first = _first(found, path)
-    header = list(form.columns) or [str(n) for n in range(len(first[1]))]
+    first = _first(found, source)
+    header = list(form.columns) or [str(n) for n in range(columns)]
     return header, _prepend(first, found)
 
 
-def _open_parallel(paths: tuple[Path, ...], form: TableFormat, bad_rows: BadRows, key: str):
-    readers = [_read_lines(path, form.encoding) for path in paths]
+def _open_parallel(paths: tuple[Path, ...], form: TableFormat, key: str):
+    readers = [_read_lines(path, form) for path in paths]
     header = list(form.columns) or [str(n) for n in range(len(paths))]
     if len(header) != len(paths):
         raise DataError(f"{len(paths)} parallel files need {len(paths)} columns, not {header}.")
@@ -190,19 +220,17 @@ def _open_parallel(paths: tuple[Path, ...], form: TableFormat, bad_rows: BadRows
     return header, rows()
 
 
-def _open_pattern(path: Path, form: TableFormat, bad_rows: BadRows, key: str):
+def _open_pattern(source: Source, form: TableFormat, key: str):
     try:
         pattern = re.compile(form.pattern)
     except re.error as error:
         raise DataError(f"pattern {form.pattern!r} is no regular expression: {error}.") from None
 
     def rows():
-        for line, text in _read_lines(path, form.encoding):
+        for line, text in _read_lines(source, form):
             match = pattern.fullmatch(text)
-            if match:
-                yield line, match.groupdict()
-            else:
-                bad_rows.report(line, f"does not match the pattern {form.pattern!r}")
+            problem = f"does not match the pattern {form.pattern!r}"
+            yield line, match.groupdict() if match else Fault(problem)
 
     return None, rows()
 
@@ -236,11 +264,18 @@ def guess_format(path: Path) -> str:
     )
 
 
-def _first(rows: Iterator, path: Path):
-    row = next(rows, None)
+def _first(rows: Iterator, source: Source):
+    line, row = next(rows, (0, None))
     if row is None:
-        raise DataError(f"{path} is empty; check the file.")
-    return row
+        raise DataError(f"{source} is empty; check the file.")
+    return line, row
+
+
+def _header(rows: Iterator, source: Source):
+    line, cells = _first(rows, source)
+    if isinstance(cells, Fault):
+        raise DataError(f"{source} line {line} {cells.problem}.")
+    return cells
 
 
 def _prepend(first, rows: Iterator) -> Iterator:
@@ -248,41 +283,9 @@ def _prepend(first, rows: Iterator) -> Iterator:
     yield from rows
 
 
-def _read_lines(path: Path, encoding: str, *, end: bool = False) -> Lines:
-    """Decoded lines without their ends; a byte order mark and empty lines at the end are dropped.
+def _no_json(error: ValueError) -> str:
+    return f"is not JSON: {str(error).removeprefix('it is not JSON: ')}"
 
-    Args:
-      end: adds an empty line after the last one.
 
-    Raises:
-      DataError: unreadable, a damaged gzip file, or bytes that are not of `encoding`.
-    """
-    blanks = number = 0
-    try:
-        with open_bytes(path) as file:
-            # Only \n ends a line: texts hold other characters that Python takes for line ends.
-            for number, data in enumerate(file, start=1):
-                try:
-                    line = data.decode(encoding)
-                except UnicodeDecodeError as error:
-                    raise DataError(
-                        f"{path} line {number} is not {encoding} (byte {error.start} of the line "
-                        f"is 0x{data[error.start]:02X}); convert the file or set its encoding."
-                    ) from None
-                line = line.rstrip("\r\n")
-                if number == 1:
-                    line = line.removeprefix("\ufeff")
-                if not line.strip():
-                    blanks += 1
-                    continue
-                yield from ((number - n, "") for n in range(blanks, 0, -1))
-                blanks = 0
-                yield number, line
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path} is a damaged gzip file ({error}); fetch it again.") from None
-    except LookupError:
-        raise DataError(f"encoding '{encoding}' is unknown; try utf-8 or iso-8859-1.") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
-    if end:
-        yield number + 1, ""
+def _read_lines(source: Source, form: TableFormat) -> Lines:
+    return without_last_blanks(decode_lines(source, form.encoding, escape=form.escape))

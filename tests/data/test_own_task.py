@@ -286,6 +286,57 @@ def test_rows_may_be_skipped(tmp_path, caplog):
     assert "rows left out; the first: line 3 has an empty text" in caplog.text
 
 
+def test_rows_keep_their_numbers_whatever_is_skipped(tmp_path):
+    """So that predictions join to the file."""
+    write(tmp_path, "a.tsv", HEADER + "x\ta\n\tb\ny\tb\tc\nz\tb\n")
+    write(
+        tmp_path, "b.jsonl", '{"text": "v", "label": "a"}\n{"text\n5\n{"text": "w", "label": "a"}\n'
+    )
+    fields = {"bad_rows": "skip", "heldout_fraction": 0.0, "labels": ("a", "b")}
+    examples = read(tmp_path, train="a.tsv,b.jsonl", **fields)
+    assert [(e.id, e.texts[0]) for e in examples] == [
+        ("0", "x"),
+        ("3", "z"),
+        ("4", "v"),
+        ("7", "w"),
+    ]
+    write(tmp_path, "c.conll", "a O\n\nb\nc O\n\nd O\n")
+    fields |= {"kind": "tagging", "texts": ("0",), "label": "1", "labels": ("O", "B")}
+    examples = read(tmp_path, train="c.conll", **fields)
+    assert [(e.id, e.texts[0]) for e in examples] == [("0", "a"), ("2", "d")]  # never half of one
+
+
+def test_two_rows_of_one_id_are_told(tmp_path, caplog):
+    write(tmp_path, "a.tsv", "n\ttext\tlabel\n7\tx\ta\n8\ty\tb\n7\tz\tb\n")
+    with caplog.at_level(logging.WARNING):
+        read(tmp_path, train="a.tsv", id="n", heldout_fraction=0.0)
+    assert "a.tsv line 4 is that of" in caplog.text
+    assert "a.tsv line 2" in caplog.text
+
+
+def test_csv_as_other_readers_have_it(tmp_path):
+    """Blank lines are no rows, a field may be long, and an open quotation mark eats no rows."""
+    long = "word " * 40_000
+    write(tmp_path, "a.csv", f"\ntext,label\n\nx,a\n\n\n{long},b\n\n")
+    examples = read(tmp_path, train="a.csv", heldout_fraction=0.0)
+    assert [(e.id, e.texts[0]) for e in examples] == [("0", "x"), ("1", long.strip())]
+    write(tmp_path, "a.csv", 'text,label\nx,a\n"y\nz",b\n"v,b\nw,a\n')
+    with pytest.raises(DataError, match=r"a\.csv line 5 is not csv: unexpected"):
+        read(tmp_path, train="a.csv", labels=("a", "b"), bad_rows="skip")
+    write(tmp_path, "a.csv", 'text,label\nx,a\n"y"y,b\nz,b\n')
+    examples = read(tmp_path, train="a.csv", heldout_fraction=0.0, bad_rows="skip")
+    assert [(e.id, e.texts[0]) for e in examples] == [("0", "x"), ("2", "z")]
+
+
+@pytest.mark.parametrize(
+    "document", ["[5]", '["a"]', '[{"text": "x", "label": "a"}, 5]', '[["x"], 5]']
+)
+def test_json_that_is_no_table(tmp_path, document):
+    write(tmp_path, "a.json", document)
+    with pytest.raises(DataError):
+        read(tmp_path, train="a.json", labels=("a", "b"))
+
+
 def test_a_test_file_without_labels_cannot_be_scored(tmp_path):
     write(tmp_path, "a.tsv", HEADER + "x\ta\ny\tb\n")
     write(tmp_path, "t.tsv", "text\nx\ny\n")
