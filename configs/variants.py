@@ -45,5 +45,6 @@ def _follow_release(config) -> None:
     config.optimizer.decay_during_warmup = True
     config.data.layout = "electra"
     config.data.release_builder_bug = True
+    config.data.shuffle_documents = True
     config.data.release_shuffle = True
     config.tokenizer.kind = "wordpiece"

@@ -48,6 +48,7 @@ def test_paper_differs_from_default_in_every_quirk():
         "data.layout",
         "data.release_builder_bug",
         "data.release_shuffle",
+        "data.shuffle_documents",
         "tokenizer.kind",
     }
 

@@ -129,8 +129,11 @@ class DataSection:
     # Release: two conditions of its example builder are inverted, so that most examples have one
     # segment and some an empty first one. Only with layout="electra".
     release_builder_bug: bool = False
-    # Release: shard files are shuffled, four read in turn through a buffer of 100 rows. False:
-    # every row, any order.
+    # Release: documents are shuffled before they become rows. False: rows lie in the order of the
+    # corpus.
+    shuffle_documents: bool = False
+    # Release: rows are dealt in turn to 1000 files; the files, repeated for ever, are shuffled and
+    # four read in turn through a buffer of 100 rows. False: every row, any order, once an epoch.
     release_shuffle: bool = False
     # text that is not UTF-8: error | replace | skip (leave the document out)
     encoding_errors: str = "error"

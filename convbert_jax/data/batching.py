@@ -17,11 +17,12 @@ import numpy as np
 from convbert_jax.data.corpus import Corpus, Split
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.rows import ShardReader
-from convbert_jax.data.shuffling import release_order, shuffled
+from convbert_jax.data.shuffling import BUFFER, FILES, INTERLEAVED, release_order, shuffled
 
 Batch = dict[str, np.ndarray]
 # A read costs some 70 us for each shard it touches, however few rows: so rows are read by blocks.
 BLOCK_ROWS = 8192
+RELEASE_ORDER = f"{FILES} files, {INTERLEAVED} in turn, buffer of {BUFFER}"
 
 
 def training_batches(
@@ -34,13 +35,13 @@ def training_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> "Batches":
-    """Endless batches of the train split; every epoch has every row exactly once.
+    """Endless batches of the train split; every epoch has every row exactly once, but with
+    `release_shuffle`, where epochs flow into each other.
 
     Args:
       batch_size: rows of the global batch; this process gets `batch_size // process_count`.
-      release_shuffle: the weak shuffling of ConvBERT's release instead of a full one: shards in
-        random order, four read in turn, then mixed within windows of 100 rows. (The release's
-        buffer of 100 can hold a row back for longer; windows need no state.)
+      release_shuffle: the shuffling of ConvBERT's release instead of a full one, see
+        `shuffling.release_order`.
       prefetch: at least so many batches are read ahead by a thread; 0 reads each when asked.
 
     Raises:
@@ -56,7 +57,8 @@ def training_batches(
         "corpus": corpus.fingerprint,
         "seed": seed,
         "batch_size": batch_size,
-        "release_shuffle": release_shuffle,
+        # Says how: an earlier version knew another order by the plain name.
+        "release_shuffle": RELEASE_ORDER if release_shuffle else False,
     }
     return Batches(
         reader=ShardReader(split.shards, corpus.row_dtype),

@@ -122,6 +122,7 @@ def _made_from(config: Config, sources: dict[str, Source] | None) -> dict[str, A
     """Everything that decides the rows, by the name used when it differs."""
     data, tokenizer = config.data, config.tokenizer
     layout = data.layout + (" with the release's bug" if data.release_builder_bug else "")
+    layout += " of shuffled documents" if data.shuffle_documents else ""
     result = {
         "version": VERSION,
         "layout": layout,

@@ -138,6 +138,7 @@ def process_units(
         length=data.length,
         layout=data.layout,
         release_bug=data.release_builder_bug,
+        shuffle_documents=data.shuffle_documents,
         heldout_fraction=data.heldout_fraction,
         encoding_errors=data.encoding_errors,
     )

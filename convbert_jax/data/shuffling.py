@@ -9,8 +9,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 ROUNDS = 6
-WINDOW = 100
+# The release's: files written, files read in turn, rows in the shuffle buffer.
+FILES = 1000
 INTERLEAVED = 4
+BUFFER = 100
+CHUNK = 1 << 14  # files of a lane looked up at once
+BLOCK = 1 << 16  # rows ordered at once
 Order = Callable[[np.ndarray], np.ndarray]
 
 
@@ -31,39 +35,90 @@ def shuffled(size: int, seed: int) -> Order:
 
 
 def release_order(shards: Sequence[int], seed: int) -> Order:
-    """Shards (of so many rows each) in random order, `INTERLEAVED` read in turn, then mixed within
-    windows of `WINDOW` rows: how far the official reader's shuffling reaches.
+    """Rows in the order of ConvBERT's release (its build_pretraining_dataset.py, pretrain_data.py).
 
-    Holds the order of an epoch or two in memory, 8 bytes a row.
+    Writing: shards (of so many rows each) follow each other in random order, and their rows are
+    dealt in turn to `FILES` files, so neighbors in a file are of different documents. Reading: the
+    names of the files, repeated for ever, go through a shuffle buffer as large as their number, so
+    epochs flow into each other; `INTERLEAVED` files are read in turn, each to its end; their rows
+    go through a shuffle buffer of `BUFFER`. (The release lets whichever file is ready come first,
+    which has no reproducible order.)
+
+    Nothing is held but the order of a block or two. A first call far from the beginning goes over
+    all files read until there, some 0.1 us each.
     """
     starts = np.cumsum([0, *shards])
     size = int(starts[-1])
+    key = _epoch_keys(seed, np.asarray([0]))
+    by_shard = np.argsort(_mix(key ^ np.arange(len(shards), dtype=np.uint64)), kind="stable")
+    written = np.cumsum([0, *(shards[s] for s in by_shard)])  # where each shard begins, as written
+    files = min(FILES, size)
+    lanes = min(INTERLEAVED, files)
+    begins = [np.zeros(lanes, np.int64)]  # of each chunk of files: the turns of each lane before it
+
+    @functools.lru_cache(maxsize=4)
+    def chunk(number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Files that each lane reads, [lanes, CHUNK], and the turn at which each is at its end."""
+        inputs = _buffered(number * CHUNK * lanes, CHUNK * lanes, files, _mix(~key))
+        names = (inputs % files).reshape(CHUNK, lanes).T
+        lengths = size // files + (names < size % files)
+        return names, np.cumsum(lengths, axis=1)
+
+    def interleaved(turns: np.ndarray, lane: int) -> np.ndarray:
+        """Rows, by their place as written, that a lane reads at `turns`."""
+        while begins[-1].min() <= turns.max():
+            begins.append(begins[-1] + chunk(len(begins) - 1)[1][:, -1])
+        places = np.empty_like(turns)
+        chunks = np.searchsorted([begin[lane] for begin in begins], turns, side="right") - 1
+        for number in np.unique(chunks):
+            chosen = chunks == number
+            names, ends = (part[lane] for part in chunk(int(number)))
+            local = turns[chosen] - begins[number][lane]
+            file = np.searchsorted(ends, local, side="right")
+            before = np.append(0, ends)[file]
+            places[chosen] = names[file] + (local - before) * files
+        return places
 
     @functools.lru_cache(maxsize=2)
-    def epoch_order(epoch: int) -> np.ndarray:
-        key = _epoch_keys(seed, np.asarray([epoch]))
-        by_shard = np.argsort(_mix(key ^ np.arange(len(shards), dtype=np.uint64)), kind="stable")
-        waiting = [np.arange(starts[s], starts[s + 1]) for s in by_shard]
-        reading, pieces = [], []
-        while waiting or reading:
-            while waiting and len(reading) < INTERLEAVED:
-                reading.append(waiting.pop(0))
-            turns = min(map(len, reading))
-            pieces.append(np.stack([rows[:turns] for rows in reading], axis=1).reshape(-1))
-            reading = [rows[turns:] for rows in reading if len(rows) > turns]
-        rows = np.concatenate(pieces)
-        noise = _mix(~key ^ np.arange(size, dtype=np.uint64))
-        return rows[np.lexsort((noise, np.arange(size) // WINDOW))]
+    def block_order(block: int) -> np.ndarray:
+        inputs = _buffered(block * BLOCK, BLOCK, BUFFER, _mix(key))
+        places = np.empty_like(inputs)
+        for lane in range(lanes):
+            chosen = inputs % lanes == lane
+            places[chosen] = interleaved(inputs[chosen] // lanes, lane)
+        shard = np.searchsorted(written, places, side="right") - 1
+        return starts[by_shard[shard]] + places - written[shard]
 
     def order(positions: np.ndarray) -> np.ndarray:
-        epochs, offsets = np.divmod(positions, size)
+        blocks, offsets = np.divmod(positions, BLOCK)
         rows = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            rows[chosen] = epoch_order(int(epoch))[offsets[chosen]]
+        for block in np.unique(blocks):
+            chosen = blocks == block
+            rows[chosen] = block_order(int(block))[offsets[chosen]]
         return rows
 
     return order
+
+
+def _buffered(first: int, count: int, slots: int, key: np.ndarray) -> np.ndarray:
+    """Which inputs (0, 1, ...) a shuffle buffer gives at its outputs `first` to `first + count`.
+
+    The buffer is filled with the first `slots` inputs; each output empties a random slot, which
+    takes the next input. So what comes out is what went in when the same slot was last emptied:
+    input `slots + t` for output t; a look back as far as needed takes the place of a state.
+    """
+    back = 16 * slots
+    while True:
+        begin = max(0, first - back)
+        outputs = np.arange(begin, first + count)
+        emptied = (_mix(key ^ outputs.astype(np.uint64)) % np.uint64(slots)).astype(np.int64)
+        by_slot = np.argsort(emptied, kind="stable")
+        again = emptied[by_slot][1:] == emptied[by_slot][:-1]
+        inputs = emptied.copy()  # what lay there from the start
+        inputs[by_slot[1:][again]] = slots + outputs[by_slot[:-1][again]]
+        if begin == 0 or inputs[first - begin :].min() >= slots:
+            return inputs[first - begin :]
+        back *= 4
 
 
 def _epoch_keys(seed: int, epochs: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import random
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ from convbert_jax.data.sources import Source
 from convbert_jax.data.tokenizer import Tokenizer
 
 BATCH_CHARACTERS = 200_000  # encoded at once
+SHUFFLED_CHARACTERS = 64_000_000  # of documents in memory, to shuffle them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Job:
     length: int
     layout: str
     release_bug: bool
+    shuffle_documents: bool
     heldout_fraction: float
     encoding_errors: str
 
@@ -79,7 +82,10 @@ def process_unit(
         counts[name]["tokens"] += sum(len(row.tokens) for row in rows)
         writers[name].write(rows)
 
-    for text, lines in _encoded(source.documents(unit, tally), job.tokenizer):
+    documents = source.documents(unit, tally)
+    if job.shuffle_documents:
+        documents = _shuffled(documents, random.Random(f"{index} documents"))
+    for text, lines in _encoded(documents, job.tokenizer):
         tally["bytes"] += len(text.encode())
         size = sum(map(len, lines))
         if not size:
@@ -105,6 +111,20 @@ def process_unit(
     }
     write_json(record_path(job.directory, index), record)
     return record
+
+
+def _shuffled(documents: Iterator[str], rng: random.Random) -> Iterator[str]:
+    """`documents` in random order, within stretches of `SHUFFLED_CHARACTERS`: most units whole."""
+    waiting, size = [], 0
+    for text in documents:
+        waiting.append(text)
+        size += len(text)
+        if size >= SHUFFLED_CHARACTERS:
+            rng.shuffle(waiting)
+            yield from waiting
+            waiting, size = [], 0
+    rng.shuffle(waiting)
+    yield from waiting
 
 
 def _encoded(

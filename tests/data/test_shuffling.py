@@ -1,12 +1,10 @@
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convbert_jax.data.shuffling import release_order, shuffled
+from convbert_jax.data.shuffling import shuffled
 
 PINNED = [3, 5, 9, 7, 8, 4, 6, 1, 2, 0, 2, 6, 5, 1, 9, 3, 0, 8, 4, 7]
-PINNED_RELEASE = [7, 8, 9, 10, 0, 1, 5, 11, 6, 2, 4, 3]
 
 
 @settings(deadline=None, max_examples=60)
@@ -36,7 +34,6 @@ def test_epochs_and_seeds_differ():
 def test_order_is_pinned():
     """A change here changes the data order of every run that is resumed."""
     assert shuffled(10, 0)(np.arange(20)).tolist() == PINNED
-    assert release_order([3, 4, 5], 0)(np.arange(12)).tolist() == PINNED_RELEASE
 
 
 def test_positions_are_evenly_distributed():
@@ -47,29 +44,3 @@ def test_positions_are_evenly_distributed():
     order = shuffled(100_000, 2)(np.arange(100_000))
     assert np.mean(np.abs(np.diff(order)) < 100) < 0.005  # 0.2 % by chance
     assert abs(np.corrcoef(order, np.arange(100_000))[0, 1]) < 0.02
-
-
-@pytest.mark.parametrize("shards", [[5], [1, 2, 3], [300, 250, 400, 100, 120, 333, 90]])
-def test_release_order_has_every_row_once_an_epoch(shards):
-    size = sum(shards)
-    order = release_order(shards, 7)
-    epochs = [order(np.arange(size) + epoch * size).tolist() for epoch in range(3)]
-    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
-    if size > 10:
-        assert epochs[0] != epochs[1] != epochs[2]
-    across = np.arange(size - 2, size + 2)
-    assert order(across).tolist() == (epochs[0] + epochs[1])[size - 2 : size + 2]
-
-
-def test_release_order_is_local():
-    """Rows come from four shards at a time and move by less than two windows."""
-    shards = [1000] * 8
-    order = release_order(shards, 0)(np.arange(8000))
-    shard = order // 1000
-    assert len(set(shard[:4000].tolist())) == 4
-    for chosen in set(shard[:4000].tolist()):
-        ranks = np.flatnonzero(shard == chosen)
-        rows = order[ranks] - chosen * 1000
-        assert np.max(np.abs(rows * 4 - ranks)) < 110
-    window = order[:100] % 1000
-    assert np.any(np.diff(window) < 0)
