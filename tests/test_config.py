@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 from convbert_jax import config as config_lib
-from convbert_jax import overrides
+from convbert_jax.command_line import overrides
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_config_dict, to_dict
 
 SIZES = ("tiny", "small", "medium_small", "base")
@@ -136,23 +136,31 @@ def test_config_dicts_are_locked():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("--config.train.steps=1e5", "--config.train.steps=100000"),
-        ("--config.train.steps=100k", "--config.train.steps=100000"),
-        ("--config.train.steps=2.5M", "--config.train.steps=2500000"),
-        ("--config.train.steps=10_000", "--config.train.steps=10000"),
-        ("--config.optimizer.learning_rate=1", "--config.optimizer.learning_rate=1.0"),
-        ("--config.model.mask_convolution=false", "--config.model.mask_convolution=False"),
-        ("--config.name=100k", "--config.name=100k"),
-        ("--config.data.source=text:a=b.txt", "--config.data.source=text:a=b.txt"),
-        ("--workdir=x", "--workdir=x"),
+        ("--config.train.steps=1e5", 100_000),
+        ("--config.train.steps=100k", 100_000),
+        ("--config.train.steps=2.5M", 2_500_000),
+        ("--config.train.steps=10_000", 10_000),
+        ("--config.seed=9007199254740993", 9_007_199_254_740_993),  # no float has it
+        ("--config.optimizer.learning_rate=1", 1.0),
+        ("--config.optimizer.learning_rate=.5e-3", 0.0005),
+        ("--config.model.mask_convolution=false", False),
+        ("--config.name=100k", "100k"),
+        ("--config.data.source=text:a=b.txt", "text:a=b.txt"),
+        ("--config.finetune.learning_rates=1e-4,3e-4", (1e-4, 3e-4)),
+        ("--config.task.texts=(title, body)", ("title", "body")),
+        ("--config.finetune.buckets=", ()),
     ],
 )
-def test_overrides_are_normalized(given, expected):
-    assert overrides.normalize([given]) == [expected]
+def test_overrides_become_values(given, expected):
+    values, rest = overrides.take([given, "--workdir=x"])
+    assert list(values.values()) == [expected]
+    assert type(next(iter(values.values()))) is type(expected)
+    assert rest == ["--workdir=x"]
+    assert overrides.take(overrides.to_flags(values))[0] == values
 
 
 def test_override_value_may_stand_apart():
-    assert overrides.normalize(["--config.train.steps", "1k"]) == ["--config.train.steps=1000"]
+    assert overrides.take(["--config.train.steps", "1k"]) == ({"train.steps": 1000}, [])
 
 
 @pytest.mark.parametrize(
@@ -170,7 +178,7 @@ def test_override_value_may_stand_apart():
 )
 def test_bad_overrides_are_one_sentence(given, says):
     with pytest.raises(ConfigError) as error:
-        overrides.normalize([given])
+        overrides.take([given])
     assert says in str(error.value)
 
 

@@ -8,7 +8,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "convbert_jax"
 ALLOWED = {
     "config": set(),
-    "overrides": {"config"},
+    "command_line": {"config", "files"},
     "files": {"config"},
     "console": set(),
     "ops": {"config"},

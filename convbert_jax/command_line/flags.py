@@ -1,0 +1,165 @@
+"""Every flag of the program, and what a command line of them asks for."""
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+from absl import flags
+
+from convbert_jax.command_line import config_files, overrides
+from convbert_jax.config import Config, ConfigError, from_config_dict
+
+MODES = ("train", "prepare", "verify_resume", "export", "import", "predict")
+FORMATS = ("huggingface", "tensorflow1", "stablehlo")
+
+_CONFIG = flags.DEFINE_string(
+    "config",
+    None,
+    "Config file, for example configs/tiny.py, configs/base.py:paper or a run's config.json.",
+)
+_WORKDIR = flags.DEFINE_string(
+    "workdir",
+    None,
+    "Folder of the run; default runs/<config.name>. Without --config: that of a run, to go on.",
+)
+_MODE = flags.DEFINE_enum("mode", "train", MODES, "What to do.")
+_MULTIHOST = flags.DEFINE_boolean(
+    "multihost",
+    False,
+    "One of several processes, started on every host: TPU slice, Slurm or Open MPI.",
+)
+_VERIFY_STEPS = flags.DEFINE_integer(
+    "verify_steps", 40, "Steps of each run of --mode=verify_resume.", lower_bound=2
+)
+_FORMAT = flags.DEFINE_enum("format", "huggingface", FORMATS, "What --mode=export writes.")
+_OUTPUT = flags.DEFINE_string(
+    "output",
+    None,
+    "Folder that --mode=export makes; default WORKDIR/FORMAT/step-N. File that --mode=predict "
+    "makes, .tsv or .jsonl; default standard output.",
+)
+_INPUT = flags.DEFINE_string(
+    "input", "-", "Lines that --mode=predict reads, .gz or not; default standard input."
+)
+_STEP = flags.DEFINE_integer("step", None, "Checkpoint for --mode=export; default the newest.")
+_GENERATOR = flags.DEFINE_boolean("generator", True, "Whether --mode=export takes it along.")
+_SOURCE = flags.DEFINE_string(
+    "source",
+    None,
+    "For import and export: a run's folder, a Hugging Face folder or a TensorFlow 1 checkpoint.",
+)
+
+# Flags that mean something in some modes only; elsewhere they are a mistake.
+_MODES_OF_FLAG = {
+    "verify_steps": ("verify_resume",),
+    "format": ("export",),
+    "output": ("export", "predict"),
+    "input": ("predict",),
+    "step": ("export",),
+    "generator": ("export",),
+    "source": ("export", "import"),
+}
+# Modes that go by the config that the weights bring along.
+_WITHOUT_CONFIG = ("export", "predict")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What one command line asks for, checked.
+
+    Attributes:
+      config: None where the mode goes by what the weights bring along.
+      config_flags: --config and overrides, for another process with the same config.
+    """
+
+    mode: str
+    config: Config | None
+    workdir: pathlib.Path | None
+    config_flags: tuple[str, ...]
+    multihost: bool
+    verify_steps: int
+    format: str
+    output: str | None
+    input: str
+    step: int | None
+    generator: bool
+    source: str | None
+
+
+def read(argv: Sequence[str]) -> Request:
+    """Reads a command line, the program's name first.
+
+    Raises:
+      UserError: a flag, a config or a value that cannot be used; one sentence.
+    """
+    changed, arguments = overrides.take(argv[1:])
+    try:
+        rest = flags.FLAGS([argv[0], *arguments])
+    except flags.Error as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    if len(rest) > 1:
+        raise ConfigError(f"argument '{rest[1]}' is not understood; flags start with --.")
+    _check_flags()
+    config_file = _find_config()
+    config = None
+    if config_file:
+        config = from_config_dict(overrides.apply(config_files.load(config_file), changed))
+    elif changed:
+        raise ConfigError(
+            f"--config.{next(iter(changed))} has no effect: --mode={_MODE.value} goes by the "
+            "config of the model."
+        )
+    return Request(
+        mode=_MODE.value,
+        config=config,
+        workdir=_find_workdir(config),
+        config_flags=(f"--config={config_file}", *overrides.to_flags(changed)),
+        multihost=_MULTIHOST.value,
+        verify_steps=_VERIFY_STEPS.value,
+        format=_FORMAT.value,
+        output=_OUTPUT.value,
+        input=_INPUT.value,
+        step=_STEP.value,
+        generator=_GENERATOR.value,
+        source=_SOURCE.value,
+    )
+
+
+def _check_flags() -> None:
+    mode = _MODE.value
+    for name, modes in _MODES_OF_FLAG.items():
+        if flags.FLAGS[name].present and mode not in modes:
+            raise ConfigError(
+                f"--{name} has no effect with --mode={mode}; it is for {' and '.join(modes)}."
+            )
+    for name in ("config", "workdir", "output", "input", "source"):
+        if flags.FLAGS[name].value == "":
+            raise ConfigError(f"--{name}= is empty; name one, or leave the flag out.")
+    if mode == "export" and _SOURCE.value and not _OUTPUT.value:
+        raise ConfigError("--mode=export with --source needs --output=FOLDER.")
+    if mode == "export" and not (_SOURCE.value or _WORKDIR.value or _CONFIG.value):
+        raise ConfigError("--mode=export needs --workdir, the folder of a run, or --source.")
+    if mode == "import" and not (_SOURCE.value and _WORKDIR.value):
+        raise ConfigError("--mode=import needs --source=WEIGHTS and --workdir=FOLDER.")
+    if mode == "predict" and not _WORKDIR.value:
+        raise ConfigError("--mode=predict needs --workdir=MODEL, a fine-tuned model.")
+
+
+def _find_config() -> str | None:
+    """What to read the config from; None where the mode needs none."""
+    if _CONFIG.value or _MODE.value in _WITHOUT_CONFIG:
+        return _CONFIG.value
+    known = ", ".join(config_files.known_files())
+    raise ConfigError(f"--config is missing; choose one of: {known}.")
+
+
+def _find_workdir(config: Config | None) -> pathlib.Path | None:
+    if not config and not _WORKDIR.value:
+        return None
+    value = _WORKDIR.value or f"runs/{config.name}"
+    if "://" in value:
+        raise ConfigError(
+            f"--workdir={value} is a bucket; mount it as a folder (gcsfuse) and give that folder, "
+            "so that locks and renames work."
+        )
+    return pathlib.Path(value)

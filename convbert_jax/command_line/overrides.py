@@ -1,0 +1,120 @@
+"""Command-line overrides of config fields, checked against the schema of `config/`.
+
+`100k`, `1e5` and `100_000` are all integers; a list is `a,b,c`; a field asked for in the wrong
+section is answered with the right one.
+"""
+
+import decimal
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from convbert_jax.command_line.fields import field_types, nearest
+from convbert_jax.config import ConfigError
+
+_MULTIPLES = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
+_NUMBER = re.compile(
+    r"([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)([kmb]?)", re.IGNORECASE | re.ASCII
+)
+_MOST_DIGITS = 40  # of an integer; the bounds of each field are checked later
+
+
+def take(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Takes the `--config.a.b=value` out of command-line arguments.
+
+    Returns:
+      path of the field -> value, the last one where a field is named twice; the other arguments.
+
+    Raises:
+      ConfigError: the field does not exist (the nearest one is named) or the value is not of its
+      type.
+    """
+    types = field_types()
+    values, rest = {}, []
+    for argument in _join_values(arguments):
+        name, equals, value = argument.partition("=")
+        if not re.match(r"--?config\.", name):
+            rest.append(argument)
+            continue
+        path = name.lstrip("-").removeprefix("config.")
+        if path not in types:
+            raise ConfigError(_describe_unknown(path, types))
+        if not equals:
+            raise ConfigError(f"{name} has no value; write {name}=VALUE.")
+        values[path] = _parse(name, value, types[path])
+    return values, rest
+
+
+def apply(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested `values` of a config with some of them replaced, by path.
+
+    Raises:
+      ConfigError: a section of `values` is none.
+    """
+    result = dict(values)
+    for path, value in overrides.items():
+        section, _, field = path.rpartition(".")
+        if not section:
+            result[field] = value
+            continue
+        inside = result.get(section, {})
+        if not isinstance(inside, Mapping):
+            raise ConfigError(f"config.{section}={inside!r} is a section; it must have fields.")
+        result[section] = {**inside, field: value}
+    return result
+
+
+def to_flags(overrides: Mapping[str, Any]) -> list[str]:
+    """The arguments that `take` reads these overrides from."""
+    return [
+        f"--config.{path}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+        for path, value in overrides.items()
+    ]
+
+
+def _join_values(arguments: Sequence[str]) -> list[str]:
+    """`--config.a.b value` as `--config.a.b=value`."""
+    joined, rest = [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        is_override = re.fullmatch(r"--?config\.[\w.]+", argument)
+        if is_override and rest and not rest[0].startswith("--"):
+            argument = f"{argument}={rest.pop(0)}"
+        joined.append(argument)
+    return joined
+
+
+def _describe_unknown(path: str, types: Mapping[str, type]) -> str:
+    inside = [field for field in types if field.startswith(path + ".")]
+    if inside:
+        return f"--config.{path} is a section; set one of its fields: {', '.join(inside)}."
+    near = nearest(path, types)
+    hint = f"did you mean --config.{near}?" if near else "--config=FILE --help lists all."
+    return f"--config.{path} does not exist; {hint}"
+
+
+def _parse(name: str, value: str, kind: type):
+    """`value` as a field of type `kind` holds it."""
+    if typing.get_origin(kind) is tuple:
+        item, parts = typing.get_args(kind)[0], [p.strip() for p in value.strip("()[]").split(",")]
+        return tuple(_parse(name, part.strip("'\""), item) for part in parts if part)
+    if kind is bool:
+        if value.lower() not in ("true", "false", "1", "0", "yes", "no"):
+            raise ConfigError(f"{name}={value} must be true or false.")
+        return value.lower() in ("true", "1", "yes")
+    if kind not in (int, float):
+        return value
+    match = _NUMBER.fullmatch(value.strip())
+    if not match:
+        raise ConfigError(f"{name}={value} must be of type {kind.__name__}.")
+    # Decimal: a float has too few digits for a seed, and none for 1e400.
+    number = decimal.Decimal(match[1].replace("_", ""))
+    if number.adjusted() > _MOST_DIGITS or len(match[1]) > 10 * _MOST_DIGITS:
+        raise ConfigError(f"{name}={value[:60]} is too large.")
+    number *= _MULTIPLES[match[2].lower()]
+    if kind is float:
+        return float(number)
+    if number != int(number):
+        raise ConfigError(f"{name}={value} must be of type int.")
+    return int(number)
