@@ -75,8 +75,3 @@ def loss(
     total, weight = result["mlm_loss"]
     value = total / (weight + 1e-6)
     return value, result | {"loss": (value, jnp.ones(()))}
-
-
-def summarize(sums: metrics.Metrics) -> dict[str, float]:
-    """Named numbers from summed metrics."""
-    return {name: metrics.divide(*pair) for name, pair in sums.items()}

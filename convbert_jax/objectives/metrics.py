@@ -1,19 +1,31 @@
 """Metrics as weighted sums, `{name: (sum, weight)}`, added over batches and divided once, on the
 host.
 
-A ranking measure is no ratio of sums, but its two histograms of scores add in the same way: the
-area under the ROC curve travels as (scores of positives, scores of negatives), by bin.
+A ranking is no ratio of sums. In training the area under the ROC curve is that within a batch,
+whose pairs in order and pairs in all add up; an evaluation keeps the scores of all its rows instead
+(`Scores`) and ranks them exactly. Neither has bins, so that no scale or shift of scores is lost.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-Metrics = dict[str, tuple[Array, Array]]
+_RANKED = 65_536  # positions of a batch: sorting is the one thing that more devices do not speed up
 
-_BINS = 32  # per digit; 1024 bins in all
-_LOGIT_RANGE = 12.0  # beyond it a probability is 0 or 1 to five digits
+
+class Scores(NamedTuple):
+    """Scores of one batch; those of several batches are put side by side, never added."""
+
+    values: Float[Array, "..."]
+    positive: Bool[Array, "..."]
+    counted: Bool[Array, "..."]
+
+
+Metrics = dict[str, tuple[Array, Array] | Scores]
 
 
 def mean(values: Float[Array, "..."], weights: Float[Array, "..."]) -> tuple[Array, Array]:
@@ -22,37 +34,61 @@ def mean(values: Float[Array, "..."], weights: Float[Array, "..."]) -> tuple[Arr
     return (values.astype(jnp.float32) * weights).sum(), weights.sum()
 
 
-def score_histograms(
-    logits: Float[Array, "..."], positive: Float[Array, "..."], weights: Float[Array, "..."]
-) -> tuple[Float[Array, " bins"], Float[Array, " bins"]]:
-    """Histograms of the logits of positives and of negatives, 1024 bins even in the logit.
+def ranked_pairs(scores: Scores) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """(pairs of a positive above a negative, ties counted half; all such pairs), within the batch.
 
-    As a product of two one-hot digits, a matmul: a scatter-add would serialize on accelerators.
+    The Mann-Whitney statistic: their ratio is the area under the ROC curve of the batch, and the
+    ratio of sums over batches the mean of theirs by pairs. Exact but for float32 sums, up to 65,536
+    positions; of a larger batch the first rows that fit count. NaN if a counted score is NaN.
     """
-    bins = _BINS * _BINS
-    scaled = jnp.clip((logits.reshape(-1) + _LOGIT_RANGE) / (2 * _LOGIT_RANGE), 0.0, 1.0)
-    index = jnp.minimum((scaled * bins).astype(jnp.int32), bins - 1)
-    high = jax.nn.one_hot(index // _BINS, _BINS, dtype=jnp.float32)
-    low = jax.nn.one_hot(index % _BINS, _BINS, dtype=jnp.float32)
-    weights = weights.reshape(-1).astype(jnp.float32)
-    positive = positive.reshape(-1).astype(jnp.float32) * weights
-    count = lambda w: jnp.einsum(  # noqa: E731
-        "nh,nl,n->hl", high, low, w, precision=jax.lax.Precision.HIGHEST
-    ).reshape(-1)
-    return count(positive), count(weights - positive)
+    rows = max(1, _RANKED // max(1, scores.values[0].size))
+    values, positive, counted = (array[:rows].reshape(-1) for array in scores)
+    positives = (positive & counted).astype(jnp.float32)
+    negatives = (~positive & counted).astype(jnp.float32)
+
+    def pairs_in_order(ties):
+        _, _, high, low = jax.lax.sort((values, ties, positives, negatives), num_keys=2)
+        return (high * jnp.cumsum(low)).sum()
+
+    # Of equal scores once the negatives come first, so that they count, and once the positives.
+    in_order = (pairs_in_order(positives) + pairs_in_order(-positives)) / 2
+    unknown = (jnp.isnan(values) & counted).any()
+    return jnp.where(unknown, jnp.nan, in_order), positives.sum() * negatives.sum()
 
 
-def area_under_roc(positives: np.ndarray, negatives: np.ndarray) -> float:
-    """Probability that a positive scores above a negative, ties counted half; NaN without both "
-    "kinds."""
-    positives, negatives = np.float64(positives), np.float64(negatives)
-    below = np.cumsum(negatives) - negatives
-    total = positives.sum() * negatives.sum()
-    if total == 0:
+def area_under_roc(batches: Sequence[Scores]) -> float:
+    """Probability that a positive of all batches scores above a negative, ties counted half.
+
+    Exact, in float64. NaN without both kinds, or if a counted score is NaN.
+
+    Args:
+      batches: as numpy.
+    """
+    values = np.concatenate([batch.values[batch.counted] for batch in batches])
+    positive = np.concatenate([batch.positive[batch.counted] for batch in batches])
+    total = float(positive.sum()) * float((~positive).sum())
+    if total == 0 or np.isnan(values).any():
         return float("nan")
+    _, rank, counts = np.unique(values, return_inverse=True, return_counts=True)
+    positives = np.bincount(rank, weights=positive)
+    negatives = counts - positives
+    below = np.cumsum(negatives) - negatives
     return float((positives * (below + 0.5 * negatives)).sum() / total)
 
 
 def divide(total: np.ndarray, weight: np.ndarray) -> float:
     """total / weight; NaN where nothing was counted."""
     return float(total) / float(weight) if float(weight) > 0 else float("nan")
+
+
+def summarize(parts: Sequence[Metrics]) -> dict[str, float]:
+    """Named numbers from the metrics of one or several batches, as numpy."""
+    values = {}
+    for name, first in parts[0].items():
+        found = [part[name] for part in parts]
+        if isinstance(first, Scores):
+            values[name] = area_under_roc(found)
+        else:
+            total, weight = np.asarray(found, np.float64).sum(axis=0)
+            values[name] = divide(total, weight)
+    return values

@@ -88,6 +88,8 @@ def loss(
     losses = jax.nn.softplus(logits) - fake * logits
     flagged = (logits > 0).astype(jnp.float32)
     found = metrics.mean(flagged * fake, real)[0]
+    # Rows of an evaluation are ranked together at its end.
+    rank = metrics.ranked_pairs if train else lambda scores: scores
     result |= {
         "sampled_accuracy": metrics.mean(sampled == masked.labels, masked.weights),
         "replaced_rate": metrics.mean(fake, real),
@@ -95,23 +97,14 @@ def loss(
         "discriminator_accuracy": metrics.mean(flagged == fake, real),
         "discriminator_precision": (found, metrics.mean(flagged, real)[0]),
         "discriminator_recall": (found, fake.sum()),
-        "discriminator_auc": metrics.score_histograms(logits, fake, real),
+        "discriminator_auc": rank(metrics.Scores(logits, fake > 0, real > 0)),
     }
     if o.release_metrics:
         # The release feeds padding to its AUC as label 0, probability 0.
-        padding = 1.0 - real
-        release_logits = jnp.where(padding > 0, -jnp.inf, logits)
-        result["release_auc"] = metrics.score_histograms(release_logits, fake, jnp.ones_like(real))
+        scores = jnp.where(real > 0, logits, -jnp.inf)
+        result["release_auc"] = rank(metrics.Scores(scores, fake > 0, jnp.ones_like(real, bool)))
     mlm_sum, mlm_weight = result["mlm_loss"]
     detection_sum, detection_weight = result["discriminator_loss"]
     value = o.generator_weight * mlm_sum / (mlm_weight + 1e-6)
     value += o.discriminator_weight * detection_sum / (detection_weight + 1e-6)
     return value, result | {"loss": (value, jnp.ones(()))}
-
-
-def summarize(sums: metrics.Metrics) -> dict[str, float]:
-    """Named numbers from summed metrics; histograms become areas under the ROC curve."""
-    return {
-        name: metrics.area_under_roc(*pair) if name.endswith("_auc") else metrics.divide(*pair)
-        for name, pair in sums.items()
-    }

@@ -18,7 +18,7 @@ from convbert_jax.data import batching, corpus
 from convbert_jax.interop import conversion, importing, sources
 from convbert_jax.interop.networks import outline, split
 from convbert_jax.models import pretraining as models
-from convbert_jax.objectives import health, masked_lm, masking, replaced_token
+from convbert_jax.objectives import health, masked_lm, masking, metrics, replaced_token
 from convbert_jax.recipes import devices
 from convbert_jax.training import checkpoint, compilation, loop, reporting, sharding, workdir
 from convbert_jax.training.task import Task
@@ -29,7 +29,7 @@ class Recipe:
     """What a recipe name stands for; the data of all is a prepared corpus."""
 
     model: Callable[[Config, nnx.Rngs], nnx.Module]
-    objective: ModuleType  # loss(model, batch, key, ...) and summarize(sums)
+    objective: ModuleType  # loss(model, batch, key, ...) -> (loss, metrics)
     warn: Callable[[int, dict[str, float]], list[str]]
     show: tuple[str, ...]  # metrics of the log line
 
@@ -129,7 +129,7 @@ def build_task(config: Config, special, device: jax.Device) -> Task:
         init=init,
         loss=loss,
         evaluate=evaluate,
-        summarize=recipe.objective.summarize,
+        summarize=metrics.summarize,
         health=recipe.warn,
         show=recipe.show,
         tokens_per_step=tokens,

@@ -263,7 +263,7 @@ class _Run:
         if done.totals is None:
             return
         self.watch.check(done.step)
-        values = self.task.summarize(jax.device_get(done.totals))
+        values = self.task.summarize([jax.device_get(done.totals)])
         # Vitals are of the last step; a loss that the task sums is the mean of the interval.
         self.train_values = vitals | values
         self.reporter.train(done.step, self.train_values, self.clock.lap(done.step))
@@ -285,19 +285,20 @@ class _Run:
     def _evaluate(self) -> dict[str, float]:
         with self.clock.paused():
             key = state_lib.fold_in_name(jax.random.key(self.config.seed), "evaluation")
-            totals, previous = None, None
+            parts, running = [], None
             for index, batch in enumerate(self.evaluation()):
                 metrics = self.eval_step(
                     self.state.params, self.put(batch), jax.random.fold_in(key, index)
                 )
-                totals = step_lib.add_metrics(totals, metrics) if totals else metrics
-                jax.block_until_ready(previous)  # two batches on their way, not all of them
-                previous = totals
-            if totals is None:
+                if running:  # two batches on their way, not all of them
+                    parts.append(jax.device_get(running))
+                running = metrics
+            if not running:
                 raise TrainingError(
                     "there are no held-out rows; raise config.data.heldout_fraction."
                 )
-            self.eval_values = self.task.summarize(jax.device_get(totals))
+            parts.append(jax.device_get(running))
+            self.eval_values = self.task.summarize(parts)
             self.reporter.validation(self.step, self.eval_values)
         return self.eval_values
 
@@ -308,7 +309,7 @@ class _Run:
             return
         batch = next(iter(self.evaluation()))
         sums = jax.eval_shape(self.task.evaluate, params, batch, jax.random.key(0))
-        known = self.task.summarize(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), sums))
+        known = self.task.summarize([jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), sums)])
         if name not in known:
             raise TrainingError(
                 f"config.checkpoint.best_metric={name} is not measured; choose one of: "

@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from sklearn.metrics import roc_auc_score
 
 from convbert_jax import recipes
 from convbert_jax.config import Config, MeshSection, from_config_dict, to_dict
@@ -98,7 +99,7 @@ def test_recipe_sums_are_additive_and_summarized():
     *_, metrics, held_out = two_steps(MeshSection(data=1), 1)
     task = recipes.build_task(small_config(), SPECIAL, jax.devices()[0])
     for sums in (metrics, held_out):
-        values = task.summarize(sums)
+        values = task.summarize([sums])
         assert set(task.show) <= set(values)
         assert 0.3 < values["discriminator_auc"] < 0.8
         assert values["replaced_rate"] == pytest.approx(
@@ -110,10 +111,17 @@ def test_release_auc_counts_padding_as_found():
     config = small_config(release_metrics=True)
     task = recipes.build_task(config, SPECIAL, jax.devices()[0])
     params = task.init(jax.random.key(0))
-    values = task.summarize(
-        jax.device_get(jax.jit(task.evaluate)(params, batch_of(config), jax.random.key(1)))
-    )
-    # 64 of 512 positions are padding, all below every fake token.
+    held_out = jax.jit(task.evaluate)(params, batch_of(config), jax.random.key(1))
+    values = task.summarize([jax.device_get(held_out)])
+    scores = jax.device_get(held_out["discriminator_auc"])
+    fake, real = scores.positive.ravel(), scores.counted.ravel()
+    probabilities = jax.nn.sigmoid(scores.values.ravel())
+    assert not real.all()
+    # Padding has label 0 and probability 0 there.
+    expected = roc_auc_score(fake & real, probabilities * real)
+    assert values["release_auc"] == pytest.approx(expected, abs=1e-6)
+    expected = roc_auc_score(fake[real], probabilities[real])
+    assert values["discriminator_auc"] == pytest.approx(expected, abs=1e-6)
     assert values["release_auc"] > values["discriminator_auc"]
 
 
@@ -123,7 +131,7 @@ def test_masked_lm_recipe():
     params = task.init(jax.random.key(0))
     loss, metrics = jax.jit(task.loss)(params, batch_of(config), jax.random.key(1))
     assert float(loss) == pytest.approx(np.log(512), rel=0.05)
-    assert set(task.summarize(jax.device_get(metrics))) == {"loss", "mlm_loss", "mlm_accuracy"}
+    assert set(task.summarize([jax.device_get(metrics)])) == {"loss", "mlm_loss", "mlm_accuracy"}
 
 
 def test_losses_are_weighted_one_and_fifty():
@@ -131,6 +139,6 @@ def test_losses_are_weighted_one_and_fifty():
     task = recipes.build_task(config, SPECIAL, jax.devices()[0])
     params = task.init(jax.random.key(0))
     loss, metrics = jax.jit(task.loss)(params, batch_of(config), jax.random.key(1))
-    values = task.summarize(jax.device_get(metrics))
+    values = task.summarize([jax.device_get(metrics)])
     expected = values["mlm_loss"] + 50 * values["discriminator_loss"]
     assert float(loss) == pytest.approx(expected, rel=1e-5)

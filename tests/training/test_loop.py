@@ -304,7 +304,7 @@ def test_other_device_errors_pass():
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
-    task = dataclasses.replace(linear_task(), summarize=lambda sums: {"error": math.nan})
+    task = dataclasses.replace(linear_task(), summarize=lambda parts: {"error": math.nan})
     run(tmp_path, make_config(4), task=task)
     assert all(line["error"] is None for line in read_lines(tmp_path))
     assert math.isnan(reporting.read_last(tmp_path / "metrics.jsonl", "validation")["error"])

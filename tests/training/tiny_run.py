@@ -79,13 +79,13 @@ def evaluation(batches: int = 3, features: int = 4):
 
 
 def _sums(errors, weight):
-    # The second metric stands for a histogram: vectors, summed and never divided here.
+    # The second metric is of vectors, summed and never divided here.
     counts = jnp.stack([(errors < 1.0) * weight, (errors >= 1.0) * weight]).sum(1)
     return {"error": ((errors * weight).sum(), weight.sum()), "counts": (counts, counts)}
 
 
-def _summarize(sums):
-    total, weight = sums["error"]
+def _summarize(parts):
+    total, weight = (sum(part["error"][i] for part in parts) for i in (0, 1))
     return {"error": float(total) / float(weight) if weight else float("nan")}
 
 
