@@ -82,3 +82,4 @@ class OutputsSection:
     labels: tuple[str, ...] = ("0", "1")  # names, by index of the logit; of regression: one
     scale: float = 1.0  # of regression: a prediction is the output times this
     texts: int = 1  # of an example: 1 or 2
+    columns: tuple[str, ...] = ()  # what the files that it learned from call the texts; (): unknown

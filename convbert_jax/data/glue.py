@@ -186,6 +186,7 @@ def open_task(name: str, root: str) -> LabelledTask:
         splits=tuple(task.splits),
         reader=functools.partial(_read_split, read, name, places),
         absent=absent,
+        columns=task.tfds_texts,
         scale=task.scale,
         swap_pairs=task.swap_pairs,
     )

@@ -49,6 +49,8 @@ class LabelledTask:
     spellings: tuple[str, ...] = ()
     # Splits that are not on this machine, and the sentence that says what is missing
     absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # What its files call the texts; (): nothing
+    columns: tuple[str, ...] = ()
     # Regression: the network learns the labels divided by this (release: 5 for STS-B)
     scale: float = 1.0
     # The two texts have no order: the release doubles the training set with the texts swapped

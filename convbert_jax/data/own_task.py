@@ -71,6 +71,7 @@ def open_task(section: TaskSection) -> LabelledTask:
         splits=SPLITS,
         reader=functools.partial(_read_split, section, parts, spellings),
         absent=absent,
+        columns=section.texts,
         scale=section.scale,
         swap_pairs=section.swap_pairs,
     )

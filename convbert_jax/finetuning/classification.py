@@ -131,6 +131,7 @@ def outputs_of(source: LabelledTask, config: Config) -> OutputsSection:
         labels=source.labels or (NUMBER,),
         scale=source.scale,
         texts=source.texts,
+        columns=source.columns,
     )
 
 

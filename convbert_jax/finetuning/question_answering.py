@@ -101,7 +101,10 @@ def outputs_of(name: str, config: Config) -> OutputsSection:
             "weights."
         )
     head = choose_head(config.finetune.head, "span", name)
-    return OutputsSection(task=name, kind="span", head=head, labels=LABELS, texts=2)
+    columns = ("question", "context")
+    return OutputsSection(
+        task=name, kind="span", head=head, labels=LABELS, texts=2, columns=columns
+    )
 
 
 def read_questions(

@@ -1,10 +1,11 @@
 """The head of a fine-tuned model as one that Hugging Face's classes have, with the same outputs."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from convbert_jax.config import OutputsSection
+from convbert_jax.config import Config, OutputsSection
 
 # config.outputs.head -> the head of a network; the others have no name there
 NAMES = {
@@ -13,6 +14,18 @@ NAMES = {
     "token": "token_head",
     "span": "span_head",
 }
+# What a fine-tuned model is used with, beside the names of its labels: the fields of a config that
+# go where it goes.
+USE = (
+    *("outputs.task", "outputs.kind", "outputs.texts", "outputs.columns"),
+    *("finetune.length", "finetune.query_length", "finetune.stride", "finetune.answer_length"),
+)
+
+
+def use_of(config: Config) -> dict[str, Any]:
+    """Field of USE -> value."""
+    parts = ((path, *path.split(".")) for path in USE)
+    return {path: getattr(getattr(config, section), field) for path, section, field in parts}
 
 
 def in_label_units(

@@ -150,8 +150,9 @@ def from_tensors(
                 "table; such a model cannot be read."
             )
     used = {place.name for place in places.values()} | set(copies)
-    labels = content.get("id2label") if {"sequence_head", "token_head"} & set(heads) else None
-    network = Network(family, embeddings, encoder, parameters, _label_names(labels, heads))
+    labels = _label_names(content.get("id2label"), heads)
+    use = huggingface_config.read_use(content) if huggingface_config.TUNED & set(heads) else {}
+    network = Network(family, embeddings, encoder, parameters, labels, use)
     return network, sorted(set(tensors) - used)
 
 
@@ -184,9 +185,8 @@ def _find_heads(tensors: Mapping[str, np.ndarray], family: str, content) -> dict
 
 def _label_names(id2label, heads: Mapping[str, int]) -> tuple[str, ...]:
     count = heads.get("sequence_head") or heads.get("token_head") or 0
-    if not isinstance(id2label, dict):
-        return ()
-    return tuple(str(id2label.get(str(i), f"LABEL_{i}")) for i in range(count))
+    names = id2label if isinstance(id2label, dict) else {}  # theirs leaves out LABEL_0 and LABEL_1
+    return tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(count))
 
 
 def _modern_name(name: str) -> str:

@@ -4,12 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from convbert_jax.config import EmbeddingsConfig, EncoderConfig
+from convbert_jax.config import ConfigError, EmbeddingsConfig, EncoderConfig, from_config_dict
+from convbert_jax.interop.finetuned_heads import USE, use_of
 from convbert_jax.interop.networks import ConversionError, Network, describe_sizes
 
 FILE = "config.json"
 LARGEST = 1 << 20  # of any size; a larger one is a fault in the file, not a model
 OURS = "convbert_jax"  # the key of config.json that other software passes over
+_USE = "use"  # inside of OURS: Network.use
+TUNED = {"sequence_head", "token_head", "span_head"}  # heads of fine-tuned models
+# kind of task -> their problem_type; without it the pipeline squeezes a number into 0 to 1
+_PROBLEMS = {"classification": "single_label_classification", "regression": "regression"}
 _MODEL_TYPES = {"convbert": "convbert", "conv_bert": "convbert", "electra": "electra"}
 _MODEL_TYPES |= {"bert": "bert"}
 _CLASS_NAMES = {"convbert": "ConvBert", "electra": "Electra", "bert": "Bert"}
@@ -115,7 +120,13 @@ def to_json(network: Network, *, pad_id: int, extra: dict[str, Any]) -> dict[str
     if network.labels:
         content["id2label"] = {str(i): label for i, label in enumerate(network.labels)}
         content["label2id"] = {label: i for i, label in enumerate(network.labels)}
-    return content | {OURS: {"mask_convolution": layer.mask_convolution} | extra}
+    kind = network.use.get("outputs.kind")
+    if kind and network.has("sequence_head"):
+        content["problem_type"] = _PROBLEMS.get(kind, kind)
+    ours = {"mask_convolution": layer.mask_convolution}
+    if network.use:
+        ours[_USE] = dict(network.use)
+    return content | {OURS: ours | extra}
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -206,3 +217,34 @@ def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig
         mask_convolution=bool(isinstance(ours, dict) and ours.get("mask_convolution")),
     )
     return family, embeddings, encoder
+
+
+def read_use(content: dict[str, Any]) -> dict[str, Any]:
+    """`Network.use` of a config.json; of somebody else's the kind of task, if it says that.
+
+    Raises:
+      ConversionError: a field of ours is unknown or has a value that cannot be.
+    """
+    ours = content.get(OURS)
+    told = ours.get(_USE, {}) if isinstance(ours, dict) else {}
+    if not isinstance(told, dict):
+        raise ConversionError(f"config.json has {OURS}.{_USE}={told!r}, not an object.")
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in told.items():
+        if path not in USE:
+            raise ConversionError(
+                f"config.json has {OURS}.{_USE} with '{path}', which this version does not know; "
+                f"it knows {', '.join(USE)}."
+            )
+        section, _, field = path.partition(".")
+        sections.setdefault(section, {})[field] = value
+    try:
+        config = from_config_dict({"recipe": "finetune", **sections})
+    except ConfigError as error:
+        raise ConversionError(f"config.json, {OURS}.{_USE}: {error}") from None
+    use = {path: value for path, value in use_of(config).items() if path in told}
+    problem = content.get("problem_type")
+    if problem is not None and "outputs.kind" not in use:
+        kinds = {theirs: ours for ours, theirs in _PROBLEMS.items()}
+        use["outputs.kind"] = kinds.get(problem, str(problem))
+    return use

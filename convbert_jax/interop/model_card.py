@@ -70,6 +70,8 @@ def _auto_class(name: str) -> str:
 
 def _say(network: Network, name: str) -> list[str]:
     said = []
+    if network.use.get("outputs.texts"):
+        said.append(_reads(network))
     if name == "ConvBertModel" and network.has("rtd_head"):
         said.append(
             "The four `discriminator_predictions.*` tensors are the head that tells replaced "
@@ -93,3 +95,14 @@ def _say(network: Network, name: str) -> list[str]:
             "how much of it follows."
         )
     return said
+
+
+def _reads(network: Network) -> str:
+    use = network.use
+    columns, length = use.get("outputs.columns"), use.get("finetune.length")
+    told = "two texts, `tokenizer(first, second)`" if use["outputs.texts"] == 2 else "one text"
+    if columns:
+        told += f", from {' and '.join(f'`{column}`' for column in columns)} of its training files"
+    if length:
+        told += f"; at most {length} tokens, special ones counted, were seen in fine-tuning"
+    return f"It reads {told}."

@@ -36,6 +36,8 @@ class Network:
       parameters: canonical path (see tables.py) -> float32 array. Heads are there if the network
         has them: mlm_head, rtd_head, sequence_head, token_head, span_head.
       labels: names of a classifier's classes, by index.
+      use: fields of a config that a fine-tuned model is used with, as `{"outputs.texts": 2}`; those
+        of `finetuned_heads.USE` that its source tells.
     """
 
     family: str
@@ -43,6 +45,7 @@ class Network:
     encoder: EncoderConfig
     parameters: Mapping[str, np.ndarray]
     labels: tuple[str, ...] = ()
+    use: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def layer(self) -> LayerConfig:
@@ -154,6 +157,7 @@ def split(config: Config, params) -> dict[str, Network]:
     result = {}
     for name, parts in places(config).items():
         embeddings, encoder = _sizes(config, name)
+        labels, use = (), {}
         tree = {
             f"{part}/{path.removeprefix(root + '/')}": leaf
             for part, root in parts.items()
@@ -163,12 +167,14 @@ def split(config: Config, params) -> dict[str, Network]:
         if config.recipe == "finetune":
             tree = finetuned_heads.in_label_units(tree, config.outputs)
             tree = finetuned_heads.as_sequence_head(tree)
+            labels, use = config.outputs.labels, finetuned_heads.use_of(config)
         result[name] = Network(
             _family(config.recipe, encoder, embeddings),
             embeddings,
             encoder,
             unstack(tree),
-            config.outputs.labels if config.recipe == "finetune" else (),
+            labels,
+            use,
         )
     return result
 

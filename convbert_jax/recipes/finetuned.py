@@ -12,6 +12,7 @@ import numpy as np
 from absl import logging
 
 from convbert_jax.config import Config, ConfigError, OutputsSection
+from convbert_jax.config.finetuning_checks import HEADS_OF_KIND
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.labelled_text import Example, LabelledTask
 from convbert_jax.data.text_formats import open_bytes
@@ -115,20 +116,39 @@ def _from_network(path: str, source: sources.Source) -> tuple[Config, Any, Token
     f, m = config.finetune, config.model
     buckets = f.buckets if m.mask_convolution or m.mixer != "mixed" else ()
     length = _SPAN_LENGTH if heads[0] == "span_head" else f.length
-    fields = {"finetune.length": min(length, m.positions), "finetune.buckets": buckets}
+    fields = {"finetune.length": length, "finetune.buckets": buckets}
+    fields |= {path: value for path, value in main.use.items() if path.startswith("finetune.")}
+    fields["finetune.length"] = min(fields["finetune.length"], m.positions)
     config = matching.replace(config, fields)
     return config, join(config, {"main": main})[0], tokenizer
 
 
 def _outputs(path: str, network: Network, head: str) -> OutputsSection:
     kind, name = _KINDS[head]
-    labels = network.labels
-    if kind == "span":
-        labels = ("start", "end")
+    labels = ("start", "end") if kind == "span" else network.labels
     if kind == "classification" and len(labels) == 1:
         kind = "regression"
     texts = 2 if kind == "span" else 1
-    return OutputsSection(task=Path(path).name, kind=kind, head=name, labels=labels, texts=texts)
+    outputs = OutputsSection(task=Path(path).name, kind=kind, head=name, labels=labels, texts=texts)
+    fields = ((*field.split("."), value) for field, value in network.use.items())
+    told = {field: value for section, field, value in fields if section == "outputs"}
+    outputs = dataclasses.replace(outputs, **told)
+    if name not in HEADS_OF_KIND.get(outputs.kind, ()):
+        raise ConfigError(
+            f"{path} is a model for {outputs.kind}, which its {name} head is not for here; "
+            "classification, regression, tagging and answers can be predicted."
+        )
+    if outputs.kind == "regression" and len(labels) != 1:
+        raise ConfigError(f"{path} gives {len(labels)} numbers for a text; one can be predicted.")
+    if name == "sequence" and "texts" not in told:
+        logging.warning(
+            "%s does not say how many texts it reads, nor how long: taken as one of up to %d "
+            'tokens. If that is wrong, write {"convbert_jax": {"use": {"outputs.texts": 2, '
+            '"finetune.length": 128}}} into its config.json.',
+            path,
+            Config().finetune.length,
+        )
+    return outputs
 
 
 def open_teacher(path: str) -> "Teacher":

@@ -29,14 +29,18 @@ def _keep_compiled(tmp_path_factory):
         jax.config.update(name, value)
 
 
-def make_config(*, recipe="replaced_token", generator=None, tokenizer=None, **model) -> Config:
-    """A small config; `generator` and `tokenizer` are fields of their sections."""
+def make_config(
+    *, recipe="replaced_token", generator=None, tokenizer=None, outputs=None, finetune=None, **model
+) -> Config:
+    """A small config; all but `recipe` and `model` are fields of their sections."""
     small = dict(layers=2, hidden_size=32, embedding_size=16, heads=4, ffn_size=64, positions=24)
     values = to_dict(Config(recipe=recipe))
     values["model"] |= small | model
     values["generator"] |= {"size": 0.5} | (generator or {})
     values["tokenizer"] |= {"vocab_size": 60} | (tokenizer or {})
     values["data"] |= {"length": 16}
+    values["outputs"] |= outputs or {}
+    values["finetune"] |= finetune or {}
     if values["model"]["mixer"] == "mixed" and not values["model"]["mask_convolution"]:
         values["data"]["layout"] = "electra"
     return from_config_dict(values)

@@ -1,0 +1,124 @@
+"""What a fine-tuned model is used with travels in its folder: texts, columns, length, kind."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from convbert_jax.config import ConfigError
+from convbert_jax.finetuning.prediction import Predictor
+from convbert_jax.interop import certificate, conversion, huggingface
+from convbert_jax.interop.networks import ConversionError
+from convbert_jax.recipes import finetuned
+
+PAIR = {"texts": 2, "columns": ["premise", "hypothesis"], "labels": ["no", "maybe", "yes"]}
+NUMBER = {"kind": "regression", "labels": ["degree"], "scale": 5.0, "columns": ["said"]}
+LINES = {
+    "pair": [{"line": 1, "texts": ["bar gest", "dend"]}],
+    "number": [{"line": 1, "text": "bar gest dend"}],
+}
+
+
+@pytest.fixture(scope="module", params=["pair", "number"])
+def exported(request, make_run):
+    """(what it is, the run, its folder for others)."""
+    outputs = {"pair": PAIR, "number": NUMBER}[request.param]
+    finetune = {"length": 20, "buckets": []}
+    run, _ = make_run(recipe="finetune", outputs=outputs, finetune=finetune)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certificate, "pytorch_is_there", lambda: False)
+        folder = conversion.export(run)
+        again = conversion.convert(str(folder), run.parent / "again")
+    return request.param, run, folder, again
+
+
+def edit(folder, target, **fields):
+    """A copy of config.json's folder with other fields."""
+    target.mkdir()
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    content = json.loads((folder / "config.json").read_text()) | fields
+    (target / "config.json").write_text(json.dumps(content))
+    return str(target)
+
+
+def test_a_folder_predicts_as_its_run(exported):
+    what, run, *folders = exported
+    expected = Predictor(*finetuned.read_finetuned(str(run)), np.float32)
+    for folder in folders:
+        found = Predictor(*finetuned.read_finetuned(str(folder)), np.float32)
+        assert found.outputs.texts == expected.outputs.texts
+        assert found.outputs.columns == expected.outputs.columns
+        assert found._config.finetune.length == 20
+        (ours,), (theirs,) = expected.answer(LINES[what]), found.answer(LINES[what])
+        assert ours.keys() == theirs.keys()
+        for name in ("probabilities", "prediction"):
+            if name in ours:
+                assert ours[name] == pytest.approx(theirs[name], abs=1e-5)
+
+
+def test_their_classes_know_the_kind(exported):
+    what, _, folder, again = exported
+    kinds = {"pair": "single_label_classification", "number": "regression"}
+    for place in (folder, again):
+        content = json.loads((place / "config.json").read_text())
+        assert content["problem_type"] == kinds[what]
+        says = {"pair": "two texts, .* `premise` and `hypothesis`", "number": "one text, .* `said`"}
+        assert re.search(says[what] + ".* at most 20 tokens", (place / "README.md").read_text())
+
+
+@pytest.mark.parity
+def test_their_pipeline_gives_the_number(exported):
+    transformers = pytest.importorskip("transformers")
+    what, run, folder, _ = exported
+    predictor = Predictor(*finetuned.read_finetuned(str(run)), np.float32)
+    ours = predictor.answer(LINES[what])[0]
+    pipeline = transformers.pipeline("text-classification", model=str(folder))
+    if what == "number":
+        found = pipeline(LINES[what][0]["text"])[0]
+        assert found["label"] == "degree"
+        assert found["score"] == pytest.approx(ours["prediction"], abs=1e-4)
+    else:
+        first, second = LINES[what][0]["texts"]
+        found = pipeline({"text": first, "text_pair": second})
+        assert found["label"] == ours["prediction"]
+        assert found["score"] == pytest.approx(max(ours["probabilities"].values()), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        ({"outputs.texts": 7}, r"outputs\.texts=7 must be 1 or 2"),
+        ({"outputs.texts": "two"}, r"outputs\.texts='two' must be of type int"),
+        ({"outputs.columns": ["a", "b"], "outputs.texts": 1}, r"as many columns"),
+        ({"outputs.kind": "poems"}, r"outputs\.kind"),
+        ({"finetune.length": -1}, r"finetune\.length=-1"),
+        ({"train.steps": 3}, "'train.steps', which this version does not know"),
+        ([], "not an object"),
+    ],
+)
+def test_a_damaged_use_is_refused(exported, tmp_path, use, says):
+    edit(exported[2], tmp_path / "it", convbert_jax={"use": use})
+    with pytest.raises(ConversionError, match=says):
+        huggingface.read_folder(tmp_path / "it")
+
+
+def test_folders_that_do_not_say_it(exported, tmp_path, caplog):
+    what, _, folder, _ = exported
+    with caplog.at_level("WARNING"):
+        config, *_ = finetuned.read_finetuned(edit(folder, tmp_path / "it", convbert_jax={}))
+    assert config.outputs.texts == 1
+    assert config.outputs.kind == {"pair": "classification", "number": "regression"}[what]
+    assert "does not say how many texts" in caplog.text
+
+
+def test_kinds_that_cannot_be_predicted(exported, tmp_path):
+    what, _, folder, _ = exported
+    fields = {"problem_type": "multi_label_classification", "convbert_jax": {}}
+    with pytest.raises(ConfigError, match="a model for multi_label_classification"):
+        finetuned.read_finetuned(edit(folder, tmp_path / "a", **fields))
+    if what == "pair":
+        fields = {"problem_type": "regression", "convbert_jax": {}}
+        with pytest.raises(ConfigError, match="gives 3 numbers"):
+            finetuned.read_finetuned(edit(folder, tmp_path / "b", **fields))
