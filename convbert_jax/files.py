@@ -7,6 +7,7 @@ goes through here, so that no kind of damage ends in a traceback and no kill lea
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +16,7 @@ from convbert_jax.config import UserError
 
 # What a field may be: a type, or several.
 Kinds = type | tuple[type, ...]
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped half of a pair
 
 
 class DamagedFileError(UserError):
@@ -31,8 +33,10 @@ def parse_json(text: str | bytes) -> Any:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
+        elif not text.isascii():
+            text.encode("utf-8")
         value = json.loads(text)
-        if "\\u" in text or not text.isascii():
+        if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         return value
     except json.JSONDecodeError as error:

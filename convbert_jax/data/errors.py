@@ -9,3 +9,8 @@ class DataError(UserError, ValueError):
 
 class TokenizerError(DataError):
     """A vocabulary that cannot be trained, read or trusted."""
+
+
+def shorten(text: str, most: int = 120) -> str:
+    """`text` for a sentence: cut to `most` characters if it is longer."""
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from convbert_jax.data.errors import DataError
+from convbert_jax.data.errors import DataError, shorten
 
 KINDS = ("classification", "regression", "tagging")
 # What is reported for each kind where a task names nothing else; the first one selects.
@@ -119,7 +119,8 @@ class LabelReader:
         try:
             number = float(value)
         except (TypeError, ValueError):
-            raise ValueError(f"has the label {value!r}, which is not a number") from None
+            label = shorten(repr(value))
+            raise ValueError(f"has the label {label}, which is not a number") from None
         if not math.isfinite(number):
             raise ValueError(f"has the label {value!r}, which is not a finite number")
         return number
@@ -129,7 +130,8 @@ class LabelReader:
         if index is None:
             known = list(self._index)
             shown = ", ".join(known[:10]) + (f", … ({len(known)} in all)" if known[10:] else "")
-            raise ValueError(f"has the label {spell(value)!r}, which is not one of: {shown}")
+            label = shorten(spell(value))
+            raise ValueError(f"has the label {label!r}, which is not one of: {shown}")
         return index
 
 

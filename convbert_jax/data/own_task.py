@@ -154,7 +154,9 @@ def _find_labels(section: TaskSection, parts: Mapping[str, tuple[_Part, ...]]) -
             key=part.key,
         )
         for _, (value,) in rows:
-            values = value if section.kind == "tagging" else (value,)
+            values = (value,)
+            if section.kind == "tagging":  # what is no list is an error when the row is read
+                values = value if isinstance(value, list) else ()
             found.update(spell(value) for value in values if not is_unlabelled(value))
     labels = tuple(sorted(found))
     if len(labels) < 2:

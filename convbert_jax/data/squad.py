@@ -5,16 +5,17 @@ Read from the original JSON files, gzip or not, or from a prepared TFDS director
 """
 
 import dataclasses
-import gzip
-import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import logging
 
-from convbert_jax.data.errors import DataError
+from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.indexed_rows import open_prepared
+from convbert_jax.data.text_formats import open_bytes
+from convbert_jax.files import parse_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +108,9 @@ def read_file(path: Path) -> list[Question]:
       DataError: it cannot be read, or is not in this format.
     """
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = json.load(file)
-    except (OSError, EOFError, ValueError) as error:
+        with open_bytes(path) as file:
+            content = parse_json(file.read())
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise DataError(f"{path} cannot be read as JSON ({error}); check the file.") from None
     try:
         return list(_questions(content["data"]))
@@ -167,17 +168,28 @@ def _stands(answer: Answer, context: str) -> bool:
 def _questions(articles: Iterable[Mapping[str, Any]]) -> Iterator[Question]:
     for article in articles:
         for paragraph in article["paragraphs"]:
-            context = paragraph["context"]
+            context = _require(paragraph, "context", str)
             for entry in paragraph["qas"]:
                 impossible = bool(entry.get("is_impossible", False))
-                answers = () if impossible else entry["answers"]
+                answers = () if impossible else _require(entry, "answers", list)
                 yield Question(
-                    id=str(entry["id"]),
-                    text=entry["question"],
+                    id=str(_require(entry, "id", (str, int))),
+                    text=_require(entry, "question", str),
                     context=context,
-                    answers=tuple(Answer(a["text"], int(a["answer_start"])) for a in answers),
+                    answers=tuple(
+                        Answer(_require(a, "text", str), _require(a, "answer_start", int))
+                        for a in answers
+                    ),
                     impossible=impossible,
                 )
+
+
+def _require(record: Mapping[str, Any], name: str, kinds: type | tuple[type, ...]) -> Any:
+    """A field; raises KeyError where it is absent, TypeError where it is of another type."""
+    value = record[name]
+    if not isinstance(value, kinds):
+        raise TypeError(f"a {name} is {shorten(repr(value), 60)}")
+    return value
 
 
 def _from_tfds(directory: str, split: str) -> list[Question]:

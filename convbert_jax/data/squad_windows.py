@@ -151,13 +151,14 @@ def most_context(tokens: int, parts: Sequence[tuple[int, int]]) -> np.ndarray:
     """For each token, which window has most context around it: the smaller of what is on its left
     and on its right, plus 0.01 of the window's length; the first one of equals.
     """
-    places = np.arange(tokens)
-    scores = np.full((len(parts), tokens), -1.0)
+    best, score = np.zeros(tokens, np.int32), np.full(tokens, -1.0)
     for index, (first, size) in enumerate(parts):
-        here = places[first : first + size]
-        around = np.minimum(here - first, first + size - 1 - here)
-        scores[index, first : first + size] = around + 0.01 * size
-    return scores.argmax(axis=0)
+        within = np.arange(size)
+        around = np.minimum(within, within[::-1]) + 0.01 * size
+        here = slice(first, first + size)
+        better = around > score[here]
+        best[here][better], score[here][better] = index, around[better]
+    return best
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:

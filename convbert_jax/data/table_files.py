@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from convbert_jax.data.errors import DataError
+from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.table_formats import OPENERS, BadRows, Fault, Rows, TableFormat
 
 
@@ -40,7 +40,7 @@ def read_table(
         for line, record in rows:
             missing = [name for name in wanted if name not in record]
             if missing:
-                names = ", ".join(record)
+                names = shorten(", ".join(record))
                 problem = f"has no '{missing[0]}' (it has: {names}); {form.hint}"
                 bad_rows.report(line, problem)
                 continue
@@ -75,4 +75,5 @@ def _place(name: str, header: Sequence[str], form: TableFormat, path: Path | Non
         return int(name)
     if path is None:
         return None
-    raise DataError(f"{path} has no column '{name}' (it has: {', '.join(header)}); {form.hint}.")
+    names = shorten(", ".join(header))
+    raise DataError(f"{path} has no column '{name}' (it has: {names}); {form.hint}.")

@@ -7,14 +7,14 @@ are those of the file, header included; that of a row is the line where it begin
 
 import csv
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import regex
 from absl import logging
 
-from convbert_jax.data.errors import DataError
+from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.text_lines import (
     LONGEST_LINE,
     Lines,
@@ -24,6 +24,8 @@ from convbert_jax.data.text_lines import (
     without_last_blanks,
 )
 from convbert_jax.files import parse_json
+
+MATCHING_SECONDS = 2.0  # for one line; some patterns take longer than the universe has been there
 
 Source = Path | Stream
 
@@ -153,10 +155,12 @@ def _open_json(source: Source, form: TableFormat, key: str):
     if key:
         if not isinstance(document, dict) or key not in document:
             names = ", ".join(document) if isinstance(document, dict) else type(document).__name__
+            names = shorten(names)
             raise DataError(f"{source} has no list '{key}' (it has: {names}).")
         document = document[key]
     if not isinstance(document, list):
-        names = f" (it has: {', '.join(document)})" if isinstance(document, dict) else ""
+        there = shorten(", ".join(document)) if isinstance(document, dict) else ""
+        names = f" (it has: {there})" if there else ""
         raise DataError(f"{source} is not a JSON list of rows; name the list as FILE#KEY{names}.")
     if not document or isinstance(document[0], dict):
         return None, _of_type(document, dict, "an object")
@@ -197,6 +201,9 @@ def _open_conll(source: Source, form: TableFormat, key: str):
     found = sentences()
     first = _first(found, source)
     header = list(form.columns) or [str(n) for n in range(columns)]
+    if len(header) != columns:
+        names = shorten(", ".join(header))
+        raise DataError(f"{source} has {columns} columns, but {len(header)} names: {names}.")
     return header, _prepend(first, found)
 
 
@@ -222,13 +229,19 @@ def _open_parallel(paths: tuple[Path, ...], form: TableFormat, key: str):
 
 def _open_pattern(source: Source, form: TableFormat, key: str):
     try:
-        pattern = re.compile(form.pattern)
-    except re.error as error:
+        pattern = regex.compile(form.pattern)
+    except regex.error as error:
         raise DataError(f"pattern {form.pattern!r} is no regular expression: {error}.") from None
 
     def rows():
         for line, text in _read_lines(source, form):
-            match = pattern.fullmatch(text)
+            try:
+                match = pattern.fullmatch(text, timeout=MATCHING_SECONDS)
+            except TimeoutError:
+                raise DataError(
+                    f"{source} line {line}: pattern {form.pattern!r} finds no end in "
+                    f"{MATCHING_SECONDS:g} s; write it without repeats of repeats, as (a+)+."
+                ) from None
             problem = f"does not match the pattern {form.pattern!r}"
             yield line, match.groupdict() if match else Fault(problem)
 

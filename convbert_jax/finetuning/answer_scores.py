@@ -59,7 +59,8 @@ def best_thresholds(
 ) -> dict[str, float]:
     """best_exact_match and best_f1 that any threshold on the odds would have given, and those.
 
-    Chosen on the very questions they are reported for, as the official script does.
+    Chosen on the very questions they are reported for, as the official script does; there any
+    answer to a question without one is wrong, be it "the", which is nothing once normalized.
 
     Args:
       answers: of every question its best answer, never "".
@@ -67,8 +68,10 @@ def best_thresholds(
     """
     odds = np.array([null_odds[question.id] for question in questions])
     order = np.argsort(odds, kind="stable")
-    answered = _score_all(questions, answers)[order]
-    empty = np.array([question.impossible for question in questions], float)[order, None]
+    impossible = np.array([question.impossible for question in questions])
+    given = np.array([bool(answers[question.id]) for question in questions])
+    scores = np.where((impossible & given)[:, None], 0.0, _score_all(questions, answers))
+    answered, empty = scores[order], impossible.astype(float)[order, None]
     # With the k questions of the lowest odds answered, and the others not, for k from 0.
     totals = empty.sum(0) + np.concatenate([[[0.0, 0.0]], np.cumsum(answered - empty, axis=0)])
     # Between equal odds no threshold can cut.

@@ -87,9 +87,9 @@ def make_task(
         labels = [example.label for example in splits[split]]
         return scoring.score(source, convert(split, found), labels)
 
-    def write(folder: Path, split: str, found: Outputs) -> None:
+    def write(folder: Path, split: str, found: Outputs, *, pictures: bool) -> None:
         said = (folder, source, split, splits[split], convert(split, found))
-        prediction_files.write_predictions(*said)
+        prediction_files.write_predictions(*said, pictures=pictures)
         prediction_files.write_server_file(*said)
 
     return FinetuneTask(

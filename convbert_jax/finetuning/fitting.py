@@ -24,6 +24,7 @@ from convbert_jax.finetuning.task import FinetuneTask, Outputs
 from convbert_jax.finetuning.unfinished import Unfinished
 from convbert_jax.training.optimizer import make_schedule
 from convbert_jax.training.signals import StopSignals
+from convbert_jax.training.timing import format_seconds
 
 _IN_FLIGHT = 4  # steps that are given to the device before the host waits
 _LOG_EVERY = 30.0  # seconds between lines where there is no terminal
@@ -248,20 +249,24 @@ def _report(batches, steps: int, title: str, examples: int, done: int = 0):
     bar = tqdm(
         batches, total=steps, initial=done, desc=title, unit="step", leave=False, disable=None
     )
-    start = last = time.perf_counter()
+    logged = before = time.perf_counter()
+    timed, seconds = 0, 0.0  # the first step of each length is left out: it is compiled
+    lengths, length = set(), None
     for number, batch in enumerate(bar):
         now = time.perf_counter()
-        if bar.disable and now - last > _LOG_EVERY:
-            last = now
-            rate = number * examples / (now - start)
-            left = (now - start) / number * (steps - done - number)
+        if length in lengths:
+            timed, seconds = timed + 1, seconds + now - before
+        lengths.add(length)
+        length, before = batch[0], now
+        if bar.disable and timed and now - logged > _LOG_EVERY:
+            logged = now
             logging.info(
-                "%s: step %d/%d, %.0f examples/s, %.0f s left.",
+                "%s: step %d/%d, %.0f examples/s, %s left.",
                 title,
                 done + number,
                 steps,
-                rate,
-                left,
+                examples * timed / seconds,
+                format_seconds(seconds / timed * (steps - done - number)),
             )
         yield batch
 

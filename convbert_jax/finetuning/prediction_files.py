@@ -37,12 +37,15 @@ def write_predictions(
     split: str,
     examples: Sequence[Example],
     outputs: scoring.Outputs,
+    *,
+    pictures: bool,
 ) -> list[Path]:
-    """Writes SPLIT.jsonl and, where all labels are known, pictures of what is confused with what
-    and of how far the probabilities can be trusted.
+    """Writes SPLIT.jsonl.
 
     Args:
       outputs: as `scoring.score` takes them.
+      pictures: where all labels are known, draws what is confused with what and how far the
+        probabilities can be trusted.
 
     Returns:
       What was written.
@@ -51,7 +54,7 @@ def write_predictions(
     written = [folder / f"{split}.jsonl"]
     lines = describe_examples(task, examples, outputs)
     _replace(written[0], "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    if all(example.label is not None for example in examples):
+    if pictures and all(example.label is not None for example in examples):
         labels = [example.label for example in examples]
         title = f"{task.name}, {split}"
         for name, draw in prediction_pictures.PICTURES[task.kind].items():

@@ -1,9 +1,12 @@
 """Pictures of predictions against labels: confusion, calibration, scatter."""
 
-from collections.abc import Sequence
+import functools
+import logging as python_logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+from absl import logging
 
 from convbert_jax.data.labelled_text import LabelledTask
 from convbert_jax.finetuning import scoring
@@ -13,13 +16,51 @@ NUMBERED = 12  # with more labels a matrix shows colors only
 NAMED = 60  # with more labels its axes show indices
 
 
-def _pyplot():
+def _pyplot(texts: Iterable[str]):
+    """Ready to draw `texts`, in any script that an installed font has."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    characters = frozenset(character for text in texts for character in text if character > "\x7f")
+    pyplot.rcParams["font.family"] = list(_find_fonts(characters))
+    # Of a family with one weight it would say at every picture that this is not the normal one.
+    python_logging.getLogger("matplotlib.font_manager").setLevel(python_logging.ERROR)
     return pyplot
+
+
+@functools.cache
+def _find_fonts(characters: frozenset[str]) -> tuple[str, ...]:
+    """Families that have `characters` between them, the usual one first; logs what none has.
+
+    The last one, if this matplotlib brings it, draws a box for every character there is.
+    """
+    from matplotlib import font_manager
+
+    families, missing = ["DejaVu Sans"], set(characters)
+    fonts = font_manager.fontManager.ttflist
+    last_resort = {font.name for font in fonts if font.name.startswith("Last Resort")}
+    for font in sorted(
+        fonts,
+        key=lambda font: (font.name != families[0], font.style, font.weight != 400, font.name),
+    ):
+        if not missing:
+            break
+        if font.name in last_resort:
+            continue
+        found = {c for c in missing if ord(c) in font_manager.get_font(font.fname).get_charmap()}
+        if found and font.name not in families:
+            families.append(font.name)
+        missing -= found
+    if missing:
+        logging.warning(
+            "No installed font has %s: pictures show boxes in their place; install one, for "
+            "example Noto Sans CJK.",
+            ", ".join(sorted(missing)[:5]) + (", …" if len(missing) > 5 else ""),
+        )
+        families += last_resort
+    return tuple(families)
 
 
 def draw_confusion(
@@ -28,7 +69,7 @@ def draw_confusion(
     """Rows are labels, columns predictions; color is the share of the row, numbers are counts. With
     many labels the most frequent confusions are listed beside it.
     """
-    pyplot = _pyplot()
+    pyplot = _pyplot([title, *task.labels])
     counts = count_confusions(task, scoring.predict(task, outputs), labels)
     size = len(task.labels)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
@@ -100,7 +141,7 @@ def draw_calibration(
     path: Path, task: LabelledTask, outputs: scoring.Outputs, labels: Sequence, title: str
 ) -> None:
     """Share of right answers against the probability given to them, and how many answers had it."""
-    pyplot = _pyplot()
+    pyplot = _pyplot([title])
     confidence, right = judge_answers(task, outputs, labels)
     means, shares, counts = bin_confidence(confidence, right)
     figure, (above, below) = pyplot.subplots(
@@ -159,7 +200,7 @@ def draw_scatter(
     path: Path, task: LabelledTask, outputs: scoring.Outputs, labels: Sequence, title: str
 ) -> None:
     """Predicted numbers against the labels."""
-    pyplot = _pyplot()
+    pyplot = _pyplot([title])
     predicted = scoring.predict(task, outputs)
     ends = min(labels), max(labels)
     figure, axis = pyplot.subplots(figsize=(4.6, 4.4), layout="constrained")

@@ -65,7 +65,7 @@ def make_task(name: str, config: Config, tokenizer: Tokenizer) -> FinetuneTask:
         scores = _score_all(dev.questions, collect(dev, found, config), threshold)
         return {metric: scores[metric] for metric in metrics}
 
-    def write(folder: Path, split: str, found: Outputs) -> None:
+    def write(folder: Path, split: str, found: Outputs, *, pictures: bool = False) -> None:
         answered = collect(dev, found, config)
         scores = _score_all(dev.questions, answered, threshold)
         answers.write_files(folder / split, dev.questions, answered, scores, threshold=threshold)

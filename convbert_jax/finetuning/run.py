@@ -178,7 +178,9 @@ def _run_group(
             params = fitting.take_run(fitted, task, number, vectorized=vectorized)
             save_model(place / f"seed-{seed}", config, task, tokenizer, params, fitted.steps, seed)
         for split in task.evaluation if not result.diverged else ():
-            task.write(place / f"seed-{seed}" / "predictions", split, outputs[split][number])
+            target = place / f"seed-{seed}" / "predictions"
+            # Pictures of one seed: all look alike, and they take longer than a small run's files.
+            task.write(target, split, outputs[split][number], pictures=seed == config.seed)
         append_result(folder, result)
         _log(task, result)
         results.append(result)

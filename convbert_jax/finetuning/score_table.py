@@ -1,7 +1,8 @@
 """Scores over seeds as a Markdown table, beside published ones.
 
 Of each column: the median over seeds, the spread (best minus worst), the worst; the best only where
-it is asked for, as nobody should report it alone. A run that diverged counts as the worst.
+it is asked for, as nobody should report it alone. One seed has no spread, and none is shown. A run
+that diverged counts as the worst.
 """
 
 import dataclasses
@@ -78,13 +79,15 @@ def format_table(
     """
     summaries = [summarize(column.values) for column in columns]
     averaged = _averaged(columns)
-    ours = [
-        ("this run, median", [summary.median for summary in summaries]),
-        ("spread (best - worst)", [summary.spread for summary in summaries]),
-        ("worst", [summary.worst for summary in summaries]),
-        *([("best", [summary.best for summary in summaries])] if show_best else []),
-    ]
     seeds = {len(column.values) for column in columns}
+    ours = [("this run", [summary.median for summary in summaries])]
+    if seeds != {1}:
+        ours = [
+            ("this run, median", ours[0][1]),
+            ("spread (best - worst)", [summary.spread for summary in summaries]),
+            ("worst", [summary.worst for summary in summaries]),
+            *([("best", [summary.best for summary in summaries])] if show_best else []),
+        ]
     counts = "/".join(map(str, sorted(seeds))) + (" seed" if seeds == {1} else " seeds")
     is_test = all(column.split.startswith("test") for column in columns)
     table = [["", "split, runs", *(column.title for column in columns)]]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from convbert_jax.config import ConfigError
+from convbert_jax.data.errors import DataError
 from convbert_jax.data.labelled_text import LabelledTask
 
 Outputs = np.ndarray | Sequence[np.ndarray]
@@ -31,7 +32,12 @@ def score(task: LabelledTask, outputs: Outputs, labels: Sequence) -> dict[str, f
 
     Returns:
       {metric name: value}, in the order of `task.metrics`.
+
+    Raises:
+      DataError: there is nothing to score.
     """
+    if not len(labels):
+        raise DataError(f"{task.name} has no rows to score; check its files.")
     if len(outputs) != len(labels):
         raise ValueError(f"{len(outputs)} predictions for {len(labels)} labels of {task.name}.")
     predicted = predict(task, outputs)

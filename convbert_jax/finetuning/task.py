@@ -4,7 +4,6 @@ values of it.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,8 @@ class FinetuneTask:
       evaluation: split -> rows that are predicted, labelled or not.
       scored: splits of `evaluation` that `score` takes; the first one selects.
       score: (split, outputs of all its rows) -> {metric: value}.
-      write: (folder, split, outputs) -> nothing; writes predictions.
+      write: (folder, split, outputs, pictures=) -> nothing; writes predictions, and pictures of
+        them if asked to.
     """
 
     name: str
@@ -55,4 +55,4 @@ class FinetuneTask:
     evaluation: Mapping[str, Rows]
     scored: tuple[str, ...]
     score: Callable[[str, Outputs], Scores]
-    write: Callable[[Path, str, Outputs], None]
+    write: Callable[..., None]

@@ -140,6 +140,35 @@ def test_bad_files(tmp_path):
         squad.read("v1", "validation", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("question", value) for value in (5, None, ["a"])],
+        *[("context", value) for value in (5, None, {})],
+        *[("answers", value) for value in (5, "x", [5], [{"text": 5, "answer_start": 0}])],
+        ("answers", [{"text": "x", "answer_start": 1e999}]),
+        ("answers", [{"text": "\ud800", "answer_start": 0}]),
+        *[("id", value) for value in (None, [1])],
+    ],
+)
+def test_fields_of_another_type(tmp_path, field, value):
+    entry = {"id": "a", "question": "?", "answers": [{"text": "one", "answer_start": 0}]}
+    paragraph = {"context": CONTEXT, "qas": [entry]}
+    (paragraph if field == "context" else entry)[field] = value
+    path = tmp_path / "dev-v1.1.json"
+    path.write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+    with pytest.raises(DataError, match=r"not in SQuAD's format|cannot be read as JSON"):
+        squad.read("v1", "validation", tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"[" * 99_999, b"\xff", b"", b"5", b'{"data": 5}'])
+@pytest.mark.parametrize("name", ["dev-v1.1.json", "dev-v1.1.json.gz"])
+def test_files_of_another_kind(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError):
+        squad.read("v1", "validation", tmp_path)
+
+
 def test_real_files(real_data, caplog):
     folder = real_data / "squad"
     dev = squad.read("v1", "validation", folder)

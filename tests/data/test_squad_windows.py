@@ -1,5 +1,7 @@
 """Windows over contexts: nothing of a context is lost, every answer can be had back."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -36,6 +38,17 @@ def test_windows_cover_the_context(tokens, room, stride):
             for first, size in parts
         ]
         assert sides[index] == max(sides)
+
+
+def test_a_context_of_a_million_tokens_takes_little_memory():
+    parts = cut(1_000_000, 300, 128)
+    tracemalloc.start()
+    best = most_context(1_000_000, parts)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50e6
+    assert (np.diff(best) >= 0).all()
+    assert best[-1] == len(parts) - 1
 
 
 WORDS = st.lists(

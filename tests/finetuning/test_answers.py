@@ -150,6 +150,18 @@ def test_best_thresholds(seed):
         assert found[f"best_{metric}_threshold"] == threshold
 
 
+def test_an_answer_of_articles_is_one():
+    """As in the official script: "the" to a question without an answer is wrong for a threshold."""
+    questions = [
+        Question("a", "?", CONTEXT, (Answer("two", 4),)),
+        Question("b", "?", CONTEXT, impossible=True),
+    ]
+    found = answer_scores.best_thresholds(questions, {"a": "two", "b": "the"}, {"a": 0.0, "b": 1.0})
+    assert (found["best_exact_match"], found["best_exact_match_threshold"]) == (1.0, 0.0)
+    found = answer_scores.best_thresholds(questions, {"a": "two", "b": "the"}, {"a": 1.0, "b": 0.0})
+    assert found["best_exact_match"] == found["best_f1"] == 0.5
+
+
 def test_no_answer_at_all_may_be_best():
     """Every score stays finite, so that the run does not count as diverged."""
     questions = [Question(str(i), "?", CONTEXT, impossible=True) for i in range(3)]

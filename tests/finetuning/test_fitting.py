@@ -1,6 +1,7 @@
 """Runs: alone and together, whole and partial batches, one program for each shape, the recipes."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -161,3 +162,17 @@ def test_eight_devices_train_what_one_trains(toy, make_config, make_task):
                 programs, task, config, fitted.params, rows, vectorized=vectorized
             )
             assert found[0]["logits"].shape == (21, 4)
+
+
+def test_time_left_does_not_count_compilation(monkeypatch, caplog):
+    """The first step of each length takes a minute of compiling, the others a second."""
+    clock, seen = [0.0], set()
+    monkeypatch.setattr(fitting.time, "perf_counter", lambda: clock[0])
+    batches = [(length, None) for length in (64, 128) for _ in range(40)]
+    with caplog.at_level("INFO"):
+        for length, _ in fitting._report(iter(batches), 80, "toy", examples=32):
+            clock[0] += 1.0 if length in seen else 60.0
+            seen.add(length)
+    found = re.findall(r"step (\d+)/80, 32 examples/s, (\d+) s left", caplog.text)
+    assert len(found) >= 2
+    assert all(int(step) + int(left) == 80 for step, left in found)

@@ -3,6 +3,7 @@
 import csv
 import json
 import logging
+import warnings
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def test_classification(tmp_path):
     examples = [Example("a", ("gr\u00fc\u00df dich", "x"), 1), Example("b", ("y", "z"), 0)]
     logits = np.array([[0.0, np.log(3.0), 99.0], [np.log(4.0), np.log(6.0), 99.0]])
     written = prediction_files.write_predictions(
-        tmp_path / "new", make_task(), "validation", examples, logits
+        tmp_path / "new", make_task(), "validation", examples, logits, pictures=True
     )
     names = ["validation.jsonl", "validation-confusion.png", "validation-calibration.png"]
     assert [path.name for path in written] == names
@@ -54,7 +55,9 @@ def test_classification(tmp_path):
 
 def test_without_labels_there_are_no_pictures(tmp_path):
     examples = [Example("a", ("x",), None), Example("b", ("y",), 1)]
-    written = prediction_files.write_predictions(tmp_path, make_task(), "test", examples, np.eye(2))
+    written = prediction_files.write_predictions(
+        tmp_path, make_task(), "test", examples, np.eye(2), pictures=True
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["test.jsonl"]
     assert [line["label"] for line in read_lines(written[0])] == [None, "yes"]
 
@@ -62,7 +65,12 @@ def test_without_labels_there_are_no_pictures(tmp_path):
 def test_regression_and_tagging(tmp_path):
     examples = [Example("a", ("x",), 1.0), Example("b", ("y",), 3.0)]
     written = prediction_files.write_predictions(
-        tmp_path / "r", make_task("regression", ()), "test", examples, np.array([1.5, 2.25])
+        tmp_path / "r",
+        make_task("regression", ()),
+        "test",
+        examples,
+        np.array([1.5, 2.25]),
+        pictures=True,
     )
     assert [line["prediction"] for line in read_lines(written[0])] == [1.5, 2.25]
     assert [path.name for path in written[1:]] == ["test-scatter.png"]
@@ -71,7 +79,9 @@ def test_regression_and_tagging(tmp_path):
     examples = [Example("a", ("x y",), (0, 1)), Example("b", ("z",), (1,))]
     task = make_task("tagging", ("O", "B-A"))
     outputs = [np.log([[0.9, 0.1], [0.8, 0.2]]), np.log([[0.3, 0.7]])]
-    written = prediction_files.write_predictions(tmp_path / "t", task, "test", examples, outputs)
+    written = prediction_files.write_predictions(
+        tmp_path / "t", task, "test", examples, outputs, pictures=True
+    )
     first, second = read_lines(written[0])
     assert first["words"] == ["x", "y"]
     assert first["label"] == ["O", "B-A"]
@@ -79,6 +89,19 @@ def test_regression_and_tagging(tmp_path):
     assert first["probabilities"] == [0.9, 0.8]
     assert second["prediction"] == ["B-A"]
     assert all(map(is_png, written[1:]))
+
+
+def test_labels_of_any_script_are_drawn_without_a_warning_each(tmp_path, caplog):
+    """Plane 16 is for private use, so that no font has its characters."""
+    task = make_task(labels=("\U00100001", "n\u00e9"))
+    outputs, labels = np.eye(2), [0, 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, draw in prediction_pictures.PICTURES["classification"].items():
+            draw(tmp_path / f"{name}.png", task, outputs, labels, "toy \U00100001")
+            draw(tmp_path / f"{name}.png", task, outputs, labels, "toy \U00100001")
+    assert all(map(is_png, tmp_path.iterdir()))
+    assert caplog.text.count("No installed font has \U00100001") == 2  # with \u00e9 and without
 
 
 def test_many_labels(tmp_path):

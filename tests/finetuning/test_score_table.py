@@ -127,5 +127,11 @@ def test_tables_of_other_tasks():
     assert "Diverged runs, counted as the worst: imdb (1 of 3)." in table
     assert "ConvBERT" not in table
     squad = cells(format_table([Column("squad_v1", "validation", "exact_match", (0.5,))]))
-    assert squad["this run, median"]["split, runs"] == "dev, 1 seed"
+    assert squad["this run"]["split, runs"] == "dev, 1 seed"
     assert squad["ConvBERT-small, 1M steps (ConvBERT, table 4)"]["squad_v1 EM"] == "77.1"
+
+
+def test_one_seed_has_no_spread():
+    table = format_table([Column("toy", "validation", "accuracy", (0.5,))], show_best=True)
+    assert "this run " in table
+    assert not any(word in table for word in ("spread", "worst", "best", "median"))

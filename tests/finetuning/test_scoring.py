@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax.config import ConfigError
+from convbert_jax.data.errors import DataError
 from convbert_jax.data.labelled_text import LabelledTask
 from convbert_jax.finetuning import scoring
 
@@ -23,6 +24,12 @@ def score(metric, predicted, labels, count=2):
     logits = np.eye(count)[list(predicted)]
     task = make_task(labels=tuple(map(str, range(count))), metrics=(metric,))
     return scoring.score(task, logits, labels)[metric]
+
+
+def test_nothing_to_score_is_said():
+    for metric in ("accuracy", "mcc", "f1", "macro_f1"):
+        with pytest.raises(DataError, match="toy has no rows to score"):
+            score(metric, [], [])
 
 
 binary = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=40)
