@@ -7,9 +7,10 @@ A directory holds
     units/00000.json       one record for each finished unit of the source
     train-00000.array_record, validation-00000.array_record
 
-`metadata.json` is written before the first unit, so a directory that belongs to another corpus is
-refused at any stage. A unit's shards are renamed into place before its record is written: after a
-crash only units without a record are done again, with the same result.
+`metadata.json` is written before the first unit, so a directory with shards of another corpus is
+refused at any stage; one without a finished unit begins anew with other settings. A unit's shards
+are renamed into place before its record is written: after a crash only units without a record are
+done again, with the same result.
 """
 
 import dataclasses
@@ -87,7 +88,7 @@ def prepare(config: Config, directory: Path) -> Corpus:
         started = time.monotonic()
         sources = _open_sources(config.data)
         made_from = _made_from(config, sources)
-        metadata = _read_metadata(directory)
+        metadata, tokenizer = _go_on(config, made_from, directory)
         if metadata is None:
             tokenizer = preparation.prepare_tokenizer(config, directory, sources["train"])
             metadata = {
@@ -96,10 +97,6 @@ def prepare(config: Config, directory: Path) -> Corpus:
                 "tokenizer": tokenizer.fingerprint,
             }
             write_json(directory / METADATA, metadata)
-        else:
-            _refuse_other(made_from, metadata["made_from"], directory)
-            tokenizer = load_tokenizer(config.tokenizer, directory)
-            _refuse_changed_tokenizer(tokenizer, metadata["tokenizer"], directory)
         records = preparation.process_units(config, directory, tokenizer, sources)
         metadata |= _summary(records, config.data.length, time.monotonic() - started)
         _check_splits(metadata, config.data)
@@ -116,6 +113,36 @@ def _open_sources(data: DataSection) -> dict[str, Source]:
 
 
 # --- Does a directory belong to a config? ---
+
+
+def _go_on(
+    config: Config, made_from: dict[str, Any], directory: Path
+) -> tuple[dict[str, Any], Tokenizer] | tuple[None, None]:
+    """Metadata and vocabulary of what was begun in `directory`; None where nothing is to be kept.
+
+    Raises:
+      DataError: it has finished shards, of another corpus.
+    """
+    metadata = _read_metadata(directory)
+    if metadata is None:
+        return None, None
+    try:
+        _refuse_other(made_from, metadata["made_from"], directory)
+        tokenizer = load_tokenizer(config.tokenizer, directory)
+        _refuse_changed_tokenizer(tokenizer, metadata["tokenizer"], directory)
+    except DataError:
+        if any((directory / "units").glob("*.json")):
+            raise
+        logging.info("No shard in %s is finished: it begins anew, with other settings.", directory)
+        return None, None
+    return metadata, tokenizer
+
+
+def _elsewhere(directory: Path) -> str:
+    """The flag that leaves `directory` as it is."""
+    names = (directory.with_name(f"{directory.name}-{number}") for number in range(2, 1000))
+    free = next((path for path in names if not path.exists()), directory.with_name("other"))
+    return f"--config.data.directory={free}"
 
 
 def _made_from(config: Config, sources: dict[str, Source] | None) -> dict[str, Any]:
@@ -165,8 +192,8 @@ def _refuse_other(wanted: dict, there: dict, directory: Path) -> None:
         different.append(f"source ({there.get('source')!r} there, {wanted['source']!r} wanted)")
     if different:
         raise DataError(
-            f"{directory} holds another corpus; it differs in {', '.join(different)}: name another "
-            "config.data.directory or delete that one."
+            f"{directory} holds another corpus; it differs in {', '.join(different)}: set that "
+            f"back, or prepare these elsewhere with {_elsewhere(directory)}."
         )
 
 
@@ -174,8 +201,8 @@ def _refuse_changed_tokenizer(tokenizer: Tokenizer, fingerprint: str, directory:
     if tokenizer.fingerprint != fingerprint:
         raise DataError(
             f"{directory} was prepared with another vocabulary or normalization than "
-            f"{tokenizer.path} has now: put it back, name another config.data.directory or delete "
-            "that one."
+            f"{tokenizer.path} has now: put it back, or prepare elsewhere with "
+            f"{_elsewhere(directory)}."
         )
 
 
@@ -207,8 +234,8 @@ def _open_finished(config: Config, directory: Path) -> Corpus | None:
     if metadata["undecodable"] and metadata["encoding_errors"] != data.encoding_errors:
         raise DataError(
             f"{directory} was prepared with encoding_errors='{metadata['encoding_errors']}', which "
-            f"mattered for {metadata['undecodable']} places; set it back, name another "
-            "config.data.directory or delete that one."
+            f"mattered for {metadata['undecodable']} places; set it back, or prepare elsewhere "
+            f"with {_elsewhere(directory)}."
         )
     tokenizer = load_tokenizer(config.tokenizer, directory)
     _refuse_changed_tokenizer(tokenizer, metadata["tokenizer"], directory)

@@ -114,7 +114,7 @@ def prepare_tokenizer(config: Config, directory: Path, source: Source) -> Tokeni
 
 def nothing_held_out(data: DataSection, hashes: Sequence[float] = ()) -> str:
     """What to say when no document fell into the held-out part."""
-    advice = "raise it (and delete the folder)"
+    advice = "raise it and name another config.data.directory,"
     if hashes and min(hashes) < 0.5:
         advice = f"set --config.data.heldout_fraction={min(hashes) + 0.005:.2f}"
     return (

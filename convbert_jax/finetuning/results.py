@@ -5,11 +5,25 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from convbert_jax import files
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.task import Scores
 
 RESULTS = "results.jsonl"  # in WORKDIR: one line for each finished run
+_NUMBER = (int, float)
+_FIELDS = {
+    "task": str,
+    "setting": dict,
+    "seed": int,
+    "steps": int,
+    "loss": (*_NUMBER, type(None)),
+    "scores": dict,
+    "seconds": _NUMBER,
+    "examples_per_second": _NUMBER,
+}
+_REMEDY = "delete that line to train its run again; the other runs are kept"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,25 +71,64 @@ class TaskResult:
 
 
 def read_results(folder: Path) -> list[RunResult]:
-    """Finished runs; a line that a kill left half written is none."""
+    """Finished runs; a line that a kill left half written is none, and is taken away.
+
+    Raises:
+      DamagedFileError: another line is no result; it names the line.
+    """
     path = folder / RESULTS
-    if not path.exists():
+    try:
+        lines = files.read_json_lines(path, remedy=_REMEDY, fields=_FIELDS)
+    except FileNotFoundError:
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        path.write_text("".join(lines[:-1]))
-        lines.pop()
+    content = path.read_bytes()
+    if not content.endswith(b"\n") and content:
+        with files.replacing(path) as file:
+            file.write(content[: content.rfind(b"\n") + 1])
     results = []
-    for line in lines:
-        values = json.loads(line)
-        values["setting"] = Setting(**values["setting"])
-        values["loss"] = math.nan if values["loss"] is None else values["loss"]
-        values["scores"] = {
-            split: {name: math.nan if v is None else v for name, v in scores.items()}
-            for split, scores in values["scores"].items()
-        }
-        results.append(RunResult(**values))
+    for number, values in enumerate(lines, start=1):
+        try:
+            results.append(_to_result(values))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise files.damaged(path, f"line {number}: {error}", _REMEDY) from None
     return results
+
+
+def check_scores(
+    folder: Path, runs: Sequence[RunResult], splits: Sequence[str], metrics: Sequence[str]
+) -> None:
+    """Refuses results of a task that lack one of its scores.
+
+    Raises:
+      DamagedFileError: it names the run.
+    """
+    for run in runs:
+        lacks = [f"{s} {m}" for s in splits for m in metrics if m not in run.scores.get(s, {})]
+        if lacks:
+            what = f"the line of {run.task}, seed {run.seed}, {run.setting} has no {lacks[0]}"
+            raise files.damaged(folder / RESULTS, what, _REMEDY)
+
+
+def _to_result(values: dict[str, Any]) -> RunResult:
+    """Raises TypeError, ValueError or AttributeError where a value is not what was written."""
+    setting = Setting(**values["setting"])
+    for value in dataclasses.astuple(setting):
+        if not isinstance(value, _NUMBER):
+            raise TypeError(f"{value!r} is no number")
+    scores = {
+        split: {name: _number(value) for name, value in found.items()}
+        for split, found in values["scores"].items()
+    }
+    return RunResult(
+        **values | {"setting": setting, "loss": _number(values["loss"]), "scores": scores}
+    )
+
+
+def _number(value: Any) -> float:
+    """None is what JSON has instead of NaN."""
+    if value is not None and not isinstance(value, _NUMBER):
+        raise TypeError(f"{value!r} is no number")
+    return math.nan if value is None else value
 
 
 def runs_of(runs: Sequence[RunResult], setting: Setting) -> tuple[RunResult, ...]:

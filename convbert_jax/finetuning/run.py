@@ -7,7 +7,6 @@ WORKDIR/unfinished/                    the run that is under way, see unfinished
 """
 
 import dataclasses
-import json
 import math
 import shutil
 import statistics
@@ -18,6 +17,7 @@ import jax
 import numpy as np
 from absl import logging
 
+from convbert_jax import files
 from convbert_jax.config import Config, to_dict
 from convbert_jax.data.tokenizer import Tokenizer
 from convbert_jax.finetuning import fitting
@@ -27,6 +27,7 @@ from convbert_jax.finetuning.results import (
     RunResult,
     TaskResult,
     append_result,
+    check_scores,
     read_results,
     runs_of,
 )
@@ -35,6 +36,7 @@ from convbert_jax.finetuning.unfinished import Unfinished
 from convbert_jax.training.checkpoint import Checkpoints
 from convbert_jax.training.compilation import describe_compile_cache
 from convbert_jax.training.state import TrainState
+from convbert_jax.training.workdir import CONFIG
 
 _SMALL = 384  # channels of an encoder that leaves an accelerator idle with one batch of 32 rows
 VOCABULARY = "vocabulary"  # folder with the vocabulary's file, beside a model
@@ -58,6 +60,7 @@ def finetune(
 
     Raises:
       FinetuningError: every run of a task diverged.
+      DamagedFileError: the record of finished runs, or of the one under way.
     """
     done = read_results(folder)
     results = []
@@ -96,6 +99,7 @@ def _finetune_task(config, folder, task, programs, tokenizer, weights, done) -> 
     seeds = range(config.seed, config.seed + config.finetune.seeds)
     vectorized = choose_vectorized(config, len(seeds), jax.default_backend())
     runs = [r for r in done if r.task == task.name]
+    check_scores(folder, runs, task.scored, task.metrics)
     for setting in settings_of(config, task):
         finished = {r.seed for r in runs_of(runs, setting)}
         left = [seed for seed in seeds if seed not in finished]
@@ -205,7 +209,7 @@ def save_model(folder, config, task, tokenizer, params, steps: int, seed: int) -
         checkpoints.save(TrainState(count, params, {"count": count}), {})
     finally:
         checkpoints.close()
-    (folder / "config.json").write_text(json.dumps(to_dict(own), indent=2) + "\n")
+    files.write_json(folder / CONFIG, to_dict(own))
 
 
 def _score(task: FinetuneTask, split: str, outputs, finite: bool) -> Scores:

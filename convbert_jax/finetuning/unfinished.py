@@ -4,7 +4,6 @@ WORKDIR/unfinished/   one run, or the seeds that train together: run.json says w
 checkpoints/; gone when it is done
 """
 
-import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ import jax
 import numpy as np
 from absl import logging
 
+from convbert_jax import files
 from convbert_jax.config import CheckpointSection
 from convbert_jax.training.checkpoint import Checkpoints
 from convbert_jax.training.state import TrainState
@@ -47,6 +47,7 @@ class Unfinished:
 
         Raises:
           CheckpointError: there are checkpoints, and none can be read.
+          DamagedFileError: nothing tells which run they are of.
         """
         self._last = time.perf_counter()
         if not self._folder.is_dir():
@@ -78,7 +79,7 @@ class Unfinished:
         params, opt_state = state
         if self._checkpoints is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / RUN).write_text(json.dumps(self._run))
+            files.write_json(self._folder / RUN, self._run)
         self._open().save(TrainState(np.asarray(done, np.int32), params, opt_state), self._run)
 
     def close(self) -> None:
@@ -100,8 +101,11 @@ class Unfinished:
 
     def _is_of_this_run(self) -> bool:
         """False for one that nobody goes on with, as its seeds are grouped in another way now."""
-        file = self._folder / RUN
-        return file.is_file() and file.read_text() == json.dumps(self._run)
+        remedy = f"delete {self._folder} to train that run from its beginning"
+        try:
+            return files.read_json(self._folder / RUN, remedy=remedy) == self._run
+        except FileNotFoundError:  # killed before anything was kept
+            return False
 
 
 def _abstract(leaf) -> jax.ShapeDtypeStruct:

@@ -23,6 +23,7 @@ from convbert_jax.interop import (
     tensorflow1,
 )
 from convbert_jax.interop.networks import ConversionError, Network, split
+from convbert_jax.training.workdir import read_config
 
 
 def export(
@@ -44,7 +45,7 @@ def export(
       ConversionError: the format cannot hold the model, or the folder holds something else.
       ParityError: PyTorch does not compute the same numbers.
     """
-    config = sources.read_config(workdir)
+    config = read_config(workdir)
     step, params = sources.read_params(workdir, config, step)
     tokenizer, section = sources.read_tokenizer(workdir, config)
     networks = split(config, params)

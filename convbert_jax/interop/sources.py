@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from convbert_jax.config import Config, from_config_dict
+from convbert_jax.config import Config
 from convbert_jax.data.tokenizer import Tokenizer, load_tokenizer
 from convbert_jax.interop import (
     huggingface,
@@ -31,6 +31,7 @@ from convbert_jax.interop.networks import (
     to_tree,
 )
 from convbert_jax.training import checkpoint
+from convbert_jax.training.workdir import read_config
 
 MARK = "exported_by_convbert_jax.json"  # in every folder that was written here
 
@@ -97,23 +98,6 @@ def read_source(path: str) -> Source:
         moments=read.moments,
         tokenizer=_vocabulary_fields(prefix.parent),
     )
-
-
-def read_config(workdir: Path) -> Config:
-    """The config that a run keeps.
-
-    Raises:
-      ConversionError: there is no run in `workdir`.
-    """
-    try:
-        return from_config_dict(json.loads((workdir / "config.json").read_text()))
-    except OSError as error:
-        raise ConversionError(
-            f"--workdir={workdir} holds no run (config.json: {error.strerror}); train one, or name "
-            "another folder."
-        ) from error
-    except ValueError as error:
-        raise ConversionError(f"{workdir / 'config.json'} is damaged ({error}).") from error
 
 
 def read_params(workdir: Path, config: Config, step: int | None = None) -> tuple[int, Any]:

@@ -25,6 +25,7 @@ from convbert_jax.interop import matching, sources
 from convbert_jax.interop.networks import Network, join
 from convbert_jax.recipes import devices
 from convbert_jax.training import compilation
+from convbert_jax.training.workdir import read_config
 
 # head of a network -> (kind of task, config.outputs.head)
 _KINDS = {
@@ -87,7 +88,7 @@ def read_finetuned(path: str) -> tuple[Config, Any, Tokenizer]:
     """
     folder = Path(path).expanduser()
     if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
-        config = sources.read_config(folder)
+        config = read_config(folder)
         if config.recipe != "finetune":
             raise ConfigError(
                 f"{path} is a {config.recipe} run, which predicts no labels; fine-tune it first "

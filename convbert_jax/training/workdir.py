@@ -5,19 +5,30 @@ WORKDIR/.lock             held while a run is alive; the system drops it when th
 however it ends WORKDIR/data, tokenizer   prepared corpus (unless config.data.directory names
 another folder) WORKDIR/checkpoints       Orbax WORKDIR/metrics.jsonl     one line per log interval
 and evaluation; TensorBoard files beside it
+
+The first checkpoint or result is what binds a folder to its config. Until then every field may
+change: a start that failed, or was stopped while it prepared, costs nothing but the next command.
+Shards are kept from being mixed by their own record, see `data/corpus.py`.
 """
 
 import contextlib
 import fcntl
-import json
 import os
 import pathlib
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 from absl import logging
 
-from convbert_jax.config import Config, UserError, to_dict
+from convbert_jax import files
+from convbert_jax.config import Config, ConfigError, UserError, from_config_dict, to_dict
+from convbert_jax.training.checkpoint import list_steps
+
+CONFIG = "config.json"
+# Besides checkpoints, what a run may have made that another config must not go on with: finished
+# runs of fine-tuning, and the one that is under way.
+_MADE_BY_FINETUNING = ("results.jsonl", "unfinished/checkpoints")
 
 
 class WorkdirError(UserError):
@@ -98,11 +109,49 @@ def _take_lock(lock: int, path: pathlib.Path) -> None:
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
 
+def read_config(path: pathlib.Path) -> Config:
+    """The config that the run in `path` keeps.
+
+    Raises:
+      WorkdirError: there is no run.
+      DamagedFileError: its config is damaged, or has fields that this version does not know.
+    """
+    remedy = "put it back from a copy, or use the version of convbert_jax that wrote it"
+    try:
+        return _read(path / CONFIG, remedy)[1]
+    except (FileNotFoundError, NotADirectoryError):
+        raise WorkdirError(
+            f"--workdir={path} holds no run ({CONFIG}: no such file); train one, or name another "
+            "folder."
+        ) from None
+
+
+def is_bound(path: pathlib.Path) -> bool:
+    """Whether a run in `path` has come so far that only what is changeable may change."""
+    made = (path / name for name in _MADE_BY_FINETUNING)
+    return bool(list_steps(path / "checkpoints")) or any(
+        any(place.iterdir()) if place.is_dir() else place.is_file() and place.stat().st_size > 0
+        for place in made
+    )
+
+
+def _read(file: pathlib.Path, remedy: str) -> tuple[dict[str, Any], Config]:
+    """(what the file holds, the same as a config); raises FileNotFoundError, DamagedFileError."""
+    values = files.read_json(file, remedy=remedy, fields={})
+    try:
+        return values, from_config_dict(values)
+    except ConfigError as error:
+        raise files.damaged(file, str(error).rstrip("."), remedy) from None
+
+
 def _keep_config(file: pathlib.Path, config: Config, path: pathlib.Path) -> None:
     new = to_dict(config)
-    if file.exists():
-        old = json.loads(file.read_text())
-        changed = _differences(old, new)
+    remedy = "choose another --workdir, or move this file away to go on with the config named now"
+    try:
+        changed = _differences(_read(file, remedy)[0], new)
+    except FileNotFoundError:
+        changed = {}
+    if is_bound(path):
         changeable = _CHANGEABLE_FINETUNING if config.recipe == "finetune" else _CHANGEABLE
         refused = {
             field: pair for field, pair in changed.items() if not _is_changeable(field, changeable)
@@ -110,14 +159,21 @@ def _keep_config(file: pathlib.Path, config: Config, path: pathlib.Path) -> None
         if refused:
             raise WorkdirError(
                 f"--workdir={path} holds a run with another config: {_describe(refused)}; choose "
-                "another --workdir, "
-                "or set these fields back."
+                f"another --workdir{_with_its_shards(path, config, refused)}, or set these fields "
+                "back."
             )
-        if changed:
-            logging.info("Config changed since the last start: %s.", _describe(changed))
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(new, indent=2) + "\n")
-    temporary.replace(file)
+    if changed:
+        logging.info("Config changed since the last start: %s.", _describe(changed))
+    files.write_json(file, new)
+
+
+def _with_its_shards(path: pathlib.Path, config: Config, refused) -> str:
+    """How the start in another folder gets the shards of this one, where they may serve it."""
+    ours = path / "data"
+    touched = any(field.startswith(("data.", "tokenizer.", "recipe")) for field in refused)
+    if touched or config.data.directory or not (ours / "metadata.json").is_file():
+        return ""
+    return f" with --config.data.directory={ours}, which uses the shards that are here"
 
 
 def _is_changeable(field: str, changeable: tuple[str, ...]) -> bool:

@@ -1,6 +1,8 @@
 """What a prepared folder accepts and refuses, and in which words."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ def test_another_corpus_is_refused(
         metadata = json.loads((folder / "metadata.json").read_text())
         (folder / "metadata.json").write_text(json.dumps(metadata | {"complete": False}))
     before = contents(folder)
-    with pytest.raises(DataError, match=f"{message}.*name another config.data.directory or delete"):
+    with pytest.raises(DataError, match=f"{message}.*--config.data.directory="):
         prepare(change(config, **{section: {field: value}}), folder)
     assert contents(folder) == before
 
@@ -122,3 +124,37 @@ def all_rows(corpus, split):
     shards = corpus.splits[split]
     reader = ShardReader(shards.shards, corpus.row_dtype)
     return reader.read(np.arange(shards.rows))
+
+
+def test_nothing_finished_binds_nothing(config, change, corpus_file, tmp_path, caplog):
+    """A vocabulary without a shard, as Ctrl-C leaves it, is made again for the next settings."""
+    folder = tmp_path / "begun"
+    prepare(config, folder)
+    metadata = json.loads((folder / "metadata.json").read_text())
+    (folder / "metadata.json").write_text(json.dumps(metadata | {"complete": False}))
+    for unit in (folder / "units").iterdir():
+        unit.unlink()
+    changed = change(
+        config,
+        tokenizer={"kind": "wordpiece", "vocab_size": 290},
+        data={"length": 32, "heldout_fraction": 0.2},
+    )
+    with caplog.at_level("INFO"):
+        prepared = prepare(changed, folder)
+    assert "begins anew" in caplog.text
+    assert prepared.tokenizer.kind == "wordpiece"
+    fresh = prepare(changed, tmp_path / "fresh")
+    assert prepared.fingerprint == fresh.fingerprint
+    for (shard, _), (other, _) in zip(
+        prepared.splits["train"].shards, fresh.splits["train"].shards, strict=True
+    ):
+        assert shard.read_bytes() == other.read_bytes()
+
+
+def test_the_way_out_of_another_corpus_works(config, change, prepared):
+    changed = change(config, data={"length": 32})
+    with pytest.raises(DataError) as refused:
+        prepare(changed, prepared)
+    flag = re.search(r"--config\.data\.directory=(\S+)\.$", str(refused.value))
+    assert prepare(changed, Path(flag[1])).length == 32
+    assert prepare(config, prepared).length == 64

@@ -86,7 +86,7 @@ def test_a_killed_run_goes_on_where_it_was(finished, start, tmp_path, monkeypatc
 def test_seeds_can_be_added_but_nothing_else_changed(start, make_config, tmp_path):
     config = make_config(finetune__seeds=1)
     with workdir.open_workdir(tmp_path, config):
-        pass
+        (tmp_path / results.RESULTS).write_text("one\n")
     with workdir.open_workdir(tmp_path, make_config(finetune__seeds=5)):
         pass
     for field, value in (("finetune.batch_size", 4), ("optimizer.clip_norm", 0.5)):

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from convbert_jax.config import Config, to_dict
-from convbert_jax.training.workdir import WorkdirError, open_workdir
+from convbert_jax.files import DamagedFileError
+from convbert_jax.training.workdir import WorkdirError, open_workdir, read_config
 
 CONFIG = Config()
 
@@ -20,27 +21,33 @@ def replace(section: str, **changes) -> Config:
     )
 
 
+def keep(folder, config=CONFIG, *, checkpoint=True):
+    """What a run leaves: its config, and a checkpoint if it came so far."""
+    with open_workdir(folder, config):
+        if checkpoint:
+            (folder / "checkpoints" / "3").mkdir(parents=True)
+
+
 def test_config_is_kept(tmp_path):
     with open_workdir(tmp_path / "new" / "run", CONFIG):
         pass
     assert json.loads((tmp_path / "new" / "run" / "config.json").read_text()) == to_dict(CONFIG)
 
 
-@pytest.mark.parametrize(
-    ("section", "changes"),
-    [
-        ("model", {"hidden_size": 512}),
-        ("generator", {"size": 0.5}),
-        ("objective", {"mask_fraction": 0.3}),
-        ("tokenizer", {"vocab_size": 1000}),
-        ("data", {"source": "text:x"}),
-        ("data", {"length": 64}),
-        ("train", {"batch_size": 64}),
-    ],
-)
+OTHERS = [
+    ("model", {"hidden_size": 512}),
+    ("generator", {"size": 0.5}),
+    ("objective", {"mask_fraction": 0.3}),
+    ("tokenizer", {"vocab_size": 1000}),
+    ("data", {"source": "text:x"}),
+    ("data", {"length": 64}),
+    ("train", {"batch_size": 64}),
+]
+
+
+@pytest.mark.parametrize(("section", "changes"), OTHERS)
 def test_another_model_or_corpus_is_refused(tmp_path, section, changes):
-    with open_workdir(tmp_path, CONFIG):
-        pass
+    keep(tmp_path)
     kept = (tmp_path / "config.json").read_text()
     field = next(iter(changes))
     with (
@@ -51,6 +58,91 @@ def test_another_model_or_corpus_is_refused(tmp_path, section, changes):
     ):
         pass
     assert (tmp_path / "config.json").read_text() == kept
+
+
+@pytest.mark.parametrize(("section", "changes"), OTHERS)
+def test_a_start_that_made_nothing_binds_nothing(tmp_path, section, changes):
+    """A typo fails, and the corrected command is the next one."""
+    keep(tmp_path, checkpoint=False)
+    (tmp_path / "checkpoints").mkdir()  # opened, and nothing saved
+    (tmp_path / "results.jsonl").touch()
+    changed = replace(section, **changes)
+    keep(tmp_path, changed, checkpoint=False)
+    assert read_config(tmp_path) == changed
+
+
+@pytest.mark.parametrize("made", ["results.jsonl", "unfinished/checkpoints/5/params"])
+def test_what_fine_tuning_made_binds_too(tmp_path, made):
+    keep(tmp_path, checkpoint=False)
+    (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / made).write_text("{}\n")
+    with pytest.raises(WorkdirError, match="now 64"):
+        keep(tmp_path, replace("train", batch_size=64))
+
+
+def test_the_way_out_keeps_the_shards(tmp_path):
+    keep(tmp_path)
+    with pytest.raises(WorkdirError) as refused:
+        keep(tmp_path, replace("train", batch_size=64))
+    assert "shards" not in str(refused.value)  # there are none
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "metadata.json").write_text("{}")
+    with pytest.raises(WorkdirError, match=rf"--config\.data\.directory={tmp_path}/data"):
+        keep(tmp_path, replace("train", batch_size=64))
+    with pytest.raises(WorkdirError) as refused:  # of another length these are of no use
+        keep(tmp_path, replace("data", length=64))
+    assert "shards" not in str(refused.value)
+
+
+def damages():
+    """Name -> content of config.json that is not what was written."""
+    whole = json.dumps(to_dict(CONFIG))
+    values = to_dict(CONFIG)
+    found = {
+        "empty": b"",
+        "cut": whole[:400].encode(),
+        "not UTF-8": whole.replace("docstrings", "\u00e9").encode("latin-1"),
+        "NUL": bytes(2000),
+        "list": b"[]",
+        "number": b"3",
+        "null": b"null",
+        "nested": b"[" * 100_000 + b"]" * 100_000,
+        "nested sections": b'{"model":' * 50_000 + b"1" + b"}" * 50_000,
+        "a long integer": b'{"seed": ' + b"9" * 5_000 + b"}",
+        "a newer field": json.dumps(values | {"model": values["model"] | {"taps": 3}}).encode(),
+        "a newer section": json.dumps(values | {"memory": {"size": 3}}).encode(),
+        "of Hugging Face": b'{"architectures": ["ConvBertModel"], "hidden_size": 256}',
+    }
+    wrong = {str: 7, int: "7", float: "x", bool: "yes", list: 3, dict: [1]}
+    for name, value in values.items():
+        found[f"{name} of another type"] = json.dumps(values | {name: wrong[type(value)]}).encode()
+        for field, inner in value.items() if isinstance(value, dict) else ():
+            for other in (wrong[type(inner)], None, {"a": 1}):
+                section = value | {field: other}
+                found[f"{name}.{field} {other}"] = json.dumps(values | {name: section}).encode()
+    return found
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_damaged_config_is_one_sentence(tmp_path, bound):
+    keep(tmp_path, checkpoint=bound)
+    for name, content in damages().items():
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(DamagedFileError, match=r"config\.json is damaged \(.*\); ") as read:
+            read_config(tmp_path)
+        with pytest.raises(DamagedFileError, match="choose another --workdir, or move") as opened:
+            keep(tmp_path)
+        for error in (read, opened):
+            assert len(str(error.value)) < 500, name
+            assert "\n" not in str(error.value), name
+        assert (tmp_path / "config.json").read_bytes() == content  # nothing is overwritten
+
+
+def test_no_config_is_no_run(tmp_path):
+    with pytest.raises(WorkdirError, match="holds no run"):
+        read_config(tmp_path)
+    with pytest.raises(WorkdirError, match="holds no run"):
+        read_config(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -64,8 +156,7 @@ def test_another_model_or_corpus_is_refused(tmp_path, section, changes):
     ],
 )
 def test_speed_and_length_may_change(tmp_path, section, changes):
-    with open_workdir(tmp_path, CONFIG):
-        pass
+    keep(tmp_path)
     changed = replace(section, **changes)
     with open_workdir(tmp_path, changed):
         pass

@@ -1,0 +1,103 @@
+"""The record of finished runs: what a kill, a disk or an editor did to it is a sentence."""
+
+import json
+import math
+
+import pytest
+
+from convbert_jax import files
+from convbert_jax.finetuning import results, unfinished
+from convbert_jax.finetuning.fitting import Setting
+
+RUN = results.RunResult(
+    task="toy",
+    setting=Setting(1e-3, 3.0),
+    seed=0,
+    steps=30,
+    loss=0.5,
+    scores={"validation": {"accuracy": 0.75, "mcc": math.nan}},
+    seconds=2.0,
+    examples_per_second=100.0,
+)
+
+
+def write(folder, *lines: bytes):
+    (folder / results.RESULTS).write_bytes(b"".join(line + b"\n" for line in lines))
+
+
+@pytest.fixture
+def line(tmp_path) -> bytes:
+    results.append_result(tmp_path, RUN)
+    return (tmp_path / results.RESULTS).read_bytes().rstrip(b"\n")
+
+
+def test_it_comes_back(tmp_path, line):
+    (found,) = results.read_results(tmp_path)
+    assert math.isnan(found.scores["validation"].pop("mcc"))
+    assert found.setting == RUN.setting
+    assert found.scores == {"validation": {"accuracy": 0.75}}
+    assert results.read_results(tmp_path / "nowhere") == []
+
+
+def damages(line: bytes):
+    values = json.loads(line)
+    found = {
+        "empty": b"",
+        "cut": line[:40],
+        "not UTF-8": line.replace(b"toy", b"t\xe9y"),
+        "NUL": bytes(50),
+        "list": b"[]",
+        "number": b"1",
+        "nested": b"[" * 100_000,
+        "a newer field": json.dumps(values | {"device": "cpu"}).encode(),
+        "scores": json.dumps(values | {"scores": {"validation": 0.5}}).encode(),
+        "a score": json.dumps(values | {"scores": {"validation": {"mcc": "high"}}}).encode(),
+        "settings": json.dumps(values | {"setting": {"epochs": 3}}).encode(),
+        "a setting": json.dumps(
+            values | {"setting": {"epochs": 3, "learning_rate": None}}
+        ).encode(),
+    }
+    for name, value in values.items():
+        wrong = 7 if isinstance(value, str) else "x"
+        found[f"{name} of another type"] = json.dumps(values | {name: wrong}).encode()
+        found[f"{name} is a list"] = json.dumps(values | {name: [1]}).encode()
+        found[f"no {name}"] = json.dumps({k: v for k, v in values.items() if k != name}).encode()
+    return found
+
+
+def test_a_damaged_line_is_named_and_the_others_are_kept(tmp_path, line):
+    for content in damages(line).values():
+        write(tmp_path, line, content, line)
+        with pytest.raises(
+            files.DamagedFileError, match=r"results\.jsonl is damaged \(line 2: .*del"
+        ):
+            results.read_results(tmp_path)
+        write(tmp_path, line, line)  # what the sentence says
+        assert len(results.read_results(tmp_path)) == 2
+
+
+def test_what_a_kill_cut_off_is_taken_away(tmp_path, line):
+    file = tmp_path / results.RESULTS
+    for end in (line[:-3], b"\xff\x00", b"{"):
+        file.write_bytes(line + b"\n" + end)
+        assert len(results.read_results(tmp_path)) == 1
+        assert file.read_bytes() == line + b"\n"
+
+
+def test_a_result_without_a_score_of_its_task_is_refused(tmp_path, line):
+    runs = results.read_results(tmp_path)
+    results.check_scores(tmp_path, runs, ("validation",), ("accuracy", "mcc"))
+    for splits, metrics in ((("validation", "test"), ("mcc",)), (("validation",), ("f1",))):
+        with pytest.raises(files.DamagedFileError, match=r"toy, seed 0, .* has no"):
+            results.check_scores(tmp_path, runs, splits, metrics)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"task": "to', b"\xff\xfe", b"[" * 100_000])
+def test_an_unfinished_run_that_nobody_can_name_is_not_thrown_away(tmp_path, content):
+    folder = tmp_path / unfinished.FOLDER
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / unfinished.RUN).write_bytes(content)
+    kept = unfinished.Unfinished(tmp_path, {"task": "toy"}, 10)
+    with pytest.raises(files.DamagedFileError, match=r"delete .*unfinished to train"):
+        kept.resume(({}, {}))
+    assert folder.is_dir()
