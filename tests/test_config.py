@@ -116,6 +116,20 @@ def test_faults_are_one_sentence(section, field, value, says):
     assert "\n" not in str(error.value)
 
 
+def test_a_head_ratio_without_effect_is_refused():
+    values = to_dict(load("small"))
+    values["model"] |= {"mixer": "attention", "head_ratio": 4}
+    with pytest.raises(ConfigError, match=r"head_ratio=4 does nothing .* set mixer to bottleneck"):
+        from_config_dict(values)
+    values["model"]["head_ratio"] = 2  # the default, as stored runs have it
+    assert from_config_dict(values).encoder.stages[0].layer.attention_heads == 4
+    values["model"]["mixer"] = "bottleneck"
+    for ratio in (1, 2, 4):
+        values["model"]["head_ratio"] = ratio
+        layer = from_config_dict(values).encoder.stages[0].layer
+        assert (layer.attention_heads, layer.head_size) == (4 // ratio, 64)
+
+
 def test_unmasked_convolution_over_packed_documents_is_refused():
     values = to_dict(load("small"))
     values["model"]["mask_convolution"] = False

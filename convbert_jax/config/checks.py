@@ -13,6 +13,7 @@ from convbert_jax.config.sections import (
     ATTENTIONS,
     CONVOLUTIONS,
     INITIALIZERS,
+    MIXERS,
     REMAT_POLICIES,
     ObjectiveSection,
     TokenizerSection,
@@ -54,7 +55,7 @@ def _check_model(config: Config) -> None:
         "layer_norm_epsilon",
     )
     rules.check_fraction("model", m, "dropout", "attention_dropout")
-    rules.check_choice("model.mixer", m.mixer, ("mixed", "attention"))
+    rules.check_choice("model.mixer", m.mixer, MIXERS)
     rules.check_choice("model.attention", m.attention, ATTENTIONS)
     rules.check_choice("model.convolution", m.convolution, CONVOLUTIONS)
     rules.check(
@@ -79,9 +80,15 @@ def _check_model(config: Config) -> None:
         f"{(m.hidden_size // m.heads + 1) * m.heads}.",
     )
     rules.check(
-        m.mixer != "mixed" or m.heads == 1 or m.heads % m.head_ratio == 0,
+        m.mixer == "attention" or m.heads == 1 or m.heads % m.head_ratio == 0,
         f"config.model.heads={m.heads} is not divisible by config.model.head_ratio={m.head_ratio}; "
-        "attention and convolution get heads / head_ratio heads each.",
+        "attention (and convolution as much) gets heads / head_ratio heads.",
+    )
+    rules.check(
+        m.mixer != "attention" or m.head_ratio in (1, 2),  # 2 is the default, which nobody set
+        f"config.model.head_ratio={m.head_ratio} does nothing with config.model.mixer=attention, "
+        "which has all heads; set mixer to bottleneck for heads / head_ratio heads of attention "
+        "alone, or leave head_ratio out.",
     )
     for width in ("hidden_size", "ffn_size"):
         rules.check(
@@ -109,7 +116,7 @@ def _check_model(config: Config) -> None:
         "divide; change config.generator.size.",
     )
     rules.check(
-        m.mixer != "mixed" or heads < m.head_ratio or heads % m.head_ratio == 0,
+        m.mixer == "attention" or heads < m.head_ratio or heads % m.head_ratio == 0,
         f"config.generator.size={g.size} leaves the generator {heads} heads, which "
         f"config.model.head_ratio={m.head_ratio} does "
         "not divide; change config.generator.size.",
@@ -179,7 +186,7 @@ def _check_data(config: Config) -> None:
     )
     # Whole documents without a mask would flow into each other through the convolution.
     rules.check(
-        d.layout == "electra" or config.model.mask_convolution or config.model.mixer == "attention",
+        d.layout == "electra" or config.model.mask_convolution or config.model.mixer != "mixed",
         "config.model.mask_convolution=False lets packed documents read each other; use "
         "config.data.layout='electra' with it.",
     )

@@ -8,7 +8,7 @@ class LayerConfig:
     """One encoder layer: a token mixer and a feed-forward block, both post-norm."""
 
     hidden_size: int
-    mixer: str  # a key of models/mixers.py MIXERS
+    mixer: str  # a key of models/mixers.py MIXERS; a bottleneck is an attention of fewer heads
     attention_heads: int  # self-attention heads; the mixed block adds as many convolution heads
     head_size: int
     kernel_size: int  # taps of the span-based dynamic convolution

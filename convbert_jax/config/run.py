@@ -122,16 +122,15 @@ class Config:
         self, *, embedding_size, hidden_size, layers, ffn_size, heads, head_size, release_heads
     ):
         m = self.model
-        attention_heads = heads
-        if m.mixer == "mixed":
-            attention_heads = heads // m.head_ratio
-            if attention_heads < 1:
-                # The release: one head of each kind, as wide as the nominal one.
-                attention_heads = 1
-                head_size = head_size if release_heads else head_size // 2
+        attention_heads = heads if m.mixer == "attention" else heads // m.head_ratio
+        if attention_heads < 1:
+            # The release: one head of each kind, as wide as the nominal one.
+            attention_heads = 1
+            if m.mixer == "mixed" and not release_heads:
+                head_size //= 2
         layer = LayerConfig(
             hidden_size=hidden_size,
-            mixer=m.mixer,
+            mixer="mixed" if m.mixer == "mixed" else "attention",
             attention_heads=attention_heads,
             head_size=head_size,
             kernel_size=m.kernel_size,

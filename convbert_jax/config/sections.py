@@ -9,6 +9,7 @@ import dataclasses
 
 REMAT_POLICIES = ("none", "dots", "full")
 INITIALIZERS = ("release", "huggingface")
+MIXERS = ("mixed", "attention", "bottleneck")
 ATTENTIONS = ("auto", "xla", "cudnn", "splash")
 CONVOLUTIONS = ("auto", "xla", "pallas_tpu", "pallas_gpu", "reference")
 
@@ -21,8 +22,12 @@ class ModelSection:
     hidden_size: int = 256
     embedding_size: int = 128  # a dense projection follows if this differs from hidden_size
     heads: int = 4  # nominal heads; head width = hidden_size // heads
-    head_ratio: int = 2  # gamma: heads // head_ratio heads of attention, as many of convolution
-    mixer: str = "mixed"  # mixed (ConvBERT) | attention (BERT, ELECTRA)
+    # gamma of mixed and bottleneck; attention has all heads, whatever this is
+    head_ratio: int = 2
+    # mixed (ConvBERT): heads // head_ratio heads of attention, as many of convolution.
+    # attention (BERT, ELECTRA): heads of attention. bottleneck (ConvBERT's ablation, "noconv" in
+    # the official code): heads // head_ratio heads of attention and nothing beside them.
+    mixer: str = "mixed"
     kernel_size: int = 9
     ffn_size: int = 1024
     ffn_groups: int = 1
@@ -60,7 +65,7 @@ class GeneratorSection:
     tie_embeddings: bool = True
     # Release: where fewer heads than head_ratio remain (the small generator: 1), it uses 1
     # attention + 1 convolution head of full width, so 128 channels go into a hidden size of 64.
-    # False: heads share the width (this can be stored in Hugging Face's format, the other cannot).
+    # False: both share the width (this can be stored in Hugging Face's format, the other cannot).
     release_heads: bool = True
 
 

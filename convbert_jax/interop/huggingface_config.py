@@ -53,8 +53,8 @@ def check_expressible(network: Network) -> None:
             "the layers of this encoder differ, which Hugging Face's classes cannot express; "
             "export it with --format=stablehlo."
         )
+    width = layer.attention_heads * layer.head_size
     if family == "convbert":
-        width = layer.attention_heads * layer.head_size
         if 2 * width != layer.hidden_size:
             raise ConversionError(
                 f"{layer.attention_heads} attention and {layer.attention_heads} convolution heads "
@@ -69,6 +69,12 @@ def check_expressible(network: Network) -> None:
                 "ConvBERT cannot run; train with an odd one, or export with --format=stablehlo."
             )
         return
+    if width != layer.hidden_size:
+        raise ConversionError(
+            f"{layer.attention_heads} attention heads of {layer.head_size} channels do not add up "
+            f"to {layer.hidden_size}: Hugging Face's classes have no config.model.mixer=bottleneck"
+            "; export with --format=tensorflow1 or stablehlo."
+        )
     if layer.ffn_groups > 1:
         raise ConversionError(
             f"config.model.ffn_groups={layer.ffn_groups} with attention only has no class at "

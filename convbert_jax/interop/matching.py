@@ -43,14 +43,15 @@ def derive_fields(networks: Mapping[str, Network], config: Config) -> dict[str, 
             f"heads of {layer.head_size} channels do not divide a hidden size of "
             f"{layer.hidden_size}; such an encoder cannot be put into a run."
         )
-    heads = layer.hidden_size // layer.head_size if mixed else layer.attention_heads
+    heads = layer.hidden_size // layer.head_size
+    bottleneck = not mixed and layer.attention_heads < heads
     fields = {
         "tokenizer.vocab_size": main.embeddings.vocab_size,
         "model.layers": encoder.depth,
         "model.hidden_size": encoder.hidden_size,
         "model.embedding_size": main.embeddings.size,
         "model.heads": heads,
-        "model.mixer": layer.mixer,
+        "model.mixer": "bottleneck" if bottleneck else layer.mixer,
         "model.ffn_size": layer.ffn_size,
         "model.ffn_groups": layer.ffn_groups,
         "model.positions": main.embeddings.positions,
@@ -59,8 +60,9 @@ def derive_fields(networks: Mapping[str, Network], config: Config) -> dict[str, 
         "model.dropout": layer.dropout,
         "model.attention_dropout": layer.attention_dropout,
     }
-    if mixed:
+    if mixed or bottleneck:
         fields["model.head_ratio"] = heads // layer.attention_heads
+    if mixed:
         fields["model.kernel_size"] = layer.kernel_size
         fields["model.mask_convolution"] = layer.mask_convolution
     if config.recipe == "replaced_token" and "generator" in networks:

@@ -18,7 +18,9 @@ _KEY_CONVOLUTIONS = ("auto", *depthwise_conv.IMPLEMENTATIONS)  # without the one
 
 
 class SelfAttention(nnx.Module):
-    """Multi-head self-attention (BERT, ELECTRA)."""
+    """Multi-head self-attention (BERT, ELECTRA), or the bottleneck: fewer heads than fill the
+    hidden size.
+    """
 
     def __init__(self, config: LayerConfig, initializers: Initializers, rngs: nnx.Rngs):
         width = config.attention_heads * config.head_size

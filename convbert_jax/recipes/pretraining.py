@@ -64,6 +64,13 @@ def pretrain(config: Config, folder: pathlib.Path) -> None:
     writer = jax.process_index() == 0
     with workdir.open_workdir(folder, config, writer=writer):
         devices.print_config(config, leave_out=("finetune", "task", "outputs"))
+        if config.model.mixer == "attention":
+            logging.info(
+                "config.model.mixer=attention: all %d heads are of attention; head_ratio=%d counts "
+                "for mixed and bottleneck only.",
+                config.model.heads,
+                config.model.head_ratio,
+            )
         source = _read_source(config, folder)
         if config.checkpoint.huggingface_every:
             conversion.check_expressible(outline(config))

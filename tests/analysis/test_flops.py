@@ -86,7 +86,7 @@ def test_published_baselines(sizes, recipe, steps, batch, total):
     assert flops.training_flops(config, "paper") == pytest.approx(total, rel=0.001)
 
 
-@pytest.mark.parametrize("mixer", ["mixed", "attention"])
+@pytest.mark.parametrize("mixer", ["mixed", "attention", "bottleneck"])
 def test_a_layer_is_what_xla_counts(mixer):
     config = sized(hidden=128, embedding=128, heads=4, ffn=256, mixer=mixer).encoder
     layer_config = config.stages[0].layer

@@ -104,6 +104,7 @@ def test_weights_from_elsewhere_read_padding(tmp_path):
         ({"head_ratio": 4, "heads": 4}, "head_ratio=2"),
         ({"kernel_size": 4}, "kernel_size=4 is even"),
         ({"mixer": "attention", "ffn_groups": 2}, "ffn_groups=2"),
+        ({"mixer": "bottleneck"}, "2 attention heads of 8 .* no config.model.mixer=bottleneck"),
     ],
 )
 def test_what_their_classes_cannot_compute(tmp_path, fields, says):

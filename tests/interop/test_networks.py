@@ -21,6 +21,8 @@ KINDS = {
     "electra": {"mixer": "attention"},
     "bert": {"recipe": "masked_lm", "mixer": "attention", "embedding_size": 32},
     "mlm": {"recipe": "masked_lm"},
+    "bottleneck": {"mixer": "bottleneck"},
+    "bottleneck 4": {"mixer": "bottleneck", "head_ratio": 4, "recipe": "masked_lm"},
     "ratio 4": {"head_ratio": 4, "generator": {"size": 1.0, "layers": 0.5}},
 }
 

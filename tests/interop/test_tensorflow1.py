@@ -89,6 +89,8 @@ KINDS = {
     "mlm": {"mask_convolution": False, "recipe": "masked_lm"},
     "electra": {"mixer": "attention", "hidden_size": 128, "heads": 2,
                 "generator": {"size": 0.5}},
+    "bottleneck": {"mixer": "bottleneck", "hidden_size": 256, "heads": 4,
+                   "generator": {"size": 0.5}},
     "bert": {"mixer": "attention", "hidden_size": 128, "heads": 2, "embedding_size": 128,
              "recipe": "masked_lm"},
 }  # fmt: skip

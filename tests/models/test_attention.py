@@ -3,8 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from convbert_jax.models.attention import attend
+from convbert_jax.models.layers import initializers
+from convbert_jax.models.mixers import MIXERS
 
 
 def inputs(length=24):
@@ -35,6 +38,23 @@ def test_a_row_of_padding_stays_finite():
 
     assert jnp.isfinite(attend(query, key, value, ids)).all()
     assert jnp.isfinite(jax.grad(total)(value)).all()
+
+
+def test_the_bottleneck_is_the_mixed_block_without_its_convolution(make_config, packed):
+    def build(mixer):
+        layer = make_config(mixer=mixer).encoder.stages[0].layer
+        starts = initializers("huggingface", 0.5, taps=layer.kernel_size)
+        return MIXERS[layer.mixer](layer, starts, nnx.Rngs(0))
+
+    mixed, bottleneck = build("mixed"), build("bottleneck")
+    for name in ("query", "key", "value"):
+        setattr(bottleneck, name, getattr(mixed, name))
+    kernel = mixed.output.kernel[...]  # rows of the attention heads first
+    half = len(kernel) // 2
+    bottleneck.output.kernel[...] = kernel[:half]
+    mixed.output.kernel[...] = kernel.at[half:].set(0.0)
+    x = jax.random.normal(jax.random.key(1), (2, 24, 32))
+    np.testing.assert_allclose(bottleneck(x, packed), mixed(x, packed), atol=1e-5)
 
 
 def test_dropout_acts_on_the_weights(packed):

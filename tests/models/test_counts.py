@@ -34,6 +34,29 @@ def test_published_sizes(size):
     assert (encoder, *parts, count(params)) == COUNTS[size]
 
 
+# Encoder with embeddings. attention: papers.md 1.5, ungrouped; bottleneck, a layer of base by hand:
+# q, k, v 3 * (768 * 384 + 384), output 384 * 768 + 768, feed-forward 4,722,432, norms 3,072.
+ABLATIONS = {
+    ("small", "attention", 2): 13_483_008,
+    ("base", "attention", 2): 108_891_648,
+    ("base", "attention", 1): 108_891_648,
+    ("small", "bottleneck", 2): 11_905_536,
+    ("medium_small", "bottleneck", 2): 14_692_224,
+    ("base", "bottleneck", 2): 23_837_184 + 12 * (885_888 + 295_680 + 4_722_432 + 3_072),
+    ("base", "bottleneck", 4): 23_837_184 + 12 * (442_944 + 148_224 + 4_722_432 + 3_072),
+}
+
+
+@pytest.mark.parametrize(("size", "mixer", "head_ratio"), ABLATIONS)
+def test_ablations(size, mixer, head_ratio):
+    config = importlib.import_module(f"configs.{size}").get_config()
+    config.model.mixer, config.model.head_ratio = mixer, head_ratio
+    config.generator.kind = "uniform"
+    params = shapes(config_lib.from_config_dict(config.to_dict()))
+    encoder = count(params["embeddings"]) + count(params["discriminator"])
+    assert encoder == ABLATIONS[size, mixer, head_ratio]
+
+
 MIXER = ("conv_kernel", "conv_value", "key", "output", "query", "value")
 NORM = ("bias", "scale")
 DENSE = [*(f"mixer/{name}" for name in MIXER), "feed_forward/intermediate", "feed_forward/output"]

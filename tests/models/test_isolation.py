@@ -84,7 +84,7 @@ def test_without_masked_convolution_padding_leaks_as_in_the_release(make_run):
     assert change[:, 11:].max() > 1e-2  # the last four tokens read what follows
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", [*MIXERS, "bottleneck"])
 def test_the_whole_model(make_config, randomize, packed, mixer):
     """Positions too: documents packed in one row get the logits they get alone."""
     config = make_config(mixer=mixer)
