@@ -14,6 +14,7 @@ the training rows; of two texts the features of both and their difference. Resum
 """
 
 import argparse
+import dataclasses
 import json
 import logging
 import os
@@ -22,6 +23,8 @@ import statistics
 import time
 
 import numpy as np
+
+from benchmarks import public_data
 
 SOURCES = {  # title -> (config, task, split that is scored, metric)
     "CoLA": ("glue", "cola", "validation", "mcc"),
@@ -94,10 +97,11 @@ def open_source(title: str):
     from convbert_jax.data import glue, own_task
 
     module, name, _, _ = SOURCES[title]
-    config = from_config_dict(importlib.import_module(f"configs.{module}").get_config(name))
     if module == "glue":
-        return glue.open_task(name, config.finetune.data)
-    return own_task.open_task(config.task)
+        return glue.open_task(name, str(public_data.folder("glue")))
+    config = from_config_dict(importlib.import_module(f"configs.{module}").get_config(name))
+    folder = str(public_data.folder(public_data.TEXT_FOLDERS[name]))
+    return own_task.open_task(dataclasses.replace(config.task, folder=folder))
 
 
 def folder_of(title: str, arguments: argparse.Namespace) -> pathlib.Path:

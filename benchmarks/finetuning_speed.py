@@ -23,6 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks import public_data
+
 SEEDS = range(5)
 
 
@@ -55,7 +57,7 @@ class Ours:
         from convbert_jax.recipes import finetuning as recipe
         from convbert_jax.training import compilation
 
-        data = Path(configs.data_folder())
+        data = public_data.folder()
         values, _ = configs.start("speed", "cola", ("cola",))
         for field, value in importlib.import_module(f"configs.{size}").get_config().model.items():
             values.model[field] = value

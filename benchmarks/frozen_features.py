@@ -4,17 +4,19 @@
 
 Logistic regression on features of frozen weights, pre-trained and random: [CLS] and the mean over
 tokens of the last layer, and the mean of the embeddings. 2,000 training rows and at most 2,000
-scored ones of a task of benchmarks/finetuning_gain.py, each text cut to 64 tokens; features are
-standardized, the strength of the regression is not tuned.
+scored ones of a task of benchmarks/finetuning_gain.py, whose files are below CONVBERT_DATA, each
+text cut to 64 tokens; features are standardized, the strength of the regression is not tuned.
 """
 
 import argparse
 import logging
 import os
+import sys
 
 import numpy as np
 
 from benchmarks.finetuning_gain import SOURCES, open_source
+from convbert_jax.config import UserError
 
 FEATURES = ("[CLS]", "mean of the last layer", "mean of the embeddings")
 LENGTH, BATCH = 64, 100
@@ -27,13 +29,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2_000)
     arguments = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    print(f"| {arguments.task}, accuracy | {' | '.join(FEATURES)} |\n|---|{'---:|' * 3}")
-    for name, train, scored in extract(arguments):
-        scores = [probe(*pair) for pair in zip(train, scored, strict=True)]
-        print(f"| {name} | {' | '.join(f'{100 * score:.1f}' for score in scores)} |", flush=True)
+    try:
+        source = open_source(arguments.task)
+        print(f"| {arguments.task}, accuracy | {' | '.join(FEATURES)} |\n|---|{'---:|' * 3}")
+        for name, train, scored in extract(arguments, source):
+            scores = " | ".join(
+                f"{100 * probe(*pair):.1f}" for pair in zip(train, scored, strict=True)
+            )
+            print(f"| {name} | {scores} |", flush=True)
+    except UserError as error:
+        sys.exit(f"error: {error}")
 
 
-def extract(arguments):
+def extract(arguments, source):
     """(weights, and for training and scored rows a list of (features [N, C], labels))."""
     import jax
     from flax import nnx
@@ -47,7 +55,8 @@ def extract(arguments):
     values["init_from"] = arguments.init_from
     config, tokenizer, weights = finetuning.read_start(from_config_dict(values))
     rows = [
-        draw_rows(arguments, tokenizer, split) for split in ("train", SOURCES[arguments.task][2])
+        draw_rows(source, arguments.rows, tokenizer, split)
+        for split in ("train", SOURCES[arguments.task][2])
     ]
     graphdef, state = nnx.split(FinetunedModel(config, nnx.Rngs(config.seed)))
     random = nnx.to_pure_dict(state)
@@ -68,12 +77,12 @@ def extract(arguments):
         yield name, *(features(params, *split) for split in rows)
 
 
-def draw_rows(arguments, tokenizer, split: str):
+def draw_rows(source, count: int, tokenizer, split: str):
     """(batches of encoded rows, their labels)."""
     from convbert_jax.data.encoding import encode_texts
 
-    examples = open_source(arguments.task).read(split)
-    chosen = np.random.default_rng(0).permutation(len(examples))[: arguments.rows]
+    examples = source.read(split)
+    chosen = np.random.default_rng(0).permutation(len(examples))[:count]
     texts = [examples[i].texts for i in chosen]
     rows = encode_texts(tokenizer, texts, length=LENGTH, types=2).rows
     starts = range(0, len(chosen), BATCH)

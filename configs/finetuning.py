@@ -1,7 +1,5 @@
 """What the configs of fine-tuning share: the text after the colon is TASK, or TASK,paper."""
 
-import os
-
 from convbert_jax.config import to_config_dict
 from convbert_jax.config.rules import check_choice
 
@@ -30,11 +28,6 @@ def start(name: str, variant: str, tasks):
     if recipe == "paper":
         _follow_release(config)
     return config, task
-
-
-def data_folder() -> str:
-    """Of the public data sets: CONVBERT_DATA, or the one beside the repository."""
-    return os.environ.get("CONVBERT_DATA", os.path.join("..", "shared", "data"))
 
 
 def _follow_release(config) -> None:

@@ -7,9 +7,10 @@ after 1M steps: test mean 78.9, for base 84.9 (ConvBERT table 3).
 
     python -m convbert_jax.main --config=configs/glue.py:all --config.init_from=runs/small
     --config.finetune.data=FOLDER
-"""
 
-import os
+FOLDER has the official download (https://gluebenchmark.com/tasks), a folder a task: CoLA/train.tsv,
+CoLA/dev.tsv, CoLA/test.tsv, … (.gz too), or is tfds:DIR, prepared by TensorFlow Datasets.
+"""
 
 from configs import finetuning
 
@@ -19,5 +20,4 @@ TASKS = ("cola", "sst-2", "mrpc", "sts-b", "qqp", "mnli", "qnli", "rte", "wnli")
 def get_config(variant: str = "all"):
     config, task = finetuning.start("glue", variant, ("all", *TASKS))
     config.finetune.tasks = TASKS if task == "all" else (task,)
-    config.finetune.data = os.path.join(finetuning.data_folder(), "glue")
     return config.lock()

@@ -8,12 +8,11 @@ release: its head predicts the end from the start, and all rows are 512 tokens l
     python -m convbert_jax.main --config=configs/squad.py:v1 --config.init_from=runs/small
     --config.finetune.data=FOLDER
 
-FOLDER has train-v1.1.json and dev-v1.1.json (.gz too), or is tfds:DIR, a prepared squad or
-squad_v2. Pre-training at length 128 leaves later positions untrained: give such weights enough
-epochs, or shorter rows with --config.finetune.length=128 --config.finetune.stride=48.
+FOLDER has train-v1.1.json and dev-v1.1.json (.gz too; https://rajpurkar.github.io/SQuAD-explorer/),
+or is tfds:DIR, a prepared squad or squad_v2. Pre-training at length 128 leaves later positions
+untrained: give such weights enough epochs, or shorter rows with
+--config.finetune.length=128 --config.finetune.stride=48.
 """
-
-import os
 
 from configs import finetuning
 
@@ -23,7 +22,6 @@ TASKS = ("v1", "v2")
 def get_config(variant: str = "v1"):
     config, task = finetuning.start("squad", variant, TASKS)
     config.finetune.tasks = (f"squad_{task}",)
-    config.finetune.data = os.path.join(finetuning.data_folder(), "squad")
     config.finetune.length = 384
     config.finetune.buckets = (128, 192, 256)
     if config.variant == "paper":

@@ -139,6 +139,7 @@ GLUE: dict[str, GlueTask] = {
         spellings=_BINARY,
     ),
 }
+DOWNLOAD = "https://gluebenchmark.com/tasks"
 # kind of source -> what finds a split, what reads it
 _READERS = {"files": (find_file, read_file), "tfds": (find_tfds, read_tfds)}
 
@@ -164,9 +165,12 @@ def open_task(name: str, root: str) -> LabelledTask:
         rest = rest or os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
     folder = Path(rest).expanduser()
     if not rest or not folder.is_dir():
+        names = ", ".join(os.path.normpath(f"{task.folder}/{s.file}") for s in task.splits.values())
+        absent = f"There is no folder '{rest}'" if rest else "config.finetune.data is empty"
         raise DataError(
-            f"There is no folder '{rest}' with the GLUE data; name the one that holds CoLA, SST-2, "
-            "…, or tfds:DIR for data prepared by TensorFlow Datasets."
+            f"{absent}: fetch {name} from {DOWNLOAD} and name the folder that has {names} (or .gz) "
+            "with --config.finetune.data=FOLDER, or --config.finetune.data=tfds:DIR where "
+            "TensorFlow Datasets prepared it."
         )
     find, read = _READERS[kind]
     places, absent = {}, {}

@@ -117,12 +117,25 @@ def _find(section: TaskSection, value: str) -> tuple[_Part, ...]:
         name, _, key = name.partition("#")
         pattern = os.path.join(os.path.expanduser(section.folder), os.path.expanduser(name))
         paths = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+        if paths == [pattern] and not os.path.isfile(pattern):
+            paths = [f"{pattern}.gz"]  # the same table, packed
         if not paths or not all(map(os.path.isfile, paths)):
-            raise DataError(f"There is no file {pattern}; check config.task.folder and its splits.")
+            raise DataError(_nothing_there(section, pattern))
         found += [_Part(Path(path), key) for path in paths]
     if section.format == "parallel":
         return (_Part(tuple(part.path for part in found), ""),)
     return tuple(found)
+
+
+def _nothing_there(section: TaskSection, pattern: str) -> str:
+    if section.folder or os.path.isabs(pattern):
+        return f"There is no file {pattern}; check config.task.folder and its splits."
+    named = [part for split in SPLITS for part in _list(getattr(section, split))]
+    names = ", ".join(dict.fromkeys(name.partition("#")[0] for name in named))
+    return (
+        f"There is no file {pattern} in the current folder; name the folder of {names} (or .gz) "
+        "with --config.task.folder=FOLDER."
+    )
 
 
 def _parse_labels(values: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

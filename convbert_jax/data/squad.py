@@ -48,6 +48,7 @@ VERSIONS = {
     "v1": Version("v1.1", {"train": 87_599, "validation": 10_570}, impossible=False),
     "v2": Version("v2.0", {"train": 130_319, "validation": 11_873}, impossible=True),
 }
+DOWNLOAD = "https://rajpurkar.github.io/SQuAD-explorer/"
 STEMS = {"train": "train", "validation": "dev"}  # split -> how its file begins
 
 
@@ -74,6 +75,24 @@ def read(version: str, split: str, folder: str | Path) -> list[Question]:
     return questions
 
 
+def check_present(version: str, folder: str) -> None:
+    """Raises DataError unless both files are where `folder` says; what TFDS has, `read` finds."""
+    if not folder:
+        raise DataError(f"config.finetune.data is empty: {_how_to_name(version)}")
+    if not folder.startswith("tfds:"):
+        for split in STEMS:
+            find_file(version, split, Path(folder).expanduser())
+
+
+def _how_to_name(version: str) -> str:
+    names = ", ".join(f"{stem}-{VERSIONS[version].number}.json" for stem in STEMS.values())
+    return (
+        f"fetch SQuAD from {DOWNLOAD} and name the folder that has {names} (or .gz) with "
+        "--config.finetune.data=FOLDER, or --config.finetune.data=tfds:DIR where TensorFlow "
+        "Datasets prepared it."
+    )
+
+
 def find_file(version: str, split: str, folder: Path) -> Path:
     """The file of a split: the official name in `folder` or in v1.1/ or v2.0/ below it, or else
     the largest whose name begins so.
@@ -84,6 +103,8 @@ def find_file(version: str, split: str, folder: Path) -> Path:
     if folder.is_file():
         return folder
     stem = f"{STEMS[split]}-{VERSIONS[version].number}"
+    if not folder.is_dir():
+        raise DataError(f"There is no folder '{folder}': {_how_to_name(version)}")
     places = [folder, folder / VERSIONS[version].number]
     for place in places:
         for name in (f"{stem}.json", f"{stem}.json.gz"):

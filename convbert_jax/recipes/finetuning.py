@@ -9,7 +9,7 @@ import jax
 from absl import logging
 
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
-from convbert_jax.data import glue, own_task
+from convbert_jax.data import glue, own_task, squad
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.labelled_text import LabelledTask
 from convbert_jax.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
@@ -138,6 +138,7 @@ def open_tasks(config: Config, tokenizer: Tokenizer) -> list[Callable[[], Finetu
                 raise ConfigError(
                     f"config.finetune.distill_from teaches no answers; leave it out, or {name}."
                 )
+            squad.check_present(question_answering.VERSIONS[name], config.finetune.data)
             makers.append(partial(question_answering.make_task, name, config, tokenizer))
             continue
         source = _open_source(name, config)

@@ -1,6 +1,7 @@
 """Tasks of one's own: every format, every fault in one sentence, and the real data sets."""
 
 import csv
+import dataclasses
 import gzip
 import io
 import json
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.public_data import TEXT_FOLDERS
 from convbert_jax.config.own_task import TaskSection
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.labelled_text import require_labels
@@ -394,15 +396,32 @@ REAL = {
 }
 
 
+def in_folder(section, real_data, name):
+    return dataclasses.replace(section, folder=str(real_data / TEXT_FOLDERS[name]))
+
+
 @pytest.mark.parametrize("name", REAL)
-def test_real_data_by_config(real_data, name, monkeypatch, caplog):
+def test_without_a_folder_the_flag_and_the_files_are_named(name, tmp_path, monkeypatch):
     from configs import text
     from convbert_jax.config import from_config_dict
 
-    monkeypatch.setenv("CONVBERT_DATA", str(real_data))
+    monkeypatch.chdir(tmp_path)
+    section = from_config_dict(text.get_config(name)).task
+    with pytest.raises(DataError, match=r"--config\.task\.folder=FOLDER") as refused:
+        open_task(section)
+    files = [getattr(section, split) for split in ("train", "validation", "test")]
+    for file in ",".join(filter(None, files)).split(","):
+        assert file.partition("#")[0] in str(refused.value)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_data_by_config(real_data, name, caplog):
+    from configs import text
+    from convbert_jax.config import from_config_dict
+
     config = from_config_dict(text.get_config(name))
     assert config.finetune.tasks == ("own",)
-    task = open_task(config.task)
+    task = open_task(in_folder(config.task, real_data, name))
     splits, rows, labels = REAL[name]
     assert tuple(split for split in task.splits if task.has(split)) == splits
     if isinstance(labels, tuple):
@@ -418,10 +437,10 @@ def test_real_data_by_config(real_data, name, monkeypatch, caplog):
         assert "left out" not in caplog.text
 
 
-def test_trec_is_not_utf8(real_data, monkeypatch):
+def test_trec_is_not_utf8(real_data):
     from configs import text
     from convbert_jax.config import from_config_dict
 
-    monkeypatch.setenv("CONVBERT_DATA", str(real_data))
-    train = open_task(from_config_dict(text.get_config("trec")).task).read("train")
+    section = in_folder(from_config_dict(text.get_config("trec")).task, real_data, "trec")
+    train = open_task(section).read("train")
     assert any("sister\u00f0city" in example.texts[0] for example in train)

@@ -117,6 +117,21 @@ def test_misplaced_answers_are_counted(caplog):
         squad.usable_for_training([right, Question("e", "?", CONTEXT)])
 
 
+def test_without_data_the_flag_the_download_and_the_files_are_named(tmp_path):
+    for folder in ("", str(tmp_path / "nowhere")):
+        with pytest.raises(DataError) as refused:
+            squad.check_present("v2", folder)
+        for part in (
+            "--config.finetune.data=FOLDER",
+            "train-v2.0.json",
+            "dev-v2.0.json",
+            "https://",
+        ):
+            assert part in str(refused.value)
+    with pytest.raises(DataError, match=r"has no train-v2\.0\.json"):
+        squad.check_present("v2", str(tmp_path))
+
+
 def test_bad_files(tmp_path):
     with pytest.raises(DataError, match=r"has no train-v1\.1\.json"):
         squad.read("v1", "train", tmp_path)
