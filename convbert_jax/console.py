@@ -20,8 +20,8 @@ def set_up_logging() -> None:
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
-    """Prints `error: message` and exits."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    """Prints `error: message`, as one line, and exits."""
+    print(f"error: {' '.join(message.splitlines())}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 

@@ -156,7 +156,14 @@ def _find_config() -> str | None:
 def _find_workdir(config: Config | None) -> pathlib.Path | None:
     if not config and not _WORKDIR.value:
         return None
-    value = _WORKDIR.value or f"runs/{config.name}"
+    value = _WORKDIR.value
+    if not value:
+        if config.name in ("", ".", "..") or "/" in config.name:
+            raise ConfigError(
+                f"config.name='{config.name}' is no name of a folder, which runs/NAME needs; name "
+                "the folder with --workdir."
+            )
+        value = f"runs/{config.name}"
     if "://" in value:
         raise ConfigError(
             f"--workdir={value} is a bucket; mount it as a folder (gcsfuse) and give that folder, "

@@ -10,7 +10,7 @@ sections.py    every field of pre-training, with its comment: what a user sets
 finetuning.py  those of fine-tuning; own_task.py a labelled data set of the user's own
 run.py         the sections together, and what follows from them
 network.py     what the model code is built from
-reading.py     from and to mappings; checks.py the rules
+reading.py     from and to mappings; checks.py the rules, bounds.py those of single numbers
 """
 
 from convbert_jax.config.errors import ConfigError, UserError

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -75,9 +76,20 @@ def _to_type(value, kind, name: str):
         item = typing.get_args(kind)[0]
         return tuple(_to_type(part, item, f"{name}[{i}]") for i, part in enumerate(value))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) < 1e300 else math.inf
     if type(value) is not kind:
         raise ConfigError(
             f"{name}={value!r} must be of type {kind.__name__}, not {type(value).__name__}."
         )
+    if kind is str and ("\0" in value or not _is_text(value)):
+        raise ConfigError(f"{name}={value!r} is no text that a file can hold; spell it in UTF-8.")
     return value
+
+
+def _is_text(value: str) -> bool:
+    """False where half of a surrogate pair is inside: bytes that are not UTF-8, as an argument."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

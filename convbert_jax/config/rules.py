@@ -19,19 +19,3 @@ def check_choice(field: str, value: str, choices) -> None:
         raise ConfigError(
             f"config.{field}='{value}' is unknown; {hint} one of: {', '.join(choices)}."
         )
-
-
-def check_positive(section: str, values, *names: str) -> None:
-    """Raises ConfigError unless these fields of a section are greater than 0."""
-    for name in names:
-        value = getattr(values, name)
-        check(value > 0, f"config.{section}.{name}={value} must be greater than 0.")
-
-
-def check_fraction(section: str, values, *names: str) -> None:
-    """Raises ConfigError unless these fields of a section are in [0, 1)."""
-    for name in names:
-        value = getattr(values, name)
-        check(
-            0.0 <= value < 1.0, f"config.{section}.{name}={value} must be at least 0 and below 1."
-        )

@@ -70,17 +70,17 @@ def refused(result, *says):
     ("arguments", "says"),
     [
         ((), "--config is missing"),
-        (("--config=configs/tny.py",), "configs/tiny.py"),
-        ((TINY + ":papr",), "did you mean 'paper'"),
-        ((TINY, "--config.train.stesp=3"), "did you mean --config.train.steps?"),
+        ((TINY, "--config.train.steps=1e400"), "too large"),
         ((TINY, "--mode=tran"), "mode"),
-        ((TINY, "--workdri=x"), "workdir"),
         ((TINY, "--workdir=gs://bucket/run"), "mount it"),
         ((TINY, "--multihost"), "leave --multihost out"),
     ],
 )
 def test_wrong_flags(arguments, says):
-    refused(run(*arguments), says)
+    """More of them, faster, are in tests/test_command_line.py."""
+    result = run(*arguments)
+    refused(result, says)
+    assert result.returncode == (1 if "--multihost" in arguments else 2)
 
 
 def test_missing_source_names_the_glob(tmp_path):

@@ -56,7 +56,7 @@ def own(tmp_path_factory):
         (("--mode=predict",), "--mode=predict needs --workdir=MODEL"),
         (("--config=configs/glue.py:colla",), "did you mean 'cola'"),
         (("--config=configs/glue.py:cola,papr",), "config.variant="),
-        (("--config=configs/glue.py:cola", "--config.finetune.seeds=0"), "greater than 0"),
+        (("--config=configs/glue.py:cola", "--config.finetune.seeds=0"), "at least 1"),
         (("--config=configs/glue.py:cola", "--config.finetune.head=sequenc"), "'sequence'"),
     ],
 )

@@ -1,0 +1,116 @@
+"""Command lines, read in this process: what they ask for, and faults as one sentence."""
+
+import json
+
+import pytest
+from absl.testing import flagsaver
+
+from convbert_jax import command_line
+from convbert_jax.config import ConfigError, UserError, to_dict
+
+TINY = "--config=configs/tiny.py"
+
+
+def read(*arguments) -> command_line.Request:
+    with flagsaver.flagsaver():
+        return command_line.read(["main.py", *map(str, arguments)])
+
+
+def refused(*arguments) -> str:
+    """The one sentence that a command line is refused with."""
+    with pytest.raises(UserError) as error:
+        read(*arguments)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_config_file_with_overrides():
+    request = read(TINY, "--config.train.steps=1k", "--config.model.head_ratio", "1")
+    assert (request.mode, str(request.workdir)) == ("train", "runs/tiny")
+    assert (request.config.train.steps, request.config.model.head_ratio) == (1000, 1)
+    assert read(*request.config_flags).config == request.config
+    assert read("--config=configs/tiny.py:paper", "--workdir=x").config.variant == "paper"
+
+
+def test_a_json_file_is_a_config(tmp_path):
+    config = read(TINY).config
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
+    assert read(f"--config={tmp_path}/config.json").config == config
+    assert "no variants" in refused(f"--config={tmp_path}/config.json:paper")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"\x7fELF\0\0\1", "is not Python"),
+        (b"\xff\xfe", "is not Python"),
+        (b"def get_config(:", "is not Python (invalid syntax at line 1)"),
+        (b"(" * 5000, "is not Python"),
+        (b"x = 1", "has no function get_config"),
+        (b"get_config = 5", "has no function get_config"),
+        (b"\n1 / 0", "line 2 raises ZeroDivisionError: division by zero"),
+        (b"import nowhere_to_be_found", "raises ModuleNotFoundError"),
+        (b"raise SystemExit(3)", "raises SystemExit: 3"),
+        (b"def get_config():\n    raise ValueError('a\\nb')", "line 2 raises ValueError: a."),
+        (b"def get_config():\n    return None", "returns a NoneType"),
+        (b"def get_config():\n    return {'model': 5}", "config.model is a section"),
+        (b"def get_config():\n    return {'modle': {}}", "did you mean config.model"),
+        (b"def get_config(variant):\n    return {}", "raises TypeError"),
+        (b"def get_config():\n    return {'train': {'steps': 1e400}}", "must be of type int"),
+        (
+            b"from convbert_jax.config import to_config_dict\n"
+            b"def get_config():\n    c = to_config_dict()\n    c.train.stpes = 3\n    return c",
+            "line 4 raises AttributeError",
+        ),
+    ],
+)
+def test_config_files_that_are_none(tmp_path, text, says):
+    file = tmp_path / "mine.py"
+    file.write_bytes(text)
+    sentence = refused(f"--config={file}")
+    assert says in sentence
+    assert "mine.py" in sentence or "config.model" in sentence or "config.train" in sentence
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"5", b"\xff", b'{"train": ', b"[" * 100_000])
+def test_json_files_that_are_no_config(tmp_path, text):
+    (tmp_path / "config.json").write_bytes(text)
+    assert "config.json is damaged" in refused(f"--config={tmp_path}/config.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--config=configs/tny.py",), "configs/tiny.py"),
+        ((TINY, "--workdri=x"), "workdir"),
+        (("--config=",), "--config= is empty"),
+        (("--config=configs",), "there is no file configs"),
+        ((TINY, "--workdir="), "--workdir= is empty"),
+        ((TINY, "--config.name=a/b"), "config.name='a/b' is no name of a folder"),
+        ((TINY, "--config.name="), "config.name='' is no name of a folder"),
+        ((TINY, "--config.train.steps=1e400"), "--config.train.steps=1e400 is too large"),
+        ((TINY, "--config.train.steps=1e18"), "config.train.steps=1,000,000,000,000,000,000 must"),
+        ((TINY, "--config.seed=1e19"), "config.seed=10,000,000,000,000,000,000 must"),
+        ((TINY, "--config.tokenizer.vocab_size=1e15"), "at most 16,777,216"),
+        ((TINY, "--config.optimizer.learning_rate=inf"), "must be of type float"),
+        ((TINY, "--config.optimizer.learning_rate=1e39"), "at most 1000"),
+        ((TINY, "--config.train.steps=-5"), "config.train.steps=-5 must be at least 1"),
+        ((TINY, "--input=x.txt"), "--input has no effect with --mode=train"),
+        ((TINY, "--mode=prepare", "--verify_steps=9"), "it is for verify_resume"),
+        (("--mode=predict", "--workdir=x", "--config.seed=1"), "--config.seed has no effect"),
+        (("--mode=export", "--workdir=x", "--output="), "--output= is empty"),
+        ((TINY, "extra"), "argument 'extra' is not understood"),
+        ((TINY, "--step=two", "--mode=export"), "--step"),
+    ],
+)
+def test_flags_that_cannot_be_meant(arguments, says):
+    assert says in refused(*arguments)
+
+
+def test_a_named_workdir_needs_no_name_of_a_run():
+    assert read(TINY, "--config.name=a/b", "--workdir=x").config.name == "a/b"
+
+
+def test_a_config_error_of_a_variant_passes():
+    with pytest.raises(ConfigError, match="did you mean 'paper'"):
+        read(TINY + ":papr")
