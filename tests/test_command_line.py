@@ -6,7 +6,7 @@ import pytest
 from absl.testing import flagsaver
 
 from convbert_jax import command_line
-from convbert_jax.config import ConfigError, UserError, to_dict
+from convbert_jax.config import ConfigError, UserError, from_config_dict, to_dict
 
 TINY = "--config=configs/tiny.py"
 
@@ -114,3 +114,63 @@ def test_a_named_workdir_needs_no_name_of_a_run():
 def test_a_config_error_of_a_variant_passes():
     with pytest.raises(ConfigError, match="did you mean 'paper'"):
         read(TINY + ":papr")
+
+
+SMALL = "--config=configs/small.py"  # 1,000,000 steps, a warm-up of 10,000, evaluations each 5,000
+
+
+def intervals(request: command_line.Request) -> tuple[int, ...]:
+    """Warm-up, and the steps between log lines, evaluations, checkpoints."""
+    c = request.config
+    return c.optimizer.warmup_steps, c.train.log_every, c.train.eval_every, c.checkpoint.every
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((SMALL,), (10_000, 100, 5_000, 5_000)),
+        ((SMALL, "--config.train.steps=2M"), (10_000, 100, 5_000, 5_000)),
+        ((SMALL, "--config.train.steps=500k"), (10_000, 100, 5_000, 5_000)),
+        ((SMALL, "--config.train.steps=20k"), (2_000, 100, 5_000, 5_000)),
+        ((SMALL, "--config.train.steps=1000"), (100, 100, 250, 250)),
+        ((SMALL, "--config.train.steps=10"), (1, 1, 10, 10)),
+        ((SMALL, "--config.train.steps=1"), (0, 1, 1, 1)),
+        ((TINY,), (100, 20, 100, 100)),
+        ((TINY, "--config.train.steps=600"), (85, 20, 100, 100)),  # the same share, 100 of 700
+        ((TINY, "--config.train.steps=10", "--config.train.eval_every=3"), (1, 1, 3, 10)),
+        ((TINY, "--config.train.steps=10", "--config.optimizer.warmup_steps=10"), (10, 1, 10, 10)),
+        ((TINY, "--config.train.steps=10", "--config.checkpoint.every=5k"), (1, 1, 10, 5_000)),
+    ],
+)
+def test_a_short_trial_needs_one_override(arguments, expected):
+    request = read(*arguments)
+    assert intervals(request) == expected
+    assert intervals(read(*arguments)) == expected  # a resume has the same
+
+
+def test_a_given_warm_up_that_does_not_fit_is_refused():
+    flags = ("--config.train.steps=10", "--config.optimizer.warmup_steps=11")
+    assert "shorten the warm-up" in refused(TINY, *flags)
+
+
+def test_what_was_fitted_is_one_line_of_the_log(caplog):
+    with caplog.at_level("INFO", logger="absl"):
+        read(TINY, "--config.train.steps=50", "--config.train.log_every=7")
+        read(TINY, "--config.train.steps=50k")
+        read(TINY, "--config.seed=1")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        "For 50 steps, not the 700 of configs/tiny.py: config.optimizer.warmup_steps=7, "
+        "config.train.eval_every=50, config.checkpoint.every=50. Name any of them to choose it."
+    )
+
+
+def test_what_a_run_keeps_is_not_fitted(tmp_path):
+    """Nor is a config made in Python: `from_config_dict` takes what it is given."""
+    config = read(SMALL).config
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
+    flags = (f"--config={tmp_path}/config.json", "--config.train.steps=20k")
+    assert intervals(read(*flags)) == (10_000, 100, 5_000, 5_000)
+    assert "shorten the warm-up" in refused(flags[0], "--config.train.steps=10")
+    with pytest.raises(ConfigError, match="shorten the warm-up"):
+        from_config_dict({"train": {"steps": 10}})

@@ -2,12 +2,13 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from absl import flags
+from absl import flags, logging
 
 from convbert_jax.command_line import config_files, overrides
-from convbert_jax.config import Config, ConfigError, from_config_dict
+from convbert_jax.config import Config, ConfigError, fit_to_steps, from_config_dict
 
 MODES = ("train", "prepare", "verify_resume", "export", "import", "predict")
 FORMATS = ("huggingface", "tensorflow1", "stablehlo")
@@ -103,7 +104,7 @@ def read(argv: Sequence[str]) -> Request:
     config_file = _find_config()
     config = None
     if config_file:
-        config = from_config_dict(overrides.apply(config_files.load(config_file), changed))
+        config = _make_config(config_file, changed)
     elif changed:
         raise ConfigError(
             f"--config.{next(iter(changed))} has no effect: --mode={_MODE.value} goes by the "
@@ -123,6 +124,25 @@ def read(argv: Sequence[str]) -> Request:
         generator=_GENERATOR.value,
         source=_SOURCE.value,
     )
+
+
+def _make_config(file: str, changed: Mapping[str, Any]) -> Config:
+    """The config of a file with overrides; a Python file's intervals are fitted to fewer steps."""
+    values = config_files.load(file)
+    if file.endswith(".json"):  # of a run: it has what was chosen
+        return from_config_dict(overrides.apply(values, changed))
+    of_file = from_config_dict(values, check=False)
+    fitted = fit_to_steps(of_file, changed)
+    config = from_config_dict(overrides.apply(values, {**fitted, **changed}))
+    if fitted:
+        logging.info(
+            "For %s steps, not the %s of %s: %s. Name any of them to choose it.",
+            f"{config.train.steps:,}",
+            f"{of_file.train.steps:,}",
+            file,
+            ", ".join(f"config.{path}={value}" for path, value in fitted.items()),
+        )
+    return config
 
 
 def _check_flags() -> None:

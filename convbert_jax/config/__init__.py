@@ -11,6 +11,7 @@ finetuning.py  those of fine-tuning; own_task.py a labelled data set of the user
 run.py         the sections together, and what follows from them
 network.py     what the model code is built from
 reading.py     from and to mappings; checks.py the rules, bounds.py those of single numbers
+short_runs.py  intervals that fit into fewer steps than a config file is made for
 """
 
 from convbert_jax.config.errors import ConfigError, UserError
@@ -35,6 +36,7 @@ from convbert_jax.config.sections import (
     TokenizerSection,
     TrainSection,
 )
+from convbert_jax.config.short_runs import fit_to_steps
 
 __all__ = [
     "CheckpointSection",
@@ -56,6 +58,7 @@ __all__ = [
     "TokenizerSection",
     "TrainSection",
     "UserError",
+    "fit_to_steps",
     "from_config_dict",
     "to_config_dict",
     "to_dict",
