@@ -12,7 +12,7 @@ import numpy as np
 from absl import logging
 
 from convbert_jax.config import UserError
-from convbert_jax.training import checkpoint
+from convbert_jax.training.checkpoint_reading import list_steps, load_arrays
 
 _PATIENCE = 1_800  # seconds for one run to show a new checkpoint
 
@@ -55,8 +55,7 @@ def run(arguments: list[str], workdir: pathlib.Path, *, steps: int) -> None:
     _wait(_start(shared, folder / "killed"), "the resumed run")
 
     straight, resumed = (
-        checkpoint.load_arrays(folder / name / "checkpoints", steps)
-        for name in ("straight", "killed")
+        load_arrays(folder / name / "checkpoints", steps)[1] for name in ("straight", "killed")
     )
     differing = compare(straight, resumed)
     if differing:
@@ -111,7 +110,7 @@ def _kill_after(
                 f"the run ended (exit code {process.returncode}) before it could be killed; "
                 f"raise --verify_steps={steps}."
             )
-        done = [step for step in checkpoint.list_steps(checkpoints) if step >= middle]
+        done = [step for step in list_steps(checkpoints) if step >= middle]
         if done:
             process.send_signal(signal.SIGKILL)
             process.wait()

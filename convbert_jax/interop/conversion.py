@@ -38,14 +38,18 @@ def export(
 
     Args:
       form: "huggingface", "tensorflow1" or "stablehlo".
-      step: of the checkpoint; default the newest.
+      step: of the checkpoint; default the newest that is whole.
       output: default WORKDIR/FORM/step-STEP.
 
     Raises:
+      CheckpointError: the checkpoint is damaged, or none is whole.
       ConversionError: the format cannot hold the model, or the folder holds something else.
       ParityError: PyTorch does not compute the same numbers.
     """
     config = read_config(workdir)
+    moments = None
+    if form == "tensorflow1":
+        step, moments = sources.read_moments(workdir, config, step)
     step, params = sources.read_params(workdir, config, step)
     tokenizer, section = sources.read_tokenizer(workdir, config)
     networks = split(config, params)
@@ -58,7 +62,7 @@ def export(
         title=config.name,
         step=step,
         generator=with_generator,
-        moments=sources.read_moments(workdir, config, step) if form == "tensorflow1" else None,
+        moments=moments,
     )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 from absl import logging
 
 from convbert_jax.config import Config
@@ -30,7 +29,7 @@ from convbert_jax.interop.networks import (
     split,
     to_tree,
 )
-from convbert_jax.training import checkpoint
+from convbert_jax.training import checkpoint_reading
 from convbert_jax.training.workdir import read_config
 
 MARK = "exported_by_convbert_jax.json"  # in every folder that was written here
@@ -101,31 +100,27 @@ def read_source(path: str) -> Source:
 
 
 def read_params(workdir: Path, config: Config, step: int | None = None) -> tuple[int, Any]:
-    """(step, parameters on the host) of a checkpoint, by default the newest.
+    """(step, parameters on the host) of a checkpoint, by default the newest that is whole.
 
     Raises:
       CheckpointError: there is none, or it cannot be read.
     """
-    folder = workdir / "checkpoints"
-    params = checkpoint.restore_params(folder, abstract_params(config), step)
-    step = checkpoint.list_steps(folder)[-1] if step is None else step
-    return step, jax.device_get(params)
+    return checkpoint_reading.load_params(workdir / "checkpoints", abstract_params(config), step)
 
 
-def read_moments(workdir: Path, config: Config, step: int):
-    """Adam's first and second moments of a checkpoint, laid out like its networks.
+def read_moments(workdir: Path, config: Config, step: int | None = None):
+    """(step, Adam's first and second moments, each laid out like the networks of `config`).
 
-    Raises:
-      CheckpointError: the checkpoint cannot be read.
+    Arguments and errors as `read_params`; all parts of that checkpoint are whole.
     """
-    arrays = checkpoint.load_arrays(workdir / "checkpoints", step)
+    step, arrays = checkpoint_reading.load_arrays(workdir / "checkpoints", step)
 
     def networks(kind: str) -> dict[str, Network]:
         parts = (name.partition(f"/{kind}/") for name in arrays)
         found = {path: arrays[a + b + path] for a, b, path in parts if a.startswith("opt_state")}
         return split(config, to_tree({path: array for path, array in found.items() if path}))
 
-    return networks("mu"), networks("nu")
+    return step, (networks("mu"), networks("nu"))
 
 
 def read_tokenizer(workdir: Path, config: Config) -> tuple[Tokenizer, Any]:

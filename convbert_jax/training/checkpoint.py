@@ -4,14 +4,9 @@ Orbax writes them, on a thread of its own, under a temporary name that is change
 disk. What it does not see, a bit that flipped later, the checksums find.
 """
 
-import contextlib
-import gc
 import json
-import logging as python_logging
 import pathlib
-import sys
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,14 +15,21 @@ from absl import logging
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from convbert_jax.config import CheckpointSection, UserError
+from convbert_jax.config import CheckpointSection
+from convbert_jax.files import parse_json
 from convbert_jax.training import checksums
+from convbert_jax.training.checkpoint_reading import (
+    DATA,
+    CheckpointError,
+    describe_arrays,
+    first_line,
+    list_steps,
+    make_context,
+    none_whole,
+    quiet_orbax,
+    read_newest,
+)
 from convbert_jax.training.state import TrainState
-from convbert_jax.training.task import Params
-
-
-class CheckpointError(UserError):
-    """A checkpoint cannot be written or read."""
 
 
 class Checkpoints:
@@ -44,14 +46,15 @@ class Checkpoints:
         for path in sorted(self._directory.glob("*.orbax-checkpoint-tmp*")):
             logging.warning("Checkpoint %s was never finished; it is removed.", path.name)
         for step in list_steps(self._directory):
-            _put_away_damaged_metrics(self._directory / str(step) / "metrics" / "metrics")
+            _put_away_damaged_metrics(self._directory / str(step))
         try:
-            self._checkpointer = ocp.training.Checkpointer(
-                self._directory,
-                context=_context(),
-                preservation_policy=_preservation_policy(section),
-                cleanup_tmp_directories=True,
-            )
+            with quiet_orbax():
+                self._checkpointer = ocp.training.Checkpointer(
+                    self._directory,
+                    context=make_context(),
+                    preservation_policy=_preservation_policy(section),
+                    cleanup_tmp_directories=True,
+                )
         except OSError as error:
             raise CheckpointError(
                 f"checkpoints cannot be kept in {directory} ({error.strerror or error}); choose a "
@@ -85,13 +88,19 @@ class Checkpoints:
         """
         step = int(state.step)
         metric = self._section.best_metric
-        data = json.loads(json.dumps(data))
+        metrics = {metric: float(values[metric])} if metric and values else None
+        arrays = {"params": state.params, "opt_state": state.opt_state}
+        parts = {**arrays, DATA: json.loads(json.dumps(data))}
         try:
             self._checkpointer.save_checkpointables_async(
                 step,
-                {"params": state.params, "opt_state": state.opt_state, "data": data},
-                metrics={metric: float(values[metric])} if metric and values else None,
-                custom_metadata={"checksums": checksums.of_state(state, data)},
+                parts,
+                metrics=metrics,
+                custom_metadata={
+                    "checksums": checksums.of_parts(parts),
+                    "arrays": describe_arrays(arrays),
+                    "metrics": metrics,
+                },
                 force=True,
             )
         except (OSError, ValueError, RuntimeError) as error:
@@ -127,46 +136,16 @@ class Checkpoints:
         Raises:
           CheckpointError: there are checkpoints, and none can be read.
         """
-        damaged: dict[int, str] = {}
-        for step in reversed(self.steps):
-            with _quiet_failures():
-                try:
-                    restored = self._read(step, abstract)
-                except jax.errors.JaxRuntimeError:  # the device's fault, out of memory for one
-                    raise
-                except Exception as error:  # from any layer below: what it means is the same
-                    damaged[step] = _first_line(error)
-            if step not in damaged:
-                self._set_aside(damaged)
-                return restored
-            logging.warning(
-                "Checkpoint %s is damaged (%s); trying the one before.",
-                self._directory / str(step),
-                damaged[step],
-            )
-        if damaged:
-            step, reason = next(iter(damaged.items()))
-            raise CheckpointError(
-                f"none of the {len(damaged)} checkpoints in {self._directory} can be read (step "
-                f"{step}: {reason}); put a copy back, or start over in another --workdir."
-            )
-        return None
-
-    def _read(self, step: int, abstract: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        parts = self._checkpointer.load_checkpointables(
-            step, {"params": abstract.params, "opt_state": abstract.opt_state, "data": None}
-        )
-        metadata = self._checkpointer.checkpointables_metadata(step).custom_metadata
-        state = TrainState(
-            jax.device_put(np.int32(step), abstract.step.sharding),
-            parts["params"],
-            parts["opt_state"],
-        )
-        found = checksums.of_state(state, parts["data"])
-        wrong = [name for name, value in metadata["checksums"].items() if found.get(name) != value]
-        if wrong or len(found) != len(metadata["checksums"]):
-            raise ValueError(f"wrong checksum of {wrong[:1] or 'its parts'}")
-        return state, parts["data"]
+        targets = {"params": abstract.params, "opt_state": abstract.opt_state, DATA: None}
+        steps = list_steps(self._directory)
+        step, parts, damaged = read_newest(self._directory, steps, targets)
+        if step is None:
+            if damaged:
+                raise none_whole(self._directory, damaged)
+            return None
+        self._set_aside(damaged)
+        done = jax.device_put(np.int32(step), abstract.step.sharding)
+        return TrainState(done, parts["params"], parts["opt_state"]), parts[DATA]
 
     def _set_aside(self, steps: Mapping[int, str]) -> None:
         if not steps:
@@ -190,90 +169,9 @@ class Checkpoints:
         rest = f"the one of step {whole[-1]} is whole" if whole else "there is none before it"
         name = "the last checkpoint" if step is None else f"the checkpoint of step {step}"
         raise CheckpointError(
-            f"{name} could not be written to {self._directory} ({_first_line(error)}), {rest}; "
+            f"{name} could not be written to {self._directory} ({first_line(error)}), {rest}; "
             "free some space there and start again."
         ) from error
-
-
-def list_steps(directory: pathlib.Path) -> list[int]:
-    """Steps of the complete checkpoints in `directory` (WORKDIR/checkpoints), in order."""
-    if not directory.is_dir():
-        return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
-
-
-def load_arrays(directory: pathlib.Path, step: int) -> dict[str, np.ndarray]:
-    """Every part of a checkpoint by name, on the host, bit for bit, without a model.
-
-    Returns:
-      `params/PATH` and `opt_state/PATH` as saved; `data`, the position of the input, as the bytes
-      of its JSON with sorted keys.
-
-    Raises:
-      CheckpointError: it is not there or cannot be read.
-    """
-    path = directory.absolute() / str(step)
-    try:
-        with _context():
-            metadata = ocp.checkpointables_metadata(path).metadata
-            wanted = {
-                name: jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), metadata[name])
-                for name in ("params", "opt_state")
-            }
-            parts = ocp.load_checkpointables(path, {**wanted, "data": None})
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"checkpoint {path} cannot be read ({_first_line(error)}); steps there: "
-            f"{list_steps(directory)}."
-        ) from error
-    position = json.dumps(parts.pop("data"), sort_keys=True).encode()
-    arrays = {
-        jax.tree_util.keystr(key, simple=True, separator="/"): np.asarray(leaf)
-        for key, leaf in jax.tree_util.tree_leaves_with_path(parts)
-    }
-    return arrays | {"data": np.frombuffer(position, np.uint8)}
-
-
-def restore_params(directory: pathlib.Path, abstract: Params, step: int | None = None) -> Params:
-    """Parameters of a checkpoint, or the part of them that `abstract` names.
-
-    Args:
-      directory: WORKDIR/checkpoints.
-      abstract: nested dict of `jax.ShapeDtypeStruct`s; those without a sharding go to one device.
-      step: default the newest.
-
-    Raises:
-      CheckpointError: there is none, or it lacks a parameter of that shape.
-    """
-    steps = list_steps(directory)
-    if not steps:
-        raise CheckpointError(f"there is no checkpoint in {directory}; train one first.")
-    path = directory.absolute() / str(steps[-1] if step is None else step)
-    one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    abstract = jax.tree.map(
-        lambda leaf: leaf if leaf.sharding else leaf.update(sharding=one_device), abstract
-    )
-    context = _context()
-    context.pytree.loading.partial_load = True
-    try:
-        with context:
-            params = ocp.load_checkpointables(path, {"params": abstract})["params"]
-        # A name that the checkpoint lacks comes back as it went in, or not at all.
-        jax.tree.map(lambda _, leaf: leaf.addressable_shards, abstract, params)
-        return params
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"checkpoint {path} does not hold the parameters asked for ({_first_line(error)}); "
-            f"steps there: {steps}."
-        ) from error
-
-
-def _context() -> ocp.Context:
-    context = ocp.Context()
-    registry = ocp.handlers.local_registry()
-    registry.add(ocp.handlers.JsonHandler, checkpointable_name="data")
-    context.checkpointables.registry = registry
-    return context
 
 
 def _preservation_policy(section: CheckpointSection):
@@ -292,29 +190,31 @@ def _preservation_policy(section: CheckpointSection):
     return policies.AnyPreservationPolicy(kept)
 
 
-@contextlib.contextmanager
-def _quiet_failures() -> Iterator[None]:
-    """Keeps unfinished coroutines, which a failed read leaves behind, from printing pages."""
-    reader = python_logging.getLogger("asyncio")
-    hook, disabled = sys.unraisablehook, reader.disabled
+def _put_away_damaged_metrics(path: pathlib.Path) -> None:
+    """Orbax reads this file when it opens the directory, and gives up at one it cannot parse; with
+    another value than was saved it would keep the wrong checkpoint as the best.
+    """
+    file = path / "metrics" / "metrics"
     try:
-        sys.unraisablehook, reader.disabled = lambda _: None, True
-        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-            yield
-            gc.collect()
-    finally:
-        sys.unraisablehook, reader.disabled = hook, disabled
-
-
-def _put_away_damaged_metrics(file: pathlib.Path) -> None:
-    """Orbax reads these files when it opens the directory, and gives up at one it cannot parse."""
-    try:
-        json.loads(file.read_bytes())
+        found = parse_json(file.read_bytes())
     except FileNotFoundError:
-        pass
+        return
     except ValueError:
+        damaged = True
+    else:
+        damaged = json.dumps(found) != json.dumps(_saved_metrics(path, found))  # NaN is NaN
+    if damaged:
         logging.warning("%s is damaged; this checkpoint counts as not evaluated.", file)
         file.rename(file.with_name("damaged"))
+
+
+def _saved_metrics(path: pathlib.Path, default):
+    try:
+        return parse_json((path / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"][
+            "metrics"
+        ]
+    except (OSError, ValueError, KeyError, TypeError):  # an older one, or damaged as a whole
+        return default
 
 
 def _rank(section: CheckpointSection, values: Mapping[str, float]) -> float:
@@ -323,8 +223,3 @@ def _rank(section: CheckpointSection, values: Mapping[str, float]) -> float:
     if np.isnan(value):
         return float("-inf")
     return value if section.best_mode == "max" else -value
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200].rstrip(".") if lines else type(error).__name__

@@ -22,7 +22,7 @@ from convbert_jax.interop import (
 )
 from convbert_jax.interop.networks import ConversionError, split
 from convbert_jax.recipes import pretraining as recipes
-from convbert_jax.training import checkpoint
+from convbert_jax.training import checkpoint, checkpoint_reading
 from convbert_jax.training.workdir import WorkdirError, read_config
 from tests.interop.conftest import assert_same, make_config, random_params
 
@@ -148,7 +148,7 @@ def test_an_official_run_goes_on(run, tmp_path):
     path = str(sources.read_tokenizer(folder, config)[0].path)
     start = plain(config, **{"tokenizer.path": path})
     importing.import_run(str(tmp_path / "ckpt"), start, tmp_path / "run")
-    arrays = checkpoint.load_arrays(tmp_path / "run" / "checkpoints", 70)
+    _, arrays = checkpoint_reading.load_arrays(tmp_path / "run" / "checkpoints", 70)
     found = {
         (kind, name.split(f"/{kind}/")[1]): array
         for name, array in arrays.items()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax.config import CheckpointSection, MeshSection
-from convbert_jax.training import checkpoint, checksums, sharding
+from convbert_jax.training import checkpoint, checkpoint_reading, checksums, sharding
 from convbert_jax.training.checkpoint import CheckpointError, Checkpoints
 from convbert_jax.training.state import TrainState
 
@@ -240,7 +240,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 def test_arrays_without_a_model(saved, mesh):
-    arrays = checkpoint.load_arrays(saved, 2)
+    _, arrays = checkpoint_reading.load_arrays(saved, 2)
     expected = make_state(2, mesh)
     assert json.loads(arrays["data"].tobytes()) == {"position": 20}
     assert set(arrays) == {
@@ -257,19 +257,69 @@ def test_arrays_without_a_model(saved, mesh):
         expected.opt_state[0]["mean"]["stages"]["0"]["feed_forward"]["intermediate"]["kernel"],
     )
     with pytest.raises(CheckpointError, match=r"steps there: \[1, 2, 3\]"):
-        checkpoint.load_arrays(saved, 9)
+        checkpoint_reading.load_arrays(saved, 9)
 
 
-def test_part_of_the_parameters(saved, mesh, tmp_path):
-    expected = values(3)["head"]
-    part = {"head": jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), expected)}
-    assert_equal(checkpoint.restore_params(saved, part), {"head": expected})
-    assert_equal(checkpoint.restore_params(saved, part, step=1), {"head": values(1)["head"]})
-    missing = {"tail": part["head"]}
-    with pytest.raises(CheckpointError, match="does not hold the parameters asked for"):
-        checkpoint.restore_params(saved, missing)
+def test_parameters_alone(saved, mesh, tmp_path):
+    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, values(3)))
+    for asked, step in ((None, 3), (1, 1)):
+        found, params = checkpoint_reading.load_params(saved, shapes, asked)
+        assert found == step
+        assert_equal(params, values(step))
+    shapes["head"]["bias"] = jax.ShapeDtypeStruct((9,), jnp.bfloat16)
+    with pytest.raises(
+        CheckpointError, match=r"head/bias is bfloat16\[8\] there and bfloat16\[9\] here"
+    ):
+        checkpoint_reading.load_params(saved, shapes)
+    del shapes["head"]
+    with pytest.raises(CheckpointError, match=r"head/bias is bfloat16\[8\] there and absent here"):
+        checkpoint_reading.load_params(saved, shapes)
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
-        checkpoint.restore_params(tmp_path, part)
+        checkpoint_reading.load_params(tmp_path, shapes)
+
+
+def test_without_a_name_the_newest_whole_one_is_read(folder, caplog):
+    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, values(3)))
+    for file in (folder / "3" / "params").glob("ocdbt.process_0/d/*"):
+        flip(file)
+    before = sorted(folder.rglob("*"))
+    step, params = checkpoint_reading.load_params(folder, shapes)
+    assert step == 2
+    assert_equal(params, values(2))
+    assert f"Checkpoint {folder / '3'} is damaged" in caplog.text
+    with pytest.raises(CheckpointError, match=r"3 cannot be read .* steps there: \[1, 2, 3\]"):
+        checkpoint_reading.load_params(folder, shapes, 3)
+    for file in folder.glob("[12]/params/ocdbt.process_0/d/*"):
+        flip(file)
+    with pytest.raises(CheckpointError, match="none of the 3 checkpoints"):
+        checkpoint_reading.load_params(folder, shapes)
+    assert sorted(folder.rglob("*")) == before, "a reader changes nothing"
+
+
+def test_a_changed_metric_does_not_make_the_best(folder, caplog):
+    file = folder / "3" / "metrics" / "metrics"
+    file.write_text(file.read_text().replace("0.5", "0.7"))
+    checkpoints = Checkpoints(folder, SECTION)
+    assert "counts as not evaluated" in caplog.text
+    assert checkpoints.is_best({"auc": 0.6})
+    checkpoints.close()
+
+
+def test_a_checkpoint_that_says_no_shapes_is_read(folder, mesh):
+    """As they were written before."""
+    file = folder / "3" / "_CHECKPOINT_METADATA"
+    metadata = json.loads(file.read_text())
+    for name in ("arrays", "metrics"):
+        del metadata["custom_metadata"][name]
+    file.write_text(json.dumps(metadata))
+    assert_equal(restore(folder, mesh)[0], make_state(3, mesh))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32, np.uint8])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5, 7), (2**20 + 3,)])
+def test_host_and_device_have_the_same_checksum(shape, dtype):
+    array = np.random.default_rng(1).normal(size=shape, scale=50).astype(dtype)
+    assert checksums.sum_host_bits(array) == int(checksums.sum_bits(jnp.asarray(array)))
 
 
 @settings(deadline=None, max_examples=25)
