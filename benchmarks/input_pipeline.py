@@ -56,7 +56,7 @@ def prepare(config: Config, folder: pathlib.Path) -> dict:
         "tokens": train_split["tokens"],
         "fill": train_split["fill"],
         "unknown_rate": metadata["unknown_rate"],
-        "shard_megabytes": sum(size for *_, size in train_split["shards"]) / 1e6,
+        "shard_megabytes": sum(shard[2] for shard in train_split["shards"]) / 1e6,
     } | _memory()
 
 

@@ -14,8 +14,8 @@ from typing import IO, Any
 
 from convbert_jax.config import UserError
 
-# What a field may be: a type, or several.
-Kinds = type | tuple[type, ...]
+# What a field may be: a type, several, or an object with fields of its own.
+Kinds = type | tuple[type, ...] | Mapping[str, Any]
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped half of a pair
 
 
@@ -146,5 +146,10 @@ def _check_fields(value: Any, fields: Mapping[str, Kinds] | None) -> None:
     for name, kinds in fields.items():
         if name not in value:
             raise ValueError(f"it has no '{name}'")
-        if not isinstance(value[name], kinds):
+        if isinstance(kinds, Mapping):
+            try:
+                _check_fields(value[name], kinds)
+            except ValueError as error:
+                raise ValueError(f"in its '{name}': {error}") from None
+        elif not isinstance(value[name], kinds):
             raise ValueError(f"its '{name}' is of type {type(value[name]).__name__}")

@@ -58,6 +58,9 @@ def test_missing_and_wrong_fields(content, tmp_path):
     path.write_text(content)
     with pytest.raises(files.DamagedFileError):
         files.read_json(path, remedy=REMEDY, fields={"rows": int})
+    path.write_text(f'{{"counts": {content}}}')
+    with pytest.raises(files.DamagedFileError, match="'counts'"):
+        files.read_json(path, remedy=REMEDY, fields={"counts": {"rows": int}})
 
 
 def test_absent_files_and_folders(tmp_path):

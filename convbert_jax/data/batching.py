@@ -17,6 +17,7 @@ import numpy as np
 from convbert_jax.data.corpus import Corpus, Split
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.rows import ShardReader
+from convbert_jax.data.shards import Verification
 from convbert_jax.data.shuffling import BUFFER, FILES, INTERLEAVED, release_order, shuffled
 
 Batch = dict[str, np.ndarray]
@@ -44,6 +45,8 @@ def training_batches(
         `shuffling.release_order`.
       prefetch: at least so many batches are read ahead by a thread; 0 reads each when asked.
 
+    Meanwhile the shards are verified, by each process its part of them.
+
     Raises:
       DataError: a batch size that the number of processes does not divide.
     """
@@ -60,8 +63,15 @@ def training_batches(
         # Says how: an earlier version knew another order by the plain name.
         "release_shuffle": RELEASE_ORDER if release_shuffle else False,
     }
+    held = corpus.splits["validation"]
+    shards = [
+        (path, checksum)
+        for part in (split, held)
+        for (path, _), checksum in zip(part.shards, part.checksums, strict=True)
+    ]
     return Batches(
         reader=ShardReader(split.shards, corpus.row_dtype),
+        verification=Verification(shards[process_index::process_count]),
         order=order,
         batch_size=batch_size,
         local=slice(process_index * local, (process_index + 1) * local),
@@ -71,12 +81,16 @@ def training_batches(
 
 
 class Batches:
-    """Iterator of {"tokens", "segment_ids", "type_ids"}, each int32 [local rows, length]."""
+    """Iterator of {"tokens", "segment_ids", "type_ids"}, each int32 [local rows, length].
+
+    Raises DamagedFileError where it would be the next batch, once a shard is found to be damaged.
+    """
 
     def __init__(
         self,
         *,
         reader: ShardReader,
+        verification: Verification,
         order: Callable[[np.ndarray], np.ndarray],
         batch_size: int,
         local: slice,
@@ -84,6 +98,7 @@ class Batches:
         identity: dict[str, Any],
     ):
         self._reader = reader
+        self._verification = verification
         self._order = order
         self._batch_size = batch_size
         self._local = np.arange(local.start, local.stop)
@@ -97,6 +112,7 @@ class Batches:
         return self
 
     def __next__(self) -> Batch:
+        self._verification.check()
         block, offset = divmod(self._next_batch, self._per_block)
         if block != self._block_number:
             self._block, self._block_number = self._fetch(block), block
@@ -124,7 +140,8 @@ class Batches:
         self._start(int(state["next_batch"]))
 
     def close(self) -> None:
-        """Ends the thread and closes the files."""
+        """Ends the threads and closes the files."""
+        self._verification.close()
         if self._thread:
             self._thread.shutdown(wait=True, cancel_futures=True)
         self._reader.close()

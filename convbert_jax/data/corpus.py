@@ -26,18 +26,25 @@ from absl import logging
 from convbert_jax.config import Config, DataSection
 from convbert_jax.data import preparation
 from convbert_jax.data.errors import DataError
+from convbert_jax.data.metadata import (
+    METADATA,
+    elsewhere,
+    origin,
+    read_metadata,
+    refuse_other,
+    summary,
+)
+from convbert_jax.data.records import write_record
 from convbert_jax.data.rows import row_dtype
+from convbert_jax.data.shards import damaged_shard
 from convbert_jax.data.sources import REMOTE, Source, open_source
-from convbert_jax.data.tokenizer import Tokenizer, load_tokenizer, training_settings
-from convbert_jax.data.unit_worker import write_json
-
-VERSION = 1  # of the rows and their order; raise it when the same config gives other rows
-METADATA = "metadata.json"
+from convbert_jax.data.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
     shards: tuple[tuple[Path, int], ...]  # (file, rows), in order
+    checksums: tuple[int | None, ...]  # CRC-32 of each shard; None if prepared without
     rows: int
     tokens: int  # that are not padding
     documents: int
@@ -87,7 +94,7 @@ def prepare(config: Config, directory: Path) -> Corpus:
             return opened
         started = time.monotonic()
         sources = _open_sources(config.data)
-        made_from = _made_from(config, sources)
+        made_from = origin(config, sources)
         metadata, tokenizer = _go_on(config, made_from, directory)
         if metadata is None:
             tokenizer = preparation.prepare_tokenizer(config, directory, sources["train"])
@@ -96,11 +103,11 @@ def prepare(config: Config, directory: Path) -> Corpus:
                 "made_from": made_from,
                 "tokenizer": tokenizer.fingerprint,
             }
-            write_json(directory / METADATA, metadata)
+            write_record(directory / METADATA, metadata)
         records = preparation.process_units(config, directory, tokenizer, sources)
-        metadata |= _summary(records, config.data.length, time.monotonic() - started)
+        metadata |= summary(records, config.data.length, time.monotonic() - started)
         _check_splits(metadata, config.data)
-        write_json(directory / METADATA, metadata | {"complete": True})
+        write_record(directory / METADATA, metadata | {"complete": True})
     _log_summary(metadata, tokenizer, config, directory)
     return _open_finished(config, directory)
 
@@ -112,7 +119,7 @@ def _open_sources(data: DataSection) -> dict[str, Source]:
     return sources
 
 
-# --- Does a directory belong to a config? ---
+# --- What is there ---
 
 
 def _go_on(
@@ -123,11 +130,11 @@ def _go_on(
     Raises:
       DataError: it has finished shards, of another corpus.
     """
-    metadata = _read_metadata(directory)
+    metadata = read_metadata(directory)
     if metadata is None:
         return None, None
     try:
-        _refuse_other(made_from, metadata["made_from"], directory)
+        refuse_other(made_from, metadata["made_from"], directory)
         tokenizer = load_tokenizer(config.tokenizer, directory)
         _refuse_changed_tokenizer(tokenizer, metadata["tokenizer"], directory)
     except DataError:
@@ -138,87 +145,18 @@ def _go_on(
     return metadata, tokenizer
 
 
-def _elsewhere(directory: Path) -> str:
-    """The flag that leaves `directory` as it is."""
-    names = (directory.with_name(f"{directory.name}-{number}") for number in range(2, 1000))
-    free = next((path for path in names if not path.exists()), directory.with_name("other"))
-    return f"--config.data.directory={free}"
-
-
-def _made_from(config: Config, sources: dict[str, Source] | None) -> dict[str, Any]:
-    """Everything that decides the rows, by the name used when it differs."""
-    data, tokenizer = config.data, config.tokenizer
-    layout = data.layout + (" with the release's bug" if data.release_builder_bug else "")
-    layout += " of shuffled documents" if data.shuffle_documents else ""
-    result = {
-        "version": VERSION,
-        "layout": layout,
-        "length": data.length,
-        "tokenizer": {"path": tokenizer.path} if tokenizer.path else training_settings(tokenizer),
-        "heldout_fraction": 0 if data.validation_source else data.heldout_fraction,
-        "source": data.source,
-        "validation_source": data.validation_source,
-    }
-    if sources:
-        result["fingerprints"] = {name: source.fingerprint for name, source in sources.items()}
-    return result
-
-
-def _refuse_other(wanted: dict, there: dict, directory: Path) -> None:
-    different = [
-        f"{name} ({there.get(name)!r} there, {wanted[name]!r} wanted)"
-        for name in ("version", "layout", "length", "heldout_fraction")
-        if there.get(name) != wanted[name]
-    ]
-    old, new = there.get("tokenizer", {}), wanted["tokenizer"]
-    if "path" not in new or "path" not in old:  # the content of a named file is compared later
-        different += [
-            f"tokenizer.{name} ({old.get(name)!r} there, {new.get(name)!r} wanted)"
-            for name in sorted({*old, *new})
-            if old.get(name) != new.get(name)
-        ]
-    if "fingerprints" in wanted:
-        old, new = there.get("fingerprints", {}), wanted["fingerprints"]
-        different += [
-            f"the {name} source (other files, content or format than those of {spec!r} when it "
-            "was prepared)"
-            for name, spec in (
-                ("train", there.get("source")),
-                ("validation", there.get("validation_source")),
-            )
-            if old.get(name) != new.get(name)
-        ]
-    elif any(there.get(key) != wanted[key] for key in ("source", "validation_source")):
-        different.append(f"source ({there.get('source')!r} there, {wanted['source']!r} wanted)")
-    if different:
-        raise DataError(
-            f"{directory} holds another corpus; it differs in {', '.join(different)}: set that "
-            f"back, or prepare these elsewhere with {_elsewhere(directory)}."
-        )
-
-
 def _refuse_changed_tokenizer(tokenizer: Tokenizer, fingerprint: str, directory: Path) -> None:
     if tokenizer.fingerprint != fingerprint:
         raise DataError(
             f"{directory} was prepared with another vocabulary or normalization than "
             f"{tokenizer.path} has now: put it back, or prepare elsewhere with "
-            f"{_elsewhere(directory)}."
+            f"{elsewhere(directory)}."
         )
-
-
-def _read_metadata(directory: Path) -> dict[str, Any] | None:
-    path = directory / METADATA
-    try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError:
-        raise DataError(f"{path} is damaged; delete {directory} and prepare it again.") from None
 
 
 def _open_finished(config: Config, directory: Path) -> Corpus | None:
     """The corpus, if `directory` holds all of it; the source itself may be gone by then."""
-    metadata = _read_metadata(directory)
+    metadata = read_metadata(directory)
     if not metadata or not metadata["complete"]:
         return None
     sources, gone = None, None
@@ -228,28 +166,36 @@ def _open_finished(config: Config, directory: Path) -> Corpus | None:
             sources = _open_sources(data)
         except DataError as error:
             gone = error
-    _refuse_other(_made_from(config, sources), metadata["made_from"], directory)
+    refuse_other(origin(config, sources), metadata["made_from"], directory)
     if gone:
         logging.warning("%s The rows prepared from it in %s are used.", gone, directory)
     if metadata["undecodable"] and metadata["encoding_errors"] != data.encoding_errors:
         raise DataError(
             f"{directory} was prepared with encoding_errors='{metadata['encoding_errors']}', which "
             f"mattered for {metadata['undecodable']} places; set it back, or prepare elsewhere "
-            f"with {_elsewhere(directory)}."
+            f"with {elsewhere(directory)}."
         )
     tokenizer = load_tokenizer(config.tokenizer, directory)
     _refuse_changed_tokenizer(tokenizer, metadata["tokenizer"], directory)
     splits = {}
     for name, counts in metadata["splits"].items():
-        shards = []
-        for file, rows, size in counts["shards"]:
+        shards, checksums = [], []
+        for file, rows, size, *checksum in counts["shards"]:
             path = directory / file
-            if not path.is_file() or path.stat().st_size != size:
-                raise DataError(
-                    f"{path} is missing or damaged; delete {directory} and prepare it again."
-                )
+            if not path.is_file():
+                if gone:
+                    raise DataError(f"{path} is missing and cannot be prepared anew: {gone}")
+                return None
+            if path.stat().st_size != size:
+                what = f"it has {path.stat().st_size} bytes instead of {size}"
+                raise damaged_shard(path, what)
             shards.append((path, rows))
-        splits[name] = Split(tuple(shards), counts["rows"], counts["tokens"], counts["documents"])
+            checksums.append(checksum[0] if checksum else None)
+        splits[name] = Split(
+            shards=tuple(shards),
+            checksums=tuple(checksums),
+            **{key: counts[key] for key in ("rows", "tokens", "documents")},
+        )
     made_from = metadata["made_from"]
     identity = [
         metadata["tokenizer"],
@@ -262,34 +208,6 @@ def _open_finished(config: Config, directory: Path) -> Corpus | None:
 
 
 # --- Counts ---
-
-
-def _summary(records: list[dict], length: int, seconds: float) -> dict[str, Any]:
-    splits = {}
-    for name in ("train", "validation"):
-        parts = [record["splits"][name] for record in records]
-        total = {
-            key: sum(part.get(key, 0) for part in parts) for key in ("rows", "tokens", "documents")
-        }
-        total["fill"] = round(total["tokens"] / max(1, total["rows"] * length), 4)
-        total["shards"] = [
-            [f"{name}-{record['unit']:05d}.array_record", part["rows"], part["file_bytes"]]
-            for record, part in zip(records, parts, strict=True)
-            if part["rows"]
-        ]
-        splits[name] = total
-    totals = {
-        key: sum(record[key] for record in records)
-        for key in ("bytes", "dropped", "pieces", "unknown", "undecodable", "skipped")
-    }
-    policies = [record["encoding_errors"] for record in records if record["undecodable"]]
-    return {
-        "splits": splits,
-        **totals,
-        "unknown_rate": totals["unknown"] / max(1, totals["pieces"]),
-        "encoding_errors": policies[0] if policies else "error",
-        "seconds": round(seconds, 1),
-    }
 
 
 def _check_splits(metadata: dict[str, Any], data: DataSection) -> None:

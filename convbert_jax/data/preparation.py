@@ -4,7 +4,6 @@ import collections
 import contextlib
 import errno
 import fcntl
-import json
 import multiprocessing
 import os
 import sys
@@ -18,8 +17,11 @@ from typing import Any
 import tqdm
 from absl import logging
 
+from convbert_jax import files
 from convbert_jax.config import Config, DataSection
 from convbert_jax.data.errors import DataError
+from convbert_jax.data.records import read_record
+from convbert_jax.data.shards import record_path, shard_path
 from convbert_jax.data.sources import Source
 from convbert_jax.data.tokenizer import (
     Tokenizer,
@@ -32,13 +34,19 @@ from convbert_jax.data.unit_worker import (
     heldout_hash,
     process_unit,
     process_unit_in_worker,
-    record_path,
     start_worker,
 )
 
 CHECKED_BYTES = 2_000_000  # of text, to check a vocabulary on
 LOCK_PATIENCE = 12 * 3600  # seconds
 LOG_EVERY = 10  # seconds
+COUNTS = {"rows": int, "file_bytes": int}
+RECORD_FIELDS = {
+    "unit": int,
+    "splits": {"train": COUNTS, "validation": COUNTS},
+    **dict.fromkeys(("bytes", "dropped", "pieces", "unknown", "undecodable", "skipped"), int),
+    "encoding_errors": str,
+}
 
 
 @contextlib.contextmanager
@@ -179,10 +187,19 @@ def _cores() -> int:
 
 
 def _finished(directory: Path, index: int, encoding_errors: str) -> dict[str, Any] | None:
+    path = record_path(directory, index)
+    remedy = "delete it and start again: that part is prepared anew"
     try:
-        record = json.loads(record_path(directory, index).read_text())
+        record = read_record(path, remedy=remedy, fields=RECORD_FIELDS)
     except FileNotFoundError:
         return None
+    counts = [count for split in record["splits"].values() for count in split.values()]
+    if record["unit"] != index or not all(isinstance(count, int) for count in counts):
+        raise files.damaged(path, "it is of another unit or has other counts", remedy)
+    for split, counts in record["splits"].items():
+        if counts["rows"] and not shard_path(directory, split, index).is_file():
+            logging.warning("A shard of unit %d is missing; it is prepared anew.", index)
+            return None
     # A unit without undecodable text is the same under every policy.
     if record["undecodable"] and record["encoding_errors"] != encoding_errors:
         return None

@@ -9,6 +9,7 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.packing import Row
+from convbert_jax.data.shards import damaged_shard
 
 # One row a chunk, so that any row is read alone; uncompressed, which writes four times faster and
 # takes 1.7 times the space.
@@ -89,18 +90,21 @@ class ShardWriter:
 
 
 def _unwritable(path: Path, error: Exception) -> DataError:
-    reason = str(error).split(";")[0]
     return DataError(
-        f"{path} could not be written ({reason}); free some space or name another "
+        f"{path} could not be written ({_reason(error)}); free some space or name another "
         "config.data.directory, then run again: what was finished is kept."
     )
+
+
+def _reason(error: Exception) -> str:
+    return str(error).split(";")[0].split(" (")[0]
 
 
 class ShardReader:
     """Random access to the rows of several shards, numbered through."""
 
     def __init__(self, shards: Sequence[tuple[Path, int]], dtype: np.dtype):
-        """`shards` are (path, rows). Raises DataError for a missing or damaged file."""
+        """`shards` are (path, rows)."""
         self._paths = [path for path, _ in shards]
         self._starts = np.cumsum([0, *(rows for _, rows in shards)])
         self._readers: list[ArrayRecordReader | None] = [None] * len(shards)
@@ -110,7 +114,12 @@ class ShardReader:
         return int(self._starts[-1])
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """Structured array of the rows `indices`, in that order."""
+        """Structured array of the rows `indices`, in that order.
+
+        Raises:
+          DamagedFileError: a file is missing, has another number of rows, or rows whose hash is
+            another; it names the file and what to do.
+        """
         order = np.argsort(indices, kind="stable")
         wanted = indices[order]
         cuts = np.searchsorted(wanted, self._starts)
@@ -118,21 +127,27 @@ class ShardReader:
         for shard in np.flatnonzero(np.diff(cuts)):
             begin, end = cuts[shard], cuts[shard + 1]
             local = (wanted[begin:end] - self._starts[shard]).tolist()
-            rows[order[begin:end]] = from_records(self._reader(shard).read(local), self._dtype)
+            reader = self._reader(shard)
+            try:
+                rows[order[begin:end]] = from_records(reader.read(local), self._dtype)
+            except (RuntimeError, ValueError, OSError) as error:  # each row has a hash of its own
+                raise damaged_shard(self._paths[shard], _reason(error)) from None
         return rows
 
     def _reader(self, shard: int) -> ArrayRecordReader:
         if self._readers[shard] is None:
             path = self._paths[shard]
+            if not path.is_file():
+                raise DataError(f"{path} is missing; start again: that part is prepared anew.")
             try:
                 reader = ArrayRecordReader(str(path), READER_OPTIONS)
-                whole = reader.num_records() == self._starts[shard + 1] - self._starts[shard]
-            except (RuntimeError, ValueError, OSError):
-                whole = False
-            if not whole:
-                raise DataError(
-                    f"{path} is missing or damaged; delete its folder and prepare it again."
-                )
+                rows = self._starts[shard + 1] - self._starts[shard]
+                there = reader.num_records()
+                why = "" if there == rows else f"it has {there} rows instead of {rows}"
+            except (RuntimeError, ValueError, OSError) as error:
+                why = _reason(error)
+            if why:
+                raise damaged_shard(path, why)
             self._readers[shard] = reader
         return self._readers[shard]
 

@@ -9,21 +9,29 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from convbert_jax import files
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data import offsets, sentencepiece_model, wordpiece_model
 from convbert_jax.data.errors import TokenizerError
+from convbert_jax.data.records import read_record, write_record
 from convbert_jax.data.vocabulary_checks import check_tokenizer
 
 __all__ = ["SpecialIds", "Tokenizer", "check_tokenizer", "load_tokenizer", "train_tokenizer"]
 
 KINDS = {"sentencepiece": sentencepiece_model, "wordpiece": wordpiece_model}
 SETTINGS = "tokenizer_settings.json"  # written last: its presence says that training finished
+SETTINGS_FIELDS = {
+    "kind": str,
+    "vocab_size": int,
+    "lowercase": bool,
+    "strip_accents": bool,
+    "train_megabytes": int,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +130,16 @@ def train_tokenizer(texts: Iterable[str], section: TokenizerSection, directory: 
     directory.mkdir(parents=True, exist_ok=True)
     model = KINDS[section.kind]
     path = directory / model.FILE
-    unfinished = directory / f"{model.FILE}.unfinished"
-    unfinished.write_bytes(model.train(texts, section))
-    os.replace(unfinished, path)
-    settings = directory / SETTINGS
-    unfinished.write_text(json.dumps(training_settings(section), indent=1))
-    os.replace(unfinished, settings)
+    trained = model.train(texts, section)
+    try:
+        with files.replacing(path) as file:
+            file.write(trained)
+    except OSError as error:
+        raise TokenizerError(
+            f"{path} could not be written ({error.strerror}); free some space or name another "
+            "config.data.directory, then run again."
+        ) from None
+    write_record(directory / SETTINGS, training_settings(section))
     return Tokenizer(section, path)
 
 
@@ -165,8 +177,9 @@ def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
                 f"{directory} holds no trained vocabulary; prepare the corpus first or set "
                 "config.tokenizer.path."
             )
-        there = json.loads((Path(directory) / SETTINGS).read_text())
         wanted = training_settings(section)
+        remedy = f"put a copy back, or delete {directory} and prepare it again"
+        there = read_record(Path(directory) / SETTINGS, remedy=remedy, fields=SETTINGS_FIELDS)
         different = [name for name in wanted if there.get(name) != wanted[name]]
         if different:
             name = different[0]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 import multiprocessing
 import os
 import random
@@ -14,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from convbert_jax.data.errors import DataError
 from convbert_jax.data.packing import ElectraRows, PackedRows
+from convbert_jax.data.records import write_record
 from convbert_jax.data.rows import ShardWriter, row_dtype
+from convbert_jax.data.shards import checksum, record_path, shard_path
 from convbert_jax.data.sources import Source
 from convbert_jax.data.tokenizer import Tokenizer
 
@@ -36,14 +36,6 @@ class Job:
     shuffle_documents: bool
     heldout_fraction: float
     encoding_errors: str
-
-
-def record_path(directory: Path, index: int) -> Path:
-    return directory / "units" / f"{index:05d}.json"
-
-
-def shard_path(directory: Path, split: str, index: int) -> Path:
-    return directory / f"{split}-{index:05d}.array_record"
 
 
 def heldout_hash(text: str) -> float:
@@ -100,6 +92,8 @@ def process_unit(
         write(name, layouts[name].flush())
         counts[name]["file_bytes"] = writers[name].finish()
         counts[name]["rows"] = writers[name].rows
+        if writers[name].rows:
+            counts[name]["crc32"] = checksum(writers[name].path)
     record = {
         "unit": index,
         "splits": counts,
@@ -109,7 +103,7 @@ def process_unit(
         "encoding_errors": job.encoding_errors,
         "seconds": round(time.monotonic() - started, 3),
     }
-    write_json(record_path(job.directory, index), record)
+    write_record(record_path(job.directory, index), record)
     return record
 
 
@@ -146,22 +140,6 @@ def _encoded(
             yield from encode(batch)
             batch, size = [], 0
     yield from encode(batch)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes `content` so that `path` is either the old file or the whole new one."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    try:
-        with open(unfinished, "w") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise DataError(
-            f"{path} could not be written ({error.strerror}); free some space or name another "
-            "config.data.directory, then run again: what was finished is kept."
-        ) from None
 
 
 # --- In a worker process ---

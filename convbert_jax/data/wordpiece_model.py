@@ -5,7 +5,6 @@ Splitting and normalization are BERT's, set by the config.
 """
 
 import collections
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,11 +12,14 @@ import tokenizers
 from absl import logging
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from convbert_jax import files
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import TokenizerError
 
 FILE = "tokenizer.json"
 SPECIAL = {"pad": "[PAD]", "unknown": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+MOST_IDS = 1 << 24  # of a vocabulary: more is no vocabulary
+REMEDY = "put a copy back, or check config.tokenizer.path: it must be a WordPiece tokenizer.json"
 ALPHABET = 1000  # most frequent characters that get an entry; rarer ones are unknown
 
 
@@ -56,6 +58,8 @@ class WordPieceVocabulary:
 
 def open_vocabulary(path: Path, section: TokenizerSection) -> WordPieceVocabulary:
     """The vocabulary at `path`, with the normalization that `section` asks for."""
+    if path.suffix == ".json":
+        return WordPieceVocabulary(_from_json(path, section), section, path)
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -63,8 +67,7 @@ def open_vocabulary(path: Path, section: TokenizerSection) -> WordPieceVocabular
             f"{path} is not UTF-8 (first bad byte at {error.start}); use the standard "
             "bert-base-uncased vocabulary."
         ) from None
-    entries = _from_json(text, path, section) if path.suffix == ".json" else split_entries(text)
-    return WordPieceVocabulary(entries, section, path)
+    return WordPieceVocabulary(split_entries(text), section, path)
 
 
 def split_entries(text: str) -> list[str]:
@@ -150,23 +153,21 @@ def build_pipeline(
     return tokenizer
 
 
-def _from_json(text: str, path: Path, section: TokenizerSection) -> list[str]:
+def _from_json(path: Path, section: TokenizerSection) -> list[str]:
     try:
-        content = json.loads(text)
-        model = content["model"]
-        kind, vocabulary = model.get("type"), model["vocab"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise TokenizerError(
-            f"{path} is not a tokenizer.json; check config.tokenizer.path."
-        ) from None
+        content = files.read_json(path, remedy=REMEDY, fields={"model": {"vocab": (dict, list)}})
+    except files.DamagedFileError as error:
+        raise TokenizerError(str(error)) from None
+    model = content["model"]
+    kind = model.get("type")
     if kind != "WordPiece" or model.get("continuing_subword_prefix", "##") != "##":
         raise TokenizerError(
             f"{path} holds a {kind} model, not WordPiece with ##; name a vocab.txt, a WordPiece "
             "tokenizer.json or a SentencePiece .model in config.tokenizer.path."
         )
-    normalizer = content.get("normalizer") or {}
-    if normalizer.get("type") == "BertNormalizer":
-        lowercase = normalizer["lowercase"]
+    normalizer = content.get("normalizer")
+    if isinstance(normalizer, dict) and normalizer.get("type") == "BertNormalizer":
+        lowercase = normalizer.get("lowercase")
         accents = normalizer.get("strip_accents")
         accents = lowercase if accents is None else accents  # BERT's default: both or neither
         for name, there in (("lowercase", lowercase), ("strip_accents", accents)):
@@ -177,7 +178,13 @@ def _from_json(text: str, path: Path, section: TokenizerSection) -> list[str]:
                 )
     else:
         logging.info("%s names no BERT normalizer; the settings of config.tokenizer apply.", path)
-    ids = {**vocabulary, **{t["content"]: t["id"] for t in content.get("added_tokens", [])}}
+    try:
+        added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+        ids = {**model["vocab"], **added}
+        if not ids or not all(isinstance(i, int) and 0 <= i < MOST_IDS for i in ids.values()):
+            raise ValueError("its ids are no small integers")
+    except (KeyError, TypeError, ValueError) as error:
+        raise TokenizerError(f"{path} is damaged (its entries: {error}); {REMEDY}.") from None
     entries = [""] * (max(ids.values()) + 1)
     for entry, index in ids.items():
         entries[index] = entry

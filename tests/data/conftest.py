@@ -112,7 +112,7 @@ def contents():
             data = path.read_bytes()
             if path.suffix == ".json" and not name.startswith("tokenizer"):
                 record = json.loads(data)
-                record.pop("seconds")
+                record = {k: v for k, v in record.items() if k not in ("seconds", "crc32")}
                 data = json.dumps(record, sort_keys=True).encode()
             result[name] = hashlib.sha256(data).hexdigest()
         return result

@@ -11,6 +11,7 @@ from convbert_jax.data.batching import evaluation_batches, training_batches
 from convbert_jax.data.corpus import prepare
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.rows import ShardReader
+from convbert_jax.files import DamagedFileError
 
 
 @pytest.fixture(scope="module")
@@ -177,9 +178,9 @@ def test_evaluation_of_some_rows_is_spread_and_fixed(corpus):
 
 def test_a_missing_shard_is_named(corpus, tmp_path):
     reader = ShardReader([(tmp_path / "train-00000.array_record", 5)], corpus.row_dtype)
-    with pytest.raises(DataError, match=r"train-00000\.array_record is missing or damaged"):
+    with pytest.raises(DataError, match=r"train-00000\.array_record is missing; start again"):
         reader.read(np.asarray([0]))
     path, rows = corpus.splits["train"].shards[0]
     reader = ShardReader([(path, rows + 1)], corpus.row_dtype)
-    with pytest.raises(DataError, match="missing or damaged"):
+    with pytest.raises(DamagedFileError, match=f"it has {rows} rows instead of {rows + 1}"):
         reader.read(np.asarray([0]))

@@ -32,14 +32,14 @@ SCRIPT = """
         config = from_config_dict(json.loads(sys.argv[1]))
         folder = pathlib.Path(sys.argv[2])
         kill_at = int(sys.argv[3])
-        write_json = unit_worker.write_json
+        write_record = unit_worker.write_record
 
         def killing(path, content):  # after the shards are there, before the record is
             if path.parent.name == "units" and content["unit"] == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            write_json(path, content)
+            write_record(path, content)
 
-        unit_worker.write_json = killing
+        unit_worker.write_record = killing
         corpus.prepare(config, folder)
 
     if __name__ == "__main__":

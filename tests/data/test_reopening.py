@@ -11,7 +11,9 @@ from sentencepiece import sentencepiece_model_pb2
 from convbert_jax.data import preparation
 from convbert_jax.data.corpus import prepare
 from convbert_jax.data.errors import DataError
+from convbert_jax.data.records import write_record
 from convbert_jax.data.rows import ShardReader
+from convbert_jax.files import DamagedFileError
 
 
 @pytest.mark.parametrize(
@@ -32,8 +34,7 @@ def test_another_corpus_is_refused(
 ):
     folder = prepared
     if not complete:
-        metadata = json.loads((folder / "metadata.json").read_text())
-        (folder / "metadata.json").write_text(json.dumps(metadata | {"complete": False}))
+        unfinish(folder)
     before = contents(folder)
     with pytest.raises(DataError, match=f"{message}.*--config.data.directory="):
         prepare(change(config, **{section: {field: value}}), folder)
@@ -92,7 +93,7 @@ def test_damaged_shard_is_named(config, prepared):
     corpus = prepare(config, prepared)
     path, _ = corpus.splits["train"].shards[0]
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"train-00000\.array_record is missing or damaged"):
+    with pytest.raises(DamagedFileError, match=r"train-00000\.array_record is damaged \(it has "):
         prepare(config, prepared)
 
 
@@ -120,6 +121,13 @@ def test_prepared_corpus_opens_without_work(config, prepared, monkeypatch, conte
     assert contents(prepared) == before
 
 
+def unfinish(folder) -> None:
+    path = folder / "metadata.json"
+    content = json.loads(path.read_text())
+    del content["crc32"]
+    write_record(path, content | {"complete": False})
+
+
 def all_rows(corpus, split):
     shards = corpus.splits[split]
     reader = ShardReader(shards.shards, corpus.row_dtype)
@@ -130,8 +138,7 @@ def test_nothing_finished_binds_nothing(config, change, corpus_file, tmp_path, c
     """A vocabulary without a shard, as Ctrl-C leaves it, is made again for the next settings."""
     folder = tmp_path / "begun"
     prepare(config, folder)
-    metadata = json.loads((folder / "metadata.json").read_text())
-    (folder / "metadata.json").write_text(json.dumps(metadata | {"complete": False}))
+    unfinish(folder)
     for unit in (folder / "units").iterdir():
         unit.unlink()
     changed = change(
