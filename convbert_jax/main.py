@@ -8,8 +8,8 @@ Modes:
   export         write a checkpoint of --workdir, or the weights at --source, for other software
                  (--format, --output)
   import         make --workdir a run from the weights at --source
-  predict        apply the fine-tuned model --workdir (or a Hugging Face folder) to each line of
-                 --input, into --output
+  predict        apply the fine-tuned model --workdir (or a Hugging Face folder) to each line or
+                 row of --input, into --output
 
 Every field of a config is overridden as --config.section.field=value; `configs/base.py:paper`
 selects a variant. The flags are in `command_line/`, the work is in `recipes/`.
@@ -69,7 +69,13 @@ def _run(request: command_line.Request) -> None:
         else:
             conversion.export(workdir, step=request.step, output=output, **options)
     elif request.mode == "predict":
-        recipes.predict(str(workdir), request.input, request.output or "-")
+        recipes.predict(
+            str(workdir),
+            request.input,
+            request.output or "-",
+            input_format=request.input_format,
+            texts=request.texts,
+        )
     elif request.mode == "import":
         importing.import_run(request.source, config, workdir)
     else:

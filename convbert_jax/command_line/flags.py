@@ -9,6 +9,7 @@ from absl import flags, logging
 
 from convbert_jax.command_line import config_files, overrides
 from convbert_jax.config import Config, ConfigError, fit_to_steps, from_config_dict
+from convbert_jax.config.own_task import INPUT_FORMATS
 
 MODES = ("train", "prepare", "verify_resume", "export", "import", "predict")
 FORMATS = ("huggingface", "tensorflow1", "stablehlo")
@@ -37,10 +38,21 @@ _OUTPUT = flags.DEFINE_string(
     "output",
     None,
     "Folder that --mode=export makes; default WORKDIR/FORMAT/step-N. File that --mode=predict "
-    "makes, .tsv or .jsonl; default standard output.",
+    "makes, .tsv, .csv or .jsonl; default standard output.",
 )
 _INPUT = flags.DEFINE_string(
-    "input", "-", "Lines that --mode=predict reads, .gz or not; default standard input."
+    "input", "-", "Lines or a table that --mode=predict reads, .gz or not; default standard input."
+)
+_INPUT_FORMAT = flags.DEFINE_enum(
+    "input_format",
+    "auto",
+    INPUT_FORMATS,
+    "Of --input; auto goes by the file's name: a table, else lines.",
+)
+_TEXTS = flags.DEFINE_list(
+    "texts",
+    [],
+    "Columns with the one text or the two that --mode=predict reads; default those of training.",
 )
 _STEP = flags.DEFINE_integer("step", None, "Checkpoint for --mode=export; default the newest.")
 _GENERATOR = flags.DEFINE_boolean("generator", True, "Whether --mode=export takes it along.")
@@ -56,6 +68,8 @@ _MODES_OF_FLAG = {
     "format": ("export",),
     "output": ("export", "predict"),
     "input": ("predict",),
+    "input_format": ("predict",),
+    "texts": ("predict",),
     "step": ("export",),
     "generator": ("export",),
     "source": ("export", "import"),
@@ -82,6 +96,8 @@ class Request:
     format: str
     output: str | None
     input: str
+    input_format: str
+    texts: tuple[str, ...]
     step: int | None
     generator: bool
     source: str | None
@@ -120,6 +136,8 @@ def read(argv: Sequence[str]) -> Request:
         format=_FORMAT.value,
         output=_OUTPUT.value,
         input=_INPUT.value,
+        input_format=_INPUT_FORMAT.value,
+        texts=tuple(_TEXTS.value),
         step=_STEP.value,
         generator=_GENERATOR.value,
         source=_SOURCE.value,

@@ -2,6 +2,9 @@
 
 import dataclasses
 
+# What --mode=predict reads: by the file's name, a line a row, or a table as the task's files are
+INPUT_FORMATS = ("auto", "lines", "tsv", "csv", "jsonl", "json", "conll", "pattern")
+
 
 @dataclasses.dataclass(frozen=True)
 class TaskSection:

@@ -48,9 +48,9 @@ def read_table(
             values = tuple(record[name] for name in wanted)
             yield line, (*values, record.get(optional)) if optional else values
     else:
-        places = [_place(name, header, form, shown) for name in wanted]
+        places = _find_all(wanted, header, form, shown)
         if optional:
-            places.append(_place(optional, header, form, None))
+            places.append(find_column(optional, header, form))
         for line, cells in rows:
             count += 1
             yield line, tuple(None if place is None else cells[place] for place in places)
@@ -67,13 +67,18 @@ def _usable(rows: Rows, bad_rows: BadRows) -> Rows:
             yield line, row
 
 
-def _place(name: str, header: Sequence[str], form: TableFormat, path: Path | None) -> int | None:
-    """Position of a column; None where it is absent and `path`, for the error, is None."""
+def find_column(name: str, header: Sequence[str], form: TableFormat) -> int | None:
+    """Position of a column, None where it is absent."""
     if name in header:
-        return header.index(name)
+        return list(header).index(name)
     if form.numbered and re.fullmatch(r"-?\d+", name) and -len(header) <= int(name) < len(header):
         return int(name)
-    if path is None:
-        return None
-    names = shorten(", ".join(header))
-    raise DataError(f"{path} has no column '{name}' (it has: {names}); {form.hint}.")
+    return None
+
+
+def _find_all(names: Sequence[str], header, form: TableFormat, path: Path) -> list[int | None]:
+    places = [find_column(name, header, form) for name in names]
+    if None in places:
+        missing, shown = names[places.index(None)], shorten(", ".join(header))
+        raise DataError(f"{path} has no column '{missing}' (it has: {shown}); {form.hint}.")
+    return places

@@ -2,14 +2,15 @@
 
 pretraining.py  replaced_token and masked_lm: a prepared corpus, one long run
 finetuning.py   finetune: labelled tasks, many short runs
-finetuned.py    what comes out of it: predictions for new text, teachers
+finetuned.py    what comes out of it: models that predict and teach
+prediction.py   what they say of new text
 devices.py      what both run on
 
 Read it after `config/`.
 """
 
-from convbert_jax.recipes.finetuned import predict
 from convbert_jax.recipes.finetuning import finetune
+from convbert_jax.recipes.prediction import predict
 from convbert_jax.recipes.pretraining import build_task, prepare, pretrain
 
 __all__ = ["build_task", "finetune", "predict", "prepare", "pretrain"]

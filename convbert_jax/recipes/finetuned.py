@@ -1,11 +1,9 @@
 """Fine-tuned models from anywhere: for predictions, and as teachers."""
 
-import contextlib
 import dataclasses
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,18 +11,15 @@ from absl import logging
 
 from convbert_jax.config import Config, ConfigError, OutputsSection
 from convbert_jax.config.finetuning_checks import HEADS_OF_KIND
-from convbert_jax.data.errors import DataError
 from convbert_jax.data.labelled_text import Example, LabelledTask
-from convbert_jax.data.text_formats import open_bytes
 from convbert_jax.data.tokenizer import Tokenizer
 from convbert_jax.finetuning import classification
 from convbert_jax.finetuning.answering import QuestionAnswerer
-from convbert_jax.finetuning.prediction import Predictor, predict_stream
+from convbert_jax.finetuning.prediction import Predictor
 from convbert_jax.finetuning.task import FinetuningError
 from convbert_jax.interop import matching, sources
 from convbert_jax.interop.networks import Network, join
 from convbert_jax.recipes import devices
-from convbert_jax.training import compilation
 from convbert_jax.training.workdir import read_config
 
 # head of a network -> (kind of task, config.outputs.head)
@@ -37,36 +32,6 @@ _SPAN_LENGTH = 384  # tokens of a window for a model that does not say
 _UNNAMED = "LABEL_"  # how Hugging Face calls classes without names
 
 
-def predict(path: str, source: str, output: str) -> int:
-    """Predicts every line of a file.
-
-    Args:
-      path: of the model, as `read_finetuned`.
-      source: file of lines (`.gz` or not), "-" is standard input.
-      output: file to make, .tsv for a table, else JSON lines; "-" is standard output.
-
-    Returns:
-      number of lines.
-
-    Raises:
-      UserError: no such model or file, `output` exists, or a line that the model does not read.
-    """
-    config, params, tokenizer = read_finetuned(path)
-    device = devices.find_devices(config)[0]
-    compilation.enable_compile_cache(config.train.compile_cache)
-    predictor = make_predictor(config, params, tokenizer, devices.compute_dtype(config, device))
-    with _open_lines(source) as lines, _open_output(output) as file:
-        outputs = config.outputs
-        return predict_stream(
-            lines,
-            predictor.answer,
-            file,
-            kind=outputs.kind,
-            texts=outputs.texts,
-            tsv=output.endswith(".tsv"),
-        )
-
-
 def make_predictor(
     config: Config, params, tokenizer: Tokenizer, dtype
 ) -> Predictor | QuestionAnswerer:
@@ -75,15 +40,17 @@ def make_predictor(
     return kind(config, params, tokenizer, dtype)
 
 
-def read_finetuned(path: str) -> tuple[Config, Any, Tokenizer]:
+def read_finetuned(path: str, texts: int | None = None) -> tuple[Config, Any, Tokenizer]:
     """A fine-tuned model: its config, its parameters on the host, its vocabulary.
 
     Args:
       path: folder of a run that fine-tuning made (WORKDIR/TASK/seed-N), or a Hugging Face folder
         of a model for sequences, tokens or answers.
+      texts: how many it reads, for a folder that does not say; None takes one there.
 
     Raises:
-      ConfigError: it is not fine-tuned, or there are several in it.
+      ConfigError: it is not fine-tuned, or there are several in it, or it reads another number of
+        texts.
       ConversionError, CheckpointError: it cannot be read.
     """
     folder = Path(path).expanduser()
@@ -94,15 +61,29 @@ def read_finetuned(path: str) -> tuple[Config, Any, Tokenizer]:
                 f"{path} is a {config.recipe} run, which predicts no labels; fine-tune it first "
                 f"(--config.init_from={path})."
             )
+        _check_texts(path, config, texts)
         _, params = sources.read_params(folder, config)
         return config, params, sources.read_tokenizer(folder, config)[0]
     inside = sorted(p.parent for p in folder.glob("**/seed-*/checkpoints"))
     if inside:
         raise ConfigError(f"{path} holds {len(inside)} models; name one of them, as {inside[0]}.")
-    return _from_network(path, sources.read_source(path))
+    return _from_network(path, sources.read_source(path), texts)
 
 
-def _from_network(path: str, source: sources.Source) -> tuple[Config, Any, Tokenizer]:
+def _check_texts(path: str, config: Config, texts: int | None) -> None:
+    if texts not in (None, config.outputs.texts):
+        known = ", ".join(config.outputs.columns)
+        raise ConfigError(
+            f"--texts names {texts} columns, but {path} reads {config.outputs.texts} of each row"
+            f"{f' ({known})' if known else ''}; name as many."
+        )
+    if config.outputs.texts > config.model.types:
+        raise ConfigError(f"{path} has one segment type, which cannot tell two texts apart.")
+
+
+def _from_network(
+    path: str, source: sources.Source, texts: int | None
+) -> tuple[Config, Any, Tokenizer]:
     main = source.networks["main"]
     heads = [head for head in _KINDS if main.has(head)]
     if not heads:
@@ -113,7 +94,8 @@ def _from_network(path: str, source: sources.Source) -> tuple[Config, Any, Token
     tokenizer = Tokenizer(section, Path(section.path))
     start = Config(name=Path(path).name, recipe="finetune", tokenizer=section)
     config = matching.replace(start, matching.derive_fields({"main": main}, start))
-    config = dataclasses.replace(config, outputs=_outputs(path, main, heads[0]))
+    config = dataclasses.replace(config, outputs=_outputs(path, main, heads[0], texts))
+    _check_texts(path, config, texts)
     f, m = config.finetune, config.model
     buckets = f.buckets if m.mask_convolution or m.mixer != "mixed" else ()
     length = _SPAN_LENGTH if heads[0] == "span_head" else f.length
@@ -124,13 +106,17 @@ def _from_network(path: str, source: sources.Source) -> tuple[Config, Any, Token
     return config, join(config, {"main": main})[0], tokenizer
 
 
-def _outputs(path: str, network: Network, head: str) -> OutputsSection:
+def _outputs(path: str, network: Network, head: str, texts: int | None) -> OutputsSection:
     kind, name = _KINDS[head]
     labels = ("start", "end") if kind == "span" else network.labels
     if kind == "classification" and len(labels) == 1:
         kind = "regression"
-    texts = 2 if kind == "span" else 1
-    outputs = OutputsSection(task=Path(path).name, kind=kind, head=name, labels=labels, texts=texts)
+    assumed = 2 if kind == "span" else 1
+    if name == "sequence" and texts:
+        assumed = texts
+    outputs = OutputsSection(
+        task=Path(path).name, kind=kind, head=name, labels=labels, texts=assumed
+    )
     fields = ((*field.split("."), value) for field, value in network.use.items())
     told = {field: value for section, field, value in fields if section == "outputs"}
     outputs = dataclasses.replace(outputs, **told)
@@ -143,10 +129,12 @@ def _outputs(path: str, network: Network, head: str) -> OutputsSection:
         raise ConfigError(f"{path} gives {len(labels)} numbers for a text; one can be predicted.")
     if name == "sequence" and "texts" not in told:
         logging.warning(
-            "%s does not say how many texts it reads, nor how long: taken as one of up to %d "
-            'tokens. If that is wrong, write {"convbert_jax": {"use": {"outputs.texts": 2, '
+            "%s does not say how many texts it reads, nor how long: taken as %d of up to %d "
+            "tokens. If that is wrong, name as many columns to --mode=predict, as "
+            '--texts=FIRST,SECOND, or write {"convbert_jax": {"use": {"outputs.texts": 2, '
             '"finetune.length": 128}}} into its config.json.',
             path,
+            outputs.texts,
             Config().finetune.length,
         )
     return outputs
@@ -202,39 +190,3 @@ class Teacher:
             return found[:, list(order)]
 
         return teach
-
-
-@contextlib.contextmanager
-def _open_lines(source: str) -> Iterator[Iterator[str]]:
-    if source == "-":
-        yield sys.stdin
-        return
-    try:
-        file = open_bytes(Path(source).expanduser())
-    except OSError as error:
-        raise ConfigError(f"--input={source} cannot be read: {error.strerror}.") from None
-    with file:
-        yield _decode(file, source)
-
-
-def _decode(file: Iterable[bytes], source: str) -> Iterator[str]:
-    for number, line in enumerate(file, start=1):
-        try:
-            yield line.decode("utf-8")
-        except UnicodeDecodeError:
-            raise DataError(f"--input={source} line {number} is not UTF-8; convert it.") from None
-
-
-@contextlib.contextmanager
-def _open_output(output: str) -> Iterator[TextIO]:
-    if output == "-":
-        yield sys.stdout
-        return
-    try:
-        file = open(Path(output).expanduser(), "x", encoding="utf-8")  # noqa: SIM115
-    except FileExistsError:
-        raise ConfigError(f"--output={output} exists; remove it or name another.") from None
-    except OSError as error:
-        raise ConfigError(f"--output={output} cannot be written: {error.strerror}.") from None
-    with file:
-        yield file

@@ -97,8 +97,9 @@ def test_a_task_of_ones_own_from_files_to_a_model_for_everyone(own, tmp_path):
     )
     assert predicted.returncode == 0, predicted.stderr
     answers = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
-    assert answers[0].keys() == {"texts", "prediction", "probabilities"}
+    assert answers[0].keys() == {"id", "texts", "prediction", "probabilities"}
     assert {answer["prediction"] for answer in answers} <= {"good", "bad"}
+    assert [answer.pop("id") for answer in answers] == list(range(6))
     assert answers == answers[:2] * 3
 
     exported = run("--mode=export", f"--workdir={model}", f"--output={tmp_path}/hf")

@@ -12,6 +12,7 @@ from benchmarks import squad_evaluation
 from configs import squad
 from convbert_jax.config import Config, ConfigError, from_config_dict
 from convbert_jax.data.errors import DataError
+from convbert_jax.data.labelled_text import Example
 from convbert_jax.data.squad import Answer, Question
 from convbert_jax.data.tokenizer import train_tokenizer
 from convbert_jax.finetuning import question_answering, run
@@ -152,16 +153,11 @@ def test_squad_1(make_config, tokenizer, folder, tmp_path, head):
     own, params, vocabulary = read_finetuned(str(tmp_path / "squad_v1" / "seed-0"))
     answerer = make_predictor(own, params, vocabulary, np.dtype(np.float32))
     assert isinstance(answerer, QuestionAnswerer)
-    records = [{"line": 1, "id": q.id, "question": q.text, "context": q.context} for q in DEV]
-    lines = answerer.answer(records)
-    assert {line["id"]: line["prediction"] for line in lines} == predictions
-    assert all(
-        line["texts"][1].startswith(line["prediction"], line["start"])
-        and max(line["probabilities"], key=line["probabilities"].get) == line["prediction"]
-        for line in lines
-    )
-    with pytest.raises(DataError, match="line 1 is not"):
-        answerer.answer([{"line": 1, "question": "Which?", "context": " "}])
+    lines = answerer.answer([Example(q.id, (q.text, q.context), None) for q in DEV])
+    for question, line in zip(DEV, lines, strict=True):
+        assert line["prediction"] == predictions[question.id]
+        assert question.context.startswith(line["prediction"], line["start"])
+        assert max(line["probabilities"], key=line["probabilities"].get) == line["prediction"]
 
 
 def test_squad_2(make_config, tokenizer, folder, tmp_path):

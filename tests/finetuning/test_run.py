@@ -1,7 +1,6 @@
 """Whole runs: what is kept, what goes on after a kill, what is chosen, what comes out."""
 
 import dataclasses
-import io
 import json
 import math
 import os
@@ -13,10 +12,10 @@ import pytest
 
 from convbert_jax.config import ConfigError
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.labelled_text import LabelledTask
+from convbert_jax.data.labelled_text import Example, LabelledTask
 from convbert_jax.finetuning import fitting, results, run, unfinished
 from convbert_jax.finetuning.fitting import Setting
-from convbert_jax.finetuning.prediction import Predictor, predict_stream
+from convbert_jax.finetuning.prediction import Predictor
 from convbert_jax.finetuning.programs import Programs
 from convbert_jax.finetuning.task import FinetuningError
 from convbert_jax.recipes import finetuned
@@ -150,44 +149,10 @@ def test_a_saved_model_predicts_what_the_run_predicted(finished, make_config):
     predictor = Predictor(config, params, tokenizer, jnp.float32)
     lines = (place / "predictions" / "test.jsonl").read_text().splitlines()
     wanted = [json.loads(line) for line in lines]
-    records = [{"line": 1, "texts": line["texts"]} for line in wanted]
-    for found, line in zip(predictor.answer(records), wanted, strict=True):
+    examples = [Example(line["id"], tuple(line["texts"]), None) for line in wanted]
+    for found, line in zip(predictor.answer(examples), wanted, strict=True):
         assert found["prediction"] == line["prediction"]
         assert found["probabilities"] == pytest.approx(line["probabilities"], abs=1e-5)
-
-
-def test_lines_come_out_in_their_order(finished, monkeypatch):
-    monkeypatch.setattr("convbert_jax.finetuning.prediction.AT_ONCE", 4)
-    _, result = finished
-    predictor = Predictor(*finetuned.read_finetuned(str(result.folders[0])), jnp.float32)
-    texts = [f"{'river ' * n}stone" for n in (9, 1, 5, 2, 12, 3, 0)]
-    for tsv in (False, True):
-        output = io.StringIO()
-        count = predict_stream(
-            texts, predictor.answer, output, kind="classification", texts=1, tsv=tsv
-        )
-        lines = output.getvalue().splitlines()
-        assert count == len(lines) == len(texts)
-        last = [line.split("\t")[-1] if tsv else json.loads(line)["texts"][0] for line in lines]
-        assert last == texts
-
-
-@pytest.mark.parametrize(
-    ("lines", "says"),
-    [
-        (["river", ""], "line 2 has an empty text"),
-        (['{"words": 1}'], "line 1 has an empty text"),
-        (['{"texts": ["a", "b"]}'], "line 1 has 2 texts"),
-        (["{broken"], "line 1 is not JSON"),
-    ],
-)
-def test_bad_lines_are_one_sentence(finished, lines, says):
-    predictor = Predictor(*finetuned.read_finetuned(str(finished[1].folders[0])), jnp.float32)
-    with pytest.raises(DataError) as error:
-        predict_stream(
-            lines, predictor.answer, io.StringIO(), kind="classification", texts=1, tsv=False
-        )
-    assert says in str(error.value)
 
 
 def test_the_folder_of_a_sweep_is_no_model(finished):

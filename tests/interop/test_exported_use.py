@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from convbert_jax.config import ConfigError
+from convbert_jax.data.labelled_text import Example
 from convbert_jax.finetuning.prediction import Predictor
 from convbert_jax.interop import certificate, conversion, huggingface
 from convbert_jax.interop.networks import ConversionError
@@ -14,10 +15,8 @@ from convbert_jax.recipes import finetuned
 
 PAIR = {"texts": 2, "columns": ["premise", "hypothesis"], "labels": ["no", "maybe", "yes"]}
 NUMBER = {"kind": "regression", "labels": ["degree"], "scale": 5.0, "columns": ["said"]}
-LINES = {
-    "pair": [{"line": 1, "texts": ["bar gest", "dend"]}],
-    "number": [{"line": 1, "text": "bar gest dend"}],
-}
+TEXTS = {"pair": ("bar gest", "dend"), "number": ("bar gest dend",)}
+EXAMPLES = {what: [Example("0", texts, None)] for what, texts in TEXTS.items()}
 
 
 @pytest.fixture(scope="module", params=["pair", "number"])
@@ -51,7 +50,7 @@ def test_a_folder_predicts_as_its_run(exported):
         assert found.outputs.texts == expected.outputs.texts
         assert found.outputs.columns == expected.outputs.columns
         assert found._config.finetune.length == 20
-        (ours,), (theirs,) = expected.answer(LINES[what]), found.answer(LINES[what])
+        (ours,), (theirs,) = expected.answer(EXAMPLES[what]), found.answer(EXAMPLES[what])
         assert ours.keys() == theirs.keys()
         for name in ("probabilities", "prediction"):
             if name in ours:
@@ -73,14 +72,14 @@ def test_their_pipeline_gives_the_number(exported):
     transformers = pytest.importorskip("transformers")
     what, run, folder, _ = exported
     predictor = Predictor(*finetuned.read_finetuned(str(run)), np.float32)
-    ours = predictor.answer(LINES[what])[0]
+    ours = predictor.answer(EXAMPLES[what])[0]
     pipeline = transformers.pipeline("text-classification", model=str(folder))
     if what == "number":
-        found = pipeline(LINES[what][0]["text"])[0]
+        found = pipeline(TEXTS[what][0])[0]
         assert found["label"] == "degree"
         assert found["score"] == pytest.approx(ours["prediction"], abs=1e-4)
     else:
-        first, second = LINES[what][0]["texts"]
+        first, second = TEXTS[what]
         found = pipeline({"text": first, "text_pair": second})
         assert found["label"] == ours["prediction"]
         assert found["score"] == pytest.approx(max(ours["probabilities"].values()), abs=1e-4)

@@ -1,0 +1,103 @@
+"""Predictions as JSON lines, or as a table for spreadsheets and pandas."""
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, Protocol
+
+from absl import logging
+
+DELIMITERS = {".tsv": "\t", ".csv": ","}  # ending of a file's name -> of a table
+
+
+class Output(Protocol):
+    """Where predictions go."""
+
+    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Writes one line each, and hands them on at once."""
+
+
+class JsonLines:
+    """One JSON object a line, UTF-8."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+
+    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        self._file.write(text.encode("utf-8"))
+        self._file.flush()
+
+
+class Table:
+    """A header, then a row each: prediction, its probability and all of the input but for what its
+    first row lacks. A cell with a separator, a line end or a quotation mark stands in quotation
+    marks, as the csv module and pandas read it.
+    """
+
+    def __init__(self, file: IO[bytes], delimiter: str):
+        self._file, self._delimiter = file, delimiter
+        self._header: list[str] = []
+
+    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        rows = [_flatten(line) for line in lines]
+        text = io.StringIO()
+        writers = {
+            quoting: csv.writer(
+                text, delimiter=self._delimiter, lineterminator="\n", quoting=quoting
+            )
+            for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL)
+        }
+        if not self._header and rows:
+            first = next((row for row in rows if "error" not in row), rows[0])
+            names = ("id", "prediction", "probability", "error", *first)
+            self._header = list(dict.fromkeys(names))
+            writers[csv.QUOTE_MINIMAL].writerow(self._header)
+        for row in rows:
+            cells = [_spell(row.get(name, "")) for name in self._header]
+            # the module does not quote a carriage return that is not in its line end
+            alone = any("\r" in cell for cell in cells)
+            writers[csv.QUOTE_ALL if alone else csv.QUOTE_MINIMAL].writerow(cells)
+            self._tell(row)
+        self._file.write(text.getvalue().encode("utf-8"))
+        self._file.flush()
+
+    def _tell(self, row: Mapping[str, Any]) -> None:
+        unknown = [name for name in row if name not in self._header]
+        if unknown and not self._told:
+            self._told = True
+            logging.warning(
+                "The row %r has '%s', which the first row lacks and the table therefore; name an "
+                "output in .jsonl to keep it.",
+                row["id"],
+                unknown[0],
+            )
+
+    _told = False
+
+
+def open_lines(file: IO[bytes], ending: str) -> Output:
+    """What writes into `file` by the ending of its name."""
+    return Table(file, DELIMITERS[ending]) if ending in DELIMITERS else JsonLines(file)
+
+
+def _flatten(line: Mapping[str, Any]) -> dict[str, Any]:
+    """One value a column: of probabilities the highest, of two texts each."""
+    row = dict(line)
+    probabilities = row.pop("probabilities", None)
+    if isinstance(probabilities, dict):
+        row["probability"] = max(probabilities.values())
+    if isinstance(row.get("texts"), list):
+        texts = row.pop("texts")
+        row |= {f"text{n}" if len(texts) > 1 else "text": t for n, t in enumerate(texts, start=1)}
+    for name in ("words", "prediction"):
+        if isinstance(row.get(name), list):
+            row[name] = " ".join(row[name])
+    return row
+
+
+def _spell(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "" if value is None else json.dumps(value, ensure_ascii=False)

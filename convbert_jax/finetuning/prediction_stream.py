@@ -1,0 +1,167 @@
+"""From rows to predictions in their order: a file in large chunks, a pipe as its lines come."""
+
+import dataclasses
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from absl import logging
+from tqdm import tqdm
+
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.labelled_text import Example
+from convbert_jax.data.prediction_rows import InputRow, ModelInput
+from convbert_jax.finetuning.prediction import Answer
+from convbert_jax.finetuning.prediction_output import Output
+
+AT_ONCE = 1_024  # rows that are read, predicted and written together, at most
+_PATIENCE = 0.02  # seconds that a row waits for others to come with it
+_MOST_IDS = 1_000_000  # that are compared
+
+
+@dataclasses.dataclass
+class Counts:
+    """What became of the rows; `problem` is the first one's."""
+
+    rows: int = 0
+    failed: int = 0
+    problem: str = ""
+
+
+def predict_stream(
+    chunks: Iterable[list[InputRow]], answer: Answer, output: Output, reads: ModelInput, name: str
+) -> int:
+    """Writes a line for each row, in their order; of one that cannot be predicted, why.
+
+    Args:
+      chunks: of rows that are predicted together, as `in_full` or `as_they_come` gives them.
+      name: of the input, for the log.
+
+    Returns:
+      number of rows.
+
+    Raises:
+      DataError: there are no rows, or none that can be predicted.
+    """
+    counts, ids = Counts(), _Ids(name)
+    with tqdm(desc="predicting", unit="row", leave=False, disable=None) as bar:
+        for chunk in chunks:
+            for row in chunk:
+                ids.check(row)
+                if row.problem:
+                    counts.failed += 1
+                    counts.problem = counts.problem or f"line {row.line} {row.problem}"
+            output.write(_answer_all(chunk, answer, reads))
+            counts.rows += len(chunk)
+            bar.update(len(chunk))
+    _report(counts, ids, name)
+    return counts.rows
+
+
+def in_full(rows: Iterator[InputRow]) -> Iterator[list[InputRow]]:
+    """Chunks of AT_ONCE rows: of a file, which is there."""
+    while chunk := list(itertools.islice(rows, AT_ONCE)):
+        yield chunk
+
+
+def as_they_come(rows: Iterator[InputRow]) -> Iterator[list[InputRow]]:
+    """Chunks of the rows that are there, at most AT_ONCE: of a pipe, whose next line may take its
+    time. They are read by a thread, while those before are predicted.
+    """
+    waiting: queue.Queue = queue.Queue(2 * AT_ONCE)
+    end = object()
+
+    def read():
+        try:
+            for row in rows:
+                waiting.put(row)
+            waiting.put(end)
+        except BaseException as error:  # raised where the rows are taken
+            waiting.put(error)
+
+    threading.Thread(target=read, name="input", daemon=True).start()
+    found = None
+    while found is not end:
+        chunk = []
+        try:
+            found = waiting.get()
+            deadline = time.monotonic() + _PATIENCE
+            while found is not end and not isinstance(found, BaseException):
+                chunk.append(found)
+                if len(chunk) == AT_ONCE:
+                    break
+                found = waiting.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            pass
+        if chunk:
+            yield chunk
+        if isinstance(found, BaseException):
+            raise found
+
+
+def _answer_all(chunk: list[InputRow], answer: Answer, reads: ModelInput) -> list[dict[str, Any]]:
+    """Of each row what is written."""
+    good = [row for row in chunk if not row.problem]
+    examples = [Example(str(row.number), row.texts, None) for row in good]
+    said = iter(answer(examples) if examples else ())
+    return [_describe(row, None if row.problem else next(said), reads) for row in chunk]
+
+
+def _describe(row: InputRow, said: dict[str, Any] | None, reads: ModelInput) -> dict[str, Any]:
+    line: dict[str, Any] = {"id": row.number if row.id is None else row.id}
+    if row.texts and reads.kind == "tagging":
+        line["".join(row.names) or "words"] = row.texts[0].split(" ")
+    elif row.texts:
+        line |= zip(row.names, row.texts, strict=True) if row.names else {"texts": [*row.texts]}
+    said = {"error": f"line {row.line} {row.problem}"} if said is None else said
+    taken = line.keys() | said.keys()
+    for name, value in row.others.items():
+        line[f"input_{name}" if name in taken else name] = value
+    return line | said
+
+
+class _Ids:
+    """Tells once that rows share an id."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._lines: dict[str, int] = {}  # id -> line of its first row
+        self.twice = 0
+
+    def check(self, row: InputRow) -> None:
+        if row.id is None or len(self._lines) >= _MOST_IDS:
+            return
+        first = self._lines.setdefault(str(row.id), row.line)
+        if first != row.line:
+            self.twice += 1
+            if self.twice == 1:
+                logging.warning(
+                    "%s line %d has the id %r, which line %d has too.",
+                    self._name,
+                    row.line,
+                    row.id,
+                    first,
+                )
+        elif len(self._lines) == _MOST_IDS:
+            logging.info("%s: ids are compared up to row %d.", self._name, row.number)
+
+
+def _report(counts: Counts, ids: _Ids, name: str) -> None:
+    if not counts.rows:
+        raise DataError(f"{name} has no rows; check the file.")
+    if counts.failed == counts.rows:
+        raise DataError(f"{name} has no row that can be predicted; the first: {counts.problem}.")
+    logging.info("Predicted %d rows of %s.", counts.rows - counts.failed, name)
+    if counts.failed:
+        logging.warning(
+            "%s: %d of %d rows have an error in the place of a prediction; the first: %s.",
+            name,
+            counts.failed,
+            counts.rows,
+            counts.problem,
+        )
+    if ids.twice > 1:
+        logging.warning("%s: %d rows have an id that another row has.", name, ids.twice)

@@ -1,0 +1,119 @@
+"""What a fine-tuned model says of new text: from a file or a pipe, into a file or a pipe."""
+
+import contextlib
+import gzip
+import os
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from convbert_jax.config import ConfigError
+from convbert_jax.data import prediction_input
+from convbert_jax.data.table_formats import Source
+from convbert_jax.data.text_lines import Stream
+from convbert_jax.files import replacing
+from convbert_jax.finetuning import prediction_output, prediction_stream
+from convbert_jax.recipes import devices, finetuned
+from convbert_jax.training import compilation
+
+_PIPE = "-"  # standard input or output
+
+
+def predict(
+    path: str, source: str, output: str, *, input_format: str = "auto", texts: Sequence[str] = ()
+) -> int:
+    """Predicts every row of a file, or every line of a pipe as it comes.
+
+    Args:
+      path: of the model, as `finetuned.read_finetuned`.
+      source: lines or a table (`.gz` or not, FILE.json#KEY), "-" is standard input.
+      output: file to make, .tsv or .csv for a table, else JSON lines, `.gz` or not; "-" is standard
+        output. It is there when all is predicted.
+      input_format: one of `config.own_task.INPUT_FORMATS`.
+      texts: columns with the one text or the two; () those that the model learned from.
+
+    Returns:
+      number of rows.
+
+    Raises:
+      UserError: no such model or file, `output` exists, or nothing that the model reads.
+    """
+    _check_output(output)
+    name, opened, key, streams = _open_input(source)
+    config, params, tokenizer = finetuned.read_finetuned(path, len(texts) or None)
+    reads = prediction_input.describe_model_input(config, texts)
+    chosen = prediction_input.choose_format(name, input_format, reads)
+    device = devices.find_devices(config)[0]
+    compilation.enable_compile_cache(config.train.compile_cache)
+    dtype = devices.compute_dtype(config, device)
+    predictor = finetuned.make_predictor(config, params, tokenizer, dtype)
+    rows = prediction_input.open_input(opened, chosen, reads, key)
+    group = prediction_stream.as_they_come if streams else prediction_stream.in_full
+    with _open_output(output) as file:
+        lines = prediction_output.open_lines(file, _ending(output))
+        try:
+            return prediction_stream.predict_stream(
+                group(rows), predictor.answer, lines, reads, name
+            )
+        except BrokenPipeError:  # whoever read standard output has enough, as `head -1` has
+            if output != _PIPE:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+
+
+def _open_input(source: str) -> tuple[str, Source, str, bool]:
+    """(name, what to read, key of a JSON list, whether it comes little by little).
+
+    Raises:
+      ConfigError: there is nothing to read.
+    """
+    if source == _PIPE:
+        # a file object of our own: a thread may wait in it for ever when the process ends
+        return "standard input", Stream("standard input", open(0, "rb", closefd=False)), "", True
+    name, key = source, ""
+    path = Path(source).expanduser()
+    if not path.exists() and "#" in source:
+        name, _, key = source.partition("#")
+        path = Path(name).expanduser()
+    try:
+        with open(path, "rb") as file:
+            is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            if not is_file:  # a named pipe, which is opened but once
+                file = os.fdopen(os.dup(file.fileno()), "rb")
+    except OSError as error:
+        raise ConfigError(f"--input={source} cannot be read: {error.strerror}.") from None
+    return name, path if is_file else Stream(name, file), key, not is_file
+
+
+def _check_output(output: str) -> None:
+    if output == _PIPE:
+        return
+    path = Path(output).expanduser()
+    if path.exists():
+        raise ConfigError(f"--output={output} exists; remove it or name another.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output={output}: there is no folder {path.parent}.")
+
+
+@contextlib.contextmanager
+def _open_output(output: str) -> Iterator[IO[bytes]]:
+    if output == _PIPE:
+        yield sys.stdout.buffer
+        return
+    try:
+        with replacing(Path(output).expanduser()) as file:
+            if not output.endswith(".gz"):
+                yield file
+                return
+            with gzip.GzipFile(fileobj=file, mode="wb") as packed:
+                yield packed
+    except OSError as error:
+        raise ConfigError(f"--output={output} cannot be written: {error.strerror}.") from None
+
+
+def _ending(output: str) -> str:
+    path = Path(output)
+    return (Path(path.stem) if path.suffix == ".gz" else path).suffix
