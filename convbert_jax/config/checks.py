@@ -16,6 +16,7 @@ from convbert_jax.config.sections import (
     INITIALIZERS,
     MIXERS,
     REMAT_POLICIES,
+    TEXT_FORMATS,
     ObjectiveSection,
     TokenizerSection,
 )
@@ -123,9 +124,7 @@ def _check_objective(o: ObjectiveSection) -> None:
 def _check_data(config: Config) -> None:
     d = config.data
     rules.check_choice("data.layout", d.layout, ("packed", "electra"))
-    rules.check_choice(
-        "data.format", d.format, ("auto", "blank_lines", "lines", "jsonl", "wikiextractor", "file")
-    )
+    rules.check_choice("data.format", d.format, TEXT_FORMATS)
     rules.check_choice("data.encoding_errors", d.encoding_errors, ("error", "replace", "skip"))
     rules.check(
         d.source != "",

@@ -11,6 +11,7 @@ REMAT_POLICIES = ("none", "dots", "full")
 INITIALIZERS = ("release", "huggingface")
 MIXERS = ("mixed", "attention", "bottleneck")
 ATTENTIONS = ("auto", "xla", "cudnn", "splash")
+TEXT_FORMATS = ("auto", "blank_lines", "lines", "jsonl", "wikiextractor", "file", "csv", "tsv")
 CONVOLUTIONS = ("auto", "xla", "pallas_tpu", "pallas_gpu", "reference")
 
 
@@ -121,8 +122,10 @@ class DataSection:
     # docstrings | text:GLOB | tfds:NAME or tfds:DIR | parquet:GLOB | hub:OWNER/NAME/FILE-GLOB |
     # datasets:NAME[/CONFIG]
     source: str = "docstrings"
-    format: str = "auto"  # of text files: auto | blank_lines | lines | jsonl | wikiextractor | file
-    text_field: str = "text"  # of jsonl, parquet, TFDS and datasets
+    # of text files: auto | blank_lines | lines | jsonl | wikiextractor | file (each one document) |
+    # csv | tsv (with a first line of names)
+    format: str = "auto"
+    text_field: str = "text"  # column of csv, tsv, jsonl, parquet, TFDS and datasets
     split: str = "train"  # of TFDS and datasets
     # a corpus of its own for evaluation; "" holds out documents of `source`
     validation_source: str = ""

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -104,6 +105,8 @@ def prepare_tokenizer(config: Config, directory: Path, source: Source) -> Tokeni
             f"config.data.source='{data.source}' has no text; check it and config.data.format."
         )
     if not data.validation_source and sum(unit.size for unit in source.units) <= CHECKED_BYTES:
+        if len(texts) == 1:
+            raise DataError(_one_document(data, source, texts[0]))
         hashes = [heldout_hash(text) for text in texts]
         if min(hashes) >= data.heldout_fraction:
             raise DataError(nothing_held_out(data, hashes))
@@ -118,6 +121,27 @@ def prepare_tokenizer(config: Config, directory: Path, source: Source) -> Tokeni
         logging.info("Trained %s in %.0f s.", tokenizer.path, time.monotonic() - started)
     check_tokenizer(tokenizer, section, texts)
     return tokenizer
+
+
+def _one_document(data: DataSection, source: Source, text: str) -> str:
+    """What to say of a corpus from which no document can be held out."""
+    read_as = getattr(source, "format", "")  # text files have one
+    parts = {
+        "blank_lines": len(re.split(r"\n\s*\n", text)),
+        "lines": sum(bool(line.strip()) for line in text.split("\n")),
+    }
+    better = [
+        f"config.data.format={name} ({count} documents)"
+        for name, count in parts.items()
+        if read_as in ("blank_lines", "file") and count > 1 and name != read_as
+    ]
+    advice = f"set {' or '.join(better)}, " if better else "add more text "
+    return (
+        f"config.data.source='{data.source}' is a single document"
+        + (f" (config.data.format={data.format}, read as '{read_as}')" if read_as else "")
+        + f", so none can be held out to evaluate on; {advice}or name another text in "
+        "config.data.validation_source."
+    )
 
 
 def nothing_held_out(data: DataSection, hashes: Sequence[float] = ()) -> str:

@@ -1,4 +1,6 @@
-"""Plain and gzipped text files: five formats, read by byte ranges that end where documents end."""
+"""Plain and gzipped text files: five formats, read by byte ranges that end where documents end;
+and tables, read whole, of which one column is the text.
+"""
 
 import dataclasses
 import glob
@@ -16,6 +18,8 @@ from absl import logging
 from convbert_jax.config import DataSection
 from convbert_jax.data.documents import LONGEST, clean, decode, unit_bytes
 from convbert_jax.data.errors import DataError
+from convbert_jax.data.table_files import read_table
+from convbert_jax.data.table_formats import BadRows, TableFormat
 from convbert_jax.data.text_formats import (
     FORMATS,
     describe_bad_text,
@@ -24,6 +28,7 @@ from convbert_jax.data.text_formats import (
     read_lines,
 )
 
+TABLES = ("csv", "tsv")
 GZIP_RATIO = 3  # estimated bytes of text per compressed byte
 LONGEST_JSON = 64_000_000  # bytes of one jsonl line
 HEAD = 65_536  # bytes at both ends of a file that enter the fingerprint
@@ -65,6 +70,9 @@ class TextFiles:
         for part in unit.parts:
             path = self.root / part.file
             try:
+                if self.format in TABLES:
+                    yield from self._column(path, tally)
+                    continue
                 with open_bytes(path) as file:
                     file.seek(part.start)
                     yield from self._documents(file, part, tally)
@@ -92,10 +100,15 @@ class TextFiles:
                 text = self._field(text, self.root / part.file, offset)
             yield from clean(text)
 
+    def _column(self, path: Path, tally: Counter | None) -> Iterator[str]:
+        for _, (cell,) in read_column(path, self.format, self.text_field):
+            data = cell.encode("utf-8", "surrogateescape")
+            yield from clean(decode(data, self.encoding_errors, tally) or "")
+
     def _field(self, line: str, path: Path, offset: int) -> str:
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path} has no JSON object at byte {offset}: {error}.") from None
         if not isinstance(record, dict) or not isinstance(record.get(self.text_field), str):
             names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
@@ -116,8 +129,11 @@ def open_text(rest: str, section: DataSection) -> TextFiles:
     root = Path(os.path.commonpath([path.parent for path in paths]))
     kind = section.format
     if kind == "auto":
-        kind = detect_format(paths[0])
+        kind = _table_kind(paths, rest) or detect_format(paths[0])
         logging.info("config.data.format=auto: %s reads as '%s'.", paths[0].name, kind)
+    if kind in TABLES:
+        for path in paths:
+            next(read_column(path, kind, section.text_field))
     fingerprint = fingerprint_files(paths, root, f"text {kind} {section.text_field}")
     return TextFiles(
         name=f"text:{rest}",
@@ -128,6 +144,33 @@ def open_text(rest: str, section: DataSection) -> TextFiles:
         encoding_errors=section.encoding_errors,
         units=_units(paths, root, kind),
     )
+
+
+def _table_kind(paths: list[Path], rest: str) -> str:
+    """Format csv or tsv if the names of all files say so, "" if none does."""
+    found = {}
+    for path in paths:
+        ending = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+        kind = ending[1:].lower()
+        found.setdefault(kind if kind in TABLES else "", path.name)
+    if len(found) > 1:
+        raise DataError(
+            f"config.data.source='text:{rest}' has tables and other files "
+            f"({', '.join(found.values())}), which are read differently; name one kind, or set "
+            "config.data.format."
+        )
+    return next(iter(found))
+
+
+def read_column(path: Path, kind: str, field: str) -> Iterator[tuple[int, tuple[str]]]:
+    """Lines and cells of one column of a table whose first line has the names of the columns.
+
+    Raises:
+      DataError: no rows, no such column, or a row with another number of columns.
+    """
+    hint = "set config.data.text_field to one of these, which its first line must name"
+    form = TableFormat(kind, escape=True, hint=hint)
+    return read_table(path, [field], form, BadRows(path, "error"))
 
 
 def find_files(globs: str) -> list[Path]:
@@ -179,7 +222,7 @@ def _parts(path: Path, name: str, size: int, kind: str, target: int) -> Iterator
         yield Part(name, 0, -1, size)
         return
     start = 0
-    if kind != "file" and size > 1.5 * target:
+    if kind not in ("file", *TABLES) and size > 1.5 * target:
         with open(path, "rb") as file:
             while size - start > 1.5 * target:
                 stop = _boundary(file, start + target, kind)

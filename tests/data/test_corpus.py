@@ -1,3 +1,4 @@
+import csv
 import json
 
 import numpy as np
@@ -157,3 +158,31 @@ def test_wikipedia_fills_its_rows(real_data, change, tmp_path):
     train = corpus.splits["train"]
     assert train.tokens / (train.rows * 128) > 0.97
     assert json.loads((tmp_path / "prepared" / "metadata.json").read_text())["unknown_rate"] < 0.005
+
+
+def test_a_table_becomes_the_rows_of_its_column(config, change, documents, tmp_path):
+    path = tmp_path / "b.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([["id", "body"], *enumerate(documents)])
+    fields = {"source": f"text:{path}", "format": "auto", "text_field": "body"}
+    table = prepare(change(config, data=fields), tmp_path / "table")
+    text = prepare(config, tmp_path / "text")
+    assert np.array_equal(all_rows(table, "train"), all_rows(text, "train"))
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "advice"),
+    [
+        ("One line.\nAnother.\nA third.\n", "blank_lines", "set config.data.format=lines (3 doc"),
+        ("A b.\n\nC d.\ne f.\n", "file", "format=blank_lines (2 documents) or config.data.format="),
+        ("Only one line of text.\n", "auto", "(config.data.format=auto, read as 'lines')"),
+    ],
+)
+def test_a_corpus_of_one_document(config, change, tmp_path, text, kind, advice):
+    (tmp_path / "corpus.txt").write_text(text)
+    config = change(config, data={"format": kind})
+    with pytest.raises(DataError, match="is a single document") as error:
+        prepare(config, tmp_path / "prepared")
+    assert advice in str(error.value)
+    assert "config.data.validation_source" in str(error.value)

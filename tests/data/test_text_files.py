@@ -233,3 +233,70 @@ def test_real_wikipedia(real_data):
     texts = read(spec)
     assert len(texts) == 242
     assert not any("<doc" in text or "</doc>" in text for text in texts)
+
+
+# --- Tables ---
+
+TABLE = 'id,text,label\n1,"A first, with a comma.",pos\n2,"Two\n\nparagraphs.",neg\n\n3,,pos\n'
+
+
+def test_one_column_of_a_table_is_the_text(tmp_path):
+    path = tmp_path / "b.csv"
+    path.write_text(TABLE)
+    assert read(f"text:{path}") == ["A first, with a comma.", "Two\n\nparagraphs."]
+    assert read(f"text:{path}", text_field="label") == ["pos", "neg", "pos"]
+    assert read(f"text:{path}", format="lines")[1] == '1,"A first, with a comma.",pos'
+    packed = tmp_path / "c.csv.gz"
+    packed.write_bytes(gzip.compress(TABLE.encode()))
+    assert len(read(f"text:{tmp_path}")) == 4
+    tabs = tmp_path / "d.tsv"
+    tabs.write_text('text\tid\r\nA "quoted" line\t1\r\nAnother\t2\r\n')
+    assert read(f"text:{tabs}") == ['A "quoted" line', "Another"]
+
+
+@pytest.mark.parametrize("name", ["b.csv", "b.tsv", "b.csv.gz"])
+def test_a_table_without_the_column_is_refused_when_it_is_opened(tmp_path, name):
+    path = tmp_path / name
+    text = TABLE.replace("text", "review")
+    if ".csv" not in name:
+        text = text.replace(",", "\t").replace('"', "").replace("\n\n", " ")
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    with pytest.raises(
+        DataError, match=r"no column 'text' \(it has: id, review, label\); set conf"
+    ):
+        open_source(DataSection(), f"text:{path}")
+
+
+def test_tables_and_texts_are_not_mixed(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "b.csv").write_text(TABLE)
+    with pytest.raises(DataError, match=r"tables and other files \(a\.txt, b\.csv\)"):
+        open_source(DataSection(), f"text:{tmp_path}")
+    assert read(f"text:{tmp_path}/a.txt") == ["one", "two"]
+    (tmp_path / "a.txt").rename(tmp_path / "a.tsv")
+    with pytest.raises(DataError, match=r"tables and other files"):
+        open_source(DataSection(), f"text:{tmp_path}")
+
+
+def test_faults_of_tables(tmp_path):
+    path = tmp_path / "b.csv"
+    path.write_text("text,label\nfine,1\none,too,many\n")
+    with pytest.raises(DataError, match=r"b\.csv line 3 has 3 columns instead of 2"):
+        read(f"text:{path}")
+    path.write_text("text,label\n")
+    with pytest.raises(DataError, match="has no rows"):
+        read(f"text:{path}")
+    path.write_bytes(b"text,label\nfine,1\nbad \xff one,2\n")
+    with pytest.raises(DataError, match=r"not UTF-8 in 1 places, first in line 3.*encoding_errors"):
+        read(f"text:{path}")
+    tally = Counter()
+    assert read(f"text:{path}", tally, encoding_errors="replace") == ["fine", "bad \ufffd one"]
+    assert read(f"text:{path}", encoding_errors="skip") == ["fine"]
+    assert tally["undecodable"] == 1
+
+
+def test_deep_json_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n' + "[" * 100_000 + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl has no JSON object at byte 16"):
+        read(f"text:{path}")
