@@ -4,6 +4,7 @@ Modes:
   train          prepare the data if needed, then pre-train or resume; or fine-tune, as the config
                  says (default)
   prepare        only make the tokenizer and the shards
+  eval           the numbers of a checkpoint of --workdir (--step) on its held-out text
   verify_resume  train twice, once killed in the middle, and compare both bit for bit
   export         write a checkpoint of --workdir, or the weights at --source, for other software
                  (--format, --output)
@@ -12,7 +13,8 @@ Modes:
                  row of --input, into --output
 
 Every field of a config is overridden as --config.section.field=value; `configs/base.py:paper`
-selects a variant. The flags are in `command_line/`, the work is in `recipes/`.
+selects a variant. --workdir alone goes on with the run that is there. The flags are in
+`command_line/`, the work is in `recipes/`.
 """
 
 import errno
@@ -57,6 +59,8 @@ def _run(request: command_line.Request) -> None:
     config, workdir = request.config, request.workdir
     if request.mode == "prepare":
         recipes.prepare(config, workdir)
+    elif request.mode == "eval":
+        recipes.evaluate(config, workdir, step=request.step, output=request.output)
     elif request.mode == "verify_resume":
         from convbert_jax.analysis import verify_resume
 

@@ -1,12 +1,13 @@
 """Command lines, read in this process: what they ask for, and faults as one sentence."""
 
+import dataclasses
 import json
 
 import pytest
 from absl.testing import flagsaver
 
 from convbert_jax import command_line
-from convbert_jax.config import ConfigError, UserError, from_config_dict, to_dict
+from convbert_jax.config import Config, ConfigError, UserError, from_config_dict, to_dict
 
 TINY = "--config=configs/tiny.py"
 
@@ -174,3 +175,64 @@ def test_what_a_run_keeps_is_not_fitted(tmp_path):
     assert "shorten the warm-up" in refused(flags[0], "--config.train.steps=10")
     with pytest.raises(ConfigError, match="shorten the warm-up"):
         from_config_dict({"train": {"steps": 10}})
+
+
+def keep(folder, config: Config) -> None:
+    """Makes `folder` look like a run of `config`."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(to_dict(config)))
+
+
+@pytest.mark.parametrize("mode", ["train", "prepare", "eval", "verify_resume"])
+def test_a_workdir_alone_is_a_run(tmp_path, mode):
+    config = read("--config=configs/tiny.py:paper", "--config.train.steps=30").config
+    keep(tmp_path / "run", config)
+    request = read(f"--workdir={tmp_path}/run", f"--mode={mode}")
+    assert (request.config, request.workdir) == (config, tmp_path / "run")
+    assert read(*request.config_flags).config == config
+    longer = read(f"--workdir={tmp_path}/run", f"--mode={mode}", "--config.train.steps=90").config
+    assert dataclasses.replace(longer, train=config.train) == config
+    assert longer.train == dataclasses.replace(config.train, steps=90)
+
+
+def test_intervals_of_a_trial_are_told_where_it_is_prolonged(tmp_path, caplog):
+    keep(tmp_path / "run", read(SMALL, "--config.train.steps=10").config)
+    flags = (f"--workdir={tmp_path}/run", "--config.train.steps=1M")
+    with caplog.at_level("INFO", logger="absl"):
+        read(*flags, "--config.train.log_every=100")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "config.optimizer.warmup_steps=1, config.train.eval_every=10, " in line
+    assert "log_every" not in line
+
+
+def test_the_config_of_an_evaluation_is_that_of_the_run(tmp_path):
+    config = read(TINY, "--config.model.layers=2").config
+    keep(tmp_path / "run", config)
+    asked = (TINY, f"--workdir={tmp_path}/run", "--mode=eval", "--step=7")
+    request = read(*asked, "--config.train.eval_rows=0")
+    assert (request.step, request.config.model) == (7, config.model)
+    assert request.config.train.eval_rows == 0
+
+
+def test_what_is_no_run_to_go_on_with(tmp_path):
+    empty = f"--workdir={tmp_path}/empty"
+    assert "holds no run" in (sentence := refused(empty))
+    assert "--config is missing; choose one of: configs/base.py" in sentence
+    assert "holds no run" in refused(empty, "--mode=eval")
+    assert "--workdir is missing" in refused("--mode=eval")
+    assert "--config is missing" in refused(empty, "--mode=import", "--source=x")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    assert "config.json is damaged" in refused(f"--workdir={tmp_path}/damaged")
+
+
+def test_one_fine_tuned_model_is_no_run(tmp_path):
+    config = read("--config=configs/text.py:own").config
+    keep(tmp_path / "sweep", config)
+    assert read(f"--workdir={tmp_path}/sweep").config == config
+    outputs = dataclasses.replace(config.outputs, task="own")
+    keep(tmp_path / "sweep/own/seed-0", dataclasses.replace(config, outputs=outputs))
+    one = f"--workdir={tmp_path}/sweep/own/seed-0"
+    assert "is one fine-tuned model" in refused(one)
+    assert "--mode=eval is for pre-training" in refused(one, "--mode=eval")
+    assert "--mode=prepare is for pre-training" in refused(one, "--mode=prepare")

@@ -1,6 +1,7 @@
 """Every flag of the program, and what a command line of them asks for."""
 
 import dataclasses
+import operator
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,16 @@ from convbert_jax.command_line import config_files, overrides
 from convbert_jax.config import Config, ConfigError, fit_to_steps, from_config_dict
 from convbert_jax.config.own_task import INPUT_FORMATS
 
-MODES = ("train", "prepare", "verify_resume", "export", "import", "predict")
+# What each mode does.
+MODES = {
+    "train": "prepare the data if needed, then pre-train or fine-tune, from where the run is",
+    "prepare": "only make the tokenizer and the shards",
+    "eval": "the numbers of a checkpoint of the pre-training run --workdir on its held-out text",
+    "verify_resume": "train twice, once killed in the middle, and compare both bit for bit",
+    "export": "write a checkpoint of --workdir, or the weights at --source, for other software",
+    "import": "make --workdir a run from the weights at --source",
+    "predict": "apply the fine-tuned model --workdir to each line of --input",
+}
 FORMATS = ("huggingface", "tensorflow1", "stablehlo")
 
 _CONFIG = flags.DEFINE_string(
@@ -24,7 +34,7 @@ _WORKDIR = flags.DEFINE_string(
     None,
     "Folder of the run; default runs/<config.name>. Without --config: that of a run, to go on.",
 )
-_MODE = flags.DEFINE_enum("mode", "train", MODES, "What to do.")
+_MODE = flags.DEFINE_enum("mode", "train", list(MODES), "What to do.")
 _MULTIHOST = flags.DEFINE_boolean(
     "multihost",
     False,
@@ -38,7 +48,8 @@ _OUTPUT = flags.DEFINE_string(
     "output",
     None,
     "Folder that --mode=export makes; default WORKDIR/FORMAT/step-N. File that --mode=predict "
-    "makes, .tsv, .csv or .jsonl; default standard output.",
+    "makes, .tsv, .csv or .jsonl; default standard output. File that --mode=eval makes; default "
+    "WORKDIR/evaluation/step-N.json.",
 )
 _INPUT = flags.DEFINE_string(
     "input", "-", "Lines or a table that --mode=predict reads, .gz or not; default standard input."
@@ -54,7 +65,9 @@ _TEXTS = flags.DEFINE_list(
     [],
     "Columns with the one text or the two that --mode=predict reads; default those of training.",
 )
-_STEP = flags.DEFINE_integer("step", None, "Checkpoint for --mode=export; default the newest.")
+_STEP = flags.DEFINE_integer(
+    "step", None, "Checkpoint for --mode=export and eval; default the newest.", lower_bound=0
+)
 _GENERATOR = flags.DEFINE_boolean("generator", True, "Whether --mode=export takes it along.")
 _SOURCE = flags.DEFINE_string(
     "source",
@@ -66,16 +79,19 @@ _SOURCE = flags.DEFINE_string(
 _MODES_OF_FLAG = {
     "verify_steps": ("verify_resume",),
     "format": ("export",),
-    "output": ("export", "predict"),
+    "output": ("eval", "export", "predict"),
     "input": ("predict",),
     "input_format": ("predict",),
     "texts": ("predict",),
-    "step": ("export",),
+    "step": ("eval", "export"),
     "generator": ("export",),
     "source": ("export", "import"),
 }
 # Modes that go by the config that the weights bring along.
 _WITHOUT_CONFIG = ("export", "predict")
+# Modes that need no --config where --workdir has a run.
+_OF_A_RUN = ("train", "prepare", "eval", "verify_resume")
+_RUN_CONFIG = "config.json"  # in a workdir, see training/workdir.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +137,7 @@ def read(argv: Sequence[str]) -> Request:
     config = None
     if config_file:
         config = _make_config(config_file, changed)
+        _check_recipe(config)
     elif changed:
         raise ConfigError(
             f"--config.{next(iter(changed))} has no effect: --mode={_MODE.value} goes by the "
@@ -148,7 +165,10 @@ def _make_config(file: str, changed: Mapping[str, Any]) -> Config:
     """The config of a file with overrides; a Python file's intervals are fitted to fewer steps."""
     values = config_files.load(file)
     if file.endswith(".json"):  # of a run: it has what was chosen
-        return from_config_dict(overrides.apply(values, changed))
+        config = from_config_dict(overrides.apply(values, changed))
+        if "train.steps" in changed and config.recipe != "finetune":
+            _tell_intervals(config, file, changed)
+        return config
     of_file = from_config_dict(values, check=False)
     fitted = fit_to_steps(of_file, changed)
     config = from_config_dict(overrides.apply(values, {**fitted, **changed}))
@@ -161,6 +181,22 @@ def _make_config(file: str, changed: Mapping[str, Any]) -> Config:
             ", ".join(f"config.{path}={value}" for path, value in fitted.items()),
         )
     return config
+
+
+def _tell_intervals(config: Config, file: str, changed: Mapping[str, Any]) -> None:
+    """Those of a trial would be a poor choice for the long run that it becomes."""
+    paths = ("optimizer.warmup_steps", "train.log_every", "train.eval_every", "checkpoint.every")
+    kept = [
+        f"config.{path}={operator.attrgetter(path)(config)}"
+        for path in paths
+        if path not in changed
+    ]
+    if kept:
+        logging.info(
+            "As in %s: %s. Name any of them, or the config file, to change it.",
+            file,
+            ", ".join(kept),
+        )
 
 
 def _check_flags() -> None:
@@ -185,10 +221,45 @@ def _check_flags() -> None:
 
 def _find_config() -> str | None:
     """What to read the config from; None where the mode needs none."""
-    if _CONFIG.value or _MODE.value in _WITHOUT_CONFIG:
-        return _CONFIG.value
+    mode, file = _MODE.value, _CONFIG.value
+    if mode in _WITHOUT_CONFIG or (file and mode != "eval"):
+        return file
+    if _WORKDIR.value and mode in _OF_A_RUN:
+        of_run = pathlib.Path(_WORKDIR.value) / _RUN_CONFIG
+    elif mode == "eval" and file:  # names the run; the config is what the run has kept
+        config = from_config_dict(config_files.load(file), check=False)
+        of_run = _find_workdir(config) / _RUN_CONFIG
+    else:
+        of_run = None
+    if of_run and of_run.is_file():
+        return str(of_run)
+    why = f"--workdir={of_run.parent} holds no run ({_RUN_CONFIG}: no such file)" if of_run else ""
+    if mode == "eval":
+        raise ConfigError(f"{why or '--workdir is missing'}; name the folder of a run.")
     known = ", ".join(config_files.known_files())
-    raise ConfigError(f"--config is missing; choose one of: {known}.")
+    raise ConfigError(f"{why and why + '; '}--config is missing; choose one of: {known}.")
+
+
+def _check_recipe(config: Config) -> None:
+    """Refuses what only pre-training has, and one fine-tuned model in place of its run."""
+    mode = _MODE.value
+    if config.recipe != "finetune" or mode == "import":
+        return
+    if mode == "eval":
+        raise ConfigError(
+            "--mode=eval is for pre-training; the scores of a fine-tuning run are in its table.md "
+            "and results.jsonl, and --mode=predict answers new text."
+        )
+    if mode != "train":
+        raise ConfigError(
+            f"--mode={mode} is for pre-training; fine-tuning reads the files of its tasks at its "
+            "start."
+        )
+    if config.outputs.task:
+        raise ConfigError(
+            f"--workdir={_WORKDIR.value} is one fine-tuned model; name the folder of the whole run "
+            "to go on, or choose --mode=predict or export."
+        )
 
 
 def _find_workdir(config: Config | None) -> pathlib.Path | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import jax
@@ -74,7 +74,7 @@ def pretrain(config: Config, folder: pathlib.Path) -> None:
         source = _read_source(config, folder)
         if config.checkpoint.huggingface_every:
             conversion.check_expressible(outline(config))
-        prepared = _prepare_once(config, folder)
+        prepared = prepare_once(config, folder)
         if source:
             importing.check_vocabulary(source, prepared.tokenizer)
         task = build_task(config, prepared.tokenizer.special, found[0])
@@ -92,19 +92,36 @@ def pretrain(config: Config, folder: pathlib.Path) -> None:
                 process_index=jax.process_index(),
                 process_count=jax.process_count(),
             ),
-            evaluation=functools.partial(
-                batching.evaluation_batches,
-                prepared,
-                batch_size=config.train.batch_size,
-                rows=config.train.eval_rows,
-                process_index=jax.process_index(),
-                process_count=jax.process_count(),
-            ),
+            evaluation=heldout_batches(config, prepared),
             initial_params=functools.partial(_fill, config, source) if source else None,
             publish=functools.partial(_publish, config, folder, prepared),
         )
         if not result.interrupted:  # a machine that is taken away gives little time
             _report(config, folder, prepared, result, mesh)
+
+
+def prepare_once(config: Config, folder: pathlib.Path) -> corpus.Corpus:
+    """The first process prepares, the others wait and then open what it made."""
+    if jax.process_count() == 1:
+        return prepare(config, folder)
+    from jax.experimental import multihost_utils
+
+    if jax.process_index() == 0:
+        prepare(config, folder)
+    multihost_utils.sync_global_devices("corpus prepared")
+    return prepare(config, folder)
+
+
+def heldout_batches(config: Config, prepared: corpus.Corpus) -> Callable[[], Iterator]:
+    """What gives the held-out rows of this process, from the first, each time it is called."""
+    return functools.partial(
+        batching.evaluation_batches,
+        prepared,
+        batch_size=config.train.batch_size,
+        rows=config.train.eval_rows,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
 
 
 def build_task(config: Config, special, device: jax.Device) -> Task:
@@ -188,18 +205,6 @@ def _publish(config: Config, folder: pathlib.Path, prepared: corpus.Corpus, step
 
 def _data_folder(config: Config, folder: pathlib.Path) -> pathlib.Path:
     return pathlib.Path(config.data.directory) if config.data.directory else folder / "data"
-
-
-def _prepare_once(config: Config, folder: pathlib.Path) -> corpus.Corpus:
-    """The first process prepares, the others wait and then open what it made."""
-    if jax.process_count() == 1:
-        return prepare(config, folder)
-    from jax.experimental import multihost_utils
-
-    if jax.process_index() == 0:
-        prepare(config, folder)
-    multihost_utils.sync_global_devices("corpus prepared")
-    return prepare(config, folder)
 
 
 def _report(config, folder, prepared, result, mesh) -> None:

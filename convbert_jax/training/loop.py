@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from convbert_jax.config import Config, UserError
 from convbert_jax.training import compilation, reporting, sharding, signals
+from convbert_jax.training import evaluation as evaluation_lib
 from convbert_jax.training import optimizer as optimizer_lib
 from convbert_jax.training import state as state_lib
 from convbert_jax.training import step as step_lib
@@ -88,6 +89,7 @@ def train(
       ShardingError: batch, mesh and parameters do not fit together.
       CheckpointError: no checkpoint can be read, or one cannot be written.
       TrainingError: loss or gradient are not finite; the batch is kept in `workdir`.
+      EvaluationError: no held-out rows.
       OutOfMemoryError: the device is too small.
     """
     t = config.train
@@ -137,7 +139,7 @@ class _Run:
             mesh=mesh,
             shardings=shardings,
         )
-        self.eval_step = step_lib.make_eval_step(task, mesh=mesh, shardings=shardings)
+        self.eval_step = step_lib.make_eval_step(task, mesh=mesh, shardings=shardings.params)
         self.watch = compilation.RecompileWatch(self.train_step, "training step")
         self._check_best_metric(abstract.params)
         self.state = self._restore_or_init(init, abstract, shardings)
@@ -284,20 +286,10 @@ class _Run:
 
     def _evaluate(self) -> dict[str, float]:
         with self.clock.paused():
-            key = state_lib.fold_in_name(jax.random.key(self.config.seed), "evaluation")
-            parts, running = [], None
-            for index, batch in enumerate(self.evaluation()):
-                metrics = self.eval_step(
-                    self.state.params, self.put(batch), jax.random.fold_in(key, index)
-                )
-                if running:  # two batches on their way, not all of them
-                    parts.append(jax.device_get(running))
-                running = metrics
-            if not running:
-                raise TrainingError(
-                    "there are no held-out rows; raise config.data.heldout_fraction."
-                )
-            parts.append(jax.device_get(running))
+            batches = map(self.put, self.evaluation())
+            parts = evaluation_lib.run(
+                self.eval_step, self.state.params, batches, seed=self.config.seed
+            )
             self.eval_values = self.task.summarize(parts)
             self.reporter.validation(self.step, self.eval_values)
         return self.eval_values

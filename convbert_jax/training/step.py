@@ -68,12 +68,12 @@ def make_train_step(
     )
 
 
-def make_eval_step(task: Task, *, mesh: Mesh, shardings: TrainState) -> EvalStep:
-    """Compiled (params, batch, key) -> metrics; donates nothing."""
+def make_eval_step(task: Task, *, mesh: Mesh, shardings) -> EvalStep:
+    """Compiled (params, batch, key) -> metrics; donates nothing. `shardings` are of the params."""
     replicated = sharding_lib.replicated(mesh)
     return jax.jit(
         task.evaluate,
-        in_shardings=(shardings.params, sharding_lib.batch_sharding(mesh), replicated),
+        in_shardings=(shardings, sharding_lib.batch_sharding(mesh), replicated),
         out_shardings=replicated,
     )
 

@@ -1,6 +1,7 @@
 """The program as a user starts it: faults are one line with a non-zero exit, before any long "
 "work."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -130,10 +131,18 @@ def test_run_resume_and_refuse(tmp_path, text_source):
     steps = [line for line in lines if '"train"' in line]
     assert len(steps) == 4  # 2, 4, 6, 8: none lost, none twice
 
-    finished = run(*flags, "--config.train.steps=8")
+    finished = run(f"--workdir={tmp_path}/run")  # its config is inside
     assert finished.returncode == 0
     assert "Nothing to do" in finished.stderr
     assert "AUC" in finished.stdout
+
+    evaluated = run(f"--workdir={tmp_path}/run", "--mode=eval", "--step=4")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert "tiny, step 4, on held-out text:" in evaluated.stdout
+    found = json.loads((tmp_path / "run/evaluation/step-4.json").read_text())
+    (line,) = [json.loads(li) for li in lines if '"step": 4, "split": "validation"' in li]
+    assert line.pop("split") == "validation"
+    assert found == {"workdir": f"{tmp_path}/run", **line}
 
     other = run(*flags, "--config.train.steps=8", "--config.model.ffn_size=128")
     refused(other, "config.model.ffn_size was 64, now 128")

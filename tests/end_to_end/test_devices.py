@@ -68,7 +68,7 @@ def two_steps(mesh_sizes: MeshSection, devices: int):
         mesh=mesh,
         shardings=shardings,
     )
-    eval_step = step.make_eval_step(task, mesh=mesh, shardings=shardings)
+    eval_step = step.make_eval_step(task, mesh=mesh, shardings=shardings.params)
     with jax.set_mesh(mesh):
         current = jax.jit(init, out_shardings=shardings)(jax.random.key(1))
         batch = sharding.put_batch(batch_of(config), sharding.batch_sharding(mesh))

@@ -24,6 +24,7 @@ from convbert_jax.training import (
     reporting,
     sharding,
 )
+from convbert_jax.training.evaluation import EvaluationError
 from tests.training.tiny_run import Rows, linear_task, make_config, make_rows, run
 
 STEPS = 12
@@ -328,5 +329,5 @@ def test_time_left(seconds, text):
 
 
 def test_evaluation_without_rows_is_told(tmp_path):
-    with pytest.raises(loop.TrainingError, match="no held-out rows"):
+    with pytest.raises(EvaluationError, match="no held-out rows"):
         run(tmp_path, make_config(4), evaluation=lambda: iter(()))
