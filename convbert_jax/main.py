@@ -58,9 +58,9 @@ def _run(request: command_line.Request) -> None:
 
     config, workdir = request.config, request.workdir
     if request.mode == "prepare":
-        recipes.prepare(config, workdir)
+        recipes.prepare(config, workdir, request.given)
     elif request.mode == "eval":
-        recipes.evaluate(config, workdir, step=request.step, output=request.output)
+        recipes.evaluate(config, workdir, request.given, step=request.step, output=request.output)
     elif request.mode == "verify_resume":
         from convbert_jax.analysis import verify_resume
 
@@ -81,10 +81,10 @@ def _run(request: command_line.Request) -> None:
             texts=request.texts,
         )
     elif request.mode == "import":
-        importing.import_run(request.source, config, workdir)
+        importing.import_run(request.source, config, workdir, request.given)
     else:
         run = recipes.finetune if config.recipe == "finetune" else recipes.pretrain
-        run(config, workdir)
+        run(config, workdir, request.given)
 
 
 def _join_hosts() -> None:

@@ -100,12 +100,14 @@ class Request:
 
     Attributes:
       config: None where the mode goes by what the weights bring along.
+      given: the fields of the config that an override names, as "train.steps".
       config_flags: --config and overrides, for another process with the same config.
     """
 
     mode: str
     config: Config | None
     workdir: pathlib.Path | None
+    given: frozenset[str]
     config_flags: tuple[str, ...]
     multihost: bool
     verify_steps: int
@@ -147,6 +149,7 @@ def read(argv: Sequence[str]) -> Request:
         mode=_MODE.value,
         config=config,
         workdir=_find_workdir(config),
+        given=frozenset(changed),
         config_flags=(f"--config={config_file}", *overrides.to_flags(changed)),
         multihost=_MULTIHOST.value,
         verify_steps=_VERIFY_STEPS.value,

@@ -9,19 +9,27 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+from absl import logging
 
 from convbert_jax import files
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data import offsets, sentencepiece_model, wordpiece_model
 from convbert_jax.data.errors import TokenizerError
 from convbert_jax.data.records import read_record, write_record
-from convbert_jax.data.vocabulary_checks import check_tokenizer
+from convbert_jax.data.vocabulary_checks import check_tokenizer, told_normalization
 
-__all__ = ["SpecialIds", "Tokenizer", "check_tokenizer", "load_tokenizer", "train_tokenizer"]
+__all__ = [
+    "SpecialIds",
+    "Tokenizer",
+    "check_tokenizer",
+    "follow_file",
+    "load_tokenizer",
+    "train_tokenizer",
+]
 
 KINDS = {"sentencepiece": sentencepiece_model, "wordpiece": wordpiece_model}
 SETTINGS = "tokenizer_settings.json"  # written last: its presence says that training finished
@@ -155,6 +163,42 @@ def is_trained(directory: Path) -> bool:
     return (Path(directory) / SETTINGS).is_file()
 
 
+def follow_file(section: TokenizerSection, given: Collection[str] = ()) -> TokenizerSection:
+    """`section` with what the vocabulary at `section.path` tells of itself: kind, size, and as far
+    as it can be told case and accents; as it is where a vocabulary is to be trained.
+
+    Args:
+      given: paths of fields that were asked for by name, "tokenizer.kind" for one. They stay, and
+        `load_tokenizer` or `check_tokenizer` says where the file contradicts.
+
+    Raises:
+      TokenizerError: there is no such file, or it is no vocabulary.
+    """
+    if not section.path:
+        return section
+    path = Path(section.path).expanduser()
+    kind = _kind_of(path)
+    told = {"kind": kind}
+    if kind == "wordpiece" and path.is_file():
+        told |= wordpiece_model.told_normalization(path)
+    tokenizer = Tokenizer(dataclasses.replace(section, **told), path)
+    told["vocab_size"] = tokenizer.vocab_size
+    told = told_normalization(tokenizer) | told
+    new = {
+        name: value
+        for name, value in told.items()
+        if f"tokenizer.{name}" not in given and value != getattr(section, name)
+    }
+    if new:
+        changed = ", ".join(f"config.tokenizer.{name}={value}" for name, value in new.items())
+        logging.info("From the vocabulary %s: %s.", path, changed)
+    return dataclasses.replace(section, **new)
+
+
+def _kind_of(path: Path) -> str:
+    return "sentencepiece" if path.suffix == ".model" else "wordpiece"
+
+
 def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
     """The vocabulary at `section.path`, or else the one trained into `directory`.
 
@@ -164,8 +208,8 @@ def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
     """
     if section.path:
         path = Path(section.path).expanduser()
-        expected = "sentencepiece" if path.suffix == ".model" else "wordpiece"
-        if section.kind != expected:
+        expected = _kind_of(path)
+        if section.kind != expected and path.exists():
             raise TokenizerError(
                 f"{path.name} is a {expected} vocabulary but config.tokenizer.kind="
                 f"'{section.kind}'; set --config.tokenizer.kind={expected}."

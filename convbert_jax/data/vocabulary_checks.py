@@ -48,6 +48,26 @@ def check_tokenizer(tokenizer, section: TokenizerSection, sample: Sequence[str])
         )
 
 
+def told_normalization(tokenizer) -> dict[str, bool]:
+    """Case and accents that a vocabulary must have been made for, by field of config.tokenizer.
+
+    A SentencePiece model normalizes by itself. Of a list of entries only those tell something that
+    could never be used: cased ones, and accented ones, which in a cased list may be few.
+    """
+    if tokenizer.kind == "sentencepiece":
+        return {
+            "lowercase": not _has_upper(tokenizer.normalize("É")),
+            "strip_accents": not _has_accent(tokenizer.normalize("é")),
+        }
+    entries = [entry for entry in tokenizer.entries if not _is_special(entry)]
+    upper, accented = (sum(map(has, entries)) for has in (_has_upper, _has_accent))
+    cased = upper > RARE * len(entries)
+    told = {"lowercase": False} if cased else {}
+    if accented > (0 if cased else RARE * len(entries)):
+        told["strip_accents"] = False
+    return told
+
+
 def unknown_rate(tokenizer, texts: Sequence[str]) -> float:
     """Share of [UNK] among the tokens of `texts`."""
     encoded = tokenizer.encode(texts)

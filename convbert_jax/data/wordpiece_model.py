@@ -153,11 +153,37 @@ def build_pipeline(
     return tokenizer
 
 
-def _from_json(path: Path, section: TokenizerSection) -> list[str]:
+def told_normalization(path: Path) -> dict[str, bool]:
+    """Case and accents as a tokenizer.json has them, by field of config.tokenizer; {} where it, or
+    a vocab.txt, says nothing.
+
+    Raises:
+      TokenizerError: it is not a tokenizer.json.
+    """
+    return _normalization(_read_json(path), path) if path.suffix == ".json" else {}
+
+
+def _read_json(path: Path) -> dict:
     try:
-        content = files.read_json(path, remedy=REMEDY, fields={"model": {"vocab": (dict, list)}})
+        return files.read_json(path, remedy=REMEDY, fields={"model": {"vocab": (dict, list)}})
     except files.DamagedFileError as error:
         raise TokenizerError(str(error)) from None
+
+
+def _normalization(content: dict, path: Path) -> dict[str, bool]:
+    normalizer = content.get("normalizer")
+    if not isinstance(normalizer, dict) or normalizer.get("type") != "BertNormalizer":
+        return {}
+    lowercase = normalizer.get("lowercase")
+    accents = normalizer.get("strip_accents")  # None is BERT's default: both or neither
+    told = {"lowercase": lowercase, "strip_accents": lowercase if accents is None else accents}
+    if not all(isinstance(value, bool) for value in told.values()):
+        raise TokenizerError(f"{path} is damaged (its normalizer says {told}); {REMEDY}.")
+    return told
+
+
+def _from_json(path: Path, section: TokenizerSection) -> list[str]:
+    content = _read_json(path)
     model = content["model"]
     kind = model.get("type")
     if kind != "WordPiece" or model.get("continuing_subword_prefix", "##") != "##":
@@ -165,18 +191,14 @@ def _from_json(path: Path, section: TokenizerSection) -> list[str]:
             f"{path} holds a {kind} model, not WordPiece with ##; name a vocab.txt, a WordPiece "
             "tokenizer.json or a SentencePiece .model in config.tokenizer.path."
         )
-    normalizer = content.get("normalizer")
-    if isinstance(normalizer, dict) and normalizer.get("type") == "BertNormalizer":
-        lowercase = normalizer.get("lowercase")
-        accents = normalizer.get("strip_accents")
-        accents = lowercase if accents is None else accents  # BERT's default: both or neither
-        for name, there in (("lowercase", lowercase), ("strip_accents", accents)):
-            if there != getattr(section, name):
-                raise TokenizerError(
-                    f"{path} was made with {name}={there} but config.tokenizer.{name}="
-                    f"{getattr(section, name)}; set --config.tokenizer.{name}={there}."
-                )
-    else:
+    told = _normalization(content, path)
+    for name, there in told.items():
+        if there != getattr(section, name):
+            raise TokenizerError(
+                f"{path} was made with {name}={there} but config.tokenizer.{name}="
+                f"{getattr(section, name)}; set --config.tokenizer.{name}={there}."
+            )
+    if not told:
         logging.info("%s names no BERT normalizer; the settings of config.tokenizer apply.", path)
     try:
         added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}

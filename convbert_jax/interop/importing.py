@@ -4,6 +4,7 @@ where the source has them.
 
 import dataclasses
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,23 @@ import optax
 from absl import logging
 
 from convbert_jax.config import Config, from_config_dict, to_dict
-from convbert_jax.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from convbert_jax.data.tokenizer import Tokenizer, check_tokenizer, follow_file, load_tokenizer
 from convbert_jax.interop import certificate, huggingface, huggingface_config, matching
 from convbert_jax.interop.networks import ConversionError, Report, join
-from convbert_jax.interop.sources import Source, initialize, read_source
+from convbert_jax.interop.sources import Source, check_fits, initialize, read_source
 from convbert_jax.training import checkpoint, state, workdir
 from convbert_jax.training.optimizer import make_optimizer
 
 
-def import_run(path: str, config: Config, folder: Path) -> tuple[Config, Report]:
+def import_run(
+    path: str, config: Config, folder: Path, given: Collection[str] = ()
+) -> tuple[Config, Report]:
     """Makes `folder` a run of ours that starts from the weights at `path`.
 
     Args:
       path: as `sources.read_source` takes it.
       config: how the run trains; its model, generator and vocabulary become those of the source.
+      given: as `follow_source` takes it; here sizes are those of the source all the same.
 
     Returns:
       the config of the run, and what was loaded.
@@ -39,6 +43,8 @@ def import_run(path: str, config: Config, folder: Path) -> tuple[Config, Report]
     if checkpoint.list_steps(folder / "checkpoints"):
         raise ConversionError(f"--workdir={folder} holds a run already; name another folder.")
     source = read_source(path)
+    config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
+    check_entries(source, config)
     fields = matching.derive_fields(source.networks, config) | tokenizer_fields(source, config)
     for line in _describe(fields, config):
         logging.info("%s", line)
@@ -63,6 +69,49 @@ def import_run(path: str, config: Config, folder: Path) -> tuple[Config, Report]
             config.train.steps,
         )
     return config, report
+
+
+def follow_source(config: Config, source: Source, given: Collection[str]) -> Config:
+    """`config` with the vocabulary and the sizes of the weights that a new run starts from.
+
+    Args:
+      config: names another file of the same vocabulary in tokenizer.path, or none.
+      given: paths of fields that were asked for by name, "model.layers" for one: they stay.
+
+    Raises:
+      ConversionError: the weights do not fit what was given, or their vocabulary is unknown or
+        another one than that of tokenizer.path.
+      ConfigError, TokenizerError: what follows cannot work.
+    """
+    check_entries(source, config)
+    vocabulary = tokenizer_fields(source, config)
+    fields = matching.decisive(matching.derive_fields(source.networks, config)) | vocabulary
+    fields = {path: value for path, value in fields.items() if path not in given}
+    if changed := _changed(fields, config):
+        logging.info("From the weights %s: %s", config.init_from, " ".join(changed))
+    config = matching.replace(config, fields)
+    section = follow_file(config.tokenizer, {*given, *vocabulary})
+    config = from_config_dict(to_dict(dataclasses.replace(config, tokenizer=section)))
+    check_fits(source, config)
+    check_vocabulary(source, load_tokenizer(config.tokenizer, Path()))
+    return config
+
+
+def check_entries(source: Source, config: Config) -> None:
+    """Refuses a vocabulary with another number of entries than the weights have.
+
+    Raises:
+      ConversionError: it has.
+    """
+    if not config.tokenizer.path:
+        return
+    section = follow_file(config.tokenizer)
+    rows = source.networks["main"].embeddings.vocab_size
+    if section.vocab_size != rows:
+        raise ConversionError(
+            f"config.tokenizer.path={section.path} has {section.vocab_size} entries, but the "
+            f"weights are of a vocabulary of {rows}; leave the field out, or name theirs."
+        )
 
 
 def tokenizer_fields(source: Source, config: Config) -> dict[str, Any]:
@@ -151,12 +200,16 @@ def _state(config: Config, source: Source, params) -> state.TrainState:
     return dataclasses.replace(fresh, step=count, opt_state=opt_state)
 
 
+def _changed(fields: dict[str, Any], config: Config) -> list[str]:
+    return [
+        f"--config.{path}={value}"
+        for path, value in fields.items()
+        if matching.value_of(config, path) != value
+    ]
+
+
 def _describe(fields: dict[str, Any], config: Config) -> list[str]:
-    changed = []
-    for path, value in fields.items():
-        section, _, field = path.partition(".")
-        if getattr(getattr(config, section), field) != value:
-            changed.append(f"--config.{path}={value}")
+    changed = _changed(fields, config)
     if not changed:
         return ["The config describes the source as it is."]
     return [f"The source needs these fields, to train it too: {' '.join(changed)}"]

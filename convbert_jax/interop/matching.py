@@ -83,17 +83,31 @@ def replace(config: Config, fields: Mapping[str, Any]) -> Config:
     return config
 
 
+def decisive(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `fields` without which parameters would not fit or mean another thing."""
+    training = {f"model.{field}" for field in _TRAINING}
+    return {path: value for path, value in fields.items() if path not in training}
+
+
+def sizes_of(config: Config) -> dict[str, Any]:
+    """The fields of a config that its parameters depend on, but for those of its vocabulary."""
+    fields = {f"model.{name}": getattr(config.model, name) for name in _MODEL}
+    generator = dataclasses.asdict(config.generator)
+    return fields | {f"generator.{name}": value for name, value in generator.items()}
+
+
+def value_of(config: Config, path: str) -> Any:
+    """The value of the field "section.field"."""
+    section, _, field = path.partition(".")
+    return getattr(getattr(config, section), field)
+
+
 def differences(fields: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
     """Field -> (of the networks, of the config), where parameters would not fit or mean another
     thing.
     """
-    result = {}
-    for path, value in fields.items():
-        section, _, field = path.partition(".")
-        now = getattr(getattr(config, section), field)
-        if value != now and not (section == "model" and field in _TRAINING):
-            result[path] = (value, now)
-    return result
+    pairs = {path: (v, value_of(config, path)) for path, v in decisive(fields).items()}
+    return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _generator_fields(generator: Network, main: Network, config: Config) -> dict[str, Any]:

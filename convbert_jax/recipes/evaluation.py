@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+from collections.abc import Collection
 
 import jax
 
@@ -14,7 +15,12 @@ from convbert_jax.training import step as step_lib
 
 
 def evaluate(
-    config: Config, folder: pathlib.Path, *, step: int | None = None, output: str | None = None
+    config: Config,
+    folder: pathlib.Path,
+    given: Collection[str] = (),
+    *,
+    step: int | None = None,
+    output: str | None = None,
 ) -> dict[str, float]:
     """The numbers that training would log for this checkpoint; prints them, and keeps them.
 
@@ -22,6 +28,7 @@ def evaluate(
 
     Args:
       folder: workdir of the run.
+      given: as `pretraining.read_start` takes it.
       step: of the checkpoint, default the newest.
       output: JSON file to write, default WORKDIR/evaluation/step-N.json.
 
@@ -39,6 +46,7 @@ def evaluate(
     mesh = sharding.make_mesh(config.mesh, found)
     sharding.check_batch_size(config.train.batch_size, 1, mesh)
     compilation.enable_compile_cache(config.train.compile_cache)
+    config, _ = pretraining.read_start(config, folder, given)
     prepared = pretraining.prepare_once(config, folder)
     task = pretraining.build_task(config, prepared.tokenizer.special, found[0])
     with jax.set_mesh(mesh), compilation.explain_out_of_memory():

@@ -1,7 +1,8 @@
 """Fine-tuning: weights from anywhere, labelled tasks, and the runs that follow."""
 
+import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
 from convbert_jax.data import glue, own_task, squad
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.labelled_text import LabelledTask
-from convbert_jax.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from convbert_jax.data.tokenizer import Tokenizer, check_tokenizer, follow_file, load_tokenizer
 from convbert_jax.finetuning import (
     classification,
     prediction_files,
@@ -38,8 +39,11 @@ _LESS_MEMORY = (
 )
 
 
-def finetune(config: Config, folder: Path) -> list[TaskResult]:
+def finetune(config: Config, folder: Path, given: Collection[str] = ()) -> list[TaskResult]:
     """Fine-tunes on every task of `config.finetune.tasks`, going on from what `folder` has.
+
+    Args:
+      given: as `read_start` takes it.
 
     Raises:
       UserError: weights, vocabulary, data and config do not fit together; see the kinds of it.
@@ -52,7 +56,7 @@ def finetune(config: Config, folder: Path) -> list[TaskResult]:
     found = devices.find_devices(config)
     mesh = make_mesh(config, found)
     compilation.enable_compile_cache(config.train.compile_cache)
-    config, tokenizer, weights = read_start(config)
+    config, tokenizer, weights = read_start(config, given)
     tasks = open_tasks(config, tokenizer)
     with workdir.open_workdir(folder, config):
         devices.print_config(config, leave_out=_OF_PRETRAINING)
@@ -82,20 +86,27 @@ def make_mesh(config: Config, found: list[jax.Device]):
     return mesh
 
 
-def read_start(config: Config) -> tuple[Config, Tokenizer, Params | None]:
+def read_start(
+    config: Config, given: Collection[str] = ()
+) -> tuple[Config, Tokenizer, Params | None]:
     """The config with sizes and vocabulary of the weights, the vocabulary, and the weights.
 
     Weights are nested dicts `embeddings` and `encoder` on the host; None with
     config.finetune.from_scratch, or without config.init_from, where config.model has the sizes.
+
+    Args:
+      given: paths of fields that were asked for by name, "tokenizer.kind" for one: where the file
+        of config.tokenizer.path tells another value, these are an error, others follow it.
 
     Raises:
       ConfigError, ConversionError: no weights, no vocabulary, or one that is not theirs.
     """
     fields = {}
     source = None
+    config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
     if config.init_from:
         source = sources.read_source(config.init_from)
-        _check_entries(config, source)
+        importing.check_entries(source, config)
         fields = matching.derive_fields(source.networks, config)
         fields |= importing.tokenizer_fields(source, config)
     elif not config.tokenizer.path:
@@ -197,20 +208,6 @@ def _collect_server_files(folder: Path, results: list[TaskResult]) -> None:
                     shutil.copy(file, target)
     for target in sorted((folder / "glue_server").glob("seed-*")):
         prediction_files.complete_server_files(target)
-
-
-def _check_entries(config: Config, source: sources.Source) -> None:
-    """Refuses a vocabulary with another number of entries than the weights have."""
-    if not config.tokenizer.path:
-        return
-    entries = Tokenizer(config.tokenizer, Path(config.tokenizer.path).expanduser()).vocab_size
-    rows = source.networks["main"].embeddings.vocab_size
-    if entries != rows:
-        raise ConfigError(
-            f"config.tokenizer.path={config.tokenizer.path} has {entries} entries, but the weights "
-            f"of {config.init_from} are of a vocabulary of {rows}; leave the field out, or name "
-            "theirs."
-        )
 
 
 def _shapes(config: Config) -> dict:

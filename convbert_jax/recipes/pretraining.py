@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import ModuleType
 
 import jax
@@ -13,14 +13,15 @@ from absl import logging
 from flax import nnx
 
 from convbert_jax.analysis import flops, pretraining_report
-from convbert_jax.config import Config, ConfigError
+from convbert_jax.config import Config, from_config_dict, to_dict
 from convbert_jax.data import batching, corpus
-from convbert_jax.interop import conversion, importing, sources
+from convbert_jax.data.tokenizer import follow_file
+from convbert_jax.interop import conversion, importing, matching, sources
 from convbert_jax.interop.networks import outline, split
 from convbert_jax.models import pretraining as models
 from convbert_jax.objectives import health, masked_lm, masking, metrics, replaced_token
 from convbert_jax.recipes import devices
-from convbert_jax.training import checkpoint, compilation, loop, reporting, sharding, workdir
+from convbert_jax.training import compilation, loop, reporting, sharding, workdir
 from convbert_jax.training.task import Task
 
 
@@ -50,17 +51,27 @@ RECIPES = {
 }
 
 
-def prepare(config: Config, folder: pathlib.Path) -> corpus.Corpus:
-    """Makes tokenizer and shards for `config` in workdir `folder`, or finds them there."""
+def prepare(config: Config, folder: pathlib.Path, given: Collection[str] = ()) -> corpus.Corpus:
+    """Makes tokenizer and shards for `config` in workdir `folder`, or finds them there.
+
+    Args:
+      given: as `read_start` takes it.
+    """
+    config, _ = read_start(config, folder, given)
     return corpus.prepare(config, _data_folder(config, folder))
 
 
-def pretrain(config: Config, folder: pathlib.Path) -> None:
-    """Pre-trains in workdir `folder`, resuming what is there, and reports."""
+def pretrain(config: Config, folder: pathlib.Path, given: Collection[str] = ()) -> None:
+    """Pre-trains in workdir `folder`, resuming what is there, and reports.
+
+    Args:
+      given: as `read_start` takes it.
+    """
     found = devices.find_devices(config)
     mesh = sharding.make_mesh(config.mesh, found)
     sharding.check_batch_size(config.train.batch_size, config.train.accumulation, mesh)
     compilation.enable_compile_cache(config.train.compile_cache)
+    config, source = read_start(config, folder, given)
     writer = jax.process_index() == 0
     with workdir.open_workdir(folder, config, writer=writer):
         devices.print_config(config, leave_out=("finetune", "task", "outputs"))
@@ -71,12 +82,9 @@ def pretrain(config: Config, folder: pathlib.Path) -> None:
                 config.model.heads,
                 config.model.head_ratio,
             )
-        source = _read_source(config, folder)
         if config.checkpoint.huggingface_every:
             conversion.check_expressible(outline(config))
         prepared = prepare_once(config, folder)
-        if source:
-            importing.check_vocabulary(source, prepared.tokenizer)
         task = build_task(config, prepared.tokenizer.special, found[0])
         result = loop.train(
             task,
@@ -101,15 +109,18 @@ def pretrain(config: Config, folder: pathlib.Path) -> None:
 
 
 def prepare_once(config: Config, folder: pathlib.Path) -> corpus.Corpus:
-    """The first process prepares, the others wait and then open what it made."""
+    """The corpus of a config as `read_start` gives it: the first process prepares, the others wait
+    and then open what it made.
+    """
+    directory = _data_folder(config, folder)
     if jax.process_count() == 1:
-        return prepare(config, folder)
+        return corpus.prepare(config, directory)
     from jax.experimental import multihost_utils
 
     if jax.process_index() == 0:
-        prepare(config, folder)
+        corpus.prepare(config, directory)
     multihost_utils.sync_global_devices("corpus prepared")
-    return prepare(config, folder)
+    return corpus.prepare(config, directory)
 
 
 def heldout_batches(config: Config, prepared: corpus.Corpus) -> Callable[[], Iterator]:
@@ -162,20 +173,43 @@ def build_task(config: Config, special, device: jax.Device) -> Task:
     )
 
 
-def _read_source(config: Config, folder: pathlib.Path) -> sources.Source | None:
-    """The weights of `config.init_from`, if this start needs them; refused before any long work."""
-    if not config.init_from or checkpoint.list_steps(folder / "checkpoints"):
-        return None
+def read_start(
+    config: Config, folder: pathlib.Path, given: Collection[str] = ()
+) -> tuple[Config, sources.Source | None]:
+    """The config with what its vocabulary file and its weights tell, and the weights of
+    `config.init_from` if this start needs them; refused before any long work.
+
+    Args:
+      given: paths of fields that were asked for by name, "model.layers" for one. They stay, and
+        are an error where file or weights contradict; other sizes follow these.
+
+    Raises:
+      UserError: no such file or weights, or some that do not fit.
+    """
+    config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
+    if not config.init_from:
+        return config, None
+    begun = workdir.is_bound(folder)
+    if begun and (folder / workdir.CONFIG).exists():
+        return _as_begun(config, folder, given), None
     source = sources.read_source(config.init_from)
-    sources.check_fits(source, config)
-    missing = importing.tokenizer_fields(source, config)
-    if missing:
-        flags = " ".join(f"--config.{field}={value}" for field, value in missing.items())
-        raise ConfigError(
-            f"config.init_from={config.init_from} needs the vocabulary of its weights; start with "
-            f"{flags}."
-        )
-    return source
+    config = importing.follow_source(config, source, given)
+    return config, None if begun else source
+
+
+def _as_begun(config: Config, folder: pathlib.Path, given: Collection[str]) -> Config:
+    """`config` with the vocabulary and the sizes that the run in `folder` took of its weights,
+    which need not be there any more.
+    """
+    kept = workdir.read_config(folder)
+    if (kept.recipe, kept.init_from) != (config.recipe, config.init_from):
+        return config  # refused later, by name
+    fields = matching.sizes_of(kept)
+    if not config.tokenizer.path:
+        section = dataclasses.asdict(kept.tokenizer)
+        fields |= {f"tokenizer.{name}": value for name, value in section.items()}
+    fields = {path: value for path, value in fields.items() if path not in given}
+    return from_config_dict(to_dict(matching.replace(config, fields)))
 
 
 def _fill(config: Config, source: sources.Source):

@@ -22,7 +22,7 @@ from convbert_jax.interop import (
 )
 from convbert_jax.interop.networks import ConversionError, split
 from convbert_jax.recipes import pretraining as recipes
-from convbert_jax.training import checkpoint, checkpoint_reading
+from convbert_jax.training import checkpoint, checkpoint_reading, workdir
 from convbert_jax.training.workdir import WorkdirError, read_config
 from tests.interop.conftest import assert_same, make_config, random_params
 
@@ -261,35 +261,96 @@ def start_from(config, exported, **fields):
     return from_config_dict(to_dict(matching.replace(config, fields)))
 
 
+OTHER_SIZES = {
+    "model.layers": 1,
+    "model.hidden_size": 48,
+    "model.embedding_size": 24,
+    "model.heads": 2,
+    "model.ffn_size": 128,
+    "model.kernel_size": 5,
+    "generator.size": 0.5,
+    "generator.kind": "uniform",
+    "tokenizer.vocab_size": 5_000,
+    "tokenizer.kind": "wordpiece",
+    "tokenizer.path": "",
+}
+
+
+@pytest.mark.parametrize("of", ["a run", "a folder"])
+def test_sizes_and_vocabulary_are_those_of_the_weights(run, exported, tmp_path, caplog, of):
+    folder, config = run
+    start = start_from(config, folder if of == "a run" else exported, **OTHER_SIZES)
+    with caplog.at_level("INFO"):
+        found, source = recipes.read_start(start, tmp_path)
+    assert found.model == dataclasses.replace(
+        config.model, mask_convolution=found.model.mask_convolution
+    )
+    assert found.generator == config.generator
+    assert found.tokenizer.vocab_size == config.tokenizer.vocab_size
+    assert found.tokenizer.kind == config.tokenizer.kind
+    assert "--config.model.heads=4" in caplog.text
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        recipes._fill(found, source),
+        sources.read_params(folder, config)[1],
+    )
+    assert recipes.read_start(found, tmp_path)[0] == found  # as written to config.json
+
+
+def test_a_run_that_goes_on_keeps_the_sizes_it_took(run, exported, tmp_path):
+    """The command is the same one, and the weights are gone."""
+    begun = tmp_path / "begun"
+    start = start_from(run[1], exported, **OTHER_SIZES)
+    taken = recipes.read_start(start, begun)[0]
+    with workdir.open_workdir(begun, taken):
+        (begun / "checkpoints" / "3").mkdir(parents=True)
+    kept = dataclasses.replace(taken, init_from=str(tmp_path / "gone"))
+    again = dataclasses.replace(start, init_from=str(tmp_path / "gone"))
+    with workdir.open_workdir(tmp_path / "second", kept):
+        (tmp_path / "second" / "checkpoints" / "3").mkdir(parents=True)
+    assert recipes.read_start(again, tmp_path / "second") == (kept, None)
+    assert recipes.read_start(start, begun) == (taken, None)
+    other = matching.replace(start, {"model.heads": 2})
+    asked = recipes.read_start(other, begun, {"model.heads"})[0]
+    with (
+        pytest.raises(WorkdirError, match=r"config\.model\.heads was 4, now 2"),
+        workdir.open_workdir(begun, asked),
+    ):
+        pass
+
+
 def test_a_run_starts_from_a_folder(run, exported, tmp_path):
     folder, config = run
     start = start_from(config, exported)
-    source = recipes._read_source(start, tmp_path)
+    start, source = recipes.read_start(start, tmp_path)
     params = recipes._fill(start, source)
     expected = sources.read_params(folder, config)[1]
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     # Once it has checkpoints of its own the source is not asked again.
-    assert recipes._read_source(start, folder) is None
+    assert recipes.read_start(start, folder)[1] is None
 
 
 def test_a_run_starts_from_a_run(run, tmp_path):
     folder, config = run
     path = str(sources.read_tokenizer(folder, config)[0].path)
     start = start_from(config, folder, **{"tokenizer.path": path})
-    params = recipes._fill(start, recipes._read_source(start, tmp_path))
+    params = recipes._fill(*recipes.read_start(start, tmp_path))
     jax.tree.map(np.testing.assert_array_equal, params, sources.read_params(folder, config)[1])
 
 
 def test_other_sizes_are_named_with_the_flags(run, exported, tmp_path):
     start = start_from(run[1], exported, **{"model.ffn_size": 128, "model.heads": 2})
+    given = {"model.ffn_size", "model.heads"}
     with pytest.raises(ConversionError, match=r"--config\.model\.heads=4.*ffn_size=64"):
-        recipes._read_source(start, tmp_path)
+        recipes.read_start(start, tmp_path, given)
 
 
-def test_the_vocabulary_must_be_named(run, exported, tmp_path):
-    start = start_from(run[1], exported, **{"tokenizer.path": ""})
-    with pytest.raises(Exception, match=r"--config\.tokenizer\.path=.*spiece\.model"):
-        recipes._read_source(start, tmp_path)
+def test_another_number_of_entries_is_refused(run, exported, tmp_path):
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
+    start = start_from(run[1], exported, **{"tokenizer.path": str(vocabulary)})
+    with pytest.raises(ConversionError, match=r"has 6 entries, but the weights are of .* of \d+;"):
+        recipes.read_start(start, tmp_path)
 
 
 def test_another_vocabulary_is_refused(run, exported):
@@ -313,8 +374,6 @@ def test_masking_may_change_with_a_warning(make_run, exported, run, caplog):
 
 def test_init_from_is_part_of_a_run(run):
     """A run that began from random weights does not become another by a flag."""
-    from convbert_jax.training import workdir
-
     folder, config = run
     other = dataclasses.replace(config, init_from="somewhere")
     with (
