@@ -4,7 +4,7 @@
 
 Each run is a fresh process on prepared data (made once, before the clock starts, in a temporary
 folder): cold runs have an empty compile cache, warm runs the one of the run before. The seconds are
-those of the program's own log line "First step ... after the process started".
+those of the program's own log line "First step ... after the program started".
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""What a person sees: short log lines, and one line for an error."""
+"""What a person sees: short log lines above the progress bars, and one line for an error."""
 
 import logging as python_logging
 import pathlib
 import sys
 from typing import NoReturn
 
+import tqdm
 from absl import logging
 
 _PACKAGE = str(pathlib.Path(__file__).resolve().parent)
@@ -12,11 +13,20 @@ _PACKAGE = str(pathlib.Path(__file__).resolve().parent)
 
 def set_up_logging() -> None:
     """Our own lines as `12:30:05 message`; of other libraries only warnings and errors, named."""
-    handler = logging.get_absl_handler()
+    root = python_logging.getLogger()
+    for handler in root.handlers[:]:
+        if handler is logging.get_absl_handler() or isinstance(handler, _AboveBars):
+            root.removeHandler(handler)
+    root.addHandler(make_handler())
+    logging.set_verbosity(logging.INFO)
+
+
+def make_handler() -> python_logging.Handler:
+    """What writes a record to standard error, in our format."""
+    handler = _AboveBars()
     handler.setFormatter(_Formatter())
     handler.addFilter(_is_ours_or_serious)
-    logging.set_verbosity(logging.INFO)
-    logging.set_stderrthreshold("info")
+    return handler
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
@@ -27,6 +37,14 @@ def fail(message: str, code: int = 1) -> NoReturn:
 
 def _is_ours_or_serious(record: python_logging.LogRecord) -> bool:
     return record.pathname.startswith(_PACKAGE) or record.levelno >= python_logging.WARNING
+
+
+class _AboveBars(python_logging.StreamHandler):
+    """Takes the progress bars away for the time of a line, and draws them again below it."""
+
+    def emit(self, record: python_logging.LogRecord) -> None:
+        with tqdm.tqdm.external_write_mode(self.stream):
+            super().emit(record)
 
 
 class _Formatter(python_logging.Formatter):

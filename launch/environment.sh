@@ -6,8 +6,13 @@ requirements_sum=$(cksum <requirements.txt | cut -d' ' -f1)
 if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
   if [ ! -x .venv/bin/python ]; then
     interpreter=${PYTHON:-python3}
-    if ! "$interpreter" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-      echo "error: $interpreter is not Python 3.11 or newer; name one with PYTHON=/path/to/python3.12" >&2
+    # It may not be there, be too old, or, as a shim of pyenv, be there and not run.
+    if ! said=$("$interpreter" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>&1); then
+      echo "error: $interpreter does not run (${said//$'\n'/ }); name Python 3.11 or newer with PYTHON=/path/to/python3.12" >&2
+      exit 1
+    fi
+    if ! "$interpreter" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+      echo "error: $interpreter is Python ${said##*$'\n'}, not 3.11 or newer; name one with PYTHON=/path/to/python3.12" >&2
       exit 1
     fi
     echo "Making the virtual environment .venv with $("$interpreter" --version)."

@@ -22,7 +22,7 @@ from convbert_jax.training import step as step_lib
 from convbert_jax.training.checkpoint import Checkpoints
 from convbert_jax.training.state import TrainState
 from convbert_jax.training.task import Metrics, Params, Task
-from convbert_jax.training.timing import Clock, Profiler, seconds_since_process_start
+from convbert_jax.training.timing import Clock, Profiler, seconds_since_start
 
 HostBatch = Mapping[str, np.ndarray]
 
@@ -310,9 +310,11 @@ class _Run:
 
     def _first_step_done(self) -> None:
         jax.block_until_ready(self.state)
-        age = seconds_since_process_start()
-        after = f"{age:.1f} s after the process started" if age else "done"
-        logging.info("First step %s; %s.", after, compilation.describe_compile_cache())
+        logging.info(
+            "First step %.1f s after the program started; %s.",
+            seconds_since_start(),
+            compilation.describe_compile_cache(),
+        )
         self.clock.start(self.step)
 
 

@@ -77,7 +77,7 @@ class Reporter:
         if seconds_per_step:
             left = (self._steps - step) * seconds_per_step
             parts.append(f"{format_seconds(left)} left" if left else "done")
-        self._log("  ".join(parts))
+        logging.info("%s", "  ".join(parts))
 
     def validation(self, step: int, values: dict[str, float]) -> None:
         """Held-out numbers at `step`."""
@@ -85,7 +85,8 @@ class Reporter:
             return
         self._write(step, "validation", values)
         shown = ["loss", *(name for name in self._task.show if name != "loss")]
-        self._log("  ".join([f"step {step:,} held out", *self._format(values, shown)]))
+        parts = [f"step {step:,} held out", *self._format(values, shown)]
+        logging.info("%s", "  ".join(parts))
 
     def warn_health(self, step: int, values: dict[str, float]) -> None:
         """Logs what `Task.health` says; each warning once, until it has been absent."""
@@ -94,8 +95,7 @@ class Reporter:
         warnings = {text.partition(":")[0]: text for text in self._task.health(step, values)}
         for name, text in warnings.items():
             if name not in self._warned:
-                with tqdm.tqdm.external_write_mode(sys.stderr):
-                    logging.warning("step %d: %s", step, text)
+                logging.warning("step %d: %s", step, text)
         self._warned = set(warnings)
 
     def _rates(self, step: int, seconds_per_step: float | None) -> dict[str, float]:
@@ -116,10 +116,6 @@ class Reporter:
         for name, value in finite.items():
             if value is not None:
                 self._board.add_scalar(f"{split}/{name}", value, step)
-
-    def _log(self, line: str) -> None:
-        with tqdm.tqdm.external_write_mode(sys.stderr):
-            logging.info("%s", line)
 
     @staticmethod
     def _format(values: Mapping[str, float], names: list[str]) -> list[str]:

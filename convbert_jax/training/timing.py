@@ -1,7 +1,7 @@
 """Where the time goes: seconds per step, age of the process, traces of the profiler."""
 
 import contextlib
-import os
+import logging as python_logging
 import pathlib
 import time
 from collections.abc import Iterator
@@ -66,14 +66,13 @@ class Profiler:
             logging.info("Profile from step %d on is in %s.", self._first, self._folder)
 
 
-def seconds_since_process_start() -> float | None:
-    """Age of this process; None where the system does not tell."""
-    try:
-        fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
-    except (OSError, AttributeError):
-        return None
+def seconds_since_start() -> float:
+    """Age of this program, counted from where Python's logging was loaded, among the first modules.
+
+    The age of the process is something else: a launch script becomes the program by `exec`, and
+    what it installed before would count.
+    """
+    return python_logging.makeLogRecord({}).relativeCreated / 1e3
 
 
 def format_seconds(seconds: float) -> str:

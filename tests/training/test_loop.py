@@ -189,7 +189,7 @@ def test_the_log_line(tmp_path, caplog):
         r"MFU \S+%  host memory \S+ GiB  done"
     )
     assert re.fullmatch(pattern, line), line
-    assert re.search(r"First step \S+ s after the process started; compile cache", caplog.text)
+    assert re.search(r"First step \S+ s after the program started; compile cache", caplog.text)
 
 
 def test_nan_stops_the_run_and_keeps_the_batch(tmp_path):
