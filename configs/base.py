@@ -6,6 +6,7 @@ tokens, 1.9e19 FLOPs. For the corpus see small.py.
 
     python -m convbert_jax.main --config=configs/base.py
     python -m convbert_jax.main --config=configs/base.py:paper --config.tokenizer.path=vocab.txt
+    python -m convbert_jax.main --config=configs/base.py:bert --config.tokenizer.path=vocab.txt
 """
 
 from configs import variants
@@ -20,6 +21,7 @@ def get_config(variant: str = "default"):
     config.model.ffn_size = 3_072
     config.generator.size = 1 / 3
     config.data.source = "hub:wikimedia/wikipedia/20231101.en/*.parquet"
-    config.optimizer.learning_rate = 2e-4
+    config.optimizer.learning_rate = 1e-4 if variant == "bert" else 2e-4
+    config.optimizer.release_replicas = 8 if variant == "paper" else 1
     config.train.batch_size = 256
     return variants.finish(config)

@@ -35,12 +35,15 @@ def _follow_release(config) -> None:
     `convbert_jax/config/`.
 
     Not here because the default does the same: layer-wise decay 0.8, weight decay 0.01 (embeddings
-    too), warm-up 10%, clipping at 1, dropout 0.1, batch 32, length 128, epochs by task. For its
-    base model the release has a learning rate of 1e-4.
+    too), clipping at 1, dropout 0.1, batch 32, length 128, epochs by task. For its base model the
+    release has a learning rate of 1e-4. Left out: a TPU of several cores would clip the gradient of
+    each on its own; which tasks, if any, ran on one is not known.
     """
+    config.compute_dtype = "float32"
     config.optimizer.bias_correction = False
     config.optimizer.decay_during_warmup = True
     config.finetune.sum_loss = True
+    config.finetune.release_warmup = True
     config.finetune.release_batches = True
     config.finetune.buckets = ()
     config.finetune.swap_pairs = True

@@ -8,6 +8,8 @@ import pytest
 from convbert_jax import config as config_lib
 from convbert_jax.command_line import overrides
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_config_dict, to_dict
+from convbert_jax.interop.huggingface_config import check_expressible
+from convbert_jax.interop.networks import outline
 
 SIZES = ("tiny", "small", "medium_small", "base")
 
@@ -16,41 +18,68 @@ def load(name: str, variant: str = "default") -> Config:
     return from_config_dict(importlib.import_module(f"configs.{name}").get_config(variant))
 
 
-@pytest.mark.parametrize("variant", ["default", "paper"])
+@pytest.mark.parametrize("variant", ["default", "paper", "bert"])
 @pytest.mark.parametrize("name", SIZES)
 def test_shipped_configs_read_and_survive_json(name, variant):
     config = load(name, variant)
-    assert config.name == (name if variant == "default" else f"{name}-paper")
+    assert config.name == (name if variant == "default" else f"{name}-{variant}")
     assert from_config_dict(to_dict(config)) == config
 
 
 def test_paper_differs_from_default_in_every_quirk():
-    """Each field that a comment marks as the release's must differ, or be the same in both on "
-    "purpose."""
-    default, paper = load("small"), load("small", "paper")
-    changed = {
-        f"{section.name}.{field.name}"
-        for section in dataclasses.fields(Config)
-        if dataclasses.is_dataclass(getattr(default, section.name))
-        for field in dataclasses.fields(getattr(default, section.name))
-        if getattr(getattr(default, section.name), field.name)
-        != getattr(getattr(paper, section.name), field.name)
-    }
-    assert changed == {
-        "model.mask_convolution",
-        "objective.sample_with_replacement",
-        "objective.average_duplicate_ids",
-        "objective.prediction_multiple",
-        "objective.release_gumbel",
-        "objective.release_metrics",
-        "optimizer.bias_correction",
-        "optimizer.decay_during_warmup",
-        "data.layout",
-        "data.release_builder_bug",
-        "data.release_shuffle",
-        "data.shuffle_documents",
-        "tokenizer.kind",
-    }
+    """Each field that a comment marks as the release's must differ, or be the same on purpose."""
+    assert changed_by("small", "paper") == RELEASE
+    assert changed_by("base", "paper") == RELEASE | {"optimizer.release_replicas"}
+
+
+def test_bert_is_its_recipe():
+    assert changed_by("base", "bert") == {
+        "recipe", "compute_dtype", "model.mixer", "objective.mask_token_fraction",
+        "objective.random_token_fraction", "optimizer.learning_rate", "optimizer.bias_correction",
+        "optimizer.decay_during_warmup", "data.layout", "tokenizer.kind",
+    }  # fmt: skip
+    config = load("base", "bert")
+    assert (config.recipe, config.train.batch_size) == ("masked_lm", 256)
+    assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (1e-4, 10_000)
+    chosen = config.objective.mask_token_fraction, config.objective.random_token_fraction
+    assert chosen == (0.8, 0.1)  # and a tenth unchanged
+    for size in SIZES:  # a size that Hugging Face's BertForMaskedLM can hold
+        network = outline(load(size, "bert"))["main"]
+        assert network.family == "bert"
+        check_expressible(network)
+
+
+def changed_by(name, variant):
+    """Fields that the variant of a config sets otherwise than its default, but its name."""
+    default, other = load(name), load(name, variant)
+    changed = set()
+    for section in dataclasses.fields(Config):
+        first, second = (getattr(config, section.name) for config in (default, other))
+        if not dataclasses.is_dataclass(first):
+            changed |= {section.name} if first != second else set()
+            continue
+        for field in dataclasses.fields(first):
+            if getattr(first, field.name) != getattr(second, field.name):
+                changed.add(f"{section.name}.{field.name}")
+    return changed - {"name", "variant"}
+
+
+RELEASE = {
+    "compute_dtype",
+    "model.mask_convolution",
+    "objective.sample_with_replacement",
+    "objective.average_duplicate_ids",
+    "objective.prediction_multiple",
+    "objective.release_gumbel",
+    "objective.release_metrics",
+    "optimizer.bias_correction",
+    "optimizer.decay_during_warmup",
+    "data.layout",
+    "data.release_builder_bug",
+    "data.release_shuffle",
+    "data.shuffle_documents",
+    "tokenizer.kind",
+}
 
 
 @pytest.mark.parametrize(
@@ -104,6 +133,13 @@ def test_generator_heads_can_fit_its_width():
         ("optimizer", "warmup_steps", 10_000_000, "shorten the warm-up"),
         ("train", "batch_size", 0, "config.train.batch_size=0"),
         ("train", "accumulation", 3, "not divisible by config.train.accumulation=3"),
+        (
+            "optimizer",
+            "release_replicas",
+            3,
+            "not divisible by config.optimizer.release_replicas=3",
+        ),
+        ("optimizer", "release_replicas", 0, "config.optimizer.release_replicas=0"),
         ("mesh", "fsdp", -1, "at most once"),
     ],
 )

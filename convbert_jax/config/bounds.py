@@ -92,6 +92,7 @@ BOUNDS = {
     "optimizer.epsilon": _EPSILON,
     "optimizer.weight_decay": Range(0.0, 1e3),
     "optimizer.clip_norm": Range(0.0, 1e30, note="0 is off"),
+    "optimizer.release_replicas": _BATCH,
     "train.steps": _COUNT,
     "train.batch_size": _BATCH,
     "train.accumulation": _BATCH,

@@ -176,6 +176,18 @@ def _check_training(config: Config) -> None:
         f"config.train.batch_size={t.batch_size} is not divisible by "
         f"config.train.accumulation={t.accumulation}.",
     )
+    parts = t.accumulation * o.release_replicas
+    rules.check(
+        t.batch_size % parts == 0,
+        f"config.train.batch_size={t.batch_size} is not divisible by "
+        f"config.optimizer.release_replicas={o.release_replicas} times "
+        f"config.train.accumulation={t.accumulation}.",
+    )
+    rules.check(
+        o.release_replicas == 1 or config.recipe != "finetune",
+        f"config.optimizer.release_replicas={o.release_replicas} is of pre-training; fine-tuning "
+        "takes a batch as one, set it to 1.",
+    )
     rules.check_choice("checkpoint.best_mode", c.best_mode, ("max", "min"))
     axes = dataclasses.asdict(mesh)
     rules.check(

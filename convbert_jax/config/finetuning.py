@@ -46,7 +46,9 @@ class FinetuneSection:
     checkpoint_minutes: float = 10.0
     save_models: bool = True  # keeps the weights of every run: TASK/seed-N is a run's folder
     train_rows: int = 0  # of the training set, drawn by config.seed; 0 is all
-    warmup_fraction: float = 0.1  # of the steps
+    warmup_fraction: float = 0.1  # of the steps, whole ones
+    # Release: of the steps, not rounded: the warm-up of 257 steps ends at 25.7, not at 25.
+    release_warmup: bool = False
     dropout: float = 0.1  # of encoder and head
     # the rate of layer i of n is the peak times this to the power of n + 1 - i, of the embeddings
     # to n + 2; the head has the peak

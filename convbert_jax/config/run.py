@@ -33,15 +33,16 @@ class Config:
     """One run, whole."""
 
     name: str = "run"  # workdir defaults to runs/NAME
-    variant: str = "default"  # default | paper, as given after the colon of --config
-    # replaced_token (ELECTRA) | masked_lm (BERT) | finetune; see recipes/
+    variant: str = "default"  # default | paper | bert, as given after the colon of --config
+    # replaced_token (ELECTRA) | masked_lm (masked words alone) | finetune; see recipes/
     recipe: str = "replaced_token"
     seed: int = 0
     # weights that a new run starts from: a run's folder, a Hugging Face folder or a TensorFlow 1
     # checkpoint; "" starts from random ones
     init_from: str = ""
     platform: str = "any"  # stop unless the run finds this: any | cpu | gpu | tpu
-    # auto: bfloat16 on accelerators, float32 on a CPU. Parameters and optimizer stay float32
+    # auto: bfloat16 on accelerators, float32 on a CPU. Parameters and optimizer stay float32.
+    # Release: float32.
     compute_dtype: str = "auto"
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     generator: GeneratorSection = dataclasses.field(default_factory=GeneratorSection)

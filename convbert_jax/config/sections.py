@@ -84,9 +84,10 @@ class ObjectiveSection:
     # Release: where a position was drawn twice, the floor of the mean of both sampled ids, an
     # arbitrary token, is put in.
     average_duplicate_ids: bool = False
-    # of the chosen positions become [MASK]; ELECTRA and the release: 0.85
+    # Of the chosen positions so many become [MASK], so many a random token, the rest stays
+    # unchanged. ELECTRA and the release: 0.85 and 0; BERT: 0.8 and 0.1.
     mask_token_fraction: float = 0.85
-    random_token_fraction: float = 0.0  # BERT: 0.8 / 0.1; the rest stays unchanged
+    random_token_fraction: float = 0.0
     temperature: float = 1.0  # of the generator's samples
     disallow_correct: bool = False  # never sample the original token
     # Release: Gumbel noise for every vocabulary entry, with 1e-9 inside both logarithms. False: one
@@ -94,7 +95,9 @@ class ObjectiveSection:
     release_gumbel: bool = False
     generator_weight: float = 1.0
     discriminator_weight: float = 50.0
-    # Release: AUC counts every padding position as a correct answer; adds it as release_auc.
+    # Release: AUC counts every padding position as a correct answer, and the discriminator's loss
+    # is the mean over rows of each row's mean, however short; adds both, as release_auc and
+    # release_discriminator_loss.
     release_metrics: bool = False
 
 
@@ -168,6 +171,11 @@ class OptimizerSection:
     # Release: embedding tables are decayed; biases and layer norms never are
     decay_embeddings: bool = True
     clip_norm: float = 1.0  # global norm, before Adam; 0 is off
+    # Release: base ran on the 8 cores of a TPU v3-8. Each divides the losses of its part of the
+    # batch by the tokens and masked positions of that part and clips its own gradient; Adam gets
+    # the sum of the eight. Here the parts are run one after another. 1: the batch is one, as on the
+    # single GPU of small and medium-small.
+    release_replicas: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,11 +67,12 @@ def count_steps(task: FinetuneTask, config: Config, epochs: float) -> int:
 
 def learning_rates(config: Config, setting: Setting, steps: int) -> np.ndarray:
     """The rate of each step."""
-    warmup = int(config.finetune.warmup_fraction * steps)
-    section = dataclasses.replace(
-        config.optimizer, learning_rate=setting.learning_rate, warmup_steps=warmup
-    )
-    return np.asarray(make_schedule(section, steps)(np.arange(steps)))
+    warmup = config.finetune.warmup_fraction * steps
+    if not config.finetune.release_warmup:
+        warmup = int(warmup)
+    section = dataclasses.replace(config.optimizer, learning_rate=setting.learning_rate)
+    schedule = make_schedule(section, steps, warmup_steps=warmup)
+    return np.asarray(schedule(np.arange(steps)))
 
 
 def fit(

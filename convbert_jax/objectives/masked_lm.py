@@ -1,5 +1,5 @@
-"""Masked language modeling (BERT §3.1): predict the hidden tokens. Alone it is BERT pre-training,
-in `replaced_token` it is the generator's part."""
+"""Masked language modeling (BERT §3.1, task 1): predict the hidden tokens. Alone it is a recipe, in
+`replaced_token` it is the generator's part."""
 
 import jax
 import jax.numpy as jnp

@@ -103,6 +103,8 @@ def loss(
         # The release feeds padding to its AUC as label 0, probability 0.
         scores = jnp.where(real > 0, logits, -jnp.inf)
         result["release_auc"] = rank(metrics.Scores(scores, fake > 0, jnp.ones_like(real, bool)))
+        of_rows = (losses * real).sum(axis=1) / (real.sum(axis=1) + 1e-6)
+        result["release_discriminator_loss"] = metrics.mean(of_rows, real.any(axis=1))
     mlm_sum, mlm_weight = result["mlm_loss"]
     detection_sum, detection_weight = result["discriminator_loss"]
     value = o.generator_weight * mlm_sum / (mlm_weight + 1e-6)

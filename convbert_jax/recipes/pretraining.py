@@ -69,7 +69,12 @@ def pretrain(config: Config, folder: pathlib.Path, given: Collection[str] = ()) 
     """
     found = devices.find_devices(config)
     mesh = sharding.make_mesh(config.mesh, found)
-    sharding.check_batch_size(config.train.batch_size, config.train.accumulation, mesh)
+    sharding.check_batch_size(
+        config.train.batch_size,
+        config.train.accumulation,
+        mesh,
+        replicas=config.optimizer.release_replicas,
+    )
     compilation.enable_compile_cache(config.train.compile_cache)
     config, source = read_start(config, folder, given)
     writer = jax.process_index() == 0

@@ -93,7 +93,9 @@ def train(
       OutOfMemoryError: the device is too small.
     """
     t = config.train
-    sharding.check_batch_size(t.batch_size, t.accumulation, mesh)
+    sharding.check_batch_size(
+        t.batch_size, t.accumulation, mesh, replicas=config.optimizer.release_replicas
+    )
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(batches))
         stack.enter_context(jax.set_mesh(mesh))
@@ -136,6 +138,8 @@ class _Run:
             optimizer_lib.make_schedule(config.optimizer, t.steps),
             seed=config.seed,
             accumulation=t.accumulation,
+            replicas=config.optimizer.release_replicas,
+            clip_norm=config.optimizer.clip_norm,
             mesh=mesh,
             shardings=shardings,
         )

@@ -39,9 +39,9 @@ def make_direction(section: OptimizerSection) -> optax.GradientTransformation:
 
 def _direction(section: OptimizerSection) -> list[optax.GradientTransformation]:
     adam = optax.scale_by_adam if section.bias_correction else scale_by_uncorrected_adam
-    clip = optax.clip_by_global_norm(section.clip_norm) if section.clip_norm else optax.identity()
+    clips = section.clip_norm and section.release_replicas == 1  # replicas clip before their sum
     return [
-        clip,
+        optax.clip_by_global_norm(section.clip_norm) if clips else optax.identity(),
         adam(b1=section.beta1, b2=section.beta2, eps=section.epsilon),
         optax.add_decayed_weights(
             section.weight_decay, mask=lambda params: decay_mask(params, section.decay_embeddings)
@@ -84,14 +84,19 @@ def layer_multipliers(params, decay: float):
     return jax.tree_util.tree_map_with_path(multiplier, params)
 
 
-def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
+def make_schedule(
+    section: OptimizerSection, steps: int, *, warmup_steps: float | None = None
+) -> optax.Schedule:
     """Learning rate by step.
 
     Linear warm-up from 0, times a linear decay from 1 to `decay_to`, which is reached after the
     last step. The decay begins when the warm-up ends, or at step 0 with `decay_during_warmup`:
     peak * (1 - step / steps) * min(1, step / warmup_steps) in the release.
+
+    Args:
+      warmup_steps: instead of the section's; not a whole number in the release's fine-tuning.
     """
-    warmup = section.warmup_steps
+    warmup = section.warmup_steps if warmup_steps is None else warmup_steps
     start = 0 if section.decay_during_warmup else warmup
 
     def schedule(step):

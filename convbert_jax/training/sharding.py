@@ -82,21 +82,25 @@ def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None)
     )
 
 
-def check_batch_size(batch_size: int, accumulation: int, mesh: Mesh) -> None:
+def check_batch_size(batch_size: int, accumulation: int, mesh: Mesh, *, replicas: int = 1) -> None:
     """Refuses a batch that does not split evenly.
+
+    Args:
+      replicas: parts of the batch that are batches of their own, as `make_train_step` has it.
 
     Raises:
       ShardingError: with the nearest batch sizes that work.
     """
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    unit = shards * accumulation
+    unit = shards * accumulation * replicas
     if batch_size % unit:
         below, above = batch_size // unit * unit, -(-batch_size // unit) * unit
         choices = f"{below} or {above}" if below else f"{above}"
         raise ShardingError(
             f"config.train.batch_size={batch_size} does not split into {shards} device shards "
-            f"(data x fsdp) times config.train.accumulation={accumulation}; the nearest that "
-            f"does: {choices}."
+            f"(data x fsdp) times config.train.accumulation={accumulation}"
+            + (f" times config.optimizer.release_replicas={replicas}" if replicas > 1 else "")
+            + f"; the nearest that does: {choices}."
         )
 
 

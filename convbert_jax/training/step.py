@@ -18,7 +18,7 @@ class Vitals(NamedTuple):
     """What the host looks at after every step, in one small transfer; float32 scalars."""
 
     loss: jax.Array
-    grad_norm: jax.Array  # global, before clipping
+    grad_norm: jax.Array  # global, before clipping; of replicas, the mean of theirs
     learning_rate: jax.Array
 
 
@@ -33,6 +33,8 @@ def make_train_step(
     *,
     seed: int,
     accumulation: int,
+    replicas: int = 1,
+    clip_norm: float = 0.0,
     mesh: Mesh,
     shardings: TrainState,
 ) -> TrainStep:
@@ -41,21 +43,32 @@ def make_train_step(
     With `accumulation` > 1 the batch is cut into as many microbatches, run one after another: the
     gradient is the mean of theirs, metrics add up, and each draws its own randomness.
 
+    With `replicas` > 1 the batch is cut into as many parts before that, each a batch of its own:
+    its loss is divided by its own tokens and its gradient clipped at the norm `clip_norm` (0: not).
+    The optimizer, which must not clip again, gets the sum: the release's run on a TPU.
+
     Args:
       shardings: of the state, as from `sharding.tree_shardings`.
     """
     replicated = sharding_lib.replicated(mesh)
-    gradient = jax.value_and_grad(task.loss, has_aux=True)
+    value_and_grad = jax.value_and_grad(task.loss, has_aux=True)
+
+    def gradient(params, batch, key):
+        if accumulation > 1:
+            return _accumulate(value_and_grad, params, batch, key, accumulation, mesh)
+        (loss, metrics), gradients = value_and_grad(params, batch, key)
+        return loss, metrics, gradients
 
     def train_step(state: TrainState, batch: Batch):
         key = state_lib.step_key(seed, state.step, "loss")
-        if accumulation == 1:
-            (loss, metrics), gradients = gradient(state.params, batch, key)
-        else:
-            loss, metrics, gradients = _accumulate(
-                gradient, state.params, batch, key, accumulation, mesh
+        if replicas > 1:
+            loss, metrics, gradients, norm = _sum_of_replicas(
+                gradient, state.params, batch, key, replicas, clip_norm, mesh
             )
-        vitals = Vitals(loss, optax.tree.norm(gradients), schedule(state.step))
+        else:
+            loss, metrics, gradients = gradient(state.params, batch, key)
+            norm = optax.tree.norm(gradients)
+        vitals = Vitals(loss, norm, schedule(state.step))
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state), metrics, vitals
@@ -84,21 +97,44 @@ def add_metrics(first: Metrics, second: Metrics) -> Metrics:
     return jax.tree.map(jnp.add, first, second)
 
 
-def _accumulate(gradient, params, batch, key, accumulation: int, mesh: Mesh):
-    # Microbatch i takes rows i, i + A, i + 2A, ...: every device cuts its own rows, none moves.
-    spec = NamedSharding(mesh, PartitionSpec(None, sharding_lib.BATCH_AXES))
-
-    def cut(rows):
-        rows = rows.reshape(rows.shape[0] // accumulation, accumulation, *rows.shape[1:])
-        return jax.lax.with_sharding_constraint(rows.swapaxes(0, 1), spec)
-
+def _accumulate(value_and_grad, params, batch, key, accumulation: int, mesh: Mesh):
     def add(total, microbatch):
         rows, index = microbatch
-        (loss, metrics), gradients = gradient(params, rows, jax.random.fold_in(key, index))
+        (loss, metrics), gradients = value_and_grad(params, rows, jax.random.fold_in(key, index))
         return jax.tree.map(jnp.add, total, gradients), (loss, metrics)
 
     zeros = jax.tree.map(jnp.zeros_like, params)
-    microbatches = (jax.tree.map(cut, batch), jnp.arange(accumulation))
-    gradients, (losses, metrics) = jax.lax.scan(add, zeros, microbatches)
+    gradients, (losses, metrics) = jax.lax.scan(add, zeros, _cut(batch, accumulation, mesh))
     gradients = jax.tree.map(lambda g: g / accumulation, gradients)
-    return losses.mean(), jax.tree.map(lambda m: m.sum(0), metrics), gradients
+    return losses.mean(), _add_up(metrics), gradients
+
+
+def _sum_of_replicas(gradient, params, batch, key, replicas: int, clip_norm: float, mesh: Mesh):
+    def add(total, replica):
+        rows, index = replica
+        loss, metrics, gradients = gradient(params, rows, jax.random.fold_in(key, index))
+        norm = optax.tree.norm(gradients)
+        scale = jnp.minimum(1.0, clip_norm / norm) if clip_norm else 1.0
+        total = jax.tree.map(lambda t, g: t + scale * g, total, gradients)
+        return total, (loss, metrics, norm)
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    parts = _cut(batch, replicas, mesh)
+    gradients, (losses, metrics, norms) = jax.lax.scan(add, zeros, parts)
+    return losses.mean(), _add_up(metrics), gradients, norms.mean()
+
+
+def _cut(batch: Batch, parts: int, mesh: Mesh):
+    """(rows of each part, its number), for a scan."""
+    # Part i takes rows i, i + parts, i + 2 parts, ...: every device cuts its own rows, none moves.
+    spec = NamedSharding(mesh, PartitionSpec(None, sharding_lib.BATCH_AXES))
+
+    def cut(rows):
+        rows = rows.reshape(rows.shape[0] // parts, parts, *rows.shape[1:])
+        return jax.lax.with_sharding_constraint(rows.swapaxes(0, 1), spec)
+
+    return jax.tree.map(cut, batch), jnp.arange(parts)
+
+
+def _add_up(metrics):
+    return jax.tree.map(lambda m: m.sum(0), metrics)

@@ -155,13 +155,15 @@ def test_run_resume_and_refuse(tmp_path, text_source):
     "extra",
     [
         ("--config=configs/tiny.py:paper",),
-        (TINY, "--config.recipe=masked_lm", "--config.model.mixer=attention"),
+        ("--config=configs/tiny.py:bert",),
+        (TINY, "--config.recipe=masked_lm", "--config.model.mixer=bottleneck"),
+        ("--config=configs/tiny.py:paper", "--config.optimizer.release_replicas=8"),
         (TINY, "--config.generator.kind=uniform"),
         (TINY, "--config.generator.kind=shared"),
         (TINY, "--config.generator.tie_embeddings=no", "--config.objective.disallow_correct=yes"),
         (TINY, "--config.compute_dtype=bfloat16", "--config.train.accumulation=2"),
     ],
-    ids=["paper", "bert", "uniform", "shared", "untied", "bfloat16"],
+    ids=["paper", "bert", "bottleneck", "replicas", "uniform", "shared", "untied", "bfloat16"],
 )
 @pytest.mark.slow
 def test_every_kind_of_run(tmp_path, text_source, extra):

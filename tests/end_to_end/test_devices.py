@@ -123,6 +123,11 @@ def test_release_auc_counts_padding_as_found():
     expected = roc_auc_score(fake[real], probabilities[real])
     assert values["discriminator_auc"] == pytest.approx(expected, abs=1e-6)
     assert values["release_auc"] > values["discriminator_auc"]
+    losses = np.logaddexp(0, scores.values) - scores.positive * scores.values
+    of_rows = np.average(losses, axis=1, weights=scores.counted)
+    assert values["release_discriminator_loss"] == pytest.approx(of_rows.mean(), rel=1e-5)
+    over_all = np.average(losses, weights=scores.counted)
+    assert values["discriminator_loss"] == pytest.approx(over_all, rel=1e-5)
 
 
 def test_masked_lm_recipe():

@@ -1,5 +1,6 @@
 """The sharded pre-training step goes through the TPU compiler, on a machine without a TPU."""
 
+import dataclasses
 import functools
 import importlib.util
 
@@ -37,14 +38,15 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(
-    ("chip", "batch", "length", "heads", "width"),
+    ("chip", "batch", "length", "heads", "width", "compute"),
     [
-        *((chip, *SHAPES[1]) for chip in CHIPS if chip != "v5e:2x2"),
-        *(("v5e:2x2", *shape) for shape in SHAPES),
+        *((chip, *SHAPES[1], "bfloat16") for chip in CHIPS if chip != "v5e:2x2"),
+        *(("v5e:2x2", *shape, "bfloat16") for shape in SHAPES),
+        *(("v5e:2x2", *shape, "float32") for shape in SHAPES[:4]),  # the paper variants
     ],
 )
 @pytest.mark.parametrize("packed", [True, False])
-def test_kernels_compile(chip, batch, length, heads, width, packed):
+def test_kernels_compile(chip, batch, length, heads, width, compute, packed):
     """Forward and backward of each op are Mosaic kernels in the program, under `auto` too."""
     from jax.experimental import topologies
 
@@ -57,7 +59,7 @@ def test_kernels_compile(chip, batch, length, heads, width, packed):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     place = jax.NamedSharding(mesh, jax.P())
 
-    def shape(*sizes, dtype=jnp.bfloat16):
+    def shape(*sizes, dtype=compute):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
 
     ids = shape(batch, length, dtype=jnp.int32)
@@ -88,11 +90,15 @@ def test_kernels_compile(chip, batch, length, heads, width, packed):
         assert text.count('custom_call_target="tpu_custom_call"') == 2, name
 
 
-def test_step_compiles_for_four_chips_of_v5e():
+@pytest.mark.parametrize("paper", [False, True], ids=["default", "paper"])
+def test_step_compiles_for_four_chips_of_v5e(paper):
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
     config = small_config()
+    if paper:
+        once = dataclasses.replace(config.optimizer, release_replicas=2)
+        config = dataclasses.replace(config, compute_dtype="float32", optimizer=once)
     special = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
     task = recipes.build_task(config, special, topology.devices[0])
     assert task.peak_flops_per_device == pytest.approx(197e12)
@@ -109,7 +115,9 @@ def test_step_compiles_for_four_chips_of_v5e():
         transformation,
         optimizer.make_schedule(config.optimizer, config.train.steps),
         seed=0,
-        accumulation=2,
+        accumulation=1 if paper else 2,
+        replicas=config.optimizer.release_replicas,
+        clip_norm=config.optimizer.clip_norm,
         mesh=mesh,
         shardings=shardings,
     )
@@ -122,6 +130,6 @@ def test_step_compiles_for_four_chips_of_v5e():
     with jax.set_mesh(mesh):
         compiled = train_step.lower(abstract, batch).compile()
     text = compiled.as_text()
-    assert "bf16" in text  # compute dtype of an accelerator
+    assert ("bf16" in text) != paper  # compute dtype of an accelerator
     assert "tpu_custom_call" in text  # on a mesh too, the convolution is ours
     assert compiled.memory_analysis().temp_size_in_bytes < 16e9

@@ -143,6 +143,15 @@ def test_rates_warm_up_and_decay(make_config):
     assert paper.max() == pytest.approx(0.9)
 
 
+def test_the_release_warms_up_over_a_fraction_of_the_steps(make_config):
+    """steps * 0.1 stays a fraction there (create_optimizer of model/optimization.py)."""
+    fields = {"finetune__release_warmup": True, "optimizer__decay_during_warmup": True}
+    found = fitting.learning_rates(make_config(**fields), Setting(1.0, 1.0), 257)
+    steps = np.arange(257)
+    np.testing.assert_allclose(found, (1 - steps / 257) * np.minimum(1, steps / 25.7), atol=1e-6)
+    assert found[25] < 1 - 25 / 257  # a whole number of steps would be done here
+
+
 @pytest.mark.slow
 def test_eight_devices_train_what_one_trains(toy, make_config, make_task):
     """The rows of a batch are divided, parameters are copied; alone and together."""

@@ -16,9 +16,9 @@ from convbert_jax.training.sharding import ShardingError
 from tests.training.tiny_run import FEATURES, make_config, make_rows, mlp_task
 
 
-def start(mesh, task, accumulation: int = 1):
-    """Compiled step and state of a task on a mesh."""
-    section = make_config().optimizer
+def start(mesh, task, accumulation: int = 1, **changes):
+    """Compiled step and state of a task on a mesh; `changes` are of the optimizer's section."""
+    section = dataclasses.replace(make_config().optimizer, **changes)
     optimizer = optimizer_lib.make_optimizer(section, 100)
     abstract = jax.eval_shape(
         lambda key: state.create(task.init(key), optimizer), jax.random.key(0)
@@ -30,6 +30,8 @@ def start(mesh, task, accumulation: int = 1):
         optimizer_lib.make_schedule(section, 100),
         seed=0,
         accumulation=accumulation,
+        replicas=section.release_replicas,
+        clip_norm=section.clip_norm,
         mesh=mesh,
         shardings=shardings,
     )
@@ -38,8 +40,8 @@ def start(mesh, task, accumulation: int = 1):
         return train_step, init(jax.random.key(1))
 
 
-def train_three(mesh, task, accumulation: int = 1):
-    train_step, train_state = start(mesh, task, accumulation)
+def train_three(mesh, task, accumulation: int = 1, **changes):
+    train_step, train_state = start(mesh, task, accumulation, **changes)
     place = sharding.batch_sharding(mesh)
     reports = []
     with jax.set_mesh(mesh):
@@ -83,6 +85,53 @@ def test_eight_devices_do_what_one_does(mesh, accumulation):
 
 def test_accumulation_is_the_whole_batch():
     assert_close(on_one_device(1), on_one_device(2))
+
+
+def weighted_task():
+    """A loss that is divided by the weight of its rows, which differs from part to part."""
+    task = mlp_task()
+
+    def loss(params, batch, key):
+        weight = 0.1 + jnp.square(batch["x"][:, 0])
+        _, sums = task.loss(params, batch | {"weight": weight}, key)
+        total, count = sums["error"]
+        return 3 * total / count, sums
+
+    return dataclasses.replace(task, loss=loss)
+
+
+def test_replicas_normalize_and_clip_alone_as_in_the_release():
+    """The sum of eight gradients, each of a mean of its own and clipped, goes to Adam."""
+    task, clip = weighted_task(), 6.0
+    fields = {"release_replicas": 8, "clip_norm": clip, "bias_correction": False}
+    mesh = sharding.make_mesh(ONE, jax.devices()[:1])
+    train_step, first = start(mesh, task, **fields)
+    params, rows = jax.device_get(first.params), make_rows(0, FEATURES)
+    losses, norms, total = [], [], jax.tree.map(np.zeros_like, params)
+    for replica in range(8):
+        part = {name: value[replica::8] for name, value in rows.items()}
+        (loss, _), gradients = jax.value_and_grad(task.loss, has_aux=True)(params, part, None)
+        norm = float(np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(gradients))))
+        scale = clip * min(1 / norm, 1 / clip)  # tf.clip_by_global_norm
+        total = jax.tree.map(lambda t, g, scale=scale: t + scale * g, total, gradients)
+        losses.append(float(loss))
+        norms.append(norm)
+    assert min(norms) < clip < max(norms)
+    with jax.set_mesh(mesh):
+        batch = sharding.put_batch(rows, sharding.batch_sharding(mesh))
+        after, _, vitals = train_step(first, batch)
+    moments = jax.device_get(after.opt_state[1].mu)
+    jax.tree.map(lambda m, t: np.testing.assert_allclose(m, 0.1 * t, atol=1e-6), moments, total)
+    assert vitals.loss == pytest.approx(np.mean(losses), rel=1e-5)
+    assert vitals.grad_norm == pytest.approx(np.mean(norms), rel=1e-5)
+
+
+def test_replicas_are_the_same_on_eight_devices_and_in_microbatches():
+    fields = {"release_replicas": 2, "clip_norm": 0.1}
+    one = train_three(sharding.make_mesh(ONE, jax.devices()[:1]), mlp_task(), **fields)
+    assert_close(one, train_three(sharding.make_mesh(MeshSection()), mlp_task(), **fields))
+    cut = train_three(sharding.make_mesh(ONE, jax.devices()[:1]), mlp_task(), 4, **fields)
+    assert_close(one, cut)
 
 
 def test_microbatches_draw_different_randomness():
@@ -190,6 +239,8 @@ def test_batches_that_do_not_split_name_the_nearest():
         sharding.check_batch_size(40, 2, mesh)
     with pytest.raises(ShardingError, match=r"the nearest that does: 8\."):
         sharding.check_batch_size(3, 1, mesh)
+    with pytest.raises(ShardingError, match=r"release_replicas=8; the nearest that does: 256\."):
+        sharding.check_batch_size(130, 2, mesh, replicas=8)
 
 
 def test_keys_differ_by_step_and_name():
