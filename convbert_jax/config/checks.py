@@ -181,7 +181,7 @@ def _check_training(config: Config) -> None:
         t.batch_size % parts == 0,
         f"config.train.batch_size={t.batch_size} is not divisible by "
         f"config.optimizer.release_replicas={o.release_replicas} times "
-        f"config.train.accumulation={t.accumulation}.",
+        f"config.train.accumulation={t.accumulation}; use a multiple of {parts}, or 1 replica.",
     )
     rules.check(
         o.release_replicas == 1 or config.recipe != "finetune",

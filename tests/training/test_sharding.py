@@ -239,7 +239,7 @@ def test_batches_that_do_not_split_name_the_nearest():
         sharding.check_batch_size(40, 2, mesh)
     with pytest.raises(ShardingError, match=r"the nearest that does: 8\."):
         sharding.check_batch_size(3, 1, mesh)
-    with pytest.raises(ShardingError, match=r"release_replicas=8; the nearest that does: 256\."):
+    with pytest.raises(ShardingError, match=r"release_replicas=8; .*: 128 or 256\."):
         sharding.check_batch_size(130, 2, mesh, replicas=8)
 
 
