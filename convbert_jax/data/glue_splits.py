@@ -6,9 +6,8 @@ in train and dev, MRPC with a byte order mark, other columns in test than in tra
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from absl import logging
 
@@ -149,7 +148,7 @@ def read_tfds(place: tuple[Path, str], task: GlueTask, split: str) -> list[Examp
             f"glue/{task.tfds}?"
         )
     examples = []
-    for row in sorted(_all_rows(rows), key=lambda row: int(row["idx"])):
+    for row in sorted(indexed_rows.all_rows(rows, str(folder)), key=lambda row: int(row["idx"])):
         texts = tuple(row[text].decode().strip() for text in task.tfds_texts)
         label: int | float | None = None
         if not split.startswith("test"):
@@ -158,8 +157,3 @@ def read_tfds(place: tuple[Path, str], task: GlueTask, split: str) -> list[Examp
         examples.append(Example(str(int(row["idx"])), texts, label))
     _warn_empty(examples, folder)
     return examples
-
-
-def _all_rows(rows, at_once: int = 1_024) -> Iterator[dict[str, Any]]:
-    for start in range(0, len(rows), at_once):
-        yield from rows.__getitems__(list(range(start, min(start + at_once, len(rows)))))

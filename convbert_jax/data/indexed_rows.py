@@ -8,12 +8,12 @@ import functools
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from convbert_jax.config import DataSection
 from convbert_jax.data.documents import clean, decode, unit_bytes
-from convbert_jax.data.errors import DataError
+from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.text_files import fingerprint_files
 
 ROWS_AT_ONCE = 128
@@ -42,7 +42,7 @@ class IndexedRows:
         rows = OPEN_ROWS[self.opener](*self.arguments)
         for start in range(unit.start, unit.stop, ROWS_AT_ONCE):
             indices = range(start, min(start + ROWS_AT_ONCE, unit.stop))
-            for index, row in zip(indices, rows.__getitems__(list(indices)), strict=True):
+            for index, row in zip(indices, rows_at(rows, indices, self.name), strict=True):
                 text = row[self.text_field]
                 if isinstance(text, bytes):
                     try:
@@ -105,7 +105,8 @@ def _indexed(name, fingerprint, opener, arguments, rows, section: DataSection) -
     count, field = len(rows), section.text_field
     if not count:
         raise DataError(f"{name} has no rows in split '{section.split}'; check config.data.split.")
-    sample = rows.__getitems__(sorted({i * count // SAMPLED_ROWS for i in range(SAMPLED_ROWS)}))
+    sampled = sorted({i * count // SAMPLED_ROWS for i in range(SAMPLED_ROWS)})
+    sample = rows_at(rows, sampled, name)
     if field not in sample[0] or not isinstance(sample[0][field], str | bytes):
         raise DataError(
             f"{name} has no text in '{field}' (it has: {', '.join(sample[0])}); set "
@@ -145,12 +146,32 @@ def _prepared(tfds, name: str):
         raise DataError(f"tfds:{name} needs a missing package ({error}); {elsewhere}.") from None
     # Builders fail in their own ways: network, checksums, a TensorFlow call without TensorFlow.
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"tfds:{name} could not be prepared here ({type(error).__name__}: {reason}); "
-            f"{elsewhere}."
+            f"tfds:{name} could not be prepared here ({_reason(error)}); {elsewhere}."
         ) from error
     return builder
+
+
+def rows_at(rows, indices: Sequence[int], name: str) -> list[dict]:
+    """The rows at `indices` of a data set of either kind. Raises DataError if it is damaged."""
+    try:
+        return rows.__getitems__(list(indices))
+    # The readers of both kinds raise what theirs raise: damaged records, types, missing files.
+    except Exception as error:
+        raise DataError(
+            f"{name} is damaged in rows {min(indices)} to {max(indices)} ({_reason(error)}); "
+            "prepare it again."
+        ) from None
+
+
+def all_rows(rows, name: str, at_once: int = 1_024) -> Iterator[dict]:
+    """Every row of a data set, see `rows_at`."""
+    for start in range(0, len(rows), at_once):
+        yield from rows_at(rows, range(start, min(start + at_once, len(rows))), name)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
 
 
 def _tfds_rows(directory: str, split: str):
@@ -162,11 +183,24 @@ def open_prepared(directory: str, split: str):
     """Rows and features of a split of a folder that TFDS prepared as array_record.
 
     Raises:
-      DataError: another file format, or no such split.
+      DataError: another file format, no such split, or damaged files.
     """
     import tensorflow_datasets as tfds
 
-    builder = tfds.builder_from_directory(directory)
+    try:
+        builder = tfds.builder_from_directory(directory)
+        splits = list(builder.info.splits)
+    # Its JSON files are read by several parsers, each with errors of its own.
+    except Exception as error:
+        raise DataError(
+            f"{directory} is damaged: it cannot be read as a prepared data set "
+            f"({_reason(error)}); prepare it again."
+        ) from None
+    named = {part.split("[")[0].strip() for part in split.split("+")}
+    if not named <= {*splits, "all"}:
+        raise DataError(
+            f"{directory} has no split '{split}' (it has: {', '.join(splits)}); name one of these."
+        )
     try:
         return builder.as_data_source(split=split), builder.info.features
     except NotImplementedError:
@@ -174,10 +208,10 @@ def open_prepared(directory: str, split: str):
             f"{directory} was not prepared as array_record; run tfds build {builder.name} "
             "--file_format=array_record and name its folder."
         ) from None
-    except (ValueError, KeyError):
+    except Exception as error:
         raise DataError(
-            f"{directory} has no split '{split}' (it has: {', '.join(builder.info.splits)}); name "
-            "one of these."
+            f"Split '{split}' of {directory} cannot be opened ({_reason(error)}); check "
+            "config.data.split, or prepare it again."
         ) from None
 
 
@@ -191,9 +225,8 @@ def _datasets_rows(name: str, split: str):
         return datasets.load_dataset("/".join(parts), configuration, split=split)
     # The package raises errors of its own, of the hub's client and of the file system.
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"datasets:{name} could not be loaded ({type(error).__name__}: {reason}); check the "
+            f"datasets:{name} could not be loaded ({_reason(error)}); check the "
             "name, config.data.split and the network."
         ) from error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from convbert_jax.config import DataSection
 from convbert_jax.data.documents import clean, decode, unit_bytes
-from convbert_jax.data.errors import DataError
+from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.text_files import find_files, fingerprint_files
 
 ROWS_AT_ONCE = 128
@@ -48,12 +48,20 @@ class ParquetFiles:
         import pyarrow
         from pyarrow import parquet
 
-        # Without pre_buffer and with small batches a row group is streamed, not held.
-        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
-            for batch in file.iter_batches(
-                ROWS_AT_ONCE, row_groups=[group], columns=[self.text_field], use_threads=False
-            ):
-                yield from batch.column(0).cast(pyarrow.large_binary()).to_pylist()
+        try:
+            # Without pre_buffer and with small batches a row group is streamed, not held.
+            with parquet.ParquetFile(
+                path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True
+            ) as file:
+                for batch in file.iter_batches(
+                    ROWS_AT_ONCE, row_groups=[group], columns=[self.text_field], use_threads=False
+                ):
+                    yield from batch.column(0).cast(pyarrow.large_binary()).to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            reason = shorten(" ".join(str(error).split()))
+            raise DataError(
+                f"{path} is damaged in row group {group} ({reason}); fetch it again."
+            ) from None
 
 
 def open_parquet(rest: str, section: DataSection) -> ParquetFiles:

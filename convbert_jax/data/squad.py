@@ -13,7 +13,7 @@ from typing import Any
 from absl import logging
 
 from convbert_jax.data.errors import DataError, shorten
-from convbert_jax.data.indexed_rows import open_prepared
+from convbert_jax.data.indexed_rows import all_rows, open_prepared
 from convbert_jax.data.text_formats import open_bytes
 from convbert_jax.files import parse_json
 
@@ -221,7 +221,7 @@ def _from_tfds(directory: str, split: str) -> list[Question]:
         )
     rows, _ = open_prepared(directory, split)
     try:
-        return [_from_row(row) for row in rows]
+        return [_from_row(row) for row in all_rows(rows, directory)]
     except KeyError as error:
         raise DataError(
             f"{directory} has no field {error}; name a prepared squad or squad_v2."

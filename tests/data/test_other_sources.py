@@ -1,6 +1,8 @@
 """Sources besides text files: docstrings, parquet, the hub, TFDS and `datasets`."""
 
 import pickle
+import random
+import shutil
 import sys
 import types
 from collections import Counter
@@ -10,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from convbert_jax.config import DataSection
-from convbert_jax.data import docstrings
+from convbert_jax.data import docstrings, indexed_rows
 from convbert_jax.data import documents as documents_module
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.sources import open_source
@@ -178,6 +180,31 @@ def test_tfds_faults_are_named(tfds_folder, tmp_path):
         open_source(DataSection(), f"tfds:{tmp_path}")
     with pytest.raises(DataError, match="knows no 'no_such_data_set'"):
         open_source(DataSection(), "tfds:no_such_data_set")
+
+
+@pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "array_record", "parquet"])
+def test_damaged_data_sets_are_one_sentence(name, tfds_folder, documents, tmp_path):
+    if name == "parquet":
+        path = tmp_path / "a.parquet"
+        write_parquet(path, documents)
+        spec = f"parquet:{path}"
+    else:
+        folder = shutil.copytree(tfds_folder, tmp_path / "1.0.0")
+        (path,) = folder.glob(f"*train*{name}*") if name == "array_record" else [folder / name]
+        spec = f"tfds:{folder}"
+    content, rng, refused = path.read_bytes(), random.Random(0), 0
+    damages = [b"", b"[]", b"null", b"\xff", b"[" * 50_000]
+    damages += [content[: rng.randrange(len(content))] for _ in range(4)]
+    for place in (rng.randrange(len(content)) for _ in range(20)):
+        damages.append(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+    for damaged in damages:
+        path.write_bytes(damaged)
+        indexed_rows.open_prepared.cache_clear()
+        try:
+            read(open_source(DataSection(), spec))
+        except DataError as error:
+            refused += "\n" not in str(error)
+    assert refused >= 9
 
 
 def test_tfds_name_that_needs_tensorflow(monkeypatch):
