@@ -57,10 +57,8 @@ def predict(
             return prediction_stream.predict_stream(
                 group(rows), predictor.answer, lines, reads, name
             )
-        except BrokenPipeError:  # whoever read standard output has enough, as `head -1` has
-            if output != _PIPE:
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # whoever reads the output has enough, as `head -1` has
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # for what is buffered
             return 0
 
 
@@ -71,6 +69,8 @@ def _open_input(source: str) -> tuple[str, Source, str, bool]:
       ConfigError: there is nothing to read.
     """
     if source == _PIPE:
+        if sys.stdin is None:
+            raise ConfigError("standard input is closed; name a file with --input=FILE.")
         # a file object of our own: a thread may wait in it for ever when the process ends
         return "standard input", Stream("standard input", open(0, "rb", closefd=False)), "", True
     name, key = source, ""
@@ -90,9 +90,11 @@ def _open_input(source: str) -> tuple[str, Source, str, bool]:
 
 def _check_output(output: str) -> None:
     if output == _PIPE:
+        if sys.stdout is None:
+            raise ConfigError("standard output is closed; name a file with --output=FILE.")
         return
     path = Path(output).expanduser()
-    if path.exists():
+    if path.exists() and not _is_special(path):
         raise ConfigError(f"--output={output} exists; remove it or name another.")
     if not path.parent.is_dir():
         raise ConfigError(f"--output={output}: there is no folder {path.parent}.")
@@ -100,18 +102,27 @@ def _check_output(output: str) -> None:
 
 @contextlib.contextmanager
 def _open_output(output: str) -> Iterator[IO[bytes]]:
-    if output == _PIPE:
-        yield sys.stdout.buffer
-        return
+    path = Path(output).expanduser()
     try:
-        with replacing(Path(output).expanduser()) as file:
-            if not output.endswith(".gz"):
+        if output == _PIPE:
+            yield sys.stdout.buffer
+        elif _is_special(path):
+            with open(path, "wb") as file:
                 yield file
-                return
-            with gzip.GzipFile(fileobj=file, mode="wb") as packed:
-                yield packed
+        else:
+            with replacing(path) as file:
+                if not output.endswith(".gz"):
+                    yield file
+                    return
+                with gzip.GzipFile(fileobj=file, mode="wb") as packed:
+                    yield packed
     except OSError as error:
         raise ConfigError(f"--output={output} cannot be written: {error.strerror}.") from None
+
+
+def _is_special(path: Path) -> bool:
+    """A named pipe or a device, which is written as it is."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _ending(output: str) -> str:

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from convbert_jax.config import ConfigError, OutputsSection, UserError
 from convbert_jax.data.errors import DataError
 from convbert_jax.finetuning import prediction_stream, run
 from convbert_jax.finetuning.prediction import choose_batch_size
+from convbert_jax.interop import certificate, conversion
 from convbert_jax.interop.matching import replace
 from convbert_jax.models.finetuned import FinetunedModel
 from convbert_jax.models.pretraining import build
@@ -197,6 +199,72 @@ def test_text_is_not_taken_for_json(predict, caplog):
     assert caplog.text.count("begins with { and is no JSON object with texts") == 1
 
 
+# --- Folders for others ---
+
+
+@pytest.fixture(scope="module")
+def exported(models, tmp_path_factory):
+    """Name -> the folder that the model was exported to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certificate, "pytorch_is_there", lambda: False)
+        folder = tmp_path_factory.mktemp("exported")
+        return {
+            name: conversion.export(models[name], output=folder / name)
+            for name in ("one", "pair", "number", "tags", "answers")
+        }
+
+
+@pytest.mark.parametrize("name", ["one", "pair", "number", "tags", "answers"])
+def test_an_exported_folder_predicts_as_its_run(predict, models, exported, monkeypatch, name):
+    """From a table with the columns of training, and from plain lines."""
+    names = MODELS[name].columns
+    table = as_table(",", [PAIRS[n][: len(names)] for n in range(3)], names)
+    lines = "\n".join("\t".join(pair[: len(names)]) for pair in PAIRS)
+    expected = predict(name, table, "a.csv"), predict(name, lines)
+    monkeypatch.setitem(models, name, exported[name])
+    for wanted, found in zip(
+        expected, (predict(name, table, "a.csv"), predict(name, lines)), strict=True
+    ):
+        assert [line.keys() for line in found] == [line.keys() for line in wanted]
+        for ours, theirs in zip(wanted, found, strict=True):
+            numbers = {"number": "prediction"}.get(name, "probabilities")
+            assert theirs.pop(numbers) == pytest.approx(ours.pop(numbers), abs=2e-5)
+            assert theirs.pop("null_odds", 0.0) == pytest.approx(
+                ours.pop("null_odds", 0.0), abs=1e-4
+            )
+            assert theirs == ours
+
+
+def test_a_folder_that_does_not_say_what_it_reads(
+    predict, models, exported, monkeypatch, tmp_path, caplog
+):
+    """One text is assumed, with a warning that names the flag; the flag is right."""
+    lines = "\n".join("\t".join(pair) for pair in PAIRS)
+    expected = predict("pair", lines)
+    folder = tmp_path / "theirs"
+    shutil.copytree(exported["pair"], folder)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"convbert_jax": {}}))
+    monkeypatch.setitem(models, "pair", folder)
+    assert [len(line["texts"]) for line in predict("pair", lines)] == [1, 1, 1]
+    assert "taken as 1 of up to 128 tokens. If that is wrong, name as many columns" in caplog.text
+    assert "line 1 has a tab; this model reads one text a line" in caplog.text
+    with pytest.raises(DataError, match="2 texts in 'texts'; this model reads a text"):
+        predict("pair", '{"texts": ["the sun", "a moon"]}')
+    with pytest.raises(DataError, match=r"no column 'text' .*--texts="):
+        predict("pair", as_table(",", PAIRS, ("said", "meant")), "a.csv")
+    found = predict("pair", lines, texts=("first", "second"))
+    for ours, theirs in zip(expected, found, strict=True):
+        assert theirs["probabilities"] == pytest.approx(ours["probabilities"], abs=2e-5)
+    table = predict("pair", as_table(",", PAIRS, ("a", "b")), "a.csv", texts=("a", "b"))
+    assert [line["probabilities"] for line in table] == [line["probabilities"] for line in found]
+
+
+def test_as_many_columns_as_the_model_reads(predict):
+    with pytest.raises(ConfigError, match=r"names 1 columns, but .* reads 2 .* \(said, meant\)"):
+        predict("pair", "a\tb", texts=("said",))
+
+
 # --- Rows that cannot be predicted ---
 
 
@@ -369,6 +437,35 @@ def test_a_line_in_a_line_out(models, tmp_path):
     assert found["count"] == 5_004
     assert max(sizes) == prediction_stream.AT_ONCE
     assert len(sizes) < 40
+
+
+def test_whoever_reads_may_have_enough(models, tmp_path):
+    """As `head -1` has; no error, and nothing is waited for."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_text("the sun\n" * 20_000)
+    os.mkfifo(target)
+    counts = []
+    arguments = map(str, (models["one"], source, target))
+    worker = threading.Thread(
+        target=lambda: counts.append(prediction.predict(*arguments)), daemon=True
+    )
+    worker.start()
+    with open(target, "rb") as answers:
+        assert json.loads(answers.readline())["id"] == 0
+    worker.join(60)
+    assert counts == [0]
+
+
+def test_closed_or_full_is_a_sentence(models, tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    source.write_text("the sun\n")
+    model = str(models["one"])
+    with pytest.raises(ConfigError, match="/dev/full cannot be written: No space left"):
+        prediction.predict(model, str(source), "/dev/full")
+    for name, arguments in (("stdin", ("-", "/dev/null")), ("stdout", (str(source), "-"))):
+        monkeypatch.setattr(f"sys.{name}", None)
+        with pytest.raises(ConfigError, match="is closed; name a file"):
+            prediction.predict(model, *arguments)
 
 
 def test_a_fault_of_a_pipe_comes_after_its_rows():
