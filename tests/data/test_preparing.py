@@ -194,7 +194,8 @@ def test_full_disk_is_one_sentence_and_keeps_what_is_done(
 
 
 @pytest.mark.slow
-def test_memory_stays_bounded(config, change, documents, tmp_path):
+@pytest.mark.parametrize("shuffle_documents", [False, True])
+def test_memory_stays_bounded(config, change, documents, tmp_path, shuffle_documents):
     """Three documents of 50 MB, by two workers: every process stays below 400 MB."""
     block = " ".join(documents).replace("\n", " ") + " "
     for number in range(3):
@@ -202,7 +203,12 @@ def test_memory_stays_bounded(config, change, documents, tmp_path):
     source = f"text:{tmp_path}/corpus?.txt"
     config = change(
         config,
-        data={"source": source, "workers": 2, "format": "file"},
+        data={
+            "source": source,
+            "workers": 2,
+            "format": "file",
+            "shuffle_documents": shuffle_documents,
+        },
         tokenizer={"train_megabytes": 2},
     )
     script = tmp_path / "script.py"
