@@ -26,6 +26,7 @@ from convbert_jax.data.text_formats import (
     detect_format,
     open_bytes,
     read_lines,
+    refuse_other_kinds,
 )
 
 TABLES = ("csv", "tsv")
@@ -127,6 +128,8 @@ def open_text(rest: str, section: DataSection) -> TextFiles:
     """
     paths = find_files(rest)
     root = Path(os.path.commonpath([path.parent for path in paths]))
+    for path in paths:
+        refuse_other_kinds(path)
     kind = section.format
     if kind == "auto":
         kind = _table_kind(paths, rest) or detect_format(paths[0])

@@ -9,6 +9,15 @@ from convbert_jax.data.documents import LONGEST, bad_places
 from convbert_jax.data.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
+BEGINNINGS = {
+    b"PAR1": "parquet",
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"7z\xbc\xaf": "7z",
+}
 Lines = Iterator[tuple[int, bytes]]
 
 
@@ -70,6 +79,27 @@ def detect_format(path: Path) -> str:
         return "wikiextractor"
     blank = any(not line.strip() for line in head.split(b"\n"))
     return "blank_lines" if blank else "lines"
+
+
+def refuse_other_kinds(path: Path) -> None:
+    """Raises DataError for a file that begins as parquet or packed files do.
+
+    Decoded with replacements, as the advice for bad text goes, it would be a corpus of noise.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = file.read(8)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+    kind = next((kind for start, kind in BEGINNINGS.items() if head.startswith(start)), "")
+    if kind == "gzip" and path.suffix == ".gz":
+        return
+    if kind:
+        advice = {
+            "parquet": f"name it as parquet:{path}",
+            "gzip": "give it a name that ends in .gz",
+        }.get(kind, "unpack it")
+        raise DataError(f"{path} is a {kind} file and no text; {advice}.")
 
 
 def open_bytes(path: Path):

@@ -300,3 +300,19 @@ def test_deep_json_is_named(tmp_path):
     path.write_text('{"text": "one"}\n' + "[" * 100_000 + "\n")
     with pytest.raises(DataError, match=r"a\.jsonl has no JSON object at byte 16"):
         read(f"text:{path}")
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "advice"),
+    [
+        ("a.parquet", b"PAR1", "is a parquet file and no text; name it as parquet:"),
+        ("a.txt", gzip.compress(b"one"), "is a gzip file and no text; give it a name that ends in"),
+        ("a.zip", b"PK\x03\x04", "is a zip file and no text; unpack it"),
+        ("a.zst", b"\x28\xb5\x2f\xfd", "is a zstd file"),
+    ],
+)
+def test_files_that_are_no_text_are_refused(tmp_path, name, head, advice):
+    (tmp_path / "0.txt").write_text("one\n\ntwo\n")
+    (tmp_path / name).write_bytes(head + b"\x00\x01")
+    with pytest.raises(DataError, match=advice):
+        open_source(DataSection(encoding_errors="replace"), f"text:{tmp_path}")
