@@ -38,8 +38,8 @@ def ranked_pairs(scores: Scores) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """(pairs of a positive above a negative, ties counted half; all such pairs), within the batch.
 
     The Mann-Whitney statistic: their ratio is the area under the ROC curve of the batch, and the
-    ratio of sums over batches the mean of theirs by pairs. Exact but for float32 sums, up to 65,536
-    positions; of a larger batch the first rows that fit count. NaN if a counted score is NaN.
+    ratio of sums over (micro)batches the mean of theirs by pairs. Exact but for float32 sums, up to
+    65,536 positions; of more the first rows that fit count. NaN if a counted score is NaN.
     """
     rows = max(1, _RANKED // max(1, scores.values[0].size))
     values, positive, counted = (array[:rows].reshape(-1) for array in scores)
@@ -66,14 +66,11 @@ def area_under_roc(batches: Sequence[Scores]) -> float:
     """
     values = np.concatenate([batch.values[batch.counted] for batch in batches])
     positive = np.concatenate([batch.positive[batch.counted] for batch in batches])
-    total = float(positive.sum()) * float((~positive).sum())
-    if total == 0 or np.isnan(values).any():
+    positives, negatives = values[positive], np.sort(values[~positive])
+    if not positives.size or not negatives.size or np.isnan(values).any():
         return float("nan")
-    _, rank, counts = np.unique(values, return_inverse=True, return_counts=True)
-    positives = np.bincount(rank, weights=positive)
-    negatives = counts - positives
-    below = np.cumsum(negatives) - negatives
-    return float((positives * (below + 0.5 * negatives)).sum() / total)
+    below, tied_too = (np.searchsorted(negatives, positives, side) for side in ("left", "right"))
+    return float((below + tied_too).mean() / 2 / negatives.size)
 
 
 def divide(total: np.ndarray, weight: np.ndarray) -> float:
