@@ -56,6 +56,7 @@ def _run(request: command_line.Request) -> None:
     from convbert_jax import recipes
     from convbert_jax.interop import conversion, importing
 
+    recipes.devices.quiet_absent_tpu()
     config, workdir = request.config, request.workdir
     if request.mode == "prepare":
         recipes.prepare(config, workdir, request.given)

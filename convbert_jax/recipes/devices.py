@@ -1,5 +1,6 @@
 """The devices that a run finds, and what follows from them."""
 
+import os
 from collections.abc import Sequence
 
 import jax
@@ -7,6 +8,19 @@ import jax.numpy as jnp
 from absl import logging
 
 from convbert_jax.config import Config, ConfigError, to_dict
+
+
+def quiet_absent_tpu() -> None:
+    """Spares the user libtpu's complaints where it is installed and this machine has no TPU.
+
+    libtpu looks for the type and the hosts of its TPU and prints ten lines where nobody tells it,
+    to fail all the same; told, it fails in silence, and jax goes on with what it finds or, asked
+    for a TPU by name, says what is wrong. Call it before jax looks for devices.
+    """
+    # jax sets this on import where no TPU is on the PCI bus
+    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
 def find_devices(config: Config) -> list[jax.Device]:
