@@ -1,17 +1,6 @@
 """Starts one run: `python -m convbert_jax.main --config=configs/base.py`.
 
-Modes:
-  train          prepare the data if needed, then pre-train or resume; or fine-tune, as the config
-                 says (default)
-  prepare        only make the tokenizer and the shards
-  eval           the numbers of a checkpoint of --workdir (--step) on its held-out text
-  verify_resume  train twice, once killed in the middle, and compare both bit for bit
-  export         write a checkpoint of --workdir, or the weights at --source, for other software
-                 (--format, --output)
-  import         make --workdir a run from the weights at --source
-  predict        apply the fine-tuned model --workdir (or a Hugging Face folder) to each line or
-                 row of --input, into --output
-
+`--help` lists modes and flags, `--config=FILE --help` the fields of a config with their comments.
 Every field of a config is overridden as --config.section.field=value; `configs/base.py:paper`
 selects a variant. --workdir alone goes on with the run that is there. The flags are in
 `command_line/`, the work is in `recipes/`.
@@ -19,6 +8,7 @@ selects a variant. --workdir alone goes on with the run that is there. The flags
 
 import errno
 import pathlib
+import sys
 from collections.abc import Sequence
 
 from absl import app, logging
@@ -33,8 +23,8 @@ _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 def main(request: command_line.Request) -> None:
     """Does what was asked for; a fault that the user can mend is one line and exit code 1."""
     try:
-        if request.multihost:
-            _join_hosts()
+        if request.multihost or request.processes:
+            _join_hosts(request.processes)
         _run(request)
     except UserError as error:
         logging.flush()
@@ -88,16 +78,29 @@ def _run(request: command_line.Request) -> None:
         run(config, workdir, request.given)
 
 
-def _join_hosts() -> None:
-    """Waits for the other processes; jax finds them by what TPU slices, Slurm and Open MPI set."""
+def _join_hosts(processes: command_line.Processes | None) -> None:
+    """Waits for the other processes; jax finds them by what TPU slices, Slurm and Open MPI set, or
+    by explicit flags.
+    """
     import jax
 
     try:
-        jax.distributed.initialize()
+        if processes:
+            logging.info("Waiting for %d processes at %s.", processes.count, processes.coordinator)
+            jax.distributed.initialize(processes.coordinator, processes.count, processes.index)
+        else:
+            jax.distributed.initialize()
     except (ValueError, RuntimeError) as error:
+        first = str(error).splitlines()[0].rstrip(".")
+        if processes:
+            raise ConfigError(
+                f"--coordinator={processes.coordinator}: {first}; start the same command once for "
+                f"each --process from 0 to {processes.count - 1}, with a free port on the machine "
+                "of the first."
+            ) from error
         raise ConfigError(
-            f"--multihost: {str(error).splitlines()[0]} Start the same command on every host of a "
-            "TPU slice, with srun or with mpirun, or leave --multihost out."
+            f"--multihost: {first}. Start the same command on every host of a TPU slice, with srun "
+            "or with mpirun, name the processes with --coordinator, or leave --multihost out."
         ) from error
     logging.info("Process %d of %d.", jax.process_index(), jax.process_count())
 
@@ -106,6 +109,9 @@ def _read_command_line(argv: Sequence[str]) -> command_line.Request:
     """What the command line asks for; every fault of it is one line and exit code 2."""
     console.set_up_logging()
     try:
+        if text := command_line.describe(argv):
+            print(text)
+            sys.exit()
         return command_line.read(argv)
     except UserError as error:
         console.fail(str(error), code=2)

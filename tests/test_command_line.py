@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import shlex
 
 import pytest
 from absl.testing import flagsaver
 
 from convbert_jax import command_line
+from convbert_jax.command_line import flags
+from convbert_jax.command_line.fields import comments, field_types
 from convbert_jax.config import Config, ConfigError, UserError, from_config_dict, to_dict
 
 TINY = "--config=configs/tiny.py"
@@ -236,3 +239,102 @@ def test_one_fine_tuned_model_is_no_run(tmp_path):
     assert "is one fine-tuned model" in refused(one)
     assert "--mode=eval is for pre-training" in refused(one, "--mode=eval")
     assert "--mode=prepare is for pre-training" in refused(one, "--mode=prepare")
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("--train.steps=5", "--train.steps does not exist; did you mean --config.train.steps?"),
+        ("--steps=5", "did you mean --config.train.steps?"),
+        ("--learning-rate=1e-3", "did you mean --config.optimizer.learning_rate?"),
+        ("--conifg.train.steps=5", "did you mean --config.train.steps?"),
+        ("--vocab_szie=100", "did you mean --config.tokenizer.vocab_size?"),
+        ("--workdri=x", "did you mean --workdir?"),
+        ("--cofnig=x", "did you mean --config?"),
+        ("--qqqqqq=x", "--qqqqqq does not exist; --help lists the flags"),
+    ],
+)
+def test_a_misspelt_flag_leads_to_the_flag_or_the_field(flag, says):
+    assert says in refused(TINY, flag)
+
+
+def help_of(*arguments) -> str:
+    with flagsaver.flagsaver():
+        return command_line.describe(["main.py", *map(str, arguments)])
+
+
+def test_help_lists_modes_flags_and_the_way_to_the_fields():
+    text = help_of("--help")
+    for mode in flags.MODES:
+        assert f"\n  {mode} " in text
+    for flag in flags.own_flags():
+        assert f"\n  --{flag.name} " in text
+    assert "configs/small.py" in text
+    assert "--config=configs/small.py --help" in text
+    assert max(map(len, text.splitlines())) <= 150
+    assert help_of(TINY) is None
+
+
+def test_help_of_a_config_lists_every_field_as_an_override(tmp_path):
+    text = help_of("--config=configs/tiny.py:paper", "--config.train.steps=5k", "--help")
+    config = read("--config=configs/tiny.py:paper", "--config.train.steps=5k").config
+    lines = [line for line in text.splitlines() if line.strip("' ").startswith("--config.")]
+    given = [shlex.split(line)[0] for line in lines]
+    assert len(given) == len(field_types())
+    assert read(SMALL, *given).config == config
+    assert "\n      nominal heads; head width = hidden_size // heads\n" in text  # in the line
+    assert "\n      Release: Adam without it\n" in text
+    keep(tmp_path / "run", config)
+    assert "--config.train.steps=5000" in help_of(f"--workdir={tmp_path}/run", "--help")
+
+
+def test_every_comment_of_a_field_is_found():
+    """As often as the sources of the sections have one."""
+    found = comments()
+    assert found.keys() == field_types().keys()
+    assert found["seed"] == ""
+    assert found["model.attention"].startswith("auto: the fastest per platform")
+    assert found["model.attention"].endswith("auto | xla | cudnn (GPU) | splash (TPU)")
+    assert found["mesh.data"] == ""
+    assert found["finetune.beam"] == "starts, and ends for each (span_beam)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--coordinator=localhost:1",), "add --processes and --process."),
+        (("--process=0",), "add --coordinator and --processes."),
+        (("--coordinator=here", "--processes=2", "--process=0"), "must be HOST:PORT"),
+        (("--coordinator=h:1", "--processes=2", "--process=2"), "must be below --processes=2"),
+        (("--coordinator=h:1", "--processes=2", "--process=0", "--multihost"), "leave out"),
+        (("--coordinator=", "--processes=2", "--process=0"), "--coordinator= is empty"),
+        (("--coordinator=h:1", "--processes=0", "--process=0"), "processes"),
+    ],
+)
+def test_processes_that_are_not_told_apart(arguments, says):
+    assert says in refused(TINY, *arguments)
+
+
+def test_processes_by_flags():
+    assert read(TINY).processes is None
+    found = read(TINY, "--coordinator=10.0.0.1:8476", "--processes=4", "--process=3").processes
+    assert found == command_line.Processes("10.0.0.1:8476", 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ("--config.checkpoint.best_metric=discriminator_acu",),
+            "did you mean 'discriminator_auc'",
+        ),
+        (("--config.checkpoint.best_metric=release_auc",), "is unknown"),
+        (("--config.checkpoint.best_metric=mlm_loss",), "set config.checkpoint.best_mode=min"),
+        (
+            ("--config.recipe=masked_lm", "--config.checkpoint.best_metric=discriminator_auc"),
+            "one of: mlm_loss, mlm_accuracy, loss",
+        ),
+    ],
+)
+def test_a_best_metric_that_no_evaluation_gives(arguments, says):
+    assert says in refused(TINY, *arguments)

@@ -8,6 +8,7 @@ import pytest
 from convbert_jax import config as config_lib
 from convbert_jax.command_line import overrides
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_config_dict, to_dict
+from convbert_jax.config.sections import HELDOUT_METRICS
 from convbert_jax.interop.huggingface_config import check_expressible
 from convbert_jax.interop.networks import outline
 
@@ -245,3 +246,22 @@ def test_every_field_is_read_somewhere():
         if dataclasses.is_dataclass(cls):
             for field in dataclasses.fields(cls):
                 assert source.count(f".{field.name}") >= 1, f"{section.name}.{field.name} is dead"
+
+
+@pytest.mark.parametrize("recipe", sorted(HELDOUT_METRICS))
+def test_named_metrics_are_those_that_an_evaluation_gives(recipe):
+    import jax
+    import numpy as np
+
+    from convbert_jax.objectives.masking import SpecialIds
+    from convbert_jax.recipes import build_task
+
+    values = to_dict(load("tiny")) | {"recipe": recipe}
+    values["objective"]["release_metrics"] = True
+    config = from_config_dict(values)
+    task = build_task(config, SpecialIds(2, 3, 4), jax.devices()[0])
+    rows = jax.ShapeDtypeStruct((4, config.data.length), np.int32)
+    batch = {name: rows for name in ("tokens", "segment_ids", "type_ids")}
+    params = jax.eval_shape(task.init, jax.random.key(0))
+    sums = jax.eval_shape(task.evaluate, params, batch, jax.random.key(0))
+    assert set(sums) == set(HELDOUT_METRICS[recipe])

@@ -1,14 +1,15 @@
 """What a person types: flags, config files, overrides, and --help.
 
-flags.py         every flag, and `read`, which makes one `Request` of a command line
+request.py       `read` makes one `Request` of a command line, `describe` the text of --help
+flags.py         every flag
 config_files.py  --config: a Python file with get_config, or the config.json of a run
 overrides.py     --config.section.field=value
 fields.py        the fields of a config, with the comments of their source
-help.py          the text of --help
+help_text.py     what --help prints
 
 A fault here is one sentence, found before jax is loaded.
 """
 
-from convbert_jax.command_line.flags import Request, read
+from convbert_jax.command_line.request import Processes, Request, describe, read
 
-__all__ = ["Request", "read"]
+__all__ = ["Processes", "Request", "describe", "read"]

@@ -1,11 +1,16 @@
 """The fields of a config, read off its dataclasses: types, values, comments."""
 
+import ast
 import dataclasses
 import difflib
+import inspect
+import re
 import typing
 from collections.abc import Iterable
 
 from convbert_jax.config import Config
+
+_TRAILING = re.compile(r"  # (.*)$")
 
 
 def field_types(cls=Config, prefix: str = "") -> dict[str, type]:
@@ -30,3 +35,24 @@ def nearest(path: str, fields: Iterable[str]) -> str | None:
         return near[0]
     near = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.5)
     return by_leaf[near[0]] if near else None
+
+
+def comments(cls=Config, prefix: str = "") -> dict[str, str]:
+    """Path -> what the source says of a field: the comment above it, and the one in its line."""
+    lines = inspect.getsource(cls).splitlines()
+    kinds = typing.get_type_hints(cls)
+    found = {}
+    for node in ast.parse("\n".join(lines)).body[0].body:
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        name = node.target.id
+        if dataclasses.is_dataclass(kinds[name]):
+            found |= comments(kinds[name], f"{prefix}{name}.")
+            continue
+        above, number = [], node.lineno - 2
+        while lines[number].strip().startswith("#"):
+            above.insert(0, lines[number].strip("# "))
+            number -= 1
+        beside = _TRAILING.search(lines[node.end_lineno - 1])
+        found[prefix + name] = " ".join([*above, *(beside.groups() if beside else ())])
+    return found

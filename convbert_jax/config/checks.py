@@ -13,6 +13,7 @@ from convbert_jax.config.run import DTYPES, PLATFORMS, RECIPES, Config
 from convbert_jax.config.sections import (
     ATTENTIONS,
     CONVOLUTIONS,
+    HELDOUT_METRICS,
     INITIALIZERS,
     MIXERS,
     REMAT_POLICIES,
@@ -189,6 +190,15 @@ def _check_training(config: Config) -> None:
         "takes a batch as one, set it to 1.",
     )
     rules.check_choice("checkpoint.best_mode", c.best_mode, ("max", "min"))
+    if c.best_metric and config.recipe in HELDOUT_METRICS:
+        release, names = config.objective.release_metrics, HELDOUT_METRICS[config.recipe]
+        known = [name for name in names if release or not name.startswith("release_")]
+        rules.check_choice("checkpoint.best_metric", c.best_metric, known)
+        rules.check(
+            not c.best_metric.endswith("loss") or c.best_mode == "min",
+            f"config.checkpoint.best_metric={c.best_metric} is best where it is least; set "
+            "config.checkpoint.best_mode=min.",
+        )
     axes = dataclasses.asdict(mesh)
     rules.check(
         0 not in axes.values() and list(axes.values()).count(-1) <= 1,

@@ -13,6 +13,17 @@ MIXERS = ("mixed", "attention", "bottleneck")
 ATTENTIONS = ("auto", "xla", "cudnn", "splash")
 TEXT_FORMATS = ("auto", "blank_lines", "lines", "jsonl", "wikiextractor", "file", "csv", "tsv")
 CONVOLUTIONS = ("auto", "xla", "pallas_tpu", "pallas_gpu", "reference")
+# What an evaluation measures, by recipe; release_* only with objective.release_metrics.
+_OF_MASKED_LM = ("mlm_loss", "mlm_accuracy", "loss")
+HELDOUT_METRICS = {
+    "masked_lm": _OF_MASKED_LM,
+    "replaced_token": (
+        *_OF_MASKED_LM,
+        *("sampled_accuracy", "replaced_rate", "discriminator_loss", "discriminator_accuracy"),
+        *("discriminator_precision", "discriminator_recall", "discriminator_auc"),
+        *("release_discriminator_loss", "release_auc"),
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,8 +212,11 @@ class CheckpointSection:
     every: int = 5_000  # steps
     keep: int = 3  # newest kept
     keep_every: int = 0  # steps; these are kept for good, 0 is none
-    best_metric: str = ""  # "" keeps no best; e.g. "discriminator_auc" (see README for names)
-    best_mode: str = "max"  # max | min
+    # "" keeps no best. mlm_loss | mlm_accuracy | loss, and of replaced_token: sampled_accuracy |
+    # replaced_rate | discriminator_loss, _accuracy, _precision, _recall or _auc, and the two of
+    # objective.release_metrics: release_discriminator_loss | release_auc
+    best_metric: str = ""
+    best_mode: str = "max"  # max | min, which a loss needs
     # steps; writes a Hugging Face folder WORKDIR/huggingface/step-N, at step 0 too; 0 is never
     huggingface_every: int = 0
 

@@ -1,9 +1,11 @@
 """The program as a user starts it: faults are one line with a non-zero exit, before any long "
 "work."""
 
+import concurrent.futures
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -188,3 +190,33 @@ def test_verify_resume(tmp_path, text_source):
     )
     assert result.returncode == 0, result.stderr
     assert "bit for bit" in result.stdout
+
+
+@pytest.mark.slow
+def test_two_processes_by_flags_are_one_run(tmp_path, text_source):
+    """The same batch on two processes of one device each gives the numbers of one process."""
+    flags = (TINY, *SMALL, text_source, "--config.train.steps=4", "--config.model.dropout=0")
+    flags = (
+        *flags,
+        "--config.model.attention_dropout=0",
+        f"--config.data.directory={tmp_path}/data",
+    )
+    alone = run(*flags, f"--workdir={tmp_path}/alone")
+    assert alone.returncode == 0, alone.stderr
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = (f"--workdir={tmp_path}/both", f"--coordinator=localhost:{port}", "--processes=2")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(run, *flags, *shared, f"--process={index}") for index in (0, 1)]
+        ends = [process.result() for process in both]
+    for index, end in enumerate(ends):
+        assert end.returncode == 0, end.stderr
+        assert f"Process {index} of 2." in end.stderr
+    one, two = (
+        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").open()]
+        for run in ("alone", "both")
+    )
+    assert [li["step"] for li in two] == [li["step"] for li in one]
+    for mine, other in zip(one, two, strict=True):
+        assert other["mlm_loss"] == pytest.approx(mine["mlm_loss"], rel=1e-4)

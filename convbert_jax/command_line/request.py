@@ -1,0 +1,275 @@
+"""What a command line asks for, checked before jax is loaded."""
+
+import dataclasses
+import operator
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags as absl_flags
+from absl import logging
+
+from convbert_jax.command_line import config_files, flags, help_text, overrides
+from convbert_jax.config import Config, ConfigError, fit_to_steps, from_config_dict
+
+_HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
+
+# Flags that mean something in some modes only; elsewhere they are a mistake.
+_MODES_OF_FLAG = {
+    "verify_steps": ("verify_resume",),
+    "format": ("export",),
+    "output": ("eval", "export", "predict"),
+    "input": ("predict",),
+    "input_format": ("predict",),
+    "texts": ("predict",),
+    "step": ("eval", "export"),
+    "generator": ("export",),
+    "source": ("export", "import"),
+}
+# Modes that go by the config that the weights bring along.
+_WITHOUT_CONFIG = ("export", "predict")
+# Modes that need no --config where --workdir has a run.
+_OF_A_RUN = ("train", "prepare", "eval", "verify_resume")
+_RUN_CONFIG = "config.json"  # in a workdir, see training/workdir.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """One of several processes, by explicit flags."""
+
+    coordinator: str  # HOST:PORT
+    count: int
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What one command line asks for, checked.
+
+    Attributes:
+      config: None where the mode goes by what the weights bring along.
+      given: the fields of the config that an override names, as "train.steps".
+      config_flags: --config and overrides, for another process with the same config.
+      multihost: whether this is one of several processes that jax finds by itself.
+      processes: None if it is not one of several by explicit flags.
+    """
+
+    mode: str
+    config: Config | None
+    workdir: pathlib.Path | None
+    given: frozenset[str]
+    config_flags: tuple[str, ...]
+    multihost: bool
+    processes: Processes | None
+    verify_steps: int
+    format: str
+    output: str | None
+    input: str
+    input_format: str
+    texts: tuple[str, ...]
+    step: int | None
+    generator: bool
+    source: str | None
+
+
+def read(argv: Sequence[str]) -> Request:
+    """Reads a command line, the program's name first.
+
+    Raises:
+      UserError: a flag, a config or a value that cannot be used; one sentence.
+    """
+    changed = flags.parse(argv)
+    _check_flags()
+    config_file = _find_config()
+    config = None
+    if config_file:
+        config = _make_config(config_file, changed)
+        _check_recipe(config)
+    elif changed:
+        raise ConfigError(
+            f"--config.{next(iter(changed))} has no effect: --mode={flags.MODE.value} goes by the "
+            "config of the model."
+        )
+    return Request(
+        mode=flags.MODE.value,
+        config=config,
+        workdir=_find_workdir(config),
+        given=frozenset(changed),
+        config_flags=(f"--config={config_file}", *overrides.to_flags(changed)),
+        multihost=flags.MULTIHOST.value,
+        processes=_read_processes(),
+        verify_steps=flags.VERIFY_STEPS.value,
+        format=flags.FORMAT.value,
+        output=flags.OUTPUT.value,
+        input=flags.INPUT.value,
+        input_format=flags.INPUT_FORMAT.value,
+        texts=tuple(flags.TEXTS.value),
+        step=flags.STEP.value,
+        generator=flags.GENERATOR.value,
+        source=flags.SOURCE.value,
+    )
+
+
+def describe(argv: Sequence[str]) -> str | None:
+    """The text that a command line with --help asks for; None for one without.
+
+    Raises:
+      UserError: as `read`.
+    """
+    arguments = [argument for argument in argv if argument not in _HELP]
+    if len(arguments) == len(argv):
+        return None
+    changed = flags.parse(arguments)
+    file = flags.CONFIG.value
+    if not file and flags.WORKDIR.value:
+        of_run = pathlib.Path(flags.WORKDIR.value) / _RUN_CONFIG
+        file = str(of_run) if of_run.is_file() else None
+    if file:
+        return help_text.describe_config(_make_config(file, changed), file)
+    return help_text.describe_program(flags.MODES, flags.own_flags(), config_files.known_files())
+
+
+def _make_config(file: str, changed: Mapping[str, Any]) -> Config:
+    """The config of a file with overrides; a Python file's intervals are fitted to fewer steps."""
+    values = config_files.load(file)
+    if file.endswith(".json"):  # of a run: it has what was chosen
+        config = from_config_dict(overrides.apply(values, changed))
+        if "train.steps" in changed and config.recipe != "finetune":
+            _tell_intervals(config, file, changed)
+        return config
+    of_file = from_config_dict(values, check=False)
+    fitted = fit_to_steps(of_file, changed)
+    config = from_config_dict(overrides.apply(values, {**fitted, **changed}))
+    if fitted:
+        logging.info(
+            "For %s steps, not the %s of %s: %s. Name any of them to choose it.",
+            f"{config.train.steps:,}",
+            f"{of_file.train.steps:,}",
+            file,
+            ", ".join(f"config.{path}={value}" for path, value in fitted.items()),
+        )
+    return config
+
+
+def _tell_intervals(config: Config, file: str, changed: Mapping[str, Any]) -> None:
+    """Those of a trial would be a poor choice for the long run that it becomes."""
+    paths = ("optimizer.warmup_steps", "train.log_every", "train.eval_every", "checkpoint.every")
+    kept = [
+        f"config.{path}={operator.attrgetter(path)(config)}"
+        for path in paths
+        if path not in changed
+    ]
+    if kept:
+        logging.info(
+            "As in %s: %s. Name any of them, or the config file, to change it.",
+            file,
+            ", ".join(kept),
+        )
+
+
+def _check_flags() -> None:
+    mode = flags.MODE.value
+    for name, modes in _MODES_OF_FLAG.items():
+        if absl_flags.FLAGS[name].present and mode not in modes:
+            raise ConfigError(
+                f"--{name} has no effect with --mode={mode}; it is for {' and '.join(modes)}."
+            )
+    for name in ("config", "workdir", "output", "input", "source", "coordinator"):
+        if absl_flags.FLAGS[name].value == "":
+            raise ConfigError(f"--{name}= is empty; name one, or leave the flag out.")
+    if mode == "export" and flags.SOURCE.value and not flags.OUTPUT.value:
+        raise ConfigError("--mode=export with --source needs --output=FOLDER.")
+    named = flags.SOURCE.value or flags.WORKDIR.value or flags.CONFIG.value
+    if mode == "export" and not named:
+        raise ConfigError("--mode=export needs --workdir, the folder of a run, or --source.")
+    if mode == "import" and not (flags.SOURCE.value and flags.WORKDIR.value):
+        raise ConfigError("--mode=import needs --source=WEIGHTS and --workdir=FOLDER.")
+    if mode == "predict" and not flags.WORKDIR.value:
+        raise ConfigError("--mode=predict needs --workdir=MODEL, a fine-tuned model.")
+
+
+def _read_processes() -> Processes | None:
+    coordinator, count, index = (
+        flag.value for flag in (flags.COORDINATOR, flags.PROCESSES, flags.PROCESS)
+    )
+    given = {"--coordinator": coordinator, "--processes": count, "--process": index}
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return None
+    if missing:
+        raise ConfigError(
+            "--coordinator, --processes and --process belong together; add "
+            f"{' and '.join(missing)}."
+        )
+    if flags.MULTIHOST.value:
+        raise ConfigError("--multihost finds the processes by itself; leave out --coordinator.")
+    if not re.fullmatch(r"\S+:\d{1,5}", coordinator):
+        raise ConfigError(f"--coordinator={coordinator} must be HOST:PORT.")
+    if index >= count:
+        raise ConfigError(
+            f"--process={index} must be below --processes={count}; the first one is 0."
+        )
+    return Processes(coordinator, count, index)
+
+
+def _find_config() -> str | None:
+    """What to read the config from; None where the mode needs none."""
+    mode, file = flags.MODE.value, flags.CONFIG.value
+    if mode in _WITHOUT_CONFIG or (file and mode != "eval"):
+        return file
+    if flags.WORKDIR.value and mode in _OF_A_RUN:
+        of_run = pathlib.Path(flags.WORKDIR.value) / _RUN_CONFIG
+    elif mode == "eval" and file:  # names the run; the config is what the run has kept
+        config = from_config_dict(config_files.load(file), check=False)
+        of_run = _find_workdir(config) / _RUN_CONFIG
+    else:
+        of_run = None
+    if of_run and of_run.is_file():
+        return str(of_run)
+    why = f"--workdir={of_run.parent} holds no run ({_RUN_CONFIG}: no such file)" if of_run else ""
+    if mode == "eval":
+        raise ConfigError(f"{why or '--workdir is missing'}; name the folder of a run.")
+    known = ", ".join(config_files.known_files())
+    raise ConfigError(f"{why and why + '; '}--config is missing; choose one of: {known}.")
+
+
+def _check_recipe(config: Config) -> None:
+    """Refuses what only pre-training has, and one fine-tuned model in place of its run."""
+    mode = flags.MODE.value
+    if config.recipe != "finetune" or mode == "import":
+        return
+    if mode == "eval":
+        raise ConfigError(
+            "--mode=eval is for pre-training; the scores of a fine-tuning run are in its table.md "
+            "and results.jsonl, and --mode=predict answers new text."
+        )
+    if mode != "train":
+        raise ConfigError(
+            f"--mode={mode} is for pre-training; fine-tuning reads the files of its tasks at its "
+            "start."
+        )
+    if config.outputs.task:
+        raise ConfigError(
+            f"--workdir={flags.WORKDIR.value} is one fine-tuned model; name the folder of the "
+            "whole run to go on, or choose --mode=predict or export."
+        )
+
+
+def _find_workdir(config: Config | None) -> pathlib.Path | None:
+    if not config and not flags.WORKDIR.value:
+        return None
+    value = flags.WORKDIR.value
+    if not value:
+        if config.name in ("", ".", "..") or "/" in config.name:
+            raise ConfigError(
+                f"config.name='{config.name}' is no name of a folder, which runs/NAME needs; name "
+                "the folder with --workdir."
+            )
+        value = f"runs/{config.name}"
+    if "://" in value:
+        raise ConfigError(
+            f"--workdir={value} is a bucket; mount it as a folder (gcsfuse) and give that folder, "
+            "so that locks and renames work."
+        )
+    return pathlib.Path(value)
