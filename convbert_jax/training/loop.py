@@ -14,7 +14,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 from convbert_jax.config import Config, UserError
-from convbert_jax.training import compilation, reporting, sharding, signals
+from convbert_jax.training import compilation, interval, reporting, sharding, signals
 from convbert_jax.training import evaluation as evaluation_lib
 from convbert_jax.training import optimizer as optimizer_lib
 from convbert_jax.training import state as state_lib
@@ -90,6 +90,7 @@ def train(
       CheckpointError: no checkpoint can be read, or one cannot be written.
       TrainingError: loss or gradient are not finite; the batch is kept in `workdir`.
       EvaluationError: no held-out rows.
+      ReportError: the report cannot be written.
       OutOfMemoryError: the device is too small.
     """
     t = config.train
@@ -146,6 +147,7 @@ class _Run:
         self.eval_step = step_lib.make_eval_step(task, mesh=mesh, shardings=shardings.params)
         self.watch = compilation.RecompileWatch(self.train_step, "training step")
         self._check_best_metric(abstract.params)
+        self.cut_interval: dict[str, Any] | None = None  # sums of it up to the checkpoint
         self.state = self._restore_or_init(init, abstract, shardings)
         self.step = int(self.state.step)
         self.pending: _Dispatched | None = None
@@ -180,7 +182,8 @@ class _Run:
                 if due or (values and self.checkpoints.is_best(values)):
                     self._look_at_pending()
                     with self.clock.paused():
-                        self.checkpoints.save(self.state, self.batches.get_state(), values)
+                        position = self.batches.get_state() | interval.to_json(self.totals)
+                        self.checkpoints.save(self.state, position, values)
                     saved = self.step
         self.checkpoints.wait()
         interrupted = self.step < t.steps
@@ -209,6 +212,7 @@ class _Run:
         restored = self.checkpoints.restore(targets)
         if restored:
             state, position = restored
+            self.cut_interval = position.pop(interval.KEY, None)
             if position:  # an imported checkpoint has none: its data begin at the first row
                 self.batches.set_state(position)
             logging.info("Resuming from the checkpoint of step %d.", int(state.step))
@@ -244,11 +248,15 @@ class _Run:
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
             self.state, metrics, vitals = self.train_step(self.state, self.put(batch))
         self.step += 1
+        if self.cut_interval:
+            self.totals = interval.from_json(self.cut_interval, metrics)
+            self.cut_interval = None
         self.totals = step_lib.add_metrics(self.totals, metrics) if self.totals else metrics
-        ends = self.step == self.config.train.steps or self.step % self.config.train.log_every == 0
+        whole = self.step % self.config.train.log_every == 0
+        ends = whole or self.step == self.config.train.steps
         before = self.pending
         self.pending = _Dispatched(self.step, vitals, self.totals if ends else None, batch)
-        if ends:
+        if whole:  # one that the end cuts goes on in a run that is made longer
             self.totals = None
         if before:
             self._look_at(before)
@@ -278,13 +286,17 @@ class _Run:
 
     def _fail(self, done: _Dispatched, vitals: dict[str, float]):
         file = self.workdir / f"bad_batch_step_{done.step}_process_{jax.process_index()}.npz"
-        np.savez(file, **done.batch, step=done.step, seed=self.config.seed, **vitals)
+        kept = f"is kept in {file}"
+        try:
+            np.savez(file, **done.batch, step=done.step, seed=self.config.seed, **vitals)
+        except OSError as error:
+            kept = f"could not be kept in {file} ({error.strerror})"
         self.checkpoints.wait()
         steps = self.checkpoints.steps
         good = f"the last good checkpoint is of step {steps[-1]}" if steps else "none was saved yet"
         raise TrainingError(
             f"step {done.step}: loss {vitals['loss']}, gradient norm {vitals['grad_norm']}; the "
-            f"batch is kept in {file}, {good}; lower config.optimizer.learning_rate or lengthen "
+            f"batch {kept}, {good}; lower config.optimizer.learning_rate or lengthen "
             "config.optimizer.warmup_steps and start again."
         )
 

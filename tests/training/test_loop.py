@@ -114,11 +114,43 @@ def test_interrupted_and_resumed_is_the_same_run(straight, tmp_path, caplog, sto
     assert not second.interrupted
     assert "compiled again" not in caplog.text
     assert_same_checkpoint(straight[0], tmp_path, STEPS)
+    assert read_curves(straight[0]) == read_curves(tmp_path)
+
+
+def test_a_checkpoint_without_sums_is_gone_on_from(straight, tmp_path):
+    """As they were written before: the first interval counts from there."""
+    first = run(tmp_path, make_config(STEPS), batches=Until(7))
+    shutil.rmtree(tmp_path / "checkpoints" / "7")
+    saved = checkpoint.Checkpoints(tmp_path / "checkpoints", make_config().checkpoint)
+    saved.save(first.state, {"position": 7})
+    saved.close()
+    run(tmp_path, make_config(STEPS))
     wanted, found = read_curves(straight[0]), read_curves(tmp_path)
-    assert wanted.keys() == found.keys()
-    for key, values in wanted.items():
-        if key != ("train", stop_at + stop_at % 2):  # the cut interval lost its first part
-            assert found[key] == values
+    assert [key for key in wanted if wanted[key] != found[key]] == [("train", 8)]
+    assert_same_checkpoint(straight[0], tmp_path, STEPS)
+
+
+def test_sums_of_other_metrics_are_left_out(straight, tmp_path, caplog):
+    run(tmp_path, make_config(STEPS), batches=Until(7))
+    task = linear_task()
+
+    def loss(params, batch, key):
+        value, metrics = task.loss(params, batch, key)
+        return value, {**metrics, "new": (jnp.zeros(3), jnp.ones(()))}
+
+    run(tmp_path, make_config(STEPS), task=dataclasses.replace(task, loss=loss))
+    assert "The metrics have changed" in caplog.text
+    assert read_curves(tmp_path).keys() == read_curves(straight[0]).keys()
+
+
+def test_an_interval_that_the_end_cut_goes_on(tmp_path):
+    config = make_config(9, train={"log_every": 4}, optimizer={"learning_rate": 1e-30})
+    run(tmp_path / "longer", config)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=12))
+    run(tmp_path / "longer", config)
+    run(tmp_path / "straight", config)
+    longer, straight = (read_curves(tmp_path / name) for name in ("longer", "straight"))
+    assert longer["train", 12]["error"] == straight["train", 12]["error"]
 
 
 def test_resuming_from_an_older_checkpoint_leaves_no_repeats(straight, tmp_path, caplog):
