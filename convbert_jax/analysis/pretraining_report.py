@@ -1,13 +1,15 @@
 """What a pre-training run has learned, for a person: curves, numbers against no-skill "
 "baselines, one sentence taken apart."""
 
-import json
 import math
 import pathlib
 import textwrap
 from collections.abc import Sequence
 
 import numpy as np
+from absl import logging
+
+from convbert_jax.training.reporting import read_metrics
 
 # Panels of the picture: title, metrics, and the name and value of a no-skill line.
 _PANELS = (
@@ -21,14 +23,17 @@ _PANELS = (
 
 
 def read_curves(metrics_file: pathlib.Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """split -> metric -> [(step, value)] of a run's metrics.jsonl."""
+    """split -> metric -> [(step, value)] of a run's metrics.jsonl.
+
+    Raises:
+      DamagedFileError: a line is not what was written.
+    """
     curves = {}
-    for line in metrics_file.read_text().splitlines():
-        record = json.loads(line)
+    for record in read_metrics(metrics_file):
         split = curves.setdefault(record.pop("split"), {})
         step = record.pop("step")
         for name, value in record.items():
-            if isinstance(value, int | float) and math.isfinite(value):
+            if math.isfinite(value):
                 split.setdefault(name, []).append((step, value))
     return curves
 
@@ -43,6 +48,9 @@ def plot_curves(metrics_file: pathlib.Path, picture: pathlib.Path, title: str) -
     curves = read_curves(metrics_file)
     present = {name for split in curves.values() for name in split}
     panels = [panel for panel in _PANELS if present & set(panel[1])]
+    if not panels:
+        logging.warning("%s has no numbers to draw.", metrics_file)
+        return
     columns = min(3, len(panels))
     lines = math.ceil(len(panels) / columns)
     figure, axes = pyplot.subplots(

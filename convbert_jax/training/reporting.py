@@ -4,39 +4,56 @@ Each line of metrics.jsonl is one JSON object: step, split ("train" or "validati
 numbers; one that is not finite is null. Only process 0 writes.
 """
 
+import contextlib
 import json
 import math
+import operator
 import pathlib
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
-import tensorboardX
 import tqdm
 from absl import logging
 
+from convbert_jax.config import UserError
+from convbert_jax.files import damaged, parse_json, read_json_lines, replacing
 from convbert_jax.training.task import Task
+from convbert_jax.training.tensorboard import EventFile
 from convbert_jax.training.timing import format_seconds
 
 METRICS_FILE = "metrics.jsonl"
+
+
+class ReportError(UserError):
+    """The numbers of a run cannot be kept."""
 
 
 class Reporter:
     """Writes the numbers of one run; a context that closes its files."""
 
     def __init__(self, workdir: pathlib.Path, task: Task, *, steps: int, step: int):
-        """Opens the files, and drops what they hold beyond `step`, where the run resumes."""
+        """Opens the files, and drops what they hold beyond `step`, where the run resumes.
+
+        Raises:
+          ReportError: they cannot be written; so do the methods, and the end of the context.
+        """
         self._task = task
         self._steps = steps
+        self._workdir = workdir
         self._warned: set[str] = set()
         self._writes = jax.process_index() == 0
         if not self._writes:
             return
         path = workdir / METRICS_FILE
-        drop_later_lines(path, step)
-        self._lines = path.open("a")
-        self._board = tensorboardX.SummaryWriter(str(workdir), purge_step=step + 1)
+        self._files = contextlib.ExitStack()
+        with self._explain():
+            drop_later_lines(path, step)
+            self._lines = self._files.enter_context(path.open("a", encoding="utf-8"))
+            self._board = EventFile(workdir, purge_step=step + 1)
+            self._files.callback(self._board.close)
         self._bar = tqdm.tqdm(
             total=steps, initial=step, unit="step", disable=not sys.stderr.isatty(), leave=False
         )
@@ -44,11 +61,16 @@ class Reporter:
     def __enter__(self):
         return self
 
-    def __exit__(self, *exception):
-        if self._writes:
-            self._bar.close()
-            self._board.close()
-            self._lines.close()
+    def __exit__(self, kind, *exception):
+        if not self._writes:
+            return
+        self._bar.close()
+        try:
+            with self._explain():
+                self._files.close()
+        except ReportError:  # the first one tells what happened
+            if kind is None:
+                raise
 
     def advance(self) -> None:
         """One step is done."""
@@ -111,11 +133,22 @@ class Reporter:
 
     def _write(self, step: int, split: str, values: Mapping[str, float]) -> None:
         finite = {n: float(v) if math.isfinite(v) else None for n, v in values.items()}
-        self._lines.write(json.dumps({"step": step, "split": split, **finite}) + "\n")
-        self._lines.flush()
-        for name, value in finite.items():
-            if value is not None:
-                self._board.add_scalar(f"{split}/{name}", value, step)
+        shown = {f"{split}/{name}": v for name, v in finite.items() if v is not None}
+        with self._explain():
+            self._lines.write(json.dumps({"step": step, "split": split, **finite}) + "\n")
+            self._lines.flush()
+            self._board.add(step, shown)
+
+    @contextlib.contextmanager
+    def _explain(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ReportError(
+                f"the report of the run could not be written to {self._workdir} "
+                f"({error.strerror or error}); free some space there and start again, it goes on "
+                "from the last checkpoint."
+            ) from error
 
     @staticmethod
     def _format(values: Mapping[str, float], names: list[str]) -> list[str]:
@@ -126,33 +159,53 @@ class Reporter:
 def drop_later_lines(path: pathlib.Path, step: int) -> None:
     """Takes the lines of steps beyond `step` out of a metrics file, in one atomic change.
 
-    A line that a killed process left half written goes too.
+    A line that a killed process left half written goes too, and any that is damaged.
     """
     if not path.exists():
         return
-    lines = path.read_text(errors="replace").splitlines()
-    kept = [line for line in lines if _step_of(line) <= step]
+    lines = path.read_bytes().splitlines(keepends=True)
+    steps = [_step_of(line) for line in lines]
+    kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
     if kept == lines:
         return
+    broken = steps[:-1].count(None)  # the last one may be half written
+    if broken:
+        logging.warning("%d damaged lines of %s are dropped.", broken, path)
     logging.info(
         "Resuming at step %d: %d later lines of %s are dropped.",
         step,
-        len(lines) - len(kept),
+        len(lines) - len(kept) - broken,
         path.name,
     )
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept))
-    temporary.replace(path)
+    with replacing(path) as file:
+        file.writelines(kept)
+
+
+def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file in order, a number that was not finite as NaN; none if it is not
+    there.
+
+    Raises:
+      DamagedFileError: a line is not what was written.
+    """
+    remedy = "put a copy back or remove it, training does not need it"
+    try:
+        lines = read_json_lines(path, remedy=remedy, fields={"step": int, "split": str})
+    except FileNotFoundError:
+        return []
+    for number, line in enumerate(lines, start=1):
+        for name, value in line.items():
+            if name != "split" and not isinstance(value, int | float | None):
+                raise damaged(path, f"line {number}: its '{name}' is no number", remedy)
+    return [{n: math.nan if v is None else v for n, v in line.items()} for line in lines]
 
 
 def read_last(path: pathlib.Path, split: str) -> dict[str, float]:
-    """The last numbers of `split` in a metrics file, null as NaN; empty if there are none."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    for line in reversed(lines):
-        record = json.loads(line)
-        if record.pop("split") == split:
-            del record["step"]
-            return {name: math.nan if v is None else v for name, v in record.items()}
+    """The last numbers of `split` in a metrics file; empty if there are none. As `read_metrics`."""
+    for line in reversed(read_metrics(path)):
+        if line.pop("split") == split:
+            del line["step"]
+            return line
     return {}
 
 
@@ -168,11 +221,12 @@ def measure_memory() -> dict[str, float]:
     return {"host_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> int | None:
+    """None for what is no whole line of ours."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        return operator.index(parse_json(line)["step"]) if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
 
 
 def _format_memory(rates: Mapping[str, float]) -> str:

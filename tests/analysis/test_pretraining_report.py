@@ -5,6 +5,7 @@ import json
 import numpy as np
 
 from convbert_jax.analysis import pretraining_report, verify_resume
+from convbert_jax.files import DamagedFileError
 
 
 def write_metrics(path):
@@ -65,3 +66,26 @@ def test_compare_finds_every_kind_of_difference():
     assert verify_resume.compare(a, a | {"w": np.float32([1, 2.0000002])}) == ["w"]
     assert verify_resume.compare(a, a | {"z": np.float32([-0.0])}) == ["z"]
     assert verify_resume.compare(a, a | {"w": np.float64([1, 2])}) == ["w"]
+
+
+def test_a_damaged_metrics_file_is_a_sentence(tmp_path):
+    """A thousand ways to damage it, and the end that a kill cut off."""
+    file = tmp_path / "metrics.jsonl"
+    write_metrics(file)
+    whole, rng = file.read_bytes(), np.random.default_rng(0)
+    read, refused = 0, 0
+    for _ in range(1000):
+        content = bytearray(whole)
+        content[rng.integers(len(content))] = rng.integers(256)
+        file.write_bytes(content)
+        try:
+            pretraining_report.read_curves(file)
+            read += 1
+        except DamagedFileError:
+            refused += 1
+    assert min(read, refused) > 100
+    file.write_bytes(whole[:-20])
+    assert "validation" not in pretraining_report.read_curves(file)
+    file.write_text("")
+    pretraining_report.plot_curves(file, tmp_path / "curves.png", "a run without numbers")
+    assert not (tmp_path / "curves.png").exists()

@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("workdir", type=pathlib.Path)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=0.0, help="to draw one batch")
+    parser.add_argument("--save-every", type=int, default=5, help="steps")
     parser.add_argument("--hold", type=int, help="batches to draw, then wait to be killed")
     parser.add_argument("--features", type=int, default=4, help="parameters of the model")
     parser.add_argument("--file-bytes", type=int, default=0, help="limit on every file, 0 is none")
@@ -203,7 +204,9 @@ def main() -> None:
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (arguments.file_bytes, arguments.file_bytes))
     config = make_config(
-        arguments.steps, train={"eval_every": 7, "log_every": 1}, checkpoint={"every": 5}
+        arguments.steps,
+        train={"eval_every": 7, "log_every": 1},
+        checkpoint={"every": arguments.save_every},
     )
     try:
         result = run(
