@@ -24,7 +24,6 @@ def check_finetuning(config: Config) -> None:
         f"config.task.name='{config.task.name}' names a folder; use letters, digits, - and _.",
     )
     check_choice("outputs.kind", outputs.kind, KINDS)
-    check(outputs.texts in (1, 2), f"config.outputs.texts={outputs.texts} must be 1 or 2.")
     check(
         len(outputs.columns) in (0, outputs.texts),
         f"config.outputs.columns={','.join(outputs.columns)} must name as many columns as "

@@ -3,7 +3,6 @@ others, with a proof at the end.
 """
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from convbert_jax.interop import (
     huggingface,
     huggingface_config,
     huggingface_tokenizer,
+    mark,
     model_card,
     sources,
     stablehlo,
@@ -158,6 +158,8 @@ def write_huggingface(
             place = folder if name == "main" else folder / huggingface.GENERATOR
             pad_id = vocabulary[0].special.pad if vocabulary else 0
             extra = {"step": step, "network": role}
+            if name == "main":
+                extra["generator"] = "generator" in networks
             huggingface.write_network(place, network, pad_id=pad_id, extra=extra)
             if vocabulary:
                 huggingface_tokenizer.write_tokenizer(
@@ -203,7 +205,7 @@ def replace_folder(output: Path, write: Callable[[Path], None], **said: bool) ->
     Raises:
       ConversionError: `output` is somebody else's, or cannot be written.
     """
-    if output.exists() and not (output / sources.MARK).is_file():
+    if output.exists() and not mark.is_in(output):
         raise ConversionError(
             f"{output} exists and was not exported from here; remove it or name another --output."
         )
@@ -216,7 +218,7 @@ def replace_folder(output: Path, write: Callable[[Path], None], **said: bool) ->
             f"{output} cannot be written ({error.strerror}); name another --output."
         ) from error
     write(unfinished)
-    (unfinished / sources.MARK).write_text(json.dumps({"format": 1, **said}) + "\n")
+    mark.write(unfinished, **said)
     shutil.rmtree(output, ignore_errors=True)
     unfinished.rename(output)
 

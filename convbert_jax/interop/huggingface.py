@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from absl import logging
 
-from convbert_jax.interop import huggingface_config, weight_files
+from convbert_jax.interop import huggingface_config, mark, weight_files
+from convbert_jax.interop.claims import LEAST_PARAMETERS, check_finite
 from convbert_jax.interop.modules import HEADS, shapes
 from convbert_jax.interop.networks import ConversionError, Network
 from convbert_jax.interop.tables import TIED, huggingface_places
@@ -82,13 +84,22 @@ def read_folder(folder: Path) -> Source:
       ConversionError: what is there cannot be read, is not complete, or contradicts itself.
     """
     folder = Path(folder)
+    mark.read(folder)
     names = {"main": folder}
-    if (folder / GENERATOR / huggingface_config.FILE).is_file():
+    if (folder / GENERATOR).is_dir():
         names["generator"] = folder / GENERATOR
+        if not (folder / GENERATOR / huggingface_config.FILE).exists():
+            raise ConversionError(
+                f"{folder / GENERATOR} has no {huggingface_config.FILE}, without which the "
+                "generator cannot be read; copy it again, or take that folder away to read the "
+                "model without a generator."
+            )
     networks, ignored, extra = {}, [], {}
     for name, place in names.items():
         networks[name], left, extra[name] = _read_network(place)
         ignored += [f"{name}:{tensor}" for tensor in left]
+    if extra["main"].get("generator") and "generator" not in networks:
+        logging.warning("%s was written with a generator, which is not there any more.", folder)
     return Source(networks, tuple(ignored), extra)
 
 
@@ -97,6 +108,7 @@ def _read_network(folder: Path) -> tuple[Network, list[str], dict[str, Any]]:
     family, embeddings, encoder = huggingface_config.sizes(content)
     tensors = {_modern_name(name): leaf for name, leaf in weight_files.read_weights(folder).items()}
     network, left = from_tensors(tensors, family, embeddings, encoder, content=content)
+    check_finite(network.parameters, str(folder))
     ours = content.get(huggingface_config.OURS)
     return network, left, dict(ours) if isinstance(ours, dict) else {}
 
@@ -113,7 +125,7 @@ def from_tensors(
       ConversionError: a tensor is missing or of another shape, or a tied one is not tied.
     """
     groups = encoder.stages[0].layer.ffn_groups
-    if encoder.depth > len(tensors):  # before anything is made for each layer
+    if encoder.depth * LEAST_PARAMETERS > len(tensors):  # before anything is made for each layer
         raise ConversionError(
             f"config.json has num_hidden_layers={encoder.depth}, but the weights are "
             f"{len(tensors)} tensors; the two do not belong together."
@@ -130,6 +142,11 @@ def from_tensors(
         )
     parameters = {}
     for path, place in places.items():
+        if tensors[place.name].dtype != np.float32:
+            raise ConversionError(
+                f"tensor {place.name} holds {tensors[place.name].dtype}, but weights are floating "
+                "numbers; save the model again without quantization."
+            )
         array = _read_array(place, tensors[place.name])
         if array is None or array.shape != expected[path]:
             theirs = place.layout.write(np.broadcast_to(0.0, expected[path])).shape

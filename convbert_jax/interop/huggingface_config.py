@@ -1,15 +1,14 @@
 """A network's sizes as `config.json` of Hugging Face's ConvBert, Electra and Bert classes."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from convbert_jax.config import ConfigError, EmbeddingsConfig, EncoderConfig, from_config_dict
+from convbert_jax.interop.claims import LARGEST, read_json, shown
 from convbert_jax.interop.finetuned_heads import USE, use_of
 from convbert_jax.interop.networks import ConversionError, Network, describe_sizes
 
 FILE = "config.json"
-LARGEST = 1 << 20  # of any size; a larger one is a fault in the file, not a model
 OURS = "convbert_jax"  # the key of config.json that other software passes over
 _USE = "use"  # inside of OURS: Network.use
 TUNED = {"sequence_head", "token_head", "span_head"}  # heads of fine-tuned models
@@ -142,18 +141,11 @@ def read(folder: Path) -> dict[str, Any]:
       ConversionError: it is absent, damaged, or of a model that is not of the three families.
     """
     path = folder / FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        kind = content.get("model_type")
-    except OSError as error:
-        raise ConversionError(
-            f"{path} cannot be read ({error.strerror}); name a folder with config.json and weights."
-        ) from error
-    except (ValueError, AttributeError) as error:
-        raise ConversionError(f"{path} is not JSON; copy it again.") from error
+    content = read_json(path)
+    kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in _MODEL_TYPES:
         raise ConversionError(
-            f"{path} is of model_type {kind!r}; ConvBERT, ELECTRA and BERT can be read."
+            f"{path} is of model_type {shown(kind)}; ConvBERT, ELECTRA and BERT can be read."
         )
     for field, wanted in (
         ("hidden_act", ("gelu", "gelu_python")),
@@ -163,8 +155,8 @@ def read(folder: Path) -> dict[str, Any]:
     ):
         if content.get(field, wanted[0]) not in wanted:
             raise ConversionError(
-                f"{path} has {field}={content[field]!r}, which this encoder does not compute; only "
-                f"{wanted[0]!r} can be read."
+                f"{path} has {field}={shown(content[field])}, which this encoder does not compute; "
+                f"only {wanted[0]!r} can be read."
             )
     return content
 
@@ -181,14 +173,16 @@ def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig
         value = content.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= LARGEST:
             raise ConversionError(
-                f"config.json has {name}={value!r}, not a number from 1 to {LARGEST:,}."
+                f"config.json has {name}={shown(value)}, not a number from 1 to {LARGEST:,}."
             )
         return value
 
     def fraction(name, default):
         value = content.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            raise ConversionError(f"config.json has {name}={value!r}, not a number from 0 to 1.")
+            raise ConversionError(
+                f"config.json has {name}={shown(value)}, not a number from 0 to 1."
+            )
         return float(value)
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
@@ -234,13 +228,13 @@ def read_use(content: dict[str, Any]) -> dict[str, Any]:
     ours = content.get(OURS)
     told = ours.get(_USE, {}) if isinstance(ours, dict) else {}
     if not isinstance(told, dict):
-        raise ConversionError(f"config.json has {OURS}.{_USE}={told!r}, not an object.")
+        raise ConversionError(f"config.json has {OURS}.{_USE}={shown(told)}, not an object.")
     sections: dict[str, dict[str, Any]] = {}
     for path, value in told.items():
         if path not in USE:
             raise ConversionError(
-                f"config.json has {OURS}.{_USE} with '{path}', which this version does not know; "
-                f"it knows {', '.join(USE)}."
+                f"config.json has {OURS}.{_USE} with {shown(path)}, which this version does not "
+                f"know; it knows {', '.join(USE)}."
             )
         section, _, field = path.partition(".")
         sections.setdefault(section, {})[field] = value
@@ -252,5 +246,6 @@ def read_use(content: dict[str, Any]) -> dict[str, Any]:
     problem = content.get("problem_type")
     if problem is not None and "outputs.kind" not in use:
         kinds = {theirs: ours for ours, theirs in _PROBLEMS.items()}
-        use["outputs.kind"] = kinds.get(problem, str(problem))
+        use["outputs.kind"] = kinds.get(problem) if isinstance(problem, str) else None
+        use["outputs.kind"] = use["outputs.kind"] or shown(problem)
     return use

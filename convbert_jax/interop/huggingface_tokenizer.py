@@ -23,6 +23,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.tokenizer import Tokenizer
 from convbert_jax.data.wordpiece_model import build_pipeline
+from convbert_jax.interop.claims import read_json, shown
 from convbert_jax.interop.networks import ConversionError
 
 VOCABULARY = {"wordpiece": "vocab.txt", "sentencepiece": "spiece.model"}
@@ -95,38 +96,46 @@ def find_vocabulary(folder: Path) -> Path | None:
         if (folder / name).is_file():
             return folder / name
     file = folder / "tokenizer.json"
-    try:
-        kind = json.loads(file.read_text(encoding="utf-8"))["model"]["type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return file if kind == "WordPiece" else None
+    model = _part(_read(file), "model")
+    return file if model.get("type") == "WordPiece" else None
 
 
 def describe_vocabulary(folder: Path, path: Path) -> dict[str, object]:
-    """Fields of config.tokenizer that go with a vocabulary of theirs."""
+    """Fields of config.tokenizer that go with a vocabulary of theirs.
+
+    Raises:
+      ConversionError: a file that says it is damaged.
+    """
     fields: dict[str, object] = {"kind": "sentencepiece", "path": str(path)}
     if path.suffix == ".model":
         return fields
     fields["kind"] = "wordpiece"
-    settings = _read_json(folder / "tokenizer_config.json")
-    pipeline = _read_json(folder / "tokenizer.json")
-    normalizer = pipeline.get("normalizer") or {}
+    settings = _read(folder / "tokenizer_config.json")
+    pipeline = _read(folder / "tokenizer.json")
+    normalizer, model = _part(pipeline, "normalizer"), _part(pipeline, "model")
     lowercase = normalizer.get("lowercase", settings.get("do_lower_case", True))
     accents = normalizer.get("strip_accents", settings.get("strip_accents"))
-    model = pipeline.get("model") or {}
-    return fields | {
-        "lowercase": bool(lowercase),
-        "strip_accents": bool(lowercase if accents is None else accents),
-        "max_word_chars": int(model.get("max_input_chars_per_word", 100)),
+    found = {
+        "lowercase": lowercase,
+        "strip_accents": lowercase if accents is None else accents,
+        "max_word_chars": model.get("max_input_chars_per_word", 100),
     }
+    for (name, value), kind in zip(found.items(), (bool, bool, int), strict=True):
+        if type(value) is not kind:
+            raise ConversionError(
+                f"the tokenizer files of {folder} have {name}={shown(value)}; copy them again."
+            )
+    return fields | found
 
 
-def _read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def _read(path: Path) -> dict:
+    """A JSON file that need not be there."""
+    return read_json(path) if path.exists() else {}
+
+
+def _part(content: dict, name: str) -> dict:
+    part = content.get(name)
+    return part if isinstance(part, dict) else {}
 
 
 def _from_sentencepiece(path: Path) -> tokenizers.Tokenizer:

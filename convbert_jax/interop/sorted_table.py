@@ -4,19 +4,24 @@ Format: google/leveldb, doc/table_format.md. Every length in a file is a claim: 
 made that is larger than the file can account for.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from convbert_jax.interop.crc32c import crc32c, mask
-from convbert_jax.interop.protobuf_wire import read_varint, varint
+import google_crc32c
 
 MAGIC = 0xDB4775248B80FB57
 _FOOTER = 48
 _TRAILER = 5  # compression type and checksum behind each block
 _PLAIN, _SNAPPY = 0, 1
-_LONGEST_KEY = 1 << 16
-_SNAPPY_RATIO = 32  # three bytes make at most 64
-_EXPANSION = 64  # bytes of keys for a byte of file: keys of a block share their beginnings
+_LONGEST_KEY = 1 << 12
+# Bytes that blocks may unpack to, and keys, which share their beginnings, for a byte of file.
+_EXPANSION = 32
 _BLOCK = 1 << 12  # bytes that this writer puts into a block
+
+
+def checksum(data: bytes) -> int:
+    """CRC-32C, masked as it is stored: a CRC of data that holds its own CRC would be no check."""
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def is_table(data: bytes) -> bool:
@@ -35,19 +40,23 @@ def read_table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """
     if not is_table(data):
         raise ValueError("its end is not that of a table, it is cut off or something else")
+    left = _EXPANSION * len(data)
+
+    def spend(size: int) -> None:
+        nonlocal left
+        left -= size
+        if left < 0:
+            raise ValueError("it claims to be larger than it can be")
+
     _, at = _read_handle(data[-_FOOTER:], 0)  # of the index of meta blocks
     index, _ = _read_handle(data[-_FOOTER:], at)
-    budget = _EXPANSION * len(data) + _LONGEST_KEY
     previous, covered = None, 0
-    for _, handle in _read_entries(_read_block(data, *index)):
-        place, _ = _read_handle(handle, 0)
-        covered += place[1]
+    for _, handle in _read_entries(_read_block(data, *index, spend), spend):
+        (offset, size), _ = _read_handle(handle, 0)
+        covered += size + _TRAILER
         if covered > len(data):
             raise ValueError("its blocks overlap")
-        for key, value in _read_entries(_read_block(data, *place)):
-            budget -= len(key)
-            if budget < 0:
-                raise ValueError("its keys are larger than it can hold")
+        for key, value in _read_entries(_read_block(data, offset, size, spend), spend):
             if previous is not None and key <= previous:
                 raise ValueError("its keys are not in order")
             previous = key
@@ -86,7 +95,7 @@ def _append_block(file: bytearray, entries: list[tuple[bytes, bytes]]) -> bytes:
     content += len(restarts or [0]).to_bytes(4, "little")
     handle = varint(len(file)) + varint(len(content))
     content.append(_PLAIN)
-    file += content + mask(crc32c(bytes(content))).to_bytes(4, "little")
+    file += content + checksum(bytes(content)).to_bytes(4, "little")
     return handle
 
 
@@ -96,21 +105,21 @@ def _read_handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
     return (offset, size), at
 
 
-def _read_block(data: bytes, offset: int, size: int) -> bytes:
+def _read_block(data: bytes, offset: int, size: int, spend: Callable[[int], None]) -> bytes:
     end = offset + size
     if end + _TRAILER > len(data) - _FOOTER:
         raise ValueError("a block lies outside of it")
     stored = int.from_bytes(data[end + 1 : end + _TRAILER], "little")
-    if mask(crc32c(data[offset : end + 1])) != stored:
+    if checksum(data[offset : end + 1]) != stored:
         raise ValueError("the checksum of a block is wrong")
     if data[end] == _SNAPPY:
-        return _expand(data[offset:end])
+        return _expand(data[offset:end], spend)
     if data[end] != _PLAIN:
         raise ValueError(f"a block is compressed in an unknown way ({data[end]})")
     return data[offset:end]
 
 
-def _read_entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
+def _read_entries(block: bytes, spend: Callable[[int], None]) -> Iterator[tuple[bytes, bytes]]:
     if len(block) < 4:
         raise ValueError("a block is cut off")
     end = len(block) - 4 - 4 * int.from_bytes(block[-4:], "little")
@@ -123,48 +132,47 @@ def _read_entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
         length, at = read_varint(block, at)
         if shared > len(key) or at + unshared + length > end or shared + unshared > _LONGEST_KEY:
             raise ValueError("an entry is cut off")
+        spend(shared + unshared)
         key = key[:shared] + block[at : at + unshared]
         at += unshared
         yield key, block[at : at + length]
         at += length
 
 
-def _expand(data: bytes) -> bytes:
-    """Snappy (google/snappy, format_description.txt)."""
-    size, at = read_varint(data, 0)
-    if size > _SNAPPY_RATIO * len(data):
-        raise ValueError("a compressed block claims to be larger than it can be")
-    out = bytearray()
-    while at < len(data):
-        tag = data[at]
+def _expand(data: bytes, spend: Callable[[int], None]) -> bytes:
+    import pyarrow
+
+    size, _ = read_varint(data, 0)
+    spend(size)
+    try:
+        return pyarrow.decompress(data, decompressed_size=size, codec="snappy", asbytes=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"a block cannot be unpacked ({error})") from None
+
+
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """(number, where it ends), at most 64 bits.
+
+    Raises:
+      ValueError: it is cut off or too long.
+    """
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            raise ValueError("a number is cut off")
+        octet = data[at]
         at += 1
-        if tag & 3 == 0:
-            length = tag >> 2
-            if length >= 60:
-                extra = length - 59
-                length = int.from_bytes(data[at : at + extra], "little")
-                at += extra
-            length += 1
-            if at + length > len(data):
-                raise ValueError("a compressed block is cut off")
-            out += data[at : at + length]
-            at += length
-        else:
-            extra = (1, 2, 4)[(tag & 3) - 1]
-            if at + extra > len(data):
-                raise ValueError("a compressed block is cut off")
-            distance = int.from_bytes(data[at : at + extra], "little")
-            if extra == 1:
-                length, distance = (tag >> 2 & 7) + 4, distance | (tag >> 5) << 8
-            else:
-                length = (tag >> 2) + 1
-            at += extra
-            if not 0 < distance <= len(out):
-                raise ValueError("a compressed block refers outside of itself")
-            piece = bytes(out[len(out) - distance :])  # repeats itself where it is too short
-            out += (piece * (length // distance + 1))[:length]
-        if len(out) > size:
-            raise ValueError("a compressed block is larger than it says")
-    if len(out) != size:
-        raise ValueError("a compressed block is smaller than it says")
-    return bytes(out)
+        value |= (octet & 0x7F) << shift
+        if octet < 0x80:
+            return value & (1 << 64) - 1, at
+    raise ValueError("a number has more than 64 bits")
+
+
+def varint(value: int) -> bytes:
+    """`value`, 0 or more, as read_varint reads it."""
+    octets = bytearray()
+    while value >= 0x80:
+        octets.append(value & 0x7F | 0x80)
+        value >>= 7
+    octets.append(value)
+    return bytes(octets)

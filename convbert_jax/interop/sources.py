@@ -3,7 +3,6 @@ checkpoint; and what a new run takes of them.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,12 @@ from convbert_jax.interop import (
     huggingface,
     huggingface_config,
     huggingface_tokenizer,
+    mark,
     matching,
     tensorflow1,
     weight_files,
 )
+from convbert_jax.interop.claims import check_finite, shown
 from convbert_jax.interop.networks import (
     ConversionError,
     Network,
@@ -29,10 +30,8 @@ from convbert_jax.interop.networks import (
     split,
     to_tree,
 )
-from convbert_jax.training import checkpoint_reading
+from convbert_jax.training import checkpoint_reading, state
 from convbert_jax.training.workdir import read_config
-
-MARK = "exported_by_convbert_jax.json"  # in every folder that was written here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +64,19 @@ def read_source(path: str) -> Source:
     Raises:
       ConversionError: there is nothing of these, or it cannot be read.
     """
+    try:
+        return _read_source(path)
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # too long a name, no right to read, ~nobody
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConversionError(f"{shown(path)} cannot be read ({reason}).") from error
+    except MemoryError as error:
+        raise ConversionError(f"{path} needs more memory than there is.") from error
+
+
+def _read_source(path: str) -> Source:
     folder = Path(path).expanduser()
     if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
         run = read_config(folder)
@@ -77,7 +89,7 @@ def read_source(path: str) -> Source:
             "huggingface",
             found.networks,
             found.ignored,
-            step=int(found.extra["main"].get("step", 0)),
+            step=_step_of(found.extra["main"]),
             tokenizer=_vocabulary_fields(folder),
         )
     prefix = tensorflow1.find_prefix(folder)
@@ -104,8 +116,12 @@ def read_params(workdir: Path, config: Config, step: int | None = None) -> tuple
 
     Raises:
       CheckpointError: there is none, or it cannot be read.
+      ConversionError: NaN or infinity in it.
     """
-    return checkpoint_reading.load_params(workdir / "checkpoints", abstract_params(config), step)
+    folder = workdir / "checkpoints"
+    step, params = checkpoint_reading.load_params(folder, abstract_params(config), step)
+    check_finite(state.flatten(params), f"{folder / str(step)}")
+    return step, params
 
 
 def read_moments(workdir: Path, config: Config, step: int | None = None):
@@ -173,12 +189,20 @@ def initialize(config: Config, source: Source) -> tuple[Any, Report]:
     return params, dataclasses.replace(report, ignored=(*report.ignored, *source.ignored))
 
 
+def _step_of(extra: Mapping[str, Any]) -> int:
+    step = extra.get("step", 0)
+    if type(step) is not int or not 0 <= step < 1 << 31:
+        raise ConversionError(f"config.json has step={shown(step)}, no number of steps.")
+    return step
+
+
 def _with_masking(networks: Mapping[str, Network], folder: Path) -> Mapping[str, Network]:
-    """The networks as they were trained: a TensorFlow checkpoint of ours says so in MARK."""
-    try:
-        masked = json.loads((folder / MARK).read_text()).get("mask_convolution") is True
-    except (OSError, ValueError, AttributeError):
-        masked = False
+    """The networks as they were trained: the mark of a TensorFlow checkpoint of ours says that."""
+    masked = mark.read(folder).get("mask_convolution", False)
+    if not isinstance(masked, bool):
+        raise ConversionError(
+            f"{folder / mark.FILE} has mask_convolution={shown(masked)}, not true or false."
+        )
 
     def change(network):
         stages = tuple(

@@ -1,21 +1,22 @@
 """TensorFlow's V2 checkpoint files, PREFIX.index and PREFIX.data-*, read and written without it.
 
-Format: tensorflow/core/util/tensor_bundle/tensor_bundle.h and tensor_bundle.proto. The index is a
-table (sorted_table.py) of variable name -> BundleEntryProto, under "" the BundleHeaderProto.
+Format: tensorflow/core/util/tensor_bundle/tensor_bundle.h. The index is a table (sorted_table.py)
+of variable name -> BundleEntryProto, under "" the BundleHeaderProto.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from google.protobuf.message import DecodeError
 
 from convbert_jax.interop import sorted_table
-from convbert_jax.interop.crc32c import crc32c, mask
+from convbert_jax.interop.claims import check_memory
 from convbert_jax.interop.networks import ConversionError
-from convbert_jax.interop.protobuf_wire import BYTES, FIXED32, VARINT, field, read_fields
 
 # numbers of tensorflow.DataType; of the others only the names are read
 DTYPES = {
@@ -29,8 +30,55 @@ DTYPES = {
     14: np.dtype(ml_dtypes.bfloat16),
     19: np.dtype("<f2"),
 }
-_LARGEST_INDEX = 1 << 24  # bytes; 100 variables take some 5,000
+_LARGEST_INDEX = 1 << 22  # bytes; 100 variables take some 5,000
+_MOST_VARIABLES = 1 << 16
 _MOST_SHARDS = 1 << 16
+_MOST_DIMENSIONS = 32
+
+# tensorflow/core/protobuf/tensor_bundle.proto, with what is read of the messages inside of it. Its
+# signed numbers are unsigned here, so that a negative one is too large for any check.
+_SCHEMA = """
+syntax: "proto3"
+name: "tensor_bundle.proto"
+message_type {
+  name: "Header"
+  field { name: "num_shards" number: 1 type: TYPE_UINT64 }
+  field { name: "endianness" number: 2 type: TYPE_UINT64 }
+  field { name: "version" number: 3 type: TYPE_MESSAGE type_name: "Version" }
+}
+message_type {
+  name: "Version"
+  field { name: "producer" number: 1 type: TYPE_INT32 }
+  field { name: "min_consumer" number: 2 type: TYPE_INT32 }
+}
+message_type {
+  name: "Entry"
+  field { name: "dtype" number: 1 type: TYPE_UINT64 }
+  field { name: "shape" number: 2 type: TYPE_MESSAGE type_name: "Shape" }
+  field { name: "shard" number: 3 type: TYPE_UINT64 }
+  field { name: "offset" number: 4 type: TYPE_UINT64 }
+  field { name: "size" number: 5 type: TYPE_UINT64 }
+  field { name: "checksum" number: 6 type: TYPE_FIXED32 }
+  field { name: "slices" number: 7 type: TYPE_BYTES label: LABEL_REPEATED }
+}
+message_type {
+  name: "Shape"
+  field { name: "dim" number: 2 type: TYPE_MESSAGE type_name: "Dimension" label: LABEL_REPEATED }
+}
+message_type {
+  name: "Dimension"
+  field { name: "size" number: 1 type: TYPE_UINT64 }
+}
+"""
+
+
+def _messages(names: str):
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(text_format.Parse(_SCHEMA, descriptor_pb2.FileDescriptorProto()))
+    return (message_factory.GetMessageClass(pool.FindMessageTypeByName(n)) for n in names.split())
+
+
+HeaderProto, EntryProto = _messages("Header Entry")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +120,7 @@ class Bundle:
             ) from error
         try:
             self._shards, self._entries = _read_index(content)
-        except ValueError as error:
+        except (ValueError, DecodeError) as error:
             raise ConversionError(
                 f"{path} is damaged: {error}; copy the checkpoint again."
             ) from error
@@ -103,10 +151,13 @@ class Bundle:
         if entry.dtype is None:
             raise ConversionError(f"variable {name} holds no numbers.")
         path = self._data_file(entry.shard)
-        with path.open("rb") as file:
-            file.seek(entry.offset)
-            data = file.read(entry.size)
-        if len(data) != entry.size or mask(crc32c(data)) != entry.checksum:
+        try:
+            with path.open("rb") as file:
+                file.seek(entry.offset)
+                data = file.read(entry.size)
+        except OSError as error:
+            raise ConversionError(f"{path} cannot be read ({error.strerror}).") from error
+        if len(data) != entry.size or sorted_table.checksum(data) != entry.checksum:
             raise ConversionError(
                 f"variable {name} in {path} is damaged (wrong checksum); copy the file again."
             )
@@ -132,29 +183,31 @@ class Bundle:
                     f"{self._data_file(entry.shard)} ends before variable {name}; it is cut off, "
                     "copy it again."
                 )
-        if sum(entry.size for entry in self._entries.values()) > sum(sizes.values()):
+        total = sum(entry.size for entry in self._entries.values())
+        if total > sum(sizes.values()):
             raise ConversionError(
                 f"{self.prefix}.index is damaged: its variables overlap; copy the checkpoint again."
             )
+        check_memory(total, self.prefix)
 
 
 def write_bundle(prefix: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes a checkpoint of one data file that TensorFlow's own readers take."""
     numbers = {dtype: number for number, dtype in DTYPES.items()}
-    header = field(1, 1) + field(3, field(1, 1))  # one shard, little endian, version 1
-    entries, offset = [(b"", header)], 0
+    header = HeaderProto(num_shards=1, version={"producer": 1})
+    entries, offset = [(b"", header.SerializeToString())], 0
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with prefix.with_name(prefix.name + ".data-00000-of-00001").open("wb") as file:
         for name in sorted(tensors, key=str.encode):
-            array = np.ascontiguousarray(tensors[name])
-            data = array.tobytes()
-            shape = b"".join(
-                field(2, field(1, size) if size else b"") for size in np.shape(tensors[name])
+            data = np.asarray(tensors[name]).tobytes()
+            entry = EntryProto(
+                dtype=numbers[tensors[name].dtype],
+                shape={"dim": [{"size": size} for size in np.shape(tensors[name])]},
+                offset=offset,
+                size=len(data),
+                checksum=sorted_table.checksum(data),
             )
-            entry = field(1, numbers[array.dtype]) + field(2, shape)
-            entry += field(4, offset) if offset else b""
-            entry += field(5, len(data)) + field(6, mask(crc32c(data)), fixed32=True)
-            entries.append((name.encode(), entry))
+            entries.append((name.encode(), entry.SerializeToString()))
             file.write(data)
             offset += len(data)
     prefix.with_name(prefix.name + ".index").write_bytes(sorted_table.write_table(entries))
@@ -172,53 +225,34 @@ def _read_index(content: bytes) -> tuple[int, dict[str, Entry]]:
             name = key.decode()
         except UnicodeDecodeError:
             continue  # the slices of a partitioned variable, whose own entry says so
+        if len(entries) == _MOST_VARIABLES:
+            raise ValueError(f"it has more than {_MOST_VARIABLES} variables")
         entries[name] = _read_entry(value, name, shards)
     return shards, entries
 
 
 def _read_header(data: bytes) -> int:
-    shards = 0
-    for number, kind, value in read_fields(data):
-        if (number, kind) == (1, VARINT):
-            shards = value
-        elif (number, kind) == (2, VARINT) and value:
-            raise ValueError("it was written on a big-endian machine")
-        elif (number, kind) == (3, BYTES):
-            for inner, _, least in read_fields(value):
-                if inner == 2 and isinstance(least, int) and least > 1:
-                    raise ValueError(f"it needs a reader of version {least}, this one is of 1")
-    if not 0 < shards <= _MOST_SHARDS:
-        if len(data) and not shards:
-            raise ValueError("its header is not that of a V2 checkpoint")
-        raise ValueError(f"it claims {shards} data files")
-    return shards
+    header = HeaderProto.FromString(data)
+    if header.endianness:
+        raise ValueError("it was written on a big-endian machine")
+    if header.version.min_consumer > 1:
+        least = header.version.min_consumer
+        raise ValueError(f"it needs a reader of version {least}, this one is of 1")
+    if data and not header.num_shards:
+        raise ValueError("its header is not that of a V2 checkpoint")
+    if not 0 < header.num_shards <= _MOST_SHARDS:
+        raise ValueError(f"it claims {header.num_shards} data files")
+    return header.num_shards
 
 
 def _read_entry(data: bytes, name: str, shards: int) -> Entry:
-    values = {1: 0, 3: 0, 4: 0, 5: 0, 6: 0}
-    shape: tuple[int, ...] = ()
-    partitioned = False
-    for number, kind, value in read_fields(data):
-        if number == 2 and kind == BYTES:
-            shape = tuple(_read_shape(value))
-        elif number == 7:
-            partitioned = True
-        elif number in values and kind == (FIXED32 if number == 6 else VARINT):
-            values[number] = value
-    dtype = DTYPES.get(values[1])
-    entry = Entry(dtype, shape, values[3], values[4], values[5], values[6], partitioned)
-    if entry.shard >= shards:
-        raise ValueError(f"{name} is in data file {entry.shard} of {shards}")
-    if dtype is not None and not partitioned and math.prod(shape) * dtype.itemsize != entry.size:
-        raise ValueError(f"{name} of shape {shape} has {entry.size} bytes")
-    return entry
-
-
-def _read_shape(data: bytes) -> Iterator[int]:
-    for number, kind, value in read_fields(data):
-        if number == 2 and kind == BYTES:
-            sizes = [v for n, k, v in read_fields(value) if n == 1 and k == VARINT]
-            size = sizes[-1] if sizes else 0
-            if size >= 1 << 40:
-                raise ValueError("a shape has a dimension of unknown or absurd size")
-            yield size
+    read = EntryProto.FromString(data)
+    dtype, partitioned = DTYPES.get(read.dtype), bool(read.slices)
+    if len(read.shape.dim) > _MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {len(read.shape.dim)} dimensions")
+    shape = tuple(dimension.size for dimension in read.shape.dim)
+    if read.shard >= shards:
+        raise ValueError(f"{name} is in data file {read.shard} of {shards}")
+    if dtype is not None and not partitioned and math.prod(shape) * dtype.itemsize != read.size:
+        raise ValueError(f"{name} of shape {shape} has {read.size} bytes")
+    return Entry(dtype, shape, read.shard, read.offset, read.size, read.checksum, partitioned)

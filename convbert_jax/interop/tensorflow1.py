@@ -5,16 +5,17 @@ unless its publisher took them out, the moments of Adam and the step.
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from absl import logging
 
 from convbert_jax.config import EncoderConfig
 from convbert_jax.interop import sorted_table
+from convbert_jax.interop.claims import LARGEST, LEAST_PARAMETERS, check_finite, read_json, shown
 from convbert_jax.interop.modules import shapes
 from convbert_jax.interop.networks import ConversionError, Network, describe_sizes
 from convbert_jax.interop.tables import tensorflow_places
@@ -24,6 +25,8 @@ STEP = "global_step"
 SLOTS = ("/adam_m", "/adam_v")  # of the release's AdamWeightDecayOptimizer
 _HEAD_SIZE = 64  # of every published ELECTRA and BERT
 _TABLE = "embeddings/word_embeddings"
+_STEPS = (np.dtype("<i8"), np.dtype("<i4"))
+_WEIGHTS = tuple(np.dtype(kind) for kind in ("f4", "f2", ml_dtypes.bfloat16))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +80,11 @@ def find_prefix(path: Path) -> Path | None:
 
 
 def _find_in_folder(folder: Path) -> Path | None:
-    found = sorted(path.name.removesuffix(".index") for path in folder.glob("*.index"))
+    files = (path for path in folder.glob("*.index") if path.is_file())
+    found = sorted(path.name.removesuffix(".index") for path in files)
     try:
-        state = (folder / "checkpoint").read_text(errors="replace")
+        with (folder / "checkpoint").open(errors="replace") as file:
+            state = file.read(1 << 16)
         newest = re.search(r'^model_checkpoint_path: "(.*)"', state, re.MULTILINE)
     except OSError:
         newest = None
@@ -110,6 +115,7 @@ def read_checkpoint(prefix: Path) -> Checkpoint:
         for path, place in places.items():
             parameters[path] = _read(bundle, place, expected[path], prefix)
         used |= {place.name for place in places.values()}
+        check_finite(parameters, str(prefix))
         networks[name] = Network(family, embeddings, encoder, parameters)
     moments = None
     if all(variable + slot in names for variable in used for slot in SLOTS):
@@ -118,8 +124,16 @@ def read_checkpoint(prefix: Path) -> Checkpoint:
     step = 0
     if STEP in names:
         used.add(STEP)
-        step = int(bundle.read(STEP))
+        step = _read_step(bundle)
     return Checkpoint(networks, tuple(sorted(names - used)), step, moments)
+
+
+def _read_step(bundle: Bundle) -> int:
+    entry = bundle.entry(STEP)
+    step = int(bundle.read(STEP)) if entry.shape == () and entry.dtype in _STEPS else -1
+    if not 0 <= step < 1 << 31:
+        raise ConversionError(f"{bundle.prefix} has a {STEP} that is no number of steps.")
+    return step
 
 
 def write_checkpoint(
@@ -149,7 +163,7 @@ def write_checkpoint(
     (prefix.parent / "checkpoint").write_text(f'model_checkpoint_path: "{prefix.name}"\n')
     bundle = Bundle(prefix)
     for name, array in tensors.items():
-        if not np.array_equal(bundle.read(name), array):
+        if bundle.read(name).tobytes() != array.tobytes():
             raise ConversionError(f"{prefix} does not read back as written, first {name}.")
     logging.info("%d variables written and read back, equal to the bit.", len(tensors))
 
@@ -227,7 +241,7 @@ def _sizes(bundle: Bundle, where: _Scopes, prefix: Path):
         if name not in names:
             raise ConversionError(f"{prefix} lacks the variable {name}; it is not complete.")
         found = bundle.entry(name).shape
-        if len(found) != dimensions or 0 in found:
+        if len(found) != dimensions or not 0 < min(found) <= max(found) <= LARGEST:
             raise ConversionError(f"{prefix} has {name} of shape {found}, which is none of its.")
         return found
 
@@ -236,6 +250,8 @@ def _sizes(bundle: Bundle, where: _Scopes, prefix: Path):
     types, _ = shape(f"{where.embeddings}/embeddings/token_type_embeddings")
     pattern = re.compile(rf"{where.encoder}/encoder/layer_(\d+)/")
     depth = len({match[1] for name in names if (match := pattern.match(name))})
+    if depth * LEAST_PARAMETERS > len(names):  # before anything is made for each layer
+        raise ConversionError(f"{prefix} has too few variables for {depth} layers.")
     first = f"{where.encoder}/encoder/layer_0"
     width, hidden = shape(f"{first}/attention/output/dense/kernel")
     groups, taps, mixer = 1, 9, "attention"
@@ -268,11 +284,12 @@ def _attention_heads(prefix: Path, where: _Scopes, width: int) -> int:
     file = prefix.with_name("bert_config.json")
     if where.encoder != "generator" and file.is_file():
         try:
-            heads = json.loads(file.read_text())["num_attention_heads"]
-            if isinstance(heads, int) and heads > 0:
+            heads = read_json(file).get("num_attention_heads")
+            if type(heads) is int and 0 < heads <= width:
                 return heads
-        except (ValueError, KeyError, TypeError):
-            logging.warning("%s does not tell num_attention_heads.", file)
+            logging.warning("%s has num_attention_heads=%s.", file, shown(heads))
+        except ConversionError as error:
+            logging.warning("%s", error)
     logging.info("No file tells the number of heads; taking them %d channels wide.", _HEAD_SIZE)
     return max(1, width // _HEAD_SIZE)
 
@@ -296,6 +313,11 @@ def _read(bundle: Bundle, place, expected: tuple[int, ...], prefix: Path, slot: 
         raise ConversionError(
             f"{prefix} has {name} of shape {bundle.entry(name).shape}; the others make it {theirs}."
         )
+    if bundle.entry(name).dtype not in _WEIGHTS:
+        raise ConversionError(
+            f"variable {name} is {bundle.entry(name).dtype}, which float32 cannot hold exactly; "
+            "save the checkpoint as float32 first."
+        )
     return np.ascontiguousarray(place.layout.read(bundle.read(name))).astype(np.float32)
 
 
@@ -307,5 +329,6 @@ def _read_moments(bundle: Bundle, networks, scopes, slot: str) -> dict[str, Netw
             path: _read(bundle, place, network.parameters[path].shape, bundle.prefix, slot)
             for path, place in places.items()
         }
+        check_finite(arrays, f"{bundle.prefix}, {slot},")
         result[name] = dataclasses.replace(network, parameters=arrays)
     return result

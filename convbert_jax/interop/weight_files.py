@@ -1,7 +1,7 @@
 """The weight files of a Hugging Face folder as numpy arrays, without PyTorch where possible."""
 
-import json
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
+from convbert_jax.interop.claims import check_memory, read_json, shown
 from convbert_jax.interop.networks import ConversionError
 
 SAFETENSORS = "model.safetensors"
@@ -17,6 +18,9 @@ PICKLED = "pytorch_model.bin"
 # Older ones execute what a crafted file tells them even with weights_only=True (CVE-2025-32434).
 SAFE_TORCH = (2, 6)
 _NUMPY_TYPES = {"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
+_MOST_TENSORS = 1 << 16
+_LONGEST_NAME = 255  # bytes, of a file
+_SHARED = 4  # how often a stored number may be in tensors: tied ones are stored once, or views
 
 
 def are_in(folder: Path) -> bool:
@@ -65,8 +69,15 @@ def write_weights(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     tensors = {}
     try:
+        check_memory(path.stat().st_size, path)
         with safetensors.safe_open(path, framework="numpy") as file:
-            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+            names = file.keys()
+            if len(names) > _MOST_TENSORS:
+                raise ValueError(f"{len(names)} tensors")
+            kinds = {name: file.get_slice(name).get_dtype() for name in names}
+            strange = [name for name in names if kinds[name] not in _NUMPY_TYPES | {"BF16"}]
+            if strange:
+                raise ValueError(f"{shown(strange[0])} is of type {kinds[strange[0]]}")
             for name, kind in kinds.items():
                 if kind in _NUMPY_TYPES:
                     tensors[name] = file.get_tensor(name)
@@ -85,22 +96,31 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_shards(index: Path) -> dict[str, np.ndarray]:
-    try:
-        table = json.loads(index.read_text())["weight_map"]
-        files = sorted(set(table.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConversionError(f"{index} is not an index of shards; copy it again.") from error
-    tensors = {}
-    for name in files:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ConversionError(f"{index} names the shard {name!r}, which is not a plain file.")
-        if not (index.parent / name).is_file():
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+        raise ConversionError(f"{index} is not an index of shards; copy it again.")
+    tensors: dict[str, np.ndarray] = {}
+    files = {name: index.parent / name for name in sorted(set(table.values()))}
+    for name, path in files.items():
+        if Path(name).name != name or len(name.encode()) > _LONGEST_NAME:
+            raise ConversionError(
+                f"{index} names the shard {shown(name)}, which is not a plain file."
+            )
+        if not path.is_file():
             raise ConversionError(f"{index} names the shard {name}, which is missing; copy it too.")
-        tensors |= _read_safetensors(index.parent / name)
+    check_memory(sum(path.stat().st_size for path in files.values()), index)
+    for path in files.values():
+        read = _read_safetensors(path)
+        twice = sorted(read.keys() & tensors.keys())
+        if twice:
+            raise ConversionError(
+                f"{path} holds {shown(twice[0])}, which another shard holds too; copy them again."
+            )
+        tensors |= read
     missing = sorted(set(table) - set(tensors))
     if missing:
         raise ConversionError(
-            f"{index} promises {missing[0]} but no shard holds it; copy the shards again."
+            f"{index} promises {shown(missing[0])} but no shard holds it; copy the shards again."
         )
     return tensors
 
@@ -119,13 +139,41 @@ def _read_pickled(path: Path) -> dict[str, np.ndarray]:
             f"{path} cannot be read safely by PyTorch {torch.__version__}; install 2.6 or newer."
         )
     try:
+        _check_archive(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True)
+        _check_tensors(torch, loaded, path.stat().st_size)
         return {name: _to_numpy(torch, tensor) for name, tensor in loaded.items()}
     except Exception as error:  # the zip reader, the restricted unpickler, or a foreign content
         raise ConversionError(
             f"{path} cannot be read safely ({_first_line(error)}); it is damaged, or holds more "
             "than tensors."
         ) from error
+
+
+def _check_archive(path: Path) -> None:
+    """PyTorch unpacks what is compressed, which it never writes: a megabyte may be a thousand."""
+    size = path.stat().st_size
+    check_memory(size, path)
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            parts = archive.infolist()
+        if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
+            raise ValueError("its parts are compressed")
+        if sum(part.file_size for part in parts) > size:
+            raise ValueError("its parts are larger than the file")
+
+
+def _check_tensors(torch, loaded, size: int) -> None:
+    """A tensor may repeat one number 10^11 times, by a stride of 0."""
+    if not isinstance(loaded, dict) or len(loaded) > _MOST_TENSORS:
+        raise ValueError("it is no table of tensors")
+    total = 0
+    for name, tensor in loaded.items():
+        if not isinstance(name, str) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise ValueError(f"{shown(name)} is no tensor")
+        total += tensor.numel() * tensor.element_size()
+    if total > _SHARED * size:
+        raise ValueError("its tensors are larger than the file")
 
 
 def _to_numpy(torch, tensor) -> np.ndarray:

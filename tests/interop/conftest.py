@@ -79,9 +79,11 @@ def with_head(network, head: str, labels: tuple[str, ...], seed=0) -> networks.N
 
 @pytest.fixture(scope="session")
 def make_run(tmp_path_factory):
-    """make_run(**fields of make_config) -> (folder, config) of a run with one checkpoint."""
+    """make_run(**fields of make_config) -> (folder, config) of a run with one checkpoint; `change`
+    is done to its parameters.
+    """
 
-    def make(step=3, **fields):
+    def make(step=3, change=lambda params: params, **fields):
         folder = tmp_path_factory.mktemp("run") / "run"
         config = make_config(**fields)
         with workdir.open_workdir(folder, config):
@@ -89,7 +91,7 @@ def make_run(tmp_path_factory):
             texts = [" ".join(words[i::7]) for i in range(7)] + [WORDS]
             train_tokenizer(texts, config.tokenizer, folder / "data")
             transformation = optimizer.make_optimizer(config.optimizer, config.train.steps)
-            params = jax.tree.map(jax.numpy.asarray, random_params(config))
+            params = jax.tree.map(jax.numpy.asarray, change(random_params(config)))
             filled = state.create(params, transformation)
             filled = dataclasses.replace(filled, step=jax.numpy.asarray(step, jax.numpy.int32))
             checkpoints = checkpoint.Checkpoints(folder / "checkpoints", config.checkpoint)

@@ -64,6 +64,7 @@ def test_a_run_as_a_folder(run, exported):
         "mask_convolution": False,
         "step": 3,
         "network": "discriminator",
+        "generator": True,
     }
     card = (exported / "README.md").read_text()
     assert "read back, equal to the bit" in card
@@ -249,6 +250,72 @@ def test_other_kinds_of_runs(make_run, tmp_path, fields):
     assert not report.ignored
     for name, network in networks_of(tmp_path / "back").items():
         assert_same(networks_of(folder)[name], network)
+
+
+# --- what must not pass in silence ---
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_no_numbers(make_run, tmp_path, value):
+    def change(params):
+        params["generator_head"]["output_bias"][7] = value
+        return params
+
+    folder, config = make_run(change=change, mask_convolution=False)
+    refused = r"NaN or infinity in 1 of \d+ arrays, first .*output_bias"
+    for read in (lambda: conversion.export(folder), lambda: sources.read_source(str(folder))):
+        with pytest.raises(ConversionError, match=f"{folder}.*{refused}"):
+            read()
+    parts = split(config, change(random_params(config)))
+    tensorflow1.write_checkpoint(tmp_path / "m", parts, step=70, moments=(parts, parts))
+    with pytest.raises(ConversionError, match=f"{tmp_path}.*{refused}"):
+        sources.read_source(str(tmp_path))
+    parts, moments = split(config, random_params(config)), (parts, parts)
+    tensorflow1.write_checkpoint(tmp_path / "m", parts, step=70, moments=moments)
+    with pytest.raises(ConversionError, match=f"{tmp_path}.*adam_m,.*{refused}"):
+        sources.read_source(str(tmp_path))
+
+
+def test_a_generator_that_is_gone(exported, tmp_path, caplog):
+    shutil.copytree(exported, tmp_path / "it")
+    (tmp_path / "it" / "generator" / "config.json").unlink()
+    with pytest.raises(ConversionError, match=r"generator has no config\.json.*take that folder"):
+        sources.read_source(str(tmp_path / "it"))
+    shutil.rmtree(tmp_path / "it" / "generator")
+    with caplog.at_level("WARNING"):
+        assert sources.read_source(str(tmp_path / "it")).networks.keys() == {"main"}
+    assert "written with a generator" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "generator/model.safetensors"])
+def test_every_flipped_bit_of_an_exported_folder(exported, tmp_path, name):
+    shutil.copytree(exported, tmp_path / "it")
+    file = tmp_path / "it" / name
+    data = file.read_bytes()
+    rng = np.random.default_rng(0)
+    for at in rng.integers(len(data), size=60):
+        file.write_bytes(data[:at] + bytes([data[at] ^ 1 << rng.integers(8)]) + data[at + 1 :])
+        with pytest.raises(ConversionError, match="not the file that was written"):
+            sources.read_source(str(tmp_path / "it"))
+
+
+def test_a_flipped_bit_of_its_settings_and_vocabulary(exported, tmp_path, caplog):
+    shutil.copytree(exported, tmp_path / "it")
+    file = tmp_path / "it" / "config.json"
+    file.write_text(file.read_text().replace('"layer_norm_eps": 1e-12', '"layer_norm_eps": 1e-02'))
+    with caplog.at_level("WARNING"):
+        sources.read_source(str(tmp_path / "it"))
+    assert f"{file} is not as it was written" in caplog.text
+    file = tmp_path / "it" / "spiece.model"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(ConversionError, match=r"spiece\.model is not the file"):
+        sources.read_source(str(tmp_path / "it"))
+
+
+@pytest.mark.parametrize("path", ["a" * 5_000, "~nobody/at/all", "a\nb"])
+def test_paths_that_cannot_be(path):
+    with pytest.raises(ConversionError):
+        sources.read_source(path)
 
 
 # --- config.init_from ---

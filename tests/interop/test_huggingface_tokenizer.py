@@ -144,7 +144,8 @@ def test_vocabularies_that_cannot_be_read(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
     assert huggingface_tokenizer.find_vocabulary(tmp_path) is None
     (tmp_path / "tokenizer.json").write_text("{")
-    assert huggingface_tokenizer.find_vocabulary(tmp_path) is None
+    with pytest.raises(ConversionError, match=r"tokenizer\.json is damaged"):
+        huggingface_tokenizer.find_vocabulary(tmp_path)
 
 
 def train_sentencepiece(tmp_path, **options):

@@ -1,0 +1,75 @@
+"""The file in every folder that was written here: what only we ask for, and checksums of the rest.
+
+safetensors has none, so that a flipped bit would be read as a weight.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+from absl import logging
+
+from convbert_jax.interop.claims import read_json, shown
+from convbert_jax.interop.networks import ConversionError
+
+FILE = "exported_by_convbert_jax.json"
+_CHECKSUMS = "crc32c"
+_CHUNK = 1 << 24  # bytes
+
+
+def is_in(folder: Path) -> bool:
+    return (folder / FILE).is_file()
+
+
+def write(folder: Path, **said: Any) -> None:
+    """Marks a folder that is complete.
+
+    Args:
+      said: JSON, for `read`.
+    """
+    sums = {path.relative_to(folder).as_posix(): _checksum(path) for path in _files(folder)}
+    content = {"format": 1, _CHECKSUMS: sums, **said}
+    (folder / FILE).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What is said of a folder; empty if it was not written here.
+
+    Raises:
+      ConversionError: the mark is damaged, or weights or vocabulary are not those that were
+        written. Settings may be changed by hand: for them it is a warning.
+    """
+    if not is_in(folder):
+        return {}
+    said = read_json(folder / FILE)
+    sums = said.get(_CHECKSUMS, {})
+    if not isinstance(sums, dict):
+        raise ConversionError(f"{folder / FILE} has {_CHECKSUMS}={shown(sums)}; copy it again.")
+    for path in _files(folder):
+        wanted = sums.get(path.relative_to(folder).as_posix())
+        if wanted is None or wanted == _checksum(path):
+            continue
+        if path.suffix == ".json":
+            logging.warning("%s is not as it was written: changed by hand, or damaged.", path)
+            continue
+        raise ConversionError(
+            f"{path} is not the file that was written (wrong checksum); copy it again, or, if you "
+            f"changed it yourself, take {FILE} away."
+        )
+    return said
+
+
+def _files(folder: Path) -> list[Path]:
+    """What a reader reads, not what is for people."""
+    kinds = (".json", ".safetensors", ".model", ".txt")
+    found = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
+    return sorted(p for p in found if p.suffix in kinds and p.name != FILE and p.is_file())
+
+
+def _checksum(path: Path) -> int:
+    total = google_crc32c.Checksum()
+    with path.open("rb") as file:
+        for _ in total.consume(file, _CHUNK):
+            pass
+    return int.from_bytes(total.digest(), "big")
