@@ -107,15 +107,19 @@ def damaged(path: Path, what: object, remedy: str) -> DamagedFileError:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, mode: str = "wb") -> Iterator[IO]:
+def replacing(path: Path, mode: str = "wb", *, keep: bool = False) -> Iterator[IO]:
     """A file to write, which takes the place of `path` when the block ends, whole and on disk.
 
     After a kill, an error or a full disk `path` is what it was. Text is UTF-8.
 
+    Args:
+      keep: after an error what was written, if anything, stays as `unfinished_name(path)`, to
+        which mode "ab" adds.
+
     Raises:
-      OSError: it cannot be written; nothing is left behind.
+      OSError: it cannot be written; nothing is left behind, but with `keep`.
     """
-    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished = unfinished_name(path)
     try:
         with open(unfinished, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
@@ -123,8 +127,14 @@ def replacing(path: Path, mode: str = "wb") -> Iterator[IO]:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        if not (keep and unfinished.is_file() and unfinished.stat().st_size):
+            unfinished.unlink(missing_ok=True)
         raise
+
+
+def unfinished_name(path: Path) -> Path:
+    """Where `replacing` writes."""
+    return path.with_name(f"{path.name}.unfinished")
 
 
 def write_text(path: Path, text: str) -> None:

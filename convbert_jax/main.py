@@ -30,7 +30,10 @@ def main(request: command_line.Request) -> None:
         logging.flush()
         console.fail(str(error))
     except KeyboardInterrupt:  # while training the loop saves first and ends by itself
-        console.fail("interrupted; the same command goes on from what is finished.", code=130)
+        kept = "goes on from what is finished"
+        if request.mode == "predict":
+            kept = "goes on from there if it reads a file and writes JSON lines, else begins again"
+        console.fail(f"interrupted; the same command {kept}.", code=130)
     except OSError as error:
         if error.errno not in _STORAGE_FAULTS:
             raise

@@ -1,5 +1,6 @@
 """Files of ours: whatever is in them, what comes out is a value or one sentence."""
 
+import contextlib
 import json
 
 import pytest
@@ -95,3 +96,17 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         file.writelines(interrupted())
     assert json.loads(path.read_text(encoding="utf-8")) == {"text": "中"}
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_what_was_written_may_be_kept(tmp_path):
+    path = tmp_path / "a"
+    for text in ("", "x", "y"):
+        with contextlib.suppress(KeyError), files.replacing(path, "a", keep=True) as file:
+            file.write(text)
+            raise KeyError
+        assert not path.exists()
+        assert files.unfinished_name(path).exists() == bool(text)
+    with files.replacing(path, "a", keep=True) as file:
+        file.write("z")
+    assert path.read_text() == "xyz"
+    assert not files.unfinished_name(path).exists()

@@ -25,7 +25,7 @@ class JsonLines:
         self._file = file
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        text = "".join(_to_json(line) + "\n" for line in lines)
         self._file.write(text.encode("utf-8"))
         self._file.flush()
 
@@ -100,4 +100,13 @@ def _flatten(line: Mapping[str, Any]) -> dict[str, Any]:
 def _spell(value: Any) -> str:
     if isinstance(value, str):
         return value
-    return "" if value is None else json.dumps(value, ensure_ascii=False)
+    return "" if value is None else _to_json(value)
+
+
+def _to_json(value: Any) -> str:
+    """JSON as all read it: a NaN that an input brought along, which only Python takes, is null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        strict = json.loads(json.dumps(value), parse_constant=lambda _: None)
+        return json.dumps(strict, ensure_ascii=False)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import queue
 import threading
 import time
@@ -22,6 +23,10 @@ _PATIENCE = 0.02  # seconds that a row waits for others to come with it
 _MOST_IDS = 1_000_000  # that are compared
 
 
+class NothingPredictedError(DataError):
+    """There are no rows, or none that can be predicted."""
+
+
 @dataclasses.dataclass
 class Counts:
     """What became of the rows; `problem` is the first one's."""
@@ -32,32 +37,40 @@ class Counts:
 
 
 def predict_stream(
-    chunks: Iterable[list[InputRow]], answer: Answer, output: Output, reads: ModelInput, name: str
+    chunks: Iterable[list[InputRow]],
+    answer: Answer,
+    output: Output,
+    reads: ModelInput,
+    name: str,
+    done: int = 0,
 ) -> int:
     """Writes a line for each row, in their order; of one that cannot be predicted, why.
 
     Args:
       chunks: of rows that are predicted together, as `in_full` or `as_they_come` gives them.
       name: of the input, for the log.
+      done: rows that an earlier start predicted.
 
     Returns:
-      number of rows.
+      number of rows, without these.
 
     Raises:
-      DataError: there are no rows, or none that can be predicted.
+      NothingPredictedError: there are no rows, or none that can be predicted.
+      DataError: the input cannot be read further.
     """
     counts, ids = Counts(), _Ids(name)
     with tqdm(desc="predicting", unit="row", leave=False, disable=None) as bar:
         for chunk in chunks:
             for row in chunk:
                 ids.check(row)
-                if row.problem:
-                    counts.failed += 1
-                    counts.problem = counts.problem or f"line {row.line} {row.problem}"
-            output.write(_answer_all(chunk, answer, reads))
+            lines = answer_rows(chunk, answer, reads)
+            errors = [line["error"] for line in lines if "prediction" not in line]
+            counts.failed += len(errors)
+            counts.problem = counts.problem or "".join(errors[:1])
+            output.write(lines)
             counts.rows += len(chunk)
             bar.update(len(chunk))
-    _report(counts, ids, name)
+    _report(counts, ids, name, done)
     return counts.rows
 
 
@@ -102,15 +115,29 @@ def as_they_come(rows: Iterator[InputRow]) -> Iterator[list[InputRow]]:
             raise found
 
 
-def _answer_all(chunk: list[InputRow], answer: Answer, reads: ModelInput) -> list[dict[str, Any]]:
-    """Of each row what is written."""
+def answer_rows(chunk: list[InputRow], answer: Answer, reads: ModelInput) -> list[dict[str, Any]]:
+    """Of each row what is written of it."""
     good = [row for row in chunk if not row.problem]
     examples = [Example(str(row.number), row.texts, None) for row in good]
     said = iter(answer(examples) if examples else ())
-    return [_describe(row, None if row.problem else next(said), reads) for row in chunk]
+    lines = []
+    for row in chunk:
+        found = None if row.problem else next(said)
+        if found and not _is_finite(found):
+            row = dataclasses.replace(row, problem="is given no number by the model, but NaN")
+            found = None
+        lines.append(describe_row(row, found, reads))
+    return lines
 
 
-def _describe(row: InputRow, said: dict[str, Any] | None, reads: ModelInput) -> dict[str, Any]:
+def _is_finite(said: dict[str, Any]) -> bool:
+    values = [said["prediction"], said.get("probabilities", ())]
+    values += values[1].values() if isinstance(values[1], dict) else values[1]
+    return all(math.isfinite(value) for value in values if isinstance(value, float))
+
+
+def describe_row(row: InputRow, said: dict[str, Any] | None, reads: ModelInput) -> dict[str, Any]:
+    """What is written of a row of which a model said something, or None."""
     line: dict[str, Any] = {"id": row.number if row.id is None else row.id}
     if row.texts and reads.kind == "tagging":
         line["".join(row.names) or "words"] = row.texts[0].split(" ")
@@ -149,11 +176,13 @@ class _Ids:
             logging.info("%s: ids are compared up to row %d.", self._name, row.number)
 
 
-def _report(counts: Counts, ids: _Ids, name: str) -> None:
-    if not counts.rows:
-        raise DataError(f"{name} has no rows; check the file.")
-    if counts.failed == counts.rows:
-        raise DataError(f"{name} has no row that can be predicted; the first: {counts.problem}.")
+def _report(counts: Counts, ids: _Ids, name: str, done: int) -> None:
+    if not counts.rows and not done:
+        raise NothingPredictedError(f"{name} has no rows; check the file.")
+    if counts.failed == counts.rows and not done:
+        raise NothingPredictedError(
+            f"{name} has no row that can be predicted; the first: {counts.problem}."
+        )
     logging.info("Predicted %d rows of %s.", counts.rows - counts.failed, name)
     if counts.failed:
         logging.warning(

@@ -13,8 +13,8 @@ from convbert_jax.config import ConfigError
 from convbert_jax.data import prediction_input
 from convbert_jax.data.table_formats import Source
 from convbert_jax.data.text_lines import Stream
-from convbert_jax.files import replacing
-from convbert_jax.finetuning import prediction_output, prediction_stream
+from convbert_jax.files import replacing, unfinished_name
+from convbert_jax.finetuning import prediction_output, prediction_resume, prediction_stream
 from convbert_jax.recipes import devices, finetuned
 from convbert_jax.training import compilation
 
@@ -30,7 +30,8 @@ def predict(
       path: of the model, as `finetuned.read_finetuned`.
       source: lines or a table (`.gz` or not, FILE.json#KEY), "-" is standard input.
       output: file to make, .tsv or .csv for a table, else JSON lines, `.gz` or not; "-" is standard
-        output. It is there when all is predicted.
+        output. It is there when all is predicted; JSON lines of a file that a stop cut short are
+        kept beside it, and the same call goes on after them.
       input_format: one of `config.own_task.INPUT_FORMATS`.
       texts: columns with the one text or the two; () those that the model learned from.
 
@@ -51,12 +52,20 @@ def predict(
     predictor = finetuned.make_predictor(config, params, tokenizer, dtype)
     rows = prediction_input.open_input(opened, chosen, reads, key)
     group = prediction_stream.as_they_come if streams else prediction_stream.in_full
-    with _open_output(output) as file:
+    goes_on = not streams and _may_go_on(output)
+    kept = unfinished_name(Path(output).expanduser())
+    done = 0
+    if goes_on and kept.is_file():
+        done = prediction_resume.take_kept(kept, rows, predictor.answer, reads)
+    with _open_output(output, keep=goes_on) as file:
         lines = prediction_output.open_lines(file, _ending(output))
         try:
-            return prediction_stream.predict_stream(
-                group(rows), predictor.answer, lines, reads, name
+            return done + prediction_stream.predict_stream(
+                group(rows), predictor.answer, lines, reads, name, done
             )
+        except prediction_stream.NothingPredictedError:
+            kept.unlink(missing_ok=True)  # nothing in it is worth to go on from
+            raise
         except BrokenPipeError:  # whoever reads the output has enough, as `head -1` has
             os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # for what is buffered
             return 0
@@ -100,8 +109,14 @@ def _check_output(output: str) -> None:
         raise ConfigError(f"--output={output}: there is no folder {path.parent}.")
 
 
+def _may_go_on(output: str) -> bool:
+    """After a stop: JSON lines in a plain file, which can be compared to the input."""
+    ending = Path(output).suffix
+    return output != _PIPE and ending != ".gz" and ending not in prediction_output.DELIMITERS
+
+
 @contextlib.contextmanager
-def _open_output(output: str) -> Iterator[IO[bytes]]:
+def _open_output(output: str, *, keep: bool) -> Iterator[IO[bytes]]:
     path = Path(output).expanduser()
     try:
         if output == _PIPE:
@@ -110,7 +125,7 @@ def _open_output(output: str) -> Iterator[IO[bytes]]:
             with open(path, "wb") as file:
                 yield file
         else:
-            with replacing(path) as file:
+            with replacing(path, "ab" if keep else "wb", keep=keep) as file:
                 if not output.endswith(".gz"):
                     yield file
                     return
