@@ -12,6 +12,7 @@ FILE = "config.json"
 OURS = "convbert_jax"  # the key of config.json that other software passes over
 _USE = "use"  # inside of OURS: Network.use
 TUNED = {"sequence_head", "token_head", "span_head"}  # heads of fine-tuned models
+_SEVERAL = "multi_label_classification"  # a problem_type that we have no task for
 # kind of task -> their problem_type; without it the pipeline squeezes a number into 0 to 1
 _PROBLEMS = {"classification": "single_label_classification", "regression": "regression"}
 _MODEL_TYPES = {"convbert": "convbert", "conv_bert": "convbert", "electra": "electra"}
@@ -246,6 +247,9 @@ def read_use(content: dict[str, Any]) -> dict[str, Any]:
     problem = content.get("problem_type")
     if problem is not None and "outputs.kind" not in use:
         kinds = {theirs: ours for ours, theirs in _PROBLEMS.items()}
-        use["outputs.kind"] = kinds.get(problem) if isinstance(problem, str) else None
-        use["outputs.kind"] = use["outputs.kind"] or shown(problem)
+        if problem not in (*kinds, _SEVERAL):
+            raise ConversionError(
+                f"config.json has problem_type={shown(problem)}; choose from {', '.join(kinds)}."
+            )
+        use["outputs.kind"] = kinds.get(problem, problem)
     return use

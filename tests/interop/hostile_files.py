@@ -477,6 +477,7 @@ HUGGING_FACE: dict[str, Hostile] = {
     ),
     "mark without sums": _write("exported_by_convbert_jax.json", '{"crc32c": []}'),
     "use that nests": _config(convbert_jax={"use": []}),
+    "a problem of lists": _config(problem_type=[]),
     "step of words": _config(convbert_jax={"step": "many"}),
     "step of 10**30": _config(convbert_jax={"step": 10**30}),
     "vocabulary that nests": _write("tokenizer.json", DEEP),

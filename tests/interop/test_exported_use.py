@@ -117,6 +117,9 @@ def test_kinds_that_cannot_be_predicted(exported, tmp_path):
     fields = {"problem_type": "multi_label_classification", "convbert_jax": {}}
     with pytest.raises(ConfigError, match="a model for multi_label_classification"):
         finetuned.read_finetuned(edit(folder, tmp_path / "a", **fields))
+    fields["problem_type"] = ["regression"]
+    with pytest.raises(ConversionError, match=r"problem_type=\['regression'\]"):
+        finetuned.read_finetuned(edit(folder, tmp_path / "c", **fields))
     if what == "pair":
         fields = {"problem_type": "regression", "convbert_jax": {}}
         with pytest.raises(ConfigError, match="gives 3 numbers"):

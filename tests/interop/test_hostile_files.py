@@ -25,6 +25,7 @@ MEGABYTES = 1_000
 HARMLESS = (
     "an entry that nests", "a state of binary", "a state of another", "heads that nest",
     "architectures of numbers", "labels by the million", "use that nests", "vocabulary of lists",
+    "a problem of lists",
 )  # fmt: skip
 
 
