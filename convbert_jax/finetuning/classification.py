@@ -158,9 +158,11 @@ def encode_examples(
     outputs: OutputsSection,
     config: Config,
     tokenizer: Tokenizer,
-    title: str,
+    title: str | None,
 ) -> Rows:
-    """Rows with their labels, zeros where there are none; logs how many lost tokens."""
+    """Rows with their labels, zeros where there are none; logs how many lost tokens, with the
+    title of them, if there is one.
+    """
     length = config.finetune.length
     labels = [example.label for example in examples]
     if outputs.kind == "tagging":
@@ -176,7 +178,8 @@ def encode_examples(
             label=np.zeros_like(numbers, np.int32) if is_number else numbers.astype(np.int32),
             value=numbers / outputs.scale if is_number else np.zeros_like(numbers),
         )
-    _log_truncated(encoded, len(examples), length, title)
+    if title:
+        _log_truncated(encoded, len(examples), length, title)
     return rows
 
 

@@ -37,6 +37,7 @@ class Predictor:
         self.outputs = config.outputs
         self._config = config
         self._tokenizer = tokenizer
+        self._told_cut = False
         graphdef, _ = build(FinetunedModel, config)
         constants = classification.constants_of(self.outputs, len(self.outputs.labels))
 
@@ -51,9 +52,11 @@ class Predictor:
 
     def predict(self, examples: Sequence[Example]) -> scoring.Outputs:
         """Outputs as `scoring.score` takes them, in the order of the examples."""
+        title = None if self._told_cut else "the first texts"  # not again for every line of a pipe
         rows = classification.encode_examples(
-            examples, self.outputs, self._config, self._tokenizer, "texts"
+            examples, self.outputs, self._config, self._tokenizer, title
         )
+        self._told_cut |= bool((rows.lengths >= self._config.finetune.length).any())
         found = fitting.predict_rows(
             self._run,
             rows,

@@ -64,7 +64,8 @@ def predict(
                 group(rows), predictor.answer, lines, reads, name, done
             )
         except prediction_stream.NothingPredictedError:
-            kept.unlink(missing_ok=True)  # nothing in it is worth to go on from
+            if goes_on:
+                kept.unlink(missing_ok=True)  # nothing in it is worth to go on from
             raise
         except BrokenPipeError:  # whoever reads the output has enough, as `head -1` has
             os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # for what is buffered

@@ -18,6 +18,7 @@ import pytest
 
 from convbert_jax.config import ConfigError, OutputsSection, UserError
 from convbert_jax.data.errors import DataError
+from convbert_jax.data.labelled_text import Example
 from convbert_jax.data.prediction_rows import InputRow
 from convbert_jax.finetuning import prediction_stream, run
 from convbert_jax.finetuning.prediction import choose_batch_size
@@ -428,6 +429,15 @@ def test_packed_files(predict, tmp_path):
     for broken in (b"the sun\n", gzip.compress(b"the sun\n" * 999)[:30], b""):
         with pytest.raises(DataError, match=r"is a damaged gzip file|has no rows"):
             predict("one", broken, "in.txt.gz")
+
+
+def test_texts_that_are_cut_are_told_once(models, caplog):
+    predictor = finetuned.make_predictor(*finetuned.read_finetuned(str(models["one"]), None), "f4")
+    predictor._told_cut = False
+    with caplog.at_level(logging.INFO):
+        for words in (3, 30, 30):
+            predictor.answer([Example("0", ("sun " * words,), None)])
+    assert caplog.text.count("1 of 1 texts (100.0%) are cut to 16 tokens") == 1
 
 
 def test_long_files_keep_their_order(predict, monkeypatch):
