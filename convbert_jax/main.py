@@ -25,7 +25,12 @@ def main(request: command_line.Request) -> None:
     try:
         if request.multihost or request.processes:
             _join_hosts(request.processes)
-        _run(request)
+            from convbert_jax.training import peers
+
+            with peers.watch():
+                _run(request)
+        else:
+            _run(request)
     except UserError as error:
         logging.flush()
         console.fail(str(error))

@@ -3,6 +3,7 @@
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -15,7 +16,7 @@ from absl import logging
 
 from convbert_jax import console
 from convbert_jax.config import Config, UserError
-from convbert_jax.training import compilation, loop, sharding
+from convbert_jax.training import compilation, loop, peers, sharding
 from convbert_jax.training.task import Task
 
 ROWS = 16
@@ -186,6 +187,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="to draw one batch")
     parser.add_argument("--save-every", type=int, default=5, help="steps")
     parser.add_argument("--hold", type=int, help="batches to draw, then wait to be killed")
+    parser.add_argument("--poison", type=int, help="a batch that is not finite")
     parser.add_argument("--features", type=int, default=4, help="parameters of the model")
     parser.add_argument("--file-bytes", type=int, default=0, help="limit on every file, 0 is none")
     parser.add_argument("--processes", type=int, default=1)
@@ -196,9 +198,11 @@ def main() -> None:
     logging.use_absl_handler()
     console.set_up_logging()
     compilation.enable_compile_cache(arguments.cache)
+    watched = contextlib.nullcontext()
     if arguments.processes > 1:
         address = f"localhost:{arguments.port}"
         jax.distributed.initialize(address, arguments.processes, arguments.process)
+        watched = peers.watch()
     if arguments.file_bytes:
         import resource
 
@@ -208,16 +212,21 @@ def main() -> None:
         train={"eval_every": 7, "log_every": 1},
         checkpoint={"every": arguments.save_every},
     )
+    rows = Rows(
+        features=arguments.features,
+        seconds=arguments.seconds,
+        hold=arguments.hold,
+        poison=arguments.poison,
+    )
     try:
-        result = run(
-            arguments.workdir,
-            config,
-            task=linear_task(features=arguments.features),
-            batches=Rows(
-                features=arguments.features, seconds=arguments.seconds, hold=arguments.hold
-            ),
-            evaluation=functools.partial(evaluation, features=arguments.features),
-        )
+        with watched:
+            result = run(
+                arguments.workdir,
+                config,
+                task=linear_task(features=arguments.features),
+                batches=rows,
+                evaluation=functools.partial(evaluation, features=arguments.features),
+            )
     except UserError as error:
         console.fail(str(error))
     print(f"step {result.step} interrupted {result.interrupted}")
