@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.models.layers import Initializers
 from convbert_jax.ops.depthwise_conv import depthwise_conv
+from convbert_jax.ops.products import dense
 
 
 class SeparableConv(nnx.Module):
@@ -24,6 +25,7 @@ class SeparableConv(nnx.Module):
         segment_ids: Int[Array, "B L"] | None,
         implementation: str = "auto",
     ) -> Float[Array, "B L C_out"]:
-        filters = self.depthwise[...].astype(x.dtype)
-        mixed = depthwise_conv(x, filters, segment_ids=segment_ids, implementation=implementation)
-        return mixed @ self.pointwise[...].astype(x.dtype) + self.bias[...].astype(x.dtype)
+        mixed = depthwise_conv(
+            x, self.depthwise[...], segment_ids=segment_ids, implementation=implementation
+        )
+        return dense(mixed, self.pointwise[...], self.bias[...], x.dtype)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import EmbeddingsConfig
 from convbert_jax.models.layers import Initializer, LayerNorm, dropout
+from convbert_jax.ops.products import einsum
 
 
 class Table(nnx.Module):
@@ -54,8 +55,8 @@ class Embeddings(nnx.Module):
 
     def attend(self, h: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Float32 logits: the product of each vector with every row of the word table."""
-        table = self.word.embedding[...].astype(h.dtype)
-        return jnp.einsum("...e,ve->...v", h, table, preferred_element_type=jnp.float32)
+        batch = "abcd"[: h.ndim - 1]
+        return einsum(f"{batch}e,ve->{batch}v", h, self.word.embedding[...], jnp.float32)
 
 
 def positions(segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:

@@ -15,12 +15,13 @@ from convbert_jax.models.layers import (
     initializers,
 )
 from convbert_jax.models.mixers import MIXERS
+from convbert_jax.ops import products
 
 # What the backward pass keeps of a layer, by config.model.remat; None keeps what it needs.
 # "dots" keeps products with weights; attention, cheap to repeat and large, is computed again.
 REMAT_POLICIES = {
     "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names(products.DENSE),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from convbert_jax.models.functions import layer_norm
+from convbert_jax.ops.products import dense
 
 Initializer = jax.nn.initializers.Initializer
 
@@ -52,7 +53,7 @@ class Dense(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(outputs))
 
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C_out"]:
-        return x @ self.kernel[...].astype(x.dtype) + self.bias[...].astype(x.dtype)
+        return dense(x, self.kernel[...], self.bias[...], x.dtype)
 
 
 class GroupedDense(nnx.Module):
@@ -69,10 +70,14 @@ class GroupedDense(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(outputs))
 
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C_out"]:
-        kernel = self.kernel[...].astype(x.dtype)
-        parts = jnp.split(x, len(kernel), axis=-1)
-        outputs = [part @ kernel[i] for i, part in enumerate(parts)]
-        return jnp.concatenate(outputs, axis=-1) + self.bias[...].astype(x.dtype)
+        kernel = self.kernel[...]
+        groups = zip(
+            jnp.split(x, len(kernel), axis=-1),
+            kernel,
+            jnp.split(self.bias[...], len(kernel)),
+            strict=True,
+        )
+        return jnp.concatenate([dense(*group, x.dtype) for group in groups], axis=-1)
 
 
 def feed_forward_dense(

@@ -77,8 +77,8 @@ class MixedAttention(nnx.Module):
                 x, conv_ids, c.convolution if c.convolution in _KEY_CONVOLUTIONS else "xla"
             ),
             self.conv_value(x),
-            self.conv_kernel.kernel[...].astype(x.dtype),
-            self.conv_kernel.bias[...].astype(x.dtype),
+            self.conv_kernel.kernel[...],
+            self.conv_kernel.bias[...],
             heads=c.attention_heads,
             segment_ids=conv_ids,
             implementation=c.convolution,

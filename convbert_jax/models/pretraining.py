@@ -171,4 +171,6 @@ def _encode(embeddings, encoder, tokens, segment_ids, type_ids, dtype, key):
 
 
 def _pick(hidden: Float[Array, "B L C"], positions: Int[Array, "B M"]) -> Float[Array, "B M C"]:
-    return jnp.take_along_axis(hidden, positions[..., None], axis=1)
+    # In float32, as unused slots and positions drawn twice add up their gradients.
+    picked = jnp.take_along_axis(hidden.astype(jnp.float32), positions[..., None], axis=1)
+    return picked.astype(hidden.dtype)

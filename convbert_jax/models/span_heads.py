@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from convbert_jax.models.functions import gelu
 from convbert_jax.models.layers import Dense, Initializers
+from convbert_jax.ops.products import dense, einsum
 
 HIDDEN = 512  # width of the hidden layers, at every model size
 
@@ -39,14 +40,15 @@ class SpanBeamHead(nnx.Module):
         # concat(start, token) W in two parts: the start's is the same for all tokens.
         kernel, bias = self.end_hidden.kernel[...], self.end_hidden.bias[...]
         width = hidden.shape[-1]
-        from_start = start @ kernel[:width].astype(start.dtype) + bias.astype(start.dtype)
-        inner = hidden @ kernel[width:].astype(hidden.dtype) + from_start[:, None]
+        from_start = dense(start, kernel[:width], bias, jnp.float32)
+        inner = dense(hidden, kernel[width:], from_start[:, None], hidden.dtype)
         return self.end(gelu(inner).astype(jnp.float32))[..., 0]
 
     def impossible_logit(
         self, hidden: Float[Array, "B L C"], start_probabilities: Float[Array, "B L"]
     ) -> Float[Array, " B"]:
         """Float32, above 0 where the text has no answer; from [CLS] and the expected start."""
-        expected = jnp.einsum("bl,blc->bc", start_probabilities.astype(hidden.dtype), hidden)
+        probabilities = start_probabilities.astype(hidden.dtype)
+        expected = einsum("bl,blc->bc", probabilities, hidden, hidden.dtype)
         both = jnp.concatenate([hidden[:, 0], expected], axis=-1)
         return self.impossible(gelu(self.impossible_hidden(both)).astype(jnp.float32))[..., 0]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from convbert_jax.ops import dispatch
+from convbert_jax.ops.products import einsum
 from convbert_jax.ops.softmax import softmax
 
 log = logging.getLogger(__name__)
@@ -109,12 +110,12 @@ def _refusal(name: str, query, dropping: bool) -> str:
 
 def xla(query, key, value, segment_ids, *, drop=None):
     """Scores in memory, in the order heads, queries, keys."""
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    scores = einsum("bqhd,bkhd->bhqk", query, key, jnp.float32)
     scores *= query.shape[-1] ** -0.5
     weights = softmax(scores, visible_keys(segment_ids)[:, None], value.dtype)
     if drop is not None:
         weights = drop(weights)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    return einsum("bhqk,bkhd->bqhd", weights, value, value.dtype)
 
 
 def cudnn(query, key, value, segment_ids):

@@ -1,10 +1,11 @@
 """Span-based dynamic convolution for XLA: projection, softmax, dynamic convolution, one by one."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.ops import xla
+from convbert_jax.ops.products import dense
+from convbert_jax.ops.softmax import softmax
 
 
 def span_dynamic_conv(
@@ -31,7 +32,5 @@ def weights(
     heads: int,
 ) -> Float[Array, "B L H K"]:
     """Filters over all K taps of a head, visible or not; softmax in float32."""
-    dtype = query.dtype
-    logits = (query * span_key) @ kernel.astype(dtype) + bias.astype(dtype)
-    logits = logits.reshape(*query.shape[:2], heads, -1).astype(jnp.float32)
-    return jax.nn.softmax(logits, axis=-1).astype(dtype)
+    logits = dense(query * span_key, kernel, bias, jnp.float32)
+    return softmax(logits.reshape(*query.shape[:2], heads, -1), None, query.dtype)

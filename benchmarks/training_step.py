@@ -1,0 +1,112 @@
+"""A whole training step: what it costs on a TPU, and how long a CPU compiles it.
+
+    python -m benchmarks.training_step --target=tpu:v5e --config=base
+    python -m benchmarks.training_step --target=cpu --config=base --batch=4
+
+The step is loss, gradients and update of a file in configs/, with dropout, for one device. On TPU
+targets, which need no TPU, it computes in bfloat16 and the figures are the TPU compiler's model
+(benchmarks/tpu_pricing.py). On the CPU nothing runs either: the seconds are those of tracing,
+lowering and compiling, without a cache.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import os
+import time
+
+from benchmarks import tpu_pricing
+
+TARGETS = ("cpu", *(f"tpu:{name}" for name in tpu_pricing.CHIPS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="tpu:v5e", choices=TARGETS)
+    parser.add_argument("--config", default="base", help="as base or base:paper")
+    parser.add_argument("--batch", type=int, help="rows of a step; default: the config's")
+    parser.add_argument("--operations", type=int, default=0, help="print the dearest N (tpu)")
+    options = parser.parse_args()
+    if options.target == "cpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        print_seconds(options)
+    else:
+        tpu_pricing.use_compile_only_tpu()
+        print_price(options)
+
+
+def build(options: argparse.Namespace):
+    """(function of (state, batch), shapes of these two)."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from convbert_jax.config import from_config_dict
+    from convbert_jax.objectives.masking import SpecialIds
+    from convbert_jax.recipes.pretraining import build_task
+    from convbert_jax.training import optimizer, state
+
+    name, _, variant = options.config.partition(":")
+    config = from_config_dict(
+        importlib.import_module(f"configs.{name}").get_config(variant or "default")
+    )
+    train = dataclasses.replace(config.train, batch_size=options.batch or config.train.batch_size)
+    dtype = "float32" if options.target == "cpu" else "bfloat16"
+    config = dataclasses.replace(config, train=train, compute_dtype=dtype)
+    task = build_task(config, SpecialIds(2, 3, 4), jax.devices()[0])
+    update = optimizer.make_optimizer(config.optimizer, train.steps)
+
+    def step(before, batch):
+        key = state.step_key(config.seed, before.step, "loss")
+        gradient = jax.value_and_grad(task.loss, has_aux=True)
+        (loss, metrics), gradients = gradient(before.params, batch, key)
+        updates, moments = update.update(gradients, before.opt_state, before.params)
+        params = optax.apply_updates(before.params, updates)
+        return state.TrainState(before.step + 1, params, moments), metrics, loss
+
+    def start(key):
+        return state.create(task.init(key), update)
+
+    rows = jax.ShapeDtypeStruct((train.batch_size, config.data.length), jnp.int32)
+    batch = {name: rows for name in ("tokens", "segment_ids", "type_ids")}
+    print(f"{options.config}, {rows.shape[0]} x {rows.shape[1]}, {dtype}, {options.target}")
+    return step, (jax.eval_shape(start, jax.random.key(0)), batch)
+
+
+def print_price(options: argparse.Namespace) -> None:
+    import jax
+
+    jax.config.update("jax_default_prng_impl", "rbg")  # as recipes/devices.py on a TPU
+    step, shapes = build(options)
+    started = time.perf_counter()
+    found = tpu_pricing.price(step, *shapes, target=options.target)
+    print(
+        f"{found.cycles / 1e6:.1f} million cycles (compiler's model): XLA "
+        f"{found.xla_cycles / 1e6:.1f}, kernels {found.kernel_cycles / 1e6:.1f}; temporaries "
+        f"{found.temporary_bytes / 1e9:.2f} GB; not estimated: {len(found.unpriced)} operations; "
+        f"{time.perf_counter() - started:.0f} s to compile and price"
+    )
+    for name, cycles, source in found.operations[: options.operations]:
+        print(f"{cycles / 1e6:9.2f}  {name}  {source}")
+
+
+def print_seconds(options: argparse.Namespace) -> None:
+    import jax
+
+    step, shapes = build(options)
+    compiling = jax.jit(step, donate_argnums=0)
+    started = time.perf_counter()
+    traced = compiling.trace(*shapes)
+    lowered = traced.lower()
+    seconds = time.perf_counter() - started
+    compiled = lowered.compile()
+    total = time.perf_counter() - started
+    memory = compiled.memory_analysis().temp_size_in_bytes / 1e9
+    print(
+        f"traced and lowered in {seconds:.1f} s, compiled in {total - seconds:.1f} s; "
+        f"temporaries {memory:.2f} GB"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Products of arrays whose sums are float32, in the gradients too.
+
+A gradient of a parameter is a sum over all tokens of a batch: in bfloat16, 16,384 ones add up to
+4,096. Autodiff takes the dtype of the operands for what it adds up, so what is written with these
+functions never depends on what a compiler makes of a bfloat16 sum.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from convbert_jax.ops import dispatch
+
+DENSE = "dense"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def einsum(
+    equation: str, x: Float[Array, "..."], y: Float[Array, "..."], dtype: jnp.dtype
+) -> Float[Array, "..."]:
+    """jnp.einsum of two arrays: factors in the dtype of `x`, sums in float32, result in `dtype`.
+
+    Gradients are in the dtypes of the arguments: that of a float32 parameter `y` is not rounded,
+    also where `x` is bfloat16.
+
+    Args:
+      equation: each axis is in two of `x`, `y` and the result, by a letter.
+    """
+    return _einsum(equation, x, y.astype(x.dtype), dtype)
+
+
+def _forward(equation, x, y, dtype):
+    return einsum(equation, x, y, dtype), (x, y)
+
+
+def _backward(equation, dtype, saved, cotangent):
+    x, y = saved
+    operands, result = equation.split("->")
+    left, right = operands.split(",")
+    cotangent = cotangent.astype(x.dtype)
+    return (
+        _einsum(f"{result},{right}->{left}", cotangent, y.astype(x.dtype), x.dtype),
+        _einsum(f"{left},{result}->{right}", x, cotangent, y.dtype),
+    )
+
+
+einsum.defvjp(_forward, _backward)
+
+
+def _einsum(equation, x, y, dtype):
+    if dispatch.platform() == "cpu":  # which lacks some shapes of bfloat16 factors, float32 sums
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32).astype(dtype)
+
+
+def dense(
+    x: Float[Array, "*B C"],
+    kernel: Float[Array, "C C_out"],
+    bias: Float[Array, "*#B C_out"],
+    dtype: jnp.dtype,
+) -> Float[Array, "*B C_out"]:
+    """x kernel + bias in `dtype`, rounded once; factors as in `einsum`.
+
+    Rematerialization can keep the result by the name DENSE.
+    """
+    batch = "abcd"[: x.ndim - 1]
+    product = einsum(f"{batch}i,io->{batch}o", x, kernel, jnp.float32)
+    return checkpoint_name((product + bias.astype(jnp.float32)).astype(dtype), DENSE)
