@@ -7,8 +7,10 @@ selects a variant. --workdir alone goes on with the run that is there. The flags
 """
 
 import errno
+import os
 import pathlib
 import sys
+import threading
 from collections.abc import Sequence
 
 from absl import app, logging
@@ -86,31 +88,52 @@ def _run(request: command_line.Request) -> None:
         run(config, workdir, request.given)
 
 
-def _join_hosts(processes: command_line.Processes | None) -> None:
+def _join_hosts(processes: command_line.Processes | None, patience: float = 300.0) -> None:
     """Waits for the other processes; jax finds them by what TPU slices, Slurm and Open MPI set, or
     by explicit flags.
+
+    Args:
+      patience: seconds until a wait in vain ends the program, before jax does that, with a trace.
     """
     import jax
 
+    settings, name = {}, "--multihost"
+    advice = (
+        "start the same command on every host of a TPU slice, with srun or with mpirun, name the "
+        "processes with --coordinator, or leave --multihost out"
+    )
+    if processes:
+        name = f"--coordinator={processes.coordinator}"
+        settings = {
+            "coordinator_address": processes.coordinator,
+            "num_processes": processes.count,
+            "process_id": processes.index,
+        }
+        advice = (
+            f"start the same command once for each --process from 0 to {processes.count - 1}, with "
+            "a free port on the machine of the first"
+        )
+        logging.info("Waiting for %d processes at %s.", processes.count, processes.coordinator)
+    message = f"{name}: not all processes have come within {patience:.0f} s; {advice}."
+    in_vain = threading.Timer(patience, _give_up, (message,))
+    in_vain.daemon = True
+    in_vain.start()
     try:
-        if processes:
-            logging.info("Waiting for %d processes at %s.", processes.count, processes.coordinator)
-            jax.distributed.initialize(processes.coordinator, processes.count, processes.index)
-        else:
-            jax.distributed.initialize()
+        jax.distributed.initialize(**settings, initialization_timeout=int(2 * patience))
     except (ValueError, RuntimeError) as error:
         first = str(error).splitlines()[0].rstrip(".")
-        if processes:
-            raise ConfigError(
-                f"--coordinator={processes.coordinator}: {first}; start the same command once for "
-                f"each --process from 0 to {processes.count - 1}, with a free port on the machine "
-                "of the first."
-            ) from error
-        raise ConfigError(
-            f"--multihost: {first}. Start the same command on every host of a TPU slice, with srun "
-            "or with mpirun, name the processes with --coordinator, or leave --multihost out."
-        ) from error
+        raise ConfigError(f"{name}: {first}; {advice}.") from error
+    finally:
+        in_vain.cancel()
     logging.info("Process %d of %d.", jax.process_index(), jax.process_count())
+
+
+def _give_up(message: str) -> None:
+    """Ends the program from a thread while the main one is inside a library."""
+    try:
+        console.fail(message)
+    except SystemExit as error:
+        os._exit(error.code)
 
 
 def _read_command_line(argv: Sequence[str]) -> command_line.Request:

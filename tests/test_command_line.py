@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import shlex
+import socket
+import subprocess
+import sys
 
 import pytest
 from absl.testing import flagsaver
@@ -338,3 +341,22 @@ def test_processes_by_flags():
 )
 def test_a_best_metric_that_no_evaluation_gives(arguments, says):
     assert says in refused(TINY, *arguments)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_processes_that_do_not_come_are_one_sentence(index):
+    """The runtime's own end of such a wait is a page of C++."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    code = (
+        "from convbert_jax import command_line, main\n"
+        f"main._join_hosts(command_line.Processes({address!r}, 2, {index}), patience=1.0)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert result.returncode == 1
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert f"--coordinator={address}: not all processes have come within 1 s; start" in line
+    assert "Check failure" not in result.stderr

@@ -5,8 +5,8 @@ class UserError(Exception):
     """Something the user can mend; the message is one sentence that names the thing, its value and
     the fix.
 
-    `main.py` prints the message without a traceback and exits with 1. Each package derives its own
-    kind.
+    `main.py` prints the message without a traceback and exits with 1, or with 2 where the command
+    line is at fault. Each package derives its own kind.
     """
 
 

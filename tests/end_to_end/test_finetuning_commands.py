@@ -79,7 +79,7 @@ def test_a_task_of_ones_own_from_files_to_a_model_for_everyone(own, tmp_path):
     first = results.read_text().splitlines()
     assert first, "no run finished in time"
 
-    done = run(*own, f"--workdir={folder}")
+    done = run(f"--workdir={folder}")  # its config is inside
     assert done.returncode == 0, done.stderr
     assert "of 3 seeds are finished" in done.stderr
     assert "this run, median" in done.stdout
