@@ -9,6 +9,8 @@ import sys
 
 import pytest
 from absl.testing import flagsaver
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from convbert_jax import command_line
 from convbert_jax.command_line import flags
@@ -360,3 +362,30 @@ def test_processes_that_do_not_come_are_one_sentence(index):
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert f"--coordinator={address}: not all processes have come within 1 s; start" in line
     assert "Check failure" not in result.stderr
+
+
+NAMES = [flag.name for flag in flags.own_flags()] + ["config.train.steps", "verbosity", "x", ""]
+NASTY = st.sampled_from(
+    ["", "5", "-1", "1e9", "true", "None", "a/b", "..", "\udc80", "train", "eval", "=", "--", "-"]
+) | st.text(st.characters(exclude_categories=("Cc",)), max_size=4)
+ARGUMENT = st.builds(
+    lambda dashes, name, equals, value: f"{dashes}{name}{equals}{value}",
+    st.sampled_from(["--", "-", "--no", ""]),
+    st.sampled_from(NAMES),
+    st.sampled_from(["=", ""]),
+    NASTY,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(ARGUMENT | NASTY, max_size=3), st.booleans())
+@example(["--nomultihost=5"], True)
+@example(["--help"], False)
+def test_any_command_line_is_a_request_or_one_sentence(arguments, with_config):
+    arguments = [TINY, "--config.init_from=", *arguments] if with_config else arguments
+    try:
+        sentence = "" if help_of(*arguments) or read(*arguments) else "nothing was asked for"
+    except UserError as error:
+        sentence = str(error)
+    assert "\n" not in sentence
+    assert sentence != "nothing was asked for"

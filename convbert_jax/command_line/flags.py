@@ -97,8 +97,8 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
         rest = flags.FLAGS([argv[0], *arguments])
     except flags.UnrecognizedFlagError as error:
         raise ConfigError(_describe_unknown(error.flagname)) from error
-    except flags.Error as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
+    except (flags.Error, ValueError) as error:  # ValueError: --nomultihost=5
+        raise ConfigError((str(error).splitlines() or ["a flag is wrong"])[0]) from error
     if len(rest) > 1:
         raise ConfigError(f"argument '{rest[1]}' is not understood; flags start with --.")
     return changed
