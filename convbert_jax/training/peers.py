@@ -21,6 +21,7 @@ from jax._src import distributed  # its client keeps words for all processes; no
 
 EXIT_CODE = 75  # "temporary failure": the same command goes on from the last checkpoint
 _KEY = "convbert_jax/peers"  # where the first process says where it listens
+_START = 300  # seconds for the first process to come here, as jax gives it to come at all
 _PATIENCE = 10.0  # seconds for a connection, and for a death to be told before its consequences
 _GRACE = 1.0  # seconds for a process to say its own error before it ends for another's
 _LINGER = 3.0  # seconds that the first process stays with its error: jax aborts those it leaves
@@ -65,11 +66,15 @@ class _Peers:
         if self._index == 0:
             # A stranger's connection must not pass for a process: it does not know the word.
             word = secrets.token_hex(16)
-            self._server = socket.create_server(("", 0), backlog=self._count)
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            self._server = socket.create_server(
+                ("", 0), family=family, backlog=self._count, dualstack_ipv6=both
+            )
             threading.Thread(target=self._accept, args=(word,), daemon=True).start()
             client.key_value_set(_KEY, f"{self._server.getsockname()[1]} {word}")
             return
-        port, word = client.blocking_key_value_get(_KEY, int(1000 * _PATIENCE)).split()
+        port, word = client.blocking_key_value_get(_KEY, 1000 * _START).split()
         host = distributed.global_state.coordinator_address.rpartition(":")[0].strip("[]")
         try:
             connection = socket.create_connection((host, int(port)), _PATIENCE)

@@ -77,10 +77,12 @@ def readers(make_run, tmp_path_factory):
     tokenizer = load_tokenizer(config.tokenizer, folder / "data")
     save_model(finetuned, model, task, tokenizer, random_params(model, seed=4), 4, 0)
 
+    newest = make_state(config, 4)
+
     def resume(path):
         checkpoints = checkpoint.Checkpoints(path / "checkpoints", section)
         try:
-            found, position = checkpoints.restore(place(make_state(config, 4)))
+            found, position = checkpoints.restore(place(newest))
             assert checkpoints.is_best({"auc": 0.6})
             assert not checkpoints.is_best({"auc": 0.5})
         finally:
@@ -90,9 +92,8 @@ def readers(make_run, tmp_path_factory):
 
     def go_on(path):
         kept = Unfinished(path, {"task": "cola"}, 5.0)
-        fresh = make_state(config, 4)
         try:
-            found, step = kept.resume((fresh.params, fresh.opt_state))
+            found, step = kept.resume((newest.params, newest.opt_state))
         finally:
             kept.close()
         assert step
