@@ -44,6 +44,29 @@ def describe_compile_cache() -> str:
     )
 
 
+# Parameters from which a CPU compiles the training step for a minute and more.
+LONG_ON_CPU = 10_000_000
+
+
+def announce_long_compilation(parameters: int, platform: str) -> None:
+    """Says what to expect of the first step, if it will be long: on a CPU, of a large model.
+
+    There XLA makes more than 600 small kernels of a step, each compiled by LLVM; a third of their
+    code draws random bits.
+    """
+    if platform != "cpu" or parameters < LONG_ON_CPU:
+        return
+    again = "each start does it again: config.train.compile_cache is off"
+    if jax.config.jax_compilation_cache_dir:
+        again = "a later start takes it from the compile cache"
+    logging.info(
+        "Compiling the training step of %s parameters for the CPU: one to several minutes without "
+        "a sign of life but perhaps XLA's warning of a very slow compile, which means no harm; %s.",
+        f"{parameters:,}",
+        again,
+    )
+
+
 class RecompileWatch:
     """Warns when a function that should be compiled once is compiled again."""
 

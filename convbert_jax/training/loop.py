@@ -127,6 +127,7 @@ class _Run:
         self.task, self.config, self.workdir = task, config, workdir
         self.initial_params, self.publish = initial_params, publish
         self.batches, self.evaluation, self.checkpoints = batches, evaluation, checkpoints
+        self.platform = mesh.devices.flat[0].platform
         self.put = functools.partial(sharding.put_batch, sharding=sharding.batch_sharding(mesh))
         t = config.train
         transformation = optimizer_lib.make_optimizer(config.optimizer, t.steps)
@@ -162,6 +163,7 @@ class _Run:
         signal_name = None
         if self.step == 0:
             self._publish_if_due()
+        compilation.announce_long_compilation(state_lib.count(self.state.params), self.platform)
         with Profiler(self.workdir / "profile", t.profile_start, t.profile_steps) as profiler:
             # The order below is what makes resuming exact. Evaluation sees the state of `step`;
             # the checkpoint is written after it and before the next batch is drawn, so state, data

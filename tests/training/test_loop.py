@@ -224,6 +224,19 @@ def test_the_log_line(tmp_path, caplog):
     assert re.search(r"First step \S+ s after the program started; compile cache", caplog.text)
 
 
+def test_a_long_compilation_is_announced(tmp_path, caplog, monkeypatch):
+    """Before it starts, on a CPU and of a large model only."""
+    with caplog.at_level("INFO", "absl"):
+        run(tmp_path / "small", make_config(1))
+        assert "Compiling" not in caplog.text
+        compilation.announce_long_compilation(10**9, "tpu")
+        assert "Compiling" not in caplog.text
+        monkeypatch.setattr(compilation, "LONG_ON_CPU", 1)
+        run(tmp_path / "large", make_config(1))
+    lines = [m.partition(" ")[0] for m in caplog.messages if m.startswith(("Compiling", "First"))]
+    assert lines[-2:] == ["Compiling", "First"]
+
+
 def test_nan_stops_the_run_and_keeps_the_batch(tmp_path):
     with pytest.raises(loop.TrainingError) as error:
         run(tmp_path, make_config(STEPS), batches=Rows(poison=8))
