@@ -72,5 +72,6 @@ def test_a_trained_run_goes_everywhere(tmp_path, text_source):
     assert "Initialized" not in adapted.stderr
     again = run(*flags, steps, *layout, vocabulary, source, f"--workdir={tmp_path}/adapted")
     assert "Nothing to do" in again.stderr
-    missing = run(*flags, steps, source, f"--workdir={tmp_path}/other")
-    refused(missing, "--config.tokenizer.path=")
+    taken = run(*flags, steps, source, f"--workdir={tmp_path}/other")
+    assert taken.returncode == 0, taken.stderr
+    assert f"--config.tokenizer.path={folder}/tensorflow1/step-4" in taken.stderr

@@ -343,9 +343,11 @@ OTHER_SIZES = {
 }
 
 
-@pytest.mark.parametrize("of", ["a run", "a folder"])
+@pytest.mark.parametrize("of", ["a run", "huggingface", "tensorflow1"])
 def test_sizes_and_vocabulary_are_those_of_the_weights(run, exported, tmp_path, caplog, of):
     folder, config = run
+    if of == "tensorflow1":
+        exported = conversion.export(folder, form=of, output=tmp_path / "tensorflow1")
     start = start_from(config, folder if of == "a run" else exported, **OTHER_SIZES)
     with caplog.at_level("INFO"):
         found, source = recipes.read_start(start, tmp_path)
