@@ -7,6 +7,7 @@ where PyTorch is not installed, our own reader, which must give back every bit.
 import contextlib
 import dataclasses
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -18,6 +19,13 @@ from convbert_jax.interop.networks import ConversionError, Network
 
 LIMIT = 1e-4  # largest absolute difference, in float32
 _ROWS, _LENGTH, _SEED = 4, 128, 0
+_BATCH = 50  # rows whose labels are compared
+_LEAK = "Their convolutions read padding, ours were trained not to."
+_INSTEAD = (
+    "Give their class rows one at a time, or batches of one length; or train with "
+    "config.model.mask_convolution=false and config.data.layout=electra, and padding does the same "
+    "in both."
+)
 
 
 class ParityError(ConversionError):
@@ -33,8 +41,10 @@ class Certificate:
       against: what it was compared with, in words; empty if only the reader was.
       differences: output -> difference, on full rows, and on padded ones where both read them.
       padding: how far padding moves the outputs of real tokens in their class; None if it is the
-        same in ours.
+        same in ours, or was not measured.
       parameters: arrays that our reader gave back to the bit.
+      leaks: padding changes outputs in their class, and not in ours.
+      labels: what padding does to the predictions of a fine-tuned model there, in words.
     """
 
     network: str
@@ -42,12 +52,15 @@ class Certificate:
     differences: dict[str, float]
     padding: float | None
     parameters: int
+    leaks: bool = False
+    labels: str = ""
 
     def lines(self) -> list[str]:
         """For the log and the model card."""
         read = f"{self.parameters} arrays read back, equal to the bit."
         if not self.against:
-            return [f"{read} Outputs were not compared with PyTorch."]
+            lines = [f"{read} Outputs were not compared with PyTorch."]
+            return [*lines, f"{_LEAK} {_INSTEAD}"] if self.leaks else lines
         shown = [f"{name}: {value:.1e}" for name, value in self.differences.items()]
         lines = [
             read,
@@ -56,35 +69,41 @@ class Certificate:
         ]
         if self.padding is not None:
             lines.append(
-                "Their convolutions read padding, ours were trained not to: in the same test, "
-                f"padding moves their outputs for real tokens by up to {self.padding:.1e}. Use "
-                "rows without padding, or of one length, where that matters."
+                f"{_LEAK} In the same test, padding moves their outputs for real tokens by up to "
+                f"{self.padding:.1e}. {self.labels}{_INSTEAD}"
             )
         return lines
 
 
 def certify(
-    folder: Path, network: Network, name: str = "main", *, compare: bool = True
+    folder: Path,
+    network: Network,
+    name: str = "main",
+    *,
+    compare: bool = True,
+    texts: Sequence[Sequence[str]] = (),
 ) -> Certificate:
     """Compares a folder with the network that it is to hold.
 
     Args:
       compare: outputs too, if PyTorch is installed; else only what our reader gives back.
+      texts: examples for the labels of a fine-tuned model, each of one text or two; none: rows of
+        random tokens.
 
     Raises:
       ParityError: our reader does not give the network back, or outputs differ by more than LIMIT.
     """
     parameters = _check_read_back(folder, network)
+    masked = network.layer.mixer == "mixed" and network.layer.mask_convolution
     if not (compare and pytorch_is_there()):
-        return Certificate(name, "", {}, None, parameters)
+        return Certificate(name, "", {}, None, parameters, masked)
     pad_id = huggingface_config.read(folder).get("pad_token_id") or 0
     tokens, mask, types = sample_inputs(network, pad_id)
     kinds = {"full": np.ones_like(mask), "padded": mask}
     theirs = {kind: pytorch_outputs(folder, network, tokens, m, types) for kind, m in kinds.items()}
     ours = {kind: our_outputs(network, tokens, m, types) for kind, m in kinds.items()}
     leaks = network.layer.mixer == "mixed"
-    masked = leaks and network.layer.mask_convolution
-    differences, moved = {}, None
+    differences, moved, labels = {}, None, ""
     for output in theirs["full"]:
         differences[output] = _largest(ours["full"][output], theirs["full"][output])
         if masked:
@@ -96,7 +115,9 @@ def certify(
         )
     if masked:
         moved = max(_largest(ours["padded"][o], theirs["padded"][o], mask) for o in theirs["full"])
-    certificate = Certificate(name, _versions(network), differences, moved, parameters)
+        labels = _describe_labels(folder, network, texts)
+    against = _versions(network)
+    certificate = Certificate(name, against, differences, moved, parameters, masked, labels)
     wrong = {output: value for output, value in differences.items() if not value <= LIMIT}
     if wrong:
         raise ParityError(
@@ -111,16 +132,65 @@ def pytorch_is_there() -> bool:
     return all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 
 
-def sample_inputs(network: Network, pad_id: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def sample_inputs(
+    network: Network, pad_id: int = 0, rows: int = _ROWS
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tokens, mask, types) [B, L]: random tokens, half of the rows padded to the right."""
     rng = np.random.default_rng(_SEED)
     e = network.embeddings
     length = min(_LENGTH, e.positions)
-    tokens = rng.integers(0, e.vocab_size, (_ROWS, length))
-    types = rng.integers(0, e.types, (_ROWS, length))
-    real = np.concatenate([np.full(_ROWS // 2, length), rng.integers(1, length, _ROWS // 2)])
+    tokens = rng.integers(0, e.vocab_size, (rows, length))
+    types = rng.integers(0, e.types, (rows, length))
+    real = np.concatenate([np.full(rows // 2, length), rng.integers(1, length, rows // 2)])
     mask = (np.arange(length) < real[:, None]).astype(np.int64)
     return np.where(mask, tokens, pad_id), mask, np.where(mask, types, 0)
+
+
+def changed_labels(
+    folder: Path, network: Network, texts: Sequence[Sequence[str]] = ()
+) -> tuple[int, int]:
+    """(predictions that padding changes in their class, all predictions): labels of rows, tags of
+    real tokens, or answers, in one batch of rows padded to the longest.
+    """
+    tokens, mask, types = _batch_of(folder, network, texts)
+    head = next(head for head in huggingface_config.TUNED if network.has(head))
+    theirs = pytorch_outputs(folder, network, tokens, mask, types)[head]
+    ours = our_outputs(network, tokens, mask, types)[head]
+    if head == "span_head":  # start and end, among real tokens
+        hidden = np.where(mask[..., None], 0, -np.inf)
+        pairs = [(x + hidden).argmax(1) for x in (ours, theirs)]
+        return int((pairs[0] != pairs[1]).any(-1).sum()), len(tokens)
+    differs = ours.argmax(-1) != theirs.argmax(-1)
+    if head == "token_head":
+        return int((differs & mask.astype(bool)).sum()), int(mask.sum())
+    return int(differs.sum()), len(tokens)
+
+
+def _describe_labels(folder: Path, network: Network, texts: Sequence[Sequence[str]]) -> str:
+    if not any(network.has(head) for head in huggingface_config.TUNED):
+        return ""
+    if network.has("sequence_head") and len(network.labels) == 1:
+        return ""  # a number, which the line before tells of
+    changed, count = changed_labels(folder, network, texts)
+    named = "predictions for real text" if texts else "predictions for random tokens"
+    return f"Of {count} {named} in one padded batch {changed} change with it. "
+
+
+def _batch_of(folder: Path, network: Network, texts: Sequence[Sequence[str]]):
+    """(tokens, mask, types) [B, L], padded to the longest row."""
+    if not texts:
+        return sample_inputs(
+            network, huggingface_config.read(folder).get("pad_token_id") or 0, _BATCH
+        )
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    length = min(network.use.get("finetune.length", _LENGTH), network.embeddings.positions)
+    columns = [list(column) for column in zip(*texts[:_BATCH], strict=True)]
+    batch = tokenizer(
+        *columns, padding=True, truncation=True, max_length=length, return_tensors="np"
+    )
+    return batch["input_ids"], batch["attention_mask"], batch["token_type_ids"]
 
 
 def our_outputs(network: Network, tokens, mask, types) -> dict[str, np.ndarray]:

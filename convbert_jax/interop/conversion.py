@@ -3,14 +3,16 @@ others, with a proof at the end.
 """
 
 import dataclasses
+import itertools
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from absl import logging
 
 from convbert_jax.config import Config, TokenizerSection
 from convbert_jax.data.tokenizer import Tokenizer
+from convbert_jax.files import damaged, parse_json
 from convbert_jax.interop import (
     certificate,
     huggingface,
@@ -24,6 +26,8 @@ from convbert_jax.interop import (
 )
 from convbert_jax.interop.networks import ConversionError, Network, split
 from convbert_jax.training.workdir import read_config
+
+_EXAMPLES = 50
 
 
 def export(
@@ -63,6 +67,7 @@ def export(
         step=step,
         generator=with_generator,
         moments=moments,
+        texts=_examples(workdir),
     )
 
 
@@ -104,11 +109,12 @@ def _write(
     step: int,
     generator: bool,
     moments=None,
+    texts: Sequence[Sequence[str]] = (),
 ) -> Path:
     if not generator:
         networks = {"main": networks["main"]}
     if form == "huggingface":
-        return write_huggingface(output, networks, vocabulary, title=title, step=step)
+        return write_huggingface(output, networks, vocabulary, title=title, step=step, texts=texts)
 
     def write(folder: Path) -> None:
         if form == "stablehlo":
@@ -139,6 +145,7 @@ def write_huggingface(
     title: str,
     step: int,
     compare: bool = True,
+    texts: Sequence[Sequence[str]] = (),
 ) -> Path:
     """Writes the folder of a model, its generator inside, and certifies both.
 
@@ -146,6 +153,7 @@ def write_huggingface(
       vocabulary: tokenizer and the settings it was opened with; None writes no tokenizer files.
       title: for the model card, the name of the run.
       compare: with PyTorch, if it is installed; else only reads back.
+      texts: examples, see `certificate.certify`.
 
     Raises:
       ConversionError, ParityError: as `export`.
@@ -165,7 +173,7 @@ def write_huggingface(
                 huggingface_tokenizer.write_tokenizer(
                     place, *vocabulary, max_length=network.embeddings.positions
                 )
-            proof = certificate.certify(place, network, name, compare=compare)
+            proof = certificate.certify(place, network, name, compare=compare, texts=texts)
             for line in proof.lines():
                 logging.info("%s: %s", role, line)
             card = model_card.write_card(
@@ -221,6 +229,19 @@ def replace_folder(output: Path, write: Callable[[Path], None], **said: bool) ->
     mark.write(unfinished, **said)
     shutil.rmtree(output, ignore_errors=True)
     unfinished.rename(output)
+
+
+def _examples(workdir: Path) -> list[list[str]]:
+    """The first texts that a fine-tuned run predicted, if it keeps them."""
+    for path in sorted((workdir / "predictions").glob("validation*.jsonl")):
+        with path.open("rb") as file:
+            lines = list(itertools.islice(file, _EXAMPLES))
+        try:
+            found = [parse_json(line) for line in lines]
+            return [line.get("texts") or [" ".join(line["words"])] for line in found]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise damaged(path, error, "take it away, nothing else is lost") from None
+    return []
 
 
 def _role(networks: Mapping[str, Network], name: str) -> str:

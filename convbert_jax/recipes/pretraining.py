@@ -87,6 +87,12 @@ def pretrain(config: Config, folder: pathlib.Path, given: Collection[str] = ()) 
                 config.model.heads,
                 config.model.head_ratio,
             )
+        if config.model.mixer == "mixed" and config.model.mask_convolution:
+            logging.info(
+                "The convolutions read no padding. Hugging Face's class reads it: for padded "
+                "batches there, train with --config.model.mask_convolution=false "
+                "--config.data.layout=electra instead."
+            )
         if config.checkpoint.huggingface_every:
             conversion.check_expressible(outline(config))
         prepared = prepare_once(config, folder)

@@ -1,5 +1,6 @@
 """What a fine-tuned model is used with travels in its folder: texts, columns, length, kind."""
 
+import dataclasses
 import json
 import re
 
@@ -8,10 +9,12 @@ import pytest
 
 from convbert_jax.config import ConfigError
 from convbert_jax.data.labelled_text import Example
+from convbert_jax.files import DamagedFileError
 from convbert_jax.finetuning.prediction import Predictor
 from convbert_jax.interop import certificate, conversion, huggingface
 from convbert_jax.interop.networks import ConversionError
 from convbert_jax.recipes import finetuned
+from tests.interop.conftest import random_network, with_head
 
 PAIR = {"texts": 2, "columns": ["premise", "hypothesis"], "labels": ["no", "maybe", "yes"]}
 NUMBER = {"kind": "regression", "labels": ["degree"], "scale": 5.0, "columns": ["said"]}
@@ -124,3 +127,63 @@ def test_kinds_that_cannot_be_predicted(exported, tmp_path):
         fields = {"problem_type": "regression", "convbert_jax": {}}
         with pytest.raises(ConfigError, match="gives 3 numbers"):
             finetuned.read_finetuned(edit(folder, tmp_path / "b", **fields))
+
+
+# --- what padding does to labels in Hugging Face's class ---
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("head", ["sequence_head", "token_head", "span_head"])
+def test_changed_labels_are_those_of_rows_alone(tmp_path, head):
+    """Each row alone in their class, without padding, against the padded batch there."""
+    pytest.importorskip("torch")
+    labels = ("start", "end") if head == "span_head" else ("no", "maybe", "yes")
+    network = with_head(random_network(seed=5, mask_convolution=True), head, labels)
+    tokens, mask, types = certificate.sample_inputs(network, rows=50)
+    if head == "sequence_head":  # random weights have a favorite; here all labels are as likely
+        logits = certificate.our_outputs(network, tokens, mask, types)[head]
+        bias = network.parameters[f"{head}/output/bias"]
+        changes = {f"{head}/output/bias": bias - logits.mean(0)}
+        network = dataclasses.replace(network, parameters={**network.parameters, **changes})
+    huggingface.write_network(tmp_path, network, pad_id=0)
+    changed, count = certificate.changed_labels(tmp_path, network)
+    batch = certificate.pytorch_outputs(tmp_path, network, tokens, mask, types)[head]
+    found, total = 0, 0
+    for row, real in enumerate(mask.sum(1)):
+        one = (x[row : row + 1, :real] for x in (tokens, mask, types))
+        alone = certificate.pytorch_outputs(tmp_path, network, *one)[head][0]
+        padded = batch[row][:real] if head != "sequence_head" else batch[row]
+        axis = 0 if head == "span_head" else -1
+        differs = np.atleast_1d(alone.argmax(axis) != padded.argmax(axis))
+        found += differs.any() if head == "span_head" else differs.sum()
+        total += real if head == "token_head" else 1
+    assert (changed, count) == (found, total)
+    assert changed > 0
+
+
+@pytest.mark.parity
+def test_card_and_log_tell_the_changed_labels(make_run, tmp_path, caplog):
+    pytest.importorskip("torch")
+    finetune = {"length": 20, "buckets": []}
+    run, _ = make_run(recipe="finetune", outputs=PAIR, finetune=finetune, mask_convolution=True)
+    texts = [["bar gest", "dend"], ["bar", "fer mor nost dend"], ["a", "gast"]]
+    (run / "predictions").mkdir()
+    lines = "".join(json.dumps({"texts": pair, "prediction": "no"}) + "\n" for pair in texts)
+    (run / "predictions" / "validation.jsonl").write_text(lines)
+    with caplog.at_level("INFO"):
+        folder = conversion.export(run, output=tmp_path / "a")
+    said = re.compile(r"Of 3 predictions for real text in one padded batch \d change with it")
+    assert said.search(caplog.text)
+    assert said.search((folder / "README.md").read_text())
+    (run / "predictions" / "validation.jsonl").write_text(lines + '{"texts"')
+    with pytest.raises(DamagedFileError, match=r"validation\.jsonl is damaged .*take it away"):
+        conversion.export(run, output=tmp_path / "b")
+
+
+def test_without_pytorch_the_decision_is_told_too(make_run, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(certificate, "pytorch_is_there", lambda: False)
+    run, _ = make_run(recipe="finetune", outputs=NUMBER, mask_convolution=True)
+    with caplog.at_level("INFO"):
+        folder = conversion.export(run, output=tmp_path / "a")
+    for said in (caplog.text, (folder / "README.md").read_text()):
+        assert "train with config.model.mask_convolution=false and config.data.layout" in said
