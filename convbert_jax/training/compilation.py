@@ -44,7 +44,7 @@ def describe_compile_cache() -> str:
     )
 
 
-# Parameters from which a CPU compiles the training step for a minute and more.
+# Parameters from which a CPU compiles the training step for half a minute and more.
 LONG_ON_CPU = 10_000_000
 
 
@@ -60,8 +60,8 @@ def announce_long_compilation(parameters: int, platform: str) -> None:
     if jax.config.jax_compilation_cache_dir:
         again = "a later start takes it from the compile cache"
     logging.info(
-        "Compiling the training step of %s parameters for the CPU: one to several minutes without "
-        "a sign of life but perhaps XLA's warning of a very slow compile, which means no harm; %s.",
+        "Compiling the training step of %s parameters for the CPU: half a minute of computing, "
+        "minutes on a busy machine, in which XLA may warn of a very slow compile; %s.",
         f"{parameters:,}",
         again,
     )
