@@ -1,7 +1,6 @@
 """The best spans of all windows become one answer a question, and the files SQuAD asks for."""
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 
 from convbert_jax.data.squad import Question
 from convbert_jax.data.squad_windows import Windows
+from convbert_jax.files import write_json
 from convbert_jax.objectives.span_extraction import NOWHERE
 
 # The release writes "" where its answerability logit is above; the plain head's odds need none.
@@ -131,16 +131,9 @@ def write_files(
         ]
         for question, answer in zip(questions, answered, strict=True)
     }
-    _write(folder / "predictions.json", texts(questions, answered, threshold))
-    _write(folder / "nbest_predictions.json", n_best)
-    _write(folder / "scores.json", scores)
+    write_json(folder / "predictions.json", texts(questions, answered, threshold))
+    write_json(folder / "nbest_predictions.json", n_best)
+    write_json(folder / "scores.json", scores)
     if threshold is not None:
         odds = {q.id: a.null_odds for q, a in zip(questions, answered, strict=True)}
-        _write(folder / "null_odds.json", odds)
-
-
-def _write(path: Path, content: Mapping) -> None:
-    """Whole or not at all."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
-    unfinished.replace(path)
+        write_json(folder / "null_odds.json", odds)

@@ -5,7 +5,6 @@ The server (gluebenchmark.com, "Submit") takes eleven tab-separated files with t
 """
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from absl import logging
 
 from convbert_jax.data.glue import GLUE
 from convbert_jax.data.labelled_text import Example, LabelledTask
+from convbert_jax.files import write_text
 from convbert_jax.finetuning import prediction_pictures, scoring
 
 # (task, split) -> file of the server
@@ -53,7 +53,7 @@ def write_predictions(
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"{split}.jsonl"]
     lines = describe_examples(task, examples, outputs)
-    _replace(written[0], "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    write_text(written[0], "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     if pictures and all(example.label is not None for example in examples):
         labels = [example.label for example in examples]
         title = f"{task.name}, {split}"
@@ -150,12 +150,5 @@ def complete_server_files(folder: Path) -> list[str]:
 
 def _write_server_rows(path: Path, rows) -> Path:
     lines = ["index\tprediction", *(f"{index}\t{answer}" for index, answer in rows)]
-    _replace(path, "\n".join(lines) + "\n")
+    write_text(path, "\n".join(lines) + "\n")
     return path
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

@@ -14,6 +14,7 @@ from convbert_jax.data import glue, own_task, squad
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.labelled_text import LabelledTask
 from convbert_jax.data.tokenizer import Tokenizer, check_tokenizer, follow_file, load_tokenizer
+from convbert_jax.files import write_text
 from convbert_jax.finetuning import (
     classification,
     prediction_files,
@@ -190,7 +191,7 @@ def _report(config: Config, folder: Path, results: list[TaskResult]) -> None:
         for metric in result.metrics
     ]
     table = score_table.format_table(columns, show_best=config.finetune.show_best)
-    (folder / "table.md").write_text(table + "\n", encoding="utf-8")
+    write_text(folder / "table.md", table + "\n")
     print(f"\n{table}\n\nRuns, models and predictions: {folder}", flush=True)
     if len(results) > 1:
         _collect_server_files(folder, results)
