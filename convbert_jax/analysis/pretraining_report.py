@@ -1,5 +1,6 @@
-"""What a pre-training run has learned, for a person: curves, numbers against no-skill "
-"baselines, one sentence taken apart."""
+"""What a pre-training run has learned, for a person: curves, numbers beside those of no skill, one
+sentence taken apart.
+"""
 
 import math
 import pathlib

@@ -1,5 +1,4 @@
-"""Is a resumed run the same run? Trains twice, once killed in the middle, and compares every "
-"bit."""
+"""Is a resumed run the same run? Trains twice, once killed in the middle, and compares all bits."""
 
 import pathlib
 import shutil

@@ -1,10 +1,10 @@
 """The folder of one run: one process group at a time, one model and one corpus for good.
 
-WORKDIR/config.json       the resolved config of the last start
-WORKDIR/.lock             held while a run is alive; the system drops it when the process ends,
-however it ends WORKDIR/data, tokenizer   prepared corpus (unless config.data.directory names
-another folder) WORKDIR/checkpoints       Orbax WORKDIR/metrics.jsonl     one line per log interval
-and evaluation; TensorBoard files beside it
+WORKDIR/config.json     the resolved config of the last start
+WORKDIR/.lock           held while a run is alive; the system drops it when the process ends
+WORKDIR/data            tokenizer and shards, unless config.data.directory names another folder
+WORKDIR/checkpoints     Orbax
+WORKDIR/metrics.jsonl   one line per log interval and evaluation; TensorBoard files beside it
 
 The first checkpoint or result is what binds a folder to its config. Until then every field may
 change: a start that failed, or was stopped while it prepared, costs nothing but the next command.
