@@ -39,14 +39,12 @@ def apply_mask(tokens, segments, key=0, slots=24, most=19, **changes):
     return jax.jit(run)(jax.random.key(key), tokens, segments)
 
 
-@given(st.integers(0, 128), st.integers(1, 40))
-@settings(deadline=None, max_examples=40)
-def test_count_is_the_release_formula(real, most):
-    segments = (jnp.arange(128) < real).astype(jnp.int32)[None]
-    expected = max(1, min(most, round(0.15 * real)))  # Python rounds half to even as well
-    count = int(masking.count_predictions(segments, 0.15, most)[0])
-    # 0.15 * real is rounded in f32 on the device; only exact halves could differ.
-    assert count == expected or abs(0.15 * real % 1 - 0.5) < 1e-6
+@pytest.mark.parametrize("most", [1, 7, 40])
+def test_count_is_the_release_formula(most):
+    real = np.arange(129)  # 30 * 0.15 is a half, as are 12 others
+    segments = (np.arange(128) < real[:, None]).astype(np.int32)
+    expected = [max(1, min(most, round(0.15 * n))) for n in real.tolist()]  # half to even as well
+    assert masking.count_predictions(segments, 0.15, most).tolist() == expected
 
 
 @pytest.mark.parametrize("with_replacement", [False, True])
@@ -58,9 +56,7 @@ def test_only_ordinary_real_tokens_are_chosen(with_replacement):
         chosen = np.asarray(masked.positions)
         assert masked.tokens.shape == tokens.shape
         assert masked.positions.shape == (5, 24)
-        assert (
-            used.sum(axis=1).tolist() == [19, 9, 3, 1, 0] if with_replacement else [19, 9, 3, 1, 0]
-        )
+        assert used.sum(axis=1).tolist() == [19, 9, 3, 1, 0]  # the last row has none to choose
         for row in range(5):
             picked = chosen[row][used[row]]
             assert np.isin(tokens[row, picked], list(SPECIAL)).sum() == 0
@@ -105,8 +101,7 @@ def test_branches(hidden, swapped):
 
 
 def scatter_update(sequence, values, positions):
-    """The release's rule in plain Python: sum of ids // number of writes, position 0 never "
-    "written."""
+    """The release's rule in plain Python: sum of ids // number of writes, never at position 0."""
     result = sequence.copy()
     for position in set(positions) - {0}:
         written = [v for v, p in zip(values, positions, strict=True) if p == position]
