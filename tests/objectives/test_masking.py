@@ -41,7 +41,7 @@ def apply_mask(tokens, segments, key=0, slots=24, most=19, **changes):
 
 @pytest.mark.parametrize("most", [1, 7, 40])
 def test_count_is_the_release_formula(most):
-    real = np.arange(129)  # 30 * 0.15 is a half, as are 12 others
+    real = np.arange(129)  # 30 * 0.15 is a half, as are five others
     segments = (np.arange(128) < real[:, None]).astype(np.int32)
     expected = [max(1, min(most, round(0.15 * n))) for n in real.tolist()]  # half to even as well
     assert masking.count_predictions(segments, 0.15, most).tolist() == expected
