@@ -26,7 +26,8 @@ def main(request: command_line.Request) -> None:
     """Does what was asked for; a fault that the user can mend is one line and exit code 1."""
     try:
         if request.multihost or request.processes:
-            _join_hosts(request.processes)
+            platform = request.config.platform if request.config else "any"
+            _join_hosts(request.processes, platform)
             from convbert_jax.training import peers
 
             with peers.watch():
@@ -56,8 +57,8 @@ def _run(request: command_line.Request) -> None:
     from convbert_jax import recipes
     from convbert_jax.interop import conversion, importing
 
-    recipes.devices.quiet_absent_tpu()
     config, workdir = request.config, request.workdir
+    recipes.devices.prepare_platform(config.platform if config else "any")
     if request.mode == "prepare":
         recipes.prepare(config, workdir, request.given)
     elif request.mode == "eval":
@@ -88,11 +89,14 @@ def _run(request: command_line.Request) -> None:
         run(config, workdir, request.given)
 
 
-def _join_hosts(processes: command_line.Processes | None, patience: float = 300.0) -> None:
+def _join_hosts(
+    processes: command_line.Processes | None, platform: str = "any", patience: float = 300.0
+) -> None:
     """Waits for the other processes; jax finds them by what TPU slices, Slurm and Open MPI set, or
     by explicit flags.
 
     Args:
+      platform: `config.platform`.
       patience: seconds until a wait in vain ends the program, before jax does that, with a trace.
     """
     import jax
@@ -125,6 +129,9 @@ def _join_hosts(processes: command_line.Processes | None, patience: float = 300.
         raise ConfigError(f"{name}: {first}; {advice}.") from error
     finally:
         in_vain.cancel()
+    from convbert_jax.recipes import devices
+
+    devices.prepare_platform(platform)  # the next line makes jax look for devices
     logging.info("Process %d of %d.", jax.process_index(), jax.process_count())
 
 

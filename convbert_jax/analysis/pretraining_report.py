@@ -39,8 +39,12 @@ def read_curves(metrics_file: pathlib.Path) -> dict[str, dict[str, list[tuple[in
     return curves
 
 
-def plot_curves(metrics_file: pathlib.Path, picture: pathlib.Path, title: str) -> None:
-    """Draws the metrics that the run has, training thin and held-out bold, into a PNG."""
+def plot_curves(metrics_file: pathlib.Path, picture: pathlib.Path, title: str) -> bool:
+    """Draws the metrics that the run has, training thin and held-out bold, into a PNG.
+
+    Returns:
+      whether there was anything to draw.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -51,7 +55,7 @@ def plot_curves(metrics_file: pathlib.Path, picture: pathlib.Path, title: str) -
     panels = [panel for panel in _PANELS if present & set(panel[1])]
     if not panels:
         logging.warning("%s has no numbers to draw.", metrics_file)
-        return
+        return False
     columns = min(3, len(panels))
     lines = math.ceil(len(panels) / columns)
     figure, axes = pyplot.subplots(
@@ -85,6 +89,7 @@ def plot_curves(metrics_file: pathlib.Path, picture: pathlib.Path, title: str) -
     figure.suptitle(title, fontsize=11)
     figure.savefig(picture, dpi=120)
     pyplot.close(figure)
+    return True
 
 
 def describe_numbers(values: dict[str, float], vocab_size: int) -> list[str]:

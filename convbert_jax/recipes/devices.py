@@ -10,13 +10,16 @@ from absl import logging
 from convbert_jax.config import Config, ConfigError, to_dict
 
 
-def quiet_absent_tpu() -> None:
-    """Spares the user libtpu's complaints where it is installed and this machine has no TPU.
+def prepare_platform(platform: str) -> None:
+    """What must be settled before jax looks for devices, once: `config.platform=cpu`, and silence
+    about an absent TPU.
 
-    libtpu looks for the type and the hosts of its TPU and prints ten lines where nobody tells it,
-    to fail all the same; told, it fails in silence, and jax goes on with what it finds or, asked
-    for a TPU by name, says what is wrong. Call it before jax looks for devices.
+    libtpu, where it is installed, looks for the type and the hosts of its TPU and prints ten lines
+    where nobody tells it, to fail all the same; told, it fails in silence, and jax goes on with
+    what it finds or, asked for a TPU by name, says what is wrong.
     """
+    if platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
     # jax sets this on import where no TPU is on the PCI bus
     if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
@@ -26,8 +29,7 @@ def quiet_absent_tpu() -> None:
 def find_devices(config: Config) -> list[jax.Device]:
     """All devices, or ConfigError if they are not what `config.platform` asks for."""
     wanted = {"gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}.get(config.platform)
-    if config.platform == "cpu":
-        jax.config.update("jax_platforms", "cpu")
+    prepare_platform(config.platform)
     try:
         devices = jax.devices()
     except RuntimeError as error:

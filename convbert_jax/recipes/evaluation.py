@@ -5,6 +5,8 @@ import pathlib
 from collections.abc import Collection
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from convbert_jax import files
 from convbert_jax.analysis import pretraining_report
@@ -12,6 +14,8 @@ from convbert_jax.config import Config
 from convbert_jax.recipes import devices, pretraining
 from convbert_jax.training import checkpoint_reading, compilation, evaluation, sharding
 from convbert_jax.training import step as step_lib
+
+_LESS_MEMORY = "lower config.train.batch_size or split parameters with config.mesh.fsdp"
 
 
 def evaluate(
@@ -33,7 +37,7 @@ def evaluate(
       output: JSON file to write, default WORKDIR/evaluation/step-N.json.
 
     Raises:
-      EvaluationError: no such checkpoint, or no held-out text.
+      EvaluationError: no such checkpoint, no held-out text, or `output` cannot be written.
       UserError: the corpus or the checkpoint cannot be read.
     """
     checkpoints = folder / "checkpoints"
@@ -42,6 +46,10 @@ def evaluate(
         there = f"; steps there: {', '.join(map(str, steps))}" if steps else "; train it first"
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise evaluation.EvaluationError(f"--workdir={folder} has {what}{there}.")
+    if output:
+        _check_output(pathlib.Path(output))
+    if step is None and jax.process_count() > 1:  # a run under way may save in between
+        step = int(multihost_utils.broadcast_one_to_all(np.int32(steps[-1])))
     found = devices.find_devices(config)
     mesh = sharding.make_mesh(config.mesh, found)
     sharding.check_batch_size(config.train.batch_size, 1, mesh)
@@ -49,7 +57,7 @@ def evaluate(
     config, _ = pretraining.read_start(config, folder, given)
     prepared = pretraining.prepare_once(config, folder)
     task = pretraining.build_task(config, prepared.tokenizer.special, found[0])
-    with jax.set_mesh(mesh), compilation.explain_out_of_memory():
+    with jax.set_mesh(mesh), compilation.explain_out_of_memory(_LESS_MEMORY):
         abstract = jax.eval_shape(task.init, jax.random.key(0))
         shardings = sharding.tree_shardings(abstract, mesh)
         step, params = checkpoint_reading.load_params(checkpoints, abstract, step)
@@ -68,12 +76,24 @@ def evaluate(
     return values
 
 
+def _check_output(file: pathlib.Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise evaluation.EvaluationError(
+            f"--output={file} cannot be written ({error.strerror}); name another file."
+        ) from None
+    if file.is_dir():
+        raise evaluation.EvaluationError(f"--output={file} is a folder; name a file in it.")
+
+
 def _report(config: Config, folder: pathlib.Path, step: int, values, file: pathlib.Path) -> None:
     numbers = pretraining_report.describe_numbers(values, config.tokenizer.vocab_size)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{config.name}, step {step:,}, on held-out text:", *(f"  {n}" for n in numbers)]
+    print("\n".join(lines), flush=True)
     finite = {
         name: float(value) if math.isfinite(value) else None for name, value in values.items()
     }
+    file.parent.mkdir(parents=True, exist_ok=True)
     files.write_json(file, {"workdir": str(folder), "step": step, **finite})
-    lines = [f"{config.name}, step {step:,}, on held-out text:", *(f"  {n}" for n in numbers)]
-    print("\n".join([*lines, f"All numbers: {file}"]), flush=True)
+    print(f"All numbers: {file}", flush=True)

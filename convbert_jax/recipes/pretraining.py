@@ -260,7 +260,7 @@ def _report(config, folder, prepared, result, mesh) -> None:
         example = _take_apart(config, prepared, result.state.params)
     picture = folder / "curves.png"
     title = f"{config.name}, step {result.step:,}"
-    pretraining_report.plot_curves(folder / reporting.METRICS_FILE, picture, title)
+    drawn = pretraining_report.plot_curves(folder / reporting.METRICS_FILE, picture, title)
     report = [f"{title}, on held-out text:"]
     if result.evaluation:
         numbers = pretraining_report.describe_numbers(
@@ -270,7 +270,8 @@ def _report(config, folder, prepared, result, mesh) -> None:
     report += ["", *example] if example else []
     report += [
         "",
-        f"Curves: {picture}. The same command goes on from here; for more steps add "
+        (f"Curves: {picture}. " if drawn else "")
+        + "The same command goes on from here; for more steps add "
         f"--config.train.steps={2 * result.step}.",
         "Your own text: add --config.data.source='text:FOLDER/*.txt' --workdir=runs/mine",
     ]

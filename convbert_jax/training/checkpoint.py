@@ -4,6 +4,7 @@ Orbax writes them, on a thread of its own, under a temporary name that is change
 disk. What it does not see, a bit that flipped later, the checksums find.
 """
 
+import contextlib
 import json
 import pathlib
 from collections.abc import Mapping
@@ -205,7 +206,8 @@ def _put_away_damaged_metrics(path: pathlib.Path) -> None:
         damaged = json.dumps(found) != json.dumps(_saved_metrics(path, found))  # NaN is NaN
     if damaged:
         logging.warning("%s is damaged; this checkpoint counts as not evaluated.", file)
-        file.rename(file.with_name("damaged"))
+        with contextlib.suppress(FileNotFoundError):  # another process of this run was faster
+            file.rename(file.with_name("damaged"))
 
 
 def _saved_metrics(path: pathlib.Path, default):

@@ -17,7 +17,6 @@ import os
 import pathlib
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 from absl import logging
 
@@ -52,7 +51,10 @@ _CHANGEABLE = (
     "checkpoint.",
     "mesh.",
 )
-_FIXED_AFTER_ALL = ("train.batch_size",)  # the position in the data counts batches
+_FIXED_AFTER_ALL = (
+    "train.batch_size",  # the position in the data counts batches
+    "optimizer.release_replicas",  # the gradient is so many times larger, Adam's moments are not
+)
 # Of a fine-tuning run: tasks and seeds may be added, what is finished stays as it is.
 _CHANGEABLE_FINETUNING = (
     *(field for field in _CHANGEABLE if field != "optimizer."),
@@ -118,7 +120,7 @@ def read_config(path: pathlib.Path) -> Config:
     """
     remedy = "put it back from a copy, or use the version of convbert_jax that wrote it"
     try:
-        return _read(path / CONFIG, remedy)[1]
+        return _read(path / CONFIG, remedy)
     except (FileNotFoundError, NotADirectoryError):
         raise WorkdirError(
             f"--workdir={path} holds no run ({CONFIG}: no such file); train one, or name another "
@@ -135,11 +137,19 @@ def is_bound(path: pathlib.Path) -> bool:
     )
 
 
-def _read(file: pathlib.Path, remedy: str) -> tuple[dict[str, Any], Config]:
-    """(what the file holds, the same as a config); raises FileNotFoundError, DamagedFileError."""
+def _read(file: pathlib.Path, remedy: str, *, check: bool = True) -> Config:
+    """The config in a file, where a younger field has its default.
+
+    Args:
+      check: False takes one that cannot run, as the rules of an older version may have let it.
+
+    Raises:
+      FileNotFoundError: it is not there.
+      DamagedFileError: it is no config.
+    """
     values = files.read_json(file, remedy=remedy, fields={})
     try:
-        return values, from_config_dict(values)
+        return from_config_dict(values, check=check)
     except ConfigError as error:
         raise files.damaged(file, str(error).rstrip("."), remedy) from None
 
@@ -148,7 +158,7 @@ def _keep_config(file: pathlib.Path, config: Config, path: pathlib.Path) -> None
     new = to_dict(config)
     remedy = "choose another --workdir, or move this file away to go on with the config named now"
     try:
-        changed = _differences(_read(file, remedy)[0], new)
+        changed = _differences(to_dict(_read(file, remedy, check=False)), new)
     except FileNotFoundError:
         changed = {}
     if is_bound(path):
@@ -192,9 +202,9 @@ def _flatten(values: dict, prefix: str = "") -> dict[str, object]:
 
 
 def _differences(old: dict, new: dict) -> dict[str, tuple[object, object]]:
-    """Field -> (old, new) where they differ; a field that one side lacks is no difference."""
+    """Field -> (old, new) where they differ."""
     old, new = _flatten(old), _flatten(new)
-    return {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
+    return {name: (old[name], new[name]) for name in new if old[name] != new[name]}
 
 
 def _describe(changes: dict[str, tuple[object, object]]) -> str:

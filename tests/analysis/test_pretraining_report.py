@@ -22,7 +22,9 @@ def test_curves_and_picture(tmp_path):
     curves = pretraining_report.read_curves(tmp_path / "metrics.jsonl")
     assert curves["train"]["mlm_loss"][0] == (10, 7.0)
     assert curves["validation"] == {"mlm_loss": [(50, 4.0)]}
-    pretraining_report.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png", "a run")
+    assert pretraining_report.plot_curves(
+        tmp_path / "metrics.jsonl", tmp_path / "curves.png", "a run"
+    )
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -87,5 +89,6 @@ def test_a_damaged_metrics_file_is_a_sentence(tmp_path):
     file.write_bytes(whole[:-20])
     assert "validation" not in pretraining_report.read_curves(file)
     file.write_text("")
-    pretraining_report.plot_curves(file, tmp_path / "curves.png", "a run without numbers")
+    picture = tmp_path / "curves.png"
+    assert not pretraining_report.plot_curves(file, picture, "a run without numbers")
     assert not (tmp_path / "curves.png").exists()

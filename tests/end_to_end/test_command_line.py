@@ -145,6 +145,8 @@ def test_run_resume_and_refuse(tmp_path, text_source):
     (line,) = [json.loads(li) for li in lines if '"step": 4, "split": "validation"' in li]
     assert line.pop("split") == "validation"
     assert found == {"workdir": f"{tmp_path}/run", **line}
+    folder = run(f"--workdir={tmp_path}/run", "--mode=eval", f"--output={tmp_path}/run")
+    refused(folder, "is a folder; name a file in it")
 
     other = run(*flags, "--config.train.steps=8", "--config.model.ffn_size=128")
     refused(other, "config.model.ffn_size was 64, now 128")

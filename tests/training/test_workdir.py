@@ -71,6 +71,33 @@ def test_a_start_that_made_nothing_binds_nothing(tmp_path, section, changes):
     assert read_config(tmp_path) == changed
 
 
+def test_a_field_younger_than_the_run_had_its_default(tmp_path):
+    """Eight replicas in place of one change the gradient's size under Adam's moments."""
+    keep(tmp_path)
+    kept = to_dict(CONFIG)
+    del kept["optimizer"]["release_replicas"]
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    with open_workdir(tmp_path, CONFIG):
+        pass
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    with (
+        pytest.raises(WorkdirError, match="release_replicas was 1, now 8"),
+        open_workdir(tmp_path, replace("optimizer", release_replicas=8)),
+    ):
+        pass
+
+
+def test_a_config_of_older_rules_is_no_damage(tmp_path):
+    old = replace("model", mixer="attention", head_ratio=4)
+    with open_workdir(tmp_path, old):
+        pass
+    with pytest.raises(DamagedFileError, match="head_ratio"):
+        read_config(tmp_path)
+    with open_workdir(tmp_path, CONFIG):
+        pass
+    assert read_config(tmp_path) == CONFIG
+
+
 @pytest.mark.parametrize("made", ["results.jsonl", "unfinished/checkpoints/5/params"])
 def test_what_fine_tuning_made_binds_too(tmp_path, made):
     keep(tmp_path, checkpoint=False)
