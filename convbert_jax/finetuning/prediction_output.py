@@ -25,7 +25,7 @@ class JsonLines:
         self._file = file
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        text = "".join(_to_json(line) + "\n" for line in lines)
+        text = "".join(to_json(line) + "\n" for line in lines)
         self._file.write(text.encode("utf-8"))
         self._file.flush()
 
@@ -83,27 +83,36 @@ def open_lines(file: IO[bytes], ending: str) -> Output:
 
 
 def _flatten(line: Mapping[str, Any]) -> dict[str, Any]:
-    """One value a column: of probabilities the highest, of two texts each."""
+    """One value a column: of probabilities the highest, of two texts each.
+
+    "texts" and "words" may also be columns of the input, with anything in them.
+    """
     row = dict(line)
     probabilities = row.pop("probabilities", None)
     if isinstance(probabilities, dict):
         row["probability"] = max(probabilities.values())
-    if isinstance(row.get("texts"), list):
-        texts = row.pop("texts")
-        row |= {f"text{n}" if len(texts) > 1 else "text": t for n, t in enumerate(texts, start=1)}
+    if _are_texts(texts := row.get("texts")):
+        names = [f"text{n}" for n in range(1, len(texts) + 1)] if len(texts) > 1 else ["text"]
+        if row.keys().isdisjoint(("text", "text1", "text2", *names)):
+            del row["texts"]
+            row |= zip(names, texts, strict=True)
     for name in ("words", "prediction"):
-        if isinstance(row.get(name), list):
+        if _are_texts(row.get(name)):
             row[name] = " ".join(row[name])
     return row
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
 
 
 def _spell(value: Any) -> str:
     if isinstance(value, str):
         return value
-    return "" if value is None else _to_json(value)
+    return "" if value is None else to_json(value)
 
 
-def _to_json(value: Any) -> str:
+def to_json(value: Any) -> str:
     """JSON as all read it: a NaN that an input brought along, which only Python takes, is null."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)

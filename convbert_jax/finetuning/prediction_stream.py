@@ -6,7 +6,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from absl import logging
@@ -21,6 +21,9 @@ from convbert_jax.finetuning.prediction_output import Output
 AT_ONCE = 1_024  # rows that are read, predicted and written together, at most
 _PATIENCE = 0.02  # seconds that a row waits for others to come with it
 _MOST_IDS = 1_000_000  # that are compared
+# Names of what a line says of its row: a column of the input that is named so is "input_NAME".
+_OURS = frozenset(("id", "prediction", "probability", "probabilities", "error"))
+_OURS_OF_SPANS = _OURS | {"start", "null_odds"}
 
 
 class NothingPredictedError(DataError):
@@ -131,23 +134,28 @@ def answer_rows(chunk: list[InputRow], answer: Answer, reads: ModelInput) -> lis
 
 
 def _is_finite(said: dict[str, Any]) -> bool:
-    values = [said["prediction"], said.get("probabilities", ())]
-    values += values[1].values() if isinstance(values[1], dict) else values[1]
+    """Whether all numbers are some; of answers that are NaN, `null_odds` alone says so."""
+    shares = said.get("probabilities", ())
+    shares = shares.values() if isinstance(shares, dict) else shares
+    values = (said["prediction"], said.get("null_odds"), *shares)
     return all(math.isfinite(value) for value in values if isinstance(value, float))
 
 
 def describe_row(row: InputRow, said: dict[str, Any] | None, reads: ModelInput) -> dict[str, Any]:
     """What is written of a row of which a model said something, or None."""
-    line: dict[str, Any] = {"id": row.number if row.id is None else row.id}
+    texts: Mapping[str, Any] = {}
     if row.texts and reads.kind == "tagging":
-        line["".join(row.names) or "words"] = row.texts[0].split(" ")
+        texts = {"".join(row.names) or "words": row.texts[0].split(" ")}
     elif row.texts:
-        line |= zip(row.names, row.texts, strict=True) if row.names else {"texts": [*row.texts]}
-    said = {"error": f"line {row.line} {row.problem}"} if said is None else said
-    taken = line.keys() | said.keys()
-    for name, value in row.others.items():
-        line[f"input_{name}" if name in taken else name] = value
-    return line | said
+        named = dict(zip(row.names, row.texts, strict=bool(row.names)))
+        texts = named or {"texts": [*row.texts]}
+    line: dict[str, Any] = {"id": row.number if row.id is None else row.id}
+    ours = _OURS_OF_SPANS if reads.kind == "span" else _OURS
+    for name, value in (*texts.items(), *row.others.items()):
+        while name in ours or name in line:
+            name = f"input_{name}"
+        line[name] = value
+    return line | ({"error": f"line {row.line} {row.problem}"} if said is None else said)
 
 
 class _Ids:

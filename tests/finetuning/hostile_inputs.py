@@ -108,6 +108,8 @@ HOSTILE = {
     "question long": '{"question": "' + "sun " * 5_000 + '", "context": "moon"}',
     "context odd": '{"question": "sun", "context": "\\u200b\\u0000"}',
     "outputs": '{"text": "a", "prediction": 1, "probabilities": 2, "error": 3, "words": 4}',
+    "outputs of nothing": '{"text": "", "prediction": "x"}',
+    "outputs odd": '{"text": "a", "words": [{"w": 1}], "probabilities": {}, "texts": ["b", 1]}',
     "keys": json.dumps({"text": "a", **{str(n): n for n in range(5_000)}}),
     "tab": "the sun\ta moon",
     "three tabs": "a\tb\tc\td",

@@ -21,6 +21,7 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.labelled_text import Example
 from convbert_jax.data.prediction_rows import InputRow
 from convbert_jax.finetuning import prediction_stream, run
+from convbert_jax.finetuning.answering import QuestionAnswerer
 from convbert_jax.finetuning.prediction import choose_batch_size
 from convbert_jax.interop import certificate, conversion
 from convbert_jax.interop.matching import replace
@@ -349,6 +350,36 @@ def test_columns_that_are_named_as_ours(predict):
     (line,) = predict("one", as_table(",", rows, ("review", "prediction", "texts")), "a.csv")
     assert line["prediction"] in LABELS
     assert (line["input_prediction"], line["texts"]) == ("old", "x")
+    objects = [
+        {"text": "", "prediction": "x", "probabilities": {}, "start": 1},
+        {"text": "sun", "error": "x", "probability": 2, "input_error": 3},
+    ]
+    bad, good = predict("one", "\n".join(map(json.dumps, objects)))
+    assert bad.keys() == {"id", "error", "input_prediction", "input_probabilities", "start"}
+    assert (good["input_error"], good["input_probability"]) == ("x", 2)
+    assert good["input_input_error"] == 3
+    assert good["prediction"] in LABELS
+    assert "error" not in good
+    with pytest.raises(DataError, match="has no row that can be predicted"):
+        predict("one", json.dumps(objects[0]))
+
+
+ODD = [  # columns that a table spells differently where they are ours
+    ({"text": "sun", "words": [{"w": "a"}]}, "words", '[{"w": "a"}]'),
+    ({"text": "sun", "probabilities": {}}, "input_probabilities", "{}"),
+    ({"text": "sun", "texts": ["other"]}, "texts", '["other"]'),
+    ({"review": "sun", "text2": "mine", "texts": ["a", "b"]}, "text2", "mine"),
+    ({"review": "sun", "texts": [1, 2]}, "texts", "[1, 2]"),
+]
+
+
+@pytest.mark.parametrize(("content", "name", "expected"), ODD)
+def test_a_table_of_columns_that_are_named_as_ours(predict, content, name, expected):
+    text = predict("one", json.dumps(content), output="out.csv")
+    (row,) = csv.DictReader(io.StringIO(text, newline=""))
+    assert row[name] == expected
+    assert "sun" in (row.get("text"), row.get("review"))
+    assert row["prediction"] in LABELS
 
 
 def stop_after(chunks, monkeypatch):
@@ -421,6 +452,21 @@ def test_numbers_that_are_none(predict, monkeypatch):
         (line,) = prediction_stream.answer_rows([row], lambda _: prediction_of_it, reads)  # noqa: B023
         assert line["error"] == "line 1 is given no number by the model, but NaN"
         assert "prediction" not in line
+    said = [{"prediction": "", "start": -1, "probabilities": {"": 1.0}, "null_odds": math.inf}]
+    (line,) = prediction_stream.answer_rows([row], lambda _: said, SimpleNamespace(kind="span"))
+    assert line["error"] == "line 1 is given no number by the model, but NaN"
+
+
+def test_a_model_of_nan_gives_no_answers(models, predict, monkeypatch):
+    """Not even the answer that there is none."""
+    text = "the sun\ta moon over the tree"
+    assert math.isfinite(predict("answers", text)[0]["null_odds"])
+    config, params, tokenizer = finetuned.read_finetuned(str(models["answers"]), None)
+    params = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), params)
+    model = QuestionAnswerer(config, params, tokenizer, np.dtype(np.float32))
+    monkeypatch.setattr(finetuned, "make_predictor", lambda *_: model)
+    with pytest.raises(DataError, match="the first: line 1 is given no number by the model"):
+        predict("answers", text)
 
 
 def test_packed_files(predict, tmp_path):
@@ -573,7 +619,7 @@ def test_hostile_inputs_are_answered_or_refused(predict, tmp_path, model, name):
             if file == "in.txt":
                 assert len(found) == content.count(b"\n") + (not content.endswith(b"\n"))
             for line in found if output == "out.jsonl" else ():
-                assert ("error" in line and "prediction" not in line) or "prediction" in line
+                assert ("error" in line) != ("prediction" in line)
         assert (tmp_path / output).exists() == (not said)
         assert len(said) < 1_000
         assert said[-1:] in (".", "")
