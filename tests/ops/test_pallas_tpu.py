@@ -25,9 +25,9 @@ from convbert_jax.ops import (
     reference,
     taps,
     xla,
-    xla_span,
 )
 from tests.ops.test_dynamic_conv import inputs, segments
+from tests.ops.test_span_dynamic_conv import definition
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 
@@ -140,9 +140,9 @@ def run_span(arrays, cotangent, ids, heads, offsets, interpret=True):
 
 
 @functools.partial(jax.jit, static_argnames=("heads", "offsets"))
-def span_by_xla(arrays, cotangent, ids, heads, offsets):
+def span_by_definition(arrays, cotangent, ids, heads, offsets):
     def function(*arrays):
-        return xla_span.span_dynamic_conv(*arrays, ids, heads, offsets)
+        return definition(*arrays, heads, ids, offsets)
 
     exact = [x.astype(F32) for x in arrays]
     return gradients(function, exact, cotangent.astype(F32))
@@ -165,7 +165,7 @@ def test_span(kernel, batch, length, heads, width, dilation, causal, packed, dty
     ids = segments(batch, length) if packed else None
     offsets = taps.offsets(kernel, dilation=dilation, causal=causal)
     actual = run_span(arrays, cotangent, ids, heads, offsets)
-    expected = span_by_xla(arrays, cotangent, ids, heads, offsets)
+    expected = span_by_definition(arrays, cotangent, ids, heads, offsets)
     assert [x.dtype for x in actual] == [dtype] * 6
     assert_close(actual, expected, dtype, scale=3.0)
 
@@ -353,7 +353,9 @@ def test_span_in_the_memory_of_a_tpu(tpu_interpreter):
     arrays, cotangent = span_inputs(2, 70, 2, 64, 9, F32)
     ids = segments(2, 70)
     actual = run_span(arrays, cotangent, ids, 2, taps.offsets(9), tpu_interpreter)
-    assert_close(actual, span_by_xla(arrays, cotangent, ids, 2, taps.offsets(9)), F32, scale=3.0)
+    assert_close(
+        actual, span_by_definition(arrays, cotangent, ids, 2, taps.offsets(9)), F32, scale=3.0
+    )
 
 
 @pytest.mark.parametrize("axes", [("data", "fsdp"), ("data", "tensor")])
