@@ -1,5 +1,7 @@
 """Positions of packed documents, the sum of three tables, tied logits."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,12 +32,20 @@ def make(make_config):
 
 
 def test_is_the_norm_of_a_sum(make_config, packed):
+    """Vector by vector in float64; the scale and bias of the norm are not the first ones."""
     embeddings = make(make_config)
-    tokens = jax.random.randint(jax.random.key(0), packed.shape, 0, 50)
-    types = (jnp.arange(24) > 11).astype(jnp.int32) * jnp.ones_like(tokens)
-    x = embeddings.word.embedding[...][tokens] + embeddings.type.embedding[...][types]
-    x += embeddings.position.embedding[...][positions(packed)]
-    np.testing.assert_allclose(embeddings(tokens, packed, types), embeddings.norm(x), atol=1e-5)
+    rng = np.random.default_rng(0)
+    scale, bias = rng.normal(size=(2, 16)).astype(np.float32)
+    embeddings.norm.scale[...], embeddings.norm.bias[...] = jnp.asarray(scale), jnp.asarray(bias)
+    tables = embeddings.word, embeddings.position, embeddings.type
+    word, position, kind = (np.asarray(table.embedding[...], np.float64) for table in tables)
+    tokens, types = rng.integers(0, 50, packed.shape), rng.integers(0, 2, packed.shape)
+    ids = [[*range(5), *range(11), *range(8)], [*range(9), *range(15)]]  # padding goes on counting
+    actual = embeddings(jnp.asarray(tokens), packed, jnp.asarray(types))
+    for row, column in np.ndindex(2, 24):
+        x = word[tokens[row, column]] + position[ids[row][column]] + kind[types[row, column]]
+        x = (x - sum(x) / 16) / math.sqrt(sum((x - sum(x) / 16) ** 2) / 16 + 1e-12)
+        np.testing.assert_allclose(actual[row, column], x * scale + bias, atol=1e-5)
 
 
 def test_gradient_reaches_each_table(make_config, packed):
@@ -59,8 +69,9 @@ def test_gradient_reaches_each_table(make_config, packed):
 def test_attend_is_the_product_with_the_table(make_config):
     embeddings = make(make_config)
     h = jax.random.normal(jax.random.key(0), (2, 3, 16))
-    logits = embeddings.attend(h)
-    np.testing.assert_allclose(logits, h @ embeddings.word.embedding[...].T, atol=1e-5)
+    table = np.asarray(embeddings.word.embedding[...], np.float64)
+    wanted = [[[sum(x * row) for row in table] for x in vectors] for vectors in np.float64(h)]
+    np.testing.assert_allclose(embeddings.attend(h), wanted, atol=1e-5)
     assert embeddings.attend(h.astype(jnp.bfloat16)).dtype == jnp.float32
 
 
