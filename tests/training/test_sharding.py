@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from convbert_jax.config import MeshSection
+from configs import base
+from convbert_jax.config import MeshSection, from_config_dict
+from convbert_jax.objectives.masking import SpecialIds
+from convbert_jax.recipes import build_task
 from convbert_jax.training import optimizer as optimizer_lib
 from convbert_jax.training import sharding, state, step
 from convbert_jax.training.sharding import ShardingError
@@ -189,6 +192,70 @@ def test_parameters_and_moments_are_split_not_copied():
 def test_rules(path, shape, spec):
     mesh = sharding.make_mesh(MeshSection(data=1, fsdp=4, tensor=2))
     assert sharding.partition_spec(path, shape, mesh) == spec
+
+
+LAYER = {
+    "feed_forward/intermediate/bias": P(),
+    "feed_forward/intermediate/kernel": P(None, "fsdp", "tensor"),
+    "feed_forward/output/bias": P(),
+    "feed_forward/output/kernel": P(None, "tensor", "fsdp"),
+    "feed_forward_norm/bias": P(),
+    "feed_forward_norm/scale": P(),
+    "mixer/conv_kernel/bias": P(),
+    "mixer/conv_kernel/kernel": P(None, "fsdp", "tensor"),
+    "mixer/conv_value/bias": P(),
+    "mixer/conv_value/kernel": P(None, "fsdp", "tensor"),
+    "mixer/key/bias": P(),
+    "mixer/key/kernel": P(None, "fsdp", "tensor"),
+    "mixer/key_conv/bias": P(),
+    "mixer/key_conv/depthwise": P(),
+    "mixer/key_conv/pointwise": P(None, "fsdp", "tensor"),
+    "mixer/output/bias": P(),
+    "mixer/output/kernel": P(None, "tensor", "fsdp"),
+    "mixer/query/bias": P(),
+    "mixer/query/kernel": P(None, "fsdp", "tensor"),
+    "mixer/value/bias": P(),
+    "mixer/value/kernel": P(None, "fsdp", "tensor"),
+    "mixer_norm/bias": P(),
+    "mixer_norm/scale": P(),
+}
+# fsdp=2, tensor=2; the generator's filters, 128 x 18, are too small to be split.
+BASE = {
+    **{f"discriminator/stages/0/{name}": spec for name, spec in LAYER.items()},
+    "discriminator_head/dense/bias": P(),
+    "discriminator_head/dense/kernel": P("fsdp", None),
+    "discriminator_head/output/bias": P(),
+    "discriminator_head/output/kernel": P(),
+    "embeddings/norm/bias": P(),
+    "embeddings/norm/scale": P(),
+    "embeddings/position/embedding": P(None, "fsdp"),
+    "embeddings/type/embedding": P(),
+    "embeddings/word/embedding": P("fsdp", None),
+    "generator/embeddings_project/bias": P(),
+    "generator/embeddings_project/kernel": P("fsdp", None),
+    **{f"generator/stages/0/{name}": spec for name, spec in LAYER.items()},
+    "generator/stages/0/mixer/conv_kernel/kernel": P(),
+    "generator_head/dense/bias": P(),
+    "generator_head/dense/kernel": P(None, "fsdp"),
+    "generator_head/norm/bias": P(),
+    "generator_head/norm/scale": P(),
+    "generator_head/output_bias": P(),
+}
+
+
+def test_where_every_parameter_of_base_lies():
+    """And its moments; a change here changes what a device holds and what is sent each step."""
+    config = from_config_dict(base.get_config())
+    task = build_task(config, SpecialIds(2, 3, 4), jax.devices()[0])
+    optimizer = optimizer_lib.make_optimizer(config.optimizer, 100)
+    abstract = jax.eval_shape(
+        lambda key: state.create(task.init(key), optimizer), jax.random.key(0)
+    )
+    mesh = sharding.make_mesh(MeshSection(fsdp=2, tensor=2))
+    placed = sharding.tree_shardings(abstract, mesh)
+    for tree in (placed.params, placed.opt_state[1].mu, placed.opt_state[1].nu):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        assert {state.parameter_path(path): leaf.spec for path, leaf in leaves} == BASE
 
 
 def test_a_parameter_without_a_rule_is_an_error():
