@@ -5,12 +5,16 @@ goes through here, so that no kind of damage ends in a traceback and no kill lea
 """
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
+
+from absl import logging
 
 from convbert_jax.config import UserError
 
@@ -146,6 +150,29 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """`value` as the whole of `path`, see `replacing`."""
     write_text(path, json.dumps(value, ensure_ascii=False, indent=1) + "\n")
+
+
+def try_lock(file: IO, unlockable: str) -> bool:
+    """Takes `file` for this process alone, until it is closed or the process dies.
+
+    Args:
+      unlockable: logged as a warning where the file system has no locks; the file is taken then.
+
+    Returns:
+      False if another process has it.
+
+    Raises:
+      OSError: it cannot be locked for another reason.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        logging.warning("%s", unlockable)
+    return True
 
 
 def _check_fields(value: Any, fields: Mapping[str, Kinds] | None) -> None:

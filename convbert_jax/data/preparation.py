@@ -2,8 +2,6 @@
 
 import collections
 import contextlib
-import errno
-import fcntl
 import multiprocessing
 import os
 import re
@@ -59,17 +57,9 @@ def lock(directory: Path) -> Iterator[None]:
     """
     with open(directory / "lock", "w") as file:
         started = logged = time.monotonic()
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise
-                logging.warning("%s cannot be locked; let one process prepare it.", directory)
-                break
+        while not files.try_lock(
+            file, f"{directory} cannot be locked; let one process prepare it."
+        ):
             now = time.monotonic()
             if now - started > LOCK_PATIENCE:
                 raise DataError(

@@ -191,6 +191,13 @@ def _report(counts: Counts, ids: _Ids, name: str, done: int) -> None:
         raise NothingPredictedError(
             f"{name} has no row that can be predicted; the first: {counts.problem}."
         )
+    if done:
+        logging.info(
+            "%s: the %d rows of an earlier start are not counted in what follows, nor are their "
+            "ids compared.",
+            name,
+            done,
+        )
     logging.info("Predicted %d rows of %s.", counts.rows - counts.failed, name)
     if counts.failed:
         logging.warning(

@@ -13,7 +13,7 @@ from convbert_jax.config import ConfigError
 from convbert_jax.data import prediction_input
 from convbert_jax.data.table_formats import Source
 from convbert_jax.data.text_lines import Stream
-from convbert_jax.files import replacing, unfinished_name
+from convbert_jax.files import replacing, try_lock, unfinished_name
 from convbert_jax.finetuning import prediction_output, prediction_resume, prediction_stream
 from convbert_jax.recipes import devices, finetuned
 from convbert_jax.training import compilation
@@ -39,10 +39,23 @@ def predict(
       number of rows.
 
     Raises:
-      UserError: no such model or file, `output` exists, or nothing that the model reads.
+      UserError: no such model or file, `output` exists or is being written, or nothing that the
+        model reads.
     """
     _check_output(output)
-    name, opened, key, streams = _open_input(source)
+    given = _open_input(source)
+    with _alone(output):
+        return _predict(path, given, output, input_format, texts)
+
+
+def _predict(
+    path: str,
+    given: tuple[str, Source, str, bool],
+    output: str,
+    input_format: str,
+    texts: Sequence[str],
+) -> int:
+    name, opened, key, streams = given
     config, params, tokenizer = finetuned.read_finetuned(path, len(texts) or None)
     reads = prediction_input.describe_model_input(config, texts)
     chosen = prediction_input.choose_format(name, input_format, reads)
@@ -55,9 +68,10 @@ def predict(
     goes_on = not streams and _may_go_on(output)
     kept = unfinished_name(Path(output).expanduser())
     done = 0
-    if goes_on and kept.is_file():
-        done = prediction_resume.take_kept(kept, rows, predictor.answer, reads)
     with _open_output(output, keep=goes_on) as file:
+        if goes_on:
+            model = prediction_resume.identify(path, config, params, tokenizer)
+            done = prediction_resume.take_kept(kept, rows, model, reads)
         lines = prediction_output.open_lines(file, _ending(output))
         try:
             return done + prediction_stream.predict_stream(
@@ -112,8 +126,47 @@ def _check_output(output: str) -> None:
 
 def _may_go_on(output: str) -> bool:
     """After a stop: JSON lines in a plain file, which can be compared to the input."""
-    ending = Path(output).suffix
-    return output != _PIPE and ending != ".gz" and ending not in prediction_output.DELIMITERS
+    path = Path(output).expanduser()
+    if output == _PIPE or _is_special(path):
+        return False
+    return path.suffix != ".gz" and path.suffix not in prediction_output.DELIMITERS
+
+
+@contextlib.contextmanager
+def _alone(output: str) -> Iterator[None]:
+    """Keeps other processes from what is written of `output`; leaves nothing that is empty."""
+    path = Path(output).expanduser()
+    if output == _PIPE or _is_special(path):
+        yield
+        return
+    kept = unfinished_name(path)
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(kept, "ab"))
+            unlockable = f"{kept} cannot be locked; let one process write it."
+            free = try_lock(file, unlockable) and _is_at(file, kept)  # not moved or gone meanwhile
+        except OSError as error:
+            raise ConfigError(f"--output={output} cannot be written: {error.strerror}.") from None
+        if not free:
+            raise ConfigError(
+                f"--output={output} is being written by another process; wait for it, or name "
+                "another."
+            )
+        try:
+            _check_output(output)  # again: another process may have ended since
+            yield
+        finally:
+            if _is_at(file, kept) and not kept.stat().st_size:
+                kept.unlink()
+            if not kept.exists():
+                prediction_resume.note_of(kept).unlink(missing_ok=True)
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Predictions of new text: what is read and from where, what comes out, and what never may."""
 
 import csv
+import errno
 import gzip
 import io
 import json
@@ -434,12 +435,73 @@ def test_a_stopped_prediction_goes_on(predict, models, tmp_path, monkeypatch, ca
     with pytest.raises(DataError, match="has another row in its line 2 than the input; remove it"):
         predict("one", text.replace("river", "house"))
     assert unfinished.read_bytes() == kept
-    unfinished.write_bytes(kept.replace(b'"bad": 0', b'"bad": 1'))
-    with pytest.raises(DataError, match="has predictions of another model; remove it"):
-        predict("one", text)
+    with monkeypatch.context() as patch:  # the same folder, trained further
+        config, params, tokenizer = finetuned.read_finetuned(str(models["one"]), None)
+        trained = jax.tree.map(lambda leaf: leaf * 1.01, params)
+        patch.setattr(finetuned, "read_finetuned", lambda *_: (config, trained, tokenizer))
+        with pytest.raises(DataError, match=r"of another model .* as it was then\); remove it"):
+            predict("one", text)
     unfinished.write_bytes(b"\xff\n")
     with pytest.raises(DataError, match="has another row in its line 1"):
         predict("one", text)
+    unfinished.write_bytes(kept.splitlines(keepends=True)[1].replace(b'"id": 1', b'"id": 0'))
+    with pytest.raises(DataError, match="has another row in its line 1"):
+        predict("one", text)
+    note = tmp_path / "out.jsonl.unfinished.model"
+    note.write_text("{")
+    with pytest.raises(UserError, match=r"unfinished\.model is damaged .* remove it"):
+        predict("one", text)
+    note.unlink()
+    with pytest.raises(DataError, match=r"has no out\.jsonl\.unfinished\.model beside it"):
+        predict("one", text)
+    unfinished.unlink()
+    assert predict("one", text) == expected
+    assert not list(tmp_path.glob("*unfinished*"))
+
+
+def test_what_is_kept_is_compared_as_it_was_written(predict, monkeypatch, caplog):
+    """NaN is null in the output, and a column that is named as ours has another name there."""
+    monkeypatch.setattr(prediction_stream, "AT_ONCE", 2)
+    odd = ['"prediction": "x", "error": 1', '"n": NaN, "m": [1e999]', '"id": -Infinity']
+    text = (
+        "\n".join(f'{{"text": "sun", {odd[n % 3]}}}' for n in range(9)) + '\n{"text": "", "m": NaN}'
+    )
+    expected = predict("one", text)
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            predict("one", text)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert predict("one", text) == expected
+    assert "Going on after 4 rows" in caplog.text
+    assert "the 4 rows of an earlier start are not counted" in caplog.text
+    assert "Predicted 5 rows" in caplog.text
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out.csv", "out.jsonl.gz"])
+def test_two_starts_do_not_write_one_output(predict, models, tmp_path, monkeypatch, output):
+    answer, said = prediction_stream.answer_rows, []
+
+    def starts_again(*arguments):
+        with pytest.raises(ConfigError, match="is being written by another process; wait for it"):
+            prediction.predict(*map(str, (models["one"], tmp_path / "in.txt", tmp_path / output)))
+        said.append(True)
+        return answer(*arguments)
+
+    monkeypatch.setattr(prediction_stream, "answer_rows", starts_again)
+    assert predict("one", "the sun", output=output)
+    assert said == [True]
+    assert not list(tmp_path.glob("*unfinished*"))
+
+
+def test_an_output_that_cannot_be_locked_is_written(predict, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert predict("one", "the sun")
+    assert "out.jsonl.unfinished cannot be locked; let one process write it." in caplog.text
 
 
 def test_numbers_that_are_none(predict, monkeypatch):
