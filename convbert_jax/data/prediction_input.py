@@ -31,9 +31,12 @@ def describe_model_input(config: Config, texts: Sequence[str] = ()) -> ModelInpu
     outputs, section = config.outputs, config.task
     own = "own" in config.finetune.tasks and outputs.task == section.name
     glue = None if own else GLUE.get(outputs.task)
+    files = _files_of(section)
     names = [tuple(texts)] if texts else [outputs.columns]
     if not texts:
-        if own:
+        if own:  # columns by number are these only in files with the columns of training
+            learned = (outputs.columns, section.texts)
+            names[:0] = (tuple(_name(n, files["form"]) for n in columns) for columns in learned)
             names.append(section.texts)
         if glue:
             names += [glue.tfds_texts, *(split.texts for split in glue.splits.values())]
@@ -42,7 +45,9 @@ def describe_model_input(config: Config, texts: Sequence[str] = ()) -> ModelInpu
     columns = tuple(dict.fromkeys(n for n in names if n and len(n) == outputs.texts))
     reads = ModelInput(outputs.kind, outputs.texts, columns, TableFormat("auto"))
     if own:
-        return dataclasses.replace(reads, id=section.id, label=section.label, **_files_of(section))
+        found = {"id": section.id, "label": section.label}
+        found = {field: _name(column, files["form"]) for field, column in found.items()}
+        return dataclasses.replace(reads, **found, **files)
     if glue:
         train = glue.splits["train"]
         form = TableFormat("tsv", columns=train.columns)
@@ -92,6 +97,9 @@ def open_input(source: Source, chosen: str, reads: ModelInput, key: str = "") ->
     header, rows = _open_table(source, form, reads, key)
     if header is None:
         return _read_objects(rows, reads)
+    place = find_column(reads.id, header, form)
+    if place is not None:  # by number, where files of this kind name no columns
+        reads = dataclasses.replace(reads, id=header[place])
     return _read_table(header, rows, _check_columns(source, header, form, reads), reads)
 
 
@@ -137,19 +145,44 @@ def _explain(source: Source, line: int, text: str, reads: ModelInput, told: set[
 
 def _open_table(source: Source, form: TableFormat, reads: ModelInput, key: str):
     """As an opener; where the training files had no header, this one may have one, or no labels."""
+    if form.format == "conll":
+        return _open_sentences(source, form, reads, key)
     if form.format not in ("tsv", "csv") or not form.columns or form.rest_in_last:
         return OPENERS[form.format](source, form, key)
     first, rows = OPENERS[form.format](source, dataclasses.replace(form, columns=()), key)
-    if any(set(names) <= set(first) for names in reads.columns):
+    if any({_name(name, form) for name in names} <= set(first) for names in reads.columns):
         return first, rows
-    unlabelled = tuple(name for name in form.columns if name != reads.label)
-    for columns in (form.columns, unlabelled):
+    for columns in (form.columns, _unlabelled(form, reads)):
         if len(columns) == len(first):
             return list(columns), _prepend((1, first), rows)
     raise DataError(
         f"{source} has {len(first)} columns in its first line, which is no header and not the "
         f"{len(form.columns)} columns of training ({shorten(', '.join(form.columns))}); {_HINT}."
     )
+
+
+def _open_sentences(source: Source, form: TableFormat, reads: ModelInput, key: str):
+    """A single column has the words; else they are the columns of training, or without labels."""
+    numbers, rows = OPENERS["conll"](source, dataclasses.replace(form, columns=()), key)
+    for columns in (form.columns, _unlabelled(form, reads), reads.columns[0]):
+        if len(columns) == len(numbers):
+            return list(columns), rows
+    if form.columns:
+        raise DataError(
+            f"{source} has {len(numbers)} columns, but training had {len(form.columns)} "
+            f"({shorten(', '.join(form.columns))}); write those, or the words alone."
+        )
+    return numbers, rows
+
+
+def _unlabelled(form: TableFormat, reads: ModelInput) -> tuple[str, ...]:
+    return tuple(name for name in form.columns if name != reads.label)
+
+
+def _name(column: str, form: TableFormat) -> str:
+    """The name of a column of training, which may be asked for by number."""
+    place = find_column(column, form.columns, form)
+    return column if place is None else form.columns[place]
 
 
 def _check_columns(source, header: Sequence[str], form: TableFormat, reads: ModelInput):

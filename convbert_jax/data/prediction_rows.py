@@ -15,6 +15,8 @@ from convbert_jax.data.text_lines import describe_escapes
 from convbert_jax.files import parse_json
 
 LONGEST = 10_000_000  # characters of a row's texts together
+DEEPEST = 100  # lists and objects in one another; what is read may be too deep to be written
+_TOO_DEEP = f"has more than {DEEPEST} lists or objects in one another"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +107,8 @@ def parse_object(text: str, reads: ModelInput) -> dict | Fault | None:
 
 def from_object(record: dict, number: int, line: int, reads: ModelInput) -> InputRow:
     """A JSON object: its texts are under the names of the training columns, or "texts"."""
+    if _is_too_deep(record):
+        return InputRow(number, line, problem=_TOO_DEEP)
     for names in reads.columns:
         if all(name in record for name in names):
             return from_columns(record, names, number, line, reads)
@@ -128,6 +132,8 @@ def from_columns(
     record: Mapping[str, Any], names: Sequence[str], number: int, line: int, reads: ModelInput
 ) -> InputRow:
     """Columns by name, of which `names` have the texts."""
+    if _is_too_deep(record):
+        return InputRow(number, line, problem=_TOO_DEEP)
     others = {name: v for name, v in record.items() if name not in names and name != "id"}
     row = InputRow(number, line, _find_id(record, reads), names=tuple(names), others=others)
     for value in (*record, *record.values()):
@@ -153,6 +159,16 @@ def _with_texts(row: InputRow, texts: tuple[str, ...]) -> InputRow:
         problem = f"has {size:,} characters; at most {LONGEST:,} are read"
         return dataclasses.replace(row, problem=problem)
     return dataclasses.replace(row, texts=texts)
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        lists = (v.values() if isinstance(v, Mapping) else v for v in level)
+        level = [v for values in lists for v in values if isinstance(v, list | Mapping)]
+        if not level:
+            return False
+    return True
 
 
 def _find_id(record: Mapping[str, Any], reads: ModelInput) -> Any:

@@ -197,6 +197,66 @@ def test_training_files_without_a_header(models, predict, monkeypatch):
     assert "line 2 does not match the pattern" in found[1]["error"]
 
 
+@pytest.mark.parametrize("number", [True, False])
+def test_columns_by_number(models, predict, monkeypatch, number):
+    """As in training: the texts, the id, and the label that new text lacks."""
+    config, *rest = finetuned.read_finetuned(str(models["one"]), None)
+    names = {"label": "-1", "id": "0", "texts": ("1",)}
+    if not number:
+        names = {"label": "label", "id": "key", "texts": ("review",)}
+    own = {f"task.{field}": value for field, value in names.items()}
+    own |= {"outputs.columns": names["texts"], "task.columns": ("key", "review", "label")}
+    config = replace(config, own | {"task.train": "train.tsv"})
+    monkeypatch.setattr(finetuned, "read_finetuned", lambda *_: (config, *rest))
+    for content in (
+        "a\tthe sun\tgood\n1\ta moon\tbad",
+        "a\tthe sun\n1\ta moon",
+        "review\tkey\nthe sun\ta\na moon\t1",
+    ):
+        found = predict("one", content, "a.tsv")
+        assert [(line["id"], line["review"]) for line in found] == [
+            ("a", "the sun"), ("1", "a moon"),
+        ]  # fmt: skip
+    assert predict("one", "1\ta moon", "a.tsv")[0]["review"] == "a moon"  # it is no header
+
+
+def test_ids_by_number_in_lists(models, predict, monkeypatch):
+    config, *rest = finetuned.read_finetuned(str(models["one"]), None)
+    config = replace(config, {"task.id": "-1", "outputs.columns": ("0",), "task.texts": ("0",)})
+    monkeypatch.setattr(finetuned, "read_finetuned", lambda *_: (config, *rest))
+    found = predict("one", '[["the sun", "a"], ["a moon", "b"]]', "a.json")
+    assert [(line["id"], line["0"]) for line in found] == [("a", "the sun"), ("b", "a moon")]
+
+
+@pytest.mark.parametrize("columns", [("words", "tag"), ("words", "pos", "tag"), ()])
+def test_words_without_tags(models, predict, monkeypatch, columns):
+    """A tagger that learned from columns reads the words alone too."""
+    config, *rest = finetuned.read_finetuned(str(models["tags"]), None)
+    own = {"task.columns": columns, "task.label": "tag", "task.train": "train.conll"}
+    word = columns[:1] or ("0",)
+    config = replace(config, own | {"outputs.columns": word, "task.texts": word})
+    monkeypatch.setattr(finetuned, "read_finetuned", lambda *_: (config, *rest))
+    for width in {1, len(columns) - 1, len(columns)} - {-1, 0}:
+        rows = [(word, *"xy"[: width - 1]) for word in ("the", "sun")]
+        content = "\n".join(map(" ".join, rows)) + "\n\nmoon x y"[: 4 + 2 * width]
+        found = predict("tags", content, "a.conll")
+        assert [line[word[0]] for line in found] == [["the", "sun"], ["moon"]]
+    if columns:
+        with pytest.raises(DataError, match=r"has 4 columns, but training had . \(words, "):
+            predict("tags", "the a b c\n", "a.conll")
+
+
+@pytest.mark.parametrize("name", ["in.txt", "in.jsonl", "in.json"])
+def test_what_is_too_deep_to_be_written(predict, name):
+    """It is a fault of its row; what is as deep as anyone writes comes out again."""
+    rows = [f'{{"text": "sun", "x": {"[" * depth}{"]" * depth}}}' for depth in (99, 100, 700)]
+    content = f"[{','.join(rows)}]" if name == "in.json" else "\n".join(rows)
+    found = predict("one", content, name)
+    assert json.dumps(found[0]["x"]) == "[" * 99 + "]" * 99
+    for line in found[1:]:
+        assert "has more than 100 lists or objects in one another" in line["error"]
+
+
 def test_text_is_not_taken_for_json(predict, caplog):
     texts = ["{the sun", "{}", '{"rev": 1}', "[1]", '"moon"', "{{a}} moon", "null", "{'text': 1}"]
     found = predict("one", "\n".join(texts))
