@@ -1,0 +1,172 @@
+"""Losses and metrics of pre-training against sums by hand, in float64, on rows with padding.
+
+The model is a pair of fixed logits that keeps what it was given: labels, weights and replaced
+tokens are then known without the code that is tested.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convbert_jax.config import Config
+from convbert_jax.objectives import masked_lm, metrics, replaced_token
+from convbert_jax.objectives.masking import SpecialIds
+
+CLS, SEP, MASK, VOCABULARY, LENGTH, SLOTS = 2, 3, 4, 20, 12, 8
+REAL = (12, 7, 3, 0)  # tokens of each row; the first row is of two documents
+CHOSEN = (3, 2, 1, 0)  # 0.3 of them, at most 3; none of padding
+SEGMENTS = np.array([[1] * 5 + [2] * 7] + [[1] * real + [0] * (12 - real) for real in REAL[1:]])
+
+
+def make_batch():
+    tokens = np.random.default_rng(0).integers(5, 8, (4, LENGTH))  # few words, often sampled right
+    for row, real in enumerate(REAL):
+        tokens[row, real:] = 0
+        if real:
+            tokens[row, 0], tokens[row, real - 1] = CLS, SEP
+    arrays = {"tokens": tokens, "segment_ids": SEGMENTS, "type_ids": np.zeros_like(tokens)}
+    return {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
+
+
+def make_config(**objective):
+    config = Config()
+    fixed = {"mask_fraction": 0.3, "mask_token_fraction": 1.0}
+    return dataclasses.replace(
+        config,
+        objective=dataclasses.replace(config.objective, **fixed, **objective),
+        tokenizer=dataclasses.replace(config.tokenizer, vocab_size=VOCABULARY),
+        data=dataclasses.replace(config.data, length=LENGTH),
+    )
+
+
+class Fixed:
+    """Logits that do not ask for their inputs, which it keeps."""
+
+    def __init__(self):
+        rng = np.random.default_rng(1)
+        self.mlm = rng.normal(size=(4, SLOTS, VOCABULARY)).astype(np.float32)
+        self.mlm[..., 5:8] += 3.0
+        self.detection = np.round(rng.normal(size=(4, LENGTH)), 1).astype(np.float32)  # some ties
+        self.detection[0, :2] = 90.0, -90.0  # further out than a float32 probability reaches
+        self.keys = []
+
+    def generate(self, tokens, segment_ids, type_ids, positions, *, dtype, key):
+        self.masked, self.positions = np.asarray(tokens), np.asarray(positions)
+        self.keys.append(key)
+        return jnp.asarray(self.mlm)
+
+    def discriminate(self, tokens, segment_ids, type_ids, *, dtype, key):
+        self.corrupted = np.asarray(tokens)
+        self.keys.append(key)
+        return jnp.asarray(self.detection)
+
+
+def run(objective, *, train=True, **changes):
+    """(loss, {name: number}, the model that was asked, tokens)."""
+    model, batch = Fixed(), make_batch()
+    value, sums = objective.loss(
+        model,
+        batch,
+        jax.random.key(3),
+        train=train,
+        dtype=jnp.float32,
+        config=make_config(**changes),
+        special=SpecialIds(CLS, SEP, MASK),
+    )
+    numbers = metrics.summarize([jax.tree.map(np.asarray, sums)])
+    assert all((key is not None) == train for key in model.keys), "dropout where it trains alone"
+    return float(value), numbers, model, np.asarray(batch["tokens"])
+
+
+def predictions(model, tokens):
+    """(row, slot, position) of every hidden token: no slot is at [CLS], where unused ones point."""
+    used = [(row, slot, at) for (row, slot), at in np.ndenumerate(model.positions) if at]
+    assert [sum(row == r for row, _, _ in used) for r in range(4)] == list(CHOSEN)
+    hidden = {(row, at) for row, _, at in used}
+    for (row, at), token in np.ndenumerate(tokens):
+        assert model.masked[row, at] == (MASK if (row, at) in hidden else token)
+    return used
+
+
+def masked_lm_by_hand(model, tokens):
+    """(mean loss, accuracy)."""
+    losses, correct = [], []
+    for row, slot, at in predictions(model, tokens):
+        logits = [float(x) for x in model.mlm[row, slot]]
+        powers = [math.exp(x) for x in logits]
+        losses.append(-math.log(powers[tokens[row, at]] / sum(powers)))
+        correct.append(logits[tokens[row, at]] == max(logits))
+    return sum(losses) / len(losses), sum(correct) / len(correct)
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("with_replacement", [False, True])
+def test_masked_lm(with_replacement, train):
+    loss, numbers, model, tokens = run(
+        masked_lm, train=train, sample_with_replacement=with_replacement
+    )
+    wanted, accuracy = masked_lm_by_hand(model, tokens)
+    assert loss == pytest.approx(wanted, rel=2e-6)
+    assert numbers == pytest.approx(
+        {"mlm_loss": wanted, "mlm_accuracy": accuracy, "loss": wanted}, rel=2e-6
+    )
+
+
+def area(pairs):
+    """Under the ROC curve, of (score, whether positive), pair by pair."""
+    positive = [score for score, yes in pairs if yes]
+    negative = [score for score, yes in pairs if not yes]
+    above = sum((p > n) + (p == n) / 2 for p in positive for n in negative)
+    return above / (len(positive) * len(negative))
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("weights", [(1.0, 50.0), (0.5, 3.0)])
+def test_replaced_token(weights, train):
+    loss, numbers, model, tokens = run(
+        replaced_token,
+        train=train,
+        generator_weight=weights[0],
+        discriminator_weight=weights[1],
+        release_metrics=True,
+    )
+    mlm, accuracy = masked_lm_by_hand(model, tokens)
+    used = predictions(model, tokens)
+    hidden = {(row, at) for row, _, at in used}
+    places = list(np.ndindex(4, LENGTH))
+    fake = {place: bool(model.corrupted[place] != tokens[place]) for place in places}
+    assert {place for place in places if fake[place]} <= hidden
+    assert 2 <= sum(fake.values()) < len(used), "some tokens are sampled right"
+
+    real = [(row, at) for row, at in places if at < REAL[row]]
+    scores = {place: float(model.detection[place]) for place in places}
+    losses = {
+        place: -math.log(1 / (1 + math.exp(-scores[place] if fake[place] else scores[place])))
+        for place in real
+    }
+    detection = sum(losses.values()) / len(real)
+    of_rows = [[losses[row, at] for at in range(REAL[row])] for row in range(3)]
+    flagged = [place for place in real if scores[place] > 0]
+    found = sum(fake[place] for place in flagged)
+    padding = [(-math.inf, False) for row, at in places if at >= REAL[row]]
+    total = weights[0] * mlm + weights[1] * detection
+    assert loss == pytest.approx(total, rel=2e-6)
+    wanted = {
+        "mlm_loss": mlm,
+        "mlm_accuracy": accuracy,
+        "sampled_accuracy": 1 - sum(fake.values()) / len(used),
+        "replaced_rate": sum(fake.values()) / len(real),
+        "discriminator_loss": detection,
+        "discriminator_accuracy": sum((scores[p] > 0) == fake[p] for p in real) / len(real),
+        "discriminator_precision": found / len(flagged),
+        "discriminator_recall": found / sum(fake.values()),
+        "discriminator_auc": area([(scores[place], fake[place]) for place in real]),
+        "release_auc": area([(scores[place], fake[place]) for place in real] + padding),
+        "release_discriminator_loss": sum(sum(row) / len(row) for row in of_rows) / 3,
+        "loss": total,
+    }
+    assert numbers == pytest.approx(wanted, rel=2e-6)
