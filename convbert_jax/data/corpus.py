@@ -184,11 +184,13 @@ def _open_finished(config: Config, directory: Path) -> Corpus | None:
             path = directory / file
             if not path.is_file():
                 if gone:
-                    raise DataError(f"{path} is missing and cannot be prepared anew: {gone}")
+                    raise DataError(
+                        f"{path} is missing; put a copy back, as it cannot be prepared anew: {gone}"
+                    )
                 return None
             if path.stat().st_size != size:
                 what = f"it has {path.stat().st_size} bytes instead of {size}"
-                raise damaged_shard(path, what)
+                raise damaged_shard(path, what, gone)
             shards.append((path, rows))
             checksums.append(checksum[0] if checksum else None)
         splits[name] = Split(

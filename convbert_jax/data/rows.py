@@ -117,8 +117,9 @@ class ShardReader:
         """Structured array of the rows `indices`, in that order.
 
         Raises:
-          DamagedFileError: a file is missing, has another number of rows, or rows whose hash is
-            another; it names the file and what to do.
+          DataError: a file is missing.
+          DamagedFileError: it has another number of rows, or rows whose hash is another. Both name
+            the file and what to do.
         """
         order = np.argsort(indices, kind="stable")
         wanted = indices[order]

@@ -25,9 +25,17 @@ def shard_path(directory: Path, split: str, index: int) -> Path:
     return directory / f"{split}-{index:05d}.array_record"
 
 
-def damaged_shard(path: Path, what: object) -> DamagedFileError:
-    """The one sentence for a shard that is not what was written."""
-    return damaged(path, what, "delete it and start again: that part is prepared anew")
+def damaged_shard(path: Path, what: object, gone: object = None) -> DamagedFileError:
+    """The one sentence for a shard that is not what was written.
+
+    Args:
+      gone: why there is no source to prepare it from, where that is known.
+    """
+    if gone:
+        reason = str(gone).rstrip(".")
+        return damaged(path, what, f"put a copy back, as it cannot be prepared anew: {reason}")
+    remedy = "delete it and start again: that part is prepared anew, if its source is still there"
+    return damaged(path, what, f"{remedy}, else put a copy back")
 
 
 def checksum(path: Path, stop: threading.Event | None = None) -> int:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from convbert_jax.config import Config
+from convbert_jax.data.errors import DataError
 from convbert_jax.data.labelled_text import Example
 from convbert_jax.data.squad import Question
 from convbert_jax.data.tokenizer import Tokenizer
@@ -43,8 +44,24 @@ class QuestionAnswerer:
     def answer(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
         """For each pair of a question and a context the answer as `prediction` ("" if there is
         none), the character of the context where it begins as `start` (-1 if there is none), the
-        probability of every candidate, and `null_odds`: higher, the less there seems to be one.
+        probability of every candidate, and `null_odds`: higher, the less there seems to be one. Of
+        a pair without a token on one side, as of control characters, the `problem`.
         """
+        try:
+            return self._answer(examples)
+        except DataError:
+            problems = [self._find_problem(example) for example in examples]
+            if not any(problems):
+                raise
+        good = [e for e, problem in zip(examples, problems, strict=True) if not problem]
+        said = iter(self._answer(good) if good else ())
+        return [{"problem": problem} if problem else next(said) for problem in problems]
+
+    def _find_problem(self, example: Example) -> str:
+        parts = zip(("question", "context"), self._tokenizer.encode(example.texts), strict=True)
+        return next((f"has a {name} without any token" for name, ids in parts if not ids), "")
+
+    def _answer(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
         config = self._config
         questions = [Question(example.id, *example.texts) for example in examples]
         reading = question_answering.read_questions(questions, config, self._tokenizer, None)

@@ -15,7 +15,8 @@ from convbert_jax.finetuning.programs import Params
 from convbert_jax.models.finetuned import FinetunedModel
 from convbert_jax.models.pretraining import build
 
-# What a model says of texts: a dict with "prediction" and more for each example
+# What a model says of texts: for each example a dict with "prediction" and more, or with "problem"
+# alone: why it says nothing, to follow "line N"
 Answer = Callable[[Sequence[Example]], list[dict[str, Any]]]
 _FEW = 16  # rows of a batch for a few
 

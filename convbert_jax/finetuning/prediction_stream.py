@@ -126,19 +126,21 @@ def answer_rows(chunk: list[InputRow], answer: Answer, reads: ModelInput) -> lis
     lines = []
     for row in chunk:
         found = None if row.problem else next(said)
-        if found and not _is_finite(found):
-            row = dataclasses.replace(row, problem="is given no number by the model, but NaN")
-            found = None
+        if found and (problem := _find_problem(found)):
+            row, found = dataclasses.replace(row, problem=problem), None
         lines.append(describe_row(row, found, reads))
     return lines
 
 
-def _is_finite(said: dict[str, Any]) -> bool:
-    """Whether all numbers are some; of answers that are NaN, `null_odds` alone says so."""
+def _find_problem(said: dict[str, Any]) -> str:
+    """Why this is no prediction, or ""; of answers that are NaN, `null_odds` alone says so."""
+    if "problem" in said:
+        return said["problem"]
     shares = said.get("probabilities", ())
     shares = shares.values() if isinstance(shares, dict) else shares
     values = (said["prediction"], said.get("null_odds"), *shares)
-    return all(math.isfinite(value) for value in values if isinstance(value, float))
+    finite = all(math.isfinite(value) for value in values if isinstance(value, float))
+    return "" if finite else "is given no number by the model, but NaN"
 
 
 def describe_row(row: InputRow, said: dict[str, Any] | None, reads: ModelInput) -> dict[str, Any]:

@@ -241,13 +241,21 @@ def test_a_deleted_shard_alone_is_prepared_anew(folders, corpus, small_units, co
     assert changed == ["00001.json"]
 
 
-def test_a_deleted_shard_whose_source_is_gone(make_config, tmp_path):
+def test_a_shard_whose_source_is_gone_must_be_put_back(make_config, tmp_path):
     config = make_config(tmp_path)
     prepare(config, tmp_path / "prepared")
     (tmp_path / "corpus.txt").unlink()
-    (tmp_path / "prepared" / "train-00000.array_record").unlink()
-    with pytest.raises(DataError, match="is missing and cannot be prepared anew: No file matches"):
+    shard = tmp_path / "prepared" / "train-00000.array_record"
+    content = shard.read_bytes()
+    says = "put a copy back, as it cannot be prepared anew: No file matches"
+    shard.write_bytes(content[:-1])
+    with pytest.raises(DamagedFileError, match=f"is damaged .it has .*; {says}"):
         prepare(config, tmp_path / "prepared")
+    shard.unlink()
+    with pytest.raises(DataError, match=f"is missing; {says}"):
+        prepare(config, tmp_path / "prepared")
+    shard.write_bytes(content)
+    prepare(config, tmp_path / "prepared")
 
 
 def test_shards_without_checksums_open_and_say_so(folders, corpus, caplog):

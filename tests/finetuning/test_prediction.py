@@ -356,6 +356,18 @@ def test_each_row_has_its_answer(predict, caplog):
     assert found[6]["probabilities"] == pytest.approx(alone[0]["probabilities"])
 
 
+def test_a_context_without_a_token_stops_no_other(predict):
+    """A blank that is none for Python, and no token for the vocabulary."""
+    found = predict("answers", "the sun\ta moon\nthe sun\t\u200b\n\u200b\tover\nthe sun\ta moon")
+    assert [line.get("error") for line in found] == [
+        None,
+        "line 2 has a context without any token",
+        "line 3 has a question without any token",
+        None,
+    ]
+    assert found[0]["probabilities"] == pytest.approx(found[3]["probabilities"])
+
+
 def test_rows_of_a_table_keep_their_numbers(predict):
     found = predict("one", "review,x\nsun,1\n,2\nmoon,3,4\ntree,5\n", "a.csv")
     assert [(line["id"], line.get("review")) for line in found] == [
