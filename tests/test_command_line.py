@@ -107,6 +107,24 @@ def test_json_files_that_are_no_config(tmp_path, text):
         ((TINY, "--input=x.txt"), "--input has no effect with --mode=train"),
         ((TINY, "--mode=prepare", "--verify_steps=9"), "it is for verify_resume"),
         (("--mode=predict", "--workdir=x", "--config.seed=1"), "--config.seed has no effect"),
+        ((TINY, "--mode=predict", "--workdir=x", "--config.seed=1"), "--config.seed has no effect"),
+        ((TINY, "--mode=export", "--config.model.layers=1"), "--config.model.layers has no effect"),
+        (
+            (TINY, "--mode=export", "--workdir=x", "--config.name=y"),
+            "--config.name has no effect",
+        ),
+        (
+            ("--mode=export", "--source=x", "--output=y", "--step=0"),
+            "--step has no effect with --source; name a run with --workdir",
+        ),
+        (
+            ("--mode=export", "--source=x", "--output=y", "--workdir=z"),
+            "--workdir has no effect with --source",
+        ),
+        (
+            ("--config=configs/text.py:own", "--mode=import", "--source=x", "--workdir=y"),
+            "fine-tuning starts from the weights as they are: --mode=train --config.init_from=x",
+        ),
         (("--mode=export", "--workdir=x", "--output="), "--output= is empty"),
         ((TINY, "extra"), "argument 'extra' is not understood"),
         ((TINY, "--step=two", "--mode=export"), "--step"),
@@ -114,6 +132,25 @@ def test_json_files_that_are_no_config(tmp_path, text):
 )
 def test_flags_that_cannot_be_meant(arguments, says):
     assert says in refused(*arguments)
+
+
+def test_a_config_may_name_the_run_that_is_exported():
+    request = read(TINY, "--mode=export", "--config.name=other", "--config.platform=cpu")
+    assert (str(request.workdir), request.config.platform) == ("runs/other", "cpu")
+
+
+@pytest.mark.parametrize("mode", ["predict", "export"])
+def test_a_fine_tuned_model_is_used_with_its_config_or_without(mode):
+    arguments = ("--config=configs/text.py:own", f"--mode={mode}", "--workdir=x")
+    assert read(*arguments).mode == mode
+
+
+def test_a_path_may_have_a_colon(tmp_path):
+    keep(tmp_path / "2025-01-31T10:30", config := read(TINY).config)
+    assert read(f"--workdir={tmp_path}/2025-01-31T10:30").config == config
+    code = b"import configs.tiny\nget_config = configs.tiny.get_config"
+    (tmp_path / "a:b.py").write_bytes(code)
+    assert read(f"--config={tmp_path}/a:b.py").config == config
 
 
 def test_a_named_workdir_needs_no_name_of_a_run():

@@ -20,6 +20,8 @@ def load(value: str) -> dict[str, Any]:
       UserError: there is no such file, it cannot be read, it raises, or it makes no config.
     """
     name, colon, variant = value.partition(":")
+    if pathlib.Path(value).is_file():  # a colon may be in a path: runs/2025-01-31T10:30
+        name, colon, variant = value, "", ""
     path = pathlib.Path(name)
     if not path.is_file():
         known = ", ".join(known_files()) or "no configs/ here, start from the repository"

@@ -82,15 +82,11 @@ def read(argv: Sequence[str]) -> Request:
     changed = flags.parse(argv)
     _check_flags()
     config_file = _find_config()
+    _check_overrides(changed)
     config = None
     if config_file:
         config = _make_config(config_file, changed)
         _check_recipe(config)
-    elif changed:
-        raise ConfigError(
-            f"--config.{next(iter(changed))} has no effect: --mode={flags.MODE.value} goes by the "
-            "config of the model."
-        )
     return Request(
         mode=flags.MODE.value,
         config=config,
@@ -180,6 +176,13 @@ def _check_flags() -> None:
             raise ConfigError(f"--{name}= is empty; name one, or leave the flag out.")
     if mode == "export" and flags.SOURCE.value and not flags.OUTPUT.value:
         raise ConfigError("--mode=export with --source needs --output=FOLDER.")
+    if mode == "export" and flags.SOURCE.value:
+        for name, flag in (("step", flags.STEP), ("workdir", flags.WORKDIR)):
+            if flag.value is not None:
+                raise ConfigError(
+                    f"--{name} has no effect with --source; name a run with --workdir instead of "
+                    "--source."
+                )
     named = flags.SOURCE.value or flags.WORKDIR.value or flags.CONFIG.value
     if mode == "export" and not named:
         raise ConfigError("--mode=export needs --workdir, the folder of a run, or --source.")
@@ -234,11 +237,32 @@ def _find_config() -> str | None:
     raise ConfigError(f"{why and why + '; '}--config is missing; choose one of: {known}.")
 
 
+def _check_overrides(changed: Mapping[str, Any]) -> None:
+    """Refuses overrides where the config is that of the model; a file of --config tells at most
+    where a run is, and the platform.
+    """
+    mode = flags.MODE.value
+    if mode not in _WITHOUT_CONFIG:
+        return
+    used = set()
+    if flags.CONFIG.value:
+        used = {"platform"} if flags.WORKDIR.value or flags.SOURCE.value else {"platform", "name"}
+    if idle := [path for path in changed if path not in used]:
+        raise ConfigError(
+            f"--config.{idle[0]} has no effect: --mode={mode} goes by the config of the model."
+        )
+
+
 def _check_recipe(config: Config) -> None:
     """Refuses what only pre-training has, and one fine-tuned model in place of its run."""
     mode = flags.MODE.value
-    if config.recipe != "finetune" or mode == "import":
+    if config.recipe != "finetune" or mode in _WITHOUT_CONFIG:
         return
+    if mode == "import":
+        raise ConfigError(
+            "--mode=import makes a pre-training run; fine-tuning starts from the weights as they "
+            f"are: --mode=train --config.init_from={flags.SOURCE.value}."
+        )
     if mode == "eval":
         raise ConfigError(
             "--mode=eval is for pre-training; the scores of a fine-tuning run are in its table.md "
