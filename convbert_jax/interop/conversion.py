@@ -4,6 +4,7 @@ others, with a proof at the end.
 
 import dataclasses
 import itertools
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ def export(
     tokenizer, section = sources.read_tokenizer(workdir, config)
     networks = split(config, params)
     output = output or workdir / form / f"step-{step}"
+    _check_apart(output, workdir)
     return _write(
         output,
         form,
@@ -78,6 +80,7 @@ def convert(
 
     A vocabulary goes along if there is one beside the weights. Arguments and errors as `export`.
     """
+    _check_apart(output, Path(path))
     source = sources.read_source(path)
     if source.ignored:
         logging.info("Ignored %d: %s.", len(source.ignored), ", ".join(source.ignored))
@@ -229,6 +232,16 @@ def replace_folder(output: Path, write: Callable[[Path], None], **said: bool) ->
     mark.write(unfinished, **said)
     shutil.rmtree(output, ignore_errors=True)
     unfinished.rename(output)
+
+
+def _check_apart(output: Path, source: Path) -> None:
+    """Refuses an output that would replace what is to be read."""
+    place = Path(os.path.realpath(os.path.expanduser(source)))
+    if Path(os.path.realpath(output)) in (place, *place.parents):
+        raise ConversionError(
+            f"--output={output} is where the weights are, and would replace them; name another "
+            "--output."
+        )
 
 
 def _examples(workdir: Path) -> list[list[str]]:

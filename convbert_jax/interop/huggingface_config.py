@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from absl import logging
+
 from convbert_jax.config import ConfigError, EmbeddingsConfig, EncoderConfig, from_config_dict
 from convbert_jax.interop.claims import LARGEST, read_json, shown
 from convbert_jax.interop.finetuned_heads import USE, use_of
@@ -144,13 +146,15 @@ def read(folder: Path) -> dict[str, Any]:
     path = folder / FILE
     content = read_json(path)
     kind = content.get("model_type")
+    if kind is None:
+        content["model_type"] = kind = _guess_model_type(content, path)
     if not isinstance(kind, str) or kind not in _MODEL_TYPES:
         raise ConversionError(
             f"{path} is of model_type {shown(kind)}; ConvBERT, ELECTRA and BERT can be read."
         )
     for field, wanted in (
         ("hidden_act", ("gelu", "gelu_python")),
-        ("position_embedding_type", ("absolute",)),
+        ("position_embedding_type", ("absolute", None)),
         ("is_decoder", (False,)),
         ("add_cross_attention", (False,)),
     ):
@@ -160,6 +164,20 @@ def read(folder: Path) -> dict[str, Any]:
                 f"only {wanted[0]!r} can be read."
             )
     return content
+
+
+def _guess_model_type(content: dict[str, Any], path: Path) -> str:
+    """By the class of the model; folders of before 2020 have no model_type."""
+    architectures = content.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    for family, start in _CLASS_NAMES.items():
+        if name.startswith(start):
+            logging.info("%s has no model_type; its class %s is a %s.", path, shown(name), family)
+            return family
+    raise ConversionError(
+        f'{path} has no model_type; add "model_type": "bert" to it, or "electra" or "convbert", '
+        "whichever the weights are of."
+    )
 
 
 def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig]:

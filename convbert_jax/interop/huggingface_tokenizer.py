@@ -21,7 +21,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from convbert_jax.config import TokenizerSection
-from convbert_jax.data.tokenizer import Tokenizer
+from convbert_jax.data.tokenizer import Tokenizer, follow_file
 from convbert_jax.data.wordpiece_model import build_pipeline
 from convbert_jax.interop.claims import read_json, shown
 from convbert_jax.interop.networks import ConversionError
@@ -101,10 +101,12 @@ def find_vocabulary(folder: Path) -> Path | None:
 
 
 def describe_vocabulary(folder: Path, path: Path) -> dict[str, object]:
-    """Fields of config.tokenizer that go with a vocabulary of theirs.
+    """Fields of config.tokenizer that go with a vocabulary of theirs. Where no file beside it says
+    whether it is cased, its entries do.
 
     Raises:
       ConversionError: a file that says it is damaged.
+      TokenizerError: only its entries can tell, and it is no vocabulary.
     """
     fields: dict[str, object] = {"kind": "sentencepiece", "path": str(path)}
     if path.suffix == ".model":
@@ -113,11 +115,15 @@ def describe_vocabulary(folder: Path, path: Path) -> dict[str, object]:
     settings = _read(folder / "tokenizer_config.json")
     pipeline = _read(folder / "tokenizer.json")
     normalizer, model = _part(pipeline, "normalizer"), _part(pipeline, "model")
-    lowercase = normalizer.get("lowercase", settings.get("do_lower_case", True))
+    lowercase = normalizer.get("lowercase", settings.get("do_lower_case"))
     accents = normalizer.get("strip_accents", settings.get("strip_accents"))
+    if lowercase is None:
+        told = follow_file(TokenizerSection(path=str(path)))  # logs what it finds
+        lowercase = told.lowercase
+        accents = told.strip_accents if accents is None else accents
     found = {
         "lowercase": lowercase,
-        "strip_accents": lowercase if accents is None else accents,
+        "strip_accents": lowercase if accents is None else accents,  # BERT's rule
         "max_word_chars": model.get("max_input_chars_per_word", 100),
     }
     for (name, value), kind in zip(found.items(), (bool, bool, int), strict=True):

@@ -30,7 +30,8 @@ def import_run(
     Args:
       path: as `sources.read_source` takes it.
       config: how the run trains; its model, generator and vocabulary become those of the source.
-      given: as `follow_source` takes it; here sizes are those of the source all the same.
+      given: as `follow_source` takes it; here sizes are those of the source all the same, but the
+        settings of its vocabulary stay.
 
     Returns:
       the config of the run, and what was loaded.
@@ -45,7 +46,8 @@ def import_run(
     source = read_source(path)
     config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
     check_entries(source, config)
-    fields = matching.derive_fields(source.networks, config) | tokenizer_fields(source, config)
+    fields = matching.derive_fields(source.networks, config)
+    fields |= tokenizer_fields(source, config, given)
     for line in _describe(fields, config):
         logging.info("%s", line)
     config = from_config_dict(to_dict(matching.replace(config, fields)))
@@ -84,7 +86,7 @@ def follow_source(config: Config, source: Source, given: Collection[str]) -> Con
       ConfigError, TokenizerError: what follows cannot work.
     """
     check_entries(source, config)
-    vocabulary = tokenizer_fields(source, config)
+    vocabulary = tokenizer_fields(source, config, given)
     fields = matching.decisive(matching.derive_fields(source.networks, config)) | vocabulary
     fields = {path: value for path, value in fields.items() if path not in given}
     if changed := _changed(fields, config):
@@ -103,19 +105,47 @@ def check_entries(source: Source, config: Config) -> None:
     Raises:
       ConversionError: it has.
     """
-    if not config.tokenizer.path:
-        return
-    section = follow_file(config.tokenizer)
     rows = source.networks["main"].embeddings.vocab_size
-    if section.vocab_size != rows:
+    beside = _vocabulary_beside(source)
+    if config.tokenizer.path:
+        named, found = config.tokenizer.path, follow_file(config.tokenizer).vocab_size
+    elif beside:
+        named, found = beside.path, beside.vocab_size
+    else:
+        return
+    if found == rows:
+        return
+    if found < rows and (beside is None or beside.vocab_size == found):  # padded, for speed
         raise ConversionError(
-            f"config.tokenizer.path={section.path} has {section.vocab_size} entries, but the "
-            f"weights are of a vocabulary of {rows}; leave the field out, or name theirs."
+            f"{named} has {found} entries, but the embedding table of the weights has {rows} rows; "
+            f"if the last {rows - found} only pad it, cut the weights to {found} rows (in PyTorch "
+            f"model.resize_token_embeddings({found}), then save_pretrained), or add entries to "
+            f"the vocabulary up to {rows} ([unused{found}] and so on); else name the vocabulary "
+            "of the weights with --config.tokenizer.path."
         )
+    if config.tokenizer.path:
+        raise ConversionError(
+            f"config.tokenizer.path={named} has {found} entries, but the weights are of a "
+            f"vocabulary of {rows}; leave the field out, or name theirs."
+        )
+    raise ConversionError(
+        f"{named} has {found} entries, but the weights are of a vocabulary of {rows}; name theirs "
+        "with --config.tokenizer.path."
+    )
 
 
-def tokenizer_fields(source: Source, config: Config) -> dict[str, Any]:
+def _vocabulary_beside(source: Source) -> Tokenizer | None:
+    if not source.tokenizer:
+        return None
+    section = dataclasses.replace(Config().tokenizer, **source.tokenizer)
+    return Tokenizer(section, Path(section.path))
+
+
+def tokenizer_fields(source: Source, config: Config, given: Collection[str] = ()) -> dict[str, Any]:
     """Fields of config.tokenizer for the vocabulary of a source.
+
+    Args:
+      given: paths of fields that were asked for by name, "tokenizer.lowercase" for one: they stay.
 
     Raises:
       ConversionError: nobody says which vocabulary the weights were trained with.
@@ -127,7 +157,9 @@ def tokenizer_fields(source: Source, config: Config) -> dict[str, Any]:
             "the source has no vocabulary, and its weights mean nothing without theirs; name it "
             "with --config.tokenizer.path=vocab.txt."
         )
-    return {f"tokenizer.{field}": value for field, value in source.tokenizer.items()}
+    fields = {f"tokenizer.{field}": value for field, value in source.tokenizer.items()}
+    kept = set(given) - {"tokenizer.path"}  # which is empty here
+    return {path: value for path, value in fields.items() if path not in kept}
 
 
 def check_vocabulary(source: Source, tokenizer: Tokenizer) -> None:
@@ -136,16 +168,16 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer) -> None:
     Raises:
       ConversionError: an entry differs.
     """
-    if not source.tokenizer:
+    beside = _vocabulary_beside(source)
+    if beside is None:
         return
-    section = dataclasses.replace(Config().tokenizer, **source.tokenizer)
-    theirs = Tokenizer(section, Path(section.path)).entries
+    theirs = beside.entries
     if theirs != tokenizer.entries:
         pairs = enumerate(zip(theirs, tokenizer.entries, strict=False))
         first = next((i for i, (a, b) in pairs if a != b), min(len(theirs), tokenizer.vocab_size))
         raise ConversionError(
-            f"{tokenizer.path} is not the vocabulary of the weights, {section.path}: they differ "
-            f"from entry {first} on; set --config.tokenizer.path={section.path}."
+            f"{tokenizer.path} is not the vocabulary of the weights, {beside.path}: they differ "
+            f"from entry {first} on; set --config.tokenizer.path={beside.path}."
         )
 
 

@@ -37,7 +37,8 @@ class Checkpoint:
       networks: "main" and, if there is one, "generator".
       ignored: variables without a place in them.
       step: of the run that wrote it; 0 if it does not say.
-      moments: Adam's first and second moments, laid out like `networks`; None if any is missing.
+      moments: Adam's first and second moments, laid out like `networks`; None if any is missing
+        or has NaN or infinity.
     """
 
     networks: Mapping[str, Network]
@@ -120,6 +121,13 @@ def read_checkpoint(prefix: Path) -> Checkpoint:
     moments = None
     if all(variable + slot in names for variable in used for slot in SLOTS):
         moments = tuple(_read_moments(bundle, networks, scopes, slot) for slot in SLOTS)
+        try:
+            for slot, part in zip(SLOTS, moments, strict=True):
+                for network in part.values():
+                    check_finite(network.parameters, f"{prefix}, {slot},")
+        except ConversionError as error:  # weights alone are of use too
+            logging.warning("Reading the weights without the moments of Adam: %s", error)
+            moments = None
         used |= {variable + slot for variable in used for slot in SLOTS}
     step = 0
     if STEP in names:
@@ -329,6 +337,5 @@ def _read_moments(bundle: Bundle, networks, scopes, slot: str) -> dict[str, Netw
             path: _read(bundle, place, network.parameters[path].shape, bundle.prefix, slot)
             for path, place in places.items()
         }
-        check_finite(arrays, f"{bundle.prefix}, {slot},")
         result[name] = dataclasses.replace(network, parameters=arrays)
     return result

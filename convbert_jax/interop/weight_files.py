@@ -2,7 +2,7 @@
 
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,10 @@ from convbert_jax.interop.networks import ConversionError
 SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
 # Older ones execute what a crafted file tells them even with weights_only=True (CVE-2025-32434).
 SAFE_TORCH = (2, 6)
+_FILES = (SAFETENSORS, SAFETENSORS_INDEX, PICKLED, PICKLED_INDEX)  # the first there is read
 _NUMPY_TYPES = {"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 _MOST_TENSORS = 1 << 16
 _LONGEST_NAME = 255  # bytes, of a file
@@ -25,28 +27,26 @@ _SHARED = 4  # how often a stored number may be in tensors: tied ones are stored
 
 def are_in(folder: Path) -> bool:
     """Whether there is a file that `read_weights` would read."""
-    return any((folder / name).is_file() for name in (SAFETENSORS, SAFETENSORS_INDEX, PICKLED))
+    return any((folder / name).is_file() for name in _FILES)
 
 
 def read_weights(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of a folder by name; floating ones as float32, which is exact for 16 bits.
 
-    Takes model.safetensors, its sharded form, or pytorch_model.bin (needs PyTorch 2.6 or newer,
-    which reads it without executing anything).
+    Takes model.safetensors or pytorch_model.bin, whole or in shards; the latter needs PyTorch 2.6
+    or newer, which reads it without executing anything.
 
     Raises:
       ConversionError: there is none of them, or one cannot be read.
     """
-    if (folder / SAFETENSORS).is_file():
-        tensors = _read_safetensors(folder / SAFETENSORS)
-    elif (folder / SAFETENSORS_INDEX).is_file():
-        tensors = _read_shards(folder / SAFETENSORS_INDEX)
-    elif (folder / PICKLED).is_file():
-        tensors = _read_pickled(folder / PICKLED)
+    file = next((name for name in _FILES if (folder / name).is_file()), None)
+    if file is None:
+        raise ConversionError(f"{folder} holds no weights; it needs {' or '.join(_FILES)}.")
+    read = _read_safetensors if file in (SAFETENSORS, SAFETENSORS_INDEX) else _read_pickled
+    if file in (SAFETENSORS, PICKLED):
+        tensors = read(folder / file)
     else:
-        raise ConversionError(
-            f"{folder} holds no weights; it needs {SAFETENSORS}, {SAFETENSORS_INDEX} or {PICKLED}."
-        )
+        tensors = _read_shards(folder / file, read)
     wide = [name for name, array in tensors.items() if array.dtype == np.float64]
     if wide:
         raise ConversionError(
@@ -95,7 +95,9 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _read_shards(index: Path) -> dict[str, np.ndarray]:
+def _read_shards(
+    index: Path, read_file: Callable[[Path], dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
         raise ConversionError(f"{index} is not an index of shards; copy it again.")
@@ -110,7 +112,7 @@ def _read_shards(index: Path) -> dict[str, np.ndarray]:
             raise ConversionError(f"{index} names the shard {name}, which is missing; copy it too.")
     check_memory(sum(path.stat().st_size for path in files.values()), index)
     for path in files.values():
-        read = _read_safetensors(path)
+        read = read_file(path)
         twice = sorted(read.keys() & tensors.keys())
         if twice:
             raise ConversionError(

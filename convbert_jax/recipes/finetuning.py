@@ -109,7 +109,7 @@ def read_start(
         source = sources.read_source(config.init_from)
         importing.check_entries(source, config)
         fields = matching.derive_fields(source.networks, config)
-        fields |= importing.tokenizer_fields(source, config)
+        fields |= importing.tokenizer_fields(source, config, given)
     elif not config.tokenizer.path:
         raise ConfigError(
             "config.init_from is empty; name the weights to start from, or for random ones a "

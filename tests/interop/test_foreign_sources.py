@@ -1,0 +1,212 @@
+"""Folders and checkpoints as others publish them: what they leave out, pad, or split up."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from convbert_jax.config import from_config_dict, to_dict
+from convbert_jax.data.errors import TokenizerError
+from convbert_jax.interop import (
+    certificate,
+    conversion,
+    huggingface,
+    huggingface_tokenizer,
+    importing,
+    matching,
+    sources,
+    tensorflow1,
+)
+from convbert_jax.interop.networks import ConversionError, split
+from convbert_jax.recipes import finetuning, pretraining
+from convbert_jax.training.workdir import read_config
+from tests.interop.conftest import assert_same, make_config, random_network, random_params
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+CASED = [*SPECIAL, "Berlin", "caf\u00e9", *(f"w{i}" for i in range(53))]
+UNCASED = [*SPECIAL, *(f"w{i}" for i in range(55))]
+BERT = {"recipe": "masked_lm", "mixer": "attention", "embedding_size": 32}
+
+
+@pytest.fixture(autouse=True)
+def without_pytorch(monkeypatch):
+    monkeypatch.setattr(certificate, "pytorch_is_there", lambda: False)
+
+
+def write_entries(folder, entries):
+    path = folder / "vocab.txt"
+    path.write_text("".join(f"{entry}\n" for entry in entries), encoding="utf-8")
+    return path
+
+
+def write_checkpoint(folder, entries, **fields):
+    """A checkpoint of 60 rows beside a vocab.txt alone."""
+    config = make_config(mask_convolution=False, **fields)
+    parts = split(config, random_params(config))
+    tensorflow1.write_checkpoint(folder / "model.ckpt-7", parts, step=7)
+    write_entries(folder, entries)
+    return config
+
+
+def edit_config(folder, **fields):
+    file = folder / "config.json"
+    content = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({k: v for k, v in content.items() if v != "absent"}))
+
+
+# --- a vocabulary alone says whether it is cased ---
+
+
+@pytest.mark.parametrize(("entries", "kept"), [(CASED, False), (UNCASED, True)])
+def test_a_vocabulary_alone(tmp_path, entries, kept):
+    path = write_entries(tmp_path, entries)
+    fields = huggingface_tokenizer.describe_vocabulary(tmp_path, path)
+    assert (fields["lowercase"], fields["strip_accents"]) == (kept, kept)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512}')
+    assert huggingface_tokenizer.describe_vocabulary(tmp_path, path) == fields
+
+
+def test_settings_beside_a_vocabulary_win(tmp_path):
+    path = write_entries(tmp_path, UNCASED)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text('{"do_lower_case": false}')
+    fields = huggingface_tokenizer.describe_vocabulary(tmp_path, path)
+    assert (fields["lowercase"], fields["strip_accents"]) == (False, False)
+    settings.write_text('{"strip_accents": false}')
+    fields = huggingface_tokenizer.describe_vocabulary(tmp_path, path)
+    assert (fields["lowercase"], fields["strip_accents"]) == (True, False)
+
+
+def test_a_cased_checkpoint_is_exported_cased(tmp_path):
+    write_checkpoint(tmp_path, CASED)
+    out = conversion.convert(str(tmp_path), tmp_path / "out")
+    content = json.loads((out / "tokenizer.json").read_text())
+    assert content["normalizer"]["lowercase"] is False
+
+
+def test_a_cased_checkpoint_is_imported_cased(tmp_path):
+    start = write_checkpoint(tmp_path, CASED)
+    config, _ = importing.import_run(str(tmp_path), start, tmp_path / "run")
+    assert not config.tokenizer.lowercase
+    assert not config.tokenizer.strip_accents
+
+
+def test_named_settings_of_a_vocabulary_stay(tmp_path):
+    start = write_checkpoint(tmp_path, UNCASED)
+    fields = {"tokenizer.lowercase": False, "tokenizer.strip_accents": False}
+    start = matching.replace(start, fields)
+    config, _ = importing.import_run(str(tmp_path), start, tmp_path / "run", set(fields))
+    assert not config.tokenizer.lowercase
+    values = {"recipe": "finetune", "init_from": str(tmp_path)}
+    values |= {"tokenizer": to_dict(start)["tokenizer"]}
+    config, _, _ = finetuning.read_start(from_config_dict(values), set(fields))
+    assert not config.tokenizer.lowercase
+
+
+def test_named_settings_that_cannot_be_are_one_error(tmp_path):
+    start = write_checkpoint(tmp_path, CASED)
+    with pytest.raises(TokenizerError, match=r"can never be used.*--config\.tokenizer\.lowercase="):
+        importing.import_run(str(tmp_path), start, tmp_path / "run", {"tokenizer.lowercase"})
+
+
+# --- an output in the place of its source ---
+
+
+@pytest.mark.parametrize("named", ["it", "it/", "it/model.ckpt-3", "it/../it", "link"])
+def test_an_export_onto_its_source(make_run, tmp_path, named):
+    out = conversion.export(
+        make_run(mask_convolution=False)[0], form="tensorflow1", output=tmp_path / "it"
+    )
+    (tmp_path / "link").symlink_to(out)
+    before = sorted(out.iterdir())
+    with pytest.raises(ConversionError, match=r"is where the weights are.*another --output"):
+        conversion.convert(str(tmp_path / named), out, form="huggingface")
+    assert sorted(out.iterdir()) == before
+    conversion.convert(str(tmp_path / named), tmp_path / "it2")
+
+
+def test_an_export_around_its_run(make_run, tmp_path):
+    folder, _ = make_run()
+    out = conversion.export(folder, output=tmp_path / "out")
+    shutil.copytree(folder, out / "run")
+    with pytest.raises(ConversionError, match="is where the weights are"):
+        conversion.export(out / "run", output=out)
+    assert read_config(out / "run")
+
+
+# --- padded tables ---
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_padded_tables_are_one_sentence(tmp_path, beside):
+    start = write_checkpoint(tmp_path, UNCASED[:-2])
+    if not beside:
+        shutil.move(tmp_path / "vocab.txt", tmp_path / "mine.txt")
+        start = matching.replace(start, {"tokenizer.path": str(tmp_path / "mine.txt")})
+    says = r"txt has 58 entries, .* 60 rows; .* cut the weights to 58 rows"
+    with pytest.raises(ConversionError, match=says):
+        importing.import_run(str(tmp_path), start, tmp_path / "run")
+    start = from_config_dict(to_dict(start) | {"init_from": str(tmp_path)})
+    with pytest.raises(ConversionError, match=says):
+        pretraining.read_start(start, tmp_path / "run")
+    # As the sentence says:
+    name = "vocab.txt" if beside else "mine.txt"
+    with (tmp_path / name).open("a") as file:
+        file.write("[unused58]\n[unused59]\n")
+    assert pretraining.read_start(start, tmp_path / "run")[0].tokenizer.vocab_size == 60
+
+
+def test_a_vocabulary_of_more_entries_than_the_weights(tmp_path):
+    start = write_checkpoint(tmp_path, [*UNCASED, "more"])
+    with pytest.raises(ConversionError, match=r"vocab\.txt has 61 entries, .* of 60; name theirs"):
+        importing.import_run(str(tmp_path), start, tmp_path / "run")
+
+
+# --- folders of Hugging Face ---
+
+
+def test_a_folder_without_a_model_type(tmp_path):
+    network = random_network(**BERT)
+    huggingface.write_network(tmp_path, network, pad_id=0)
+    edit_config(tmp_path, model_type="absent", position_embedding_type=None)
+    assert_same(network, huggingface.read_folder(tmp_path).networks["main"])
+    edit_config(tmp_path, architectures="absent")
+    with pytest.raises(ConversionError, match='has no model_type; add "model_type": "bert"'):
+        huggingface.read_folder(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's, of arrays that are read-only
+def test_shards_that_pytorch_pickled(tmp_path):
+    torch = pytest.importorskip("torch")
+    network = random_network(**BERT)
+    huggingface.write_network(tmp_path, network, pad_id=0)
+    (tmp_path / "model.safetensors").unlink()
+    tensors = {k: torch.tensor(v) for k, v in huggingface.to_tensors(network).items()}
+    names = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
+    table = {name: names[i % 2] for i, name in enumerate(tensors)}
+    for shard in names:
+        torch.save({k: v for k, v in tensors.items() if table[k] == shard}, tmp_path / shard)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": table}))
+    assert_same(network, sources.read_source(str(tmp_path)).networks["main"])
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(ConversionError, match=f"names the shard {names[1]}, which is missing"):
+        sources.read_source(str(tmp_path))
+
+
+# --- checkpoints of TensorFlow ---
+
+
+def test_moments_that_are_no_numbers(tmp_path, caplog):
+    config = make_config(mask_convolution=False)
+    parts = split(config, random_params(config))
+    params = random_params(config, 1)
+    params["generator_head"]["output_bias"][7] = np.nan
+    moments = (parts, split(config, params))
+    tensorflow1.write_checkpoint(tmp_path / "m", parts, step=70, moments=moments)
+    with caplog.at_level("WARNING"):
+        read = sources.read_source(str(tmp_path))
+    assert (read.moments, read.ignored) == (None, ())
+    assert_same(read.networks["main"], parts["main"])
+    assert f"without the moments of Adam: {tmp_path}/m, /adam_v, has NaN" in caplog.text
