@@ -137,8 +137,10 @@ def from_columns(
     others = {name: v for name, v in record.items() if name not in names and name != "id"}
     row = InputRow(number, line, _find_id(record, reads), names=tuple(names), others=others)
     for value in (*record, *record.values()):
-        if isinstance(value, str) and (problem := describe_escapes(value, reads.form.encoding)):
-            return InputRow(number, line, problem=problem)
+        cells = value if isinstance(value, list) else [value]  # a sentence's words
+        for cell in cells:
+            if isinstance(cell, str) and (problem := describe_escapes(cell, reads.form.encoding)):
+                return InputRow(number, line, problem=problem)
     return _checked(row, names, [record[name] for name in names], reads)
 
 

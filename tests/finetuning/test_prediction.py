@@ -241,6 +241,9 @@ def test_words_without_tags(models, predict, monkeypatch, columns):
         content = "\n".join(map(" ".join, rows)) + "\n\nmoon x y"[: 4 + 2 * width]
         found = predict("tags", content, "a.conll")
         assert [line[word[0]] for line in found] == [["the", "sun"], ["moon"]]
+    found = predict("tags", b"the\n\nsun\n\xff\n", "a.conll")
+    assert [line["id"] for line in found] == [0, 1]
+    assert found[1]["error"] == "line 3 is not utf-8 (byte 0 is 0xFF)"
     if columns:
         with pytest.raises(DataError, match=r"has 4 columns, but training had . \(words, "):
             predict("tags", "the a b c\n", "a.conll")
