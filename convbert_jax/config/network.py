@@ -42,7 +42,6 @@ class EmbeddingsConfig:
     types: int
     dropout: float
     layer_norm_epsilon: float
-    initializer_range: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,7 +116,6 @@ class Config:
             types=m.types,
             dropout=m.dropout,
             layer_norm_epsilon=m.layer_norm_epsilon,
-            initializer_range=m.initializer_range,
         )
 
     def _encoder(

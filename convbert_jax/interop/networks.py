@@ -97,11 +97,12 @@ def describe_sizes(
       layer: fields of LayerConfig.
     """
     ours = Config()
-    shared = {"layer_norm_epsilon": epsilon, "initializer_range": spread, "dropout": dropout}
+    shared = {"layer_norm_epsilon": epsilon, "dropout": dropout}
+    first = ours.encoder.stages[0].layer
     stage = dataclasses.replace(
         ours.encoder.stages[0],
         depth=depth,
-        layer=dataclasses.replace(ours.encoder.stages[0].layer, **layer, **shared),
+        layer=dataclasses.replace(first, **layer, **shared, initializer_range=spread),
     )
     encoder = dataclasses.replace(
         ours.encoder,
