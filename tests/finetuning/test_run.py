@@ -18,6 +18,7 @@ from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.prediction import Predictor
 from convbert_jax.finetuning.programs import Programs
 from convbert_jax.finetuning.task import FinetuningError
+from convbert_jax.interop.networks import ConversionError
 from convbert_jax.recipes import finetuned
 from convbert_jax.recipes import finetuning as recipe
 from convbert_jax.training import workdir
@@ -259,7 +260,7 @@ def test_a_vocabulary_of_another_size_is_refused(finished, make_config, tmp_path
     other.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijkl"]))
     model = str(finished[1].folders[0])
     config = dataclasses.replace(make_config(tokenizer__path=str(other)), init_from=model)
-    with pytest.raises(ConfigError, match="has 17 entries, but the weights"):
+    with pytest.raises(ConversionError, match="has 17 entries, but the weights"):
         recipe.read_start(config)
 
 
