@@ -251,15 +251,18 @@ def _report(batches, steps: int, title: str, examples: int, done: int = 0):
         batches, total=steps, initial=done, desc=title, unit="step", leave=False, disable=None
     )
     logged = before = time.perf_counter()
-    timed, seconds = 0, 0.0  # the first step of each length is left out: it is compiled
+    # The first step of each length is left out, it is compiled; and the first few after it, which
+    # only join the queue of the device.
+    timed, seconds = -_IN_FLIGHT, 0.0
     lengths, length = set(), None
     for number, batch in enumerate(bar):
         now = time.perf_counter()
         if length in lengths:
-            timed, seconds = timed + 1, seconds + now - before
+            timed += 1
+            seconds += now - before if timed > 0 else 0.0
         lengths.add(length)
         length, before = batch[0], now
-        if bar.disable and timed and now - logged > _LOG_EVERY:
+        if bar.disable and timed > _IN_FLIGHT and now - logged > _LOG_EVERY:
             logged = now
             logging.info(
                 "%s: step %d/%d, %.0f examples/s, %s left.",
