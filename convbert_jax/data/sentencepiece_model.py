@@ -88,10 +88,11 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
       TokenizerError: `texts` cannot give `section.vocab_size` pieces.
     """
     model = io.BytesIO()
+    faults: list[BaseException] = []
     with tempfile.TemporaryDirectory() as scratch:
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_lines(texts),
+                sentence_iterator=_keeping_faults(_lines(texts), faults),
                 model_writer=model,
                 vocab_size=section.vocab_size,
                 model_type=section.algorithm,
@@ -108,8 +109,19 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
                 **_normalization(section, Path(scratch)),
             )
         except RuntimeError as error:
+            if faults:
+                raise faults[0] from None
             raise TokenizerError(_explain(str(error), section.vocab_size)) from None
     return _without_path(model.getvalue())
+
+
+def _keeping_faults(lines: Iterator[str], faults: list[BaseException]) -> Iterator[str]:
+    """`lines`; what they raise, Ctrl-C too, is kept: the trainer would make another error of it."""
+    try:
+        yield from lines
+    except BaseException as error:
+        faults.append(error)
+        raise
 
 
 def _without_path(model: bytes) -> bytes:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax.config import TokenizerSection
-from convbert_jax.data.errors import TokenizerError
+from convbert_jax.data.errors import DataError, TokenizerError
 from convbert_jax.data.tokenizer import SpecialIds, Tokenizer, load_tokenizer, train_tokenizer
 
 SECTIONS = {
@@ -196,3 +196,15 @@ def test_bert_vocabulary_encodes_as_published(real_data, tmp_path):
 
 def _sha(path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece"])
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), DataError("a file is damaged")])
+def test_what_the_texts_raise_is_not_taken_for_a_poor_vocabulary(kind, fault, tmp_path):
+    def texts():
+        yield from ["some words"] * 100
+        raise fault
+
+    with pytest.raises(type(fault)):
+        train_tokenizer(texts(), TokenizerSection(kind=kind, vocab_size=300), tmp_path)
+    assert not any(tmp_path.iterdir())
