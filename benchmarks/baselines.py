@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 
 def published_formula(
-    values: Float[Array, "B L H D"], weights: Float[Array, "B L H K"]
+    values: Float[Array, "B L H D"], filters: Float[Array, "B L H K"]
 ) -> Float[Array, "B L H D"]:
     """The release's, operation by operation: a stack of K shifted copies, then a batched product.
 
@@ -16,27 +16,27 @@ def published_formula(
     [B L H, D, K], matmul with [B L H, K, 1]. Ports keep this form.
     """
     batch, length, heads, width = values.shape
-    taps = weights.shape[-1]
+    taps = filters.shape[-1]
     windows = jnp.stack(_reads(values.reshape(batch, length, heads * width), taps), axis=-1)
     windows = windows.reshape(-1, width, taps)
-    return jnp.matmul(windows, weights.reshape(-1, taps, 1)).reshape(values.shape)
+    return jnp.matmul(windows, filters.reshape(-1, taps, 1)).reshape(values.shape)
 
 
 def published_formula_as_einsum(
-    values: Float[Array, "B L H D"], weights: Float[Array, "B L H K"]
+    values: Float[Array, "B L H D"], filters: Float[Array, "B L H K"]
 ) -> Float[Array, "B L H D"]:
     """The same stack and product without the reshapes, which is kinder to XLA."""
-    windows = jnp.stack(_reads(values, weights.shape[-1]), axis=-1)
-    return jnp.einsum("blhdk,blhk->blhd", windows, weights)
+    windows = jnp.stack(_reads(values, filters.shape[-1]), axis=-1)
+    return jnp.einsum("blhdk,blhk->blhd", windows, filters)
 
 
 def shift_and_accumulate(
-    values: Float[Array, "B L H D"], weights: Float[Array, "B L H K"]
+    values: Float[Array, "B L H D"], filters: Float[Array, "B L H K"]
 ) -> Float[Array, "B L H D"]:
     """One shifted multiply-add per tap, gradient by autodiff: what one writes first in JAX."""
     total = jnp.zeros(values.shape, jnp.float32)
-    for i, read in enumerate(_reads(values, weights.shape[-1])):
-        total += read.astype(jnp.float32) * weights[..., i, None].astype(jnp.float32)
+    for i, read in enumerate(_reads(values, filters.shape[-1])):
+        total += read.astype(jnp.float32) * filters[..., i, None].astype(jnp.float32)
     return total.astype(values.dtype)
 
 
@@ -58,17 +58,17 @@ BASELINES: dict[str, Callable] = {
 def spanned(formula: Callable, heads: int) -> Callable:
     """The whole branch as the release computes it: logits, softmax over the taps, `formula`."""
 
-    def run(query, span_key, values, kernel, bias):
-        logits = (query * span_key) @ kernel + bias
+    def run(query, span_key, values, projection, bias):
+        logits = (query * span_key) @ projection + bias
         by_tap = logits.reshape(*logits.shape[:2], heads, -1).astype(jnp.float32)
-        weights = jax.nn.softmax(by_tap).astype(values.dtype)
+        filters = jax.nn.softmax(by_tap).astype(values.dtype)
         by_head = values.reshape(*values.shape[:2], heads, -1)
-        return formula(by_head, weights).reshape(values.shape)
+        return formula(by_head, filters).reshape(values.shape)
 
     return run
 
 
-def pytorch_unfold(values, weights):
+def pytorch_unfold(values, filters):
     """The same on PyTorch tensors, as `ConvBertSelfAttention` of Hugging Face computes it (odd K).
 
     transformers, models/convbert/modeling_convbert.py: unfold, reshape to [B L H, D, K], matmul.
@@ -76,7 +76,7 @@ def pytorch_unfold(values, weights):
     from torch.nn import functional
 
     batch, length, heads, width = values.shape
-    taps = weights.shape[-1]
+    taps = filters.shape[-1]
     columns = functional.unfold(
         values.reshape(batch, length, heads * width).transpose(1, 2).contiguous().unsqueeze(-1),
         kernel_size=[taps, 1],
@@ -85,4 +85,4 @@ def pytorch_unfold(values, weights):
         stride=1,
     )
     windows = columns.transpose(1, 2).reshape(-1, width, taps)
-    return (windows @ weights.reshape(-1, taps, 1)).reshape(values.shape)
+    return (windows @ filters.reshape(-1, taps, 1)).reshape(values.shape)

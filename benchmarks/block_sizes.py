@@ -3,13 +3,13 @@
     python -m benchmarks.block_sizes --target=tpu:v5e
 
 Compiles each kernel with 1, 2, 4 and 8 rows a step, at the shapes of the configs, and prints what
-each costs, then the lines of `MEASURED` in convbert_jax/ops/block_sizes.py where the best beats the
-rule of that file by more than 3%. No TPU is needed.
+each costs, then the lines of `MEASURED` in convbert_jax/ops/tpu/block_sizes.py where the best beats
+the rule of that file by more than 3%. No TPU is needed.
 """
 
 import argparse
 
-from benchmarks import tpu_pricing
+from convbert_jax.analysis.tpu import pricing as tpu_pricing
 
 CANDIDATES = (1, 2, 4, 8)
 WORTH = 0.97
@@ -25,7 +25,7 @@ def main() -> None:
     tpu_pricing.use_compile_only_tpu()
     import jax
 
-    from convbert_jax.ops import block_sizes
+    from convbert_jax.ops.tpu import block_sizes
 
     better = []
     for length, heads, width in SHAPES:
@@ -49,29 +49,29 @@ def kernels(length: int, heads: int, width: int) -> dict:
     import jax
     import jax.numpy as jnp
 
-    from convbert_jax.ops import pallas_tpu, taps
+    from convbert_jax.ops import taps, tpu
 
     batch, channels, offsets = TOKENS // length, heads * width, taps.offsets(9)
 
     def shape(*sizes):
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
 
-    values, weights = shape(batch, length, heads, width), shape(batch, length, heads, 9)
+    values, filters = shape(batch, length, heads, width), shape(batch, length, heads, 9)
     flat = shape(batch, length, channels)
     span = [flat, flat, flat, shape(channels, heads * 9), shape(heads * 9)]
 
-    def plain(values, weights):
-        return pallas_tpu.dynamic_conv(values, weights, None, offsets)
+    def plain(values, filters):
+        return tpu.dynamic_conv(values, filters, None, offsets)
 
     def fused(*arrays):
-        return pallas_tpu.span_dynamic_conv(*arrays, None, heads, offsets)
+        return tpu.span_dynamic_conv(*arrays, None, heads, offsets)
 
     def backward(function):
         return lambda cotangent, *arrays: jax.vjp(function, *arrays)[1](cotangent)
 
     return {
-        "plain_forward": (plain, [values, weights]),
-        "plain_backward": (backward(plain), [values, values, weights]),
+        "plain_forward": (plain, [values, filters]),
+        "plain_backward": (backward(plain), [values, values, filters]),
         "span_forward": (fused, span),
         "span_backward": (backward(fused), [flat, *span]),
     }

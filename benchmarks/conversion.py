@@ -19,7 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from convbert_jax.config import from_config_dict
-from convbert_jax.interop import certificate, huggingface, networks, tensorflow1
+from convbert_jax.interop import certificate, networks
+from convbert_jax.interop.huggingface import folder as huggingface
+from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
 
 PADDLE = {"small": "2.9e-6", "medium_small": "2.8e-6", "base": "8.1e-6"}
 

@@ -17,10 +17,10 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from convbert_jax.config import DataSection, TokenizerSection
-from convbert_jax.data import shuffling
-from convbert_jax.data.packing import ElectraRows
-from convbert_jax.data.sources import open_source
-from convbert_jax.data.tokenizer import Tokenizer
+from convbert_jax.data.corpus import shuffling
+from convbert_jax.data.corpus.packing import ElectraRows
+from convbert_jax.data.sources.source import open_source
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared" / "data"
 

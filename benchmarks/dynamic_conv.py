@@ -3,15 +3,15 @@
     python -m benchmarks.dynamic_conv --target=tpu:v5e
     python -m benchmarks.dynamic_conv --target=cpu --batch=8 --length=128
 
-TPU targets need no TPU: the figures are the TPU compiler's model (benchmarks/tpu_pricing.py), in
+TPU targets need no TPU: the figures are the TPU compiler's model (analysis/tpu/pricing.py), in
 thousand cycles; the floor is the smallest possible HBM traffic at full bandwidth. On cpu and gpu
 all rows take turns in one process, Hugging Face's PyTorch formula among them (if torch is
 installed); the figures are medians in milliseconds, the floor is the same traffic at the bandwidth
 of a copy measured in this run.
 
-`dynamic_conv` gets values as [B, L, H D] and weights as [B, L, H, K], as a layer has them, and
+`dynamic_conv` gets values as [B, L, H D] and filters as [B, L, H, K], as a layer has them, and
 gives out [B, L, H D]: layouts and copies that a form needs are part of its cost.
-`span_dynamic_conv` makes the weights too, from query, span key and the kernel of their logits.
+`span_dynamic_conv` makes the filters too, from query, span key and the projection of their logits.
 """
 
 import argparse
@@ -22,7 +22,8 @@ import statistics
 import sys
 from collections.abc import Callable
 
-from benchmarks import timing, tpu_pricing
+from benchmarks import timing
+from convbert_jax.analysis.tpu import pricing as tpu_pricing
 
 TARGETS = ("tpu:v5e", "tpu:v5p", "tpu:v6e", "cpu", "gpu")
 DIRECTIONS = ("forward", "forward_backward")
@@ -98,9 +99,9 @@ def functions(options: argparse.Namespace) -> dict[tuple[str, str], Callable]:
     from convbert_jax.ops import dynamic_conv, span_dynamic_conv
 
     def plain(function):
-        def run(values, weights, *ids):
-            by_head = values.reshape(*weights.shape[:3], -1)
-            return function(by_head, weights, *ids).reshape(values.shape)
+        def run(values, filters, *ids):
+            by_head = values.reshape(*filters.shape[:3], -1)
+            return function(by_head, filters, *ids).reshape(values.shape)
 
         return run
 
@@ -154,13 +155,13 @@ def inputs(options: argparse.Namespace, op: str) -> tuple[list, object, int]:
 
     shape = (options.batch, options.length, options.heads)
     values = jax.ShapeDtypeStruct((*shape[:2], shape[2] * options.width), options.dtype)
-    weights = jax.ShapeDtypeStruct((*shape, options.taps), options.dtype)
+    filters = jax.ShapeDtypeStruct((*shape, options.taps), options.dtype)
     outputs = options.heads * options.taps
-    kernel = jax.ShapeDtypeStruct((values.shape[2], outputs), options.dtype)
+    projection = jax.ShapeDtypeStruct((values.shape[2], outputs), options.dtype)
     bias = jax.ShapeDtypeStruct((outputs,), options.dtype)
     arrays = {
-        "dynamic_conv": [values, weights],
-        "span_dynamic_conv": [values, values, values, kernel, bias],
+        "dynamic_conv": [values, filters],
+        "span_dynamic_conv": [values, values, values, projection, bias],
     }[op]
     ids = [jax.ShapeDtypeStruct(shape[:2], jnp.int32)] if options.segments else []
     return arrays + ids, values, len(arrays)
@@ -300,7 +301,7 @@ UNFOLD = "Hugging Face's unfold in PyTorch"
 
 
 def fill(struct, seed: int):
-    """Normal numbers, of variance 1 / inputs in a kernel; four documents in each row of ids."""
+    """Normal numbers, of variance 1 / inputs in a projection; four documents in each row of ids."""
     import jax
     import jax.numpy as jnp
 
@@ -328,18 +329,18 @@ def _pytorch(options, arrays, direction):
         print("Without PyTorch's row: this torch has no CUDA.", file=sys.stderr)
         return None
     dtype = getattr(torch, options.dtype)
-    cotangent, values, weights = (
+    cotangent, values, filters = (
         torch.tensor(np.asarray(x, np.float32)).to(device, dtype) for x in arrays[:3]
     )
-    by_head = (*weights.shape[:3], options.width)
+    by_head = (*filters.shape[:3], options.width)
     cotangent, values = cotangent.reshape(by_head), values.reshape(by_head)
 
     def run():
         if direction == "forward":
             with torch.no_grad():
-                out = pytorch_unfold(values, weights)
+                out = pytorch_unfold(values, filters)
         else:
-            leaves = [x.detach().requires_grad_() for x in (values, weights)]
+            leaves = [x.detach().requires_grad_() for x in (values, filters)]
             out = pytorch_unfold(*leaves)
             out.backward(cotangent)
         if device == "cuda":

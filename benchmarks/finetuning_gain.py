@@ -94,7 +94,7 @@ def open_source(title: str):
     import importlib
 
     from convbert_jax.config import from_config_dict
-    from convbert_jax.data import glue, own_task
+    from convbert_jax.data.tasks import glue, own_task
 
     module, name, _, _ = SOURCES[title]
     if module == "glue":
@@ -187,7 +187,7 @@ def run_task(title, method, arguments, rates: tuple[float, ...], seeds: int, val
     }
     name = method.replace(" ", "-") if validation else f"{method.replace(' ', '-')}-rates"
     workdir = folder_of(title, arguments) / name
-    return finetuning.finetune(from_config_dict(values), workdir)[0]
+    return finetuning.finetune(from_config_dict(values), workdir).tasks[0]
 
 
 def score_bag_of_words(title: str, method: str, arguments: argparse.Namespace) -> list[float]:

@@ -55,7 +55,7 @@ class Ours:
         from convbert_jax.finetuning import fitting
         from convbert_jax.finetuning.programs import Programs
         from convbert_jax.recipes import finetuning as recipe
-        from convbert_jax.training import compilation
+        from convbert_jax.training.environment import compilation
 
         data = public_data.folder()
         values, _ = configs.start("speed", "cola", ("cola",))
@@ -89,9 +89,10 @@ class Ours:
 
     def predict(self, params, vectorized: bool):
         """Outputs for the dev set."""
-        return self.fitting.predict(
-            self.programs, self.task, self.config, params, self.dev, vectorized=vectorized
+        found = self.fitting.predict(
+            self.programs, self.task, self.config, params, "validation", vectorized=vectorized
         )
+        return [collected.predicted() for collected in found]
 
 
 def compare_seeds(ours: Ours, rounds: int) -> list[str]:
@@ -146,7 +147,7 @@ class Theirs:
         import torch
         import transformers
 
-        from convbert_jax.interop import huggingface
+        from convbert_jax.interop.huggingface import folder as huggingface
         from convbert_jax.interop.networks import split
 
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # what XLA takes

@@ -23,9 +23,9 @@ from concurrent import futures
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from convbert_jax.config import Config, DataSection, TokenizerSection
-from convbert_jax.data import batching, corpus, preparation
-from convbert_jax.data.sources import open_source
-from convbert_jax.data.tokenizer import train_tokenizer
+from convbert_jax.data.corpus import batching, corpus, preparation
+from convbert_jax.data.sources.source import open_source
+from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
 
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -6,7 +6,7 @@
 The layer is `models.encoder.Layer` at the shapes of the base size: bfloat16 compute (float32 on a
 CPU), float32 parameters, without dropout and outside of a scan; forward, and forward with the
 gradients of its parameters and its input. On TPU targets, which need no TPU, the figures are the
-TPU compiler's model (benchmarks/tpu_pricing.py) in thousand cycles: XLA's operations plus each
+TPU compiler's model (analysis/tpu/pricing.py) in thousand cycles: XLA's operations plus each
 kernel's own price. On cpu and gpu the layers take turns in one process; figures are medians in
 milliseconds. `ratio_to_attention` divides by the attention-only layer with the same attention.
 """
@@ -18,8 +18,9 @@ import json
 import statistics
 from unittest import mock
 
-from benchmarks import timing, tpu_pricing
+from benchmarks import timing
 from benchmarks.dynamic_conv import DIRECTIONS, TARGETS, with_direction
+from convbert_jax.analysis.tpu import pricing as tpu_pricing
 
 BATCHES = {128: 64, 512: 16}  # 8,192 tokens
 
@@ -161,12 +162,12 @@ def build(layer: Layer, dtype: str, batch: int, length: int):
 def _baseline(name: str):
     """While a layer is traced, its whole convolution branch is the named baseline, unmasked."""
     from benchmarks.baselines import BASELINES, spanned
-    from convbert_jax.models import mixers
+    from convbert_jax.models.mixers import mixed
 
     def branch(*arrays, heads, **_):
         return spanned(BASELINES[name], heads)(*arrays)
 
-    with mock.patch.object(mixers, "span_dynamic_conv", branch):
+    with mock.patch.object(mixed, "span_dynamic_conv", branch):
         yield
 
 

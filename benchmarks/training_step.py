@@ -5,7 +5,7 @@
 
 The step is loss, gradients and update of a file in configs/, with dropout, for one device. On TPU
 targets, which need no TPU, it computes in bfloat16 and the figures are the TPU compiler's model
-(benchmarks/tpu_pricing.py). On the CPU nothing runs either: the seconds are those of tracing,
+(analysis/tpu/pricing.py). On the CPU nothing runs either: the seconds are those of tracing,
 lowering and compiling, without a cache.
 """
 
@@ -15,7 +15,7 @@ import importlib
 import os
 import time
 
-from benchmarks import tpu_pricing
+from convbert_jax.analysis.tpu import pricing as tpu_pricing
 
 TARGETS = ("cpu", *(f"tpu:{name}" for name in tpu_pricing.CHIPS))
 
@@ -36,15 +36,15 @@ def main() -> None:
 
 
 def build(options: argparse.Namespace):
-    """(function of (state, batch), shapes of these two)."""
+    """(compiling function of (state, batch), shapes of these two)."""
     import jax
     import jax.numpy as jnp
-    import optax
 
     from convbert_jax.config import from_config_dict
-    from convbert_jax.objectives.masking import SpecialIds
+    from convbert_jax.interfaces.special_ids import SpecialIds
     from convbert_jax.recipes.pretraining import build_task
-    from convbert_jax.training import optimizer, state
+    from convbert_jax.training.program import make_program
+    from convbert_jax.training.sharding import make_mesh
 
     name, _, variant = options.config.partition(":")
     config = from_config_dict(
@@ -53,30 +53,21 @@ def build(options: argparse.Namespace):
     train = dataclasses.replace(config.train, batch_size=options.batch or config.train.batch_size)
     dtype = "float32" if options.target == "cpu" else "bfloat16"
     config = dataclasses.replace(config, train=train, compute_dtype=dtype)
-    task = build_task(config, SpecialIds(2, 3, 4), jax.devices()[0])
-    update = optimizer.make_optimizer(config.optimizer, train.steps)
-
-    def step(before, batch):
-        key = state.step_key(config.seed, before.step, "loss")
-        gradient = jax.value_and_grad(task.loss, has_aux=True)
-        (loss, metrics), gradients = gradient(before.params, batch, key)
-        updates, moments = update.update(gradients, before.opt_state, before.params)
-        params = optax.apply_updates(before.params, updates)
-        return state.TrainState(before.step + 1, params, moments), metrics, loss
-
-    def start(key):
-        return state.create(task.init(key), update)
-
+    on_cpu = options.target == "cpu"
+    devices = jax.devices()[:1]
+    mesh = make_mesh(config.mesh, devices) if on_cpu else tpu_pricing.make_mesh(options.target)
+    special = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
+    program = make_program(build_task(config, special, devices[0]), config, mesh)
     rows = jax.ShapeDtypeStruct((train.batch_size, config.data.length), jnp.int32)
     batch = {name: rows for name in ("tokens", "segment_ids", "type_ids")}
     print(f"{options.config}, {rows.shape[0]} x {rows.shape[1]}, {dtype}, {options.target}")
-    return step, (jax.eval_shape(start, jax.random.key(0)), batch)
+    return program.train_step, (program.abstract, batch)
 
 
 def print_price(options: argparse.Namespace) -> None:
     import jax
 
-    jax.config.update("jax_default_prng_impl", "rbg")  # as recipes/devices.py on a TPU
+    jax.config.update("jax_default_prng_impl", "rbg")  # as training/environment/devices.py on a TPU
     step, shapes = build(options)
     started = time.perf_counter()
     found = tpu_pricing.price(step, *shapes, target=options.target)
@@ -91,12 +82,9 @@ def print_price(options: argparse.Namespace) -> None:
 
 
 def print_seconds(options: argparse.Namespace) -> None:
-    import jax
-
     step, shapes = build(options)
-    compiling = jax.jit(step, donate_argnums=0)
     started = time.perf_counter()
-    traced = compiling.trace(*shapes)
+    traced = step.trace(*shapes)
     lowered = traced.lower()
     seconds = time.perf_counter() - started
     compiled = lowered.compile()

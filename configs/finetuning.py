@@ -1,7 +1,7 @@
 """What the configs of fine-tuning share: the text after the colon is TASK, or TASK,paper."""
 
 from convbert_jax.config import to_config_dict
-from convbert_jax.config.rules import check_choice
+from convbert_jax.config.checks.rules import check_choice
 
 VARIANTS = ("default", "paper")
 

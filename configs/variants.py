@@ -17,7 +17,7 @@ other sizes keep theirs.
 """
 
 from convbert_jax.config import to_config_dict
-from convbert_jax.config.rules import check_choice
+from convbert_jax.config.checks.rules import check_choice
 
 VARIANTS = ("default", "paper", "bert")
 

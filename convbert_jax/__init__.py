@@ -1,1 +1,179 @@
-"""Efficient convolution/attention encoders (ConvBERT and its relatives) in JAX, TPU first."""
+"""Efficient convolution/attention encoders (ConvBERT and its relatives) in JAX, TPU first.
+
+    import convbert_jax
+
+    run = convbert_jax.pretrain("tiny", workdir="runs/mine")
+    run.metrics                                            # records to plot
+    model = convbert_jax.load("runs/mine")                 # or a Hugging Face folder, …
+    model.encode(["a text", "another"])                    # [2, hidden]
+    model.fill_mask("Paris is the [MASK] of France.")
+    model.replaced("Paris is the capitol of France.")
+    result = convbert_jax.finetune("text:own", workdir="runs/task", **{"init_from": "runs/mine"})
+
+What `python -m convbert_jax.main` does, without its printing and with the same numbers. jax is
+imported by the first call, not by `import convbert_jax`. What the caller can mend is a `UserError`
+of one sentence. `absl.logging.set_verbosity("info")` shows the log.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from convbert_jax.config.errors import UserError
+
+if TYPE_CHECKING:
+    from convbert_jax.config import Config
+    from convbert_jax.inference.model import Model
+    from convbert_jax.recipes import FinetuningResult, PretrainingResult
+
+__all__ = ["UserError", "finetune", "load", "load_config", "pretrain"]
+__version__ = "0.1.0"
+
+
+def load(
+    path: str | os.PathLike,
+    *,
+    step: int | None = None,
+    vocabulary: str | os.PathLike | None = None,
+    texts: int | None = None,
+    dtype: str | None = None,
+) -> "Model":
+    """Reads a model from anywhere, to apply it to texts on the first device that jax finds.
+
+    Args:
+      path: folder of a pre-training run; of a fine-tuned model (WORKDIR/TASK/seed-N); a Hugging
+        Face folder of ConvBERT, ELECTRA or BERT; or a TensorFlow 1 checkpoint, as
+        model.ckpt-1000000.
+      step: of a run's checkpoint; default the newest that is whole.
+      vocabulary: file of the vocabulary (vocab.txt, tokenizer.json, *.model) of weights that lie
+        without it, as the official TensorFlow checkpoints do.
+      texts: 1 or 2, what a Hugging Face model for sequences reads, where its folder does not say.
+      dtype: "float32" or "bfloat16" of the computation; default config.compute_dtype of a run, else
+        bfloat16 but on CPUs.
+
+    Raises:
+      UserError: there is nothing of these, or it cannot be read.
+
+    >>> model = convbert_jax.load("runs/mine")
+    >>> model.encode(["a text", "another"]).shape
+    (2, 32)
+    """
+    from convbert_jax.inference import loading
+    from convbert_jax.training.environment import devices
+
+    devices.prepare_platform("any")
+    vocabulary = None if vocabulary is None else os.fspath(vocabulary)
+    return loading.load(os.fspath(path), step=step, vocabulary=vocabulary, texts=texts, dtype=dtype)
+
+
+def load_config(config: "Config | Mapping[str, Any] | str", /, **changed: Any) -> "Config":
+    """A checked config.
+
+    Args:
+      config: as of --config, "configs/tiny.py", "tiny:paper", a file of your own or a run's
+        config.json; or a ConfigDict, a nested dict or a Config to change.
+      changed: fields by path, as `**{"train.steps": 50}`; of a config file with fewer steps the
+        intervals are fitted, as on the command line.
+
+    Raises:
+      UserError: no such file or field, or a config that cannot run.
+
+    >>> config = convbert_jax.load_config("tiny", **{"train.steps": 50})
+    >>> config.train.steps, config.optimizer.warmup_steps
+    (50, 7)
+    """
+    from convbert_jax import config_files
+    from convbert_jax.config import Config, from_config_dict, to_dict
+
+    if isinstance(config, str | os.PathLike):
+        return config_files.make_config(os.fspath(config), changed)
+    if isinstance(config, Config):
+        config = to_dict(config)
+    values = config.to_dict() if hasattr(config, "to_dict") else config
+    return from_config_dict(config_files.change(values, changed))
+
+
+def pretrain(
+    config: "Config | Mapping[str, Any] | str | None" = None,
+    workdir: str | os.PathLike | None = None,
+    **changed: Any,
+) -> "PretrainingResult":
+    """Pre-trains, from where the run in its folder is; what --mode=train does.
+
+    Args:
+      config: as `load_config` takes it; None goes on with the run in `workdir`.
+      workdir: folder of the run, default runs/<config.name>.
+      changed: as of `load_config`. Fields that are named here stay, where others follow the
+        vocabulary of tokenizer.path and the sizes of the weights at init_from.
+
+    Raises:
+      UserError: config, data, weights and folder do not fit together, or the run cannot go on.
+
+    >>> run = convbert_jax.pretrain("tiny", "runs/trial", **small, **{"train.steps": 4})
+    >>> run.step, run.metrics[-1]["split"]
+    (4, 'validation')
+    """
+    from convbert_jax import recipes
+
+    config, folder = _start(config, workdir, changed)
+    if config.recipe == "finetune":
+        raise _other_recipe(config, "finetune")
+    return recipes.pretrain(config, folder, frozenset(changed))
+
+
+def finetune(
+    config: "Config | Mapping[str, Any] | str | None" = None,
+    workdir: str | os.PathLike | None = None,
+    **changed: Any,
+) -> "FinetuningResult":
+    """Fine-tunes on labelled tasks, going on from what the folder has; what --mode=train does.
+
+    Args:
+      config: as `load_config` takes it, "glue:cola" or "text:own" for example; None goes on with
+        the run in `workdir`.
+      workdir: folder of the run, default runs/<config.name>.
+      changed: as of `pretrain`; `init_from` names the weights.
+
+    Raises:
+      UserError: weights, vocabulary, data and config do not fit together.
+
+    >>> fields = {"init_from": "runs/mine", "task.train": "train.csv", "finetune.seeds": 1}
+    >>> result = convbert_jax.finetune("text:own", "runs/task", **fields, **quick)
+    >>> [task.task for task in result.tasks]
+    ['own']
+    """
+    from convbert_jax import recipes
+
+    config, folder = _start(config, workdir, changed)
+    if config.recipe != "finetune":
+        raise _other_recipe(config, "pretrain")
+    return recipes.finetune(config, folder, frozenset(changed))
+
+
+def _start(config, workdir, changed: Mapping[str, Any]):
+    """(config, folder of the run), and jax told what it says of devices and compiled programs."""
+    from convbert_jax import config_files
+    from convbert_jax.config import ConfigError
+    from convbert_jax.training.environment import compilation, devices
+    from convbert_jax.workdir import Workdir
+
+    if config is None and workdir is None:
+        raise ConfigError("neither a config nor the workdir of a run is named; name one of them.")
+    if config is None:
+        file = Workdir(workdir).config
+        if not file.is_file():
+            raise ConfigError(f"workdir={workdir} holds no run ({file.name}: no such file).")
+        config = str(file)
+    config = load_config(config, **changed)
+    folder = config_files.choose_workdir(workdir, config)
+    devices.prepare_platform(config.platform)
+    compilation.enable_compile_cache(config.train.compile_cache)
+    return config, folder
+
+
+def _other_recipe(config, function: str) -> UserError:
+    from convbert_jax.config import ConfigError
+
+    return ConfigError(
+        f"config.recipe={config.recipe} is for convbert_jax.{function}; call that one."
+    )

@@ -2,25 +2,66 @@
 
 Everything that this package stores and reads again (configs, settings, records, metrics, results)
 goes through here, so that no kind of damage ends in a traceback and no kill leaves half a file.
+
+A path may be in a bucket (gs://), as `etils.epath` has it: the same methods, but no locks,
+no renames and nothing that is appended. There a file appears when it is whole.
 """
 
+import atexit
 import contextlib
 import errno
 import fcntl
+import importlib.util
 import json
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from absl import logging
+from etils import epath
 
 from convbert_jax.config import UserError
 
+# Scheme -> package that `epath` reads and writes it with, where there is no TensorFlow. Of
+# others, as s3, Orbax does not mark the checkpoints that are whole: half of one would count as one.
+_BUCKETS = {"gs": "gcsfs"}
 # What a field may be: a type, several, or an object with fields of its own.
 Kinds = type | tuple[type, ...] | Mapping[str, Any]
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped half of a pair
+
+
+def to_path(name: epath.PathLike) -> epath.Path:
+    """A path on a disk, "~" spelled out, or of a bucket; its methods are those that both have.
+
+    Raises:
+      UserError: nothing here talks to such a bucket; there is no such user as "~name" says.
+    """
+    scheme, _, rest = os.fspath(name).partition("://")
+    if not rest:
+        try:
+            return Path(name).expanduser()
+        except RuntimeError:
+            user = os.fspath(name).partition("/")[0]
+            raise UserError(
+                f"{name}: the home folder of {user} is unknown here; write the path "
+                f"out, or ./{name} for one that begins with ~."
+            ) from None
+    if scheme not in _BUCKETS:
+        known = ", ".join(f"{scheme}://" for scheme in _BUCKETS)
+        raise UserError(f"{name} is no path; a bucket's begins with one of {known}.")
+    package = _BUCKETS[scheme]
+    if not any(importlib.util.find_spec(found) for found in (package, "tensorflow")):
+        raise UserError(f"{name} is in a bucket, which needs a package: pip install {package}.")
+    return epath.Path(name)
+
+
+def is_remote(path: epath.PathLike) -> bool:
+    """Whether a path is of a bucket."""
+    return "://" in os.fspath(path)
 
 
 class DamagedFileError(UserError):
@@ -56,7 +97,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(str(error).partition(";")[0]) from None
 
 
-def read_json(path: Path, *, remedy: str, fields: Mapping[str, Kinds] | None = None) -> Any:
+def read_json(path: epath.Path, *, remedy: str, fields: Mapping[str, Kinds] | None = None) -> Any:
     """A JSON file of ours.
 
     Args:
@@ -78,7 +119,7 @@ def read_json(path: Path, *, remedy: str, fields: Mapping[str, Kinds] | None = N
 
 
 def read_json_lines(
-    path: Path, *, remedy: str, fields: Mapping[str, Kinds]
+    path: epath.Path, *, remedy: str, fields: Mapping[str, Kinds]
 ) -> list[dict[str, Any]]:
     """The objects of a file with one JSON object a line; a last line that a kill cut off is none.
 
@@ -103,7 +144,7 @@ def read_json_lines(
     return values
 
 
-def damaged(path: Path, what: object, remedy: str) -> DamagedFileError:
+def damaged(path: epath.Path, what: object, remedy: str) -> DamagedFileError:
     """The one sentence for a file that is not what was written."""
     if isinstance(what, OSError):
         what = what.strerror or type(what).__name__
@@ -111,7 +152,7 @@ def damaged(path: Path, what: object, remedy: str) -> DamagedFileError:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, mode: str = "wb", *, keep: bool = False) -> Iterator[IO]:
+def replacing(path: epath.Path, mode: str = "wb", *, keep: bool = False) -> Iterator[IO]:
     """A file to write, which takes the place of `path` when the block ends, whole and on disk.
 
     After a kill, an error or a full disk `path` is what it was. Text is UTF-8.
@@ -124,8 +165,14 @@ def replacing(path: Path, mode: str = "wb", *, keep: bool = False) -> Iterator[I
       OSError: it cannot be written; nothing is left behind, but with `keep`.
     """
     unfinished = unfinished_name(path)
+    if is_remote(path):
+        with tempfile.NamedTemporaryFile("w" + mode[1:], encoding=_encoding(mode)) as file:
+            yield file
+            file.flush()
+            copy(Path(file.name), path)
+        return
     try:
-        with open(unfinished, mode, encoding=None if "b" in mode else "utf-8") as file:
+        with open(unfinished, mode, encoding=_encoding(mode)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -136,18 +183,94 @@ def replacing(path: Path, mode: str = "wb", *, keep: bool = False) -> Iterator[I
         raise
 
 
-def unfinished_name(path: Path) -> Path:
+def _encoding(mode: str) -> str | None:
+    return None if "b" in mode else "utf-8"
+
+
+def unfinished_name(path: epath.Path) -> epath.Path:
     """Where `replacing` writes."""
     return path.with_name(f"{path.name}.unfinished")
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: epath.Path, text: str) -> None:
     """`text` as the whole of `path`, see `replacing`."""
     with replacing(path) as file:
         file.write(text.encode("utf-8"))
 
 
-def write_json(path: Path, value: Any) -> None:
+class Lines:
+    """A file that grows by lines; in a bucket it is written anew with each."""
+
+    def __init__(self, path: epath.Path):
+        """Goes on after what is there; raises OSError if it cannot be written, as `append` does."""
+        self._path = path
+        self._file = self._text = None
+        if is_remote(path):
+            self._text = path.read_text() if path.exists() else ""
+        else:
+            self._file = path.open("a", encoding="utf-8")
+
+    def append(self, line: str) -> None:
+        """Adds `line` and a newline, out of this process' hands at once."""
+        if self._file is None:
+            self._text += line + "\n"
+            self._path.write_text(self._text)
+            return
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def remove_tree(folder: epath.Path) -> None:
+    """Removes a folder and all in it, as far as that can be done."""
+    if not is_remote(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    elif folder.exists():
+        folder.rmtree()
+
+
+def copy(source: epath.Path, target: epath.Path) -> None:
+    """Makes `target`, whose folder is there, a file with the content of `source`."""
+    if is_remote(source) or is_remote(target):
+        target.write_bytes(source.read_bytes())
+    else:
+        shutil.copy(source, target)
+
+
+def local_copy(path: epath.Path) -> Path:
+    """`path`, or a copy on a disk for as long as this process lives: for libraries that read only
+    there.
+    """
+    if not is_remote(path):
+        return path
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    target = Path(folder.name) / path.name
+    copy(path, target)
+    return target
+
+
+@contextlib.contextmanager
+def written_locally(folder: epath.Path) -> Iterator[Path]:
+    """A folder on a disk for libraries that write only there: `folder`, or one that is copied to it
+    when the block ends without an error.
+    """
+    if not is_remote(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+        for path in sorted(Path(name).rglob("*")):
+            if path.is_file():
+                target = folder / path.relative_to(name).as_posix()
+                target.parent.mkdir(parents=True, exist_ok=True)
+                copy(path, target)
+
+
+def write_json(path: epath.Path, value: Any) -> None:
     """`value` as the whole of `path`, see `replacing`."""
     write_text(path, json.dumps(value, ensure_ascii=False, indent=1) + "\n")
 

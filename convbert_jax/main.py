@@ -8,15 +8,14 @@ selects a variant. --workdir alone goes on with the run that is there. The flags
 
 import errno
 import os
-import pathlib
 import sys
 import threading
 from collections.abc import Sequence
 
 from absl import app, logging
 
-from convbert_jax import command_line, console
-from convbert_jax.config import ConfigError, UserError
+from convbert_jax import command_line, console, files
+from convbert_jax.config import Config, ConfigError, UserError
 
 # Storage that gave out under a run, whichever library was writing.
 _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
@@ -28,7 +27,7 @@ def main(request: command_line.Request) -> None:
         if request.multihost or request.processes:
             platform = request.config.platform if request.config else "any"
             _join_hosts(request.processes, platform)
-            from convbert_jax.training import peers
+            from convbert_jax.training.environment import peers
 
             with peers.watch():
                 _run(request)
@@ -56,19 +55,26 @@ def _run(request: command_line.Request) -> None:
     # Imported late: a wrong flag is answered before jax is loaded.
     from convbert_jax import recipes
     from convbert_jax.interop import conversion, importing
+    from convbert_jax.training.environment import compilation, devices
 
     config, workdir = request.config, request.workdir
-    recipes.devices.prepare_platform(config.platform if config else "any")
+    devices.prepare_platform(config.platform if config else "any")
+    if request.mode in ("train", "eval", "predict"):
+        compilation.enable_compile_cache(_compile_cache(request))
+    result = None
     if request.mode == "prepare":
         recipes.prepare(config, workdir, request.given)
     elif request.mode == "eval":
-        recipes.evaluate(config, workdir, request.given, step=request.step, output=request.output)
+        result = recipes.evaluate(
+            config, workdir, request.given, step=request.step, output=request.output
+        )
     elif request.mode == "verify_resume":
         from convbert_jax.analysis import verify_resume
 
-        verify_resume.run(request.config_flags, workdir, steps=request.verify_steps)
+        sentence = verify_resume.run(request.config_flags, workdir, steps=request.verify_steps)
+        print(sentence, flush=True)
     elif request.mode == "export":
-        output = pathlib.Path(request.output) if request.output else None
+        output = files.to_path(request.output) if request.output else None
         options = {"form": request.format, "with_generator": request.generator}
         if request.source:
             conversion.convert(request.source, output, **options)
@@ -86,7 +92,22 @@ def _run(request: command_line.Request) -> None:
         importing.import_run(request.source, config, workdir, request.given)
     else:
         run = recipes.finetune if config.recipe == "finetune" else recipes.pretrain
-        run(config, workdir, request.given)
+        result = run(config, workdir, request.given)
+    if result and result.report:
+        print(result.report, flush=True)
+
+
+def _compile_cache(request: command_line.Request) -> str:
+    """The folder of compiled programs that the config names; of a model that predicts, its own."""
+    from convbert_jax.workdir import Workdir
+
+    config = request.config
+    if request.mode == "predict":
+        try:
+            config = Workdir(request.workdir).read_config()
+        except UserError:  # a folder of Hugging Face; one that is damaged is told when it is read
+            config = Config()
+    return config.train.compile_cache
 
 
 def _join_hosts(
@@ -129,7 +150,7 @@ def _join_hosts(
         raise ConfigError(f"{name}: {first}; {advice}.") from error
     finally:
         in_vain.cancel()
-    from convbert_jax.recipes import devices
+    from convbert_jax.training.environment import devices
 
     devices.prepare_platform(platform)  # the next line makes jax look for devices
     logging.info("Process %d of %d.", jax.process_index(), jax.process_count())

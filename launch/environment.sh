@@ -1,7 +1,7 @@
-# Sourced by the other scripts, from the repository's root: leaves `python` pointing at an environment that has requirements.txt.
+# Sourced by the other scripts, from the repository's root: leaves `python` pointing at an environment that has requirements.txt and requirements-test.txt.
 # An active virtual or conda environment is used as it is; otherwise .venv is made with $PYTHON (default: python3).
 
-requirements_sum=$(cksum <requirements.txt | cut -d' ' -f1)
+requirements_sum=$(cat requirements*.txt | cksum | cut -d' ' -f1)
 
 if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
   if [ ! -x .venv/bin/python ]; then
@@ -25,7 +25,7 @@ fi
 environment=$(python -c 'import sys; print(sys.prefix)')
 stamp="$environment/.convbert_jax_requirements"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$requirements_sum" ]; then
-  echo "Installing requirements.txt into $environment (a minute or two, once)."
-  python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+  echo "Installing requirements.txt and requirements-test.txt into $environment (a minute or two, once)."
+  python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-test.txt
   echo "$requirements_sum" >"$stamp"
 fi

@@ -23,6 +23,8 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 import jax
 import pytest
 
+pytest_plugins = ["tests.running"]
+
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -50,6 +52,6 @@ def pytest_collection_modifyitems(items):
     platform = os.environ.get("CONVBERT_TEST_PLATFORM", "cpu")
     for name, platforms in (("gpu", ("gpu", "cuda")), ("tpu", ("tpu",))):
         for item in items:
-            if name in item.keywords and platform not in platforms:
+            if item.get_closest_marker(name) and platform not in platforms:
                 reason = f"needs a {name.upper()}: CONVBERT_TEST_PLATFORM={platforms[-1]}"
                 item.add_marker(pytest.mark.skip(reason=reason))

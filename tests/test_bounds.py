@@ -7,10 +7,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from convbert_jax import config_files
 from convbert_jax.command_line import overrides
 from convbert_jax.command_line.fields import field_types
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
-from convbert_jax.config.bounds import BOUNDS
+from convbert_jax.config.checks.bounds import BOUNDS
 
 TYPES = field_types()
 NUMBERS = [path for path, kind in TYPES.items() if {kind, *typing.get_args(kind)} & {int, float}]
@@ -71,7 +72,7 @@ def test_every_number_has_bounds_and_defaults_are_inside():
 def test_any_override_is_a_config_or_one_sentence(path, text, recipe):
     def make():
         values, _ = overrides.take([f"--config.recipe={recipe}", f"--config.{path}={text}"])
-        return from_config_dict(overrides.apply({}, values))
+        return from_config_dict(config_files.change({}, values))
 
     is_config_or_one_sentence(make)
 
@@ -79,7 +80,7 @@ def test_any_override_is_a_config_or_one_sentence(path, text, recipe):
 @settings(max_examples=400, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(TYPES)), NASTY_VALUE, max_size=2))
 def test_any_json_is_a_config_or_one_sentence(values):
-    is_config_or_one_sentence(lambda: from_config_dict(overrides.apply({}, values)))
+    is_config_or_one_sentence(lambda: from_config_dict(config_files.change({}, values)))
 
 
 @pytest.mark.parametrize("path", sorted(BOUNDS))
@@ -93,7 +94,7 @@ def test_both_ends_hold(path):
             if step and not math.isfinite(value):
                 continue
             with pytest.raises(ConfigError, match=rf"config\.{path}=.* must be .* and "):
-                from_config_dict(overrides.apply({}, {path: (value,) if many else value}))
+                from_config_dict(config_files.change({}, {path: (value,) if many else value}))
 
 
 def test_an_impossible_number_of_steps_is_not_the_fault_of_the_warm_up():

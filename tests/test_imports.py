@@ -2,42 +2,82 @@
 
 import ast
 import pathlib
+import re
 
 import pytest
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "convbert_jax"
+# The first rows: what everything above them may use.
+BELOW = {
+    *("config", "files", "workdir", "interfaces", "ops"),
+    *("data", "models", "training", "objectives"),
+}
 ALLOWED = {
     "config": set(),
-    "command_line": {"config", "files"},
+    "interfaces": set(),
+    "config_files": {"config", "files"},
+    "command_line": {"config", "config_files", "files", "workdir"},
     "files": {"config"},
+    "workdir": {"config", "files"},
     "console": set(),
     "ops": {"config"},
-    "data": {"config", "files"},
-    "models": {"config", "ops"},
-    "training": {"config", "files"},
-    "objectives": {"config"},
-    "analysis": {"config", "files", "ops", "data", "models", "training", "objectives"},
-    "interop": {"config", "files", "ops", "data", "models", "training", "objectives"},
-    "finetuning": {"config", "files", "ops", "data", "models", "training", "objectives"},
-    "recipes": {
-        *("config", "files", "ops", "data", "models", "training", "objectives"),
-        *("analysis", "interop", "finetuning"),
-    },
+    "data": {"config", "files", "interfaces"},
+    "models": {"config", "interfaces", "ops"},
+    "training": {"config", "files", "workdir", "interfaces"},
+    "objectives": {"config", "interfaces"},
+    "analysis": BELOW,
+    "interop": BELOW,
+    "finetuning": BELOW,
+    "inference": {*BELOW, "interop", "finetuning"},
+    "recipes": {*BELOW, "analysis", "interop", "finetuning", "inference"},
 }
+# The same between the rooms of a package; what stands outside of them is free.
+ROOMS = {
+    "data": {
+        "tables": set(),
+        "sources": {"tables"},
+        "tokenizer": set(),
+        "corpus": {"sources", "tokenizer"},
+        "tasks": {"tables", "sources", "tokenizer"},
+        "inputs": {"tables", "tasks"},
+    },
+    "finetuning": {
+        "scores": set(),
+        "predictions": {"scores"},
+        "tasks": {"scores", "predictions"},
+    },
+    "training": {"checkpoints": {"environment"}, "environment": set(), "reports": set()},
+    "interop": {"huggingface": set(), "tensorflow1": set()},
+    "ops": {"xla": set(), "tpu": {"xla"}, "gpu": set()},
+}
+MOST_FILES = 12
 
 
-def _imports(path: pathlib.Path) -> set[str]:
+def _imports(path: pathlib.Path) -> set[tuple[str, ...]]:
+    """Modules of ours that a file imports, as the parts of their names."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name.split(".")[1] for name in names if name.startswith("convbert_jax.")}
+    return {tuple(n.split(".")[1:]) for n in names if n.startswith("convbert_jax.")}
 
 
 def _part(path: pathlib.Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def test_the_page_of_the_architecture_says_the_same():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", page, flags=re.MULTILINE)
+    said = {name: set(re.findall(r"`(\w+)`", may)) for name, may in rows}
+    for name, may in rows:
+        if may.startswith("the lower rows"):
+            said[name] |= BELOW
+    assert said == ALLOWED
+    there = {path.stem for path in PACKAGE.glob("[a-z]*") if path.suffix in ("", ".py")}
+    assert there - {"main"} == set(ALLOWED)
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
@@ -46,8 +86,21 @@ def test_imports_point_the_right_way(path):
     if part in ("main", "__init__"):
         return
     assert part in ALLOWED, f"{path.name}: add '{part}' to the table"
-    wrong = _imports(path) - ALLOWED[part] - {part}
+    wrong = {name[0] for name in _imports(path)} - ALLOWED[part] - {part}
     assert not wrong, f"{path.relative_to(PACKAGE)} imports {sorted(wrong)}"
+    rooms = ROOMS.get(part, {})
+    room = path.relative_to(PACKAGE).parts[1] if len(path.relative_to(PACKAGE).parts) > 2 else ""
+    if room:
+        assert part not in ROOMS or room in rooms, f"{path}: add the room '{room}' to the table"
+        others = {name[1] for name in _imports(path) if name[0] == part and name[1] in rooms}
+        wrong = others - rooms.get(room, others) - {room}
+        assert not wrong, f"{path.relative_to(PACKAGE)} imports from {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("folder", sorted({p.parent for p in PACKAGE.rglob("*.py")}))
+def test_folders_can_be_taken_in_at_a_glance(folder):
+    files = sorted(path.name for path in folder.glob("*.py"))
+    assert len(files) <= MOST_FILES, f"{folder.relative_to(PACKAGE)} has {len(files)} files"
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)

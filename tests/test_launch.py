@@ -1,12 +1,13 @@
-"""The launch scripts: what they say of a Python that cannot be used."""
+"""The launch scripts, with a Python that only notes what it is asked for."""
 
 import os
 import pathlib
+import shutil
 import subprocess
 
 import pytest
 
-ENVIRONMENT = pathlib.Path(__file__).resolve().parents[1] / "launch" / "environment.sh"
+LAUNCH = pathlib.Path(__file__).resolve().parents[1] / "launch"
 SHIM = """#!/bin/sh
 echo "pyenv: python3.12: command not found" >&2
 echo "The python3.12 command exists in these Python versions: 3.12.1" >&2
@@ -15,6 +16,54 @@ exit 127
 OLD = """#!/bin/sh
 case "$2" in *print*) echo 3.9;; *) exit 1;; esac
 """
+# Answers what the scripts ask, notes the rest; it installs nothing where a file `offline` is.
+NOTES = """#!/bin/sh
+here=$(dirname "$0")
+case "$*" in
+  --version) echo Python 3.11.0;;
+  *sys.prefix*) dirname "$here";;
+  *cpu_count*) echo 3;;
+  "-m pip "*) echo "$*" >>"$here/../../asked"; test ! -e "$here/../../offline";;
+  *) echo "$*" >>"$here/../../asked";;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """The scripts and the lists of requirements, in an empty folder."""
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    for name in ("requirements.txt", "requirements-test.txt"):
+        (tmp_path / name).write_text("jax\n")
+    return tmp_path
+
+
+def start(checkout, command, *arguments, cwd=None, **environment) -> subprocess.CompletedProcess:
+    ours = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "CONDA_PREFIX")}
+    return subprocess.run(
+        ["bash", *command, *arguments],
+        cwd=cwd or checkout,
+        env={**ours, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def make_environment(folder) -> None:
+    """What `python -m venv` makes, as far as the scripts look."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").write_text(NOTES)
+    (folder / "bin" / "python").chmod(0o755)
+    (folder / "bin" / "activate").write_text(f"PATH={folder}/bin:$PATH")
+
+
+def asked(checkout) -> list[str]:
+    """What Python was asked since the last call."""
+    notes = checkout / "asked"
+    lines = notes.read_text().splitlines() if notes.exists() else []
+    notes.unlink(missing_ok=True)
+    return lines
 
 
 @pytest.mark.parametrize(
@@ -26,23 +75,85 @@ case "$2" in *print*) echo 3.9;; *) exit 1;; esac
     ],
     ids=["pyenv", "old", "absent"],
 )
-def test_a_python_that_cannot_be_used(tmp_path, script, says):
-    python = tmp_path / "python3.12"
+def test_a_python_that_cannot_be_used(checkout, script, says):
+    python = checkout / "python3.12"
     if script:
         python.write_text(script)
         python.chmod(0o755)
-    (tmp_path / "requirements.txt").write_text("")
-    environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "CONDA_PREFIX")}
-    result = subprocess.run(
-        ["bash", "-c", f". {ENVIRONMENT}"],
-        cwd=tmp_path,
-        env={**environment, "PYTHON": str(python)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = start(checkout, ["-c", ". launch/environment.sh"], PYTHON=str(python))
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"error: {python} ")
     assert says in line
-    assert not (tmp_path / ".venv").exists()
+    assert not (checkout / ".venv").exists()
+
+
+def test_requirements_are_installed_once_and_again_when_they_change(checkout):
+    make_environment(checkout / ".venv")
+    source = ["-c", ". launch/environment.sh"]
+    install = [
+        "-m pip install --quiet --disable-pip-version-check "
+        "-r requirements.txt -r requirements-test.txt"
+    ]
+    (checkout / "offline").touch()
+    for _ in range(2):  # an install that failed is not taken for one that is done
+        assert start(checkout, ["-e", *source]).returncode != 0
+        assert asked(checkout) == install
+    (checkout / "offline").unlink()
+    for expected in (install, []):
+        result = start(checkout, ["-e", *source])
+        assert result.returncode == 0, result.stderr
+        assert ("Installing" in result.stdout) == bool(expected)
+        assert asked(checkout) == expected
+    for name in ("requirements.txt", "requirements-test.txt"):
+        (checkout / name).write_text("jax\nflax\n")
+        for expected in (install, []):
+            assert start(checkout, ["-e", *source]).returncode == 0
+            assert asked(checkout) == expected
+
+
+def test_an_active_environment_is_used_as_it_is(checkout, tmp_path_factory):
+    active = tmp_path_factory.mktemp("active") / "env" / "it"
+    make_environment(active)
+    path = f"{active}/bin:{os.environ['PATH']}"
+    script = ["launch/quickstart.sh"]
+    result = start(checkout, script, PYTHON="/no/such/python", VIRTUAL_ENV=str(active), PATH=path)
+    assert result.returncode == 0, result.stderr
+    assert not (checkout / ".venv").exists()
+    assert asked(active.parent)[-1] == "-m convbert_jax.main --config=configs/tiny.py"
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "command"),
+    [
+        ("quickstart.sh", [], ["-m", "convbert_jax.main", "--config=configs/tiny.py"]),
+        (
+            "quickstart.sh",
+            ["--config.train.steps=5", "--workdir=a b"],
+            ["-m", "convbert_jax.main", "--config=configs/tiny.py", "--config.train.steps=5"],
+        ),
+        ("test.sh", [], ["-m", "pytest", "--numprocesses=3", "--dist=loadfile"]),
+        ("test.sh", ["-m", "not slow", "tests/ops"], ["-m", "pytest", "--numprocesses=3"]),
+    ],
+)
+def test_arguments_go_to_the_program(checkout, tmp_path_factory, script, arguments, command):
+    """From any folder, and after ours, so that they win."""
+    make_environment(checkout / ".venv")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    result = start(checkout, [str(checkout / "launch" / script)], *arguments, cwd=elsewhere)
+    assert result.returncode == 0, result.stderr
+    line = asked(checkout)[-1]
+    assert line.startswith(" ".join(command))
+    assert line.endswith(" ".join(arguments))
+    if script == "test.sh":
+        assert "-m not gpu and not tpu" in line
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_what_the_program_ends_with_is_what_the_script_ends_with(checkout):
+    make_environment(checkout / ".venv")
+    python = checkout / ".venv" / "bin" / "python"
+    python.write_text(NOTES.replace('*) echo "$*" >>"$here/../../asked";;', "*) exit 7;;"))
+    assert "exit 7" in python.read_text()
+    for script in ("quickstart.sh", "test.sh"):
+        assert start(checkout, [f"launch/{script}"]).returncode == 7

@@ -13,6 +13,7 @@ paper: what ELECTRA and ConvBERT print. Backward counts as much as forward, a ta
 """
 
 from convbert_jax.config import Config, EmbeddingsConfig, EncoderConfig, LayerConfig
+from convbert_jax.models import costs
 
 # Peak dense FLOP/s of one JAX device in bfloat16, by a part of its `device_kind`; the longest
 # fitting part counts. TPU: Google Cloud's TPU documentation, peak compute per chip; a device is
@@ -42,8 +43,6 @@ PEAK_FLOPS = {
     "V100": 125e12,
 }
 
-# Operations per element in the `paper` convention.
-_LAYER_NORM, _GELU, _SOFTMAX, _DROPOUT = 5, 8, 5, 4
 _PAPER_PREDICTED = 0.15625  # share of the tokens under the output layer
 
 CONVENTIONS = ("model", "paper")
@@ -69,7 +68,7 @@ def forward_flops_per_token(config: Config, convention: str = "model") -> float:
     if config.recipe == "masked_lm":
         return encoder + _predict(config, config.encoder.hidden_size, config.embeddings, paper)
     hidden = config.encoder.hidden_size
-    discriminator = encoder + 2 * hidden**2 + 2 * hidden + paper * (1 + _GELU) * hidden
+    discriminator = encoder + 2 * hidden**2 + 2 * hidden + paper * (1 + costs.GELU) * hidden
     kind = config.generator.kind
     if kind == "uniform":
         return discriminator
@@ -111,35 +110,22 @@ def _encoder(encoder: EncoderConfig, length: int, paper: bool) -> float:
 
 
 def _layer_products(layer: LayerConfig, length: int) -> float:
-    hidden, heads = layer.hidden_size, layer.attention_heads
-    width = heads * layer.head_size
-    feed_forward = 2 * 2 * hidden * layer.ffn_size // layer.ffn_groups
-    attention = 3 * 2 * hidden * width + 2 * 2 * length * width
-    if layer.mixer == "attention":
-        return attention + 2 * width * hidden + feed_forward
-    key_and_value = 2 * 2 * hidden * width
-    kernel_logits = 2 * width * heads * layer.kernel_size
-    return attention + key_and_value + kernel_logits + 2 * 2 * width * hidden + feed_forward
+    feed_forward = 2 * 2 * layer.hidden_size * layer.ffn_size // layer.ffn_groups
+    return layer.mixer.products(layer.hidden_size, length) + feed_forward
 
 
 def _layer_elementwise(layer: LayerConfig, length: int) -> float:
-    """Biases, norms, softmaxes, dropouts, residuals and the two convolutions."""
-    hidden, heads, taps = layer.hidden_size, layer.attention_heads, layer.kernel_size
-    width = heads * layer.head_size
-    scores = (1 + _SOFTMAX + _DROPOUT) * length * heads + 3 * width
-    around = 2 * (1 + _DROPOUT + 1 + _LAYER_NORM) * hidden + (1 + _GELU) * layer.ffn_size
-    if layer.mixer == "attention":
-        return scores + around
-    depthwise = 2 * taps * hidden
-    dynamic = 2 * taps * width + (1 + _SOFTMAX) * taps * heads + 3 * width
-    return scores + around + depthwise + dynamic
+    """Biases, norms, dropouts and residuals, and what the mixer has."""
+    around = 2 * (1 + costs.DROPOUT + 1 + costs.LAYER_NORM) * layer.hidden_size
+    around += (1 + costs.GELU) * layer.ffn_size
+    return layer.mixer.elementwise(layer.hidden_size, length) + around
 
 
 def _embed(embeddings: EmbeddingsConfig, length: int, paper: bool) -> float:
     if not paper:
         return 0.0
     lookups = embeddings.vocab_size + length + embeddings.types
-    return (2 * lookups + 2 + _LAYER_NORM + _DROPOUT) * embeddings.size
+    return (2 * lookups + 2 + costs.LAYER_NORM + costs.DROPOUT) * embeddings.size
 
 
 def _predict(config: Config, hidden: int, embeddings: EmbeddingsConfig, paper: bool) -> float:
@@ -147,6 +133,6 @@ def _predict(config: Config, hidden: int, embeddings: EmbeddingsConfig, paper: b
     products = 2 * embeddings.size * (hidden + embeddings.vocab_size)
     if not paper:
         return products * config.max_predictions / config.data.length
-    elementwise = (1 + _GELU + _LAYER_NORM) * embeddings.size
-    elementwise += (_SOFTMAX + 2) * embeddings.vocab_size
+    elementwise = (1 + costs.GELU + costs.LAYER_NORM) * embeddings.size
+    elementwise += (costs.SOFTMAX + 2) * embeddings.vocab_size
     return (products + elementwise) * _PAPER_PREDICTED

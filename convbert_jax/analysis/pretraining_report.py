@@ -3,14 +3,15 @@ sentence taken apart.
 """
 
 import math
-import pathlib
 import textwrap
 from collections.abc import Sequence
 
 import numpy as np
 from absl import logging
+from etils import epath
 
-from convbert_jax.training.reporting import read_metrics
+from convbert_jax import files
+from convbert_jax.training.reports.reporting import read_metrics
 
 # Panels of the picture: title, metrics, and the name and value of a no-skill line.
 _PANELS = (
@@ -23,7 +24,7 @@ _PANELS = (
 )
 
 
-def read_curves(metrics_file: pathlib.Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
+def read_curves(metrics_file: epath.Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """split -> metric -> [(step, value)] of a run's metrics.jsonl.
 
     Raises:
@@ -39,7 +40,7 @@ def read_curves(metrics_file: pathlib.Path) -> dict[str, dict[str, list[tuple[in
     return curves
 
 
-def plot_curves(metrics_file: pathlib.Path, picture: pathlib.Path, title: str) -> bool:
+def plot_curves(metrics_file: epath.Path, picture: epath.Path, title: str) -> bool:
     """Draws the metrics that the run has, training thin and held-out bold, into a PNG.
 
     Returns:
@@ -87,7 +88,8 @@ def plot_curves(metrics_file: pathlib.Path, picture: pathlib.Path, title: str) -
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(picture, dpi=120)
+    with files.replacing(picture) as file:
+        figure.savefig(file, format="png", dpi=120)
     pyplot.close(figure)
     return True
 

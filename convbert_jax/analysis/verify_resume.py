@@ -1,7 +1,5 @@
 """Is a resumed run the same run? Trains twice, once killed in the middle, and compares all bits."""
 
-import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -9,9 +7,12 @@ import time
 
 import numpy as np
 from absl import logging
+from etils import epath
 
+from convbert_jax import files
 from convbert_jax.config import UserError
-from convbert_jax.training.checkpoint_reading import list_steps, load_arrays
+from convbert_jax.training.checkpoints.reading import load_arrays
+from convbert_jax.workdir import Workdir
 
 _PATIENCE = 1_800  # seconds for one run to show a new checkpoint
 
@@ -20,7 +21,7 @@ class ResumeError(UserError):
     """The two runs differ, or could not be compared."""
 
 
-def run(arguments: list[str], workdir: pathlib.Path, *, steps: int) -> None:
+def run(arguments: list[str], workdir: epath.PathLike, *, steps: int) -> str:
     """Runs `steps` steps straight and with a SIGKILL after the first checkpoint past the middle;
     compares the results.
 
@@ -28,12 +29,16 @@ def run(arguments: list[str], workdir: pathlib.Path, *, steps: int) -> None:
       arguments: flags of main.py: --config and overrides.
       workdir: of the run to verify; everything is written below WORKDIR/verify_resume.
 
+    Returns:
+      What was compared, in a sentence.
+
     Raises:
       ResumeError: parameters, optimizer state or data position differ in any bit.
     """
-    folder = workdir / "verify_resume"
-    for name in ("straight", "killed"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    workdir = Workdir(workdir)
+    straight, killed = (workdir.trial(name) for name in ("straight", "killed"))
+    for trial in (straight, killed):
+        files.remove_tree(trial.path)
     every = max(1, steps // 8)
     shared = [
         *arguments,
@@ -42,31 +47,28 @@ def run(arguments: list[str], workdir: pathlib.Path, *, steps: int) -> None:
         f"--config.train.eval_every={every}",
         f"--config.train.log_every={every}",
         f"--config.checkpoint.every={every}",
-        f"--config.data.directory={folder / 'data'}",
+        f"--config.data.directory={workdir.trial('data')}",
     ]
     logging.info("Preparing the data and training %d steps without a break.", steps)
-    _wait(_start(shared, folder / "straight"), "the straight run")
+    _wait(_start(shared, straight), "the straight run")
 
     logging.info("Training again, to be killed in the middle.")
-    process = _start(shared, folder / "killed")
-    killed_at = _kill_after(process, folder / "killed" / "checkpoints", steps // 2, steps)
+    process = _start(shared, killed)
+    killed_at = _kill_after(process, killed, steps // 2, steps)
     logging.info("Killed after the checkpoint of step %d; resuming.", killed_at)
-    _wait(_start(shared, folder / "killed"), "the resumed run")
+    _wait(_start(shared, killed), "the resumed run")
 
-    straight, resumed = (
-        load_arrays(folder / name / "checkpoints", steps)[1] for name in ("straight", "killed")
-    )
-    differing = compare(straight, resumed)
+    expected, resumed = (load_arrays(w.checkpoints, steps)[1] for w in (straight, killed))
+    differing = compare(expected, resumed)
     if differing:
         raise ResumeError(
-            f"resuming is not exact: {len(differing)} of {len(straight)} parts differ, first "
-            f"{differing[0]}; both runs "
-            f"are kept in {folder}."
+            f"resuming is not exact: {len(differing)} of {len(expected)} parts differ, first "
+            f"{differing[0]}; both runs are kept in {straight.path.parent}."
         )
-    print(
-        f"Exact: {len(straight)} parts (parameters, optimizer state, data position) of the run "
-        "killed after step "
-        f"{killed_at} equal those of the straight run bit for bit at step {steps}."
+    return (
+        f"Exact: {len(expected)} parts (parameters, optimizer state, data position) of the run "
+        f"killed after step {killed_at} equal those of the straight run bit for bit at step "
+        f"{steps}."
     )
 
 
@@ -84,7 +86,7 @@ def compare(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> list
     ]
 
 
-def _start(arguments: list[str], workdir: pathlib.Path) -> subprocess.Popen:
+def _start(arguments: list[str], workdir: Workdir) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "convbert_jax.main", *arguments, f"--workdir={workdir}"],
         stdout=subprocess.DEVNULL,
@@ -98,9 +100,7 @@ def _wait(process: subprocess.Popen, name: str) -> None:
         )
 
 
-def _kill_after(
-    process: subprocess.Popen, checkpoints: pathlib.Path, middle: int, steps: int
-) -> int:
+def _kill_after(process: subprocess.Popen, killed: Workdir, middle: int, steps: int) -> int:
     """Kills the run as soon as a checkpoint of step `middle` or later is complete."""
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:
@@ -109,7 +109,7 @@ def _kill_after(
                 f"the run ended (exit code {process.returncode}) before it could be killed; "
                 f"raise --verify_steps={steps}."
             )
-        done = [step for step in list_steps(checkpoints) if step >= middle]
+        done = [step for step in killed.steps() if step >= middle]
         if done:
             process.send_signal(signal.SIGKILL)
             process.wait()

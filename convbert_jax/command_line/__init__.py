@@ -2,7 +2,6 @@
 
 request.py       `read` makes one `Request` of a command line, `describe` the text of --help
 flags.py         every flag
-config_files.py  --config: a Python file with get_config, or the config.json of a run
 overrides.py     --config.section.field=value
 fields.py        the fields of a config, with the comments of their source
 help_text.py     what --help prints

@@ -31,7 +31,7 @@ def describe_program(
             "Flags:",
             *_table(rows),
             "",
-            f"Config files here: {', '.join(known) or 'none; start from the repository'}",
+            f"Config files: {', '.join(known)}",
             "Every field of one, with its comment and value: --config=configs/small.py --help",
         ]
     )

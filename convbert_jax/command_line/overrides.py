@@ -1,17 +1,19 @@
 """Command-line overrides of config fields, checked against the schema of `config/`.
 
-`100k`, `1e5` and `100_000` are all integers; a list is `a,b,c`; a field asked for in the wrong
-section is answered with the right one.
+`100k`, `1e5` and `100_000` are all integers; a list is `a,b,c`, one of sections is JSON; a field
+asked for in the wrong section is answered with the right one.
 """
 
+import dataclasses
 import decimal
 import re
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from convbert_jax import files
 from convbert_jax.command_line.fields import field_types, nearest
-from convbert_jax.config import ConfigError
+from convbert_jax.config import ConfigError, to_text
 
 _MULTIPLES = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
 _NUMBER = re.compile(
@@ -46,31 +48,9 @@ def take(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return values, rest
 
 
-def apply(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested `values` of a config with some of them replaced, by path.
-
-    Raises:
-      ConfigError: a section of `values` is none.
-    """
-    result = dict(values)
-    for path, value in overrides.items():
-        section, _, field = path.rpartition(".")
-        if not section:
-            result[field] = value
-            continue
-        inside = result.get(section, {})
-        if not isinstance(inside, Mapping):
-            raise ConfigError(f"config.{section}={inside!r} is a section; it must have fields.")
-        result[section] = {**inside, field: value}
-    return result
-
-
 def to_flags(overrides: Mapping[str, Any]) -> list[str]:
     """The arguments that `take` reads these overrides from."""
-    return [
-        f"--config.{path}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
-        for path, value in overrides.items()
-    ]
+    return [f"--config.{path}={to_text(value)}" for path, value in overrides.items()]
 
 
 def _join_values(arguments: Sequence[str]) -> list[str]:
@@ -94,8 +74,23 @@ def _describe_unknown(path: str, types: Mapping[str, type]) -> str:
     return f"--config.{path} does not exist; {hint}"
 
 
+def _parse_json(name: str, value: str) -> tuple:
+    """Sections of a list, which `config` reads."""
+    try:
+        found = files.parse_json(value or "[]")
+    except ValueError as error:
+        raise ConfigError(
+            f"{name}={value!r} is no JSON ({error}); write a list of objects."
+        ) from None
+    if not isinstance(found, list):
+        raise ConfigError(f"{name}={value!r} must be a list of objects.")
+    return tuple(found)
+
+
 def _parse(name: str, value: str, kind: type):
     """`value` as a field of type `kind` holds it."""
+    if typing.get_origin(kind) is tuple and dataclasses.is_dataclass(typing.get_args(kind)[0]):
+        return _parse_json(name, value)
     if typing.get_origin(kind) is tuple:
         item, parts = typing.get_args(kind)[0], [p.strip() for p in value.strip("()[]").split(",")]
         return tuple(_parse(name, part.strip("'\""), item) for part in parts if part)

@@ -1,17 +1,17 @@
 """What a command line asks for, checked before jax is loaded."""
 
 import dataclasses
-import operator
-import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags as absl_flags
-from absl import logging
+from etils import epath
 
-from convbert_jax.command_line import config_files, flags, help_text, overrides
-from convbert_jax.config import Config, ConfigError, fit_to_steps, from_config_dict
+from convbert_jax import config_files
+from convbert_jax.command_line import flags, help_text, overrides
+from convbert_jax.config import Config, ConfigError, from_config_dict
+from convbert_jax.workdir import Workdir
 
 _HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
 
@@ -31,7 +31,6 @@ _MODES_OF_FLAG = {
 _WITHOUT_CONFIG = ("export", "predict")
 # Modes that need no --config where --workdir has a run.
 _OF_A_RUN = ("train", "prepare", "eval", "verify_resume")
-_RUN_CONFIG = "config.json"  # in a workdir, see training/workdir.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Request:
 
     mode: str
     config: Config | None
-    workdir: pathlib.Path | None
+    workdir: epath.Path | None
     given: frozenset[str]
     config_flags: tuple[str, ...]
     multihost: bool
@@ -85,7 +84,7 @@ def read(argv: Sequence[str]) -> Request:
     _check_overrides(changed)
     config = None
     if config_file:
-        config = _make_config(config_file, changed)
+        config = config_files.make_config(config_file, changed)
         _check_recipe(config)
     return Request(
         mode=flags.MODE.value,
@@ -119,49 +118,11 @@ def describe(argv: Sequence[str]) -> str | None:
     changed = flags.parse(arguments)
     file = flags.CONFIG.value
     if not file and flags.WORKDIR.value:
-        of_run = pathlib.Path(flags.WORKDIR.value) / _RUN_CONFIG
+        of_run = Workdir(flags.WORKDIR.value).config
         file = str(of_run) if of_run.is_file() else None
     if file:
-        return help_text.describe_config(_make_config(file, changed), file)
+        return help_text.describe_config(config_files.make_config(file, changed), file)
     return help_text.describe_program(flags.MODES, flags.own_flags(), config_files.known_files())
-
-
-def _make_config(file: str, changed: Mapping[str, Any]) -> Config:
-    """The config of a file with overrides; a Python file's intervals are fitted to fewer steps."""
-    values = config_files.load(file)
-    if file.endswith(".json"):  # of a run: it has what was chosen
-        config = from_config_dict(overrides.apply(values, changed))
-        if "train.steps" in changed and config.recipe != "finetune":
-            _tell_intervals(config, file, changed)
-        return config
-    of_file = from_config_dict(values, check=False)
-    fitted = fit_to_steps(of_file, changed)
-    config = from_config_dict(overrides.apply(values, {**fitted, **changed}))
-    if fitted:
-        logging.info(
-            "For %s steps, not the %s of %s: %s. Name any of them to choose it.",
-            f"{config.train.steps:,}",
-            f"{of_file.train.steps:,}",
-            file,
-            ", ".join(f"config.{path}={value}" for path, value in fitted.items()),
-        )
-    return config
-
-
-def _tell_intervals(config: Config, file: str, changed: Mapping[str, Any]) -> None:
-    """Those of a trial would be a poor choice for the long run that it becomes."""
-    paths = ("optimizer.warmup_steps", "train.log_every", "train.eval_every", "checkpoint.every")
-    kept = [
-        f"config.{path}={operator.attrgetter(path)(config)}"
-        for path in paths
-        if path not in changed
-    ]
-    if kept:
-        logging.info(
-            "As in %s: %s. Name any of them, or the config file, to change it.",
-            file,
-            ", ".join(kept),
-        )
 
 
 def _check_flags() -> None:
@@ -222,15 +183,15 @@ def _find_config() -> str | None:
     if mode in _WITHOUT_CONFIG or (file and mode != "eval"):
         return file
     if flags.WORKDIR.value and mode in _OF_A_RUN:
-        of_run = pathlib.Path(flags.WORKDIR.value) / _RUN_CONFIG
+        of_run = Workdir(flags.WORKDIR.value).config
     elif mode == "eval" and file:  # names the run; the config is what the run has kept
         config = from_config_dict(config_files.load(file), check=False)
-        of_run = _find_workdir(config) / _RUN_CONFIG
+        of_run = Workdir(_find_workdir(config)).config
     else:
         of_run = None
     if of_run and of_run.is_file():
         return str(of_run)
-    why = f"--workdir={of_run.parent} holds no run ({_RUN_CONFIG}: no such file)" if of_run else ""
+    why = f"--workdir={of_run.parent} holds no run ({of_run.name}: no such file)" if of_run else ""
     if mode == "eval":
         raise ConfigError(f"{why or '--workdir is missing'}; name the folder of a run.")
     known = ", ".join(config_files.known_files())
@@ -280,20 +241,7 @@ def _check_recipe(config: Config) -> None:
         )
 
 
-def _find_workdir(config: Config | None) -> pathlib.Path | None:
+def _find_workdir(config: Config | None) -> epath.Path | None:
     if not config and not flags.WORKDIR.value:
         return None
-    value = flags.WORKDIR.value
-    if not value:
-        if config.name in ("", ".", "..") or "/" in config.name:
-            raise ConfigError(
-                f"config.name='{config.name}' is no name of a folder, which runs/NAME needs; name "
-                "the folder with --workdir."
-            )
-        value = f"runs/{config.name}"
-    if "://" in value:
-        raise ConfigError(
-            f"--workdir={value} is a bucket; mount it as a folder (gcsfuse) and give that folder, "
-            "so that locks and renames work."
-        )
-    return pathlib.Path(value)
+    return config_files.choose_workdir(flags.WORKDIR.value, config)

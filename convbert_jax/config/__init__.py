@@ -9,13 +9,19 @@ the fix.
 sections.py    every field of pre-training, with its comment: what a user sets
 finetuning.py  those of fine-tuning; own_task.py a labelled data set of the user's own
 run.py         the sections together, and what follows from them
-network.py     what the model code is built from
-reading.py     from and to mappings; checks.py the rules, bounds.py those of single numbers
+changes.py     which fields may change between two starts of one run, said at each as its type
+network.py     what the model code is built from, and how it follows from the sections
+mixers.py      token mixers by name, and what each must say
+implementations.py  of ops, by name
+reading.py     from and to mappings
+checks/        pretraining.py and finetuning.py what must hold between fields, stages.py in stages,
+               bounds.py of single numbers; rules.py what checks are made of
 short_runs.py  intervals that fit into fewer steps than a config file is made for
 """
 
-from convbert_jax.config.errors import ConfigError, UserError
+from convbert_jax.config.errors import ConfigError, MixerError, UserError
 from convbert_jax.config.finetuning import FinetuneSection, OutputsSection
+from convbert_jax.config.mixers import Mixer, MixerSettings
 from convbert_jax.config.network import (
     EmbeddingsConfig,
     EncoderConfig,
@@ -23,7 +29,7 @@ from convbert_jax.config.network import (
     StageConfig,
 )
 from convbert_jax.config.own_task import TaskSection
-from convbert_jax.config.reading import from_config_dict, to_config_dict, to_dict
+from convbert_jax.config.reading import from_config_dict, to_config_dict, to_dict, to_text
 from convbert_jax.config.run import Config
 from convbert_jax.config.sections import (
     CheckpointSection,
@@ -33,6 +39,7 @@ from convbert_jax.config.sections import (
     ModelSection,
     ObjectiveSection,
     OptimizerSection,
+    StageSection,
     TokenizerSection,
     TrainSection,
 )
@@ -49,11 +56,15 @@ __all__ = [
     "GeneratorSection",
     "LayerConfig",
     "MeshSection",
+    "Mixer",
+    "MixerError",
+    "MixerSettings",
     "ModelSection",
     "ObjectiveSection",
     "OptimizerSection",
     "OutputsSection",
     "StageConfig",
+    "StageSection",
     "TaskSection",
     "TokenizerSection",
     "TrainSection",
@@ -62,4 +73,5 @@ __all__ = [
     "from_config_dict",
     "to_config_dict",
     "to_dict",
+    "to_text",
 ]

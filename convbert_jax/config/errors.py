@@ -12,3 +12,7 @@ class UserError(Exception):
 
 class ConfigError(UserError):
     """A config that cannot run."""
+
+
+class MixerError(ConfigError):
+    """A mixer that cannot be made here; the config that names it may be whole."""

@@ -7,6 +7,8 @@ marked "Release:" are as in `sections.py`.
 
 import dataclasses
 
+from convbert_jax.config.changes import Changeable
+
 KINDS = ("classification", "regression", "tagging", "span")
 HEADS = ("auto", "sequence", "first_token", "token", "span", "span_beam")
 VECTORIZE = ("auto", "true", "false")
@@ -16,9 +18,10 @@ VECTORIZE = ("auto", "true", "false")
 class FinetuneSection:
     """How an encoder is fine-tuned: the same for every task of a run."""
 
-    # names: those of data/glue.py, "squad_v1", "squad_v2", or "own" for the one of config.task
-    tasks: tuple[str, ...] = ()
-    data: str = ""  # folder of the task's original files, or a TFDS folder; see data/glue.py
+    # names: those of data/tasks/glue.py, "squad_v1", "squad_v2", or "own", that of config.task
+    tasks: Changeable[tuple[str, ...]] = ()
+    # folder of the task's original files, or a TFDS folder; see data/tasks/glue.py
+    data: Changeable[str] = ""
     # weights are random, only sizes and vocabulary are those of init_from: what pre-training is
     # worth
     from_scratch: bool = False
@@ -34,17 +37,18 @@ class FinetuneSection:
     # weights whose convolution reads padding, so that these get none.
     buckets: tuple[int, ...] = (16, 32, 64, 96, 128, 192, 256, 384)
     batch_size: int = 32
-    eval_batch_size: int = 128
+    eval_batch_size: Changeable[int] = 128
     # peak; several are a search, of all pairs with `epochs`, chosen by the median dev score
     learning_rates: tuple[float, ...] = (3e-4,)
     epochs: tuple[float, ...] = ()  # (): the task's own, 3; RTE and STS-B 10, SQuAD 2
-    seeds: int = 5  # runs of each setting, with config.seed, config.seed + 1, ...
+    seeds: Changeable[int] = 5  # runs of each setting, with config.seed, config.seed + 1, ...
     # runs of one setting train at once, as one program: auto (where it is faster) | true | false
-    vectorize_seeds: str = "auto"
-    show_best: bool = False  # the best seed too, which nobody should report alone
+    vectorize_seeds: Changeable[str] = "auto"
+    show_best: Changeable[bool] = False  # the best seed too, which nobody should report alone
     # from one checkpoint of a run that is under way to the next, 0 is none: what a kill may cost
-    checkpoint_minutes: float = 10.0
-    save_models: bool = True  # keeps the weights of every run: TASK/seed-N is a run's folder
+    checkpoint_minutes: Changeable[float] = 10.0
+    # keeps the weights of every run: TASK/seed-N is a run's folder
+    save_models: Changeable[bool] = True
     train_rows: int = 0  # of the training set, drawn by config.seed; 0 is all
     warmup_fraction: float = 0.1  # of the steps, whole ones
     # Release: of the steps, not rounded: the warm-up of 257 steps ends at 25.7, not at 25.

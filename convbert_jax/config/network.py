@@ -1,6 +1,12 @@
-"""What the model code is built from: derived in `run.py`, never written by a user."""
+"""What the model code is built from, and how it follows from the sections: a config of layers,
+stages and encoders that no user writes.
+"""
 
 import dataclasses
+from collections.abc import Mapping
+
+from convbert_jax.config.mixers import Mixer, MixerSettings, make_mixer
+from convbert_jax.config.sections import GeneratorSection, ModelSection, StageSection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -8,17 +14,10 @@ class LayerConfig:
     """One encoder layer: a token mixer and a feed-forward block, both post-norm."""
 
     hidden_size: int
-    mixer: str  # a key of models/mixers.py MIXERS; a bottleneck is an attention of fewer heads
-    attention_heads: int  # self-attention heads; the mixed block adds as many convolution heads
-    head_size: int
-    kernel_size: int  # taps of the span-based dynamic convolution
+    mixer: Mixer
     ffn_size: int
     ffn_groups: int  # contiguous channel groups in both feed-forward matmuls (ConvBERT §3.3)
     dropout: float
-    attention_dropout: float
-    attention: str
-    convolution: str
-    mask_convolution: bool
     layer_norm_epsilon: float
     initializers: str
     initializer_range: float
@@ -59,3 +58,174 @@ class EncoderConfig:
     @property
     def depth(self) -> int:
         return sum(stage.depth for stage in self.stages)
+
+    @property
+    def reads_padding(self) -> bool:
+        """Whether padding, or a document packed behind, changes the outputs of real tokens."""
+        return any(stage.layer.mixer.reads_padding for stage in self.stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A stage with nothing left out.
+
+    Attributes:
+      place: what an error calls it: "config.model", the only one, or "config.model.stages[1]".
+      names: field of StageSection -> where it was set, "config.model.heads" for one.
+    """
+
+    place: str
+    names: Mapping[str, str]
+    sizes: StageSection
+
+
+@dataclasses.dataclass(frozen=True)
+class GeneratorSizes:
+    """Those of a generator of its own: the release's rule, for each stage.
+
+    Hidden size and heads are cut by config.generator.size and rounded, the feed-forward is four
+    times the hidden size, every stage is config.generator.layers as deep, at least one layer.
+    Mixer, head ratio, kernel size and groups stay.
+    """
+
+    model: ModelSection
+    generator: GeneratorSection
+
+    @property
+    def hidden_size(self) -> int:
+        return round(self.model.hidden_size * self.generator.size)
+
+    @property
+    def embedding_size(self) -> int:
+        tied = self.generator.tie_embeddings
+        return self.model.embedding_size if tied else self.hidden_size
+
+    def heads(self, stage: Stage) -> int:
+        """Nominal heads, which must divide the hidden size."""
+        return max(1, int(stage.sizes.heads * self.generator.size + 1e-9))
+
+    def depth(self, stage: Stage) -> int:
+        return max(1, round(stage.sizes.layers * self.generator.layers))
+
+
+def list_stages(model: ModelSection) -> list[Stage]:
+    """Those of config.model.stages, where the other fields of config.model fill the gaps; without
+    any the one that these fields describe.
+    """
+    fields = [field.name for field in dataclasses.fields(StageSection)]
+    flat = StageSection(**{name: getattr(model, name) for name in fields})
+    of_model = {name: f"config.model.{name}" for name in fields}
+    if not model.stages:
+        return [Stage("config.model", of_model, flat)]
+    stages = []
+    for i, section in enumerate(model.stages):
+        place = f"config.model.stages[{i}]"
+        given = {name for name in fields if getattr(section, name)}
+        if section.mixer not in ("", model.mixer):
+            given.add("mixer_fields")  # those of config.model are of another mixer
+        gaps = {name: getattr(flat, name) for name in fields if name not in given}
+        names = of_model | {name: f"{place}.{name}" for name in given}
+        stages.append(Stage(place, names, dataclasses.replace(section, **gaps)))
+    return stages
+
+
+def idle_fields(model: ModelSection) -> list[str]:
+    """Fields of config.model without effect: each stage has another value, or its mixer reads none.
+
+    Raises:
+      ConfigError: a mixer is unknown or cannot be made.
+    """
+
+    def is_idle(name: str, stage: Stage, layer: LayerConfig) -> bool:
+        if getattr(stage.sizes, name) != getattr(model, name):
+            return True
+        of_mixer = name in ("heads", "head_ratio", "kernel_size")
+        return of_mixer and name not in layer.mixer.fields(layer.hidden_size)
+
+    layers = [stage.layer for stage in derive_encoder(model).stages]
+    pairs = list(zip(list_stages(model), layers, strict=True))
+    names = ("heads", "head_ratio", "mixer", "kernel_size", "ffn_size", "ffn_groups")
+    return [name for name in names if all(is_idle(name, *pair) for pair in pairs)]
+
+
+def derive_encoder(model: ModelSection) -> EncoderConfig:
+    """The encoder that is kept.
+
+    Raises:
+      ConfigError: a mixer is unknown or cannot be made.
+    """
+    stages = [
+        StageConfig(
+            stage.sizes.layers,
+            _layer(
+                model,
+                stage,
+                hidden_size=model.hidden_size,
+                heads=stage.sizes.heads,
+                ffn_size=stage.sizes.ffn_size,
+            ),
+        )
+        for stage in list_stages(model)
+    ]
+    return _encoder(model, model.embedding_size, model.hidden_size, stages)
+
+
+def derive_generator(model: ModelSection, section: GeneratorSection) -> EncoderConfig:
+    """The encoder of a separate generator, see `GeneratorSizes`; errors as `derive_encoder`."""
+    sizes = GeneratorSizes(model, section)
+    stages = [
+        StageConfig(
+            sizes.depth(stage),
+            _layer(
+                model,
+                stage,
+                hidden_size=sizes.hidden_size,
+                heads=sizes.heads(stage),
+                ffn_size=4 * sizes.hidden_size,
+                generator_size=section.size,
+                release_heads=section.release_heads,
+            ),
+        )
+        for stage in list_stages(model)
+    ]
+    return _encoder(model, sizes.embedding_size, sizes.hidden_size, stages)
+
+
+def _layer(
+    model: ModelSection, stage: Stage, *, hidden_size: int, heads: int, ffn_size: int, **generator
+) -> LayerConfig:
+    settings = MixerSettings(
+        names=stage.names,
+        mixer=stage.sizes.mixer,
+        heads=heads,
+        head_size=hidden_size // heads,
+        head_ratio=stage.sizes.head_ratio,
+        kernel_size=stage.sizes.kernel_size,
+        attention_dropout=model.attention_dropout,
+        attention=model.attention,
+        convolution=model.convolution,
+        mask_convolution=model.mask_convolution,
+        **generator,
+    )
+    return LayerConfig(
+        hidden_size=hidden_size,
+        mixer=make_mixer(settings, stage.sizes.mixer_fields),
+        ffn_size=ffn_size,
+        ffn_groups=stage.sizes.ffn_groups,
+        dropout=model.dropout,
+        layer_norm_epsilon=model.layer_norm_epsilon,
+        initializers=model.initializers,
+        initializer_range=model.initializer_range,
+    )
+
+
+def _encoder(model: ModelSection, embedding_size: int, hidden_size: int, stages) -> EncoderConfig:
+    return EncoderConfig(
+        embedding_size=embedding_size,
+        hidden_size=hidden_size,
+        stages=tuple(stages),
+        remat=model.remat,
+        scan_unroll=model.scan_unroll,
+        initializers=model.initializers,
+        initializer_range=model.initializer_range,
+    )

@@ -8,7 +8,7 @@ INPUT_FORMATS = ("auto", "lines", "tsv", "csv", "jsonl", "json", "conll", "patte
 
 @dataclasses.dataclass(frozen=True)
 class TaskSection:
-    """A labelled data set of one's own, the task "own"; read by data/own_task.py.
+    """A labelled data set of one's own, the task "own"; read by data/tasks/own_task.py.
 
     A split is one file or several with commas between (globs too), `.gz` or not.
     """
@@ -26,7 +26,7 @@ class TaskSection:
     test: str = ""  # may lack labels: its predictions are written
     heldout_fraction: float = 0.1  # without `validation`; chosen by a hash of the texts
     # auto (by the file's name) | tsv | csv | jsonl | json (FILE#KEY names the list) | conll |
-    # parallel (the files of a split are its columns) | pattern; see data/table_files.py
+    # parallel (the files of a split are its columns) | pattern; see data/tables/table_files.py
     format: str = "auto"
     columns: tuple[str, ...] = ()  # names, where the first line is not a header
     rest_in_last: bool = False  # tsv: the last column may contain tabs

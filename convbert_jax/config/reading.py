@@ -2,12 +2,13 @@
 
 import dataclasses
 import difflib
+import json
 import math
 import typing
 from collections.abc import Mapping
 from typing import Any
 
-from convbert_jax.config import checks
+from convbert_jax.config.checks import pretraining as checks
 from convbert_jax.config.errors import ConfigError
 from convbert_jax.config.run import Config
 
@@ -45,6 +46,24 @@ def from_config_dict(values: Mapping[str, Any], *, check: bool = True) -> Config
     return config
 
 
+def to_text(value: Any) -> str:
+    """A value of a field as an override has it, `a,b` for a list; sections of a list as JSON."""
+    if isinstance(value, tuple) and any(not isinstance(part, str | int | float) for part in value):
+        return json.dumps([_given(part) for part in value])
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _given(section) -> Any:
+    """What differs from the defaults of a section, and its first field; as it is if it is read
+    already from JSON.
+    """
+    if not dataclasses.is_dataclass(section):
+        return section
+    first, *rest = dataclasses.fields(section)
+    kept = [first, *(f for f in rest if getattr(section, f.name) != f.default)]
+    return {field.name: getattr(section, field.name) for field in kept}
+
+
 def _from_mapping(cls, values: Mapping[str, Any], path: str):
     fields = typing.get_type_hints(cls)
     for key in values:
@@ -76,6 +95,10 @@ def _to_type(value, kind, name: str):
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{name}={value!r} must be a list, not {type(value).__name__}.")
         item = typing.get_args(kind)[0]
+        if dataclasses.is_dataclass(item):
+            return tuple(
+                _from_item(item, part, name, f"{name}[{i}]") for i, part in enumerate(value)
+            )
         return tuple(_to_type(part, item, f"{name}[{i}]") for i, part in enumerate(value))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if abs(value) < 1e300 else math.inf
@@ -86,6 +109,14 @@ def _to_type(value, kind, name: str):
     if kind is str and ("\0" in value or not _is_text(value)):
         raise ConfigError(f"{name}={value!r} is no text that a file can hold; spell it in UTF-8.")
     return value
+
+
+def _from_item(cls, value, field: str, name: str):
+    """One section of a field that holds several."""
+    if not hasattr(value, "items"):
+        names = ", ".join(field.name for field in dataclasses.fields(cls))
+        raise ConfigError(f"{field} has {value!r}, no object with some of the fields {names}.")
+    return _from_mapping(cls, value, path=f"{name.removeprefix('config.')}.")
 
 
 def _is_text(value: str) -> bool:

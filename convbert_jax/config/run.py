@@ -3,15 +3,18 @@
 import dataclasses
 import math
 
+from convbert_jax.config.changes import Changeable
 from convbert_jax.config.finetuning import FinetuneSection, OutputsSection
 from convbert_jax.config.network import (
     EmbeddingsConfig,
     EncoderConfig,
-    LayerConfig,
-    StageConfig,
+    GeneratorSizes,
+    derive_encoder,
+    derive_generator,
 )
 from convbert_jax.config.own_task import TaskSection
 from convbert_jax.config.sections import (
+    HELDOUT_METRICS,
     CheckpointSection,
     DataSection,
     GeneratorSection,
@@ -40,10 +43,10 @@ class Config:
     # weights that a new run starts from: a run's folder, a Hugging Face folder or a TensorFlow 1
     # checkpoint; "" starts from random ones
     init_from: str = ""
-    platform: str = "any"  # stop unless the run finds this: any | cpu | gpu | tpu
+    platform: Changeable[str] = "any"  # stop unless the run finds this: any | cpu | gpu | tpu
     # auto: bfloat16 on accelerators, float32 on a CPU. Parameters and optimizer stay float32.
     # Release: float32.
-    compute_dtype: str = "auto"
+    compute_dtype: Changeable[str] = "auto"
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     generator: GeneratorSection = dataclasses.field(default_factory=GeneratorSection)
     objective: ObjectiveSection = dataclasses.field(default_factory=ObjectiveSection)
@@ -65,36 +68,17 @@ class Config:
     @property
     def generator_embeddings(self) -> EmbeddingsConfig:
         """Embeddings of an untied generator, at its own hidden size as in the release."""
-        return self._embeddings(self.generator_encoder.hidden_size)
+        return self._embeddings(GeneratorSizes(self.model, self.generator).hidden_size)
 
     @property
     def encoder(self) -> EncoderConfig:
-        m = self.model
-        return self._encoder(
-            embedding_size=m.embedding_size,
-            hidden_size=m.hidden_size,
-            layers=m.layers,
-            ffn_size=m.ffn_size,
-            heads=m.heads,
-            head_size=m.hidden_size // m.heads,
-            release_heads=True,
-        )
+        """The encoder that is kept; ConfigError for a mixer that is unknown or cannot be."""
+        return derive_encoder(self.model)
 
     @property
     def generator_encoder(self) -> EncoderConfig:
-        """The release's generator: width, feed-forward and number of heads cut by `size`."""
-        m, g = self.model, self.generator
-        hidden = round(m.hidden_size * g.size)
-        heads = max(1, int(m.heads * g.size + 1e-9))
-        return self._encoder(
-            embedding_size=m.embedding_size if g.tie_embeddings else hidden,
-            hidden_size=hidden,
-            layers=max(1, round(m.layers * g.layers)),
-            ffn_size=4 * hidden,
-            heads=heads,
-            head_size=hidden // heads,
-            release_heads=g.release_heads,
-        )
+        """That of a separate generator; ConfigError as `encoder`."""
+        return derive_generator(self.model, self.generator)
 
     @property
     def max_predictions(self) -> int:
@@ -107,6 +91,13 @@ class Config:
         multiple = self.objective.prediction_multiple
         return math.ceil(self.max_predictions / multiple) * multiple
 
+    @property
+    def heldout_metrics(self) -> tuple[str, ...]:
+        """What an evaluation measures, by name; none in fine-tuning, whose tasks have their own."""
+        names = HELDOUT_METRICS.get(self.recipe, ())
+        release = self.objective.release_metrics
+        return tuple(name for name in names if release or not name.startswith("release_"))
+
     def _embeddings(self, size: int) -> EmbeddingsConfig:
         m = self.model
         return EmbeddingsConfig(
@@ -116,41 +107,4 @@ class Config:
             types=m.types,
             dropout=m.dropout,
             layer_norm_epsilon=m.layer_norm_epsilon,
-        )
-
-    def _encoder(
-        self, *, embedding_size, hidden_size, layers, ffn_size, heads, head_size, release_heads
-    ):
-        m = self.model
-        attention_heads = heads if m.mixer == "attention" else heads // m.head_ratio
-        if attention_heads < 1:
-            # The release: one head of each kind, as wide as the nominal one.
-            attention_heads = 1
-            if m.mixer == "mixed" and not release_heads:
-                head_size //= 2
-        layer = LayerConfig(
-            hidden_size=hidden_size,
-            mixer="mixed" if m.mixer == "mixed" else "attention",
-            attention_heads=attention_heads,
-            head_size=head_size,
-            kernel_size=m.kernel_size,
-            ffn_size=ffn_size,
-            ffn_groups=m.ffn_groups,
-            dropout=m.dropout,
-            attention_dropout=m.attention_dropout,
-            attention=m.attention,
-            convolution=m.convolution,
-            mask_convolution=m.mask_convolution,
-            layer_norm_epsilon=m.layer_norm_epsilon,
-            initializers=m.initializers,
-            initializer_range=m.initializer_range,
-        )
-        return EncoderConfig(
-            embedding_size=embedding_size,
-            hidden_size=hidden_size,
-            stages=(StageConfig(layers, layer),),
-            remat=m.remat,
-            scan_unroll=m.scan_unroll,
-            initializers=m.initializers,
-            initializer_range=m.initializer_range,
         )

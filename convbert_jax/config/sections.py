@@ -2,17 +2,17 @@
 
 Fields marked "Release:" are the places where the official ConvBERT code does something that a
 reader of the paper would not expect; the `paper` variant of each config sets them to the release's
-behavior. Fine-tuning has sections of its own, in `finetuning.py`.
+behavior. What a run that has begun may still change is `Changeable`, see `changes.py`. Fine-tuning
+has sections of its own, in `finetuning.py`.
 """
 
 import dataclasses
 
+from convbert_jax.config.changes import Changeable, ChangeableInPretraining
+
 REMAT_POLICIES = ("none", "dots", "full")
 INITIALIZERS = ("release", "huggingface")
-MIXERS = ("mixed", "attention", "bottleneck")
-ATTENTIONS = ("auto", "xla", "cudnn", "splash")
 TEXT_FORMATS = ("auto", "blank_lines", "lines", "jsonl", "wikiextractor", "file", "csv", "tsv")
-CONVOLUTIONS = ("auto", "xla", "pallas_tpu", "pallas_gpu", "reference")
 # What an evaluation measures, by recipe; release_* only with objective.release_metrics.
 _OF_MASKED_LM = ("mlm_loss", "mlm_accuracy", "loss")
 HELDOUT_METRICS = {
@@ -27,6 +27,24 @@ HELDOUT_METRICS = {
 
 
 @dataclasses.dataclass(frozen=True)
+class StageSection:
+    """Some layers of an encoder whose layers are not all the same; fields as in `ModelSection`.
+
+    What is left out, or 0 or empty, is as config.model has it, `mixer_fields` where the mixer is
+    that of config.model too; those of a stage stand only together with its `mixer`.
+    """
+
+    layers: int = 1
+    heads: int = 0
+    head_ratio: int = 0
+    mixer: str = ""
+    mixer_fields: tuple[str, ...] = ()
+    kernel_size: int = 0
+    ffn_size: int = 0
+    ffn_groups: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelSection:
     """The network that is kept: the discriminator, or the one of a masked language model."""
 
@@ -38,18 +56,25 @@ class ModelSection:
     head_ratio: int = 2
     # mixed (ConvBERT): heads // head_ratio heads of attention, as many of convolution.
     # attention (BERT, ELECTRA): heads of attention. bottleneck (ConvBERT's ablation, "noconv" in
-    # the official code): heads // head_ratio heads of attention and nothing beside them.
+    # the official code): heads // head_ratio heads of attention and nothing beside them. Or one of
+    # your own, PACKAGE.MODULE:CLASS, see config/mixers.py.
     mixer: str = "mixed"
-    kernel_size: int = 9
+    mixer_fields: tuple[str, ...] = ()  # NAME=VALUE of what only this mixer has
+    kernel_size: int = 9  # taps of a mixer that convolves
     ffn_size: int = 1024
     ffn_groups: int = 1
+    # layers that differ, in order, as '[{"layers": 4, "mixer": "attention"}, {"layers": 8}]'; a
+    # stage has the fields of StageSection. (): all layers are the same.
+    stages: tuple[StageSection, ...] = ()
     positions: int = 512  # rows of the learned position table, the longest input
     types: int = 2  # rows of the segment-type table
     dropout: float = 0.1
     attention_dropout: float = 0.1
-    # auto: the fastest per platform (attention: xla if there is attention dropout)
-    attention: str = "auto"  # auto | xla | cudnn (GPU) | splash (TPU)
-    convolution: str = "auto"  # auto | xla | pallas_tpu | pallas_gpu | reference
+    # auto: the fastest per platform, xla if there is attention dropout, and the log says which. One
+    # that is named never gives way to another.
+    attention: Changeable[str] = "auto"  # auto | xla | cudnn (GPU) | splash (TPU)
+    # the same, of the span's convolution and of its key's
+    convolution: Changeable[str] = "auto"  # auto | xla | pallas_tpu | pallas_gpu | reference
     layer_norm_epsilon: float = 1e-12
     # True: no convolution tap reads padding or another document. Release: the convolution branch
     # never sees the mask, so outputs depend on how much padding follows; needed for parity with
@@ -61,8 +86,9 @@ class ModelSection:
     initializers: str = "release"
     initializer_range: float = 0.02
     # none | dots (keep matmul outputs) | full (keep layer inputs only): memory against speed
-    remat: str = "none"
-    scan_unroll: int = 1  # layers per scan iteration; more compiles longer and can run faster
+    remat: Changeable[str] = "none"
+    # layers per scan iteration; more compiles longer and can run faster
+    scan_unroll: Changeable[int] = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +98,7 @@ class GeneratorSection:
     # separate | shared (the encoder itself with an MLM head) | uniform (random tokens)
     kind: str = "separate"
     size: float = 0.25  # width of hidden layer, feed-forward and heads relative to the encoder
-    layers: float = 1.0  # depth relative to the encoder
+    layers: float = 1.0  # depth relative to the encoder, of each stage of model.stages
     # one embedding table (words, positions, types, layer norm) for both networks
     tie_embeddings: bool = True
     # Release: where fewer heads than head_ratio remain (the small generator: 1), it uses 1
@@ -159,33 +185,36 @@ class DataSection:
     release_shuffle: bool = False
     # text that is not UTF-8: error | replace | skip (leave the document out)
     encoding_errors: str = "error"
-    directory: str = ""  # prepared shards; "" is WORKDIR/data. Name one to share it between runs
-    workers: int = 0  # processes that tokenize; 0 is one per core
-    prefetch: int = 8  # batches read ahead
+    # prepared shards; "" is WORKDIR/data. Name one to share it between runs
+    directory: Changeable[str] = ""
+    workers: Changeable[int] = 0  # processes that tokenize; 0 is one per core
+    prefetch: Changeable[int] = 8  # batches read ahead
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSection:
     """AdamW with a linear schedule (the release's model/optimization.py)."""
 
-    learning_rate: float = 3e-4  # peak
-    warmup_steps: int = 10_000
-    decay_to: float = 0.0  # learning rate at the last step, as a fraction of the peak
+    learning_rate: ChangeableInPretraining[float] = 3e-4  # peak
+    warmup_steps: ChangeableInPretraining[int] = 10_000
+    # learning rate at the last step, as a fraction of the peak
+    decay_to: ChangeableInPretraining[float] = 0.0
     # Release: the decay runs during warm-up too and both multiply: the peak stays a little below
     # the nominal rate.
-    decay_during_warmup: bool = False
-    bias_correction: bool = True  # Release: Adam without it
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-6
-    weight_decay: float = 0.01
+    decay_during_warmup: ChangeableInPretraining[bool] = False
+    bias_correction: ChangeableInPretraining[bool] = True  # Release: Adam without it
+    beta1: ChangeableInPretraining[float] = 0.9
+    beta2: ChangeableInPretraining[float] = 0.999
+    epsilon: ChangeableInPretraining[float] = 1e-6
+    weight_decay: ChangeableInPretraining[float] = 0.01
     # Release: embedding tables are decayed; biases and layer norms never are
-    decay_embeddings: bool = True
-    clip_norm: float = 1.0  # global norm, before Adam; 0 is off
+    decay_embeddings: ChangeableInPretraining[bool] = True
+    clip_norm: ChangeableInPretraining[float] = 1.0  # global norm, before Adam; 0 is off
     # Release: base ran on the 8 cores of a TPU v3-8. Each divides the losses of its part of the
     # batch by the tokens and masked positions of that part and clips its own gradient; Adam gets
     # the sum of the eight. Here the parts are run one after another. 1: the batch is one, as on the
-    # single GPU of small and medium-small.
+    # single GPU of small and medium-small. Fixed: the gradient is so many times larger, Adam's
+    # moments are not.
     release_replicas: int = 1
 
 
@@ -193,32 +222,32 @@ class OptimizerSection:
 class TrainSection:
     """The loop. `batch_size` is global: the same run on 1 or 256 chips."""
 
-    steps: int = 1_000_000
-    batch_size: int = 128
-    accumulation: int = 1  # microbatches per step
-    log_every: int = 100
-    eval_every: int = 5_000
-    eval_rows: int = 8_192  # held-out rows per evaluation, 0 is all
+    steps: Changeable[int] = 1_000_000
+    batch_size: int = 128  # fixed: the position in the data counts batches
+    accumulation: Changeable[int] = 1  # microbatches per step
+    log_every: Changeable[int] = 100
+    eval_every: Changeable[int] = 5_000
+    eval_rows: Changeable[int] = 8_192  # held-out rows per evaluation, 0 is all
     # compare generator accuracy, replaced rate and AUC with reference bands
-    warn_health: bool = True
-    profile_start: int = 0  # first step of a profiler trace; 0 is never
-    profile_steps: int = 3
+    warn_health: Changeable[bool] = True
+    profile_start: Changeable[int] = 0  # first step of a profiler trace; 0 is never
+    profile_steps: Changeable[int] = 3
     # "" is off; several hosts need one shared path
-    compile_cache: str = "~/.cache/convbert_jax/compile"
+    compile_cache: Changeable[str] = "~/.cache/convbert_jax/compile"
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSection:
-    every: int = 5_000  # steps
-    keep: int = 3  # newest kept
-    keep_every: int = 0  # steps; these are kept for good, 0 is none
+    every: Changeable[int] = 5_000  # steps
+    keep: Changeable[int] = 3  # newest kept
+    keep_every: Changeable[int] = 0  # steps; these are kept for good, 0 is none
     # "" keeps no best. mlm_loss | mlm_accuracy | loss, and of replaced_token: sampled_accuracy |
     # replaced_rate | discriminator_loss, _accuracy, _precision, _recall or _auc, and the two of
     # objective.release_metrics: release_discriminator_loss | release_auc
-    best_metric: str = ""
-    best_mode: str = "max"  # max | min, which a loss needs
+    best_metric: Changeable[str] = ""
+    best_mode: Changeable[str] = "max"  # max | min, which a loss needs
     # steps; writes a Hugging Face folder WORKDIR/huggingface/step-N, at step 0 too; 0 is never
-    huggingface_every: int = 0
+    huggingface_every: Changeable[int] = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +256,6 @@ class MeshSection:
     splits heads and feed-forward channels.
     """
 
-    data: int = -1
-    fsdp: int = 1
-    tensor: int = 1
+    data: Changeable[int] = -1
+    fsdp: Changeable[int] = 1
+    tensor: Changeable[int] = 1

@@ -4,7 +4,8 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,19 +13,25 @@ from absl import logging
 from tqdm import tqdm
 
 from convbert_jax.config import Config
-from convbert_jax.data.encoding import Rows
-from convbert_jax.data.length_buckets import (
+from convbert_jax.data.tasks.encoding import Rows
+from convbert_jax.data.tasks.length_buckets import (
     choose_buckets,
     epoch_batches,
     evaluation_batches,
     release_batches,
 )
-from convbert_jax.finetuning.programs import Params, Programs, narrow_head, widen_head
-from convbert_jax.finetuning.task import FinetuneTask, Outputs
-from convbert_jax.finetuning.unfinished import Unfinished
+from convbert_jax.finetuning.predictions.collected import ROW, Predicted, rows_evaluator
+from convbert_jax.finetuning.programs import Programs, narrow_head, widen_head
+from convbert_jax.finetuning.tasks.task import FinetuneTask
+from convbert_jax.finetuning.unfinished import AGREE_EVERY, Unfinished
+from convbert_jax.interfaces.batch import FinetuneBatch
+from convbert_jax.interfaces.evaluator import Evaluator
+from convbert_jax.training import sharding
+from convbert_jax.training.environment.signals import StopSignals
+from convbert_jax.training.evaluation import fetch
 from convbert_jax.training.optimizer import make_schedule
-from convbert_jax.training.signals import StopSignals
-from convbert_jax.training.timing import format_seconds
+from convbert_jax.training.reports.timing import format_seconds
+from convbert_jax.training.task import Params
 
 _IN_FLIGHT = 4  # steps that are given to the device before the host waits
 _LOG_EVERY = 30.0  # seconds between lines where there is no terminal
@@ -98,41 +105,42 @@ def fit(
       KeyboardInterrupt: a signal asked for a stop; what is done is kept.
     """
     start = time.perf_counter()
-    state = _start(programs, task, seeds, weights, vectorized)
-    step = programs.train_step(task, vectorized)
+    program = programs.of(task, len(seeds) if vectorized else None)
     steps = count_steps(task, config, setting.epochs)
     rates = learning_rates(config, setting, steps)
     seed = np.asarray(seeds, np.uint32) if vectorized else np.uint32(seeds[0])
     title = f"{task.name}, seed{'s' if len(seeds) > 1 else ''} {_spell(seeds)}"
-    constants = programs.replicate(dict(task.constants))
-    losses, examples, done = deque(), 0, 0
-    if unfinished:
-        state, done = unfinished.resume(state)
+    constants = programs.put_constants(task)
+    losses, examples = deque(), 0
+    state = unfinished.resume(program.abstract) if unfinished else None
+    if state is None:
+        state = program.start(_start_params(programs, task, seeds, weights, vectorized))
+    done = int(state.step)
     batches = itertools.islice(_batches(task, config, seeds, steps), done, None)
     per_step, stopped = config.finetune.batch_size * len(seeds), None
     with StopSignals() as stop:
         for length, index in _report(batches, steps, title, per_step, done):
             index = index if vectorized else index[0]
-            batch = programs.put(task.train.batch(index, length), runs=vectorized)
-            state, loss = step(state, batch, constants, seed, np.int32(done), rates[done])
+            batch = sharding.put_whole_batch(task.train.batch(index, length), program.rows)
+            state, _, vitals = program.train_step(state, batch, seed, rates[done], constants)
             done += 1
             examples += int((index >= 0).sum())
-            losses.append(loss)
+            losses.append(vitals.loss)
             if len(losses) > _IN_FLIGHT:
                 jax.block_until_ready(losses.popleft())
-            if stopped := stop.requested(agree=True):
+            if stopped := stop.requested(agree=done % AGREE_EVERY == 0 or done == steps):
                 break
             if unfinished and done < steps:
                 unfinished.keep_if_due(state, done)
     if stopped:
         if unfinished and done < steps:
-            unfinished.keep(state, done)
+            unfinished.keep(state)
             unfinished.close()
             logging.info("Stopped by %s; step %d of %d is kept.", stopped, done, steps)
         raise KeyboardInterrupt
     values = np.atleast_1d(np.asarray(jax.device_get(losses[-1])))
     seconds = time.perf_counter() - start
-    return Fitted(state[0], values, steps, seconds, examples / seconds)
+    return Fitted(state.params, values, steps, seconds, examples / seconds)
 
 
 def predict(
@@ -140,56 +148,71 @@ def predict(
     task: FinetuneTask,
     config: Config,
     params: Params,
-    rows: Rows,
+    split: str,
     *,
     vectorized: bool,
-) -> list[Outputs]:
-    """Outputs of all rows, in their order, for each run in `params` (one if not `vectorized`)."""
-    step = programs.predict_step(task, vectorized)
-    constants = programs.replicate(dict(task.constants))
+) -> list[Any]:
+    """The state of the split's evaluator after all rows, for each run in `params` (one if not
+    `vectorized`).
+    """
+    program = programs.of(task, len(jax.tree.leaves(params)[0]) if vectorized else None)
+    constants = programs.put_constants(task)
 
     def run(batch):
-        outputs = step(params, programs.put(batch), constants)
+        batch = sharding.put_whole_batch(batch, program.eval_rows)
+        outputs = program.eval_step(params, batch, constants)
         return outputs if vectorized else jax.tree.map(lambda leaf: leaf[None], outputs)
 
-    title = f"{task.name}, predicting"
-    return predict_rows(run, rows, buckets_of(config), config.finetune.eval_batch_size, title)
+    return evaluate(
+        run,
+        task.evaluation[split],
+        task.evaluators[split],
+        buckets=buckets_of(config),
+        batch_size=config.finetune.eval_batch_size,
+        title=f"{task.name}, predicting",
+    )
+
+
+def evaluate(
+    run: Callable[[FinetuneBatch], dict],
+    rows: Rows,
+    evaluator: Evaluator,
+    *,
+    buckets: Sequence[int],
+    batch_size: int,
+    title: str | None = None,
+) -> list[Any]:
+    """The state of the evaluator after all rows, for each run.
+
+    Args:
+      run: batch -> {name: [runs, B, ...]} on the device; the evaluator gets that of its run, and
+        which rows they are.
+      title: of the progress that is shown; None shows none.
+    """
+    batches = evaluation_batches(rows.lengths, buckets, batch_size)
+    shown = _report(batches, len(batches), title, batch_size) if title else batches
+    running = ((index, run(rows.batch(index, length))) for length, index in shown)
+    states: list[Any] = []
+    for index, found in fetch(running, ahead=2):
+        states = states or [evaluator.init() for _ in next(iter(found.values()))]
+        for number, state in enumerate(states):
+            outputs = {name: values[number] for name, values in found.items()}
+            states[number] = evaluator.update(state, {**outputs, ROW: index})
+    return states
 
 
 def predict_rows(
-    run, rows: Rows, buckets: Sequence[int], batch_size: int, title: str | None = None
-) -> list[Outputs]:
-    """Outputs of all rows, in their order.
-
-    Args:
-      run: batch -> {name: [runs, B, ...]} on the device.
-      title: of the progress that is shown; None shows none.
-
-    Returns:
-      for each run, name -> [N, ...], or a list of N arrays where their shapes differ.
-    """
-    found: list[dict[str, list]] = []
-    waiting = deque()
-
-    def collect(index, outputs):
-        places = index[index >= 0]
-        for name, runs in jax.device_get(outputs).items():
-            while len(found) < len(runs):
-                found.append({})
-            for kept, values in zip(found, runs, strict=True):
-                target = kept.setdefault(name, [None] * len(rows))
-                for place, value in zip(places, values, strict=False):
-                    target[place] = value
-
-    batches = evaluation_batches(rows.lengths, buckets, batch_size)
-    shown = _report(batches, len(batches), title, batch_size) if title else batches
-    for length, index in shown:
-        waiting.append((index, run(rows.batch(index, length))))
-        if len(waiting) > 2:  # collects the first of these while the device has two to do
-            collect(*waiting.popleft())
-    while waiting:
-        collect(*waiting.popleft())
-    return [{name: _stack(values) for name, values in kept.items()} for kept in found]
+    run: Callable[[FinetuneBatch], dict],
+    rows: Rows,
+    *,
+    buckets: Sequence[int],
+    batch_size: int,
+) -> Predicted:
+    """Outputs of all rows, in their order, of one run; arguments as `evaluate`."""
+    (collected,) = evaluate(
+        run, rows, rows_evaluator(len(rows)), buckets=buckets, batch_size=batch_size
+    )
+    return collected.predicted()
 
 
 def buckets_of(config: Config) -> tuple[int, ...]:
@@ -198,12 +221,13 @@ def buckets_of(config: Config) -> tuple[int, ...]:
 
 
 def take_run(fitted: Fitted, task: FinetuneTask, run: int, *, vectorized: bool) -> Params:
-    """Parameters of one run on the host, the head as wide as its labels."""
+    """Parameters of one run on the host, the head as wide as its labels; all processes call it."""
     params = jax.tree.map(lambda leaf: leaf[run], fitted.params) if vectorized else fitted.params
-    return jax.device_get(narrow_head(params, len(task.outputs.labels)))
+    return narrow_head(sharding.gather(params), len(task.outputs.labels))
 
 
-def _start(programs, task, seeds, weights, vectorized):
+def _start_params(programs, task, seeds, weights, vectorized) -> Params:
+    """On the host, with an axis of runs if they are `vectorized`."""
     runs = []
     for seed in seeds:
         if weights is None:
@@ -211,8 +235,7 @@ def _start(programs, task, seeds, weights, vectorized):
         else:
             params = {**weights, "head": programs.new_head(task, seed)}
         runs.append(widen_head(params, len(task.outputs.labels), task.width))
-    params = jax.tree.map(lambda *leaves: np.stack(leaves), *runs) if vectorized else runs[0]
-    return programs.start(task, vectorized)(programs.replicate(params))
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *runs) if vectorized else runs[0]
 
 
 def _batches(
@@ -247,6 +270,9 @@ def _report(batches, steps: int, title: str, examples: int, done: int = 0):
       examples: of a batch, of all runs.
       done: steps that an earlier start did; `batches` has the others.
     """
+    if jax.process_index() != 0:
+        yield from batches
+        return
     bar = tqdm(
         batches, total=steps, initial=done, desc=title, unit="step", leave=False, disable=None
     )
@@ -277,8 +303,3 @@ def _report(batches, steps: int, title: str, examples: int, done: int = 0):
 
 def _spell(seeds: Sequence[int]) -> str:
     return f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-
-
-def _stack(values: list[np.ndarray]):
-    same = all(value.shape == values[0].shape for value in values)
-    return np.stack(values) if same and values else values

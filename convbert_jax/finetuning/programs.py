@@ -1,28 +1,29 @@
-"""The compiled steps of fine-tuning: one program for each shape, shared by tasks, seeds and rates.
+"""The programs of fine-tuning: one for each shape, shared by tasks, seeds and rates.
 
-Whatever differs between runs of one shape is an argument: the seed, the learning rate, what the
-outputs mean. A vectorized step takes that of several seeds at once, as one program over arrays
-with a leading axis of runs.
+Whatever differs between runs of one shape is given to each step: the seed, the learning rate, what
+the outputs mean. Runs of several seeds can be one program over arrays with a leading axis of runs.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from convbert_jax.config import Config, OutputsSection
-from convbert_jax.finetuning.task import FinetuneTask
+from convbert_jax.finetuning.tasks.task import FinetuneTask
+from convbert_jax.models.build import build
 from convbert_jax.models.finetuned import FinetunedModel
-from convbert_jax.models.pretraining import build
-from convbert_jax.training.optimizer import layer_multipliers, make_direction
-from convbert_jax.training.sharding import BATCH_AXES
+from convbert_jax.models.mixers import sharding_rules
+from convbert_jax.training import sharding
+from convbert_jax.training.optimizer import make_told_optimizer
+from convbert_jax.training.program import Program, Trainable
 from convbert_jax.training.state import fold_in_name
-
-Params = dict[str, Any]
+from convbert_jax.training.step import Drawn, Learning
+from convbert_jax.training.task import Params
 
 
 def run_key(seed: jax.Array | int, name: str) -> jax.Array:
@@ -34,114 +35,96 @@ def run_key(seed: jax.Array | int, name: str) -> jax.Array:
 
 
 class Programs:
-    """Makes each step once; equal tasks get the same one."""
+    """Makes each program once; equal tasks get the same one.
+
+    Its train step is given (seed, learning rate, constants of the task), its evaluation the
+    constants in place of a key. Of runs that are trained together each has a seed.
+    """
 
     def __init__(self, config: Config, dtype: jnp.dtype, mesh: Mesh):
         """`config.model`, `.optimizer` and `.finetune` hold for all tasks."""
         self._config = config
         self._dtype = dtype
         self._mesh = mesh
-        self._direction = make_direction(config.optimizer)
-        self._made: dict[tuple, Callable] = {}
+        self._learning = Learning(
+            optimizer=make_told_optimizer(config.optimizer, config.finetune.layer_decay),
+            draw=_draw,
+            given_axes=(0, None, None),
+        )
+        self._programs: dict[tuple, Program] = {}
+        self._starts: dict[tuple, Callable] = {}
 
-    def start(self, task: FinetuneTask, vectorized: bool) -> Callable:
-        """Compiled params -> state of a run, or of several with a leading axis."""
+    def of(self, task: FinetuneTask, runs: int | None) -> Program:
+        """The program of a task, for one run or, with an axis of them, for several together.
 
-        def start(params):
-            return params, self._direction.init(params)
-
-        start = jax.vmap(start) if vectorized else start
-        return self._once(("start", task.width, vectorized), lambda: jax.jit(start))
-
-    def train_step(self, task: FinetuneTask, vectorized: bool) -> Callable:
-        """Compiled (state, batch, constants, seed, step, learning_rate) -> (state, loss).
-
-        `state` is (parameters, optimizer state) and is donated. Vectorized, state, batch, seed and
-        loss have a leading axis of runs.
+        Raises:
+          ShardingError: mesh and parameters do not fit together.
         """
-        graphdef, sum_loss = self._graphdef(task), self._config.finetune.sum_loss
-        decay = self._config.finetune.layer_decay
-
-        def loss(params, batch, key):
-            model = nnx.merge(graphdef, params)
-            losses, weights = task.losses(model, batch, key, dtype=self._dtype)
-            total = jnp.sum(losses * batch["weight"])
-            if sum_loss:
-                return total
-            return total / jnp.maximum(jnp.sum(weights * batch["weight"]), 1e-6)
-
-        def step(state, batch, constants, seed, step, learning_rate):
-            params, opt_state = state
-            key = jax.random.fold_in(run_key(seed, "loss"), step)
-            value, gradients = jax.value_and_grad(loss)(params, {**batch, **constants}, key)
-            updates, opt_state = self._direction.update(gradients, opt_state, params)
-            rates = layer_multipliers(params, decay)
-            params = jax.tree.map(
-                lambda p, u, rate: p - learning_rate * rate * u, params, updates, rates
-            )
-            return (params, opt_state), value
-
-        if vectorized:
-            step = jax.vmap(step, in_axes=(0, 0, None, 0, None, None))
-        key = ("train", task.losses, task.outputs.head, task.width, vectorized)
-        return self._once(key, lambda: jax.jit(step, donate_argnums=0))
-
-    def predict_step(self, task: FinetuneTask, vectorized: bool) -> Callable:
-        """Compiled (params, batch, constants) -> outputs; vectorized over parameters only."""
-        graphdef = self._graphdef(task)
-
-        def predict(params, batch, constants):
-            model = nnx.merge(graphdef, params)
-            return task.predict(model, {**batch, **constants}, dtype=self._dtype)
-
-        if vectorized:
-            predict = jax.vmap(predict, in_axes=(0, None, None))
-        key = ("predict", task.predict, task.outputs.head, task.width, vectorized)
-        return self._once(key, lambda: jax.jit(predict))
+        key = (task.losses, task.predict, task.outputs.head, task.width, runs)
+        if key not in self._programs:
+            trainable = self._trainable(task)
+            self._programs[key] = Program(trainable, self._learning, self._mesh, runs=runs)
+        return self._programs[key]
 
     def new_params(self, task: FinetuneTask, seed: int) -> Params:
-        """Random parameters of the whole model, with the head as wide as its labels."""
-        _, init = build(FinetunedModel, self._with_outputs(task.outputs))
-        key = ("init", task.outputs.head, len(task.outputs.labels))
-        return self._once(key, lambda: jax.jit(init))(run_key(seed, "init"))
+        """Random parameters of the whole model on the host, the head as wide as its labels."""
+        return self._draw_start(task, seed, "model", lambda params: params)
 
     def new_head(self, task: FinetuneTask, seed: int) -> Params:
         """The head of `new_params` alone: the same numbers for less work."""
-        _, init = build(FinetunedModel, self._with_outputs(task.outputs))
-        key = ("head", task.outputs.head, len(task.outputs.labels))
-        make = self._once(key, lambda: jax.jit(lambda key: init(key)["head"]))
-        return make(run_key(seed, "init"))
+        return self._draw_start(task, seed, "head", lambda params: params["head"])
 
-    def put(self, arrays, *, runs: bool = False):
-        """Host arrays with a batch axis, behind an axis of runs or not, divided over devices."""
-        if self._mesh.size == 1:
-            return arrays
-        axes = (None, BATCH_AXES) if runs else (BATCH_AXES,)
-        return jax.device_put(arrays, NamedSharding(self._mesh, PartitionSpec(*axes)))
-
-    def replicate(self, tree):
-        """A tree on all devices."""
-        return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
+    def put_constants(self, task: FinetuneTask):
+        """`task.constants` on all devices."""
+        whole = sharding.replicated(self._mesh)
+        return sharding.put_params(dict(task.constants), dict.fromkeys(task.constants, whole))
 
     def count_compiled(self) -> int:
-        """Programs compiled or read from the cache so far."""
-        return sum(function._cache_size() for function in self._made.values())
+        """Functions compiled or read from the cache so far."""
+        return sum(program.count_compiled() for program in self._programs.values()) + sum(
+            function._cache_size() for function in self._starts.values()
+        )
 
-    def _graphdef(self, task: FinetuneTask) -> nnx.GraphDef:
-        outputs = dataclasses.replace(task.outputs, labels=("",) * task.width)
-        return build(FinetunedModel, self._with_outputs(outputs))[0]
+    def _trainable(self, task: FinetuneTask) -> Trainable:
+        labels = dataclasses.replace(task.outputs, labels=("",) * task.width)
+        graphdef, init = build(FinetunedModel, self._with_outputs(labels))
+        sum_loss, dtype = self._config.finetune.sum_loss, self._dtype
+
+        def loss(params, batch, key, constants):
+            model = nnx.merge(graphdef, params)
+            losses, weights = task.losses(model, {**batch, **constants}, key, dtype=dtype)
+            total = jnp.sum(losses * batch["weight"])
+            if not sum_loss:
+                total = total / jnp.maximum(jnp.sum(weights * batch["weight"]), 1e-6)
+            return total, {}
+
+        def evaluate(params, batch, constants):
+            model = nnx.merge(graphdef, params)
+            return task.predict(model, {**batch, **constants}, dtype=dtype)
+
+        rules = (*sharding_rules(self._config.encoder), *sharding.RULES)
+        return Trainable(init, loss, evaluate, rules)
+
+    def _draw_start(self, task: FinetuneTask, seed: int, what: str, choose: Callable) -> Params:
+        _, init = build(FinetunedModel, self._with_outputs(task.outputs))
+        key = (what, task.outputs.head, len(task.outputs.labels))
+        if key not in self._starts:
+            self._starts[key] = jax.jit(
+                lambda key: choose(init(key)), out_shardings=sharding.replicated(self._mesh)
+            )
+        return jax.device_get(self._starts[key](run_key(seed, "init")))
 
     def _with_outputs(self, outputs: OutputsSection) -> Config:
         return dataclasses.replace(self._config, outputs=outputs)
 
-    def _once(self, key: tuple, make: Callable) -> Callable:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+
+def _draw(step, seed, learning_rate, constants) -> Drawn:
+    key = jax.random.fold_in(run_key(seed, "loss"), step)
+    return Drawn(key, learning_rate, (constants,))
 
 
 def widen_head(params: Params, labels: int, width: int) -> Params:
-    """The last layer of the head with `width` outputs, those beyond `labels` of zeros.
+    """On the host: the last layer of the head with `width` outputs, those beyond `labels` of zeros.
 
     They stay zero: their logits are masked, so no gradient reaches them, and decay keeps zeros.
     """
@@ -161,4 +144,4 @@ def _with_output(params: Params, change: Callable) -> Params:
 
 
 def _pad_last(leaf, more: int):
-    return jnp.pad(leaf, [(0, 0)] * (leaf.ndim - 1) + [(0, more)])
+    return np.pad(leaf, [(0, 0)] * (leaf.ndim - 1) + [(0, more)])

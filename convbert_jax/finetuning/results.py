@@ -1,17 +1,19 @@
 """What came out of runs, and the file that keeps it over kills and restarts."""
 
+import contextlib
 import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from etils import epath
 
 from convbert_jax import files
 from convbert_jax.finetuning.fitting import Setting
-from convbert_jax.finetuning.task import Scores
+from convbert_jax.finetuning.tasks.task import Scores
+from convbert_jax.workdir import Workdir
 
-RESULTS = "results.jsonl"  # in WORKDIR: one line for each finished run
 _NUMBER = (int, float)
 _FIELDS = {
     "task": str,
@@ -62,7 +64,7 @@ class TaskResult:
     splits: tuple[str, ...]  # that have scores
     chosen: Setting
     runs: tuple[RunResult, ...]
-    folders: tuple[Path, ...]
+    folders: tuple[epath.Path, ...]
 
     @property
     def chosen_runs(self) -> tuple[RunResult, ...]:
@@ -70,13 +72,13 @@ class TaskResult:
         return runs_of(self.runs, self.chosen)
 
 
-def read_results(folder: Path) -> list[RunResult]:
+def read_results(workdir: Workdir) -> list[RunResult]:
     """Finished runs; a line that a kill left half written is none, and is taken away.
 
     Raises:
       DamagedFileError: another line is no result; it names the line.
     """
-    path = folder / RESULTS
+    path = workdir.results
     try:
         lines = files.read_json_lines(path, remedy=_REMEDY, fields=_FIELDS)
     except FileNotFoundError:
@@ -95,7 +97,7 @@ def read_results(folder: Path) -> list[RunResult]:
 
 
 def check_scores(
-    folder: Path, runs: Sequence[RunResult], splits: Sequence[str], metrics: Sequence[str]
+    workdir: Workdir, runs: Sequence[RunResult], splits: Sequence[str], metrics: Sequence[str]
 ) -> None:
     """Refuses results of a task that lack one of its scores.
 
@@ -106,7 +108,7 @@ def check_scores(
         lacks = [f"{s} {m}" for s in splits for m in metrics if m not in run.scores.get(s, {})]
         if lacks:
             what = f"the line of {run.task}, seed {run.seed}, {run.setting} has no {lacks[0]}"
-            raise files.damaged(folder / RESULTS, what, _REMEDY)
+            raise files.damaged(workdir.results, what, _REMEDY)
 
 
 def _to_result(values: dict[str, Any]) -> RunResult:
@@ -136,7 +138,7 @@ def runs_of(runs: Sequence[RunResult], setting: Setting) -> tuple[RunResult, ...
     return tuple(sorted((r for r in runs if r.setting == setting), key=lambda r: r.seed))
 
 
-def append_result(folder: Path, result: RunResult) -> None:
+def append_result(workdir: Workdir, result: RunResult) -> None:
     """Adds one line."""
     values = dataclasses.asdict(result)
     values["loss"] = _finite(result.loss)
@@ -144,8 +146,8 @@ def append_result(folder: Path, result: RunResult) -> None:
         split: {name: _finite(v) for name, v in scores.items()}
         for split, scores in result.scores.items()
     }
-    with (folder / RESULTS).open("a") as file:
-        file.write(json.dumps(values) + "\n")
+    with contextlib.closing(files.Lines(workdir.results)) as lines:
+        lines.append(json.dumps(values))
 
 
 def _finite(value: float) -> float | None:

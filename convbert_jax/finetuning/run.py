@@ -8,10 +8,8 @@ WORKDIR/unfinished/                    the run that is under way, see unfinished
 
 import dataclasses
 import math
-import shutil
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,10 +17,10 @@ from absl import logging
 
 from convbert_jax import files
 from convbert_jax.config import Config, to_dict
-from convbert_jax.data.tokenizer import Tokenizer
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.finetuning import fitting
 from convbert_jax.finetuning.fitting import Setting
-from convbert_jax.finetuning.programs import Params, Programs
+from convbert_jax.finetuning.programs import Programs
 from convbert_jax.finetuning.results import (
     RunResult,
     TaskResult,
@@ -31,43 +29,54 @@ from convbert_jax.finetuning.results import (
     read_results,
     runs_of,
 )
-from convbert_jax.finetuning.task import FinetuneTask, FinetuningError, Scores
+from convbert_jax.finetuning.tasks.task import FinetuneTask, FinetuningError, Scores
 from convbert_jax.finetuning.unfinished import Unfinished
-from convbert_jax.training.checkpoint import Checkpoints
-from convbert_jax.training.compilation import describe_compile_cache
+from convbert_jax.training.checkpoints.saving import Checkpoints
+from convbert_jax.training.environment import peers
+from convbert_jax.training.environment.compilation import describe_compile_cache
 from convbert_jax.training.state import TrainState
-from convbert_jax.training.workdir import CONFIG
+from convbert_jax.training.task import Params
+from convbert_jax.workdir import Workdir
 
 _SMALL = 384  # channels of an encoder that leaves an accelerator idle with one batch of 32 rows
-VOCABULARY = "vocabulary"  # folder with the vocabulary's file, beside a model
 
 
 def finetune(
     config: Config,
-    folder: Path,
+    workdir: Workdir,
     tasks: Iterable[Callable[[], FinetuneTask]],
     programs: Programs,
     tokenizer: Tokenizer,
     weights: Params | None,
 ) -> list[TaskResult]:
-    """Trains what `folder` does not have yet, and returns the results of everything.
+    """Trains what `workdir` does not have yet, and returns the results of everything.
+
+    All processes call it and train; the first one alone writes results, models and predictions.
 
     Args:
       config: `model` and `tokenizer` are those of the weights.
-      folder: locked by the caller.
+      workdir: locked by the caller.
       tasks: read and encoded one after another, each when its turn comes.
       weights: `embeddings` and `encoder`; None: every run starts from random ones.
 
     Raises:
-      FinetuningError: every run of a task diverged.
+      FinetuningError: every run of a task diverged, or the processes share no `workdir`.
       DamagedFileError: the record of finished runs, or of the one under way.
     """
-    done = read_results(folder)
+    if jax.process_index() == 0:
+        read_results(workdir)  # takes a half written line away
+    peers.wait_for_all("results mended")
+    done = read_results(workdir)
+    if not peers.is_same_on_all(repr(done)):  # it says which runs are left, to each process
+        raise FinetuningError(
+            f"the processes find different results in {workdir.results}; give all of them the same "
+            "--workdir, on storage that they share."
+        )
     results = []
     for make in tasks:
         task = make()
         _check_task(task)
-        results.append(_finetune_task(config, folder, task, programs, tokenizer, weights, done))
+        results.append(_finetune_task(config, workdir, task, programs, tokenizer, weights, done))
     logging.info("%d programs; %s.", programs.count_compiled(), describe_compile_cache())
     return results
 
@@ -78,11 +87,14 @@ def settings_of(config: Config, task: FinetuneTask) -> list[Setting]:
     return [Setting(rate, e) for rate in config.finetune.learning_rates for e in epochs]
 
 
-def folder_of(config: Config, folder: Path, task: FinetuneTask, setting: Setting) -> Path:
-    """Where the runs of a setting are."""
-    if len(settings_of(config, task)) == 1:
-        return folder / task.name
-    return folder / task.name / f"rate-{setting.learning_rate:g}-epochs-{setting.epochs:g}"
+def model_of(
+    config: Config, workdir: Workdir, task: FinetuneTask, setting: Setting, seed: int
+) -> Workdir:
+    """Where the run of a setting and a seed is."""
+    name = ""
+    if len(settings_of(config, task)) > 1:
+        name = f"rate-{setting.learning_rate:g}-epochs-{setting.epochs:g}"
+    return workdir.model(task.name, name, seed)
 
 
 def _check_task(task: FinetuneTask) -> None:
@@ -95,11 +107,11 @@ def _check_task(task: FinetuneTask) -> None:
         )
 
 
-def _finetune_task(config, folder, task, programs, tokenizer, weights, done) -> TaskResult:
+def _finetune_task(config, workdir, task, programs, tokenizer, weights, done) -> TaskResult:
     seeds = range(config.seed, config.seed + config.finetune.seeds)
     vectorized = choose_vectorized(config, len(seeds), jax.default_backend())
     runs = [r for r in done if r.task == task.name]
-    check_scores(folder, runs, task.scored, task.metrics)
+    check_scores(workdir, runs, task.scored, task.metrics)
     for setting in settings_of(config, task):
         finished = {r.seed for r in runs_of(runs, setting)}
         left = [seed for seed in seeds if seed not in finished]
@@ -113,13 +125,12 @@ def _finetune_task(config, folder, task, programs, tokenizer, weights, done) -> 
             )
         for group in [left] if vectorized and left else [[seed] for seed in left]:
             new = _run_group(
-                config, folder, task, programs, tokenizer, weights, setting, group, vectorized
+                config, workdir, task, programs, tokenizer, weights, setting, group, vectorized
             )
             runs += new
     wanted = [r for r in runs if r.seed in seeds]
     chosen = _choose(task, settings_of(config, task), wanted)
-    place = folder_of(config, folder, task, chosen)
-    folders = tuple(place / f"seed-{seed}" for seed in seeds)
+    folders = tuple(model_of(config, workdir, task, chosen, seed).path for seed in seeds)
     return TaskResult(task.name, task.metrics, task.scored, chosen, tuple(wanted), folders)
 
 
@@ -141,11 +152,11 @@ def choose_vectorized(config: Config, seeds: int, platform: str) -> bool:
 
 
 def _run_group(
-    config, folder, task, programs, tokenizer, weights, setting, seeds, vectorized
+    config, workdir, task, programs, tokenizer, weights, setting, seeds, vectorized
 ) -> list[RunResult]:
     """Trains, predicts, scores and keeps the runs of some seeds."""
     described = {"task": task.name, **dataclasses.asdict(setting), "seeds": list(seeds)}
-    unfinished = Unfinished(folder, described, config.finetune.checkpoint_minutes)
+    unfinished = Unfinished(workdir, described, config.finetune.checkpoint_minutes)
     fitted = fitting.fit(
         programs,
         task,
@@ -156,16 +167,15 @@ def _run_group(
         vectorized=vectorized,
         unfinished=unfinished,
     )
-    outputs = {
-        split: fitting.predict(programs, task, config, fitted.params, rows, vectorized=vectorized)
-        for split, rows in task.evaluation.items()
+    states = {
+        split: fitting.predict(programs, task, config, fitted.params, split, vectorized=vectorized)
+        for split in task.evaluation
     }
     results = []
-    place = folder_of(config, folder, task, setting)
     for number, seed in enumerate(seeds):
         loss = float(fitted.losses[number])
         scores = {
-            split: _score(task, split, outputs[split][number], math.isfinite(loss))
+            split: _score(task, split, states[split][number], math.isfinite(loss))
             for split in task.scored
         }
         result = RunResult(
@@ -178,44 +188,55 @@ def _run_group(
             seconds=fitted.seconds,
             examples_per_second=fitted.examples_per_second,
         )
+        place = model_of(config, workdir, task, setting, seed)
         if config.finetune.save_models and not result.diverged:
             params = fitting.take_run(fitted, task, number, vectorized=vectorized)
-            save_model(place / f"seed-{seed}", config, task, tokenizer, params, fitted.steps, seed)
-        for split in task.evaluation if not result.diverged else ():
-            target = place / f"seed-{seed}" / "predictions"
+            save_model(place, config, task, tokenizer, params, fitted.steps, seed)
+        writes = jax.process_index() == 0
+        for split in task.evaluation if writes and not result.diverged else ():
             # Pictures of one seed: all look alike, and they take longer than a small run's files.
-            task.write(target, split, outputs[split][number], pictures=seed == config.seed)
-        append_result(folder, result)
-        _log(task, result)
+            task.write(
+                place.predictions, split, states[split][number], pictures=seed == config.seed
+            )
+        if writes:
+            append_result(workdir, result)
+            _log(task, result)
         results.append(result)
     unfinished.remove()
     return results
 
 
-def save_model(folder, config, task, tokenizer, params, steps: int, seed: int) -> None:
-    """Makes `folder` a run whose one checkpoint is the fine-tuned model, with its vocabulary."""
-    shutil.rmtree(folder, ignore_errors=True)
-    vocabulary = folder / VOCABULARY
-    vocabulary.mkdir(parents=True)
-    shutil.copy(tokenizer.path, vocabulary)
-    section = dataclasses.replace(config.tokenizer, path=f"{VOCABULARY}/{tokenizer.path.name}")
+def save_model(workdir: Workdir, config, task, tokenizer, params, steps: int, seed: int) -> None:
+    """Makes `workdir` a run whose one checkpoint is the fine-tuned model, with its vocabulary.
+
+    All processes call it, with the whole of `params` on the host.
+    """
+    vocabulary = workdir.vocabulary / tokenizer.path.name
+    if jax.process_index() == 0:
+        files.remove_tree(workdir.path)
+        vocabulary.parent.mkdir(parents=True)
+        files.copy(tokenizer.path, vocabulary)
+    peers.wait_for_all("model's folder emptied")  # not its path, which hosts may spell differently
+    inside = str(vocabulary.relative_to(workdir.path))
+    section = dataclasses.replace(config.tokenizer, path=inside)
     own = dataclasses.replace(
         config, name=task.name, seed=seed, tokenizer=section, outputs=task.outputs
     )
     count = np.asarray(steps, np.int32)
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    checkpoints = Checkpoints(workdir.checkpoints, config.checkpoint)
     try:
         # Nothing goes on from here, so of the optimizer there is but its count of steps.
         checkpoints.save(TrainState(count, params, {"count": count}), {})
     finally:
         checkpoints.close()
-    files.write_json(folder / CONFIG, to_dict(own))
+    if jax.process_index() == 0:
+        files.write_json(workdir.config, to_dict(own))
 
 
-def _score(task: FinetuneTask, split: str, outputs, finite: bool) -> Scores:
+def _score(task: FinetuneTask, split: str, state, finite: bool) -> Scores:
     if not finite:
         return dict.fromkeys(task.metrics, math.nan)
-    return task.score(split, outputs)
+    return task.evaluators[split].finish(state)
 
 
 def _choose(task: FinetuneTask, settings: list[Setting], runs: list[RunResult]) -> Setting:

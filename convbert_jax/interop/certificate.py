@@ -13,9 +13,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from convbert_jax.interop import huggingface, huggingface_config
+from convbert_jax.interop.huggingface import config as huggingface_config
+from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.modules import forward
 from convbert_jax.interop.networks import ConversionError, Network
+from convbert_jax.interop.tables import READ_PADDING
 
 LIMIT = 1e-4  # largest absolute difference, in float32
 _ROWS, _LENGTH, _SEED = 4, 128, 0
@@ -94,7 +96,7 @@ def certify(
       ParityError: our reader does not give the network back, or outputs differ by more than LIMIT.
     """
     parameters = _check_read_back(folder, network)
-    masked = network.layer.mixer == "mixed" and network.layer.mask_convolution
+    masked = network.masked
     if not (compare and pytorch_is_there()):
         return Certificate(name, "", {}, None, parameters, masked)
     pad_id = huggingface_config.read(folder).get("pad_token_id") or 0
@@ -102,7 +104,7 @@ def certify(
     kinds = {"full": np.ones_like(mask), "padded": mask}
     theirs = {kind: pytorch_outputs(folder, network, tokens, m, types) for kind, m in kinds.items()}
     ours = {kind: our_outputs(network, tokens, m, types) for kind, m in kinds.items()}
-    leaks = network.layer.mixer == "mixed"
+    leaks = network.family in READ_PADDING
     differences, moved, labels = {}, None, ""
     for output in theirs["full"]:
         differences[output] = _largest(ours["full"][output], theirs["full"][output])

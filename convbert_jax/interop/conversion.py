@@ -10,33 +10,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from absl import logging
+from etils import epath
 
+from convbert_jax import files
 from convbert_jax.config import Config, TokenizerSection
-from convbert_jax.data.tokenizer import Tokenizer
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.files import damaged, parse_json
-from convbert_jax.interop import (
-    certificate,
-    huggingface,
-    huggingface_config,
-    huggingface_tokenizer,
-    mark,
-    model_card,
-    sources,
-    stablehlo,
-    tensorflow1,
-)
+from convbert_jax.interop import certificate, mark, sources, stablehlo
+from convbert_jax.interop.huggingface import config as huggingface_config
+from convbert_jax.interop.huggingface import folder as huggingface
+from convbert_jax.interop.huggingface import model_card
+from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
 from convbert_jax.interop.networks import ConversionError, Network, split
-from convbert_jax.training.workdir import read_config
+from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
+from convbert_jax.workdir import Workdir
 
 _EXAMPLES = 50
 
 
 def export(
-    workdir: Path,
+    workdir: epath.PathLike,
     *,
     form: str = "huggingface",
     step: int | None = None,
-    output: Path | None = None,
+    output: epath.Path | None = None,
     with_generator: bool = True,
 ) -> Path:
     """Writes a checkpoint of a run for other software.
@@ -48,18 +45,20 @@ def export(
 
     Raises:
       CheckpointError: the checkpoint is damaged, or none is whole.
+      WorkdirError: there is none of that step.
       ConversionError: the format cannot hold the model, or the folder holds something else.
       ParityError: PyTorch does not compute the same numbers.
     """
-    config = read_config(workdir)
+    workdir = Workdir(workdir)
+    config, step = workdir.read_config(), workdir.choose_step(step)
     moments = None
     if form == "tensorflow1":
         step, moments = sources.read_moments(workdir, config, step)
     step, params = sources.read_params(workdir, config, step)
     tokenizer, section = sources.read_tokenizer(workdir, config)
     networks = split(config, params)
-    output = output or workdir / form / f"step-{step}"
-    _check_apart(output, workdir)
+    output = output or workdir.export(form, step)
+    _check_apart(output, workdir.path)
     return _write(
         output,
         form,
@@ -118,6 +117,8 @@ def _write(
         networks = {"main": networks["main"]}
     if form == "huggingface":
         return write_huggingface(output, networks, vocabulary, title=title, step=step, texts=texts)
+    if form == "tensorflow1":
+        check_expressible(networks, tensorflow1.check_expressible)
 
     def write(folder: Path) -> None:
         if form == "stablehlo":
@@ -129,10 +130,10 @@ def _write(
         if vocabulary:
             huggingface_tokenizer.write_vocabulary(folder, vocabulary[0])
 
-    layer = networks["main"].layer
-    replace_folder(output, write, mask_convolution=layer.mask_convolution)
+    main = networks["main"]
+    replace_folder(output, write, mask_convolution=not main.encoder.reads_padding)
     logging.info("Wrote %s.", output)
-    if form == "tensorflow1" and layer.mixer == "mixed" and layer.mask_convolution:
+    if form == "tensorflow1" and main.masked:
         logging.warning(
             "The official code reads padding in its convolution, this model was trained not to: "
             "the same numbers come out of rows without padding only."
@@ -193,15 +194,21 @@ def write_huggingface(
     return output
 
 
-def check_expressible(networks: Mapping[str, Network]) -> None:
-    """Refuses what Hugging Face's classes cannot compute, see huggingface_config.
+def check_expressible(
+    networks: Mapping[str, Network],
+    check: Callable[[Network], None] = huggingface_config.check_expressible,
+) -> None:
+    """Refuses what other software cannot compute, by default Hugging Face's classes.
+
+    Args:
+      check: raises ConversionError for a network that cannot be expressed.
 
     Raises:
       ConversionError: one sentence that names the network and what to do.
     """
     for name, network in networks.items():
         try:
-            huggingface_config.check_expressible(network)
+            check(network)
         except ConversionError as error:
             hint = " (leave it out with --generator=false)" if name == "generator" else ""
             raise ConversionError(f"the {_role(networks, name)}{hint}: {error}") from None
@@ -220,6 +227,12 @@ def replace_folder(output: Path, write: Callable[[Path], None], **said: bool) ->
         raise ConversionError(
             f"{output} exists and was not exported from here; remove it or name another --output."
         )
+    if files.is_remote(output):
+        files.remove_tree(output)
+        with files.written_locally(output) as place:
+            write(place)
+            mark.write(place, **said)
+        return
     unfinished = output.with_name(output.name + ".unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -236,17 +249,20 @@ def replace_folder(output: Path, write: Callable[[Path], None], **said: bool) ->
 
 def _check_apart(output: Path, source: Path) -> None:
     """Refuses an output that would replace what is to be read."""
-    place = Path(os.path.realpath(os.path.expanduser(source)))
-    if Path(os.path.realpath(output)) in (place, *place.parents):
+    output, place = (
+        path if files.is_remote(path) else Path(os.path.realpath(os.path.expanduser(path)))
+        for path in (output, source)
+    )
+    if output in (place, *place.parents):
         raise ConversionError(
             f"--output={output} is where the weights are, and would replace them; name another "
             "--output."
         )
 
 
-def _examples(workdir: Path) -> list[list[str]]:
+def _examples(workdir: Workdir) -> list[list[str]]:
     """The first texts that a fine-tuned run predicted, if it keeps them."""
-    for path in sorted((workdir / "predictions").glob("validation*.jsonl")):
+    for path in sorted(workdir.predictions.glob("validation*.jsonl")):
         with path.open("rb") as file:
             lines = list(itertools.islice(file, _EXAMPLES))
         try:

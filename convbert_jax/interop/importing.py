@@ -12,18 +12,28 @@ import jax
 import numpy as np
 import optax
 from absl import logging
+from etils import epath
 
 from convbert_jax.config import Config, from_config_dict, to_dict
-from convbert_jax.data.tokenizer import Tokenizer, check_tokenizer, follow_file, load_tokenizer
-from convbert_jax.interop import certificate, huggingface, huggingface_config, matching
+from convbert_jax.data.tokenizer.tokenizer import (
+    Tokenizer,
+    check_tokenizer,
+    follow_file,
+    load_tokenizer,
+)
+from convbert_jax.interop import certificate, matching
+from convbert_jax.interop.huggingface import config as huggingface_config
+from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.networks import ConversionError, Report, join
 from convbert_jax.interop.sources import Source, check_fits, initialize, read_source
-from convbert_jax.training import checkpoint, state, workdir
+from convbert_jax.training import state
+from convbert_jax.training.checkpoints import saving as checkpoint
 from convbert_jax.training.optimizer import make_optimizer
+from convbert_jax.workdir import Workdir
 
 
 def import_run(
-    path: str, config: Config, folder: Path, given: Collection[str] = ()
+    path: str, config: Config, folder: epath.PathLike, given: Collection[str] = ()
 ) -> tuple[Config, Report]:
     """Makes `folder` a run of ours that starts from the weights at `path`.
 
@@ -41,25 +51,25 @@ def import_run(
         unknown, or `folder` holds a run already.
       ParityError: PyTorch does not compute the same numbers from the source.
     """
-    if checkpoint.list_steps(folder / "checkpoints"):
+    workdir = Workdir(folder)
+    if workdir.steps():
         raise ConversionError(f"--workdir={folder} holds a run already; name another folder.")
     source = read_source(path)
     config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
     check_entries(source, config)
     fields = matching.derive_fields(source.networks, config)
     fields |= tokenizer_fields(source, config, given)
-    for line in _describe(fields, config):
-        logging.info("%s", line)
+    logging.info("%s", _describe(fields, config))
     config = from_config_dict(to_dict(matching.replace(config, fields)))
-    tokenizer = load_tokenizer(config.tokenizer, folder / "data")
+    tokenizer = load_tokenizer(config.tokenizer, workdir.data(config))
     check_tokenizer(tokenizer, config.tokenizer, [])
     params, report = initialize(config, source)
     for line in report.lines():
         logging.info("%s", line)
     certify(path, source)
     filled = _state(config, source, params)
-    with workdir.open_workdir(folder, config):
-        checkpoints = checkpoint.Checkpoints(folder / "checkpoints", config.checkpoint)
+    with workdir.open(config):
+        checkpoints = checkpoint.Checkpoints(workdir.checkpoints, config.checkpoint)
         try:
             checkpoints.save(filled, {})  # the data begin at their first row
         finally:
@@ -90,7 +100,7 @@ def follow_source(config: Config, source: Source, given: Collection[str]) -> Con
     fields = matching.decisive(matching.derive_fields(source.networks, config)) | vocabulary
     fields = {path: value for path, value in fields.items() if path not in given}
     if changed := _changed(fields, config):
-        logging.info("From the weights %s: %s", config.init_from, " ".join(changed))
+        logging.info("From the weights %s: %s", config.init_from, changed)
     config = matching.replace(config, fields)
     section = follow_file(config.tokenizer, {*given, *vocabulary})
     config = from_config_dict(to_dict(dataclasses.replace(config, tokenizer=section)))
@@ -232,16 +242,14 @@ def _state(config: Config, source: Source, params) -> state.TrainState:
     return dataclasses.replace(fresh, step=count, opt_state=opt_state)
 
 
-def _changed(fields: dict[str, Any], config: Config) -> list[str]:
-    return [
-        f"--config.{path}={value}"
-        for path, value in fields.items()
-        if matching.value_of(config, path) != value
-    ]
+def _changed(fields: dict[str, Any], config: Config) -> str:
+    """The flags for those of `fields` that `config` has otherwise."""
+    values = fields.items()
+    return matching.flags({p: v for p, v in values if matching.value_of(config, p) != v})
 
 
-def _describe(fields: dict[str, Any], config: Config) -> list[str]:
+def _describe(fields: dict[str, Any], config: Config) -> str:
     changed = _changed(fields, config)
     if not changed:
-        return ["The config describes the source as it is."]
-    return [f"The source needs these fields, to train it too: {' '.join(changed)}"]
+        return "The config describes the source as it is."
+    return f"The source needs these fields, to train it too: {changed}"

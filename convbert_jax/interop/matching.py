@@ -1,10 +1,21 @@
 """Which run a network fits into: its sizes as fields of a config, and what differs from one."""
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+import shlex
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from convbert_jax.config import Config, EncoderConfig
+from convbert_jax.config import (
+    Config,
+    ConfigError,
+    EncoderConfig,
+    ModelSection,
+    StageSection,
+    mixers,
+    to_text,
+)
+from convbert_jax.config.network import GeneratorSizes, list_stages
 from convbert_jax.interop.networks import ConversionError, Network, places
 
 # Sizes that parameters have, and what an encoder computes with them.
@@ -15,19 +26,28 @@ _MODEL = (
     "heads",
     "head_ratio",
     "mixer",
+    "mixer_fields",
     "kernel_size",
     "ffn_size",
     "ffn_groups",
+    "stages",
     "positions",
     "types",
     "layer_norm_epsilon",
 )
 # How it was trained; another choice is no contradiction.
 _TRAINING = ("dropout", "attention_dropout", "mask_convolution")
+_STAGE = {field.name for field in dataclasses.fields(StageSection)}
+_LAYER = ("ffn_size", "ffn_groups", "dropout", "layer_norm_epsilon")  # as config.model calls them
+# Fields of mixers that change neither shapes nor, but near padding, what is computed.
+_ANY = {"attention": "", "convolution": "", "attention_dropout": 0.0, "mask_convolution": True}
 
 
 def derive_fields(networks: Mapping[str, Network], config: Config) -> dict[str, Any]:
     """Field of a config -> value, for a run whose model holds these networks.
+
+    Several spellings make the same encoder, as stages cut elsewhere: where `config` makes it, its
+    own come back.
 
     Args:
       config: keeps what the networks do not tell.
@@ -36,35 +56,30 @@ def derive_fields(networks: Mapping[str, Network], config: Config) -> dict[str, 
       ConversionError: no config describes them.
     """
     main = networks["main"]
-    layer, encoder = main.layer, main.encoder
-    mixed = layer.mixer == "mixed"
-    if layer.hidden_size % layer.head_size:
-        raise ConversionError(
-            f"heads of {layer.head_size} channels do not divide a hidden size of "
-            f"{layer.hidden_size}; such an encoder cannot be put into a run."
-        )
-    heads = layer.hidden_size // layer.head_size
-    bottleneck = not mixed and layer.attention_heads < heads
-    fields = {
-        "tokenizer.vocab_size": main.embeddings.vocab_size,
-        "model.layers": encoder.depth,
+    encoder = main.encoder
+    try:
+        stages = _stage_fields(encoder)
+    except ConfigError as error:
+        raise ConversionError(str(error)) from None
+    sizes = {
         "model.hidden_size": encoder.hidden_size,
         "model.embedding_size": main.embeddings.size,
-        "model.heads": heads,
-        "model.mixer": "bottleneck" if bottleneck else layer.mixer,
-        "model.ffn_size": layer.ffn_size,
-        "model.ffn_groups": layer.ffn_groups,
         "model.positions": main.embeddings.positions,
         "model.types": main.embeddings.types,
-        "model.layer_norm_epsilon": layer.layer_norm_epsilon,
-        "model.dropout": layer.dropout,
-        "model.attention_dropout": layer.attention_dropout,
     }
-    if mixed or bottleneck:
-        fields["model.head_ratio"] = heads // layer.attention_heads
-    if mixed:
-        fields["model.kernel_size"] = layer.kernel_size
-        fields["model.mask_convolution"] = layer.mask_convolution
+    fields = {"tokenizer.vocab_size": main.embeddings.vocab_size, **sizes}
+    # Unless a mixer reads it: some refuse a ratio that does nothing.
+    fields["model.head_ratio"] = ModelSection().head_ratio
+    for stage in reversed(stages):  # those of the first, and what only a later one has
+        fields |= {f"model.{name}": value for name, value in stage.items()}
+    fields |= {"model.layers": encoder.depth, "model.stages": ()}
+    if len(stages) > 1:
+        parts = ({name: v for name, v in stage.items() if name in _STAGE} for stage in stages)
+        fields["model.stages"] = tuple(StageSection(**part) for part in parts)
+        fields["model.mixer_fields"] = ()  # a stage without any has the defaults of its mixer
+    if not _difference(replace(config, sizes), "encoder", encoder):
+        own = ("stages", *sorted(_STAGE - {"layers"}))
+        fields |= {f"model.{name}": getattr(config.model, name) for name in own}
     if config.recipe == "replaced_token" and "generator" in networks:
         fields |= _generator_fields(networks["generator"], main, replace(config, fields))
     derived = replace(config, fields)
@@ -72,6 +87,31 @@ def derive_fields(networks: Mapping[str, Network], config: Config) -> dict[str, 
         if name in networks:
             _check_same(networks[name], name, derived)
     return fields
+
+
+def _stage_fields(encoder: EncoderConfig) -> list[dict[str, Any]]:
+    """Field of config.model -> value, for each stage; one if all layers are the same.
+
+    Raises:
+      ConversionError: stages differ in what config.model says of all.
+      ConfigError: no config makes a mixer.
+    """
+    found = []
+    for stage in encoder.stages:
+        layer = stage.layer
+        fields = {"layers": stage.depth, **mixers.describe(layer.mixer, layer.hidden_size)}
+        fields |= {name: getattr(layer, name) for name in _LAYER}
+        for before in found:
+            for name in sorted(set(fields) & set(before) - _STAGE):
+                if fields[name] != before[name]:
+                    raise ConversionError(
+                        f"the layers differ in {name} ({before[name]} and {fields[name]}), which "
+                        f"config.model.{name} says of all."
+                    )
+        found.append(fields)
+    if all(stage.layer == encoder.stages[0].layer for stage in encoder.stages):
+        return [found[0] | {"layers": encoder.depth}]
+    return found
 
 
 def replace(config: Config, fields: Mapping[str, Any]) -> Config:
@@ -102,11 +142,18 @@ def value_of(config: Config, path: str) -> Any:
     return getattr(getattr(config, section), field)
 
 
+def flags(fields: Mapping[str, Any]) -> str:
+    """The flags that set fields, to be pasted into a shell."""
+    return " ".join(f"--config.{path}={shlex.quote(to_text(v))}" for path, v in fields.items())
+
+
 def differences(fields: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
     """Field -> (of the networks, of the config), where parameters would not fit or mean another
     thing.
     """
     pairs = {path: (v, value_of(config, path)) for path, v in decisive(fields).items()}
+    if mixers.is_same(*pairs["model.mixer"]):
+        del pairs["model.mixer"]
     return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -115,22 +162,56 @@ def _generator_fields(generator: Network, main: Network, config: Config) -> dict
     if generator.encoder == main.encoder and tied and _same_arrays(generator, main, "layers/"):
         return {"generator.kind": "shared"}
     fields = {"generator.kind": "separate", "generator.tie_embeddings": tied}
-    if _shape(replace(config, fields).generator_encoder) == _shape(generator.encoder):
+    if not _difference(replace(config, fields), "generator_encoder", generator.encoder):
         return fields  # several fractions round to the same sizes: those of the config do
     fields |= {
         "generator.size": generator.encoder.hidden_size / main.encoder.hidden_size,
-        "generator.layers": generator.encoder.depth / main.encoder.depth,
+        "generator.layers": _depth_fraction(replace(config, fields), generator.encoder.depth),
     }
     for release_heads in (config.generator.release_heads, not config.generator.release_heads):
         tried = fields | {"generator.release_heads": release_heads}
-        if _shape(replace(config, tried).generator_encoder) == _shape(generator.encoder):
+        why = _difference(replace(config, tried), "generator_encoder", generator.encoder)
+        if not why:
             return tried
-    layer = generator.layer
+    layer = generator.encoder.stages[0].layer
     raise ConversionError(
-        f"the generator ({layer.hidden_size} channels, {layer.attention_heads} heads of "
-        f"{layer.head_size}, feed-forward {layer.ffn_size}) is none that config.generator can "
-        "describe; take it away from the source to import the discriminator alone."
+        f"the generator ({layer.hidden_size} channels, heads {layer.mixer}, feed-forward "
+        f"{layer.ffn_size}) is none that config.generator can describe ({why.rstrip('.')}); take "
+        "it away from the source to import the discriminator alone."
     )
+
+
+def _depth_fraction(config: Config, depth: int) -> float:
+    """config.generator.layers of a generator of `depth` layers, each stage of which is rounded."""
+    stages = list_stages(config.model)
+
+    def layers(fraction: float) -> int:
+        section = dataclasses.replace(config.generator, layers=fraction)
+        return sum(GeneratorSizes(config.model, section).depth(stage) for stage in stages)
+
+    def fractions() -> Iterator[float]:
+        yield depth / sum(stage.sizes.layers for stage in stages)
+        depths = [stage.sizes.layers for stage in stages]
+        steps = sorted({0.0, 1.0, *((k + 0.5) / d for d in depths for k in range(d))})
+        yield from ((a + b) / 2 for a, b in itertools.pairwise(steps))
+        yield from steps[1:]  # a half is rounded to the even number
+
+    # No stage gets less of a larger fraction, so the sum tells the depth of each.
+    first = next(fractions())
+    return next((fraction for fraction in fractions() if layers(fraction) == depth), first)
+
+
+def _difference(config: Config, name: str, encoder: EncoderConfig) -> str:
+    """Why `config` does not make `encoder`, "" if it does.
+
+    Args:
+      name: "encoder" or "generator_encoder".
+    """
+    try:
+        found = _shape(getattr(config, name))
+    except ConfigError as error:  # as heads that do not divide
+        return str(error)
+    return "" if found == _shape(encoder) else f"the nearest is {found}"
 
 
 def _check_same(network: Network, name: str, config: Config) -> None:
@@ -156,16 +237,9 @@ def _same_arrays(first: Network, second: Network, folder: str) -> bool:
 
 def _shape(encoder: EncoderConfig) -> tuple:
     """What decides the shapes of an encoder and what it computes."""
-    layer = encoder.stages[0].layer
-    taps = layer.kernel_size if layer.mixer == "mixed" else 0
-    return (
-        encoder.depth,
-        encoder.embedding_size,
-        layer.hidden_size,
-        layer.mixer,
-        layer.attention_heads,
-        layer.head_size,
-        taps,
-        layer.ffn_size,
-        layer.ffn_groups,
-    )
+    layers = []
+    for stage in encoder.stages:
+        layer = stage.layer
+        mixer = mixers.change(layer.mixer, **_ANY)
+        layers += [(layer.hidden_size, mixer, layer.ffn_size, layer.ffn_groups)] * stage.depth
+    return encoder.embedding_size, tuple(layers)

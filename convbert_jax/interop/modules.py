@@ -73,7 +73,7 @@ def modules(
 @functools.lru_cache(maxsize=8)
 def _modules(embeddings, encoder, outputs) -> nnx.Dict:
     def make():
-        starts, rngs = initializers("release", 0.02, 1), nnx.Rngs(0)
+        starts, rngs = initializers("release", 0.02), nnx.Rngs(0)
         parts = {
             "embeddings": Embeddings(embeddings, starts.dense, rngs),
             "encoder": Encoder(encoder, rngs),

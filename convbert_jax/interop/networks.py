@@ -14,10 +14,11 @@ import jax
 import numpy as np
 
 from convbert_jax.config import Config, EmbeddingsConfig, EncoderConfig, LayerConfig, UserError
-from convbert_jax.interop import finetuned_heads
+from convbert_jax.interop.huggingface import finetuned_heads
+from convbert_jax.interop.tables import READ_PADDING
 from convbert_jax.models import pretraining
+from convbert_jax.models.build import build
 from convbert_jax.models.finetuned import FinetunedModel
-from convbert_jax.models.pretraining import build
 from convbert_jax.training.state import flatten, fold_in_name
 
 MODELS = {**pretraining.MODELS, "finetune": FinetunedModel}  # by config.recipe
@@ -32,7 +33,7 @@ class Network:
     """An encoder, its embeddings and its heads.
 
     Attributes:
-      family: a key of tables.HEADS: whose names and classes it goes by.
+      family: of tables.FAMILIES: whose names and classes it goes by; "" if nobody else's.
       parameters: canonical path (see tables.py) -> float32 array. Heads are there if the network
         has them: mlm_head, rtd_head, sequence_head, token_head, span_head.
       labels: names of a classifier's classes, by index.
@@ -49,12 +50,17 @@ class Network:
 
     @property
     def layer(self) -> LayerConfig:
-        """The layer that all stages repeat."""
-        return self.encoder.stages[0].layer
+        """The layer that all stages repeat.
+
+        Raises:
+          ConversionError: they differ.
+        """
+        return check_same_layers(self.encoder)
 
     @property
-    def groups(self) -> int:
-        return self.layer.ffn_groups
+    def masked(self) -> bool:
+        """Whether it does not read padding, where the classes of its family do."""
+        return self.family in READ_PADDING and not self.encoder.reads_padding
 
     def has(self, head: str) -> bool:
         return any(path.startswith(f"{head}/") for path in self.parameters)
@@ -75,6 +81,21 @@ class Report:
             if names:
                 lines.append(f"{title} {len(names)}: {', '.join(names)}.")
         return lines
+
+
+def check_same_layers(encoder: EncoderConfig) -> LayerConfig:
+    """The layer of an encoder all of whose layers are the same, as other software has them.
+
+    Raises:
+      ConversionError: they differ.
+    """
+    layer = encoder.stages[0].layer
+    if any(stage.layer != layer for stage in encoder.stages):
+        raise ConversionError(
+            "the layers of this encoder differ, which neither Hugging Face's classes nor the "
+            "official code can express; export it with --format=stablehlo."
+        )
+    return layer
 
 
 def describe_sizes(
@@ -201,7 +222,10 @@ def join(
     sources = places(config)
     for name, network in networks.items():
         roots = sources.get(name, {})
-        for path, array in stack(network.parameters, network.encoder).items():
+        encoder = network.encoder
+        if name in sources and _sizes(config, name)[1].depth == encoder.depth:
+            encoder = _sizes(config, name)[1]  # the same layers may be cut into other stages
+        for path, array in stack(network.parameters, encoder).items():
             part, _, rest = path.partition("/")
             ours = f"{roots.get(part)}/{rest}"
             if ours not in wanted:
@@ -314,7 +338,11 @@ def _sizes(config: Config, name: str) -> tuple[EmbeddingsConfig, EncoderConfig]:
 
 
 def _family(recipe: str, encoder: EncoderConfig, embeddings: EmbeddingsConfig) -> str:
-    if encoder.stages[0].layer.mixer == "mixed":
-        return "convbert"
+    """Whose names and classes an encoder goes by, "" if nobody has layers like these."""
+    layer = encoder.stages[0].layer
+    families = layer.mixer.FAMILIES
+    if not families or any(stage.layer != layer for stage in encoder.stages):
+        return ""
     equal = embeddings.size == encoder.hidden_size
-    return "bert" if recipe == "masked_lm" and equal else "electra"
+    bert = "bert" in families and recipe == "masked_lm" and equal
+    return "bert" if bert else families[0]

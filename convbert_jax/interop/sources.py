@@ -9,18 +9,15 @@ from typing import Any
 
 from absl import logging
 
-from convbert_jax.config import Config
-from convbert_jax.data.tokenizer import Tokenizer, load_tokenizer
-from convbert_jax.interop import (
-    huggingface,
-    huggingface_config,
-    huggingface_tokenizer,
-    mark,
-    matching,
-    tensorflow1,
-    weight_files,
-)
+from convbert_jax import files
+from convbert_jax.config import Config, mixers, to_text
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from convbert_jax.interop import mark, matching
 from convbert_jax.interop.claims import check_finite, shown
+from convbert_jax.interop.huggingface import config as huggingface_config
+from convbert_jax.interop.huggingface import folder as huggingface
+from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
+from convbert_jax.interop.huggingface import weight_files
 from convbert_jax.interop.networks import (
     ConversionError,
     Network,
@@ -30,8 +27,10 @@ from convbert_jax.interop.networks import (
     split,
     to_tree,
 )
-from convbert_jax.training import checkpoint_reading, state
-from convbert_jax.training.workdir import read_config
+from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
+from convbert_jax.training import state
+from convbert_jax.training.checkpoints import reading as checkpoint_reading
+from convbert_jax.workdir import Workdir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +65,7 @@ def read_source(path: str) -> Source:
     """
     try:
         return _read_source(path)
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # too long a name, no right to read, ~nobody
+    except (OSError, RuntimeError) as error:  # too long a name, no right to read
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConversionError(f"{shown(path)} cannot be read ({reason}).") from error
     except MemoryError as error:
@@ -77,12 +73,15 @@ def read_source(path: str) -> Source:
 
 
 def _read_source(path: str) -> Source:
-    folder = Path(path).expanduser()
-    if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
-        run = read_config(folder)
-        step, params = read_params(folder, run)
-        section = dataclasses.asdict(read_tokenizer(folder, run)[1])
+    folder = files.to_path(path)
+    workdir = Workdir(folder)
+    if workdir.holds_run():
+        run = workdir.read_config()
+        step, params = read_params(workdir, run)
+        section = dataclasses.asdict(read_tokenizer(workdir, run)[1])
         return Source("run", split(run, params), step=step, tokenizer=section)
+    if files.is_remote(folder):
+        raise ConversionError(f"{path} holds no run; weights of others are read from a disk.")
     if (folder / huggingface_config.FILE).is_file() and weight_files.are_in(folder):
         found = huggingface.read_folder(folder)
         return Source(
@@ -111,25 +110,25 @@ def _read_source(path: str) -> Source:
     )
 
 
-def read_params(workdir: Path, config: Config, step: int | None = None) -> tuple[int, Any]:
+def read_params(workdir: Workdir, config: Config, step: int | None = None) -> tuple[int, Any]:
     """(step, parameters on the host) of a checkpoint, by default the newest that is whole.
 
     Raises:
       CheckpointError: there is none, or it cannot be read.
       ConversionError: NaN or infinity in it.
     """
-    folder = workdir / "checkpoints"
+    folder = workdir.checkpoints
     step, params = checkpoint_reading.load_params(folder, abstract_params(config), step)
     check_finite(state.flatten(params), f"{folder / str(step)}")
     return step, params
 
 
-def read_moments(workdir: Path, config: Config, step: int | None = None):
+def read_moments(workdir: Workdir, config: Config, step: int | None = None):
     """(step, Adam's first and second moments, each laid out like the networks of `config`).
 
     Arguments and errors as `read_params`; all parts of that checkpoint are whole.
     """
-    step, arrays = checkpoint_reading.load_arrays(workdir / "checkpoints", step)
+    step, arrays = checkpoint_reading.load_arrays(workdir.checkpoints, step)
 
     def networks(kind: str) -> dict[str, Network]:
         parts = (name.partition(f"/{kind}/") for name in arrays)
@@ -139,17 +138,17 @@ def read_moments(workdir: Path, config: Config, step: int | None = None):
     return step, (networks("mu"), networks("nu"))
 
 
-def read_tokenizer(workdir: Path, config: Config) -> tuple[Tokenizer, Any]:
+def read_tokenizer(workdir: Workdir, config: Config) -> tuple[Tokenizer, Any]:
     """(the vocabulary of a run, the settings to open its file with).
 
     Raises:
       TokenizerError: it is not there any more.
     """
-    folder = Path(config.data.directory) if config.data.directory else workdir / "data"
     section = config.tokenizer
-    if section.path and (workdir / section.path).is_file():  # a fine-tuned model has its own copy
-        section = dataclasses.replace(section, path=str(workdir / section.path))
-    tokenizer = load_tokenizer(section, folder)
+    own = workdir.path / section.path
+    if section.path and own.is_file():  # a fine-tuned model has its own copy
+        section = dataclasses.replace(section, path=str(files.local_copy(own)))
+    tokenizer = load_tokenizer(section, Path() if section.path else workdir.data(config))
     path = str(tokenizer.path.absolute())
     return tokenizer, dataclasses.replace(config.tokenizer, path=path)
 
@@ -162,11 +161,12 @@ def check_fits(source: Source, config: Config) -> None:
     """
     different = matching.differences(matching.derive_fields(source.networks, config), config)
     if different:
-        flags = " ".join(f"--config.{field}={value}" for field, (value, _) in different.items())
         field, (value, now) = next(iter(different.items()))
+        value, now = (to_text(each) or "nothing" for each in (value, now))
+        wanted = matching.flags({path: pair[0] for path, pair in different.items()})
         raise ConversionError(
-            f"the source holds a network with config.{field}={value!r}, this run has {now!r}; "
-            f"start it with {flags}."
+            f"the source holds a network with config.{field}={value}, this run has {now}; start "
+            f"it with {wanted}"
         )
 
 
@@ -177,12 +177,14 @@ def initialize(config: Config, source: Source) -> tuple[Any, Report]:
       ConversionError: the source's networks are not those of `config`.
     """
     check_fits(source, config)
-    layer = source.networks["main"].layer
-    if layer.mixer == "mixed" and layer.mask_convolution != config.model.mask_convolution:
+    reads = source.networks["main"].encoder.reads_padding
+    if reads != config.encoder.reads_padding:
         logging.warning(
-            "The weights were trained with config.model.mask_convolution=%s, this run has %s: "
-            "near padding it computes something else until it has adapted.",
-            layer.mask_convolution,
+            "The mixers of the weights %s padding, those of this run %s it "
+            "(config.model.mask_convolution=%s): near padding it computes something else until it "
+            "has adapted.",
+            "read" if reads else "do not read",
+            "do not read" if reads else "read",
             config.model.mask_convolution,
         )
     params, report = join(config, source.networks)
@@ -207,7 +209,10 @@ def _with_masking(networks: Mapping[str, Network], folder: Path) -> Mapping[str,
     def change(network):
         stages = tuple(
             dataclasses.replace(
-                stage, layer=dataclasses.replace(stage.layer, mask_convolution=masked)
+                stage,
+                layer=dataclasses.replace(
+                    stage.layer, mixer=mixers.change(stage.layer.mixer, mask_convolution=masked)
+                ),
             )
             for stage in network.encoder.stages
         )

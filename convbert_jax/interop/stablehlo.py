@@ -18,7 +18,7 @@ from flax import nnx
 from jax import export
 from safetensors.numpy import load_file, save_file
 
-from convbert_jax.config import EncoderConfig
+from convbert_jax.config import EncoderConfig, mixers
 from convbert_jax.interop.modules import modules
 from convbert_jax.interop.networks import ConversionError, Network, stack, to_tree
 from convbert_jax.training.state import flatten
@@ -83,7 +83,11 @@ def _in_plain_xla(encoder: EncoderConfig) -> EncoderConfig:
     """Kernels are of one platform and of shapes known beforehand."""
     stages = tuple(
         dataclasses.replace(
-            stage, layer=dataclasses.replace(stage.layer, attention="xla", convolution="xla")
+            stage,
+            layer=dataclasses.replace(
+                stage.layer,
+                mixer=mixers.change(stage.layer.mixer, attention="xla", convolution="xla"),
+            ),
         )
         for stage in encoder.stages
     )

@@ -2,7 +2,7 @@
 
 Ours is the canonical path of a `Network`: the parameter path of a model with its layers counted
 out, `layers/3/mixer/query/kernel`. LAYER, OUTSIDE and HEADS name modules, KINDS the parameters of
-a module; nothing else in this package knows a name.
+a module; besides them only a mixer's specification knows names, its own.
 
 TensorFlow's names are those of the official ConvBERT, ELECTRA and BERT code; Hugging Face's those
 of its ConvBert, Electra and Bert classes.
@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
+from convbert_jax.config import LayerConfig
+
 FAMILIES = ("convbert", "electra", "bert")
+READ_PADDING = ("convbert",)  # families whose classes have a convolution that sees no mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,27 +60,9 @@ KINDS: Mapping[str, Mapping[str, tuple[str, Layout, str, Layout]]] = {
     "vector": {"": ("", SAME, "", SAME)},
 }
 
-# ours: (kind, Hugging Face, TensorFlow), inside of one layer
+# ours: (kind, Hugging Face, TensorFlow), inside of one layer; what is below `mixer/`, its own
+# specification names, see `config/mixers.py`.
 LAYER = {
-    "mixer/query": ("dense", "attention.self.query", "attention/self/query"),
-    "mixer/key": ("dense", "attention.self.key", "attention/self/key"),
-    "mixer/value": ("dense", "attention.self.value", "attention/self/value"),
-    "mixer/key_conv": (
-        "separable",
-        "attention.self.key_conv_attn_layer",
-        "attention/self/conv_attn_key",
-    ),
-    "mixer/conv_kernel": (
-        "dense",
-        "attention.self.conv_kernel_layer",
-        "attention/self/conv_attn_kernel",
-    ),
-    "mixer/conv_value": (
-        "dense",
-        "attention.self.conv_out_layer",
-        "attention/self/conv_attn_point",
-    ),
-    "mixer/output": ("dense", "attention.output.dense", "attention/output/dense"),
     "mixer_norm": ("norm", "attention.output.LayerNorm", "attention/output/LayerNorm"),
     "feed_forward/intermediate": ("dense", "intermediate.dense", "intermediate/dense"),
     "feed_forward/output": ("dense", "output.dense", "output/dense"),
@@ -172,13 +157,13 @@ class Place:
 
 
 def huggingface_places(
-    paths: Iterable[str], family: str, *, groups: int, prefix: str
+    paths: Iterable[str], family: str, layer: LayerConfig, *, prefix: str
 ) -> dict[str, Place]:
     """Canonical path -> name and layout in a PyTorch file.
 
     Args:
       family: of FAMILIES.
-      groups: of the feed-forward layers.
+      layer: what all layers are.
       prefix: before everything but the heads: "convbert." or, in a bare encoder, "".
 
     Raises:
@@ -186,7 +171,7 @@ def huggingface_places(
     """
 
     def place(path):
-        kind, (theirs, _), leaf, in_head = _find(path, family, groups, "encoder.layer.{}.")
+        kind, (theirs, _), leaf, in_head = _find(path, family, layer, "encoder.layer.{}.")
         suffix, layout, _, _ = KINDS[kind][leaf]
         return Place(f"{'' if in_head else prefix}{theirs}{suffix}", layout)
 
@@ -194,11 +179,17 @@ def huggingface_places(
 
 
 def tensorflow_places(
-    paths: Iterable[str], family: str, *, groups: int, scope: str, embeddings_scope: str
+    paths: Iterable[str],
+    family: str,
+    layer: LayerConfig,
+    *,
+    scope: str,
+    embeddings_scope: str,
 ) -> dict[str, Place]:
     """Canonical path -> variable and layout in a TensorFlow 1 checkpoint.
 
     Args:
+      family, layer: as `huggingface_places` takes them.
       scope: of the network: "electra", "generator" or "bert".
       embeddings_scope: "electra" where generator and discriminator share them.
 
@@ -207,7 +198,7 @@ def tensorflow_places(
     """
 
     def place(path):
-        kind, (_, theirs), leaf, in_head = _find(path, family, groups, "encoder/layer_{}/")
+        kind, (_, theirs), leaf, in_head = _find(path, family, layer, "encoder/layer_{}/")
         if theirs is None:
             raise KeyError(path)
         _, _, suffix, layout = KINDS[kind][leaf]
@@ -217,11 +208,12 @@ def tensorflow_places(
     return {path: place(path) for path in paths}
 
 
-def _find(path: str, family: str, groups: int, layer_folder: str):
+def _find(path: str, family: str, layer: LayerConfig, layer_folder: str):
     """(kind, (Hugging Face's, TensorFlow's name), leaf, whether it is a head's) of one path."""
     if path.startswith("layers/"):
         _, index, inner = path.split("/", 2)
-        table = LAYER | GROUPED if groups > 1 else LAYER
+        table = LAYER | {f"mixer/{name}": row for name, row in layer.mixer.NAMES.items()}
+        table |= GROUPED if layer.ffn_groups > 1 else {}
         folder, in_head = layer_folder.format(index), False
     else:
         inner, folder, in_head = path, "", path not in _outside_paths()

@@ -1,10 +1,13 @@
 """The encoder: stages of identical layers, the parameters of each stage stacked and scanned."""
 
+from collections.abc import Collection
+
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import EncoderConfig, LayerConfig
+from convbert_jax.models.capture import Capture
 from convbert_jax.models.functions import gelu
 from convbert_jax.models.layers import (
     Dense,
@@ -14,7 +17,6 @@ from convbert_jax.models.layers import (
     feed_forward_dense,
     initializers,
 )
-from convbert_jax.models.mixers import MIXERS
 from convbert_jax.ops import products
 
 # What the backward pass keeps of a layer, by config.model.remat; None keeps what it needs.
@@ -24,6 +26,9 @@ REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.save_only_these_names(products.DENSE),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+
+
+Seen = tuple[dict[str, Array], ...]  # of each stage, name -> [N, ...]
 
 
 class FeedForward(nnx.Module):
@@ -42,18 +47,22 @@ class Layer(nnx.Module):
     """Mixer and feed-forward, each with dropout, residual and layer norm after it (post-norm)."""
 
     def __init__(self, config: LayerConfig, rngs: nnx.Rngs):
-        starts = initializers(config.initializers, config.initializer_range, config.kernel_size)
-        self.mixer = MIXERS[config.mixer](config, starts, rngs)
+        starts = initializers(config.initializers, config.initializer_range)
+        self.mixer = config.mixer.module(config.hidden_size, starts, rngs)
         self.mixer_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
         self.feed_forward = FeedForward(config, starts, rngs)
         self.feed_forward_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
         self.dropout = config.dropout
 
     def __call__(
-        self, x: Float[Array, "B L C"], segment_ids: Int[Array, "B L"], key: Array | None = None
+        self,
+        x: Float[Array, "B L C"],
+        segment_ids: Int[Array, "B L"],
+        key: Array | None = None,
+        capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
-        mixed = dropout(self.mixer(x, segment_ids, keys[0]), self.dropout, keys[1])
+        mixed = dropout(self.mixer(x, segment_ids, keys[0], capture), self.dropout, keys[1])
         x = self.mixer_norm(x + mixed)
         return self.feed_forward_norm(x + dropout(self.feed_forward(x), self.dropout, keys[2]))
 
@@ -66,7 +75,7 @@ class Encoder(nnx.Module):
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs):
         if config.embedding_size != config.hidden_size:
-            starts = initializers(config.initializers, config.initializer_range, taps=1)
+            starts = initializers(config.initializers, config.initializer_range)
             self.embeddings_project = Dense(
                 config.embedding_size, config.hidden_size, starts.glorot, rngs
             )
@@ -84,25 +93,56 @@ class Encoder(nnx.Module):
         x: Float[Array, "B L E"],
         segment_ids: Int[Array, "B L"],
         key: Array | None = None,
-    ) -> Float[Array, "B L C"]:
+        capture: str | Collection[str] = (),
+    ) -> Float[Array, "B L C"] | tuple[Float[Array, "B L C"], Seen]:
+        """Hidden states of the last layer.
+
+        Args:
+          segment_ids: 0 is padding; nothing flows from one segment to another.
+          key: draws dropout; None is deterministic.
+          capture: what to hand out besides, of every layer, names that its mixer offers.
+            "attention": attention maps [N, B, H, L, L] in float32, before dropout; each row adds up
+            to 1 over the keys that its position sees. "filters": those of the dynamic convolution,
+            [N, B, L, H, K]; each adds up to 1, and taps that may not be read then weigh 0.
+
+        Returns:
+          The hidden states, with `capture` also a dict for each stage, name -> what its layers had,
+          stacked on axis 0. A stage whose mixer does not have a name goes without it.
+
+        Raises:
+          ValueError: no layer has what is to be captured.
+        """
         c = self.config
+        wanted, offered = {capture} if isinstance(capture, str) else set(capture), set()
         if c.embedding_size != c.hidden_size:
             x = self.embeddings_project(x)
 
         def run(x, layer_and_key):
             layer, layer_key = layer_and_key
-            return layer(x, segment_ids, layer_key), None
+            if not wanted:
+                return layer(x, segment_ids, layer_key), None
+            captured = Capture(wanted)
+            x = layer(x, segment_ids, layer_key, captured)
+            offered.update(captured.offered)
+            return x, captured.seen
 
         policy = REMAT_POLICIES[c.remat]
         if policy is not None:
             run = jax.checkpoint(run, policy=policy, prevent_cse=False)
+        seen = []
         for i, stage in enumerate(c.stages):
             keys = (
                 None if key is None else jax.random.split(jax.random.fold_in(key, i), stage.depth)
             )
             unroll = min(c.scan_unroll, stage.depth)
-            x, _ = jax.lax.scan(run, x, (self.stages[str(i)], keys), unroll=unroll)
-        return x
+            x, of_stage = jax.lax.scan(run, x, (self.stages[str(i)], keys), unroll=unroll)
+            seen.append(of_stage)
+        if missing := wanted - offered:
+            raise ValueError(
+                f"capture is {sorted(wanted)}, but no layer has {sorted(missing)}; "
+                f"these layers have {sorted(offered)}."
+            )
+        return (x, tuple(seen)) if wanted else x
 
 
 def _stack(config: LayerConfig, depth: int, rngs: nnx.Rngs) -> Layer:

@@ -1,6 +1,7 @@
 """The model of a labelled task: an encoder and one head for what is asked of it."""
 
 import dataclasses
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import Config
 from convbert_jax.models.embeddings import Embeddings
-from convbert_jax.models.encoder import Encoder
+from convbert_jax.models.encoder import Encoder, Seen
 from convbert_jax.models.heads import SequenceHead, TokenHead
 from convbert_jax.models.layers import dropout, initializers
 from convbert_jax.models.span_heads import SpanBeamHead
@@ -23,7 +24,7 @@ class FinetunedModel(nnx.Module):
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         m = config.model
-        starts = initializers(m.initializers, m.initializer_range, m.kernel_size)
+        starts = initializers(m.initializers, m.initializer_range)
         self.embeddings = Embeddings(config.embeddings, starts.dense, rngs)
         self.encoder = Encoder(config.encoder, rngs)
         self.head = HEADS[config.outputs.head](config, starts, rngs)
@@ -38,11 +39,12 @@ class FinetunedModel(nnx.Module):
         *,
         dtype: jnp.dtype = jnp.float32,
         key: Array | None = None,
-    ) -> Float[Array, "B L C"]:
+        capture: str | Collection[str] = (),
+    ) -> Float[Array, "B L C"] | tuple[Float[Array, "B L C"], Seen]:
         """Hidden states of the last layer, in `dtype`; arguments as `PretrainingModel.encode`."""
         keys = (None, None) if key is None else jax.random.split(key)
         x = self.embeddings(tokens, segment_ids, type_ids, dtype=dtype, key=keys[0])
-        return self.encoder(x, segment_ids, keys[1])
+        return self.encoder(x, segment_ids, keys[1], capture)
 
     def classify(
         self,

@@ -4,6 +4,7 @@ Randomness is an argument: `key=None` means deterministic.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +22,11 @@ class Initializers:
     """How parameters start, by role; biases start at 0 and layer norm scales at 1."""
 
     dense: Initializer  # kernels and tables
-    depthwise: Initializer  # of the key convolution
+    depthwise: Callable[[int], Initializer]  # taps -> of filters that all tokens share
     glorot: Initializer  # what the release leaves at TensorFlow's default
 
 
-def initializers(kind: str, stddev: float, taps: int) -> Initializers:
+def initializers(kind: str, stddev: float) -> Initializers:
     """`kind` is a value of config.model.initializers.
 
     release: truncated normals that, as in TensorFlow, are cut at two `stddev` and not rescaled,
@@ -36,11 +37,11 @@ def initializers(kind: str, stddev: float, taps: int) -> Initializers:
     return {
         "release": Initializers(
             dense=truncated(stddev),
-            depthwise=truncated(1 / taps),
+            depthwise=lambda taps: truncated(1 / taps),
             glorot=jax.nn.initializers.glorot_uniform(),
         ),
         "huggingface": Initializers(
-            dense=normal(stddev), depthwise=normal(stddev), glorot=normal(stddev)
+            dense=normal(stddev), depthwise=lambda taps: normal(stddev), glorot=normal(stddev)
         ),
     }[kind]
 

@@ -1,9 +1,6 @@
-"""Models to pre-train: generator and discriminator around one embedding table, or one network.
+"""Models to pre-train: generator and discriminator around one embedding table, or one network."""
 
-Parameters are a plain nested dict outside of this package; see `build`.
-"""
-
-from collections.abc import Callable
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import Config
 from convbert_jax.models.embeddings import Embeddings
-from convbert_jax.models.encoder import Encoder
+from convbert_jax.models.encoder import Encoder, Seen
 from convbert_jax.models.heads import DiscriminatorHead, MaskedLanguageHead
 from convbert_jax.models.layers import Initializers, initializers
-
-Params = dict
 
 
 class PretrainingModel(nnx.Module):
@@ -31,7 +26,7 @@ class PretrainingModel(nnx.Module):
         self.embeddings = Embeddings(config.embeddings, starts.dense, rngs)
         self.discriminator = Encoder(config.encoder, rngs)
         self.discriminator_head = DiscriminatorHead(config.encoder.hidden_size, starts, rngs)
-        tied, generator = config.generator.tie_embeddings, config.generator_encoder
+        tied = config.generator.tie_embeddings
         if config.generator.kind == "shared":
             self.generator_head = MaskedLanguageHead(
                 config.encoder.hidden_size, config.embeddings, starts, rngs
@@ -40,6 +35,7 @@ class PretrainingModel(nnx.Module):
             sizes = config.embeddings if tied else config.generator_embeddings
             if not tied:
                 self.generator_embeddings = Embeddings(sizes, starts.dense, rngs)
+            generator = config.generator_encoder
             self.generator = Encoder(generator, rngs)
             self.generator_head = MaskedLanguageHead(generator.hidden_size, sizes, starts, rngs)
         self.config = config
@@ -94,10 +90,13 @@ class PretrainingModel(nnx.Module):
         *,
         dtype: jnp.dtype = jnp.float32,
         key: Array | None = None,
-    ) -> Float[Array, "B L C"]:
-        """Hidden states of the discriminator's last layer, in `dtype`."""
+        capture: str | Collection[str] = (),
+    ) -> Float[Array, "B L C"] | tuple[Float[Array, "B L C"], Seen]:
+        """Hidden states of the discriminator's last layer, in `dtype`; with `capture` also what its
+        layers saw, as `Encoder` hands it out.
+        """
         return _encode(
-            self.embeddings, self.discriminator, tokens, segment_ids, type_ids, dtype, key
+            self.embeddings, self.discriminator, tokens, segment_ids, type_ids, dtype, key, capture
         )
 
 
@@ -132,42 +131,27 @@ class MaskedLanguageModel(nnx.Module):
         *,
         dtype: jnp.dtype = jnp.float32,
         key: Array | None = None,
-    ) -> Float[Array, "B L C"]:
-        """Hidden states of the last layer, in `dtype`."""
-        return _encode(self.embeddings, self.encoder, tokens, segment_ids, type_ids, dtype, key)
+        capture: str | Collection[str] = (),
+    ) -> Float[Array, "B L C"] | tuple[Float[Array, "B L C"], Seen]:
+        """Hidden states of the last layer, in `dtype`; `capture` as in `Encoder`."""
+        return _encode(
+            self.embeddings, self.encoder, tokens, segment_ids, type_ids, dtype, key, capture
+        )
 
 
 # config.recipe -> the model that it trains
 MODELS = {"replaced_token": PretrainingModel, "masked_lm": MaskedLanguageModel}
 
 
-def build(
-    model: Callable[[Config, nnx.Rngs], nnx.Module], config: Config
-) -> tuple[nnx.GraphDef, Callable[[Array], Params]]:
-    """The static part of a model, and how its parameters start.
-
-    Returns:
-      graphdef: `nnx.merge(graphdef, params)` is the model; do it inside of the loss.
-      init: key -> parameters, a nested dict of float32 arrays by path; made to be jitted, so that
-        with `out_shardings` no device ever holds all of them.
-    """
-
-    def init(key: Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(model(config, nnx.Rngs(key)), nnx.Param))
-
-    abstract = nnx.eval_shape(lambda: model(config, nnx.Rngs(0)))
-    return nnx.graphdef(abstract), init
-
-
 def _initializers(config: Config) -> Initializers:
     m = config.model
-    return initializers(m.initializers, m.initializer_range, m.kernel_size)
+    return initializers(m.initializers, m.initializer_range)
 
 
-def _encode(embeddings, encoder, tokens, segment_ids, type_ids, dtype, key):
+def _encode(embeddings, encoder, tokens, segment_ids, type_ids, dtype, key, capture=()):
     keys = (None, None) if key is None else jax.random.split(key)
     x = embeddings(tokens, segment_ids, type_ids, dtype=dtype, key=keys[0])
-    return encoder(x, segment_ids, keys[1])
+    return encoder(x, segment_ids, keys[1], capture)
 
 
 def _pick(hidden: Float[Array, "B L C"], positions: Int[Array, "B M"]) -> Float[Array, "B M C"]:

@@ -9,21 +9,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from convbert_jax.interfaces.batch import LogitsBatch, TagBatch, TextBatch
+from convbert_jax.objectives.cross_entropy import cross_entropy
+
 _NEVER = -1e9  # logit of an output that the task does not have
 
 RowLosses = tuple[Float[Array, " B"], Float[Array, " B"]]
 
 
 def text_losses(
-    model: nnx.Module, batch: dict[str, Array], key: Array | None, *, dtype: jnp.dtype
+    model: nnx.Module, batch: TextBatch, key: Array | None, *, dtype: jnp.dtype
 ) -> RowLosses:
     """Cross-entropy of the class in nats, or the squared error of the number.
 
     Args:
       model: `classify(tokens, segment_ids, type_ids, dtype, key) -> logits [B, W]`.
-      batch: tokens, segment_ids and type_ids [B, L]; `label` [B], index of the class; `value` [B],
-        the number; for all rows: `outputs` [W], True for the logits that the task has (tasks of
-        few labels share a compiled program of some more), and `is_regression`, a bool.
     """
     logits = text_logits(model, batch, key, dtype=dtype)
     losses = _hard_losses(logits, batch)
@@ -31,16 +31,12 @@ def text_losses(
 
 
 def distilled_losses(
-    model: nnx.Module, batch: dict[str, Array], key: Array | None, *, dtype: jnp.dtype
+    model: nnx.Module, batch: TextBatch, key: Array | None, *, dtype: jnp.dtype
 ) -> RowLosses:
     """`text_losses` mixed with the distance to a teacher (Hinton et al., 2015, §2).
 
     T^2 times the Kullback-Leibler divergence from the teacher's softmax(logits / T) to ours; for
-    numbers the squared difference.
-
-    Args:
-      batch: as `text_losses`, and `teacher` [B, W], its logits; `temperature` T and
-        `teacher_weight`, numbers for all rows.
+    numbers the squared difference. The batch needs a teacher.
     """
     logits = text_logits(model, batch, key, dtype=dtype)
     temperature, share = batch["temperature"], batch["teacher_weight"]
@@ -55,7 +51,7 @@ def distilled_losses(
 
 
 def text_logits(
-    model: nnx.Module, batch: dict[str, Array], key: Array | None = None, *, dtype: jnp.dtype
+    model: nnx.Module, batch: LogitsBatch, key: Array | None = None, *, dtype: jnp.dtype
 ) -> Float[Array, "B ..."]:
     """Logits, of texts [B, W] or of tokens [B, L, W]; very small where the task has no such output.
 
@@ -68,24 +64,15 @@ def text_logits(
 
 
 def tag_losses(
-    model: nnx.Module, batch: dict[str, Array], key: Array | None, *, dtype: jnp.dtype
+    model: nnx.Module, batch: TagBatch, key: Array | None, *, dtype: jnp.dtype
 ) -> RowLosses:
-    """Cross-entropy of the tags of a row, summed; its weight is their number.
-
-    Args:
-      batch: as `text_losses`, but `tags` [B, L], below 0 for tokens without one.
-    """
+    """Cross-entropy of the tags of a row, summed; its weight is their number."""
     logits = text_logits(model, batch, key, dtype=dtype)
     tagged = batch["tags"] >= 0
-    losses = _cross_entropy(logits, jnp.maximum(batch["tags"], 0))
+    losses = cross_entropy(logits, jnp.maximum(batch["tags"], 0))
     return jnp.sum(losses * tagged, axis=1), jnp.sum(tagged, axis=1).astype(jnp.float32)
 
 
-def _hard_losses(logits: Float[Array, "B W"], batch: dict[str, Array]) -> Float[Array, " B"]:
+def _hard_losses(logits: Float[Array, "B W"], batch: TextBatch) -> Float[Array, " B"]:
     squared = jnp.square(logits[:, 0] - batch["value"])
-    return jnp.where(batch["is_regression"], squared, _cross_entropy(logits, batch["label"]))
-
-
-def _cross_entropy(logits: Float[Array, "*B W"], labels: Array) -> Float[Array, "*B"]:
-    correct = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - correct
+    return jnp.where(batch["is_regression"], squared, cross_entropy(logits, batch["label"]))

@@ -4,16 +4,13 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from convbert_jax.config import Config
+from convbert_jax.interfaces.batch import Batch
+from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.objectives import masking, metrics
-
-
-def token_losses(logits: Float[Array, "B M V"], labels: Int[Array, "B M"]) -> Float[Array, "B M"]:
-    """Cross-entropy per slot in nats."""
-    correct = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - correct
+from convbert_jax.objectives.cross_entropy import cross_entropy
 
 
 def prediction_metrics(
@@ -27,12 +24,19 @@ def prediction_metrics(
     }
 
 
-def mask_batch(
-    key: Array, batch: dict[str, Array], *, config: Config, special: masking.SpecialIds
-) -> masking.Masked:
-    """`masking.mask` with the sizes of the config."""
-    return masking.mask(
-        key,
+def hide_and_predict(
+    model: nnx.Module,
+    batch: Batch,
+    mask_key: Array,
+    dropout_key: Array | None,
+    *,
+    dtype: jnp.dtype,
+    config: Config,
+    special: SpecialIds,
+) -> tuple[masking.Masked, Float[Array, "B M V"]]:
+    """A batch with hidden tokens, and the logits for them; arguments as `loss`."""
+    masked = masking.mask(
+        mask_key,
         batch["tokens"],
         batch["segment_ids"],
         objective=config.objective,
@@ -41,36 +45,39 @@ def mask_batch(
         most=config.max_predictions,
         slots=config.prediction_slots,
     )
-
-
-def loss(
-    model: nnx.Module,
-    batch: dict[str, Array],
-    key: Array,
-    *,
-    train: bool,
-    dtype: jnp.dtype,
-    config: Config,
-    special: masking.SpecialIds,
-) -> tuple[Array, metrics.Metrics]:
-    """Mean cross-entropy of the hidden tokens.
-
-    Args:
-      model: `generate(tokens, segment_ids, type_ids, positions, dtype, key) -> logits [B, M, V]`.
-      batch: tokens, segment_ids and type_ids, each [B, L].
-      key: draws the masks, and dropout where `train`.
-    """
-    mask_key, dropout_key = jax.random.split(key)
-    masked = mask_batch(mask_key, batch, config=config, special=special)
     logits = model.generate(
         masked.tokens,
         batch["segment_ids"],
         batch["type_ids"],
         masked.positions,
         dtype=dtype,
-        key=dropout_key if train else None,
+        key=dropout_key,
     )
-    losses = token_losses(logits, masked.labels)
+    return masked, logits
+
+
+def loss(
+    model: nnx.Module,
+    batch: Batch,
+    key: Array,
+    *,
+    train: bool,
+    dtype: jnp.dtype,
+    config: Config,
+    special: SpecialIds,
+) -> tuple[Array, metrics.Metrics]:
+    """Mean cross-entropy of the hidden tokens.
+
+    Args:
+      model: `generate(tokens, segment_ids, type_ids, positions, dtype, key) -> logits [B, M, V]`.
+      key: draws the masks, and dropout where `train`.
+    """
+    mask_key, dropout_key = jax.random.split(key)
+    settings = {"dtype": dtype, "config": config, "special": special}
+    masked, logits = hide_and_predict(
+        model, batch, mask_key, dropout_key if train else None, **settings
+    )
+    losses = cross_entropy(logits, masked.labels)
     result = prediction_metrics(logits, losses, masked)
     total, weight = result["mlm_loss"]
     value = total / (weight + 1e-6)

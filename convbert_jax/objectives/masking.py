@@ -11,14 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from convbert_jax.config import ObjectiveSection
-
-
-class SpecialIds(NamedTuple):
-    """Ids that are never hidden, and the one that hides."""
-
-    cls: int
-    sep: int
-    mask: int
+from convbert_jax.interfaces.special_ids import SpecialIds
 
 
 class Masked(NamedTuple):
@@ -129,7 +122,7 @@ def mask(
     """
     position_key, branch_key, token_key = jax.random.split(key, 3)
     candidates = segment_ids != 0
-    for special_id in special:
+    for special_id in special.never_hidden:
         candidates &= tokens != special_id
     counts = count_predictions(segment_ids, objective.mask_fraction, most)
     positions, weights = choose_positions(

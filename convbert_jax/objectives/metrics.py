@@ -6,13 +6,15 @@ whose pairs in order and pairs in all add up; an evaluation keeps the scores of 
 (`Scores`) and ranks them exactly. Neither has bins, so that no scale or shift of scores is lost.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
+
+from convbert_jax.interfaces.evaluator import Evaluator
 
 _RANKED = 65_536  # positions of a batch: sorting is the one thing that more devices do not speed up
 
@@ -28,7 +30,7 @@ class Scores(NamedTuple):
 Metrics = dict[str, tuple[Array, Array] | Scores]
 
 
-def mean(values: Float[Array, "..."], weights: Float[Array, "..."]) -> tuple[Array, Array]:
+def mean(values: Shaped[Array, "*S"], weights: Shaped[Array, "*S"]) -> tuple[Array, Array]:
     """(sum of weighted values, sum of weights)."""
     weights = weights.astype(jnp.float32)
     return (values.astype(jnp.float32) * weights).sum(), weights.sum()
@@ -78,14 +80,34 @@ def divide(total: np.ndarray, weight: np.ndarray) -> float:
     return float(total) / float(weight) if float(weight) > 0 else float("nan")
 
 
-def summarize(parts: Sequence[Metrics]) -> dict[str, float]:
-    """Named numbers from the metrics of one or several batches, as numpy."""
-    values = {}
-    for name, first in parts[0].items():
-        found = [part[name] for part in parts]
-        if isinstance(first, Scores):
-            values[name] = area_under_roc(found)
-        else:
-            total, weight = np.asarray(found, np.float64).sum(axis=0)
-            values[name] = divide(total, weight)
-    return values
+def summarize(sums: Metrics) -> dict[str, float]:
+    """Named numbers from sums, as numpy."""
+    return {name: divide(total, weight) for name, (total, weight) in sums.items()}
+
+
+def heldout(names: Collection[str]) -> Evaluator[dict[str, Any]]:
+    """Means over all rows, and areas under the ROC curve of all their scores.
+
+    Outputs are metrics, `Scores` among them; sums are added in float64.
+    """
+
+    def update(state, outputs: Metrics):
+        if outputs.keys() != set(names):
+            raise ValueError(f"metrics {sorted(outputs)} instead of {sorted(names)}")
+        return {name: _join(state.get(name), part) for name, part in outputs.items()}
+
+    def finish(state):
+        return {name: _number(state.get(name, (0.0, 0.0))) for name in sorted(names)}
+
+    return Evaluator(tuple(sorted(names)), dict, update, finish)
+
+
+def _join(kept, part):
+    if isinstance(part, Scores):
+        return [*(kept or ()), part]
+    total = np.asarray(part, np.float64)
+    return total if kept is None else kept + total
+
+
+def _number(kept) -> float:
+    return area_under_roc(kept) if isinstance(kept, list) else divide(*kept)

@@ -7,18 +7,21 @@ from flax import nnx
 from jaxtyping import Array
 
 from convbert_jax.config import Config
+from convbert_jax.interfaces.batch import Batch
+from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.objectives import masked_lm, masking, metrics
+from convbert_jax.objectives.cross_entropy import cross_entropy
 
 
 def corrupt(
     model: nnx.Module,
-    batch: dict[str, Array],
+    batch: Batch,
     key: Array,
     *,
     train: bool,
     dtype: jnp.dtype,
     config: Config,
-    special: masking.SpecialIds,
+    special: SpecialIds,
 ) -> tuple[masking.Masked, Array, Array, Array]:
     """Masks the batch, lets the generator fill it, and marks what is fake.
 
@@ -28,14 +31,9 @@ def corrupt(
       masked batch, generator logits [B, M, V], sampled ids [B, M], and the corrupted tokens [B, L].
     """
     mask_key, dropout_key, sample_key = jax.random.split(key, 3)
-    masked = masked_lm.mask_batch(mask_key, batch, config=config, special=special)
-    logits = model.generate(
-        masked.tokens,
-        batch["segment_ids"],
-        batch["type_ids"],
-        masked.positions,
-        dtype=dtype,
-        key=dropout_key if train else None,
+    settings = {"dtype": dtype, "config": config, "special": special}
+    masked, logits = masked_lm.hide_and_predict(
+        model, batch, mask_key, dropout_key if train else None, **settings
     )
     sampled = masking.sample_tokens(sample_key, logits, masked.labels, objective=config.objective)
     corrupted = masking.put(
@@ -50,21 +48,19 @@ def corrupt(
 
 def loss(
     model: nnx.Module,
-    batch: dict[str, Array],
+    batch: Batch,
     key: Array,
     *,
     train: bool,
     dtype: jnp.dtype,
     config: Config,
-    special: masking.SpecialIds,
+    special: SpecialIds,
 ) -> tuple[Array, metrics.Metrics]:
     """generator_weight * MLM loss + discriminator_weight * detection loss over all real tokens.
 
     Args:
       model: `generate(tokens, segment_ids, type_ids, positions, dtype, key) -> logits [B, M, V]`
-      and
-        `discriminate(tokens, segment_ids, type_ids, dtype, key) -> logits [B, L]`.
-      batch: tokens, segment_ids and type_ids, each [B, L].
+        and `discriminate(tokens, segment_ids, type_ids, dtype, key) -> logits [B, L]`.
       key: draws masks and replacements, and dropout where `train`.
     """
     o = config.objective
@@ -72,7 +68,7 @@ def loss(
     masked, mlm_logits, sampled, corrupted = corrupt(
         model, batch, corrupt_key, train=train, dtype=dtype, config=config, special=special
     )
-    mlm_losses = masked_lm.token_losses(mlm_logits, masked.labels)
+    mlm_losses = cross_entropy(mlm_logits, masked.labels)
     result = masked_lm.prediction_metrics(mlm_logits, mlm_losses, masked)
 
     logits = model.discriminate(

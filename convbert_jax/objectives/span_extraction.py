@@ -14,10 +14,7 @@ span_beam   The release: the end is predicted from the start, the correct one in
 
 Losses are functions of (model, batch, key) to the loss and the weight of each row, as in
 `classification.py`; the model has `encode(tokens, segment_ids, type_ids, dtype, key)` to hidden
-states [B, L, C], and `head`. Batches have, as [B, L]: tokens, segment_ids (0 is padding), type_ids
-(1 is the context and the final [SEP]); for losses, as [B]: start and end (places, 0 where the
-window lacks the answer) and impossible (1 where the question has none); for spans, as [B, L]: best,
-the tokens whose best window this is.
+states [B, L, C], and `head`. Losses read start, end and impossible of the batch, spans read best.
 """
 
 import jax
@@ -25,12 +22,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from convbert_jax.interfaces.batch import AnswerBatch
 from convbert_jax.objectives.classification import RowLosses
+from convbert_jax.objectives.cross_entropy import cross_entropy
 
 IMPOSSIBLE_WEIGHT = 0.5  # of the answerability loss
 NOWHERE = -1e9  # logit of a place that no answer has
 
-Batch = dict[str, Array]
 # starts, ends: int32 [B, N] places, best first. start_scores, end_scores: float32 [B, N] log
 # probabilities, which sum to a span's score; of a slot without a span one of them is NOWHERE or
 # less. null_odds: float32 [B], higher where the window looks as if it had no answer.
@@ -41,16 +39,16 @@ Spans = dict[str, Array]
 
 
 def plain_losses(
-    model: nnx.Module, batch: Batch, key: Array | None, *, dtype: jnp.dtype
+    model: nnx.Module, batch: AnswerBatch, key: Array | None, *, dtype: jnp.dtype
 ) -> RowLosses:
     """(start + end) / 2 cross-entropy in nats; the key draws dropout."""
     start, end = _plain_logits(model, batch, dtype, key)
-    losses = (_cross_entropy(start, batch["start"]) + _cross_entropy(end, batch["end"])) / 2
+    losses = (cross_entropy(start, batch["start"]) + cross_entropy(end, batch["end"])) / 2
     return losses, jnp.ones_like(losses)
 
 
 def plain_spans(
-    model: nnx.Module, batch: Batch, *, dtype: jnp.dtype, answer_length: int, n_best: int
+    model: nnx.Module, batch: AnswerBatch, *, dtype: jnp.dtype, answer_length: int, n_best: int
 ) -> Spans:
     """The `n_best` best spans of at most `answer_length` tokens, of all there are."""
     start, end = _plain_logits(model, batch, dtype, None)
@@ -84,20 +82,20 @@ def _plain_logits(model, batch, dtype, key):
 
 
 def beam_losses(
-    model: nnx.Module, batch: Batch, key: Array | None, *, dtype: jnp.dtype
+    model: nnx.Module, batch: AnswerBatch, key: Array | None, *, dtype: jnp.dtype
 ) -> RowLosses:
     """(start + end) / 2 cross-entropy + 0.5 * that of answerability; see `plain_losses`."""
     hidden = _encode(model, batch, dtype, key)
     start, penalty, impossible = _start_of_beam(model.head, hidden, batch)
     end = model.head.end_logits(hidden, _row(hidden, batch["start"])) + penalty
-    losses = (_cross_entropy(start, batch["start"]) + _cross_entropy(end, batch["end"])) / 2
+    losses = (cross_entropy(start, batch["start"]) + cross_entropy(end, batch["end"])) / 2
     losses += IMPOSSIBLE_WEIGHT * _binary_cross_entropy(impossible, batch["impossible"])
     return losses, jnp.ones_like(losses)
 
 
 def beam_spans(
     model: nnx.Module,
-    batch: Batch,
+    batch: AnswerBatch,
     *,
     dtype: jnp.dtype,
     answer_length: int,
@@ -174,10 +172,6 @@ def _take(values: Array, places: Int[Array, "B K"]) -> Array:
 
 def _row(hidden: Float[Array, "B L C"], places: Int[Array, " B"]) -> Float[Array, "B C"]:
     return jnp.take_along_axis(hidden, places[:, None, None], axis=1)[:, 0]
-
-
-def _cross_entropy(logits: Float[Array, "B L"], places: Int[Array, " B"]) -> Float[Array, " B"]:
-    return jax.nn.logsumexp(logits, axis=-1) - _take(logits, places[:, None])[:, 0]
 
 
 def _binary_cross_entropy(logits: Float[Array, " B"], labels: Array) -> Float[Array, " B"]:

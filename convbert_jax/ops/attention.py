@@ -1,26 +1,23 @@
-"""Scaled dot-product self-attention within the segments of a row, by the best form per platform.
+"""Scaled dot-product attention within the segments of a row, by the best form per platform.
 
 xla: scores and weights in memory, what every platform can do; the only one with attention dropout.
 cudnn: cuDNN's fused attention on NVIDIA GPUs, by `jax.nn.dot_product_attention`.
 splash: JAX's blockwise attention kernel for TPU; scores never leave the core.
+
+A decoder's self-attention is causal; its cross-attention has keys and values of another row, with
+segments of their own.
 """
 
-import functools
-import logging
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from convbert_jax.ops import dispatch
+from convbert_jax.ops.dispatch import ROWS, ROWS_AND_HEADS, Implementation
 from convbert_jax.ops.products import einsum
 from convbert_jax.ops.softmax import softmax
-
-log = logging.getLogger(__name__)
-
-Implementation = Literal["auto", "xla", "cudnn", "splash"]
 
 # Below this length splash costs more than XLA's form, by the TPU compiler's model
 # (benchmarks/RESULTS.md): a grid step has a fixed price, and a short row is a step for each head.
@@ -32,141 +29,219 @@ CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
 
 def attention(
     query: Float[Array, "B L H D"],
-    key: Float[Array, "B L H D"],
-    value: Float[Array, "B L H D"],
-    segment_ids: Int[Array, "B L"],
+    key: Float[Array, "B S H D"],
+    value: Float[Array, "B S H D"],
     *,
-    implementation: Implementation = "auto",
+    segment_ids: Int[Array, "B L"] | None = None,
+    key_segment_ids: Int[Array, "B S"] | None = None,
+    causal: bool = False,
+    implementation: str = "auto",
     drop: Callable[[Array], Array] | None = None,
 ) -> Float[Array, "B L H D"]:
     """softmax(query . key / sqrt(D)) . value over the keys that a position may see.
 
     Args:
-      segment_ids: a position sees its own segment. Padding (0) is seen by nothing and sees the
-        segment with the largest id: in a row of one segment that is all real tokens, as in the
-        release. What a row of nothing but padding gives out is finite and means nothing.
-      implementation: a key of IMPLEMENTATIONS, which never gives way to another; or "auto": the
-        fastest that the platform and the arguments allow, "xla" if nothing else, said once in the
-        log.
+      segment_ids: a position sees the keys of its own segment. Padding (0) is seen by nothing and
+        sees the segment with the largest id: in a row of one segment that is all real tokens, as in
+        the release. None: one segment without padding.
+      key_segment_ids: those of the keys; None: `segment_ids`, where keys are as many as queries,
+        else one segment without padding.
+      causal: the mask: False is full; True lets position t see the keys 0 to t only.
+      implementation: as in `dispatch.choose`: a key of IMPLEMENTATIONS, or "auto".
       drop: dropout of the weights; only "xla" has it.
 
     Returns:
-      [B, L, H, D] in the dtype of `value`; scores and softmax are float32.
+      [B, L, H, D] in the dtype of `value`; scores and softmax are float32. What a row of nothing
+      but padding gives out is finite and means nothing. Where keys have segments of their own, a
+      position that sees no key gives out 0, and sends no gradient to any.
 
     Raises:
-      ValueError: a named implementation that cannot do what is asked, or not on the devices at
-        hand; the message says why.
+      ValueError: shapes that do not fit, or a named implementation that cannot do what is asked, or
+        not on the devices at hand; the message says why.
     """
-    name = _choose(query, implementation, drop is not None)
-    if name == "xla":
-        return xla(query, key, value, segment_ids, drop=drop)
-    return IMPLEMENTATIONS[name](query, key, value, segment_ids)
+    _check(query, key, value, segment_ids, key_segment_ids)
+    arguments = (query, key, value, *_ids(query, key, segment_ids, key_segment_ids), causal)
+    options = {} if drop is None else {"drop": drop}
+    function = dispatch.choose("attention", implementation, IMPLEMENTATIONS, *arguments, **options)
+    return function(*arguments, **options)
 
 
-def _choose(query, implementation: str, dropping: bool) -> str:
-    if implementation not in ("auto", *IMPLEMENTATIONS):
-        names = ", ".join(("auto", *IMPLEMENTATIONS))
-        raise ValueError(
-            f"attention: implementation is {implementation!r}, but must be one of {names}."
-        )
-    if implementation == "auto":
-        name = AUTO.get(dispatch.platform())
-        reason = ""
-        if name:
-            reason = _refusal(name, query, dropping)
-            if not reason and name == "splash" and query.shape[1] < SPLASH_FROM:
-                reason = f"it pays from length {SPLASH_FROM} on, this is {query.shape[1]}"
-        chosen = "xla" if reason or not name else name
-        _say(chosen, f"not {name}: {reason}" if reason else "")
-        return chosen
-    if reason := implementation != "xla" and _refusal(implementation, query, dropping):
-        raise ValueError(f"attention: implementation is {implementation!r}, but {reason}.")
-    return implementation
+def attention_weights(
+    query: Float[Array, "B L H D"],
+    key: Float[Array, "B S H D"],
+    *,
+    segment_ids: Int[Array, "B L"] | None = None,
+    key_segment_ids: Int[Array, "B S"] | None = None,
+    causal: bool = False,
+) -> Float[Array, "B H L S"]:
+    """What `attention` weighs the values with, in float32: each row adds up to 1, or to 0 where a
+    position sees no key. Arguments as there.
+    """
+    _check(query, key, key, segment_ids, key_segment_ids)
+    ids = _ids(query, key, segment_ids, key_segment_ids)
+    return _weights(query, key, *ids, causal, jnp.float32)
 
 
-@functools.cache
-def _say(chosen: str, reason: str) -> None:
-    log.info("Attention: auto takes %s%s.", chosen, f"; {reason}" if reason else "")
+def _check(query, key, value, segment_ids, key_segment_ids):
+    batch, length, *heads = query.shape
+    for name, array, shape in (
+        ("key", key, (batch, key.shape[1], *heads)),
+        ("value", value, (batch, *key.shape[1:3], value.shape[-1])),
+        ("segment_ids", segment_ids, (batch, length)),
+        ("key_segment_ids", key_segment_ids, (batch, key.shape[1])),
+    ):
+        if array is not None and array.shape != shape:
+            raise ValueError(
+                f"attention: {name} is {list(array.shape)}, but must be {list(shape)}."
+            )
 
 
-def _refusal(name: str, query, dropping: bool) -> str:
-    """Why a kernel cannot do it, "" if it can."""
-    needed, here = PLATFORMS[name], dispatch.platform()
-    if needed != here:
-        return f"it needs a {needed}, this program is for {here}"
-    if dropping:
-        return "it has no attention dropout"
-    length, width = query.shape[1], query.shape[3]
-    if name == "splash":
-        return f"the length {length} is no multiple of {LANES}" if length % LANES else ""
-    if "rocm" in jax.local_devices()[0].client.platform_version.lower():
-        return "cuDNN is for NVIDIA's GPUs"
-    if query.dtype not in CUDNN_DTYPES:
-        return f"it computes in bfloat16 and float16, not {query.dtype}"
-    return (
-        f"the head width {width} is no multiple of 8 up to 128" if width % 8 or width > 128 else ""
-    )
+def _ids(query, key, segment_ids, key_segment_ids):
+    """Segments of queries and keys, both None if there is nothing to tell apart."""
+    if key_segment_ids is None and query.shape[1] == key.shape[1]:
+        return segment_ids, segment_ids
+    if segment_ids is None and key_segment_ids is None:
+        return None, None
+    if segment_ids is None:
+        segment_ids = jnp.ones(query.shape[:2], jnp.int32)
+    if key_segment_ids is None:
+        key_segment_ids = jnp.ones(key.shape[:2], jnp.int32)
+    return segment_ids, key_segment_ids
 
 
-def xla(query, key, value, segment_ids, *, drop=None):
+def xla(query, key, value, segment_ids, key_segment_ids, causal, *, drop=None):
     """Scores in memory, in the order heads, queries, keys."""
-    # By autodiff: its gradients are float32 products too, and 6% of a layer of length 512 on a TPU
-    # cheaper than those of `products.einsum` (benchmarks/RESULTS.md).
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
-    scores *= query.shape[-1] ** -0.5
-    weights = softmax(scores, visible_keys(segment_ids)[:, None], value.dtype)
+    weights = _weights(query, key, segment_ids, key_segment_ids, causal, value.dtype)
     if drop is not None:
         weights = drop(weights)
     return einsum("bhqk,bkhd->bqhd", weights, value, value.dtype)
 
 
-def cudnn(query, key, value, segment_ids):
+def _weights(query, key, segment_ids, key_segment_ids, causal, dtype):
+    # By autodiff: its gradients are float32 products too, and 6% of a layer of length 512 on a TPU
+    # cheaper than those of `products.einsum` (benchmarks/RESULTS.md).
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    scores *= query.shape[-1] ** -0.5
+    visible = _visible(query, key, segment_ids, key_segment_ids, causal)
+    return softmax(scores, visible, dtype)
+
+
+def cudnn(query, key, value, segment_ids, key_segment_ids, causal):
     """By cuDNN; partitioned over rows and heads by its own rule."""
-    mask = visible_keys(segment_ids)[:, None]
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="cudnn")
+    mask = _visible(query, key, segment_ids, key_segment_ids, causal=False)
+    out = jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=causal, implementation="cudnn"
+    )
+    return _silence(out, query, key, segment_ids, key_segment_ids, causal)
 
 
-def splash(query, key, value, segment_ids, *, interpret=False):
+def splash(query, key, value, segment_ids, key_segment_ids, causal, *, interpret=False):
     """By JAX's splash attention kernel, forward and one fused kernel backward."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as kernels,
     )
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    length, width = query.shape[1], query.shape[3]
-    block = next(size for size in range(SPLASH_BLOCK, 0, -LANES) if length % size == 0)
+    shape, width = (query.shape[1], key.shape[1]), query.shape[3]
+    mask_of_head = (masks.CausalMask if causal else masks.FullMask)(shape)
+    block_q, block_kv = map(_splash_block, shape)
     blocks = {
-        f"block_{name}": block
-        for name in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute")
+        **{f"block_{name}": block_q for name in ("q", "q_dkv")},
+        **{f"block_{name}": block_kv for name in ("kv", "kv_compute", "kv_dkv", "kv_dkv_compute")},
     }
 
-    def run(query, key, value, segment_ids):
-        mask = masks.MultiHeadMask([masks.FullMask((length, length))] * query.shape[2])
+    def run(query, key, value, segment_ids, key_segment_ids):
         kernel = kernels.make_splash_mha(
-            mask,
+            masks.MultiHeadMask([mask_of_head] * query.shape[2]),
             block_sizes=kernels.BlockSizes(**blocks, use_fused_bwd_kernel=True),
             head_shards=1,
             q_seq_shards=1,
             interpret=interpret,
         )
         heads_first = (x.swapaxes(1, 2) for x in (query * width**-0.5, key, value))
-        ids = kernels.SegmentIds(_own_segment(segment_ids), segment_ids)
+        ids = None
+        if segment_ids is not None:
+            ids = kernels.SegmentIds(_own_segment(segment_ids), key_segment_ids)
         return jax.vmap(kernel)(*heads_first, segment_ids=ids).swapaxes(1, 2)
 
-    return dispatch.over_mesh(run, (query, key, value, segment_ids), (2, 2, 2, None))
+    out = dispatch.over_mesh(
+        run,
+        (query, key, value, segment_ids, key_segment_ids),
+        (ROWS_AND_HEADS, ROWS_AND_HEADS, ROWS_AND_HEADS, ROWS, ROWS),
+        ROWS_AND_HEADS,
+    )
+    return _silence(out, query, key, segment_ids, key_segment_ids, causal)
 
 
-# name -> f(query, key, value, segment_ids)
-IMPLEMENTATIONS = {"xla": xla, "cudnn": cudnn, "splash": splash}
-# Where the kernels run, in the words of `dispatch.platform`, and what "auto" takes there if it can.
-PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
-AUTO = {platform: name for name, platform in PLATFORMS.items()}
+def _silence(out, query, key, segment_ids, key_segment_ids, causal):
+    """0 where a position sees no key: the kernels give the mean of values it must not see."""
+    if key_segment_ids is segment_ids:  # each token sees at least itself
+        return out
+    visible = _visible(query, key, segment_ids, key_segment_ids, causal)
+    return jnp.where(visible.any(axis=-1)[:, 0, :, None, None], out, 0)
 
 
-def visible_keys(segment_ids: Int[Array, "B L"]) -> Bool[Array, "B L L"]:
+def _splash_block(length: int) -> int:
+    return next(size for size in range(SPLASH_BLOCK, 0, -LANES) if length % size == 0)
+
+
+def _splash_refuses(query, key, *_, drop=None) -> str:
+    if drop is not None:
+        return "it has no attention dropout"
+    for length in (query.shape[1], key.shape[1]):
+        if length % LANES:
+            return f"the length {length} is no multiple of {LANES}"
+    return ""
+
+
+def _splash_left(query, key, *_, **__) -> str:
+    length = max(query.shape[1], key.shape[1])
+    return f"it pays from length {SPLASH_FROM} on, this is {length}" if length < SPLASH_FROM else ""
+
+
+def _cudnn_refuses(query, key, value, segment_ids, *_, drop=None) -> str:
+    if drop is not None:
+        return "it has no attention dropout"
+    if "rocm" in jax.local_devices()[0].client.platform_version.lower():
+        return "cuDNN is for NVIDIA's GPUs"
+    if query.dtype not in CUDNN_DTYPES:
+        return f"it computes in bfloat16 and float16, not {query.dtype}"
+    lengths = query.shape[1], key.shape[1]
+    if segment_ids is not None and any(length % 2 for length in lengths):
+        return f"with segments it needs even lengths, not {lengths[0]} and {lengths[1]}"
+    width = query.shape[3]
+    if value.shape[3] != width:
+        return f"values of width {value.shape[3]} are not as wide as queries, {width}"
+    return (
+        f"the head width {width} is no multiple of 8 up to 128" if width % 8 or width > 128 else ""
+    )
+
+
+# name -> f(query, key, value, segment_ids, key_segment_ids, causal), with both ids or None
+IMPLEMENTATIONS = {
+    "splash": Implementation(splash, "tpu", _splash_refuses, _splash_left),
+    "cudnn": Implementation(cudnn, "gpu", _cudnn_refuses),
+    "xla": Implementation(xla),
+}
+
+
+def visible_keys(
+    segment_ids: Int[Array, "B L"], key_segment_ids: Int[Array, "B S"] | None = None
+) -> Bool[Array, "B L S"]:
     """[query, key]: real tokens of the segment that the query sees."""
-    key = segment_ids[:, None, :]
+    key = (segment_ids if key_segment_ids is None else key_segment_ids)[:, None, :]
     return (key != 0) & (key == _own_segment(segment_ids)[:, :, None])
+
+
+def _visible(query, key, segment_ids, key_segment_ids, causal):
+    """[B or 1, 1, L, S] what may be seen, or None: everything."""
+    seen = None
+    if segment_ids is not None:
+        seen = visible_keys(segment_ids, key_segment_ids)[:, None]
+    if causal:
+        before = jnp.tri(query.shape[1], key.shape[1], dtype=bool)[None, None]
+        seen = before if seen is None else seen & before
+    return seen
 
 
 def _own_segment(segment_ids):

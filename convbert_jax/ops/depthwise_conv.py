@@ -1,15 +1,43 @@
 """Depthwise convolution over time: one fixed filter per channel, taps as in `dynamic_conv`."""
 
-import functools
-from typing import Literal
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.ops import dispatch, pallas_tpu_depthwise, taps
+from convbert_jax.ops import dispatch, gpu, reference, taps, tpu, xla
+from convbert_jax.ops.dispatch import ROWS, WHOLE, Implementation
 
-Implementation = Literal["auto", "xla", "pallas_tpu"]
+
+def _on_mesh(kernel):
+    def run(x, filters, segment_ids, offsets):
+        return dispatch.over_mesh(
+            lambda *arrays: kernel(*arrays, offsets),
+            (x, filters, segment_ids),
+            (ROWS, WHOLE, ROWS),
+            ROWS,
+        )
+
+    return run
+
+
+def tpu_refuses(x, *_) -> str:
+    """Why the TPU kernels cannot work on `x`: their 16-bit numbers are bfloat16."""
+    if x.dtype in (jnp.bfloat16, jnp.float32):
+        return ""
+    return f"it computes in bfloat16 and float32, not {x.dtype}"
+
+
+def not_measured(*_) -> str:
+    """Why "auto" leaves the GPU kernels, which no GPU has run yet."""
+    return "it has not been measured yet"
+
+
+# name -> f(x, filters, segment_ids or None, offsets)
+IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(_on_mesh(tpu.depthwise_conv), "tpu", tpu_refuses),
+    "pallas_gpu": Implementation(_on_mesh(gpu.depthwise_conv), "gpu", left_by_auto=not_measured),
+    "xla": Implementation(xla.depthwise_conv),
+    "reference": Implementation(reference.depthwise_conv),
+}
 
 
 def depthwise_conv(
@@ -19,7 +47,7 @@ def depthwise_conv(
     segment_ids: Int[Array, "B L"] | None = None,
     dilation: int = 1,
     causal: bool = False,
-    implementation: Implementation = "auto",
+    implementation: str = "auto",
 ) -> Float[Array, "B L C"]:
     """out[b, t, c] = sum over i of filters[i, c] * x[b, t + (i - K // 2) * dilation, c].
 
@@ -31,15 +59,14 @@ def depthwise_conv(
       segment_ids: taps never cross a segment boundary; padding (0) is never read and outputs 0.
       dilation: distance between neighboring taps.
       causal: read the position itself and the past only.
-      implementation: a key of IMPLEMENTATIONS, or "auto": chosen for the platform (AUTO). One that
-        is named never gives way to another.
+      implementation: as in `dispatch.choose`: a key of IMPLEMENTATIONS, or "auto".
 
     Returns:
       [B, L, C] in the dtype of `x`; products and sums are float32.
 
     Raises:
-      ValueError: shapes that do not fit, a dilation below 1, or an implementation that does not
-        run on the devices at hand; the message names the argument.
+      ValueError: shapes that do not fit, a dilation below 1, or an implementation that cannot do
+        it on the devices at hand; the message names the argument.
     """
     if x.ndim != 3:
         raise ValueError(f"depthwise_conv: x is {list(x.shape)}, but must be [B, L, C].")
@@ -54,64 +81,8 @@ def depthwise_conv(
         )
     if dilation < 1:
         raise ValueError(f"depthwise_conv: dilation is {dilation}, but must be at least 1.")
-    function = dispatch.choose("depthwise_conv", implementation, IMPLEMENTATIONS, AUTO)
     offsets = taps.offsets(len(filters), dilation=dilation, causal=causal)
-    return function(x, filters, segment_ids, offsets)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _depthwise_conv(x, filters, segment_ids, offsets):
-    return _filter(x, filters, segment_ids, offsets).astype(x.dtype)
-
-
-def _forward(x, filters, segment_ids, offsets):
-    return _depthwise_conv(x, filters, segment_ids, offsets), (x, filters, segment_ids)
-
-
-def _backward(offsets, saved, cotangent):
-    x, filters, segment_ids = saved
-    d_x = _filter(cotangent, filters, segment_ids, tuple(-offset for offset in offsets))
-    products = _masked(
-        [_product(read, cotangent) for read in taps.shifted(x, offsets)],
-        segment_ids,
-        offsets,
+    arguments = (x, filters, segment_ids, offsets)
+    return dispatch.choose("depthwise_conv", implementation, IMPLEMENTATIONS, *arguments)(
+        *arguments
     )
-    d_filters = jnp.stack([product.sum(axis=(0, 1)) for product in products])
-    return d_x.astype(x.dtype), d_filters.astype(filters.dtype), None
-
-
-_depthwise_conv.defvjp(_forward, _backward)
-
-
-def _filter(x, filters, segment_ids, offsets):
-    products = [_product(read, filters[i]) for i, read in enumerate(taps.shifted(x, offsets))]
-    return sum(_masked(products, segment_ids, offsets))
-
-
-def _product(a, b):
-    return a.astype(jnp.float32) * b.astype(jnp.float32)
-
-
-def _masked(products, segment_ids, offsets):
-    if segment_ids is None:
-        return products
-    allowed = taps.visible(segment_ids, offsets)
-    return [
-        jnp.where(mask[..., None], product, 0)
-        for mask, product in zip(allowed, products, strict=True)
-    ]
-
-
-def _on_mesh(x, filters, segment_ids, offsets):
-    inside = [tap for tap, offset in enumerate(offsets) if abs(offset) < x.shape[1]]
-    offsets = tuple(offsets[tap] for tap in inside)
-    return dispatch.over_mesh(
-        lambda *arrays: pallas_tpu_depthwise.depthwise_conv(*arrays, offsets),
-        (x, filters[jnp.asarray(inside)] if len(inside) < len(filters) else filters, segment_ids),
-        (None, -1, None),
-    )
-
-
-# name -> f(x, filters, segment_ids or None, offsets); each owns its gradient.
-IMPLEMENTATIONS = {"xla": _depthwise_conv, "pallas_tpu": _on_mesh}
-AUTO = {"tpu": "pallas_tpu", "default": "xla"}

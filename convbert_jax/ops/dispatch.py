@@ -1,11 +1,13 @@
 """Which implementation of an op runs where, and how a kernel runs on a mesh of devices.
 
-"auto" is decided when a program is traced, by the devices of the mesh it is traced under
-(`jax.set_mesh`, of real devices or of a topology that is only compiled for), else by the default
-devices. Deciding when it is lowered instead, by lax.platform_dependent, would trace every kernel in
-every program and keep what each would need for its backward pass.
+Each op has one table, name -> Implementation, in the order in which "auto" takes them, and asks
+`choose` for one. "auto" is decided when a program is traced, by the devices of the mesh it is
+traced under (`jax.set_mesh`, of real devices or of a topology that is only compiled for), else by
+the default devices. Deciding when it is lowered instead, by lax.platform_dependent, would trace
+every kernel in every program and keep what each would need for its backward pass.
 """
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -15,39 +17,73 @@ import jax
 
 log = logging.getLogger(__name__)
 
-# Implementation -> the platform whose devices it needs.
-PLATFORM = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
+
+def _nothing(*_, **__) -> str:
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op.
+
+    Attributes:
+      function: takes what all implementations of the op take, and owns its gradient.
+      platform: whose devices it needs, in the words of `platform()`; "" for any.
+      refuses: the arguments of `function` -> why it cannot do these, the rest of a sentence that
+        its name begins, or "".
+      left_by_auto: the same -> why "auto" does not take it though it could, or "".
+    """
+
+    function: Callable
+    platform: str = ""
+    refuses: Callable[..., str] = _nothing
+    left_by_auto: Callable[..., str] = _nothing
 
 
 def choose(
     op: str,
     implementation: str,
-    implementations: Mapping[str, Callable],
-    auto: Mapping[str, str],
+    implementations: Mapping[str, Implementation],
+    *arguments: Any,
+    **options: Any,
 ) -> Callable:
-    """The named implementation, or for "auto" the one that `auto` has for the platform.
+    """The function of the named implementation, which never gives way to another; or of "auto".
+
+    "auto" is the first that can do it and is not left; the log says once which that is, and why
+    none of those before it.
 
     Args:
       op: its name, for messages.
-      auto: platform -> name, with "default" for all others.
+      arguments, options: what the function is to be called with.
 
     Raises:
-      ValueError: an unknown implementation, or one that does not run on the devices at hand.
+      ValueError: an unknown name, or a named implementation that cannot do it here, and why.
     """
-    found = platform()
+    here = platform()
     if implementation == "auto":
-        implementation = auto.get(found, auto["default"])
-        _log_once(op, found, implementation, tuple(implementations))
+        left = ""
+        for name, one in implementations.items():
+            reason = _reason(one, here, arguments, options)
+            reason = reason or one.left_by_auto(*arguments, **options)
+            if not reason:
+                _say(f"{op}: auto takes {name} on {here}{left}.")
+                return one.function
+            left += f"; not {name}: {reason}"
+        raise ValueError(f"{op}: no implementation can do this on {here}{left}.")
     if implementation not in implementations:
         names = ", ".join(("auto", *implementations))
         raise ValueError(f"{op}: implementation is {implementation!r}, but must be one of {names}.")
-    needed = PLATFORM.get(implementation, found)
-    if needed != found:
-        raise ValueError(
-            f"{op}: implementation is {implementation!r}, but must be one for {found}, not for "
-            f"{needed}; take 'auto'."
-        )
-    return implementations[implementation]
+    one = implementations[implementation]
+    if reason := _reason(one, here, arguments, options):
+        name = f"{implementation!r} on {here}"
+        raise ValueError(f"{op}: implementation is {name}, but {reason}; take 'auto'.")
+    return one.function
+
+
+def _reason(one: Implementation, here: str, arguments, options) -> str:
+    if one.platform not in ("", here):
+        return f"it needs a {one.platform}"
+    return one.refuses(*arguments, **options)
 
 
 def platform() -> str:
@@ -58,67 +94,88 @@ def platform() -> str:
 
 
 @functools.cache
-def _log_once(op: str, found: str, chosen: str, names: tuple[str, ...]) -> None:
-    """What auto took and, of each kernel it did not take, why."""
-    reasons = [
-        f"; {name} " + ("has not been measured yet" if needed == found else f"needs a {needed}")
-        for name, needed in PLATFORM.items()
-        if name in names and name != chosen
-    ]
-    log.info("%s: auto takes %s on %s%s.", op, chosen, found, "".join(reasons))
+def _say(message: str) -> None:
+    log.info("%s", message)
 
 
 # --- On a mesh ---
 
+BATCH = ("data", "fsdp")  # the mesh axes that split rows
+HEADS = "tensor"  # the one that splits heads
+ROWS = jax.P(BATCH)  # a spec: rows are split, the rest is whole
+ROWS_AND_HEADS = jax.P(BATCH, None, HEADS)  # the same for [B, L, H, ...]
+WHOLE = jax.P()  # every device has all of it
 
-def over_mesh(function: Callable, arrays: Sequence[Any], head_axis: Sequence[int | None]) -> Any:
-    """Runs a kernel on each device's part of the batch and, over axis `tensor`, of the heads.
 
-    A kernel cannot be partitioned by the compiler, so it is told here. Mesh axes other than
-    `tensor` split the batch, as far as it is divisible.
+def over_mesh(
+    function: Callable, arrays: Sequence[Any], specs: Sequence[jax.P], out_spec: jax.P
+) -> Any:
+    """Runs a kernel on each device's part of its arrays.
+
+    A kernel cannot be partitioned by the compiler, so it is told here.
 
     Args:
-      arrays: with the batch in axis 0, or without one where `head_axis` is -1; None is passed on.
-      head_axis: of each array: the axis of its heads, None if it has none, or -1: replicated.
+      arrays: of which None is passed on.
+      specs: for each array, how the mesh may split it: BATCH and HEADS at its axes. A mesh axis
+        that does not divide all that it is to split, or that the mesh does not have, splits
+        nothing: every device computes the whole.
+      out_spec: the same for the result.
+
+    Raises:
+      ValueError: an axis of the mesh that is neither in BATCH nor HEADS.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    automatic = [
-        name
+    sizes = {
+        name: mesh.shape[name]
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind == jax.sharding.AxisType.Auto
-    ]
-    if all(mesh.shape[name] == 1 for name in automatic):
+    }
+    for name in sizes:
+        if name not in (*BATCH, HEADS):
+            raise ValueError(
+                f"The mesh has an axis {name!r}, but kernels know only {' and '.join(BATCH)}, "
+                f"which split rows, and {HEADS}, which splits heads."
+            )
+    if all(size == 1 for size in sizes.values()):
         return function(*arrays)
-    batch = arrays[0].shape[0]
-    split = []
-    for name in automatic:
-        if name != "tensor" and batch % mesh.shape[name] == 0:
-            split.append(name)
-            batch //= mesh.shape[name]
-    heads = "tensor" if "tensor" in automatic else None
-    axes = [axis for axis in head_axis if axis not in (None, -1)]
-    sizes = [a.shape[axis] for a, axis in zip(arrays, head_axis, strict=True) if axis in axes]
-    if heads and any(size % mesh.shape[heads] for size in sizes):
-        heads = None
-
-    def spec(array, axis):
-        if axis == -1:
-            return jax.P()
-        parts: list[Any] = [tuple(split) or None] + [None] * (array.ndim - 1)
-        if axis is not None:
-            parts[axis] = heads
-        return jax.P(*parts)
-
     there = [array is not None for array in arrays]
-    specs = [spec(a, axis) for a, axis in zip(arrays, head_axis, strict=True) if a is not None]
+    given = [(a, spec) for a, spec in zip(arrays, specs, strict=True) if a is not None]
+    kept = _dividing(sizes, given)
 
-    def local(*given):
-        given = iter(given)
-        return function(*(next(given) if is_there else None for is_there in there))
+    def local(*parts):
+        parts = iter(parts)
+        return function(*(next(parts) if is_there else None for is_there in there))
 
     return jax.shard_map(
         local,
-        in_specs=tuple(specs),
-        out_specs=specs[0],
+        in_specs=tuple(_only(spec, kept) for _, spec in given),
+        out_specs=_only(out_spec, kept),
         check_vma=False,
-    )(*(array for array in arrays if array is not None))
+    )(*(array for array, _ in given))
+
+
+def _names(part) -> tuple[str, ...]:
+    """The mesh axes at one axis of an array, of a part of a PartitionSpec."""
+    return (part,) if isinstance(part, str) else tuple(part or ())
+
+
+def _dividing(sizes: Mapping[str, int], given) -> list[str]:
+    """The mesh axes, in their order, that divide all that the specs split by them."""
+    kept: list[str] = []
+    left = [list(array.shape) for array, _ in given]
+    for name, size in sizes.items():
+        places = [
+            (shape, axis)
+            for shape, (_, spec) in zip(left, given, strict=True)
+            for axis, part in enumerate(spec)
+            if name in _names(part)
+        ]
+        if all(shape[axis] % size == 0 for shape, axis in places):
+            kept.append(name)
+            for shape, axis in places:
+                shape[axis] //= size
+    return kept
+
+
+def _only(spec: jax.P, kept: Sequence[str]) -> jax.P:
+    return jax.P(*(tuple(name for name in _names(part) if name in kept) or None for part in spec))

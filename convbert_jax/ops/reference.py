@@ -1,47 +1,73 @@
-"""The definition of the dynamic convolution, to be read and to test against; not fast."""
+"""The definitions of the convolutions, to be read and to test against; not fast."""
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
 def dynamic_conv(
     values: Float[Array, "B L H D"],
-    weights: Float[Array, "B L H K"],
+    filters: Float[Array, "B L H K"],
     segment_ids: Int[Array, "B L"] | None,
     offsets: Sequence[int],
 ) -> Float[Array, "B L H D"]:
-    """out[b, t, h] = sum over i of weights[b, t, h, i] * values[b, t + offsets[i], h]."""
+    """out[b, t, h] = sum over i of filters[b, t, h, i] * values[b, t + offsets[i], h]."""
     reads, allowed = _reads(values.shape[:2], segment_ids, offsets)
     windows = jnp.where(allowed[..., None, None], values[:, reads], 0)  # [B, L, K, H, D]
-    weights = jnp.where(allowed[:, :, None], weights, 0)
-    out = jnp.einsum("blkhd,blhk->blhd", windows, weights, preferred_element_type=jnp.float32)
+    filters = jnp.where(allowed[:, :, None], filters, 0)
+    out = jnp.einsum("blkhd,blhk->blhd", windows, filters, preferred_element_type=jnp.float32)
     return out.astype(values.dtype)
+
+
+def span_dynamic_conv(query, span_key, values, projection, bias, segment_ids, heads, offsets):
+    """LConv(values, softmax((query * span_key) projection + bias)) (ConvBERT eq. 4)."""
+    products = (query * span_key).astype(jnp.float32)
+    logits = jnp.matmul(products, projection.astype(jnp.float32), precision="highest")
+    by_head = (*values.shape[:2], heads, -1)
+    filters = jax.nn.softmax((logits + bias.astype(jnp.float32)).reshape(by_head))
+    filters = filters.astype(values.dtype)
+    return dynamic_conv(values.reshape(by_head), filters, segment_ids, offsets).reshape(
+        values.shape
+    )
+
+
+def depthwise_conv(
+    x: Float[Array, "B L C"],
+    filters: Float[Array, "K C"],
+    segment_ids: Int[Array, "B L"] | None,
+    offsets: Sequence[int],
+) -> Float[Array, "B L C"]:
+    """out[b, t, c] = sum over i of filters[i, c] * x[b, t + offsets[i], c]."""
+    reads, allowed = _reads(x.shape[:2], segment_ids, offsets)
+    windows = jnp.where(allowed[..., None], x[:, reads], 0)  # [B, L, K, C]
+    products = windows.astype(jnp.float32) * filters.astype(jnp.float32)
+    return jnp.where(allowed[..., None], products, 0).sum(axis=2).astype(x.dtype)
 
 
 def gradient(
     values: Float[Array, "B L H D"],
-    weights: Float[Array, "B L H K"],
+    filters: Float[Array, "B L H K"],
     segment_ids: Int[Array, "B L"] | None,
     offsets: Sequence[int],
     cotangent: Float[Array, "B L H D"],
 ) -> tuple[Float[Array, "B L H D"], Float[Array, "B L H K"]]:
-    """Cotangents of values and weights, by hand: what each tap read gets its share of the output's.
+    """Cotangents of values and filters, by hand: what each tap read gets its share of the output's.
 
-    d values[b, t + offsets[i]] += weights[b, t, :, i] * cotangent[b, t]
-    d weights[b, t, :, i] = values[b, t + offsets[i]] . cotangent[b, t]
+    d values[b, t + offsets[i]] += filters[b, t, :, i] * cotangent[b, t]
+    d filters[b, t, :, i] = values[b, t + offsets[i]] . cotangent[b, t]
     """
     reads, allowed = _reads(values.shape[:2], segment_ids, offsets)
-    shares = jnp.einsum("blhk,blhd->blkhd", weights, cotangent, preferred_element_type=jnp.float32)
+    shares = jnp.einsum("blhk,blhd->blkhd", filters, cotangent, preferred_element_type=jnp.float32)
     shares = jnp.where(allowed[..., None, None], shares, 0)
     d_values = jnp.zeros(values.shape, jnp.float32).at[:, reads].add(shares)
     windows = values[:, reads]
-    d_weights = jnp.einsum(
+    d_filters = jnp.einsum(
         "blkhd,blhd->blhk", windows, cotangent, preferred_element_type=jnp.float32
     )
-    d_weights = jnp.where(allowed[:, :, None], d_weights, 0)
-    return d_values.astype(values.dtype), d_weights.astype(weights.dtype)
+    d_filters = jnp.where(allowed[:, :, None], d_filters, 0)
+    return d_values.astype(values.dtype), d_filters.astype(filters.dtype)
 
 
 def _reads(

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def softmax(
-    logits: Float[Array, "*B K"], visible: Bool[Array, "*B K"] | None, dtype: jnp.dtype
+    logits: Float[Array, "*B K"], visible: Bool[Array, "*#B K"] | None, dtype: jnp.dtype
 ) -> Float[Array, "*B K"]:
     """Softmax over the last axis, given out in `dtype`.
 

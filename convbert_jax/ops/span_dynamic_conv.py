@@ -8,57 +8,46 @@ filters again instead of reading them.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.ops import (
-    dispatch,
-    dynamic_conv,
-    pallas_gpu_span,
-    pallas_tpu,
-    reference,
-    taps,
-    xla_span,
-)
-from convbert_jax.ops.dynamic_conv import Implementation
+from convbert_jax.ops import dispatch, gpu, reference, taps, tpu, xla
+from convbert_jax.ops.depthwise_conv import not_measured, tpu_refuses
+from convbert_jax.ops.dispatch import ROWS, WHOLE, Implementation
 
 
-def _reference(query, span_key, values, kernel, bias, segment_ids, heads, offsets):
-    weights = xla_span.weights(query, span_key, kernel, bias, heads)
-    by_head = values.reshape(*values.shape[:2], heads, -1)
-    return reference.dynamic_conv(by_head, weights, segment_ids, offsets).reshape(values.shape)
-
-
-def _on_mesh(op):
+def _on_mesh(kernel):
     def run(*arguments):
         *arrays, heads, offsets = arguments
         # The logits of a head need the channels of all heads: no part of them on `tensor`.
         return dispatch.over_mesh(
-            lambda *arrays: op(*arrays, heads, offsets), arrays, (None, None, None, -1, -1, None)
+            lambda *arrays: kernel(*arrays, heads, offsets),
+            arrays,
+            (ROWS, ROWS, ROWS, WHOLE, WHOLE, ROWS),
+            ROWS,
         )
 
     return run
 
 
-# name -> f(query, span_key, values, kernel, bias, segment_ids or None, heads, offsets).
+# name -> f(query, span_key, values, projection, bias, segment_ids or None, heads, offsets)
 IMPLEMENTATIONS = {
-    "reference": _reference,
-    "xla": xla_span.span_dynamic_conv,
-    "pallas_tpu": _on_mesh(pallas_tpu.span_dynamic_conv),
-    "pallas_gpu": _on_mesh(pallas_gpu_span.span_dynamic_conv),
+    "pallas_tpu": Implementation(_on_mesh(tpu.span_dynamic_conv), "tpu", tpu_refuses),
+    "pallas_gpu": Implementation(_on_mesh(gpu.span_dynamic_conv), "gpu", left_by_auto=not_measured),
+    "xla": Implementation(xla.span_dynamic_conv),
+    "reference": Implementation(reference.span_dynamic_conv),
 }
-AUTO = dynamic_conv.AUTO
 
 
 def span_dynamic_conv(
     query: Float[Array, "B L C"],
     span_key: Float[Array, "B L C"],
     values: Float[Array, "B L C"],
-    kernel: Float[Array, "C HK"],
+    projection: Float[Array, "C HK"],
     bias: Float[Array, " HK"],
     *,
     heads: int,
     segment_ids: Int[Array, "B L"] | None = None,
     dilation: int = 1,
     causal: bool = False,
-    implementation: Implementation = "auto",
+    implementation: str = "auto",
 ) -> Float[Array, "B L C"]:
     """LConv(values, softmax(W_f (query * span_key))) (ConvBERT eq. 4), C = heads * D channels.
 
@@ -68,24 +57,38 @@ def span_dynamic_conv(
     Args:
       query, span_key: their product decides the filter of a position.
       values: what is summed, as in `dynamic_conv`.
-      kernel, bias: W_f, a projection of all C channels to the K taps of head 0, of head 1, ...
-      heads: H; divides C and the columns of `kernel`.
+      projection, bias: W_f, a projection of all C channels to the K taps of head 0, of head 1, ...
+      heads: H; divides C and the columns of `projection`.
       segment_ids, dilation, causal, implementation: as in `dynamic_conv`.
 
     Returns:
       [B, L, C] in the dtype of `values`.
 
     Raises:
-      ValueError: an argument of the wrong shape or value, or an implementation that does not run
-        on the devices at hand; the message names it.
+      ValueError: an argument of the wrong shape or value, or an implementation that cannot do
+        it on the devices at hand; the message names it.
     """
-    _check(query, span_key, values, kernel, bias, heads, segment_ids, dilation)
-    function = dispatch.choose("span_dynamic_conv", implementation, IMPLEMENTATIONS, AUTO)
-    offsets = taps.offsets(kernel.shape[1] // heads, dilation=dilation, causal=causal)
-    return function(query, span_key, values, kernel, bias, segment_ids, heads, offsets)
+    _check(query, span_key, values, projection, bias, heads, segment_ids, dilation)
+    offsets = taps.offsets(projection.shape[1] // heads, dilation=dilation, causal=causal)
+    arguments = (query, span_key, values, projection, bias, segment_ids, heads, offsets)
+    return dispatch.choose("span_dynamic_conv", implementation, IMPLEMENTATIONS, *arguments)(
+        *arguments
+    )
 
 
-def _check(query, span_key, values, kernel, bias, heads, segment_ids, dilation):
+def span_filters(
+    query: Float[Array, "B L C"],
+    span_key: Float[Array, "B L C"],
+    projection: Float[Array, "C HK"],
+    bias: Float[Array, " HK"],
+    *,
+    heads: int,
+) -> Float[Array, "B L H K"]:
+    """What `span_dynamic_conv` sums with, in float32, before taps that may not be read weigh 0."""
+    return xla.span_filters(query, span_key, projection, bias, heads, jnp.float32)
+
+
+def _check(query, span_key, values, projection, bias, heads, segment_ids, dilation):
     def refuse(name, is_now, must):
         raise ValueError(f"span_dynamic_conv: {name} is {is_now}, but must be {must}.")
 
@@ -99,14 +102,14 @@ def _check(query, span_key, values, kernel, bias, heads, segment_ids, dilation):
     if heads < 1 or channels % heads:
         refuse("heads", heads, f"a divisor of the {channels} channels")
     if (
-        kernel.ndim != 2
-        or kernel.shape[0] != channels
-        or kernel.shape[1] % heads
-        or not kernel.size
+        projection.ndim != 2
+        or projection.shape[0] != channels
+        or projection.shape[1] % heads
+        or not projection.size
     ):
-        refuse("kernel", list(kernel.shape), f"[{channels}, {heads} * K]")
-    if bias.shape != kernel.shape[1:]:
-        refuse("bias", list(bias.shape), list(kernel.shape[1:]))
+        refuse("projection", list(projection.shape), f"[{channels}, {heads} * K]")
+    if bias.shape != projection.shape[1:]:
+        refuse("bias", list(bias.shape), list(projection.shape[1:]))
     if segment_ids is not None and (
         segment_ids.shape != values.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer)
     ):

@@ -3,9 +3,8 @@
 pretraining.py  replaced_token and masked_lm: a prepared corpus, one long run
 evaluation.py   a checkpoint of it on held-out text, without training
 finetuning.py   finetune: labelled tasks, many short runs
-finetuned.py    what comes out of it: models that predict and teach
-prediction.py   what they say of new text
-devices.py      what both run on
+prediction.py   what a model that comes out of it says of new text
+results.py      what each of them returns; none of them prints
 
 Read it after `config/`.
 """
@@ -14,5 +13,22 @@ from convbert_jax.recipes.evaluation import evaluate
 from convbert_jax.recipes.finetuning import finetune
 from convbert_jax.recipes.prediction import predict
 from convbert_jax.recipes.pretraining import build_task, prepare, pretrain
+from convbert_jax.recipes.results import (
+    EvaluationResult,
+    FinetuningResult,
+    PredictionResult,
+    PretrainingResult,
+)
 
-__all__ = ["build_task", "evaluate", "finetune", "predict", "prepare", "pretrain"]
+__all__ = [
+    "EvaluationResult",
+    "FinetuningResult",
+    "PredictionResult",
+    "PretrainingResult",
+    "build_task",
+    "evaluate",
+    "finetune",
+    "predict",
+    "prepare",
+    "pretrain",
+]

@@ -1,34 +1,41 @@
 """Fine-tuning: weights from anywhere, labelled tasks, and the runs that follow."""
 
 import dataclasses
-import shutil
+import math
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
 import jax
 from absl import logging
+from etils import epath
 
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
-from convbert_jax.data import glue, own_task, squad
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.labelled_text import LabelledTask
-from convbert_jax.data.tokenizer import Tokenizer, check_tokenizer, follow_file, load_tokenizer
-from convbert_jax.files import write_text
-from convbert_jax.finetuning import (
-    classification,
-    prediction_files,
-    question_answering,
-    run,
-    score_table,
+from convbert_jax.data.tasks import glue, own_task, squad
+from convbert_jax.data.tasks.labelled_text import LabelledTask
+from convbert_jax.data.tokenizer.tokenizer import (
+    Tokenizer,
+    check_tokenizer,
+    follow_file,
+    load_tokenizer,
 )
-from convbert_jax.finetuning.programs import Params, Programs
+from convbert_jax.files import copy, write_text
+from convbert_jax.finetuning import run
+from convbert_jax.finetuning.predictions import files as prediction_files
+from convbert_jax.finetuning.programs import Programs
 from convbert_jax.finetuning.results import TaskResult
-from convbert_jax.finetuning.task import FinetuneTask
+from convbert_jax.finetuning.scores import score_table
+from convbert_jax.finetuning.tasks import classification, question_answering
+from convbert_jax.finetuning.tasks.task import FinetuneTask
+from convbert_jax.inference import finetuned
 from convbert_jax.interop import importing, matching, sources
 from convbert_jax.interop.networks import stack, to_tree
-from convbert_jax.recipes import devices, finetuned
-from convbert_jax.training import compilation, sharding, workdir
+from convbert_jax.recipes.results import FinetuningResult
+from convbert_jax.training import sharding
+from convbert_jax.training.environment import compilation, devices
+from convbert_jax.training.task import Params
+from convbert_jax.workdir import Workdir
 
 _OF_PRETRAINING = (
     *("generator", "objective", "data", "train", "checkpoint", "outputs"),
@@ -40,8 +47,12 @@ _LESS_MEMORY = (
 )
 
 
-def finetune(config: Config, folder: Path, given: Collection[str] = ()) -> list[TaskResult]:
+def finetune(
+    config: Config, folder: epath.PathLike, given: Collection[str] = ()
+) -> FinetuningResult:
     """Fine-tunes on every task of `config.finetune.tasks`, going on from what `folder` has.
+
+    Several processes share the work of every run, and the folder; the first one writes.
 
     Args:
       given: as `read_start` takes it.
@@ -49,41 +60,32 @@ def finetune(config: Config, folder: Path, given: Collection[str] = ()) -> list[
     Raises:
       UserError: weights, vocabulary, data and config do not fit together; see the kinds of it.
     """
-    if jax.process_count() > 1:
-        raise ConfigError(
-            "fine-tuning runs as one process, on all devices of its machine; start it without "
-            "--multihost."
-        )
     found = devices.find_devices(config)
     mesh = make_mesh(config, found)
-    compilation.enable_compile_cache(config.train.compile_cache)
     config, tokenizer, weights = read_start(config, given)
     tasks = open_tasks(config, tokenizer)
-    with workdir.open_workdir(folder, config):
+    workdir = Workdir(folder)
+    with workdir.open(config, writer=jax.process_index() == 0):
         devices.print_config(config, leave_out=_OF_PRETRAINING)
         programs = Programs(config, devices.compute_dtype(config, found[0]), mesh)
         with jax.set_mesh(mesh), compilation.explain_out_of_memory(_LESS_MEMORY):
-            results = run.finetune(config, folder, tasks, programs, tokenizer, weights)
-    _report(config, folder, results)
-    return results
+            results = run.finetune(config, workdir, tasks, programs, tokenizer, weights)
+    return _conclude(config, workdir, results)
 
 
 def make_mesh(config: Config, found: list[jax.Device]):
-    """The batch over `config.mesh.data` devices, by default all; parameters on each.
+    """The mesh of `config.mesh`, over as many of one process' devices as it asks for.
 
     Raises:
-      ConfigError: another axis is asked for.
-      ShardingError: a batch size does not divide.
+      ShardingError: devices or a batch size do not divide.
     """
-    section = config.mesh
-    if section.fsdp != 1 or section.tensor != 1:
-        raise ConfigError(
-            "fine-tuning copies the parameters to every device; set config.mesh.fsdp=1 and "
-            "config.mesh.tensor=1."
-        )
-    mesh = sharding.make_mesh(section, found if section.data == -1 else found[: section.data])
-    for size in (config.finetune.batch_size, config.finetune.eval_batch_size):
-        sharding.check_batch_size(size, 1, mesh)
+    sizes = dataclasses.astuple(config.mesh)
+    if -1 not in sizes and jax.process_count() == 1:
+        found = found[: math.prod(sizes)]
+    mesh = sharding.make_mesh(config.mesh, found)
+    for name in ("batch_size", "eval_batch_size"):
+        size = getattr(config.finetune, name)
+        sharding.check_batch_size(size, 1, mesh, field=f"config.finetune.{name}")
     return mesh
 
 
@@ -128,7 +130,7 @@ def read_start(
     if f.from_scratch:
         logging.info("Random weights, of the sizes of %s.", config.init_from)
         return config, tokenizer, None
-    return config, tokenizer, _encoder_weights(source)
+    return config, tokenizer, _encoder_weights(source, config)
 
 
 def open_tasks(config: Config, tokenizer: Tokenizer) -> list[Callable[[], FinetuneTask]]:
@@ -180,8 +182,8 @@ def _open_source(name: str, config: Config) -> LabelledTask:
     raise ConfigError(f"config.finetune.tasks has '{name}', which is unknown; choose from {known}.")
 
 
-def _report(config: Config, folder: Path, results: list[TaskResult]) -> None:
-    """Prints the table, and collects what the GLUE server takes."""
+def _conclude(config: Config, workdir: Workdir, results: list[TaskResult]) -> FinetuningResult:
+    """Writes the table, and collects what the GLUE server takes."""
     columns = [
         score_table.Column(
             result.task, split, metric, tuple(r.scores[split][metric] for r in result.chosen_runs)
@@ -191,23 +193,27 @@ def _report(config: Config, folder: Path, results: list[TaskResult]) -> None:
         for metric in result.metrics
     ]
     table = score_table.format_table(columns, show_best=config.finetune.show_best)
-    write_text(folder / "table.md", table + "\n")
-    print(f"\n{table}\n\nRuns, models and predictions: {folder}", flush=True)
-    if len(results) > 1:
-        _collect_server_files(folder, results)
+    report = ""
+    if jax.process_index() == 0:
+        write_text(workdir.table, table + "\n")
+        if len(results) > 1:
+            _collect_server_files(workdir, results)
+        report = f"\n{table}\n\nRuns, models and predictions: {workdir}"
+    return FinetuningResult(workdir.path, tuple(results), table, report)
 
 
-def _collect_server_files(folder: Path, results: list[TaskResult]) -> None:
+def _collect_server_files(workdir: Workdir, results: list[TaskResult]) -> None:
     """WORKDIR/glue_server/seed-N: the files of a submission, from the chosen runs of that seed."""
-    names = set(prediction_files.SERVER_FILES.values())
+    names, made = set(prediction_files.SERVER_FILES.values()), set()
     for result in results:
-        for place in result.folders:
-            for file in (place / "predictions").glob("*.tsv"):
+        for model in map(Workdir, result.folders):
+            for file in model.predictions.glob("*.tsv"):
                 if file.name in names:
-                    target = folder / "glue_server" / place.name
+                    target = workdir.glue_server(model)
                     target.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(file, target)
-    for target in sorted((folder / "glue_server").glob("seed-*")):
+                    copy(file, target / file.name)
+                    made.add(target)
+    for target in sorted(made):
         prediction_files.complete_server_files(target)
 
 
@@ -223,7 +229,7 @@ def _shapes(config: Config) -> dict:
             f.length,
         )
         fields["finetune.length"] = m.positions
-    if f.buckets and m.mixer == "mixed" and not m.mask_convolution:
+    if f.buckets and config.encoder.reads_padding:
         logging.warning(
             "The convolution of these weights reads padding, so all rows are padded to the same "
             "length: config.finetune.buckets is not used."
@@ -232,9 +238,10 @@ def _shapes(config: Config) -> dict:
     return fields
 
 
-def _encoder_weights(source: sources.Source) -> Params:
+def _encoder_weights(source: sources.Source, config: Config) -> Params:
+    """Those of `source`, in the stages of `config`, which may cut the same layers elsewhere."""
     main = source.networks["main"]
-    tree = to_tree(stack(main.parameters, main.encoder))
+    tree = to_tree(stack(main.parameters, config.encoder))
     others = sorted(set(tree) - {"embeddings", "encoder"})
     if others:
         logging.info("Not used of the weights: %s.", ", ".join(others))

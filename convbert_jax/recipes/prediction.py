@@ -10,20 +10,23 @@ from pathlib import Path
 from typing import IO
 
 from convbert_jax.config import ConfigError
-from convbert_jax.data import prediction_input
-from convbert_jax.data.table_formats import Source
-from convbert_jax.data.text_lines import Stream
+from convbert_jax.data.inputs import reading
+from convbert_jax.data.tables.table_formats import Source
+from convbert_jax.data.tables.text_lines import Stream
 from convbert_jax.files import replacing, try_lock, unfinished_name
-from convbert_jax.finetuning import prediction_output, prediction_resume, prediction_stream
-from convbert_jax.recipes import devices, finetuned
-from convbert_jax.training import compilation
+from convbert_jax.inference import finetuned
+from convbert_jax.inference import output as prediction_output
+from convbert_jax.inference import resume as prediction_resume
+from convbert_jax.inference import stream as prediction_stream
+from convbert_jax.recipes.results import PredictionResult
+from convbert_jax.training.environment import devices
 
 _PIPE = "-"  # standard input or output
 
 
 def predict(
     path: str, source: str, output: str, *, input_format: str = "auto", texts: Sequence[str] = ()
-) -> int:
+) -> PredictionResult:
     """Predicts every row of a file, or every line of a pipe as it comes.
 
     Args:
@@ -34,9 +37,6 @@ def predict(
         kept beside it, and the same call goes on after them.
       input_format: one of `config.own_task.INPUT_FORMATS`.
       texts: columns with the one text or the two; () those that the model learned from.
-
-    Returns:
-      number of rows.
 
     Raises:
       UserError: no such model or file, `output` exists or is being written, or nothing that the
@@ -54,16 +54,15 @@ def _predict(
     output: str,
     input_format: str,
     texts: Sequence[str],
-) -> int:
+) -> PredictionResult:
     name, opened, key, streams = given
     config, params, tokenizer = finetuned.read_finetuned(path, len(texts) or None)
-    reads = prediction_input.describe_model_input(config, texts)
-    chosen = prediction_input.choose_format(name, input_format, reads)
+    reads = reading.describe_model_input(config, texts)
+    chosen = reading.choose_format(name, input_format, reads)
     device = devices.find_devices(config)[0]
-    compilation.enable_compile_cache(config.train.compile_cache)
     dtype = devices.compute_dtype(config, device)
     predictor = finetuned.make_predictor(config, params, tokenizer, dtype)
-    rows = prediction_input.open_input(opened, chosen, reads, key)
+    rows = reading.open_input(opened, chosen, reads, key)
     group = prediction_stream.as_they_come if streams else prediction_stream.in_full
     goes_on = not streams and _may_go_on(output)
     kept = unfinished_name(Path(output).expanduser())
@@ -74,16 +73,17 @@ def _predict(
             done = prediction_resume.take_kept(kept, rows, model, reads)
         lines = prediction_output.open_lines(file, _ending(output))
         try:
-            return done + prediction_stream.predict_stream(
+            new = prediction_stream.predict_stream(
                 group(rows), predictor.answer, lines, reads, name, done
             )
+            return PredictionResult(done + new, done)
         except prediction_stream.NothingPredictedError:
             if goes_on:
                 kept.unlink(missing_ok=True)  # nothing in it is worth to go on from
             raise
         except BrokenPipeError:  # whoever reads the output has enough, as `head -1` has
             os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # for what is buffered
-            return 0
+            return PredictionResult(0, 0)
 
 
 def _open_input(source: str) -> tuple[str, Source, str, bool]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable, Collection, Iterator
 from types import ModuleType
 
@@ -10,19 +9,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from etils import epath
 from flax import nnx
 
-from convbert_jax.analysis import flops, pretraining_report
-from convbert_jax.config import Config, from_config_dict, to_dict
-from convbert_jax.data import batching, corpus
-from convbert_jax.data.tokenizer import follow_file
+from convbert_jax.analysis import flops, health, pretraining_report
+from convbert_jax.config import Config, from_config_dict, network, to_dict
+from convbert_jax.data.corpus import batching, corpus
+from convbert_jax.data.tokenizer.tokenizer import follow_file
+from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.interop import conversion, importing, matching, sources
 from convbert_jax.interop.networks import outline, split
 from convbert_jax.models import pretraining as models
-from convbert_jax.objectives import health, masked_lm, masking, metrics, replaced_token
-from convbert_jax.recipes import devices
-from convbert_jax.training import compilation, loop, reporting, sharding, workdir
+from convbert_jax.models.build import build
+from convbert_jax.models.mixers import sharding_rules
+from convbert_jax.objectives import masked_lm, metrics, replaced_token
+from convbert_jax.recipes.results import PretrainingResult
+from convbert_jax.training import loop, sharding
+from convbert_jax.training.environment import devices, peers
+from convbert_jax.training.reports import reporting
 from convbert_jax.training.task import Task
+from convbert_jax.workdir import Workdir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,21 +57,27 @@ RECIPES = {
 }
 
 
-def prepare(config: Config, folder: pathlib.Path, given: Collection[str] = ()) -> corpus.Corpus:
-    """Makes tokenizer and shards for `config` in workdir `folder`, or finds them there.
+def prepare(config: Config, folder: epath.PathLike, given: Collection[str] = ()) -> corpus.Corpus:
+    """Makes tokenizer and shards for `config` in the workdir `folder`, or finds them there.
 
     Args:
       given: as `read_start` takes it.
     """
-    config, _ = read_start(config, folder, given)
-    return corpus.prepare(config, _data_folder(config, folder))
+    workdir = Workdir(folder)
+    config, _ = read_start(config, workdir, given)
+    return corpus.prepare(config, workdir.data(config))
 
 
-def pretrain(config: Config, folder: pathlib.Path, given: Collection[str] = ()) -> None:
-    """Pre-trains in workdir `folder`, resuming what is there, and reports.
+def pretrain(
+    config: Config, folder: epath.PathLike, given: Collection[str] = ()
+) -> PretrainingResult:
+    """Pre-trains in the workdir `folder`, resuming what is there.
 
     Args:
       given: as `read_start` takes it.
+
+    Raises:
+      UserError: what cannot be used, or gave out; see the kinds of it and `loop.train`.
     """
     found = devices.find_devices(config)
     mesh = sharding.make_mesh(config.mesh, found)
@@ -75,19 +87,17 @@ def pretrain(config: Config, folder: pathlib.Path, given: Collection[str] = ()) 
         mesh,
         replicas=config.optimizer.release_replicas,
     )
-    compilation.enable_compile_cache(config.train.compile_cache)
-    config, source = read_start(config, folder, given)
+    workdir = Workdir(folder)
+    config, source = read_start(config, workdir, given)
     writer = jax.process_index() == 0
-    with workdir.open_workdir(folder, config, writer=writer):
+    with devices.random_numbers(found), workdir.open(config, writer=writer):
         devices.print_config(config, leave_out=("finetune", "task", "outputs"))
-        if config.model.mixer == "attention":
+        if idle := network.idle_fields(config.model):
             logging.info(
-                "config.model.mixer=attention: all %d heads are of attention; head_ratio=%d counts "
-                "for mixed and bottleneck only.",
-                config.model.heads,
-                config.model.head_ratio,
+                "%s say nothing here: each stage has its own, or a mixer that does not read them.",
+                ", ".join(f"config.model.{f}={getattr(config.model, f)}" for f in idle),
             )
-        if config.model.mixer == "mixed" and config.model.mask_convolution:
+        if outline(config)["main"].masked:
             logging.info(
                 "The convolutions read no padding. Hugging Face's class reads it: for padded "
                 "batches there, train with --config.model.mask_convolution=false "
@@ -95,12 +105,12 @@ def pretrain(config: Config, folder: pathlib.Path, given: Collection[str] = ()) 
             )
         if config.checkpoint.huggingface_every:
             conversion.check_expressible(outline(config))
-        prepared = prepare_once(config, folder)
+        prepared = prepare_once(config, workdir)
         task = build_task(config, prepared.tokenizer.special, found[0])
         result = loop.train(
             task,
             config,
-            workdir=folder,
+            workdir=workdir,
             mesh=mesh,
             batches=batching.training_batches(
                 prepared,
@@ -113,24 +123,20 @@ def pretrain(config: Config, folder: pathlib.Path, given: Collection[str] = ()) 
             ),
             evaluation=heldout_batches(config, prepared),
             initial_params=functools.partial(_fill, config, source) if source else None,
-            publish=functools.partial(_publish, config, folder, prepared),
+            publish=functools.partial(_publish, config, workdir, prepared),
         )
-        if not result.interrupted:  # a machine that is taken away gives little time
-            _report(config, folder, prepared, result, mesh)
+        return _conclude(config, workdir, prepared, result, mesh)
 
 
-def prepare_once(config: Config, folder: pathlib.Path) -> corpus.Corpus:
+def prepare_once(config: Config, workdir: Workdir) -> corpus.Corpus:
     """The corpus of a config as `read_start` gives it: the first process prepares, the others wait
     and then open what it made.
     """
-    directory = _data_folder(config, folder)
-    if jax.process_count() == 1:
-        return corpus.prepare(config, directory)
-    from jax.experimental import multihost_utils
-
-    if jax.process_index() == 0:
-        corpus.prepare(config, directory)
-    multihost_utils.sync_global_devices("corpus prepared")
+    directory = workdir.data(config)
+    if jax.process_count() > 1:
+        if jax.process_index() == 0:
+            corpus.prepare(config, directory)
+        peers.wait_for_all("corpus prepared")
     return corpus.prepare(config, directory)
 
 
@@ -146,7 +152,7 @@ def heldout_batches(config: Config, prepared: corpus.Corpus) -> Callable[[], Ite
     )
 
 
-def build_task(config: Config, special, device: jax.Device) -> Task:
+def build_task(config: Config, special: SpecialIds, device: jax.Device) -> Task:
     """Closes over everything static once: the only bridge between Flax and the trainer.
 
     Args:
@@ -154,11 +160,11 @@ def build_task(config: Config, special, device: jax.Device) -> Task:
       device: one of those it will run on; decides dtype and peak FLOP/s.
     """
     recipe = RECIPES[config.recipe]
-    graphdef, init = models.build(recipe.model, config)
+    graphdef, init = build(recipe.model, config)
     settings = {
         "dtype": devices.compute_dtype(config, device),
         "config": config,
-        "special": masking.SpecialIds(special.cls, special.sep, special.mask),
+        "special": special,
     }
 
     def loss(params, batch, key):
@@ -174,8 +180,10 @@ def build_task(config: Config, special, device: jax.Device) -> Task:
     return Task(
         init=init,
         loss=loss,
-        evaluate=evaluate,
         summarize=metrics.summarize,
+        evaluate=evaluate,
+        evaluator=metrics.heldout(config.heldout_metrics),
+        rules=(*sharding_rules(config.encoder), *sharding.RULES),
         health=recipe.warn,
         show=recipe.show,
         tokens_per_step=tokens,
@@ -185,7 +193,7 @@ def build_task(config: Config, special, device: jax.Device) -> Task:
 
 
 def read_start(
-    config: Config, folder: pathlib.Path, given: Collection[str] = ()
+    config: Config, workdir: Workdir, given: Collection[str] = ()
 ) -> tuple[Config, sources.Source | None]:
     """The config with what its vocabulary file and its weights tell, and the weights of
     `config.init_from` if this start needs them; refused before any long work.
@@ -197,22 +205,23 @@ def read_start(
     Raises:
       UserError: no such file or weights, or some that do not fit.
     """
+    workdir.data(config)
     config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
     if not config.init_from:
         return config, None
-    begun = workdir.is_bound(folder)
-    if begun and (folder / workdir.CONFIG).exists():
-        return _as_begun(config, folder, given), None
+    begun = workdir.is_bound()
+    if begun and workdir.config.exists():
+        return _as_begun(config, workdir, given), None
     source = sources.read_source(config.init_from)
     config = importing.follow_source(config, source, given)
     return config, None if begun else source
 
 
-def _as_begun(config: Config, folder: pathlib.Path, given: Collection[str]) -> Config:
-    """`config` with the vocabulary and the sizes that the run in `folder` took of its weights,
+def _as_begun(config: Config, workdir: Workdir, given: Collection[str]) -> Config:
+    """`config` with the vocabulary and the sizes that the run in `workdir` took of its weights,
     which need not be there any more.
     """
-    kept = workdir.read_config(folder)
+    kept = workdir.read_config()
     if (kept.recipe, kept.init_from) != (config.recipe, config.init_from):
         return config  # refused later, by name
     fields = matching.sizes_of(kept)
@@ -231,16 +240,13 @@ def _fill(config: Config, source: sources.Source):
     return params
 
 
-def _publish(config: Config, folder: pathlib.Path, prepared: corpus.Corpus, step: int, params):
+def _publish(config: Config, workdir: Workdir, prepared: corpus.Corpus, step: int, params):
     """Writes WORKDIR/huggingface/step-N, to be uploaded as a revision."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        params = multihost_utils.process_allgather(params, tiled=True)
+    params = sharding.gather(params)
     if jax.process_index() == 0:
         conversion.write_huggingface(
-            folder / "huggingface" / f"step-{step}",
-            split(config, jax.device_get(params)),
+            workdir.export("huggingface", step),
+            split(config, params),
             (prepared.tokenizer, config.tokenizer),
             title=config.name,
             step=step,
@@ -248,19 +254,30 @@ def _publish(config: Config, folder: pathlib.Path, prepared: corpus.Corpus, step
         )
 
 
-def _data_folder(config: Config, folder: pathlib.Path) -> pathlib.Path:
-    return pathlib.Path(config.data.directory) if config.data.directory else folder / "data"
+def _conclude(config, workdir, prepared, result: loop.Result, mesh) -> PretrainingResult:
+    """What the run came to; draws its curves if there is time for it."""
+    writer = jax.process_index() == 0
+    curves, report = None, ""
+    if writer and not result.interrupted:  # a machine that is taken away gives little time
+        with jax.set_mesh(mesh):
+            example = _take_apart(config, prepared, result.state.params)
+        title = f"{config.name}, step {result.step:,}"
+        if pretraining_report.plot_curves(workdir.metrics, workdir.curves, title):
+            curves = workdir.curves
+        report = _describe(config, title, result, curves, example)
+    return PretrainingResult(
+        folder=workdir.path,
+        step=result.step,
+        metrics=reporting.read_metrics(workdir.metrics) if writer else [],
+        evaluation=result.evaluation,
+        interrupted=result.interrupted,
+        curves=curves,
+        report=report,
+    )
 
 
-def _report(config, folder, prepared, result, mesh) -> None:
-    """Draws the curves and prints what the run has learned."""
-    if jax.process_index() != 0:
-        return
-    with jax.set_mesh(mesh):
-        example = _take_apart(config, prepared, result.state.params)
-    picture = folder / "curves.png"
-    title = f"{config.name}, step {result.step:,}"
-    drawn = pretraining_report.plot_curves(folder / reporting.METRICS_FILE, picture, title)
+def _describe(config, title: str, result: loop.Result, curves, example: list[str]) -> str:
+    """What the run has learned, for a person."""
     report = [f"{title}, on held-out text:"]
     if result.evaluation:
         numbers = pretraining_report.describe_numbers(
@@ -270,20 +287,19 @@ def _report(config, folder, prepared, result, mesh) -> None:
     report += ["", *example] if example else []
     report += [
         "",
-        (f"Curves: {picture}. " if drawn else "")
+        (f"Curves: {curves}. " if curves else "")
         + "The same command goes on from here; for more steps add "
         f"--config.train.steps={2 * result.step}.",
         "Your own text: add --config.data.source='text:FOLDER/*.txt' --workdir=runs/mine",
     ]
-    print("\n".join(report), flush=True)
+    return "\n".join(report)
 
 
 def _take_apart(config: Config, prepared: corpus.Corpus, params) -> list[str]:
     """Held-out rows after the generator, as the discriminator sees them; the first one in full."""
     if config.recipe != "replaced_token" or jax.process_count() > 1:
         return []
-    graphdef, _ = models.build(RECIPES[config.recipe].model, config)
-    special = prepared.tokenizer.special
+    graphdef, _ = build(RECIPES[config.recipe].model, config)
 
     @jax.jit
     def run(params, batch):
@@ -295,7 +311,7 @@ def _take_apart(config: Config, prepared: corpus.Corpus, params) -> list[str]:
             train=False,
             dtype=jnp.float32,
             config=config,
-            special=masking.SpecialIds(special.cls, special.sep, special.mask),
+            special=prepared.tokenizer.special,
         )[-1]
         ids, types = batch["segment_ids"], batch["type_ids"]
         return corrupted, model.discriminate(corrupted, ids, types, dtype=jnp.float32, key=None)

@@ -1,13 +1,18 @@
 """One pass over the held-out rows: the same numbers in the loop and on a checkpoint."""
 
-from collections.abc import Iterable
+import collections
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import jax
 
 from convbert_jax.config import UserError
+from convbert_jax.interfaces.batch import Batch
 from convbert_jax.training import state as state_lib
-from convbert_jax.training.step import EvalStep
-from convbert_jax.training.task import Batch, Metrics, Params
+from convbert_jax.training.program import EvalStep
+from convbert_jax.training.task import Params, Task
+
+Tree = TypeVar("Tree")
 
 
 class EvaluationError(UserError):
@@ -15,11 +20,12 @@ class EvaluationError(UserError):
 
 
 def run(
-    eval_step: EvalStep, params: Params, batches: Iterable[Batch], *, seed: int
-) -> list[Metrics]:
-    """Sums of each batch, on the host, for `Task.summarize`.
+    task: Task, eval_step: EvalStep, params: Params, batches: Iterable[Batch], *, seed: int
+) -> dict[str, float]:
+    """The numbers of `task.evaluator`.
 
     Args:
+      eval_step: `task.evaluate`, compiled.
       batches: on the devices, from the first; what is masked in each depends on its number.
       seed: config.seed.
 
@@ -27,13 +33,27 @@ def run(
       EvaluationError: there are no batches.
     """
     key = state_lib.fold_in_name(jax.random.key(seed), "evaluation")
-    parts, running = [], None
-    for index, batch in enumerate(batches):
-        metrics = eval_step(params, batch, jax.random.fold_in(key, index))
-        if running:  # two batches on their way, not all of them
-            parts.append(jax.device_get(running))
-        running = metrics
-    if not running:
+    count = 0
+
+    def outputs():
+        nonlocal count
+        for count, batch in enumerate(batches, start=1):
+            yield eval_step(params, batch, jax.random.fold_in(key, count - 1))
+
+    values = task.evaluator.over(fetch(outputs(), ahead=1))
+    if not count:
         raise EvaluationError("there are no held-out rows; raise config.data.heldout_fraction.")
-    parts.append(jax.device_get(running))
-    return parts
+    return values
+
+
+def fetch(running: Iterable[Tree], *, ahead: int) -> Iterator[Tree]:
+    """What `running` dispatches, on the host, in its order; each is waited for when `ahead` more
+    are on their way, so that the device is never idle and never holds all of them.
+    """
+    waiting: collections.deque[Tree] = collections.deque()
+    for outputs in running:
+        waiting.append(outputs)
+        if len(waiting) > ahead:
+            yield jax.device_get(waiting.popleft())
+    while waiting:
+        yield jax.device_get(waiting.popleft())

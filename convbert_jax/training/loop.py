@@ -2,29 +2,30 @@
 
 import contextlib
 import dataclasses
-import functools
 import math
-import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
+from convbert_jax import files
 from convbert_jax.config import Config, UserError
-from convbert_jax.training import compilation, interval, reporting, sharding, signals
+from convbert_jax.interfaces.batch import Batch
 from convbert_jax.training import evaluation as evaluation_lib
-from convbert_jax.training import optimizer as optimizer_lib
+from convbert_jax.training import sharding
 from convbert_jax.training import state as state_lib
-from convbert_jax.training import step as step_lib
-from convbert_jax.training.checkpoint import Checkpoints
+from convbert_jax.training.checkpoints.saving import Checkpoints
+from convbert_jax.training.environment import compilation, signals
+from convbert_jax.training.program import Program, Vitals, make_program
+from convbert_jax.training.reports import interval, reporting
+from convbert_jax.training.reports.timing import Clock, Profiler, seconds_since_start
 from convbert_jax.training.state import TrainState
 from convbert_jax.training.task import Metrics, Params, Task
-from convbert_jax.training.timing import Clock, Profiler, seconds_since_start
-
-HostBatch = Mapping[str, np.ndarray]
+from convbert_jax.workdir import Workdir
 
 
 class TrainingError(UserError):
@@ -34,7 +35,7 @@ class TrainingError(UserError):
 class Batches(Protocol):
     """Training input: the rows of this process, and a position that can be kept and set."""
 
-    def __next__(self) -> HostBatch: ...
+    def __next__(self) -> Batch: ...
     def get_state(self) -> dict[str, Any]: ...
     def set_state(self, state: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
@@ -55,19 +56,19 @@ class _Dispatched(NamedTuple):
     """A step whose numbers are still on the device."""
 
     step: int
-    vitals: step_lib.Vitals
+    vitals: Vitals
     totals: Metrics | None  # of the whole interval, if it ends here
-    batch: HostBatch
+    batch: Batch
 
 
 def train(
     task: Task,
     config: Config,
     *,
-    workdir: pathlib.Path,
+    workdir: Workdir,
     mesh: Mesh,
     batches: Batches,
-    evaluation: Callable[[], Iterable[HostBatch]],
+    evaluation: Callable[[], Iterable[Batch]],
     initial_params: Callable[[], Params] | None = None,
     publish: Callable[[int, Params], None] | None = None,
 ) -> Result:
@@ -103,11 +104,20 @@ def train(
         stack.enter_context(compilation.explain_out_of_memory())
         stop = stack.enter_context(signals.StopSignals())
         checkpoints = stack.enter_context(
-            contextlib.closing(Checkpoints(workdir / "checkpoints", config.checkpoint))
+            contextlib.closing(Checkpoints(workdir.checkpoints, config.checkpoint))
         )
         run = _Run(
-            task, config, workdir, mesh, batches, evaluation, checkpoints, initial_params, publish
+            task=task,
+            config=config,
+            workdir=workdir,
+            program=make_program(task, config, mesh),
+            batches=batches,
+            evaluation=evaluation,
+            checkpoints=checkpoints,
+            initial_params=initial_params,
+            publish=publish,
         )
+        run.restore_or_start()
         if run.step >= t.steps:
             return run.finished()
         run.reporter = stack.enter_context(
@@ -116,46 +126,59 @@ def train(
         return run.to_the_end(stop)
 
 
+@dataclasses.dataclass(kw_only=True)
 class _Run:
-    """State of the loop. `step` counts the steps dispatched, `state` is the one after them."""
+    """What `train` was given, then the state of the loop.
 
-    reporter: reporting.Reporter
+    `step` counts the steps dispatched, `state` is the one after them.
+    """
 
-    def __init__(
-        self, task, config, workdir, mesh, batches, evaluation, checkpoints, initial_params, publish
-    ):
-        self.task, self.config, self.workdir = task, config, workdir
-        self.initial_params, self.publish = initial_params, publish
-        self.batches, self.evaluation, self.checkpoints = batches, evaluation, checkpoints
-        self.platform = mesh.devices.flat[0].platform
-        self.put = functools.partial(sharding.put_batch, sharding=sharding.batch_sharding(mesh))
-        t = config.train
-        transformation = optimizer_lib.make_optimizer(config.optimizer, t.steps)
-        init = functools.partial(_init, task, transformation)
-        abstract = jax.eval_shape(init, jax.random.key(0))
-        shardings = sharding.tree_shardings(abstract, mesh)
-        self.train_step = step_lib.make_train_step(
-            task,
-            transformation,
-            optimizer_lib.make_schedule(config.optimizer, t.steps),
-            seed=config.seed,
-            accumulation=t.accumulation,
-            replicas=config.optimizer.release_replicas,
-            clip_norm=config.optimizer.clip_norm,
-            mesh=mesh,
-            shardings=shardings,
+    task: Task
+    config: Config
+    workdir: Workdir
+    program: Program
+    batches: Batches
+    evaluation: Callable[[], Iterable[Batch]]
+    checkpoints: Checkpoints
+    initial_params: Callable[[], Params] | None
+    publish: Callable[[int, Params], None] | None
+
+    step: int = 0
+    state: TrainState | None = None
+    reporter: reporting.Reporter | None = None
+    pending: _Dispatched | None = None
+    totals: Metrics | None = None  # of the log interval so far
+    cut_interval: dict[str, Any] | None = None  # sums of it up to the checkpoint
+    train_values: dict[str, float] = dataclasses.field(default_factory=dict)
+    eval_values: dict[str, float] = dataclasses.field(default_factory=dict)
+    clock: Clock = dataclasses.field(default_factory=Clock)
+    watch: compilation.RecompileWatch = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.watch = compilation.RecompileWatch(self.program.train_step, "training step")
+
+    def restore_or_start(self) -> None:
+        """State and data position of the newest checkpoint, or those of a new run."""
+        self._check_best_metric()
+        restored = self.checkpoints.restore(self.program.abstract)
+        if restored:
+            self.state, position = restored
+            self.step = int(self.state.step)
+            self.cut_interval = position.pop(interval.KEY, None)
+            if position:  # an imported checkpoint has none: its data begin at the first row
+                self.batches.set_state(position)
+            logging.info("Resuming from the checkpoint of step %d.", self.step)
+            return
+        logging.info(
+            "Starting from %s: %s parameters.",
+            "given weights" if self.initial_params else "scratch",
+            f"{state_lib.count(self.program.abstract.params):,}",
         )
-        self.eval_step = step_lib.make_eval_step(task, mesh=mesh, shardings=shardings.params)
-        self.watch = compilation.RecompileWatch(self.train_step, "training step")
-        self._check_best_metric(abstract.params)
-        self.cut_interval: dict[str, Any] | None = None  # sums of it up to the checkpoint
-        self.state = self._restore_or_init(init, abstract, shardings)
-        self.step = int(self.state.step)
-        self.pending: _Dispatched | None = None
-        self.totals: Metrics | None = None
-        self.train_values: dict[str, float] = {}
-        self.eval_values: dict[str, float] = {}
-        self.clock = Clock()
+        if self.initial_params:
+            self.state = self.program.start(self.initial_params())
+        else:
+            key = jax.random.key(self.config.seed)
+            self.state = self.program.init(state_lib.fold_in_name(key, "init"))
 
     def to_the_end(self, stop: signals.StopSignals) -> Result:
         t, c = self.config.train, self.config.checkpoint
@@ -163,8 +186,10 @@ class _Run:
         signal_name = None
         if self.step == 0:
             self._publish_if_due()
-        compilation.announce_long_compilation(state_lib.count(self.state.params), self.platform)
-        with Profiler(self.workdir / "profile", t.profile_start, t.profile_steps) as profiler:
+        compilation.announce_long_compilation(
+            state_lib.count(self.state.params), self.program.mesh.devices.flat[0].platform
+        )
+        with Profiler(self.workdir.profile, t.profile_start, t.profile_steps) as profiler:
             # The order below is what makes resuming exact. Evaluation sees the state of `step`;
             # the checkpoint is written after it and before the next batch is drawn, so state, data
             # position and the lines of metrics.jsonl agree; and nothing is saved whose loss was
@@ -201,35 +226,10 @@ class _Run:
 
     def finished(self) -> Result:
         logging.info("Nothing to do: the run is finished, at step %d.", self.step)
-        lines = self.workdir / reporting.METRICS_FILE
-        train, validation = (reporting.read_last(lines, s) for s in ("train", "validation"))
+        train, validation = (
+            reporting.read_last(self.workdir.metrics, split) for split in ("train", "validation")
+        )
         return Result(self.step, self.state, train, validation, interrupted=False)
-
-    def _restore_or_init(self, init, abstract, shardings) -> TrainState:
-        targets = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            abstract,
-            shardings,
-        )
-        restored = self.checkpoints.restore(targets)
-        if restored:
-            state, position = restored
-            self.cut_interval = position.pop(interval.KEY, None)
-            if position:  # an imported checkpoint has none: its data begin at the first row
-                self.batches.set_state(position)
-            logging.info("Resuming from the checkpoint of step %d.", int(state.step))
-            return state
-        logging.info(
-            "Starting from %s: %s parameters.",
-            "given weights" if self.initial_params else "scratch",
-            f"{state_lib.count(abstract.params):,}",
-        )
-        key = state_lib.fold_in_name(jax.random.key(self.config.seed), "init")
-        state = jax.jit(init, out_shardings=shardings)(key)
-        if self.initial_params:
-            params = sharding.put_params(self.initial_params(), shardings.params)
-            state = dataclasses.replace(state, params=params)
-        return state
 
     def _publish_if_due(self) -> None:
         every = self.config.checkpoint.huggingface_every
@@ -248,12 +248,14 @@ class _Run:
                 f"{self.config.train.steps}; give more data or fewer steps."
             ) from None
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
-            self.state, metrics, vitals = self.train_step(self.state, self.put(batch))
+            self.state, metrics, vitals = self.program.train_step(
+                self.state, self.program.put_batch(batch)
+            )
         self.step += 1
         if self.cut_interval:
             self.totals = interval.from_json(self.cut_interval, metrics)
             self.cut_interval = None
-        self.totals = step_lib.add_metrics(self.totals, metrics) if self.totals else metrics
+        self.totals = _add_metrics(self.totals, metrics) if self.totals else metrics
         whole = self.step % self.config.train.log_every == 0
         ends = whole or self.step == self.config.train.steps
         before = self.pending
@@ -279,7 +281,7 @@ class _Run:
         if done.totals is None:
             return
         self.watch.check(done.step)
-        values = self.task.summarize([jax.device_get(done.totals)])
+        values = self.task.summarize(jax.device_get(done.totals))
         # Vitals are of the last step; a loss that the task sums is the mean of the interval.
         self.train_values = vitals | values
         self.reporter.train(done.step, self.train_values, self.clock.lap(done.step))
@@ -287,12 +289,13 @@ class _Run:
             self.reporter.warn_health(done.step, self.train_values)
 
     def _fail(self, done: _Dispatched, vitals: dict[str, float]):
-        file = self.workdir / f"bad_batch_step_{done.step}_process_{jax.process_index()}.npz"
-        kept = f"is kept in {file}"
+        place = self.workdir.bad_batch(done.step, jax.process_index())
+        kept = f"is kept in {place}"
         try:
-            np.savez(file, **done.batch, step=done.step, seed=self.config.seed, **vitals)
+            with files.replacing(place) as file:
+                np.savez(file, **done.batch, step=done.step, seed=self.config.seed, **vitals)
         except OSError as error:
-            kept = f"could not be kept in {file} ({error.strerror})"
+            kept = f"could not be kept in {place} ({error.strerror})"
         self.checkpoints.wait()
         steps = self.checkpoints.steps
         good = f"the last good checkpoint is of step {steps[-1]}" if steps else "none was saved yet"
@@ -304,23 +307,20 @@ class _Run:
 
     def _evaluate(self) -> dict[str, float]:
         with self.clock.paused():
-            batches = map(self.put, self.evaluation())
-            parts = evaluation_lib.run(
-                self.eval_step, self.state.params, batches, seed=self.config.seed
+            self.eval_values = evaluation_lib.run(
+                self.task,
+                self.program.eval_step,
+                self.state.params,
+                map(self.program.put_batch, self.evaluation()),
+                seed=self.config.seed,
             )
-            self.eval_values = self.task.summarize(parts)
             self.reporter.validation(self.step, self.eval_values)
         return self.eval_values
 
-    def _check_best_metric(self, params) -> None:
+    def _check_best_metric(self) -> None:
         """Refuses a name that no evaluation will give, now and not at the first one."""
-        name = self.config.checkpoint.best_metric
-        if not name:
-            return
-        batch = next(iter(self.evaluation()))
-        sums = jax.eval_shape(self.task.evaluate, params, batch, jax.random.key(0))
-        known = self.task.summarize([jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), sums)])
-        if name not in known:
+        name, known = self.config.checkpoint.best_metric, self.task.evaluator.names
+        if name and name not in known:
             raise TrainingError(
                 f"config.checkpoint.best_metric={name} is not measured; choose one of: "
                 f"{', '.join(sorted(known))}."
@@ -336,5 +336,7 @@ class _Run:
         self.clock.start(self.step)
 
 
-def _init(task: Task, transformation, key: jax.Array) -> TrainState:
-    return state_lib.create(task.init(key), transformation)
+@jax.jit
+def _add_metrics(first: Metrics, second: Metrics) -> Metrics:
+    """Sums of both; stays on the device."""
+    return jax.tree.map(jnp.add, first, second)

@@ -32,9 +32,20 @@ def make_optimizer(section: OptimizerSection, steps: int) -> optax.GradientTrans
     )
 
 
-def make_direction(section: OptimizerSection) -> optax.GradientTransformation:
-    """The update before it is multiplied by the learning rate: for a caller that does so."""
-    return optax.chain(*_direction(section))
+def make_told_optimizer(
+    section: OptimizerSection, layer_decay: float
+) -> optax.GradientTransformationExtraArgs:
+    """The whole update for runs that share a program: told its `learning_rate` at each step, which
+    `layer_multipliers` then lower by depth.
+    """
+    direction = optax.chain(*_direction(section))
+
+    def update(gradients, state, params, *, learning_rate, **_):
+        updates, state = direction.update(gradients, state, params)
+        rates = layer_multipliers(params, layer_decay)
+        return jax.tree.map(lambda u, rate: -learning_rate * rate * u, updates, rates), state
+
+    return optax.GradientTransformationExtraArgs(direction.init, update)
 
 
 def _direction(section: OptimizerSection) -> list[optax.GradientTransformation]:

@@ -1,22 +1,22 @@
 """Which device holds which part: the mesh, the batch, and the parameters by path.
 
-The model knows nothing of this. A rule is a regular expression over parameter paths; the first one
-that matches decides, and a parameter without a rule is an error. The optimizer's moments carry the
-paths of their parameters and so follow the same rules.
+The rules come with the task, see `interfaces/placement.py`: regular expressions over parameter
+paths; the first one that matches decides, and a parameter without a rule is an error. The moments
+of the optimizer carry the paths of their parameters and so follow the same rules.
 """
 
-import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
-import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from convbert_jax.config import MeshSection, UserError
+from convbert_jax.interfaces.batch import Batch
+from convbert_jax.interfaces.placement import REPLICATED, Rules, Split
 from convbert_jax.training.state import parameter_path
-from convbert_jax.training.task import Batch
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")  # rows are split over both
@@ -26,26 +26,11 @@ class ShardingError(UserError):
     """Mesh, batch and parameters do not fit together."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """Divide a parameter: `tensor` names the dimension (from the end) that the tensor axis cuts,
-    if any; fsdp cuts the largest of the other dimensions that it divides.
-    """
-
-    tensor: int | None = None
-
-
-REPLICATED = None
-
 # The tensor axis keeps a head, or a feed-forward channel, whole on one device: projections into
 # heads are cut along their output, the one out of the heads along its input.
-RULES: tuple[tuple[str, Split | None], ...] = (
+RULES: Rules = (
     (r"(^|_|/)(bias|scale)$", REPLICATED),
     (r"(^|/)embedding$", Split()),
-    (r"/mixer/key_conv/depthwise$", REPLICATED),
-    (r"/mixer/key_conv/pointwise$", Split(tensor=-1)),
-    (r"/mixer/output/kernel$", Split(tensor=-2)),
-    (r"/mixer/\w+/kernel$", Split(tensor=-1)),
     (r"/feed_forward/intermediate/kernel$", Split(tensor=-1)),
     (r"/feed_forward/output/kernel$", Split(tensor=-2)),
     (r"(^|/)kernel$", Split()),
@@ -62,7 +47,7 @@ def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None)
       ShardingError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = {axis: getattr(section, axis) for axis in AXES}
+    sizes = dict(zip(AXES, (section.data, section.fsdp, section.tensor), strict=True))
     fixed = math.prod(size for size in sizes.values() if size != -1)
     named = ", ".join(f"config.mesh.{axis}={size}" for axis, size in sizes.items())
     if len(devices) % fixed:
@@ -82,11 +67,19 @@ def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None)
     )
 
 
-def check_batch_size(batch_size: int, accumulation: int, mesh: Mesh, *, replicas: int = 1) -> None:
+def check_batch_size(
+    batch_size: int,
+    accumulation: int,
+    mesh: Mesh,
+    *,
+    replicas: int = 1,
+    field: str = "config.train.batch_size",
+) -> None:
     """Refuses a batch that does not split evenly.
 
     Args:
-      replicas: parts of the batch that are batches of their own, as `make_train_step` has it.
+      replicas: parts of the batch that are batches of their own, as `Learning` has it.
+      field: that has the batch size.
 
     Raises:
       ShardingError: with the nearest batch sizes that work.
@@ -97,8 +90,8 @@ def check_batch_size(batch_size: int, accumulation: int, mesh: Mesh, *, replicas
         below, above = batch_size // unit * unit, -(-batch_size // unit) * unit
         choices = f"{below} or {above}" if below else f"{above}"
         raise ShardingError(
-            f"config.train.batch_size={batch_size} does not split into {shards} device shards "
-            f"(data x fsdp) times config.train.accumulation={accumulation}"
+            f"{field}={batch_size} does not split into {shards} device shards (data x fsdp)"
+            + (f" times config.train.accumulation={accumulation}" if accumulation > 1 else "")
             + (f" times config.optimizer.release_replicas={replicas}" if replicas > 1 else "")
             + f"; the nearest that does: {choices}."
         )
@@ -113,11 +106,32 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def put_batch(batch: Mapping[str, np.ndarray], sharding: NamedSharding) -> Batch:
+def behind_runs(sharding: NamedSharding) -> NamedSharding:
+    """The same for arrays with a leading axis of runs, which is not divided."""
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+
+
+def put_batch(batch: Batch, sharding: NamedSharding) -> Batch:
     """Rows of this process -> global arrays; returns before the copy is done."""
     return {
         name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
     }
+
+
+def put_whole_batch(batch: Batch, sharding: NamedSharding) -> Batch:
+    """Rows of all processes, known to each of them -> global arrays."""
+    if sharding.mesh.size == 1:
+        return batch  # the compiled function takes them as they are, which is faster
+    if jax.process_count() == 1:
+        return jax.device_put(batch, sharding)
+    return put_params(batch, dict.fromkeys(batch, sharding))
+
+
+def gather(tree):
+    """Arrays however divided -> whole, on the host of each process; all processes call it."""
+    if jax.process_count() > 1:
+        tree = multihost_utils.process_allgather(tree, tiled=True)
+    return jax.device_get(tree)
 
 
 def put_params(params, shardings):
@@ -131,7 +145,7 @@ def put_params(params, shardings):
     )
 
 
-def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> PartitionSpec:
     """How one parameter is divided.
 
     Tensors below 16,384 values per layer stay whole on every device.
@@ -139,7 +153,7 @@ def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSp
     Raises:
       ShardingError: no rule matches, or the mesh does not divide a large parameter.
     """
-    rule = _find_rule(path)
+    rule = _find_rule(path, rules)
     first = 1 if _STACKED.search(path) else 0  # the axis of layers is what the scan runs over
     if rule is REPLICATED or math.prod(shape[first:]) < _SMALL:
         return PartitionSpec()
@@ -163,24 +177,27 @@ def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSp
     return PartitionSpec(*spec)
 
 
-def tree_shardings(tree, mesh: Mesh):
+def tree_shardings(tree, mesh: Mesh, rules: Rules):
     """Shardings for a tree of parameters, a `TrainState` or an optimizer state, by path.
 
     Args:
       tree: arrays or `jax.ShapeDtypeStruct`s. Scalars (the step, counts) are on every device.
+
+    Raises:
+      ShardingError: as `partition_spec`.
     """
 
     def place(path, leaf):
         spec = PartitionSpec()
         if leaf.ndim:
-            spec = partition_spec(parameter_path(path), leaf.shape, mesh)
+            spec = partition_spec(parameter_path(path), leaf.shape, mesh, rules)
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def _find_rule(path: str) -> Split | None:
-    for pattern, rule in RULES:
+def _find_rule(path: str, rules: Rules) -> Split | None:
+    for pattern, rule in rules:
         if re.search(pattern, path):
             return rule
-    raise ShardingError(f"no sharding rule matches parameter {path}; add one to RULES.")
+    raise ShardingError(f"no sharding rule matches parameter {path}; add one for it.")

@@ -1,17 +1,18 @@
-"""One training step and one evaluation step, each compiled once."""
+"""One training step as a plain function: gradients, their cuts into microbatches, the update."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from convbert_jax.interfaces.batch import Batch
 from convbert_jax.training import sharding as sharding_lib
-from convbert_jax.training import state as state_lib
 from convbert_jax.training.state import TrainState
-from convbert_jax.training.task import Batch, Metrics, Params, Task
+from convbert_jax.training.task import Metrics
 
 
 class Vitals(NamedTuple):
@@ -22,23 +23,17 @@ class Vitals(NamedTuple):
     learning_rate: jax.Array
 
 
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics, Vitals]]
-EvalStep = Callable[[Params, Batch, jax.Array], Metrics]
+class Drawn(NamedTuple):
+    """What differs from step to step beside state and batch."""
+
+    key: jax.Array  # of the loss
+    learning_rate: jax.Array
+    constants: tuple[Any, ...] = ()  # further arguments of the loss, the same for all its rows
 
 
-def make_train_step(
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
-    *,
-    seed: int,
-    accumulation: int,
-    replicas: int = 1,
-    clip_norm: float = 0.0,
-    mesh: Mesh,
-    shardings: TrainState,
-) -> TrainStep:
-    """Compiled (state, batch) -> (next state, metrics, vitals); the old state is donated.
+@dataclasses.dataclass(frozen=True)
+class Learning:
+    """How a step learns.
 
     With `accumulation` > 1 the batch is cut into as many microbatches, run one after another: the
     gradient is the mean of theirs, metrics add up, and each draws its own randomness.
@@ -47,54 +42,63 @@ def make_train_step(
     its loss is divided by its own tokens and its gradient clipped at the norm `clip_norm` (0: not).
     The optimizer, which must not clip again, gets the sum: the release's run on a TPU.
 
-    Args:
-      shardings: of the state, as from `sharding.tree_shardings`.
+    What is the same for a whole run is compiled into it or, where runs share a program, `given` to
+    each step as further arguments.
+
+    Attributes:
+      optimizer: the whole update; it is told the `learning_rate`, and may have one of its own.
+      draw: (step, *given) -> what this step draws and how fast it learns; `step` is the int32
+        scalar of the state.
+      given_axes: of each argument that is given, 0 if every run has its own where several are
+        trained together, None if they have the same.
     """
-    replicated = sharding_lib.replicated(mesh)
-    value_and_grad = jax.value_and_grad(task.loss, has_aux=True)
 
-    def gradient(params, batch, key):
-        if accumulation > 1:
-            return _accumulate(value_and_grad, params, batch, key, accumulation, mesh)
-        (loss, metrics), gradients = value_and_grad(params, batch, key)
-        return loss, metrics, gradients
+    optimizer: optax.GradientTransformation
+    draw: Callable[..., Drawn]
+    given_axes: tuple[int | None, ...] = ()
+    accumulation: int = 1
+    replicas: int = 1
+    clip_norm: float = 0.0
 
-    def train_step(state: TrainState, batch: Batch):
-        key = state_lib.step_key(seed, state.step, "loss")
-        if replicas > 1:
-            loss, metrics, gradients, norm = _sum_of_replicas(
-                gradient, state.params, batch, key, replicas, clip_norm, mesh
+
+def make_step(
+    loss: Callable[..., tuple[jax.Array, Metrics]], learning: Learning, mesh: Mesh
+) -> Callable[..., tuple[TrainState, Metrics, Vitals]]:
+    """(state, batch, *given) -> (next state, metrics, vitals), to be traced.
+
+    Args:
+      loss: (params, batch, key, *constants) -> (scalar, metrics).
+    """
+    optimizer = optax.with_extra_args_support(learning.optimizer)
+
+    def step(state: TrainState, batch: Batch, *given):
+        drawn = learning.draw(state.step, *given)
+
+        def value_and_grad(params, batch, key):
+            both = jax.value_and_grad(loss, has_aux=True)
+            return both(params, batch, key, *drawn.constants)
+
+        def gradient(params, batch, key):
+            if learning.accumulation > 1:
+                return _accumulate(value_and_grad, params, batch, key, learning.accumulation, mesh)
+            (value, metrics), gradients = value_and_grad(params, batch, key)
+            return value, metrics, gradients
+
+        if learning.replicas > 1:
+            value, metrics, gradients, norm = _sum_of_replicas(
+                gradient, state.params, batch, drawn.key, learning, mesh
             )
         else:
-            loss, metrics, gradients = gradient(state.params, batch, key)
+            value, metrics, gradients = gradient(state.params, batch, drawn.key)
             norm = optax.tree.norm(gradients)
-        vitals = Vitals(loss, norm, schedule(state.step))
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        vitals = Vitals(value, norm, drawn.learning_rate)
+        updates, opt_state = optimizer.update(
+            gradients, state.opt_state, state.params, learning_rate=drawn.learning_rate
+        )
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state), metrics, vitals
 
-    return jax.jit(
-        train_step,
-        in_shardings=(shardings, sharding_lib.batch_sharding(mesh)),
-        out_shardings=(shardings, replicated, replicated),
-        donate_argnums=0,
-    )
-
-
-def make_eval_step(task: Task, *, mesh: Mesh, shardings) -> EvalStep:
-    """Compiled (params, batch, key) -> metrics; donates nothing. `shardings` are of the params."""
-    replicated = sharding_lib.replicated(mesh)
-    return jax.jit(
-        task.evaluate,
-        in_shardings=(shardings, sharding_lib.batch_sharding(mesh), replicated),
-        out_shardings=replicated,
-    )
-
-
-@jax.jit
-def add_metrics(first: Metrics, second: Metrics) -> Metrics:
-    """Sums of both; stays on the device."""
-    return jax.tree.map(jnp.add, first, second)
+    return step
 
 
 def _accumulate(value_and_grad, params, batch, key, accumulation: int, mesh: Mesh):
@@ -109,7 +113,9 @@ def _accumulate(value_and_grad, params, batch, key, accumulation: int, mesh: Mes
     return losses.mean(), _add_up(metrics), gradients
 
 
-def _sum_of_replicas(gradient, params, batch, key, replicas: int, clip_norm: float, mesh: Mesh):
+def _sum_of_replicas(gradient, params, batch, key, learning: Learning, mesh: Mesh):
+    clip_norm = learning.clip_norm
+
     def add(total, replica):
         rows, index = replica
         loss, metrics, gradients = gradient(params, rows, jax.random.fold_in(key, index))
@@ -119,7 +125,7 @@ def _sum_of_replicas(gradient, params, batch, key, replicas: int, clip_norm: flo
         return total, (loss, metrics, norm)
 
     zeros = jax.tree.map(jnp.zeros_like, params)
-    parts = _cut(batch, replicas, mesh)
+    parts = _cut(batch, learning.replicas, mesh)
     gradients, (losses, metrics, norms) = jax.lax.scan(add, zeros, parts)
     return losses.mean(), _add_up(metrics), gradients, norms.mean()
 

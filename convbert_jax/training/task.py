@@ -1,16 +1,21 @@
-"""All that the training loop knows of a recipe."""
+"""All that the training loop knows of a recipe.
+
+Of a batch it knows that it is a dict of arrays whose first axis is the rows, and no field.
+"""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from convbert_jax.interfaces.batch import Batch
+from convbert_jax.interfaces.evaluator import Evaluator, Outputs
+from convbert_jax.interfaces.placement import Rules
+
 Params = dict[str, Any]  # nested dict of float32 arrays
-Batch = Mapping[str, Any]  # arrays whose first axis is the rows; opaque to this package
-# name -> a tuple of arrays: of training (sum, weight), additive over batches; of an evaluation
-# whatever `Task.summarize` makes numbers of, once, on the host.
+# name -> a tuple of arrays that add up over batches, most often (sum, weight)
 Metrics = dict[str, tuple[jax.Array, ...]]
 HostMetrics = dict[str, tuple[np.ndarray, ...]]
 
@@ -22,10 +27,10 @@ class Task:
     Attributes:
       init: key -> parameters. Traced by `jax.jit`, so every array is born sharded.
       loss: (params, batch, key) -> (scalar, metrics), the network in training mode.
-      evaluate: (params, batch, key) -> metrics, the network deterministic; the key draws masks.
-        Rows that only fill up a batch must have weight zero.
-      summarize: metrics, as numpy -> named numbers. Of an interval of training it gets one item,
-        the sums over its batches; of an evaluation one for each batch.
+      summarize: metrics, added up and as numpy -> named numbers.
+      evaluate: (params, batch, key) -> outputs, the network deterministic; the key draws masks.
+      evaluator: numbers of the held-out rows from the outputs of their batches.
+      rules: how the parameters are divided over devices.
       health: (step, named numbers) -> warnings in words, each beginning `what is wrong:`.
       show: names, in order, for the one log line.
       tokens_per_step: input positions of one global batch.
@@ -35,8 +40,10 @@ class Task:
 
     init: Callable[[jax.Array], Params]
     loss: Callable[[Params, Batch, jax.Array], tuple[jax.Array, Metrics]]
-    evaluate: Callable[[Params, Batch, jax.Array], Metrics]
-    summarize: Callable[[Sequence[HostMetrics]], dict[str, float]]
+    summarize: Callable[[HostMetrics], dict[str, float]]
+    evaluate: Callable[[Params, Batch, jax.Array], Outputs]
+    evaluator: Evaluator
+    rules: Rules
     health: Callable[[int, dict[str, float]], list[str]]
     show: tuple[str, ...]
     tokens_per_step: int

@@ -9,8 +9,8 @@ import shutil
 import pytest
 
 from convbert_jax.config import Config, DataSection, TokenizerSection
-from convbert_jax.data import documents as documents_module
-from convbert_jax.data.corpus import prepare
+from convbert_jax.data.corpus.corpus import prepare
+from convbert_jax.data.sources import documents as documents_module
 
 
 def make_documents(count: int, seed: int = 0, lines: int = 6) -> list[str]:

@@ -9,7 +9,10 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+
+from convbert_jax.training.checkpoints import reading
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 TINY = "--config=configs/tiny.py"
@@ -33,7 +36,7 @@ SMALL = (
 )
 
 
-def run(*arguments, timeout=240, **environment):
+def run(*arguments, timeout=600, **environment):
     return subprocess.run(
         [sys.executable, "-m", "convbert_jax.main", *map(str, arguments)],
         cwd=REPOSITORY,
@@ -75,7 +78,7 @@ def refused(result, *says):
         ((), "--config is missing"),
         ((TINY, "--config.train.steps=1e400"), "too large"),
         ((TINY, "--mode=tran"), "mode"),
-        ((TINY, "--workdir=gs://bucket/run"), "mount it"),
+        ((TINY, "--workdir=gcs://bucket/run"), "begins with one of gs://"),
         ((TINY, "--multihost"), "leave --multihost out"),
     ],
 )
@@ -195,30 +198,54 @@ def test_verify_resume(tmp_path, text_source):
 
 
 @pytest.mark.slow
-def test_two_processes_by_flags_are_one_run(tmp_path, text_source):
-    """The same batch on two processes of one device each gives the numbers of one process."""
-    flags = (TINY, *SMALL, text_source, "--config.train.steps=4", "--config.model.dropout=0")
+def test_two_processes_are_one_run(tmp_path, text_source):
+    """The real recipe on two processes of two devices each: the numbers and parameters of one.
+
+    Parameters and moments are split over all four, so that each process holds half of them.
+    """
+    wide = (f"--config.model.{size}=128" for size in ("hidden_size", "embedding_size", "ffn_size"))
     flags = (
-        *flags,
+        TINY,
+        *SMALL,
+        *wide,  # kernels that are not too small to be split
+        text_source,
+        "--config.train.steps=4",
+        "--config.model.dropout=0",
         "--config.model.attention_dropout=0",
         f"--config.data.directory={tmp_path}/data",
     )
     alone = run(*flags, f"--workdir={tmp_path}/alone")
     assert alone.returncode == 0, alone.stderr
+
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     shared = (f"--workdir={tmp_path}/both", f"--coordinator=localhost:{port}", "--processes=2")
+    shared = (*shared, "--config.mesh.fsdp=4", "--config.mesh.data=1")
+    two = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=2"
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(run, *flags, *shared, f"--process={index}") for index in (0, 1)]
+        both = [
+            pool.submit(run, *flags, *shared, f"--process={index}", XLA_FLAGS=two)
+            for index in (0, 1)
+        ]
         ends = [process.result() for process in both]
     for index, end in enumerate(ends):
         assert end.returncode == 0, end.stderr
         assert f"Process {index} of 2." in end.stderr
     one, two = (
-        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").open()]
-        for run in ("alone", "both")
+        {(li["split"], li["step"]): li for li in map(json.loads, (tmp_path / name).open())}
+        for name in ("alone/metrics.jsonl", "both/metrics.jsonl")
     )
-    assert [li["step"] for li in two] == [li["step"] for li in one]
-    for mine, other in zip(one, two, strict=True):
-        assert other["mlm_loss"] == pytest.approx(mine["mlm_loss"], rel=1e-4)
+    assert set(two) == set(one) == {("train", 2), ("train", 4), ("validation", 4)}
+    for key in one:
+        for name in ("loss", "mlm_loss", "discriminator_loss", "grad_norm"):
+            if name in one[key]:
+                assert two[key][name] == pytest.approx(one[key][name], rel=1e-4), (key, name)
+    ours, theirs = (
+        reading.load_arrays(tmp_path / name / "checkpoints", 4)[1] for name in ("alone", "both")
+    )
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        if name != "data":
+            np.testing.assert_allclose(theirs[name], ours[name], rtol=1e-3, atol=1e-5, err_msg=name)
+    assert ours["data"].tobytes() == theirs["data"].tobytes()

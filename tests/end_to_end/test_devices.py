@@ -6,12 +6,15 @@ import functools
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from sklearn.metrics import roc_auc_score
 
 from convbert_jax import recipes
 from convbert_jax.config import Config, MeshSection, from_config_dict, to_dict
-from convbert_jax.data.tokenizer import SpecialIds
-from convbert_jax.training import optimizer, sharding, state, step
+from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.training import sharding
+from convbert_jax.training.program import make_program
+from tests.models.mean_mixer import NAME
 
 SPECIAL = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
 
@@ -47,34 +50,32 @@ def batch_of(config: Config):
     return {"tokens": tokens, "segment_ids": segments, "type_ids": np.zeros_like(tokens)}
 
 
+def staged_config() -> Config:
+    """Three kinds of layers, one from outside of the package, wide enough to be divided."""
+    values = to_dict(small_config())
+    values["model"] |= {"layers": 3, "hidden_size": 128, "embedding_size": 128}
+    values["model"]["stages"] = [
+        {"layers": 1, "mixer": NAME, "mixer_fields": ["gain=0.5"]},
+        {"layers": 1, "kernel_size": 3},
+        {"layers": 1, "mixer": "attention", "kernel_size": 5},
+    ]
+    values["generator"]["size"] = 1.0
+    return from_config_dict(values)
+
+
 @functools.cache
-def two_steps(mesh_sizes: MeshSection, devices: int):
+def two_steps(mesh_sizes: MeshSection, devices: int, make_config=small_config):
     """Loss, gradient norm and parameters after two steps, and held-out sums."""
-    config = small_config()
+    config = make_config()
     task = recipes.build_task(config, SPECIAL, jax.devices()[0])
     mesh = sharding.make_mesh(mesh_sizes, jax.devices()[:devices])
-    transformation = optimizer.make_optimizer(config.optimizer, config.train.steps)
-
-    def init(key):
-        return state.create(task.init(key), transformation)
-
-    shardings = sharding.tree_shardings(jax.eval_shape(init, jax.random.key(0)), mesh)
-    train_step = step.make_train_step(
-        task,
-        transformation,
-        optimizer.make_schedule(config.optimizer, config.train.steps),
-        seed=0,
-        accumulation=1,
-        mesh=mesh,
-        shardings=shardings,
-    )
-    eval_step = step.make_eval_step(task, mesh=mesh, shardings=shardings.params)
+    program = make_program(task, config, mesh)
     with jax.set_mesh(mesh):
-        current = jax.jit(init, out_shardings=shardings)(jax.random.key(1))
-        batch = sharding.put_batch(batch_of(config), sharding.batch_sharding(mesh))
+        current = program.init(jax.random.key(1))
+        batch = program.put_batch(batch_of(config))
         for _ in range(2):
-            current, metrics, vitals = train_step(current, batch)
-        held_out = eval_step(current.params, batch, jax.random.key(2))
+            current, metrics, vitals = program.train_step(current, batch)
+        held_out = program.eval_step(current.params, batch, jax.random.key(2))
     return jax.device_get((vitals, current.params, metrics, held_out))
 
 
@@ -95,11 +96,28 @@ def test_eight_devices_equal_one(mesh):
     )
 
 
+@pytest.mark.slow
+def test_stages_with_a_mixer_from_outside_are_divided_and_equal_one_device():
+    config = staged_config()
+    mesh = sharding.make_mesh(MeshSection(data=2, fsdp=2, tensor=2), jax.devices())
+    program = make_program(recipes.build_task(config, SPECIAL, jax.devices()[0]), config, mesh)
+    for network in ("discriminator", "generator"):
+        kernels = [
+            program.shardings.params[network]["stages"][stage]["mixer"]["output"]["kernel"].spec
+            for stage in "012"
+        ]
+        assert kernels == [P(None, "fsdp", "tensor"), *[P(None, "tensor", "fsdp")] * 2]
+    expected = two_steps(MeshSection(data=1), 1, staged_config)
+    actual = two_steps(MeshSection(data=2, fsdp=2, tensor=2), 8, staged_config)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, expected
+    )
+
+
 def test_recipe_sums_are_additive_and_summarized():
     *_, metrics, held_out = two_steps(MeshSection(data=1), 1)
     task = recipes.build_task(small_config(), SPECIAL, jax.devices()[0])
-    for sums in (metrics, held_out):
-        values = task.summarize([sums])
+    for values in (task.summarize(metrics), task.evaluator.over([held_out])):
         assert set(task.show) <= set(values)
         assert 0.3 < values["discriminator_auc"] < 0.8
         assert values["replaced_rate"] == pytest.approx(
@@ -112,7 +130,7 @@ def test_release_auc_counts_padding_as_found():
     task = recipes.build_task(config, SPECIAL, jax.devices()[0])
     params = task.init(jax.random.key(0))
     held_out = jax.jit(task.evaluate)(params, batch_of(config), jax.random.key(1))
-    values = task.summarize([jax.device_get(held_out)])
+    values = task.evaluator.over([jax.device_get(held_out)])
     scores = jax.device_get(held_out["discriminator_auc"])
     fake, real = scores.positive.ravel(), scores.counted.ravel()
     probabilities = jax.nn.sigmoid(scores.values.ravel())
@@ -136,7 +154,7 @@ def test_masked_lm_recipe():
     params = task.init(jax.random.key(0))
     loss, metrics = jax.jit(task.loss)(params, batch_of(config), jax.random.key(1))
     assert float(loss) == pytest.approx(np.log(512), rel=0.05)
-    assert set(task.summarize([jax.device_get(metrics)])) == {"loss", "mlm_loss", "mlm_accuracy"}
+    assert set(task.summarize(jax.device_get(metrics))) == {"loss", "mlm_loss", "mlm_accuracy"}
 
 
 def test_losses_are_weighted_one_and_fifty():
@@ -144,6 +162,6 @@ def test_losses_are_weighted_one_and_fifty():
     task = recipes.build_task(config, SPECIAL, jax.devices()[0])
     params = task.init(jax.random.key(0))
     loss, metrics = jax.jit(task.loss)(params, batch_of(config), jax.random.key(1))
-    values = task.summarize([jax.device_get(metrics)])
+    values = task.summarize(jax.device_get(metrics))
     expected = values["mlm_loss"] + 50 * values["discriminator_loss"]
     assert float(loss) == pytest.approx(expected, rel=1e-5)

@@ -1,14 +1,20 @@
 """Fine-tuning as a user calls it: a sweep that is killed, predictions, export, a teacher."""
 
+import concurrent.futures
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
+from convbert_jax.finetuning import results
+from convbert_jax.training.checkpoints.reading import load_arrays
+from convbert_jax.workdir import Workdir
 from tests.end_to_end.test_command_line import REPOSITORY, refused, run
 
 WORDS = ["river", "stone", "light", "under", "over", "small", "great"]
@@ -121,3 +127,40 @@ def test_a_task_of_ones_own_from_files_to_a_model_for_everyone(own, tmp_path):
     )  # fmt: skip
     assert student.returncode == 0, student.stderr
     assert "texts for the teacher" in student.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_fine_tune_what_one_does(own, tmp_path):
+    """Parameters are divided between them; both seeds together. Results, models and predictions
+    are written once, and are those of one process.
+    """
+    flags = [*own, "--config.model.hidden_size=128", "--config.model.ffn_size=256"]
+    flags += ["--config.finetune.seeds=2", "--config.finetune.epochs=1"]
+    flags += ["--config.finetune.vectorize_seeds=true", "--config.finetune.learning_rates=1e-3"]
+    alone = run(*flags, f"--workdir={tmp_path}/alone")
+    assert alone.returncode == 0, alone.stderr
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = (f"--workdir={tmp_path}/both", f"--coordinator=localhost:{port}", "--processes=2")
+    shared += ("--config.mesh.data=1", "--config.mesh.fsdp=2")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(run, *flags, *shared, f"--process={index}") for index in (0, 1)]
+        ends = [process.result() for process in both]
+    for end in ends:
+        assert end.returncode == 0, end.stderr
+    assert "Runs, models and predictions" in ends[0].stdout
+    one, two = (results.read_results(Workdir(tmp_path / name)) for name in ("alone", "both"))
+    assert [r.seed for r in one] == [r.seed for r in two] == [0, 1]
+    for mine, other in zip(one, two, strict=True):
+        assert other.loss == pytest.approx(mine.loss, abs=1e-5)
+        assert other.scores == mine.scores
+    for seed in (0, 1):
+        first, second = (
+            load_arrays(tmp_path / name / "own" / f"seed-{seed}" / "checkpoints")[1]
+            for name in ("alone", "both")
+        )
+        assert first.keys() == second.keys()
+        for name in first:
+            np.testing.assert_allclose(second[name], first[name], atol=1e-5, err_msg=name)
+    assert not (tmp_path / "both" / "unfinished").exists()

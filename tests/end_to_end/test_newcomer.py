@@ -1,6 +1,5 @@
 """A first hour: mistakes in a row in one workdir; what a message says works as the next command."""
 
-import importlib.util
 import json
 import os
 import re
@@ -11,6 +10,7 @@ import sys
 import pytest
 
 from tests.end_to_end.test_command_line import REPOSITORY, SMALL, TINY, refused, run, text_source
+from tests.running import needs_libtpu
 
 __all__ = ["text_source"]  # a fixture
 
@@ -148,7 +148,7 @@ def test_fine_tuning_mistakes_bind_nothing(tmp_path):
     assert (tmp_path / "run" / "results.jsonl").is_file()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the libtpu wheel")
+@needs_libtpu
 def test_an_absent_tpu_is_not_talked_of(tmp_path):
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("TPU_", "JAX_", "XLA_"))}
     command = [sys.executable, "-m", "convbert_jax.main", TINY, f"--workdir={tmp_path}/run"]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +10,16 @@ from jax.sharding import AxisType
 
 from convbert_jax import recipes
 from convbert_jax.config import MeshSection
-from convbert_jax.data.tokenizer import SpecialIds
-from convbert_jax.training import optimizer, sharding, state, step
+from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.training import sharding
+from convbert_jax.training.program import make_program
 from tests.end_to_end.test_devices import small_config
+from tests.running import needs_libtpu
 
 pytestmark = [
     pytest.mark.tpu_compile,
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the libtpu wheel"),
+    needs_libtpu,
 ]
 
 
@@ -99,36 +100,21 @@ def test_step_compiles_for_four_chips_of_v5e(paper):
     if paper:
         once = dataclasses.replace(config.optimizer, release_replicas=2)
         config = dataclasses.replace(config, compute_dtype="float32", optimizer=once)
+    else:
+        train = dataclasses.replace(config.train, accumulation=2)
+        config = dataclasses.replace(config, train=train)
     special = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
     task = recipes.build_task(config, special, topology.devices[0])
     assert task.peak_flops_per_device == pytest.approx(197e12)
     mesh = sharding.make_mesh(MeshSection(data=2, fsdp=2), topology.devices)
-    transformation = optimizer.make_optimizer(config.optimizer, config.train.steps)
-
-    def init(key):
-        return state.create(task.init(key), transformation)
-
-    abstract = jax.eval_shape(init, jax.random.key(0))
-    shardings = sharding.tree_shardings(abstract, mesh)
-    train_step = step.make_train_step(
-        task,
-        transformation,
-        optimizer.make_schedule(config.optimizer, config.train.steps),
-        seed=0,
-        accumulation=1 if paper else 2,
-        replicas=config.optimizer.release_replicas,
-        clip_norm=config.optimizer.clip_norm,
-        mesh=mesh,
-        shardings=shardings,
-    )
-    place = sharding.batch_sharding(mesh)
+    program = make_program(task, config, mesh)
     shape = (config.train.batch_size, config.data.length)
     batch = {
-        name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
+        name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=program.rows)
         for name in ("tokens", "segment_ids", "type_ids")
     }
     with jax.set_mesh(mesh):
-        lowered = train_step.lower(abstract, batch)
+        lowered = program.train_step.lower(program.abstract, batch)
     assert ("bf16" in lowered.as_text()) != paper  # compute dtype of an accelerator
     compiled = lowered.compile()
     text = compiled.as_text()

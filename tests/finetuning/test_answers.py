@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import squad_evaluation
-from convbert_jax.data import squad
-from convbert_jax.data.squad import Answer, Question
-from convbert_jax.data.squad_windows import Window, Windows
-from convbert_jax.finetuning import answer_scores, answers
+from convbert_jax.data.tasks import squad
+from convbert_jax.data.tasks.squad import Answer, Question
+from convbert_jax.data.tasks.squad_windows import Window, Windows
+from convbert_jax.finetuning.predictions import answers
+from convbert_jax.finetuning.scores import answer_scores
 from convbert_jax.objectives.span_extraction import NOWHERE
 from tests.conftest import REPOSITORY
 

@@ -1,6 +1,7 @@
 """Runs: alone and together, whole and partial batches, one program for each shape, the recipes."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -34,20 +35,23 @@ def toy(make_config, make_programs, make_task):
     return config, programs, task, alone
 
 
+def predict(*arguments, vectorized=False):
+    """Logits of the held-out rows, for each run."""
+    found = fitting.predict(*arguments, "validation", vectorized=vectorized)
+    return [collected.predicted()["logits"] for collected in found]
+
+
 def test_runs_together_equal_runs_alone(toy):
     """A run depends on its seed only: head, dropout and order of rows."""
     config, programs, task, alone = toy
     together = fitting.fit(programs, task, config, ONCE, [0, 1], None, vectorized=True)
-    rows = task.evaluation["validation"]
-    outputs = fitting.predict(programs, task, config, together.params, rows, vectorized=True)
+    outputs = predict(programs, task, config, together.params, vectorized=True)
     for number, run in enumerate(alone):
         params = fitting.take_run(together, task, number, vectorized=True)
         assert close(params, fitting.take_run(run, task, 0, vectorized=False), 1e-5)
         assert np.isclose(together.losses[number], run.losses[0], atol=1e-5)
-        expected = fitting.predict(programs, task, config, run.params, rows, vectorized=False)
-        np.testing.assert_allclose(
-            outputs[number]["logits"], expected[0]["logits"], atol=1e-5, rtol=1e-5
-        )
+        expected = predict(programs, task, config, run.params)
+        np.testing.assert_allclose(outputs[number], expected[0], atol=1e-5, rtol=1e-5)
     assert not close(alone[0].params, alone[1].params, 1e-3)
 
 
@@ -90,17 +94,16 @@ def test_fillers_of_a_partial_batch_change_nothing(toy):
     """The step on 5 rows and 3 fillers is the same whatever the fillers are, and its loss is the
     mean over the 5."""
     _, programs, task, _ = toy
-    step = programs.train_step(task, vectorized=False)
-    start = programs.start(task, vectorized=False)
-    params = programs.replicate(widen_head(programs.new_params(task, 0), 2, 4))
-    constants = programs.replicate(dict(task.constants))
+    program = programs.of(task, None)
+    params = widen_head(programs.new_params(task, 0), 2, 4)
+    constants = programs.put_constants(task)
     results = []
     for filler in (3, 11):
         index = np.asarray([0, 1, 2, 4, 5, *[filler] * 3])
         batch = task.train.batch(index, 16)
         batch["weight"] = np.asarray([1.0] * 5 + [0.0] * 3, np.float32)
-        run = (start(params), batch, constants, np.uint32(0), np.int32(0), np.float32(1e-3))
-        results.append(step(*run))
+        given = np.uint32(0), np.float32(1e-3), constants
+        results.append(program.train_step(program.start(params), batch, *given))
     assert close(results[0], results[1], 1e-7)
 
 
@@ -108,20 +111,18 @@ def test_fillers_of_a_partial_batch_change_nothing(toy):
 def test_predictions_do_not_depend_on_the_batch(toy, batch_size):
     """A partial last batch, a batch of all, a batch larger than the split; and padding."""
     config, programs, task, alone = toy
-    rows = task.evaluation["validation"]
-    expected = fitting.predict(programs, task, config, alone[0].params, rows, vectorized=False)
+    expected = predict(programs, task, config, alone[0].params)
     finetune = dataclasses.replace(config.finetune, eval_batch_size=batch_size, buckets=())
     other = dataclasses.replace(config, finetune=finetune)
-    found = fitting.predict(programs, task, other, alone[0].params, rows, vectorized=False)
-    np.testing.assert_allclose(found[0]["logits"], expected[0]["logits"], atol=1e-5)
+    found = predict(programs, task, other, alone[0].params)
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
 
 
 def test_a_toy_task_is_learned(toy):
     config, programs, task, _ = toy
     fitted = fitting.fit(programs, task, config, Setting(1e-2, 20.0), [3], None, vectorized=False)
-    rows = task.evaluation["validation"]
-    found = fitting.predict(programs, task, config, fitted.params, rows, vectorized=False)
-    assert task.score("validation", found[0])["accuracy"] > 0.9
+    found = fitting.predict(programs, task, config, fitted.params, "validation", vectorized=False)
+    assert task.evaluators["validation"].finish(found[0])["accuracy"] > 0.9
 
 
 def test_steps_are_those_of_the_release(make_config, make_task):
@@ -152,25 +153,59 @@ def test_the_release_warms_up_over_a_fraction_of_the_steps(make_config):
     assert found[25] < 1 - 25 / 257  # a whole number of steps would be done here
 
 
-@pytest.mark.slow
-def test_eight_devices_train_what_one_trains(toy, make_config, make_task):
-    """The rows of a batch are divided, parameters are copied; alone and together."""
-    _, _, toy_task, alone = toy
-    expected = fitting.take_run(alone[0], toy_task, 0, vectorized=False)
-    config = make_config(mesh__data=8)
-    programs = Programs(config, jnp.float32, make_mesh(config, jax.devices()))
-    task = make_task(config)
-    with jax.set_mesh(make_mesh(config, jax.devices())):
-        for vectorized in (False, True):
-            seeds = [0, 1] if vectorized else [0]
-            fitted = fitting.fit(programs, task, config, ONCE, seeds, None, vectorized=vectorized)
-            params = fitting.take_run(fitted, task, 0, vectorized=vectorized)
-            assert close(params, expected, 1e-4)
-            rows = task.evaluation["validation"]
-            found = fitting.predict(
-                programs, task, config, fitted.params, rows, vectorized=vectorized
-            )
-            assert found[0]["logits"].shape == (21, 4)
+WIDE = {  # large enough that parameters are divided
+    "model__hidden_size": 128,
+    "model__heads": 4,
+    "model__ffn_size": 256,
+    "model__mixer": "mixed",
+    "model__head_ratio": 2,
+}
+MESHES = {
+    "one": {"mesh__data": 1},
+    "all axes": {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2},
+    "data": {"mesh__data": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def fit_on(make_config, make_task):
+    """fit_on(name of a mesh, together) -> (parameters of each run, their logits, the program)."""
+
+    @functools.cache
+    def fit(name: str, together: bool):
+        config = make_config(**MESHES[name], **WIDE)
+        mesh = make_mesh(config, jax.devices())
+        programs, task = Programs(config, jnp.float32, mesh), make_task(config)
+        with jax.set_mesh(mesh):
+            groups = [[0, 1]] if together else [[0], [1]]
+            params, logits = [], []
+            for seeds in groups:
+                fitted = fitting.fit(programs, task, config, ONCE, seeds, None, vectorized=together)
+                params += [
+                    fitting.take_run(fitted, task, run, vectorized=together)
+                    for run in range(len(seeds))
+                ]
+                logits += predict(programs, task, config, fitted.params, vectorized=together)
+        return params, logits, fitted.params
+
+    return fit
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["in turn", "together"])
+@pytest.mark.parametrize("mesh", ["all axes", pytest.param("data", marks=pytest.mark.slow)])
+def test_eight_devices_train_what_one_trains(fit_on, mesh, together):
+    """Parameters and predictions of both seeds to 1e-5, all axes dividing what they should."""
+    expected, found = fit_on("one", False), fit_on(mesh, together)
+    for ours, theirs in zip(found[0], expected[0], strict=True):
+        assert close(ours, theirs, 1e-5)
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    layer = found[2]["encoder"]["stages"]["0"]["feed_forward"]
+    kernel = layer["intermediate"]["kernel"]
+    parts = {"data": 1, "all axes": 4}[mesh]
+    assert kernel.addressable_shards[0].data.size == kernel.size // parts
+    if together:
+        assert kernel.addressable_shards[0].data.shape[0] == 2, "the axis of runs must stay whole"
 
 
 def test_time_left_does_not_count_compilation(monkeypatch, caplog):

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from sklearn.metrics import confusion_matrix
 
-from convbert_jax.data import glue
-from convbert_jax.data.labelled_text import Example, LabelledTask
-from convbert_jax.finetuning import prediction_files, prediction_pictures
+from convbert_jax.data.tasks import glue
+from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
+from convbert_jax.finetuning.predictions import files as prediction_files
+from convbert_jax.finetuning.predictions import pictures as prediction_pictures
 
 
 def make_task(kind="classification", labels=("no", "yes"), name="toy"):

@@ -12,15 +12,19 @@ from benchmarks import squad_evaluation
 from configs import squad
 from convbert_jax.config import Config, ConfigError, from_config_dict
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.labelled_text import Example
-from convbert_jax.data.squad import Answer, Question
-from convbert_jax.data.tokenizer import train_tokenizer
-from convbert_jax.finetuning import question_answering, run
-from convbert_jax.finetuning.answering import QuestionAnswerer
+from convbert_jax.data.tasks.labelled_text import Example
+from convbert_jax.data.tasks.squad import Answer, Question
+from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
+from convbert_jax.finetuning import run
 from convbert_jax.finetuning.programs import Programs
-from convbert_jax.finetuning.task import FinetuningError
-from convbert_jax.recipes.finetuned import make_predictor, read_finetuned
+from convbert_jax.finetuning.tasks import question_answering
+from convbert_jax.finetuning.tasks.task import FinetuningError
+from convbert_jax.inference.answering import QuestionAnswerer
+from convbert_jax.inference.finetuned import make_predictor, read_finetuned
+from convbert_jax.interfaces.batch import AnswerBatch
 from convbert_jax.training import sharding
+from convbert_jax.workdir import Workdir
+from tests.batches import check_batch
 
 PLACES = ["Lamu", "Bade Dume", "Rafa", "Tiko", "Sane Nifo"]
 WORDS = ["the", "town", "of", "river", "is", "near", "and", "has", "many", "small", "old", "boats"]
@@ -127,7 +131,7 @@ def finetune(config, name, folder, tokenizer):
     programs = Programs(config, np.dtype(np.float32), mesh)
     make = lambda: question_answering.make_task(name, config, tokenizer)  # noqa: E731
     with jax.set_mesh(mesh):
-        (result,) = run.finetune(config, folder, [make], programs, tokenizer, None)
+        (result,) = run.finetune(config, Workdir(folder), [make], programs, tokenizer, None)
     return result
 
 
@@ -189,12 +193,14 @@ def test_rows(make_config, tokenizer):
     assert len(train.rows) == len(train.windows.rows) > len(questions)
     for rows in (train.rows, dev.rows):
         batch = rows.batch(np.arange(len(rows)), 48)
+        check_batch(batch, AnswerBatch)
         assert (batch["segment_ids"].sum(1) == rows.lengths).all()
         assert ((batch["tokens"] == tokenizer.special.sep).sum(1) == 2).all()
     for index, window in enumerate(train.windows.rows):
         size = len(window.tokens)
         assert train.rows.by_token["tokens"][index, :size].tolist() == window.tokens.tolist()
-        assert train.rows.by_token["type_ids"][index, :size].tolist() == window.types.tolist()
+        types = [0] * window.context_at + [1] * (size - window.context_at) + [0] * (48 - size)
+        assert train.rows.by_token["type_ids"][index].tolist() == types
         assert train.rows.by_row["start"][index] == window.start
         assert train.rows.by_row["end"][index] == window.end
         assert train.rows.by_row["impossible"][index] == questions[window.question].impossible

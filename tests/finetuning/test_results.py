@@ -8,6 +8,7 @@ import pytest
 from convbert_jax import files
 from convbert_jax.finetuning import results, unfinished
 from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.workdir import Workdir
 
 RUN = results.RunResult(
     task="toy",
@@ -22,21 +23,21 @@ RUN = results.RunResult(
 
 
 def write(folder, *lines: bytes):
-    (folder / results.RESULTS).write_bytes(b"".join(line + b"\n" for line in lines))
+    Workdir(folder).results.write_bytes(b"".join(line + b"\n" for line in lines))
 
 
 @pytest.fixture
 def line(tmp_path) -> bytes:
-    results.append_result(tmp_path, RUN)
-    return (tmp_path / results.RESULTS).read_bytes().rstrip(b"\n")
+    results.append_result(Workdir(tmp_path), RUN)
+    return Workdir(tmp_path).results.read_bytes().rstrip(b"\n")
 
 
 def test_it_comes_back(tmp_path, line):
-    (found,) = results.read_results(tmp_path)
+    (found,) = results.read_results(Workdir(tmp_path))
     assert math.isnan(found.scores["validation"].pop("mcc"))
     assert found.setting == RUN.setting
     assert found.scores == {"validation": {"accuracy": 0.75}}
-    assert results.read_results(tmp_path / "nowhere") == []
+    assert results.read_results(Workdir(tmp_path / "nowhere")) == []
 
 
 def damages(line: bytes):
@@ -71,33 +72,33 @@ def test_a_damaged_line_is_named_and_the_others_are_kept(tmp_path, line):
         with pytest.raises(
             files.DamagedFileError, match=r"results\.jsonl is damaged \(line 2: .*del"
         ):
-            results.read_results(tmp_path)
+            results.read_results(Workdir(tmp_path))
         write(tmp_path, line, line)  # what the sentence says
-        assert len(results.read_results(tmp_path)) == 2
+        assert len(results.read_results(Workdir(tmp_path))) == 2
 
 
 def test_what_a_kill_cut_off_is_taken_away(tmp_path, line):
-    file = tmp_path / results.RESULTS
+    file = Workdir(tmp_path).results
     for end in (line[:-3], b"\xff\x00", b"{"):
         file.write_bytes(line + b"\n" + end)
-        assert len(results.read_results(tmp_path)) == 1
+        assert len(results.read_results(Workdir(tmp_path))) == 1
         assert file.read_bytes() == line + b"\n"
 
 
 def test_a_result_without_a_score_of_its_task_is_refused(tmp_path, line):
-    runs = results.read_results(tmp_path)
-    results.check_scores(tmp_path, runs, ("validation",), ("accuracy", "mcc"))
+    runs = results.read_results(Workdir(tmp_path))
+    results.check_scores(Workdir(tmp_path), runs, ("validation",), ("accuracy", "mcc"))
     for splits, metrics in ((("validation", "test"), ("mcc",)), (("validation",), ("f1",))):
         with pytest.raises(files.DamagedFileError, match=r"toy, seed 0, .* has no"):
-            results.check_scores(tmp_path, runs, splits, metrics)
+            results.check_scores(Workdir(tmp_path), runs, splits, metrics)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"task": "to', b"\xff\xfe", b"[" * 100_000])
 def test_an_unfinished_run_that_nobody_can_name_is_not_thrown_away(tmp_path, content):
-    folder = tmp_path / unfinished.FOLDER
+    folder = Workdir(tmp_path).unfinished.path
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / unfinished.RUN).write_bytes(content)
-    kept = unfinished.Unfinished(tmp_path, {"task": "toy"}, 10)
+    Workdir(folder).unfinished_run.write_bytes(content)
+    kept = unfinished.Unfinished(Workdir(tmp_path), {"task": "toy"}, 10)
     with pytest.raises(files.DamagedFileError, match=r"delete .*unfinished to train"):
         kept.resume(({}, {}))
     assert folder.is_dir()

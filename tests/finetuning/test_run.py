@@ -1,27 +1,31 @@
 """Whole runs: what is kept, what goes on after a kill, what is chosen, what comes out."""
 
+import copy
 import dataclasses
 import json
 import math
 import os
 import signal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from convbert_jax.config import ConfigError
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.labelled_text import Example, LabelledTask
+from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
 from convbert_jax.finetuning import fitting, results, run, unfinished
 from convbert_jax.finetuning.fitting import Setting
-from convbert_jax.finetuning.prediction import Predictor
+from convbert_jax.finetuning.predictions.collected import rows_evaluator
 from convbert_jax.finetuning.programs import Programs
-from convbert_jax.finetuning.task import FinetuningError
+from convbert_jax.finetuning.tasks.task import FinetuningError
+from convbert_jax.inference import finetuned
+from convbert_jax.inference.predictor import Predictor
 from convbert_jax.interop.networks import ConversionError
-from convbert_jax.recipes import finetuned
 from convbert_jax.recipes import finetuning as recipe
-from convbert_jax.training import workdir
+from convbert_jax.training.sharding import ShardingError
+from convbert_jax.workdir import Workdir, WorkdirError
 from tests.finetuning.conftest import make_source
 
 
@@ -36,7 +40,7 @@ def start(make_config, make_programs, make_task, vocabulary):
         if "toy" not in known:
             known["toy"] = make_task(make_config())
         tasks = [lambda: known["toy"]]
-        return run.finetune(config, folder, tasks, programs, vocabulary, None)
+        return run.finetune(config, Workdir(folder), tasks, programs, vocabulary, None)
 
     return begin
 
@@ -74,26 +78,38 @@ def test_a_killed_run_goes_on_where_it_was(finished, start, tmp_path, monkeypatc
     monkeypatch.setattr(fitting, "fit", dies)
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path)
-    with (tmp_path / results.RESULTS).open("a") as file:
+    with Workdir(tmp_path).results.open("a") as file:
         file.write('{"task": "toy", "sett')
     again = start(tmp_path)[0]
     assert trained == [0, 1, 1]
     scores = [r.scores for r in again.runs]
     assert scores == [r.scores for r in finished[1].runs]
-    assert len((tmp_path / results.RESULTS).read_text().splitlines()) == 2
+    assert len(Workdir(tmp_path).results.read_text().splitlines()) == 2
+
+
+def test_a_folder_that_processes_do_not_share_is_refused(
+    make_config, vocabulary, tmp_path, monkeypatch
+):
+    """The other one sees other results; before anything is trained."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(run.peers, "wait_for_all", lambda what: None)
+    gather = run.peers.multihost_utils
+    monkeypatch.setattr(gather, "process_allgather", lambda mine: np.stack([mine, mine ^ 1]))
+    with pytest.raises(FinetuningError, match=r"different results.*--workdir"):
+        run.finetune(make_config(), Workdir(tmp_path), [], None, vocabulary, None)
 
 
 def test_seeds_can_be_added_but_nothing_else_changed(start, make_config, tmp_path):
     config = make_config(finetune__seeds=1)
-    with workdir.open_workdir(tmp_path, config):
-        (tmp_path / results.RESULTS).write_text("one\n")
-    with workdir.open_workdir(tmp_path, make_config(finetune__seeds=5)):
+    with Workdir(tmp_path).open(config):
+        Workdir(tmp_path).results.write_text("one\n")
+    with Workdir(tmp_path).open(make_config(finetune__seeds=5)):
         pass
     for field, value in (("finetune.batch_size", 4), ("optimizer.clip_norm", 0.5)):
         changed = make_config(**{field: value})
         with (
-            pytest.raises(workdir.WorkdirError, match=f"config.{field} was"),
-            workdir.open_workdir(tmp_path, changed),
+            pytest.raises(WorkdirError, match=f"config.{field} was"),
+            Workdir(tmp_path).open(changed),
         ):
             pass
 
@@ -132,10 +148,10 @@ def test_a_lucky_seed_is_not_chosen(start, make_task, make_config):
 def test_a_run_that_diverges_is_told_and_kept(start, tmp_path):
     with pytest.raises(FinetuningError, match="diverged"):
         start(tmp_path, finetune__seeds=1, finetune__learning_rates=(1e30,))
-    line = json.loads((tmp_path / results.RESULTS).read_text())
+    line = json.loads(Workdir(tmp_path).results.read_text())
     assert line["loss"] is None
     assert line["scores"]["validation"]["accuracy"] is None
-    assert math.isnan(results.read_results(tmp_path)[0].loss)
+    assert math.isnan(results.read_results(Workdir(tmp_path))[0].loss)
 
 
 # --- What comes out ---
@@ -154,6 +170,19 @@ def test_a_saved_model_predicts_what_the_run_predicted(finished, make_config):
     for found, line in zip(predictor.answer(examples), wanted, strict=True):
         assert found["prediction"] == line["prediction"]
         assert found["probabilities"] == pytest.approx(line["probabilities"], abs=1e-5)
+
+
+def test_processes_that_spell_the_folder_differently_wait_at_one_place(
+    make_config, make_task, vocabulary, tmp_path, monkeypatch
+):
+    places = []
+    monkeypatch.setattr(run.peers, "wait_for_all", places.append)
+    config, params = make_config(), {"kernel": np.ones((2, 3), np.float32)}
+    for name in ("one", "other"):
+        model = Workdir(tmp_path / name)
+        run.save_model(model, config, make_task(config), vocabulary, params, steps=1, seed=0)
+    assert places[: len(places) // 2] == places[len(places) // 2 :]
+    assert places
 
 
 def test_the_folder_of_a_sweep_is_no_model(finished):
@@ -179,9 +208,12 @@ def test_a_teacher_is_what_a_student_learns(finished, make_config, make_programs
     fitted = fitting.fit(
         make_programs(config), task, config, Setting(1e-2, 6.0), [0], None, vectorized=False
     )
-    found = fitting.predict(
-        make_programs(config), task, config, fitted.params, task.train, vectorized=False
-    )[0]["logits"][:, :2]
+    evaluators = {"train": rows_evaluator(len(texts))}
+    taught = dataclasses.replace(task, evaluation={"train": task.train}, evaluators=evaluators)
+    (collected,) = fitting.predict(
+        make_programs(config), taught, config, fitted.params, "train", vectorized=False
+    )
+    found = collected.predicted()["logits"][:, :2]
 
     def shares(logits):
         return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -211,6 +243,13 @@ def test_tasks_that_cannot_be(make_config, make_task, vocabulary):
     )
     with pytest.raises(DataError, match="cannot be scored"):
         recipe.classification.make_task(unlabelled, make_config(), vocabulary)
+
+
+@pytest.mark.parametrize("field", ["batch_size", "eval_batch_size"])
+def test_a_batch_that_does_not_split_is_named_as_it_was_given(make_config, field):
+    config = make_config(**{"mesh__data": 8, f"finetune__{field}": 12})
+    with pytest.raises(ShardingError, match=f"^config.finetune.{field}=12 .*does: 8 or 16"):
+        recipe.make_mesh(config, jax.devices())
 
 
 def test_no_weights_and_no_vocabulary_is_refused(make_config):
@@ -247,7 +286,7 @@ def test_a_submission_is_collected_by_seed(tmp_path):
         (place / "predictions" / "notes.tsv").write_text("not for the server")
     chosen = Setting(1.0, 1.0)
     result = results.TaskResult("CoLA", ("mcc",), ("validation",), chosen, (), places)
-    recipe._collect_server_files(tmp_path, [result])
+    recipe._collect_server_files(Workdir(tmp_path), [result])
     for place in places:
         files = {path.name for path in (tmp_path / "glue_server" / place.name).iterdir()}
         assert len(files) == 11
@@ -267,18 +306,20 @@ def test_a_vocabulary_of_another_size_is_refused(finished, make_config, tmp_path
 def count_steps(monkeypatch):
     """Numbers of the steps that are trained from now on."""
     seen = []
-    make = Programs.train_step
+    make = Programs.of
 
-    def train_step(self, task, vectorized):
-        step = make(self, task, vectorized)
+    def of(self, task, runs):
+        program = copy.copy(make(self, task, runs))
+        step = program.train_step
 
-        def counted(state, batch, constants, seed, number, rate):
-            seen.append(int(number))
-            return step(state, batch, constants, seed, number, rate)
+        def counted(state, *rest):
+            seen.append(int(state.step))
+            return step(state, *rest)
 
-        return counted
+        program.train_step = counted
+        return program
 
-    monkeypatch.setattr(Programs, "train_step", train_step)
+    monkeypatch.setattr(Programs, "of", of)
     return seen
 
 
@@ -289,7 +330,7 @@ def test_a_run_killed_half_way_goes_on_from_its_checkpoint(
 ):
     fields = {"finetune__epochs": (3.0,), "finetune__vectorize_seeds": together}
     expected = start(tmp_path / "whole", **fields)[0]
-    assert not (tmp_path / "whole" / unfinished.FOLDER).exists()
+    assert not Workdir(tmp_path / "whole").unfinished.path.exists()
 
     seen = count_steps(monkeypatch)
     keep = unfinished.Unfinished.keep_if_due
@@ -314,13 +355,13 @@ def test_a_run_killed_half_way_goes_on_from_its_checkpoint(
     assert seen[first] == (10 if by == signal.SIGTERM else 9)
     assert [r.scores for r in result.runs] == [r.scores for r in expected.runs]
     assert [r.loss for r in result.runs] == [r.loss for r in expected.runs]
-    assert not (folder / unfinished.FOLDER).exists()
+    assert not Workdir(folder).unfinished.path.exists()
 
 
 def test_a_run_of_other_seeds_does_not_go_on_from_it(start, tmp_path, monkeypatch):
-    (tmp_path / unfinished.FOLDER).mkdir(parents=True)
-    (tmp_path / unfinished.FOLDER / unfinished.RUN).write_text('{"task": "another"}')
+    Workdir(tmp_path).unfinished.path.mkdir(parents=True)
+    Workdir(tmp_path).unfinished.unfinished_run.write_text('{"task": "another"}')
     seen = count_steps(monkeypatch)
     start(tmp_path, finetune__seeds=1)
     assert seen[0] == 0
-    assert not (tmp_path / unfinished.FOLDER).exists()
+    assert not Workdir(tmp_path).unfinished.path.exists()

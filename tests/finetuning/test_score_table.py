@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convbert_jax.data.glue import GLUE
-from convbert_jax.finetuning import published
-from convbert_jax.finetuning.score_table import Column, format_table, summarize
+from convbert_jax.data.tasks.glue import GLUE
+from convbert_jax.finetuning.scores import published
+from convbert_jax.finetuning.scores.score_table import Column, format_table, summarize
 
 
 def rows_with(average_is):

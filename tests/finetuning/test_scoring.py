@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from convbert_jax.config import ConfigError
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.labelled_text import LabelledTask
-from convbert_jax.finetuning import scoring
+from convbert_jax.data.tasks.labelled_text import LabelledTask
+from convbert_jax.finetuning.scores import scoring
 
 
 def make_task(kind="classification", labels=("no", "yes"), metrics=("accuracy",)):

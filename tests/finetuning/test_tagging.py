@@ -7,8 +7,12 @@ import pytest
 
 from convbert_jax.config import ConfigError
 from convbert_jax.config.own_task import TaskSection
-from convbert_jax.data import own_task
-from convbert_jax.finetuning import classification, run
+from convbert_jax.data.tasks import own_task
+from convbert_jax.finetuning import run
+from convbert_jax.finetuning.tasks import classification
+from convbert_jax.interfaces.batch import TagBatch
+from convbert_jax.workdir import Workdir
+from tests.batches import check_batch
 
 NAMES = {"river": "B-WATER", "fire": "B-OTHER", "moon": "B-OTHER"}
 WORDS = ["the", "a", "of", "stone", "light", "under", "over", "small", "great", *NAMES]
@@ -47,8 +51,9 @@ def test_tags_are_learned_and_written(source, make_config, make_programs, vocabu
     fields["finetune.buckets"] = ()
     config = make_config(**fields, **{"finetune.save_models": False})
     task = classification.make_task(source, config, vocabulary)
+    check_batch(task.train.batch(np.arange(4), 8) | task.constants, TagBatch)
     programs = make_programs(config)
-    (result,) = run.finetune(config, tmp_path, [lambda: task], programs, vocabulary, None)
+    (result,) = run.finetune(config, Workdir(tmp_path), [lambda: task], programs, vocabulary, None)
     scores = result.chosen_runs[0].scores["validation"]
     assert scores["accuracy"] > 0.9
     assert scores["span_f1"] > 0.8

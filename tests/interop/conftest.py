@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from convbert_jax.config import Config, from_config_dict, to_dict
-from convbert_jax.data.tokenizer import train_tokenizer
+from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
 from convbert_jax.interop import modules, networks
-from convbert_jax.training import checkpoint, optimizer, state, workdir
+from convbert_jax.training import optimizer, state
+from convbert_jax.training.checkpoints import saving as checkpoint
+from convbert_jax.workdir import Workdir
 
 WORDS = "the a of river stone light under over small great house tree water fire sun moon star"
 
@@ -36,6 +38,7 @@ def make_config(
     small = dict(layers=2, hidden_size=32, embedding_size=16, heads=4, ffn_size=64, positions=24)
     values = to_dict(Config(recipe=recipe))
     values["model"] |= small | model
+    values["model"]["stages"] = [dataclasses.asdict(stage) for stage in model.get("stages", ())]
     values["generator"] |= {"size": 0.5} | (generator or {})
     values["tokenizer"] |= {"vocab_size": 60} | (tokenizer or {})
     values["data"] |= {"length": 16}
@@ -86,7 +89,7 @@ def make_run(tmp_path_factory):
     def make(step=3, change=lambda params: params, **fields):
         folder = tmp_path_factory.mktemp("run") / "run"
         config = make_config(**fields)
-        with workdir.open_workdir(folder, config):
+        with Workdir(folder).open(config):
             words = [a + b + c for a in "bdfgklmn" for b in "aeiou" for c in ("r", "st", "nd")]
             texts = [" ".join(words[i::7]) for i in range(7)] + [WORDS]
             train_tokenizer(texts, config.tokenizer, folder / "data")

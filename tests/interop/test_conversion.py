@@ -8,22 +8,17 @@ import jax
 import numpy as np
 import pytest
 
-from convbert_jax.config import from_config_dict, to_dict
+from convbert_jax.config import UserError, from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
-from convbert_jax.interop import (
-    certificate,
-    conversion,
-    huggingface,
-    huggingface_tokenizer,
-    importing,
-    matching,
-    sources,
-    tensorflow1,
-)
+from convbert_jax.interop import certificate, conversion, importing, matching, sources
+from convbert_jax.interop.huggingface import folder as huggingface
+from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
 from convbert_jax.interop.networks import ConversionError, split
+from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
 from convbert_jax.recipes import pretraining as recipes
-from convbert_jax.training import checkpoint, checkpoint_reading, workdir
-from convbert_jax.training.workdir import WorkdirError, read_config
+from convbert_jax.training.checkpoints import reading as checkpoint_reading
+from convbert_jax.training.checkpoints import saving as checkpoint
+from convbert_jax.workdir import Workdir, WorkdirError
 from tests.interop.conftest import assert_same, make_config, random_params
 
 
@@ -44,8 +39,8 @@ def exported(run):
 
 
 def networks_of(folder):
-    config = read_config(folder)
-    return split(config, sources.read_params(folder, config)[1])
+    config = Workdir(folder).read_config()
+    return split(config, sources.read_params(Workdir(folder), config)[1])
 
 
 def plain(config, **fields):
@@ -88,8 +83,8 @@ def test_there_and_back(run, tmp_path, form):
     assert imported.tokenizer.vocab_size == config.tokenizer.vocab_size
     for name, network in networks_of(tmp_path / "back").items():
         assert_same(networks_of(folder)[name], network)
-    tokenizer, _ = sources.read_tokenizer(tmp_path / "back", imported)
-    assert tokenizer.entries == sources.read_tokenizer(folder, config)[0].entries
+    tokenizer, _ = sources.read_tokenizer(Workdir(tmp_path / "back"), imported)
+    assert tokenizer.entries == sources.read_tokenizer(Workdir(folder), config)[0].entries
 
 
 @pytest.mark.parametrize(
@@ -146,7 +141,7 @@ def test_an_official_run_goes_on(run, tmp_path):
     parts = networks_of(folder)
     moments = tuple(split(config, random_params(config, seed)) for seed in (1, 2))
     tensorflow1.write_checkpoint(tmp_path / "ckpt" / "m", parts, step=70, moments=moments)
-    path = str(sources.read_tokenizer(folder, config)[0].path)
+    path = str(sources.read_tokenizer(Workdir(folder), config)[0].path)
     start = plain(config, **{"tokenizer.path": path})
     importing.import_run(str(tmp_path / "ckpt"), start, tmp_path / "run")
     _, arrays = checkpoint_reading.load_arrays(tmp_path / "run" / "checkpoints", 70)
@@ -214,7 +209,7 @@ def test_sources_that_are_none(tmp_path):
 
 
 def test_a_step_that_is_not_there(run):
-    with pytest.raises(checkpoint.CheckpointError, match=r"steps there: \[3\]"):
+    with pytest.raises(WorkdirError, match="has no checkpoint of step 4; steps there: 3"):
         conversion.export(run[0], step=4)
 
 
@@ -310,7 +305,7 @@ def test_a_flipped_bit_of_its_settings_and_vocabulary(exported, tmp_path, caplog
 
 @pytest.mark.parametrize("path", ["a" * 5_000, "~nobody/at/all", "a\nb"])
 def test_paths_that_cannot_be(path):
-    with pytest.raises(ConversionError):
+    with pytest.raises(UserError):
         sources.read_source(path)
 
 
@@ -346,7 +341,7 @@ def test_sizes_and_vocabulary_are_those_of_the_weights(run, exported, tmp_path, 
         exported = conversion.export(folder, form=of, output=tmp_path / "tensorflow1")
     start = start_from(config, folder if of == "a run" else exported, **OTHER_SIZES)
     with caplog.at_level("INFO"):
-        found, source = recipes.read_start(start, tmp_path)
+        found, source = recipes.read_start(start, Workdir(tmp_path))
     assert found.model == dataclasses.replace(
         config.model, mask_convolution=found.model.mask_convolution
     )
@@ -357,29 +352,29 @@ def test_sizes_and_vocabulary_are_those_of_the_weights(run, exported, tmp_path, 
     jax.tree.map(
         np.testing.assert_array_equal,
         recipes._fill(found, source),
-        sources.read_params(folder, config)[1],
+        sources.read_params(Workdir(folder), config)[1],
     )
-    assert recipes.read_start(found, tmp_path)[0] == found  # as written to config.json
+    assert recipes.read_start(found, Workdir(tmp_path))[0] == found  # as written to config.json
 
 
 def test_a_run_that_goes_on_keeps_the_sizes_it_took(run, exported, tmp_path):
     """The command is the same one, and the weights are gone."""
     begun = tmp_path / "begun"
     start = start_from(run[1], exported, **OTHER_SIZES)
-    taken = recipes.read_start(start, begun)[0]
-    with workdir.open_workdir(begun, taken):
+    taken = recipes.read_start(start, Workdir(begun))[0]
+    with Workdir(begun).open(taken):
         (begun / "checkpoints" / "3").mkdir(parents=True)
     kept = dataclasses.replace(taken, init_from=str(tmp_path / "gone"))
     again = dataclasses.replace(start, init_from=str(tmp_path / "gone"))
-    with workdir.open_workdir(tmp_path / "second", kept):
+    with Workdir(tmp_path / "second").open(kept):
         (tmp_path / "second" / "checkpoints" / "3").mkdir(parents=True)
-    assert recipes.read_start(again, tmp_path / "second") == (kept, None)
-    assert recipes.read_start(start, begun) == (taken, None)
+    assert recipes.read_start(again, Workdir(tmp_path / "second")) == (kept, None)
+    assert recipes.read_start(start, Workdir(begun)) == (taken, None)
     other = matching.replace(start, {"model.heads": 2})
-    asked = recipes.read_start(other, begun, {"model.heads"})[0]
+    asked = recipes.read_start(other, Workdir(begun), {"model.heads"})[0]
     with (
         pytest.raises(WorkdirError, match=r"config\.model\.heads was 4, now 2"),
-        workdir.open_workdir(begun, asked),
+        Workdir(begun).open(asked),
     ):
         pass
 
@@ -387,27 +382,29 @@ def test_a_run_that_goes_on_keeps_the_sizes_it_took(run, exported, tmp_path):
 def test_a_run_starts_from_a_folder(run, exported, tmp_path):
     folder, config = run
     start = start_from(config, exported)
-    start, source = recipes.read_start(start, tmp_path)
+    start, source = recipes.read_start(start, Workdir(tmp_path))
     params = recipes._fill(start, source)
-    expected = sources.read_params(folder, config)[1]
+    expected = sources.read_params(Workdir(folder), config)[1]
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     # Once it has checkpoints of its own the source is not asked again.
-    assert recipes.read_start(start, folder)[1] is None
+    assert recipes.read_start(start, Workdir(folder))[1] is None
 
 
 def test_a_run_starts_from_a_run(run, tmp_path):
     folder, config = run
-    path = str(sources.read_tokenizer(folder, config)[0].path)
+    path = str(sources.read_tokenizer(Workdir(folder), config)[0].path)
     start = start_from(config, folder, **{"tokenizer.path": path})
-    params = recipes._fill(*recipes.read_start(start, tmp_path))
-    jax.tree.map(np.testing.assert_array_equal, params, sources.read_params(folder, config)[1])
+    params = recipes._fill(*recipes.read_start(start, Workdir(tmp_path)))
+    jax.tree.map(
+        np.testing.assert_array_equal, params, sources.read_params(Workdir(folder), config)[1]
+    )
 
 
 def test_other_sizes_are_named_with_the_flags(run, exported, tmp_path):
     start = start_from(run[1], exported, **{"model.ffn_size": 128, "model.heads": 2})
     given = {"model.ffn_size", "model.heads"}
     with pytest.raises(ConversionError, match=r"--config\.model\.heads=4.*ffn_size=64"):
-        recipes.read_start(start, tmp_path, given)
+        recipes.read_start(start, Workdir(tmp_path), given)
 
 
 def test_another_number_of_entries_is_refused(run, exported, tmp_path):
@@ -415,13 +412,13 @@ def test_another_number_of_entries_is_refused(run, exported, tmp_path):
     vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
     start = start_from(run[1], exported, **{"tokenizer.path": str(vocabulary)})
     with pytest.raises(ConversionError, match=r"has 6 entries, but the weights are of .* of \d+;"):
-        recipes.read_start(start, tmp_path)
+        recipes.read_start(start, Workdir(tmp_path))
 
 
 def test_another_vocabulary_is_refused(run, exported):
     folder, config = run
     source = sources.read_source(str(exported))
-    tokenizer, _ = sources.read_tokenizer(folder, config)
+    tokenizer, _ = sources.read_tokenizer(Workdir(folder), config)
     importing.check_vocabulary(source, tokenizer)
     tokenizer._vocabulary.entries[10] += "x"
     with pytest.raises(ConversionError, match="differ from entry 10 on"):
@@ -443,7 +440,7 @@ def test_init_from_is_part_of_a_run(run):
     other = dataclasses.replace(config, init_from="somewhere")
     with (
         pytest.raises(WorkdirError, match=r"config\.init_from was ''"),
-        workdir.open_workdir(folder, other),
+        Workdir(folder).open(other),
     ):
         pass
 

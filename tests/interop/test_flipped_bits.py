@@ -19,12 +19,15 @@ import numpy as np
 import pytest
 
 from convbert_jax.config import OutputsSection, UserError
-from convbert_jax.data.tokenizer import load_tokenizer
+from convbert_jax.data.tokenizer.tokenizer import load_tokenizer
 from convbert_jax.finetuning.run import save_model
-from convbert_jax.finetuning.unfinished import RUN, Unfinished
+from convbert_jax.finetuning.unfinished import Unfinished
+from convbert_jax.inference.finetuned import read_finetuned
 from convbert_jax.interop import sources
-from convbert_jax.recipes.finetuned import read_finetuned
-from convbert_jax.training import checkpoint, checkpoint_reading, optimizer, state
+from convbert_jax.training import optimizer, state
+from convbert_jax.training.checkpoints import reading as checkpoint_reading
+from convbert_jax.training.checkpoints import saving as checkpoint
+from convbert_jax.workdir import Workdir
 from tests.interop.conftest import make_config, random_params
 
 FLIPS = int(os.environ.get("CONVBERT_FLIPS", "24"))  # over all readers together
@@ -63,7 +66,7 @@ def readers(make_run, tmp_path_factory):
     section = dataclasses.replace(config.checkpoint, best_metric="auc")
     unfinished = tmp_path_factory.mktemp("finetuning")
     (unfinished / "unfinished").mkdir()
-    (unfinished / "unfinished" / RUN).write_text('{"task": "cola"}')
+    Workdir(unfinished).unfinished.unfinished_run.write_text('{"task": "cola"}')
     for place_of in (folder, unfinished / "unfinished"):
         checkpoints = checkpoint.Checkpoints(place_of / "checkpoints", section)
         for step in STEPS:
@@ -75,7 +78,7 @@ def readers(make_run, tmp_path_factory):
     finetuned = tmp_path_factory.mktemp("finetuned") / "seed-0"
     task = types.SimpleNamespace(name="t", outputs=outputs)
     tokenizer = load_tokenizer(config.tokenizer, folder / "data")
-    save_model(finetuned, model, task, tokenizer, random_params(model, seed=4), 4, 0)
+    save_model(Workdir(finetuned), model, task, tokenizer, random_params(model, seed=4), 4, 0)
 
     newest = make_state(config, 4)
 
@@ -91,7 +94,7 @@ def readers(make_run, tmp_path_factory):
         return found.params, found.opt_state
 
     def go_on(path):
-        kept = Unfinished(path, {"task": "cola"}, 5.0)
+        kept = Unfinished(Workdir(path), {"task": "cola"}, 5.0)
         try:
             found, step = kept.resume((newest.params, newest.opt_state))
         finally:
@@ -103,15 +106,17 @@ def readers(make_run, tmp_path_factory):
         return {name: network.parameters for name, network in found.items()}
 
     def with_moments(path):
-        _, moments = sources.read_moments(path, config)
+        _, moments = sources.read_moments(Workdir(path), config)
         return [networks_of(part) for part in moments]
 
     return {
         "resume": Reader(folder, resume),
         "fine-tuning that goes on": Reader(unfinished, go_on),
         "init_from": Reader(folder, lambda p: networks_of(sources.read_source(str(p)).networks)),
-        "export": Reader(folder, lambda p: sources.read_params(p, config)[1]),
-        "export --step": Reader(folder, lambda p: sources.read_params(p, config, 4)[1], (4,)),
+        "export": Reader(folder, lambda p: sources.read_params(Workdir(p), config)[1]),
+        "export --step": Reader(
+            folder, lambda p: sources.read_params(Workdir(p), config, 4)[1], (4,)
+        ),
         "export with moments": Reader(folder, with_moments),
         "verify_resume": Reader(
             folder, lambda p: checkpoint_reading.load_arrays(p / "checkpoints", 4)[1], (4,)

@@ -8,19 +8,13 @@ import pytest
 
 from convbert_jax.config import from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
-from convbert_jax.interop import (
-    certificate,
-    conversion,
-    huggingface,
-    huggingface_tokenizer,
-    importing,
-    matching,
-    sources,
-    tensorflow1,
-)
+from convbert_jax.interop import certificate, conversion, importing, matching, sources
+from convbert_jax.interop.huggingface import folder as huggingface
+from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
 from convbert_jax.interop.networks import ConversionError, split
+from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
 from convbert_jax.recipes import finetuning, pretraining
-from convbert_jax.training.workdir import read_config
+from convbert_jax.workdir import Workdir
 from tests.interop.conftest import assert_same, make_config, random_network, random_params
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -132,7 +126,7 @@ def test_an_export_around_its_run(make_run, tmp_path):
     shutil.copytree(folder, out / "run")
     with pytest.raises(ConversionError, match="is where the weights are"):
         conversion.export(out / "run", output=out)
-    assert read_config(out / "run")
+    assert Workdir(out / "run").read_config()
 
 
 # --- padded tables ---
@@ -149,12 +143,12 @@ def test_padded_tables_are_one_sentence(tmp_path, beside):
         importing.import_run(str(tmp_path), start, tmp_path / "run")
     start = from_config_dict(to_dict(start) | {"init_from": str(tmp_path)})
     with pytest.raises(ConversionError, match=says):
-        pretraining.read_start(start, tmp_path / "run")
+        pretraining.read_start(start, Workdir(tmp_path / "run"))
     # As the sentence says:
     name = "vocab.txt" if beside else "mine.txt"
     with (tmp_path / name).open("a") as file:
         file.write("[unused58]\n[unused59]\n")
-    assert pretraining.read_start(start, tmp_path / "run")[0].tokenizer.vocab_size == 60
+    assert pretraining.read_start(start, Workdir(tmp_path / "run"))[0].tokenizer.vocab_size == 60
 
 
 def test_a_vocabulary_of_more_entries_than_the_weights(tmp_path):

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from convbert_jax.config import UserError
-from convbert_jax.interop import huggingface, sources, tensorflow1
+from convbert_jax.interop import sources
+from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.networks import split
+from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
 from tests.interop import hostile_files
 from tests.interop.conftest import make_config, random_network, random_params
 

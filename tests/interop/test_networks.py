@@ -1,13 +1,18 @@
 """A model taken apart into networks and put together again."""
 
 import dataclasses
+import itertools
+import shlex
 
 import jax
 import numpy as np
 import pytest
 
-from convbert_jax.interop import matching, networks
+from convbert_jax.command_line import overrides
+from convbert_jax.config import StageSection, from_config_dict, to_dict
+from convbert_jax.interop import matching, networks, sources
 from convbert_jax.interop.networks import ConversionError
+from convbert_jax.recipes.finetuning import _encoder_weights
 from tests.interop.conftest import make_config, random_params
 
 KINDS = {
@@ -118,3 +123,91 @@ def test_a_generator_that_no_config_describes():
     parts["generator"] = dataclasses.replace(parts["generator"], encoder=encoder)
     with pytest.raises(ConversionError, match="feed-forward 99"):
         matching.derive_fields(parts, config)
+
+
+SPELLINGS = {
+    "cut elsewhere": {"stages": (StageSection(layers=1), StageSection(layers=3))},
+    "said by the stage": {"mixer": "attention", "stages": (StageSection(layers=4, mixer="mixed"),)},
+    "an idle field": {
+        "mixer": "attention",
+        "stages": (StageSection(layers=2, kernel_size=3), StageSection(layers=2)),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_another_spelling_of_the_same_layers_fits(kind):
+    spelled = make_config(layers=4, **SPELLINGS[kind])
+    parts = networks.outline(spelled)
+    derived = matching.derive_fields(parts, make_config())
+    assert derived["model.stages"] == ()
+    flat = matching.replace(make_config(), derived)
+    assert flat.encoder.depth == 4
+    for config in (spelled, flat):
+        for other in (parts, networks.outline(flat)):
+            sources.check_fits(sources.Source("run", other), config)
+    # Other sizes follow, where stages alone were given.
+    wide = make_config(layers=4, hidden_size=64, **SPELLINGS[kind])
+    given = ("model.stages", "model.layers")
+    fields = matching.derive_fields(networks.outline(wide), spelled)
+    kept = {path: value for path, value in fields.items() if path not in given}
+    sources.check_fits(
+        sources.Source("run", networks.outline(wide)), matching.replace(spelled, kept)
+    )
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_weights_of_equal_stages_are_fine_tuned(kind):
+    run = make_config(layers=4, recipe="masked_lm", **SPELLINGS[kind])
+    parts = networks.split(run, random_params(run))
+    start = make_config(recipe="finetune")
+    config = matching.replace(start, matching.derive_fields(parts, start))
+    weights = _encoder_weights(sources.Source("run", parts), config)
+    wanted = networks.abstract_params(config)
+    for part in ("embeddings", "encoder"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_equal(a.shape, b.shape), wanted[part], weights[part]
+        )
+
+
+def test_other_stages_are_refused_with_flags_for_a_shell():
+    stages = (StageSection(layers=1, mixer="attention"), StageSection(layers=1))
+    source = sources.Source("run", networks.outline(make_config(stages=stages)))
+    config = make_config()
+    with pytest.raises(ConversionError) as error:
+        sources.check_fits(source, config)
+    assert "StageSection" not in str(error.value)
+    flags = [word for word in shlex.split(str(error.value)) if word.startswith("--config.")]
+    values, rest = overrides.take(flags)
+    assert not rest
+    changed = from_config_dict(to_dict(matching.replace(config, values)))
+    sources.check_fits(source, changed)
+
+
+@pytest.mark.parametrize("layers", [0.25, 0.5, 0.75])
+def test_the_depth_of_each_stage_of_a_generator_comes_back(layers):
+    for first, second in itertools.product(range(1, 5), repeat=2):
+        stages = (StageSection(layers=first, mixer="attention"), StageSection(layers=second))
+        run = make_config(layers=first + second, stages=stages, generator={"layers": layers})
+        start = make_config()
+        derived = matching.replace(start, matching.derive_fields(networks.outline(run), start))
+        assert derived.generator_encoder == run.generator_encoder
+
+
+def test_a_ratio_that_only_other_mixers_read_is_none_of_attention():
+    electra = networks.outline(make_config(mixer="attention"))
+    start = make_config(head_ratio=4, generator={"size": 1.0})
+    derived = matching.replace(start, matching.derive_fields(electra, start))
+    assert from_config_dict(to_dict(derived)).encoder == electra["main"].encoder
+    assert derived.generator_encoder == electra["generator"].encoder
+
+
+def test_layers_that_differ_in_what_a_config_says_of_all():
+    stages = (StageSection(layers=1, mixer="attention"), StageSection(layers=1))
+    main = networks.outline(make_config(stages=stages))["main"]
+    first, second = main.encoder.stages
+    layer = dataclasses.replace(second.layer, layer_norm_epsilon=1e-5)
+    odd = (first, dataclasses.replace(second, layer=layer))
+    main = dataclasses.replace(main, encoder=dataclasses.replace(main.encoder, stages=odd))
+    with pytest.raises(ConversionError, match=r"layer_norm_epsilon \(1e-12 and 1e-05\)"):
+        matching.derive_fields({"main": main}, make_config())

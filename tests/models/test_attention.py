@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from convbert_jax.models.attention import attend
 from convbert_jax.models.layers import initializers
-from convbert_jax.models.mixers import MIXERS
+from convbert_jax.models.mixers.attention import attend
 
 
 def inputs(length=24):
@@ -43,8 +42,7 @@ def test_a_row_of_padding_stays_finite():
 def test_the_bottleneck_is_the_mixed_block_without_its_convolution(make_config, packed):
     def build(mixer):
         layer = make_config(mixer=mixer).encoder.stages[0].layer
-        starts = initializers("huggingface", 0.5, taps=layer.kernel_size)
-        return MIXERS[layer.mixer](layer, starts, nnx.Rngs(0))
+        return layer.mixer.module(layer.hidden_size, initializers("huggingface", 0.5), nnx.Rngs(0))
 
     mixed, bottleneck = build("mixed"), build("bottleneck")
     for name in ("query", "key", "value"):

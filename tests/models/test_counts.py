@@ -7,6 +7,7 @@ import pytest
 
 from convbert_jax import config as config_lib
 from convbert_jax.models import pretraining
+from convbert_jax.models.build import build
 
 # Encoder with embeddings, discriminator head, generator body, MLM head, all together.
 COUNTS = {
@@ -17,7 +18,7 @@ COUNTS = {
 
 
 def shapes(config):
-    _, init = pretraining.build(pretraining.PretrainingModel, config)
+    _, init = build(pretraining.PretrainingModel, config)
     return jax.eval_shape(init, jax.random.key(0))
 
 

@@ -94,6 +94,8 @@ def test_dropout_only_with_a_key(make_config, build):
     dropped, other = run(params, jax.random.key(0)), run(params, jax.random.key(1))
     assert np.abs(dropped - once).max() > 0.1
     assert np.abs(dropped - other).max() > 0.1
-    none = dataclasses.replace(config.stages[0].layer, dropout=0.0, attention_dropout=0.0)
+    layer = config.stages[0].layer
+    mixer = dataclasses.replace(layer.mixer, attention_dropout=0.0)
+    none = dataclasses.replace(layer, dropout=0.0, mixer=mixer)
     run, params = build(dataclasses.replace(config, stages=(StageConfig(2, none),)))
     np.testing.assert_allclose(run(params, jax.random.key(0)), once, atol=1e-6)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from convbert_jax.config.mixers import MIXERS
 from convbert_jax.models.encoder import Encoder
 from convbert_jax.models.layers import initializers
-from convbert_jax.models.mixers import MIXERS
 from convbert_jax.models.pretraining import PretrainingModel
 
 
@@ -24,9 +24,9 @@ def make_run(make_config, randomize):
             mixer=mixer, embedding_size=32, mask_convolution=mask_convolution
         ).encoder
         layer = config.stages[0].layer
-        starts = initializers(layer.initializers, 0.02, 9)
+        starts = initializers(layer.initializers, 0.02)
         build = {
-            "mixer": lambda rngs: MIXERS[mixer](layer, starts, rngs),
+            "mixer": lambda rngs: layer.mixer.module(32, starts, rngs),
             "encoder": lambda rngs: Encoder(config, rngs),
         }[part]
         graphdef, params = randomize(build)
@@ -84,7 +84,7 @@ def test_without_masked_convolution_padding_leaks_as_in_the_release(make_run):
     assert change[:, 11:].max() > 1e-2  # the last four tokens read what follows
 
 
-@pytest.mark.parametrize("mixer", [*MIXERS, "bottleneck"])
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_the_whole_model(make_config, randomize, packed, mixer):
     """Positions too: documents packed in one row get the logits they get alone."""
     config = make_config(mixer=mixer)

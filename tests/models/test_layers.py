@@ -15,19 +15,19 @@ def normal(shape, seed=0):
 
 
 def test_release_initializers_cut_at_two_deviations_and_do_not_rescale():
-    starts = layers.initializers("release", 0.02, taps=9)
+    starts = layers.initializers("release", 0.02)
     dense = starts.dense(jax.random.key(0), (400, 500))
     assert float(jnp.abs(dense).max()) <= 0.04
     assert float(dense.std()) == pytest.approx(0.88 * 0.02, rel=0.01)
-    depthwise = starts.depthwise(jax.random.key(0), (9, 10_000))
+    depthwise = starts.depthwise(9)(jax.random.key(0), (9, 10_000))
     assert float(depthwise.std()) == pytest.approx(0.88 / 9, rel=0.02)
     glorot = starts.glorot(jax.random.key(0), (128, 256))
     assert float(jnp.abs(glorot).max()) == pytest.approx((6 / 384) ** 0.5, rel=0.01)
 
 
 def test_huggingface_initializers_are_normal_everywhere():
-    starts = layers.initializers("huggingface", 0.02, taps=9)
-    for start in (starts.dense, starts.depthwise, starts.glorot):
+    starts = layers.initializers("huggingface", 0.02)
+    for start in (starts.dense, starts.depthwise(9), starts.glorot):
         x = start(jax.random.key(0), (400, 500))
         assert float(x.std()) == pytest.approx(0.02, rel=0.01)
         assert float(jnp.abs(x).max()) > 0.06

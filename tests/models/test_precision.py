@@ -12,22 +12,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from convbert_jax.config import MeshSection
+from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.models import finetuned, layers
-from convbert_jax.models.convolution import SeparableConv
-from convbert_jax.objectives import classification, masking, span_extraction
-from convbert_jax.ops import (
-    dispatch,
-    pallas_gpu,
-    pallas_gpu_span,
-    pallas_tpu,
-    pallas_tpu_depthwise,
-    products,
-    taps,
-    xla,
-    xla_span,
-)
+from convbert_jax.models.mixers.convolution import SeparableConv
+from convbert_jax.objectives import classification, span_extraction
+from convbert_jax.ops import dispatch, gpu, products, taps, tpu, xla
 from convbert_jax.recipes import pretraining
-from convbert_jax.training import optimizer, state
+from convbert_jax.training import sharding
+from convbert_jax.training.program import make_program
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 FEW = 4  # so many terms may be summed in bfloat16
@@ -127,25 +120,17 @@ def test_finds_the_sums(platform):
 
 @pytest.fixture
 def step(make_config):
-    """step(**fields of the model section) -> (training step with its update, its arguments)."""
+    """step(**fields of the model section) -> (training step, its arguments)."""
 
     def make(recipe="replaced_token", generator=None, **model):
         config = make_config(recipe, generator, **model)
         config = dataclasses.replace(config, compute_dtype="bfloat16")
-        task = pretraining.build_task(config, masking.SpecialIds(1, 2, 3), jax.devices()[0])
-        update = optimizer.make_optimizer(config.optimizer, 10)
-
-        def run(before, batch, key):
-            gradient = jax.value_and_grad(task.loss, has_aux=True)
-            (loss, metrics), gradients = gradient(before.params, batch, key)
-            updates, _ = update.update(gradients, before.opt_state, before.params)
-            return loss, metrics, updates
-
-        key = jax.random.key(0)
-        before = jax.eval_shape(lambda key: state.create(task.init(key), update), key)
+        special = SpecialIds(pad=0, unknown=4, cls=1, sep=2, mask=3)
+        task = pretraining.build_task(config, special, jax.devices()[0])
+        program = make_program(task, config, sharding.make_mesh(MeshSection(), jax.devices()[:1]))
         rows = jax.ShapeDtypeStruct((8, 24), jnp.int32)
         batch = dict.fromkeys(("tokens", "segment_ids", "type_ids"), rows)
-        return run, before, batch, key
+        return program.train_step, program.abstract, batch
 
     return make
 
@@ -221,14 +206,14 @@ def test_finetuning_sums_in_float32(make_config, head, accelerator):
 
 HEADS, OFFSETS = 2, taps.offsets(9)
 SPAN_OPS = {
-    "xla": lambda *arrays: xla_span.span_dynamic_conv(*arrays, HEADS, OFFSETS),
-    "pallas_tpu": lambda *arrays: pallas_tpu.span_dynamic_conv(*arrays, HEADS, OFFSETS, True),
-    "pallas_gpu": lambda *arrays: pallas_gpu_span.span_dynamic_conv(*arrays, HEADS, OFFSETS, True),
+    "xla": lambda *arrays: xla.span_dynamic_conv(*arrays, HEADS, OFFSETS),
+    "pallas_tpu": lambda *arrays: tpu.span_dynamic_conv(*arrays, HEADS, OFFSETS, True),
+    "pallas_gpu": lambda *arrays: gpu.span_dynamic_conv(*arrays, HEADS, OFFSETS, True),
 }
 PLAIN_OPS = {
     "xla": lambda *arrays: xla.dynamic_conv(*arrays, OFFSETS),
-    "pallas_tpu": lambda *arrays: pallas_tpu.dynamic_conv(*arrays, OFFSETS, True),
-    "pallas_gpu": lambda *arrays: pallas_gpu.dynamic_conv(*arrays, OFFSETS, True),
+    "pallas_tpu": lambda *arrays: tpu.dynamic_conv(*arrays, OFFSETS, True),
+    "pallas_gpu": lambda *arrays: gpu.dynamic_conv(*arrays, OFFSETS, True),
 }
 IDS = jnp.asarray([[1] * 20 + [2] * 30 + [0] * 14] * 2)
 
@@ -244,20 +229,21 @@ def forward_and_gradients(function, ids):
 @pytest.mark.parametrize("name", SPAN_OPS)
 def test_span_kernels_sum_in_float32(name, accelerator):
     x = jnp.ones((2, 64, 128), BF16)
-    kernel, bias = jnp.ones((128, 9 * HEADS)), jnp.ones(9 * HEADS)
+    projection, bias = jnp.ones((128, 9 * HEADS)), jnp.ones(9 * HEADS)
     function = forward_and_gradients(SPAN_OPS[name], IDS)
-    assert not short_sums(function, x, x, x, kernel, bias)
+    assert not short_sums(function, x, x, x, projection, bias)
 
 
 @pytest.mark.parametrize("name", PLAIN_OPS)
 def test_plain_kernels_sum_in_float32(name, accelerator):
-    values, weights = jnp.ones((2, 64, HEADS, 64), BF16), jnp.ones((2, 64, HEADS, 9), BF16)
-    assert not short_sums(forward_and_gradients(PLAIN_OPS[name], IDS), values, weights)
+    values, filters = jnp.ones((2, 64, HEADS, 64), BF16), jnp.ones((2, 64, HEADS, 9), BF16)
+    assert not short_sums(forward_and_gradients(PLAIN_OPS[name], IDS), values, filters)
 
 
-def test_depthwise_kernel_sums_in_float32(accelerator):
+@pytest.mark.parametrize("ours", [tpu, gpu], ids=["for_tpu", "for_gpu"])
+def test_depthwise_kernel_sums_in_float32(ours, accelerator):
     def conv(x, filters, ids):
-        return pallas_tpu_depthwise.depthwise_conv(x, filters, ids, OFFSETS, True)
+        return ours.depthwise_conv(x, filters, ids, OFFSETS, True)
 
     x, filters = jnp.ones((2, 64, 128), BF16), jnp.ones((9, 128))
     assert not short_sums(forward_and_gradients(conv, IDS), x, filters)
@@ -269,10 +255,10 @@ def test_filter_logits_reach_their_softmax_in_float32(name):
     batch, length, width = 1, 32, 16
     ones = jnp.ones((batch, length, HEADS * width), BF16)
     values = jax.random.normal(jax.random.key(0), ones.shape).astype(BF16)
-    kernel = jnp.zeros((HEADS * width, HEADS * 9))
+    projection = jnp.zeros((HEADS * width, HEADS * 9))
     bias = 100 + 0.2 * jnp.arange(HEADS * 9.0)
-    out = SPAN_OPS[name](ones, ones, values, kernel, bias, None)
-    wanted = SPAN_OPS["xla"](*(x.astype(F32) for x in (ones, ones, values)), kernel, bias, None)
+    out = SPAN_OPS[name](ones, ones, values, projection, bias, None)
+    wanted = SPAN_OPS["xla"](*(x.astype(F32) for x in (ones, ones, values)), projection, bias, None)
     np.testing.assert_allclose(out.astype(F32), wanted, atol=0.01)
 
 
@@ -297,7 +283,7 @@ def test_many_equal_terms_add_up():
 def test_gradients_of_a_batch_are_those_of_float32(kind):
     """Of the same bfloat16 numbers; what is rounded on the way are single terms, not sums."""
     normal = jax.nn.initializers.normal(0.1)
-    starts = layers.Initializers(normal, normal, normal)
+    starts = layers.Initializers(normal, lambda taps: normal, normal)
     module = {
         "dense": lambda: layers.Dense(32, 16, normal, nnx.Rngs(0)),
         "grouped": lambda: layers.GroupedDense(32, 16, 2, normal, nnx.Rngs(0)),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from convbert_jax.models.pretraining import MaskedLanguageModel, PretrainingModel, build
+from convbert_jax.models.build import build
+from convbert_jax.models.pretraining import MaskedLanguageModel, PretrainingModel
 
 POSITIONS = jnp.asarray([[0, 3, 3, 20], [1, 2, 9, 10]])
 

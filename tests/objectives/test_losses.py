@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from convbert_jax.config import Config
+from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.objectives import masked_lm, metrics, replaced_token
-from convbert_jax.objectives.masking import SpecialIds
 
 CLS, SEP, MASK, VOCABULARY, LENGTH, SLOTS = 2, 3, 4, 20, 12, 8
+SPECIAL = SpecialIds(pad=0, unknown=1, cls=CLS, sep=SEP, mask=MASK)
 REAL = (12, 7, 3, 0)  # tokens of each row; the first row is of two documents
 CHOSEN = (3, 2, 1, 0)  # 0.3 of them, at most 3; none of padding
 SEGMENTS = np.array([[1] * 5 + [2] * 7] + [[1] * real + [0] * (12 - real) for real in REAL[1:]])
@@ -75,9 +76,10 @@ def run(objective, *, train=True, **changes):
         train=train,
         dtype=jnp.float32,
         config=make_config(**changes),
-        special=SpecialIds(CLS, SEP, MASK),
+        special=SPECIAL,
     )
-    numbers = metrics.summarize([jax.tree.map(np.asarray, sums)])
+    sums = jax.tree.map(np.asarray, sums)
+    numbers = metrics.summarize(sums) if train else metrics.heldout(sums).over([sums])
     assert all((key is not None) == train for key in model.keys), "dropout where it trains alone"
     return float(value), numbers, model, np.asarray(batch["tokens"])
 
@@ -170,3 +172,31 @@ def test_replaced_token(weights, train):
         "loss": total,
     }
     assert numbers == pytest.approx(wanted, rel=2e-6)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_the_generator_learns_from_its_own_loss_alone(weight):
+    """Its samples are what the discriminator reads, and no gradient goes back through them."""
+    config = make_config(generator_weight=weight)
+
+    class Model:
+        def __init__(self, mlm, detection):
+            self.mlm, self.detection = mlm, detection
+
+        def generate(self, *arguments, dtype, key):
+            return self.mlm
+
+        def discriminate(self, tokens, *arguments, dtype, key):
+            return self.detection * tokens  # what is sampled counts
+
+    def value(mlm, detection):
+        arguments = (Model(mlm, detection), make_batch(), jax.random.key(3))
+        settings = {"train": True, "dtype": jnp.float32, "config": config, "special": SPECIAL}
+        return replaced_token.loss(*arguments, **settings)[0]
+
+    fixed = Fixed()
+    of_generator, of_discriminator = jax.grad(value, argnums=(0, 1))(
+        jnp.asarray(fixed.mlm), jnp.asarray(fixed.detection)
+    )
+    assert np.any(of_discriminator)
+    assert np.any(of_generator) == (weight > 0)

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convbert_jax.config import ObjectiveSection
-from convbert_jax.objectives import masking
+from configs import tiny
+from convbert_jax.config import ObjectiveSection, from_config_dict
+from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.objectives import masked_lm, masking
 
-SPECIAL = masking.SpecialIds(cls=2, sep=3, mask=4)
+SPECIAL = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
 VOCABULARY = 50
 
 
@@ -59,7 +61,7 @@ def test_only_ordinary_real_tokens_are_chosen(with_replacement):
         assert used.sum(axis=1).tolist() == [19, 9, 3, 1, 0]  # the last row has none to choose
         for row in range(5):
             picked = chosen[row][used[row]]
-            assert np.isin(tokens[row, picked], list(SPECIAL)).sum() == 0
+            assert np.isin(tokens[row, picked], [SPECIAL.cls, SPECIAL.sep, SPECIAL.mask]).sum() == 0
             assert (segments[row, picked] == 1).all()
             assert (np.asarray(masked.labels)[row][used[row]] == tokens[row, picked]).all()
             if not with_replacement:
@@ -177,12 +179,62 @@ def test_certain_token_is_always_sampled(peak):
     assert (np.asarray(sampled) == peak).all()
 
 
-def test_sampling_has_no_gradient():
-    def loss(logits):
-        sampled = masking.sample_tokens(
-            jax.random.key(0), logits, jnp.zeros((2, 3), jnp.int32), objective=ObjectiveSection()
-        )
-        return sampled.sum() * 1.0 + logits.sum()
+def test_extra_special_ids_are_never_hidden():
+    """Every real token but one is a sentinel: that one is hidden, whatever the key."""
+    tokens = jnp.full((4, 16), 7, jnp.int32).at[:, 5].set(9)
+    special = dataclasses.replace(SPECIAL, extra={"<extra_id_0>": 7})
+    masked = masking.mask(
+        jax.random.key(0),
+        tokens,
+        jnp.ones_like(tokens),
+        objective=ObjectiveSection(mask_fraction=0.5, mask_token_fraction=1.0),
+        special=special,
+        vocab_size=VOCABULARY,
+        most=8,
+        slots=8,
+    )
+    np.testing.assert_array_equal(masked.tokens, tokens.at[:, 5].set(SPECIAL.mask))
+    assert masked.weights.sum(axis=1).tolist() == [1.0] * 4
+    assert special.by_name == SPECIAL.by_name | {"<extra_id_0>": 7}
 
-    gradient = jax.grad(loss)(jnp.ones((2, 3, 300)))
-    np.testing.assert_array_equal(gradient, 1.0)
+
+# Shares of the chosen positions that are hidden, swapped and kept, and whether one can be drawn
+# twice: as in the papers and the release.
+@pytest.mark.parametrize(
+    ("variant", "hidden", "swapped", "kept", "twice"),
+    [("default", 0.85, 0.0, 0.15, False), ("paper", 0.85, 0.0, 0.15, True),
+     ("bert", 0.8, 0.1, 0.1, False)],
+)  # fmt: skip
+def test_variants_hide_what_their_papers_say(variant, hidden, swapped, kept, twice):
+    config = from_config_dict(tiny.get_config(variant))
+    tokens, segments = rows([config.data.length] * 400, length=config.data.length)
+
+    class Silent:
+        def generate(self, *arguments, dtype, key):
+            return None
+
+    run = jax.jit(
+        lambda key: masked_lm.hide_and_predict(
+            Silent(),
+            {"tokens": tokens, "segment_ids": segments, "type_ids": jnp.zeros_like(tokens)},
+            key,
+            None,
+            dtype=jnp.float32,
+            config=dataclasses.replace(
+                config, tokenizer=dataclasses.replace(config.tokenizer, vocab_size=VOCABULARY)
+            ),
+            special=SPECIAL,
+        )[0]
+    )
+    masked = run(jax.random.key(0))
+    used = np.asarray(masked.weights) > 0
+    assert set(used.sum(axis=1)) == {9}  # int(0.155 * 64), the release's most
+    now = np.asarray(masking.gather(masked.tokens, masked.positions))[used]
+    before = np.asarray(masked.labels)[used]
+    places = [set(row[u].tolist()) for row, u in zip(masked.positions, used, strict=True)]
+    drawn_twice = any(len(p) < u.sum() for p, u in zip(places, used, strict=True))
+    assert drawn_twice == twice
+    # A position that is drawn twice is hidden if one of its two slots is.
+    slack = 0.02 + 0.03 * twice
+    assert np.mean(now == SPECIAL.mask) == pytest.approx(hidden, abs=slack)
+    assert np.mean(now == before) == pytest.approx(kept + swapped / VOCABULARY, abs=slack)

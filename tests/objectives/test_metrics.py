@@ -82,7 +82,7 @@ def test_pairs_of_batches_add_up():
     total = {"auc": tuple(np.sum(sums, axis=0))}
     areas, pairs = [expected(batch) for batch in batches], [pair[1] for pair in sums]
     mean = np.average(areas, weights=pairs)
-    assert metrics.summarize([total])["auc"] == pytest.approx(mean, abs=1e-6)
+    assert metrics.summarize(total)["auc"] == pytest.approx(mean, abs=1e-6)
 
 
 def test_of_a_large_batch_the_first_rows_are_ranked(monkeypatch):
@@ -92,16 +92,30 @@ def test_of_a_large_batch_the_first_rows_are_ranked(monkeypatch):
     assert np.divide(*metrics.ranked_pairs(scores)) == pytest.approx(expected(part), abs=1e-6)
 
 
-def test_summarize_divides_sums_and_joins_scores():
+def test_held_out_numbers_divide_sums_and_join_scores():
     first, second = draw(0), draw(1)
     parts = [
         {"loss": (np.float32(3), np.float32(2)), "auc": first},
         {"loss": (np.float32(5), np.float32(6)), "auc": second},
     ]
-    assert metrics.summarize(parts) == {
-        "loss": 1.0,
-        "auc": pytest.approx(expected(first, second), abs=1e-12),
-    }
+    evaluator = metrics.heldout({"loss", "auc"})
+    state = evaluator.update(evaluator.init(), parts[0])
+    assert evaluator.finish(state)["auc"] == pytest.approx(expected(first), abs=1e-12)
+    values = evaluator.finish(evaluator.update(state, parts[1]))
+    assert values == {"loss": 1.0, "auc": pytest.approx(expected(first, second), abs=1e-12)}
+    assert evaluator.names == tuple(values) == ("auc", "loss")
+    assert np.isnan(list(evaluator.over([]).values())).tolist() == [True, True]
+
+
+def test_held_out_sums_are_added_in_float64():
+    """In float32 the small batches behind a large one would be lost."""
+    parts = [{"loss": (np.float32(v), np.float32(1))} for v in (2**25, 1, 1)]
+    assert metrics.heldout(["loss"]).over(parts)["loss"] == (2**25 + 2) / 3
+
+
+def test_metrics_that_are_not_those_that_were_named_are_an_error():
+    with pytest.raises(ValueError, match=r"\['extra', 'loss'\] instead of \['loss'\]"):
+        metrics.heldout(["loss"]).over([{"loss": (1.0, 1.0), "extra": (1.0, 1.0)}])
 
 
 def test_mean_and_divide():

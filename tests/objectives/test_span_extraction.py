@@ -31,7 +31,7 @@ LOSSES = {"span": span_extraction.plain_losses, "span_beam": span_extraction.bea
 def case(request):
     """(name of the head, the head with random weights, hidden states, batch)."""
     rng = np.random.default_rng(0)
-    starts = initializers("huggingface", 0.5, 1)
+    starts = initializers("huggingface", 0.5)
     head = HEADS[request.param](starts, nnx.Rngs(0))
     hidden = rng.standard_normal((ROWS, LENGTH, WIDTH)).astype(np.float32)
     place = np.arange(LENGTH)

@@ -1,4 +1,4 @@
-"""Depthwise convolution: values and gradients against a dynamic one with constant weights."""
+"""Depthwise convolution: values and gradients against a dynamic one of constant filters."""
 
 import functools
 
@@ -7,22 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.ops import reference, taps
+from convbert_jax.ops import reference
 from convbert_jax.ops.depthwise_conv import depthwise_conv
+from convbert_jax.ops.taps import offsets as offsets_of
 
 
 def by_reference(x, filters, ids):
-    """Every channel a head of width 1 whose weights are the same at every position."""
-    weights = jnp.broadcast_to(filters.T, (*x.shape, len(filters)))
-    return reference.dynamic_conv(x[..., None], weights, ids, taps.offsets(len(filters)))[..., 0]
+    """Every channel a head of width 1 whose filter is the same at every position."""
+    everywhere = jnp.broadcast_to(filters.T, (*x.shape, len(filters)))
+    offsets = offsets_of(len(filters))
+    return reference.dynamic_conv(x[..., None], everywhere, ids, offsets)[..., 0]
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("kernel", "length"), [(1, 5), (2, 6), (3, 1), (9, 7), (9, 30)])
-def test_values_and_gradients(kernel, length, packed):
+@pytest.mark.parametrize(("taps", "length"), [(1, 5), (2, 6), (3, 1), (9, 7), (9, 30)])
+def test_values_and_gradients(taps, length, packed):
     keys = jax.random.split(jax.random.key(0), 3)
     x, cotangent = (jax.random.normal(k, (2, length, 6)) for k in keys[:2])
-    filters = jax.random.normal(keys[2], (kernel, 6))
+    filters = jax.random.normal(keys[2], (taps, 6))
     ids = None
     if packed:
         row = [1] * (length // 2) + [2] * (length - length // 2)

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.ops import pallas_gpu, pallas_gpu_span, reference, taps
+from convbert_jax.ops import gpu, reference
+from convbert_jax.ops.gpu import span
+from convbert_jax.ops.taps import offsets as offsets_of
 
 
 def draw(seed, *shapes, dtype=jnp.float32):
@@ -34,26 +36,26 @@ def close(actual, expected, dtype, scale=1.0):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * abs(other).max())
 
 
-def plain_arrays(batch, length, heads, width, kernel, dtype, shared=False):
-    shape = (heads, kernel) if shared else (batch, length, heads, kernel)
+def plain_arrays(batch, length, heads, width, taps, dtype):
+    shape = (batch, length, heads, taps)
     values, logits, cotangent = draw(
         0, (batch, length, heads, width), shape, (batch, length, heads, width), dtype=dtype
     )
     return values, jax.nn.softmax(logits.astype(jnp.float32)).astype(dtype), cotangent
 
 
-def span_arrays(batch, length, heads, width, kernel, dtype):
-    channels, outputs = heads * width, heads * kernel
+def span_arrays(batch, length, heads, width, taps, dtype):
+    channels, outputs = heads * width, heads * taps
     shapes = [(batch, length, channels)] * 4 + [(channels, outputs), (outputs,)]
     *rows, matrix, bias = draw(1, *shapes, dtype=dtype)
     return *rows[:3], (matrix * channels**-0.5).astype(dtype), bias, rows[3]
 
 
-def run_plain(values, weights, cotangent, ids, offsets, **arguments):
-    def conv(values, weights):
-        return pallas_gpu.dynamic_conv(values, weights, ids, offsets, *arguments.values())
+def run_plain(values, filters, cotangent, ids, offsets, **arguments):
+    def conv(values, filters):
+        return gpu.dynamic_conv(values, filters, ids, offsets, *arguments.values())
 
-    out, back = jax.vjp(jax.jit(conv), values, weights)
+    out, back = jax.vjp(jax.jit(conv), values, filters)
     return out, *back(cotangent)
 
 
@@ -61,18 +63,17 @@ def run_span(*arrays, ids, heads, offsets, interpret=True):
     *arrays, cotangent = arrays
 
     def conv(*arrays):
-        return pallas_gpu_span.span_dynamic_conv(*arrays, ids, heads, offsets, interpret)
+        return gpu.span_dynamic_conv(*arrays, ids, heads, offsets, interpret)
 
     out, back = jax.vjp(jax.jit(conv), *arrays)
     return out, *back(cotangent)
 
 
-def plain_by_definition(values, weights, cotangent, ids, offsets):
-    def conv(values, weights):
-        weights = jnp.broadcast_to(weights, (*values.shape[:3], len(offsets)))
-        return reference.dynamic_conv(values, weights, ids, offsets)
+def plain_by_definition(values, filters, cotangent, ids, offsets):
+    def conv(values, filters):
+        return reference.dynamic_conv(values, filters, ids, offsets)
 
-    exact = [x.astype(jnp.float32) for x in (values, weights, cotangent)]
+    exact = [x.astype(jnp.float32) for x in (values, filters, cotangent)]
     out, back = jax.vjp(conv, *exact[:2])
     return out, *back(exact[2])
 
@@ -80,12 +81,12 @@ def plain_by_definition(values, weights, cotangent, ids, offsets):
 def span_by_definition(*arrays, ids, heads, offsets):
     *arrays, cotangent = (x.astype(jnp.float32) for x in arrays)
 
-    def conv(query, span_key, values, kernel, bias):
+    def conv(query, span_key, values, projection, bias):
         batch, length, _ = values.shape
-        logits = jnp.matmul(query * span_key, kernel, precision="highest") + bias
-        weights = jax.nn.softmax(logits.reshape(batch, length, heads, -1))
+        logits = jnp.matmul(query * span_key, projection, precision="highest") + bias
+        filters = jax.nn.softmax(logits.reshape(batch, length, heads, -1))
         by_head = values.reshape(batch, length, heads, -1)
-        return reference.dynamic_conv(by_head, weights, ids, offsets).reshape(values.shape)
+        return reference.dynamic_conv(by_head, filters, ids, offsets).reshape(values.shape)
 
     out, back = jax.vjp(conv, *arrays)
     return out, *back(cotangent)
@@ -103,35 +104,64 @@ CASES = [
 ]
 # Pallas' interpreter compiles each for seconds.
 MATRIX = pytest.mark.parametrize(
-    ("length", "heads", "width", "kernel", "dilation", "causal", "packed", "dtype"),
+    ("length", "heads", "width", "taps", "dilation", "causal", "packed", "dtype"),
     [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:])],
 )
 
 
 @MATRIX
-def test_plain_operation(length, heads, width, kernel, dilation, causal, packed, dtype):
-    arrays = plain_arrays(2, length, heads, width, kernel, dtype)
+def test_plain_operation(length, heads, width, taps, dilation, causal, packed, dtype):
+    arrays = plain_arrays(2, length, heads, width, taps, dtype)
     ids = documents(2, length) if packed else None
-    offsets = taps.offsets(kernel, dilation=dilation, causal=causal)
+    offsets = offsets_of(taps, dilation=dilation, causal=causal)
     actual = run_plain(*arrays, ids, offsets, interpret=True)
     assert [x.dtype for x in actual] == [dtype] * 3
     close(actual, plain_by_definition(*arrays, ids, offsets), dtype)
 
 
-def test_weights_shared_by_all_positions():
-    arrays = plain_arrays(2, 70, 2, 48, 3, jnp.float32, shared=True)
-    ids, offsets = documents(2, 70), taps.offsets(3)
-    actual = run_plain(*arrays, ids, offsets, interpret=True)
-    close(actual, plain_by_definition(*arrays, ids, offsets), jnp.float32)
+def depthwise_arrays(batch, length, channels, taps, dtype):
+    rows = (batch, length, channels)
+    return draw(2, rows, (taps, channels), rows, dtype=dtype)
+
+
+def run_depthwise(x, filters, cotangent, ids, offsets, interpret=True):
+    def conv(x, filters):
+        return gpu.depthwise_conv(x, filters, ids, offsets, interpret)
+
+    out, back = jax.vjp(jax.jit(conv), x, filters)
+    return out, *back(cotangent)
+
+
+def depthwise_by_definition(x, filters, cotangent, ids, offsets):
+    exact = [a.astype(jnp.float32) for a in (x, filters, cotangent)]
+    out, back = jax.vjp(lambda *a: reference.depthwise_conv(*a, ids, offsets), *exact[:2])
+    return out, *back(exact[2])
+
+
+@pytest.mark.parametrize(
+    ("length", "channels", "taps", "dilation", "causal", "packed", "dtype"),
+    [
+        (7, 80, 9, 1, False, True, jnp.bfloat16),
+        (130, 48, 4, 2, True, True, jnp.float32),
+        (65, 200, 3, 40, False, False, jnp.float32),
+    ],
+)
+def test_depthwise_operation(length, channels, taps, dilation, causal, packed, dtype):
+    arrays = depthwise_arrays(2, length, channels, taps, dtype)
+    ids = documents(2, length) if packed else None
+    offsets = offsets_of(taps, dilation=dilation, causal=causal)
+    actual = run_depthwise(*arrays, ids, offsets)
+    assert [x.dtype for x in actual] == [dtype] * 3
+    close(actual, depthwise_by_definition(*arrays, ids, offsets), dtype)
 
 
 @MATRIX
-def test_fused_operation(length, heads, width, kernel, dilation, causal, packed, dtype):
-    arrays = span_arrays(2, length, heads, width, kernel, dtype)
+def test_fused_operation(length, heads, width, taps, dilation, causal, packed, dtype):
+    arrays = span_arrays(2, length, heads, width, taps, dtype)
     given = {
         "ids": documents(2, length) if packed else None,
         "heads": heads,
-        "offsets": taps.offsets(kernel, dilation=dilation, causal=causal),
+        "offsets": offsets_of(taps, dilation=dilation, causal=causal),
     }
     actual = run_span(*arrays, **given)
     assert [x.dtype for x in actual] == [dtype] * 6
@@ -140,20 +170,25 @@ def test_fused_operation(length, heads, width, kernel, dilation, causal, packed,
 
 
 def test_fused_operation_with_more_blocks_than_splits(monkeypatch):
-    monkeypatch.setattr(pallas_gpu_span, "SPLITS", 2)
+    monkeypatch.setattr(span, "SPLITS", 2)
     arrays = span_arrays(3, 129, 2, 16, 3, jnp.float32)
-    given = {"ids": documents(3, 129), "heads": 2, "offsets": taps.offsets(3)}
+    given = {"ids": documents(3, 129), "heads": 2, "offsets": offsets_of(3)}
     close(run_span(*arrays, **given), span_by_definition(*arrays, **given), jnp.float32, scale=3)
 
 
 def test_nan_in_padding_reaches_nothing():
-    ids, offsets = documents(1, 30), taps.offsets(5)
+    ids, offsets = documents(1, 30), offsets_of(5)
     padding = (ids == 0)[..., None]
     *rows, matrix, bias, cotangent = span_arrays(1, 30, 2, 16, 5, jnp.float32)
     given = {"ids": ids, "heads": 2, "offsets": offsets}
     clean = run_span(*rows, matrix, bias, cotangent, **given)
     *rows, cotangent = (jnp.where(padding, jnp.nan, x) for x in (*rows, cotangent))
     dirty = run_span(*rows, matrix, bias, cotangent, **given)
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+    x, filters, cotangent = depthwise_arrays(1, 30, 32, 5, jnp.float32)
+    clean = run_depthwise(x, filters, cotangent, ids, offsets)
+    x, cotangent = (jnp.where(padding, jnp.nan, x) for x in (x, cotangent))
+    dirty = run_depthwise(x, filters, cotangent, ids, offsets)
     jax.tree.map(np.testing.assert_array_equal, dirty, clean)
 
 
@@ -172,12 +207,14 @@ def abstract_gpu():
     ("heads", "width", "packed", "dtype"),
     [(6, 64, True, jnp.bfloat16), (3, 48, False, jnp.float32)],
 )
-def test_both_operations_lower_for_cuda(heads, width, packed, dtype):
-    length, kernel = 512, 9
-    offsets = taps.offsets(kernel)
+def test_operations_lower_for_cuda(heads, width, packed, dtype):
+    length, taps = 512, 9
+    offsets = offsets_of(taps)
     ids = jax.ShapeDtypeStruct((2, length), jnp.int32) if packed else None
-    plain = jax.eval_shape(lambda: plain_arrays(2, length, heads, width, kernel, dtype))
-    span = jax.eval_shape(lambda: span_arrays(2, length, heads, width, kernel, dtype))
+    plain = jax.eval_shape(lambda: plain_arrays(2, length, heads, width, taps, dtype))
+    fused = jax.eval_shape(lambda: span_arrays(2, length, heads, width, taps, dtype))
+
+    depthwise = jax.eval_shape(lambda: depthwise_arrays(2, length, heads * width, taps, dtype))
 
     def spanned(arrays, ids):
         return run_span(*arrays, ids=ids, heads=heads, offsets=offsets, interpret=False)
@@ -186,20 +223,28 @@ def test_both_operations_lower_for_cuda(heads, width, packed, dtype):
         lowered = jax.jit(lambda a, ids: run_plain(*a, ids, offsets)).trace(plain, ids)
         text = lowered.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("__gpu$xla.gpu.triton") == 2  # forward, backward
-        lowered = jax.jit(spanned).trace(span, ids)
+        lowered = jax.jit(lambda a, ids: run_depthwise(*a, ids, offsets, False)).trace(
+            depthwise, ids
+        )
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("__gpu$xla.gpu.triton") == 2
+        lowered = jax.jit(spanned).trace(fused, ids)
         text = lowered.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("__gpu$xla.gpu.triton") == 4  # forward and three backward
 
 
 @pytest.mark.gpu
 @MATRIX
-def test_on_a_gpu(length, heads, width, kernel, dilation, causal, packed, dtype):
+def test_on_a_gpu(length, heads, width, taps, dilation, causal, packed, dtype):
     ids = documents(2, length) if packed else None
-    offsets = taps.offsets(kernel, dilation=dilation, causal=causal)
-    arrays = plain_arrays(2, length, heads, width, kernel, dtype)
+    offsets = offsets_of(taps, dilation=dilation, causal=causal)
+    arrays = plain_arrays(2, length, heads, width, taps, dtype)
     expected = plain_by_definition(*arrays, ids, offsets)
     close(run_plain(*arrays, ids, offsets), expected, dtype)
-    arrays = span_arrays(2, length, heads, width, kernel, dtype)
+    arrays = span_arrays(2, length, heads, width, taps, dtype)
     given = {"ids": ids, "heads": heads, "offsets": offsets}
     actual = run_span(*arrays, **given, interpret=False)
     close(actual, span_by_definition(*arrays, **given), dtype, scale=3)
+    arrays = depthwise_arrays(2, length, heads * width, taps, dtype)
+    expected = depthwise_by_definition(*arrays, ids, offsets)
+    close(run_depthwise(*arrays, ids, offsets, False), expected, dtype)

@@ -14,18 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from convbert_jax.ops import (
-    bands,
-    depthwise_conv,
-    dispatch,
-    pallas_tpu,
-    pallas_tpu_dealing,
-    pallas_tpu_depthwise,
-    pallas_tpu_windows,
-    reference,
-    taps,
-    xla,
-)
+from convbert_jax.ops import dispatch, reference, tpu, xla
+from convbert_jax.ops.dispatch import ROWS, ROWS_AND_HEADS
+from convbert_jax.ops.taps import offsets as offsets_of
+from convbert_jax.ops.tpu import bands, dealing, depthwise, windows
 from tests.ops.test_dynamic_conv import inputs, segments
 from tests.ops.test_span_dynamic_conv import definition
 
@@ -36,8 +28,8 @@ F32, BF16 = jnp.float32, jnp.bfloat16
 def _looped(request, monkeypatch):
     """Windows in loops: unrolled, the interpreter's programs take XLA:CPU minutes to compile."""
     if "unrolled" not in request.fixturenames and "tpu" not in request.keywords:
-        monkeypatch.setattr(pallas_tpu_windows, "UNROLLED_WINDOWS", 1)
-        monkeypatch.setattr(pallas_tpu_dealing, "UNROLLED", 1)
+        monkeypatch.setattr(windows, "UNROLLED_WINDOWS", 1)
+        monkeypatch.setattr(dealing, "UNROLLED", 1)
     yield
     # Some of these programs hold thousands of memory maps; see tests/conftest.py.
     jax.clear_caches()
@@ -54,16 +46,16 @@ def gradients(function, arrays, cotangent):
 
 
 @functools.partial(jax.jit, static_argnames=("offsets", "interpret"))
-def run_plain(values, weights, cotangent, ids, offsets, interpret=True):
-    def function(values, weights):
-        return pallas_tpu.dynamic_conv(values, weights, ids, offsets, interpret)
+def run_plain(values, filters, cotangent, ids, offsets, interpret=True):
+    def function(values, filters):
+        return tpu.dynamic_conv(values, filters, ids, offsets, interpret)
 
-    return gradients(function, (values, weights), cotangent)
+    return gradients(function, (values, filters), cotangent)
 
 
 @functools.partial(jax.jit, static_argnames=("offsets",))
-def by_reference(values, weights, cotangent, ids, offsets):
-    exact = [x.astype(F32) for x in (values, weights)]
+def by_reference(values, filters, cotangent, ids, offsets):
+    exact = [x.astype(F32) for x in (values, filters)]
     function = functools.partial(reference.dynamic_conv, segment_ids=ids, offsets=offsets)
     return gradients(function, exact, cotangent.astype(F32))
 
@@ -77,7 +69,7 @@ def assert_close(actual, expected, dtype, scale=1.0):
         np.testing.assert_allclose(ours, wanted, atol=relative * max(1.0, np.abs(wanted).max()))
 
 
-# (kernel, batch, length, heads, width, dilation, causal, packed): each value a few times.
+# (taps, batch, length, heads, width, dilation, causal, packed): each value a few times.
 MATRIX = [
     (1, 2, 1, 2, 48, 1, False, False),
     (2, 2, 7, 2, 64, 1, False, True),
@@ -103,7 +95,7 @@ ON_A_TPU = [
 
 
 @pytest.mark.parametrize(
-    ("kernel", "batch", "length", "heads", "width", "dilation", "causal", "packed", "dtype"),
+    ("taps", "batch", "length", "heads", "width", "dilation", "causal", "packed", "dtype"),
     [
         *((*shape, F32) for shape in MATRIX),
         *((*shape, BF16) for shape in MATRIX[:2]),
@@ -111,22 +103,22 @@ ON_A_TPU = [
         *(pytest.param(*shape, F32, marks=pytest.mark.slow) for shape in LONG),
     ],
 )
-def test_plain(kernel, batch, length, heads, width, dilation, causal, packed, dtype):
-    values, weights, cotangent = inputs(0, batch, length, heads, width, kernel, dtype)
+def test_plain(taps, batch, length, heads, width, dilation, causal, packed, dtype):
+    values, filters, cotangent = inputs(0, batch, length, heads, width, taps, dtype)
     ids = segments(batch, length) if packed else None
-    offsets = taps.offsets(kernel, dilation=dilation, causal=causal)
-    actual = run_plain(values, weights, cotangent, ids, offsets)
-    expected = by_reference(values, weights, cotangent, ids, offsets)
+    offsets = offsets_of(taps, dilation=dilation, causal=causal)
+    actual = run_plain(values, filters, cotangent, ids, offsets)
+    expected = by_reference(values, filters, cotangent, ids, offsets)
     assert [x.dtype for x in actual] == [dtype] * 3
     assert_close(actual, expected, dtype)
 
 
-def span_inputs(batch, length, heads, width, kernel, dtype):
+def span_inputs(batch, length, heads, width, taps, dtype):
     keys = jax.random.split(jax.random.key(0), 6)
     shape = (batch, length, heads * width)
     arrays = [jax.random.normal(key, shape) for key in keys[:3]]
-    projection = jax.random.normal(keys[3], (heads * width, heads * kernel)) * 0.1
-    bias = jax.random.normal(keys[4], (heads * kernel,))
+    projection = jax.random.normal(keys[3], (heads * width, heads * taps)) * 0.1
+    bias = jax.random.normal(keys[4], (heads * taps,))
     cotangent = jax.random.normal(keys[5], shape)
     return [x.astype(dtype) for x in (*arrays, projection, bias)], cotangent.astype(dtype)
 
@@ -134,7 +126,7 @@ def span_inputs(batch, length, heads, width, kernel, dtype):
 @functools.partial(jax.jit, static_argnames=("heads", "offsets", "interpret"))
 def run_span(arrays, cotangent, ids, heads, offsets, interpret=True):
     def function(*arrays):
-        return pallas_tpu.span_dynamic_conv(*arrays, ids, heads, offsets, interpret)
+        return tpu.span_dynamic_conv(*arrays, ids, heads, offsets, interpret)
 
     return gradients(function, arrays, cotangent)
 
@@ -149,7 +141,7 @@ def span_by_definition(arrays, cotangent, ids, heads, offsets):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "batch", "length", "heads", "width", "dilation", "causal", "packed", "dtype"),
+    ("taps", "batch", "length", "heads", "width", "dilation", "causal", "packed", "dtype"),
     [
         (9, 2, 40, 4, 48, 1, False, False, F32),
         (7, 2, 129, 3, 80, 1, True, True, BF16),
@@ -160,10 +152,10 @@ def span_by_definition(arrays, cotangent, ids, heads, offsets):
         pytest.param(15, 1, 1030, 2, 128, 1, False, True, BF16, marks=pytest.mark.slow),
     ],
 )
-def test_span(kernel, batch, length, heads, width, dilation, causal, packed, dtype):
-    arrays, cotangent = span_inputs(batch, length, heads, width, kernel, dtype)
+def test_span(taps, batch, length, heads, width, dilation, causal, packed, dtype):
+    arrays, cotangent = span_inputs(batch, length, heads, width, taps, dtype)
     ids = segments(batch, length) if packed else None
-    offsets = taps.offsets(kernel, dilation=dilation, causal=causal)
+    offsets = offsets_of(taps, dilation=dilation, causal=causal)
     actual = run_span(arrays, cotangent, ids, heads, offsets)
     expected = span_by_definition(arrays, cotangent, ids, heads, offsets)
     assert [x.dtype for x in actual] == [dtype] * 6
@@ -171,7 +163,7 @@ def test_span(kernel, batch, length, heads, width, dilation, causal, packed, dty
 
 
 @pytest.mark.parametrize(
-    ("kernel", "batch", "length", "channels", "dilation", "causal", "packed", "dtype"),
+    ("taps", "batch", "length", "channels", "dilation", "causal", "packed", "dtype"),
     [
         (1, 2, 5, 64, 1, False, False, F32),
         (9, 4, 128, 256, 1, False, True, BF16),
@@ -183,23 +175,23 @@ def test_span(kernel, batch, length, heads, width, dilation, causal, packed, dty
         pytest.param(31, 1, 1030, 80, 2, False, True, F32, marks=pytest.mark.slow),
     ],
 )
-def test_depthwise(kernel, batch, length, channels, dilation, causal, packed, dtype):
+def test_depthwise(taps, batch, length, channels, dilation, causal, packed, dtype):
     keys = jax.random.split(jax.random.key(0), 3)
     x, cotangent = (jax.random.normal(k, (batch, length, channels)).astype(dtype) for k in keys[:2])
-    filters = jax.random.normal(keys[2], (kernel, channels)).astype(dtype)
+    filters = jax.random.normal(keys[2], (taps, channels)).astype(dtype)
     ids = segments(batch, length) if packed else None
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(function, *arrays):
         return gradients(lambda x, f: function(x, f, ids), arrays[:2], arrays[2])
 
-    offsets = taps.offsets(kernel, dilation=dilation, causal=causal)
+    offsets = offsets_of(taps, dilation=dilation, causal=causal)
 
     def ours(x, filters, ids):
-        return pallas_tpu_depthwise.depthwise_conv(x, filters, ids, offsets, True)
+        return tpu.depthwise_conv(x, filters, ids, offsets, True)
 
     def by_xla(x, filters, ids):
-        return depthwise_conv.IMPLEMENTATIONS["xla"](x, filters, ids, offsets)
+        return xla.depthwise_conv(x, filters, ids, offsets)
 
     exact = [x.astype(F32) for x in (x, filters, cotangent)]
     actual = run(ours, x, filters, cotangent)
@@ -210,31 +202,29 @@ def test_depthwise(kernel, batch, length, channels, dilation, causal, packed, dt
 
 def test_rows_too_long_for_the_chip_are_cut(monkeypatch):
     """Into pieces that overlap; values and gradients are those of the whole row."""
-    monkeypatch.setattr(pallas_tpu_depthwise, "LONGEST", 32)
+    monkeypatch.setattr(depthwise, "LONGEST", 32)
     x = jax.random.normal(jax.random.key(0), (2, 50, 128))
     filters = jax.random.normal(jax.random.key(1), (5, 128))
-    ids, offsets = segments(2, 50), taps.offsets(5)
+    ids, offsets = segments(2, 50), offsets_of(5)
 
     def ours(x, filters):
-        return pallas_tpu_depthwise.depthwise_conv(x, filters, ids, offsets, True)
+        return tpu.depthwise_conv(x, filters, ids, offsets, True)
 
     def by_xla(x, filters):
-        return depthwise_conv.IMPLEMENTATIONS["xla"](x, filters, ids, offsets)
+        return xla.depthwise_conv(x, filters, ids, offsets)
 
     run = jax.jit(lambda function, x, f: gradients(function, (x, f), x), static_argnums=0)
     assert_close(run(ours, x, filters), run(by_xla, x, filters), F32)
 
 
-def test_taps_beyond_the_row(monkeypatch):
+def test_taps_beyond_the_row():
     """They are left out of the kernel, and their filters get no gradient."""
-    kernel = pallas_tpu_depthwise.depthwise_conv
-    interpreted = lambda *arguments: kernel(*arguments[:4], True)  # noqa: E731
-    monkeypatch.setattr(pallas_tpu_depthwise, "depthwise_conv", interpreted)
     x = jax.random.normal(jax.random.key(0), (1, 5, 128))
-    filters, offsets = jax.random.normal(jax.random.key(1), (9, 128)), taps.offsets(9, dilation=3)
+    filters, offsets = jax.random.normal(jax.random.key(1), (9, 128)), offsets_of(9, dilation=3)
+    interpreted = functools.partial(tpu.depthwise_conv, interpret=True)
     actual, expected = (
         gradients(lambda x, f, conv=conv: conv(x, f, None, offsets), (x, filters), x)
-        for conv in map(depthwise_conv.IMPLEMENTATIONS.get, ("pallas_tpu", "xla"))
+        for conv in (interpreted, xla.depthwise_conv)
     )
     assert_close(actual, expected, F32)
     np.testing.assert_array_equal(actual[2][:3], 0)
@@ -248,8 +238,8 @@ class TestNothingLeaks:
     def test_plain(self):
         arrays = inputs(0, 2, 64, 2, 64)
         dirty = [jnp.where((self.ids == 0)[..., None, None], jnp.nan, x) for x in arrays]
-        clean = run_plain(*arrays, self.ids, taps.offsets(9))
-        for one, other in zip(clean, run_plain(*dirty, self.ids, taps.offsets(9)), strict=True):
+        clean = run_plain(*arrays, self.ids, offsets_of(9))
+        for one, other in zip(clean, run_plain(*dirty, self.ids, offsets_of(9)), strict=True):
             np.testing.assert_array_equal(other[0, :50], one[0, :50])
             np.testing.assert_array_equal(other[0, 50:], 0)
             np.testing.assert_array_equal(other[1], one[1])
@@ -261,8 +251,8 @@ class TestNothingLeaks:
             return jnp.where((self.ids == 0)[..., None], jnp.nan, x)
 
         dirty = [*map(spoil, arrays[:3]), *arrays[3:]]
-        clean = run_span(arrays, cotangent, self.ids, 2, taps.offsets(9))
-        spoiled = run_span(dirty, spoil(cotangent), self.ids, 2, taps.offsets(9))
+        clean = run_span(arrays, cotangent, self.ids, 2, offsets_of(9))
+        spoiled = run_span(dirty, spoil(cotangent), self.ids, 2, offsets_of(9))
         for one, other in zip(clean[:4], spoiled[:4], strict=True):
             np.testing.assert_array_equal(other[0, :50], one[0, :50])
             np.testing.assert_array_equal(other[0, 50:], 0)
@@ -277,8 +267,8 @@ class TestNothingLeaks:
         @jax.jit
         def run(x):
             def conv(x, filters):
-                offsets = taps.offsets(9)
-                return pallas_tpu_depthwise.depthwise_conv(x, filters, self.ids, offsets, True)
+                offsets = offsets_of(9)
+                return tpu.depthwise_conv(x, filters, self.ids, offsets, True)
 
             return gradients(conv, (x, filters), x)
 
@@ -317,20 +307,20 @@ def test_geometry(length, heads, width, reach):
         assert len({head % found.classes for head in heads_of_pairs}) == len(heads_of_pairs)
 
 
-@given(taps_=st.integers(1, 40), dilation=st.integers(1, 30), causal=st.booleans())
-def test_groups_of_taps(taps_, dilation, causal):
-    offsets = taps.offsets(taps_, dilation=dilation, causal=causal)
-    groups = bands.groups(offsets)
+@given(taps=st.integers(1, 40), dilation=st.integers(1, 30), causal=st.booleans())
+def test_groups_of_taps(taps, dilation, causal):
+    offsets = offsets_of(taps, dilation=dilation, causal=causal)
+    groups = bands.tap_groups(offsets)
     assert tuple(base + inside for base, part in groups for inside in part) == offsets
     assert all(abs(inside) <= bands.LARGEST_REACH for _, part in groups for inside in part)
 
 
 def test_rotations_in_steps(monkeypatch):
     """What TPU v4 does in six steps is what the others do in one."""
-    monkeypatch.setattr(pallas_tpu_windows, "TPU_V4", jax.devices()[0].device_kind)
-    values, weights, cotangent = inputs(0, 2, 40, 2, 64)
-    actual = run_plain(values, weights, cotangent, segments(2, 40), taps.offsets(9))
-    expected = by_reference(values, weights, cotangent, segments(2, 40), taps.offsets(9))
+    monkeypatch.setattr(windows, "TPU_V4", jax.devices()[0].device_kind)
+    values, filters, cotangent = inputs(0, 2, 40, 2, 64)
+    actual = run_plain(values, filters, cotangent, segments(2, 40), offsets_of(9))
+    expected = by_reference(values, filters, cotangent, segments(2, 40), offsets_of(9))
     assert_close(actual, expected, F32)
 
 
@@ -343,54 +333,55 @@ def tpu_interpreter():
 
 def test_memory_of_a_tpu(tpu_interpreter):
     """Memory that nothing was written to holds NaN, and what is out of bounds raises."""
-    values, weights, cotangent = inputs(0, 2, 70, 2, 64)
+    values, filters, cotangent = inputs(0, 2, 70, 2, 64)
     ids = segments(2, 70)
-    actual = run_plain(values, weights, cotangent, ids, taps.offsets(9), tpu_interpreter)
-    assert_close(actual, by_reference(values, weights, cotangent, ids, taps.offsets(9)), F32)
+    actual = run_plain(values, filters, cotangent, ids, offsets_of(9), tpu_interpreter)
+    assert_close(actual, by_reference(values, filters, cotangent, ids, offsets_of(9)), F32)
 
 
 def test_span_in_the_memory_of_a_tpu(tpu_interpreter):
     arrays, cotangent = span_inputs(2, 70, 2, 64, 9, F32)
     ids = segments(2, 70)
-    actual = run_span(arrays, cotangent, ids, 2, taps.offsets(9), tpu_interpreter)
+    actual = run_span(arrays, cotangent, ids, 2, offsets_of(9), tpu_interpreter)
     assert_close(
-        actual, span_by_definition(arrays, cotangent, ids, 2, taps.offsets(9)), F32, scale=3.0
+        actual, span_by_definition(arrays, cotangent, ids, 2, offsets_of(9)), F32, scale=3.0
     )
 
 
 @pytest.mark.parametrize("axes", [("data", "fsdp"), ("data", "tensor")])
 def test_on_a_mesh(axes):
     """Each device gets its rows and, over `tensor`, its heads."""
-    values, weights, cotangent = inputs(0, 8, 32, 4, 16)
+    values, filters, cotangent = inputs(0, 8, 32, 4, 16)
     ids = segments(8, 32)
 
-    def kernel(values, weights, ids):
+    def kernel(values, filters, ids):
         return dispatch.over_mesh(
-            lambda *a: pallas_tpu.dynamic_conv(*a, taps.offsets(9), True),
-            (values, weights, ids),
-            (2, 2, None),
+            lambda *a: tpu.dynamic_conv(*a, offsets_of(9), True),
+            (values, filters, ids),
+            (ROWS_AND_HEADS, ROWS_AND_HEADS, ROWS),
+            ROWS_AND_HEADS,
         )
 
     mesh = jax.make_mesh((4, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         actual = jax.jit(lambda v, w: gradients(lambda v, w: kernel(v, w, ids), (v, w), cotangent))(
-            values, weights
+            values, filters
         )
-    assert_close(actual, by_reference(values, weights, cotangent, ids, taps.offsets(9)), F32)
+    assert_close(actual, by_reference(values, filters, cotangent, ids, offsets_of(9)), F32)
 
 
 @pytest.mark.slow
 def test_vmap_and_checkpoint():
-    values, weights, cotangent = inputs(0, 2, 20, 2, 16)
+    values, filters, cotangent = inputs(0, 2, 20, 2, 16)
 
-    def run(values, weights):
-        return pallas_tpu.dynamic_conv(values, weights, None, taps.offsets(9), True)
+    def run(values, filters):
+        return tpu.dynamic_conv(values, filters, None, offsets_of(9), True)
 
-    wanted = xla.dynamic_conv(values, weights, None, taps.offsets(9))
-    many = jax.vmap(run)(jnp.stack([values, 2 * values]), jnp.stack([weights, weights]))
+    wanted = xla.dynamic_conv(values, filters, None, offsets_of(9))
+    many = jax.vmap(run)(jnp.stack([values, 2 * values]), jnp.stack([filters, filters]))
     np.testing.assert_allclose(many[1], 2 * wanted, atol=1e-5)
-    plain = gradients(run, (values, weights), cotangent)
-    again = gradients(jax.checkpoint(run), (values, weights), cotangent)
+    plain = gradients(run, (values, filters), cotangent)
+    again = gradients(jax.checkpoint(run), (values, filters), cotangent)
     for one, other in zip(plain, again, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
@@ -398,12 +389,12 @@ def test_vmap_and_checkpoint():
 @pytest.mark.tpu
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize(
-    ("kernel", "batch", "length", "heads", "width", "dilation", "causal", "packed"),
+    ("taps", "batch", "length", "heads", "width", "dilation", "causal", "packed"),
     [*MATRIX, *LONG, *ON_A_TPU],
 )
-def test_on_a_tpu(dtype, kernel, batch, length, heads, width, dilation, causal, packed):
-    values, weights, cotangent = inputs(0, batch, length, heads, width, kernel, dtype)
+def test_on_a_tpu(dtype, taps, batch, length, heads, width, dilation, causal, packed):
+    values, filters, cotangent = inputs(0, batch, length, heads, width, taps, dtype)
     ids = segments(batch, length) if packed else None
-    offsets = taps.offsets(kernel, dilation=dilation, causal=causal)
-    actual = run_plain(values, weights, cotangent, ids, offsets, False)
-    assert_close(actual, by_reference(values, weights, cotangent, ids, offsets), dtype)
+    offsets = offsets_of(taps, dilation=dilation, causal=causal)
+    actual = run_plain(values, filters, cotangent, ids, offsets, False)
+    assert_close(actual, by_reference(values, filters, cotangent, ids, offsets), dtype)

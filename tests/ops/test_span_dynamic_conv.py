@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.ops import dispatch
-from convbert_jax.ops.span_dynamic_conv import IMPLEMENTATIONS, span_dynamic_conv
+from convbert_jax.ops import dispatch, xla
+from convbert_jax.ops.dispatch import ROWS, WHOLE
+from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
 from tests.ops.test_dynamic_conv import segments
 
 
@@ -16,17 +17,23 @@ def inputs(batch=2, length=20, heads=2, width=8, taps=9):
     keys = jax.random.split(jax.random.key(0), 6)
     shape = (batch, length, heads * width)
     query, span_key, values, cotangent = (jax.random.normal(key, shape) for key in keys[:4])
-    kernel = jax.random.normal(keys[4], (heads * width, heads * taps)) * 0.3
-    return (query, span_key, values, kernel, jax.random.normal(keys[5], (heads * taps,))), cotangent
+    projection = jax.random.normal(keys[4], (heads * width, heads * taps)) * 0.3
+    return (
+        query,
+        span_key,
+        values,
+        projection,
+        jax.random.normal(keys[5], (heads * taps,)),
+    ), cotangent
 
 
-def loops(query, span_key, values, kernel, bias, heads, ids):
+def loops(query, span_key, values, projection, bias, heads, ids):
     batch, length, channels = values.shape
-    taps, width = kernel.shape[1] // heads, channels // heads
+    taps, width = projection.shape[1] // heads, channels // heads
     out = np.zeros(values.shape, np.float64)
     for b in range(batch):
         for t in range(length):
-            logits = (query[b, t] * span_key[b, t]) @ kernel + bias
+            logits = (query[b, t] * span_key[b, t]) @ projection + bias
             for h in range(heads):
                 powers = np.exp(logits[h * taps : (h + 1) * taps])
                 own = slice(h * width, (h + 1) * width)
@@ -48,10 +55,10 @@ def test_is_the_formula(implementation):
     np.testing.assert_allclose(jax.jit(run)(*arrays), wanted, atol=1e-5)
 
 
-def definition(query, span_key, values, kernel, bias, heads, ids, offsets):
+def definition(query, span_key, values, projection, bias, heads, ids, offsets):
     """In jax.numpy alone, to be differentiated: nothing of the package is in it."""
     batch, length, channels = values.shape
-    logits = jnp.matmul(query * span_key, kernel, precision="highest") + bias
+    logits = jnp.matmul(query * span_key, projection, precision="highest") + bias
     powers = jnp.exp(logits).reshape(batch, length, heads, -1)
     filters = powers / powers.sum(axis=-1, keepdims=True)
     out = jnp.zeros((batch, length, heads, channels // heads))
@@ -106,9 +113,10 @@ def test_parts_of_a_mesh_add_up(axes):
 
     def over_mesh(*arrays):
         return dispatch.over_mesh(
-            lambda *a: IMPLEMENTATIONS["xla"](*a, 2, tuple(range(-4, 5))),
+            lambda *a: xla.span_dynamic_conv(*a, 2, tuple(range(-4, 5))),
             (*arrays, ids),
-            (None, None, None, -1, -1, None),
+            (ROWS, ROWS, ROWS, WHOLE, WHOLE, ROWS),
+            ROWS,
         )
 
     wanted = gradients(functools.partial(span_dynamic_conv, heads=2, segment_ids=ids))
@@ -125,7 +133,7 @@ def test_parts_of_a_mesh_add_up(axes):
         ("values", {2: jnp.zeros((2, 20))}),
         ("query", {0: jnp.zeros((2, 20, 8))}),
         ("span_key", {1: jnp.zeros((2, 20, 16), jnp.bfloat16)}),
-        ("kernel", {3: jnp.zeros((16, 17))}),
+        ("projection", {3: jnp.zeros((16, 17))}),
         ("bias", {4: jnp.zeros(17)}),
         ("heads", {"heads": 3}),
         ("segment_ids", {"segment_ids": jnp.ones((2, 5), jnp.int32)}),
@@ -144,9 +152,3 @@ def test_errors_name_the_argument(name, change):
             arguments[key] = value
     with pytest.raises(ValueError, match=f"span_dynamic_conv: {name} is "):
         span_dynamic_conv(*arrays, **arguments)
-
-
-def test_every_implementation_of_the_plain_op_is_here():
-    from convbert_jax.ops import dynamic_conv
-
-    assert set(IMPLEMENTATIONS) == set(dynamic_conv.IMPLEMENTATIONS)

@@ -8,20 +8,23 @@ import numpy as np
 
 from convbert_jax.interop import tables
 from convbert_jax.interop.networks import stack, to_tree
+from convbert_jax.models.mixers.mixed import Mixed
 
 
 def read(depth, theirs):
     """{"embeddings": ..., "encoder": ...} from arrays by their name, each of which must be used."""
     left = dict(theirs)
     groups = left["encoder.layer.0.intermediate.dense.weight"].ndim - 1  # only whether there are
+    mixer = {f"mixer/{name}": row for name, row in Mixed.NAMES.items()}
+    layer = types.SimpleNamespace(mixer=Mixed, ffn_groups=groups)
     layers = {f"layers/{i}/{module}": entry for i in range(depth) for module, entry in
-              (tables.LAYER | (tables.GROUPED if groups > 1 else {})).items()}  # fmt: skip
+              (tables.LAYER | (tables.GROUPED if groups > 1 else {}) | mixer).items()}  # fmt: skip
     paths = [
         f"{module}/{leaf}"
         for module, (kind, *_) in (tables.OUTSIDE | layers).items()
         for leaf in tables.KINDS[kind]
     ]
-    places = tables.huggingface_places(paths, "convbert", groups=groups, prefix="")
+    places = tables.huggingface_places(paths, "convbert", layer, prefix="")
     flat = {
         path: np.ascontiguousarray(place.layout.read(left.pop(place.name)))
         for path, place in places.items()

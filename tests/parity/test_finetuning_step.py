@@ -15,10 +15,11 @@ import pytest
 
 from configs import glue, squad
 from convbert_jax.config import OutputsSection, from_config_dict
-from convbert_jax.finetuning import classification, fitting, question_answering
+from convbert_jax.finetuning import fitting
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.programs import Programs, widen_head
-from convbert_jax.finetuning.task import FinetuneTask
+from convbert_jax.finetuning.tasks import classification, question_answering
+from convbert_jax.finetuning.tasks.task import FinetuneTask
 from convbert_jax.objectives import classification as labelled_objective
 from convbert_jax.training import sharding
 from tests.parity.pytorch_weights import read
@@ -196,7 +197,7 @@ def test_three_steps(case):
     outputs, width, losses, constants = make_task()
     task = FinetuneTask(
         name=case, outputs=outputs, width=width, losses=losses, predict=None, constants=constants,
-        epochs=1.0, metrics=(), train=None, evaluation={}, scored=(), score=None, write=None,
+        epochs=1.0, train=None, evaluation={}, evaluators={}, write=None,
     )  # fmt: skip
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     programs = Programs(config, np.dtype(np.float32), mesh)
@@ -221,18 +222,19 @@ def test_three_steps(case):
     )
     assert min(norms) > 1  # all three are clipped
 
-    state = programs.start(task, False)(programs.replicate(params))
-    step = programs.train_step(task, False)
+    program = programs.of(task, None)
+    state = program.start(params)
     rates = fitting.learning_rates(config, Setting(RATE, 1.0), STEPS)
     for number, batch in enumerate(batches):
-        state, loss = step(state, batch, constants, np.uint32(0), np.int32(number), rates[number])
-        assert loss == pytest.approx(wanted_losses[number], rel=1e-5)
+        given = np.uint32(0), rates[number], constants
+        state, _, vitals = program.train_step(state, batch, *given)
+        assert vitals.loss == pytest.approx(wanted_losses[number], rel=1e-5)
         if number == 0:  # the first moment is a tenth of the first, clipped gradient
             gradients = jax.tree.map(
-                lambda m: 10 * np.asarray(m), optax.tree_utils.tree_get(state[1], "mu")
+                lambda m: 10 * np.asarray(m), optax.tree_utils.tree_get(state.opt_state, "mu")
             )
     compare(gradients, widen_head(as_ours(wanted_gradients), len(outputs.labels), width))
-    final = jax.device_get(state[0])
+    final = jax.device_get(state.params)
     compare(final, widen_head(as_ours(wanted), len(outputs.labels), width))
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), final, dict(params))
     assert max(jax.tree.leaves(moved)) > 1e-3

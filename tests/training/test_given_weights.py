@@ -61,11 +61,11 @@ def test_nothing_is_lost_by_a_kill_while_publishing(tmp_path):
 
 def test_given_weights_are_divided_over_the_devices():
     mesh = sharding.make_mesh(MeshSection(data=1, fsdp=4, tensor=2))
-    tree = {"stages": {"0": {"mixer": {"query": {
+    tree = {"stages": {"0": {"feed_forward": {"intermediate": {
         "kernel": np.arange(2 * 128 * 256, dtype=np.float32).reshape(2, 128, 256),
         "bias": np.ones((2, 256), np.float32),
     }}}}}  # fmt: skip
-    put = sharding.put_params(tree, sharding.tree_shardings(tree, mesh))
-    kernel = put["stages"]["0"]["mixer"]["query"]["kernel"]
+    put = sharding.put_params(tree, sharding.tree_shardings(tree, mesh, sharding.RULES))
+    kernel = put["stages"]["0"]["feed_forward"]["intermediate"]["kernel"]
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 32, 128)}
     jax.tree.map(np.testing.assert_array_equal, tree, jax.device_get(put))

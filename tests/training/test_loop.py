@@ -16,16 +16,13 @@ import numpy as np
 import pytest
 
 from convbert_jax.config import MeshSection
-from convbert_jax.training import (
-    checkpoint,
-    checkpoint_reading,
-    compilation,
-    loop,
-    reporting,
-    sharding,
-)
+from convbert_jax.training import loop, sharding
+from convbert_jax.training.checkpoints import reading as checkpoint_reading
+from convbert_jax.training.checkpoints import saving as checkpoint
+from convbert_jax.training.environment import compilation
 from convbert_jax.training.evaluation import EvaluationError
-from tests.training.tiny_run import Rows, linear_task, make_config, make_rows, run
+from convbert_jax.training.reports import reporting
+from tests.training.tiny_run import EVALUATOR, Rows, linear_task, make_config, make_rows, run
 
 STEPS = 12
 
@@ -357,7 +354,9 @@ def test_other_device_errors_pass():
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
-    task = dataclasses.replace(linear_task(), summarize=lambda parts: {"error": math.nan})
+    unknown = {"error": math.nan}
+    evaluator = dataclasses.replace(EVALUATOR, finish=lambda state: unknown)
+    task = dataclasses.replace(linear_task(), summarize=lambda sums: unknown, evaluator=evaluator)
     run(tmp_path, make_config(4), task=task)
     assert all(line["error"] is None for line in read_lines(tmp_path))
     assert math.isnan(reporting.read_last(tmp_path / "metrics.jsonl", "validation")["error"])
@@ -368,7 +367,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     [(5, "5 s"), (600, "10 min"), (12_000, "3 h 20 min"), (187_200, "2 d 4 h")],
 )
 def test_time_left(seconds, text):
-    from convbert_jax.training.timing import format_seconds
+    from convbert_jax.training.reports.timing import format_seconds
 
     assert format_seconds(seconds) == text
 

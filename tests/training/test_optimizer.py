@@ -13,9 +13,9 @@ from convbert_jax.config import OptimizerSection
 from convbert_jax.training.optimizer import (
     decay_mask,
     layer_multipliers,
-    make_direction,
     make_optimizer,
     make_schedule,
+    make_told_optimizer,
 )
 from convbert_jax.training.state import flatten
 
@@ -182,15 +182,15 @@ def test_layer_wise_rates_are_those_of_the_release():
 
 
 @pytest.mark.parametrize("section", [RELEASE, OptimizerSection(warmup_steps=2)])
-def test_the_direction_times_the_rate_is_the_update(section):
-    """What fine-tuning multiplies itself equals the whole optimizer."""
-    whole, direction = make_optimizer(section, 10), make_direction(section)
+def test_an_optimizer_that_is_told_its_rate_does_the_same(section):
+    """As fine-tuning tells it, and with the schedule compiled in."""
+    whole, told = make_optimizer(section, 10), make_told_optimizer(section, 1.0)
     params, schedule = draw(0), make_schedule(section, 10)
-    states = whole.init(params), direction.init(params)
+    states = whole.init(params), told.init(params)
     for step in range(3):
         gradients = draw(step + 1)
         update, first = whole.update(gradients, states[0], params)
-        part, second = direction.update(gradients, states[1], params)
+        part, second = told.update(gradients, states[1], params, learning_rate=schedule(step))
         states = first, second
         for ours, theirs in zip(jax.tree.leaves(part), jax.tree.leaves(update), strict=True):
-            np.testing.assert_allclose(-schedule(step) * ours, theirs, rtol=1e-5)
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5)

@@ -13,7 +13,8 @@ import time
 import numpy as np
 import pytest
 
-from convbert_jax.training import checkpoint, checkpoint_reading
+from convbert_jax.training.checkpoints import reading as checkpoint_reading
+from convbert_jax.training.checkpoints import saving as checkpoint
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 PATIENCE = 120  # seconds

@@ -10,47 +10,33 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from configs import base
-from convbert_jax.config import MeshSection, from_config_dict
-from convbert_jax.objectives.masking import SpecialIds
+from convbert_jax.config import Config, MeshSection, from_config_dict
+from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.models.mixers import sharding_rules
 from convbert_jax.recipes import build_task
-from convbert_jax.training import optimizer as optimizer_lib
-from convbert_jax.training import sharding, state, step
+from convbert_jax.training import sharding, state
+from convbert_jax.training.program import make_program
 from convbert_jax.training.sharding import ShardingError
 from tests.training.tiny_run import FEATURES, make_config, make_rows, mlp_task
 
+RULES = (*sharding_rules(Config().encoder), *sharding.RULES)  # of a ConvBERT
+
 
 def start(mesh, task, accumulation: int = 1, **changes):
-    """Compiled step and state of a task on a mesh; `changes` are of the optimizer's section."""
-    section = dataclasses.replace(make_config().optimizer, **changes)
-    optimizer = optimizer_lib.make_optimizer(section, 100)
-    abstract = jax.eval_shape(
-        lambda key: state.create(task.init(key), optimizer), jax.random.key(0)
-    )
-    shardings = sharding.tree_shardings(abstract, mesh)
-    train_step = step.make_train_step(
-        task,
-        optimizer,
-        optimizer_lib.make_schedule(section, 100),
-        seed=0,
-        accumulation=accumulation,
-        replicas=section.release_replicas,
-        clip_norm=section.clip_norm,
-        mesh=mesh,
-        shardings=shardings,
-    )
+    """Program and state of a task on a mesh; `changes` are of the optimizer's section."""
+    config = make_config(100, train={"accumulation": accumulation}, optimizer=changes)
+    program = make_program(task, config, mesh)
     with jax.set_mesh(mesh):
-        init = jax.jit(lambda key: state.create(task.init(key), optimizer), out_shardings=shardings)
-        return train_step, init(jax.random.key(1))
+        return program, program.init(jax.random.key(1))
 
 
 def train_three(mesh, task, accumulation: int = 1, **changes):
-    train_step, train_state = start(mesh, task, accumulation, **changes)
-    place = sharding.batch_sharding(mesh)
+    program, train_state = start(mesh, task, accumulation, **changes)
     reports = []
     with jax.set_mesh(mesh):
         for index in range(3):
-            batch = sharding.put_batch(make_rows(index, FEATURES), place)
-            train_state, metrics, vitals = train_step(train_state, batch)
+            batch = program.put_batch(make_rows(index, FEATURES))
+            train_state, metrics, vitals = program.train_step(train_state, batch)
             reports.append(jax.device_get((metrics, vitals)))
     return train_state, reports
 
@@ -108,7 +94,7 @@ def test_replicas_normalize_and_clip_alone_as_in_the_release():
     task, clip = weighted_task(), 6.0
     fields = {"release_replicas": 8, "clip_norm": clip, "bias_correction": False}
     mesh = sharding.make_mesh(ONE, jax.devices()[:1])
-    train_step, first = start(mesh, task, **fields)
+    program, first = start(mesh, task, **fields)
     params, rows = jax.device_get(first.params), make_rows(0, FEATURES)
     losses, norms, total = [], [], jax.tree.map(np.zeros_like, params)
     for replica in range(8):
@@ -121,8 +107,7 @@ def test_replicas_normalize_and_clip_alone_as_in_the_release():
         norms.append(norm)
     assert min(norms) < clip < max(norms)
     with jax.set_mesh(mesh):
-        batch = sharding.put_batch(rows, sharding.batch_sharding(mesh))
-        after, _, vitals = train_step(first, batch)
+        after, _, vitals = program.train_step(first, program.put_batch(rows))
     moments = jax.device_get(after.opt_state[1].mu)
     jax.tree.map(lambda m, t: np.testing.assert_allclose(m, 0.1 * t, atol=1e-6), moments, total)
     assert vitals.loss == pytest.approx(np.mean(losses), rel=1e-5)
@@ -191,7 +176,7 @@ def test_parameters_and_moments_are_split_not_copied():
 )
 def test_rules(path, shape, spec):
     mesh = sharding.make_mesh(MeshSection(data=1, fsdp=4, tensor=2))
-    assert sharding.partition_spec(path, shape, mesh) == spec
+    assert sharding.partition_spec(path, shape, mesh, RULES) == spec
 
 
 LAYER = {
@@ -246,13 +231,9 @@ BASE = {
 def test_where_every_parameter_of_base_lies():
     """And its moments; a change here changes what a device holds and what is sent each step."""
     config = from_config_dict(base.get_config())
-    task = build_task(config, SpecialIds(2, 3, 4), jax.devices()[0])
-    optimizer = optimizer_lib.make_optimizer(config.optimizer, 100)
-    abstract = jax.eval_shape(
-        lambda key: state.create(task.init(key), optimizer), jax.random.key(0)
-    )
+    task = build_task(config, SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4), jax.devices()[0])
     mesh = sharding.make_mesh(MeshSection(fsdp=2, tensor=2))
-    placed = sharding.tree_shardings(abstract, mesh)
+    placed = make_program(task, config, mesh).shardings
     for tree in (placed.params, placed.opt_state[1].mu, placed.opt_state[1].nu):
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         assert {state.parameter_path(path): leaf.spec for path, leaf in leaves} == BASE
@@ -261,7 +242,7 @@ def test_where_every_parameter_of_base_lies():
 def test_a_parameter_without_a_rule_is_an_error():
     mesh = sharding.make_mesh(MeshSection())
     with pytest.raises(ShardingError, match="no sharding rule matches parameter encoder/gate"):
-        sharding.partition_spec("encoder/gate", (3,), mesh)
+        sharding.partition_spec("encoder/gate", (3,), mesh, sharding.RULES)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +259,7 @@ def test_a_parameter_without_a_rule_is_an_error():
 )
 def test_a_large_parameter_that_does_not_divide_is_an_error(section, path, shape, says):
     with pytest.raises(ShardingError, match=says):
-        sharding.partition_spec(path, shape, sharding.make_mesh(section))
+        sharding.partition_spec(path, shape, sharding.make_mesh(section), RULES)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +285,8 @@ def test_batches_that_do_not_split_name_the_nearest():
     sharding.check_batch_size(48, 2, mesh)
     with pytest.raises(ShardingError, match=r"batch_size=40 .*accumulation=2.*: 32 or 48\."):
         sharding.check_batch_size(40, 2, mesh)
-    with pytest.raises(ShardingError, match=r"the nearest that does: 8\."):
+    alone = r"^config\.train\.batch_size=3 .* shards \(data x fsdp\); the nearest that does: 8\."
+    with pytest.raises(ShardingError, match=alone):
         sharding.check_batch_size(3, 1, mesh)
     with pytest.raises(ShardingError, match=r"release_replicas=8; .*: 128 or 256\."):
         sharding.check_batch_size(130, 2, mesh, replicas=8)

@@ -16,8 +16,11 @@ from absl import logging
 
 from convbert_jax import console
 from convbert_jax.config import Config, UserError
-from convbert_jax.training import compilation, loop, peers, sharding
+from convbert_jax.interfaces.evaluator import Evaluator
+from convbert_jax.training import loop, sharding
+from convbert_jax.training.environment import compilation, peers
 from convbert_jax.training.task import Task
+from convbert_jax.workdir import Workdir
 
 ROWS = 16
 FEATURES = 128
@@ -85,9 +88,16 @@ def _sums(errors, weight):
     return {"error": ((errors * weight).sum(), weight.sum()), "counts": (counts, counts)}
 
 
-def _summarize(parts):
-    total, weight = (sum(part["error"][i] for part in parts) for i in (0, 1))
+def _summarize(sums):
+    total, weight = sums["error"]
     return {"error": float(total) / float(weight) if weight else float("nan")}
+
+
+def _add(state, outputs):
+    return {"error": np.add(state["error"], outputs["error"])}
+
+
+EVALUATOR = Evaluator(("error",), lambda: {"error": (0.0, 0.0)}, _add, _summarize)
 
 
 def linear_task(*, noise: float = 0.1, features: int = 4, health=None) -> Task:
@@ -109,7 +119,9 @@ def linear_task(*, noise: float = 0.1, features: int = 4, health=None) -> Task:
         init=init,
         loss=loss,
         evaluate=lambda params, batch, key: _sums(errors(params, batch["x"]), batch["weight"]),
+        rules=sharding.RULES,
         summarize=_summarize,
+        evaluator=EVALUATOR,
         health=health or (lambda step, values: []),
         show=("error",),
         tokens_per_step=ROWS * 4,
@@ -172,7 +184,7 @@ def run(workdir: pathlib.Path, config: Config | None = None, **overrides) -> loo
     arguments = {
         "task": linear_task(),
         "config": config,
-        "workdir": workdir,
+        "workdir": Workdir(workdir),
         "mesh": sharding.make_mesh(config.mesh),
         "batches": Rows(),
         "evaluation": evaluation,

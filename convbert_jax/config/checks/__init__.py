@@ -1,0 +1,1 @@
+"""What a config must satisfy before any long work starts."""

@@ -1,0 +1,167 @@
+"""How small and how large every number of a config may be; what holds between fields is in
+`pretraining.py`, `finetuning.py` and `stages.py`.
+
+A lower bound is where the meaning ends. An upper one is far beyond any use, and there so that a
+slip of the finger is a sentence, not a fault of memory or of 32 bits in the middle of a run.
+"""
+
+import dataclasses
+from typing import Any
+
+from convbert_jax.config.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, with or without the ends; of a tuple, its items."""
+
+    low: float
+    high: float
+    with_low: bool = True
+    with_high: bool = True
+    note: str = ""  # what a special value means
+
+    def __contains__(self, value: float) -> bool:
+        """NaN is in no range."""
+        above = self.low <= value if self.with_low else self.low < value
+        return above and (value <= self.high if self.with_high else value < self.high)
+
+    def __str__(self) -> str:
+        low = f"{'at least' if self.with_low else 'above'} {_spell(self.low)}"
+        high = f"{'at most' if self.with_high else 'below'} {_spell(self.high)}"
+        return f"{low} and {high}{self.note and f' ({self.note})'}"
+
+
+_INT32 = 2**31 - 1  # steps and positions are counted in 32 bits on the device
+_SIZE = 2**20  # of an axis: rows, tokens, devices
+
+_COUNT = Range(1, _INT32)
+_HEADS = Range(1, 1_024)
+_HEADS_OR_MODEL = Range(0, 1_024, note="0 is that of config.model")
+_WIDTH = Range(1, 2**18)
+_LENGTH = Range(8, _SIZE, note="[CLS], [SEP] and some text")
+_BATCH = Range(1, _SIZE)
+_SHARE = Range(0.0, 1.0)
+_SHARE_BELOW_1 = Range(0.0, 1.0, with_high=False)
+_SHARE_ABOVE_0 = Range(0.0, 1.0, with_low=False)
+_RATE = Range(0.0, 1e3, with_low=False)
+_EPSILON = Range(1e-30, 1.0)  # less is 0 in float32
+_WEIGHT = Range(0.0, 1e6)
+_TEMPERATURE = Range(1e-4, 1e4)
+_SCALE = Range(1e-6, 1e9)
+_AXIS = Range(-1, _SIZE, note="-1 is all devices left")
+
+BOUNDS = {
+    "seed": Range(0, 2**32 - 1),
+    "model.layers": _HEADS,
+    "model.hidden_size": _WIDTH,
+    "model.embedding_size": _WIDTH,
+    "model.heads": _HEADS,
+    "model.head_ratio": _HEADS,
+    "model.kernel_size": _HEADS,
+    "model.ffn_size": _WIDTH,
+    "model.ffn_groups": _HEADS,
+    "model.positions": _BATCH,
+    "model.types": _HEADS,
+    "model.dropout": _SHARE_BELOW_1,
+    "model.attention_dropout": _SHARE_BELOW_1,
+    "model.layer_norm_epsilon": _EPSILON,
+    "model.initializer_range": Range(0.0, 10.0, with_low=False),
+    "model.scan_unroll": _HEADS,
+    "generator.size": _SHARE_ABOVE_0,
+    "generator.layers": _SHARE_ABOVE_0,
+    "objective.mask_fraction": Range(0.0, 1.0, with_low=False, with_high=False),
+    "objective.prediction_multiple": _HEADS,
+    "objective.mask_token_fraction": _SHARE,
+    "objective.random_token_fraction": _SHARE,
+    "objective.temperature": _TEMPERATURE,
+    "objective.generator_weight": _WEIGHT,
+    "objective.discriminator_weight": _WEIGHT,
+    "tokenizer.vocab_size": Range(17, 2**24, note="five ids are special tokens"),
+    "tokenizer.max_word_chars": Range(1, 10_000),
+    "tokenizer.train_megabytes": Range(1, 1_000_000),
+    "tokenizer.max_unknown_rate": _SHARE,
+    "data.heldout_fraction": _SHARE_BELOW_1,
+    "data.length": _LENGTH,
+    "data.workers": Range(0, 1_024, note="0 is one per core"),
+    "data.prefetch": Range(1, 10_000),
+    "optimizer.learning_rate": _RATE,
+    "optimizer.warmup_steps": Range(0, _INT32),
+    "optimizer.decay_to": _SHARE_BELOW_1,
+    "optimizer.beta1": _SHARE_BELOW_1,
+    "optimizer.beta2": _SHARE_BELOW_1,
+    "optimizer.epsilon": _EPSILON,
+    "optimizer.weight_decay": Range(0.0, 1e3),
+    "optimizer.clip_norm": Range(0.0, 1e30, note="0 is off"),
+    "optimizer.release_replicas": _BATCH,
+    "train.steps": _COUNT,
+    "train.batch_size": _BATCH,
+    "train.accumulation": _BATCH,
+    "train.log_every": _COUNT,
+    "train.eval_every": _COUNT,
+    "train.eval_rows": Range(0, _INT32, note="0 is all"),
+    "train.profile_start": Range(0, _INT32, note="0 is never"),
+    "train.profile_steps": _COUNT,
+    "checkpoint.every": _COUNT,
+    "checkpoint.keep": _COUNT,
+    "checkpoint.keep_every": Range(0, _INT32, note="0 is none"),
+    "checkpoint.huggingface_every": Range(0, _INT32, note="0 is never"),
+    "mesh.data": _AXIS,
+    "mesh.fsdp": _AXIS,
+    "mesh.tensor": _AXIS,
+    "finetune.length": _LENGTH,
+    "finetune.buckets": _BATCH,
+    "finetune.batch_size": _BATCH,
+    "finetune.eval_batch_size": _BATCH,
+    "finetune.learning_rates": _RATE,
+    "finetune.epochs": Range(0.0, 1e6, with_low=False),
+    "finetune.seeds": Range(1, 10_000),
+    "finetune.checkpoint_minutes": Range(0.0, 1e6, note="0 is none"),
+    "finetune.train_rows": Range(0, _INT32, note="0 is all"),
+    "finetune.warmup_fraction": _SHARE_BELOW_1,
+    "finetune.dropout": _SHARE_BELOW_1,
+    "finetune.layer_decay": Range(0.0, 1.0, with_low=False, note="1 is none"),
+    "finetune.distill_temperature": _TEMPERATURE,
+    "finetune.distill_weight": _SHARE,
+    "finetune.query_length": _BATCH,
+    "finetune.stride": _BATCH,
+    "finetune.answer_length": _BATCH,
+    "finetune.n_best": Range(1, 10_000),
+    "finetune.beam": Range(1, 10_000),
+    "task.heldout_fraction": _SHARE_BELOW_1,
+    "task.scale": _SCALE,
+    "outputs.scale": _SCALE,
+    "outputs.texts": Range(1, 2),
+}
+
+
+# Those of an entry of model.stages.
+STAGE_BOUNDS = {
+    "layers": _HEADS,
+    "heads": _HEADS_OR_MODEL,
+    "head_ratio": _HEADS_OR_MODEL,
+    "kernel_size": _HEADS_OR_MODEL,
+    "ffn_size": Range(0, _WIDTH.high, note="0 is that of config.model"),
+    "ffn_groups": _HEADS_OR_MODEL,
+}
+
+
+def check_bounds(config: Any) -> None:
+    """Raises ConfigError for the first number of a `Config` that is out of its range."""
+    for path, bounds in BOUNDS.items():
+        section, _, field = path.rpartition(".")
+        value = getattr(getattr(config, section) if section else config, field)
+        for item in value if isinstance(value, tuple) else (value,):
+            check_number(path, item, bounds)
+
+
+def check_number(path: str, value: float, bounds: Range) -> None:
+    """Raises ConfigError for a number of the field `path` that is out of its range."""
+    if value not in bounds:
+        raise ConfigError(f"config.{path}={_spell(value)} must be {bounds}.")
+
+
+def _spell(value: float) -> str:
+    if isinstance(value, float):
+        return str(value).removesuffix(".0")
+    return f"{value:,}" if abs(value) > 99_999 else str(value)

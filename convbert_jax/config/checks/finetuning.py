@@ -1,0 +1,69 @@
+"""What a fine-tuning config must satisfy before any long work starts."""
+
+import re
+
+from convbert_jax.config.checks.rules import check, check_choice
+from convbert_jax.config.errors import ConfigError
+from convbert_jax.config.finetuning import HEADS, KINDS, VECTORIZE
+from convbert_jax.config.run import Config
+
+# kind of task -> heads that it may have
+HEADS_OF_KIND = {
+    "classification": ("sequence", "first_token"),
+    "regression": ("sequence", "first_token"),
+    "tagging": ("token",),
+    "span": ("span", "span_beam"),
+}
+
+
+def check_finetuning(config: Config) -> None:
+    """Raises ConfigError for the first thing that cannot work."""
+    f, outputs = config.finetune, config.outputs
+    check(
+        re.fullmatch(r"[\w. -]+", config.task.name) is not None,
+        f"config.task.name='{config.task.name}' names a folder; use letters, digits, - and _.",
+    )
+    check_choice("outputs.kind", outputs.kind, KINDS)
+    check(
+        len(outputs.columns) in (0, outputs.texts),
+        f"config.outputs.columns={','.join(outputs.columns)} must name as many columns as "
+        f"config.outputs.texts={outputs.texts}.",
+    )
+    check_choice("finetune.head", f.head, HEADS)
+    check_choice("finetune.vectorize_seeds", f.vectorize_seeds, VECTORIZE)
+    check(
+        config.seed + f.seeds <= 2**32,
+        f"config.seed={config.seed} and config.finetune.seeds={f.seeds} reach beyond 2**32 - 1; "
+        "start lower.",
+    )
+    check(
+        bool(f.learning_rates),
+        "config.finetune.learning_rates is empty; name one, or several to search: 1e-4,3e-4.",
+    )
+    for name in ("learning_rates", "epochs", "buckets"):
+        values = getattr(f, name)
+        check(
+            len(set(values)) == len(values),
+            f"config.finetune.{name}={values} names something twice; leave one out.",
+        )
+    check(
+        len(set(f.tasks)) == len(f.tasks),
+        f"config.finetune.tasks={f.tasks} names a task twice; leave one out.",
+    )
+
+
+def choose_head(head: str, kind: str, task: str) -> str:
+    """The head that `config.finetune.head` stands for with a task of this kind.
+
+    Raises:
+      ConfigError: a head that this kind of task cannot have.
+    """
+    allowed = HEADS_OF_KIND[kind]
+    if head == "auto":
+        return allowed[0]
+    if head not in allowed:
+        raise ConfigError(
+            f"config.finetune.head={head} is not for the task {task}, a {kind}; set it to auto or "
+            f"{' or '.join(allowed)}."
+        )
+    return head

@@ -1,0 +1,178 @@
+"""What a config must satisfy before any long work starts: one rule, one sentence.
+
+The device count is checked where devices are known (`training/sharding.py`), the corpus where it is
+read.
+"""
+
+import dataclasses
+
+from convbert_jax.config.checks import rules
+from convbert_jax.config.checks.bounds import check_bounds
+from convbert_jax.config.checks.finetuning import check_finetuning
+from convbert_jax.config.checks.stages import check_generator, check_stages
+from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
+from convbert_jax.config.network import list_stages
+from convbert_jax.config.run import DTYPES, PLATFORMS, RECIPES, Config
+from convbert_jax.config.sections import (
+    INITIALIZERS,
+    REMAT_POLICIES,
+    TEXT_FORMATS,
+    ObjectiveSection,
+    TokenizerSection,
+)
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for the first thing that cannot work."""
+    check_bounds(config)
+    rules.check_choice("recipe", config.recipe, RECIPES)
+    rules.check_choice("platform", config.platform, PLATFORMS)
+    rules.check_choice("compute_dtype", config.compute_dtype, DTYPES)
+    _check_model(config)
+    if config.recipe == "finetune":
+        check_finetuning(config)
+    else:
+        _check_objective(config.objective)
+        _check_data(config)
+    _check_tokenizer(config.tokenizer)
+    _check_training(config)
+    _check_mixers(config)  # the last one, as it loads jax
+
+
+def _check_model(config: Config) -> None:
+    m, g = config.model, config.generator
+    rules.check_choice("model.attention", m.attention, ("auto", *ATTENTIONS))
+    rules.check_choice("model.convolution", m.convolution, ("auto", *CONVOLUTIONS))
+    rules.check(
+        m.attention in ("auto", "xla") or m.attention_dropout == 0.0,
+        f"config.model.attention='{m.attention}' has no attention dropout; set "
+        "config.model.attention_dropout=0, or config.model.attention=auto.",
+    )
+    rules.check(
+        m.attention != "splash"
+        or config.data.length % 128 == 0
+        or config.recipe == "finetune",  # its lengths are those of buckets, checked by the op
+        f"config.model.attention='splash' works on multiples of 128 positions, not on "
+        f"config.data.length={config.data.length}; set config.model.attention=auto.",
+    )
+    rules.check_choice("model.remat", m.remat, REMAT_POLICIES)
+    rules.check_choice("model.initializers", m.initializers, INITIALIZERS)
+    check_stages(m)
+    if config.recipe == "replaced_token":
+        rules.check_choice("generator.kind", g.kind, ("separate", "shared", "uniform"))
+        if g.kind == "separate":
+            check_generator(m, g)
+
+
+def _check_objective(o: ObjectiveSection) -> None:
+    rules.check(
+        o.mask_token_fraction + o.random_token_fraction <= 1,
+        f"config.objective.mask_token_fraction={o.mask_token_fraction} and "
+        f"random_token_fraction={o.random_token_fraction} must add up to at most 1.",
+    )
+    rules.check(
+        o.generator_weight + o.discriminator_weight > 0,
+        f"config.objective.generator_weight={o.generator_weight} and "
+        f"discriminator_weight={o.discriminator_weight} must not both be 0.",
+    )
+
+
+def _check_data(config: Config) -> None:
+    d = config.data
+    rules.check_choice("data.layout", d.layout, ("packed", "electra"))
+    rules.check_choice("data.format", d.format, TEXT_FORMATS)
+    rules.check_choice("data.encoding_errors", d.encoding_errors, ("error", "replace", "skip"))
+    rules.check(
+        d.source != "",
+        "config.data.source is empty; name a corpus, for example text:corpus/*.txt or docstrings.",
+    )
+    rules.check(
+        d.length <= config.model.positions,
+        f"config.data.length={d.length} is longer than "
+        f"config.model.positions={config.model.positions}; raise positions or "
+        "shorten the rows.",
+    )
+    rules.check(
+        d.layout == "packed" or config.model.types >= 2,
+        "config.data.layout='electra' marks two segments and needs config.model.types of at "
+        "least 2.",
+    )
+    rules.check(
+        d.layout == "electra" or not d.release_builder_bug,
+        "config.data.release_builder_bug=True belongs to config.data.layout='electra'; set one "
+        "or unset the other.",
+    )
+    rules.check(
+        d.heldout_fraction > 0 or d.validation_source != "",
+        "config.data.heldout_fraction=0 leaves nothing to evaluate on; raise it or name "
+        "config.data.validation_source.",
+    )
+
+
+def _check_tokenizer(t: TokenizerSection) -> None:
+    rules.check_choice("tokenizer.kind", t.kind, ("sentencepiece", "wordpiece"))
+    rules.check_choice("tokenizer.algorithm", t.algorithm, ("unigram", "bpe"))
+
+
+def _check_training(config: Config) -> None:
+    o, t, c, mesh = config.optimizer, config.train, config.checkpoint, config.mesh
+    rules.check(
+        o.warmup_steps <= t.steps,
+        f"config.optimizer.warmup_steps={o.warmup_steps} is more than "
+        f"config.train.steps={t.steps}; shorten the warm-up.",
+    )
+    rules.check(
+        t.batch_size % t.accumulation == 0,
+        f"config.train.batch_size={t.batch_size} is not divisible by "
+        f"config.train.accumulation={t.accumulation}.",
+    )
+    parts = t.accumulation * o.release_replicas
+    rules.check(
+        t.batch_size % parts == 0,
+        f"config.train.batch_size={t.batch_size} is not divisible by "
+        f"config.optimizer.release_replicas={o.release_replicas} times "
+        f"config.train.accumulation={t.accumulation}; use a multiple of {parts}, or 1 replica.",
+    )
+    rules.check(
+        o.release_replicas == 1 or config.recipe != "finetune",
+        f"config.optimizer.release_replicas={o.release_replicas} is of pre-training; fine-tuning "
+        "takes a batch as one, set it to 1.",
+    )
+    rules.check_choice("checkpoint.best_mode", c.best_mode, ("max", "min"))
+    if c.best_metric and config.heldout_metrics:
+        rules.check_choice("checkpoint.best_metric", c.best_metric, config.heldout_metrics)
+        rules.check(
+            not c.best_metric.endswith("loss") or c.best_mode == "min",
+            f"config.checkpoint.best_metric={c.best_metric} is best where it is least; set "
+            "config.checkpoint.best_mode=min.",
+        )
+    axes = dataclasses.asdict(mesh)
+    rules.check(
+        0 not in axes.values() and list(axes.values()).count(-1) <= 1,
+        f"config.mesh={axes} needs sizes above 0, and -1 (all devices left) at most once.",
+    )
+
+
+def _check_mixers(config: Config) -> None:
+    """What only the mixers themselves know."""
+    encoder = config.encoder
+    if config.recipe == "replaced_token" and config.generator.kind == "separate":
+        _ = config.generator_encoder  # refused by its mixers
+    if config.recipe == "finetune" or config.data.layout == "electra":
+        return
+    # Whole documents without a mask would flow into each other.
+    for stage, made in zip(list_stages(config.model), encoder.stages, strict=True):
+        mixer = made.layer.mixer
+        unmasked = not config.model.mask_convolution
+        rules.check(
+            not mixer.reads_padding
+            or not (unmasked and "mask_convolution" in mixer.fields(made.layer.hidden_size)),
+            "config.model.mask_convolution=False lets packed documents read each other; use "
+            "config.data.layout='electra' with it.",
+        )
+        rules.check(
+            not mixer.reads_padding,
+            f"{stage.names['mixer']}={stage.sizes.mixer} reads what follows a document, and "
+            "config.data.layout='packed' puts another one there; use config.data.layout='electra' "
+            "with it.",
+        )

@@ -1,0 +1,66 @@
+"""What the stages of an encoder and of its generator must satisfy; `mixers.py` has the rest."""
+
+from convbert_jax.config.checks.bounds import STAGE_BOUNDS, check_number
+from convbert_jax.config.checks.rules import check
+from convbert_jax.config.mixers import check_name
+from convbert_jax.config.network import GeneratorSizes, list_stages
+from convbert_jax.config.sections import GeneratorSection, ModelSection
+
+
+def check_stages(model: ModelSection) -> None:
+    """Raises ConfigError for the first thing that cannot work."""
+    for i, section in enumerate(model.stages):
+        for field, bounds in STAGE_BOUNDS.items():
+            check_number(f"model.stages[{i}].{field}", getattr(section, field), bounds)
+        check(
+            not section.mixer_fields or section.mixer != "",
+            f"config.model.stages[{i}].mixer_fields={','.join(section.mixer_fields)} is of no "
+            f"mixer; name it in config.model.stages[{i}].mixer.",
+        )
+    check_name(model.mixer, "config.model.mixer")
+    for stage in list_stages(model):
+        sizes, names = stage.sizes, stage.names
+        check_name(sizes.mixer, names["mixer"])
+        heads = sizes.heads
+        check(
+            model.hidden_size % heads == 0,
+            f"config.model.hidden_size={model.hidden_size} is not divisible by "
+            f"{names['heads']}={heads}; use {model.hidden_size // heads * heads or heads} or "
+            f"{(model.hidden_size // heads + 1) * heads}.",
+        )
+        widths = {"config.model.hidden_size": model.hidden_size, names["ffn_size"]: sizes.ffn_size}
+        for name, width in widths.items():
+            check(
+                width % sizes.ffn_groups == 0,
+                f"{name}={width} is not divisible by {names['ffn_groups']}={sizes.ffn_groups}.",
+            )
+    taken = [(stage.sizes.mixer, stage.sizes.mixer_fields) for stage in list_stages(model)]
+    check(
+        not model.mixer_fields or (model.mixer, model.mixer_fields) in taken,
+        f"config.model.mixer_fields={','.join(model.mixer_fields)} is of no stage: each of "
+        "config.model.stages has another mixer or mixer_fields of its own; leave it out.",
+    )
+    layers = sum(section.layers for section in model.stages)
+    check(
+        not model.stages or layers == model.layers,
+        f"config.model.stages has {layers} layers, but config.model.layers={model.layers}; make "
+        "them the same.",
+    )
+
+
+def check_generator(model: ModelSection, section: GeneratorSection) -> None:
+    """Raises ConfigError if a generator of its own cannot be cut from these stages."""
+    derived = GeneratorSizes(model, section)
+    hidden = derived.hidden_size
+    for stage in list_stages(model):
+        heads, groups = derived.heads(stage), stage.sizes.ffn_groups
+        check(
+            hidden >= heads and hidden % heads == 0,
+            f"config.generator.size={section.size} gives a generator of {hidden} channels and "
+            f"{heads} heads, which does not divide; change config.generator.size.",
+        )
+        check(
+            hidden % groups == 0,
+            f"config.generator.size={section.size} gives a generator of {hidden} channels, which "
+            f"{stage.names['ffn_groups']}={groups} does not divide; change config.generator.size.",
+        )

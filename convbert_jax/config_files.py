@@ -1,0 +1,253 @@
+"""Config files: those that come with the package, the user's own, and the config.json of a run.
+
+A file is Python whose get_config makes a ConfigDict, or JSON. `configs/NAME.py` is a file below the
+working directory, or else the one of the package, from wherever it is installed; NAME alone is the
+same. In all of them `from configs import variants` finds what the package has.
+"""
+
+import contextlib
+import importlib.util
+import operator
+import os
+import pathlib
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from absl import logging
+from etils import epath
+
+from convbert_jax import files
+from convbert_jax.config import Config, ConfigError, UserError, fit_to_steps, from_config_dict
+
+_PACKAGE = "configs"
+_HERE = pathlib.Path(__file__).resolve().parent
+_IMPORTING = threading.RLock()  # a config file may load another one
+
+
+def make_config(value: str, changed: Mapping[str, Any]) -> Config:
+    """The config of a file with some fields changed; a Python file's intervals are fitted to fewer
+    steps.
+
+    Args:
+      value: as `load` takes it.
+      changed: path of a field, as "train.steps" -> value.
+
+    Raises:
+      UserError: as `load`; or the config cannot run.
+    """
+    values = load(value)
+    from_config_dict(change({}, changed), check=False)  # wrong ones by themselves, before any use
+    if value.endswith(".json"):  # of a run: it has what was chosen
+        config = from_config_dict(change(values, changed))
+        if "train.steps" in changed and config.recipe != "finetune":
+            _tell_intervals(config, value, changed)
+        return config
+    of_file = from_config_dict(values, check=False)
+    fitted = fit_to_steps(of_file, changed)
+    config = from_config_dict(change(values, {**fitted, **changed}))
+    if fitted:
+        logging.info(
+            "For %s steps, not the %s of %s: %s. Name any of them to choose it.",
+            f"{config.train.steps:,}",
+            f"{of_file.train.steps:,}",
+            value,
+            ", ".join(f"config.{path}={value}" for path, value in fitted.items()),
+        )
+    return config
+
+
+def change(values: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested `values` of a config with some of them replaced, by path.
+
+    Raises:
+      ConfigError: a section of `values` is none.
+    """
+    result = dict(values)
+    for path, value in changed.items():
+        section, _, field = path.rpartition(".")
+        if not section:
+            result[field] = value
+            continue
+        inside = result.get(section, {})
+        if not isinstance(inside, Mapping):
+            raise ConfigError(f"config.{section}={inside!r} is a section; it must have fields.")
+        result[section] = {**inside, field: value}
+    return result
+
+
+def load(value: str) -> dict[str, Any]:
+    """Nested values of a config.
+
+    Args:
+      value: FILE.py or FILE.py:VARIANT, whose `get_config()` or `get_config(VARIANT)` is called;
+        NAME or NAME:VARIANT for configs/NAME.py; or FILE.json.
+
+    Raises:
+      UserError: there is no such file, it cannot be read, it raises, or it makes no config.
+    """
+    path, variant = _find(value)
+    if path.suffix == ".json":
+        if variant is not None:
+            raise ConfigError(
+                f"--config={value}: a JSON file has no variants; leave out :{variant}"
+            )
+        return read_json(path)
+    made = _call(value, path, () if variant is None else (variant,))
+    values = made.to_dict() if hasattr(made, "to_dict") else made
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"--config={value}: get_config of {path} returns a {type(made).__name__}; let it "
+            "return a ConfigDict, as the files in configs/ do."
+        )
+    return dict(values)
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Nested values of a config.json.
+
+    Raises:
+      FileNotFoundError: it is not there.
+      DamagedFileError: it is no JSON object.
+    """
+    remedy = "put a copy back, or name the config file with --config"
+    return files.read_json(path, remedy=remedy, fields={})
+
+
+def choose_workdir(value: str | os.PathLike | None, config: Config | None) -> epath.Path:
+    """The folder of a run: `value`, or runs/NAME of its config.
+
+    Raises:
+      UserError: it can be none.
+    """
+    if not value:
+        if config.name in ("", ".", "..") or "/" in config.name:
+            raise ConfigError(
+                f"config.name='{config.name}' is no name of a folder, which runs/NAME needs; name "
+                "the folder with --workdir."
+            )
+        value = f"runs/{config.name}"
+    return files.to_path(value)
+
+
+def known_files() -> list[str]:
+    """The config files below the working directory and those of the package."""
+    found = {
+        f"{_PACKAGE}/{path.name}"
+        for folder in (pathlib.Path(_PACKAGE), _shipped())
+        for path in folder.glob("*.py")
+        if "def get_config" in path.read_text(encoding="utf-8", errors="replace")
+    }
+    return sorted(found)
+
+
+def _shipped() -> pathlib.Path:
+    """The folder of the package's own: inside of an installed one, beside that of a checkout."""
+    inside = _HERE / _PACKAGE
+    return inside if inside.is_dir() else _HERE.parent / _PACKAGE
+
+
+def _find(value: str) -> tuple[epath.Path, str | None]:
+    """(file, variant if there is one)."""
+    whole = files.to_path(value)
+    if whole.is_file():  # a colon may be in a path: 2025-01-31T10:30, gs://BUCKET
+        return whole, None
+    name, colon, variant = value.partition(":")
+    path = files.to_path(name)
+    tried = [path]
+    if name and path.name == name and not path.suffix:
+        tried.append(pathlib.Path(_PACKAGE, f"{name}.py"))
+    if tried[-1].parent == pathlib.Path(_PACKAGE):
+        tried.append(_shipped() / tried[-1].name)
+    for file in tried:
+        if file.is_file():
+            return file, variant if colon else None
+    raise ConfigError(
+        f"--config={value}: there is no file {path}; known configs: {', '.join(known_files())}."
+    )
+
+
+@contextlib.contextmanager
+def _configs_importable(path: pathlib.Path) -> Iterator[None]:
+    """Lets the config file `path` import `configs`: for one of the package what is beside it, for
+    another what Python finds by that name, and then the package's.
+
+    Only while it runs, and each time anew: a notebook may have changed what it imports, and other
+    projects have a folder of this name too. One thread at a time: what is imported is of all.
+    """
+
+    def take() -> dict[str, types.ModuleType]:
+        names = [n for n in sys.modules if n == _PACKAGE or n.startswith(f"{_PACKAGE}.")]
+        return {name: sys.modules.pop(name) for name in names}
+
+    with _IMPORTING:
+        before, shipped = take(), _shipped()
+        try:
+            spec = None if path.parent.samefile(shipped) else importlib.util.find_spec(_PACKAGE)
+            package = importlib.util.module_from_spec(spec) if spec else types.ModuleType(_PACKAGE)
+            sys.modules[_PACKAGE] = package
+            if spec and spec.loader:
+                spec.loader.exec_module(package)
+            package.__path__ = [*getattr(package, "__path__", ()), str(shipped)]
+            yield
+        finally:
+            take()
+            sys.modules.update(before)
+
+
+def _call(value: str, path: pathlib.Path, arguments: tuple[str, ...]):
+    """What get_config of a Python file returns."""
+    try:
+        code = compile(path.read_bytes(), str(path), "exec")
+    except OSError as error:
+        raise ConfigError(f"--config={value}: {path} cannot be read: {error.strerror}.") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of zeros, of nesting
+        line = f" at line {error.lineno}" if getattr(error, "lineno", None) else ""
+        what = getattr(error, "msg", None) or error
+        raise ConfigError(f"--config={value}: {path} is not Python ({what}{line}).") from error
+    module = types.ModuleType(path.stem)
+    module.__file__ = str(path)
+    try:
+        with _configs_importable(path):
+            exec(code, module.__dict__)
+            if not callable(getattr(module, "get_config", None)):
+                raise ConfigError(
+                    f"--config={value}: {path} has no function get_config; take one of: "
+                    f"{', '.join(known_files())}."
+                )
+            return module.get_config(*arguments)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        first = (str(error).strip().splitlines() or ["no message"])[0][:200].rstrip(".")
+        raise ConfigError(
+            f"--config={value}: {path}{_line(error, path)} raises {type(error).__name__}: {first}."
+        ) from error
+
+
+def _line(error: BaseException, path: pathlib.Path) -> str:
+    """The innermost line of `path` that an error came through."""
+    found, trace = "", error.__traceback__
+    while trace:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            found = f" line {trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def _tell_intervals(config: Config, file: str, changed: Mapping[str, Any]) -> None:
+    """Those of a trial would be a poor choice for the long run that it becomes."""
+    paths = ("optimizer.warmup_steps", "train.log_every", "train.eval_every", "checkpoint.every")
+    kept = [
+        f"config.{path}={operator.attrgetter(path)(config)}"
+        for path in paths
+        if path not in changed
+    ]
+    if kept:
+        logging.info(
+            "As in %s: %s. Name any of them, or the config file, to change it.",
+            file,
+            ", ".join(kept),
+        )

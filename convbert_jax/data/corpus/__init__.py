@@ -1,0 +1,1 @@
+"""A corpus as rows of token ids on disk, and the batches that training reads of it."""

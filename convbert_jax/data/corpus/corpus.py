@@ -1,0 +1,259 @@
+"""A corpus as rows of token ids on disk: prepared once, in parallel, resumable, checked on opening.
+
+A directory holds
+
+    metadata.json          what it was made from, and counts
+    tokenizer.*            the vocabulary, if it was trained here
+    units/00000.json       one record for each finished unit of the source
+    train-00000.array_record, validation-00000.array_record
+
+`metadata.json` is written before the first unit, so a directory with shards of another corpus is
+refused at any stage; one without a finished unit begins anew with other settings. A unit's shards
+are renamed into place before its record is written: after a crash only units without a record are
+done again, with the same result.
+"""
+
+import dataclasses
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from convbert_jax.config import Config, DataSection
+from convbert_jax.data.corpus import preparation
+from convbert_jax.data.corpus.metadata import (
+    METADATA,
+    elsewhere,
+    origin,
+    read_metadata,
+    refuse_other,
+    summary,
+)
+from convbert_jax.data.corpus.rows import row_dtype
+from convbert_jax.data.corpus.shards import damaged_shard
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.records import write_record
+from convbert_jax.data.sources.source import REMOTE, Source, open_source
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    shards: tuple[tuple[Path, int], ...]  # (file, rows), in order
+    checksums: tuple[int | None, ...]  # CRC-32 of each shard; None if prepared without
+    rows: int
+    tokens: int  # that are not padding
+    documents: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Prepared rows, ready for `batching`.
+
+    `fingerprint` identifies the rows: source, tokenizer, layout, length and splits.
+    """
+
+    directory: Path
+    tokenizer: Tokenizer
+    length: int
+    layout: str
+    fingerprint: str
+    splits: dict[str, Split]  # "train", "validation"
+
+    @property
+    def row_dtype(self) -> np.dtype:
+        return row_dtype(self.length, self.tokenizer.vocab_size, self.layout)
+
+
+def prepare(config: Config, directory: Path) -> Corpus:
+    """The corpus of `config` in `directory`; does whatever is missing there, which can be nothing.
+
+    Trains or loads the tokenizer, checks it on a sample, and writes shards on
+    `config.data.workers` processes. Safe to kill and to run again. Another process that prepares
+    the same directory is waited for.
+
+    Raises:
+      DataError: no text, unreadable text, a vocabulary that cannot be used, a full disk, or a
+        directory that holds another corpus. Nothing there is overwritten or deleted.
+    """
+    directory = Path(directory)
+    if opened := _open_finished(config, directory):
+        return opened
+    try:
+        (directory / "units").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{directory} could not be made ({error.strerror}); set config.data.directory."
+        ) from None
+    with preparation.lock(directory):
+        if opened := _open_finished(config, directory):  # finished while waiting
+            return opened
+        started = time.monotonic()
+        sources = _open_sources(config.data)
+        made_from = origin(config, sources)
+        metadata, tokenizer = _go_on(config, made_from, directory)
+        if metadata is None:
+            tokenizer = preparation.prepare_tokenizer(config, directory, sources["train"])
+            metadata = {
+                "complete": False,
+                "made_from": made_from,
+                "tokenizer": tokenizer.fingerprint,
+            }
+            write_record(directory / METADATA, metadata)
+        records = preparation.process_units(config, directory, tokenizer, sources)
+        metadata |= summary(records, config.data.length, time.monotonic() - started)
+        _check_splits(metadata, config.data)
+        write_record(directory / METADATA, metadata | {"complete": True})
+    _log_summary(metadata, tokenizer, config, directory)
+    return _open_finished(config, directory)
+
+
+def _open_sources(data: DataSection) -> dict[str, Source]:
+    sources = {"train": open_source(data, data.source)}
+    if data.validation_source:
+        sources["validation"] = open_source(data, data.validation_source)
+    return sources
+
+
+# --- What is there ---
+
+
+def _go_on(
+    config: Config, made_from: dict[str, Any], directory: Path
+) -> tuple[dict[str, Any], Tokenizer] | tuple[None, None]:
+    """Metadata and vocabulary of what was begun in `directory`; None where nothing is to be kept.
+
+    Raises:
+      DataError: it has finished shards, of another corpus.
+    """
+    metadata = read_metadata(directory)
+    if metadata is None:
+        return None, None
+    try:
+        refuse_other(made_from, metadata["made_from"], directory)
+        tokenizer = load_tokenizer(config.tokenizer, directory)
+        _refuse_changed_tokenizer(tokenizer, metadata["tokenizer"], directory)
+    except DataError:
+        if any((directory / "units").glob("*.json")):
+            raise
+        logging.info("No shard in %s is finished: it begins anew, with other settings.", directory)
+        return None, None
+    return metadata, tokenizer
+
+
+def _refuse_changed_tokenizer(tokenizer: Tokenizer, fingerprint: str, directory: Path) -> None:
+    if tokenizer.fingerprint != fingerprint:
+        raise DataError(
+            f"{directory} was prepared with another vocabulary or normalization than "
+            f"{tokenizer.path} has now: put it back, or prepare elsewhere with "
+            f"{elsewhere(directory)}."
+        )
+
+
+def _open_finished(config: Config, directory: Path) -> Corpus | None:
+    """The corpus, if `directory` holds all of it; the source itself may be gone by then."""
+    metadata = read_metadata(directory)
+    if not metadata or not metadata["complete"]:
+        return None
+    sources, gone = None, None
+    data = config.data
+    if not any(spec.startswith(REMOTE) for spec in (data.source, data.validation_source)):
+        try:
+            sources = _open_sources(data)
+        except DataError as error:
+            gone = error
+    refuse_other(origin(config, sources), metadata["made_from"], directory)
+    if gone:
+        logging.warning("%s The rows prepared from it in %s are used.", gone, directory)
+    if metadata["undecodable"] and metadata["encoding_errors"] != data.encoding_errors:
+        raise DataError(
+            f"{directory} was prepared with encoding_errors='{metadata['encoding_errors']}', which "
+            f"mattered for {metadata['undecodable']} places; set it back, or prepare elsewhere "
+            f"with {elsewhere(directory)}."
+        )
+    tokenizer = load_tokenizer(config.tokenizer, directory)
+    _refuse_changed_tokenizer(tokenizer, metadata["tokenizer"], directory)
+    splits = {}
+    for name, counts in metadata["splits"].items():
+        shards, checksums = [], []
+        for file, rows, size, *checksum in counts["shards"]:
+            path = directory / file
+            if not path.is_file():
+                if gone:
+                    raise DataError(
+                        f"{path} is missing; put a copy back, as it cannot be prepared anew: {gone}"
+                    )
+                return None
+            if path.stat().st_size != size:
+                what = f"it has {path.stat().st_size} bytes instead of {size}"
+                raise damaged_shard(path, what, gone)
+            shards.append((path, rows))
+            checksums.append(checksum[0] if checksum else None)
+        splits[name] = Split(
+            shards=tuple(shards),
+            checksums=tuple(checksums),
+            **{key: counts[key] for key in ("rows", "tokens", "documents")},
+        )
+    made_from = metadata["made_from"]
+    identity = [
+        metadata["tokenizer"],
+        made_from["fingerprints"],
+        [made_from[key] for key in ("version", "layout", "length", "heldout_fraction")],
+        metadata["encoding_errors"] if metadata["undecodable"] else "",
+    ]
+    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return Corpus(directory, tokenizer, data.length, data.layout, fingerprint, splits)
+
+
+# --- Counts ---
+
+
+def _check_splits(metadata: dict[str, Any], data: DataSection) -> None:
+    if not metadata["splits"]["train"]["rows"]:
+        raise DataError(
+            f"config.data.source='{data.source}' has no text to train on"
+            + (" besides what is held out" if metadata["splits"]["validation"]["rows"] else "")
+            + "; check the source, its format and config.data.heldout_fraction."
+        )
+    if not metadata["splits"]["validation"]["rows"]:
+        if data.validation_source:
+            raise DataError(
+                f"config.data.validation_source='{data.validation_source}' has no text."
+            )
+        raise DataError(preparation.nothing_held_out(data))
+
+
+def _log_summary(metadata: dict, tokenizer: Tokenizer, config: Config, directory: Path) -> None:
+    train, validation = metadata["splits"]["train"], metadata["splits"]["validation"]
+    logging.info(
+        "Prepared %s: %d documents, %d tokens in %d rows of %d (%.1f%% filled), %d rows held out, "
+        "%.3f%% unknown, %d empty documents dropped, %.1f MB of text in %.0f s (%.1f MB/s).",
+        directory,
+        train["documents"] + validation["documents"],
+        train["tokens"],
+        train["rows"],
+        config.data.length,
+        100 * train["fill"],
+        validation["rows"],
+        100 * metadata["unknown_rate"],
+        metadata["dropped"],
+        metadata["bytes"] / 1e6,
+        metadata["seconds"],
+        metadata["bytes"] / 1e6 / max(0.001, metadata["seconds"]),
+    )
+    if metadata["undecodable"]:
+        logging.warning(
+            "%d places of the text are not UTF-8; %d documents were left out for them.",
+            metadata["undecodable"],
+            metadata["skipped"],
+        )
+    if metadata["unknown_rate"] > config.tokenizer.max_unknown_rate:
+        logging.warning(
+            "%.2f%% of all tokens are unknown, more than in the sample that %s was checked on.",
+            100 * metadata["unknown_rate"],
+            tokenizer.path,
+        )

@@ -1,0 +1,154 @@
+"""What a prepared folder says of itself: what it was made from, and what is in it."""
+
+from pathlib import Path
+from typing import Any
+
+from convbert_jax import files
+from convbert_jax.config import Config
+from convbert_jax.data.corpus.shards import shard_path
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.records import read_record
+from convbert_jax.data.sources.source import Source
+from convbert_jax.data.tokenizer.tokenizer import training_settings
+
+VERSION = 1  # of the rows and their order; raise it when the same config gives other rows
+METADATA = "metadata.json"
+METADATA_FIELDS = {
+    "complete": bool,
+    "made_from": {
+        "version": int,
+        "layout": str,
+        "length": int,
+        "tokenizer": dict,
+        "heldout_fraction": (int, float),
+        "source": str,
+        "validation_source": str,
+        "fingerprints": dict,
+    },
+    "tokenizer": str,
+}
+SPLIT_FIELDS = {"rows": int, "tokens": int, "documents": int, "shards": list}
+SUMMARY_FIELDS = {
+    "splits": {"train": SPLIT_FIELDS, "validation": SPLIT_FIELDS},
+    "undecodable": int,
+    "encoding_errors": str,
+}
+
+
+def origin(config: Config, sources: dict[str, Source] | None) -> dict[str, Any]:
+    """Everything that decides the rows, by the name used when it differs.
+
+    Args:
+      sources: by split; None where they are gone or only a network has them.
+    """
+    data, tokenizer = config.data, config.tokenizer
+    layout = data.layout + (" with the release's bug" if data.release_builder_bug else "")
+    layout += " of shuffled documents" if data.shuffle_documents else ""
+    result = {
+        "version": VERSION,
+        "layout": layout,
+        "length": data.length,
+        "tokenizer": {"path": tokenizer.path} if tokenizer.path else training_settings(tokenizer),
+        "heldout_fraction": 0 if data.validation_source else data.heldout_fraction,
+        "source": data.source,
+        "validation_source": data.validation_source,
+    }
+    if sources:
+        result["fingerprints"] = {name: source.fingerprint for name, source in sources.items()}
+    return result
+
+
+def refuse_other(wanted: dict, there: dict, directory: Path) -> None:
+    """Raises DataError unless the `origin` of a folder is the one that is wanted."""
+    different = [
+        f"{name} ({there.get(name)!r} there, {wanted[name]!r} wanted)"
+        for name in ("version", "layout", "length", "heldout_fraction")
+        if there.get(name) != wanted[name]
+    ]
+    old, new = there.get("tokenizer", {}), wanted["tokenizer"]
+    if "path" not in new or "path" not in old:  # the content of a named file is compared later
+        different += [
+            f"tokenizer.{name} ({old.get(name)!r} there, {new.get(name)!r} wanted)"
+            for name in sorted({*old, *new})
+            if old.get(name) != new.get(name)
+        ]
+    if "fingerprints" in wanted:
+        old, new = there.get("fingerprints", {}), wanted["fingerprints"]
+        different += [
+            f"the {name} source (other files, content or format than those of {spec!r} when it "
+            "was prepared)"
+            for name, spec in (
+                ("train", there.get("source")),
+                ("validation", there.get("validation_source")),
+            )
+            if old.get(name) != new.get(name)
+        ]
+    elif any(there.get(key) != wanted[key] for key in ("source", "validation_source")):
+        different.append(f"source ({there.get('source')!r} there, {wanted['source']!r} wanted)")
+    if different:
+        raise DataError(
+            f"{directory} holds another corpus; it differs in {', '.join(different)}: set that "
+            f"back, or prepare these elsewhere with {elsewhere(directory)}."
+        )
+
+
+def elsewhere(directory: Path) -> str:
+    """The flag that leaves `directory` as it is."""
+    names = (directory.with_name(f"{directory.name}-{number}") for number in range(2, 1000))
+    free = next((path for path in names if not path.exists()), directory.with_name("other"))
+    return f"--config.data.directory={free}"
+
+
+def read_metadata(directory: Path) -> dict[str, Any] | None:
+    """The metadata of a folder, or None where there is none.
+
+    Raises:
+      DamagedFileError: they are not what was written.
+    """
+    path = directory / METADATA
+    if not path.is_file():
+        return None
+    remedy = f"put a copy back, or prepare elsewhere with {elsewhere(directory)}"
+    metadata = read_record(path, remedy=remedy, fields=METADATA_FIELDS)
+    if metadata["complete"]:
+        metadata = read_record(path, remedy=remedy, fields=METADATA_FIELDS | SUMMARY_FIELDS)
+        for split in metadata["splits"].values():
+            for shard in split["shards"]:
+                kinds = [str, int, int, int][: len(shard)] if isinstance(shard, list) else []
+                if len(kinds) < 3 or list(map(type, shard)) != kinds:
+                    raise files.damaged(path, "it lists a shard that is none", remedy)
+    return metadata
+
+
+def summary(records: list[dict], length: int, seconds: float) -> dict[str, Any]:
+    """Counts over the records of all units, and the list of shards: (file, rows, bytes, CRC-32)."""
+    splits = {}
+    for name in ("train", "validation"):
+        parts = [record["splits"][name] for record in records]
+        total = {
+            key: sum(part.get(key, 0) for part in parts) for key in ("rows", "tokens", "documents")
+        }
+        total["fill"] = round(total["tokens"] / max(1, total["rows"] * length), 4)
+        total["shards"] = [
+            [
+                shard_path(Path(), name, record["unit"]).name,
+                part["rows"],
+                part["file_bytes"],
+                *([part["crc32"]] if "crc32" in part else []),
+            ]
+            for record, part in zip(records, parts, strict=True)
+            if part["rows"]
+        ]
+        splits[name] = total
+    totals = {
+        key: sum(record[key] for record in records)
+        for key in ("bytes", "dropped", "pieces", "unknown", "undecodable", "skipped")
+    }
+    policies = [record["encoding_errors"] for record in records if record["undecodable"]]
+    return {
+        "splits": splits,
+        **totals,
+        "unknown_rate": totals["unknown"] / max(1, totals["pieces"]),
+        "encoding_errors": policies[0] if policies else "error",
+        "seconds": round(seconds, 1),
+    }

@@ -1,0 +1,169 @@
+"""What one process does: a unit of documents becomes one shard a split and a record of counts."""
+
+import dataclasses
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from convbert_jax.data.corpus.packing import ElectraRows, PackedRows
+from convbert_jax.data.corpus.rows import ShardWriter, row_dtype
+from convbert_jax.data.corpus.shards import checksum, record_path, shard_path
+from convbert_jax.data.records import write_record
+from convbert_jax.data.sources.source import Source
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+
+BATCH_CHARACTERS = 200_000  # encoded at once
+SHUFFLED_CHARACTERS = 64_000_000  # of documents in memory, to shuffle them
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """All that the units of a corpus have in common."""
+
+    directory: Path
+    tokenizer: Tokenizer
+    length: int
+    layout: str
+    release_bug: bool
+    shuffle_documents: bool
+    heldout_fraction: float
+    encoding_errors: str
+
+
+def heldout_hash(text: str) -> float:
+    """A number in [0, 1) that depends on the text alone; below the fraction it is held out."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def process_unit(
+    job: Job, index: int, source: Source, unit: Any, split: str = ""
+) -> dict[str, Any]:
+    """Writes the shards of unit `index`, then its record, and returns the record.
+
+    Args:
+      split: "train" or "validation" for all documents, or "" to hold some out by their hash.
+
+    Raises:
+      DataError: unreadable text or a full disk; nothing of the unit is recorded then.
+    """
+    started = time.monotonic()
+    special = job.tokenizer.special
+    dtype = row_dtype(job.length, job.tokenizer.vocab_size, job.layout)
+    counts = {name: Counter() for name in ("train", "validation")}
+    tally: Counter = Counter()
+    layouts, writers = {}, {}
+    for name in counts:
+        if job.layout == "electra":
+            seed = f"{index} {name}"
+            layouts[name] = ElectraRows(job.length, special, release_bug=job.release_bug, seed=seed)
+        else:
+            layouts[name] = PackedRows(job.length, special)
+        writers[name] = ShardWriter(shard_path(job.directory, name, index), dtype, special.pad)
+
+    def write(name: str, rows) -> None:
+        rows = list(rows)
+        counts[name]["tokens"] += sum(len(row.tokens) for row in rows)
+        writers[name].write(rows)
+
+    documents = source.documents(unit, tally)
+    if job.shuffle_documents:
+        documents = _shuffled(documents, random.Random(f"{index} documents"))
+    for text, lines in _encoded(documents, job.tokenizer):
+        tally["bytes"] += len(text.encode())
+        size = sum(map(len, lines))
+        if not size:
+            tally["dropped"] += 1
+            continue
+        tally["unknown"] += sum(line.count(special.unknown) for line in lines)
+        tally["pieces"] += size
+        name = split or ("validation" if heldout_hash(text) < job.heldout_fraction else "train")
+        counts[name]["documents"] += 1
+        write(name, layouts[name].add(lines))
+    for name in counts:
+        write(name, layouts[name].flush())
+        counts[name]["file_bytes"] = writers[name].finish()
+        counts[name]["rows"] = writers[name].rows
+        if writers[name].rows:
+            counts[name]["crc32"] = checksum(writers[name].path)
+    record = {
+        "unit": index,
+        "splits": counts,
+        **{name: tally[name] for name in ("bytes", "dropped", "pieces", "unknown")},
+        "undecodable": tally["undecodable"],
+        "skipped": tally["skipped"],
+        "encoding_errors": job.encoding_errors,
+        "seconds": round(time.monotonic() - started, 3),
+    }
+    write_record(record_path(job.directory, index), record)
+    return record
+
+
+def _shuffled(documents: Iterator[str], rng: random.Random) -> Iterator[str]:
+    """`documents` in random order, within stretches of `SHUFFLED_CHARACTERS`: most units whole."""
+    waiting, size = [], 0
+    for text in documents:
+        waiting.append(text)
+        size += len(text)
+        if size >= SHUFFLED_CHARACTERS:
+            rng.shuffle(waiting)
+            yield from waiting
+            waiting, size = [], 0
+    rng.shuffle(waiting)
+    yield from waiting
+
+
+def _encoded(
+    documents: Iterator[str], tokenizer: Tokenizer
+) -> Iterator[tuple[str, list[list[int]]]]:
+    """Each document with the ids of its lines, encoded many documents at a time."""
+
+    def encode(batch: list[str]) -> Iterator[tuple[str, list[list[int]]]]:
+        lines = [[line for line in text.split("\n") if line.strip()] for text in batch]
+        ids = iter(tokenizer.encode([line for document in lines for line in document]))
+        for text, document in zip(batch, lines, strict=True):
+            yield text, [next(ids) for _ in document]
+
+    batch, size = [], 0
+    for text in documents:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARACTERS:
+            yield from encode(batch)
+            batch, size = [], 0
+    yield from encode(batch)
+
+
+# --- In a worker process ---
+
+_job: Job | None = None
+_sources: dict[str, Source] = {}
+
+
+def start_worker(job: Job, sources: dict[str, Source]) -> None:
+    """Initializer of a worker: keeps the job, leaves Ctrl-C to the parent, dies with it."""
+    global _job
+    _job = job
+    _sources.update(sources)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def process_unit_in_worker(index: int, source: str, position: int, split: str) -> dict[str, Any]:
+    """`process_unit` for unit number `position` of the source called `source`."""
+    chosen = _sources[source]
+    return process_unit(_job, index, chosen, chosen.units[position], split)

@@ -1,0 +1,202 @@
+"""One row to predict: from a line, a JSON object, the columns of a table or a value of Python.
+
+Whatever cannot be predicted, an empty line for example, is a row with a problem in its place, so
+that there is an answer for each row.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from convbert_jax.data.tables.table_formats import Fault, TableFormat
+from convbert_jax.data.tables.text_lines import describe_escapes
+from convbert_jax.data.tasks.own_task import describe_problem
+from convbert_jax.files import parse_json
+
+LONGEST = 10_000_000  # characters of a row's texts together
+DEEPEST = 100  # lists and objects in one another; what is read may be too deep to be written
+_TOO_DEEP = f"has more than {DEEPEST} lists or objects in one another"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInput:
+    """What a model reads, and how the files that it learned from were written.
+
+    Attributes:
+      kind: as config.outputs.kind.
+      texts: of a row.
+      columns: names that the texts may have; the first that are there count.
+      form: of the training files; its `format` may be "auto".
+      id: column that names a row.
+      label: column that a file without a header may lack.
+      endings: of the training files' names, as ".csv".
+    """
+
+    kind: str
+    texts: int
+    columns: tuple[tuple[str, ...], ...]
+    form: TableFormat
+    id: str = ""
+    label: str = ""
+    endings: tuple[str, ...] = ()
+
+    @property
+    def wanted(self) -> str:
+        """What a line must be, for an error."""
+        if self.kind == "span":
+            return (
+                'a question and a context with a tab between them or {"question": …, "context": …}'
+            )
+        if self.kind == "tagging":
+            return 'a text or {"words": […]}'
+        if self.texts == 2:
+            return 'two texts with a tab between them or {"texts": [first, second]}'
+        return 'a text or {"text": …}'
+
+
+@dataclasses.dataclass(frozen=True)
+class InputRow:
+    """One row; with a `problem`, which is ready to follow "line N", it has no texts."""
+
+    number: int  # of the row, from 0
+    line: int  # of the file, from 1, where it begins
+    id: Any = None  # its own, if it has one
+    texts: tuple[str, ...] = ()  # of tagging the words, with single blanks between
+    names: tuple[str, ...] = ()  # of the columns that these are from; () where they have none
+    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what it has besides
+    problem: str = ""
+
+
+def from_fault(fault: Fault, number: int, line: int) -> InputRow:
+    """A row that its format does not allow."""
+    return InputRow(number, line, problem=fault.problem)
+
+
+def from_text(text: str, number: int, line: int, reads: ModelInput) -> InputRow:
+    """A plain line: a tab between two texts, blanks between words."""
+    texts = tuple(text.split("\t")) if reads.texts == 2 else (text,)
+    texts = tuple(part.strip() for part in texts)
+    row = InputRow(number, line)
+    if not any(texts):
+        return dataclasses.replace(row, problem="is empty")
+    if len(texts) != reads.texts or not all(texts):
+        count = _count_texts(sum(map(bool, texts)))
+        return dataclasses.replace(row, problem=f"has {count}; this model reads {reads.wanted}")
+    if reads.kind == "tagging":
+        texts = (" ".join(text.split()),)
+    return _with_texts(row, texts)
+
+
+def parse_object(text: str, reads: ModelInput) -> dict | Fault | None:
+    """The JSON object of a line; None if it is plain text, whatever that begins with.
+
+    It is one if it has a key that says where texts are. A broken one with such a key is a fault.
+    """
+    if not text.lstrip().startswith("{"):
+        return None
+    known = {"text", "texts", "words", *(name for names in reads.columns for name in names)}
+    try:
+        record = parse_json(text)
+    except ValueError as error:
+        if any(f"{json.dumps(name)}:" in text.replace(" ", "") for name in known):
+            return Fault(f"is not JSON: {str(error).removeprefix('it is not JSON: ')}")
+        return None
+    return record if isinstance(record, dict) and known & record.keys() else None
+
+
+def from_object(record: dict, number: int, line: int, reads: ModelInput) -> InputRow:
+    """A JSON object: its texts are under the names of the training columns, or "texts"."""
+    if _is_too_deep(record):
+        return InputRow(number, line, problem=_TOO_DEEP)
+    for names in reads.columns:
+        if all(name in record for name in names):
+            return from_columns(record, names, number, line, reads)
+    row = InputRow(number, line, _find_id(record, reads))
+    if "texts" not in record or reads.kind in ("tagging", "span"):
+        names = reads.columns[0] if reads.columns else ("texts",)
+        missing = " and no ".join(f"'{name}'" for name in names if name not in record)
+        problem = f"has no {missing}"
+        return dataclasses.replace(row, problem=f"{problem}; this model reads {reads.wanted}")
+    values = record["texts"]
+    if not isinstance(values, list) or len(values) != reads.texts:
+        many = isinstance(values, list)
+        found = _count_texts(len(values)) if many else f"{type(values).__name__}, not a list,"
+        problem = f"has {found} in 'texts'; this model reads {reads.wanted}"
+        return dataclasses.replace(row, problem=problem)
+    others = {name: value for name, value in record.items() if name not in ("texts", "id")}
+    return _checked(dataclasses.replace(row, others=others), ["texts"] * reads.texts, values, reads)
+
+
+def from_value(value: Any, number: int, reads: ModelInput) -> InputRow:
+    """A value of Python: a text, two as a tuple, a list of words for tagging, or a dict, as
+    `from_object` takes it; its line is that of a file in which it would be alone.
+    """
+    line = number + 1
+    if isinstance(value, Mapping):
+        return from_object(dict(value), number, line, reads)
+    values = [value] if isinstance(value, str) or reads.kind == "tagging" else value
+    row, many = InputRow(number, line), isinstance(values, list | tuple)
+    if not many or len(values) != reads.texts:
+        found = _count_texts(len(values)) if many else f"{type(values).__name__}, not a text"
+        problem = f"has {found}; this model reads {reads.wanted}"
+        return dataclasses.replace(row, problem=problem)
+    values = [list(part) if isinstance(part, tuple) else part for part in values]
+    names = ["words" if reads.kind == "tagging" else "texts"] * reads.texts
+    return _checked(row, names, values, reads)
+
+
+def from_columns(
+    record: Mapping[str, Any], names: Sequence[str], number: int, line: int, reads: ModelInput
+) -> InputRow:
+    """Columns by name, of which `names` have the texts."""
+    if _is_too_deep(record):
+        return InputRow(number, line, problem=_TOO_DEEP)
+    others = {name: v for name, v in record.items() if name not in names and name != "id"}
+    row = InputRow(number, line, _find_id(record, reads), names=tuple(names), others=others)
+    for value in (*record, *record.values()):
+        cells = value if isinstance(value, list) else [value]  # a sentence's words
+        for cell in cells:
+            if isinstance(cell, str) and (problem := describe_escapes(cell, reads.form.encoding)):
+                return InputRow(number, line, problem=problem)
+    return _checked(row, names, [record[name] for name in names], reads)
+
+
+def _checked(row: InputRow, names: Sequence[str], values: list, reads: ModelInput) -> InputRow:
+    if reads.kind == "tagging" and isinstance(values[0], str):
+        values = [values[0].split()]
+    if problem := describe_problem(reads.kind, names, values):
+        return dataclasses.replace(row, problem=problem)
+    texts = tuple(" ".join(value) if isinstance(value, list) else value for value in values)
+    if reads.kind != "span":  # whose answers are places in the context
+        texts = tuple(text.strip() for text in texts)
+    return _with_texts(row, texts)
+
+
+def _with_texts(row: InputRow, texts: tuple[str, ...]) -> InputRow:
+    size = sum(map(len, texts))
+    if size > LONGEST:
+        problem = f"has {size:,} characters; at most {LONGEST:,} are read"
+        return dataclasses.replace(row, problem=problem)
+    return dataclasses.replace(row, texts=texts)
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        lists = (v.values() if isinstance(v, Mapping) else v for v in level)
+        level = [v for values in lists for v in values if isinstance(v, list | Mapping)]
+        if not level:
+            return False
+    return True
+
+
+def _find_id(record: Mapping[str, Any], reads: ModelInput) -> Any:
+    for name in (reads.id, "id"):
+        if name and record.get(name) not in (None, ""):
+            return record[name]
+    return None
+
+
+def _count_texts(count: int) -> str:
+    return f"{count} text{'s' * (count != 1)}"

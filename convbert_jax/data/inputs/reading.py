@@ -1,0 +1,257 @@
+"""What is to be predicted: lines, JSON objects or a table, from a file or a stream, as rows."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+
+from convbert_jax.config import Config
+from convbert_jax.config.own_task import INPUT_FORMATS, TaskSection
+from convbert_jax.data.errors import DataError, shorten
+from convbert_jax.data.inputs import input_rows
+from convbert_jax.data.inputs.input_rows import InputRow, ModelInput
+from convbert_jax.data.tables.table_files import find_column
+from convbert_jax.data.tables.table_formats import OPENERS, Fault, Source, TableFormat, TableRows
+from convbert_jax.data.tables.text_lines import decode_lines, describe_escapes
+from convbert_jax.data.tasks.glue import GLUE
+
+_BY_NAME = {f".{name}": name for name in ("tsv", "csv", "jsonl", "json", "conll")}
+_BY_NAME |= {".ndjson": "jsonl"}
+_HINT = "name the columns with --texts=COLUMN or --texts=FIRST,SECOND"
+
+
+def describe_model_input(config: Config, texts: Sequence[str] = ()) -> ModelInput:
+    """What the fine-tuned model of `config` reads.
+
+    Args:
+      texts: names of columns, in the place of those that the model learned from.
+    """
+    outputs, section = config.outputs, config.task
+    own = "own" in config.finetune.tasks and outputs.task == section.name
+    glue = None if own else GLUE.get(outputs.task)
+    files = _files_of(section)
+    names = [tuple(texts)] if texts else [outputs.columns]
+    if not texts:
+        if own:  # columns by number are these only in files with the columns of training
+            learned = (outputs.columns, section.texts)
+            names[:0] = (tuple(_name(n, files["form"]) for n in columns) for columns in learned)
+            names.append(section.texts)
+        if glue:
+            names += [glue.tfds_texts, *(split.texts for split in glue.splits.values())]
+        names.append({"span": ("question", "context"), "tagging": ("words",)}.get(outputs.kind, ()))
+        names.append(("text",))
+    columns = tuple(dict.fromkeys(n for n in names if n and len(n) == outputs.texts))
+    reads = ModelInput(outputs.kind, outputs.texts, columns, TableFormat("auto"))
+    if own:
+        found = {"id": section.id, "label": section.label}
+        found = {field: _name(column, files["form"]) for field, column in found.items()}
+        return dataclasses.replace(reads, **found, **files)
+    if glue:
+        train = glue.splits["train"]
+        form = TableFormat("tsv", columns=train.columns)
+        return dataclasses.replace(reads, id="index", label=train.label, form=form)
+    return reads
+
+
+def choose_format(name: str, asked: str, reads: ModelInput) -> str:
+    """The format of an input: `asked`, or with "auto" by its name, or as the training files.
+
+    Raises:
+      DataError: an unknown one, or one that cannot be read so.
+    """
+    if asked not in INPUT_FORMATS:
+        known = ", ".join(INPUT_FORMATS)
+        raise DataError(f"--input_format={asked} is unknown; choose from: {known}.")
+    chosen = asked
+    if asked == "auto":
+        chosen = _BY_NAME.get(_ending(name), "lines")
+        if _ending(name) in reads.endings and reads.form.format in INPUT_FORMATS[1:]:
+            chosen = reads.form.format
+    if chosen == "pattern" and not reads.form.pattern:
+        raise DataError("--input_format=pattern needs a model that learned by config.task.pattern.")
+    if chosen == "conll" and reads.kind != "tagging":
+        raise DataError(f"--input_format=conll is for tagging; this model is for {reads.kind}.")
+    return chosen
+
+
+def open_input(source: Source, chosen: str, reads: ModelInput, key: str = "") -> Iterator[InputRow]:
+    """All rows in their order, read as they are asked for.
+
+    Args:
+      chosen: of `choose_format`.
+      key: of a JSON document's list.
+
+    Raises:
+      DataError: an unreadable file, or a table without the columns that the model reads; at once,
+        or where the rows are read.
+    """
+    if chosen == "lines":
+        return _read_lines(source, reads)
+    form = dataclasses.replace(reads.form, format=chosen, escape=True)
+    if reads.form.format not in (chosen, "auto"):  # of other files
+        form = dataclasses.replace(form, columns=(), rest_in_last=False)
+    if form.encoding != "utf-8":
+        logging.info("%s is read as %s, as the training files were.", source, form.encoding)
+    header, rows = _open_table(source, form, reads, key)
+    if header is None:
+        return _read_objects(rows, reads)
+    place = find_column(reads.id, header, form)
+    if place is not None:  # by number, where files of this kind name no columns
+        reads = dataclasses.replace(reads, id=header[place])
+    return _read_table(header, rows, _check_columns(source, header, form, reads), reads)
+
+
+# --- Lines ---
+
+
+def _read_lines(source: Source, reads: ModelInput) -> Iterator[InputRow]:
+    told: set[str] = set()
+    for line, text in decode_lines(source, "utf-8", escape=True):
+        bad = describe_escapes(text)
+        record = Fault(bad) if bad else input_rows.parse_object(text, reads)
+        if isinstance(record, Fault):
+            yield input_rows.from_fault(record, line - 1, line)
+        elif record is not None:
+            yield input_rows.from_object(record, line - 1, line, reads)
+        else:
+            _explain(source, line, text, reads, told)
+            yield input_rows.from_text(text, line - 1, line, reads)
+
+
+def _explain(source: Source, line: int, text: str, reads: ModelInput, told: set[str]) -> None:
+    """Says once what may have been meant differently."""
+    if text.lstrip().startswith("{") and "object" not in told:
+        told.add("object")
+        logging.warning(
+            "%s line %d begins with { and is no JSON object with texts; such lines are read as "
+            "text.",
+            source,
+            line,
+        )
+    if "\t" in text and reads.texts == 1 and reads.kind != "tagging" and "tab" not in told:
+        told.add("tab")
+        logging.warning(
+            "%s line %d has a tab; this model reads one text a line, in which that is a blank. If "
+            "it is for two texts, say so with --texts=FIRST,SECOND.",
+            source,
+            line,
+        )
+
+
+# --- Tables ---
+
+
+def _open_table(source: Source, form: TableFormat, reads: ModelInput, key: str):
+    """As an opener; where the training files had no header, this one may have one, or no labels."""
+    if form.format == "conll":
+        return _open_sentences(source, form, reads, key)
+    if form.format not in ("tsv", "csv") or not form.columns or form.rest_in_last:
+        return OPENERS[form.format](source, form, key)
+    first, rows = OPENERS[form.format](source, dataclasses.replace(form, columns=()), key)
+    if any({_name(name, form) for name in names} <= set(first) for names in reads.columns):
+        return first, rows
+    for columns in (form.columns, _unlabelled(form, reads)):
+        if len(columns) == len(first):
+            return list(columns), _prepend((1, first), rows)
+    raise DataError(
+        f"{source} has {len(first)} columns in its first line, which is no header and not the "
+        f"{len(form.columns)} columns of training ({shorten(', '.join(form.columns))}); {_HINT}."
+    )
+
+
+def _open_sentences(source: Source, form: TableFormat, reads: ModelInput, key: str):
+    """A single column has the words; else they are the columns of training, or without labels."""
+    numbers, rows = OPENERS["conll"](source, dataclasses.replace(form, columns=()), key)
+    for columns in (form.columns, _unlabelled(form, reads), reads.columns[0]):
+        if len(columns) == len(numbers):
+            return list(columns), rows
+    if form.columns:
+        raise DataError(
+            f"{source} has {len(numbers)} columns, but training had {len(form.columns)} "
+            f"({shorten(', '.join(form.columns))}); write those, or the words alone."
+        )
+    return numbers, rows
+
+
+def _unlabelled(form: TableFormat, reads: ModelInput) -> tuple[str, ...]:
+    return tuple(name for name in form.columns if name != reads.label)
+
+
+def _name(column: str, form: TableFormat) -> str:
+    """The name of a column of training, which may be asked for by number."""
+    place = find_column(column, form.columns, form)
+    return column if place is None else form.columns[place]
+
+
+def _check_columns(source, header: Sequence[str], form: TableFormat, reads: ModelInput):
+    """Names of the columns that have the texts."""
+    for name in header:
+        if problem := describe_escapes(name, form.encoding):
+            raise DataError(f"{source} line 1 {problem}.")
+    for names in reads.columns:
+        places = [find_column(name, header, form) for name in names]
+        if None not in places:
+            found = tuple(header[place] for place in places)
+            logging.info("%s is read as %s, texts: %s.", source, form.format, ", ".join(found))
+            return found
+    known = " or ".join(f"'{', '.join(names)}'" for names in reads.columns)
+    raise DataError(
+        f"{source} has no column {known} (it has: {shorten(', '.join(header))}); {_HINT}, or have "
+        "each line read as text with --input_format=lines."
+    )
+
+
+def _read_table(
+    header: Sequence[str], rows: TableRows, names: Sequence[str], reads: ModelInput
+) -> Iterator[InputRow]:
+    header = _unique(header)
+    for number, (line, row) in enumerate(rows):
+        if isinstance(row, Fault):
+            yield input_rows.from_fault(row, number, line)
+        else:
+            record = dict(zip(header, row, strict=True))
+            yield input_rows.from_columns(record, names, number, line, reads)
+
+
+def _read_objects(rows: TableRows, reads: ModelInput) -> Iterator[InputRow]:
+    for number, (line, row) in enumerate(rows):
+        if isinstance(row, Fault):
+            yield input_rows.from_fault(row, number, line)
+        else:
+            yield input_rows.from_object(row, number, line, reads)
+
+
+def _unique(header: Sequence[str]) -> list[str]:
+    """Names of columns, a second "a" as "a.1"."""
+    counts: dict[str, int] = {}
+    found = []
+    for name in header:
+        count = counts.get(name, 0)
+        counts[name] = count + 1
+        found.append(f"{name}.{count}" if count else name)
+    return found
+
+
+def _files_of(section: TaskSection) -> dict[str, Any]:
+    form = TableFormat(
+        section.format,
+        columns=section.columns,
+        rest_in_last=section.rest_in_last,
+        pattern=section.pattern,
+        encoding=section.encoding,
+    )
+    files = ",".join((section.train, section.validation, section.test)).split(",")
+    endings = {_ending(file.strip().partition("#")[0]) for file in files} - {""}
+    return {"form": form, "endings": tuple(sorted(endings))}
+
+
+def _ending(name: str) -> str:
+    path = Path(name)
+    return (Path(path.stem) if path.suffix == ".gz" else path).suffix
+
+
+def _prepend(first, rows: TableRows) -> TableRows:
+    yield first
+    yield from rows

@@ -1,0 +1,67 @@
+"""Where documents come from: one function from a spec to a `Source`.
+
+A source is cut into units of some 16 MB of text. One process reads a unit from its beginning to its
+end, which makes it the grain of parallel work and of resuming.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from convbert_jax.config import DataSection
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.sources import docstrings, indexed_rows, parquet_files, text_files
+
+
+class Unit(Protocol):
+    """A part of a source: small, picklable, the same on every run."""
+
+    size: int  # bytes of text, estimated where compressed
+
+
+class Source(Protocol):
+    """A corpus as units of documents; picklable.
+
+    `fingerprint` depends on the content and how it is read, not on where it lies or when it was
+    written. `documents` adds to `tally` what it had to mend: "undecodable" places in the text and
+    documents "skipped" for them.
+    """
+
+    name: str
+    fingerprint: str
+    units: Sequence[Any]
+
+    def documents(self, unit: Any, tally: Counter | None = None) -> Iterator[str]: ...
+
+
+OPENERS = {
+    "docstrings": docstrings.open_docstrings,
+    "text": text_files.open_text,
+    "parquet": parquet_files.open_parquet,
+    "hub": parquet_files.open_hub,
+    "tfds": indexed_rows.open_tfds,
+    "datasets": indexed_rows.open_datasets,
+}
+REMOTE = ("hub", "datasets")  # opening these may need the network
+
+
+def open_source(section: DataSection, spec: str) -> Source:
+    """The source that `spec` names, e.g. "text:corpus/**/*.txt"; `section` says how to read it.
+
+    Raises:
+      DataError: an unknown kind, or nothing to read there.
+    """
+    kind, _, rest = spec.partition(":")
+    if kind not in OPENERS or (kind != "docstrings" and not rest):
+        if os.path.exists(spec) or re.search(r"[*?/]|\.\w+$", spec):
+            hint = f"write text:{spec} for text files"
+        else:
+            kinds = ", ".join(f"{name}:…" for name in OPENERS if name != "docstrings")
+            hint = f"choose one of: docstrings, {kinds}"
+        raise DataError(f"Source '{spec}' is not understood; {hint}.")
+    source = OPENERS[kind](rest, section)
+    if not source.units:
+        raise DataError(f"Source '{spec}' has no text; check it and its files.")
+    return source

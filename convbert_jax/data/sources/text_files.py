@@ -1,0 +1,262 @@
+"""Plain and gzipped text files: five formats, read by byte ranges that end where documents end;
+and tables, read whole, of which one column is the text.
+"""
+
+import dataclasses
+import glob
+import gzip
+import hashlib
+import json
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from absl import logging
+
+from convbert_jax.config import DataSection
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.sources.documents import LONGEST, clean, decode, unit_bytes
+from convbert_jax.data.sources.text_formats import (
+    FORMATS,
+    describe_bad_text,
+    detect_format,
+    read_lines,
+    refuse_other_kinds,
+)
+from convbert_jax.data.tables.table_files import read_table
+from convbert_jax.data.tables.table_formats import BadRows, TableFormat
+from convbert_jax.data.tables.text_lines import open_bytes
+
+TABLES = ("csv", "tsv")
+GZIP_RATIO = 3  # estimated bytes of text per compressed byte
+LONGEST_JSON = 64_000_000  # bytes of one jsonl line
+HEAD = 65_536  # bytes at both ends of a file that enter the fingerprint
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Bytes `start` to `stop` of a file; `stop` is -1 for a compressed file, read whole."""
+
+    file: str  # relative to the source's root
+    start: int
+    stop: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TextUnit:
+    parts: tuple[Part, ...]
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFiles:
+    name: str
+    fingerprint: str
+    root: Path
+    format: str
+    text_field: str
+    encoding_errors: str
+    units: tuple[TextUnit, ...]
+
+    def documents(self, unit: TextUnit, tally: Counter | None = None) -> Iterator[str]:
+        """Documents of `unit` in the order of the files.
+
+        Raises:
+          DataError: text that is not UTF-8 under encoding_errors="error", a damaged .gz file, or
+            a jsonl line without the text field.
+        """
+        for part in unit.parts:
+            path = self.root / part.file
+            try:
+                if self.format in TABLES:
+                    yield from self._column(path, tally)
+                    continue
+                with open_bytes(path) as file:
+                    file.seek(part.start)
+                    yield from self._documents(file, part, tally)
+            except UnicodeDecodeError:
+                raise DataError(describe_bad_text(path)) from None
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise DataError(
+                    f"{path} is a damaged gzip file ({error}); fetch it again or leave it out."
+                ) from None
+            except OSError as error:
+                raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+
+    def _documents(self, file, part: Part, tally: Counter | None) -> Iterator[str]:
+        limit = LONGEST_JSON if self.format == "jsonl" else LONGEST
+        for offset, data in FORMATS[self.format](read_lines(file, part.start, part.stop, limit)):
+            text = decode(data, self.encoding_errors, tally)
+            if text is None or not text.strip():
+                continue
+            if self.format == "jsonl":
+                if len(data) >= limit // 2:  # a longer line was cut somewhere after its middle
+                    raise DataError(
+                        f"{self.root / part.file} has a line of over {limit // 2} bytes at byte "
+                        f"{offset}; it is not jsonl, set config.data.format."
+                    )
+                text = self._field(text, self.root / part.file, offset)
+            yield from clean(text)
+
+    def _column(self, path: Path, tally: Counter | None) -> Iterator[str]:
+        for _, (cell,) in read_column(path, self.format, self.text_field):
+            data = cell.encode("utf-8", "surrogateescape")
+            yield from clean(decode(data, self.encoding_errors, tally) or "")
+
+    def _field(self, line: str, path: Path, offset: int) -> str:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} has no JSON object at byte {offset}: {error}.") from None
+        if not isinstance(record, dict) or not isinstance(record.get(self.text_field), str):
+            names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+            raise DataError(
+                f"{path} has no text in '{self.text_field}' at byte {offset} (it has: {names}); "
+                "set config.data.text_field."
+            )
+        return record[self.text_field]
+
+
+def open_text(rest: str, section: DataSection) -> TextFiles:
+    """Files of comma-separated globs; a folder stands for all files below it.
+
+    Raises:
+      DataError: a glob without a file.
+    """
+    paths = find_files(rest)
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    for path in paths:
+        refuse_other_kinds(path)
+    kind = section.format
+    if kind == "auto":
+        kind = _table_kind(paths, rest) or detect_format(paths[0])
+        logging.info("config.data.format=auto: %s reads as '%s'.", paths[0].name, kind)
+    if kind in TABLES:
+        for path in paths:
+            next(read_column(path, kind, section.text_field))
+    fingerprint = fingerprint_files(paths, root, f"text {kind} {section.text_field}")
+    return TextFiles(
+        name=f"text:{rest}",
+        fingerprint=fingerprint,
+        root=root,
+        format=kind,
+        text_field=section.text_field,
+        encoding_errors=section.encoding_errors,
+        units=_units(paths, root, kind),
+    )
+
+
+def _table_kind(paths: list[Path], rest: str) -> str:
+    """Format csv or tsv if the names of all files say so, "" if none does."""
+    found = {}
+    for path in paths:
+        ending = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+        kind = ending[1:].lower()
+        found.setdefault(kind if kind in TABLES else "", path.name)
+    if len(found) > 1:
+        raise DataError(
+            f"config.data.source='text:{rest}' has tables and other files "
+            f"({', '.join(found.values())}), which are read differently; name one kind, or set "
+            "config.data.format."
+        )
+    return next(iter(found))
+
+
+def read_column(path: Path, kind: str, field: str) -> Iterator[tuple[int, tuple[str]]]:
+    """Lines and cells of one column of a table whose first line has the names of the columns.
+
+    Raises:
+      DataError: no rows, no such column, or a row with another number of columns.
+    """
+    hint = "set config.data.text_field to one of these, which its first line must name"
+    form = TableFormat(kind, escape=True, hint=hint)
+    return read_table(path, [field], form, BadRows(path, "error"))
+
+
+def find_files(globs: str) -> list[Path]:
+    """Absolute paths of all files that comma-separated globs name, sorted, each once."""
+    found = set()
+    for pattern in globs.split(","):
+        expanded = os.path.expanduser(pattern.strip())
+        if os.path.isdir(expanded):
+            expanded = os.path.join(glob.escape(expanded), "**", "*")
+        files = [name for name in glob.glob(expanded, recursive=True) if os.path.isfile(name)]
+        if not files:
+            raise DataError(f"No file matches '{pattern.strip()}'; check config.data.source.")
+        found.update(os.path.abspath(name) for name in files)
+    return sorted(map(Path, found))
+
+
+def fingerprint_files(paths: list[Path], root: Path, how: str) -> str:
+    """sha256 over `how`, and of each file its name below `root`, size, first and last 64 KiB."""
+    digest = hashlib.sha256(how.encode())
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"\n{path.relative_to(root).as_posix()} {size} ".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(HEAD))
+            if size > HEAD:
+                file.seek(max(HEAD, size - HEAD))
+                digest.update(file.read())
+    return digest.hexdigest()
+
+
+def _units(paths: list[Path], root: Path, kind: str) -> tuple[TextUnit, ...]:
+    sizes = [path.stat().st_size * (GZIP_RATIO if path.suffix == ".gz" else 1) for path in paths]
+    target = unit_bytes(sum(sizes))
+    units, group, filled = [], [], 0
+    for path, size in zip(paths, sizes, strict=True):
+        for part in _parts(path, path.relative_to(root).as_posix(), size, kind, target):
+            group.append(part)
+            filled += part.size
+            if filled >= target:
+                units.append(TextUnit(tuple(group), filled))
+                group, filled = [], 0
+    if group:
+        units.append(TextUnit(tuple(group), filled))
+    return tuple(units)
+
+
+def _parts(path: Path, name: str, size: int, kind: str, target: int) -> Iterator[Part]:
+    if path.suffix == ".gz":
+        yield Part(name, 0, -1, size)
+        return
+    start = 0
+    if kind not in ("file", *TABLES) and size > 1.5 * target:
+        with open(path, "rb") as file:
+            while size - start > 1.5 * target:
+                stop = _boundary(file, start + target, kind)
+                if stop >= size:
+                    break
+                yield Part(name, start, stop, stop - start)
+                start = stop
+    if size > start:
+        yield Part(name, start, size, size - start)
+
+
+def _boundary(file, position: int, kind: str) -> int:
+    """The first byte after `position` where a document begins, or the end of the file."""
+    file.seek(position)
+    _skip_line(file)
+    after_blank = False
+    while True:
+        here = file.tell()
+        line = file.readline(LONGEST)
+        if (
+            not line
+            or kind in ("lines", "jsonl")
+            or (kind == "wikiextractor" and line.startswith(b"<doc "))
+            or (kind == "blank_lines" and after_blank and line.strip())
+        ):
+            return here
+        after_blank = not line.strip()
+        if not line.endswith(b"\n"):
+            _skip_line(file)
+
+
+def _skip_line(file) -> None:
+    while (line := file.readline(LONGEST)) and not line.endswith(b"\n"):
+        pass

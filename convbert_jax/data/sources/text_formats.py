@@ -1,0 +1,147 @@
+"""Formats of text files: lines to documents, both as (byte offset, bytes), in bounded memory."""
+
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.sources.documents import LONGEST, bad_places
+from convbert_jax.data.tables.text_lines import open_bytes
+
+BOM = b"\xef\xbb\xbf"
+BEGINNINGS = {
+    b"PAR1": "parquet",
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"7z\xbc\xaf": "7z",
+}
+Lines = Iterator[tuple[int, bytes]]
+
+
+def _paragraphs(lines: Lines) -> Lines:
+    """Documents separated by blank lines."""
+    return _join(lines, ends=lambda line: not line.strip())
+
+
+def _join(lines: Lines, ends: Callable[[bytes], bool]) -> Lines:
+    """Lines put together up to one that `ends` a document, or to its greatest length."""
+    start, parts, size = 0, [], 0
+    for offset, line in lines:
+        end = ends(line)
+        if parts and (end or size + len(line) > LONGEST):
+            yield start, b"".join(parts)
+            parts, size = [], 0
+        if not end:
+            start = start if parts else offset
+            parts.append(line)
+            size += len(line)
+    if parts:
+        yield start, b"".join(parts)
+
+
+def _wikiextractor(lines: Lines) -> Lines:
+    """What stands between `<doc …>` and `</doc>` lines; the title is the first line of it."""
+    inside = False
+
+    def marks(line: bytes) -> bool:
+        nonlocal inside
+        if line.startswith((b"<doc ", b"</doc>")):
+            inside = line.startswith(b"<doc ")
+            return True
+        return not inside
+
+    return _join(lines, marks)
+
+
+FORMATS = {
+    "blank_lines": _paragraphs,
+    "lines": lambda lines: lines,
+    "jsonl": lambda lines: lines,
+    "wikiextractor": _wikiextractor,
+    "file": lambda lines: _join(lines, ends=lambda line: False),
+}
+
+
+def detect_format(path: Path) -> str:
+    """The format of a file by its name and its beginning."""
+    suffixes = path.suffixes[:-1] if path.suffix == ".gz" else path.suffixes
+    if suffixes and suffixes[-1] in (".jsonl", ".ndjson", ".json"):
+        return "jsonl"
+    with open_bytes(path) as file:
+        try:
+            head = file.read(LONGEST).removeprefix(BOM).strip()
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path} cannot be read: {error}.") from None
+    if head.startswith(b"<doc "):
+        return "wikiextractor"
+    blank = any(not line.strip() for line in head.split(b"\n"))
+    return "blank_lines" if blank else "lines"
+
+
+def refuse_other_kinds(path: Path) -> None:
+    """Raises DataError for a file that begins as parquet or packed files do.
+
+    Decoded with replacements, as the advice for bad text goes, it would be a corpus of noise.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = file.read(8)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+    kind = next((kind for start, kind in BEGINNINGS.items() if head.startswith(start)), "")
+    if kind == "gzip" and path.suffix == ".gz":
+        return
+    if kind:
+        advice = {
+            "parquet": f"name it as parquet:{path}",
+            "gzip": "give it a name that ends in .gz",
+        }.get(kind, "unpack it")
+        raise DataError(f"{path} is a {kind} file and no text; {advice}.")
+
+
+def read_lines(file, start: int, stop: int, limit: int) -> Lines:
+    """Lines of bytes `start` to `stop` (-1: all); one longer than `limit` is cut at white space."""
+    offset, rest = start, b""
+    while stop < 0 or offset < stop:
+        line = rest + file.readline(limit - len(rest))
+        if not line:
+            return
+        rest = b""
+        if len(line) >= limit and not line.endswith(b"\n"):
+            cut = max(line.rfind(b" ", limit // 2), line.rfind(b"\t", limit // 2)) + 1
+            if not cut:
+                cut = limit - 3  # no blank: before the last character, wherever it starts
+                while cut < limit and line[cut] & 0xC0 == 0x80:
+                    cut += 1
+            line, rest = line[:cut], line[cut:]
+        if offset == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise DataError(f"{file.name} is UTF-16, not UTF-8; convert it (iconv -f UTF-16).")
+        yield offset, line.removeprefix(BOM) if offset == 0 else line
+        offset += len(line)
+
+
+def describe_bad_text(path: Path) -> str:
+    """How many places of a file are not UTF-8 and where the first is, for an error."""
+    count, first, number = 0, "", 0
+    with open_bytes(path) as file:
+        for offset, line in read_lines(file, 0, -1, LONGEST):
+            number += 1
+            if places := bad_places(line):
+                if not count:
+                    first = f"line {number} (byte {offset + _first_bad_byte(line)})"
+                count += places
+    return (
+        f"{path} is not UTF-8 in {count} places, first in {first}; convert it, or set "
+        "config.data.encoding_errors to 'replace' or 'skip'."
+    )
+
+
+def _first_bad_byte(line: bytes) -> int:
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start
+    return len(line)

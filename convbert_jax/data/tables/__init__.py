@@ -1,0 +1,1 @@
+"""Files of labelled text as rows of named columns."""

@@ -1,0 +1,84 @@
+"""Files of labelled text as rows of named columns: tsv, csv, JSON, CoNLL, parallel lines, patterns.
+
+Columns have names, or numbers from 0 (from the end: -1) where a file names none.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from convbert_jax.data.errors import DataError, shorten
+from convbert_jax.data.tables.table_formats import OPENERS, BadRows, Fault, TableFormat, TableRows
+
+
+def read_table(
+    path: Path | tuple[Path, ...],
+    wanted: Sequence[str],
+    form: TableFormat,
+    bad_rows: BadRows,
+    *,
+    key: str = "",
+    optional: str = "",
+) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """Rows of a file as (line, values of the `wanted` columns), then that of `optional`.
+
+    Args:
+      path: one file, gzip where it ends in .gz; one for each column with format "parallel".
+      key: of format "json".
+      optional: a column that may be absent; its value is then None. "" is none.
+
+    Raises:
+      DataError: nothing in it, a column that is not there, bad text or, as `bad_rows` has it, rows
+        with another number of columns.
+    """
+    shown = path if isinstance(path, Path) else path[0]
+    header, found = OPENERS[form.format](path, form, key)
+    rows = _usable(found, bad_rows)
+    count = 0
+    if header is None:  # objects with names of their own
+        for line, record in rows:
+            missing = [name for name in wanted if name not in record]
+            if missing:
+                names = shorten(", ".join(record))
+                problem = f"has no '{missing[0]}' (it has: {names}); {form.hint}"
+                bad_rows.report(line, problem)
+                continue
+            count += 1
+            values = tuple(record[name] for name in wanted)
+            yield line, (*values, record.get(optional)) if optional else values
+    else:
+        places = _find_all(wanted, header, form, shown)
+        if optional:
+            places.append(find_column(optional, header, form))
+        for line, cells in rows:
+            count += 1
+            yield line, tuple(None if place is None else cells[place] for place in places)
+    bad_rows.summarize(count)
+    if not count:
+        raise DataError(f"{shown} has no rows; check the file.")
+
+
+def _usable(rows: TableRows, bad_rows: BadRows) -> TableRows:
+    for line, row in rows:
+        if isinstance(row, Fault):
+            bad_rows.report(line, row.problem)
+        else:
+            yield line, row
+
+
+def find_column(name: str, header: Sequence[str], form: TableFormat) -> int | None:
+    """Position of a column, None where it is absent."""
+    if name in header:
+        return list(header).index(name)
+    if form.numbered and re.fullmatch(r"-?\d+", name) and -len(header) <= int(name) < len(header):
+        return int(name)
+    return None
+
+
+def _find_all(names: Sequence[str], header, form: TableFormat, path: Path) -> list[int | None]:
+    places = [find_column(name, header, form) for name in names]
+    if None in places:
+        missing, shown = names[places.index(None)], shorten(", ".join(header))
+        raise DataError(f"{path} has no column '{missing}' (it has: {shown}); {form.hint}.")
+    return places

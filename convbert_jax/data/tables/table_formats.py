@@ -1,0 +1,304 @@
+"""Formats of tables in text files: each opens a file as its column names and its rows.
+
+An opener returns (names, rows of cells) or, where rows are objects with names of their own, (None,
+rows of dicts). A row that cannot be used is a `Fault` in its place. Line numbers count from 1 and
+are those of the file, header included; that of a row is the line where it begins.
+"""
+
+import csv
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import regex
+from absl import logging
+
+from convbert_jax.data.errors import DataError, shorten
+from convbert_jax.data.tables.text_lines import (
+    LONGEST_LINE,
+    Lines,
+    Stream,
+    decode_lines,
+    describe_escapes,
+    without_last_blanks,
+)
+from convbert_jax.files import parse_json
+
+MATCHING_SECONDS = 2.0  # for one line; some patterns take longer than the universe has been there
+
+Source = Path | Stream
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What is wrong with a row, to follow "FILE line N"."""
+
+    problem: str
+
+
+TableRows = Iterator[tuple[int, Sequence[Any] | dict[str, Any] | Fault]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TableFormat:
+    """How a table is written.
+
+    tsv: quotation marks are text (the GLUE files do not pair them). csv: RFC 4180 quoting. jsonl:
+    an object a line. json: one document, a list of lists or objects; `FILE#KEY` picks the list
+    under a key. conll: one word a line, columns split by blanks, an empty line ends a sentence;
+    each row is a sentence and its columns are lists. parallel: one file for each column, line by
+    line. pattern: `pattern` is a regular expression whose named groups are the columns.
+    """
+
+    format: str
+    columns: tuple[str, ...] = ()  # names where no header line gives them; () reads a header
+    rest_in_last: bool = False  # the last column takes what is left, separators too (tsv)
+    pattern: str = ""
+    encoding: str = "utf-8"
+    escape: bool = False  # bytes that are not of `encoding` are a fault of the row, not of the file
+    hint: str = "check the file"  # what to do about a column that is not there
+
+    @property
+    def numbered(self) -> bool:
+        """Columns may be asked for by number."""
+        return bool(self.columns) or self.format in ("json", "conll", "parallel")
+
+
+class BadRows:
+    """What becomes of rows that cannot be used: the first is an error, or all are left out."""
+
+    def __init__(self, path: Path, policy: str, *, quiet: bool = False):
+        """`policy`: "error" or "skip"; `quiet` does not log what was left out."""
+        self._path, self._policy, self._quiet = path, policy, quiet
+        self.count, self.first = 0, ""
+
+    def report(self, line: int, problem: str) -> None:
+        """Raises DataError, or notes that the row of `line` is left out."""
+        if self._policy == "error":
+            raise DataError(f"{self._path} line {line} {problem}.")
+        self.first = self.first or f"line {line} {problem}"
+        self.count += 1
+
+    def summarize(self, kept: int) -> None:
+        """Logs what was left out."""
+        if self.count and not self._quiet:
+            logging.warning(
+                "%s: %d of %d rows left out; the first: %s.",
+                self._path,
+                self.count,
+                self.count + kept,
+                self.first,
+            )
+
+
+def _open_tsv(source: Source, form: TableFormat, key: str):
+    lines = _read_lines(source, form)
+    header = list(form.columns) or _header(lines, source).split("\t")
+    splits = len(header) - 1 if form.rest_in_last else -1
+    return header, _counted(((n, line.split("\t", splits)) for n, line in lines), len(header))
+
+
+def _open_csv(source: Source, form: TableFormat, key: str):
+    """Blank lines are no rows, as other readers of csv have it."""
+    csv.field_size_limit(LONGEST_LINE)
+    reader = csv.reader((line + "\n" for _, line in _read_lines(source, form)), strict=True)
+
+    def rows():
+        while True:
+            start = reader.line_num + 1
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                if str(error) == "unexpected end of data":  # a quotation mark that has no other
+                    raise DataError(f"{source} line {start} is not csv: {error}.") from None
+                yield start, Fault(f"is not csv: {error}")
+                continue
+            if cells is None:
+                return
+            if cells:
+                yield start, cells
+
+    found = rows()
+    header = list(form.columns) or _header(found, source)
+    return header, _counted(found, len(header))
+
+
+def _counted(rows: TableRows, columns: int) -> TableRows:
+    """Rows with the right number of columns."""
+    for line, cells in rows:
+        if not isinstance(cells, Fault) and len(cells) != columns:
+            cells = Fault(f"has {len(cells)} columns instead of {columns}")
+        yield line, cells
+
+
+def _open_jsonl(source: Source, form: TableFormat, key: str):
+    def rows():
+        for line, text in _read_lines(source, form):
+            try:
+                record = parse_json(text)
+            except ValueError as error:
+                record = Fault(describe_escapes(text, form.encoding) or _no_json(error))
+            if not isinstance(record, dict | Fault):
+                record = Fault("is not a JSON object")
+            yield line, record
+
+    return None, rows()
+
+
+def _open_json(source: Source, form: TableFormat, key: str):
+    """Rows count from 1, in the place of lines."""
+    try:
+        document = parse_json("\n".join(line for _, line in _read_lines(source, form)))
+    except ValueError as error:
+        raise DataError(f"{source} {_no_json(error)}.") from None
+    if key:
+        if not isinstance(document, dict) or key not in document:
+            names = ", ".join(document) if isinstance(document, dict) else type(document).__name__
+            names = shorten(names)
+            raise DataError(f"{source} has no list '{key}' (it has: {names}).")
+        document = document[key]
+    if not isinstance(document, list):
+        there = shorten(", ".join(document)) if isinstance(document, dict) else ""
+        names = f" (it has: {there})" if there else ""
+        raise DataError(f"{source} is not a JSON list of rows; name the list as FILE#KEY{names}.")
+    if not document or isinstance(document[0], dict):
+        return None, _of_type(document, dict, "an object")
+    if not isinstance(document[0], list):
+        raise DataError(f"{source} is a JSON list, but its rows are no objects and no lists.")
+    header = list(form.columns) or [str(n) for n in range(len(document[0]))]
+    return header, _counted(_of_type(document, list, "a list"), len(header))
+
+
+def _of_type(rows: list, kind: type, name: str) -> TableRows:
+    for number, row in enumerate(rows, start=1):
+        yield number, row if isinstance(row, kind) else Fault(f"is not {name}, as the first row is")
+
+
+def _open_conll(source: Source, form: TableFormat, key: str):
+    """A sentence with a line that has other columns is a fault as a whole, at that line."""
+    columns = 0
+
+    def sentences():
+        nonlocal columns
+        words, start, fault = [], 0, None
+        lines = _read_lines(source, form)
+        while True:
+            line, text = next(lines, (0, ""))  # an empty line after the last one
+            cells = text.split()
+            if cells and cells[0] != "-DOCSTART-":
+                columns = columns or len(cells)
+                start = start or line
+                if len(cells) != columns and not fault:
+                    fault = line, Fault(f"has {len(cells)} columns instead of {columns}")
+                words.append(cells)
+            elif words:
+                yield fault or (start, [list(column) for column in zip(*words, strict=True)])
+                words, start, fault = [], 0, None
+            if not line:
+                return
+
+    found = sentences()
+    first = _first(found, source)
+    header = list(form.columns) or [str(n) for n in range(columns)]
+    if len(header) != columns:
+        names = shorten(", ".join(header))
+        raise DataError(f"{source} has {columns} columns, but {len(header)} names: {names}.")
+    return header, _prepend(first, found)
+
+
+def _open_parallel(paths: tuple[Path, ...], form: TableFormat, key: str):
+    readers = [_read_lines(path, form) for path in paths]
+    header = list(form.columns) or [str(n) for n in range(len(paths))]
+    if len(header) != len(paths):
+        raise DataError(f"{len(paths)} parallel files need {len(paths)} columns, not {header}.")
+
+    def rows():
+        while True:
+            parts = [next(reader, None) for reader in readers]
+            if None in parts:
+                if any(parts):
+                    short = paths[parts.index(None)]
+                    line = next(part[0] for part in parts if part)
+                    raise DataError(f"{short} ends before line {line}, where the others go on.")
+                return
+            yield parts[0][0], [text.strip() for _, text in parts]
+
+    return header, rows()
+
+
+def _open_pattern(source: Source, form: TableFormat, key: str):
+    try:
+        pattern = regex.compile(form.pattern)
+    except regex.error as error:
+        raise DataError(f"pattern {form.pattern!r} is no regular expression: {error}.") from None
+
+    def rows():
+        for line, text in _read_lines(source, form):
+            try:
+                match = pattern.fullmatch(text, timeout=MATCHING_SECONDS)
+            except TimeoutError:
+                raise DataError(
+                    f"{source} line {line}: pattern {form.pattern!r} finds no end in "
+                    f"{MATCHING_SECONDS:g} s; write it without repeats of repeats, as (a+)+."
+                ) from None
+            problem = f"does not match the pattern {form.pattern!r}"
+            yield line, match.groupdict() if match else Fault(problem)
+
+    return None, rows()
+
+
+OPENERS: dict[str, Callable] = {
+    "tsv": _open_tsv,
+    "csv": _open_csv,
+    "jsonl": _open_jsonl,
+    "json": _open_json,
+    "conll": _open_conll,
+    "parallel": _open_parallel,
+    "pattern": _open_pattern,
+}
+FORMATS = tuple(OPENERS)
+
+
+def guess_format(path: Path) -> str:
+    """The format that a file's name stands for.
+
+    Raises:
+      DataError: the ending is unknown.
+    """
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if suffix in (".jsonl", ".ndjson"):
+        return "jsonl"
+    if suffix in (".tsv", ".csv", ".json", ".conll"):
+        return suffix[1:]
+    raise DataError(
+        f"The format of {path} is not known by its name; set config.task.format to one of: "
+        f"{', '.join(FORMATS)}."
+    )
+
+
+def _first(rows: Iterator, source: Source):
+    line, row = next(rows, (0, None))
+    if row is None:
+        raise DataError(f"{source} is empty; check the file.")
+    return line, row
+
+
+def _header(rows: Iterator, source: Source):
+    line, cells = _first(rows, source)
+    if isinstance(cells, Fault):
+        raise DataError(f"{source} line {line} {cells.problem}.")
+    return cells
+
+
+def _prepend(first, rows: Iterator) -> Iterator:
+    yield first
+    yield from rows
+
+
+def _no_json(error: ValueError) -> str:
+    return f"is not JSON: {str(error).removeprefix('it is not JSON: ')}"
+
+
+def _read_lines(source: Source, form: TableFormat) -> Lines:
+    return without_last_blanks(decode_lines(source, form.encoding, escape=form.escape))

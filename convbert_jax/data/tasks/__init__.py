@@ -1,0 +1,1 @@
+"""Labelled tasks: GLUE, SQuAD, own files, as batches."""

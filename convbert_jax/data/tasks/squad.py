@@ -1,0 +1,271 @@
+"""SQuAD 1.1 and 2.0 (Rajpurkar et al., 2016, 2018): questions on paragraphs, answered by a piece of
+the paragraph, or (2.0) not at all.
+
+Read from the original JSON files, gzip or not, or from a prepared TFDS directory.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+
+from convbert_jax.data.errors import DataError, shorten
+from convbert_jax.data.sources.indexed_rows import all_rows, open_prepared
+from convbert_jax.data.tables.text_lines import open_bytes
+from convbert_jax.files import parse_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    text: str
+    start: int  # character of the context
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One question; `answers` are all that count as right, none for one to be answered."""
+
+    id: str
+    text: str
+    context: str
+    answers: tuple[Answer, ...] = ()
+    impossible: bool = False  # the context has no answer (2.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """A release of the data set."""
+
+    number: str  # in the names of its files
+    counts: Mapping[str, int]  # questions by split, as published
+    impossible: bool  # whether questions without an answer are part of it
+
+
+VERSIONS = {
+    "v1": Version("v1.1", {"train": 87_599, "validation": 10_570}, impossible=False),
+    "v2": Version("v2.0", {"train": 130_319, "validation": 11_873}, impossible=True),
+}
+DOWNLOAD = "https://rajpurkar.github.io/SQuAD-explorer/"
+STEMS = {"train": "train", "validation": "dev"}  # split -> how its file begins
+
+
+def read(version: str, split: str, folder: str | Path) -> list[Question]:
+    """All questions of a split, in the order of the file.
+
+    Args:
+      version: a key of VERSIONS.
+      split: "train" or "validation"; the test sets were never published.
+      folder: of the original files, one of these files itself, or tfds:DIR, a directory that TFDS
+        prepared as array_record.
+
+    Raises:
+      DataError: the split is not there, or its file is not SQuAD of this version.
+    """
+    if split not in STEMS:
+        raise DataError(f"SQuAD has no public split '{split}'; choose one of: {', '.join(STEMS)}.")
+    if str(folder).startswith("tfds:"):
+        name, questions = str(folder), _from_tfds(str(folder).removeprefix("tfds:"), split)
+    else:
+        name = find_file(version, split, Path(folder).expanduser())
+        questions = read_file(name)
+    _check(questions, version, split, name)
+    return questions
+
+
+def check_present(version: str, folder: str) -> None:
+    """Raises DataError unless both files are where `folder` says; what TFDS has, `read` finds."""
+    if not folder:
+        raise DataError(f"config.finetune.data is empty: {_how_to_name(version)}")
+    if not folder.startswith("tfds:"):
+        for split in STEMS:
+            find_file(version, split, Path(folder).expanduser())
+
+
+def _how_to_name(version: str) -> str:
+    names = ", ".join(f"{stem}-{VERSIONS[version].number}.json" for stem in STEMS.values())
+    return (
+        f"fetch SQuAD from {DOWNLOAD} and name the folder that has {names} (or .gz) with "
+        "--config.finetune.data=FOLDER, or --config.finetune.data=tfds:DIR where TensorFlow "
+        "Datasets prepared it."
+    )
+
+
+def find_file(version: str, split: str, folder: Path) -> Path:
+    """The file of a split: the official name in `folder` or in v1.1/ or v2.0/ below it, or else
+    the largest whose name begins so.
+
+    Raises:
+      DataError: there is none.
+    """
+    if folder.is_file():
+        return folder
+    stem = f"{STEMS[split]}-{VERSIONS[version].number}"
+    if not folder.is_dir():
+        raise DataError(f"There is no folder '{folder}': {_how_to_name(version)}")
+    places = [folder, folder / VERSIONS[version].number]
+    for place in places:
+        for name in (f"{stem}.json", f"{stem}.json.gz"):
+            if (place / name).is_file():
+                return place / name
+    others = [path for place in places for path in place.glob(f"{stem}*.json*") if path.is_file()]
+    if not others:
+        raise DataError(
+            f"{folder} has no {stem}.json (nor {stem}.json.gz, nor one in a folder "
+            f"{VERSIONS[version].number}); put the original SQuAD file there, or name a prepared "
+            "TFDS directory as tfds:DIR."
+        )
+    chosen = max(others, key=lambda path: path.stat().st_size)
+    logging.warning("%s.json is not there; reading %s in its place.", stem, chosen)
+    return chosen
+
+
+def read_file(path: Path) -> list[Question]:
+    """Questions of a file in SQuAD's JSON format, gzip or not.
+
+    Raises:
+      DataError: it cannot be read, or is not in this format.
+    """
+    try:
+        with open_bytes(path) as file:
+            content = parse_json(file.read())
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise DataError(f"{path} cannot be read as JSON ({error}); check the file.") from None
+    try:
+        return list(_questions(content["data"]))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} is not in SQuAD's format: data, paragraphs, context, qas, id, question, "
+            f"answers, text, answer_start ({type(error).__name__}: {error})."
+        ) from None
+
+
+def misplaced(questions: Iterable[Question]) -> list[Question]:
+    """Those whose first answer is not in the context where it says it is."""
+    return [
+        question
+        for question in questions
+        if question.answers and not _stands(question.answers[0], question.context)
+    ]
+
+
+def usable_for_training(questions: Sequence[Question]) -> list[Question]:
+    """`questions` without those whose answer is not in its context, which are counted in a warning.
+
+    Raises:
+      DataError: none is left, or one has neither an answer nor is marked as impossible.
+    """
+    wrong = misplaced(questions)
+    if wrong:
+        first, answer = wrong[0], wrong[0].answers[0]
+        logging.warning(
+            "%d of %d answers are not in their context at answer_start and are left out of "
+            "training; the first is question %s: '%s' at %d.",
+            len(wrong),
+            len(questions),
+            first.id,
+            answer.text[:80],
+            answer.start,
+        )
+    without = next((q for q in questions if not q.answers and not q.impossible), None)
+    if without:
+        raise DataError(
+            f"Question {without.id} has no answer to train on and is not marked as impossible; "
+            "give it answers, or train on another split."
+        )
+    left_out = {question.id for question in wrong}
+    kept = [question for question in questions if question.id not in left_out]
+    if not kept:
+        raise DataError("No question has its answer in its context; check answer_start.")
+    return kept
+
+
+def _stands(answer: Answer, context: str) -> bool:
+    return bool(answer.text) and context.startswith(answer.text, max(answer.start, 0))
+
+
+def _questions(articles: Iterable[Mapping[str, Any]]) -> Iterator[Question]:
+    for article in articles:
+        for paragraph in article["paragraphs"]:
+            context = _require(paragraph, "context", str)
+            for entry in paragraph["qas"]:
+                impossible = bool(entry.get("is_impossible", False))
+                answers = () if impossible else _require(entry, "answers", list)
+                yield Question(
+                    id=str(_require(entry, "id", (str, int))),
+                    text=_require(entry, "question", str),
+                    context=context,
+                    answers=tuple(
+                        Answer(_require(a, "text", str), _require(a, "answer_start", int))
+                        for a in answers
+                    ),
+                    impossible=impossible,
+                )
+
+
+def _require(record: Mapping[str, Any], name: str, kinds: type | tuple[type, ...]) -> Any:
+    """A field; raises KeyError where it is absent, TypeError where it is of another type."""
+    value = record[name]
+    if not isinstance(value, kinds):
+        raise TypeError(f"a {name} is {shorten(repr(value), 60)}")
+    return value
+
+
+def _from_tfds(directory: str, split: str) -> list[Question]:
+    if not (Path(directory) / "dataset_info.json").is_file():
+        raise DataError(
+            f"{directory} is not a prepared data set (it has no dataset_info.json); name the "
+            "folder of its version, for example squad/v1.1/3.0.0."
+        )
+    rows, _ = open_prepared(directory, split)
+    try:
+        return [_from_row(row) for row in all_rows(rows, directory)]
+    except KeyError as error:
+        raise DataError(
+            f"{directory} has no field {error}; name a prepared squad or squad_v2."
+        ) from None
+
+
+def _from_row(row: Mapping[str, Any]) -> Question:
+    impossible = bool(row.get("is_impossible", False))
+    answers = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
+    return Question(
+        id=_text(row["id"]),
+        text=_text(row["question"]),
+        context=_text(row["context"]),
+        answers=() if impossible else tuple(Answer(_text(t), int(s)) for t, s in answers),
+        impossible=impossible,
+    )
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _check(questions: Sequence[Question], version: str, split: str, name) -> None:
+    if not questions:
+        raise DataError(f"{name} has no question.")
+    impossible = sum(question.impossible for question in questions)
+    if impossible and not VERSIONS[version].impossible:
+        raise DataError(
+            f"{name} has {impossible} impossible questions, so it is SQuAD 2.0; use "
+            "configs/squad.py:v2."
+        )
+    if VERSIONS[version].impossible and not impossible:
+        logging.warning("%s has no impossible question; is it SQuAD 1.1?", name)
+    if len({question.id for question in questions}) < len(questions):
+        seen: set[str] = set()
+        twice = next(q.id for q in questions if q.id in seen or seen.add(q.id))
+        raise DataError(f"{name} has question id {twice} twice; ids must be unique.")
+    official = VERSIONS[version].counts[split]
+    if len(questions) != official:
+        logging.warning(
+            "%s has %d questions; the official %s of SQuAD %s has %d.",
+            name,
+            len(questions),
+            STEMS[split],
+            VERSIONS[version].number,
+            official,
+        )

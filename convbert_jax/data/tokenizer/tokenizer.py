@@ -1,0 +1,235 @@
+"""Text to token ids and back: one `Tokenizer` over SentencePiece or WordPiece.
+
+The five special tokens can never come out of text: "[MASK]" written in a document is encoded as
+ordinary pieces. Normalization (lower case, accents) belongs to the tokenizer, so training and
+encoding cannot disagree.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from absl import logging
+
+from convbert_jax import files
+from convbert_jax.config import TokenizerSection
+from convbert_jax.data.errors import TokenizerError
+from convbert_jax.data.records import read_record, write_record
+from convbert_jax.data.tokenizer import offsets, sentencepiece_model, wordpiece_model
+from convbert_jax.data.tokenizer.vocabulary_checks import (
+    check_tokenizer,
+    told_normalization,
+)
+from convbert_jax.interfaces.special_ids import SpecialIds
+
+__all__ = [
+    "Tokenizer",
+    "check_tokenizer",
+    "follow_file",
+    "load_tokenizer",
+    "train_tokenizer",
+]
+
+KINDS = {"sentencepiece": sentencepiece_model, "wordpiece": wordpiece_model}
+SETTINGS = "tokenizer_settings.json"  # written last: its presence says that training finished
+SETTINGS_FIELDS = {
+    "kind": str,
+    "vocab_size": int,
+    "lowercase": bool,
+    "strip_accents": bool,
+    "train_megabytes": int,
+}
+
+
+class Tokenizer:
+    """A vocabulary file and how to use it; picklable, the vocabulary itself is loaded lazily.
+
+    Attributes:
+      kind: "sentencepiece" or "wordpiece".
+      path: the vocabulary file (`*.model`, `vocab.txt` or `tokenizer.json`).
+      vocab_size: number of ids.
+      special: ids of [PAD], [UNK], [CLS], [SEP] and [MASK].
+      fingerprint: sha256 of the file and, for WordPiece, of the normalization settings (a
+        SentencePiece model holds its own).
+    """
+
+    def __init__(self, section: TokenizerSection, path: Path):
+        """Reads the vocabulary at `path` by the settings of `section`.
+
+        Raises:
+          TokenizerError: the file is missing, cannot be read, or lacks a special token.
+        """
+        self.kind = section.kind
+        self.path = Path(path)
+        self._section = section
+        try:
+            content = self.path.read_bytes()
+        except OSError as error:
+            raise TokenizerError(
+                f"Vocabulary {self.path} cannot be read: {error.strerror}; check "
+                "config.tokenizer.path."
+            ) from None
+        settings = ["sentencepiece"]
+        if self.kind == "wordpiece":
+            settings = [self.kind, section.lowercase, section.strip_accents, section.max_word_chars]
+        self.fingerprint = hashlib.sha256(content + json.dumps(settings).encode()).hexdigest()
+        self.special = SpecialIds(**self._vocabulary.special_ids())
+        self.vocab_size = len(self._vocabulary.entries)
+
+    @functools.cached_property
+    def _vocabulary(self):
+        return KINDS[self.kind].open_vocabulary(self.path, self._section)
+
+    def __getstate__(self):
+        return {key: value for key, value in self.__dict__.items() if key != "_vocabulary"}
+
+    @property
+    def entries(self) -> list[str]:
+        """All vocabulary entries, by id."""
+        return self._vocabulary.entries
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens around or inside (but for [UNK])."""
+        return self._vocabulary.encode(texts)
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
+        """For each text its token ids as of `encode`, and where they stand: [n, 2] int32 of (first
+        character, one past the last), see `offsets.fit`.
+        """
+        found = self._vocabulary.encode_with_offsets(texts)
+        return [
+            (ids, offsets.fit(text, places))
+            for text, (ids, places) in zip(texts, found, strict=True)
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, normalized (case, accents and white space do not come back)."""
+        return self._vocabulary.decode([int(i) for i in ids])
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The vocabulary entry of each id."""
+        return [self.entries[i] for i in ids]
+
+    def normalize(self, text: str) -> str:
+        """`text` as the vocabulary sees it: case and accents as it was made for."""
+        return self._vocabulary.normalize(text)
+
+
+def train_tokenizer(texts: Iterable[str], section: TokenizerSection, directory: Path) -> Tokenizer:
+    """Trains a vocabulary of exactly `section.vocab_size` entries on `texts` into `directory`.
+
+    The same texts give the same file, on any number of cores. Nothing is left behind on failure.
+    Memory: SentencePiece's unigram trainer takes some 20 MB for each MB of text, WordPiece 4 MB.
+
+    Raises:
+      TokenizerError: the texts cannot give that many entries; the message has the number they can.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    model = KINDS[section.kind]
+    path = directory / model.FILE
+    trained = model.train(texts, section)
+    try:
+        with files.replacing(path) as file:
+            file.write(trained)
+    except OSError as error:
+        raise TokenizerError(
+            f"{path} could not be written ({error.strerror}); free some space or name another "
+            "config.data.directory, then run again."
+        ) from None
+    write_record(directory / SETTINGS, training_settings(section))
+    return Tokenizer(section, path)
+
+
+def training_settings(section: TokenizerSection) -> dict:
+    """The fields of `section` that decide what a trained vocabulary looks like."""
+    names = ["kind", "vocab_size", "lowercase", "strip_accents"]
+    names += ["algorithm"] if section.kind == "sentencepiece" else ["max_word_chars"]
+    return {name: getattr(section, name) for name in [*names, "train_megabytes"]}
+
+
+def is_trained(directory: Path) -> bool:
+    """Whether `train_tokenizer` finished in `directory`."""
+    return (Path(directory) / SETTINGS).is_file()
+
+
+def follow_file(section: TokenizerSection, given: Collection[str] = ()) -> TokenizerSection:
+    """`section` with what the vocabulary at `section.path` tells of itself: kind, size, and as far
+    as it can be told case and accents; as it is where a vocabulary is to be trained.
+
+    Args:
+      given: paths of fields that were asked for by name, "tokenizer.kind" for one. They stay, and
+        `load_tokenizer` or `check_tokenizer` says where the file contradicts.
+
+    Raises:
+      TokenizerError: there is no such file, or it is no vocabulary.
+    """
+    if not section.path:
+        return section
+    path = Path(section.path).expanduser()
+    kind = _kind_of(path)
+    told = {"kind": kind}
+    if kind == "wordpiece" and path.is_file():
+        told |= wordpiece_model.told_normalization(path)
+    tokenizer = Tokenizer(dataclasses.replace(section, **told), path)
+    told["vocab_size"] = tokenizer.vocab_size
+    told = told_normalization(tokenizer) | told
+    new = {
+        name: value
+        for name, value in told.items()
+        if f"tokenizer.{name}" not in given and value != getattr(section, name)
+    }
+    if new:
+        changed = ", ".join(f"config.tokenizer.{name}={value}" for name, value in new.items())
+        logging.info("From the vocabulary %s: %s.", path, changed)
+    return dataclasses.replace(section, **new)
+
+
+def _kind_of(path: Path) -> str:
+    return "sentencepiece" if path.suffix == ".model" else "wordpiece"
+
+
+def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
+    """The vocabulary at `section.path`, or else the one trained into `directory`.
+
+    Raises:
+      TokenizerError: no vocabulary, one of another kind or size than `section` says, or one
+        trained with other settings.
+    """
+    if section.path:
+        path = Path(section.path).expanduser()
+        expected = _kind_of(path)
+        if section.kind != expected and path.exists():
+            raise TokenizerError(
+                f"{path.name} is a {expected} vocabulary but config.tokenizer.kind="
+                f"'{section.kind}'; set --config.tokenizer.kind={expected}."
+            )
+        tokenizer = Tokenizer(section, path)
+    else:
+        if not is_trained(directory):
+            raise TokenizerError(
+                f"{directory} holds no trained vocabulary; prepare the corpus first or set "
+                "config.tokenizer.path."
+            )
+        wanted = training_settings(section)
+        remedy = f"put a copy back, or delete {directory} and prepare it again"
+        there = read_record(Path(directory) / SETTINGS, remedy=remedy, fields=SETTINGS_FIELDS)
+        different = [name for name in wanted if there.get(name) != wanted[name]]
+        if different:
+            name = different[0]
+            raise TokenizerError(
+                f"The vocabulary in {directory} was trained with {name}={there.get(name)!r} but "
+                f"config.tokenizer.{name}={wanted[name]!r}; set it back, or name another "
+                "config.data.directory."
+            )
+        tokenizer = Tokenizer(section, Path(directory) / KINDS[section.kind].FILE)
+    if tokenizer.vocab_size != section.vocab_size:
+        raise TokenizerError(
+            f"{tokenizer.path} has {tokenizer.vocab_size} entries but config.tokenizer.vocab_size "
+            f"is {section.vocab_size}; set --config.tokenizer.vocab_size={tokenizer.vocab_size}."
+        )
+    return tokenizer

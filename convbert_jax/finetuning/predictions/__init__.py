@@ -1,0 +1,1 @@
+"""What a model says of rows: put together, as answers, files and pictures."""

@@ -1,0 +1,226 @@
+"""Pictures of predictions against labels: confusion, calibration, scatter."""
+
+import functools
+import logging as python_logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from absl import logging
+
+from convbert_jax.data.tasks.labelled_text import LabelledTask
+from convbert_jax.files import replacing
+from convbert_jax.finetuning.scores import scoring
+
+BINS = 10
+NUMBERED = 12  # with more labels a matrix shows colors only
+NAMED = 60  # with more labels its axes show indices
+
+
+def _pyplot(texts: Iterable[str]):
+    """Ready to draw `texts`, in any script that an installed font has."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    characters = frozenset(character for text in texts for character in text if character > "\x7f")
+    pyplot.rcParams["font.family"] = list(_find_fonts(characters))
+    # Of a family with one weight it would say at every picture that this is not the normal one.
+    python_logging.getLogger("matplotlib.font_manager").setLevel(python_logging.ERROR)
+    return pyplot
+
+
+@functools.cache
+def _find_fonts(characters: frozenset[str]) -> tuple[str, ...]:
+    """Families that have `characters` between them, the usual one first; logs what none has.
+
+    The last one, if this matplotlib brings it, draws a box for every character there is.
+    """
+    from matplotlib import font_manager
+
+    families, missing = ["DejaVu Sans"], set(characters)
+    fonts = font_manager.fontManager.ttflist
+    last_resort = {font.name for font in fonts if font.name.startswith("Last Resort")}
+    for font in sorted(
+        fonts,
+        key=lambda font: (font.name != families[0], font.style, font.weight != 400, font.name),
+    ):
+        if not missing:
+            break
+        if font.name in last_resort:
+            continue
+        found = {c for c in missing if ord(c) in font_manager.get_font(font.fname).get_charmap()}
+        if found and font.name not in families:
+            families.append(font.name)
+        missing -= found
+    if missing:
+        logging.warning(
+            "No installed font has %s: pictures show boxes in their place; install one, for "
+            "example Noto Sans CJK.",
+            ", ".join(sorted(missing)[:5]) + (", …" if len(missing) > 5 else ""),
+        )
+        families += last_resort
+    return tuple(families)
+
+
+def draw_confusion(
+    path: Path, task: LabelledTask, outputs: scoring.Outputs, labels: Sequence, title: str
+) -> None:
+    """Rows are labels, columns predictions; color is the share of the row, numbers are counts. With
+    many labels the most frequent confusions are listed beside it.
+    """
+    pyplot = _pyplot([title, *task.labels])
+    counts = count_confusions(task, scoring.predict(task, outputs), labels)
+    size = len(task.labels)
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    listed = size > NUMBERED
+    side = float(np.clip(0.55 * size + 1.8, 3.6, 8.5))
+    room = 0.09 * max(map(len, task.labels)) if size <= NAMED else 0.0
+    figure, axes = pyplot.subplots(
+        1,
+        2 if listed else 1,
+        figsize=(side + room + (4.2 if listed else 1.1), side + (room if size > 4 else 0.0)),
+        width_ratios=[side + room, 3.6] if listed else None,
+        squeeze=False,
+        layout="constrained",
+    )
+    axis = axes[0, 0]
+    image = axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, ax=axis, label="share of the label", fraction=0.046, pad=0.03)
+    axis.set_xlabel("predicted")
+    axis.set_ylabel("label")
+    if size <= NAMED:
+        font = 9 if size <= NUMBERED else 6
+        axis.set_xticks(range(size), task.labels, rotation=90 if size > 4 else 0, fontsize=font)
+        axis.set_yticks(range(size), task.labels, fontsize=font)
+    if not listed:
+        for row, column in np.ndindex(counts.shape):
+            axis.text(
+                column,
+                row,
+                f"{counts[row, column]:,}",
+                ha="center",
+                va="center",
+                fontsize=9,
+                color="white" if shares[row, column] > 0.5 else "black",
+            )
+    else:
+        axes[0, 1].axis("off")
+        axes[0, 1].set_title("most frequent confusions", fontsize=10, loc="left")
+        axes[0, 1].text(0, 0.99, _list_confusions(task, counts), fontsize=8, va="top")
+    accuracy = np.trace(counts) / max(counts.sum(), 1)
+    figure.suptitle(f"{title}: {accuracy:.1%} of {counts.sum():,} right", fontsize=11)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=120)
+    pyplot.close(figure)
+
+
+def count_confusions(task: LabelledTask, predicted: list, labels: Sequence) -> np.ndarray:
+    """[labels, labels] counts, rows are labels and columns predictions; of words for tagging."""
+    if task.kind == "tagging":
+        predicted = [tag for tags in predicted for tag in tags]
+        labels = [tag for tags in labels for tag in tags]
+    counts = np.zeros((len(task.labels),) * 2, int)
+    np.add.at(counts, (np.asarray(labels, int), np.asarray(predicted, int)), 1)
+    return counts
+
+
+def _list_confusions(task: LabelledTask, counts: np.ndarray, most: int = 24) -> str:
+    """The most frequent wrong answers, a line each."""
+    wrong = counts * (1 - np.eye(len(counts), dtype=int))
+    order = np.argsort(-wrong, axis=None, kind="stable")[:most]
+    places = [np.unravel_index(place, wrong.shape) for place in order]
+    lines = [
+        f"{wrong[row, column]:>4}  {task.labels[row]} as {task.labels[column]}"
+        for row, column in places
+        if wrong[row, column]
+    ]
+    return "\n".join(lines) or "none"
+
+
+def draw_calibration(
+    path: Path, task: LabelledTask, outputs: scoring.Outputs, labels: Sequence, title: str
+) -> None:
+    """Share of right answers against the probability given to them, and how many answers had it."""
+    pyplot = _pyplot([title])
+    confidence, right = judge_answers(task, outputs, labels)
+    means, shares, counts = bin_confidence(confidence, right)
+    figure, (above, below) = pyplot.subplots(
+        2, 1, figsize=(4.4, 5.4), height_ratios=[3, 1], sharex=True, layout="constrained"
+    )
+    above.plot([0, 1], [0, 1], color="0.5", ls="--", lw=1, label="calibrated")
+    there = counts > 0
+    above.plot(means[there], shares[there], marker="o", ms=4, color="C0", label="model")
+    above.set_ylabel("share right")
+    above.set_ylim(0, 1.02)
+    above.legend(frameon=False, fontsize=9, loc="upper left")
+    error = calibration_error(confidence, right)
+    above.set_title(f"{title}\nexpected calibration error {error:.3f}", fontsize=10)
+    below.bar((np.arange(BINS) + 0.5) / BINS, counts, width=0.9 / BINS, color="C0")
+    below.set_ylabel("answers")
+    below.set_xlabel("probability of the answer")
+    below.set_xlim(0, 1)
+    for axis in (above, below):
+        axis.grid(alpha=0.25)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=120)
+    pyplot.close(figure)
+
+
+def judge_answers(
+    task: LabelledTask, outputs: scoring.Outputs, labels: Sequence
+) -> tuple[np.ndarray, np.ndarray]:
+    """Probability of each answer [N], and whether it is right [N]; of words for tagging."""
+    shares = [scoring.probabilities(task, values) for values in outputs]
+    if task.kind == "tagging":
+        shares = np.concatenate(shares)
+        labels = [tag for tags in labels for tag in tags]
+    shares = np.asarray(shares)
+    return shares.max(-1), shares.argmax(-1) == np.asarray(labels)
+
+
+def bin_confidence(
+    confidence: np.ndarray, right: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean probability, share of right answers and number of answers in BINS equal bins."""
+    place = np.minimum((confidence * BINS).astype(int), BINS - 1)
+    counts = np.bincount(place, minlength=BINS)
+    divisor = np.maximum(counts, 1)
+    means = np.bincount(place, weights=confidence, minlength=BINS) / divisor
+    return means, np.bincount(place, weights=right, minlength=BINS) / divisor, counts
+
+
+def calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
+    """Mean distance of probability and share of right answers over the bins, weighted by answers
+    (Guo et al. 2017, equation 3).
+    """
+    means, shares, counts = bin_confidence(confidence, right)
+    return float((counts * np.abs(means - shares)).sum() / counts.sum())
+
+
+def draw_scatter(
+    path: Path, task: LabelledTask, outputs: scoring.Outputs, labels: Sequence, title: str
+) -> None:
+    """Predicted numbers against the labels."""
+    pyplot = _pyplot([title])
+    predicted = scoring.predict(task, outputs)
+    ends = min(labels), max(labels)
+    figure, axis = pyplot.subplots(figsize=(4.6, 4.4), layout="constrained")
+    axis.plot(ends, ends, color="0.5", ls="--", lw=1, label="equal")
+    axis.plot(labels, predicted, ".", ms=4, alpha=0.35, color="C0")
+    axis.set_xlabel("label")
+    axis.set_ylabel("predicted")
+    axis.set_title(title, fontsize=10)
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False, fontsize=9)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=120)
+    pyplot.close(figure)
+
+
+PICTURES = {
+    "classification": {"confusion": draw_confusion, "calibration": draw_calibration},
+    "tagging": {"confusion": draw_confusion, "calibration": draw_calibration},
+    "regression": {"scatter": draw_scatter},
+}

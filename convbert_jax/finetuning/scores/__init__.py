@@ -1,0 +1,1 @@
+"""Metrics, and the table of scores over seeds beside published ones."""

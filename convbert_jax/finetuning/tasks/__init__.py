@@ -1,0 +1,1 @@
+"""What is fine-tuned on: classification, regression, tagging, answers."""

@@ -1,0 +1,230 @@
+"""Classification, regression and tagging as values of `FinetuneTask`."""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from convbert_jax.config import Config, OutputsSection
+from convbert_jax.config.checks.finetuning import choose_head
+from convbert_jax.data.tasks.encoding import IGNORED, Encoded, Rows, encode_texts, encode_words
+from convbert_jax.data.tasks.labelled_text import Example, LabelledTask, require_labels, swap_texts
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.finetuning.predictions import files as prediction_files
+from convbert_jax.finetuning.predictions.collected import Collected, Predicted, rows_evaluator
+from convbert_jax.finetuning.scores import scoring
+from convbert_jax.finetuning.tasks.task import FinetuneTask, FinetuningError, Scores
+from convbert_jax.interfaces.evaluator import Evaluator
+from convbert_jax.objectives import classification
+
+# Tasks of few labels are compiled as one of this many, so that most of GLUE is one program.
+_LEAST_WIDTH = 4
+# GLUE tasks that the release trains for longer than 3 epochs
+_EPOCHS = {"RTE": 10.0, "STS-B": 10.0}
+NUMBER = "value"  # name of the one output of a regression
+
+Teacher = Callable[[Sequence[tuple[str, ...]]], np.ndarray]  # texts -> logits [N, labels]
+
+
+def make_task(
+    source: LabelledTask,
+    config: Config,
+    tokenizer: Tokenizer,
+    *,
+    teacher: Teacher | None = None,
+) -> FinetuneTask:
+    """Reads and encodes a labelled task.
+
+    Args:
+      teacher: says what its logits are, in the order of the task's labels.
+
+    Raises:
+      DataError: files that cannot be used, or no labels to train or select with.
+      FinetuningError: two texts for a model with one segment type, tagging with a teacher.
+      ConfigError: a head or metrics that are not for this task.
+    """
+    scoring.check_metrics(source)
+    outputs = outputs_of(source, config)
+    f = config.finetune
+    train = source.read("train")
+    require_labels(source, "train", train)
+    if f.train_rows and f.train_rows < len(train):
+        chosen = np.random.default_rng(config.seed).permutation(len(train))[: f.train_rows]
+        logging.info("%s trains on %d of %d rows.", source.name, f.train_rows, len(train))
+        train = [train[i] for i in np.sort(chosen)]
+    if f.swap_pairs and source.swap_pairs:
+        train = swap_texts(train)
+    splits = {name: source.read(name) for name in source.splits if _is_evaluated(source, name)}
+    for name in source.validation_splits:
+        if name in splits:
+            require_labels(source, name, splits[name])
+    width = compiled_width(len(outputs.labels))
+    constants = constants_of(outputs, width)
+    rows = encode_examples(train, outputs, config, tokenizer, f"{source.name}, train")
+    losses = {"tagging": classification.tag_losses}.get(source.kind, classification.text_losses)
+    if teacher:
+        if source.kind == "tagging":
+            raise FinetuningError(
+                f"{source.name} is tagging, which config.finetune.distill_from does not teach; "
+                "leave it out."
+            )
+        said = teacher([example.texts for example in train])
+        rows = rows.with_columns(teacher=_widen(said, width))
+        losses = classification.distilled_losses
+        constants |= {
+            "temperature": np.float32(f.distill_temperature),
+            "teacher_weight": np.float32(f.distill_weight),
+        }
+    evaluation = {
+        name: encode_examples(examples, outputs, config, tokenizer, f"{source.name}, {name}")
+        for name, examples in splits.items()
+    }
+
+    def convert(split: str, found: Predicted):
+        words = [len(example.texts[0].split(" ")) for example in splits[split]]
+        return in_label_units(outputs, evaluation[split], found, words)
+
+    def score(split: str, found: Predicted) -> Scores:
+        labels = [example.label for example in splits[split]]
+        return scoring.score(source, convert(split, found), labels)
+
+    def evaluator(split: str) -> Evaluator[Collected]:
+        labelled = all(example.label is not None for example in splits[split])
+        names = source.metrics if labelled else ()
+        return rows_evaluator(len(splits[split]), names, functools.partial(score, split))
+
+    def write(folder: Path, split: str, collected: Collected, *, pictures: bool) -> None:
+        said = (folder, source, split, splits[split], convert(split, collected.predicted()))
+        prediction_files.write_predictions(*said, pictures=pictures)
+        prediction_files.write_server_file(*said)
+
+    return FinetuneTask(
+        name=source.name,
+        outputs=outputs,
+        width=width,
+        losses=losses,
+        predict=predict_logits,
+        constants=constants,
+        epochs=_EPOCHS.get(source.name, 3.0),
+        train=rows,
+        evaluation=evaluation,
+        evaluators={name: evaluator(name) for name in splits},
+        write=write,
+    )
+
+
+def outputs_of(source: LabelledTask, config: Config) -> OutputsSection:
+    """What the outputs of a model of this task mean.
+
+    Raises:
+      FinetuningError: two texts for a model with one segment type.
+    """
+    if source.texts == 2 and config.model.types < 2:
+        raise FinetuningError(
+            f"{source.name} has two texts, but the model has one segment type (config.model.types="
+            f"{config.model.types}), which cannot tell them apart; use other weights."
+        )
+    return OutputsSection(
+        task=source.name,
+        kind=source.kind,
+        head=choose_head(config.finetune.head, source.kind, source.name),
+        labels=source.labels or (NUMBER,),
+        scale=source.scale,
+        texts=source.texts,
+        columns=source.columns,
+    )
+
+
+def compiled_width(labels: int) -> int:
+    """Logits of the head as compiled: a power of two."""
+    return max(_LEAST_WIDTH, 1 << (labels - 1).bit_length())
+
+
+def constants_of(outputs: OutputsSection, width: int) -> dict[str, np.ndarray]:
+    """What `objectives.classification` asks for beside the rows."""
+    return {
+        "outputs": np.arange(width) < len(outputs.labels),
+        "is_regression": np.asarray(outputs.kind == "regression"),
+    }
+
+
+def predict_logits(model, batch, *, dtype: jnp.dtype) -> dict:
+    """{"logits": [B, W], or [B, L, W] of tokens}."""
+    return {"logits": classification.text_logits(model, batch, dtype=dtype)}
+
+
+def encode_examples(
+    examples: Sequence[Example],
+    outputs: OutputsSection,
+    config: Config,
+    tokenizer: Tokenizer,
+    title: str | None,
+) -> Rows:
+    """Rows with their labels, zeros where there are none; logs how many lost tokens, with the
+    title of them, if there is one.
+    """
+    length = config.finetune.length
+    labels = [example.label for example in examples]
+    if outputs.kind == "tagging":
+        words = [example.texts[0].split(" ") for example in examples]
+        encoded = encode_words(tokenizer, words, labels, length=length)
+        rows = encoded.rows
+    else:
+        texts = [example.texts for example in examples]
+        encoded = encode_texts(tokenizer, texts, length=length, types=config.model.types)
+        numbers = np.asarray([0 if label is None else label for label in labels], np.float32)
+        is_number = outputs.kind == "regression"
+        rows = encoded.rows.with_columns(
+            label=np.zeros_like(numbers, np.int32) if is_number else numbers.astype(np.int32),
+            value=numbers / outputs.scale if is_number else np.zeros_like(numbers),
+        )
+    if title:
+        _log_truncated(encoded, len(examples), length, title)
+    return rows
+
+
+def in_label_units(outputs: OutputsSection, rows: Rows, found: Predicted, words: Sequence[int]):
+    """Logits without those of no label; numbers in the labels' unit; logits by word.
+
+    Args:
+      words: of each example, for tagging. Words that had no place in the row get the logits of
+        the label O, or of the first label.
+    """
+    logits, count = found["logits"], len(outputs.labels)
+    if outputs.kind == "classification":
+        return np.asarray(logits)[:, :count]
+    if outputs.kind == "regression":
+        return np.asarray(logits)[:, 0] * outputs.scale
+    outside = outputs.labels.index("O") if "O" in outputs.labels else 0
+    results = []
+    for i, values in enumerate(logits):
+        result = np.full((words[i], count), -1.0, np.float32)
+        result[:, outside] = 0.0
+        begins = np.asarray(rows.by_token["words"][i, : len(values)])
+        places = np.flatnonzero(begins != IGNORED)
+        result[begins[places]] = values[places, :count]
+        results.append(result)
+    return results
+
+
+def _is_evaluated(source: LabelledTask, split: str) -> bool:
+    return split != "train" and source.has(split)
+
+
+def _widen(logits: np.ndarray, width: int) -> np.ndarray:
+    return np.pad(logits.astype(np.float32), [(0, 0), (0, width - logits.shape[1])])
+
+
+def _log_truncated(encoded: Encoded, count: int, length: int, title: str) -> None:
+    if encoded.truncated:
+        logging.info(
+            "%s: %d of %d texts (%.1f%%) are cut to %d tokens.",
+            title,
+            encoded.truncated,
+            count,
+            100 * encoded.truncated / count,
+            length,
+        )

@@ -1,0 +1,65 @@
+"""What fine-tuning knows of a task: functions and rows. Classification, tagging and answers are
+values of it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+
+from convbert_jax.config import OutputsSection, UserError
+from convbert_jax.data.tasks.encoding import Rows
+from convbert_jax.interfaces.evaluator import Evaluator
+from convbert_jax.objectives.classification import RowLosses
+
+Scores = dict[str, float]
+
+
+class FinetuningError(UserError):
+    """A task that cannot be fine-tuned with this model, or a run that failed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FinetuneTask:
+    """A task, encoded and ready.
+
+    Attributes:
+      name: of its folder and its row in the table.
+      outputs: what the outputs of its model mean; becomes part of the saved model.
+      width: logits of the head as it is compiled, at least the labels: tasks of equal width, head,
+        `losses` and `predict` share programs, so give the same function objects.
+      losses: (model, batch, key, dtype=) -> (loss [B], weight [B]) of each row. The step multiplies
+        both by `weight` of the batch, and divides their sums or, with sum_loss, does not.
+      predict: (model, batch, dtype=) -> {name: [B, ...]}.
+      constants: name -> array that all batches have beside their rows.
+      epochs: the usual number.
+      train: rows.
+      evaluation: split -> rows that are predicted, labelled or not.
+      evaluators: split -> evaluator of those rows. It gets what `predict` gives for a batch, and as
+        "row" [B] which rows these are, below 0 for fillers. Without names, the split has no labels.
+      write: (folder, split, state of its evaluator, pictures=) -> nothing; writes predictions, and
+        pictures of them if asked to.
+    """
+
+    name: str
+    outputs: OutputsSection
+    width: int
+    losses: Callable[..., RowLosses]
+    predict: Callable[..., dict[str, jax.Array]]
+    constants: Mapping[str, np.ndarray]
+    epochs: float
+    train: Rows
+    evaluation: Mapping[str, Rows]
+    evaluators: Mapping[str, Evaluator]
+    write: Callable[..., None]
+
+    @property
+    def scored(self) -> tuple[str, ...]:
+        """Splits that have labels; the first one selects."""
+        return tuple(split for split, e in self.evaluators.items() if e.names)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the scores, the first one selects; none without labels."""
+        return self.evaluators[self.scored[0]].names if self.scored else ()

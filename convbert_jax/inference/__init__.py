@@ -1,0 +1,1 @@
+"""Fine-tuned models in use: new text in, predictions out."""

@@ -1,0 +1,87 @@
+"""Answers of a fine-tuned model to new questions, in the form of `prediction.Answer`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from convbert_jax.config import Config
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.tasks.labelled_text import Example
+from convbert_jax.data.tasks.squad import Question
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.finetuning import fitting
+from convbert_jax.finetuning.predictions.answers import THRESHOLDS
+from convbert_jax.finetuning.tasks import question_answering
+from convbert_jax.inference.predictor import choose_batch_size
+from convbert_jax.models.build import build
+from convbert_jax.models.finetuned import FinetunedModel
+from convbert_jax.training.task import Params
+
+
+class QuestionAnswerer:
+    """A model for questions on contexts; after SQuAD 2.0 it may say that there is no answer."""
+
+    def __init__(self, config: Config, params: Params, tokenizer: Tokenizer, dtype: jnp.dtype):
+        """`config.outputs` is of the kind span."""
+        head = config.outputs.head
+        self._config = config
+        self._tokenizer = tokenizer
+        second = question_answering.VERSIONS.get(config.outputs.task) == "v2"
+        self._threshold = THRESHOLDS[head] if second else None
+        graphdef, _ = build(FinetunedModel, config)
+        spans = question_answering.predict_with(head, config)
+
+        @jax.jit
+        def run(params, batch):
+            found = spans(nnx.merge(graphdef, params), batch, dtype=dtype)
+            return jax.tree.map(lambda leaf: leaf[None], found)
+
+        params = jax.device_put(params)
+        self._run = lambda batch: run(params, batch)
+
+    def answer(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
+        """For each pair of a question and a context the answer as `prediction` ("" if there is
+        none), the character of the context where it begins as `start` (-1 if there is none), the
+        probability of every candidate, and `null_odds`: higher, the less there seems to be one. Of
+        a pair without a token on one side, as of control characters, the `problem`.
+        """
+        try:
+            return self._answer(examples)
+        except DataError:
+            problems = [self._find_problem(example) for example in examples]
+            if not any(problems):
+                raise
+        good = [e for e, problem in zip(examples, problems, strict=True) if not problem]
+        said = iter(self._answer(good) if good else ())
+        return [{"problem": problem} if problem else next(said) for problem in problems]
+
+    def _find_problem(self, example: Example) -> str:
+        parts = zip(("question", "context"), self._tokenizer.encode(example.texts), strict=True)
+        return next((f"has a {name} without any token" for name, ids in parts if not ids), "")
+
+    def _answer(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
+        config = self._config
+        questions = [Question(example.id, *example.texts) for example in examples]
+        reading = question_answering.read_questions(questions, config, self._tokenizer, None)
+        found = fitting.predict_rows(
+            self._run,
+            reading.rows,
+            buckets=fitting.buckets_of(config),
+            batch_size=choose_batch_size(len(reading.rows), config.finetune.eval_batch_size),
+        )
+        lines = []
+        for answer in question_answering.collect(reading, found, config):
+            text = answer.text(self._threshold)
+            lines.append(
+                {
+                    "prediction": text,
+                    "start": answer.candidates[0].start if text else -1,
+                    "probabilities": {c.text: round(c.probability, 6) for c in answer.candidates}
+                    or {"": 1.0},
+                    "null_odds": round(answer.null_odds, 6),
+                }
+            )
+        return lines

@@ -1,0 +1,123 @@
+"""Opens what `convbert_jax.load` takes: a run, a fine-tuned model, or somebody else's weights."""
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+from absl import logging
+
+from convbert_jax.config import Config
+from convbert_jax.data.errors import shorten
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer, follow_file
+from convbert_jax.inference import finetuned
+from convbert_jax.inference.model import Model, ModelError
+from convbert_jax.interop import matching, sources
+from convbert_jax.interop.networks import split
+from convbert_jax.training.environment import devices
+from convbert_jax.workdir import Workdir
+
+# What a run may have chosen for the machine that it was trained on; another one need not have it.
+_OF_THE_MACHINE = {"model.attention": "auto", "model.convolution": "auto"}
+
+
+def load(
+    path: str,
+    *,
+    step: int | None = None,
+    vocabulary: str | None = None,
+    texts: int | None = None,
+    dtype: str | None = None,
+) -> Model:
+    """See `convbert_jax.load`."""
+    workdir = Workdir(path)
+    try:
+        is_run = workdir.holds_run()
+    except OSError as error:  # a name that is too long, a folder that is closed to us
+        raise ModelError(f"{shorten(path)} cannot be read ({error.strerror}).") from None
+    if is_run:
+        if vocabulary or texts:
+            raise ModelError(f"{path} is a run, which has its vocabulary and knows what it reads.")
+        return _load_run(path, workdir, step, dtype)
+    if step is not None:
+        raise ModelError(f"step={step}: {path} is no run, so it has no checkpoints to choose from.")
+    finetuned.refuse_several(path)
+    return _load_source(path, vocabulary, texts, dtype)
+
+
+def _load_run(path: str, workdir: Workdir, step: int | None, dtype: str | None) -> Model:
+    config, step = workdir.read_config(), workdir.choose_step(step)
+    changed = {f: v for f, v in _OF_THE_MACHINE.items() if matching.value_of(config, f) != v}
+    if changed:
+        named = ", ".join(f"config.{field}={matching.value_of(config, field)}" for field in changed)
+        logging.info("%s was trained with %s; here it is auto.", path, named)
+    config = dataclasses.replace(matching.replace(config, changed), platform="any")
+    step, params = sources.read_params(workdir, config, step)
+    is_finetuned = config.recipe == "finetune"
+    return Model(
+        path,
+        config,
+        split(config, params),
+        sources.read_tokenizer(workdir, config)[0],
+        step=step,
+        length=config.finetune.length if is_finetuned else config.data.length,
+        dtype=_choose_dtype(config, dtype),
+        finetuned_params=params if is_finetuned else None,
+    )
+
+
+def _load_source(path: str, vocabulary: str | None, texts: int | None, dtype: str | None) -> Model:
+    source = sources.read_source(path)
+    if vocabulary:
+        section = follow_file(dataclasses.replace(Config().tokenizer, path=vocabulary))
+        source = dataclasses.replace(source, tokenizer=dataclasses.asdict(section))
+    if not source.tokenizer:
+        raise ModelError(
+            f"{path} has no vocabulary beside its weights; name theirs: "
+            f"load({path!r}, vocabulary='vocab.txt')."
+        )
+    config, params, length = Config(), None, source.networks["main"].embeddings.positions
+    if finetuned.is_finetuned(source):
+        config, params, tokenizer = finetuned.from_source(path, source, texts)
+        length = config.finetune.length
+    else:
+        section = dataclasses.replace(config.tokenizer, **source.tokenizer)
+        tokenizer = Tokenizer(section, Path(section.path))
+        config = dataclasses.replace(config, tokenizer=section)
+    _check_entries(path, tokenizer, source.networks["main"].embeddings.vocab_size)
+    return Model(
+        path,
+        config,
+        source.networks,
+        tokenizer,
+        step=source.step,
+        length=length,
+        dtype=_choose_dtype(config, dtype),
+        finetuned_params=params,
+    )
+
+
+def _check_entries(path: str, tokenizer: Tokenizer, rows: int) -> None:
+    found = tokenizer.vocab_size
+    if found > rows:
+        raise ModelError(
+            f"{tokenizer.path} has {found} entries, but {path} is of a vocabulary of {rows}; name "
+            "theirs with vocabulary=FILE."
+        )
+    if found < rows:
+        logging.warning(
+            "%s has %d entries and the embedding table of %s %d rows: the last %d are taken for "
+            "padding.",
+            tokenizer.path,
+            found,
+            path,
+            rows,
+            rows - found,
+        )
+
+
+def _choose_dtype(config: Config, dtype: str | None) -> jnp.dtype:
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ModelError(f"dtype={dtype!r} must be 'float32' or 'bfloat16'.")
+    device = devices.find_devices(config)[0]
+    return devices.compute_dtype(dataclasses.replace(config, compute_dtype=dtype) if dtype else
+                                 config, device)  # fmt: skip

@@ -1,0 +1,391 @@
+"""A model from anywhere, applied to texts: hidden states, filled holes, suspects, predictions."""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from convbert_jax.config import Config, UserError
+from convbert_jax.data.errors import shorten
+from convbert_jax.data.inputs import input_rows, reading
+from convbert_jax.data.inputs.arguments import as_rows, as_single_texts, as_texts, whole_number
+from convbert_jax.data.tasks.encoding import Rows, encode_texts, pad_rows
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.inference import finetuned, masked_text, readouts, stream
+from convbert_jax.inference.answering import QuestionAnswerer
+from convbert_jax.inference.network import NetworkOnDevice
+from convbert_jax.inference.predictor import Predictor
+from convbert_jax.interop.networks import Network
+
+Text = str | Sequence[str]  # one, or a pair as ("first", "second")
+_AT_ONCE = 4_096  # texts that are encoded and computed before the next
+
+
+class ModelError(UserError):
+    """Something is asked of a model that it does not have, or cannot read."""
+
+
+class Filled(TypedDict):
+    """A token for a hole, named as in Hugging Face's pipeline."""
+
+    score: float  # its probability
+    token: int  # its id
+    token_str: str
+    sequence: str  # the text with this hole filled
+
+
+class Suspect(TypedDict):
+    """A token and the probability that it was put in by a generator."""
+
+    token: str  # entry of the vocabulary
+    start: int  # its first character in the text
+    end: int  # one past the last one
+    probability: float
+
+
+class Model:
+    """Weights and their vocabulary; made by `convbert_jax.load`.
+
+    Attributes:
+      path: where it is from.
+      config: of the run; for other sources as far as they tell.
+      step: steps it was trained for, 0 if its source does not say.
+      tokenizer: texts to ids and back.
+      networks: "main", the encoder that is kept, and "generator" if there is one, on the host.
+      length: tokens of a row, [CLS] and [SEP] among them, from where on texts are cut: for a run
+        those it was trained with, else the positions of the model.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        config: Config,
+        networks: Mapping[str, Network],
+        tokenizer: Tokenizer,
+        *,
+        step: int,
+        length: int,
+        dtype: jnp.dtype,
+        finetuned_params: Any = None,
+    ):
+        """
+        Args:
+          dtype: of the computation; results are float32.
+          finetuned_params: those of `config`, for a model with a head for labels.
+        """
+        self.path, self.config, self.networks = path, config, networks
+        self.tokenizer, self.step, self.length = tokenizer, step, length
+        self._dtype = dtype
+        self._finetuned_params = finetuned_params
+        self._on_device: dict[str, NetworkOnDevice] = {}
+
+    def __repr__(self) -> str:
+        main = self.networks["main"]
+        heads = [name for name in _HEADS if any(n.has(name) for n in self.networks.values())]
+        return (
+            f"<Model {self.path}: {main.family}, {main.encoder.depth} layers of "
+            f"{main.encoder.hidden_size}, {', '.join(heads) or 'no heads'}>"
+        )
+
+    def tokenize(
+        self, texts: Text | Sequence[Text], *, length: int | None = None
+    ) -> list[list[str]] | list[str]:
+        """The tokens that `encode` gives vectors of: a list of vocabulary entries for each text.
+
+        Arguments and errors as `encode`.
+
+        >>> model.tokenize("A text.")[0]
+        '[CLS]'
+        """
+        length = self._check_length(length)
+        examples, single = as_texts(texts)
+        if not examples:
+            return []
+        rows = self._encode_texts(examples, length)
+        tokens = rows.by_token["tokens"]
+        found = [
+            self.tokenizer.pieces(ids[:n]) for ids, n in zip(tokens, rows.lengths, strict=True)
+        ]
+        return found[0] if single else found
+
+    def encode(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        pooling: Literal["mean", "cls", "none"] = "mean",
+        length: int | None = None,
+        batch_size: int = 64,
+    ) -> np.ndarray | list[np.ndarray]:
+        """Hidden states of the last layer as float32; of the discriminator, where there are two.
+
+        A text's numbers do not depend on the texts beside it, but for rounding.
+
+        Args:
+          texts: texts, or pairs of texts as tuples; a single string is one text.
+          pooling: "mean" over all tokens of a text, [CLS] and [SEP] too: what to take where nothing
+            was fine-tuned. "cls" is the first token, which a fine-tuned head reads. "none" keeps
+            all tokens, those of `tokenize`.
+          length: most tokens of a row, default `self.length`; longer texts are cut and the log says
+            how many.
+          batch_size: rows of the largest batches.
+
+        Returns:
+          [N, C], or with "none" for each text [its tokens, C]; of a single string the one array.
+
+        Raises:
+          ModelError: an unknown pooling.
+          ArgumentError: something else than texts, or a length or batch size that cannot be.
+
+        >>> model.encode(["a text", "another", ("two", "texts")]).shape
+        (3, 32)
+        >>> model.encode("a text", pooling="none").shape == (len(model.tokenize("a text")), 32)
+        True
+        """
+        if pooling not in readouts.POOLINGS:
+            raise ModelError(
+                f"pooling={pooling!r} is unknown; choose from {', '.join(readouts.POOLINGS)}."
+            )
+        length = self._check_length(length)
+        batch_size = whole_number("batch_size", batch_size, 1)
+        examples, single = as_texts(texts)
+        found: list[np.ndarray] = []
+        for chunk in _chunks(examples):
+            rows = self._encode_texts(chunk, length)
+            network = self._network("main")
+            vectors = network.apply(rows, readouts.POOLINGS[pooling], batch_size=batch_size)[
+                "vectors"
+            ]
+            if pooling == "none":
+                # a view would keep the padding of its whole batch in memory
+                vectors = [v[:n].copy() for v, n in zip(vectors, rows.lengths, strict=True)]
+            found += list(vectors)
+        if single:
+            return found[0]
+        if pooling == "none":
+            return found
+        width = self.networks["main"].encoder.hidden_size
+        return np.stack(found) if found else np.zeros((0, width), np.float32)
+
+    def fill_mask(
+        self,
+        texts: str | Sequence[str],
+        *,
+        top_k: int = 5,
+        length: int | None = None,
+        batch_size: int = 64,
+    ) -> list:
+        """What the generator, or a masked language model, puts where [MASK] stands.
+
+        Args:
+          length, batch_size: as of `encode`.
+
+        Returns:
+          for one text the `top_k` likeliest tokens, the likeliest first; for several texts a list
+          of these, and for a text with several holes one for each hole, all seen as holes at once.
+
+        Raises:
+          ModelError: the model has no head for masked words, or a text has no [MASK] within
+            `length` tokens.
+
+        >>> best, *_ = model.fill_mask("Paris is the [MASK] of France.")
+        >>> sorted(best)
+        ['score', 'sequence', 'token', 'token_str']
+        """
+        name = next((n for n in ("generator", "main") if self._has(n, "mlm_head")), None)
+        if name is None:
+            raise ModelError(
+                f"{self.path} has no head for masked words (no generator); load a pre-training "
+                "run, or a folder that was exported with its generator."
+            )
+        entries = self.tokenizer.vocab_size
+        top_k = whole_number("top_k", top_k, 1, entries, "entries of the vocabulary")
+        length = self._check_length(length)
+        batch_size = whole_number("batch_size", batch_size, 1)
+        examples, single = as_single_texts(texts)
+        results: list = []
+        for chunk in _chunks(examples):
+            results += self._fill_chunk(chunk, self._network(name), top_k, length, batch_size)
+        return results[0] if single else results
+
+    def _fill_chunk(self, texts, network: NetworkOnDevice, top_k, length, batch_size) -> list:
+        pieces = self._cut([masked_text.encode(self.tokenizer, text) for text in texts], length)
+        rows = pad_rows(pieces, length, pad=self.tokenizer.special.pad)
+        holes = [np.flatnonzero(np.equal(ids, self.tokenizer.special.mask)) for ids in pieces]
+        self._check_holes(texts, holes, length)
+        # Few different widths, as each is compiled.
+        width = 1 << max((len(h) - 1).bit_length() for h in holes)
+        places = np.zeros((len(texts), width), np.int32)
+        for row, found in zip(places, holes, strict=True):
+            row[: len(found)] = found
+        option = (top_k, self.tokenizer.vocab_size)
+        best = network.apply(
+            rows.with_columns(places=places), readouts.fill, option, batch_size=batch_size
+        )
+        results = []
+        for number, (text, found) in enumerate(zip(texts, holes, strict=True)):
+            scores, tokens = best["scores"][number], best["tokens"][number]
+            each = [self._describe(text, h, scores[h], tokens[h]) for h in range(len(found))]
+            results.append(each[0] if len(each) == 1 else each)
+        return results
+
+    def replaced(
+        self, texts: str | Sequence[str], *, length: int | None = None, batch_size: int = 64
+    ) -> list:
+        """How probable the discriminator finds it that each token was put in by a generator.
+
+        Args:
+          length, batch_size: as of `encode`.
+
+        Returns:
+          for one text its tokens in order, those beyond `length` left out; for several texts
+          a list of these.
+
+        Raises:
+          ModelError: the model has no discriminator.
+
+        >>> tokens = model.replaced("The old port lies in Lamu.")
+        >>> worst = max(tokens, key=lambda token: token["probability"])
+        >>> sorted(worst)
+        ['end', 'probability', 'start', 'token']
+        """
+        if not self._has("main", "rtd_head"):
+            raise ModelError(
+                f"{self.path} has no head for replaced tokens (no discriminator); load a run of "
+                "config.recipe=replaced_token, or its export."
+            )
+        length = self._check_length(length)
+        batch_size = whole_number("batch_size", batch_size, 1)
+        examples, single = as_single_texts(texts)
+        results: list[list[Suspect]] = []
+        for chunk in _chunks(examples):
+            encoded = self.tokenizer.encode_with_offsets(chunk)
+            pieces = self._cut([ids for ids, _ in encoded], length)
+            rows = pad_rows(pieces, length, pad=self.tokenizer.special.pad)
+            network = self._network("main")
+            found = network.apply(rows, readouts.suspect, batch_size=batch_size)
+            for number, (ids, places) in enumerate(encoded):
+                count = int(rows.lengths[number]) - 2
+                scores = found["probability"][number][1 : 1 + count]
+                tokens = zip(self.tokenizer.pieces(ids[:count]), places, scores, strict=False)
+                results.append([Suspect(token=t, start=int(p[0]), end=int(p[1]),
+                                        probability=float(s)) for t, p, s in tokens])  # fmt: skip
+        return results[0] if single else results
+
+    def predict(self, rows: Any) -> list[dict[str, Any]] | dict[str, Any]:
+        """What a fine-tuned model says, row by row: the lines that `--mode=predict` writes.
+
+        Args:
+          rows: a list of texts; of pairs of texts for a model that reads two, (question, context)
+            for answers; of lists of words for tagging; or of dicts with the columns that the model
+            learned from, whose other columns come out again. A single string is one text, a single
+            dict one row.
+
+        Returns:
+          for each row a dict: "prediction", "probabilities" and what else the kind of task has, or
+          "error" where it cannot be predicted, as of an empty text; for a single one its dict.
+
+        Raises:
+          ModelError: the model is not fine-tuned.
+
+        >>> finetuned = convbert_jax.load("runs/task/own/seed-0")
+        >>> sorted(finetuned.predict(["good text", "bad text"])[0])
+        ['id', 'prediction', 'probabilities', 'texts']
+        """
+        predictor, reads = self._predictor
+        single = isinstance(rows, str | Mapping)
+        found: list[dict[str, Any]] = []
+        read = (
+            input_rows.from_value(value, number, reads)
+            for number, value in enumerate([rows] if single else as_rows("rows", rows))
+        )
+        for chunk in stream.in_full(read):
+            found += stream.answer_rows(chunk, predictor.answer, reads)
+        return found[0] if single else found
+
+    @functools.cached_property
+    def _predictor(self) -> tuple[Predictor | QuestionAnswerer, reading.ModelInput]:
+        if self._finetuned_params is None:
+            raise ModelError(
+                f"{self.path} has no head for labels, so it predicts none; fine-tune it first "
+                f"(convbert_jax.finetune with init_from={self.path})."
+            )
+        predictor = finetuned.make_predictor(
+            self.config, self._finetuned_params, self.tokenizer, self._dtype
+        )
+        return predictor, reading.describe_model_input(self.config)
+
+    def _has(self, name: str, head: str) -> bool:
+        return name in self.networks and self.networks[name].has(head)
+
+    def _network(self, name: str) -> NetworkOnDevice:
+        if name not in self._on_device:
+            self._on_device[name] = NetworkOnDevice(self.networks[name], self._dtype)
+        return self._on_device[name]
+
+    def _check_length(self, length: int | None) -> int:
+        positions = self.networks["main"].embeddings.positions
+        length = self.length if length is None else length
+        return whole_number("length", length, 4, positions, "positions of the model")
+
+    def _encode_texts(self, texts: Sequence[tuple[str, ...]], length: int) -> Rows:
+        types = self.networks["main"].embeddings.types
+        parts, places = [], []
+        for count in (1, 2):
+            of_kind = [place for place, text in enumerate(texts) if len(text) == count]
+            if of_kind:
+                chosen = [texts[place] for place in of_kind]
+                parts.append(encode_texts(self.tokenizer, chosen, length=length, types=types))
+                places += of_kind
+        self._tell_cut(sum(part.truncated for part in parts), len(texts), length)
+        order = np.argsort(places)
+        joined = [part.rows for part in parts]
+        by_token = {
+            name: np.concatenate([rows.by_token[name] for rows in joined])[order]
+            for name in ("tokens", "type_ids")
+        }
+        return Rows(np.concatenate([rows.lengths for rows in joined])[order], by_token)
+
+    def _cut(self, texts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
+        special = self.tokenizer.special
+        self._tell_cut(sum(len(ids) > length - 2 for ids in texts), len(texts), length)
+        return [[special.cls, *ids[: length - 2], special.sep] for ids in texts]
+
+    def _tell_cut(self, count: int, of: int, length: int) -> None:
+        if count:
+            logging.warning(
+                "%s: %d of %d texts are cut to %d tokens.", self.path, count, of, length
+            )
+
+    def _check_holes(self, texts: Sequence[str], holes: Sequence[np.ndarray], length: int) -> None:
+        mask = masked_text.mask_token(self.tokenizer)
+        for text, found in zip(texts, holes, strict=True):
+            if len(found) < max(1, text.count(mask)):
+                where = f"within its first {length} tokens" if mask in text else "in it"
+                missing = "a" if mask not in text else "every"
+                raise ModelError(
+                    f"{shorten(text, 60)!r} does not have {missing} {mask} {where}; write one "
+                    "where a token is to be filled in."
+                )
+
+    def _describe(self, text: str, hole: int, scores, tokens) -> list[Filled]:
+        fill = functools.partial(masked_text.fill, self.tokenizer, text, hole)
+        return [
+            Filled(
+                score=float(score),
+                token=int(token),
+                token_str=self.tokenizer.decode([token]) or self.tokenizer.entries[token],
+                sequence=fill(int(token)),
+            )
+            for score, token in zip(scores, tokens, strict=True)
+        ]
+
+
+_HEADS = ("mlm_head", "rtd_head", "sequence_head", "token_head", "span_head")
+
+
+def _chunks(texts: Sequence) -> Iterator[Sequence]:
+    for start in range(0, len(texts), _AT_ONCE):
+        yield texts[start : start + _AT_ONCE]

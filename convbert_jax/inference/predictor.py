@@ -1,0 +1,88 @@
+"""Predictions of a fine-tuned model for new text."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from convbert_jax.config import Config
+from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.finetuning import fitting
+from convbert_jax.finetuning.predictions import files as prediction_files
+from convbert_jax.finetuning.scores import scoring
+from convbert_jax.finetuning.tasks import classification
+from convbert_jax.models.build import build
+from convbert_jax.models.finetuned import FinetunedModel
+from convbert_jax.training.task import Params
+
+# What a model says of texts: for each example a dict with "prediction" and more, or with "problem"
+# alone: why it says nothing, to follow "line N"
+Answer = Callable[[Sequence[Example]], list[dict[str, Any]]]
+_FEW = 16  # rows of a batch for a few
+
+
+def choose_batch_size(count: int, largest: int) -> int:
+    """Rows of a batch for `count` rows: 1, a few or `largest`, each compiled once for a length, so
+    that one line does not wait for the computation of many that are not there.
+    """
+    if count <= 1:
+        return 1
+    return min(_FEW, largest) if 2 * count <= largest else largest
+
+
+class Predictor:
+    """A fine-tuned model for texts."""
+
+    def __init__(self, config: Config, params: Params, tokenizer: Tokenizer, dtype: jnp.dtype):
+        """`config.outputs` says what the model is for; its kind is not span."""
+        self.outputs = config.outputs
+        self._config = config
+        self._tokenizer = tokenizer
+        self._told_cut = False
+        graphdef, _ = build(FinetunedModel, config)
+        constants = classification.constants_of(self.outputs, len(self.outputs.labels))
+
+        @jax.jit
+        def run(params, batch):
+            model = nnx.merge(graphdef, params)
+            found = classification.predict_logits(model, {**batch, **constants}, dtype=dtype)
+            return jax.tree.map(lambda leaf: leaf[None], found)
+
+        params = jax.device_put(params)
+        self._run = lambda batch: run(params, batch)
+
+    def predict(self, examples: Sequence[Example]) -> scoring.Outputs:
+        """Outputs as `scoring.score` takes them, in the order of the examples."""
+        title = None if self._told_cut else "the first texts"  # not again for every line of a pipe
+        rows = classification.encode_examples(
+            examples, self.outputs, self._config, self._tokenizer, title
+        )
+        self._told_cut |= bool((rows.lengths >= self._config.finetune.length).any())
+        found = fitting.predict_rows(
+            self._run,
+            rows,
+            buckets=fitting.buckets_of(self._config),
+            batch_size=choose_batch_size(len(rows), self._config.finetune.eval_batch_size),
+        )
+        words = [len(example.texts[0].split(" ")) for example in examples]
+        return classification.in_label_units(self.outputs, rows, found, words)
+
+    def answer(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
+        """For each example its `prediction` and, but for a number, `probabilities`."""
+        outputs = self.outputs
+        regression = outputs.kind == "regression"
+        task = LabelledTask(
+            name=outputs.task,
+            kind=outputs.kind,
+            texts=outputs.texts,
+            labels=() if regression else outputs.labels,
+            metrics=(),
+            splits=(),
+            reader=lambda split: [],
+        )
+        described = prediction_files.describe_examples(task, examples, self.predict(examples))
+        said = ("prediction", "probabilities")
+        return [{name: line[name] for name in said if name in line} for line in described]

@@ -1,0 +1,38 @@
+"""What becomes of hidden states on the device, as `network.Finish`: vectors, tokens, suspects.
+
+Each is (parts of the network by name, hidden states [B, L, C], batch, option) -> {name: [B, ...]},
+in float32.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def _mean(parts, hidden, batch, _):
+    real = (batch["segment_ids"] > 0)[..., None]
+    total = jnp.where(real, hidden.astype(jnp.float32), 0.0).sum(axis=1)
+    return {"vectors": total / real.sum(axis=1)}
+
+
+def _first(parts, hidden, batch, _):
+    return {"vectors": hidden[:, 0].astype(jnp.float32)}
+
+
+def _all(parts, hidden, batch, _):
+    return {"vectors": hidden.astype(jnp.float32)}
+
+
+POOLINGS = {"mean": _mean, "cls": _first, "none": _all}
+
+
+def fill(parts, hidden, batch, option):
+    """The likeliest entries of the vocabulary at `places` [B, M]; a padded table has more rows."""
+    top_k, entries = option
+    picked = jnp.take_along_axis(hidden, batch["places"][..., None], axis=1)
+    logits = parts["mlm_head"](picked, parts["embeddings"])[..., :entries]
+    scores, tokens = jax.lax.top_k(jax.nn.softmax(logits), top_k)
+    return {"scores": scores, "tokens": tokens}
+
+
+def suspect(parts, hidden, batch, _):
+    return {"probability": jax.nn.sigmoid(parts["rtd_head"](hidden))}

@@ -1,0 +1,1 @@
+"""What the packages hand to each other: batches, ids of special tokens, evaluators."""

@@ -1,0 +1,1 @@
+"""Folders of Hugging Face: weights, config, tokenizer, model card."""

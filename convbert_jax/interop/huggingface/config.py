@@ -1,0 +1,265 @@
+"""A network's sizes as `config.json` of Hugging Face's ConvBert, Electra and Bert classes."""
+
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+
+from convbert_jax.config import ConfigError, EmbeddingsConfig, EncoderConfig, from_config_dict
+from convbert_jax.interop.claims import LARGEST, read_json, shown
+from convbert_jax.interop.huggingface.finetuned_heads import USE, use_of
+from convbert_jax.interop.networks import ConversionError, Network, describe_sizes
+from convbert_jax.models.mixers.attention import Attention
+from convbert_jax.models.mixers.mixed import Mixed
+
+FILE = "config.json"
+OURS = "convbert_jax"  # the key of config.json that other software passes over
+_USE = "use"  # inside of OURS: Network.use
+TUNED = {"sequence_head", "token_head", "span_head"}  # heads of fine-tuned models
+_SEVERAL = "multi_label_classification"  # a problem_type that we have no task for
+# kind of task -> their problem_type; without it the pipeline squeezes a number into 0 to 1
+_PROBLEMS = {"classification": "single_label_classification", "regression": "regression"}
+_MODEL_TYPES = {"convbert": "convbert", "conv_bert": "convbert", "electra": "electra"}
+_MODEL_TYPES |= {"bert": "bert"}
+_CLASS_NAMES = {"convbert": "ConvBert", "electra": "Electra", "bert": "Bert"}
+# head -> what their classes are called; a network without any is the bare encoder
+CLASSES = {
+    "mlm_head": "ForMaskedLM",
+    "sequence_head": "ForSequenceClassification",
+    "token_head": "ForTokenClassification",
+    "span_head": "ForQuestionAnswering",
+    "rtd_head": "ForPreTraining",
+}
+
+
+def architecture(network: Network) -> str:
+    """Name of the class that a network's folder is for.
+
+    There is no ConvBertForPreTraining: the head of a ConvBERT discriminator goes with the bare
+    encoder, as tensors that the class does not ask for.
+    """
+    name = _CLASS_NAMES[network.family]
+    for head, suffix in CLASSES.items():
+        if network.has(head) and (network.family, head) != ("convbert", "rtd_head"):
+            return name + suffix
+    return f"{name}Model"
+
+
+def check_expressible(network: Network) -> None:
+    """Refuses what their classes cannot compute.
+
+    Raises:
+      ConversionError: one sentence that says what to do.
+    """
+    layer, family = network.layer, network.family
+    why = layer.mixer.inexpressible("huggingface", layer.hidden_size)
+    if why or not family:
+        raise ConversionError(
+            why or "Hugging Face has no class with this mixer; export it with --format=stablehlo."
+        )
+    if family == "convbert":
+        return
+    if layer.ffn_groups > 1:
+        raise ConversionError(
+            f"config.model.ffn_groups={layer.ffn_groups} with attention only has no class at "
+            "Hugging Face; train with 1, or export with --format=stablehlo."
+        )
+    if network.has("rtd_head") and family == "bert":
+        raise ConversionError("a BERT has no head for replaced tokens; write it as an ELECTRA.")
+
+
+def to_json(network: Network, *, pad_id: int, extra: dict[str, Any]) -> dict[str, Any]:
+    """The content of config.json.
+
+    Args:
+      pad_id: of the vocabulary. It must be said: the default of ConvBertConfig is 1, and the row
+        of padding is left untrained there.
+      extra: kept under the key `convbert_jax`.
+    """
+    check_expressible(network)
+    layer, embeddings, encoder = network.layer, network.embeddings, network.encoder
+    mixer = layer.mixer
+    content: dict[str, Any] = {
+        "architectures": [architecture(network)],
+        "model_type": network.family,
+        "vocab_size": embeddings.vocab_size,
+        "hidden_size": encoder.hidden_size,
+        "num_hidden_layers": encoder.depth,
+        "num_attention_heads": mixer.attention_heads * (2 if network.family == "convbert" else 1),
+        "intermediate_size": layer.ffn_size,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": layer.dropout,
+        "attention_probs_dropout_prob": mixer.attention_dropout,
+        "max_position_embeddings": embeddings.positions,
+        "type_vocab_size": embeddings.types,
+        "initializer_range": layer.initializer_range,
+        "layer_norm_eps": layer.layer_norm_epsilon,
+        "pad_token_id": pad_id,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+    if network.family != "bert":
+        content["embedding_size"] = embeddings.size
+    if network.family == "convbert":
+        content |= {
+            "head_ratio": 2,
+            "conv_kernel_size": mixer.kernel_size,
+            "num_groups": layer.ffn_groups,
+        }
+    if network.labels:
+        content["id2label"] = {str(i): label for i, label in enumerate(network.labels)}
+        content["label2id"] = {label: i for i, label in enumerate(network.labels)}
+    kind = network.use.get("outputs.kind")
+    if kind and network.has("sequence_head"):
+        content["problem_type"] = _PROBLEMS.get(kind, kind)
+    ours: dict[str, Any] = {"mask_convolution": not encoder.reads_padding}
+    if network.use:
+        ours[_USE] = dict(network.use)
+    return content | {OURS: ours | extra}
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """config.json of a folder.
+
+    Raises:
+      ConversionError: it is absent, damaged, or of a model that is not of the three families.
+    """
+    path = folder / FILE
+    content = read_json(path)
+    kind = content.get("model_type")
+    if kind is None:
+        content["model_type"] = kind = _guess_model_type(content, path)
+    if not isinstance(kind, str) or kind not in _MODEL_TYPES:
+        raise ConversionError(
+            f"{path} is of model_type {shown(kind)}; ConvBERT, ELECTRA and BERT can be read."
+        )
+    for field, wanted in (
+        ("hidden_act", ("gelu", "gelu_python")),
+        ("position_embedding_type", ("absolute", None)),
+        ("is_decoder", (False,)),
+        ("add_cross_attention", (False,)),
+    ):
+        if content.get(field, wanted[0]) not in wanted:
+            raise ConversionError(
+                f"{path} has {field}={shown(content[field])}, which this encoder does not compute; "
+                f"only {wanted[0]!r} can be read."
+            )
+    return content
+
+
+def _guess_model_type(content: dict[str, Any], path: Path) -> str:
+    """By the class of the model; folders of before 2020 have no model_type."""
+    architectures = content.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    for family, start in _CLASS_NAMES.items():
+        if name.startswith(start):
+            logging.info("%s has no model_type; its class %s is a %s.", path, shown(name), family)
+            return family
+    raise ConversionError(
+        f'{path} has no model_type; add "model_type": "bert" to it, or "electra" or "convbert", '
+        "whichever the weights are of."
+    )
+
+
+def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig]:
+    """(family, embeddings, encoder) that a config.json describes; missing fields as their classes.
+
+    Raises:
+      ConversionError: a field is missing that every such file has, or the heads do not divide.
+    """
+    family = _MODEL_TYPES[content["model_type"]]
+
+    def number(name, default=None):
+        value = content.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= LARGEST:
+            raise ConversionError(
+                f"config.json has {name}={shown(value)}, not a number from 1 to {LARGEST:,}."
+            )
+        return value
+
+    def fraction(name, default):
+        value = content.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise ConversionError(
+                f"config.json has {name}={shown(value)}, not a number from 0 to 1."
+            )
+        return float(value)
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    embedding_size = hidden if family == "bert" else number("embedding_size")
+    attention_heads = heads
+    if family == "convbert":  # as their class does it, for any ratio
+        attention_heads = max(1, heads // number("head_ratio", 2))
+    parts = attention_heads * (2 if family == "convbert" else 1)
+    if hidden % parts:
+        raise ConversionError(
+            f"config.json has hidden_size={hidden}, which does not divide into {parts} heads."
+        )
+    attention = {
+        "attention_heads": attention_heads,
+        "head_size": hidden // parts,
+        "attention_dropout": fraction("attention_probs_dropout_prob", 0.1),
+        "attention": "auto",
+    }
+    ours = content.get(OURS)
+    mixer = Attention(**attention)
+    if family == "convbert":
+        mixer = Mixed(
+            **attention,
+            kernel_size=number("conv_kernel_size", 9),
+            convolution="auto",
+            # Weights from elsewhere were trained with padding leaking through the convolution.
+            mask_convolution=bool(isinstance(ours, dict) and ours.get("mask_convolution")),
+        )
+    embeddings, encoder = describe_sizes(
+        vocab_size=number("vocab_size"),
+        embedding_size=embedding_size,
+        positions=number("max_position_embeddings", 512),
+        types=number("type_vocab_size", 2),
+        depth=number("num_hidden_layers"),
+        dropout=fraction("hidden_dropout_prob", 0.1),
+        epsilon=fraction("layer_norm_eps", 1e-12),
+        spread=fraction("initializer_range", 0.02),
+        hidden_size=hidden,
+        mixer=mixer,
+        ffn_size=number("intermediate_size"),
+        ffn_groups=number("num_groups", 1) if family == "convbert" else 1,
+    )
+    return family, embeddings, encoder
+
+
+def read_use(content: dict[str, Any]) -> dict[str, Any]:
+    """`Network.use` of a config.json; of somebody else's the kind of task, if it says that.
+
+    Raises:
+      ConversionError: a field of ours is unknown or has a value that cannot be.
+    """
+    ours = content.get(OURS)
+    told = ours.get(_USE, {}) if isinstance(ours, dict) else {}
+    if not isinstance(told, dict):
+        raise ConversionError(f"config.json has {OURS}.{_USE}={shown(told)}, not an object.")
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in told.items():
+        if path not in USE:
+            raise ConversionError(
+                f"config.json has {OURS}.{_USE} with {shown(path)}, which this version does not "
+                f"know; it knows {', '.join(USE)}."
+            )
+        section, _, field = path.partition(".")
+        sections.setdefault(section, {})[field] = value
+    try:
+        config = from_config_dict({"recipe": "finetune", **sections})
+    except ConfigError as error:
+        raise ConversionError(f"config.json, {OURS}.{_USE}: {error}") from None
+    use = {path: value for path, value in use_of(config).items() if path in told}
+    problem = content.get("problem_type")
+    if problem is not None and "outputs.kind" not in use:
+        kinds = {theirs: ours for ours, theirs in _PROBLEMS.items()}
+        if problem not in (*kinds, _SEVERAL):
+            raise ConversionError(
+                f"config.json has problem_type={shown(problem)}; choose from {', '.join(kinds)}."
+            )
+        use["outputs.kind"] = kinds.get(problem, problem)
+    return use

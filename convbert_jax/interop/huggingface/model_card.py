@@ -1,0 +1,98 @@
+"""README.md of an exported folder: what it is, how it loads, what was checked."""
+
+from collections.abc import Sequence
+
+from convbert_jax.interop.certificate import Certificate
+from convbert_jax.interop.huggingface import config as huggingface_config
+from convbert_jax.interop.networks import Network
+
+FILE = "README.md"
+
+
+def write_card(
+    network: Network, *, title: str, made_by: str, certificate: Certificate, notes: Sequence[str]
+) -> str:
+    """Markdown for the folder of one network.
+
+    Args:
+      title: the name of the run and what the network is in it.
+      made_by: where the weights come from, one sentence.
+      notes: anything else to say, one sentence each.
+    """
+    name = huggingface_config.architecture(network)
+    layer, embeddings, encoder = network.layer, network.embeddings, network.encoder
+    count = sum(array.size for array in network.parameters.values())
+    parts = [
+        f"---\nlibrary_name: transformers\ntags:\n- {network.family}\n---",
+        f"# {title}",
+        made_by,
+        "\n".join(
+            [
+                "| | |",
+                "|---|---|",
+                f"| class | `{name}` |",
+                f"| parameters | {count:,} |",
+                f"| layers, hidden size, embedding size | {encoder.depth}, {encoder.hidden_size}, "
+                f"{embeddings.size} |",
+                f"| heads | {layer.mixer} |",
+                f"| feed-forward | {layer.ffn_size}, {layer.ffn_groups} group(s) |",
+                f"| vocabulary, longest input | {embeddings.vocab_size:,}, "
+                f"{embeddings.positions} |",
+            ]
+        ),
+        "```python\nfrom transformers import AutoTokenizer, "
+        f"{_auto_class(name)}\n\n"
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
+        f'model = {_auto_class(name)}.from_pretrained("FOLDER")\n```',
+        *_say(network, name),
+        *notes,
+        "## Parity\n\n" + "\n".join(f"- {line}" for line in certificate.lines()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _auto_class(name: str) -> str:
+    for suffix in huggingface_config.CLASSES.values():
+        if name.endswith(suffix):
+            return f"AutoModel{suffix}"
+    return "AutoModel"
+
+
+def _say(network: Network, name: str) -> list[str]:
+    said = []
+    if network.use.get("outputs.texts"):
+        said.append(_reads(network))
+    if name == "ConvBertModel" and network.has("rtd_head"):
+        said.append(
+            "The four `discriminator_predictions.*` tensors are the head that tells replaced "
+            "tokens. There is no ConvBERT class for it, so transformers reports them as "
+            "UNEXPECTED and passes over them; convbert_jax reads them back."
+        )
+    if name == "BertForMaskedLM":
+        said.append(
+            "There is no pooler: `AutoModel` starts one and reports it as MISSING; use "
+            "`last_hidden_state`, or pass `add_pooling_layer=False` to `BertModel`."
+        )
+    if network.masked:
+        said.append(
+            "Trained with a convolution that does not read padding (`mask_convolution` in "
+            "config.json). Hugging Face's class does read it: without padding both give the same "
+            "numbers, with padding they do not."
+        )
+    if network.encoder.reads_padding:
+        said.append(
+            "As in the official code, the convolution reads padding: outputs depend a little on "
+            "how much of it follows."
+        )
+    return said
+
+
+def _reads(network: Network) -> str:
+    use = network.use
+    columns, length = use.get("outputs.columns"), use.get("finetune.length")
+    told = "two texts, `tokenizer(first, second)`" if use["outputs.texts"] == 2 else "one text"
+    if columns:
+        told += f", from {' and '.join(f'`{column}`' for column in columns)} of its training files"
+    if length:
+        told += f"; at most {length} tokens, special ones counted, were seen in fine-tuning"
+    return f"It reads {told}."

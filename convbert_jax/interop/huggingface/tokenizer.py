@@ -1,0 +1,253 @@
+"""Our vocabularies as files that `AutoTokenizer` loads.
+
+tokenizer.json           the whole tokenizer, for every recent version of transformers
+tokenizer_config.json    special tokens and the longest input
+vocab.txt, spiece.model  the vocabulary as older software and our own reader take it
+
+One difference is meant: Hugging Face reads "[MASK]" written in a text as the special token (that
+is how masks are given to a pipeline), ours never does. Two are not: of SentencePiece splits with
+equal scores theirs may take the other, and theirs may lose a combining mark that no composed
+letter has.
+"""
+
+import json
+import shutil
+import sys
+import unicodedata
+from pathlib import Path
+
+import sentencepiece
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from convbert_jax.config import TokenizerSection
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer, follow_file
+from convbert_jax.data.tokenizer.wordpiece_model import build_pipeline
+from convbert_jax.interop.claims import read_json, shown
+from convbert_jax.interop.networks import ConversionError
+
+VOCABULARY = {"wordpiece": "vocab.txt", "sentencepiece": "spiece.model"}
+_ROLES = {
+    "pad_token": "pad",
+    "unk_token": "unknown",
+    "cls_token": "cls",
+    "sep_token": "sep",
+    "mask_token": "mask",
+}
+SPACE = "\u2581"  # SentencePiece's mark in front of a word
+_UNIGRAM, _BPE = 1, 2  # model types of SentencePiece
+_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # types of its pieces
+
+
+def write_tokenizer(
+    folder: Path, tokenizer: Tokenizer, section: TokenizerSection, *, max_length: int
+) -> None:
+    """Writes the files into an existing folder.
+
+    Args:
+      section: the settings that `tokenizer` was loaded with.
+      max_length: the longest input of the model, special tokens included.
+
+    Raises:
+      ConversionError: a SentencePiece model of a kind that `tokenizers` does not have.
+    """
+    if tokenizer.kind == "wordpiece":
+        vocabulary = {entry: i for i, entry in enumerate(tokenizer.entries)}
+        pipeline = build_pipeline(section, vocabulary)
+    else:
+        pipeline = _from_sentencepiece(tokenizer.path)
+    write_vocabulary(folder, tokenizer)
+    names = {role: tokenizer.entries[getattr(tokenizer.special, ours)]
+             for role, ours in _ROLES.items()}  # fmt: skip
+    pipeline.add_special_tokens(
+        [tokenizers.AddedToken(name, special=True, normalized=False) for name in names.values()]
+    )
+    cls, sep = names["cls_token"], names["sep_token"]
+    pipeline.post_processor = processors.TemplateProcessing(
+        single=f"{cls} $A {sep}",
+        pair=f"{cls} $A {sep} $B:1 {sep}:1",
+        special_tokens=[(cls, tokenizer.special.cls), (sep, tokenizer.special.sep)],
+    )
+    pipeline.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        **names,
+    }
+    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
+    """Writes vocab.txt or spiece.model alone."""
+    path = folder / VOCABULARY[tokenizer.kind]
+    if tokenizer.kind == "wordpiece":
+        text = "".join(f"{entry}\n" for entry in tokenizer.entries)
+        path.write_text(text, encoding="utf-8", newline="\n")
+    else:
+        shutil.copyfile(tokenizer.path, path)
+
+
+def find_vocabulary(folder: Path) -> Path | None:
+    """The vocabulary file of a folder in a form that our tokenizers read, if there is one."""
+    for name in ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "vocab.txt"):
+        if (folder / name).is_file():
+            return folder / name
+    file = folder / "tokenizer.json"
+    model = _part(_read(file), "model")
+    return file if model.get("type") == "WordPiece" else None
+
+
+def describe_vocabulary(folder: Path, path: Path) -> dict[str, object]:
+    """Fields of config.tokenizer that go with a vocabulary of theirs. Where no file beside it says
+    whether it is cased, its entries do.
+
+    Raises:
+      ConversionError: a file that says it is damaged.
+      TokenizerError: only its entries can tell, and it is no vocabulary.
+    """
+    fields: dict[str, object] = {"kind": "sentencepiece", "path": str(path)}
+    if path.suffix == ".model":
+        return fields
+    fields["kind"] = "wordpiece"
+    settings = _read(folder / "tokenizer_config.json")
+    pipeline = _read(folder / "tokenizer.json")
+    normalizer, model = _part(pipeline, "normalizer"), _part(pipeline, "model")
+    lowercase = normalizer.get("lowercase", settings.get("do_lower_case"))
+    accents = normalizer.get("strip_accents", settings.get("strip_accents"))
+    if lowercase is None:
+        told = follow_file(TokenizerSection(path=str(path)))  # logs what it finds
+        lowercase = told.lowercase
+        accents = told.strip_accents if accents is None else accents
+    found = {
+        "lowercase": lowercase,
+        "strip_accents": lowercase if accents is None else accents,  # BERT's rule
+        "max_word_chars": model.get("max_input_chars_per_word", 100),
+    }
+    for (name, value), kind in zip(found.items(), (bool, bool, int), strict=True):
+        if type(value) is not kind:
+            raise ConversionError(
+                f"the tokenizer files of {folder} have {name}={shown(value)}; copy them again."
+            )
+    return fields | found
+
+
+def _read(path: Path) -> dict:
+    """A JSON file that need not be there."""
+    return read_json(path) if path.exists() else {}
+
+
+def _part(content: dict, name: str) -> dict:
+    part = content.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+    trainer, rules = model.trainer_spec, model.normalizer_spec
+    kinds = {piece.type for piece in model.pieces}
+    if trainer.model_type not in (_UNIGRAM, _BPE):
+        raise ConversionError(
+            f"{path} is a SentencePiece model of words or characters, which Hugging Face's "
+            "tokenizers do not have; train one with config.tokenizer.algorithm unigram or bpe."
+        )
+    if kinds - {_NORMAL, _UNKNOWN, _CONTROL, _BYTE}:
+        raise ConversionError(
+            f"{path} has user-defined pieces, which split differently in Hugging Face's "
+            "tokenizers; train it with control symbols only."
+        )
+    if trainer.treat_whitespace_as_suffix or not rules.escape_whitespaces:
+        raise ConversionError(
+            f"{path} marks the ends of words or no words; only the usual mark in front of a word "
+            "can be exported."
+        )
+    pieces = [(piece.piece, piece.score) for piece in model.pieces]
+    byte_fallback = trainer.byte_fallback
+    if trainer.model_type == _UNIGRAM:
+        # Special pieces have score 0 and would win over all text. Not lower than the others: the
+        # price of an unknown character is relative to the lowest.
+        low = min(piece.score for piece in model.pieces if piece.type == _NORMAL)
+        scored = [
+            (piece.piece, low if piece.type in (_CONTROL, _UNKNOWN) else piece.score)
+            for piece in model.pieces
+        ]
+        inner = models.Unigram(scored, unk_id=trainer.unk_id, byte_fallback=byte_fallback)
+    else:
+        inner = models.BPE(
+            {piece: i for i, (piece, _) in enumerate(pieces)},
+            _merges(pieces),
+            unk_token=pieces[trainer.unk_id][0],
+            fuse_unk=True,
+            byte_fallback=byte_fallback,
+        )
+    tokenizer = tokenizers.Tokenizer(inner)
+    tokenizer.normalizer = normalizers.Sequence(_normalization(path, rules))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement=SPACE, prepend_scheme="never", split=trainer.split_by_whitespace
+    )
+    scheme = "always" if rules.add_dummy_prefix else "never"
+    tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme=scheme)
+    return tokenizer
+
+
+def _normalization(path: Path, rules) -> list[normalizers.Normalizer]:
+    """What SentencePiece does before it splits.
+
+    `Precompiled` reads the same table, but looks up whole graphemes by their first character:
+    of a letter with a combining mark it may lose the mark. So marks that the table deletes are
+    deleted before, and where the table composes, text is composed before.
+    """
+    steps = [normalizers.Replace("\0", " ")]  # as our tokenizer does
+    if rules.precompiled_charsmap:
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        if "\u00e9" in model.normalize("e\u0301"):
+            steps.append(normalizers.NFC())
+        extending = [
+            chr(code)
+            for code in range(sys.maxunicode + 1)
+            if unicodedata.category(chr(code)) in ("Mn", "Me", "Mc", "Cf")
+        ]
+        bare = model.normalize("aa")
+        deleted = [c for c in extending if model.normalize(f"a{c}a") == bare]
+        if deleted:
+            steps.append(normalizers.Replace(tokenizers.Regex(_character_class(deleted)), ""))
+        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
+    if rules.remove_extra_whitespaces:
+        steps += [
+            normalizers.Replace(tokenizers.Regex(r"^ +| +$"), ""),
+            normalizers.Replace(tokenizers.Regex(r" {2,}"), " "),
+        ]
+    if rules.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    return [*steps, normalizers.Replace(" ", SPACE)]
+
+
+def _character_class(characters: list[str]) -> str:
+    """A regular expression for any of `characters`, which are in order, by ranges."""
+    ranges: list[list[int]] = []
+    for code in map(ord, characters):
+        if ranges and code == ranges[-1][1] + 1:
+            ranges[-1][1] = code
+        else:
+            ranges.append([code, code])
+    return "[" + "".join(rf"\x{{{a:X}}}-\x{{{b:X}}}" for a, b in ranges) + "]"
+
+
+def _merges(pieces: list[tuple[str, float]]) -> list[tuple[str, str]]:
+    """The merges of a BPE model, which SentencePiece keeps as the order of its pieces."""
+    ids = {piece: i for i, (piece, _) in enumerate(pieces)}
+    merges = []
+    for piece, score in pieces:
+        halves = [
+            (piece[:i], piece[i:])
+            for i in range(1, len(piece))
+            if piece[:i] in ids and piece[i:] in ids
+        ]
+        halves.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        merges += [(score, left, right) for left, right in halves]
+    merges.sort(key=lambda merge: -merge[0])
+    return [(left, right) for _, left, right in merges]

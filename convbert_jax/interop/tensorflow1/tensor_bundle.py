@@ -1,0 +1,258 @@
+"""TensorFlow's V2 checkpoint files, PREFIX.index and PREFIX.data-*, read and written without it.
+
+Format: tensorflow/core/util/tensor_bundle/tensor_bundle.h. The index is a table (sorted_table.py)
+of variable name -> BundleEntryProto, under "" the BundleHeaderProto.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from google.protobuf.message import DecodeError
+
+from convbert_jax.interop.claims import check_memory
+from convbert_jax.interop.networks import ConversionError
+from convbert_jax.interop.tensorflow1 import sorted_table
+
+# numbers of tensorflow.DataType; of the others only the names are read
+DTYPES = {
+    1: np.dtype("<f4"),
+    2: np.dtype("<f8"),
+    3: np.dtype("<i4"),
+    4: np.dtype("u1"),
+    6: np.dtype("i1"),
+    9: np.dtype("<i8"),
+    10: np.dtype("bool"),
+    14: np.dtype(ml_dtypes.bfloat16),
+    19: np.dtype("<f2"),
+}
+_LARGEST_INDEX = 1 << 22  # bytes; 100 variables take some 5,000
+_MOST_VARIABLES = 1 << 16
+_MOST_SHARDS = 1 << 16
+_MOST_DIMENSIONS = 32
+
+# tensorflow/core/protobuf/tensor_bundle.proto, with what is read of the messages inside of it. Its
+# signed numbers are unsigned here, so that a negative one is too large for any check.
+_SCHEMA = """
+syntax: "proto3"
+name: "tensor_bundle.proto"
+message_type {
+  name: "Header"
+  field { name: "num_shards" number: 1 type: TYPE_UINT64 }
+  field { name: "endianness" number: 2 type: TYPE_UINT64 }
+  field { name: "version" number: 3 type: TYPE_MESSAGE type_name: "Version" }
+}
+message_type {
+  name: "Version"
+  field { name: "producer" number: 1 type: TYPE_INT32 }
+  field { name: "min_consumer" number: 2 type: TYPE_INT32 }
+}
+message_type {
+  name: "Entry"
+  field { name: "dtype" number: 1 type: TYPE_UINT64 }
+  field { name: "shape" number: 2 type: TYPE_MESSAGE type_name: "Shape" }
+  field { name: "shard" number: 3 type: TYPE_UINT64 }
+  field { name: "offset" number: 4 type: TYPE_UINT64 }
+  field { name: "size" number: 5 type: TYPE_UINT64 }
+  field { name: "checksum" number: 6 type: TYPE_FIXED32 }
+  field { name: "slices" number: 7 type: TYPE_BYTES label: LABEL_REPEATED }
+}
+message_type {
+  name: "Shape"
+  field { name: "dim" number: 2 type: TYPE_MESSAGE type_name: "Dimension" label: LABEL_REPEATED }
+}
+message_type {
+  name: "Dimension"
+  field { name: "size" number: 1 type: TYPE_UINT64 }
+}
+"""
+
+
+def _messages(names: str):
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(text_format.Parse(_SCHEMA, descriptor_pb2.FileDescriptorProto()))
+    return (message_factory.GetMessageClass(pool.FindMessageTypeByName(n)) for n in names.split())
+
+
+HeaderProto, EntryProto = _messages("Header Entry")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where a variable lies. `dtype` is None for what this reader does not read (strings)."""
+
+    dtype: np.dtype | None
+    shape: tuple[int, ...]
+    shard: int
+    offset: int
+    size: int
+    checksum: int
+    partitioned: bool
+
+
+class Bundle:
+    """A checkpoint; variables are read when they are asked for."""
+
+    def __init__(self, prefix: Path):
+        """Reads the index.
+
+        Args:
+          prefix: as model.ckpt-1000000.
+
+        Raises:
+          ConversionError: the index is absent, damaged, of another version, or does not fit to
+            the data files.
+        """
+        self.prefix = prefix
+        path = prefix.with_name(prefix.name + ".index")
+        try:
+            if path.stat().st_size > _LARGEST_INDEX:
+                raise ConversionError(f"{path} is too large for an index; it is something else.")
+            content = path.read_bytes()
+        except OSError as error:
+            raise ConversionError(
+                f"{path} cannot be read ({error.strerror}); a TensorFlow checkpoint needs its "
+                "index file."
+            ) from error
+        try:
+            self._shards, self._entries = _read_index(content)
+        except (ValueError, DecodeError) as error:
+            raise ConversionError(
+                f"{path} is damaged: {error}; copy the checkpoint again."
+            ) from error
+        self._check_files()
+
+    def names(self) -> list[str]:
+        """All variables, in order."""
+        return list(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def entry(self, name: str) -> Entry:
+        return self._entries[name]
+
+    def read(self, name: str) -> np.ndarray:
+        """One variable, its checksum verified.
+
+        Raises:
+          ConversionError: it is damaged, partitioned, or of a type that is not read.
+        """
+        entry = self._entries[name]
+        if entry.partitioned:
+            raise ConversionError(
+                f"variable {name} is partitioned over several tensors; save the checkpoint again "
+                "without a partitioner."
+            )
+        if entry.dtype is None:
+            raise ConversionError(f"variable {name} holds no numbers.")
+        path = self._data_file(entry.shard)
+        try:
+            with path.open("rb") as file:
+                file.seek(entry.offset)
+                data = file.read(entry.size)
+        except OSError as error:
+            raise ConversionError(f"{path} cannot be read ({error.strerror}).") from error
+        if len(data) != entry.size or sorted_table.checksum(data) != entry.checksum:
+            raise ConversionError(
+                f"variable {name} in {path} is damaged (wrong checksum); copy the file again."
+            )
+        return np.frombuffer(data, entry.dtype).reshape(entry.shape)
+
+    def _data_file(self, shard: int) -> Path:
+        return self.prefix.with_name(f"{self.prefix.name}.data-{shard:05d}-of-{self._shards:05d}")
+
+    def _check_files(self) -> None:
+        sizes = {}
+        for shard in sorted({entry.shard for entry in self._entries.values()}):
+            path = self._data_file(shard)
+            try:
+                sizes[shard] = path.stat().st_size
+            except OSError as error:
+                raise ConversionError(
+                    f"{path} cannot be read ({error.strerror}); the checkpoint has "
+                    f"{self._shards} data file(s), copy all of them."
+                ) from error
+        for name, entry in self._entries.items():
+            if entry.offset + entry.size > sizes[entry.shard]:
+                raise ConversionError(
+                    f"{self._data_file(entry.shard)} ends before variable {name}; it is cut off, "
+                    "copy it again."
+                )
+        total = sum(entry.size for entry in self._entries.values())
+        if total > sum(sizes.values()):
+            raise ConversionError(
+                f"{self.prefix}.index is damaged: its variables overlap; copy the checkpoint again."
+            )
+        check_memory(total, self.prefix)
+
+
+def write_bundle(prefix: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes a checkpoint of one data file that TensorFlow's own readers take."""
+    numbers = {dtype: number for number, dtype in DTYPES.items()}
+    header = HeaderProto(num_shards=1, version={"producer": 1})
+    entries, offset = [(b"", header.SerializeToString())], 0
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with prefix.with_name(prefix.name + ".data-00000-of-00001").open("wb") as file:
+        for name in sorted(tensors, key=str.encode):
+            data = np.asarray(tensors[name]).tobytes()
+            entry = EntryProto(
+                dtype=numbers[tensors[name].dtype],
+                shape={"dim": [{"size": size} for size in np.shape(tensors[name])]},
+                offset=offset,
+                size=len(data),
+                checksum=sorted_table.checksum(data),
+            )
+            entries.append((name.encode(), entry.SerializeToString()))
+            file.write(data)
+            offset += len(data)
+    prefix.with_name(prefix.name + ".index").write_bytes(sorted_table.write_table(entries))
+
+
+def _read_index(content: bytes) -> tuple[int, dict[str, Entry]]:
+    table = sorted_table.read_table(content)
+    first = next(table, None)
+    if first is None or first[0] != b"":
+        raise ValueError("it has no header")
+    shards = _read_header(first[1])
+    entries = {}
+    for key, value in table:
+        try:
+            name = key.decode()
+        except UnicodeDecodeError:
+            continue  # the slices of a partitioned variable, whose own entry says so
+        if len(entries) == _MOST_VARIABLES:
+            raise ValueError(f"it has more than {_MOST_VARIABLES} variables")
+        entries[name] = _read_entry(value, name, shards)
+    return shards, entries
+
+
+def _read_header(data: bytes) -> int:
+    header = HeaderProto.FromString(data)
+    if header.endianness:
+        raise ValueError("it was written on a big-endian machine")
+    if header.version.min_consumer > 1:
+        least = header.version.min_consumer
+        raise ValueError(f"it needs a reader of version {least}, this one is of 1")
+    if data and not header.num_shards:
+        raise ValueError("its header is not that of a V2 checkpoint")
+    if not 0 < header.num_shards <= _MOST_SHARDS:
+        raise ValueError(f"it claims {header.num_shards} data files")
+    return header.num_shards
+
+
+def _read_entry(data: bytes, name: str, shards: int) -> Entry:
+    read = EntryProto.FromString(data)
+    dtype, partitioned = DTYPES.get(read.dtype), bool(read.slices)
+    if len(read.shape.dim) > _MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {len(read.shape.dim)} dimensions")
+    shape = tuple(dimension.size for dimension in read.shape.dim)
+    if read.shard >= shards:
+        raise ValueError(f"{name} is in data file {read.shard} of {shards}")
+    if dtype is not None and not partitioned and math.prod(shape) * dtype.itemsize != read.size:
+        raise ValueError(f"{name} of shape {shape} has {read.size} bytes")
+    return Entry(dtype, shape, read.shard, read.offset, read.size, read.checksum, partitioned)

@@ -1,0 +1,6 @@
+"""Operations per element in the paper's convention of FLOPs, see `analysis/flops.py`."""
+
+LAYER_NORM = 5
+GELU = 8
+SOFTMAX = 5
+DROPOUT = 4

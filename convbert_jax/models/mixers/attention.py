@@ -1,0 +1,168 @@
+"""Self-attention: the mixer of BERT and ELECTRA; the arithmetic is in `ops/attention.py`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.config import ConfigError, MixerSettings
+from convbert_jax.config.mixers import nominal_heads
+from convbert_jax.interfaces.placement import Split
+from convbert_jax.models import costs
+from convbert_jax.models.capture import Capture
+from convbert_jax.models.layers import Dense, Initializers, dropout
+from convbert_jax.ops.attention import attention, attention_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """`SelfAttention` as a specification; where its heads do not fill the hidden size it is the
+    bottleneck.
+    """
+
+    attention_heads: int
+    head_size: int
+    attention_dropout: float
+    attention: str
+
+    # Heads stay whole on a device: projections are cut along their output, `output` its input.
+    RULES = ((r"output/kernel", Split(tensor=-2)), (r"\w+/kernel", Split(tensor=-1)))
+    FAMILIES = ("electra", "bert")
+    NAMES: ClassVar[Mapping[str, tuple[str, str, str]]] = {
+        "query": ("dense", "attention.self.query", "attention/self/query"),
+        "key": ("dense", "attention.self.key", "attention/self/key"),
+        "value": ("dense", "attention.self.value", "attention/self/value"),
+        "output": ("dense", "attention.output.dense", "attention/output/dense"),
+    }
+
+    @classmethod
+    def make(cls, settings: MixerSettings, **own: Any) -> "Attention":
+        """All heads of the config, whose head_ratio counts for other mixers; as the bottleneck
+        (ConvBERT's ablation) heads / head_ratio heads and nothing beside them.
+        """
+        ratio, names = settings.head_ratio, settings.names
+        together = names["head_ratio"].rpartition(".")[0] == names["mixer"].rpartition(".")[0]
+        bottleneck = settings.mixer == "bottleneck"
+        if not bottleneck and together and ratio not in (1, 2):  # 2 is the default, nobody set it
+            raise ConfigError(
+                f"{names['head_ratio']}={ratio} does nothing with {names['mixer']}="
+                f"{settings.mixer}, which has all heads; set mixer to bottleneck for heads / "
+                "head_ratio heads of attention alone, or leave head_ratio out."
+            )
+        return cls(
+            settings.reduced_heads() if bottleneck else settings.heads,
+            settings.head_size,
+            settings.attention_dropout,
+            settings.attention,
+            **own,
+        )
+
+    def fields(self, hidden_size: int) -> dict[str, Any]:
+        heads = nominal_heads(hidden_size, self.head_size)
+        fields = {"heads": heads, "attention_dropout": self.attention_dropout}
+        if self.attention_heads < heads:
+            fields |= {"mixer": "bottleneck", "head_ratio": heads // self.attention_heads}
+        return fields
+
+    def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
+        return SelfAttention(self, hidden_size, initializers, rngs)
+
+    def products(self, hidden_size: int, length: int) -> float:
+        width = self.attention_heads * self.head_size
+        return 3 * 2 * hidden_size * width + 2 * 2 * length * width + 2 * width * hidden_size
+
+    def elementwise(self, hidden_size: int, length: int) -> float:
+        heads, width = self.attention_heads, self.attention_heads * self.head_size
+        return (1 + costs.SOFTMAX + costs.DROPOUT) * length * heads + 3 * width
+
+    @property
+    def reads_padding(self) -> bool:
+        return False
+
+    def inexpressible(self, form: str, hidden_size: int) -> str:
+        if form == "huggingface" and self.attention_heads * self.head_size != hidden_size:
+            return (
+                f"{self.attention_heads} attention heads of {self.head_size} channels do not add "
+                f"up to {hidden_size}: Hugging Face's classes have no "
+                "config.model.mixer=bottleneck; export with --format=tensorflow1 or stablehlo."
+            )
+        return ""
+
+    def __str__(self) -> str:
+        return f"{self.attention_heads} of {self.head_size}"
+
+
+class SelfAttention(nnx.Module):
+    """Multi-head self-attention (BERT, ELECTRA), or the bottleneck: fewer heads than fill the
+    hidden size.
+    """
+
+    def __init__(
+        self, config: Attention, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs
+    ):
+        width = config.attention_heads * config.head_size
+        self.query = Dense(hidden_size, width, initializers.dense, rngs)
+        self.key = Dense(hidden_size, width, initializers.dense, rngs)
+        self.value = Dense(hidden_size, width, initializers.dense, rngs)
+        self.output = Dense(width, hidden_size, initializers.dense, rngs)
+        self.config = config
+
+    def __call__(
+        self,
+        x: Float[Array, "B L C"],
+        segment_ids: Int[Array, "B L"],
+        key: Array | None = None,
+        capture: Capture | None = None,
+    ) -> Float[Array, "B L C"]:
+        c = self.config
+        query, keys, value = project(x, c.attention_heads, self.query, self.key, self.value)
+        attended = attend(
+            query, keys, value, segment_ids, dropout_rate=c.attention_dropout, dropout_key=key,
+            implementation=c.attention, capture=capture,
+        )  # fmt: skip
+        return self.output(join(attended))
+
+
+def attend(
+    query: Float[Array, "B L H D"],
+    key: Float[Array, "B L H D"],
+    value: Float[Array, "B L H D"],
+    segment_ids: Int[Array, "B L"],
+    *,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    implementation: str = "auto",
+    capture: Capture | None = None,
+) -> Float[Array, "B L H D"]:
+    """softmax(query . key / sqrt(D)) . value within segments, dropout on the softmax.
+
+    Args:
+      dropout_key: None is no dropout.
+      implementation: as in `ops.attention.attention`.
+      capture: is offered "attention", the maps [B, H, L, L] in float32, before dropout.
+    """
+    if capture is not None:
+        capture.offer("attention", lambda: attention_weights(query, key, segment_ids=segment_ids))
+    drop = None
+    if dropout_rate > 0.0 and dropout_key is not None:
+
+        def drop(weights):
+            return dropout(weights, dropout_rate, dropout_key)
+
+    return attention(
+        query, key, value, segment_ids=segment_ids, implementation=implementation, drop=drop
+    )
+
+
+def project(
+    x: Float[Array, "B L C"], heads: int, *layers: Dense
+) -> list[Float[Array, "B L {heads} D"]]:
+    """Each layer applied to `x`, split into heads."""
+    return [layer(x).reshape(*x.shape[:2], heads, -1) for layer in layers]
+
+
+def join(x: Float[Array, "B L H D"]) -> Float[Array, "B L HD"]:
+    """Heads side by side again."""
+    return x.reshape(*x.shape[:2], -1)

@@ -1,0 +1,98 @@
+"""Depthwise convolution for GPUs: a program is (block of positions, row, chunk of channels).
+
+The backward kernel reads each cotangent of a tap once for both gradients; a program's sums for the
+filters go to memory, K / BLOCK of the input, and are added up by XLA.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from convbert_jax.ops.gpu import triton
+
+CHUNK = 64  # channels of a program
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def depthwise_conv(x, filters, segment_ids, offsets, interpret=False):
+    """`interpret`: run in Pallas' interpreter, on any device."""
+    _, length, channels = x.shape
+    return triton.call(
+        functools.partial(_forward_kernel, offsets=offsets, length=length, channels=channels),
+        _grid(x),
+        [x, filters],
+        segment_ids,
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        interpret,
+    )
+
+
+def _forward(x, filters, segment_ids, offsets, interpret):
+    return depthwise_conv(x, filters, segment_ids, offsets, interpret), (x, filters, segment_ids)
+
+
+def _backward(offsets, interpret, saved, cotangent):
+    x, filters, segment_ids = saved
+    batch, length, channels = x.shape
+    blocks, _ = triton.blocks(x)
+    d_x, sums = triton.call(
+        functools.partial(_backward_kernel, offsets=offsets, length=length, channels=channels),
+        _grid(x),
+        [x, filters, cotangent],
+        segment_ids,
+        (
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((batch, blocks, len(offsets), channels), jnp.float32),
+        ),
+        interpret,
+    )
+    return d_x, sums.sum(axis=(0, 1)).astype(filters.dtype), None
+
+
+depthwise_conv.defvjp(_forward, _backward)
+
+
+def _grid(x):
+    return *triton.blocks(x), math.ceil(x.shape[2] / CHUNK)
+
+
+# --- Kernels ---
+
+
+def _forward_kernel(ids, x, filters, out, *, offsets, length, channels):
+    positions, row, lanes, used = _place(channels)
+    total = jnp.zeros((len(positions), len(lanes)), jnp.float32)
+    for tap, offset in enumerate(offsets):
+        reads, seen = triton.visible(ids, row, positions, offset, length)
+        factor = triton.load_f32(filters.at[tap, lanes], used)
+        place = x.at[row, reads[:, None], lanes[None, :]]
+        total += triton.load_f32(place, seen[:, None] & used[None, :]) * factor[None, :]
+    mask = (positions < length)[:, None] & used[None, :]
+    triton.store(out.at[row, positions[:, None], lanes[None, :]], total, mask)
+
+
+def _backward_kernel(ids, x, filters, cotangent, d_x, sums, *, offsets, length, channels):
+    positions, row, lanes, used = _place(channels)
+    _, real = triton.visible(ids, row, positions, 0, length)
+    place = x.at[row, positions[:, None], lanes[None, :]]
+    own = triton.load_f32(place, real[:, None] & used[None, :])
+    total = jnp.zeros((len(positions), len(lanes)), jnp.float32)
+    for tap, offset in enumerate(offsets):
+        # What the positions that read this one through the tap got; for both gradients.
+        readers, seen = triton.visible(ids, row, positions, -offset, length)
+        place = cotangent.at[row, readers[:, None], lanes[None, :]]
+        given = triton.load_f32(place, seen[:, None] & used[None, :])
+        total += given * triton.load_f32(filters.at[tap, lanes], used)[None, :]
+        place = sums.at[row, triton.program_id(0), tap, lanes]
+        triton.store(place, jnp.sum(own * given, axis=0), used)
+    mask = (positions < length)[:, None] & used[None, :]
+    triton.store(d_x.at[row, positions[:, None], lanes[None, :]], total, mask)
+
+
+def _place(channels):
+    """Positions, row and lanes of a program, and which lanes hold channels."""
+    positions = triton.padded_range(triton.BLOCK, triton.program_id(0) * triton.BLOCK)
+    lanes = triton.padded_range(CHUNK, triton.program_id(2) * CHUNK)
+    return positions, triton.program_id(1), lanes, lanes < channels

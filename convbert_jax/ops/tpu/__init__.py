@@ -1,0 +1,7 @@
+"""The convolutions as Pallas kernels for TPU."""
+
+from convbert_jax.ops.tpu.depthwise import depthwise_conv
+from convbert_jax.ops.tpu.plain import dynamic_conv
+from convbert_jax.ops.tpu.span import span_dynamic_conv
+
+__all__ = ["depthwise_conv", "dynamic_conv", "span_dynamic_conv"]

@@ -1,0 +1,19 @@
+"""Span-based dynamic convolution for XLA: projection, softmax, dynamic convolution, one by one."""
+
+import jax.numpy as jnp
+
+from convbert_jax.ops.products import dense
+from convbert_jax.ops.softmax import softmax
+from convbert_jax.ops.xla import plain
+
+
+def span_dynamic_conv(query, span_key, values, projection, bias, segment_ids, heads, offsets):
+    filters = span_filters(query, span_key, projection, bias, heads, query.dtype)
+    by_head = values.reshape(*values.shape[:2], heads, -1)
+    return plain.dynamic_conv(by_head, filters, segment_ids, offsets).reshape(values.shape)
+
+
+def span_filters(query, span_key, projection, bias, heads, dtype):
+    """[B, L, H, K] in `dtype`: softmax, in float32, over all taps of a head, visible or not."""
+    logits = dense(query * span_key, projection, bias, jnp.float32)
+    return softmax(logits.reshape(*query.shape[:2], heads, -1), None, dtype)

@@ -1,0 +1,81 @@
+"""What recipes return: plain data, and a text for a person that `main.py` prints."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from convbert_jax.finetuning.results import TaskResult
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainingResult:
+    """How a pre-training run ended.
+
+    Attributes:
+      folder: of the run.
+      step: that it has reached.
+      metrics: one record for each log interval and evaluation, in order: `step`, `split` ("train"
+        or "validation") and the numbers by name, NaN where one was not finite;
+        `pandas.DataFrame(run.metrics)` is a table of them. Of several processes, the first one's.
+      evaluation: the held-out numbers of the last evaluation, by name; empty if there was none.
+      interrupted: stopped by a signal, with its state saved; the same call goes on.
+      curves: picture of `metrics`, if there was anything to draw.
+      report: numbers, an example and what to do next; "" of a run that was interrupted, and on all
+        processes but the first.
+    """
+
+    folder: epath.Path
+    step: int
+    metrics: list[dict[str, Any]]
+    evaluation: dict[str, float]
+    interrupted: bool
+    curves: epath.Path | None
+    report: str
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationResult:
+    """A checkpoint on held-out text.
+
+    Attributes:
+      values: by name; NaN where there is no number.
+      file: JSON with the same, null in place of NaN.
+      report: what `main.py` prints; "" on all processes but the first.
+    """
+
+    folder: epath.Path
+    step: int
+    values: Mapping[str, float]
+    file: epath.Path
+    report: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FinetuningResult:
+    """All runs of all tasks, those of earlier starts too.
+
+    Attributes:
+      tasks: in the order of `config.finetune.tasks`.
+      table: scores beside published ones, Markdown; as in `folder`/table.md.
+      report: what `main.py` prints; "" on all processes but the first.
+    """
+
+    folder: epath.Path
+    tasks: tuple[TaskResult, ...]
+    table: str
+    report: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictionResult:
+    """How many rows of the input have their prediction in the output.
+
+    Attributes:
+      rows: all of them.
+      kept: those of `rows` that an earlier call, which was stopped, had written.
+    """
+
+    rows: int
+    kept: int

@@ -1,0 +1,226 @@
+"""Checkpoints of one run: WORKDIR/checkpoints/STEP with the parts `params`, `opt_state` and `data`.
+
+Orbax writes them, on a thread of its own, under a temporary name that is changed when all is on
+disk. What it does not see, a bit that flipped later, the checksums find.
+"""
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from orbax.checkpoint import v1 as ocp
+
+from convbert_jax.config import CheckpointSection
+from convbert_jax.files import parse_json
+from convbert_jax.training.checkpoints import checksums
+from convbert_jax.training.checkpoints.reading import (
+    DATA,
+    CheckpointError,
+    describe_arrays,
+    first_line,
+    list_steps,
+    make_context,
+    none_whole,
+    quiet_orbax,
+    read_newest,
+)
+from convbert_jax.training.environment import peers
+from convbert_jax.training.state import TrainState
+
+
+class Checkpoints:
+    """The checkpoints in one directory; all processes call every method."""
+
+    def __init__(self, directory: pathlib.Path, section: CheckpointSection):
+        """Opens `directory`, made if absent, and clears what an interrupted save left half done.
+
+        Raises:
+          CheckpointError: the directory cannot be read or made.
+        """
+        self._directory = directory.absolute()
+        self._section = section
+        for path in sorted(self._directory.glob("*.orbax-checkpoint-tmp*")):
+            logging.warning("Checkpoint %s was never finished; it is removed.", path.name)
+        for step in list_steps(self._directory):
+            _put_away_damaged_metrics(self._directory / str(step))
+        try:
+            with quiet_orbax():
+                self._checkpointer = ocp.training.Checkpointer(
+                    self._directory,
+                    context=make_context(),
+                    preservation_policy=_preservation_policy(section),
+                    cleanup_tmp_directories=True,
+                )
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints cannot be kept in {directory} ({error.strerror or error}); choose a "
+                "--workdir that can be written."
+            ) from error
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints that are complete, in order."""
+        return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+
+    def is_best(self, values: Mapping[str, float]) -> bool:
+        """True if `values` beat those of every checkpoint by `config.checkpoint.best_metric`."""
+        if not self._section.best_metric:
+            return False
+        known = [c.metrics for c in self._checkpointer.checkpoints if c.metrics]
+        ranks = [_rank(self._section, metrics) for metrics in known]
+        return all(_rank(self._section, values) > rank for rank in ranks)
+
+    def save(
+        self, state: TrainState, data: Mapping[str, Any], values: Mapping[str, float] | None = None
+    ) -> None:
+        """Starts to write a checkpoint of `state.step`; waits for the one before first.
+
+        Args:
+          data: position of the input, JSON.
+          values: evaluation of this step, if there was one; keeps the value of `best_metric`.
+
+        Raises:
+          CheckpointError: this one or the one before could not be written.
+        """
+        step = int(state.step)
+        metric = self._section.best_metric
+        metrics = {metric: float(values[metric])} if metric and values else None
+        arrays = {"params": state.params, "opt_state": state.opt_state}
+        parts = {**arrays, DATA: json.loads(json.dumps(data))}
+        try:
+            self._checkpointer.save_checkpointables_async(
+                step,
+                parts,
+                metrics=metrics,
+                custom_metadata={
+                    "checksums": checksums.of_parts(parts),
+                    "arrays": describe_arrays(arrays),
+                    "metrics": metrics,
+                },
+                force=True,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            self._fail(error, step)
+
+    def wait(self) -> None:
+        """Returns when all is on disk.
+
+        Raises:
+          CheckpointError: it could not be written.
+        """
+        try:
+            self._checkpointer.wait()
+        except (OSError, ValueError, RuntimeError) as error:
+            self._fail(error, None)
+
+    def close(self) -> None:
+        """Waits, then gives up the directory; raises as `wait`."""
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+
+    def restore(self, abstract: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
+        """Newest checkpoint that is whole: (state, position of the input); None if there is none.
+
+        A damaged one is named in a warning and, once an older one is found to be whole, renamed to
+        damaged-STEP, so that its step can be saved again.
+
+        Args:
+          abstract: `jax.ShapeDtypeStruct`s with the shardings to restore onto, any mesh.
+
+        Raises:
+          CheckpointError: there are checkpoints, and none can be read.
+        """
+        targets = {"params": abstract.params, "opt_state": abstract.opt_state, DATA: None}
+        steps = list_steps(self._directory)
+        step, parts, damaged = read_newest(self._directory, steps, targets)
+        if step is None:
+            if damaged:
+                raise none_whole(self._directory, damaged)
+            return None
+        self._set_aside(damaged)
+        done = jax.device_put(np.int32(step), abstract.step.sharding)
+        return TrainState(done, parts["params"], parts["opt_state"]), parts[DATA]
+
+    def _set_aside(self, steps: Mapping[int, str]) -> None:
+        if not steps:
+            return
+        if jax.process_index() == 0:
+            for step in steps:
+                target = self._directory / f"damaged-{step}"
+                tries = 1
+                while target.exists():
+                    tries += 1
+                    target = self._directory / f"damaged-{step}-{tries}"
+                (self._directory / str(step)).rename(target)
+        peers.wait_for_all("damaged checkpoints")
+        self._checkpointer.reload()
+
+    def _fail(self, error: Exception, step: int | None):
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            raise error
+        whole = list_steps(self._directory)
+        rest = f"the one of step {whole[-1]} is whole" if whole else "there is none before it"
+        name = "the last checkpoint" if step is None else f"the checkpoint of step {step}"
+        raise CheckpointError(
+            f"{name} could not be written to {self._directory} ({first_line(error)}), {rest}; "
+            "free some space there and start again."
+        ) from error
+
+
+def _preservation_policy(section: CheckpointSection):
+    policies = ocp.training.preservation_policies
+    kept = [policies.LatestN(section.keep)]
+    if section.keep_every:
+        kept.append(policies.EveryNSteps(section.keep_every))
+    if section.best_metric:
+        kept.append(
+            policies.BestN(
+                get_metric_fn=lambda metrics: _rank(section, metrics),
+                n=1,
+                keep_checkpoints_without_metrics=False,
+            )
+        )
+    return policies.AnyPreservationPolicy(kept)
+
+
+def _put_away_damaged_metrics(path: pathlib.Path) -> None:
+    """Orbax reads this file when it opens the directory, and gives up at one it cannot parse; with
+    another value than was saved it would keep the wrong checkpoint as the best.
+    """
+    file = path / "metrics" / "metrics"
+    try:
+        found = parse_json(file.read_bytes())
+    except FileNotFoundError:
+        return
+    except ValueError:
+        damaged = True
+    else:
+        damaged = json.dumps(found) != json.dumps(_saved_metrics(path, found))  # NaN is NaN
+    if damaged:
+        logging.warning("%s is damaged; this checkpoint counts as not evaluated.", file)
+        with contextlib.suppress(FileNotFoundError):  # another process of this run was faster
+            file.rename(file.with_name("damaged"))
+
+
+def _saved_metrics(path: pathlib.Path, default):
+    try:
+        return parse_json((path / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"][
+            "metrics"
+        ]
+    except (OSError, ValueError, KeyError, TypeError):  # an older one, or damaged as a whole
+        return default
+
+
+def _rank(section: CheckpointSection, values: Mapping[str, float]) -> float:
+    """Larger is better; a value that is missing or NaN is the worst."""
+    value = values.get(section.best_metric, float("nan"))
+    if np.isnan(value):
+        return float("-inf")
+    return value if section.best_mode == "max" else -value

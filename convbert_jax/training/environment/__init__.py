@@ -1,0 +1,1 @@
+"""What a run stands on: devices, other processes, signals, the compiler."""

@@ -1,0 +1,126 @@
+"""What was compiled, what the cache on disk saved, and out-of-memory errors in words."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+from absl import logging
+from jax.experimental.compilation_cache import compilation_cache
+
+from convbert_jax import files
+from convbert_jax.config import UserError
+
+_events = {"cache_hits": 0, "cache_misses": 0}  # of the run
+_folder: str | None = None  # of compiled programs, where it is this module that named it to jax
+
+
+class OutOfMemoryError(UserError):
+    """The device has too little memory for the run."""
+
+
+def enable_compile_cache(path: str) -> None:
+    """Keeps compiled programs in the folder `path` over restarts; "" keeps none.
+
+    To be called when a run begins: `describe_compile_cache` counts from here on. What this process
+    compiled before stays in its memory. Several hosts need one path that all can read. A folder
+    that somebody else named goes first, by the environment variable JAX_COMPILATION_CACHE_DIR for
+    one.
+    """
+    global _folder
+    _events.update(dict.fromkeys(_events, 0))
+    if jax.config.jax_compilation_cache_dir != _folder:
+        return
+    wanted = str(files.to_path(path)) if path else None
+    if wanted == _folder:
+        return
+    _folder = wanted
+    jax.config.update("jax_compilation_cache_dir", wanted)
+    # The defaults leave out what is small or compiles in under a second.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # jax asks for the folder once, when it first compiles.
+    compilation_cache.reset_cache()
+
+
+def describe_compile_cache() -> str:
+    """Hits and misses of the run, in words; "off" without a cache."""
+    folder = jax.config.jax_compilation_cache_dir
+    if not folder:
+        return "compile cache off"
+    return (
+        f"compile cache {folder}: {_events['cache_hits']} programs found, "
+        f"{_events['cache_misses']} compiled"
+    )
+
+
+# Parameters from which a CPU compiles the training step for half a minute and more.
+LONG_ON_CPU = 10_000_000
+
+
+def announce_long_compilation(parameters: int, platform: str) -> None:
+    """Says what to expect of the first step, if it will be long: on a CPU, of a large model.
+
+    There XLA makes more than 600 small kernels of a step, each compiled by LLVM; a third of their
+    code draws random bits.
+    """
+    if platform != "cpu" or parameters < LONG_ON_CPU:
+        return
+    again = "each start does it again: config.train.compile_cache is off"
+    if jax.config.jax_compilation_cache_dir:
+        again = "a later start takes it from the compile cache"
+    logging.info(
+        "Compiling the training step of %s parameters for the CPU: half a minute of computing, "
+        "minutes on a busy machine, in which XLA may warn of a very slow compile; %s.",
+        f"{parameters:,}",
+        again,
+    )
+
+
+class RecompileWatch:
+    """Warns when a function that should be compiled once is compiled again."""
+
+    def __init__(self, function, name: str):
+        self._function = function
+        self._name = name
+        self._known = 1
+
+    def check(self, step: int) -> None:
+        compiled = self._function._cache_size()
+        if compiled > self._known:
+            logging.warning(
+                "The %s was compiled again by step %d (%d versions now): shapes or types of its "
+                "input change, and every new one stops the run to compile.",
+                self._name,
+                step,
+                compiled,
+            )
+            self._known = compiled
+
+
+LESS_MEMORY = (
+    "raise config.train.accumulation (same batch, less at a time), set config.model.remat=dots or "
+    "full, split parameters with config.mesh.fsdp, or lower config.train.batch_size"
+)
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(advice: str = LESS_MEMORY) -> Iterator[None]:
+    """Turns the device's out-of-memory error into one sentence that names the settings."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first = str(error).strip().splitlines()[0][:200].rstrip(".")
+        raise OutOfMemoryError(
+            f"out of memory on {jax.devices()[0].device_kind} ({first}); {advice}."
+        ) from error
+
+
+def _count_event(event: str, **_) -> None:
+    name = event.removeprefix("/jax/compilation_cache/")
+    if name in _events:
+        _events[name] += 1
+
+
+jax.monitoring.register_event_listener(_count_event)  # once, however many runs there are

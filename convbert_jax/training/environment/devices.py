@@ -1,0 +1,87 @@
+"""The devices that a run finds, and what follows from them."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from convbert_jax.config import Config, ConfigError, to_dict
+from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
+
+
+def prepare_platform(platform: str) -> None:
+    """What must be settled before jax looks for devices, once: `config.platform=cpu`, and silence
+    about an absent TPU.
+
+    libtpu, where it is installed, looks for the type and the hosts of its TPU and prints ten lines
+    where nobody tells it, to fail all the same; told, it fails in silence, and jax goes on with
+    what it finds or, asked for a TPU by name, says what is wrong.
+    """
+    if platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    # jax sets this on import where no TPU is on the PCI bus
+    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+
+def find_devices(config: Config) -> list[jax.Device]:
+    """All devices, or ConfigError if they are not what `config.platform` asks for."""
+    wanted = {"gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}.get(config.platform)
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"jax finds no device: {str(error).splitlines()[0]} Install jax for this machine "
+            "(pip install 'jax[tpu]' or 'jax[cuda12]'), or stop the process that holds it."
+        ) from error
+    found = devices[0]
+    if wanted and found.platform not in wanted:
+        raise ConfigError(
+            f"config.platform='{config.platform}', but jax finds only {found.platform} "
+            f"({found.device_kind}); install jax for it (pip install 'jax[tpu]' or 'jax[cuda12]'), "
+            "free the device if another process holds it, or set --config.platform=any."
+        )
+    here = {"cuda": "gpu"}.get(found.platform, found.platform)
+    for field, platforms in (("attention", ATTENTIONS), ("convolution", CONVOLUTIONS)):
+        name = getattr(config.model, field)
+        if platforms.get(name, "") not in ("", here):
+            raise ConfigError(
+                f"config.model.{field}='{name}' does not run on {found.platform} "
+                f"({found.device_kind}); set config.model.{field}=auto."
+            )
+    logging.info("Running on %d x %s (%s).", len(devices), found.device_kind, found.platform)
+    return devices
+
+
+def random_numbers(devices: Sequence[jax.Device]) -> contextlib.AbstractContextManager[None]:
+    """Context in which `jax.random.key` makes keys of the generator that suits the devices."""
+    if devices[0].platform == "tpu":  # threefry spends several percent of a step on dropout there
+        return jax.default_prng_impl("rbg")
+    return contextlib.nullcontext()
+
+
+def compute_dtype(config: Config, device: jax.Device) -> jnp.dtype:
+    """What `config.compute_dtype` stands for on a device."""
+    if config.compute_dtype == "auto":
+        return jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
+    return jnp.dtype(config.compute_dtype)
+
+
+def print_config(config: Config, leave_out: Sequence[str] = ()) -> None:
+    """Logs every field, a line for each section, but those to `leave_out`: "section" or
+    "section.field".
+    """
+    sections = {name: value for name, value in to_dict(config).items() if name not in leave_out}
+    top = {name: value for name, value in sections.items() if not isinstance(value, dict)}
+    for name, values in {"config": top, **sections}.items():
+        if isinstance(values, dict):
+            fields = " ".join(
+                f"{field}={value!r}"
+                for field, value in values.items()
+                if f"{name}.{field}" not in leave_out
+            )
+            logging.info("%s: %s", name, fields)

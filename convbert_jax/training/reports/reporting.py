@@ -1,0 +1,244 @@
+"""What a run tells: one log line, WORKDIR/metrics.jsonl, TensorBoard, a bar on a terminal.
+
+Each line of metrics.jsonl is one JSON object: step, split ("train" or "validation"), and the named
+numbers; one that is not finite is null. Only process 0 writes.
+"""
+
+import contextlib
+import json
+import math
+import operator
+import resource
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import tqdm
+from absl import logging
+from etils import epath
+
+from convbert_jax import files
+from convbert_jax.config import UserError
+from convbert_jax.files import damaged, parse_json, read_json_lines, replacing
+from convbert_jax.training.reports.tensorboard import EventFile
+from convbert_jax.training.reports.timing import format_seconds
+from convbert_jax.training.task import Task
+from convbert_jax.workdir import Workdir
+
+
+class ReportError(UserError):
+    """The numbers of a run cannot be kept."""
+
+
+class Reporter:
+    """Writes the numbers of one run; a context that closes its files."""
+
+    def __init__(self, workdir: Workdir, task: Task, *, steps: int, step: int):
+        """Opens the files, and drops what they hold beyond `step`, where the run resumes.
+
+        Raises:
+          ReportError: they cannot be written; so do the methods, and the end of the context.
+        """
+        self._task = task
+        self._steps = steps
+        self._workdir = workdir
+        self._warned: set[str] = set()
+        self._writes = jax.process_index() == 0
+        if not self._writes:
+            return
+        self._files = contextlib.ExitStack()
+        with self._explain():
+            drop_later_lines(workdir.metrics, step)
+            self._lines = files.Lines(workdir.metrics)
+            self._files.callback(self._lines.close)
+            self._board = EventFile(workdir.path, purge_step=step + 1)
+            self._files.callback(self._board.close)
+        self._bar = tqdm.tqdm(
+            total=steps, initial=step, unit="step", disable=not sys.stderr.isatty(), leave=False
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *exception):
+        if not self._writes:
+            return
+        self._bar.close()
+        try:
+            with self._explain():
+                self._files.close()
+        except ReportError:  # the first one tells what happened
+            if kind is None:
+                raise
+
+    def advance(self) -> None:
+        """One step is done."""
+        if self._writes:
+            self._bar.update()
+
+    def train(self, step: int, values: dict[str, float], seconds_per_step: float | None) -> None:
+        """Training numbers of the interval that ends with `step`.
+
+        Args:
+          values: the task's, over the interval; loss, grad_norm and learning_rate.
+          seconds_per_step: without evaluations and checkpoints; None where nothing was timed.
+        """
+        if not self._writes:
+            return
+        rates = self._rates(step, seconds_per_step)
+        self._write(step, "train", values | rates)
+        shown = ["loss", *(n for n in self._task.show if n != "loss"), "learning_rate", "grad_norm"]
+        parts = [f"step {step:,}/{self._steps:,}", *self._format(values, shown)]
+        if seconds_per_step:
+            parts.append(f"{rates['tokens_per_second']:,.0f} tokens/s")
+        parts.append(f"{_format_count(rates['tokens'])} tokens")
+        if "mfu" in rates:
+            parts.append(f"MFU {rates['mfu']:.1%}")
+        parts.append(_format_memory(rates))
+        if seconds_per_step:
+            left = (self._steps - step) * seconds_per_step
+            parts.append(f"{format_seconds(left)} left" if left else "done")
+        logging.info("%s", "  ".join(parts))
+
+    def validation(self, step: int, values: dict[str, float]) -> None:
+        """Held-out numbers at `step`."""
+        if not self._writes:
+            return
+        self._write(step, "validation", values)
+        shown = ["loss", *(name for name in self._task.show if name != "loss")]
+        parts = [f"step {step:,} held out", *self._format(values, shown)]
+        logging.info("%s", "  ".join(parts))
+
+    def warn_health(self, step: int, values: dict[str, float]) -> None:
+        """Logs what `Task.health` says; each warning once, until it has been absent."""
+        if not self._writes:
+            return
+        warnings = {text.partition(":")[0]: text for text in self._task.health(step, values)}
+        for name, text in warnings.items():
+            if name not in self._warned:
+                logging.warning("step %d: %s", step, text)
+        self._warned = set(warnings)
+
+    def _rates(self, step: int, seconds_per_step: float | None) -> dict[str, float]:
+        task = self._task
+        rates = {"tokens": step * task.tokens_per_step}
+        if seconds_per_step:
+            rates["seconds_per_step"] = seconds_per_step
+            rates["tokens_per_second"] = task.tokens_per_step / seconds_per_step
+            if task.peak_flops_per_device:
+                peak = task.peak_flops_per_device * jax.device_count()
+                rates["mfu"] = task.flops_per_step / seconds_per_step / peak
+        return rates | measure_memory()
+
+    def _write(self, step: int, split: str, values: Mapping[str, float]) -> None:
+        finite = {n: float(v) if math.isfinite(v) else None for n, v in values.items()}
+        shown = {f"{split}/{name}": v for name, v in finite.items() if v is not None}
+        with self._explain():
+            self._lines.append(json.dumps({"step": step, "split": split, **finite}))
+            self._board.add(step, shown)
+
+    @contextlib.contextmanager
+    def _explain(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ReportError(
+                f"the report of the run could not be written to {self._workdir} "
+                f"({error.strerror or error}); free some space there and start again, it goes on "
+                "from the last checkpoint."
+            ) from error
+
+    @staticmethod
+    def _format(values: Mapping[str, float], names: list[str]) -> list[str]:
+        short = {"learning_rate": "lr", "grad_norm": "grad"}
+        return [f"{short.get(n, n)} {values[n]:.4g}" for n in names if n in values]
+
+
+def drop_later_lines(path: epath.Path, step: int) -> None:
+    """Takes the lines of steps beyond `step` out of a metrics file, in one atomic change.
+
+    A line that a killed process left half written goes too, and any that is damaged.
+    """
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    steps = [_step_of(line) for line in lines]
+    kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
+    if kept == lines:
+        return
+    broken = steps[:-1].count(None)  # the last one may be half written
+    if broken:
+        logging.warning("%d damaged lines of %s are dropped.", broken, path)
+    logging.info(
+        "Resuming at step %d: %d later lines of %s are dropped.",
+        step,
+        len(lines) - len(kept) - broken,
+        path.name,
+    )
+    with replacing(path) as file:
+        file.writelines(kept)
+
+
+def read_metrics(path: epath.Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file in order, a number that was not finite as NaN; none if it is not
+    there.
+
+    Raises:
+      DamagedFileError: a line is not what was written.
+    """
+    remedy = "put a copy back or remove it, training does not need it"
+    try:
+        lines = read_json_lines(path, remedy=remedy, fields={"step": int, "split": str})
+    except FileNotFoundError:
+        return []
+    for number, line in enumerate(lines, start=1):
+        for name, value in line.items():
+            if name != "split" and not isinstance(value, int | float | None):
+                raise damaged(path, f"line {number}: its '{name}' is no number", remedy)
+    return [{n: math.nan if v is None else v for n, v in line.items()} for line in lines]
+
+
+def read_last(path: epath.Path, split: str) -> dict[str, float]:
+    """The last numbers of `split` in a metrics file; empty if there are none. As `read_metrics`."""
+    for line in reversed(read_metrics(path)):
+        if line.pop("split") == split:
+            del line["step"]
+            return line
+    return {}
+
+
+def measure_memory() -> dict[str, float]:
+    """Peak bytes on the first local device and its limit, or of this process where unknown."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        known = {"device_memory": stats["peak_bytes_in_use"]}
+        if stats.get("bytes_limit"):
+            known["device_memory_limit"] = stats["bytes_limit"]
+        return known
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"host_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+
+
+def _step_of(line: bytes) -> int | None:
+    """None for what is no whole line of ours."""
+    try:
+        return operator.index(parse_json(line)["step"]) if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def _format_memory(rates: Mapping[str, float]) -> str:
+    if "host_memory" in rates:
+        return f"host memory {rates['host_memory'] / 2**30:.1f} GiB"
+    used = rates["device_memory"]
+    text = f"device memory {used / 2**30:.1f} GiB"
+    limit = rates.get("device_memory_limit")
+    return f"{text} ({used / limit:.0%})" if limit else text
+
+
+def _format_count(count: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.0f}"

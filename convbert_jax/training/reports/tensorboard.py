@@ -1,0 +1,66 @@
+"""Numbers for TensorBoard, in files of its own format beside the run's."""
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from etils import epath
+from tensorboardX import summary
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
+
+from convbert_jax import files
+
+_FLUSH_SECONDS = 60  # from one flush to the next: each waits for the disk
+
+
+class EventFile:
+    """One event file, written where it is called.
+
+    tensorboardX's `SummaryWriter` leaves it to a thread, which a full disk or a clock that is set
+    back ends without a word; the queue before it then fills, and whoever writes waits for ever.
+    """
+
+    def __init__(self, folder: epath.Path, *, purge_step: int):
+        """Begins a file in `folder`, in front of which the older ones end at `purge_step`.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
+        self._local, self._place = folder / name, folder / name
+        if files.is_remote(folder):  # its writer needs a file on a disk, which is copied
+            self._folder = tempfile.TemporaryDirectory()
+            self._local = Path(self._folder.name) / name
+        self._file = RecordWriter(str(self._local))
+        self._flushed = time.monotonic()
+        self._write(Event(step=purge_step, file_version="brain.Event:2"))
+        start = SessionLog(status=SessionLog.START)
+        self._write(Event(step=purge_step, session_log=start))
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds numbers of one step by name; raises OSError if they cannot be written."""
+        for name, value in values.items():
+            self._write(Event(step=step, summary=summary.scalar(name, value)))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Writes what is left; raises OSError if it cannot be written."""
+        try:
+            self._flush()
+        finally:
+            self._file.close()
+
+    def _flush(self) -> None:
+        self._file.flush()
+        if self._local != self._place:
+            files.copy(self._local, self._place)
+
+    def _write(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._file.write(event.SerializeToString())

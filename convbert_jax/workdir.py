@@ -1,0 +1,350 @@
+"""The folder of one run: one process group at a time, one model and one corpus for good.
+
+WORKDIR/config.json     the resolved config of the last start
+WORKDIR/.lock           held while a run is alive; the system drops it when the process ends
+WORKDIR/data            tokenizer and shards, unless config.data.directory names another folder
+WORKDIR/checkpoints     Orbax
+WORKDIR/metrics.jsonl   one line per log interval and evaluation; TensorBoard files beside it
+WORKDIR/curves.png      a picture of them; evaluation/, huggingface/ and profile/ where asked for
+
+Of fine-tuning:
+
+WORKDIR/results.jsonl   one line for each finished run; table.md of all, glue_server/seed-N
+WORKDIR/unfinished      the run that is under way
+WORKDIR/TASK/seed-N     a model: a run's folder of its own, with predictions/ and vocabulary/
+
+The first checkpoint or result is what binds a folder to its config. Until then every field may
+change: a start that failed, or was stopped while it prepared, costs nothing but the next command.
+Shards are kept from being mixed by their own record, see `data/corpus/corpus.py`.
+
+A folder may lie in a bucket (gs://BUCKET/RUN). A bucket has no locks, and its files are written
+whole; tokenizer and shards are read from a local disk.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+from absl import logging
+from etils import epath
+
+from convbert_jax import files
+from convbert_jax.config import (
+    Config,
+    ConfigError,
+    MixerError,
+    UserError,
+    changes,
+    from_config_dict,
+    to_dict,
+)
+
+_COMMITTED = "commit_success.txt"  # Orbax ends a checkpoint in a bucket, which cannot rename, so
+
+
+class WorkdirError(UserError):
+    """The folder cannot be used for this run."""
+
+
+class Workdir:
+    """Where everything of one run is; nothing is read or written before a method says so."""
+
+    def __init__(self, path: epath.PathLike):
+        self.path = files.to_path(path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def config(self) -> epath.Path:
+        return self.path / "config.json"
+
+    @property
+    def checkpoints(self) -> epath.Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> epath.Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def curves(self) -> epath.Path:
+        return self.path / "curves.png"
+
+    @property
+    def profile(self) -> epath.Path:
+        return self.path / "profile"
+
+    def data(self, config: Config) -> epath.Path:
+        """Tokenizer and shards.
+
+        Raises:
+          WorkdirError: they would be in a bucket.
+        """
+        named = config.data.directory
+        directory = files.to_path(named) if named else self._shards
+        if files.is_remote(directory):
+            what = f"config.data.directory={named}" if named else f"--workdir={self.path}"
+            raise WorkdirError(
+                f"{what} is a bucket, and shards are read from a disk of this machine; name a "
+                "folder there with --config.data.directory."
+            )
+        return directory
+
+    @property
+    def _shards(self) -> epath.Path:
+        return self.path / "data"
+
+    def evaluation(self, step: int) -> epath.Path:
+        """The held-out numbers of a checkpoint."""
+        return self.path / "evaluation" / f"step-{step}.json"
+
+    def export(self, form: str, step: int) -> epath.Path:
+        """A checkpoint for other software; `form` as "huggingface"."""
+        return self.path / form / f"step-{step}"
+
+    def trial(self, name: str) -> "Workdir":
+        """A run that is made to verify this one."""
+        return Workdir(self.path / "verify_resume" / name)
+
+    def bad_batch(self, step: int, process: int) -> epath.Path:
+        """The batch of a step whose numbers were not finite."""
+        return self.path / f"bad_batch_step_{step}_process_{process}.npz"
+
+    # Of fine-tuning
+
+    @property
+    def results(self) -> epath.Path:
+        return self.path / "results.jsonl"
+
+    @property
+    def table(self) -> epath.Path:
+        return self.path / "table.md"
+
+    @property
+    def unfinished(self) -> "Workdir":
+        return Workdir(self.path / "unfinished")
+
+    @property
+    def unfinished_run(self) -> epath.Path:
+        """In the folder `unfinished`: which run it is of."""
+        return self.path / "run.json"
+
+    def glue_server(self, model: "Workdir") -> epath.Path:
+        """The files of a submission, from models of one seed."""
+        return self.path / "glue_server" / model.path.name
+
+    def model(self, task: str, setting: str, seed: int) -> "Workdir":
+        """One fine-tuned model.
+
+        Args:
+          setting: "" where there is one only.
+        """
+        return Workdir(self.path / task / setting / f"seed-{seed}")
+
+    def models(self) -> list[epath.Path]:
+        """The fine-tuned models in here."""
+        patterns = ("*/seed-*/checkpoints", "*/*/seed-*/checkpoints", "seed-*/checkpoints")
+        return sorted(place.parent for p in patterns for place in self.path.glob(p))
+
+    @property
+    def predictions(self) -> epath.Path:
+        return self.path / "predictions"
+
+    @property
+    def vocabulary(self) -> epath.Path:
+        """Folder with a copy of the vocabulary's file, beside a fine-tuned model."""
+        return self.path / "vocabulary"
+
+    # What is there
+
+    def holds_run(self) -> bool:
+        """Whether there are a config and a folder of checkpoints."""
+        return self.checkpoints.is_dir() and self.config.is_file()
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, in order."""
+        return list_steps(self.checkpoints)
+
+    def choose_step(self, step: int | None) -> int | None:
+        """`step` if there is a checkpoint of it; None, for the newest that is whole, if any is.
+
+        Raises:
+          WorkdirError: there is none.
+        """
+        steps = self.steps()
+        if steps and step is None:
+            return None
+        if step in steps:
+            return steps[steps.index(step)]  # an int, whatever kind of number was given
+        there = f"; steps there: {', '.join(map(str, steps))}" if steps else "; train it first"
+        what = "no checkpoint" if step is None else f"no checkpoint of step {step!r}"
+        raise WorkdirError(f"{self} has {what}{there}.")
+
+    def is_bound(self) -> bool:
+        """Whether the run has come so far that only what is changeable may change."""
+        if self.steps():
+            return True
+        under_way = self.unfinished.checkpoints
+        if under_way.is_dir() and any(under_way.iterdir()):
+            return True
+        return self.results.is_file() and bool(self.results.read_bytes())
+
+    def read_config(self) -> Config:
+        """The config that the run keeps.
+
+        Raises:
+          WorkdirError: there is no run.
+          DamagedFileError: its config is damaged, or has fields that this version does not know.
+          MixerError: its mixer cannot be made here.
+        """
+        remedy = "put it back from a copy, or use the version of convbert_jax that wrote it"
+        try:
+            return _read(self.config, remedy)
+        except (FileNotFoundError, NotADirectoryError):
+            raise WorkdirError(
+                f"--workdir={self} holds no run ({self.config.name}: no such file); train one, or "
+                "name another folder."
+            ) from None
+
+    @contextlib.contextmanager
+    def open(self, config: Config, *, writer: bool = True) -> Iterator[None]:
+        """Locks the folder for this run and keeps its config; releases it at the end.
+
+        Args:
+          writer: False on all processes but the first, which does the writing for them.
+
+        Raises:
+          WorkdirError: the folder is not writable, is in use, or holds a run of another model or
+          corpus.
+        """
+        if not writer:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            with self._writable():
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock(stack)
+            self._keep_config(config)
+            if files.is_remote(self.path):
+                with self._writable():
+                    self._name_owner(stack)
+            yield
+
+    @contextlib.contextmanager
+    def _writable(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ImportError) as error:
+            # a library that talks to a bucket is absent or refused
+            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+            raise WorkdirError(
+                f"--workdir={self} cannot be written ({reason}); choose a folder that can."
+            ) from error
+
+    def _lock(self, stack: contextlib.ExitStack) -> None:
+        place = self.path / ".lock"
+        if files.is_remote(place):
+            if place.exists():
+                logging.warning(
+                    "--workdir=%s was in use by %s, which has not ended by itself; if it still "
+                    "runs, stop it: a bucket has no locks.",
+                    self,
+                    place.read_text().strip(),
+                )
+            return
+        place.touch()
+        lock = stack.enter_context(place.open("r+", encoding="utf-8", errors="replace"))
+        if not files.try_lock(lock, f"{place} cannot be locked; let one run at a time use it."):
+            owner = lock.read(200).strip() or "another process"
+            raise WorkdirError(
+                f"--workdir={self} is in use by {owner}; wait for it, stop it, or choose another "
+                "--workdir."
+            )
+        lock.truncate(0)
+        lock.write(_this_process())
+        lock.flush()
+
+    def _name_owner(self, stack: contextlib.ExitStack) -> None:
+        """In a bucket: writes who has it, which a start that is refused must not; away at the end,
+        unless another run has written itself there.
+        """
+        place, me = self.path / ".lock", _this_process()
+
+        def release():
+            try:
+                if place.exists() and place.read_text() == me:
+                    place.unlink(missing_ok=True)
+            except OSError as error:
+                logging.warning("%s could not be removed (%s); the next start warns.", place, error)
+
+        place.write_text(me)
+        stack.callback(release)
+
+    def _keep_config(self, config: Config) -> None:
+        new = to_dict(config)
+        remedy = (
+            "choose another --workdir, or move this file away to go on with the config named now"
+        )
+        try:
+            old = to_dict(_read(self.config, remedy, check=False))
+            changed = changes.differences(old, new)
+        except FileNotFoundError:
+            changed = {}
+        if self.is_bound():
+            refused = {
+                field: pair
+                for field, pair in changed.items()
+                if not changes.is_changeable(Config, field, config.recipe)
+            }
+            if refused:
+                raise WorkdirError(
+                    f"--workdir={self} holds a run with another config: "
+                    f"{changes.describe(refused)}; choose another --workdir"
+                    f"{self._with_its_shards(config, refused)}, or set these fields back."
+                )
+        if changed:
+            logging.info("Config changed since the last start: %s.", changes.describe(changed))
+        files.write_json(self.config, new)
+
+    def _with_its_shards(self, config: Config, refused) -> str:
+        """How the start in another folder gets the shards of this one, where they may serve it."""
+        touched = any(field.startswith(("data.", "tokenizer.", "recipe")) for field in refused)
+        if touched or config.data.directory or not (self._shards / "metadata.json").is_file():
+            return ""
+        return f" with --config.data.directory={self._shards}, which uses the shards that are here"
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def list_steps(checkpoints: epath.Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder of them, in order."""
+    if not checkpoints.is_dir():
+        return []
+    found = (path for path in checkpoints.iterdir() if path.name.isdecimal())
+    if str(checkpoints).startswith("gs://"):
+        found = (path for path in found if (path / _COMMITTED).exists())
+    return sorted(int(path.name) for path in found)
+
+
+def _read(file: epath.Path, remedy: str, *, check: bool = True) -> Config:
+    """The config in a file, where a younger field has its default.
+
+    Args:
+      check: False takes one that cannot run, as the rules of an older version may have let it.
+
+    Raises:
+      FileNotFoundError: it is not there.
+      DamagedFileError: it is no config.
+      MixerError: it names a mixer that cannot be made here.
+    """
+    values = files.read_json(file, remedy=remedy, fields={})
+    try:
+        return from_config_dict(values, check=check)
+    except MixerError as error:
+        raise MixerError(f"{file}: {error}") from error
+    except ConfigError as error:
+        raise files.damaged(file, str(error).rstrip("."), remedy) from None

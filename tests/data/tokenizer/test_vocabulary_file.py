@@ -1,0 +1,119 @@
+"""A vocabulary of the user's own, with any config: its file tells kind, size and case."""
+
+import dataclasses
+import json
+import logging
+
+import pytest
+
+from convbert_jax.config import TokenizerSection
+from convbert_jax.data.errors import TokenizerError
+from convbert_jax.data.tokenizer.tokenizer import (
+    check_tokenizer,
+    follow_file,
+    load_tokenizer,
+    train_tokenizer,
+)
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+DEFAULT = TokenizerSection()
+WORDPIECE = TokenizerSection(kind="wordpiece", vocab_size=100)
+
+
+def write(folder, entries):
+    path = folder / "vocab.txt"
+    path.write_text("".join(f"{entry}\n" for entry in [*SPECIAL, *entries]), encoding="utf-8")
+    return str(path)
+
+
+def with_path(section, path):
+    return dataclasses.replace(section, path=str(path))
+
+
+@pytest.mark.parametrize("section", [DEFAULT, WORDPIECE])
+def test_kind_and_size_are_those_of_the_file(section, tmp_path, caplog):
+    path = write(tmp_path, ["a", "b", "##a", "##b"])
+    with caplog.at_level(logging.INFO):
+        found = follow_file(with_path(section, path))
+    assert (found.kind, found.vocab_size) == ("wordpiece", 9)
+    assert (found.lowercase, found.strip_accents) == (True, True)
+    assert "config.tokenizer.vocab_size=9" in caplog.text
+    assert load_tokenizer(found, tmp_path).encode(["a ab"]) == [[5, 5, 8]]
+    assert follow_file(found) == found
+
+
+@pytest.mark.parametrize(("given", "section"), [
+    ("tokenizer.kind", TokenizerSection(kind="sentencepiece")),
+    ("tokenizer.vocab_size", TokenizerSection(vocab_size=100)),
+])  # fmt: skip
+def test_what_was_asked_for_and_is_not_so_is_an_error(given, section, tmp_path):
+    found = follow_file(with_path(section, write(tmp_path, ["a"])), {given})
+    with pytest.raises(TokenizerError, match=rf"set --config\.{given}="):
+        load_tokenizer(found, tmp_path)
+
+
+def test_a_cased_list_is_cased(tmp_path):
+    path = write(tmp_path, ["Berlin", "caf\u00e9", "a", "##a", "b"])
+    found = follow_file(with_path(DEFAULT, path))
+    assert (found.lowercase, found.strip_accents) == (False, False)
+    tokenizer = load_tokenizer(found, tmp_path)
+    check_tokenizer(tokenizer, found, ["Berlin caf\u00e9 a"])
+    assert tokenizer.pieces(tokenizer.encode(["Berlin caf\u00e9"])[0]) == ["Berlin", "caf\u00e9"]
+    asked = follow_file(with_path(DEFAULT, path), {"tokenizer.lowercase"})
+    with pytest.raises(TokenizerError, match=r"set --config\.tokenizer\.lowercase=False"):
+        check_tokenizer(load_tokenizer(asked, tmp_path), asked, [])
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+@pytest.mark.parametrize("accents", [True, False, None])
+def test_a_tokenizer_json_says_its_case(tmp_path, documents, lowercase, accents):
+    trained = train_tokenizer(documents, dataclasses.replace(WORDPIECE, vocab_size=300), tmp_path)
+    content = json.loads(trained.path.read_text())
+    content["normalizer"] |= {"lowercase": lowercase, "strip_accents": accents}
+    path = tmp_path / "theirs.json"
+    path.write_text(json.dumps(content))
+    found = follow_file(with_path(DEFAULT, path))
+    assert (found.kind, found.vocab_size, found.lowercase) == ("wordpiece", 300, lowercase)
+    assert found.strip_accents == (lowercase if accents is None else accents)
+    load_tokenizer(found, tmp_path)
+
+
+@pytest.mark.parametrize("cased", [True, False])
+def test_a_sentencepiece_model_says_its_case(tmp_path, documents, cased):
+    section = TokenizerSection(vocab_size=300, lowercase=not cased, strip_accents=not cased)
+    trained = train_tokenizer(documents, section, tmp_path)
+    found = follow_file(with_path(WORDPIECE, trained.path))
+    assert (found.kind, found.vocab_size) == ("sentencepiece", 300)
+    assert (found.lowercase, found.strip_accents) == (not cased, not cased)
+    check_tokenizer(load_tokenizer(found, tmp_path), found, documents[:5])
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json", "spiece.model"])
+@pytest.mark.parametrize("section", [DEFAULT, WORDPIECE])
+def test_a_missing_file_is_no_such_file(tmp_path, name, section):
+    for read in (follow_file, lambda section: load_tokenizer(section, tmp_path)):
+        with pytest.raises(TokenizerError, match=rf"{name} cannot be read: No such file"):
+            read(with_path(section, tmp_path / name))
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"{", b"[]", b'{"model": 3}', b"\xff\xfe", b"[" * 100_000, b'{"model": {"vocab": {}}}',
+    b'{"model": {"type": "WordPiece", "vocab": {"a": 99999999999}}}',
+    b'{"model": {"type": "WordPiece", "vocab": {"a": -7}}}',
+    b'{"model": {"type": "WordPiece", "vocab": {"a": "b"}}}',
+    b'{"model": {"type": "WordPiece", "vocab": {"a": 0}}, "added_tokens": 5}',
+    b'{"model": {"type": "WordPiece", "vocab": {"a": 0}}, "normalizer": [1]}',
+    b'{"model": {"vocab": {"a": 0}}, "normalizer": {"type": "BertNormalizer"}}',
+])  # fmt: skip
+def test_a_damaged_tokenizer_json_is_one_sentence(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json (is damaged|lacks|holds)"):
+        follow_file(with_path(DEFAULT, path))
+
+
+def test_the_vocabulary_of_bert(real_data):
+    found = follow_file(with_path(DEFAULT, real_data / "vocab" / "bert-base-uncased-vocab.txt"))
+    assert found == with_path(
+        dataclasses.replace(DEFAULT, kind="wordpiece", vocab_size=30_522), found.path
+    )

@@ -1,0 +1,82 @@
+"""Fine-tuning as two processes, killed: it goes on to the bit. That two do what one does is tested
+in test_finetuning_commands.py.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from convbert_jax.workdir import Workdir
+from tests.end_to_end.test_command_line import REPOSITORY
+from tests.end_to_end.test_finetuning_commands import own
+
+__all__ = ["own"]  # the fixture
+PATIENCE = 400  # seconds
+
+
+def start(own, workdir, *flags) -> list[subprocess.Popen]:
+    """Two processes of one device each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
+    command = [sys.executable, "-m", "convbert_jax.main", *own, *flags, f"--workdir={workdir}"]
+    command += [f"--coordinator=localhost:{port}", "--processes=2"]
+    return [
+        subprocess.Popen(
+            [*command, f"--process={index}"],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in (0, 1)
+    ]
+
+
+def finish(processes) -> list[str]:
+    ends = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    for process, text in zip(processes, ends, strict=True):
+        assert process.returncode == 0, text
+    return ends
+
+
+def results_of(workdir) -> list[tuple]:
+    """Of each finished run (seed, loss, scores), all digits of them."""
+    lines = map(json.loads, Workdir(workdir).results.read_text().splitlines())
+    return [(line["seed"], line["loss"], line["scores"]) for line in lines]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_bit(own, tmp_path):
+    """The second process is killed after a checkpoint; the first one says so and ends too."""
+    finish(start(own, tmp_path / "straight", "--config.finetune.seeds=2"))
+    workdir = tmp_path / "killed"
+    flags = ("--config.finetune.seeds=2", "--config.finetune.checkpoint_minutes=0.0001")
+    processes = start(own, workdir, *flags)
+    checkpoints, limit = Workdir(workdir).unfinished.checkpoints, time.monotonic() + PATIENCE
+    while not any(path.name.isdecimal() for path in checkpoints.glob("*")):
+        assert time.monotonic() < limit
+        assert processes[0].poll() is None, processes[0].communicate()[0]
+        time.sleep(0.01)
+    processes[1].send_signal(signal.SIGKILL)
+    text, _ = (process.communicate(timeout=PATIENCE)[0] for process in processes)
+    assert processes[0].returncode == 75, text
+    assert "process 1 of 2 has ended" in text
+    assert len(list((workdir / "own").glob("seed-*"))) < 2, "nothing was left to do"
+    first, _ = finish(start(own, workdir, *flags))
+    assert "Going on from step" in first
+    straight, killed = (results_of(tmp_path / name) for name in ("straight", "killed"))
+    assert killed == straight
+    assert not (workdir / "unfinished").exists()

@@ -1,0 +1,68 @@
+"""Folders for others predict as the runs that they are of."""
+
+import json
+import shutil
+
+import pytest
+
+from convbert_jax.data.errors import DataError
+from convbert_jax.interop import certificate, conversion
+from tests.inference.conftest import MODELS, PAIRS, as_table
+
+
+@pytest.fixture(scope="module")
+def exported(models, tmp_path_factory):
+    """Name -> the folder that the model was exported to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certificate, "pytorch_is_there", lambda: False)
+        folder = tmp_path_factory.mktemp("exported")
+        return {
+            name: conversion.export(models[name], output=folder / name)
+            for name in ("one", "pair", "number", "tags", "answers")
+        }
+
+
+@pytest.mark.parametrize("name", ["one", "pair", "number", "tags", "answers"])
+def test_an_exported_folder_predicts_as_its_run(predict, models, exported, monkeypatch, name):
+    """From a table with the columns of training, and from plain lines."""
+    names = MODELS[name].columns
+    table = as_table(",", [PAIRS[n][: len(names)] for n in range(3)], names)
+    lines = "\n".join("\t".join(pair[: len(names)]) for pair in PAIRS)
+    expected = predict(name, table, "a.csv"), predict(name, lines)
+    monkeypatch.setitem(models, name, exported[name])
+    for wanted, found in zip(
+        expected, (predict(name, table, "a.csv"), predict(name, lines)), strict=True
+    ):
+        assert [line.keys() for line in found] == [line.keys() for line in wanted]
+        for ours, theirs in zip(wanted, found, strict=True):
+            numbers = {"number": "prediction"}.get(name, "probabilities")
+            assert theirs.pop(numbers) == pytest.approx(ours.pop(numbers), abs=2e-5)
+            assert theirs.pop("null_odds", 0.0) == pytest.approx(
+                ours.pop("null_odds", 0.0), abs=1e-4
+            )
+            assert theirs == ours
+
+
+def test_a_folder_that_does_not_say_what_it_reads(
+    predict, models, exported, monkeypatch, tmp_path, caplog
+):
+    """One text is assumed, with a warning that names the flag; the flag is right."""
+    lines = "\n".join("\t".join(pair) for pair in PAIRS)
+    expected = predict("pair", lines)
+    folder = tmp_path / "theirs"
+    shutil.copytree(exported["pair"], folder)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"convbert_jax": {}}))
+    monkeypatch.setitem(models, "pair", folder)
+    assert [len(line["texts"]) for line in predict("pair", lines)] == [1, 1, 1]
+    assert "taken as 1 of up to 128 tokens. If that is wrong, name as many columns" in caplog.text
+    assert "line 1 has a tab; this model reads one text a line" in caplog.text
+    with pytest.raises(DataError, match="2 texts in 'texts'; this model reads a text"):
+        predict("pair", '{"texts": ["the sun", "a moon"]}')
+    with pytest.raises(DataError, match=r"no column 'text' .*--texts="):
+        predict("pair", as_table(",", PAIRS, ("said", "meant")), "a.csv")
+    found = predict("pair", lines, texts=("first", "second"))
+    for ours, theirs in zip(expected, found, strict=True):
+        assert theirs["probabilities"] == pytest.approx(ours["probabilities"], abs=2e-5)
+    table = predict("pair", as_table(",", PAIRS, ("a", "b")), "a.csv", texts=("a", "b"))
+    assert [line["probabilities"] for line in table] == [line["probabilities"] for line in found]

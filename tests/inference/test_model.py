@@ -1,0 +1,360 @@
+"""Models from anywhere, applied to texts: the numbers of the network itself, whatever else is in a
+batch, and one sentence for what a model does not have.
+"""
+
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import convbert_jax
+from convbert_jax.config import UserError
+from convbert_jax.inference.masked_text import encode as encode_masked
+from convbert_jax.interop import conversion, sources
+from convbert_jax.interop.networks import MODELS as PRETRAINED
+from convbert_jax.models.build import build
+from convbert_jax.workdir import Workdir
+from tests.inference.conftest import MODELS, PAIRS
+from tests.interop.conftest import make_run  # noqa: F401
+
+TEXTS = ["the a of", "stone light", "", ("sun", "a of"), "badar", "over"]
+# Attention alone compiles in half the time.
+KINDS = {
+    "separate": {},
+    "reads padding": {"mask_convolution": False},
+    "untied": {"mixer": "attention", "generator": {"tie_embeddings": False}},
+    "shared": {"mixer": "attention", "generator": {"kind": "shared"}},
+    "uniform": {"mixer": "attention", "generator": {"kind": "uniform"}},
+    "masked words": {"mixer": "attention", "recipe": "masked_lm"},
+    # of attention alone a TensorFlow checkpoint does not tell how many heads it has
+    "wordpiece": {"tokenizer": {"kind": "wordpiece"}},
+}
+
+
+@pytest.fixture(scope="module")
+def opened(make_run):  # noqa: F811
+    """opened(kind) -> (model, folder of its run), made once."""
+    known = {}
+
+    def make(kind):
+        if kind not in known:
+            folder, _ = make_run(**KINDS[kind])
+            known[kind] = convbert_jax.load(folder), folder
+        return known[kind]
+
+    return make
+
+
+def directly(model, folder, function, rows, types=None, **arguments):
+    """What a method of the run's own model gives: for all rows with padding behind them, or where
+    that is read one row after the other.
+    """
+    if model.config.encoder.reads_padding and len(rows) > 1:
+        types = types or [None] * len(rows)
+        pairs = zip(rows, types, strict=True)
+        return [directly(model, folder, function, [r], t and [t])[0] for r, t in pairs]
+    config = model.config
+    _, params = sources.read_params(Workdir(folder), config)
+    own = nnx.merge(build(PRETRAINED[config.recipe], config)[0], params)
+    width = max(map(len, rows))
+    tokens, kinds = (
+        jnp.asarray([[*row, *[0] * (width - len(row))] for row in table])
+        for table in (rows, types or [[0]] * len(rows))
+    )
+    real = jnp.arange(width) < jnp.asarray([[len(row)] for row in rows])
+    found = jax.jit(getattr(own, function))(tokens, real.astype(jnp.int32), kinds, **arguments)
+    return [np.asarray(f)[: len(row)] for f, row in zip(found, rows, strict=True)]
+
+
+def rows_of(model, text):
+    """(ids of a row, its types) as the documentation of the house has them."""
+    special, parts = model.tokenizer.special, (text,) if isinstance(text, str) else text
+    ids, types = [special.cls], [0]
+    for number, part in enumerate(model.tokenizer.encode(parts)):
+        ids += [*part, special.sep]
+        types += [number] * (len(part) + 1)
+    assert len(ids) <= model.length
+    return ids, types
+
+
+@pytest.mark.parametrize("kind", ["separate", "reads padding", "masked words"])
+def test_encode_is_the_network_run_on_each_text_alone(opened, kind):
+    model, folder = opened(kind)
+    texts = TEXTS[:4]
+    rows, types = zip(*(rows_of(model, text) for text in texts), strict=True)
+    hidden = directly(model, folder, "encode", rows, types)
+    mean, first = model.encode(texts), model.encode(texts, pooling="cls")
+    assert mean.shape == first.shape == (len(texts), 32)
+    assert mean.dtype == np.float32
+    every = model.encode(texts, pooling="none")
+    assert list(map(len, every)) == list(map(len, model.tokenize(texts))) == list(map(len, rows))
+    for number, expected in enumerate(hidden):
+        np.testing.assert_allclose(every[number], expected, atol=2e-5)
+        np.testing.assert_allclose(mean[number], expected.mean(axis=0), atol=2e-5)
+        np.testing.assert_allclose(first[number], expected[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["separate", "reads padding"])
+def test_nothing_depends_on_the_batch(opened, kind):
+    model, _ = opened(kind)
+    texts = [TEXTS[i % len(TEXTS)] for i in range(13)]
+    together = model.encode(texts, batch_size=4)
+    alone = np.stack([model.encode([text])[0] for text in texts])
+    np.testing.assert_allclose(together, alone, atol=2e-5)
+    np.testing.assert_allclose(model.encode(texts[::-1], batch_size=1)[::-1], alone, atol=2e-5)
+    np.testing.assert_array_equal(model.encode(TEXTS[0]), model.encode(TEXTS[:1])[0])
+    assert model.encode([]).shape == (0, 32)
+    assert model.encode([], pooling="none") == model.tokenize([]) == []
+
+
+def test_long_texts_are_cut_and_it_is_said(opened, caplog):
+    model, _ = opened("separate")
+    long = " ".join(["stone"] * 40)
+    assert model.length == 16  # what it was trained with; it has 24 positions
+    with caplog.at_level(logging.WARNING, "absl"):
+        assert len(model.encode(long, pooling="none")) == 16
+        assert "1 of 1 texts are cut to 16 tokens" in caplog.text
+    assert len(model.encode(long, pooling="none", length=24)) == 24
+    with pytest.raises(UserError, match="length=25 must be a whole number between 4 and the 24 "):
+        model.encode(long, length=25)
+
+
+def test_length_is_an_argument_of_every_method(opened, caplog):
+    model, _ = opened("separate")
+    long = " ".join(["stone"] * 40)
+    with caplog.at_level(logging.WARNING, "absl"):
+        assert len(model.replaced(long)) == 14
+        assert "1 of 1 texts are cut to 16 tokens" in caplog.text
+    assert len(model.replaced(long, length=24)) == 22
+    words = next(n for n in range(1, 24) if len(model.tokenize("stone " * n, length=24)) > 17)
+    hole = "stone " * words + "[MASK]"
+    with pytest.raises(UserError, match="within its first 16 tokens"):
+        model.fill_mask(hole)
+    assert len(model.fill_mask(hole, length=24)) == 5
+
+
+def test_many_texts_are_computed_in_parts(opened, monkeypatch):
+    model, _ = opened("separate")
+    texts = ["the a", "stone light", "sun"]
+    masked = [f"{text} [MASK]" for text in texts]
+    suspects, filled = model.replaced(texts), model.fill_mask(masked)
+    monkeypatch.setattr("convbert_jax.inference.model._AT_ONCE", 1)
+    for whole, parts in ((suspects, model.replaced(texts)), (filled, model.fill_mask(masked))):
+        for one, other in zip(whole, parts, strict=True):
+            ours, theirs = ({k: v for d in t for k, v in d.items()} for t in (one, other))
+            assert ours == pytest.approx(theirs, abs=1e-5)
+    assert all(vector.base is None for vector in model.encode(texts, pooling="none"))
+
+
+@pytest.mark.parametrize("kind", ["untied", "shared", "masked words", "wordpiece"])
+def test_holes_are_filled_by_the_generator(opened, kind):
+    model, folder = opened(kind)
+    text, special = "the [MASK] of [MASK]", model.tokenizer.special
+    ids = [special.cls, *encode_masked(model.tokenizer, text), special.sep]
+    places = np.flatnonzero(np.equal(ids, special.mask))
+    assert len(places) == 2
+    places = jnp.asarray([places])
+    (logits,) = directly(model, folder, "generate", [ids], positions=places)
+    probabilities = np.exp(logits - logits.max(-1, keepdims=True))
+    probabilities /= probabilities.sum(-1, keepdims=True)
+    # with longer and shorter ones beside it, of other numbers of holes
+    found = model.fill_mask(["[MASK]", text, "the a of [MASK]"], top_k=60)
+    assert [len(f) for f in found] == [60, 2, 60]
+    for hole, expected in zip(found[1], probabilities, strict=True):
+        assert [f["score"] for f in hole] == sorted((f["score"] for f in hole), reverse=True)
+        for f in hole:
+            assert f["score"] == pytest.approx(expected[f["token"]], abs=1e-5)
+    best = found[1][0][0]
+    assert best["token"] == probabilities[0].argmax()
+    assert best["sequence"].count("[MASK]") == 1
+    assert len(model.fill_mask("the [MASK]")) == 5
+
+
+@pytest.mark.parametrize("kind", ["separate", "uniform", "reads padding"])
+def test_suspects_are_those_of_the_discriminator(opened, kind):
+    model, folder = opened(kind)
+    texts = ["the a of", "stone", ""]
+    found = model.replaced(texts)
+    rows = [rows_of(model, text)[0] for text in texts]
+    scores = directly(model, folder, "discriminate", rows)
+    for text, row, logits, tokens in zip(texts, rows, scores, found, strict=True):
+        expected = 1 / (1 + np.exp(-logits[1:-1]))
+        np.testing.assert_allclose([t["probability"] for t in tokens], expected, atol=1e-5)
+        assert [t["token"] for t in tokens] == model.tokenizer.pieces(row[1:-1])
+        places = model.tokenizer.encode_with_offsets([text])[0][1]
+        assert [[t["start"], t["end"]] for t in tokens] == places.tolist()
+    assert [t["token"] for t in model.replaced("stone")] == [t["token"] for t in found[1]]
+
+
+def test_what_stands_after_a_hole_is_no_begin_of_a_text(opened):
+    """SentencePiece puts a blank before each piece of text that it is given."""
+    tokenizer = opened("separate")[0].tokenizer
+    mask = tokenizer.special.mask
+    whole = tokenizer.encode(["xr"])[0]
+    assert tokenizer.pieces(whole)[0].startswith("\u2581")
+    (hole, *rest) = encode_masked(tokenizer, "[MASK]r")
+    assert hole == mask
+    assert tokenizer.pieces(rest) == ["r"]
+    (_, *rest) = encode_masked(tokenizer, "[MASK] r")
+    assert "".join(tokenizer.pieces(rest)) == "\u2581r"
+
+
+# --- From anywhere ---
+
+
+@pytest.mark.parametrize("kind", ["separate", "masked words", "reads padding"])
+def test_an_exported_folder_is_the_same_model(opened, kind, tmp_path):
+    model, folder = opened(kind)
+    conversion.export(folder, output=tmp_path / "hf")
+    theirs = convbert_jax.load(tmp_path / "hf")
+    assert theirs.length == 24  # positions: the folder does not say what it was trained with
+    texts = ["the a of", "stone"]
+    np.testing.assert_allclose(theirs.encode(texts), model.encode(texts), atol=2e-5)
+    ours, found = (m.fill_mask("the [MASK]", top_k=3) for m in (model, theirs))
+    assert [f["token"] for f in ours] == [f["token"] for f in found]
+    if kind != "masked words":
+        pairs = zip(model.replaced("the a"), theirs.replaced("the a"), strict=True)
+        assert all(a["probability"] == pytest.approx(b["probability"], abs=1e-5) for a, b in pairs)
+
+
+def test_a_tensorflow_checkpoint_needs_its_vocabulary(opened, make_run, tmp_path):  # noqa: F811
+    model, folder = opened("wordpiece")
+    conversion.export(folder, form="tensorflow1", output=tmp_path / "tf")
+    for file in (tmp_path / "tf").glob("*vocab*"):
+        file.unlink()
+    for file in (tmp_path / "tf").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UserError, match="has no vocabulary beside its weights"):
+        convbert_jax.load(tmp_path / "tf")
+    theirs = convbert_jax.load(tmp_path / "tf", vocabulary=model.tokenizer.path)
+    texts = ["the a of", "stone"]
+    np.testing.assert_allclose(theirs.encode(texts), model.encode(texts), atol=2e-5)
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join([*model.tokenizer.entries, "one", "more"]) + "\n")
+    with pytest.raises(UserError, match=r"has 62 entries, but .* of a vocabulary of 60"):
+        convbert_jax.load(tmp_path / "tf", vocabulary=vocabulary)
+
+
+def test_a_checkpoint_of_a_run_is_chosen_by_its_step(opened):
+    model, folder = opened("separate")
+    assert model.step == convbert_jax.load(folder, step=3).step == 3
+    for step in (4, -1, "3"):
+        with pytest.raises(UserError, match=f"has no checkpoint of step {step!r}; steps there: 3"):
+            convbert_jax.load(folder, step=step)
+
+
+def test_a_run_of_another_machine_is_loaded_here(make_run, caplog):  # noqa: F811
+    folder, _ = make_run()
+    values = json.loads((folder / "config.json").read_text())
+    values["platform"] = "tpu"
+    values["model"] |= {"convolution": "pallas_tpu", "attention_dropout": 0.0}
+    (folder / "config.json").write_text(json.dumps(values))
+    with caplog.at_level(logging.INFO, "absl"):
+        assert convbert_jax.load(folder).encode(["the"]).shape == (1, 32)
+    assert "was trained with config.model.convolution=pallas_tpu; here it is auto" in caplog.text
+
+
+# --- Fine-tuned models ---
+
+QUESTIONS = [("the sun", "the moon and the sun"), ("fire", "water fire star")]
+INPUTS = {
+    "one": ["the sun", "small moon", " ", {"review": "over under", "key": "c", "other": 1}],
+    "pair": [*PAIRS, "one alone", {"said": "the", "meant": "a"}],
+    "number": PAIRS,
+    "tags": [["the", "sun"], "a small moon", {"tokens": ["over"]}],
+    "answers": [*QUESTIONS, {"question": "sun", "context": "the sun", "id": "q"}],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_predictions_are_those_of_the_command_line(name, models, predict):
+    model = convbert_jax.load(models[name])
+    found = model.predict(INPUTS[name])
+    lines = []
+    for value in INPUTS[name]:
+        if isinstance(value, list):
+            value = {"tokens": value}
+        elif isinstance(value, tuple):
+            value = {"texts": value} if name != "answers" else "\t".join(value)
+        lines.append(value if isinstance(value, str) else json.dumps(value))
+    expected = predict(name, "\n".join(lines) + "\n")
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.get("prediction") == theirs.get("prediction")
+        assert ours.get("probabilities") == theirs.get("probabilities")
+        assert ours.get("start") == theirs.get("start")
+        assert ("error" in ours) == ("error" in theirs)
+        assert ours["id"] == theirs["id"]
+    assert model.predict(INPUTS[name][0] if name == "one" else {}) != []
+    assert model.encode("the sun").shape == (16,)
+
+
+def test_a_single_row_and_rows_that_cannot_be_predicted(models):
+    model = convbert_jax.load(models["one"])
+    assert model.predict("the sun")["prediction"] in ("bad", "good")
+    assert model.predict({"review": "the sun", "other": 1})["other"] == 1
+    (wrong,) = model.predict([5])
+    assert wrong == {"id": 0, "error": wrong["error"]}
+    assert wrong["error"].startswith("line 1 has int, not a text; this model reads a text")
+    assert model.predict([("a", "b")])[0]["error"].startswith("line 1 has 2 texts")
+
+
+# --- What a model does not have ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "says"),
+    [
+        ("uniform", lambda m: m.fill_mask("[MASK]"), "has no head for masked words"),
+        ("masked words", lambda m: m.replaced("the"), "has no head for replaced tokens"),
+        ("separate", lambda m: m.predict(["the"]), "has no head for labels"),
+        ("separate", lambda m: m.encode([3]), r"texts\[0\] is 3; it must be a text"),
+        ("separate", lambda m: m.encode([("a", "b", "c")]), r"texts\[0\] is \('a', 'b', 'c'\)"),
+        ("separate", lambda m: m.encode(["a"], pooling="max"), "pooling='max' is unknown"),
+        ("separate", lambda m: m.fill_mask("the sun"), r"'the sun' does not have a \[MASK\] in it"),
+        (
+            "separate",
+            lambda m: m.fill_mask(20 * "stone " + "[MASK]"),
+            r"does not have every \[MASK\] within its first 16 tokens",
+        ),
+        ("separate", lambda m: m.fill_mask([("[MASK]", "b")]), r"texts\[0\] is a pair"),
+        (
+            "separate",
+            lambda m: m.fill_mask("[MASK]", top_k=61),
+            "top_k=61 must be a whole number",
+        ),
+        ("separate", lambda m: m.fill_mask("[MASK]", top_k=2.0), "top_k=2.0 must be a whole"),
+        ("separate", lambda m: m.encode("a", batch_size=0), "batch_size=0 must be a whole"),
+        ("separate", lambda m: m.replaced("a", batch_size="3"), "batch_size='3' must be a whole"),
+        ("separate", lambda m: m.tokenize("a", length=10.5), "length=10.5 must be a whole"),
+        ("separate", lambda m: m.encode(None), "texts is None; it must be a text, or a list"),
+        ("separate", lambda m: m.replaced(5), "texts is 5; it must be a text"),
+        ("separate", lambda m: m.encode({"a": "b"}), "texts is {'a': 'b'}; it must be"),
+        ("separate", lambda m: m.encode(b"ab"), "texts is b'ab'; it must be"),
+        ("separate", lambda m: m.encode(["a", "b\ud800"]), r"texts\[1\] has half of a surrogate"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(opened, kind, call, says):
+    with pytest.raises(UserError, match=says) as error:
+        call(opened(kind)[0])
+    assert "\n" not in str(error.value)
+
+
+def test_paths_that_hold_no_model(opened, models, tmp_path):
+    with pytest.raises(UserError, match="is no run"):
+        convbert_jax.load(tmp_path)
+    with pytest.raises(UserError, match="cannot be read \\(File name too long"):
+        convbert_jax.load("x" * 300)
+    inside = tmp_path / "task" / "seed-0" / "checkpoints"
+    inside.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"holds 1 models; name one of them, as .*task/seed-0"):
+        convbert_jax.load(tmp_path)
+    folder = opened("separate")[1]
+    with pytest.raises(UserError, match="is a run, which has its vocabulary"):
+        convbert_jax.load(folder, vocabulary="vocab.txt")
+    with pytest.raises(UserError, match="dtype='float16' must be"):
+        convbert_jax.load(folder, dtype="float16")

@@ -1,0 +1,156 @@
+"""What prediction writes: as a table or as lines, whole or not at all, by one process."""
+
+import csv
+import errno
+import io
+import json
+import math
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from convbert_jax.config import ConfigError
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.inputs.input_rows import InputRow
+from convbert_jax.inference import finetuned
+from convbert_jax.inference import stream as prediction_stream
+from convbert_jax.inference.answering import QuestionAnswerer
+from convbert_jax.recipes import prediction
+from tests.inference.conftest import LABELS, as_table, stop_after
+
+
+def test_a_table_comes_out_as_other_readers_read_it(predict):
+    rows = [("a\tsun", "x\ny"), ('the "moon"', "\r"), ("", "z"), ("fire\r\nwater", "é\u2028")]
+    for output, delimiter in (("out.tsv", "\t"), ("out.csv", ",")):
+        text = predict("one", as_table(",", rows, ("review", "note")), "a.csv", output)
+        found = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter))
+        assert [line["note"] for line in found] == [note for _, note in rows]
+        assert [line["review"] for line in found] == ["a\tsun", 'the "moon"', "", "fire\nwater"]
+        assert list(found[0]) == ["id", "prediction", "probability", "error", "review", "note"]
+        assert found[0]["prediction"] in LABELS
+        assert 0.5 <= float(found[0]["probability"]) <= 1
+        assert found[2]["error"] == "line 5 has an empty text in 'review'"
+    text = predict("pair", "a sun\tmoon\n", output="out.tsv")
+    assert text.splitlines()[0].split("\t") == [
+        "id", "prediction", "probability", "error", "text1", "text2",
+    ]  # fmt: skip
+
+
+def test_columns_that_are_named_as_ours(predict):
+    rows = [("the sun", "old", "x")]
+    (line,) = predict("one", as_table(",", rows, ("review", "prediction", "texts")), "a.csv")
+    assert line["prediction"] in LABELS
+    assert (line["input_prediction"], line["texts"]) == ("old", "x")
+    objects = [
+        {"text": "", "prediction": "x", "probabilities": {}, "start": 1},
+        {"text": "sun", "error": "x", "probability": 2, "input_error": 3},
+    ]
+    bad, good = predict("one", "\n".join(map(json.dumps, objects)))
+    assert bad.keys() == {"id", "error", "input_prediction", "input_probabilities", "start"}
+    assert (good["input_error"], good["input_probability"]) == ("x", 2)
+    assert good["input_input_error"] == 3
+    assert good["prediction"] in LABELS
+    assert "error" not in good
+    with pytest.raises(DataError, match="has no row that can be predicted"):
+        predict("one", json.dumps(objects[0]))
+
+
+ODD = [  # columns that a table spells differently where they are ours
+    ({"text": "sun", "words": [{"w": "a"}]}, "words", '[{"w": "a"}]'),
+    ({"text": "sun", "probabilities": {}}, "input_probabilities", "{}"),
+    ({"text": "sun", "texts": ["other"]}, "texts", '["other"]'),
+    ({"review": "sun", "text2": "mine", "texts": ["a", "b"]}, "text2", "mine"),
+    ({"review": "sun", "texts": [1, 2]}, "texts", "[1, 2]"),
+]
+
+
+@pytest.mark.parametrize(("content", "name", "expected"), ODD)
+def test_a_table_of_columns_that_are_named_as_ours(predict, content, name, expected):
+    text = predict("one", json.dumps(content), output="out.csv")
+    (row,) = csv.DictReader(io.StringIO(text, newline=""))
+    assert row[name] == expected
+    assert "sun" in (row.get("text"), row.get("review"))
+    assert row["prediction"] in LABELS
+
+
+def test_an_output_is_whole_or_not_there(predict, models, tmp_path, monkeypatch):
+    for output in ("out.jsonl", "out.tsv", "out.jsonl.gz"):
+        with monkeypatch.context() as patch:
+            stop_after(0, patch)
+            with pytest.raises(KeyboardInterrupt):
+                predict("one", "the sun", output=output)
+        assert not (tmp_path / output).exists()
+        assert predict("one", "the sun", output=output)
+        assert not (tmp_path / f"{output}.unfinished").exists()
+    with pytest.raises(ConfigError, match=r"out\.jsonl exists; remove it or name another"):
+        prediction.predict(str(models["one"]), "-", str(tmp_path / "out.jsonl"))
+    with pytest.raises(ConfigError, match="there is no folder"):
+        prediction.predict(str(models["one"]), "-", str(tmp_path / "no" / "out.jsonl"))
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        prediction.predict(str(models["one"]), str(tmp_path / "no"), "-")
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out.csv", "out.jsonl.gz"])
+def test_two_starts_do_not_write_one_output(predict, models, tmp_path, monkeypatch, output):
+    answer, said = prediction_stream.answer_rows, []
+
+    def starts_again(*arguments):
+        with pytest.raises(ConfigError, match="is being written by another process; wait for it"):
+            prediction.predict(*map(str, (models["one"], tmp_path / "in.txt", tmp_path / output)))
+        said.append(True)
+        return answer(*arguments)
+
+    monkeypatch.setattr(prediction_stream, "answer_rows", starts_again)
+    assert predict("one", "the sun", output=output)
+    assert said == [True]
+    assert not list(tmp_path.glob("*unfinished*"))
+
+
+def test_an_output_that_cannot_be_locked_is_written(predict, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert predict("one", "the sun")
+    assert "out.jsonl.unfinished cannot be locked; let one process write it." in caplog.text
+
+
+def test_numbers_that_are_none(predict, monkeypatch):
+    """NaN is no JSON: from an input it is null, from a model an error."""
+    (line,) = predict("one", '{"text": "sun", "n": NaN, "m": 1e999, "o": [-Infinity, 1.5]}')
+    assert (line["n"], line["m"], line["o"]) == (None, None, [None, 1.5])
+    said = [{"prediction": "bad", "probabilities": {"bad": math.nan, "good": math.nan}}]
+    row, reads = InputRow(0, 1, texts=("sun",)), SimpleNamespace(kind="classification")
+    for prediction_of_it in (said, [{"prediction": math.inf}]):
+        (line,) = prediction_stream.answer_rows([row], lambda _: prediction_of_it, reads)  # noqa: B023
+        assert line["error"] == "line 1 is given no number by the model, but NaN"
+        assert "prediction" not in line
+    said = [{"prediction": "", "start": -1, "probabilities": {"": 1.0}, "null_odds": math.inf}]
+    (line,) = prediction_stream.answer_rows([row], lambda _: said, SimpleNamespace(kind="span"))
+    assert line["error"] == "line 1 is given no number by the model, but NaN"
+
+
+def test_a_model_of_nan_gives_no_answers(models, predict, monkeypatch):
+    """Not even the answer that there is none."""
+    text = "the sun\ta moon over the tree"
+    assert math.isfinite(predict("answers", text)[0]["null_odds"])
+    config, params, tokenizer = finetuned.read_finetuned(str(models["answers"]), None)
+    params = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), params)
+    model = QuestionAnswerer(config, params, tokenizer, np.dtype(np.float32))
+    monkeypatch.setattr(finetuned, "make_predictor", lambda *_: model)
+    with pytest.raises(DataError, match="the first: line 1 is given no number by the model"):
+        predict("answers", text)
+
+
+def test_closed_or_full_is_a_sentence(models, tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    source.write_text("the sun\n")
+    model = str(models["one"])
+    with pytest.raises(ConfigError, match="/dev/full cannot be written: No space left"):
+        prediction.predict(model, str(source), "/dev/full")
+    for name, arguments in (("stdin", ("-", "/dev/null")), ("stdout", (str(source), "-"))):
+        monkeypatch.setattr(f"sys.{name}", None)
+        with pytest.raises(ConfigError, match="is closed; name a file"):
+            prediction.predict(model, *arguments)

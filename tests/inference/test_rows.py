@@ -1,0 +1,243 @@
+"""What prediction reads, under which names, and the rows that cannot be predicted."""
+
+import gzip
+import json
+import logging
+
+import pytest
+
+from convbert_jax.config import ConfigError
+from convbert_jax.data.errors import DataError
+from convbert_jax.inference import finetuned
+from convbert_jax.interop.matching import replace
+from tests.inference.conftest import PAIRS, as_table
+
+REVIEWS = [("the sun", "good", "a"), ('a "moon", small', "bad", "b"), ("over under", "good", "c")]
+NAMES = ("review", "label", "key")
+OBJECTS = [dict(zip(NAMES, row, strict=True)) for row in REVIEWS]
+TABLES = {
+    "a.csv": as_table(",", REVIEWS, NAMES),
+    "bom.csv": "\ufeff" + as_table(",", REVIEWS, NAMES),
+    "blank.csv": as_table(",", REVIEWS, NAMES).replace("\r\n", "\r\n\r\n"),
+    "a.tsv": "\n".join("\t".join(row) for row in (NAMES, *REVIEWS)),
+    "a.jsonl": "\n".join(map(json.dumps, OBJECTS)),
+    "a.json": json.dumps(OBJECTS),
+    "a.txt": "\n".join(map(json.dumps, OBJECTS)),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_what_fine_tuning_read_can_be_predicted(predict, name):
+    """By the columns of training; labels and the rest come along, so that rows join."""
+    expected = predict("one", "\n".join(row[0] for row in REVIEWS))
+    found = predict("one", TABLES[name], name)
+    assert [line["id"] for line in found] == ["a", "b", "c"]
+    for line, (review, label, key), plain in zip(found, REVIEWS, expected, strict=True):
+        assert (line["review"], line["label"], line["key"]) == (review, label, key)
+        assert line["prediction"] == plain["prediction"]
+        assert line["probabilities"] == pytest.approx(plain["probabilities"])
+        assert plain["texts"] == [review]
+
+
+def test_two_texts_are_two_columns_or_a_tab(predict):
+    tab = predict("pair", "\n".join("\t".join(pair) for pair in PAIRS))
+    lists = predict("pair", "\n".join(json.dumps({"texts": pair}) for pair in PAIRS))
+    table = predict("pair", as_table(",", PAIRS, ("said", "meant")), "a.csv")
+    other = as_table(",", [pair[::-1] for pair in PAIRS], ("b", "a"))
+    named = predict("pair", other, "a.csv", texts=("a", "b"))
+    for lines in (lists, table, named):
+        for line, wanted in zip(lines, tab, strict=True):
+            assert line["probabilities"] == pytest.approx(wanted["probabilities"])
+    swapped = predict("pair", "\n".join("\t".join(pair[::-1]) for pair in PAIRS))
+    assert swapped[0]["probabilities"] != pytest.approx(tab[0]["probabilities"], abs=1e-5)
+    numbers = predict("number", as_table("\t", PAIRS, ("said", "meant")), "a.tsv")
+    assert all(isinstance(line["prediction"], float) for line in numbers)
+
+
+def test_words_and_questions(predict):
+    plain = predict("tags", "the  sun\nmoon")
+    assert [line["words"] for line in plain] == [["the", "sun"], ["moon"]]
+    assert [len(line["prediction"]) for line in plain] == [2, 1]
+    table = predict("tags", "the O\nsun B-X\n\nmoon O\n", "a.conll", texts=("0",))
+    assert [line["prediction"] for line in table] == [line["prediction"] for line in plain]
+    objects = '{"tokens": ["the", "sun"], "id": 9}\n{"words": ["moon"]}\n'
+    found = predict("tags", objects)
+    assert [line["prediction"] for line in found] == [line["prediction"] for line in plain]
+    assert [line["id"] for line in found] == [9, 1]
+    question = {"id": "q", "question": "the sun", "context": " a moon  over tree"}
+    (answer,) = predict("answers", json.dumps(question))
+    assert answer["context"] == question["context"]
+    assert answer["context"].startswith(answer["prediction"], max(answer["start"], 0))
+    (again,) = predict(
+        "answers", as_table(",", [tuple(question.values())], tuple(question)), "a.csv"
+    )
+    assert again == answer
+
+
+def test_training_files_without_a_header(models, predict, monkeypatch):
+    config, *rest = finetuned.read_finetuned(str(models["one"]), None)
+    config = replace(config, {"task.columns": ("label", "review"), "task.train": "train.tsv"})
+    monkeypatch.setattr(finetuned, "read_finetuned", lambda *_: (config, *rest))
+    for content in ("good\tthe sun\nbad\ta moon", "label\treview\ngood\tthe sun\nbad\ta moon"):
+        found = predict("one", content, "a.tsv")
+        assert [(line["review"], line["label"]) for line in found] == [
+            ("the sun", "good"), ("a moon", "bad"),
+        ]  # fmt: skip
+    assert [line["review"] for line in predict("one", "the sun\na moon", "a.tsv")] == [
+        "the sun", "a moon",
+    ]  # fmt: skip
+    with pytest.raises(DataError, match="has 3 columns in its first line, which is no header"):
+        predict("one", "1\t2\t3", "a.tsv")
+    fields = {"task.format": "pattern", "task.pattern": "(?P<label>.*?): (?P<review>.*)"}
+    config = replace(config, fields | {"task.columns": (), "task.train": "train.label"})
+    found = predict("one", "good: the sun\nbroken\n", "new.label")
+    assert (found[0]["review"], found[0]["label"]) == ("the sun", "good")
+    assert "line 2 does not match the pattern" in found[1]["error"]
+
+
+@pytest.mark.parametrize("number", [True, False])
+def test_columns_by_number(models, predict, monkeypatch, number):
+    """As in training: the texts, the id, and the label that new text lacks."""
+    config, *rest = finetuned.read_finetuned(str(models["one"]), None)
+    names = {"label": "-1", "id": "0", "texts": ("1",)}
+    if not number:
+        names = {"label": "label", "id": "key", "texts": ("review",)}
+    own = {f"task.{field}": value for field, value in names.items()}
+    own |= {"outputs.columns": names["texts"], "task.columns": ("key", "review", "label")}
+    config = replace(config, own | {"task.train": "train.tsv"})
+    monkeypatch.setattr(finetuned, "read_finetuned", lambda *_: (config, *rest))
+    for content in (
+        "a\tthe sun\tgood\n1\ta moon\tbad",
+        "a\tthe sun\n1\ta moon",
+        "review\tkey\nthe sun\ta\na moon\t1",
+    ):
+        found = predict("one", content, "a.tsv")
+        assert [(line["id"], line["review"]) for line in found] == [
+            ("a", "the sun"), ("1", "a moon"),
+        ]  # fmt: skip
+    assert predict("one", "1\ta moon", "a.tsv")[0]["review"] == "a moon"  # it is no header
+
+
+def test_ids_by_number_in_lists(models, predict, monkeypatch):
+    config, *rest = finetuned.read_finetuned(str(models["one"]), None)
+    config = replace(config, {"task.id": "-1", "outputs.columns": ("0",), "task.texts": ("0",)})
+    monkeypatch.setattr(finetuned, "read_finetuned", lambda *_: (config, *rest))
+    found = predict("one", '[["the sun", "a"], ["a moon", "b"]]', "a.json")
+    assert [(line["id"], line["0"]) for line in found] == [("a", "the sun"), ("b", "a moon")]
+
+
+@pytest.mark.parametrize("columns", [("words", "tag"), ("words", "pos", "tag"), ()])
+def test_words_without_tags(models, predict, monkeypatch, columns):
+    """A tagger that learned from columns reads the words alone too."""
+    config, *rest = finetuned.read_finetuned(str(models["tags"]), None)
+    own = {"task.columns": columns, "task.label": "tag", "task.train": "train.conll"}
+    word = columns[:1] or ("0",)
+    config = replace(config, own | {"outputs.columns": word, "task.texts": word})
+    monkeypatch.setattr(finetuned, "read_finetuned", lambda *_: (config, *rest))
+    for width in {1, len(columns) - 1, len(columns)} - {-1, 0}:
+        rows = [(word, *"xy"[: width - 1]) for word in ("the", "sun")]
+        content = "\n".join(map(" ".join, rows)) + "\n\nmoon x y"[: 4 + 2 * width]
+        found = predict("tags", content, "a.conll")
+        assert [line[word[0]] for line in found] == [["the", "sun"], ["moon"]]
+    found = predict("tags", b"the\n\nsun\n\xff\n", "a.conll")
+    assert [line["id"] for line in found] == [0, 1]
+    assert found[1]["error"] == "line 3 is not utf-8 (byte 0 is 0xFF)"
+    if columns:
+        with pytest.raises(DataError, match=r"has 4 columns, but training had . \(words, "):
+            predict("tags", "the a b c\n", "a.conll")
+
+
+@pytest.mark.parametrize("name", ["in.txt", "in.jsonl", "in.json"])
+def test_what_is_too_deep_to_be_written(predict, name):
+    """It is a fault of its row; what is as deep as anyone writes comes out again."""
+    rows = [f'{{"text": "sun", "x": {"[" * depth}{"]" * depth}}}' for depth in (99, 100, 700)]
+    content = f"[{','.join(rows)}]" if name == "in.json" else "\n".join(rows)
+    found = predict("one", content, name)
+    assert json.dumps(found[0]["x"]) == "[" * 99 + "]" * 99
+    for line in found[1:]:
+        assert "has more than 100 lists or objects in one another" in line["error"]
+
+
+def test_text_is_not_taken_for_json(predict, caplog):
+    texts = ["{the sun", "{}", '{"rev": 1}', "[1]", '"moon"', "{{a}} moon", "null", "{'text': 1}"]
+    found = predict("one", "\n".join(texts))
+    assert [line["texts"] for line in found] == [[text] for text in texts]
+    assert caplog.text.count("begins with { and is no JSON object with texts") == 1
+
+
+def test_as_many_columns_as_the_model_reads(predict):
+    with pytest.raises(ConfigError, match=r"names 1 columns, but .* reads 2 .* \(said, meant\)"):
+        predict("pair", "a\tb", texts=("said",))
+
+
+def test_each_row_has_its_answer(predict, caplog):
+    """One bad line stops nothing, and shifts nothing."""
+    lines = [b"the sun", b"", b"caf\xe9", b'{"texts": 5}', b'{"text": "x', b"  ", b"a moon", b""]
+    with caplog.at_level(logging.WARNING):
+        found = predict("one", b"\n".join(lines) + b"\n")
+    assert [line["id"] for line in found] == list(range(8))
+    assert [line.get("texts") for line in found] == [["the sun"], *[None] * 5, ["a moon"], None]
+    says = {
+        1: "line 2 is empty",
+        2: "line 3 is not utf-8 (byte 3 is 0xE9)",
+        3: "line 4 has int, not a list, in 'texts'; this model reads a text or",
+        4: "line 5 is not JSON: ",
+        7: "line 8 is empty",
+    }
+    for number, sentence in says.items():
+        assert found[number]["error"].startswith(sentence)
+    assert (
+        "6 of 8 rows have an error in the place of a prediction; the first: line 2" in caplog.text
+    )
+    alone = predict("one", "a moon")
+    assert found[6]["probabilities"] == pytest.approx(alone[0]["probabilities"])
+
+
+def test_a_context_without_a_token_stops_no_other(predict):
+    """A blank that is none for Python, and no token for the vocabulary."""
+    found = predict("answers", "the sun\ta moon\nthe sun\t\u200b\n\u200b\tover\nthe sun\ta moon")
+    assert [line.get("error") for line in found] == [
+        None,
+        "line 2 has a context without any token",
+        "line 3 has a question without any token",
+        None,
+    ]
+    assert found[0]["probabilities"] == pytest.approx(found[3]["probabilities"])
+
+
+def test_rows_of_a_table_keep_their_numbers(predict):
+    found = predict("one", "review,x\nsun,1\n,2\nmoon,3,4\ntree,5\n", "a.csv")
+    assert [(line["id"], line.get("review")) for line in found] == [
+        (0, "sun"), (1, None), (2, None), (3, "tree"),
+    ]  # fmt: skip
+    assert "line 3 has an empty text in 'review'" in found[1]["error"]
+    assert found[1]["x"] == "2"
+    assert "line 4 has 3 columns instead of 2" in found[2]["error"]
+
+
+def test_nothing_that_can_be_predicted_is_an_error(predict, tmp_path):
+    for content, says in (
+        ("", "has no rows"),
+        ("\n\n", "has no row that can be predicted; the first: line 1 is empty"),
+    ):
+        with pytest.raises(DataError, match=says):
+            predict("one", content)
+        assert not (tmp_path / "out.jsonl").exists()
+    with pytest.raises(DataError, match="has 1 text; this model reads two texts with a tab"):
+        predict("pair", "the sun\na moon")
+    with pytest.raises(DataError, match=r"no column 'review' or 'text' \(it has: a, b\); name the"):
+        predict("one", "a,b\n1,2\n", "a.csv")
+
+
+def test_doubled_ids_are_told(predict, caplog):
+    lines = ['{"id": 5, "text": "sun"}', '{"id": 6, "text": "sun"}', '{"id": 5, "text": "sun"}']
+    predict("one", "\n".join([*lines, "plain", "plain"]))
+    assert "line 3 has the id 5, which line 1 has too" in caplog.text
+
+
+def test_packed_files(predict, tmp_path):
+    plain = predict("one", "the sun\na moon\n")
+    assert predict("one", gzip.compress(b"the sun\na moon\n"), "in.txt.gz", "out.jsonl.gz") == plain
+    for broken in (b"the sun\n", gzip.compress(b"the sun\n" * 999)[:30], b""):
+        with pytest.raises(DataError, match=r"is a damaged gzip file|has no rows"):
+            predict("one", broken, "in.txt.gz")

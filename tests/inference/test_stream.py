@@ -1,0 +1,192 @@
+"""Rows as they come: an order that stays, going on after a stop, and pipes."""
+
+import json
+import logging
+import os
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from convbert_jax.config import UserError
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.tasks.labelled_text import Example
+from convbert_jax.inference import finetuned
+from convbert_jax.inference import stream as prediction_stream
+from convbert_jax.inference.predictor import choose_batch_size
+from convbert_jax.recipes import prediction
+from tests.inference.conftest import stop_after
+
+
+def test_a_stopped_prediction_goes_on(predict, models, tmp_path, monkeypatch, caplog):
+    """After what is whole of it, if that is of these rows and of this model."""
+    monkeypatch.setattr(prediction_stream, "AT_ONCE", 4)
+    text = "\n".join(f"{'river ' * (n % 5)}stone {n}" if n % 7 else "" for n in range(30))
+    expected = predict("one", text)
+    unfinished = tmp_path / "out.jsonl.unfinished"
+    for half in (b"", b'{"id": 12, "te'):
+        with monkeypatch.context() as patch:
+            stop_after(3, patch)
+            with pytest.raises(KeyboardInterrupt):
+                predict("one", text)
+        unfinished.write_bytes(unfinished.read_bytes() + half)
+        with caplog.at_level(logging.INFO):
+            assert predict("one", text) == expected
+        assert "Going on after 12 rows" in caplog.text
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        with pytest.raises(KeyboardInterrupt):
+            predict("one", text)
+    kept = unfinished.read_bytes()
+    with pytest.raises(DataError, match="has another row in its line 2 than the input; remove it"):
+        predict("one", text.replace("river", "house"))
+    assert unfinished.read_bytes() == kept
+    with monkeypatch.context() as patch:  # the same folder, trained further
+        config, params, tokenizer = finetuned.read_finetuned(str(models["one"]), None)
+        trained = jax.tree.map(lambda leaf: leaf * 1.01, params)
+        patch.setattr(finetuned, "read_finetuned", lambda *_: (config, trained, tokenizer))
+        with pytest.raises(DataError, match=r"of another model .* as it was then\); remove it"):
+            predict("one", text)
+    unfinished.write_bytes(b"\xff\n")
+    with pytest.raises(DataError, match="has another row in its line 1"):
+        predict("one", text)
+    unfinished.write_bytes(kept.splitlines(keepends=True)[1].replace(b'"id": 1', b'"id": 0'))
+    with pytest.raises(DataError, match="has another row in its line 1"):
+        predict("one", text)
+    note = tmp_path / "out.jsonl.unfinished.model"
+    note.write_text("{")
+    with pytest.raises(UserError, match=r"unfinished\.model is damaged .* remove it"):
+        predict("one", text)
+    note.unlink()
+    with pytest.raises(DataError, match=r"has no out\.jsonl\.unfinished\.model beside it"):
+        predict("one", text)
+    unfinished.unlink()
+    assert predict("one", text) == expected
+    assert not list(tmp_path.glob("*unfinished*"))
+
+
+def test_what_is_kept_is_compared_as_it_was_written(predict, monkeypatch, caplog):
+    """NaN is null in the output, and a column that is named as ours has another name there."""
+    monkeypatch.setattr(prediction_stream, "AT_ONCE", 2)
+    odd = ['"prediction": "x", "error": 1', '"n": NaN, "m": [1e999]', '"id": -Infinity']
+    text = (
+        "\n".join(f'{{"text": "sun", {odd[n % 3]}}}' for n in range(9)) + '\n{"text": "", "m": NaN}'
+    )
+    expected = predict("one", text)
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            predict("one", text)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert predict("one", text) == expected
+    assert "Going on after 4 rows" in caplog.text
+    assert "the 4 rows of an earlier start are not counted" in caplog.text
+    assert "Predicted 5 rows" in caplog.text
+
+
+def test_texts_that_are_cut_are_told_once(models, caplog):
+    predictor = finetuned.make_predictor(*finetuned.read_finetuned(str(models["one"]), None), "f4")
+    predictor._told_cut = False
+    with caplog.at_level(logging.INFO):
+        for words in (3, 30, 30):
+            predictor.answer([Example("0", ("sun " * words,), None)])
+    assert caplog.text.count("1 of 1 texts (100.0%) are cut to 16 tokens") == 1
+
+
+def test_long_files_keep_their_order(predict, monkeypatch):
+    monkeypatch.setattr(prediction_stream, "AT_ONCE", 7)
+    texts = [f"{'river ' * (n * 7 % 13)}stone" for n in range(40)]
+    found = predict("one", "\n".join(texts))
+    assert [line["texts"][0] for line in found] == texts
+    one_by_one = {text: predict("one", text)[0]["probabilities"] for text in set(texts)}
+    for text, line in zip(texts, found, strict=True):
+        assert line["probabilities"] == pytest.approx(one_by_one[text], abs=1e-5)
+
+
+def test_a_line_in_a_line_out(models, tmp_path):
+    """On a pipe each line is answered before the next one is written, a burst in large chunks."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    os.mkfifo(source)
+    os.mkfifo(target)
+    sizes = []
+    found = {}
+    chunks = prediction_stream.as_they_come
+
+    def counted(rows):
+        for chunk in chunks(rows):
+            sizes.append(len(chunk))
+            yield chunk
+
+    def work():
+        config, params, tokenizer = finetuned.read_finetuned(str(models["one"]), None)
+        predictor = finetuned.make_predictor(config, params, tokenizer, np.dtype(np.float32))
+        from convbert_jax.data.inputs import reading
+        from convbert_jax.data.tables.text_lines import Stream
+        from convbert_jax.inference import output as prediction_output
+
+        reads = reading.describe_model_input(config)
+        with open(source, "rb") as lines, open(target, "wb") as output:
+            rows = reading.open_input(Stream("pipe", lines), "lines", reads)
+            found["count"] = prediction_stream.predict_stream(
+                counted(rows),
+                predictor.answer,
+                prediction_output.open_lines(output, ".jsonl"),
+                reads,
+                "pipe",
+            )
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    with open(source, "wb", buffering=0) as lines, open(target, "rb") as answers:
+        waited = []
+        for number in range(4):
+            start = time.monotonic()
+            lines.write(b"the sun %d\n" % number)
+            assert json.loads(answers.readline())["texts"] == [f"the sun {number}"]
+            waited.append(time.monotonic() - start)
+        assert min(waited[1:]) < 1.0  # the first one is compiled
+        assert sizes == [1, 1, 1, 1]
+        burst = b"".join(b"a moon %d\n" % number for number in range(5_000))
+        threading.Thread(target=lambda: (lines.write(burst), lines.close())).start()
+        texts = [json.loads(line)["texts"][0] for line in answers]
+    worker.join(60)
+    assert texts == [f"a moon {number}" for number in range(5_000)]
+    assert found["count"] == 5_004
+    assert max(sizes) == prediction_stream.AT_ONCE
+    assert len(sizes) < 40
+
+
+def test_whoever_reads_may_have_enough(models, tmp_path):
+    """As `head -1` has; no error, and nothing is waited for."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_text("the sun\n" * 20_000)
+    os.mkfifo(target)
+    counts = []
+    arguments = map(str, (models["one"], source, target))
+    worker = threading.Thread(
+        target=lambda: counts.append(prediction.predict(*arguments)), daemon=True
+    )
+    worker.start()
+    with open(target, "rb") as answers:
+        assert json.loads(answers.readline())["id"] == 0
+    worker.join(60)
+    assert [result.rows for result in counts] == [0]
+
+
+def test_a_fault_of_a_pipe_comes_after_its_rows():
+    def rows():
+        yield "a"
+        raise DataError("broken")
+
+    chunks = prediction_stream.as_they_come(rows())
+    assert next(chunks) == ["a"]
+    with pytest.raises(DataError, match="broken"):
+        next(chunks)
+
+
+def test_batches_are_as_large_as_what_is_there():
+    assert [choose_batch_size(n, 128) for n in (0, 1, 2, 64, 65, 1_024)] == [1, 1, 16, 16, 128, 128]
+    assert [choose_batch_size(n, 4) for n in (1, 2, 3)] == [1, 4, 4]

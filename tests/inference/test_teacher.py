@@ -1,0 +1,38 @@
+"""A teacher among several devices: each process asks for itself."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+
+from convbert_jax.config import MeshSection, OutputsSection
+from convbert_jax.data.tasks.labelled_text import LabelledTask
+from convbert_jax.inference.finetuned import Teacher
+from convbert_jax.ops import dispatch
+from convbert_jax.training import sharding
+
+
+def test_its_kernels_leave_all_rows_on_one_device_of_this_process():
+    @jax.jit
+    def run(rows):
+        return dispatch.over_mesh(lambda a: a + 1, [rows], [dispatch.ROWS], dispatch.ROWS)
+
+    def predict(examples):
+        found = run(np.zeros((len(examples), 2), np.float32))
+        assert found.sharding.device_set == {jax.local_devices()[0]}
+        return jax.device_get(found)
+
+    labels = ("bad", "good")
+    outputs = OutputsSection("own", "classification", "sequence", labels)
+    task = LabelledTask(
+        name="own",
+        kind="classification",
+        texts=1,
+        labels=labels,
+        metrics=(),
+        splits=(),
+        reader=lambda split: [],
+    )
+    teach = Teacher("here", SimpleNamespace(outputs=outputs, predict=predict)).for_task(task)
+    with jax.set_mesh(sharding.make_mesh(MeshSection(data=8))):
+        np.testing.assert_array_equal(teach([("the sun",)] * 16), np.ones((16, 2)))

@@ -1,0 +1,192 @@
+"""What a fine-tuned model is used with travels in its folder: texts, columns, length, kind."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+
+from convbert_jax.config import ConfigError
+from convbert_jax.data.tasks.labelled_text import Example
+from convbert_jax.files import DamagedFileError
+from convbert_jax.inference import finetuned
+from convbert_jax.inference.predictor import Predictor
+from convbert_jax.interop import certificate, conversion
+from convbert_jax.interop.huggingface import folder as huggingface
+from convbert_jax.interop.networks import ConversionError
+from tests.interop.conftest import random_network, with_head
+
+PAIR = {"texts": 2, "columns": ["premise", "hypothesis"], "labels": ["no", "maybe", "yes"]}
+NUMBER = {"kind": "regression", "labels": ["degree"], "scale": 5.0, "columns": ["said"]}
+TEXTS = {"pair": ("bar gest", "dend"), "number": ("bar gest dend",)}
+EXAMPLES = {what: [Example("0", texts, None)] for what, texts in TEXTS.items()}
+
+
+@pytest.fixture(scope="module", params=["pair", "number"])
+def exported(request, make_run):
+    """(what it is, the run, its folder for others)."""
+    outputs = {"pair": PAIR, "number": NUMBER}[request.param]
+    finetune = {"length": 20, "buckets": []}
+    run, _ = make_run(recipe="finetune", outputs=outputs, finetune=finetune)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certificate, "pytorch_is_there", lambda: False)
+        folder = conversion.export(run)
+        again = conversion.convert(str(folder), run.parent / "again")
+    return request.param, run, folder, again
+
+
+def edit(folder, target, **fields):
+    """A copy of config.json's folder with other fields."""
+    target.mkdir()
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    content = json.loads((folder / "config.json").read_text()) | fields
+    (target / "config.json").write_text(json.dumps(content))
+    return str(target)
+
+
+def test_a_folder_predicts_as_its_run(exported):
+    what, run, *folders = exported
+    expected = Predictor(*finetuned.read_finetuned(str(run)), np.float32)
+    for folder in folders:
+        found = Predictor(*finetuned.read_finetuned(str(folder)), np.float32)
+        assert found.outputs.texts == expected.outputs.texts
+        assert found.outputs.columns == expected.outputs.columns
+        assert found._config.finetune.length == 20
+        (ours,), (theirs,) = expected.answer(EXAMPLES[what]), found.answer(EXAMPLES[what])
+        assert ours.keys() == theirs.keys()
+        for name in ("probabilities", "prediction"):
+            if name in ours:
+                assert ours[name] == pytest.approx(theirs[name], abs=1e-5)
+
+
+def test_their_classes_know_the_kind(exported):
+    what, _, folder, again = exported
+    kinds = {"pair": "single_label_classification", "number": "regression"}
+    for place in (folder, again):
+        content = json.loads((place / "config.json").read_text())
+        assert content["problem_type"] == kinds[what]
+        says = {"pair": "two texts, .* `premise` and `hypothesis`", "number": "one text, .* `said`"}
+        assert re.search(says[what] + ".* at most 20 tokens", (place / "README.md").read_text())
+
+
+@pytest.mark.parity
+def test_their_pipeline_gives_the_number(exported):
+    transformers = pytest.importorskip("transformers")
+    what, run, folder, _ = exported
+    predictor = Predictor(*finetuned.read_finetuned(str(run)), np.float32)
+    ours = predictor.answer(EXAMPLES[what])[0]
+    pipeline = transformers.pipeline("text-classification", model=str(folder))
+    if what == "number":
+        found = pipeline(TEXTS[what][0])[0]
+        assert found["label"] == "degree"
+        assert found["score"] == pytest.approx(ours["prediction"], abs=1e-4)
+    else:
+        first, second = TEXTS[what]
+        found = pipeline({"text": first, "text_pair": second})
+        assert found["label"] == ours["prediction"]
+        assert found["score"] == pytest.approx(max(ours["probabilities"].values()), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        ({"outputs.texts": 7}, r"outputs\.texts=7 must be"),
+        ({"outputs.texts": "two"}, r"outputs\.texts='two' must be of type int"),
+        ({"outputs.columns": ["a", "b"], "outputs.texts": 1}, r"as many columns"),
+        ({"outputs.kind": "poems"}, r"outputs\.kind"),
+        ({"finetune.length": -1}, r"finetune\.length=-1"),
+        ({"train.steps": 3}, "'train.steps', which this version does not know"),
+        ([], "not an object"),
+    ],
+)
+def test_a_damaged_use_is_refused(exported, tmp_path, use, says):
+    edit(exported[2], tmp_path / "it", convbert_jax={"use": use})
+    with pytest.raises(ConversionError, match=says):
+        huggingface.read_folder(tmp_path / "it")
+
+
+def test_folders_that_do_not_say_it(exported, tmp_path, caplog):
+    what, _, folder, _ = exported
+    with caplog.at_level("WARNING"):
+        config, *_ = finetuned.read_finetuned(edit(folder, tmp_path / "it", convbert_jax={}))
+    assert config.outputs.texts == 1
+    assert config.outputs.kind == {"pair": "classification", "number": "regression"}[what]
+    assert "does not say how many texts" in caplog.text
+
+
+def test_kinds_that_cannot_be_predicted(exported, tmp_path):
+    what, _, folder, _ = exported
+    fields = {"problem_type": "multi_label_classification", "convbert_jax": {}}
+    with pytest.raises(ConfigError, match="a model for multi_label_classification"):
+        finetuned.read_finetuned(edit(folder, tmp_path / "a", **fields))
+    fields["problem_type"] = ["regression"]
+    with pytest.raises(ConversionError, match=r"problem_type=\['regression'\]"):
+        finetuned.read_finetuned(edit(folder, tmp_path / "c", **fields))
+    if what == "pair":
+        fields = {"problem_type": "regression", "convbert_jax": {}}
+        with pytest.raises(ConfigError, match="gives 3 numbers"):
+            finetuned.read_finetuned(edit(folder, tmp_path / "b", **fields))
+
+
+# --- what padding does to labels in Hugging Face's class ---
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("head", ["sequence_head", "token_head", "span_head"])
+def test_changed_labels_are_those_of_rows_alone(tmp_path, head):
+    """Each row alone in their class, without padding, against the padded batch there."""
+    pytest.importorskip("torch")
+    labels = ("start", "end") if head == "span_head" else ("no", "maybe", "yes")
+    network = with_head(random_network(seed=5, mask_convolution=True), head, labels)
+    tokens, mask, types = certificate.sample_inputs(network, rows=50)
+    if head == "sequence_head":  # random weights have a favorite; here all labels are as likely
+        logits = certificate.our_outputs(network, tokens, mask, types)[head]
+        bias = network.parameters[f"{head}/output/bias"]
+        changes = {f"{head}/output/bias": bias - logits.mean(0)}
+        network = dataclasses.replace(network, parameters={**network.parameters, **changes})
+    huggingface.write_network(tmp_path, network, pad_id=0)
+    changed, count = certificate.changed_labels(tmp_path, network)
+    batch = certificate.pytorch_outputs(tmp_path, network, tokens, mask, types)[head]
+    found, total = 0, 0
+    lengths = mask.sum(1)
+    for real in np.unique(lengths):  # rows of one length are no padding to each other
+        rows = np.flatnonzero(lengths == real)
+        one = (x[rows, :real] for x in (tokens, mask, types))
+        alone = certificate.pytorch_outputs(tmp_path, network, *one)[head]
+        padded = batch[rows][:, :real] if head != "sequence_head" else batch[rows]
+        axis = 1 if head == "span_head" else -1
+        differs = alone.argmax(axis) != padded.argmax(axis)
+        found += differs.any(-1).sum() if head == "span_head" else differs.sum()
+        total += len(rows) * (real if head == "token_head" else 1)
+    assert (changed, count) == (found, total)
+    assert changed > 0
+
+
+@pytest.mark.parity
+def test_card_and_log_tell_the_changed_labels(make_run, tmp_path, caplog):
+    pytest.importorskip("torch")
+    finetune = {"length": 20, "buckets": []}
+    run, _ = make_run(recipe="finetune", outputs=PAIR, finetune=finetune, mask_convolution=True)
+    texts = [["bar gest", "dend"], ["bar", "fer mor nost dend"], ["a", "gast"]]
+    (run / "predictions").mkdir()
+    lines = "".join(json.dumps({"texts": pair, "prediction": "no"}) + "\n" for pair in texts)
+    (run / "predictions" / "validation.jsonl").write_text(lines)
+    with caplog.at_level("INFO"):
+        folder = conversion.export(run, output=tmp_path / "a")
+    said = re.compile(r"Of 3 predictions for real text in one padded batch \d change with it")
+    assert said.search(caplog.text)
+    assert said.search((folder / "README.md").read_text())
+    (run / "predictions" / "validation.jsonl").write_text(lines + '{"texts"')
+    with pytest.raises(DamagedFileError, match=r"validation\.jsonl is damaged .*take it away"):
+        conversion.export(run, output=tmp_path / "b")
+
+
+def test_without_pytorch_the_decision_is_told_too(make_run, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(certificate, "pytorch_is_there", lambda: False)
+    run, _ = make_run(recipe="finetune", outputs=NUMBER, mask_convolution=True)
+    with caplog.at_level("INFO"):
+        folder = conversion.export(run, output=tmp_path / "a")
+    for said in (caplog.text, (folder / "README.md").read_text()):
+        assert "train with config.model.mask_convolution=false and config.data.layout" in said

@@ -1,0 +1,205 @@
+"""Our vocabularies in Hugging Face's form split text as ours do."""
+
+# ruff: noqa: RUF001  (texts with look-alike characters are what is tested)
+import gzip
+import json
+import random
+import unicodedata
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convbert_jax.config import TokenizerSection
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
+from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
+from convbert_jax.interop.networks import ConversionError
+from tests.interop.conftest import WORDS
+
+NASTY = [
+    "", "   ", "\n\n", "a\u0301 e\u0301 E\u0301 \u00c9cole", "ﬁne ﬀ ①", "Ａｂｃ　ｄ",
+    "가각 \u1100\u1161", "हिन्दी क्षि", "zero\u200bwidth \u200d joiner",
+    "👩‍👩‍👧 family 🏳️‍🌈", "İstanbul ıI", "ß ẞ STRASSE", "tab\tnew\u00a0nbsp\u3000ideo",
+    "\u0000null\u0001ctl", "日本語テキスト", "x" * 300, "\u202eright to left\u202c",
+    "a\u0300\u0301\u0302b", "Ω Ω ℵ K Å", "\ufeffbom", "مرحبا بِكَ", "שָׁלוֹם", "ก็ไก่", "Ǆ ǅ ǆ",
+    "½ ⅓ ²", "…‥ --- ——", "\u1e9b\u0323", "q\u0307\u0323", "▁under ▁▁ x▁y", " lead and trail ",
+    "\u0603\u169d", "co\u0308operate nai\u0308ve",
+]  # fmt: skip
+KINDS = {
+    "wordpiece": dict(kind="wordpiece"),
+    "wordpiece cased": dict(kind="wordpiece", lowercase=False, strip_accents=False),
+    "unigram": dict(kind="sentencepiece"),
+    "unigram accents": dict(kind="sentencepiece", strip_accents=False),
+    "bpe": dict(kind="sentencepiece", algorithm="bpe"),
+}
+
+
+@pytest.fixture(scope="session")
+def real_lines(real_data) -> list[str]:
+    lines = []
+    for file in sorted((real_data / "pretrain" / "enwiki-2015" / "train").glob("*.gz"))[:5]:
+        with gzip.open(file, "rt", encoding="utf-8") as text:
+            lines += [line for line in text.read().split("\n") if line.strip()]
+    assert len(lines) >= 10_000
+    return lines[:10_000]
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """made(kind, texts) -> (our tokenizer, folder with theirs), each kind once."""
+    done = {}
+
+    def make(kind, texts):
+        if kind not in done:
+            section = TokenizerSection(vocab_size=1000, **KINDS[kind])
+            folder = tmp_path_factory.mktemp("vocabulary")
+            tokenizer = train_tokenizer(texts, section, folder)
+            out = folder / "out"
+            out.mkdir()
+            huggingface_tokenizer.write_tokenizer(out, tokenizer, section, max_length=48)
+            (out / "config.json").write_text(json.dumps({"model_type": "convbert"}))
+            done[kind] = tokenizer, section, out
+        return done[kind]
+
+    return make
+
+
+def differing(ours, theirs, texts):
+    """Those of `texts` that split differently."""
+    theirs.encode_special_tokens = True
+    found = theirs.encode_batch(texts, add_special_tokens=False)
+    pairs = zip(texts, ours.encode(texts), found, strict=True)
+    return [(text, ours.pieces(a), b.tokens) for text, a, b in pairs if a != b.ids]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_text_and_nasty_unicode(made, real_lines, kind):
+    ours, _, folder = made(kind, real_lines[:1500])
+    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # Equal scores: where two splits cost the same, float32 and float64 may choose differently.
+    texts = real_lines if kind in ("wordpiece", "unigram") else real_lines[:2000]
+    assert len(differing(ours, theirs, texts)) <= 1
+    assert differing(ours, theirs, NASTY) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_unicode(made, real_lines, kind):
+    """Marks after letters that they are never written with: some are lost on the way."""
+    rng = random.Random(0)
+    blocks = [(32, 0x250), (0x300, 0x370), (0x370, 0x2000), (0x2000, 0xD7FF), (0xE000, 0xFFFD)]
+    texts = [
+        "".join(chr(rng.randint(*rng.choice(blocks))) for _ in range(rng.randint(1, 30)))
+        for _ in range(1000)
+    ]
+    ours, _, folder = made(kind, real_lines[:1500])
+    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    limit = 0 if ours.kind == "wordpiece" else 20
+    assert len(differing(ours, theirs, texts)) <= limit
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
+def test_auto_tokenizer(made, real_lines, kind):
+    transformers = pytest.importorskip("transformers")
+    ours, _, folder = made(kind, real_lines[:1500])
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert theirs.model_max_length == 48
+    assert theirs.pad_token_id == ours.special.pad
+    assert theirs.mask_token_id == ours.special.mask
+    texts = real_lines[:2000]
+    split = theirs(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
+    wrong = [a for a, b in zip(ours.encode(texts), split["input_ids"], strict=True) if a != b]
+    assert len(wrong) <= 1
+
+    pair = theirs("the river", "a stone", padding="max_length", max_length=16)
+    a, b = ours.encode(["the river", "a stone"])
+    cls, sep, pad = ours.special.cls, ours.special.sep, ours.special.pad
+    ids = [cls, *a, sep, *b, sep]
+    assert pair["input_ids"] == ids + [pad] * (16 - len(ids))
+    assert pair["token_type_ids"][: len(ids)] == [0] * (len(a) + 2) + [1] * (len(b) + 1)
+    assert pair["attention_mask"] == [1] * len(ids) + [0] * (16 - len(ids))
+    # The one difference that is meant: a mask in a text is a mask for them.
+    masked = theirs("the [MASK] river")["input_ids"]
+    assert theirs.mask_token_id in masked
+    assert ours.special.mask not in ours.encode(["the [MASK] river"])[0]
+    assert theirs.decode(ids, skip_special_tokens=True).split()[:2] == ["the", "river"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_vocabulary_comes_back(made, real_lines, kind):
+    ours, section, folder = made(kind, real_lines[:1500])
+    path = huggingface_tokenizer.find_vocabulary(folder)
+    fields = huggingface_tokenizer.describe_vocabulary(folder, path)
+    for field, value in fields.items():
+        if field != "path":
+            assert value == getattr(section, field), field
+    back = Tokenizer(TokenizerSection(vocab_size=1000, **fields), path)
+    assert back.entries == ours.entries
+    assert back.special == ours.special
+
+
+def test_vocabularies_that_cannot_be_read(tmp_path):
+    assert huggingface_tokenizer.find_vocabulary(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    assert huggingface_tokenizer.find_vocabulary(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConversionError, match=r"tokenizer\.json is damaged"):
+        huggingface_tokenizer.find_vocabulary(tmp_path)
+
+
+def train_sentencepiece(tmp_path, **options):
+    import sentencepiece
+
+    texts = [" ".join(random.Random(i).sample(WORDS.split(), 8)) for i in range(200)]
+    special = dict(pad_id=0, unk_id=1, bos_id=-1, eos_id=-1, pad_piece="[PAD]", unk_piece="[UNK]")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(tmp_path / "sp"), vocab_size=60,
+        control_symbols=["[CLS]", "[SEP]", "[MASK]"], minloglevel=2, hard_vocab_limit=False,
+        **special, **options,
+    )  # fmt: skip
+    section = TokenizerSection(path=str(tmp_path / "sp.model"), vocab_size=60)
+    return Tokenizer(section, tmp_path / "sp.model"), section
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"model_type": "char"}, "words or characters"),
+        ({"user_defined_symbols": ["<x>"]}, "user-defined pieces"),
+        ({"treat_whitespace_as_suffix": True}, "ends of words"),
+    ],
+)
+def test_models_that_their_library_lacks(tmp_path, options, says):
+    tokenizer, section = train_sentencepiece(tmp_path, **options)
+    with pytest.raises(ConversionError, match=says):
+        huggingface_tokenizer.write_tokenizer(tmp_path, tokenizer, section, max_length=8)
+
+
+def test_a_foreign_model(tmp_path):
+    """Another normalization, no mark in front of a text."""
+    tokenizer, section = train_sentencepiece(
+        tmp_path, add_dummy_prefix=False, normalization_rule_name="nfkc"
+    )
+    huggingface_tokenizer.write_tokenizer(tmp_path, tokenizer, section, max_length=8)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert differing(tokenizer, theirs, [WORDS, " river", "stone  light", "Übergröße ①"]) == []
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_any_text(any_wordpiece, text):
+    ours, theirs = any_wordpiece
+    if not any(unicodedata.category(c) == "Cs" for c in text):
+        assert differing(ours, theirs, [text]) == []
+
+
+@pytest.fixture(scope="session")
+def any_wordpiece(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wordpiece")
+    section = TokenizerSection(kind="wordpiece", vocab_size=60)
+    ours = train_tokenizer([WORDS] * 3, section, folder)
+    out = folder / "out"
+    out.mkdir()
+    huggingface_tokenizer.write_tokenizer(out, ours, section, max_length=8)
+    return ours, tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))

@@ -1,0 +1,338 @@
+"""The classes of Hugging Face, random weights, both directions: outputs and bits."""
+
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convbert_jax.interop import certificate, modules, networks
+from convbert_jax.interop.huggingface import folder as huggingface
+from convbert_jax.training.state import flatten
+from tests.interop.conftest import assert_same, random_network, with_head
+
+pytestmark = pytest.mark.parity
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TINY = dict(
+    vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+    intermediate_size=64, max_position_embeddings=40, pad_token_id=0, layer_norm_eps=1e-12,
+)  # fmt: skip
+SIZES = {
+    "tiny": dict(embedding_size=16),
+    "square": dict(embedding_size=32),
+    "grouped": dict(embedding_size=16, num_groups=4),
+    "one head": dict(embedding_size=16, num_attention_heads=1),
+    "ratio 4": dict(embedding_size=16, num_attention_heads=8, head_ratio=4),
+    "three taps": dict(embedding_size=8, conv_kernel_size=3, type_vocab_size=3),
+}
+FULL = {
+    "small": dict(hidden_size=256, embedding_size=128, num_attention_heads=4,
+                  intermediate_size=1024),
+    "medium_small": dict(hidden_size=384, embedding_size=128, num_attention_heads=8,
+                         intermediate_size=1536, num_groups=2),
+    "base": dict(hidden_size=768, embedding_size=768, num_attention_heads=12,
+                 intermediate_size=3072),
+}  # fmt: skip
+HEADS = {
+    "Model": None,
+    "ForMaskedLM": "mlm_head",
+    "ForPreTraining": "rtd_head",
+    "ForSequenceClassification": "sequence_head",
+    "ForTokenClassification": "token_head",
+    "ForQuestionAnswering": "span_head",
+}
+
+
+def save_theirs(folder, family, suffix, **fields):
+    """A folder that their class wrote, weights large enough that a mistake shows."""
+    config_class = getattr(transformers, f"{family}Config")
+    sizes = TINY | fields
+    if family == "Bert":
+        sizes.pop("embedding_size", None)
+    labels = {"num_labels": 2 if suffix == "ForQuestionAnswering" else 3}
+    model = getattr(transformers, f"{family}{suffix}")(config_class(**sizes, **labels))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = 0.05 * torch.randn_like(parameter)
+            parameter.copy_(noise + 1 if "LayerNorm.weight" in name else noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def check_round_trip(folder, again):
+    """Their folder -> ours -> their folder: the same tensors, to the bit."""
+    network = huggingface.read_folder(folder).networks["main"]
+    huggingface.write_network(again, network, pad_id=0)
+    first, second = (huggingface.weight_files.read_weights(f) for f in (folder, again))
+    ignored = {n.removeprefix("main:") for n in huggingface.read_folder(folder).ignored}
+    assert first.keys() - ignored == second.keys()
+    for name in second:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+    return network
+
+
+def check_outputs(folder, network, logits=1e-5):
+    tokens, mask, types = certificate.sample_inputs(network)
+    leaks = network.family == "convbert"  # then padding is computed alike too
+    for rows in (np.ones_like(mask), mask):
+        ours = certificate.our_outputs(network, tokens, rows, types)
+        theirs = certificate.pytorch_outputs(folder, network, tokens, rows, types)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            shown = slice(None) if leaks or ours[name].ndim < 2 else rows.astype(bool)
+            if ours[name].shape[:2] != rows.shape:
+                shown = slice(None)
+            limit = logits if name == "mlm_head" else 1e-5
+            np.testing.assert_allclose(ours[name][shown], theirs[name][shown], atol=limit)
+
+
+# There is no ConvBertForPreTraining; of Bert's classes two have a pooler.
+CLASSES = [("ConvBert", suffix) for suffix in HEADS if suffix != "ForPreTraining"]
+CLASSES += [("Electra", "ForPreTraining"), ("Electra", "ForMaskedLM"), ("Bert", "ForMaskedLM")]
+MORE = [("Electra", suffix) for suffix in HEADS] + [
+    ("Bert", "Model"), ("Bert", "ForTokenClassification"), ("Bert", "ForQuestionAnswering")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "suffix"),
+    CLASSES + [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE if pair not in CLASSES],
+)
+def test_every_class(tmp_path, family, suffix):
+    folder = save_theirs(tmp_path / "theirs", family, suffix, embedding_size=16)
+    network = check_round_trip(folder, tmp_path / "again")
+    head = HEADS[suffix]
+    assert head is None or network.has(head)
+    check_outputs(folder, network)
+
+
+@pytest.mark.parametrize(
+    "size",
+    ["grouped", *(pytest.param(s, marks=pytest.mark.slow) for s in SIZES if s != "grouped")],
+)
+def test_odd_sizes(tmp_path, size):
+    folder = save_theirs(tmp_path / "theirs", "ConvBert", "ForMaskedLM", **SIZES[size])
+    check_outputs(folder, check_round_trip(folder, tmp_path / "again"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["Model", "ForMaskedLM"])
+@pytest.mark.parametrize("size", FULL)
+def test_published_sizes(tmp_path, size, suffix):
+    fields = FULL[size] | dict(vocab_size=30_522, num_hidden_layers=12, max_position_embeddings=512)
+    folder = save_theirs(tmp_path / "theirs", "ConvBert", suffix, **fields)
+    # One to five of the 15 million logits of the base size differ by up to 1.14e-5: sums of 768
+    # products in another order.
+    check_outputs(folder, check_round_trip(folder, tmp_path / "again"), logits=2e-5)
+
+
+@pytest.mark.parametrize("family", ["ConvBert", pytest.param("Electra", marks=pytest.mark.slow)])
+def test_every_layer(tmp_path, family):
+    folder = save_theirs(tmp_path / "it", family, "Model", embedding_size=16, num_hidden_layers=3)
+    whole = huggingface.read_folder(folder).networks["main"]
+    tokens, mask, types = certificate.sample_inputs(whole)
+    model = getattr(transformers, f"{family}Model").from_pretrained(folder).eval()
+    with torch.no_grad():
+        theirs = model(
+            input_ids=torch.tensor(tokens), token_type_ids=torch.tensor(types),
+            output_hidden_states=True,
+        ).hidden_states  # fmt: skip
+    for depth in (1, 2, 3):
+        encoder = networks.dataclasses.replace(
+            whole.encoder,
+            stages=(networks.dataclasses.replace(whole.encoder.stages[0], depth=depth),),
+        )
+        cut = networks.dataclasses.replace(
+            whole,
+            encoder=encoder,
+            parameters={
+                path: array
+                for path, array in whole.parameters.items()
+                if not path.startswith("layers/") or int(path.split("/")[1]) < depth
+            },
+        )
+        ours = certificate.our_outputs(cut, tokens, np.ones_like(mask), types)["hidden"]
+        np.testing.assert_allclose(ours, theirs[depth].numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "suffix"), [("ConvBert", "ForMaskedLM"), ("Electra", "ForPreTraining")]
+)
+def test_gradients_of_the_pre_training_losses(tmp_path, family, suffix):
+    """Of the loss of all tokens, through head, layers and the tied table, by every parameter."""
+    folder = save_theirs(tmp_path / "it", family, suffix, embedding_size=16)
+    source = huggingface.read_folder(folder).networks["main"]
+    tokens, mask, types = certificate.sample_inputs(source)
+    rng = np.random.default_rng(0)
+    head = HEADS[suffix]
+    labels = rng.integers(0, 60 if head == "mlm_head" else 2, tokens.shape)
+
+    model = getattr(transformers, f"{family}{suffix}").from_pretrained(folder).eval()
+    logits = model(
+        input_ids=torch.tensor(tokens), attention_mask=torch.tensor(mask),
+        token_type_ids=torch.tensor(types),
+    ).logits  # fmt: skip
+    weight = torch.tensor(mask)
+    if head == "mlm_head":
+        losses = torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), torch.tensor(labels), reduction="none"
+        )
+    else:
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(
+            logits, torch.tensor(labels).float(), reduction="none"
+        )
+    loss = (losses * weight).sum() / weight.sum()
+    loss.backward()
+
+    outputs = modules.forward(source)
+    run, (params,) = outputs.func, outputs.args
+
+    def our_loss(params):
+        logits = run(params, tokens, mask, types)[head]
+        if head == "mlm_head":
+            losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
+        else:
+            losses = jnp.logaddexp(0.0, logits) - labels * logits
+        return (losses * mask).sum() / mask.sum()
+
+    value, gradients = jax.value_and_grad(our_loss)(params)
+    assert float(value) == pytest.approx(loss.item(), abs=1e-5)
+    theirs = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    content = huggingface.huggingface_config.read(folder)
+    wanted, _ = huggingface.from_tensors(
+        theirs, source.family, source.embeddings, source.encoder, content=content
+    )
+    found = flatten(gradients)
+    # padding_idx: theirs does not train that row through the look-up.
+    table = found["embeddings/word/embedding"]
+    row = wanted.parameters["embeddings/word/embedding"][0]
+    found["embeddings/word/embedding"] = table.at[0].set(row)
+    stacked = networks.stack(wanted.parameters, source.encoder)
+    assert stacked.keys() == found.keys()
+    # Relative to each parameter's own gradient, down to a floor: that of a key bias is exactly 0.
+    floor = 1e-2 * max(np.abs(leaf).max() for leaf in stacked.values())
+    for path, leaf in stacked.items():
+        limit = 1e-4 * max(np.abs(leaf).max(), floor)
+        np.testing.assert_allclose(found[path], leaf, rtol=0, atol=limit, err_msg=path)
+
+
+FAMILIES = {
+    "convbert": {"mask_convolution": False},
+    "electra": {"mixer": "attention"},
+    "bert": {"recipe": "masked_lm", "mixer": "attention", "embedding_size": 32},
+}
+# What the card says that their classes report, by family and class.
+DOCUMENTED = {
+    ("convbert", "main"): {"UNEXPECTED": "discriminator_predictions."},
+    ("convbert", "generator"): {},
+    ("electra", "main"): {},
+    ("electra", "generator"): {},
+    ("bert", "main"): {},
+}
+
+
+@pytest.mark.parametrize(("family", "name"), DOCUMENTED)
+def test_loads_without_surprises(tmp_path, caplog, family, name):
+    """The named class reports nothing but what the card says, and gives the same numbers."""
+    network = random_network(name, **FAMILIES[family])
+    folder = tmp_path / "it"
+    huggingface.write_network(folder, network, pad_id=0)
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    transformers.logging.enable_propagation()
+    try:
+        with caplog.at_level(logging.WARNING):
+            model, info = getattr(transformers, architecture).from_pretrained(
+                folder, output_loading_info=True
+            )
+    finally:
+        transformers.logging.disable_propagation()
+    assert model.config.pad_token_id == 0
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    allowed = DOCUMENTED[family, name].get("UNEXPECTED")
+    assert all(allowed and key.startswith(allowed) for key in info["unexpected_keys"])
+    assert bool(caplog.records) == bool(allowed)  # the report of these keys and nothing else
+    proof = certificate.certify(folder, network, name)
+    assert max(proof.differences.values()) < 1e-5
+    assert proof.padding is None
+
+
+def test_the_certificate_of_a_masked_convolution(tmp_path):
+    network = random_network(mask_convolution=True)
+    huggingface.write_network(tmp_path / "it", network, pad_id=0)
+    proof = certificate.certify(tmp_path / "it", network)
+    assert max(proof.differences.values()) < 1e-5
+    assert proof.padding > 1e-3
+    assert any("Their convolutions read padding" in line for line in proof.lines())
+    assert proof.parameters == len(network.parameters)
+
+
+def test_a_wrong_weight_is_no_parity(tmp_path, monkeypatch):
+    """Were a transpose forgotten in both directions, only the other implementation would tell."""
+    network = random_network(mask_convolution=False)
+    folder = tmp_path / "it"
+    huggingface.write_network(folder, network, pad_id=0)
+    changed = dict(network.parameters)
+    changed["layers/0/mixer/query/kernel"] = changed["layers/0/mixer/query/kernel"] * 1.01
+    other = networks.dataclasses.replace(network, parameters=changed)
+    with pytest.raises(certificate.ParityError, match="does not read back"):
+        certificate.certify(folder, other)
+    monkeypatch.setattr(certificate, "_check_read_back", lambda *_: 1)
+    with pytest.raises(certificate.ParityError, match="differs by"):
+        certificate.certify(folder, other)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "sequence_head",
+        *(pytest.param(h, marks=pytest.mark.slow) for h in ("token_head", "span_head")),
+    ],
+)
+def test_fine_tuned_heads_with_label_names(tmp_path, head):
+    labels = ("start", "end") if head == "span_head" else ("no", "maybe", "yes")
+    network = with_head(random_network(mask_convolution=False), head, labels)
+    folder = tmp_path / "it"
+    huggingface.write_network(folder, network, pad_id=0)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if head != "span_head":
+        assert config.id2label == dict(enumerate(labels))
+    assert max(certificate.certify(folder, network).differences.values()) < 1e-5
+    assert_same(network, huggingface.read_folder(folder).networks["main"])
+
+
+def test_pickled_weights(tmp_path):
+    network = random_network()
+    folder = tmp_path / "it"
+    huggingface.write_network(folder, network, pad_id=0)
+    tensors = huggingface.weight_files.read_weights(folder)
+    (folder / "model.safetensors").unlink()
+    file = folder / "pytorch_model.bin"
+    torch.save({name: torch.tensor(array) for name, array in tensors.items()}, file)
+    assert_same(network, huggingface.read_folder(folder).networks["main"])
+    torch.save({"evil": certificate.Certificate("", "", {}, None, 0)}, file)
+    with pytest.raises(networks.ConversionError, match="cannot be read safely"):
+        huggingface.read_folder(folder)
+    file.write_bytes(file.read_bytes()[:300])
+    with pytest.raises(networks.ConversionError, match="cannot be read safely"):
+        huggingface.read_folder(folder)
+
+
+def test_the_published_base_model(tmp_path):
+    """YituTech/conv-bert-base on six ids, as Hugging Face's own test has it; needs the folder."""
+    import os
+    import pathlib
+
+    folder = os.environ.get("CONVBERT_BASE_FOLDER")
+    if not folder:
+        pytest.skip("set CONVBERT_BASE_FOLDER to a download of YituTech/conv-bert-base")
+    network = huggingface.read_folder(pathlib.Path(folder)).networks["main"]
+    tokens = np.array([[1, 2, 3, 4, 5, 6]])
+    out = certificate.our_outputs(network, tokens, np.ones_like(tokens), np.zeros_like(tokens))
+    wanted = [[-0.0864, -0.4898, -0.3677], [0.1434, -0.2952, -0.7640], [-0.0112, -0.4432, -0.5432]]
+    np.testing.assert_allclose(out["hidden"][0, :3, :3], wanted, atol=1e-4)

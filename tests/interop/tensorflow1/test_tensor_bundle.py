@@ -1,0 +1,266 @@
+"""TensorFlow's checkpoint files without TensorFlow: real ones, ours, and damaged ones."""
+
+import contextlib
+import pathlib
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convbert_jax.interop.networks import ConversionError
+from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
+from convbert_jax.interop.tensorflow1 import sorted_table
+from convbert_jax.interop.tensorflow1.sorted_table import checksum, read_varint, varint
+from convbert_jax.interop.tensorflow1.tensor_bundle import (
+    Bundle,
+    EntryProto,
+    HeaderProto,
+    write_bundle,
+)
+from tests.interop.tensorflow1 import tf_values
+
+REAL = pathlib.Path(__file__).resolve().parent / "tensorflow"
+ARRAYS = {
+    "a/kernel": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "a/kernel/adam_m": np.ones((3, 4), np.float32),
+    "empty": np.zeros((0, 4), np.float32),
+    "scalar": np.float32(2.5),
+    "step": np.int64(7),
+    "ü": np.arange(3, dtype=np.int32),
+}
+
+
+def masked(data: bytes) -> int:
+    """CRC-32C by its definition, as LevelDB stores it."""
+    state = 0xFFFFFFFF
+    for octet in data:
+        state ^= octet
+        for _ in range(8):
+            state = state >> 1 ^ (0x82F63B78 if state & 1 else 0)
+    crc = state ^ 0xFFFFFFFF
+    return (crc << 17 & 0xFFFFFFFF | crc >> 15) + 0xA282EAD8 & 0xFFFFFFFF
+
+
+@given(st.binary(max_size=300))
+def test_checksums_by_definition(data):
+    assert checksum(data) == masked(data)
+
+
+@given(st.integers(0, (1 << 64) - 1))
+def test_varints(value):
+    assert read_varint(varint(value), 0) == (value, len(varint(value)))
+
+
+@given(st.dictionaries(st.binary(min_size=1, max_size=40), st.binary(max_size=3000), max_size=40))
+def test_tables_round_trip(entries):
+    ordered = sorted(entries.items())
+    assert list(sorted_table.read_table(sorted_table.write_table(ordered))) == ordered
+
+
+@given(st.binary(max_size=400))
+@settings(max_examples=300)
+def test_no_bytes_hang_or_crash_a_table(data):
+    footer = bytes(40) + sorted_table.MAGIC.to_bytes(8, "little")
+    for content in (data, data + footer, data + footer[len(data) % 40 :]):
+        with contextlib.suppress(ValueError):
+            list(sorted_table.read_table(content))
+
+
+def test_blocks_with_shared_beginnings_are_read():
+    """As LevelDB writes them: the second key takes three bytes of the first."""
+    block = bytes([0, 4, 1]) + b"abcd" + b"1" + bytes([3, 2, 1]) + b"xy" + b"2"
+    entries = list(sorted_table.read_table(table_of(block + RESTART)))
+    assert entries == [(b"abcd", b"1"), (b"abcxy", b"2")]
+
+
+RESTART = bytes(4) + (1).to_bytes(4, "little")
+
+
+def table_of(content: bytes, kind: int = 0, trailer: bytes = b"") -> bytes:
+    """A table whose single data block is `content`, with right checksums."""
+
+    def sealed(block, kind=0):
+        stored = block + bytes([kind])
+        return stored + checksum(stored).to_bytes(4, "little")
+
+    data = sealed(content, kind)
+    meta_at, meta = len(data), sealed(RESTART)
+    handle = varint(0) + varint(len(content))
+    entry = varint(0) + varint(1) + varint(len(handle)) + b"z" + handle
+    index = sealed(entry + RESTART)
+    footer = varint(meta_at) + varint(len(RESTART))
+    footer += varint(meta_at + len(meta)) + varint(len(entry + RESTART))
+    footer += bytes(40 - len(footer)) + sorted_table.MAGIC.to_bytes(8, "little")
+    return data + meta + index + footer + trailer
+
+
+def test_snappy_blocks_are_read():
+    """Two literals, a copy that overlaps itself, a copy by two bytes."""
+    plain = bytes([0, 1, 12]) + b"a" + b"abababababab" + RESTART
+    packed = varint(len(plain))
+    packed += bytes([(6 - 1) << 2]) + plain[:6]  # literal: header, key, "ab"
+    packed += bytes([1 | (8 - 4) << 2, 2])  # eight bytes from two back
+    packed += bytes([2 | (2 - 1) << 2, 2, 0])  # two bytes from two back, in the long form
+    packed += bytes([(8 - 1) << 2]) + RESTART
+    assert list(sorted_table.read_table(table_of(packed, kind=1))) == [(b"a", b"abababababab")]
+
+
+@given(st.binary(max_size=120))
+@settings(max_examples=300)
+def test_no_bytes_hang_or_crash_snappy(data):
+    for size in (len(data), 20 * len(data), 1 << 40):
+        with contextlib.suppress(ValueError):
+            list(sorted_table.read_table(table_of(varint(size) + data, kind=1)))
+
+
+def test_a_small_file_cannot_claim_much():
+    """Keys that share 4,000 bytes with the one before: 1 MB of file for 400 MB of keys."""
+    block = bytes([0]) + varint(4_000) + bytes([0]) + b"k" * 4_000
+    for i in range(100_000):
+        block += varint(4_000) + bytes([3, 0]) + i.to_bytes(3, "big")
+    table = table_of(block + RESTART)
+    kept = []  # as the reader of a checkpoint keeps them
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="larger than it can be"):
+            kept.extend(sorted_table.read_table(table))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 50 * len(table)  # the keys alone are 570 times the table
+
+
+def test_bundles_round_trip(tmp_path):
+    prefix = tmp_path / "model.ckpt-7"
+    write_bundle(prefix, ARRAYS)
+    bundle = Bundle(prefix)
+    assert bundle.names() == sorted(ARRAYS, key=str.encode)
+    for name, array in ARRAYS.items():
+        read = bundle.read(name)
+        assert read.dtype == array.dtype
+        np.testing.assert_array_equal(read, array)
+
+
+def test_what_tensorflow_wrote():
+    bundle = Bundle(REAL / "convbert" / f"model.ckpt-{tf_values.STEP}")
+    shapes = tf_values.variables() | tf_values.slots()
+    assert set(bundle.names()) == set(shapes) | {"global_step"}
+    for name, shape in shapes.items():
+        np.testing.assert_array_equal(bundle.read(name), tf_values.value(name, shape))
+    assert bundle.read("global_step") == tf_values.STEP
+
+
+def test_what_tensorflow_wrote_into_three_files():
+    bundle = Bundle(REAL / "sharded" / f"model.ckpt-{tf_values.STEP}")
+    for i in range(4):
+        name = f"part_{i}/kernel"
+        np.testing.assert_array_equal(bundle.read(name), tf_values.value(name, (3, 4)))
+
+
+def test_what_tensorflow_partitioned():
+    bundle = Bundle(REAL / "partitioned" / f"model.ckpt-{tf_values.STEP}")
+    with pytest.raises(ConversionError, match="is partitioned"):
+        bundle.read("electra/embeddings/word_embeddings")
+
+
+@pytest.fixture
+def written(tmp_path):
+    prefix = tmp_path / "model.ckpt-7"
+    write_bundle(prefix, ARRAYS)
+    return prefix, tmp_path / "model.ckpt-7.index", tmp_path / "model.ckpt-7.data-00000-of-00001"
+
+
+def test_missing_files(written):
+    prefix, index, data = written
+    content = data.read_bytes()
+    data.unlink()
+    with pytest.raises(ConversionError, match=r"1 data file\(s\), copy all"):
+        Bundle(prefix)
+    data.write_bytes(content[:-1])
+    with pytest.raises(ConversionError, match="it is cut off"):
+        Bundle(prefix)
+    index.unlink()
+    with pytest.raises(ConversionError, match="needs its index file"):
+        Bundle(prefix)
+
+
+def test_a_flipped_bit_in_the_data(written):
+    prefix, _, data = written
+    content = bytearray(data.read_bytes())
+    content[5] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(ConversionError, match="wrong checksum"):
+        Bundle(prefix).read("a/kernel")
+
+
+def test_every_flipped_byte_and_every_length_of_the_index(written):
+    """None goes unnoticed, none is anything but a ConversionError."""
+    prefix, index, _ = written
+    content = index.read_bytes()
+    damaged = [content[:size] for size in range(len(content))]
+    for at in range(len(content)):
+        damaged.append(content[:at] + bytes([content[at] ^ 0x41]) + content[at + 1 :])
+    unnoticed = 0
+    for wrong in damaged:
+        index.write_bytes(wrong)
+        try:
+            bundle = Bundle(prefix)
+            assert bundle.names() == sorted(ARRAYS, key=str.encode)
+            unnoticed += 1
+        except ConversionError:
+            pass
+    assert unnoticed <= 60  # the footer's padding and the empty block of meta data: nobody reads
+
+
+NUMBERS = st.integers(0, 3) | st.integers(0, (1 << 64) - 1)
+entries = st.dictionaries(
+    st.text(max_size=5), st.binary(max_size=40) | st.builds(
+        lambda kind, sizes, shard, offset, size: EntryProto(
+            dtype=kind, shape={"dim": [{"size": s} for s in sizes]}, shard=shard, offset=offset,
+            size=size,
+        ).SerializeToString(),
+        st.integers(0, 30), st.lists(NUMBERS, max_size=40), NUMBERS, NUMBERS, NUMBERS,
+    ), max_size=5,
+)  # fmt: skip
+
+
+@given(entries, st.binary(max_size=12) | st.just(HeaderProto(num_shards=1).SerializeToString()))
+@settings(max_examples=200)
+def test_no_index_hangs_or_crashes(tmp_path_factory, table, header):
+    """Right checksums, wrong contents: sizes that overflow, shards that are not there."""
+    folder = tmp_path_factory.mktemp("fuzz", numbered=True)
+    prefix = folder / "model.ckpt"
+    rows = {b"": header} | {key.encode(): value for key, value in table.items()}
+    prefix.with_name("model.ckpt.index").write_bytes(sorted_table.write_table(sorted(rows.items())))
+    prefix.with_name("model.ckpt.data-00000-of-00001").write_bytes(bytes(64))
+    try:
+        bundle = Bundle(prefix)
+        for name in bundle.names():
+            bundle.read(name)
+    except ConversionError:
+        pass
+
+
+def test_real_index_files_with_random_damage(tmp_path):
+    """TensorFlow's own file, checksums mended after the damage so that the parser is reached."""
+    content = (REAL / "convbert" / f"model.ckpt-{tf_values.STEP}.index").read_bytes()
+    rng = np.random.default_rng(0)
+    rows = list(sorted_table.read_table(content))
+    for number in range(60):
+        rows_now = [list(row) for row in rows]
+        row = rows_now[rng.integers(len(rows_now))]
+        at = rng.integers(2)
+        data = bytearray(row[at])
+        if data:
+            data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        row[at] = bytes(data)
+        prefix = tmp_path / f"{number}"
+        ordered = sorted({bytes(k): bytes(v) for k, v in rows_now}.items())
+        prefix.with_name(f"{number}.index").write_bytes(sorted_table.write_table(ordered))
+        prefix.with_name(f"{number}.data-00000-of-00001").write_bytes(
+            (REAL / "convbert" / f"model.ckpt-{tf_values.STEP}.data-00000-of-00001").read_bytes()
+        )
+        with contextlib.suppress(ConversionError):
+            tensorflow1.read_checkpoint(prefix)

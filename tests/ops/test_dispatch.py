@@ -1,0 +1,149 @@
+"""The choice between implementations, the names that a config has for them, and parts of a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
+from convbert_jax.ops import attention, depthwise_conv, dispatch, dynamic_conv, span_dynamic_conv
+from convbert_jax.ops.dispatch import BATCH, HEADS, ROWS, WHOLE, Implementation
+from convbert_jax.training import sharding
+
+
+@pytest.mark.parametrize(
+    ("op", "names"),
+    [
+        (attention, ATTENTIONS),
+        (dynamic_conv, CONVOLUTIONS),
+        (span_dynamic_conv, CONVOLUTIONS),
+        (depthwise_conv, CONVOLUTIONS),
+    ],
+)
+def test_a_config_has_the_names_of_the_tables(op, names):
+    """So a value of model.attention or model.convolution means the same in each op."""
+    assert {name: one.platform for name, one in op.IMPLEMENTATIONS.items()} == names
+
+
+def double(x):
+    return 2 * x
+
+
+TABLE = {
+    "fast": Implementation(double, "tpu"),
+    "picky": Implementation(double, refuses=lambda x: "" if x.size < 4 else "it is for small ones"),
+    "shy": Implementation(double, left_by_auto=lambda x: "nobody has tried it"),
+    "plain": Implementation(abs),
+}
+
+
+@pytest.fixture(autouse=True)
+def _say_again():
+    dispatch._say.cache_clear()
+
+
+def test_auto_takes_the_first_that_can_and_says_why_not_the_others(caplog):
+    with caplog.at_level("INFO"):
+        chosen = [dispatch.choose("twice", "auto", TABLE, jnp.ones(9)) for _ in range(2)]
+    assert chosen == [abs, abs]
+    assert [record.message for record in caplog.records] == [
+        "twice: auto takes plain on cpu; not fast: it needs a tpu; "
+        "not picky: it is for small ones; not shy: nobody has tried it."
+    ]
+    assert dispatch.choose("twice", "auto", TABLE, jnp.ones(3)) is double
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "slow",
+            "twice: implementation is 'slow', but must be one of auto, fast, picky, shy",
+        ),
+        ("fast", "twice: implementation is 'fast' on cpu, but it needs a tpu; take 'auto'"),
+        ("picky", "twice: implementation is 'picky' on cpu, but it is for small ones; take 'auto'"),
+    ],
+)
+def test_a_named_one_never_gives_way(name, message):
+    with pytest.raises(ValueError, match=message):
+        dispatch.choose("twice", name, TABLE, jnp.ones(9))
+
+
+def test_a_named_one_is_taken_where_auto_would_not():
+    assert dispatch.choose("twice", "shy", TABLE, jnp.ones(9)) is double
+
+
+def test_auto_without_one_that_can_is_an_error():
+    with pytest.raises(ValueError, match="twice: no implementation can do this on cpu; not fast"):
+        dispatch.choose("twice", "auto", {"fast": TABLE["fast"]}, jnp.ones(9))
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cpu"], ids="for_{}".format)
+def test_tpu_kernels_are_not_for_float16(platform, monkeypatch):
+    monkeypatch.setattr(dispatch, "platform", lambda: platform)
+    x, filters = jnp.ones((1, 8, 4), jnp.float16), jnp.ones((3, 4), jnp.float16)
+    out = depthwise_conv.depthwise_conv(x, filters)
+    assert out.dtype == jnp.float16
+    with pytest.raises(ValueError, match="float16" if platform == "tpu" else "it needs a tpu"):
+        depthwise_conv.depthwise_conv(x, filters, implementation="pallas_tpu")
+
+
+# --- On a mesh ---
+
+
+def mesh(**sizes):
+    kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.set_mesh(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds))
+
+
+def parts(x, spec, out=None):
+    """The shape that each device gets of `x`, and the result on all of them."""
+    seen = []
+
+    def kernel(x):
+        seen.append(x.shape)
+        return 2 * x
+
+    result = jax.jit(lambda x: dispatch.over_mesh(kernel, [x], [spec], out or spec))(x)
+    np.testing.assert_array_equal(result, 2 * x)
+    return seen[0]
+
+
+X = jnp.arange(8 * 3 * 4 * 2.0).reshape(8, 3, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec", "shape"),
+    [
+        ({"data": 4, "tensor": 2}, dispatch.ROWS_AND_HEADS, (2, 3, 2, 2)),
+        ({"data": 4, "tensor": 2}, ROWS, (2, 3, 4, 2)),
+        ({"data": 4, "tensor": 2}, WHOLE, (8, 3, 4, 2)),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, dispatch.ROWS_AND_HEADS, (2, 3, 2, 2)),
+        ({"tensor": 8}, dispatch.ROWS_AND_HEADS, (8, 3, 4, 2)),  # 4 heads are not split in 8
+        ({"data": 1}, ROWS, (8, 3, 4, 2)),
+    ],
+)
+def test_each_device_gets_its_part(sizes, spec, shape):
+    with mesh(**sizes):
+        assert parts(X, spec) == shape
+
+
+def test_rows_that_an_axis_does_not_divide_are_not_split_by_it():
+    with mesh(data=4, fsdp=2):
+        assert parts(X[:6], ROWS) == (3, 3, 4, 2)  # by fsdp alone
+    with mesh(data=8):
+        assert parts(X[:6], ROWS) == (6, 3, 4, 2)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_axis_that_kernels_do_not_know_is_an_error(size):
+    with (
+        mesh(data=4, expert=size),
+        pytest.raises(ValueError, match="The mesh has an axis 'expert', but kernels know only"),
+    ):
+        parts(X, ROWS)
+
+
+def test_the_axes_are_those_of_training():
+    assert BATCH == sharding.BATCH_AXES
+    assert (*BATCH, HEADS) == sharding.AXES

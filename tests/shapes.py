@@ -1,0 +1,107 @@
+"""Traces what computes with arrays while signatures are checked (tests/test_shapes.py).
+
+Every form of an op that runs on a CPU, forward and backward, and the loss of both recipes with each
+mixer. Nothing is compiled. In a process of its own, since signatures are checked from the import
+on, and only there: tests of refusals call with wrong shapes, and others have stand-ins.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Callable
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+from beartype import beartype
+
+CHECKED = ("ops", "models", "objectives")
+
+
+def check_arrays(function: Callable) -> Callable:
+    """beartype for what is annotated as an array, and for nothing else."""
+    function.__annotations__ = {
+        name: hint if _is_of_arrays(hint) else object
+        for name, hint in function.__annotations__.items()
+    }
+    return beartype(function)
+
+
+def _is_of_arrays(hint: object) -> bool:
+    parts = getattr(hint, "__args__", ())
+    return isinstance(hint, type(jaxtyping.AbstractArray)) or any(map(_is_of_arrays, parts))
+
+
+def trace(function: Callable, *shapes: jax.ShapeDtypeStruct) -> None:
+    """`function` of arrays of these shapes, and its gradient."""
+
+    def both(*arrays):
+        out, pull = jax.vjp(function, *arrays)
+        return pull(jax.tree.map(jnp.ones_like, out))
+
+    jax.eval_shape(both, *shapes)
+
+
+def trace_ops() -> None:
+    from convbert_jax.ops.attention import attention
+    from convbert_jax.ops.depthwise_conv import depthwise_conv
+    from convbert_jax.ops.dynamic_conv import dynamic_conv
+    from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
+
+    ids = jnp.ones((2, 24), jnp.int32)
+    for dtype, segment_ids, causal in itertools.product(
+        (jnp.float32, jnp.bfloat16), (None, ids), (False, True)
+    ):
+        rows, heads, filters, light, few, width, outputs = (
+            jax.ShapeDtypeStruct(sizes, dtype)
+            for sizes in (
+                (2, 24, 32), (2, 24, 2, 16), (2, 24, 2, 9), (2, 9), (9, 32), (32, 18), (18,)
+            )
+        )  # fmt: skip
+        own = {"segment_ids": segment_ids, "causal": causal}
+        trace(functools.partial(attention, implementation="xla", **own), heads, heads, heads)
+        for dilation, implementation in itertools.product((1, 2), ("reference", "xla")):
+            own |= {"dilation": dilation, "implementation": implementation}
+            dynamic = functools.partial(dynamic_conv, **own)
+            trace(dynamic, heads, filters)
+            trace(dynamic, heads, light)
+            span = functools.partial(span_dynamic_conv, heads=2, **own)
+            trace(span, rows, rows, rows, width, outputs)
+        trace(functools.partial(depthwise_conv, **own), rows, few)
+
+
+def trace_pretraining() -> None:
+    from convbert_jax.config.mixers import MIXERS
+    from convbert_jax.recipes import build_task
+    from tests.end_to_end.test_devices import SPECIAL, batch_of, small_config
+
+    for mixer, name in itertools.product(MIXERS, ("replaced_token", "masked_lm")):
+        config = small_config()
+        config = dataclasses.replace(
+            config,
+            recipe=name,
+            compute_dtype="bfloat16",
+            model=dataclasses.replace(config.model, mixer=mixer),
+        )
+        task = build_task(config, SPECIAL, jax.devices()[0])
+        params = jax.eval_shape(task.init, jax.random.key(0))
+        batch = {field: jnp.asarray(array) for field, array in batch_of(config).items()}
+        loss = jax.grad(task.loss, has_aux=True)
+        jax.eval_shape(lambda p, loss=loss, b=batch: loss(p, b, jax.random.key(0)), params)
+
+
+def main() -> None:
+    packages = [f"convbert_jax.{name}" for name in CHECKED]
+    with jaxtyping.install_import_hook(packages, "tests.shapes.check_arrays"):
+        trace_ops()
+        trace_pretraining()
+        from convbert_jax.ops.softmax import softmax
+
+        wrong = jnp.ones((4, 5), bool)  # in a function that has no check of its own
+        with pytest.raises(jaxtyping.TypeCheckError, match="visible"):
+            softmax(jnp.zeros((2, 3)), wrong, jnp.float32)
+    print("All signatures hold.")

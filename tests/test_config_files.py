@@ -1,0 +1,114 @@
+"""Config files from any folder: the package's, the user's own, and what they import."""
+
+import concurrent.futures
+import sys
+import time
+
+import pytest
+
+from convbert_jax import config_files
+from convbert_jax.config import ConfigError, UserError
+
+MINE = """
+from configs import variants
+def get_config(variant="default"):
+    config = variants.start("mine", variant)
+    config.seed = {seed}
+    return variants.finish(config)
+"""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """A working directory without configs, on Python's path as `python -m` puts it there, and not
+    the repository.
+    """
+    monkeypatch.chdir(tmp_path)
+    repository = str(config_files._shipped().parent)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if p != repository)])
+    return tmp_path
+
+
+def steps(value, **changed):
+    return config_files.make_config(value, changed).train.steps
+
+
+def seed(value):
+    return config_files.make_config(value, {}).seed
+
+
+@pytest.mark.parametrize("value", ["configs/tiny.py", "tiny"])
+def test_the_package_s_own_from_any_folder(value):
+    assert steps(value) == 700
+    assert config_files.make_config(f"{value}:paper", {}).variant == "paper"
+
+
+def test_a_file_of_the_user_s_own_wins(elsewhere):
+    (elsewhere / "configs").mkdir()
+    (elsewhere / "configs" / "tiny.py").write_text(MINE.format(seed=5))
+    assert seed("configs/tiny.py") == seed("tiny") == 5
+    (elsewhere / "tiny").write_text(MINE.format(seed=6))
+    assert seed("tiny") == 6
+    assert steps("base") == 1_000_000
+    assert config_files.known_files().count("configs/tiny.py") == 1
+
+
+def test_a_copy_anywhere_imports_what_the_package_has(elsewhere):
+    (elsewhere / "mine.py").write_text(MINE.format(seed=7))
+    assert seed("mine.py") == seed(str(elsewhere / "mine.py")) == 7
+    (elsewhere / "task.py").write_text((config_files._shipped() / "glue.py").read_text())
+    assert config_files.make_config("task.py:cola", {}).finetune.tasks == ("cola",)
+
+
+def test_a_folder_of_that_name_of_another_project_is_not_in_the_way(elsewhere):
+    (elsewhere / "configs").mkdir()
+    (elsewhere / "configs" / "__init__.py").write_text("SEED = 8")
+    (elsewhere / "configs" / "variants.py").write_text("raise ValueError('not ours')")
+    assert seed("small") == 0
+    (elsewhere / "configs" / "helper.py").write_text("from configs import SEED")
+    (elsewhere / "own.py").write_text(
+        "from configs import helper\ndef get_config():\n    return {'seed': helper.SEED}"
+    )
+    assert seed("own.py") == 8
+    (elsewhere / "configs" / "__init__.py").write_text("SEED = 1_009")  # edited in between
+    assert seed("own.py") == 1_009
+
+
+def test_what_python_has_imported_stays_as_it_was(elsewhere):
+    before = {name: module for name, module in sys.modules.items() if name.startswith("configs")}
+    (elsewhere / "mine.py").write_text("import configs.variants\n1 / 0")
+    with pytest.raises(ConfigError, match="line 2 raises ZeroDivisionError"):
+        steps("mine.py")
+    after = {name: module for name, module in sys.modules.items() if name.startswith("configs")}
+    assert after == before
+
+
+def test_threads_that_make_configs_do_not_see_each_other(elsewhere):
+    for name, seconds in (("first", 0.3), ("second", 0.9)):  # the second begins within the first
+        late = f"    import time; time.sleep({seconds})\n    from configs import variants\n"
+        (elsewhere / f"{name}.py").write_text(f"def get_config():\n{late}    return {{'seed': 9}}")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(seed, "first.py")
+        time.sleep(0.1)
+        assert pool.submit(seed, "second.py").result() == first.result() == 9
+
+
+def test_a_home_of_nobody_is_one_sentence():
+    with pytest.raises(UserError, match="home folder of ~nobody-here is unknown"):
+        seed("~nobody-here/mine.py")
+    with pytest.raises(UserError, match="home folder of ~nobody-here is unknown"):
+        config_files.choose_workdir("~nobody-here/run", None)
+
+
+@pytest.mark.parametrize("value", ["tny", "configs/tny.py", "other/tiny.py", "tiny.py", ""])
+def test_what_is_nowhere_is_answered_with_what_there_is(value):
+    with pytest.raises(ConfigError, match=r"there is no file .*known configs: configs/base\.py,"):
+        steps(value)
+
+
+def test_changed_fields_are_checked_by_name_and_type():
+    assert steps("tiny", **{"train.steps": 50}) == 50
+    with pytest.raises(ConfigError, match=r"did you mean config.train.steps"):
+        steps("tiny", **{"train.step": 50})
+    with pytest.raises(ConfigError, match=r"config.train.steps='50' must be of type int"):
+        steps("tiny", **{"train.steps": "50"})

@@ -1,0 +1,94 @@
+"""What an installation declares, and the locks beside it."""
+
+import ast
+import importlib.metadata
+import pathlib
+import runpy
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from packaging.utils import canonicalize_name
+
+import convbert_jax
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+OURS = {"convbert_jax", "configs"}
+# Imported where they are found, with a sentence that says how to get them where they are not.
+OPTIONAL = {"torch", "transformers", "datasets"}
+LOCK = runpy.run_path(str(REPOSITORY / "launch" / "lock.py"))
+LOCKS = sorted(REPOSITORY.glob("requirements-*.lock"))
+
+
+def _imported(folder: str) -> dict[str, str]:
+    """Top-level module -> a file that imports it."""
+    found = {}
+    for path in sorted((REPOSITORY / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            found |= {name.partition(".")[0]: path.name for name in names}
+    return {n: p for n, p in found.items() if n not in OURS | {*sys.stdlib_module_names}}
+
+
+def _names(extras=()) -> set[str]:
+    return {canonicalize_name(requirement.name) for requirement in LOCK["declared"](extras)}
+
+
+@pytest.mark.parametrize(
+    ("folder", "extras"), [("convbert_jax", ()), ("tests", ("test", "parity"))]
+)
+def test_every_import_is_declared(folder, extras):
+    providers = importlib.metadata.packages_distributions()
+    declared = _names(extras)
+    made_here = {"tests", "benchmarks", "tensorflow", "tf_values"}  # make_tf_bundle.py, by hand
+    for module, file in _imported(folder).items():
+        if module in OPTIONAL | made_here:
+            continue
+        known = {canonicalize_name(name) for name in providers.get(module, ())}
+        assert known & declared, f"{file} imports {module}; add its package to requirements.txt"
+
+
+def test_the_extra_for_tests_is_the_file_for_tests():
+    lines = (REPOSITORY / "requirements-test.txt").read_text().splitlines()
+    lines = [line.partition("#")[0].strip() for line in lines]
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert settings["optional-dependencies"]["test"] == [line for line in lines if line]
+
+
+def test_locks_are_of_both_stacks():
+    assert [path.name for path in LOCKS] == ["requirements-3.11.lock", "requirements-3.12.lock"]
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+def test_a_lock_has_a_version_for_all_that_is_declared(path):
+    locked = LOCK["read"](path)
+    environment = {"python_version": path.name.removeprefix("requirements-")[:4]}
+    for requirement in LOCK["declared"]():
+        if requirement.marker and not requirement.marker.evaluate(environment):
+            continue
+        version = locked[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), f"{requirement} is not {version}"
+    assert all("+" not in version for version in locked.values()), "a label of one build"
+
+
+def test_what_differs_from_a_lock_is_said():
+    numpy = importlib.metadata.version("numpy")
+    assert LOCK["compare"]({"numpy": numpy, "torch-of-no-index": "1.0"}) == []
+    (line,) = LOCK["compare"]({"numpy": "0.1"})
+    assert line == f"numpy: {numpy} installed, 0.1 in the lock"
+
+
+def test_the_version_stands_in_the_changelog():
+    assert f"({convbert_jax.__version__}" in (REPOSITORY / "CHANGELOG.md").read_text()
+
+
+def test_importing_the_package_loads_no_jax():
+    code = "import sys, convbert_jax; print(sorted({'jax', 'numpy', 'absl'} & {*sys.modules}))"
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert said.stdout == "[]\n"

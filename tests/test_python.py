@@ -1,0 +1,179 @@
+"""The package from Python: the examples of its documentation, and the command line's numbers."""
+
+import doctest
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import convbert_jax
+from convbert_jax import recipes
+from convbert_jax.config import UserError, to_config_dict
+from convbert_jax.inference import model as model_module
+from tests.recipes.conftest import (  # noqa: F401
+    SMALL,
+    _one_device,
+    pretrained,
+    pretraining_config,
+    text,
+    write_task,
+)
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+NOT_NUMBERS = ("seconds", "tokens_per_second", "memory", "mfu")
+
+
+def without_times(records):
+    """What a run has learned, not how fast."""
+    return [
+        {n: v for n, v in record.items() if not any(part in n for part in NOT_NUMBERS)}
+        for record in records
+    ]
+
+
+def test_the_examples_of_the_documentation(pretrained, text, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").symlink_to(pretrained.folder)
+    write_task(tmp_path)
+    (tmp_path / "train.csv").write_text((tmp_path / "train.tsv").read_text().replace("\t", ","))
+    small = {**SMALL, "data.source": text, "train.batch_size": 8, "train.eval_rows": 16}
+    names = {
+        "convbert_jax": convbert_jax,
+        "small": small,
+        "quick": {"finetune.length": 16, "finetune.epochs": (1.0,), "train.compile_cache": ""},
+        "model": convbert_jax.load(pretrained.folder),
+    }
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    finder = doctest.DocTestFinder()
+    examples = [t for m in (convbert_jax, model_module) for t in finder.find(m) if t.examples]
+    assert len(examples) == 9, [t.name for t in examples]
+    for example in examples:
+        example.globs = dict(names)
+        said = []
+        runner.run(example, out=said.append)
+        assert not said, "".join(said)
+
+
+def test_pretraining_is_that_of_the_command_line(pretrained, pretraining_config, tmp_path):  # noqa: F811
+    """By the file of its config, which a ConfigDict and changed fields give too."""
+    values = to_config_dict(pretraining_config).unlock()
+    values.train.steps = 2
+    found = convbert_jax.pretrain(values, tmp_path / "run", **{"train.steps": 4})
+    assert isinstance(found, recipes.PretrainingResult)
+    assert without_times(found.metrics) == without_times(pretrained.metrics)
+    assert (found.folder, found.step) == (tmp_path / "run", 4)
+    again = convbert_jax.pretrain(workdir=tmp_path / "run")
+    assert again.metrics == found.metrics
+    with pytest.raises(UserError, match=r"model\.layers was 1, now 2"):
+        convbert_jax.pretrain(workdir=tmp_path / "run", **{"model.layers": 2})
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: convbert_jax.pretrain("glue:cola"), "is for convbert_jax.finetune; call that"),
+        (lambda: convbert_jax.finetune("tiny"), "is for convbert_jax.pretrain; call that one"),
+        (lambda: convbert_jax.pretrain(), "neither a config nor the workdir"),
+        (lambda: convbert_jax.pretrain(workdir="nowhere"), "workdir=nowhere holds no run"),
+        (lambda: convbert_jax.load_config("tny"), "known configs: configs/base.py"),
+        (lambda: convbert_jax.load_config({"modle": {}}), "did you mean config.model"),
+        (lambda: convbert_jax.load("nowhere"), "nowhere is no run"),
+    ],
+)
+def test_mistakes_are_one_sentence(call, says):
+    with pytest.raises(UserError, match=says.replace(".", r"\.")) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+PLATFORM = """
+import convbert_jax, jax, os
+from convbert_jax import recipes
+recipes.pretrain = lambda *_: None
+try:
+    convbert_jax.load("nowhere")
+except convbert_jax.UserError:
+    print(os.environ["TPU_WORKER_HOSTNAMES"], jax.config.jax_platforms)
+convbert_jax.pretrain("tiny", "run", platform="cpu")
+print(jax.config.jax_platforms)
+"""
+
+
+def test_the_platform_is_chosen_before_jax_looks_for_devices(tmp_path):
+    left_out = ("JAX_PLATFORMS", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {"TPU_SKIP_MDS_QUERY": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-c", PLATFORM],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["localhost", "None", "cpu"], done.stderr
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Python of a fresh virtual environment with nothing but `pip install .` of this package; what
+    it needs is lent by the environment of these tests.
+    """
+    folder = tmp_path_factory.mktemp("installed")
+    source = folder / "source"  # pip builds in the folder that it is given
+    kept = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", "benchmarks", "build")
+    shutil.copytree(REPOSITORY, source, ignore=kept)
+    subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True)
+    python = folder / "env" / "bin" / "python"
+    quiet = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([python, *quiet, "--no-deps", source], check=True)
+    shutil.rmtree(source)
+    place = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    ours, lent = (
+        subprocess.run([p, "-c", place], capture_output=True, text=True, check=True).stdout.strip()
+        for p in (python, sys.executable)
+    )
+    (pathlib.Path(ours) / "lent.pth").write_text(lent)
+    return python
+
+
+NOTEBOOK = """
+import convbert_jax, sys
+assert "site-packages" in convbert_jax.__file__, convbert_jax.__file__
+fields = {"train.steps": 4, "data.source": sys.argv[1], "data.workers": 1, "train.eval_rows": 16,
+          "model.layers": 1, "model.hidden_size": 32, "model.embedding_size": 32, "model.heads": 2,
+          "model.ffn_size": 64, "tokenizer.vocab_size": 200, "train.batch_size": 8}
+config = convbert_jax.load_config("configs/tiny.py", **fields)
+run = convbert_jax.pretrain(config, "runs/mine")
+assert run.metrics[-1]["step"] == 4, run.metrics
+model = convbert_jax.load("runs/mine")
+assert model.encode(["a text", "another"]).shape == (2, 32)
+assert len(model.fill_mask("Paris is the [MASK] of France.")) == 5
+assert model.replaced("Paris is the capitol of France.")[0]["token"]
+print("done", run.evaluation["mlm_loss"])
+"""
+
+
+@pytest.mark.slow
+def test_a_notebook_and_the_command_line_after_pip_install(installed, text, tmp_path):  # noqa: F811
+    """In a folder of its own, far from the checkout; both come to the same numbers."""
+    start = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
+    result = subprocess.run([installed, "-c", NOTEBOOK, text], **start)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("done "), result.stdout  # nothing else is printed
+    flags = ["data.workers=1", "model.layers=1", "model.hidden_size=32", "model.embedding_size=32"]
+    flags += ["model.heads=2", "model.ffn_size=64", "tokenizer.vocab_size=200", "train.steps=4"]
+    flags += ["train.batch_size=8", "train.eval_rows=16", f"data.source={text}"]
+    command = ["-m", "convbert_jax.main", "--config=configs/tiny.py", "--workdir=runs/other"]
+    result = subprocess.run([installed, *command, *(f"--config.{f}" for f in flags)], **start)
+    assert result.returncode == 0, result.stderr
+    ours, theirs = (
+        [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").open()]
+        for name in ("mine", "other")
+    )
+    assert without_times(ours) == without_times(theirs)

@@ -1,0 +1,86 @@
+"""How the suite runs: the dearest file first, a table of files, no skip where all must run."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+FILES = {
+    "test_a.py": "def test_one(): pass\ndef test_two(): pass",
+    "test_b.py": "import pytest\n\n@pytest.mark.slow\ndef test_slow(): pass",
+    "test_c.py": "import time\n\ndef test_long(): time.sleep(0.7)",
+}
+
+
+@pytest.fixture
+def suite(tmp_path):
+    """suite(*arguments, **environment) -> (exit code, what pytest prints of tests in FILES)."""
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: x\n")
+
+    def run(*arguments, **environment):
+        result = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "tests.running", *arguments],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(REPOSITORY),
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take seconds to import
+                **environment,
+            },
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        return result.returncode, result.stdout
+
+    return run
+
+
+def order_of(printed: str) -> list[str]:
+    """Files in the order in which one worker ran them."""
+    lines = [line for line in printed.splitlines() if "PASSED" in line]
+    return list(dict.fromkeys(line.split()[-1].partition("::")[0] for line in lines))
+
+
+def test_workers_begin_with_the_dearest_file(suite):
+    """By marker at first, then by what was measured; the table shows the dearest."""
+    workers = ("-v", "--numprocesses=1", "--dist=loadfile", "--no-loadscope-reorder")
+    code, printed = suite(*workers)
+    assert code == 0, printed
+    assert order_of(printed) == ["test_b.py", "test_a.py", "test_c.py"]
+    code, printed = suite(*workers, "--durations=1")
+    assert code == 0, printed
+    assert order_of(printed)[0] == "test_c.py"
+    table = [line.split()[1:] for line in printed.partition("slowest 10 files")[2].splitlines()]
+    assert table.index(["1", "tests", "test_c.py"]) < table.index(["2", "tests", "test_a.py"])
+
+
+@pytest.mark.parametrize("place", ["file", "test", "marker"])
+def test_a_package_that_is_not_there_is_an_error_where_all_must_run(suite, tmp_path, place):
+    skip = 'pytest.importorskip("no_such_package")'
+    content = {
+        "file": f"import pytest\n{skip}\ndef test(): pass",
+        "test": f"import pytest\ndef test(): {skip}",
+        "marker": "import pytest\nfrom tests.running import LACKS\n"
+        "@pytest.mark.skipif(True, reason=f\"{LACKS} 'it'\")\ndef test(): pass",
+    }[place]
+    (tmp_path / "test_d.py").write_text(content)
+    code, printed = suite("test_d.py")
+    assert "1 skipped" in printed
+    assert code in (0, 5)  # nothing failed; of a file that skips nothing was collected
+    code, printed = suite("test_d.py", CONVBERT_TEST_COMPLETE="1")
+    assert code in (1, 2)
+    assert "could not import" in printed
+    assert "skipped, which is an error here" in printed
+
+
+def test_other_skips_stay_skips(suite, tmp_path):
+    (tmp_path / "test_d.py").write_text("import pytest\ndef test(): pytest.skip('no disk here')")
+    code, printed = suite("test_d.py", CONVBERT_TEST_COMPLETE="1")
+    assert code == 0, printed

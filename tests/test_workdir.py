@@ -1,0 +1,247 @@
+"""One run per workdir, and never a run of another model or corpus."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from convbert_jax.command_line.fields import field_types
+from convbert_jax.config import Config, to_dict
+from convbert_jax.config.changes import is_changeable
+from convbert_jax.files import DamagedFileError
+from convbert_jax.workdir import Workdir, WorkdirError
+
+CONFIG = Config()
+
+
+def replace(section: str, **changes) -> Config:
+    return dataclasses.replace(
+        CONFIG, **{section: dataclasses.replace(getattr(CONFIG, section), **changes)}
+    )
+
+
+def keep(folder, config=CONFIG, *, checkpoint=True):
+    """What a run leaves: its config, and a checkpoint if it came so far."""
+    with Workdir(folder).open(config):
+        if checkpoint:
+            (folder / "checkpoints" / "3").mkdir(parents=True)
+
+
+def test_config_is_kept(tmp_path):
+    with Workdir(tmp_path / "new" / "run").open(CONFIG):
+        pass
+    assert json.loads((tmp_path / "new" / "run" / "config.json").read_text()) == to_dict(CONFIG)
+
+
+OTHERS = [
+    ("model", {"hidden_size": 512}),
+    ("generator", {"size": 0.5}),
+    ("objective", {"mask_fraction": 0.3}),
+    ("tokenizer", {"vocab_size": 1000}),
+    ("data", {"source": "text:x"}),
+    ("data", {"length": 64}),
+    ("train", {"batch_size": 64}),
+]
+
+
+@pytest.mark.parametrize(("section", "changes"), OTHERS)
+def test_another_model_or_corpus_is_refused(tmp_path, section, changes):
+    keep(tmp_path)
+    kept = (tmp_path / "config.json").read_text()
+    field = next(iter(changes))
+    with (
+        pytest.raises(
+            WorkdirError, match=rf"config\.{section}\.{field} was .*, now .*choose another"
+        ),
+        Workdir(tmp_path).open(replace(section, **changes)),
+    ):
+        pass
+    assert (tmp_path / "config.json").read_text() == kept
+
+
+@pytest.mark.parametrize(("section", "changes"), OTHERS)
+def test_a_start_that_made_nothing_binds_nothing(tmp_path, section, changes):
+    """A typo fails, and the corrected command is the next one."""
+    keep(tmp_path, checkpoint=False)
+    (tmp_path / "checkpoints").mkdir()  # opened, and nothing saved
+    (tmp_path / "results.jsonl").touch()
+    changed = replace(section, **changes)
+    keep(tmp_path, changed, checkpoint=False)
+    assert Workdir(tmp_path).read_config() == changed
+
+
+def test_a_field_younger_than_the_run_had_its_default(tmp_path):
+    """Eight replicas in place of one change the gradient's size under Adam's moments."""
+    keep(tmp_path)
+    kept = to_dict(CONFIG)
+    del kept["optimizer"]["release_replicas"]
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    with Workdir(tmp_path).open(CONFIG):
+        pass
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    with (
+        pytest.raises(WorkdirError, match="release_replicas was 1, now 8"),
+        Workdir(tmp_path).open(replace("optimizer", release_replicas=8)),
+    ):
+        pass
+
+
+def test_a_config_of_older_rules_is_no_damage(tmp_path):
+    old = replace("model", mixer="attention", head_ratio=4)
+    with Workdir(tmp_path).open(old):
+        pass
+    with pytest.raises(DamagedFileError, match="head_ratio"):
+        Workdir(tmp_path).read_config()
+    with Workdir(tmp_path).open(CONFIG):
+        pass
+    assert Workdir(tmp_path).read_config() == CONFIG
+
+
+@pytest.mark.parametrize("made", ["results.jsonl", "unfinished/checkpoints/5/params"])
+def test_what_fine_tuning_made_binds_too(tmp_path, made):
+    keep(tmp_path, checkpoint=False)
+    (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / made).write_text("{}\n")
+    with pytest.raises(WorkdirError, match="now 64"):
+        keep(tmp_path, replace("train", batch_size=64))
+
+
+def test_the_way_out_keeps_the_shards(tmp_path):
+    keep(tmp_path)
+    with pytest.raises(WorkdirError) as refused:
+        keep(tmp_path, replace("train", batch_size=64))
+    assert "shards" not in str(refused.value)  # there are none
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "metadata.json").write_text("{}")
+    with pytest.raises(WorkdirError, match=rf"--config\.data\.directory={tmp_path}/data"):
+        keep(tmp_path, replace("train", batch_size=64))
+    with pytest.raises(WorkdirError) as refused:  # of another length these are of no use
+        keep(tmp_path, replace("data", length=64))
+    assert "shards" not in str(refused.value)
+
+
+def damages():
+    """Name -> content of config.json that is not what was written."""
+    whole = json.dumps(to_dict(CONFIG))
+    values = to_dict(CONFIG)
+    found = {
+        "empty": b"",
+        "cut": whole[:400].encode(),
+        "not UTF-8": whole.replace("docstrings", "\u00e9").encode("latin-1"),
+        "NUL": bytes(2000),
+        "list": b"[]",
+        "number": b"3",
+        "null": b"null",
+        "nested": b"[" * 100_000 + b"]" * 100_000,
+        "nested sections": b'{"model":' * 50_000 + b"1" + b"}" * 50_000,
+        "a long integer": b'{"seed": ' + b"9" * 5_000 + b"}",
+        "a newer field": json.dumps(values | {"model": values["model"] | {"taps": 3}}).encode(),
+        "a newer section": json.dumps(values | {"memory": {"size": 3}}).encode(),
+        "of Hugging Face": b'{"architectures": ["ConvBertModel"], "hidden_size": 256}',
+    }
+    wrong = {str: 7, int: "7", float: "x", bool: "yes", list: 3, dict: [1]}
+    for name, value in values.items():
+        found[f"{name} of another type"] = json.dumps(values | {name: wrong[type(value)]}).encode()
+        for field, inner in value.items() if isinstance(value, dict) else ():
+            for other in (wrong[type(inner)], None, {"a": 1}):
+                section = value | {field: other}
+                found[f"{name}.{field} {other}"] = json.dumps(values | {name: section}).encode()
+    return found
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_damaged_config_is_one_sentence(tmp_path, bound):
+    keep(tmp_path, checkpoint=bound)
+    for name, content in damages().items():
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(DamagedFileError, match=r"config\.json is damaged \(.*\); ") as read:
+            Workdir(tmp_path).read_config()
+        with pytest.raises(DamagedFileError, match="choose another --workdir, or move") as opened:
+            keep(tmp_path)
+        for error in (read, opened):
+            assert len(str(error.value)) < 500, name
+            assert "\n" not in str(error.value), name
+        assert (tmp_path / "config.json").read_bytes() == content  # nothing is overwritten
+
+
+def test_no_config_is_no_run(tmp_path):
+    with pytest.raises(WorkdirError, match="holds no run"):
+        Workdir(tmp_path).read_config()
+    with pytest.raises(WorkdirError, match="holds no run"):
+        Workdir(tmp_path / "nowhere").read_config()
+
+
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ("train", {"steps": 5}),
+        ("optimizer", {"learning_rate": 1.0}),
+        ("model", {"remat": "full"}),
+        ("data", {"workers": 3}),
+        ("mesh", {"fsdp": 2}),
+    ],
+)
+def test_speed_and_length_may_change(tmp_path, section, changes):
+    keep(tmp_path)
+    changed = replace(section, **changes)
+    with Workdir(tmp_path).open(changed):
+        pass
+    assert json.loads((tmp_path / "config.json").read_text()) == to_dict(changed)
+
+
+def test_second_run_is_refused_and_names_the_first(tmp_path):
+    with Workdir(tmp_path).open(CONFIG):
+        code = (
+            "import pathlib, sys\n"
+            "from convbert_jax.config import Config\n"
+            "from convbert_jax.workdir import Workdir\n"
+            "with Workdir(pathlib.Path(sys.argv[1])).open(Config()): pass\n"
+        )
+        result = subprocess.run(
+            [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False
+        )
+        assert result.returncode != 0
+        assert f"in use by process {os.getpid()}" in result.stderr
+    with Workdir(tmp_path).open(CONFIG):
+        pass
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(WorkdirError, match="cannot be written"),
+        Workdir(tmp_path / "file" / "run").open(CONFIG),
+    ):
+        pass
+
+
+# Written out once more: a field that loses or gains its mark is seen here.
+MAY_CHANGE = {
+    "": ("platform", "compute_dtype"),
+    "model": ("attention", "convolution", "remat", "scan_unroll"),
+    "data": ("workers", "prefetch", "directory"),
+    "train": (
+        *("steps", "accumulation", "log_every", "eval_every", "eval_rows", "warn_health"),
+        *("profile_start", "profile_steps", "compile_cache"),
+    ),
+    "checkpoint": ("every", "keep", "keep_every", "best_metric", "best_mode", "huggingface_every"),
+    "mesh": ("data", "fsdp", "tensor"),
+    "finetune": (
+        *("tasks", "data", "show_best", "seeds", "vectorize_seeds", "eval_batch_size"),
+        *("save_models", "checkpoint_minutes"),
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", ["replaced_token", "masked_lm", "finetune"])
+def test_exactly_these_fields_may_change(recipe):
+    expected = {f"{section}.{name}".strip(".") for section, n in MAY_CHANGE.items() for name in n}
+    if recipe != "finetune":
+        names = (field.name for field in dataclasses.fields(CONFIG.optimizer))
+        # the gradient is so many times larger, Adam's moments are not
+        expected |= {f"optimizer.{name}" for name in names if name != "release_replicas"}
+    found = {path for path in field_types() if is_changeable(Config, path, recipe)}
+    assert found == expected

@@ -1,0 +1,171 @@
+"""A workdir in a bucket: a fake one, a folder that only `epath` finds under gs://BUCKET.
+
+What goes past `epath`, as `open` and `os` do, ends at a path that does not exist.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+from etils.epath import backend, gpath
+
+from convbert_jax import files
+from convbert_jax.config import Config, UserError
+from convbert_jax.finetuning import results
+from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.training.checkpoints.reading import list_steps
+from convbert_jax.training.reports import reporting
+from convbert_jax.workdir import Workdir, WorkdirError
+from tests.training import tiny_run
+
+
+class Bucket(backend._OsPathBackend):
+    """Objects of gs://bucket as files of a folder; counts what an object store cannot do."""
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def _on_disk(self, path):
+        path = str(path)
+        assert path.startswith("gs://bucket"), path
+        return f"{self._folder}{path.removeprefix('gs://bucket')}"
+
+    def open(self, path, mode):
+        assert "a" not in mode, "an object is written whole"
+        place = pathlib.Path(self._on_disk(path))
+        if "w" in mode:  # there are no folders to make first
+            place.parent.mkdir(parents=True, exist_ok=True)
+        return super().open(place, mode)
+
+    def glob(self, path):
+        found = super().glob(self._on_disk(path))
+        return [f"gs://bucket{name.removeprefix(str(self._folder))}" for name in found]
+
+    def rename(self, path, dst):
+        super().rename(self._on_disk(path), self._on_disk(dst))
+
+    def replace(self, path, dst):
+        raise AssertionError("a bucket cannot rename in one step")
+
+
+for _name in ("exists", "isdir", "listdir", "makedirs", "mkdir", "rmtree", "remove", "stat"):
+
+    def _translate(self, path, *, _name=_name, **options):
+        return getattr(backend._OsPathBackend, _name)(self, self._on_disk(path), **options)
+
+    setattr(Bucket, _name, _translate)
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """A workdir in the bucket, and the folder that it is."""
+    folder = tmp_path / "objects"
+    folder.mkdir()
+    monkeypatch.setattr(files, "_BUCKETS", {"gs": "numpy"})  # stands for the package that is absent
+    monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", Bucket(folder))
+    monkeypatch.setattr(gpath, "_is_tf_installed", lambda: False)
+    return Workdir("gs://bucket/run"), folder / "run"
+
+
+def test_config_and_owner(bucket, caplog):
+    workdir, on_disk = bucket
+    with workdir.open(Config()):
+        assert (on_disk / ".lock").read_text().startswith("process ")
+        with workdir.open(Config()):  # nothing can be locked: it is said
+            assert "a bucket has no locks" in caplog.text
+    assert not (on_disk / ".lock").exists()
+    assert workdir.read_config() == Config()
+    (on_disk / "checkpoints" / "3").mkdir(parents=True)
+    assert not workdir.steps(), "Orbax has not ended it"
+    (on_disk / "checkpoints" / "3" / "commit_success.txt").touch()
+    assert workdir.steps() == [3]
+    other = dataclasses.replace(Config(), seed=5)
+    with pytest.raises(WorkdirError, match=r"--workdir=gs://bucket/run .*seed was 0, now 5"):
+        workdir.open(other).__enter__()
+
+
+def test_a_start_that_is_refused_leaves_the_owner(bucket):
+    workdir, on_disk = bucket
+    (on_disk / "checkpoints" / "3").mkdir(parents=True)
+    (on_disk / "checkpoints" / "3" / "commit_success.txt").touch()
+    with workdir.open(Config()):
+        (on_disk / ".lock").write_text("process 1 on another")
+        with pytest.raises(WorkdirError):
+            workdir.open(dataclasses.replace(Config(), seed=5)).__enter__()
+        assert (on_disk / ".lock").read_text() == "process 1 on another"
+    assert (on_disk / ".lock").exists(), "another run has it by now"
+
+
+def test_shards_are_on_a_disk(bucket, tmp_path):
+    workdir, _ = bucket
+    with pytest.raises(WorkdirError, match=r"name a folder there with --config\.data\.directory"):
+        workdir.data(Config())
+
+    def at(directory):
+        section = dataclasses.replace(Config().data, directory=directory)
+        return workdir.data(dataclasses.replace(Config(), data=section))
+
+    assert at(str(tmp_path)) == tmp_path
+    with pytest.raises(WorkdirError, match=r"config\.data\.directory=gs://bucket/data is a bucket"):
+        at("gs://bucket/data")
+
+
+def test_a_file_is_whole_or_what_it_was(bucket):
+    workdir, on_disk = bucket
+    files.write_json(workdir.config, {"a": 1})
+
+    def fail():
+        with files.replacing(workdir.config) as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert files.read_json(workdir.config, remedy="") == {"a": 1}
+    assert [path.name for path in on_disk.iterdir()] == ["config.json"]
+
+
+def test_results_of_fine_tuning(bucket):
+    workdir, on_disk = bucket
+    run = results.RunResult("toy", Setting(1e-3, 1.0), 0, 5, 0.1, {"dev": {"f1": 0.5}}, 1.0, 2.0)
+    for seed in (0, 1):
+        results.append_result(workdir, dataclasses.replace(run, seed=seed))
+    (on_disk / "results.jsonl").open("a").write('{"task": "to')
+    assert [found.seed for found in results.read_results(workdir)] == [0, 1]
+    assert (on_disk / "results.jsonl").read_text().endswith("}\n")
+
+
+def test_a_whole_run(bucket, tmp_path, monkeypatch):
+    """Its checkpoints alone, which Orbax writes without `epath`, lie on a disk."""
+    workdir, on_disk = bucket
+    local = tmp_path / "checkpoints"
+    monkeypatch.setattr(Workdir, "checkpoints", property(lambda self: local))
+    config = tiny_run.make_config(6, train={"profile_start": 2, "profile_steps": 1})
+    result = tiny_run.run(workdir.path, config)
+    assert result.step == 6
+    assert len(list(on_disk.glob("events.out.tfevents.*"))) == 1
+    lines = [json.loads(line) for line in (on_disk / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["split"]) for line in lines][-1] == (6, "validation")
+    assert reporting.read_metrics(workdir.metrics)[-1]["error"] == result.evaluation["error"]
+    assert all(path.stat().st_size > 100 for path in on_disk.glob("events.out.tfevents.*"))
+    assert list((on_disk / "profile").rglob("*.xplane.pb"))
+    assert tiny_run.run(workdir.path, tiny_run.make_config(8)).step == 8
+    assert list_steps(local)[-1] == 8
+    steps = [line["step"] for line in reporting.read_metrics(workdir.metrics)]
+    assert steps == [2, 4, 4, 6, 6, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("http://host/run", "begins with one of gs://"),
+        ("s3://bucket/run", "s3://bucket/run is no path; a bucket's begins with one of gs://"),
+        ("gs://bucket/run", "pip install no_such"),
+    ],
+)
+def test_a_bucket_that_nothing_talks_to(name, says, monkeypatch):
+    monkeypatch.setattr(files, "_BUCKETS", dict.fromkeys(files._BUCKETS, "no_such"))
+    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=says):
+        Workdir(name)

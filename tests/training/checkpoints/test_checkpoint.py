@@ -1,0 +1,343 @@
+"""Checkpoints: exact on any mesh, never half, and never silently from scratch."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convbert_jax.config import CheckpointSection, MeshSection
+from convbert_jax.training import sharding
+from convbert_jax.training.checkpoints import checksums
+from convbert_jax.training.checkpoints import reading as checkpoint_reading
+from convbert_jax.training.checkpoints import saving as checkpoint
+from convbert_jax.training.checkpoints.saving import CheckpointError, Checkpoints
+from convbert_jax.training.state import TrainState
+
+SECTION = CheckpointSection(best_metric="auc")
+
+
+def values(seed: int):
+    rng = np.random.default_rng(seed)
+    kernel = rng.normal(size=(2, 256, 128)).astype(np.float32)
+    return {
+        "stages": {"0": {"feed_forward": {"intermediate": {"kernel": kernel}}}},
+        "head": {"bias": rng.normal(size=(8,)).astype(jnp.bfloat16)},
+    }
+
+
+def make_state(step: int, mesh, seed: int | None = None) -> TrainState:
+    """A state as of an optimizer with one moment and a count."""
+    params = values(step if seed is None else seed)
+    moments = {"mean": jax.tree.map(lambda p: p * 2, params), "count": np.int32(step)}
+    state = TrainState(np.int32(step), params, (moments,))
+    return jax.device_put(state, sharding.tree_shardings(state, mesh, sharding.RULES))
+
+
+def abstract(mesh) -> TrainState:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make_state(0, mesh)
+    )
+
+
+def assert_equal(first, second):
+    def check(a, b):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+    jax.tree.map(check, first, second)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return sharding.make_mesh(MeshSection(fsdp=4))
+
+
+@pytest.fixture(scope="module")
+def saved(mesh, tmp_path_factory) -> pathlib.Path:
+    """A directory with checkpoints of steps 1, 2 and 3; copy it before changing it."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    checkpoints = Checkpoints(folder, SECTION)
+    for step in (1, 2, 3):
+        checkpoints.save(make_state(step, mesh), {"position": step * 10}, {"auc": 0.5})
+    checkpoints.close()
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path) -> pathlib.Path:
+    return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+def restore(folder, mesh):
+    checkpoints = Checkpoints(folder, SECTION)
+    try:
+        return checkpoints.restore(abstract(mesh))
+    finally:
+        checkpoints.close()
+
+
+def test_nothing_saved_is_none(tmp_path, mesh):
+    assert restore(tmp_path / "new", mesh) is None
+
+
+def test_eight_devices_to_one_and_back(saved, mesh, tmp_path):
+    one = sharding.make_mesh(MeshSection(), jax.devices()[:1])
+    on_one, position = restore(saved, one)
+    assert position == {"position": 30}
+    assert int(on_one.step) == 3
+    assert_equal(on_one, make_state(3, mesh))
+
+    checkpoints = Checkpoints(tmp_path / "again", CheckpointSection())
+    checkpoints.save(on_one, position)
+    checkpoints.close()
+    back, _ = restore(tmp_path / "again", mesh)
+    assert_equal(back, make_state(3, mesh))
+    kernel = back.params["stages"]["0"]["feed_forward"]["intermediate"]["kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size // 4
+
+
+def test_the_next_step_does_not_disturb_a_save(tmp_path, mesh):
+    """The step donates its state while the checkpoint is still being written."""
+    state = make_state(1, mesh)
+    change = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+    checkpoints = Checkpoints(tmp_path, CheckpointSection())
+    checkpoints.save(state, {})
+    for _ in range(3):
+        state = change(state)
+    checkpoints.close()
+    assert_equal(restore(tmp_path, mesh)[0], make_state(1, mesh))
+
+
+def test_what_is_kept(tmp_path, mesh):
+    """The newest two, every fourth, and the best."""
+    section = CheckpointSection(keep=2, keep_every=4, best_metric="auc", best_mode="max")
+    checkpoints = Checkpoints(tmp_path, section)
+    scores = {2: 0.7, 3: 0.9, 5: 0.8, 6: float("nan"), 9: 0.6}
+    for step in range(1, 10):
+        found = {"auc": scores[step]} if step in scores else None
+        if found:
+            assert checkpoints.is_best(found) == (step in (2, 3))
+        checkpoints.save(make_state(step, mesh, seed=0), {}, found)
+    checkpoints.close()
+    assert checkpoint.list_steps(tmp_path) == [3, 4, 8, 9]
+    reopened = Checkpoints(tmp_path, section)
+    assert not reopened.is_best({"auc": 0.89})
+    assert reopened.is_best({"auc": 0.91})
+    reopened.close()
+
+
+def test_smallest_can_be_best(tmp_path, mesh):
+    section = CheckpointSection(keep=1, best_metric="loss", best_mode="min")
+    checkpoints = Checkpoints(tmp_path, section)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        checkpoints.save(make_state(step, mesh, seed=0), {}, {"loss": loss})
+    checkpoints.close()
+    assert checkpoint.list_steps(tmp_path) == [2, 3]
+
+
+def delete(file):
+    file.unlink()
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def change_position(file):
+    file.write_text(file.read_text().replace("30", "31"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        ("_CHECKPOINT_METADATA", delete),
+        ("_CHECKPOINT_METADATA", truncate),
+        ("params/_METADATA", delete),
+        ("params/d/*", truncate),
+        ("params/ocdbt.process_0/d/*", flip),
+        ("opt_state/manifest.ocdbt", delete),
+        ("opt_state/manifest.ocdbt", flip),
+        ("data/data.json", truncate),
+        ("data/data.json", change_position),
+    ],
+)
+def test_a_damaged_newest_is_skipped_by_name(folder, mesh, caplog, pattern, damage):
+    for file in (folder / "3").glob(pattern):
+        damage(file)
+    state, position = restore(folder, mesh)
+    assert int(state.step) == 2
+    assert position == {"position": 20}
+    assert_equal(state, make_state(2, mesh))
+    assert f"{folder / '3'} is damaged" in caplog.text
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "damaged-3"]
+
+
+def test_the_step_of_a_damaged_one_is_saved_again(folder, mesh):
+    delete(folder / "3" / "params" / "_METADATA")
+    checkpoints = Checkpoints(folder, SECTION)
+    state, position = checkpoints.restore(abstract(mesh))
+    assert int(state.step) == 2
+    checkpoints.save(make_state(3, mesh, seed=7), position)
+    checkpoints.close()
+    assert_equal(restore(folder, mesh)[0].params, make_state(7, mesh).params)
+    assert (folder / "damaged-3").is_dir()
+
+
+def test_an_empty_folder_is_skipped(folder, mesh):
+    (folder / "4").mkdir()
+    assert int(restore(folder, mesh)[0].step) == 3
+
+
+def test_a_half_written_one_is_removed(folder, mesh, caplog):
+    half = folder / "4.orbax-checkpoint-tmp"
+    shutil.copytree(folder / "3" / "params", half / "params")
+    assert int(restore(folder, mesh)[0].step) == 3
+    assert "4.orbax-checkpoint-tmp was never finished" in caplog.text
+    assert not half.exists()
+
+
+def test_damaged_metrics_cost_the_metrics_only(folder, mesh, caplog):
+    truncate(folder / "3" / "metrics" / "metrics")
+    assert int(restore(folder, mesh)[0].step) == 3
+    assert "counts as not evaluated" in caplog.text
+
+
+def test_all_damaged_is_an_error_and_changes_nothing(folder, mesh):
+    for step in "123":
+        delete(folder / step / "opt_state" / "_METADATA")
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"none of the 3 checkpoints in .* can be read"):
+        restore(folder, mesh)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_another_model_is_an_error(folder, mesh):
+    target = abstract(mesh)
+    target.params["head"]["bias"] = jax.ShapeDtypeStruct(
+        (9,), jnp.bfloat16, sharding=target.params["head"]["bias"].sharding
+    )
+    checkpoints = Checkpoints(folder, SECTION)
+    with pytest.raises(CheckpointError, match="none of the 3"):
+        checkpoints.restore(target)
+    checkpoints.close()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        CheckpointError, match=r"checkpoints cannot be kept in .*choose a --workdir"
+    ):
+        Checkpoints(tmp_path / "file" / "checkpoints", CheckpointSection())
+
+
+def test_arrays_without_a_model(saved, mesh):
+    _, arrays = checkpoint_reading.load_arrays(saved, 2)
+    expected = make_state(2, mesh)
+    assert json.loads(arrays["data"].tobytes()) == {"position": 20}
+    assert set(arrays) == {
+        "data",
+        "params/stages/0/feed_forward/intermediate/kernel",
+        "params/head/bias",
+        "opt_state/0/mean/stages/0/feed_forward/intermediate/kernel",
+        "opt_state/0/mean/head/bias",
+        "opt_state/0/count",
+    }
+    assert_equal(arrays["params/head/bias"], expected.params["head"]["bias"])
+    assert_equal(
+        arrays["opt_state/0/mean/stages/0/feed_forward/intermediate/kernel"],
+        expected.opt_state[0]["mean"]["stages"]["0"]["feed_forward"]["intermediate"]["kernel"],
+    )
+    with pytest.raises(CheckpointError, match=r"steps there: \[1, 2, 3\]"):
+        checkpoint_reading.load_arrays(saved, 9)
+
+
+def test_parameters_alone(saved, mesh, tmp_path):
+    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, values(3)))
+    for asked, step in ((None, 3), (1, 1)):
+        found, params = checkpoint_reading.load_params(saved, shapes, asked)
+        assert found == step
+        assert_equal(params, values(step))
+    shapes["head"]["bias"] = jax.ShapeDtypeStruct((9,), jnp.bfloat16)
+    with pytest.raises(
+        CheckpointError, match=r"head/bias is bfloat16\[8\] there and bfloat16\[9\] here"
+    ):
+        checkpoint_reading.load_params(saved, shapes)
+    del shapes["head"]
+    with pytest.raises(CheckpointError, match=r"head/bias is bfloat16\[8\] there and absent here"):
+        checkpoint_reading.load_params(saved, shapes)
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        checkpoint_reading.load_params(tmp_path, shapes)
+
+
+def test_without_a_name_the_newest_whole_one_is_read(folder, caplog):
+    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, values(3)))
+    for file in (folder / "3" / "params").glob("ocdbt.process_0/d/*"):
+        flip(file)
+    before = sorted(folder.rglob("*"))
+    step, params = checkpoint_reading.load_params(folder, shapes)
+    assert step == 2
+    assert_equal(params, values(2))
+    assert f"Checkpoint {folder / '3'} is damaged" in caplog.text
+    with pytest.raises(CheckpointError, match=r"3 cannot be read .* steps there: \[1, 2, 3\]"):
+        checkpoint_reading.load_params(folder, shapes, 3)
+    for file in folder.glob("[12]/params/ocdbt.process_0/d/*"):
+        flip(file)
+    with pytest.raises(CheckpointError, match="none of the 3 checkpoints"):
+        checkpoint_reading.load_params(folder, shapes)
+    assert sorted(folder.rglob("*")) == before, "a reader changes nothing"
+
+
+def test_a_changed_metric_does_not_make_the_best(folder, caplog):
+    file = folder / "3" / "metrics" / "metrics"
+    file.write_text(file.read_text().replace("0.5", "0.7"))
+    checkpoints = Checkpoints(folder, SECTION)
+    assert "counts as not evaluated" in caplog.text
+    assert checkpoints.is_best({"auc": 0.6})
+    checkpoints.close()
+
+
+def test_a_checkpoint_that_says_no_shapes_is_read(folder, mesh):
+    """As they were written before."""
+    file = folder / "3" / "_CHECKPOINT_METADATA"
+    metadata = json.loads(file.read_text())
+    for name in ("arrays", "metrics"):
+        del metadata["custom_metadata"][name]
+    file.write_text(json.dumps(metadata))
+    assert_equal(restore(folder, mesh)[0], make_state(3, mesh))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32, np.uint8])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5, 7), (2**20 + 3,)])
+def test_host_and_device_have_the_same_checksum(shape, dtype):
+    array = np.random.default_rng(1).normal(size=shape, scale=50).astype(dtype)
+    assert checksums.sum_host_bits(array) == int(checksums.sum_bits(jnp.asarray(array)))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    index=st.integers(0, 511),
+    bit=st.integers(0, 31),
+    other=st.integers(0, 511),
+)
+def test_checksums_see_any_bit_and_any_exchange(index, bit, other):
+    array = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+    before = int(checksums.sum_bits(array))
+    flipped = array.copy().view(np.uint32)
+    flipped.reshape(-1)[index] ^= np.uint32(1) << np.uint32(bit)
+    assert int(checksums.sum_bits(flipped.view(np.float32))) != before
+    if index != other:
+        exchanged = array.copy().reshape(-1)
+        exchanged[[index, other]] = exchanged[[other, index]]
+        assert int(checksums.sum_bits(exchanged.reshape(8, 64))) != before

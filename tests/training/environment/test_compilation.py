@@ -1,0 +1,60 @@
+"""Runs in one process, each with its own folder of compiled programs."""
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from convbert_jax.training.environment import compilation
+
+SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_cache(monkeypatch):
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setattr(compilation, "_folder", None, raising=False)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def compile_one(number):
+    """A program of its own for each number."""
+    jax.jit(lambda x: x * number + 1).lower(1.0).compile()
+    return compilation.describe_compile_cache()
+
+
+def test_each_run_counts_its_own(tmp_path):
+    folder = str(tmp_path / "cache")
+    for found, compiled in ((0, 1), (1, 0), (1, 0)):
+        compilation.enable_compile_cache(folder)
+        said = compile_one(3)
+        assert said == f"compile cache {folder}: {found} programs found, {compiled} compiled"
+
+
+def test_each_run_has_its_own_folder(tmp_path):
+    compile_one(5)  # jax has looked for a folder, and found none
+    for name in ("one", "two"):
+        compilation.enable_compile_cache(str(tmp_path / name))
+        assert compile_one(5).endswith(f"{name}: 0 programs found, 1 compiled")
+        assert list((tmp_path / name).iterdir())
+    before = sorted(tmp_path.rglob("*"))
+    compilation.enable_compile_cache("")
+    assert compile_one(7) == "compile cache off"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_somebody_else_named_goes_first(tmp_path):
+    theirs = str(tmp_path / "theirs")
+    jax.config.update("jax_compilation_cache_dir", theirs)
+    for path in (str(tmp_path / "ours"), ""):
+        compilation.enable_compile_cache(path)
+        assert theirs in compile_one(9)
+    assert not (tmp_path / "ours").exists()

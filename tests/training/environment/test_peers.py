@@ -1,0 +1,118 @@
+"""Several processes of which one ends: the others say so in one sentence, soon, with one code."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from convbert_jax.training.environment.peers import EXIT_CODE
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
+PATIENCE = 120  # seconds
+# Arguments: port, processes, number of this one, and what it does once all are up.
+PROGRAM = """
+import sys, time, jax
+from convbert_jax import console
+from convbert_jax.config import UserError
+from convbert_jax.training.environment import peers
+from jax.experimental import multihost_utils
+port, count, index, does = sys.argv[1:]
+jax.distributed.initialize(f"localhost:{port}", int(count), int(index))
+try:
+    with peers.watch():
+        multihost_utils.sync_global_devices("up")
+        print("up", flush=True)
+        time.sleep(600 if does == "wait" else 1)
+        if does == "fail":
+            raise UserError("its own reason.")
+except UserError as error:
+    console.fail(str(error))
+"""
+
+
+def start(*does: str) -> list[subprocess.Popen]:
+    """One process for each word, all up."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(port), str(len(does)), str(index), what],
+            cwd=REPOSITORY,
+            env=os.environ | {"XLA_FLAGS": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index, what in enumerate(does)
+    ]
+    for process in processes:
+        while line := process.stdout.readline():
+            if line == "up\n":
+                break
+        assert line, process.communicate()[1]
+    return processes
+
+
+def check_ended(process, by: int, count: int) -> None:
+    """Code and sentence; nothing of what C++ says is a page long."""
+    _, text = process.communicate(timeout=PATIENCE)
+    assert process.returncode == EXIT_CODE, text
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert f"process {by} of {count} has ended" in line
+    assert "stack trace" not in text.partition("error: ")[0]
+    assert len(text) < 3000
+
+
+@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_killed_process_ends_the_others(killed):
+    processes = start("wait", "wait")
+    began = time.monotonic()
+    processes[killed].send_signal(signal.SIGKILL)
+    check_ended(processes[1 - killed], killed, 2)
+    assert time.monotonic() - began < 30  # less than a second on a machine that is not busy
+    processes[killed].communicate()
+
+
+@pytest.mark.slow
+def test_the_first_process_tells_the_third_of_the_second():
+    processes = start("wait", "wait", "wait")
+    processes[1].send_signal(signal.SIGKILL)
+    check_ended(processes[0], 1, 3)
+    check_ended(processes[2], 1, 3)
+    processes[1].communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_one_ends_the_others(failing):
+    does = ["wait", "wait"]
+    does[failing] = "fail"
+    processes = start(*does)
+    check_ended(processes[1 - failing], failing, 2)
+    _, text = processes[failing].communicate(timeout=PATIENCE)
+    assert processes[failing].returncode == 1, text
+    assert "error: its own reason.\n" in text
+    assert "has ended" not in text
+
+
+@pytest.mark.slow
+def test_an_error_of_all_is_said_by_all():
+    for process in start("fail", "fail"):
+        _, text = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 1, text
+        assert "error: its own reason.\n" in text
+        assert "has ended" not in text
+
+
+@pytest.mark.slow
+def test_a_run_that_is_done_ends_nobody():
+    for process in start("end", "end"):
+        _, text = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, text
+        assert "error: " not in text

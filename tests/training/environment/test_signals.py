@@ -1,0 +1,20 @@
+"""What the first and the second signal do."""
+
+import signal
+
+import pytest
+
+from convbert_jax.training.environment.signals import StopSignals
+
+
+def test_a_second_interrupt_is_what_it_was_before():
+    """KeyboardInterrupt here and in a notebook, not the end of the process."""
+    before = signal.getsignal(signal.SIGINT)
+    with StopSignals() as stop:
+        assert stop.requested(agree=True) is None
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested(agree=True) == "SIGINT"
+        assert signal.getsignal(signal.SIGINT) is before
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,190 @@
+"""Reports: nothing waits for a disk that is full, and what is damaged is a sentence."""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import threading
+import time
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from convbert_jax.files import DamagedFileError
+from convbert_jax.training.checkpoints import saving as checkpoint
+from convbert_jax.training.reports import reporting, tensorboard
+from convbert_jax.workdir import Workdir
+from tests.training.test_processes import finish, start, wait_for_line
+from tests.training.tiny_run import linear_task, make_config, run
+
+
+def read_events(folder) -> list[Event]:
+    """All events of a folder, in order of the files' names; checksums are skipped."""
+    events = []
+    for file in sorted(folder.glob("events.out.tfevents.*")):
+        content = file.read_bytes()
+        while content:
+            (length,) = struct.unpack("Q", content[:8])
+            events.append(Event.FromString(content[12 : 12 + length]))
+            content = content[16 + length :]
+    return events
+
+
+def reporter(folder, step=0):
+    return reporting.Reporter(Workdir(folder), linear_task(), steps=9, step=step)
+
+
+def test_tensorboard_sees_what_the_lines_say(tmp_path):
+    run(tmp_path, make_config(4))
+    run(tmp_path, make_config(8))
+    events = read_events(tmp_path)
+    assert [e.step for e in events if e.HasField("session_log")] == [1, 5]
+    errors = {
+        e.step: e.summary.value[0].simple_value
+        for e in events
+        if e.summary.value and e.summary.value[0].tag == "validation/error"
+    }
+    lines = reporting.read_metrics(tmp_path / "metrics.jsonl")
+    expected = {line["step"]: line["error"] for line in lines if line["split"] == "validation"}
+    assert errors == pytest.approx(expected)
+
+
+def test_nothing_is_written_by_a_thread(tmp_path, monkeypatch):
+    """A thread dies of a full disk and of a clock that is set back, and nobody sees it."""
+    before = threading.enumerate()
+    with reporter(tmp_path) as report:
+        new = [type(t).__module__ for t in threading.enumerate() if t not in before]
+        assert [name for name in new if not name.startswith("tqdm")] == []
+        report.train(1, {"loss": 1.0}, 0.1)
+        earlier = time.time() - 30 * 86400
+        monkeypatch.setattr(time, "time", lambda: earlier)
+        for step in range(2, 40):
+            report.train(step, {"loss": 1.0}, 0.1)
+    steps = [e.step for e in read_events(tmp_path) if e.summary.value]
+    assert sorted(set(steps)) == list(range(1, 40))
+
+
+@pytest.mark.parametrize("flush_seconds", [-1, 1e9])
+@pytest.mark.parametrize("number", range(1, 4))
+def test_a_writer_that_fails_is_a_sentence(tmp_path, monkeypatch, number, flush_seconds):
+    """/dev/full says that there is no space left to whatever is flushed."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    monkeypatch.setattr(tensorboard, "_FLUSH_SECONDS", flush_seconds)
+
+    def break_it():
+        with reporter(tmp_path) as report:
+            for step in range(1, 5):
+                if step == number:
+                    full = os.open("/dev/full", os.O_WRONLY)
+                    os.dup2(full, report._board._file._writer.fileno())
+                    os.close(full)
+                report.train(step, {"loss": 1.0}, 0.1)
+
+    with pytest.raises(reporting.ReportError, match=r"No space left on device.*free some space"):
+        break_it()
+    lines = reporting.read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(
+        range(1, 5 if flush_seconds > 0 else number + 1)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [1, 300, 1500])
+def test_a_file_that_may_not_grow_ends_the_run(tmp_path, limit):
+    """The limit hits the events, the lines or a checkpoint, whichever comes to it first."""
+    whole = tmp_path / "whole"
+    code, text = finish(start(whole, "--steps=7"))
+    assert code == 0, text
+    code, text = finish(start(whole, "--steps=5000", f"--file-bytes={limit}"))
+    assert code == 1, text
+    assert "Traceback" not in text
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "could not be written" in line
+    code, text = finish(start(whole, "--steps=12"))
+    assert code == 0, text
+    assert [
+        line["step"]
+        for line in reporting.read_metrics(whole / "metrics.jsonl")
+        if line["split"] == "train"
+    ] == list(range(1, 13))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = [mount, "-t", "tmpfs", "-o", "size=3m", "none", str(folder)]
+    if not mount or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("a file system cannot be mounted here, that needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder) -> None:
+    with (folder / "filler").open("wb", buffering=0) as file:
+        for size in (4096, 1):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["steps", *(pytest.param(m, marks=pytest.mark.slow) for m in ("start", "long after", "stop"))],
+)
+def test_a_full_disk_never_hangs(small_disk, moment):
+    """Filled before the first line, between two saves, while TensorBoard's buffer fills, and while
+    it is asked to stop; then it goes on from what it had."""
+    workdir = small_disk / "run"
+    code, text = finish(start(workdir, "--steps=6"))
+    assert code == 0, text
+    if moment == "start":
+        fill(small_disk)
+    every = () if moment == "steps" else ("--save-every=100000",)
+    process = start(workdir, "--steps=100000", "--seconds=0.01", *every)
+    if moment != "start":
+        wait_for_line(workdir, 100 if moment == "long after" else 12, process)
+        fill(small_disk)
+    if moment == "stop":
+        process.send_signal(signal.SIGTERM)
+    code, text = finish(process)
+    assert code == 1, text
+    assert "Traceback" not in text
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "could not be written" in line
+    (small_disk / "filler").unlink()
+    last = checkpoint.list_steps(workdir / "checkpoints")[-1]
+    code, text = finish(start(workdir, f"--steps={last + 3}"))
+    assert code == 0, text
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
+    assert lines[-1]["step"] == last + 3
+
+
+def test_the_last_numbers(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    assert reporting.read_last(file, "train") == {}
+    file.write_text('{"step": 1, "split": "train", "loss": null}\n{"step": 2, "sp')
+    (value,) = reporting.read_last(file, "train").values()
+    assert math.isnan(value)
+    file.write_text('{"step": 1, "split": "train", "loss": "low"}\n')
+    with pytest.raises(DamagedFileError, match=r"line 1: its 'loss' is no number.*remove it"):
+        reporting.read_last(file, "train")
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\xff\xfe\n", b"[]\n", b"{\n", b'{"step": "1"}\n', b"[" * 9999]
+)
+def test_damaged_lines_go_where_a_run_resumes(tmp_path, caplog, damage):
+    file = tmp_path / "metrics.jsonl"
+    first, second = (f'{{"step": {n}, "split": "train"}}\n'.encode() for n in (1, 2))
+    file.write_bytes(first + damage.rstrip() + b"\n" + second + b'{"step": 3, "sp')
+    reporting.drop_later_lines(file, 2)
+    assert file.read_bytes() == first + second
+    assert "1 damaged lines" in caplog.text
