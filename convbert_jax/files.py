@@ -42,14 +42,7 @@ def to_path(name: epath.PathLike) -> epath.Path:
     """
     scheme, _, rest = os.fspath(name).partition("://")
     if not rest:
-        try:
-            return Path(name).expanduser()
-        except RuntimeError:
-            user = os.fspath(name).partition("/")[0]
-            raise UserError(
-                f"{name}: the home folder of {user} is unknown here; write the path "
-                f"out, or ./{name} for one that begins with ~."
-            ) from None
+        return expand(name)
     if scheme not in _BUCKETS:
         known = ", ".join(f"{scheme}://" for scheme in _BUCKETS)
         raise UserError(f"{name} is no path; a bucket's begins with one of {known}.")
@@ -57,6 +50,22 @@ def to_path(name: epath.PathLike) -> epath.Path:
     if not any(importlib.util.find_spec(found) for found in (package, "tensorflow")):
         raise UserError(f"{name} is in a bucket, which needs a package: pip install {package}.")
     return epath.Path(name)
+
+
+def expand(name: epath.PathLike) -> Path:
+    """A path on a disk, "~" spelled out.
+
+    Raises:
+      UserError: there is no such user as "~name" says.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        user = os.fspath(name).partition("/")[0]
+        raise UserError(
+            f"{name}: the home folder of {user} is unknown here; write the path "
+            f"out, or ./{name} for one that begins with ~."
+        ) from None
 
 
 def is_remote(path: epath.PathLike) -> bool:

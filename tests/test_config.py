@@ -7,7 +7,9 @@ import importlib
 import pathlib
 import re
 
+import hypothesis
 import pytest
+from hypothesis import strategies
 
 from convbert_jax import config as config_lib
 from convbert_jax.command_line import overrides
@@ -204,6 +206,7 @@ def test_config_dicts_are_locked():
         ("--config.finetune.learning_rates=1e-4,3e-4", (1e-4, 3e-4)),
         ("--config.task.texts=(title, body)", ("title", "body")),
         ("--config.finetune.buckets=", ()),
+        ('--config.model.mixer_fields=["order=a,b", "name=(x)"]', ("order=a,b", "name=(x)")),
     ],
 )
 def test_overrides_become_values(given, expected):
@@ -212,6 +215,12 @@ def test_overrides_become_values(given, expected):
     assert type(next(iter(values.values()))) is type(expected)
     assert rest == ["--workdir=x"]
     assert overrides.take(overrides.to_flags(values))[0] == values
+
+
+@hypothesis.given(strategies.lists(strategies.text()).map(tuple))
+def test_lists_of_any_texts_come_back(texts):
+    values = {"model.mixer_fields": texts}
+    assert overrides.take(overrides.to_flags(values)) == (values, [])
 
 
 def test_override_value_may_stand_apart():

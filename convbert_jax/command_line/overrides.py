@@ -1,7 +1,7 @@
 """Command-line overrides of config fields, checked against the schema of `config/`.
 
-`100k`, `1e5` and `100_000` are all integers; a list is `a,b,c`, one of sections is JSON; a field
-asked for in the wrong section is answered with the right one.
+`100k`, `1e5` and `100_000` are all integers; a list is `a,b,c`, or JSON, which one of sections is;
+a field asked for in the wrong section is answered with the right one.
 """
 
 import dataclasses
@@ -87,12 +87,25 @@ def _parse_json(name: str, value: str) -> tuple:
     return tuple(found)
 
 
+def _parse_texts(value: str) -> tuple[str, ...] | None:
+    """A JSON list of texts, for those with a comma in them; None is another spelling of a list."""
+    try:
+        found = files.parse_json(value)
+    except ValueError:
+        return None
+    is_texts = isinstance(found, list) and all(isinstance(part, str) for part in found)
+    return tuple(found) if is_texts else None
+
+
 def _parse(name: str, value: str, kind: type):
     """`value` as a field of type `kind` holds it."""
     if typing.get_origin(kind) is tuple and dataclasses.is_dataclass(typing.get_args(kind)[0]):
         return _parse_json(name, value)
     if typing.get_origin(kind) is tuple:
-        item, parts = typing.get_args(kind)[0], [p.strip() for p in value.strip("()[]").split(",")]
+        item = typing.get_args(kind)[0]
+        if item is str and (texts := _parse_texts(value)) is not None:
+            return texts
+        parts = [part.strip() for part in value.strip("()[]").split(",")]
         return tuple(_parse(name, part.strip("'\""), item) for part in parts if part)
     if kind is bool:
         if value.lower() not in ("true", "false", "1", "0", "yes", "no"):

@@ -47,10 +47,19 @@ def from_config_dict(values: Mapping[str, Any], *, check: bool = True) -> Config
 
 
 def to_text(value: Any) -> str:
-    """A value of a field as an override has it, `a,b` for a list; sections of a list as JSON."""
-    if isinstance(value, tuple) and any(not isinstance(part, str | int | float) for part in value):
-        return json.dumps([_given(part) for part in value])
+    """A value of a field as an override has it, `a,b` for a list; one as JSON whose parts are
+    sections, or texts that `a,b` would change.
+    """
+    if isinstance(value, tuple) and not all(_is_plain(part) for part in value):
+        return json.dumps([_given(part) for part in value], ensure_ascii=False)
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _is_plain(part) -> bool:
+    if not isinstance(part, str):
+        return isinstance(part, int | float)
+    ends = part[:1] + part[-1:]
+    return bool(ends) and "," not in part and not any(c.isspace() or c in "()[]'\"" for c in ends)
 
 
 def _given(section) -> Any:

@@ -19,7 +19,7 @@ from convbert_jax.config import Config
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.inputs.input_rows import InputRow, ModelInput
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.files import parse_json, read_json, write_json
+from convbert_jax.files import expand, parse_json, read_json, write_json
 from convbert_jax.inference.output import to_json
 from convbert_jax.inference.stream import describe_row
 from convbert_jax.training.task import Params
@@ -37,7 +37,7 @@ def identify(path: str, config: Config, params: Params, tokenizer: Tokenizer) ->
         leaf = np.ascontiguousarray(leaf)
         digest.update(f"{jax.tree_util.keystr(place)} {leaf.dtype} {leaf.shape}".encode())
         digest.update(leaf.reshape(-1).view(np.uint8))
-    return {"model": str(Path(path).expanduser().resolve()), "checksum": digest.hexdigest()}
+    return {"model": str(expand(path).resolve()), "checksum": digest.hexdigest()}
 
 
 def note_of(kept: Path) -> Path:

@@ -21,6 +21,7 @@ from convbert_jax.data.tokenizer.tokenizer import (
     follow_file,
     load_tokenizer,
 )
+from convbert_jax.files import expand
 from convbert_jax.interop import certificate, matching
 from convbert_jax.interop.huggingface import config as huggingface_config
 from convbert_jax.interop.huggingface import folder as huggingface
@@ -199,7 +200,7 @@ def certify(path: str, source: Source) -> None:
     """
     for name, network in source.networks.items():
         if source.kind == "huggingface":
-            folder = Path(path).expanduser()
+            folder = expand(path)
             place = folder if name == "main" else folder / huggingface.GENERATOR
             proof = certificate.certify(place, network)
         else:

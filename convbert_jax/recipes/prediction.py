@@ -13,7 +13,7 @@ from convbert_jax.config import ConfigError
 from convbert_jax.data.inputs import reading
 from convbert_jax.data.tables.table_formats import Source
 from convbert_jax.data.tables.text_lines import Stream
-from convbert_jax.files import replacing, try_lock, unfinished_name
+from convbert_jax.files import expand, replacing, try_lock, unfinished_name
 from convbert_jax.inference import finetuned
 from convbert_jax.inference import output as prediction_output
 from convbert_jax.inference import resume as prediction_resume
@@ -65,7 +65,7 @@ def _predict(
     rows = reading.open_input(opened, chosen, reads, key)
     group = prediction_stream.as_they_come if streams else prediction_stream.in_full
     goes_on = not streams and _may_go_on(output)
-    kept = unfinished_name(Path(output).expanduser())
+    kept = unfinished_name(expand(output))
     done = 0
     with _open_output(output, keep=goes_on) as file:
         if goes_on:
@@ -98,10 +98,10 @@ def _open_input(source: str) -> tuple[str, Source, str, bool]:
         # a file object of our own: a thread may wait in it for ever when the process ends
         return "standard input", Stream("standard input", open(0, "rb", closefd=False)), "", True
     name, key = source, ""
-    path = Path(source).expanduser()
+    path = expand(source)
     if not path.exists() and "#" in source:
         name, _, key = source.partition("#")
-        path = Path(name).expanduser()
+        path = expand(name)
     try:
         with open(path, "rb") as file:
             is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
@@ -117,7 +117,7 @@ def _check_output(output: str) -> None:
         if sys.stdout is None:
             raise ConfigError("standard output is closed; name a file with --output=FILE.")
         return
-    path = Path(output).expanduser()
+    path = expand(output)
     if path.exists() and not _is_special(path):
         raise ConfigError(f"--output={output} exists; remove it or name another.")
     if not path.parent.is_dir():
@@ -126,7 +126,7 @@ def _check_output(output: str) -> None:
 
 def _may_go_on(output: str) -> bool:
     """After a stop: JSON lines in a plain file, which can be compared to the input."""
-    path = Path(output).expanduser()
+    path = expand(output)
     if output == _PIPE or _is_special(path):
         return False
     return path.suffix != ".gz" and path.suffix not in prediction_output.DELIMITERS
@@ -135,7 +135,7 @@ def _may_go_on(output: str) -> bool:
 @contextlib.contextmanager
 def _alone(output: str) -> Iterator[None]:
     """Keeps other processes from what is written of `output`; leaves nothing that is empty."""
-    path = Path(output).expanduser()
+    path = expand(output)
     if output == _PIPE or _is_special(path):
         yield
         return
@@ -171,7 +171,7 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
 
 @contextlib.contextmanager
 def _open_output(output: str, *, keep: bool) -> Iterator[IO[bytes]]:
-    path = Path(output).expanduser()
+    path = expand(output)
     try:
         if output == _PIPE:
             yield sys.stdout.buffer

@@ -73,7 +73,7 @@ class PredictionResult:
     """How many rows of the input have their prediction in the output.
 
     Attributes:
-      rows: all of them.
+      rows: all of them; 0 where whoever reads the output, a pipe, had enough before its end.
       kept: those of `rows` that an earlier call, which was stopped, had written.
     """
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from convbert_jax.config import ConfigError
+from convbert_jax.config import ConfigError, UserError
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.inputs.input_rows import InputRow
 from convbert_jax.inference import finetuned
@@ -90,6 +90,9 @@ def test_an_output_is_whole_or_not_there(predict, models, tmp_path, monkeypatch)
         prediction.predict(str(models["one"]), "-", str(tmp_path / "no" / "out.jsonl"))
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         prediction.predict(str(models["one"]), str(tmp_path / "no"), "-")
+    for paths in (("-", "~nobody-here/out.jsonl"), ("~nobody-here/in.txt", "-")):
+        with pytest.raises(UserError, match="home folder of ~nobody-here is unknown"):
+            prediction.predict(str(models["one"]), *paths)
 
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out.csv", "out.jsonl.gz"])

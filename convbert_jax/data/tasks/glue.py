@@ -8,7 +8,6 @@ split "test_diagnostic": it has no training data, MNLI's model predicts it.
 import functools
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from absl import logging
@@ -23,6 +22,7 @@ from convbert_jax.data.tasks.glue_splits import (
     read_tfds,
 )
 from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
+from convbert_jax.files import expand
 
 
 def _splits(texts, label, train, validation, test, *, index="index") -> dict[str, SplitFile]:
@@ -163,7 +163,7 @@ def open_task(name: str, root: str) -> LabelledTask:
     kind, _, rest = root.partition(":") if root.startswith("tfds:") else ("files", "", root)
     if kind == "tfds":
         rest = rest or os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
-    folder = Path(rest).expanduser()
+    folder = expand(rest)
     if not rest or not folder.is_dir():
         names = ", ".join(os.path.normpath(f"{task.folder}/{s.file}") for s in task.splits.values())
         absent = f"There is no folder '{rest}'" if rest else "config.finetune.data is empty"

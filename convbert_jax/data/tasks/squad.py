@@ -15,7 +15,7 @@ from absl import logging
 from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.sources.indexed_rows import all_rows, open_prepared
 from convbert_jax.data.tables.text_lines import open_bytes
-from convbert_jax.files import parse_json
+from convbert_jax.files import expand, parse_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def read(version: str, split: str, folder: str | Path) -> list[Question]:
     if str(folder).startswith("tfds:"):
         name, questions = str(folder), _from_tfds(str(folder).removeprefix("tfds:"), split)
     else:
-        name = find_file(version, split, Path(folder).expanduser())
+        name = find_file(version, split, expand(folder))
         questions = read_file(name)
     _check(questions, version, split, name)
     return questions
@@ -81,7 +81,7 @@ def check_present(version: str, folder: str) -> None:
         raise DataError(f"config.finetune.data is empty: {_how_to_name(version)}")
     if not folder.startswith("tfds:"):
         for split in STEMS:
-            find_file(version, split, Path(folder).expanduser())
+            find_file(version, split, expand(folder))
 
 
 def _how_to_name(version: str) -> str:

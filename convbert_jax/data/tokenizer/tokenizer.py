@@ -170,7 +170,7 @@ def follow_file(section: TokenizerSection, given: Collection[str] = ()) -> Token
     """
     if not section.path:
         return section
-    path = Path(section.path).expanduser()
+    path = files.expand(section.path)
     kind = _kind_of(path)
     told = {"kind": kind}
     if kind == "wordpiece" and path.is_file():
@@ -201,7 +201,7 @@ def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
         trained with other settings.
     """
     if section.path:
-        path = Path(section.path).expanduser()
+        path = files.expand(section.path)
         expected = _kind_of(path)
         if section.kind != expected and path.exists():
             raise TokenizerError(
