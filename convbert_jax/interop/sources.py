@@ -84,6 +84,8 @@ def _read_source(path: str) -> Source:
         raise ConversionError(f"{path} holds no run; weights of others are read from a disk.")
     if (folder / huggingface_config.FILE).is_file() and weight_files.are_in(folder):
         found = huggingface.read_folder(folder)
+        if found.extra["main"].get("generator") and "generator" not in found.networks:
+            logging.warning("%s was written with a generator, which is not there any more.", path)
         return Source(
             "huggingface",
             found.networks,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import logging
 
 from convbert_jax.config import LayerConfig
 from convbert_jax.interop import mark
@@ -101,8 +100,6 @@ def read_folder(folder: Path) -> Source:
     for name, place in names.items():
         networks[name], left, extra[name] = _read_network(place)
         ignored += [f"{name}:{tensor}" for tensor in left]
-    if extra["main"].get("generator") and "generator" not in networks:
-        logging.warning("%s was written with a generator, which is not there any more.", folder)
     return Source(networks, tuple(ignored), extra)
 
 
