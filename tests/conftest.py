@@ -38,6 +38,20 @@ def _forget_programs():
     gc.collect()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_profiler():
+    """A trace is of the whole process: in that of all tests, half an hour old and with a hundred
+    threads, the profiler ends in a segmentation fault.
+    """
+
+    def refuse(*_, **__):
+        raise AssertionError("a test starts the profiler in a process of its own")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.profiler, "start_trace", refuse)
+        yield
+
+
 @pytest.fixture(scope="session")
 def real_data() -> pathlib.Path:
     """Folder of real text (CONVBERT_DATA, default ../shared/data); skips where it is absent."""

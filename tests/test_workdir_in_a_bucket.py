@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pathlib
 
+import jax
 import pytest
 from etils.epath import backend, gpath
 
@@ -136,11 +137,20 @@ def test_results_of_fine_tuning(bucket):
     assert (on_disk / "results.jsonl").read_text().endswith("}\n")
 
 
+def write_a_trace(folder):
+    """As the profiler, which tests do not start in their own process (conftest.py)."""
+    place = pathlib.Path(folder, "plugins", "profile", "now")
+    place.mkdir(parents=True)
+    (place / "host.xplane.pb").write_bytes(b"trace")
+
+
 def test_a_whole_run(bucket, tmp_path, monkeypatch):
     """Its checkpoints alone, which Orbax writes without `epath`, lie on a disk."""
     workdir, on_disk = bucket
     local = tmp_path / "checkpoints"
     monkeypatch.setattr(Workdir, "checkpoints", property(lambda self: local))
+    monkeypatch.setattr(jax.profiler, "start_trace", write_a_trace)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
     config = tiny_run.make_config(6, train={"profile_start": 2, "profile_steps": 1})
     result = tiny_run.run(workdir.path, config)
     assert result.step == 6

@@ -331,8 +331,6 @@ def run_with_a_profile(folder):
 
 
 def test_profile(tmp_path):
-    """In a process of its own: a trace is of the whole process, and in that of all tests, an hour
-    old, with a hundred threads, the profiler has ended in a segmentation fault."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
         pool.submit(run_with_a_profile, tmp_path).result()
