@@ -39,6 +39,14 @@ def _forget_programs():
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _keep_programs(pytestconfig):
+    """Compiles each program once for all tests, of this run and of the next ones."""
+    if cache := getattr(pytestconfig, "cache", None):
+        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("convbert_jax-programs")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _no_profiler():
     """A trace is of the whole process: in that of all tests, half an hour old and with a hundred
     threads, the profiler ends in a segmentation fault.

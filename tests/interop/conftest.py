@@ -16,21 +16,6 @@ from convbert_jax.workdir import Workdir
 WORDS = "the a of river stone light under over small great house tree water fire sun moon star"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _keep_compiled(tmp_path_factory):
-    """Compiles each program once for all tests of this folder."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 def make_config(
     *, recipe="replaced_token", generator=None, tokenizer=None, outputs=None, finetune=None, **model
 ) -> Config:

@@ -1,7 +1,5 @@
 """What a program says of its state before there is one, and what its functions leave alone."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,7 @@ from convbert_jax.training import sharding
 from convbert_jax.training.optimizer import make_told_optimizer
 from convbert_jax.training.program import Program, make_program
 from convbert_jax.training.step import Drawn, Learning
+from tests.running import needs_libtpu
 from tests.training.tiny_run import FEATURES, make_config, make_rows, mlp_task
 
 MESH = MeshSection(data=2, fsdp=2, tensor=2)
@@ -122,7 +121,7 @@ def test_given_parameters_are_left_as_they_are():
 
 @pytest.mark.tpu_compile
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the libtpu wheel")
+@needs_libtpu
 def test_a_program_for_a_topology_runs_nothing():
     """Of devices that are not here: shapes, places and the compiled steps, but no arrays."""
     from jax.experimental import topologies
