@@ -89,6 +89,8 @@ class PairRows:
             target = self._room
             if self._random.random() < SHORT_SHARE:
                 target = self._random.randint(2, self._room)
+            if not self._next:  # there the end of a document would tell a true second text
+                target = min(target, self._left(sentences, start))
             cut = self._random.randint(1, target - target // 4)  # so that a second text fits
             middle = self._fill(sentences, start, 0, cut)
             first = sentences[start:middle]
@@ -118,6 +120,11 @@ class PairRows:
             if size > (self._room if end == start else target):
                 return end
         return len(sentences)
+
+    def _left(self, sentences: list[list[int]], start: int) -> int:
+        """Tokens from `start` on, counted up to a row."""
+        end = self._fill(sentences, start, 0, self._room)
+        return sum(map(len, sentences[start:end])) if end == len(sentences) else self._room
 
     def _other(self, number: int, taken: int, target: int) -> list[list[int]]:
         """Sentences of another document to stand beside `taken` tokens; none where none fit.
