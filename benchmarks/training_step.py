@@ -60,6 +60,8 @@ def build(options: argparse.Namespace):
     program = make_program(build_task(config, special, devices[0]), config, mesh)
     rows = jax.ShapeDtypeStruct((train.batch_size, config.data.length), jnp.int32)
     batch = {name: rows for name in ("tokens", "segment_ids", "type_ids")}
+    if config.data.layout == "pairs":
+        batch["pair_label"] = jax.ShapeDtypeStruct(rows.shape[:1], jnp.int32)
     print(f"{options.config}, {rows.shape[0]} x {rows.shape[1]}, {dtype}, {options.target}")
     return program.train_step, (program.abstract, batch)
 

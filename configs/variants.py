@@ -8,12 +8,11 @@ probability, where ours is exact; evaluation on the first 100 batches of the tra
 ours holds documents out. Not the same numbers either way: the random numbers, and the corpus, which
 was OpenWebText.
 
-What `bert` leaves out: next sentence prediction, so the second segment always follows the first;
-masks drawn ten times beforehand, ours are new in every epoch; the last tenth of the steps at 512
-tokens (`--config.data.length`, from a run of 128 by `--config.init_from`); the clipping by each of
-its 16 TPU cores. Its warm-up rises to the full rate and falls at once to the line of the decay;
-ours rises to that line, at most 1% lower on the way. Its rate is published for BERT-base only: the
-other sizes keep theirs.
+What `bert` leaves out: next sentence prediction, so the second segment always follows the first,
+and the last tenth of the steps at 512 tokens (bert.py has both); masks drawn ten times beforehand,
+ours are new in every epoch; the clipping by each of its 16 TPU cores. Its warm-up rises to the full
+rate and falls at once to the line of the decay; ours rises to that line, at most 1% lower on the
+way. Its rate is published for BERT-base only: the other sizes keep theirs.
 """
 
 from convbert_jax.config import to_config_dict
@@ -40,17 +39,29 @@ def finish(config):
     if config.variant == "paper":
         _follow_release(config)
     if config.variant == "bert":
-        _follow_bert(config)
+        follow_bert(config)
+        config.model.embedding_size = config.model.hidden_size
+        config.model.ffn_groups = 1
+        config.data.layout = "electra"
     return config.lock()
 
 
 def _follow_release(config) -> None:
-    """Not here because the default does the same: initializers, generator sizes and heads, 85%
-    [MASK] / 15% unchanged, loss weights 1 and 50, epsilon 1e-6 and decay of embedding tables. The
-    eight parts of a batch are in base.py, the only size that was trained on a TPU.
+    """What ConvBERT's code adds to ELECTRA's. The eight parts of a batch are in base.py, the only
+    size that was trained on a TPU.
+    """
+    follow_electra(config)
+    config.model.mask_convolution = False
+    config.data.release_builder_bug = True
+
+
+def follow_electra(config) -> None:
+    """Pre-training of ELECTRA's official code, on which ConvBERT's is built.
+
+    Not here because the default does the same: initializers, generator sizes and heads, 85% [MASK]
+    / 15% unchanged, loss weights 1 and 50, epsilon 1e-6 and decay of embedding tables.
     """
     config.compute_dtype = "float32"
-    config.model.mask_convolution = False
     config.objective.sample_with_replacement = True
     config.objective.average_duplicate_ids = True
     config.objective.prediction_multiple = 1
@@ -59,14 +70,13 @@ def _follow_release(config) -> None:
     config.optimizer.bias_correction = False
     config.optimizer.decay_during_warmup = True
     config.data.layout = "electra"
-    config.data.release_builder_bug = True
     config.data.shuffle_documents = True
     config.data.release_shuffle = True
     config.tokenizer.kind = "wordpiece"
 
 
-def _follow_bert(config) -> None:
-    """BERT's layers at this size, and its pre-training (Devlin et al., 2019, A.2, and its code).
+def follow_bert(config) -> None:
+    """BERT's layers, and its pre-training (Devlin et al., 2019, A.2, and its code).
 
     Not here because the default does the same: 15% of the tokens, drawn without replacement,
     truncated normal initializers, decay 0.01 of all but biases and layer norms, clipping at 1,
@@ -75,11 +85,8 @@ def _follow_bert(config) -> None:
     config.recipe = "masked_lm"
     config.compute_dtype = "float32"
     config.model.mixer = "attention"
-    config.model.embedding_size = config.model.hidden_size
-    config.model.ffn_groups = 1
     config.objective.mask_token_fraction = 0.8
     config.objective.random_token_fraction = 0.1
     config.optimizer.bias_correction = False
     config.optimizer.decay_during_warmup = True
-    config.data.layout = "electra"
     config.tokenizer.kind = "wordpiece"

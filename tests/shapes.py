@@ -79,17 +79,20 @@ def trace_pretraining() -> None:
     from convbert_jax.recipes import build_task
     from tests.end_to_end.test_devices import SPECIAL, batch_of, small_config
 
-    for mixer, name in itertools.product(MIXERS, ("replaced_token", "masked_lm")):
+    objectives = (("replaced_token", "none"), ("masked_lm", "none"), ("masked_lm", "next"))
+    for mixer, (name, pairs) in itertools.product(MIXERS, objectives):
         config = small_config()
         config = dataclasses.replace(
             config,
             recipe=name,
+            objective=dataclasses.replace(config.objective, sentence_pairs=pairs),
             compute_dtype="bfloat16",
             model=dataclasses.replace(config.model, mixer=mixer),
         )
         task = build_task(config, SPECIAL, jax.devices()[0])
         params = jax.eval_shape(task.init, jax.random.key(0))
         batch = {field: jnp.asarray(array) for field, array in batch_of(config).items()}
+        batch["pair_label"] = jnp.zeros(len(batch["tokens"]), jnp.int32)
         loss = jax.grad(task.loss, has_aux=True)
         jax.eval_shape(lambda p, loss=loss, b=batch: loss(p, b, jax.random.key(0)), params)
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import strategies
 
 from convbert_jax import config as config_lib
+from convbert_jax import config_files
 from convbert_jax.command_line import overrides
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_config_dict, to_dict
 from convbert_jax.config.sections import HELDOUT_METRICS
@@ -56,9 +57,71 @@ def test_bert_is_its_recipe():
         check_expressible(network)
 
 
+@pytest.mark.parametrize(
+    ("size", "width", "rate", "steps", "batch", "length", "generator"),
+    [
+        ("small", 256, 5e-4, 1_000_000, 128, 128, (64, 1)),
+        ("small_plus_plus", 256, 5e-4, 4_000_000, 128, 512, (256, 4)),
+        ("base", 768, 2e-4, 766_000, 256, 512, (256, 4)),
+    ],
+)
+def test_electra_is_its_recipe(size, width, rate, steps, batch, length, generator):
+    """Table 6 of its paper; papers.md 6.1."""
+    config = load("electra", size)
+    assert from_config_dict(to_dict(config)) == config
+    assert config.name == f"electra-{size}"
+    assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (rate, 10_000)
+    assert (config.train.steps, config.train.batch_size) == (steps, batch)
+    assert (config.data.length, config.model.hidden_size) == (length, width)
+    layer = config.generator_encoder.stages[0].layer
+    assert (layer.hidden_size, layer.mixer.attention_heads) == generator
+    assert config.encoder.depth == config.generator_encoder.depth == 12
+    for network in outline(config).values():
+        assert network.family == "electra"
+        check_expressible(network)
+    # Its code is that of ConvBERT's release, but for what that has changed.
+    own = {"model.mask_convolution", "data.release_builder_bug"}
+    both = changed_between(load("small", "paper"), config) & RELEASE
+    assert both == own
+
+
+def test_bert_with_its_pairs():
+    config, longer, small = (load("bert", size) for size in ("base", "base_512", "small"))
+    assert (config.objective.sentence_pairs, config.data.layout) == ("next", "pairs")
+    # What base.py:bert leaves out, and what follows from it.
+    assert changed_between(config, load("base", "bert")) == {
+        "objective.sentence_pairs", "data.layout", "train.steps", "optimizer.decay_to",
+        "generator.size",  # it has none
+    }  # fmt: skip
+    # Two runs, one schedule: a line from 1e-4 to 0 in a million steps.
+    first, second = config.optimizer, longer.optimizer
+    assert config.train.steps + longer.train.steps == 1_000_000
+    whole = first.learning_rate / 1_000_000
+    assert first.learning_rate * first.decay_to == pytest.approx(whole * longer.train.steps)
+    assert second.learning_rate == pytest.approx(whole * longer.train.steps)
+    assert (config.data.length, longer.data.length) == (128, 512)
+    assert outline(config)["main"].family == "bert"
+    assert (small.train.steps, small.train.batch_size) == (1_450_000, 128)
+    assert (small.recipe, small.objective.sentence_pairs) == ("masked_lm", "none")
+
+
+@pytest.mark.parametrize("size", ["small", "small_plus_plus", "medium_small", "base"])
+def test_electra_and_convbert_at_equal_everything(size):
+    """The command of configs/electra.py."""
+    value = f"configs/electra.py:{size}"
+    electra = config_files.make_config(value, {})
+    convbert = config_files.make_config(value, {"model.mixer": "mixed"})
+    assert changed_between(electra, convbert) == {"model.mixer"}
+    assert outline(convbert)["main"].family == "convbert"
+
+
 def changed_by(name, variant):
     """Fields that the variant of a config sets otherwise than its default, but its name."""
-    default, other = load(name), load(name, variant)
+    return changed_between(load(name), load(name, variant))
+
+
+def changed_between(default, other):
+    """Fields in which two configs differ, but their names."""
     changed = set()
     for section in dataclasses.fields(Config):
         first, second = (getattr(config, section.name) for config in (default, other))
@@ -330,10 +393,13 @@ def test_named_metrics_are_those_that_an_evaluation_gives(recipe):
 
     values = to_dict(load("tiny")) | {"recipe": recipe}
     values["objective"]["release_metrics"] = True
+    if recipe == "masked_lm":
+        values["objective"]["sentence_pairs"], values["data"]["layout"] = "order", "pairs"
     config = from_config_dict(values)
     task = build_task(config, SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4), jax.devices()[0])
     rows = jax.ShapeDtypeStruct((4, config.data.length), np.int32)
     batch = {name: rows for name in ("tokens", "segment_ids", "type_ids")}
+    batch["pair_label"] = jax.ShapeDtypeStruct((4,), np.int32)
     params = jax.eval_shape(task.init, jax.random.key(0))
     sums = jax.eval_shape(task.evaluate, params, batch, jax.random.key(0))
     assert set(sums) == set(HELDOUT_METRICS[recipe]) == set(task.evaluator.names)

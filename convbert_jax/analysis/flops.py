@@ -66,7 +66,11 @@ def forward_flops_per_token(config: Config, convention: str = "model") -> float:
     length = config.data.length
     encoder = _encoder(config.encoder, length, paper) + _embed(config.embeddings, length, paper)
     if config.recipe == "masked_lm":
-        return encoder + _predict(config, config.encoder.hidden_size, config.embeddings, paper)
+        hidden = config.encoder.hidden_size
+        head = _predict(config, hidden, config.embeddings, paper)
+        if config.objective.sentence_pairs != "none":  # one vector a row
+            head += 2 * hidden * (hidden + 2) / length
+        return encoder + head
     hidden = config.encoder.hidden_size
     discriminator = encoder + 2 * hidden**2 + 2 * hidden + paper * (1 + costs.GELU) * hidden
     kind = config.generator.kind

@@ -17,6 +17,7 @@ from convbert_jax.training.reports.reporting import read_metrics
 _PANELS = (
     ("masked tokens: loss (nats)", ("mlm_loss",), None),
     ("masked tokens: share predicted", ("mlm_accuracy", "sampled_accuracy"), None),
+    ("pairs of texts: share told", ("pair_accuracy",), ("no skill", 0.5)),
     ("discriminator: area under ROC curve", ("discriminator_auc",), ("no skill", 0.5)),
     ("discriminator: loss (nats)", ("discriminator_loss",), None),
     ("share of tokens replaced", ("replaced_rate",), None),
@@ -105,6 +106,9 @@ def describe_numbers(values: dict[str, float], vocab_size: int) -> list[str]:
         ),
         ("masked tokens, accuracy", _percent(values["mlm_accuracy"]), ""),
     ]
+    if "pair_accuracy" in values:
+        accuracy = _percent(values["pair_accuracy"])
+        rows.append(("pairs of texts, accuracy", accuracy, "guessing: 50.0%"))
     if "discriminator_auc" in values:
         replaced = values["replaced_rate"]
         original = f"always 'original': {_percent(1 - replaced)}"

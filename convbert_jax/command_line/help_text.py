@@ -31,7 +31,7 @@ def describe_program(
             "Flags:",
             *_table(rows),
             "",
-            f"Config files: {', '.join(known)}",
+            _fill(f"Config files: {', '.join(known)}", 0),
             "Every field of one, with its comment and value: --config=configs/small.py --help",
         ]
     )

@@ -36,7 +36,8 @@ class Config:
     """One run, whole."""
 
     name: str = "run"  # workdir defaults to runs/NAME
-    variant: str = "default"  # default | paper | bert, as given after the colon of --config
+    # as given after the colon of --config: default | paper | bert, or a size
+    variant: str = "default"
     # replaced_token (ELECTRA) | masked_lm (masked words alone) | finetune; see recipes/
     recipe: str = "replaced_token"
     seed: int = 0
@@ -95,8 +96,11 @@ class Config:
     def heldout_metrics(self) -> tuple[str, ...]:
         """What an evaluation measures, by name; none in fine-tuning, whose tasks have their own."""
         names = HELDOUT_METRICS.get(self.recipe, ())
-        release = self.objective.release_metrics
-        return tuple(name for name in names if release or not name.startswith("release_"))
+        asked = {
+            "release": self.objective.release_metrics,
+            "pair": self.objective.sentence_pairs != "none",
+        }
+        return tuple(name for name in names if asked.get(name.split("_")[0], True))
 
     def _embeddings(self, size: int) -> EmbeddingsConfig:
         m = self.model

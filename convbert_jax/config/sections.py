@@ -13,10 +13,12 @@ from convbert_jax.config.changes import Changeable, ChangeableInPretraining
 REMAT_POLICIES = ("none", "dots", "full")
 INITIALIZERS = ("release", "huggingface")
 TEXT_FORMATS = ("auto", "blank_lines", "lines", "jsonl", "wikiextractor", "file", "csv", "tsv")
-# What an evaluation measures, by recipe; release_* only with objective.release_metrics.
+SENTENCE_PAIRS = ("none", "next", "order")
+# What an evaluation measures, by recipe; release_* only with objective.release_metrics, pair_* only
+# with objective.sentence_pairs.
 _OF_MASKED_LM = ("mlm_loss", "mlm_accuracy", "loss")
 HELDOUT_METRICS = {
-    "masked_lm": _OF_MASKED_LM,
+    "masked_lm": (*_OF_MASKED_LM, "pair_loss", "pair_accuracy"),
     "replaced_token": (
         *_OF_MASKED_LM,
         *("sampled_accuracy", "replaced_rate", "discriminator_loss", "discriminator_accuracy"),
@@ -125,6 +127,10 @@ class ObjectiveSection:
     # unchanged. ELECTRA and the release: 0.85 and 0; BERT: 0.8 and 0.1.
     mask_token_fraction: float = 0.85
     random_token_fraction: float = 0.0
+    # Of recipe masked_lm, with data.layout="pairs": none | next (BERT: does the second text follow
+    # the first, or is it of another document?) | order (ALBERT: are two neighbors in their order?).
+    # A pooler and two logits on [CLS]; its loss is added to that of the masked words.
+    sentence_pairs: str = "none"
     temperature: float = 1.0  # of the generator's samples
     disallow_correct: bool = False  # never sample the original token
     # Release: Gumbel noise for every vocabulary entry, with 1e-9 inside both logarithms. False: one
@@ -172,7 +178,7 @@ class DataSection:
     heldout_fraction: float = 0.01  # of the documents, chosen by a hash of their text
     length: int = 128
     # packed (documents fill rows, isolated by segment ids) | electra (the release's example
-    # builder)
+    # builder) | pairs (two texts of whole sentences, for objective.sentence_pairs)
     layout: str = "packed"
     # Release: two conditions of its example builder are inverted, so that most examples have one
     # segment and some an empty first one. Only with layout="electra".
@@ -243,7 +249,8 @@ class CheckpointSection:
     keep_every: Changeable[int] = 0  # steps; these are kept for good, 0 is none
     # "" keeps no best. mlm_loss | mlm_accuracy | loss, and of replaced_token: sampled_accuracy |
     # replaced_rate | discriminator_loss, _accuracy, _precision, _recall or _auc, and the two of
-    # objective.release_metrics: release_discriminator_loss | release_auc
+    # objective.release_metrics: release_discriminator_loss | release_auc; of
+    # objective.sentence_pairs: pair_loss | pair_accuracy
     best_metric: Changeable[str] = ""
     best_mode: Changeable[str] = "max"  # max | min, which a loss needs
     # steps; writes a Hugging Face folder WORKDIR/huggingface/step-N, at step 0 too; 0 is never

@@ -383,7 +383,7 @@ class Model:
         ]
 
 
-_HEADS = ("mlm_head", "rtd_head", "sequence_head", "token_head", "span_head")
+_HEADS = ("mlm_head", "rtd_head", "pair_head", "sequence_head", "token_head", "span_head")
 
 
 def _chunks(texts: Sequence) -> Iterator[Sequence]:

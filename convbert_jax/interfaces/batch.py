@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float32, Int32
 
 
 class Batch(TypedDict):
-    """Token ids, as every model reads them. All that pre-training has.
+    """Token ids, as every model reads them. All that most pre-training has.
 
     Made by `data.corpus.batching` (pre-training) and `data.tasks.encoding.Rows` (fine-tuning).
 
@@ -30,6 +30,17 @@ class Batch(TypedDict):
     tokens: Int32[Any, "B L"]
     segment_ids: Int32[Any, "B L"]
     type_ids: Int32[Any, "B L"]
+
+
+class PairBatch(Batch):
+    """Rows of two texts, of the layout "pairs". Made by `data.corpus.batching`.
+
+    Attributes:
+      pair_label: 0 where the second text follows the first, 1 where it does not, -1 where a row has
+        no pair to judge.
+    """
+
+    pair_label: Int32[Any, " B"]
 
 
 class FinetuneBatch(Batch):

@@ -221,13 +221,17 @@ def pytorch_outputs(folder: Path, network: Network, tokens, mask, types) -> dict
             output_hidden_states=True,
         )
         results = {"hidden": outputs.hidden_states[-1]}
-        heads = {suffix: head for head, suffix in huggingface_config.CLASSES.items()}
-        for suffix, head in heads.items():
-            if name.endswith(suffix):
-                results[head] = _logits(torch, outputs)
-        if name == "ConvBertModel" and network.has("rtd_head"):
+        if "seq_relationship_logits" in outputs:  # BertForPreTraining
+            results["mlm_head"] = outputs.prediction_logits
+            results["pair_head"] = outputs.seq_relationship_logits
+        else:
+            for head, suffix in huggingface_config.CLASSES.items():
+                if name.endswith(suffix):
+                    results[head] = _logits(torch, outputs)
+        if unclassed := huggingface_config.unclassed_heads(network):
             read = huggingface.read_folder(folder).networks["main"]
-            results["rtd_head"] = _detect(torch, read, results["hidden"])
+            for head in unclassed:
+                results[head] = _compute_head(torch, read, head, results["hidden"])
         return {name: value.numpy() for name, value in results.items()}
 
 
@@ -237,13 +241,16 @@ def _logits(torch, outputs):
     return outputs.logits
 
 
-def _detect(torch, network: Network, hidden):
-    """The head that no ConvBERT class has, as Electra's class computes it."""
+def _compute_head(torch, network: Network, head: str, hidden):
+    """A head that no class of this family has, as Electra's class computes rtd_head and Bert's
+    pair_head."""
 
     def dense(name, x):
-        kernel = torch.tensor(network.parameters[f"rtd_head/{name}/kernel"])
-        return x @ kernel + torch.tensor(network.parameters[f"rtd_head/{name}/bias"])
+        kernel = torch.tensor(network.parameters[f"{head}/{name}/kernel"])
+        return x @ kernel + torch.tensor(network.parameters[f"{head}/{name}/bias"])
 
+    if head == "pair_head":
+        return dense("output", torch.tanh(dense("dense", hidden[:, 0])))
     return dense("output", torch.nn.functional.gelu(dense("dense", hidden)))[..., 0]
 
 

@@ -19,6 +19,7 @@ from convbert_jax.training.state import flatten
 HEADS = {
     "mlm_head": heads.MaskedLanguageHead,
     "rtd_head": heads.DiscriminatorHead,
+    "pair_head": heads.PairHead,
     "sequence_head": heads.SequenceHead,
     "token_head": heads.TokenHead,
     "span_head": heads.TokenHead,
@@ -79,7 +80,8 @@ def _modules(embeddings, encoder, outputs) -> nnx.Dict:
             "encoder": Encoder(encoder, rngs),
         }
         for head, count in outputs:
-            sizes = {"mlm_head": (embeddings,), "rtd_head": ()}.get(head, (count,))
+            own = {"mlm_head": (embeddings,), "rtd_head": (), "pair_head": ()}
+            sizes = own.get(head, (count,))
             parts[head] = HEADS[head](encoder.hidden_size, *sizes, starts, rngs)
         return nnx.Dict(parts)
 

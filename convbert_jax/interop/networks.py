@@ -35,7 +35,7 @@ class Network:
     Attributes:
       family: of tables.FAMILIES: whose names and classes it goes by; "" if nobody else's.
       parameters: canonical path (see tables.py) -> float32 array. Heads are there if the network
-        has them: mlm_head, rtd_head, sequence_head, token_head, span_head.
+        has them: mlm_head, rtd_head, pair_head, sequence_head, token_head, span_head.
       labels: names of a classifier's classes, by index.
       use: fields of a config that a fine-tuned model is used with, as `{"outputs.texts": 2}`; those
         of `finetuned_heads.USE` that its source tells.
@@ -146,7 +146,9 @@ def describe_sizes(
 def places(config: Config) -> dict[str, dict[str, str]]:
     """Network -> {part of it: root of that part in the model's parameters}."""
     if config.recipe == "masked_lm":
-        return {"main": {"embeddings": "embeddings", "encoder": "encoder", "mlm_head": "head"}}
+        parts = {"embeddings": "embeddings", "encoder": "encoder", "mlm_head": "head"}
+        pairs = config.objective.sentence_pairs != "none"
+        return {"main": parts | ({"pair_head": "pair_head"} if pairs else {})}
     if config.recipe == "finetune":
         head = finetuned_heads.NAMES.get(config.outputs.head, config.outputs.head)
         return {"main": {"embeddings": "embeddings", "encoder": "encoder", head: "head"}}

@@ -58,6 +58,11 @@ KINDS: Mapping[str, Mapping[str, tuple[str, Layout, str, Layout]]] = {
         "bias": (".bias", COLUMN, "/bias", SAME),
     },
     "vector": {"": ("", SAME, "", SAME)},
+    # BERT's release multiplies by the transposed weights here
+    "pair_output": {
+        "kernel": (".weight", TRANSPOSED, "/output_weights", TRANSPOSED),
+        "bias": (".bias", SAME, "/output_bias", SAME),
+    },
 }
 
 # ours: (kind, Hugging Face, TensorFlow), inside of one layer; what is below `mixer/`, its own
@@ -116,6 +121,9 @@ _ELECTRA_HEADS = {
     "sequence_head/output": ("dense", "classifier.out_proj", None),
     "token_head/output": ("dense", "classifier", None),
     "span_head/output": ("dense", "qa_outputs", None),
+    # Of no class there: tensors that it does not ask for.
+    "pair_head/dense": ("dense", "pair_predictions.dense", None),
+    "pair_head/output": ("pair_output", "pair_predictions.out_proj", None),
 }
 # family -> heads; they stand beside the encoder, outside of its prefix.
 HEADS = {
@@ -133,6 +141,8 @@ HEADS = {
             "cls/predictions/transform/LayerNorm",
         ),
         "mlm_head/output_bias": ("vector", "cls.predictions.bias", "cls/predictions/output_bias"),
+        "pair_head/dense": ("dense", "bert.pooler.dense", "bert/pooler/dense"),
+        "pair_head/output": ("pair_output", "cls.seq_relationship", "cls/seq_relationship"),
         "token_head/output": ("dense", "classifier", None),
         "span_head/output": ("dense", "qa_outputs", None),
     },

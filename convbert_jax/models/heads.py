@@ -41,6 +41,20 @@ class DiscriminatorHead(nnx.Module):
         return self.output(gelu(self.dense(x)).astype(jnp.float32))[..., 0]
 
 
+class PairHead(nnx.Module):
+    """Two logits from the first token: the second text follows the first, or not. Dense, tanh (the
+    pooler), dense (BERT §3.1, task 2).
+    """
+
+    def __init__(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs):
+        self.dense = Dense(hidden_size, hidden_size, initializers.dense, rngs)
+        self.output = Dense(hidden_size, 2, initializers.dense, rngs)
+
+    def __call__(self, x: Float[Array, "B L C"]) -> Float[Array, "B 2"]:
+        """Float32 logits."""
+        return self.output(jnp.tanh(self.dense(x[:, 0]).astype(jnp.float32)))
+
+
 class SequenceHead(nnx.Module):
     """Logits of a whole text from its first token: dense, GELU, dense (Hugging Face's ConvBert and
     Electra classes; the release has one dense, `TokenHead` on the first token).

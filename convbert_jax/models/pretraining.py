@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from convbert_jax.config import Config
 from convbert_jax.models.embeddings import Embeddings
 from convbert_jax.models.encoder import Encoder, Seen
-from convbert_jax.models.heads import DiscriminatorHead, MaskedLanguageHead
+from convbert_jax.models.heads import DiscriminatorHead, MaskedLanguageHead, PairHead
 from convbert_jax.models.layers import Initializers, initializers
 
 
@@ -101,13 +101,17 @@ class PretrainingModel(nnx.Module):
 
 
 class MaskedLanguageModel(nnx.Module):
-    """One encoder with a masked language head (BERT §3.1)."""
+    """One encoder with a masked language head (BERT §3.1), and with config.objective.sentence_pairs
+    one for pairs.
+    """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         starts = _initializers(config)
         self.embeddings = Embeddings(config.embeddings, starts.dense, rngs)
         self.encoder = Encoder(config.encoder, rngs)
         self.head = MaskedLanguageHead(config.encoder.hidden_size, config.embeddings, starts, rngs)
+        if config.objective.sentence_pairs != "none":
+            self.pair_head = PairHead(config.encoder.hidden_size, starts, rngs)
 
     def generate(
         self,
@@ -122,6 +126,20 @@ class MaskedLanguageModel(nnx.Module):
         """Float32 logits at `positions`; arguments as `PretrainingModel.generate`."""
         hidden = self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key)
         return self.head(_pick(hidden, positions), self.embeddings)
+
+    def generate_and_judge(
+        self,
+        tokens: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"],
+        type_ids: Int[Array, "B L"],
+        positions: Int[Array, "B M"],
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "B M V"], Float[Array, "B 2"]]:
+        """What `generate` gives, and the float32 logits of each row's pair: follows, does not."""
+        hidden = self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key)
+        return self.head(_pick(hidden, positions), self.embeddings), self.pair_head(hidden)
 
     def encode(
         self,

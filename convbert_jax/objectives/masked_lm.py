@@ -1,13 +1,14 @@
 """Masked language modeling (BERT §3.1, task 1): predict the hidden tokens. Alone it is a recipe, in
-`replaced_token` it is the generator's part."""
+`replaced_token` it is the generator's part. With config.objective.sentence_pairs the same pass
+judges pairs of texts too (task 2; ALBERT §3.1)."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import Config
-from convbert_jax.interfaces.batch import Batch
+from convbert_jax.interfaces.batch import Batch, PairBatch
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.objectives import masking, metrics
 from convbert_jax.objectives.cross_entropy import cross_entropy
@@ -24,6 +25,20 @@ def prediction_metrics(
     }
 
 
+def hide(batch: Batch, key: Array, *, config: Config, special: SpecialIds) -> masking.Masked:
+    """A batch with hidden tokens."""
+    return masking.mask(
+        key,
+        batch["tokens"],
+        batch["segment_ids"],
+        objective=config.objective,
+        special=special,
+        vocab_size=config.tokenizer.vocab_size,
+        most=config.max_predictions,
+        slots=config.prediction_slots,
+    )
+
+
 def hide_and_predict(
     model: nnx.Module,
     batch: Batch,
@@ -35,30 +50,24 @@ def hide_and_predict(
     special: SpecialIds,
 ) -> tuple[masking.Masked, Float[Array, "B M V"]]:
     """A batch with hidden tokens, and the logits for them; arguments as `loss`."""
-    masked = masking.mask(
-        mask_key,
-        batch["tokens"],
-        batch["segment_ids"],
-        objective=config.objective,
-        special=special,
-        vocab_size=config.tokenizer.vocab_size,
-        most=config.max_predictions,
-        slots=config.prediction_slots,
-    )
-    logits = model.generate(
-        masked.tokens,
-        batch["segment_ids"],
-        batch["type_ids"],
-        masked.positions,
-        dtype=dtype,
-        key=dropout_key,
-    )
-    return masked, logits
+    masked = hide(batch, mask_key, config=config, special=special)
+    inputs = masked.tokens, batch["segment_ids"], batch["type_ids"], masked.positions
+    return masked, model.generate(*inputs, dtype=dtype, key=dropout_key)
+
+
+def pair_metrics(logits: Float[Array, "B 2"], labels: Int[Array, " B"]) -> metrics.Metrics:
+    """Loss and accuracy of the rows that have a pair to judge."""
+    judged = labels >= 0
+    losses = cross_entropy(logits, jnp.maximum(labels, 0))
+    return {
+        "pair_loss": metrics.mean(losses, judged),
+        "pair_accuracy": metrics.mean(jnp.argmax(logits, axis=-1) == labels, judged),
+    }
 
 
 def loss(
     model: nnx.Module,
-    batch: Batch,
+    batch: Batch | PairBatch,
     key: Array,
     *,
     train: bool,
@@ -66,19 +75,28 @@ def loss(
     config: Config,
     special: SpecialIds,
 ) -> tuple[Array, metrics.Metrics]:
-    """Mean cross-entropy of the hidden tokens.
+    """Mean cross-entropy of the hidden tokens, and of pairs where they are judged: their sum, as in
+    BERT's release.
 
     Args:
-      model: `generate(tokens, segment_ids, type_ids, positions, dtype, key) -> logits [B, M, V]`.
+      model: `generate(tokens, segment_ids, type_ids, positions, dtype, key) -> logits [B, M, V]`;
+        with pairs `generate_and_judge`, which gives [B, 2] besides.
       key: draws the masks, and dropout where `train`.
     """
     mask_key, dropout_key = jax.random.split(key)
-    settings = {"dtype": dtype, "config": config, "special": special}
-    masked, logits = hide_and_predict(
-        model, batch, mask_key, dropout_key if train else None, **settings
-    )
+    masked = hide(batch, mask_key, config=config, special=special)
+    inputs = masked.tokens, batch["segment_ids"], batch["type_ids"], masked.positions
+    settings = {"dtype": dtype, "key": dropout_key if train else None}
+    if config.objective.sentence_pairs == "none":
+        logits, pairs = model.generate(*inputs, **settings), {}
+    else:
+        logits, judged = model.generate_and_judge(*inputs, **settings)
+        pairs = pair_metrics(judged, batch["pair_label"])
     losses = cross_entropy(logits, masked.labels)
-    result = prediction_metrics(logits, losses, masked)
+    result = prediction_metrics(logits, losses, masked) | pairs
     total, weight = result["mlm_loss"]
     value = total / (weight + 1e-6)
+    if pairs:
+        total, weight = pairs["pair_loss"]
+        value += total / (weight + 1e-6)
     return value, result | {"loss": (value, jnp.ones(()))}

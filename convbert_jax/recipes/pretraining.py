@@ -38,7 +38,7 @@ class Recipe:
     model: Callable[[Config, nnx.Rngs], nnx.Module]
     objective: ModuleType  # loss(model, batch, key, ...) -> (loss, metrics)
     warn: Callable[[int, dict[str, float]], list[str]]
-    show: tuple[str, ...]  # metrics of the log line
+    show: tuple[str, ...]  # metrics of the log line, if the config has them
 
 
 RECIPES = {
@@ -52,7 +52,7 @@ RECIPES = {
         models.MODELS["masked_lm"],
         masked_lm,
         health.warn_masked_lm,
-        ("mlm_loss", "mlm_accuracy"),
+        ("mlm_loss", "mlm_accuracy", "pair_accuracy"),
     ),
 }
 
@@ -185,7 +185,7 @@ def build_task(config: Config, special: SpecialIds, device: jax.Device) -> Task:
         evaluator=metrics.heldout(config.heldout_metrics),
         rules=(*sharding_rules(config.encoder), *sharding.RULES),
         health=recipe.warn,
-        show=recipe.show,
+        show=tuple(name for name in recipe.show if name in config.heldout_metrics),
         tokens_per_step=tokens,
         flops_per_step=tokens * flops.training_flops_per_token(config),
         peak_flops_per_device=flops.peak_flops(device.device_kind),

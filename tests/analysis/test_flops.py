@@ -1,6 +1,7 @@
 """FLOPs by formula against the published figures and against XLA's count of one layer."""
 
 import dataclasses
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 from flax import nnx
 
 from convbert_jax.analysis import flops
-from convbert_jax.config import Config
+from convbert_jax.config import Config, from_config_dict
 from convbert_jax.models.encoder import Layer
 
 
@@ -84,6 +85,30 @@ def test_published_baselines(sizes, recipe, steps, batch, total):
     train = dataclasses.replace(config.train, steps=steps, batch_size=batch)
     config = dataclasses.replace(config, recipe=recipe, train=train)
     assert flops.training_flops(config, "paper") == pytest.approx(total, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("file", "size", "total"),
+    [
+        ("electra", "small", 1.294e18),
+        ("electra", "medium_small", 2.159e18),
+        ("electra", "base", 6.4245e19),
+        ("bert", "small", 1.419e18),
+    ],
+)
+def test_configs_of_baselines(file, size, total):
+    """What ELECTRA's script prints for its sizes; papers.md 1.6 for medium_small."""
+    module = importlib.import_module(f"configs.{file}")
+    config = from_config_dict(module.get_config(size).to_dict())
+    assert flops.training_flops(config, "paper") == pytest.approx(total, rel=0.002)
+
+
+def test_the_pair_of_a_row_is_judged_once():
+    config = dataclasses.replace(sized(**SMALL), recipe="masked_lm")
+    objective = dataclasses.replace(config.objective, sentence_pairs="next")
+    pairs = dataclasses.replace(config, objective=objective)
+    more, less = (flops.forward_flops_per_token(c) for c in (pairs, config))
+    assert 128 * (more - less) == pytest.approx(2 * 256 * 256 + 2 * 256 * 2)
 
 
 @pytest.mark.parametrize("mixer", ["mixed", "attention", "bottleneck"])

@@ -17,9 +17,18 @@ WORDS = "the a of river stone light under over small great house tree water fire
 
 
 def make_config(
-    *, recipe="replaced_token", generator=None, tokenizer=None, outputs=None, finetune=None, **model
+    *,
+    recipe="replaced_token",
+    pairs="none",
+    generator=None,
+    tokenizer=None,
+    outputs=None,
+    finetune=None,
+    **model,
 ) -> Config:
-    """A small config; all but `recipe` and `model` are fields of their sections."""
+    """A small config; `pairs` is objective.sentence_pairs, the others but `recipe` and `model` are
+    fields of their sections.
+    """
     small = dict(layers=2, hidden_size=32, embedding_size=16, heads=4, ffn_size=64, positions=24)
     values = to_dict(Config(recipe=recipe))
     values["model"] |= small | model
@@ -31,6 +40,8 @@ def make_config(
     values["finetune"] |= finetune or {}
     if values["model"]["mixer"] == "mixed" and not values["model"]["mask_convolution"]:
         values["data"]["layout"] = "electra"
+    if pairs != "none":
+        values["objective"]["sentence_pairs"], values["data"]["layout"] = pairs, "pairs"
     return from_config_dict(values)
 
 

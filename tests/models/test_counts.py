@@ -35,6 +35,58 @@ def test_published_sizes(size):
     assert (encoder, *parts, count(params)) == COUNTS[size]
 
 
+VOCABULARY, POSITIONS, TYPES = 30_522, 512, 2
+
+
+def embeddings_on_paper(size):
+    return (VOCABULARY + POSITIONS + TYPES) * size + 2 * size  # and a layer norm
+
+
+def layers_on_paper(hidden, embedding):
+    """Twelve layers of BERT, feed-forward of 4 times the width, behind a projection if needed."""
+    attention = 4 * (hidden * hidden + hidden)  # query, key, value, output
+    feed_forward = hidden * 4 * hidden + 4 * hidden + 4 * hidden * hidden + hidden
+    project = (embedding + 1) * hidden if embedding != hidden else 0
+    return 12 * (attention + feed_forward + 2 * 2 * hidden) + project
+
+
+def mlm_head_on_paper(hidden, embedding):
+    return (hidden + 1) * embedding + 2 * embedding + VOCABULARY
+
+
+# Encoder with embeddings (papers.md 1.5), its width, width of embeddings, width of the generator.
+BASELINES = {
+    ("electra", "small"): (13_483_008, 256, 128, 64),
+    ("electra", "small_plus_plus"): (13_483_008, 256, 128, 256),
+    ("electra", "medium_small"): (25_315_968, 384, 128, 96),
+    ("electra", "base"): (108_891_648, 768, 768, 256),
+    ("bert", "small"): (13_483_008, 256, 128, None),
+    ("bert", "base"): (108_891_648, 768, 768, None),
+    ("bert", "base_512"): (108_891_648, 768, 768, None),
+}
+
+
+@pytest.mark.parametrize(("file", "size"), BASELINES)
+def test_baselines(file, size):
+    encoder, hidden, embedding, generator = BASELINES[file, size]
+    module = importlib.import_module(f"configs.{file}")
+    config = config_lib.from_config_dict(module.get_config(size).to_dict())
+    _, init = build(pretraining.MODELS[config.recipe], config)
+    params = jax.eval_shape(init, jax.random.key(0))
+    assert embeddings_on_paper(embedding) + layers_on_paper(hidden, embedding) == encoder
+    trained = encoder
+    if file == "electra":
+        assert count(params["embeddings"]) + count(params["discriminator"]) == encoder
+        trained += hidden * hidden + hidden + hidden + 1  # the discriminator's head
+        trained += layers_on_paper(generator, embedding) + mlm_head_on_paper(generator, embedding)
+    else:
+        assert count(params["embeddings"]) + count(params["encoder"]) == encoder
+        trained += mlm_head_on_paper(hidden, embedding)
+        if config.objective.sentence_pairs != "none":  # pooler, two logits
+            trained += hidden * hidden + hidden + 2 * hidden + 2
+    assert count(params) == trained
+
+
 # Encoder with embeddings. attention: papers.md 1.5, ungrouped; bottleneck, a layer of base by hand:
 # q, k, v 3 * (768 * 384 + 384), output 384 * 768 + 768, feed-forward 4,722,432, norms 3,072.
 ABLATIONS = {

@@ -16,6 +16,7 @@ from convbert_jax.config.run import DTYPES, PLATFORMS, RECIPES, Config
 from convbert_jax.config.sections import (
     INITIALIZERS,
     REMAT_POLICIES,
+    SENTENCE_PAIRS,
     TEXT_FORMATS,
     ObjectiveSection,
     TokenizerSection,
@@ -34,6 +35,7 @@ def check(config: Config) -> None:
     else:
         _check_objective(config.objective)
         _check_data(config)
+        _check_sentence_pairs(config)
     _check_tokenizer(config.tokenizer)
     _check_training(config)
     _check_mixers(config)  # the last one, as it loads jax
@@ -79,7 +81,7 @@ def _check_objective(o: ObjectiveSection) -> None:
 
 def _check_data(config: Config) -> None:
     d = config.data
-    rules.check_choice("data.layout", d.layout, ("packed", "electra"))
+    rules.check_choice("data.layout", d.layout, ("packed", "electra", "pairs"))
     rules.check_choice("data.format", d.format, TEXT_FORMATS)
     rules.check_choice("data.encoding_errors", d.encoding_errors, ("error", "replace", "skip"))
     rules.check(
@@ -94,7 +96,7 @@ def _check_data(config: Config) -> None:
     )
     rules.check(
         d.layout == "packed" or config.model.types >= 2,
-        "config.data.layout='electra' marks two segments and needs config.model.types of at "
+        f"config.data.layout='{d.layout}' marks two segments and needs config.model.types of at "
         "least 2.",
     )
     rules.check(
@@ -106,6 +108,26 @@ def _check_data(config: Config) -> None:
         d.heldout_fraction > 0 or d.validation_source != "",
         "config.data.heldout_fraction=0 leaves nothing to evaluate on; raise it or name "
         "config.data.validation_source.",
+    )
+
+
+def _check_sentence_pairs(config: Config) -> None:
+    pairs, layout = config.objective.sentence_pairs, config.data.layout
+    rules.check_choice("objective.sentence_pairs", pairs, SENTENCE_PAIRS)
+    rules.check(
+        pairs == "none" or config.recipe == "masked_lm",
+        f"config.objective.sentence_pairs='{pairs}' goes with config.recipe='masked_lm', not with "
+        f"'{config.recipe}'; set one of the two.",
+    )
+    rules.check(
+        pairs == "none" or layout == "pairs",
+        f"config.objective.sentence_pairs='{pairs}' needs rows of pairs; set "
+        "config.data.layout=pairs.",
+    )
+    rules.check(
+        pairs != "none" or layout != "pairs",
+        "config.data.layout='pairs' makes pairs to be judged; set "
+        "config.objective.sentence_pairs=next or order, or another layout.",
     )
 
 
@@ -158,7 +180,7 @@ def _check_mixers(config: Config) -> None:
     encoder = config.encoder
     if config.recipe == "replaced_token" and config.generator.kind == "separate":
         _ = config.generator_encoder  # refused by its mixers
-    if config.recipe == "finetune" or config.data.layout == "electra":
+    if config.recipe == "finetune" or config.data.layout != "packed":
         return
     # Whole documents without a mask would flow into each other.
     for stage, made in zip(list_stages(config.model), encoder.stages, strict=True):

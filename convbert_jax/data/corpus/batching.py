@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from convbert_jax.data.corpus.corpus import Corpus, Split
+from convbert_jax.data.corpus.pairs import UNLABELLED
 from convbert_jax.data.corpus.rows import ShardReader
 from convbert_jax.data.corpus.shards import Verification
 from convbert_jax.data.corpus.shuffling import (
@@ -198,6 +199,8 @@ def evaluation_batches(
     indices = np.arange(used) * split.rows // used
     padding = np.zeros(1, corpus.row_dtype)
     padding["tokens"] = corpus.tokenizer.special.pad
+    if "pair_label" in padding.dtype.names:
+        padding["pair_label"] = UNLABELLED
     reader = ShardReader(split.shards, corpus.row_dtype)
     try:
         for start in range(0, used, batch_size):

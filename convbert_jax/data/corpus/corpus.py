@@ -225,6 +225,14 @@ def _check_splits(metadata: dict[str, Any], data: DataSection) -> None:
                 f"config.data.validation_source='{data.validation_source}' has no text."
             )
         raise DataError(preparation.nothing_held_out(data))
+    for name, split in metadata["splits"].items():
+        if not split.get("pairs", 1):
+            raise DataError(
+                f"config.data.layout='pairs' finds no pair of sentences in the {name} text; it "
+                "needs documents of several sentences, and with "
+                "config.objective.sentence_pairs=next several documents: check config.data.format, "
+                "raise config.data.length, or hold out more."
+            )
 
 
 def _log_summary(metadata: dict, tokenizer: Tokenizer, config: Config, directory: Path) -> None:
@@ -245,6 +253,12 @@ def _log_summary(metadata: dict, tokenizer: Tokenizer, config: Config, directory
         metadata["seconds"],
         metadata["bytes"] / 1e6 / max(0.001, metadata["seconds"]),
     )
+    if "pairs" in train:
+        logging.info(
+            "%d of the rows to train on and %d of those held out have a pair to judge.",
+            train["pairs"],
+            validation["pairs"],
+        )
     if metadata["undecodable"]:
         logging.warning(
             "%d places of the text are not UTF-8; %d documents were left out for them.",

@@ -43,6 +43,7 @@ def origin(config: Config, sources: dict[str, Source] | None) -> dict[str, Any]:
     """
     data, tokenizer = config.data, config.tokenizer
     layout = data.layout + (" with the release's bug" if data.release_builder_bug else "")
+    layout += f" ({config.objective.sentence_pairs})" if data.layout == "pairs" else ""
     layout += " of shuffled documents" if data.shuffle_documents else ""
     result = {
         "version": VERSION,
@@ -128,6 +129,8 @@ def summary(records: list[dict], length: int, seconds: float) -> dict[str, Any]:
         total = {
             key: sum(part.get(key, 0) for part in parts) for key in ("rows", "tokens", "documents")
         }
+        if all("pairs" in part for part in parts):
+            total["pairs"] = sum(part["pairs"] for part in parts)
         total["fill"] = round(total["tokens"] / max(1, total["rows"] * length), 4)
         total["shards"] = [
             [

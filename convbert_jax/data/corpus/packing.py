@@ -1,6 +1,6 @@
-"""Documents to rows of a fixed length: the layouts "packed" and "electra".
+"""Documents to rows of a fixed length: the layouts "packed" and "electra"; "pairs" is in `pairs`.
 
-Both take a document as the token ids of its lines and give rows that are not padded yet.
+All take a document as the token ids of its lines and give rows that are not padded yet.
 """
 
 import dataclasses
@@ -14,12 +14,13 @@ SHORTEST_PIECE = 16  # tokens; a row's end too short for this part of a longer d
 
 @dataclasses.dataclass
 class Row:
-    """Fields of `interfaces.batch.Batch` for one row; of "packed" no types, they are 0 and made
-    with the batch."""
+    """Fields of `interfaces.batch.PairBatch` for one row; of "packed" no types, they are 0 and made
+    with the batch; a label of "pairs" alone."""
 
     tokens: list[int]
     segment_ids: list[int]
     type_ids: list[int] = dataclasses.field(default_factory=list)
+    pair_label: int | None = None
 
 
 class PackedRows:

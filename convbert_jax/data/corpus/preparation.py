@@ -161,6 +161,7 @@ def process_units(
         tokenizer=tokenizer,
         length=data.length,
         layout=data.layout,
+        sentence_pairs=config.objective.sentence_pairs,
         release_bug=data.release_builder_bug,
         shuffle_documents=data.shuffle_documents,
         heldout_fraction=data.heldout_fraction,

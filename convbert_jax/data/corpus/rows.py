@@ -19,13 +19,16 @@ ROWS_AT_ONCE = 1024
 
 
 def row_dtype(length: int, vocab_size: int, layout: str) -> np.dtype:
-    """A record as a numpy structure: `tokens`, `segment_ids` and, for "electra", `type_ids`."""
+    """A record as a numpy structure: `tokens`, `segment_ids`, for "electra" and "pairs" `type_ids`,
+    and for "pairs" `pair_label`."""
     fields = [
         ("tokens", "<u2" if vocab_size <= 1 << 16 else "<i4", (length,)),
         ("segment_ids", "u1" if length < 768 else "<u2", (length,)),  # a piece has 3 tokens or more
     ]
-    if layout == "electra":
+    if layout in ("electra", "pairs"):
         fields.append(("type_ids", "u1", (length,)))
+    if layout == "pairs":
+        fields.append(("pair_label", "i1", ()))
     return np.dtype(fields)
 
 
@@ -34,8 +37,10 @@ def to_records(rows: Sequence[Row], dtype: np.dtype, pad: int) -> list[bytes]:
     length = dtype["tokens"].shape[0]
     structured = np.zeros(len(rows), dtype)
     for name in dtype.names:
-        values, filler = (getattr(row, name) for row in rows), pad if name == "tokens" else 0
-        structured[name] = [v + [filler] * (length - len(v)) for v in values]
+        values, filler = [getattr(row, name) for row in rows], pad if name == "tokens" else 0
+        if dtype[name].shape:
+            values = [v + [filler] * (length - len(v)) for v in values]
+        structured[name] = values
     return [record.tobytes() for record in structured]
 
 

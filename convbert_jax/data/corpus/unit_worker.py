@@ -9,11 +9,12 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from convbert_jax.data.corpus.packing import ElectraRows, PackedRows
+from convbert_jax.data.corpus.packing import ElectraRows, PackedRows, Row
+from convbert_jax.data.corpus.pairs import UNLABELLED, PairRows, split_sentences
 from convbert_jax.data.corpus.rows import ShardWriter, row_dtype
 from convbert_jax.data.corpus.shards import checksum, record_path, shard_path
 from convbert_jax.data.records import write_record
@@ -32,6 +33,7 @@ class Job:
     tokenizer: Tokenizer
     length: int
     layout: str
+    sentence_pairs: str  # of the layout "pairs"
     release_bug: bool
     shuffle_documents: bool
     heldout_fraction: float
@@ -62,22 +64,21 @@ def process_unit(
     tally: Counter = Counter()
     layouts, writers = {}, {}
     for name in counts:
-        if job.layout == "electra":
-            seed = f"{index} {name}"
-            layouts[name] = ElectraRows(job.length, special, release_bug=job.release_bug, seed=seed)
-        else:
-            layouts[name] = PackedRows(job.length, special)
+        layouts[name] = _make_layout(job, seed=f"{index} {name}")
         writers[name] = ShardWriter(shard_path(job.directory, name, index), dtype, special.pad)
 
-    def write(name: str, rows) -> None:
+    def write(name: str, rows: Iterable[Row]) -> None:
         rows = list(rows)
         counts[name]["tokens"] += sum(len(row.tokens) for row in rows)
+        if job.layout == "pairs":
+            counts[name]["pairs"] += sum(row.pair_label != UNLABELLED for row in rows)
         writers[name].write(rows)
 
     documents = source.documents(unit, tally)
     if job.shuffle_documents:
         documents = _shuffled(documents, random.Random(f"{index} documents"))
-    for text, lines in _encoded(documents, job.tokenizer):
+    cut = split_sentences if job.layout == "pairs" else None
+    for text, lines in _encoded(documents, job.tokenizer, cut):
         tally["bytes"] += len(text.encode())
         size = sum(map(len, lines))
         if not size:
@@ -107,6 +108,15 @@ def process_unit(
     return record
 
 
+def _make_layout(job: Job, seed: str) -> PackedRows | ElectraRows | PairRows:
+    length, special = job.length, job.tokenizer.special
+    if job.layout == "electra":
+        return ElectraRows(length, special, release_bug=job.release_bug, seed=seed)
+    if job.layout == "pairs":
+        return PairRows(length, special, pairs=job.sentence_pairs, seed=seed)
+    return PackedRows(length, special)
+
+
 def _shuffled(documents: Iterator[str], rng: random.Random) -> Iterator[str]:
     """`documents` in random order, within stretches of `SHUFFLED_CHARACTERS`: most units whole."""
     waiting, size = [], 0
@@ -122,12 +132,15 @@ def _shuffled(documents: Iterator[str], rng: random.Random) -> Iterator[str]:
 
 
 def _encoded(
-    documents: Iterator[str], tokenizer: Tokenizer
+    documents: Iterator[str], tokenizer: Tokenizer, cut: Callable[[str], list[str]] | None = None
 ) -> Iterator[tuple[str, list[list[int]]]]:
-    """Each document with the ids of its lines, encoded many documents at a time."""
+    """Each document with the ids of its lines, or of what `cut` makes of a line, encoded many
+    documents at a time."""
 
     def encode(batch: list[str]) -> Iterator[tuple[str, list[list[int]]]]:
         lines = [[line for line in text.split("\n") if line.strip()] for text in batch]
+        if cut:
+            lines = [[part for line in document for part in cut(line)] for document in lines]
         ids = iter(tokenizer.encode([line for document in lines for line in document]))
         for text, document in zip(batch, lines, strict=True):
             yield text, [next(ids) for _ in document]

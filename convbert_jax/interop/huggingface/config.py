@@ -22,13 +22,15 @@ _PROBLEMS = {"classification": "single_label_classification", "regression": "reg
 _MODEL_TYPES = {"convbert": "convbert", "conv_bert": "convbert", "electra": "electra"}
 _MODEL_TYPES |= {"bert": "bert"}
 _CLASS_NAMES = {"convbert": "ConvBert", "electra": "Electra", "bert": "Bert"}
-# head -> what their classes are called; a network without any is the bare encoder
+# head -> what their classes are called; a network without any is the bare encoder, and BERT's class
+# with both heads of its pre-training is BertForPreTraining
 CLASSES = {
     "mlm_head": "ForMaskedLM",
     "sequence_head": "ForSequenceClassification",
     "token_head": "ForTokenClassification",
     "span_head": "ForQuestionAnswering",
     "rtd_head": "ForPreTraining",
+    "pair_head": "ForNextSentencePrediction",
 }
 
 
@@ -36,13 +38,22 @@ def architecture(network: Network) -> str:
     """Name of the class that a network's folder is for.
 
     There is no ConvBertForPreTraining: the head of a ConvBERT discriminator goes with the bare
-    encoder, as tensors that the class does not ask for.
+    encoder, as tensors that the class does not ask for; so does the head for pairs of texts, which
+    only BERT's classes have.
     """
     name = _CLASS_NAMES[network.family]
+    if network.family == "bert" and network.has("mlm_head") and network.has("pair_head"):
+        return f"{name}ForPreTraining"
     for head, suffix in CLASSES.items():
-        if network.has(head) and (network.family, head) != ("convbert", "rtd_head"):
+        if network.has(head) and head not in unclassed_heads(network):
             return name + suffix
     return f"{name}Model"
+
+
+def unclassed_heads(network: Network) -> tuple[str, ...]:
+    """Heads of a network that no class of its family has."""
+    lacking = {"convbert": ("rtd_head", "pair_head"), "electra": ("pair_head",)}
+    return tuple(head for head in lacking.get(network.family, ()) if network.has(head))
 
 
 def check_expressible(network: Network) -> None:

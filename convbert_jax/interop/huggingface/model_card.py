@@ -68,6 +68,12 @@ def _say(network: Network, name: str) -> list[str]:
             "tokens. There is no ConvBERT class for it, so transformers reports them as "
             "UNEXPECTED and passes over them; convbert_jax reads them back."
         )
+    if "pair_head" in huggingface_config.unclassed_heads(network):
+        said.append(
+            "The four `pair_predictions.*` tensors are the head that judges pairs of texts. Only "
+            "BERT's classes have one, so transformers reports them as UNEXPECTED and passes over "
+            "them; convbert_jax reads them back."
+        )
     if name == "BertForMaskedLM":
         said.append(
             "There is no pooler: `AutoModel` starts one and reports it as MISSING; use "

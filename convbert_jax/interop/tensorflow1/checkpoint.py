@@ -61,7 +61,7 @@ class _Scopes:
     family: str
     encoder: str
     embeddings: str
-    head: str | None  # ours
+    heads: tuple[str, ...]  # ours
 
 
 def find_prefix(path: Path) -> Path | None:
@@ -235,10 +235,11 @@ def _same(first: Network, second: Network, folder: str) -> bool:
 
 
 def _find_scopes(names: set[str], prefix: Path) -> dict[str, _Scopes]:
-    mlm = "mlm_head"
+    mlm, rtd = "mlm_head", "rtd_head"
     if f"bert/{_TABLE}" in names:
-        head = mlm if "cls/predictions/output_bias" in names else None
-        return {"main": _Scopes("bert", "bert", "bert", head)}
+        last = {mlm: "cls/predictions/output_bias", "pair_head": "cls/seq_relationship/output_bias"}
+        heads = tuple(head for head, name in last.items() if name in names)
+        return {"main": _Scopes("bert", "bert", "bert", heads)}
     if f"electra/{_TABLE}" not in names:
         shown = ", ".join(sorted(names)[:3]) or "none"
         raise ConversionError(
@@ -250,15 +251,15 @@ def _find_scopes(names: set[str], prefix: Path) -> dict[str, _Scopes]:
     detects = "discriminator_predictions/dense/kernel" in names
     predicts = "generator_predictions/output_bias" in names
     own = any(name.startswith("generator/encoder/") for name in names)
-    alone = mlm if predicts and not own else None
-    result = {"main": _Scopes(family, "electra", "electra", "rtd_head" if detects else alone)}
+    alone = (mlm,) if predicts and not own else ()
+    result = {"main": _Scopes(family, "electra", "electra", (rtd,) if detects else alone)}
     if own:
         tied = f"generator/{_TABLE}" not in names
         result["generator"] = _Scopes(
-            family, "generator", "electra" if tied else "generator", mlm if predicts else None
+            family, "generator", "electra" if tied else "generator", (mlm,) if predicts else ()
         )
     elif detects and predicts:
-        result["generator"] = _Scopes(family, "electra", "electra", mlm)
+        result["generator"] = _Scopes(family, "electra", "electra", (mlm,))
     return result
 
 
@@ -308,7 +309,7 @@ def _sizes(bundle: Bundle, where: _Scopes, prefix: Path):
         dropout=0.1, epsilon=1e-12, spread=0.02, hidden_size=hidden, mixer=mixer,
         ffn_size=ffn_size, ffn_groups=groups,
     )  # fmt: skip
-    outputs = {where.head: vocab_size if where.head == "mlm_head" else 1} if where.head else {}
+    outputs = {head: vocab_size if head == "mlm_head" else 1 for head in where.heads}
     return where.family, embeddings, encoder, outputs
 
 

@@ -21,6 +21,11 @@ FAMILIES = {
     "electra": {"mixer": "attention"},
     "bert": {"recipe": "masked_lm", "mixer": "attention", "embedding_size": 32},
 }
+PAIRS = {
+    "BertForPreTraining": FAMILIES["bert"],
+    "ElectraForMaskedLM": {"mixer": "attention"},
+    "ConvBertForMaskedLM": {},
+}
 LABELS = ("no", "maybe", "yes")
 FIELDS = (
     "architectures", "model_type", "vocab_size", "hidden_size", "num_hidden_layers",
@@ -60,6 +65,20 @@ def test_round_trip(tmp_path, family, name):
     assert back.layer == network.layer
     assert source.extra["main"]["step"] == 5
     assert not source.ignored
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_head_for_pairs(tmp_path, name):
+    network = random_network(**PAIRS[name] | {"recipe": "masked_lm", "pairs": "next"})
+    assert network.has("pair_head")
+    assert network.has("mlm_head")
+    folder = write(tmp_path / "it", network)
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [name]
+    source = huggingface.read_folder(folder)
+    assert_same(network, source.networks["main"])
+    assert not source.ignored
+    theirs = {"cls.seq_relationship.weight", "bert.pooler.dense.weight"}
+    assert (theirs <= load_file(folder / "model.safetensors").keys()) == name.startswith("Bert")
 
 
 @pytest.mark.parametrize("head", ["sequence_head", "token_head", "span_head"])

@@ -111,6 +111,26 @@ def test_every_class(tmp_path, family, suffix):
     check_outputs(folder, network)
 
 
+@pytest.mark.parametrize("suffix", ["ForPreTraining", "ForNextSentencePrediction"])
+def test_bert_with_pairs(tmp_path, suffix):
+    folder = save_theirs(tmp_path / "theirs", "Bert", suffix)
+    network = check_round_trip(folder, tmp_path / "again")
+    assert network.has("pair_head")
+    assert network.has("mlm_head") == (suffix == "ForPreTraining")
+    ignored = huggingface.read_folder(folder).ignored
+    assert not ignored
+    check_outputs(folder, network)
+
+
+@pytest.mark.parametrize("fields", [{}, {"mixer": "attention"}], ids=["convbert", "electra"])
+def test_pairs_that_no_class_judges(tmp_path, fields):
+    """The head travels beside the class, and is computed as Bert's would be."""
+    network = random_network(recipe="masked_lm", pairs="order", **fields)
+    huggingface.write_network(tmp_path / "it", network, pad_id=0)
+    proof = certificate.certify(tmp_path / "it", network)
+    assert {"hidden", "mlm_head", "pair_head"} <= set(proof.differences)
+
+
 @pytest.mark.parametrize(
     "size",
     ["grouped", *(pytest.param(s, marks=pytest.mark.slow) for s in SIZES if s != "grouped")],

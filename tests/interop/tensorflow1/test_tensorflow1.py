@@ -74,6 +74,23 @@ def test_tensorflow_to_pytorch(tmp_path):
                 np.testing.assert_allclose(logits, expected[head], atol=5e-6)
 
 
+def test_the_head_for_pairs_is_named_as_in_bert(tmp_path):
+    """Its run_pretraining.py: logits are the pooled vector times the transposed weights."""
+    config = make_config(**KINDS["bert with pairs"])
+    parts = split(config, random_params(config))
+    tensorflow1.write_checkpoint(tmp_path / "model.ckpt-9", parts, step=9)
+    bundle = Bundle(tmp_path / "model.ckpt-9")
+    assert bundle.entry("bert/pooler/dense/kernel").shape == (128, 128)
+    assert bundle.entry("cls/seq_relationship/output_bias").shape == (2,)
+    np.testing.assert_array_equal(
+        bundle.read("cls/seq_relationship/output_weights"),
+        parts["main"].parameters["pair_head/output/kernel"].T,
+    )
+    convbert = {"main": random_network(recipe="masked_lm", pairs="next")}
+    with pytest.raises(ConversionError, match="no variable for pair_head/dense"):
+        tensorflow1.write_checkpoint(tmp_path / "model.ckpt-10", convbert, step=10)
+
+
 def test_without_adam_as_published():
     read = tensorflow1.read_checkpoint(REAL / "no_adam" / NAME)
     assert read.moments is None
@@ -96,6 +113,8 @@ KINDS = {
                    "generator": {"size": 0.5}},
     "bert": {"mixer": "attention", "hidden_size": 128, "heads": 2, "embedding_size": 128,
              "recipe": "masked_lm"},
+    "bert with pairs": {"mixer": "attention", "hidden_size": 128, "heads": 2, "pairs": "next",
+                        "embedding_size": 128, "recipe": "masked_lm"},
 }  # fmt: skip
 
 
