@@ -40,6 +40,7 @@ class StageSection:
     mixer: str = ""
     mixer_fields: tuple[str, ...] = ()
     kernel_size: int = 0
+    dilation: int = 0
     ffn_size: int = 0
     ffn_groups: int = 0
 
@@ -61,6 +62,11 @@ class ModelSection:
     mixer: str = "mixed"
     mixer_fields: tuple[str, ...] = ()  # NAME=VALUE of what only this mixer has
     kernel_size: int = 9  # taps of a mixer that convolves
+    dilation: int = 1  # positions from one tap of dilated to the next
+    # the same two, one number for each layer, as 3,7,15,31 of LightConv and 1,2,4,8 of dilated;
+    # layers in a row with equal numbers are a stage. (): all layers have the one above.
+    kernel_sizes: tuple[int, ...] = ()
+    dilations: tuple[int, ...] = ()
     ffn_size: int = 1024
     ffn_groups: int = 1
     # layers that differ, in order, as '[{"layers": 4, "mixer": "attention"}, {"layers": 8}]'; a

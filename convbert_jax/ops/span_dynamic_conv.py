@@ -84,9 +84,10 @@ def span_filters(
     bias: Float[Array, " HK"],
     *,
     heads: int,
+    dtype: jnp.dtype = jnp.float32,
 ) -> Float[Array, "B L H K"]:
-    """What `span_dynamic_conv` sums with, in float32, before taps that may not be read weigh 0."""
-    return xla.span_filters(query, span_key, projection, bias, heads, jnp.float32)
+    """What `span_dynamic_conv` sums with, before taps that may not be read weigh 0."""
+    return xla.span_filters(query, span_key, projection, bias, heads, dtype)
 
 
 def _check(query, span_key, values, projection, bias, heads, segment_ids, dilation):

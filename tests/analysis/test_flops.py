@@ -10,6 +10,7 @@ from flax import nnx
 from convbert_jax.analysis import flops
 from convbert_jax.config import Config
 from convbert_jax.models.encoder import Layer
+from tests.models.definitions import KINDS
 
 
 def sized(hidden, embedding, heads, ffn, groups=1, generator=0.25, batch=128, length=128, **model):
@@ -86,9 +87,9 @@ def test_published_baselines(sizes, recipe, steps, batch, total):
     assert flops.training_flops(config, "paper") == pytest.approx(total, rel=0.001)
 
 
-@pytest.mark.parametrize("mixer", ["mixed", "attention", "bottleneck"])
-def test_a_layer_is_what_xla_counts(mixer):
-    config = sized(hidden=128, embedding=128, heads=4, ffn=256, mixer=mixer).encoder
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_is_what_xla_counts(kind):
+    config = sized(hidden=128, embedding=128, heads=4, ffn=256, **KINDS[kind]).encoder
     layer_config = config.stages[0].layer
     graphdef, params = nnx.split(Layer(layer_config, nnx.Rngs(0)))
     x, ids = jnp.zeros((2, 64, 128)), jnp.ones((2, 64), jnp.int32)
