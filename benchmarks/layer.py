@@ -162,12 +162,12 @@ def build(layer: Layer, dtype: str, batch: int, length: int):
 def _baseline(name: str):
     """While a layer is traced, its whole convolution branch is the named baseline, unmasked."""
     from benchmarks.baselines import BASELINES, spanned
-    from convbert_jax.models.mixers import mixed
+    from convbert_jax.models.mixers import convolution
 
     def branch(*arrays, heads, **_):
         return spanned(BASELINES[name], heads)(*arrays)
 
-    with mock.patch.object(mixed, "span_dynamic_conv", branch):
+    with mock.patch.object(convolution, "span_dynamic_conv", branch):
         yield
 
 

@@ -1,5 +1,6 @@
 """What the text after the colon of --config selects: `default`; `paper`, ConvBERT as its official
-code trains it; `bert`, masked words as BERT has them.
+code trains it; `bert`, masked words as BERT has them; `light`, `dynamic` and `dilated`, an encoder
+of convolutions alone.
 
 Each line below is one field of `convbert_jax/config/`, whose comment says what the release does.
 
@@ -13,12 +14,17 @@ and the last tenth of the steps at 512 tokens (bert.py has both); masks drawn te
 ours are new in every epoch; the clipping by each of its 16 TPU cores. Its warm-up rises to the full
 rate and falls at once to the line of the decay; ours rises to that line, at most 1% lower on the
 way. Its rate is published for BERT-base only: the other sizes keep theirs.
+
+`light` and `dynamic` have the block and the growing filters of LightConv and DynamicConv (Wu et al.
+2019), here in place of all attention, and everything else as the default: they reproduce nothing
+published. With one layer of attention, --config.model.stages says which.
 """
 
 from convbert_jax.config import to_config_dict
 from convbert_jax.config.checks.rules import check_choice
 
-VARIANTS = ("default", "paper", "bert")
+CONVOLUTIONAL = ("light", "dynamic", "dilated")
+VARIANTS = ("default", "paper", "bert", *CONVOLUTIONAL)
 
 
 def start(name: str, variant: str):
@@ -43,6 +49,8 @@ def finish(config):
         config.model.embedding_size = config.model.hidden_size
         config.model.ffn_groups = 1
         config.data.layout = "electra"
+    if config.variant in CONVOLUTIONAL:
+        _only_convolve(config)
     return config.lock()
 
 
@@ -90,3 +98,16 @@ def follow_bert(config) -> None:
     config.optimizer.bias_correction = False
     config.optimizer.decay_during_warmup = True
     config.tokenizer.kind = "wordpiece"
+
+
+def _only_convolve(config) -> None:
+    """light, dynamic: filters of 3, 7, 15 and from the fourth layer on 31 taps, those of the
+    published encoder of 7 layers. dilated: 7 taps, 1, 2, 4, 8, 1, 2, ... positions apart.
+    """
+    config.model.mixer = config.variant
+    layers = range(config.model.layers)
+    if config.variant == "dilated":
+        config.model.kernel_size = 7
+        config.model.dilations = tuple(2 ** (layer % 4) for layer in layers)
+    else:
+        config.model.kernel_sizes = tuple((3, 7, 15, 31)[min(layer, 3)] for layer in layers)

@@ -71,6 +71,8 @@ def trace_ops() -> None:
             trace(dynamic, heads, light)
             span = functools.partial(span_dynamic_conv, heads=2, **own)
             trace(span, rows, rows, rows, width, outputs)
+            token = functools.partial(lambda span, query, *rest: span(query, None, *rest), span)
+            trace(token, rows, rows, width, outputs)
         trace(functools.partial(depthwise_conv, **own), rows, few)
 
 

@@ -403,3 +403,18 @@ def test_named_metrics_are_those_that_an_evaluation_gives(recipe):
     params = jax.eval_shape(task.init, jax.random.key(0))
     sums = jax.eval_shape(task.evaluate, params, batch, jax.random.key(0))
     assert set(sums) == set(HELDOUT_METRICS[recipe]) == set(task.evaluator.names)
+
+
+@pytest.mark.parametrize("variant", ["light", "dynamic", "dilated"])
+@pytest.mark.parametrize("size", ["tiny", "small", "medium_small", "base"])
+def test_variants_of_convolutions_alone(size, variant):
+    config = load(size, variant)
+    mixers = [stage.layer.mixer for stage in config.encoder.stages for _ in range(stage.depth)]
+    assert len(mixers) == config.model.layers
+    if variant == "dilated":
+        assert [mixer.dilation for mixer in mixers[:5]] == [1, 2, 4, 8, 1][: len(mixers)]
+    else:
+        wanted = [3, 7, 15, 31, 31, 31, 31][: len(mixers)]  # Wu et al. 2019, of 7 layers
+        assert [mixer.kernel_size for mixer in mixers[:7]] == wanted
+    schedule = {"model.kernel_size", "model.kernel_sizes", "model.dilations"}
+    assert changed_by(size, variant) <= schedule | {"model.mixer"}

@@ -23,6 +23,11 @@ MIXERS = {
     "mixed": "convbert_jax.models.mixers.mixed:Mixed",
     "attention": "convbert_jax.models.mixers.attention:Attention",
     "bottleneck": "convbert_jax.models.mixers.attention:Attention",
+    "span_dynamic": "convbert_jax.models.mixers.span_dynamic:SpanDynamic",
+    "dynamic": "convbert_jax.models.mixers.dynamic:Dynamic",
+    "light": "convbert_jax.models.mixers.light:Light",
+    "dilated": "convbert_jax.models.mixers.dilated:Dilated",
+    "separable": "convbert_jax.models.mixers.separable:Separable",
 }
 
 _SPELLINGS = {"true": True, "false": False}
@@ -42,12 +47,29 @@ class MixerSettings:
     head_size: int
     head_ratio: int
     kernel_size: int
+    dilation: int
     attention_dropout: float
     attention: str
     convolution: str
     mask_convolution: bool
     generator_size: float | None = None  # config.generator.size, in a generator
     release_heads: bool = True  # config.generator.release_heads, in a generator
+
+    def all_heads(self) -> int:
+        """The nominal heads, of a mixer whose heads fill the hidden size.
+
+        Raises:
+          ConfigError: head_ratio is set where the mixer is, and does nothing.
+        """
+        ratio, names = self.head_ratio, self.names
+        together = names["head_ratio"].rpartition(".")[0] == names["mixer"].rpartition(".")[0]
+        if together and ratio not in (1, 2):  # 2 is the default, nobody set it
+            raise ConfigError(
+                f"{names['head_ratio']}={ratio} does nothing with {names['mixer']}={self.mixer}, "
+                "which has all heads; set mixer to bottleneck for heads / head_ratio heads of "
+                "attention alone, or leave head_ratio out."
+            )
+        return self.heads
 
     def reduced_heads(self) -> int:
         """heads / head_ratio; one where fewer heads than that are left, as in the release.
@@ -205,12 +227,25 @@ def find(name: str, field: str = "config.model.mixer") -> type[Mixer]:
 
 
 def is_same(first: str, second: str) -> bool:
-    """Whether two names are of one mixer, under which a package may export it twice.
+    """Whether two names are of one mixer, under which a package may export it twice; names of
+    MIXERS are not, though attention and bottleneck have one class.
 
     Raises:
       ConfigError: as `find`.
     """
-    return first == second or find(first) is find(second)
+    return first == second or _first_name(first) == _first_name(second)
+
+
+def _first_name(name: str) -> Any:
+    """A name of MIXERS, or the class of what is not there."""
+    if name in MIXERS:
+        return name
+    cls = find(name)
+    return next((known for known, place in MIXERS.items() if place == _place(cls)), cls)
+
+
+def _place(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def describe(mixer: Mixer, hidden_size: int) -> dict[str, Any]:
@@ -220,7 +255,7 @@ def describe(mixer: Mixer, hidden_size: int) -> dict[str, Any]:
       ConfigError: no config makes it.
     """
     cls = type(mixer)
-    place = f"{cls.__module__}:{cls.__qualname__}"
+    place = _place(cls)
     names = [name for name, value in MIXERS.items() if value == place]
     own = tuple(
         f"{field.name}={_spell(getattr(mixer, field.name))}"

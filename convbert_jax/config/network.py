@@ -3,10 +3,14 @@ stages and encoders that no user writes.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 
 from convbert_jax.config.mixers import Mixer, MixerSettings, make_mixer
 from convbert_jax.config.sections import GeneratorSection, ModelSection, StageSection
+
+# Fields of config.model that may be a schedule, one number for each layer, in config.model.NAMEs.
+SCHEDULED = ("kernel_size", "dilation")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +114,17 @@ class GeneratorSizes:
 
 def list_stages(model: ModelSection) -> list[Stage]:
     """Those of config.model.stages, where the other fields of config.model fill the gaps; without
-    any the one that these fields describe.
+    any those of its schedules, or the one that these fields describe.
     """
     fields = [field.name for field in dataclasses.fields(StageSection)]
     flat = StageSection(**{name: getattr(model, name) for name in fields})
     of_model = {name: f"config.model.{name}" for name in fields}
     if not model.stages:
-        return [Stage("config.model", of_model, flat)]
+        of_schedule = {name: f"config.model.{name}s" for name in schedules(model)}
+        return [
+            Stage("config.model", of_model | of_schedule, dataclasses.replace(flat, **part))
+            for part in _cut(model)
+        ]
     stages = []
     for i, section in enumerate(model.stages):
         place = f"config.model.stages[{i}]"
@@ -129,6 +137,24 @@ def list_stages(model: ModelSection) -> list[Stage]:
     return stages
 
 
+def schedules(model: ModelSection) -> dict[str, tuple[int, ...]]:
+    """Field of SCHEDULED -> its number for each layer, where layers have not all the same."""
+    found = zip(SCHEDULED, (model.kernel_sizes, model.dilations), strict=True)
+    return {name: numbers for name, numbers in found if numbers}
+
+
+def _cut(model: ModelSection) -> list[dict[str, int]]:
+    """Fields of the stages that schedules make: as many layers in a row as have equal numbers."""
+    found = schedules(model)
+    if not found:
+        return [{}]
+    layers = zip(*found.values(), strict=True)
+    return [
+        {"layers": len(list(equal)), **dict(zip(found, numbers, strict=True))}
+        for numbers, equal in itertools.groupby(layers)
+    ]
+
+
 def idle_fields(model: ModelSection) -> list[str]:
     """Fields of config.model without effect: each stage has another value, or its mixer reads none.
 
@@ -139,13 +165,16 @@ def idle_fields(model: ModelSection) -> list[str]:
     def is_idle(name: str, stage: Stage, layer: LayerConfig) -> bool:
         if getattr(stage.sizes, name) != getattr(model, name):
             return True
-        of_mixer = name in ("heads", "head_ratio", "kernel_size")
+        of_mixer = name in ("heads", "head_ratio", *SCHEDULED)
         return of_mixer and name not in layer.mixer.fields(layer.hidden_size)
 
     layers = [stage.layer for stage in derive_encoder(model).stages]
     pairs = list(zip(list_stages(model), layers, strict=True))
     names = ("heads", "head_ratio", "mixer", "kernel_size", "ffn_size", "ffn_groups")
-    return [name for name in names if all(is_idle(name, *pair) for pair in pairs)]
+    names += ("dilation",) if model.dilation != ModelSection().dilation else ()
+    idle = [name for name in names if all(is_idle(name, *pair) for pair in pairs)]
+    read = {name for layer in layers for name in layer.mixer.fields(layer.hidden_size)}
+    return idle + [f"{name}s" for name in schedules(model) if name not in read]
 
 
 def derive_encoder(model: ModelSection) -> EncoderConfig:
@@ -201,6 +230,7 @@ def _layer(
         head_size=hidden_size // heads,
         head_ratio=stage.sizes.head_ratio,
         kernel_size=stage.sizes.kernel_size,
+        dilation=stage.sizes.dilation,
         attention_dropout=model.attention_dropout,
         attention=model.attention,
         convolution=model.convolution,

@@ -42,6 +42,7 @@ class StageSection:
     mixer: str = ""
     mixer_fields: tuple[str, ...] = ()
     kernel_size: int = 0
+    dilation: int = 0
     ffn_size: int = 0
     ffn_groups: int = 0
 
@@ -54,15 +55,24 @@ class ModelSection:
     hidden_size: int = 256
     embedding_size: int = 128  # a dense projection follows if this differs from hidden_size
     heads: int = 4  # nominal heads; head width = hidden_size // heads
-    # gamma of mixed and bottleneck; attention has all heads, whatever this is
+    # gamma of mixed and bottleneck; the others have all heads, whatever this is
     head_ratio: int = 2
     # mixed (ConvBERT): heads // head_ratio heads of attention, as many of convolution.
     # attention (BERT, ELECTRA): heads of attention. bottleneck (ConvBERT's ablation, "noconv" in
-    # the official code): heads // head_ratio heads of attention and nothing beside them. Or one of
-    # your own, PACKAGE.MODULE:CLASS, see config/mixers.py.
+    # the official code): heads // head_ratio heads of attention and nothing beside them.
+    # Convolution alone: span_dynamic (ConvBERT's), dynamic and light (DynamicConv, LightConv),
+    # dilated, separable. Or one of your own, PACKAGE.MODULE:CLASS, see config/mixers.py.
     mixer: str = "mixed"
-    mixer_fields: tuple[str, ...] = ()  # NAME=VALUE of what only this mixer has
+    # NAME=VALUE of what only this mixer has. mixed: filters=span_dynamic | dynamic | light,
+    # own_value=true (false: the paper's formula), convolution_share=0.5 of the heads. dynamic,
+    # light, dilated: glu=true.
+    mixer_fields: tuple[str, ...] = ()
     kernel_size: int = 9  # taps of a mixer that convolves
+    dilation: int = 1  # positions from one tap of dilated to the next
+    # the same two, one number for each layer, as 3,7,15,31 of LightConv and 1,2,4,8 of dilated;
+    # layers in a row with equal numbers are a stage. (): all layers have the one above.
+    kernel_sizes: tuple[int, ...] = ()
+    dilations: tuple[int, ...] = ()
     ffn_size: int = 1024
     ffn_groups: int = 1
     # layers that differ, in order, as '[{"layers": 4, "mixer": "attention"}, {"layers": 8}]'; a
@@ -71,7 +81,7 @@ class ModelSection:
     positions: int = 512  # rows of the learned position table, the longest input
     types: int = 2  # rows of the segment-type table
     dropout: float = 0.1
-    attention_dropout: float = 0.1
+    attention_dropout: float = 0.1  # of attention maps, and of the filters of dynamic and light
     # auto: the fastest per platform, xla if there is attention dropout, and the log says which. One
     # that is named never gives way to another.
     attention: Changeable[str] = "auto"  # auto | xla | cudnn (GPU) | splash (TPU)

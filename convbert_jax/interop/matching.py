@@ -15,7 +15,7 @@ from convbert_jax.config import (
     mixers,
     to_text,
 )
-from convbert_jax.config.network import GeneratorSizes, list_stages
+from convbert_jax.config.network import SCHEDULED, GeneratorSizes, list_stages
 from convbert_jax.interop.networks import ConversionError, Network, places
 
 # Sizes that parameters have, and what an encoder computes with them.
@@ -28,6 +28,9 @@ _MODEL = (
     "mixer",
     "mixer_fields",
     "kernel_size",
+    "dilation",
+    "kernel_sizes",
+    "dilations",
     "ffn_size",
     "ffn_groups",
     "stages",
@@ -73,12 +76,13 @@ def derive_fields(networks: Mapping[str, Network], config: Config) -> dict[str, 
     for stage in reversed(stages):  # those of the first, and what only a later one has
         fields |= {f"model.{name}": value for name, value in stage.items()}
     fields |= {"model.layers": encoder.depth, "model.stages": ()}
+    fields |= {f"model.{name}s": () for name in SCHEDULED}
     if len(stages) > 1:
         parts = ({name: v for name, v in stage.items() if name in _STAGE} for stage in stages)
         fields["model.stages"] = tuple(StageSection(**part) for part in parts)
         fields["model.mixer_fields"] = ()  # a stage without any has the defaults of its mixer
     if not _difference(replace(config, sizes), "encoder", encoder):
-        own = ("stages", *sorted(_STAGE - {"layers"}))
+        own = ("stages", *sorted(_STAGE - {"layers"}), *(f"{name}s" for name in SCHEDULED))
         fields |= {f"model.{name}": getattr(config.model, name) for name in own}
     if config.recipe == "replaced_token" and "generator" in networks:
         fields |= _generator_fields(networks["generator"], main, replace(config, fields))

@@ -4,3 +4,4 @@ LAYER_NORM = 5
 GELU = 8
 SOFTMAX = 5
 DROPOUT = 4
+GLU = 5  # a sigmoid and a product

@@ -18,6 +18,7 @@ from convbert_jax.models.layers import (
     initializers,
 )
 from convbert_jax.ops import products
+from convbert_jax.ops.dispatch import rows_alone
 
 # What the backward pass keeps of a layer, by config.model.remat; None keeps what it needs.
 # "dots" keeps products with weights; attention, cheap to repeat and large, is computed again.
@@ -62,9 +63,11 @@ class Layer(nnx.Module):
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
+        x = rows_alone(x)
         mixed = dropout(self.mixer(x, segment_ids, keys[0], capture), self.dropout, keys[1])
-        x = self.mixer_norm(x + mixed)
-        return self.feed_forward_norm(x + dropout(self.feed_forward(x), self.dropout, keys[2]))
+        x = rows_alone(self.mixer_norm(x + mixed))
+        x = self.feed_forward_norm(x + dropout(self.feed_forward(x), self.dropout, keys[2]))
+        return rows_alone(x)
 
 
 class Encoder(nnx.Module):

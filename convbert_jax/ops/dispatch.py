@@ -124,12 +124,7 @@ def over_mesh(
     Raises:
       ValueError: an axis of the mesh that is neither in BATCH nor HEADS.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes = {
-        name: mesh.shape[name]
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == jax.sharding.AxisType.Auto
-    }
+    sizes = _axes()
     for name in sizes:
         if name not in (*BATCH, HEADS):
             raise ValueError(
@@ -152,6 +147,32 @@ def over_mesh(
         out_specs=_only(out_spec, kept),
         check_vma=False,
     )(*(array for array, _ in given))
+
+
+def rows_alone(x: jax.Array) -> jax.Array:
+    """`x` [B, ...], of which each device along `tensor` is to have whole rows.
+
+    What stands between layers. Left to itself the compiler may cut its channels too, along
+    `tensor`, where a product before it does, and then asks the next product for its result in that
+    form; XLA for CPUs (jax 0.10.2 and 0.12.0) gets y @ w wrong where y and the result are split by
+    (data x fsdp, -, tensor) and w by (tensor, fsdp): it swaps rows between devices and does not
+    swap them back.
+    """
+    sizes = _axes()
+    if sizes.get(HEADS, 1) == 1:
+        return x
+    kept = _dividing({name: sizes[name] for name in sizes if name in BATCH}, [(x, ROWS)])
+    return jax.lax.with_sharding_constraint(x, _only(ROWS, kept))
+
+
+def _axes() -> dict[str, int]:
+    """Sizes of the axes of the mesh that the compiler divides by."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {
+        name: mesh.shape[name]
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == jax.sharding.AxisType.Auto
+    }
 
 
 def _names(part) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ def dynamic_conv(
 
 def span_dynamic_conv(query, span_key, values, projection, bias, segment_ids, heads, offsets):
     """LConv(values, softmax((query * span_key) projection + bias)) (ConvBERT eq. 4)."""
-    products = (query * span_key).astype(jnp.float32)
+    products = (query if span_key is None else query * span_key).astype(jnp.float32)
     logits = jnp.matmul(products, projection.astype(jnp.float32), precision="highest")
     by_head = (*values.shape[:2], heads, -1)
     filters = jax.nn.softmax((logits + bias.astype(jnp.float32)).reshape(by_head))

@@ -1,4 +1,4 @@
-"""Span-based dynamic convolution in one op: filters made from a span and used at once.
+"""Dynamic convolution in one op: filters made from a span, or from a token, and used at once.
 
 On accelerators the traffic of the filters costs more than their arithmetic, so the kernels compute
 projection, softmax and convolution on what is on the chip, and the backward pass computes the
@@ -38,7 +38,7 @@ IMPLEMENTATIONS = {
 
 def span_dynamic_conv(
     query: Float[Array, "B L C"],
-    span_key: Float[Array, "B L C"],
+    span_key: Float[Array, "B L C"] | None,
     values: Float[Array, "B L C"],
     projection: Float[Array, "C HK"],
     bias: Float[Array, " HK"],
@@ -55,7 +55,8 @@ def span_dynamic_conv(
     float32, without dropout, as in the release; taps that are not visible then weigh 0.
 
     Args:
-      query, span_key: their product decides the filter of a position.
+      query, span_key: their product decides the filter of a position. Without a span key the query
+        does: the dynamic convolution whose filters are of the token alone (Wu et al. 2019, §3).
       values: what is summed, as in `dynamic_conv`.
       projection, bias: W_f, a projection of all C channels to the K taps of head 0, of head 1, ...
       heads: H; divides C and the columns of `projection`.
@@ -78,14 +79,15 @@ def span_dynamic_conv(
 
 def span_filters(
     query: Float[Array, "B L C"],
-    span_key: Float[Array, "B L C"],
+    span_key: Float[Array, "B L C"] | None,
     projection: Float[Array, "C HK"],
     bias: Float[Array, " HK"],
     *,
     heads: int,
+    dtype: jnp.dtype = jnp.float32,
 ) -> Float[Array, "B L H K"]:
-    """What `span_dynamic_conv` sums with, in float32, before taps that may not be read weigh 0."""
-    return xla.span_filters(query, span_key, projection, bias, heads, jnp.float32)
+    """What `span_dynamic_conv` sums with, before taps that may not be read weigh 0."""
+    return xla.span_filters(query, span_key, projection, bias, heads, dtype)
 
 
 def _check(query, span_key, values, projection, bias, heads, segment_ids, dilation):
@@ -95,6 +97,8 @@ def _check(query, span_key, values, projection, bias, heads, segment_ids, dilati
     if values.ndim != 3 or not jnp.issubdtype(values.dtype, jnp.floating):
         refuse("values", f"{values.dtype}{list(values.shape)}", "floating [B, L, C]")
     for name, array in (("query", query), ("span_key", span_key)):
+        if array is None and name == "span_key":
+            continue
         if array.shape != values.shape or array.dtype != values.dtype:
             expected = f"{values.dtype}{list(values.shape)}, as values"
             refuse(name, f"{array.dtype}{list(array.shape)}", expected)

@@ -11,6 +11,7 @@ from flax import nnx
 from convbert_jax.analysis import flops
 from convbert_jax.config import Config, from_config_dict
 from convbert_jax.models.encoder import Layer
+from tests.models.definitions import KINDS
 
 
 def sized(hidden, embedding, heads, ffn, groups=1, generator=0.25, batch=128, length=128, **model):
@@ -111,9 +112,9 @@ def test_the_pair_of_a_row_is_judged_once():
     assert 128 * (more - less) == pytest.approx(2 * 256 * 256 + 2 * 256 * 2)
 
 
-@pytest.mark.parametrize("mixer", ["mixed", "attention", "bottleneck"])
-def test_a_layer_is_what_xla_counts(mixer):
-    config = sized(hidden=128, embedding=128, heads=4, ffn=256, mixer=mixer).encoder
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_is_what_xla_counts(kind):
+    config = sized(hidden=128, embedding=128, heads=4, ffn=256, **KINDS[kind]).encoder
     layer_config = config.stages[0].layer
     graphdef, params = nnx.split(Layer(layer_config, nnx.Rngs(0)))
     x, ids = jnp.zeros((2, 64, 128)), jnp.ones((2, 64), jnp.int32)

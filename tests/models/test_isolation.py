@@ -12,16 +12,17 @@ from convbert_jax.config.mixers import MIXERS
 from convbert_jax.models.encoder import Encoder
 from convbert_jax.models.layers import initializers
 from convbert_jax.models.pretraining import PretrainingModel
+from tests.models.definitions import KINDS
 
 
 @pytest.fixture(scope="module")
 def make_run(make_config, randomize):
-    """make_run(part, mixer) -> f(x [B, L, C], segment_ids), a mixer or a whole encoder."""
+    """make_run(part, kind) -> f(x [B, L, C], segment_ids), a mixer or a whole encoder."""
 
     @functools.cache
-    def make(part, mixer, mask_convolution=True):
+    def make(part, kind, mask_convolution=True):
         config = make_config(
-            mixer=mixer, embedding_size=32, mask_convolution=mask_convolution
+            embedding_size=32, mask_convolution=mask_convolution, **KINDS[kind]
         ).encoder
         layer = config.stages[0].layer
         starts = initializers(layer.initializers, 0.02)
@@ -40,13 +41,14 @@ def states(length=24):
 
 
 cases = pytest.mark.parametrize(
-    ("part", "mixer"), [(part, mixer) for part in ("mixer", "encoder") for mixer in MIXERS]
+    ("part", "kind"),
+    [*(("mixer", kind) for kind in KINDS), ("encoder", "mixed"), ("encoder", "light")],
 )
 
 
 @cases
-def test_more_padding_changes_nothing(make_run, part, mixer):
-    run = make_run(part, mixer)
+def test_more_padding_changes_nothing(make_run, part, kind):
+    run = make_run(part, kind)
     x, ids = states(), jnp.asarray([[1] * 15, [1] * 9 + [0] * 6])
     out = run(x[:, :15], ids)
     padded = run(x, jnp.pad(ids, ((0, 0), (0, 9))))[:, :15]
@@ -55,8 +57,8 @@ def test_more_padding_changes_nothing(make_run, part, mixer):
 
 
 @cases
-def test_no_gradient_from_padding_or_another_document(make_run, packed, part, mixer):
-    run = make_run(part, mixer)
+def test_no_gradient_from_padding_or_another_document(make_run, packed, part, kind):
+    run = make_run(part, kind)
 
     def total(x):
         return jnp.sum(jnp.square(run(x, packed)) * (packed == 2)[..., None] * states())
@@ -68,8 +70,8 @@ def test_no_gradient_from_padding_or_another_document(make_run, packed, part, mi
 
 
 @cases
-def test_packed_is_alone(make_run, packed, part, mixer):
-    run = make_run(part, mixer)
+def test_packed_is_alone(make_run, packed, part, kind):
+    run = make_run(part, kind)
     out = run(states(), packed)
     for b, start, stop in [(0, 0, 5), (0, 5, 16), (1, 9, 15)]:
         alone = run(states()[b : b + 1, start:stop], jnp.ones((1, stop - start), jnp.int32))

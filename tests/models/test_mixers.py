@@ -227,7 +227,15 @@ def test_fields_of_a_mixer_that_no_stage_takes_are_refused(staged, mixer):
         ({"mixer": NAME, "mixer_fields": ["gain=much"]}, "must be of type float"),
         ({"mixer": NAME, "mixer_fields": ["gain=1", "gain=2"]}, "names gain twice"),
         ({"mixer": NAME, "mixer_fields": ["gain=0"]}, "mixes nothing"),
-        ({"mixer_fields": ["gain=1"]}, "the mixer mixed; it has no fields of its own"),
+        ({"mixer_fields": ["gain=1"]}, "the mixer mixed; its fields are filters, own"),
+        ({"mixer": "separable", "mixer_fields": ["gain=1"]}, "it has no fields of its own"),
+        ({"mixer_fields": ["filters=lite"]}, "mixer_fields: filters='lite' is unknown; .*'light'"),
+        ({"mixer_fields": ["convolution_share=0.3"]}, "share=0.3 of 4 heads .* multiple of 1/4"),
+        ({"mixer_fields": ["convolution_share=1"]}, "share=1.0 of 4 heads .* of both kinds"),
+        ({"kernel_sizes": [3, 5, 7]}, "kernel_sizes has 3 numbers, but config.model.layers=2"),
+        ({"mixer": "dilated", "dilations": [1]}, "dilations has 1 numbers, but config.model.la"),
+        ({"kernel_sizes": [3, 0]}, "config.model.kernel_sizes=0 must be at least 1"),
+        ({"kernel_sizes": [3, 5], "stages": [{"layers": 2}]}, "kernel_sizes and config.model.st"),
     ],
 )
 def test_faults_of_mixers_are_one_sentence(make_config, given, says):

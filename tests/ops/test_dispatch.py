@@ -147,3 +147,39 @@ def test_an_axis_that_kernels_do_not_know_is_an_error(size):
 def test_the_axes_are_those_of_training():
     assert BATCH == sharding.BATCH_AXES
     assert (*BATCH, HEADS) == sharding.AXES
+
+
+def test_rows_alone_between_products_on_a_mesh():
+    """Without it XLA:CPU swaps rows between devices, where both w and wo are cut by two axes."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (8, 4, 16))
+    shapes = (16, 16), (16, 32), (32, 16)
+    weights = [0.3 * jax.random.normal(k, shape) for k, shape in zip(keys[1:], shapes, strict=True)]
+
+    def run(x, w, wi, wo):
+        x = dispatch.rows_alone(x)
+        x = dispatch.rows_alone(x + x @ w)
+        return x + jnp.tanh(x @ wi) @ wo
+
+    wanted = run(x, *weights)
+    axes = ("data", "fsdp", "tensor")
+    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    specs = ROWS, jax.P("fsdp", "tensor"), jax.P("fsdp", "tensor"), jax.P("tensor", "fsdp")
+    with jax.set_mesh(mesh):
+        places = [jax.NamedSharding(mesh, spec) for spec in specs]
+        given = [jax.device_put(a, p) for a, p in zip((x, *weights), places, strict=True)]
+        out = jax.jit(run)(*given)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [8, 3])
+def test_rows_alone_says_nothing_where_nothing_splits_heads(rows):
+    x = jnp.ones((rows, 2))
+    axes = ("data", "tensor")
+    for sizes, says in (((8, 1), False), ((4, 2), True)):
+        mesh = jax.make_mesh(sizes, axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        with jax.set_mesh(mesh):
+            jaxpr = str(jax.make_jaxpr(dispatch.rows_alone)(x))
+            np.testing.assert_array_equal(jax.jit(dispatch.rows_alone)(x), x)
+        assert ("sharding_constraint" in jaxpr) == says
+    assert "sharding_constraint" not in str(jax.make_jaxpr(dispatch.rows_alone)(x))

@@ -169,6 +169,17 @@ def test_fused_operation(length, heads, width, taps, dilation, causal, packed, d
     close(actual, span_by_definition(*arrays, **given), dtype, scale=3)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+def test_filters_of_the_query_alone(dtype):
+    """What a span key of ones gives, without one."""
+    query, key, *rest = span_arrays(2, 20, 2, 16, 5, dtype)
+    given = {"ids": documents(2, 20), "heads": 2, "offsets": offsets_of(5)}
+    expected = span_by_definition(query, jnp.ones_like(key), *rest, **given)
+    actual = run_span(query, None, *rest, **given)
+    assert actual[2] is None
+    close([*actual[:2], *actual[3:]], [*expected[:2], *expected[3:]], dtype, scale=3)
+
+
 def test_fused_operation_with_more_blocks_than_splits(monkeypatch):
     monkeypatch.setattr(span, "SPLITS", 2)
     arrays = span_arrays(3, 129, 2, 16, 3, jnp.float32)
@@ -231,6 +242,9 @@ def test_operations_lower_for_cuda(heads, width, packed, dtype):
         lowered = jax.jit(spanned).trace(fused, ids)
         text = lowered.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("__gpu$xla.gpu.triton") == 4  # forward and three backward
+        lowered = jax.jit(spanned).trace((fused[0], None, *fused[2:]), ids)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("__gpu$xla.gpu.triton") == 4
 
 
 @pytest.mark.gpu

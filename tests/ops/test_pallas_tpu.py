@@ -162,6 +162,17 @@ def test_span(taps, batch, length, heads, width, dilation, causal, packed, dtype
     assert_close(actual, expected, dtype, scale=3.0)
 
 
+@pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=pytest.mark.slow)])
+def test_filters_of_the_query_alone(dtype):
+    """What a span key of ones gives, without one."""
+    (query, key, *rest), cotangent = span_inputs(2, 40, 4, 48, 7, dtype)
+    given = (cotangent, segments(2, 40), 4, offsets_of(7))
+    expected = span_by_definition([query, jnp.ones_like(key), *rest], *given)
+    actual = run_span([query, None, *rest], *given)
+    assert actual[2] is None
+    assert_close([*actual[:2], *actual[3:]], [*expected[:2], *expected[3:]], dtype, scale=3.0)
+
+
 @pytest.mark.parametrize(
     ("taps", "batch", "length", "channels", "dilation", "causal", "packed", "dtype"),
     [

@@ -1,5 +1,5 @@
-"""A run whose stages differ, one of them with a mixer from outside of the package: trained, resumed
-to the bit, fine-tuned, exported or refused.
+"""A run whose stages differ, one with a mixer from outside of the package, and one with every mixer
+of the package: trained, resumed to the bit, fine-tuned, exported or refused.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import pytest
 
 from convbert_jax import recipes
 from convbert_jax.config import StageSection, UserError
+from convbert_jax.config.mixers import MIXERS
 from convbert_jax.interop import conversion, sources
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import ConversionError
@@ -22,13 +23,17 @@ STAGES = (
     StageSection(layers=1, mixer=NAME, mixer_fields=("gain=0.5",)),
     StageSection(layers=1, mixer="mixed", kernel_size=3, ffn_size=96),
 )
+ALL = (*STAGES, *(StageSection(layers=1, mixer=name) for name in MIXERS if name != "mixed"))
 
 
-@pytest.fixture(scope="module")
-def config(pretraining_config):
-    fields = {"model.layers": 2, "model.stages": STAGES, "checkpoint.every": 2}
+@pytest.fixture(
+    scope="module", params=[STAGES, pytest.param(ALL, marks=pytest.mark.slow)], ids=["two", "all"]
+)
+def config(request, pretraining_config):
+    fields = {"model.layers": len(request.param), "model.stages": request.param}
     # One network compiles in half the time.
-    return dataclasses.replace(replace(pretraining_config, fields), recipe="masked_lm")
+    config = replace(pretraining_config, fields | {"checkpoint.every": 2})
+    return dataclasses.replace(config, recipe="masked_lm")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,7 @@ def trained(config, tmp_path_factory):
 
 def test_it_goes_on_to_the_bit(trained, config, tmp_path):
     stages = json.loads((trained.folder / "config.json").read_text())["model"]["stages"]
-    assert [stage["mixer"] for stage in stages] == [NAME, "mixed"]
+    assert [stage["mixer"] for stage in stages] == [s.mixer for s in config.model.stages]
     shutil.copytree(trained.folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")  # as if killed before it
     again = recipes.pretrain(config, tmp_path / "run")
@@ -47,17 +52,17 @@ def test_it_goes_on_to_the_bit(trained, config, tmp_path):
     (_, expected), (_, params) = (sources.read_params(folder, config) for folder in folders)
     assert params["encoder"]["stages"]["0"]["mixer"]["weight"].shape == (1, 32)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
-    others = replace(config, {"model.stages": (StageSection(layers=2),)})
+    others = replace(config, {"model.stages": (StageSection(layers=config.model.layers),)})
     with pytest.raises(UserError, match=r"another config: config\.model\.stages was"):
         recipes.pretrain(others, again.folder)
 
 
-def test_it_is_fine_tuned(trained, finetuning_config, tmp_path):
-    config = dataclasses.replace(finetuning_config, init_from=str(trained.folder))
-    recipes.finetune(replace(config, {"finetune.seeds": 1}), tmp_path / "tuned")
+def test_it_is_fine_tuned(trained, config, finetuning_config, tmp_path):
+    tuned = dataclasses.replace(finetuning_config, init_from=str(trained.folder))
+    recipes.finetune(replace(tuned, {"finetune.seeds": 1}), tmp_path / "tuned")
     (place,) = (tmp_path / "tuned").glob("*/seed-0/config.json")
     kept = json.loads(place.read_text())["model"]
-    assert [stage["mixer"] for stage in kept["stages"]] == [NAME, "mixed"]
+    assert [stage["mixer"] for stage in kept["stages"]] == [s.mixer for s in config.model.stages]
     assert kept["stages"][0]["mixer_fields"] == ["gain=0.5"]
 
 

@@ -59,6 +59,9 @@ BOUNDS = {
     "model.heads": _HEADS,
     "model.head_ratio": _HEADS,
     "model.kernel_size": _HEADS,
+    "model.dilation": _HEADS,
+    "model.kernel_sizes": _HEADS,
+    "model.dilations": _HEADS,
     "model.ffn_size": _WIDTH,
     "model.ffn_groups": _HEADS,
     "model.positions": _BATCH,
@@ -141,6 +144,7 @@ STAGE_BOUNDS = {
     "heads": _HEADS_OR_MODEL,
     "head_ratio": _HEADS_OR_MODEL,
     "kernel_size": _HEADS_OR_MODEL,
+    "dilation": _HEADS_OR_MODEL,
     "ffn_size": Range(0, _WIDTH.high, note="0 is that of config.model"),
     "ffn_groups": _HEADS_OR_MODEL,
 }

@@ -3,7 +3,7 @@
 from convbert_jax.config.checks.bounds import STAGE_BOUNDS, check_number
 from convbert_jax.config.checks.rules import check
 from convbert_jax.config.mixers import check_name
-from convbert_jax.config.network import GeneratorSizes, list_stages
+from convbert_jax.config.network import GeneratorSizes, list_stages, schedules
 from convbert_jax.config.sections import GeneratorSection, ModelSection
 
 
@@ -18,6 +18,17 @@ def check_stages(model: ModelSection) -> None:
             f"mixer; name it in config.model.stages[{i}].mixer.",
         )
     check_name(model.mixer, "config.model.mixer")
+    for name, numbers in schedules(model).items():
+        check(
+            not model.stages,
+            f"config.model.{name}s and config.model.stages both say what each layer is; give each "
+            f"of config.model.stages its {name}.",
+        )
+        check(
+            len(numbers) == model.layers,
+            f"config.model.{name}s has {len(numbers)} numbers, but config.model.layers="
+            f"{model.layers}; give one for each layer.",
+        )
     for stage in list_stages(model):
         sizes, names = stage.sizes, stage.names
         check_name(sizes.mixer, names["mixer"])

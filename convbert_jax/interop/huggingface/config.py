@@ -219,6 +219,7 @@ def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig
     if family == "convbert":
         mixer = Mixed(
             **attention,
+            convolution_heads=attention_heads,
             kernel_size=number("conv_kernel_size", 9),
             convolution="auto",
             # Weights from elsewhere were trained with padding leaking through the convolution.

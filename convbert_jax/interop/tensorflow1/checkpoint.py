@@ -303,7 +303,10 @@ def _sizes(bundle: Bundle, where: _Scopes, prefix: Path):
     attention["attention_dropout"] = 0.1
     mixer = Attention(**attention)
     if mixed:
-        mixer = Mixed(**attention, kernel_size=taps, convolution="auto", mask_convolution=False)
+        mixer = Mixed(
+            **attention, convolution_heads=heads, kernel_size=taps, convolution="auto",
+            mask_convolution=False,
+        )  # fmt: skip
     embeddings, encoder = describe_sizes(
         vocab_size=vocab_size, embedding_size=size, positions=positions, types=types, depth=depth,
         dropout=0.1, epsilon=1e-12, spread=0.02, hidden_size=hidden, mixer=mixer,

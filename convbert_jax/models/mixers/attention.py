@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.config import ConfigError, MixerSettings
+from convbert_jax.config import MixerSettings
 from convbert_jax.config.mixers import nominal_heads
 from convbert_jax.interfaces.placement import Split
 from convbert_jax.models import costs
@@ -42,17 +42,9 @@ class Attention:
         """All heads of the config, whose head_ratio counts for other mixers; as the bottleneck
         (ConvBERT's ablation) heads / head_ratio heads and nothing beside them.
         """
-        ratio, names = settings.head_ratio, settings.names
-        together = names["head_ratio"].rpartition(".")[0] == names["mixer"].rpartition(".")[0]
         bottleneck = settings.mixer == "bottleneck"
-        if not bottleneck and together and ratio not in (1, 2):  # 2 is the default, nobody set it
-            raise ConfigError(
-                f"{names['head_ratio']}={ratio} does nothing with {names['mixer']}="
-                f"{settings.mixer}, which has all heads; set mixer to bottleneck for heads / "
-                "head_ratio heads of attention alone, or leave head_ratio out."
-            )
         return cls(
-            settings.reduced_heads() if bottleneck else settings.heads,
+            settings.reduced_heads() if bottleneck else settings.all_heads(),
             settings.head_size,
             settings.attention_dropout,
             settings.attention,
@@ -160,7 +152,12 @@ def project(
     x: Float[Array, "B L C"], heads: int, *layers: Dense
 ) -> list[Float[Array, "B L {heads} D"]]:
     """Each layer applied to `x`, split into heads."""
-    return [layer(x).reshape(*x.shape[:2], heads, -1) for layer in layers]
+    return [split(layer(x), heads) for layer in layers]
+
+
+def split(x: Float[Array, "B L C"], heads: int) -> Float[Array, "B L {heads} D"]:
+    """Neighboring channels as heads."""
+    return x.reshape(*x.shape[:2], heads, -1)
 
 
 def join(x: Float[Array, "B L H D"]) -> Float[Array, "B L HD"]:

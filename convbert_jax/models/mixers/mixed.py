@@ -1,4 +1,4 @@
-"""The mixed block of ConvBERT: self-attention beside span-based dynamic convolution."""
+"""The mixed block of ConvBERT: self-attention beside convolution, span-based dynamic by default."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,32 +8,51 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.config import MixerSettings
+from convbert_jax.config import ConfigError, MixerSettings
+from convbert_jax.config.checks.rules import check_choice
 from convbert_jax.config.mixers import nominal_heads
 from convbert_jax.interfaces.placement import REPLICATED, Split
 from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
 from convbert_jax.models.layers import Dense, Initializers
-from convbert_jax.models.mixers.attention import Attention, attend, join, project
-from convbert_jax.models.mixers.convolution import SeparableConv
-from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv, span_filters
+from convbert_jax.models.mixers.attention import Attention, attend, join, split
+from convbert_jax.models.mixers.convolution import (
+    SeparableConv,
+    convolve,
+    of_nobody_else,
+    start_filters,
+)
+from convbert_jax.ops.dynamic_conv import dynamic_conv
+from convbert_jax.ops.softmax import softmax
+
+FILTERS = ("span_dynamic", "dynamic", "light")
 
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """`MixedAttention` as a specification: `attention_heads` heads of each kind."""
+    """`MixedAttention` as a specification.
+
+    With C hidden channels, K taps, a channels in attention heads and b in B convolution heads, its
+    weights are C times a (query), a, a, b (value of the convolution), a + b, and of the filters
+    K C + C b + b B K (span_dynamic), b B K (dynamic) or B K (light).
+    """
 
     attention_heads: int
+    convolution_heads: int
     head_size: int
     kernel_size: int  # taps of the convolution and of its key
     attention_dropout: float
     attention: str
     convolution: str
     mask_convolution: bool
+    filters: str = "span_dynamic"  # where filters come from: a span, the token, or nowhere
+    own_value: bool = True  # of the convolution; the paper's formula has one V for both
+    convolution_share: float = 0.5  # of the 2 heads / head_ratio heads
 
     RULES = (
         (r"key_conv/depthwise", REPLICATED),
         (r"key_conv/pointwise", Split(tensor=-1)),
+        (r"conv_filters", REPLICATED),
         *Attention.RULES,
     )
     FAMILIES = ("convbert",)
@@ -58,14 +77,20 @@ class Mixed:
 
     @classmethod
     def make(cls, settings: MixerSettings, **own: Any) -> "Mixed":
-        """heads / head_ratio heads of attention and as many of convolution.
+        """2 heads / head_ratio heads, of which `convolution_share` convolve: half, and as many of
+        attention, if nothing is said. In a generator, which has fewer, it is rounded.
 
         Where fewer heads than head_ratio are left, as in small generators, the release has one of
         each kind, both as wide as the nominal head. Without `release_heads` they share its width.
         """
+        fields, own_fields = {**_defaults(cls), **own}, settings.names["mixer_fields"]
+        check_choice(f"{own_fields.removeprefix('config.')}: filters", fields["filters"], FILTERS)
+        total = 2 * settings.reduced_heads()
         halved = settings.heads < settings.head_ratio and not settings.release_heads
+        convolution_heads = _heads_of_share(fields["convolution_share"], total, settings)
         return cls(
-            attention_heads=settings.reduced_heads(),
+            attention_heads=total - convolution_heads,
+            convolution_heads=convolution_heads,
             head_size=settings.head_size // 2 if halved else settings.head_size,
             kernel_size=settings.kernel_size,
             attention_dropout=settings.attention_dropout,
@@ -79,7 +104,7 @@ class Mixed:
         heads = nominal_heads(hidden_size, self.head_size)
         return {
             "heads": heads,
-            "head_ratio": heads // self.attention_heads,
+            "head_ratio": 2 * heads // (self.attention_heads + self.convolution_heads),
             "kernel_size": self.kernel_size,
             "attention_dropout": self.attention_dropout,
             "mask_convolution": self.mask_convolution,
@@ -88,34 +113,59 @@ class Mixed:
     def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
         return MixedAttention(self, hidden_size, initializers, rngs)
 
+    @property
+    def query_heads(self) -> int:
+        """Both parts share the query, each its first heads; light filters ask for none."""
+        if self.filters == "light":
+            return self.attention_heads
+        return max(self.attention_heads, self.convolution_heads)
+
+    @property
+    def value_heads(self) -> int:
+        """The same of the value, where the convolution has none of its own."""
+        shared = 0 if self.own_value else self.convolution_heads
+        return max(self.attention_heads, shared)
+
     def products(self, hidden_size: int, length: int) -> float:
-        heads, width = self.attention_heads, self.attention_heads * self.head_size
-        attention = 3 * 2 * hidden_size * width + 2 * 2 * length * width
-        key_and_value = 2 * 2 * hidden_size * width
-        filter_logits = 2 * width * heads * self.kernel_size
-        return attention + key_and_value + filter_logits + 2 * 2 * width * hidden_size
+        size, taps = self.head_size, self.kernel_size
+        attended, convolved = self.attention_heads * size, self.convolution_heads * size
+        into = (self.query_heads + self.value_heads) * size + attended
+        into += self.own_value * convolved
+        into += (self.filters == "span_dynamic") * convolved  # the pointwise part of the key
+        products = 2 * hidden_size * into + 2 * 2 * length * attended
+        if self.filters != "light":
+            products += 2 * convolved * self.convolution_heads * taps
+        return products + 2 * (attended + convolved) * hidden_size
 
     def elementwise(self, hidden_size: int, length: int) -> float:
-        """Attention's, and those of both convolutions."""
-        heads, taps = self.attention_heads, self.kernel_size
-        width = heads * self.head_size
-        scores = (1 + costs.SOFTMAX + costs.DROPOUT) * length * heads + 3 * width
-        depthwise = 2 * taps * hidden_size
-        dynamic = 2 * taps * width + (1 + costs.SOFTMAX) * taps * heads + 3 * width
-        return scores + depthwise + dynamic
+        """Attention's, and those of the convolution, the key's too if there is one."""
+        size, taps, heads = self.head_size, self.kernel_size, self.convolution_heads
+        scores = (1 + costs.SOFTMAX + costs.DROPOUT) * length * self.attention_heads
+        biases = (self.query_heads + self.value_heads + self.attention_heads) * size
+        convolution = (2 * taps + self.own_value) * heads * size
+        if self.filters != "light":
+            convolution += (1 + costs.SOFTMAX) * taps * heads
+        if self.filters == "span_dynamic":
+            convolution += 2 * taps * hidden_size + 2 * heads * size
+        return scores + biases + convolution
 
     @property
     def reads_padding(self) -> bool:
         return not self.mask_convolution
 
     def inexpressible(self, form: str, hidden_size: int) -> str:
+        attended, convolved, size = self.attention_heads, self.convolution_heads, self.head_size
+        if self.filters != "span_dynamic" or not self.own_value:
+            value = "a value of its own" if self.own_value else "a value shared with attention"
+            return of_nobody_else(f"attention beside {self.filters} convolution with {value}")
+        if attended != convolved:
+            return of_nobody_else(f"{attended} attention beside {convolved} convolution heads")
         if form != "huggingface":
             return ""
-        heads, size = self.attention_heads, self.head_size
-        if 2 * heads * size != hidden_size:
+        if (attended + convolved) * size != hidden_size:
             return (
-                f"{heads} attention and {heads} convolution heads of {size} channels do not add up "
-                f"to {hidden_size}: Hugging Face's ConvBERT expresses only "
+                f"{attended} attention and {convolved} convolution heads of {size} channels do not "
+                f"add up to {hidden_size}: Hugging Face's ConvBERT expresses only "
                 "config.model.head_ratio=2, and of the release's small generator only the form of "
                 "--config.generator.release_heads=false; train with these, or export with "
                 "--format=tensorflow1 or stablehlo."
@@ -128,30 +178,62 @@ class Mixed:
         return ""
 
     def __str__(self) -> str:
-        heads = self.attention_heads
+        kind = "" if self.filters == "span_dynamic" else f" ({self.filters})"
         return (
-            f"{heads} attention + {heads} convolution heads of {self.head_size}, "
-            f"{self.kernel_size} taps"
+            f"{self.attention_heads} attention + {self.convolution_heads} convolution heads{kind} "
+            f"of {self.head_size}, {self.kernel_size} taps"
         )
 
 
-class MixedAttention(nnx.Module):
-    """Self-attention heads beside as many heads of span-based dynamic convolution (ConvBERT §3.2).
+def _defaults(cls) -> dict[str, Any]:
+    missing = dataclasses.MISSING
+    return {f.name: f.default for f in dataclasses.fields(cls) if f.default is not missing}
 
-    Both share the query; the convolution has a value projection of its own. Their outputs are put
-    side by side, [attention heads, convolution heads].
+
+def _heads_of_share(share: float, total: int, settings: MixerSettings) -> int:
+    """Heads that convolve; some of each kind.
+
+    Raises:
+      ConfigError: that is no whole number of heads, or none of one kind.
+    """
+    heads = share * total
+    if 0 < share < 1 and settings.generator_size is not None:
+        return min(max(1, round(heads)), total - 1)
+    if not 0 < share < 1 or abs(heads - round(heads)) > 1e-6 or round(heads) in (0, total):
+        raise ConfigError(
+            f"{settings.names['mixer_fields']}=convolution_share={share} of {total} heads (2 heads "
+            f"/ head_ratio) is no split into whole heads of both kinds; use a multiple of 1/{total}"
+            " between 0 and 1, or mixer=attention or span_dynamic for one kind alone."
+        )
+    return round(heads)
+
+
+class MixedAttention(nnx.Module):
+    """Self-attention heads beside heads of convolution (ConvBERT §3.2).
+
+    Both share the query; the convolution has a value projection of its own, as in the release, or
+    shares it too, as in the paper's formula. Where one kind has more heads the other takes the
+    first ones of what is shared. Their outputs are put side by side, [attention heads, convolution
+    heads]. Filters are softmax(W_f (Q * K_s)) of a span, softmax(W_f Q) of the token, or
+    softmax(w), the same at all positions; no dropout is on them, as in the release.
     """
 
     def __init__(self, config: Mixed, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs):
-        hidden, heads, taps = hidden_size, config.attention_heads, config.kernel_size
-        width = heads * config.head_size
-        self.query = Dense(hidden, width, initializers.dense, rngs)
-        self.key = Dense(hidden, width, initializers.dense, rngs)
-        self.value = Dense(hidden, width, initializers.dense, rngs)
-        self.key_conv = SeparableConv(hidden, width, taps, initializers, rngs)
-        self.conv_kernel = Dense(width, heads * taps, initializers.dense, rngs)
-        self.conv_value = Dense(hidden, width, initializers.dense, rngs)
-        self.output = Dense(2 * width, hidden, initializers.dense, rngs)
+        hidden, taps, size = hidden_size, config.kernel_size, config.head_size
+        attended, heads = config.attention_heads * size, config.convolution_heads
+        convolved = heads * size
+        self.query = Dense(hidden, config.query_heads * size, initializers.dense, rngs)
+        self.key = Dense(hidden, attended, initializers.dense, rngs)
+        self.value = Dense(hidden, config.value_heads * size, initializers.dense, rngs)
+        if config.filters == "span_dynamic":
+            self.key_conv = SeparableConv(hidden, convolved, taps, initializers, rngs)
+        if config.filters == "light":
+            self.conv_filters = nnx.Param(start_filters(heads, taps, initializers, rngs))
+        else:
+            self.conv_kernel = Dense(convolved, heads * taps, initializers.dense, rngs)
+        if config.own_value:
+            self.conv_value = Dense(hidden, convolved, initializers.dense, rngs)
+        self.output = Dense(attended + convolved, hidden, initializers.dense, rngs)
         self.config = config
 
     def __call__(
@@ -162,22 +244,39 @@ class MixedAttention(nnx.Module):
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
         c = self.config
-        query, keys, value = project(x, c.attention_heads, self.query, self.key, self.value)
+        query, value = self.query(x), self.value(x)
         attended = attend(
-            query, keys, value, segment_ids, dropout_rate=c.attention_dropout, dropout_key=key,
-            implementation=c.attention, capture=capture,
+            _first(query, c.attention_heads, c), split(self.key(x), c.attention_heads),
+            _first(value, c.attention_heads, c), segment_ids, dropout_rate=c.attention_dropout,
+            dropout_key=key, implementation=c.attention, capture=capture,
         )  # fmt: skip
-        conv_ids = segment_ids if c.mask_convolution else None
-        query, span_key = join(query), self.key_conv(x, conv_ids, c.convolution)
-        values = self.conv_value(x)
-        projection = (self.conv_kernel.kernel[...], self.conv_kernel.bias[...])
-        if capture is not None:
-            capture.offer(
-                "filters",
-                lambda: span_filters(query, span_key, *projection, heads=c.attention_heads),
-            )
-        convolved = span_dynamic_conv(
-            query, span_key, values, *projection, heads=c.attention_heads, segment_ids=conv_ids,
-            implementation=c.convolution,
-        )  # fmt: skip
+        ids = segment_ids if c.mask_convolution else None
+        convolved = self._convolve(x, query, value, ids, capture)
         return self.output(jnp.concatenate([join(attended), convolved], axis=-1))
+
+    def _convolve(self, x, query, value, ids, capture):
+        c = self.config
+        if c.filters == "light":
+            values = self.conv_value(x) if c.own_value else value
+            convolved = dynamic_conv(
+                _first(values, c.convolution_heads, c),
+                softmax(self.conv_filters[...], None, jnp.float32),
+                segment_ids=ids,
+                implementation=c.convolution,
+            )
+            return join(convolved)
+        query = join(_first(query, c.convolution_heads, c))
+        spanned = c.filters == "span_dynamic"
+        span_key = self.key_conv(x, ids, c.convolution) if spanned else None
+        values = self.conv_value(x) if c.own_value else value
+        return convolve(
+            query, span_key, join(_first(values, c.convolution_heads, c)),
+            self.conv_kernel.kernel[...], self.conv_kernel.bias[...],
+            heads=c.convolution_heads, segment_ids=ids, implementation=c.convolution,
+            capture=capture,
+        )  # fmt: skip
+
+
+def _first(x: Array, heads: int, config: Mixed) -> Float[Array, "B L {heads} D"]:
+    """The first heads of what is shared."""
+    return split(x[..., : heads * config.head_size], heads)

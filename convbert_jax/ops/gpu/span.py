@@ -1,5 +1,7 @@
 """Span-based dynamic convolution for GPUs: one kernel forward, three backward.
 
+Without a span key, None everywhere, the same kernels make the filters of the query alone.
+
 Built from the parts of triton.py, which alone knows the backend, and of plain.py.
 """
 
@@ -79,6 +81,7 @@ def _backward(heads, offsets, interpret, saved, cotangent):
     splits = min(SPLITS, math.ceil(rows / triton.BLOCK))
     partial_projections = jax.ShapeDtypeStruct((splits, channels, outputs), jnp.float32)
     flat = jax.ShapeDtypeStruct((rows, channels), values.dtype)
+    keyed = span_key is not None
     d_query, d_span_key, d_projection = triton.call(
         functools.partial(
             _products_kernel, rows=rows, channels=channels, outputs=outputs, chunk=chunk,
@@ -87,18 +90,18 @@ def _backward(heads, offsets, interpret, saved, cotangent):
         (math.ceil(channels / chunk), splits),
         [
             query.reshape(flat.shape),
-            span_key.reshape(flat.shape),
+            span_key.reshape(flat.shape) if keyed else None,
             projection,
             d_logits.reshape(rows, outputs),
         ],
         None if segment_ids is None else segment_ids.reshape(rows),
-        (flat, flat, partial_projections),
+        (flat, flat if keyed else None, partial_projections),
         interpret,
         WARPS,
     )  # fmt: skip
     return (
         d_query.reshape(query.shape),
-        d_span_key.reshape(query.shape),
+        d_span_key.reshape(query.shape) if keyed else None,
         d_values.reshape(values.shape),
         d_projection.sum(axis=0).astype(projection.dtype),
         d_logits.astype(jnp.float32).sum(axis=(0, 1)).astype(bias.dtype),
@@ -126,7 +129,8 @@ def _head_filters(
         place = (row, positions[:, None], lanes[None, :])
         mask = (positions < length)[:, None] & (lanes < channels)[None, :]
         product = triton.load(query.at[place], mask)
-        product *= triton.load(span_key.at[place], mask)
+        if span_key is not None:
+            product *= triton.load(span_key.at[place], mask)
         mask = (lanes < channels)[:, None] & used[None, :]
         factor = triton.load(projection.at[lanes[:, None], columns[None, :]], mask)
         return logits + triton.dot(product, factor.astype(product.dtype))
@@ -229,12 +233,15 @@ def _products_kernel(
         d_product = triton.dot(gradient, transposed.astype(gradient.dtype))
         place = (positions[:, None], lanes[None, :])
         mask = real[:, None] & inside[None, :]
-        one, other = (triton.load(x.at[place], mask) for x in (query, span_key))
-        mask = (positions < rows)[:, None] & inside[None, :]
-        d_one, d_other = d_product * other.astype(jnp.float32), d_product * one.astype(jnp.float32)
-        triton.store(d_query.at[place], d_one, mask)
-        triton.store(d_span_key.at[place], d_other, mask)
-        return sums + triton.dot((one * other).T, gradient)
+        product = triton.load(query.at[place], mask)
+        inside_rows = (positions < rows)[:, None] & inside[None, :]
+        if span_key is not None:
+            one, other = product, triton.load(span_key.at[place], mask)
+            triton.store(d_span_key.at[place], d_product * one.astype(jnp.float32), inside_rows)
+            d_product *= other.astype(jnp.float32)
+            product = one * other
+        triton.store(d_query.at[place], d_product, inside_rows)
+        return sums + triton.dot(product.T, gradient)
 
     sums = jnp.zeros((len(lanes), len(columns)), jnp.float32)
     sums = jax.lax.fori_loop(0, steps, step, sums)

@@ -1,5 +1,6 @@
 """Span-based dynamic convolution as one Mosaic kernel for TPU: filters never reach HBM.
 
+Without a span key the same kernels make the filters of the query alone: there is None in its place.
 Forward: logits, softmax over the taps and the banded products of windows.py on rows that
 are already on the chip. Backward: the same filters are computed again from the inputs.
 """
@@ -31,7 +32,7 @@ def span_dynamic_conv(
         return _by_parts(*arrays, segment_ids, heads, offsets, interpret)
     rows = BandRows((batch, length, heads, channels // heads), offsets)
     out = _forward_call(
-        rows.out(query), rows.out(span_key), rows.out(values), projection, bias,
+        rows.out(query), _out(rows, span_key), rows.out(values), projection, bias,
         rows.ids(segment_ids), rows.bands, interpret=interpret,
     )  # fmt: skip
     return rows.back(out)
@@ -52,14 +53,19 @@ def _backward(heads, offsets, interpret, saved, cotangent):
 
         return *jax.vjp(by_parts, *saved[:5])[1](cotangent), None
     rows = BandRows((batch, length, heads, channels // heads), offsets)
-    *gradients, d_projection, d_bias = _backward_call(
-        rows.out(query), rows.out(span_key), rows.out(values), projection, bias,
+    d_query, *d_span_key, d_values, d_projection, d_bias = _backward_call(
+        rows.out(query), _out(rows, span_key), rows.out(values), projection, bias,
         rows.ids(segment_ids), rows.out(cotangent), rows.bands, interpret=interpret,
     )  # fmt: skip
-    return *map(rows.back, gradients), d_projection, d_bias, None
+    d_span_key = rows.back(*d_span_key) if d_span_key else None
+    return rows.back(d_query), d_span_key, rows.back(d_values), d_projection, d_bias, None
 
 
 span_dynamic_conv.defvjp(_forward, _backward)
+
+
+def _out(rows, span_key):
+    return None if span_key is None else rows.out(span_key)
 
 
 def _by_parts(query, span_key, values, projection, bias, segment_ids, heads, offsets, interpret):
@@ -75,19 +81,34 @@ def _by_parts(query, span_key, values, projection, bias, segment_ids, heads, off
 def _forward_call(query, span_key, values, projection, bias, segment_ids, bands, *, interpret):
     """The whole op, heads side by side."""
     dtype = values.dtype
-    rows = block_sizes.rows(bands, len(values), dtype, "span_forward", arrays=4, copies=1)
-    row = functools.partial(row_block, rows)
+    arrays = [x for x in (query, span_key, values) if x is not None]
+    rows = block_sizes.rows(
+        bands, len(values), dtype, "span_forward", arrays=len(arrays) + 1, copies=1
+    )
     constants = _constants(projection, bias, bands, dtype, mirrored=False)
+    kernel = functools.partial(_forward_kernel, bands, rows)
     return windows.call(
-        functools.partial(_forward_kernel, bands, rows),
-        bands, segment_ids, [query, span_key, values, *constants],
-        [row(query), row(span_key), row(values), *map(whole, constants)],
+        kernel if span_key is not None else _without_key(kernel, 1),
+        bands, segment_ids, [*arrays, *constants],
+        [*(row_block(rows, x) for x in arrays), *map(whole, constants)],
         outputs=[jax.ShapeDtypeStruct(values.shape, dtype)],
-        output_specs=[row(values)],
+        output_specs=[row_block(rows, values)],
         scratch=[windows.copies(bands, dtype), windows.slots(bands)],
         rows=rows,
         interpret=interpret,
     )[0]  # fmt: skip
+
+
+def _without_key(kernel, *places):
+    """`kernel` of references without those of the span key and its gradient, None in `places`."""
+
+    def body(ids, *references):
+        references = list(references)
+        for place in places:
+            references.insert(place, None)
+        kernel(ids, *references)
+
+    return body
 
 
 def _forward_kernel(
@@ -124,11 +145,13 @@ def _softmax(products, projection, bias, same_slot, bands):
 def _backward_call(
     query, span_key, values, projection, bias, segment_ids, cotangent, bands, *, interpret
 ):
-    """Cotangents of query, span_key, values, projection and bias."""
+    """Cotangents of query, span_key if there is one, values, projection and bias."""
     dtype = values.dtype
-    rows = block_sizes.rows(bands, len(values), dtype, "span_backward", arrays=7, copies=2)
+    given = [x for x in (query, span_key, values) if x is not None]
+    rows = block_sizes.rows(
+        bands, len(values), dtype, "span_backward", arrays=2 * len(given) + 1, copies=2
+    )
     steps = len(values) // rows
-    row = functools.partial(row_block, rows)
     lanes = bands.slot_lanes
     constants = _constants(projection, bias, bands, dtype, mirrored=True)
     like = jax.ShapeDtypeStruct(values.shape, dtype)
@@ -137,12 +160,15 @@ def _backward_call(
         jax.ShapeDtypeStruct((steps, bands.channels, lanes), F32),
         jax.ShapeDtypeStruct((steps, 1, lanes), F32),
     ]
+    arrays = [*given, cotangent]
+    kernel = functools.partial(_backward_kernel, bands, rows)
     *gradients, d_projection, d_bias = windows.call(
-        functools.partial(_backward_kernel, bands, rows),
-        bands, segment_ids, [query, span_key, values, cotangent, *constants],
-        [row(query), row(span_key), row(values), row(cotangent), *map(whole, constants)],
-        outputs=[like, like, like, *sums],
-        output_specs=[row(values)] * 3 + [row_block(1, shape) for shape in sums],
+        kernel if span_key is not None else _without_key(kernel, 1, 8),
+        bands, segment_ids, [*arrays, *constants],
+        [*(row_block(rows, x) for x in arrays), *map(whole, constants)],
+        outputs=[*[like] * len(given), *sums],
+        output_specs=[row_block(rows, values)] * len(given)
+        + [row_block(1, shape) for shape in sums],
         scratch=windows.backward_scratch(bands, dtype),
         rows=rows,
         interpret=interpret,
@@ -177,13 +203,18 @@ def _backward_kernel(
         d_bias[0] += d_logits.sum(axis=0, keepdims=True)
         d_logits = d_logits.astype(dtype)
         d_products = dot(d_logits, projection[...], contract=(1, 1))
-        d_query[r] = _only(real, d_products * span_key[r].astype(F32)).astype(dtype)
-        d_span_key[r] = _only(real, d_products * query[r].astype(F32)).astype(dtype)
+        if span_key is None:
+            d_query[r] = _only(real, d_products).astype(dtype)
+        else:
+            d_query[r] = _only(real, d_products * span_key[r].astype(F32)).astype(dtype)
+            d_span_key[r] = _only(real, d_products * query[r].astype(F32)).astype(dtype)
         products = _only(real, _products(query, span_key, r).astype(F32)).astype(dtype)
         d_projection[0] += dot(products, d_logits, contract=(0, 0))
 
 
 def _products(query, span_key, r):
+    if span_key is None:
+        return query[r]
     exact = query[r].astype(F32) * span_key[r].astype(F32)
     return exact.astype(query.dtype)
 

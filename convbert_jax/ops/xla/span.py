@@ -15,5 +15,6 @@ def span_dynamic_conv(query, span_key, values, projection, bias, segment_ids, he
 
 def span_filters(query, span_key, projection, bias, heads, dtype):
     """[B, L, H, K] in `dtype`: softmax, in float32, over all taps of a head, visible or not."""
-    logits = dense(query * span_key, projection, bias, jnp.float32)
+    products = query if span_key is None else query * span_key
+    logits = dense(products, projection, bias, jnp.float32)
     return softmax(logits.reshape(*query.shape[:2], heads, -1), None, dtype)

@@ -1,0 +1,78 @@
+"""Depthwise separable convolution alone: over time, then over channels (Chollet 2017)."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.config import MixerSettings
+from convbert_jax.interfaces.placement import REPLICATED, Split
+from convbert_jax.models.capture import Capture
+from convbert_jax.models.layers import Initializers
+from convbert_jax.models.mixers.convolution import SeparableConv, of_nobody_else
+
+
+@dataclasses.dataclass(frozen=True)
+class Separable:
+    """`SeparableMixer` as a specification; with C channels and K taps C^2 + K C + C parameters."""
+
+    kernel_size: int
+    convolution: str
+    mask_convolution: bool
+
+    RULES = ((r"conv/depthwise", REPLICATED), (r"conv/pointwise", Split(tensor=-2)))
+    FAMILIES = ()
+    NAMES: ClassVar[Mapping[str, tuple[str, str, str]]] = {}
+
+    @classmethod
+    def make(cls, settings: MixerSettings, **own: Any) -> "Separable":
+        return cls(
+            kernel_size=settings.kernel_size,
+            convolution=settings.convolution,
+            mask_convolution=settings.mask_convolution,
+            **own,
+        )
+
+    def fields(self, hidden_size: int) -> dict[str, Any]:
+        return {"kernel_size": self.kernel_size, "mask_convolution": self.mask_convolution}
+
+    def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
+        return SeparableMixer(self, hidden_size, initializers, rngs)
+
+    def products(self, hidden_size: int, length: int) -> float:
+        return 2 * hidden_size**2
+
+    def elementwise(self, hidden_size: int, length: int) -> float:
+        return 2 * self.kernel_size * hidden_size
+
+    @property
+    def reads_padding(self) -> bool:
+        return not self.mask_convolution
+
+    def inexpressible(self, form: str, hidden_size: int) -> str:
+        return of_nobody_else("separable convolution without attention")
+
+    def __str__(self) -> str:
+        return f"separable convolution of {self.kernel_size} taps"
+
+
+class SeparableMixer(nnx.Module):
+    """pointwise(depthwise(x)) + bias, the form of the span's key, as wide as its input."""
+
+    def __init__(
+        self, config: Separable, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs
+    ):
+        self.conv = SeparableConv(hidden_size, hidden_size, config.kernel_size, initializers, rngs)
+        self.config = config
+
+    def __call__(
+        self,
+        x: Float[Array, "B L C"],
+        segment_ids: Int[Array, "B L"],
+        key: Array | None = None,
+        capture: Capture | None = None,
+    ) -> Float[Array, "B L C"]:
+        ids = segment_ids if self.config.mask_convolution else None
+        return self.conv(x, ids, self.config.convolution)

@@ -1,0 +1,110 @@
+"""Span-based dynamic convolution alone (ConvBERT §3.2), without attention beside it."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.config import MixerSettings
+from convbert_jax.interfaces.placement import REPLICATED, Split
+from convbert_jax.models import costs
+from convbert_jax.models.capture import Capture
+from convbert_jax.models.layers import Dense, Initializers
+from convbert_jax.models.mixers.attention import Attention
+from convbert_jax.models.mixers.convolution import SeparableConv, convolve, of_nobody_else
+
+
+@dataclasses.dataclass(frozen=True)
+class SpanDynamic:
+    """`SpanDynamicConv` as a specification; its heads fill the hidden size.
+
+    With C channels, H heads and K taps: 4 C^2 + K C + C H K + 4 C + H K parameters.
+    """
+
+    heads: int
+    kernel_size: int  # taps of the convolution and of its key
+    convolution: str
+    mask_convolution: bool
+
+    RULES = (
+        (r"key_conv/depthwise", REPLICATED),
+        (r"key_conv/pointwise", Split(tensor=-1)),
+        *Attention.RULES,
+    )
+    FAMILIES = ()
+    NAMES: ClassVar[Mapping[str, tuple[str, str, str]]] = {}
+
+    @classmethod
+    def make(cls, settings: MixerSettings, **own: Any) -> "SpanDynamic":
+        return cls(
+            heads=settings.all_heads(),
+            kernel_size=settings.kernel_size,
+            convolution=settings.convolution,
+            mask_convolution=settings.mask_convolution,
+            **own,
+        )
+
+    def fields(self, hidden_size: int) -> dict[str, Any]:
+        return {
+            "heads": self.heads,
+            "kernel_size": self.kernel_size,
+            "mask_convolution": self.mask_convolution,
+        }
+
+    def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
+        return SpanDynamicConv(self, hidden_size, initializers, rngs)
+
+    def products(self, hidden_size: int, length: int) -> float:
+        return 4 * 2 * hidden_size**2 + 2 * hidden_size * self.heads * self.kernel_size
+
+    def elementwise(self, hidden_size: int, length: int) -> float:
+        """Those of the key's convolution and of the dynamic one."""
+        taps = self.kernel_size
+        dynamic = 2 * taps * hidden_size + (1 + costs.SOFTMAX) * taps * self.heads
+        return 2 * taps * hidden_size + dynamic + 4 * hidden_size
+
+    @property
+    def reads_padding(self) -> bool:
+        return not self.mask_convolution
+
+    def inexpressible(self, form: str, hidden_size: int) -> str:
+        return of_nobody_else("span-based dynamic convolution without attention")
+
+    def __str__(self) -> str:
+        return f"{self.heads} of span-based dynamic convolution, {self.kernel_size} taps"
+
+
+class SpanDynamicConv(nnx.Module):
+    """output(LConv(V, softmax(W_f (Q * K_s)))), K_s a separable convolution (ConvBERT eq. 4).
+
+    The parameters of `MixedAttention` without those of its attention, by the same names.
+    """
+
+    def __init__(
+        self, config: SpanDynamic, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs
+    ):
+        hidden, heads, taps = hidden_size, config.heads, config.kernel_size
+        self.query = Dense(hidden, hidden, initializers.dense, rngs)
+        self.key_conv = SeparableConv(hidden, hidden, taps, initializers, rngs)
+        self.conv_kernel = Dense(hidden, heads * taps, initializers.dense, rngs)
+        self.conv_value = Dense(hidden, hidden, initializers.dense, rngs)
+        self.output = Dense(hidden, hidden, initializers.dense, rngs)
+        self.config = config
+
+    def __call__(
+        self,
+        x: Float[Array, "B L C"],
+        segment_ids: Int[Array, "B L"],
+        key: Array | None = None,
+        capture: Capture | None = None,
+    ) -> Float[Array, "B L C"]:
+        c = self.config
+        ids = segment_ids if c.mask_convolution else None
+        convolved = convolve(
+            self.query(x), self.key_conv(x, ids, c.convolution), self.conv_value(x),
+            self.conv_kernel.kernel[...], self.conv_kernel.bias[...],
+            heads=c.heads, segment_ids=ids, implementation=c.convolution, capture=capture,
+        )  # fmt: skip
+        return self.output(convolved)
