@@ -7,8 +7,10 @@ The same command goes on where it was stopped. Several of them at once, on machi
 folder, share the work. What the table, the folder and the report mean: docs/sweeps.md.
 """
 
+import errno
 import pathlib
 import sys
+import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -16,6 +18,9 @@ from convbert_jax import console
 from convbert_jax.config import UserError
 from convbert_jax.sweeps import cells as cells_lib
 from convbert_jax.sweeps import request as request_lib
+from convbert_jax.sweeps.folder import Folder
+
+_STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
 def main() -> None:
@@ -23,16 +28,50 @@ def main() -> None:
     try:
         request = request_lib.read(sys.argv, __doc__)
         cells = cells_lib.expand(request.sweep, request.folder, request.overrides)
-        cells_lib.check_unchanged(cells, request.folder)
     except UserError as error:
         console.fail(str(error), code=2)
-    from convbert_jax.sweeps import describe
-    from convbert_jax.training.environment import devices
+    try:
+        new, gone = cells_lib.check_unchanged(cells, request.folder)
+        from convbert_jax.training.environment import devices
 
-    devices.prepare_platform("cpu")  # accelerators are for the cells, which are processes
-    if request.do == "plan":
-        print(describe.describe(request.sweep, cells, request.folder))
-        return
+        devices.prepare_platform("cpu")  # accelerators are for the cells, which are processes
+        if request.do == "plan":
+            from convbert_jax.sweeps import describe
+
+            print(describe.describe(request.sweep, cells, request.folder))
+            return
+        failed = _run(cells, request.folder, new, gone)
+    except UserError as error:
+        console.fail(str(error))
+    except OSError as error:
+        if error.errno not in _STORAGE_FAULTS:
+            raise
+        console.fail(
+            f"{error.filename or request.folder}: {error.strerror}; free some space or choose "
+            "another --workdir, then start again: what was finished is kept."
+        )
+    if failed:
+        console.fail(f"{failed} of {len(cells)} cells failed; start again to try them again.")
+
+
+def _run(cells: list[cells_lib.Cell], folder: Folder, new: int, gone: list[str]) -> int:
+    """How many cells failed."""
+    from convbert_jax.sweeps import runner
+
+    if gone:
+        _tell(f"no longer in the table, kept and left out: {', '.join(gone)}")
+    if new < len(cells):
+        _tell(f"{new} cells are new.")
+    summary = runner.run(cells, folder, tell=_tell)
+    if summary.stopped:
+        console.fail("stopped; the same command goes on from there.", code=130)
+    for cell, why in summary.failed.items():
+        _tell(f"failed: {cell}: {why}")
+    return len(summary.failed)
+
+
+def _tell(text: str) -> None:
+    print(time.strftime("%H:%M:%S"), text, flush=True)
 
 
 if __name__ == "__main__":
