@@ -40,7 +40,13 @@ def main() -> None:
 
             print(describe.describe(request.sweep, cells, request.folder))
             return
-        failed = _run(cells, request.folder, new, gone)
+        failed = 0 if request.do == "report" else _run(cells, request.folder, new, gone)
+        from convbert_jax.analysis import sweep_report
+        from convbert_jax.sweeps import results
+
+        outcome = results.collect(request.name, request.sweep, cells, request.folder)
+        report = sweep_report.write(outcome, request.folder.report)
+        print(f"\n{report}\nReport: {request.folder.report}", flush=True)
     except UserError as error:
         console.fail(str(error))
     except OSError as error:
