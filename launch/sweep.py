@@ -14,6 +14,8 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+from absl import logging
+
 from convbert_jax import console
 from convbert_jax.config import UserError
 from convbert_jax.sweeps import cells as cells_lib
@@ -25,11 +27,14 @@ _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 def main() -> None:
     console.set_up_logging()
+    logging.set_verbosity(logging.WARNING)  # what a run says of its config is in its own log
     try:
         request = request_lib.read(sys.argv, __doc__)
         cells = cells_lib.expand(request.sweep, request.folder, request.overrides)
     except UserError as error:
         console.fail(str(error), code=2)
+    except KeyboardInterrupt:
+        console.fail("interrupted; nothing was begun.", code=130)
     try:
         new, gone = cells_lib.check_unchanged(cells, request.folder)
         from convbert_jax.training.environment import devices
@@ -49,6 +54,8 @@ def main() -> None:
         print(f"\n{report}\nReport: {request.folder.report}", flush=True)
     except UserError as error:
         console.fail(str(error))
+    except KeyboardInterrupt:  # the second one, or while a report is drawn
+        console.fail("interrupted; the same command goes on from what is finished.", code=130)
     except OSError as error:
         if error.errno not in _STORAGE_FAULTS:
             raise
@@ -68,6 +75,7 @@ def _run(cells: list[cells_lib.Cell], folder: Folder, new: int, gone: list[str])
         _tell(f"no longer in the table, kept and left out: {', '.join(gone)}")
     if new < len(cells):
         _tell(f"{new} cells are new.")
+    cells_lib.check_tasks(cells)
     summary = runner.run(cells, folder, tell=_tell)
     if summary.stopped:
         console.fail("stopped; the same command goes on from there.", code=130)

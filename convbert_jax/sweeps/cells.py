@@ -8,6 +8,7 @@ from typing import Any
 from convbert_jax import config_files
 from convbert_jax.analysis import flops
 from convbert_jax.config import Config, UserError, changes, from_config_dict, to_dict
+from convbert_jax.recipes import finetuning
 from convbert_jax.sweeps.folder import FINISHED, Folder
 from convbert_jax.sweeps.table import Row, Sweep, SweepError, Task
 
@@ -95,6 +96,25 @@ def check_unchanged(cells: Iterable[Cell], folder: Folder) -> tuple[int, list[st
                 f"{changes.describe(refused)}; choose another --workdir, or set these fields back."
             )
     return len(cells.keys() - begun.keys()), sorted(begun.keys() - cells.keys())
+
+
+def check_tasks(cells: Iterable[Cell]) -> None:
+    """Refuses tasks whose files are not here, before hours of pre-training.
+
+    Raises:
+      SweepError: it names the task.
+    """
+    seen = set()
+    for cell in cells:
+        which = (cell.stage, cell.row if cell.stage == FINETUNE else "")
+        if cell.config.recipe != FINETUNE or which in seen:
+            continue
+        seen.add(which)
+        try:
+            finetuning.check_tasks(cell.config)
+        except UserError as error:
+            name = f"row {cell.row}" if cell.stage == FINETUNE else f"task {cell.stage}"
+            raise SweepError(f"{name}: {error}") from error
 
 
 def _is_fixed(path: str, cell: Cell) -> bool:

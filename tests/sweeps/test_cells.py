@@ -11,7 +11,7 @@ from convbert_jax.config import UserError, to_dict
 from convbert_jax.config.mixers import MIXERS
 from convbert_jax.models.mixers.mixed import Mixed
 from convbert_jax.sweeps import Row, Sweep, SweepError, Task, request
-from convbert_jax.sweeps.cells import check_unchanged, expand
+from convbert_jax.sweeps.cells import check_tasks, check_unchanged, expand
 from convbert_jax.sweeps.describe import describe
 from convbert_jax.sweeps.folder import FINISHED, Folder, Record
 
@@ -70,6 +70,19 @@ def test_tasks_follow_each_pretraining(folder):
     before = cells["mixed/seed-1/pretrain"].config
     assert (before.train.steps, before.task.folder) == (50, "")
     assert before.platform == tuned.config.platform == "cpu"
+
+
+def test_files_of_tasks_are_looked_for_before_anything_runs(folder, tmp_path):
+    lines = "DESC:manner How ?\nNUM:date When ?\n"
+    for name in ("train.txt", "test.txt"):
+        (tmp_path / name).write_text(lines)
+    sweep = dataclasses.replace(TABLE, tasks={"trec": TREC})
+    check_tasks(expand(sweep, folder, {"task.folder": str(tmp_path)}))
+    with pytest.raises(SweepError, match=r"^task trec: "):
+        check_tasks(expand(sweep, folder, {"task.folder": str(tmp_path / "elsewhere")}))
+    alone = Sweep("text:trec", {"row": Row()}, changes={"init_from": "somewhere"})
+    with pytest.raises(SweepError, match=r"^row row: "):
+        check_tasks(expand(alone, folder))
 
 
 def test_fine_tuning_alone_is_one_run_a_cell(folder):
