@@ -20,7 +20,6 @@ from convbert_jax import console
 from convbert_jax.config import UserError
 from convbert_jax.sweeps import cells as cells_lib
 from convbert_jax.sweeps import request as request_lib
-from convbert_jax.sweeps.folder import Folder
 
 _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
@@ -45,7 +44,7 @@ def main() -> None:
 
             print(describe.describe(request.sweep, cells, request.folder))
             return
-        failed = 0 if request.do == "report" else _run(cells, request.folder, new, gone)
+        failed = 0 if request.do == "report" else _run(request, cells, new, gone)
         from convbert_jax.analysis import sweep_report
         from convbert_jax.sweeps import results
 
@@ -67,16 +66,19 @@ def main() -> None:
         console.fail(f"{failed} of {len(cells)} cells failed; start again to try them again.")
 
 
-def _run(cells: list[cells_lib.Cell], folder: Folder, new: int, gone: list[str]) -> int:
+def _run(
+    request: request_lib.Request, cells: list[cells_lib.Cell], new: int, gone: list[str]
+) -> int:
     """How many cells failed."""
-    from convbert_jax.sweeps import runner
+    from convbert_jax.sweeps import results, runner
 
     if gone:
         _tell(f"no longer in the table, kept and left out: {', '.join(gone)}")
     if new < len(cells):
         _tell(f"{new} cells are new.")
     cells_lib.check_tasks(cells)
-    summary = runner.run(cells, folder, tell=_tell)
+    metrics = request.sweep.metrics or results.METRICS
+    summary = runner.run(cells, request.folder, tell=_tell, metrics=metrics)
     if summary.stopped:
         console.fail("stopped; the same command goes on from there.", code=130)
     for cell, why in summary.failed.items():

@@ -9,7 +9,7 @@ from convbert_jax import config_files
 from convbert_jax.analysis import flops
 from convbert_jax.config import Config, UserError, changes, from_config_dict, to_dict
 from convbert_jax.recipes import finetuning
-from convbert_jax.sweeps.folder import FINISHED, Folder
+from convbert_jax.sweeps.folder import FINISHED, Folder, Record
 from convbert_jax.sweeps.table import Row, Sweep, SweepError, Task
 
 PRETRAIN, FINETUNE, SCRATCH = "pretrain", "finetune", "-scratch"
@@ -87,8 +87,7 @@ def check_unchanged(cells: Iterable[Cell], folder: Folder) -> tuple[int, list[st
         cell = cells.get(name)
         if cell is None or (record.state != FINISHED and not folder.run(name).is_bound()):
             continue
-        of_record = from_config_dict(record.config, check=False)  # younger fields have defaults
-        found = changes.differences(to_dict(of_record), to_dict(cell.config))
+        found = changes.differences(_read_config(record, folder), to_dict(cell.config))
         refused = {path: pair for path, pair in found.items() if _is_fixed(path, cell)}
         if refused:
             raise SweepError(
@@ -96,6 +95,17 @@ def check_unchanged(cells: Iterable[Cell], folder: Folder) -> tuple[int, list[st
                 f"{changes.describe(refused)}; choose another --workdir, or set these fields back."
             )
     return len(cells.keys() - begun.keys()), sorted(begun.keys() - cells.keys())
+
+
+def _read_config(record: Record, folder: Folder) -> dict[str, Any]:
+    """The config of a record, where younger fields have their defaults."""
+    try:
+        return to_dict(from_config_dict(record.config, check=False))
+    except UserError as error:
+        raise SweepError(
+            f"{folder.record(record.cell)}: {error} It is of another version of convbert_jax; use "
+            "that one, or another --workdir."
+        ) from None
 
 
 def check_tasks(cells: Iterable[Cell]) -> None:

@@ -88,6 +88,9 @@ class Folder:
     def log(self, cell: str) -> pathlib.Path:
         return self._beside(cell, ".log")
 
+    def record(self, cell: str) -> pathlib.Path:
+        return self._beside(cell, ".json")
+
     def data(self, config: Config) -> pathlib.Path:
         """Tokenizer and shards of all cells whose rows are the same."""
         decides = {
@@ -114,7 +117,7 @@ class Folder:
           DamagedFileError: its record is damaged.
         """
         remedy = "delete it: the cell goes on from what its folder has"
-        path = self._beside(cell, ".json")
+        path = self.record(cell)
         try:
             values = files.read_json(path, remedy=remedy, fields=_FIELDS)
         except FileNotFoundError:
@@ -127,7 +130,7 @@ class Folder:
 
     def write(self, record: Record) -> None:
         """Replaces what is kept of a cell; raises OSError where the disk is full."""
-        path = self._beside(record.cell, ".json")
+        path = self.record(record.cell)
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(path, dataclasses.asdict(record))
 

@@ -73,7 +73,7 @@ class Queue:
                     continue
                 for trial in trials:
                     if trial.state == states.RUNNING and trial.user_attrs.get(_CELL) == cell:
-                        self._study.tell(trial.number, state=states.FAIL, skip_if_finished=True)
+                        self._end(trial.number, states.FAIL)
                 self._study.enqueue_trial({}, user_attrs={_CELL: cell})
 
     def take(self) -> Taken | None:
@@ -85,7 +85,7 @@ class Queue:
                 if _CELL in trial.user_attrs:
                     return Taken(trial.user_attrs[_CELL], trial)
                 # the last one was taken in between, and Optuna made up another
-                self._study.tell(trial, state=states.PRUNED)
+                self._end(trial, states.PRUNED)
         return None
 
     def failed(self) -> set[str]:
@@ -99,18 +99,24 @@ class Queue:
     def finish(self, taken: Taken, seconds: float) -> None:
         """The cell is done."""
         with self._explain():
-            self._study.tell(taken.trial, seconds, skip_if_finished=True)
+            self._end(taken.trial, self._states.COMPLETE, seconds)
 
     def fail(self, taken: Taken, why: str) -> None:
         """The cell cannot be done now; no runner of today tries it again."""
-        with self._explain(), contextlib.suppress(RuntimeError):  # given up by another runner
-            taken.trial.set_user_attr(_WHY, why)
-            self._study.tell(taken.trial, state=self._states.FAIL, skip_if_finished=True)
+        with self._explain():
+            with contextlib.suppress(RuntimeError):
+                taken.trial.set_user_attr(_WHY, why)
+            self._end(taken.trial, self._states.FAIL)
 
     def let_go(self, taken: Taken) -> None:
         """The cell is done or held by somebody else, or this runner stops."""
         with self._explain():
-            self._study.tell(taken.trial, state=self._states.PRUNED, skip_if_finished=True)
+            self._end(taken.trial, self._states.PRUNED)
+
+    def _end(self, trial: Any, state: Any, value: float | None = None) -> None:
+        """Ends a trial, unless another runner was sooner: it may have given it up for dead."""
+        with contextlib.suppress(RuntimeError):  # Optuna's UpdateFinishedTrialError
+            self._study.tell(trial, value, state=state, skip_if_finished=True)
 
     def _mend(self, lock) -> None:
         """Takes away a last line that a full disk cut off; the next one would be spoiled by it."""

@@ -66,7 +66,7 @@ def read(argv: Sequence[str], description: str = "") -> Request:
     return Request(
         name=name,
         sweep=sweep,
-        folder=Folder(flags.workdir or f"runs/{name}"),
+        folder=Folder(flags.workdir or f"runs/{name.replace(',', '-')}"),
         overrides=changed,
         do="plan" if flags.plan else "report" if flags.report else "run",
     )

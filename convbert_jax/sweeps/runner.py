@@ -29,7 +29,7 @@ from convbert_jax.training.environment.signals import StopSignals
 from convbert_jax.training.reports.timing import format_seconds
 
 _POLL = 0.5  # seconds between two looks at a process, or at other runners
-_SHOWN = 3  # metrics of a line
+_SHOWN = 3  # metrics of a line, where none of those that were asked for is there
 
 
 class Process(Protocol):
@@ -81,6 +81,7 @@ def run(
     folder: Folder,
     *,
     tell: Callable[[str], None],
+    metrics: Sequence[str] = results.METRICS,
     start: Callable[[Cell, Folder, IO], Process] = start,
     read: Callable[[Cell, Folder], dict[str, float] | None] = results.read_values,
 ) -> Summary:
@@ -91,6 +92,7 @@ def run(
 
     Args:
       tell: gets a line for each thing that happens.
+      metrics: that a line of a finished cell shows.
       start, read: of a cell; for tests.
 
     Raises:
@@ -98,14 +100,14 @@ def run(
       OSError: the disk is full.
     """
     with StopSignals() as stop:
-        return _Runner(cells, folder, tell, start, read, stop).run()
+        return _Runner(cells, folder, tell, metrics, start, read, stop).run()
 
 
 class _Runner:
-    def __init__(self, cells, folder, tell, start, read, stop):
+    def __init__(self, cells, folder, tell, metrics, start, read, stop):
         self._cells = {cell.id: cell for cell in cells}
         self._folder, self._tell, self._start, self._read = folder, tell, start, read
-        self._stop = stop
+        self._metrics, self._stop = metrics, stop
         self._queue = Queue(folder)
         self._records = {name: folder.read(name) for name in self._cells}
         self._waited = ""
@@ -184,14 +186,18 @@ class _Runner:
             record = self._judge(cell, record, code, stopped, log)
             folder.write(record)
             self._records[cell.id] = record
+            # with the lock in hand: nobody takes this try for that of a dead runner
+            if record.state == FINISHED:
+                self._queue.finish(taken, seconds)
+            elif record.state == FAILED:
+                self._queue.fail(taken, record.why)
+            else:
+                self._queue.let_go(taken)
         if record.state == FINISHED:
-            self._queue.finish(taken, seconds)
             self._say_finished(record)
         elif record.state == FAILED:
-            self._queue.fail(taken, record.why)
             self._tell(f"{cell.id} failed: {record.why}")
         else:
-            self._queue.let_go(taken)
             self._tell(f"{cell.id} is stopped, its state is saved.")
 
     def _wait(self, process: Process) -> tuple[int, bool]:
@@ -237,8 +243,10 @@ class _Runner:
         """What came out, how many cells are left and for how long, this runner alone."""
         done = self._count(FINISHED)
         left = [name for name in self._cells if self._state(name) != FINISHED]
-        shown = [f"{n} {v:.4g}" for n, v in record.values.items() if v is not None][:_SHOWN]
-        parts = [f"{record.cell} finished in {format_seconds(record.seconds)}", *shown]
+        finite = {name: value for name, value in record.values.items() if value is not None}
+        shown = [name for name in self._metrics if name in finite] or list(finite)[:_SHOWN]
+        parts = [f"{record.cell} finished in {format_seconds(record.seconds)}"]
+        parts += [f"{name} {finite[name]:.4g}" for name in shown]
         parts.append(f"{done} of {len(self._cells)} done")
         if left:
             seconds = self._expect(left)

@@ -171,6 +171,16 @@ def test_a_damaged_record_is_named(folder):
             check_unchanged(cells, folder)
 
 
+def test_a_record_of_another_version_is_named(folder):
+    cells = expand(TABLE, folder)
+    config = to_dict(cells[0].config) | {"magic": 1}
+    folder.write(Record(cells[0].id, FINISHED, config, ("main",)))
+    with pytest.raises(
+        SweepError, match=r"attention/seed-0/pretrain\.json: config\.magic does not"
+    ):
+        check_unchanged(cells, folder)
+
+
 @pytest.mark.parametrize("size", list(NAMED["SIZES"]))
 @pytest.mark.parametrize("name", list(NAMED["SWEEPS"]))
 def test_the_named_sweeps_can_run(folder, name, size):
@@ -225,7 +235,7 @@ def test_a_command_line():
             "--finetune=other=text:trec,paper",
         ]
     )
-    assert (asked.name, str(asked.folder)) == ("kernel_size,small", "runs/kernel_size,small")
+    assert (asked.name, str(asked.folder)) == ("kernel_size,small", "runs/kernel_size-small")
     assert asked.sweep.seeds == (3, 5)
     assert asked.overrides == {"train.steps": 1000}
     assert asked.sweep.tasks == {

@@ -87,7 +87,7 @@ def test_each_cell_is_run_once_and_tasks_after_their_weights(machine, cells):
     assert (record.state, record.values) == (FINISHED, {"loss": 1.5, "odd": None})
     assert f"--workdir={machine.folder.run(record.cell)}" in record.command
     assert "--config.finetune.save_models=False" in record.command
-    assert any("8 of 8 done" in line for line in told)
+    assert any("8 of 8 done" in line and "loss 1.5" in line for line in told)
     assert any("cells/h" in line and "left for one runner" in line for line in told)
     assert machine.run(cells) == summary
     assert len(machine.started) == 8
