@@ -19,7 +19,11 @@ from convbert_jax.workdir import Workdir
 
 # Shown of pre-training where a sweep names none.
 METRICS = ("mlm_loss", "discriminator_auc", "tokens_per_second")
-_OF_TRAINING = ("tokens_per_second", "host_memory", "device_memory")
+_OF_TRAINING = {  # of all log intervals
+    "tokens_per_second": statistics.median,
+    "host_memory": max,
+    "device_memory": max,
+}
 
 
 def read_values(cell: Cell, folder: Folder) -> dict[str, float] | None:
@@ -47,7 +51,7 @@ def read_values(cell: Cell, folder: Folder) -> dict[str, float] | None:
         for name in _OF_TRAINING:
             if name in record:
                 trained.setdefault(name, []).append(record[name])
-    return values | {name: statistics.median(found) for name, found in trained.items()}
+    return values | {name: _OF_TRAINING[name](found) for name, found in trained.items()}
 
 
 def _of_finetuning(cell: Cell, run: Workdir) -> dict[str, float] | None:
