@@ -13,11 +13,12 @@ grouped feed-forward, dynamic or span-based convolution, hidden size. kernel_siz
 to 17 taps. mixers: every mixer, at equal tokens and again at equal FLOPs. objectives: replaced
 tokens, masked words, replacements drawn evenly. generator_size: ELECTRA's figure, and a shared one.
 pretrained_convolutions: whether convolutions profit of pre-training as attention does (Tay et al.,
-2021); needs --finetune. length: time and memory of rows of 64 to 4,096 tokens.
+2021); needs --finetune. length: time and memory of rows of 64 to 4,096 tokens. search: head ratio,
+kernel size, groups and feed-forward, chosen by Optuna among encoders no larger than the config's.
 """
 
 from convbert_jax.config.mixers import MIXERS
-from convbert_jax.sweeps import Row, Sweep, SweepError
+from convbert_jax.sweeps import Row, Search, Sweep, SweepError
 
 # The second width of bnk_gl_sdconv, as fields of config.model. A generator of heads that head_ratio
 # divides must be left.
@@ -157,6 +158,28 @@ def _length(size: str) -> Sweep:
     )
 
 
+def _search(size: str) -> Sweep:
+    trained = {"tiny": 1_445_659, "small": 14_019_903, "base": 115_836_059}  # the config's own
+    width = {"tiny": 512, "small": 1_024, "base": 3_072}[size]
+    return _of_size(
+        size,
+        {"as-published": Row()},
+        search=Search(
+            space={
+                "model.head_ratio": (1, 2, 4),
+                "model.kernel_size": tuple(range(3, 18, 2)),
+                "model.ffn_groups": (1, 2, 4),
+                "model.ffn_size": tuple(width * part // 4 for part in (2, 4, 6, 8)),
+            },
+            rows=30,
+            metric="discriminator_auc",
+            maximize=True,
+            most_parameters=trained[size],
+        ),
+        purpose="Is there a better encoder of at most as many parameters?",
+    )
+
+
 def _of_size(size: str, rows: dict[str, Row], **fields) -> Sweep:
     return Sweep(config=f"configs/{size}.py", rows=rows, changes=_KEPT, **fields)
 
@@ -169,4 +192,5 @@ SWEEPS = {
     "generator_size": _generator_size,
     "pretrained_convolutions": _pretrained_convolutions,
     "length": _length,
+    "search": _search,
 }

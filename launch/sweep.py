@@ -35,20 +35,30 @@ def main() -> None:
     except KeyboardInterrupt:
         console.fail("interrupted; nothing was begun.", code=130)
     try:
-        new, gone = cells_lib.check_unchanged(cells, request.folder)
         from convbert_jax.training.environment import devices
 
         devices.prepare_platform("cpu")  # accelerators are for the cells, which are processes
+        explorer = None
+        if request.sweep.search and (request.do == "run" or request.folder.journal.exists()):
+            from convbert_jax.sweeps.search import Explorer
+
+            explorer = Explorer(request.sweep, request.folder, request.overrides)
+            cells = _expand(request, explorer)
+        new, gone = cells_lib.check_unchanged(cells, request.folder)
         if request.do == "plan":
             from convbert_jax.sweeps import describe
 
-            print(describe.describe(request.sweep, cells, request.folder))
+            sweep = explorer.sweep if explorer else request.sweep
+            print(describe.describe(sweep, cells, request.folder))
             return
-        failed = 0 if request.do == "report" else _run(request, cells, new, gone)
+        failed = 0 if request.do == "report" else _run(request, cells, explorer, new, gone)
         from convbert_jax.analysis import sweep_report
         from convbert_jax.sweeps import results
 
-        outcome = results.collect(request.name, request.sweep, cells, request.folder)
+        sweep = request.sweep
+        if explorer:
+            sweep, cells = explorer.sweep, _expand(request, explorer)
+        outcome = results.collect(request.name, sweep, cells, request.folder)
         report = sweep_report.write(outcome, request.folder.report)
         print(f"\n{report}\nReport: {request.folder.report}", flush=True)
     except UserError as error:
@@ -66,9 +76,12 @@ def main() -> None:
         console.fail(f"{failed} of {len(cells)} cells failed; start again to try them again.")
 
 
-def _run(
-    request: request_lib.Request, cells: list[cells_lib.Cell], new: int, gone: list[str]
-) -> int:
+def _expand(request: request_lib.Request, explorer) -> list[cells_lib.Cell]:
+    """The cells of a search so far."""
+    return cells_lib.expand(explorer.sweep, request.folder, request.overrides)
+
+
+def _run(request: request_lib.Request, cells, explorer, new: int, gone: list[str]) -> int:
     """How many cells failed."""
     from convbert_jax.sweeps import results, runner
 
@@ -78,7 +91,7 @@ def _run(
         _tell(f"{new} cells are new.")
     cells_lib.check_tasks(cells)
     metrics = request.sweep.metrics or results.METRICS
-    summary = runner.run(cells, request.folder, tell=_tell, metrics=metrics)
+    summary = runner.run(cells, request.folder, tell=_tell, metrics=metrics, explorer=explorer)
     if summary.stopped:
         console.fail("stopped; the same command goes on from there.", code=130)
     for cell, why in summary.failed.items():

@@ -7,10 +7,11 @@ from typing import Any
 
 from convbert_jax import config_files
 from convbert_jax.analysis import flops
+from convbert_jax.command_line.fields import field_types, nearest
 from convbert_jax.config import Config, UserError, changes, from_config_dict, to_dict
 from convbert_jax.recipes import finetuning
 from convbert_jax.sweeps.folder import FINISHED, Folder, Record
-from convbert_jax.sweeps.table import Row, Sweep, SweepError, Task
+from convbert_jax.sweeps.table import Row, Search, Sweep, SweepError, Task
 
 PRETRAIN, FINETUNE, SCRATCH = "pretrain", "finetune", "-scratch"
 _NAME = re.compile(r"[A-Za-z0-9][\w.,=+-]*", re.ASCII)
@@ -163,12 +164,24 @@ def _check_table(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
             "--finetune='text:trec --config.task.folder=FOLDER', for one."
         )
     varied = {path for row in sweep.rows.values() for path in row.changes} | {"seed"}
+    if sweep.search:
+        varied |= sweep.search.space.keys()
+        _check_search(sweep.search)
     for path in overrides:
         if path in varied:
             what = "--seeds=N" if path == "seed" else "another sweep for another table"
             raise SweepError(
                 f"--config.{path} is what the cells differ in; leave it out, and take {what}."
             )
+
+
+def _check_search(search: Search) -> None:
+    if search.rows < 1 or not search.space or not all(search.space.values()):
+        raise SweepError("the search has no rows, no fields or a field without values.")
+    for path in search.space:
+        near = nearest(path, field_types())
+        if path not in field_types():
+            raise SweepError(f"the search varies config.{path}, which is no field; is it {near}?")
 
 
 def _deal(sweep: Sweep, overrides: Mapping[str, Any]) -> tuple[dict, dict]:

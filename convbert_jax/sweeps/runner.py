@@ -20,11 +20,12 @@ from typing import IO, Protocol
 
 import convbert_jax
 from convbert_jax.command_line import overrides
-from convbert_jax.config import UserError, to_dict
+from convbert_jax.config import UserError, to_dict, to_text
 from convbert_jax.sweeps import results
 from convbert_jax.sweeps.cells import Cell
 from convbert_jax.sweeps.folder import FAILED, FINISHED, STARTED, Folder, Record
 from convbert_jax.sweeps.queue import Queue, Taken
+from convbert_jax.sweeps.search import Explorer
 from convbert_jax.training.environment.signals import StopSignals
 from convbert_jax.training.reports.timing import format_seconds
 
@@ -82,6 +83,7 @@ def run(
     *,
     tell: Callable[[str], None],
     metrics: Sequence[str] = results.METRICS,
+    explorer: Explorer | None = None,
     start: Callable[[Cell, Folder, IO], Process] = start,
     read: Callable[[Cell, Folder], dict[str, float] | None] = results.read_values,
 ) -> Summary:
@@ -93,6 +95,7 @@ def run(
     Args:
       tell: gets a line for each thing that happens.
       metrics: that a line of a finished cell shows.
+      explorer: finds further rows, whose cells are done too.
       start, read: of a cell; for tests.
 
     Raises:
@@ -100,14 +103,14 @@ def run(
       OSError: the disk is full.
     """
     with StopSignals() as stop:
-        return _Runner(cells, folder, tell, metrics, start, read, stop).run()
+        return _Runner(cells, folder, tell, metrics, explorer, start, read, stop).run()
 
 
 class _Runner:
-    def __init__(self, cells, folder, tell, metrics, start, read, stop):
+    def __init__(self, cells, folder, tell, metrics, explorer, start, read, stop):
         self._cells = {cell.id: cell for cell in cells}
         self._folder, self._tell, self._start, self._read = folder, tell, start, read
-        self._metrics, self._stop = metrics, stop
+        self._metrics, self._explorer, self._stop = metrics, explorer, stop
         self._queue = Queue(folder)
         self._records = {name: folder.read(name) for name in self._cells}
         self._waited = ""
@@ -118,6 +121,8 @@ class _Runner:
         while not self._stop.requested(agree=False):
             failed = self._queue.failed()
             ready = [name for name in self._cells if self._is_ready(name) and name not in failed]
+            if self._grow(ready, failed):
+                continue
             if not ready:
                 break
             self._queue.offer(ready, lambda name: bool(self._folder.holder(name)))
@@ -130,6 +135,21 @@ class _Runner:
                 self._queue.let_go(taken)
         stopped = bool(self._stop.requested(agree=False))
         return Summary(self._count(FINISHED), self._why(failed, stopped), stopped)
+
+    def _grow(self, ready: Sequence[str], failed: set[str]) -> bool:
+        """Whether the search has new cells."""
+        if self._explorer is None:
+            return False
+        idle = all(self._folder.holder(name) for name in ready)
+        new = self._explorer.grow(self._records, failed, idle=idle)
+        for cell in new:
+            changes = self._explorer.sweep.rows[cell.row].changes
+            if cell.id not in self._cells:
+                text = " ".join(f"{path}={to_text(value)}" for path, value in changes.items())
+                self._tell(f"new: {cell.id}: {text}")
+            self._cells[cell.id] = cell
+            self._records.setdefault(cell.id, self._folder.read(cell.id))
+        return bool(new)
 
     def _state(self, name: str) -> str:
         """Of a cell, as the folder has it now; what is finished stays so."""

@@ -1,7 +1,7 @@
 """A sweep as data, written in a Python file whose `get_sweep(NAME)` returns it."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convbert_jax.config import UserError
@@ -40,6 +40,27 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True)
+class Search:
+    """Rows that Optuna chooses (`search.py`), beside those that are given.
+
+    Attributes:
+      space: path of a field -> the values that it is chosen from.
+      rows: how many are to be found.
+      metric: that decides, of the cells of `stage`, mean over seeds.
+      most_parameters, most_flops: of a pre-training cell; 0 is no limit. Configs that cannot be are
+        left out as those over the budget are.
+    """
+
+    space: Mapping[str, Sequence[Any]]
+    rows: int
+    metric: str
+    maximize: bool
+    stage: str = "pretrain"
+    most_parameters: int = 0
+    most_flops: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Sweep:
     """Rows x seeds, and tasks after each of them.
 
@@ -54,6 +75,7 @@ class Sweep:
       from_scratch: each task is fine-tuned from random weights of the same sizes too.
       baseline: the row that the others are compared with; "" is the first.
       metrics: what the report shows of pre-training, by name; (): what the recipe measures.
+      search: further rows, which Optuna chooses; None is a table as it stands.
       purpose: what is asked, one sentence for the report.
     """
 
@@ -65,6 +87,7 @@ class Sweep:
     from_scratch: bool = False
     baseline: str = ""
     metrics: tuple[str, ...] = ()
+    search: Search | None = None
     purpose: str = ""
 
     @property
