@@ -17,6 +17,7 @@ import json
 import os
 import pathlib
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
@@ -150,6 +151,16 @@ class Folder:
             file.write(me())
             file.flush()
             yield file
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[pathlib.Path]:
+        """The folder of the report, for one process at a time: runners end together."""
+        path = self.path / "report.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            while not files.try_lock(file, f"{path} cannot be locked; start one runner at a time."):
+                time.sleep(0.1)
+            yield self.report
 
     def holder(self, cell: str) -> str:
         """Who has a cell, in words; "" if nobody has."""

@@ -34,6 +34,7 @@ class Explorer:
         self._trials: dict[int, str] = {}  # number -> row, of those that are adopted
         self._rows: dict[str, Row] = {}
         self._cells: dict[str, list[Cell]] = {}
+        self._refused: set[str] = set()  # changes that cannot be, are known or over the budget
         self._ended = False
         self._adopt()
 
@@ -101,18 +102,26 @@ class Explorer:
 
     def _fits(self, name: str, row: Row) -> bool:
         """Whether a row can be, is new, and is within the budget."""
+        if repr(row) in self._refused:
+            return False
+        if self._is_new(name, row):
+            return True
+        self._refused.add(repr(row))
+        return False
+
+    def _is_new(self, name: str, row: Row) -> bool:
         search = self._search
+        one_seed = dataclasses.replace(self._sweep, seeds=self._sweep.seeds[:1])
         try:
-            first = self._expand(name, row)[0]
+            first = self._expand(name, row, one_seed)[0]
         except UserError:  # heads that do not divide, for one
             return False
         if _essence(first) in self._known:
             return False
-        parameters, spent = describe.count_parameters(first), describe.count_flops(first)
-        return not (
-            (search.most_parameters and parameters and parameters > search.most_parameters)
-            or (search.most_flops and spent and spent > search.most_flops)
-        )
+        if search.most_flops and (describe.count_flops(first) or 0) > search.most_flops:
+            return False
+        most = search.most_parameters
+        return not (most and (describe.count_parameters(first) or 0) > most)
 
     def _learn(self, records: Mapping[str, Record | None], failed: set[str]) -> None:
         """Tells Optuna of rows whose cells have all come to an end."""
@@ -145,8 +154,8 @@ class Explorer:
     def _changes(self, params: Mapping[str, int]) -> dict[str, Any]:
         return {path: self._search.space[path][index] for path, index in params.items()}
 
-    def _expand(self, name: str, row: Row) -> list[Cell]:
-        alone = dataclasses.replace(self._sweep, rows={name: row}, baseline=name)
+    def _expand(self, name: str, row: Row, sweep: Sweep | None = None) -> list[Cell]:
+        alone = dataclasses.replace(sweep or self._sweep, rows={name: row}, baseline=name)
         return expand(alone, self._folder, self._overrides)
 
 

@@ -160,6 +160,24 @@ def test_a_lock_lives_as_long_as_the_process_that_inherits_it(machine):
     assert not machine.folder.holder("a/seed-0/pretrain")
 
 
+def test_one_runner_at_a_time_writes_the_report(machine):
+    inside, most = [], []
+
+    def write():
+        with machine.folder.reporting() as place:
+            inside.append(place)
+            most.append(len(inside))
+            time.sleep(0.02)
+            inside.pop()
+
+    threads = [threading.Thread(target=write) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert most == [1, 1, 1]
+
+
 def test_a_journal_cut_off_by_a_full_disk_is_mended(machine, cells):
     machine.run(cells[:1])
     with machine.folder.journal.open("a") as file:

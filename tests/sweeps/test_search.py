@@ -14,7 +14,7 @@ from tests.sweeps.machine import Machine
 TAPS = tuple(range(3, 18, 2))
 # heads of 4: a ratio of 3 cannot be
 SPACE = {"model.kernel_size": TAPS, "model.head_ratio": (2, 3), "model.ffn_size": (256, 512, 1024)}
-SEARCH = Search(SPACE, rows=6, metric="auc", maximize=True, most_parameters=1_450_000)
+SEARCH = Search(SPACE, rows=6, metric="auc", maximize=True)
 TABLE = Sweep("tiny", {"given": Row()}, seeds=(0, 1), search=SEARCH)
 
 
@@ -46,13 +46,15 @@ def trials(explorer):
 
 
 def test_a_search_finds_rows_within_the_budget(machine):
-    explorer, summary = search(machine)
+    budget = dataclasses.replace(SEARCH, most_parameters=1_450_000, most_flops=8.6e12)
+    explorer, summary = search(machine, dataclasses.replace(TABLE, search=budget))
     assert summary.failed == {}
     rows = explorer.sweep.rows
     assert len(rows) == 1 + 6
     cells = expand(explorer.sweep, machine.folder)  # refuses two rows of one config
     assert sorted(cell.id for cell in cells) == sorted(machine.started)
     assert all(describe.count_parameters(cell) <= 1_450_000 for cell in cells)
+    assert all(describe.count_flops(cell) <= 8.6e12 for cell in cells)
     assert all(cell.config.model.head_ratio == 2 for cell in cells)
     told = {t.user_attrs["row"]: t for t in trials(explorer) if t.value is not None}
     assert told.keys() == rows.keys() - {"given"}
