@@ -70,14 +70,15 @@ def describe(sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> str:
     ]
     total = np.sum([count_flops(cell) or 0.0 for cell in cells])
     tokens = sum(count_tokens(cell) or 0 for cell in cells)
+    stages = dict.fromkeys(cell.stage for cell in cells if cell.after)
     seeds = ", ".join(map(str, sweep.seeds))
     return "\n".join(
         [
             *([sweep.purpose, ""] if sweep.purpose else []),
             *lines,
             "",
-            f"{len(cells)} cells: {len(sweep.rows)} rows x seeds {seeds}"
-            + (f", {len(sweep.tasks)} tasks after each" if sweep.tasks else "")
+            f"{len(cells)} cells: {len(sweep.rows)} rows x seeds ({seeds})"
+            + (f", after each {', '.join(stages)}" if stages else "")
             + (f"; {tokens:.3g} tokens, {total:.3g} FLOPs of pre-training." if tokens else "."),
             f"Compared with: {sweep.compared_with}. Folder: {folder}.",
         ]
