@@ -23,6 +23,7 @@ from convbert_jax import files
 from convbert_jax.config import Config, ConfigError, UserError, fit_to_steps, from_config_dict
 
 _PACKAGE = "configs"
+_OF_CONFIGS, _OF_SWEEPS = "get_config", "get_sweep"  # what a file is asked for
 _HERE = pathlib.Path(__file__).resolve().parent
 _IMPORTING = threading.RLock()  # a config file may load another one
 
@@ -95,7 +96,7 @@ def load(value: str) -> dict[str, Any]:
                 f"--config={value}: a JSON file has no variants; leave out :{variant}"
             )
         return read_json(path)
-    made = _call(value, path, () if variant is None else (variant,))
+    made = _call(value, path, () if variant is None else (variant,), _OF_CONFIGS)
     values = made.to_dict() if hasattr(made, "to_dict") else made
     if not isinstance(values, Mapping):
         raise ConfigError(
@@ -103,6 +104,21 @@ def load(value: str) -> dict[str, Any]:
             "return a ConfigDict, as the files in configs/ do."
         )
     return dict(values)
+
+
+def load_sweep(value: str) -> Any:
+    """What `get_sweep` of a Python file returns.
+
+    Args:
+      value: FILE.py, FILE.py:VARIANT or NAME:VARIANT, as `load` takes it.
+
+    Raises:
+      UserError: there is no such file, it cannot be read, it raises, or it has no sweeps.
+    """
+    path, variant = _find(value, _OF_SWEEPS)
+    if path.suffix == ".json":
+        raise ConfigError(f"--config={value} is one run; name a Python file with {_OF_SWEEPS}.")
+    return _call(value, path, () if variant is None else (variant,), _OF_SWEEPS)
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -132,13 +148,13 @@ def choose_workdir(value: str | os.PathLike | None, config: Config | None) -> ep
     return files.to_path(value)
 
 
-def known_files() -> list[str]:
-    """The config files below the working directory and those of the package."""
+def known_files(function: str = _OF_CONFIGS) -> list[str]:
+    """The files with this function below the working directory and those of the package."""
     found = {
         f"{_PACKAGE}/{path.name}"
         for folder in (pathlib.Path(_PACKAGE), _shipped())
         for path in folder.glob("*.py")
-        if "def get_config" in path.read_text(encoding="utf-8", errors="replace")
+        if f"def {function}" in path.read_text(encoding="utf-8", errors="replace")
     }
     return sorted(found)
 
@@ -149,7 +165,7 @@ def _shipped() -> pathlib.Path:
     return inside if inside.is_dir() else _HERE.parent / _PACKAGE
 
 
-def _find(value: str) -> tuple[epath.Path, str | None]:
+def _find(value: str, function: str = _OF_CONFIGS) -> tuple[epath.Path, str | None]:
     """(file, variant if there is one)."""
     whole = files.to_path(value)
     if whole.is_file():  # a colon may be in a path: 2025-01-31T10:30, gs://BUCKET
@@ -165,7 +181,8 @@ def _find(value: str) -> tuple[epath.Path, str | None]:
         if file.is_file():
             return file, variant if colon else None
     raise ConfigError(
-        f"--config={value}: there is no file {path}; known configs: {', '.join(known_files())}."
+        f"--config={value}: there is no file {path}; known configs: "
+        f"{', '.join(known_files(function))}."
     )
 
 
@@ -197,8 +214,8 @@ def _configs_importable(path: pathlib.Path) -> Iterator[None]:
             sys.modules.update(before)
 
 
-def _call(value: str, path: pathlib.Path, arguments: tuple[str, ...]):
-    """What get_config of a Python file returns."""
+def _call(value: str, path: pathlib.Path, arguments: tuple[str, ...], function: str):
+    """What a function of a Python file returns."""
     try:
         code = compile(path.read_bytes(), str(path), "exec")
     except OSError as error:
@@ -212,12 +229,9 @@ def _call(value: str, path: pathlib.Path, arguments: tuple[str, ...]):
     try:
         with _configs_importable(path):
             exec(code, module.__dict__)
-            if not callable(getattr(module, "get_config", None)):
-                raise ConfigError(
-                    f"--config={value}: {path} has no function get_config; take one of: "
-                    f"{', '.join(known_files())}."
-                )
-            return module.get_config(*arguments)
+            if not callable(getattr(module, function, None)):
+                raise ConfigError(f"--config={value}: {path} {_lacks(module, function)}.")
+            return getattr(module, function)(*arguments)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -225,6 +239,12 @@ def _call(value: str, path: pathlib.Path, arguments: tuple[str, ...]):
         raise ConfigError(
             f"--config={value}: {path}{_line(error, path)} raises {type(error).__name__}: {first}."
         ) from error
+
+
+def _lacks(module: types.ModuleType, function: str) -> str:
+    if function == _OF_CONFIGS and hasattr(module, _OF_SWEEPS):
+        return "is a table of many runs; start it with python launch/sweep.py"
+    return f"has no function {function}; take one of: {', '.join(known_files(function))}"
 
 
 def _line(error: BaseException, path: pathlib.Path) -> str:

@@ -30,6 +30,10 @@ ALLOWED = {
     "finetuning": BELOW,
     "inference": {*BELOW, "interop", "finetuning"},
     "recipes": {*BELOW, "analysis", "interop", "finetuning", "inference"},
+    "sweeps": {
+        *(*BELOW, "analysis", "interop", "finetuning", "recipes"),
+        *("config_files", "command_line"),
+    },
 }
 # The same between the rooms of a package; what stands outside of them is free.
 ROOMS = {

@@ -133,7 +133,12 @@ def read_start(
     return config, tokenizer, _encoder_weights(source, config)
 
 
-def open_tasks(config: Config, tokenizer: Tokenizer) -> list[Callable[[], FinetuneTask]]:
+def check_tasks(config: Config) -> None:
+    """Refuses tasks whose files are absent, before there are weights; raises as `open_tasks`."""
+    open_tasks(config, None)  # which asks for a vocabulary when they are read
+
+
+def open_tasks(config: Config, tokenizer: Tokenizer | None) -> list[Callable[[], FinetuneTask]]:
     """The tasks that are here, each to be read when it is called; names what is absent.
 
     Raises:

@@ -1,0 +1,196 @@
+"""Tables of runs: which part of a ConvBERT is worth what, with the noise of seeds beside it.
+
+Not one run but many, so it is started by launch/sweep.py, not by main.py. The text after the colon
+is NAME, or NAME,SIZE with a size of SIZES; tiny is what two CPU cores can do in hours.
+
+    python launch/sweep.py --config=configs/ablation.py:kernel_size --plan
+    python launch/sweep.py --config=configs/ablation.py:kernel_size --workdir=runs/kernel_size
+    python launch/sweep.py --config=configs/ablation.py:mixers,small
+    --config.data.source='text:FOLDER/*.txt' --finetune='text:trec --config.task.folder=FOLDER'
+
+bnk_gl_sdconv: table 1 of the ConvBERT paper, whose numbers are not public in text: bottleneck,
+grouped feed-forward, dynamic or span-based convolution, hidden size. kernel_size: its figure of 1
+to 17 taps. mixers: every mixer, at equal tokens and again at equal FLOPs. objectives: replaced
+tokens, masked words, replacements drawn evenly. generator_size: ELECTRA's figure, and a shared one.
+pretrained_convolutions: whether convolutions profit of pre-training as attention does (Tay et al.,
+2021); needs --finetune. length: time and memory of rows of 64 to 4,096 tokens. search: head ratio,
+kernel size, groups and feed-forward, chosen by Optuna among encoders no larger than the config's.
+"""
+
+from convbert_jax.config.mixers import MIXERS
+from convbert_jax.sweeps import Row, Search, Sweep, SweepError
+
+# The second width of bnk_gl_sdconv, as fields of config.model. A generator of heads that head_ratio
+# divides must be left.
+SIZES = {
+    "tiny": {"hidden_size": 192, "ffn_size": 768},
+    "small": {"hidden_size": 384, "heads": 8, "ffn_size": 1_536},
+    "base": {"hidden_size": 1_152, "ffn_size": 4_608},
+}
+_KEPT = {"checkpoint.keep": 2}  # one may be damaged by a kill
+
+
+def get_sweep(name: str = "mixers") -> Sweep:
+    name, _, size = name.partition(",")
+    if name not in SWEEPS:
+        raise SweepError(f"there is no sweep {name}; choose one of: {', '.join(SWEEPS)}.")
+    if size and size not in SIZES:
+        raise SweepError(f"{name} has no size {size}; choose one of: {', '.join(SIZES)}.")
+    return SWEEPS[name](size or "tiny")
+
+
+def _bnk_gl_sdconv(size: str) -> Sweep:
+    mixers = {
+        "attention": {"model.mixer": "attention"},
+        "bnk": {"model.mixer": "bottleneck"},
+        "bnk-dconv": {"model.mixer": "mixed", "model.mixer_fields": ("filters=dynamic",)},
+        "bnk-sdconv": {"model.mixer": "mixed"},
+    }
+    widths = {"": {}, "-wide": {f"model.{name}": v for name, v in SIZES[size].items()}}
+    groups = {"": {}, "-gl": {"model.ffn_groups": 2}}
+    return _of_size(
+        size,
+        {
+            f"{mixer}{group}{width}": Row({**mixers[mixer], **groups[group], **widths[width]})
+            for width in widths
+            for group in groups
+            for mixer in mixers
+        },
+        purpose="Bottleneck (bnk), groups (gl), dynamic (dconv) or span-based (sdconv) convolution "
+        "and width: what does each of them give?",
+    )
+
+
+def _kernel_size(size: str) -> Sweep:
+    return _of_size(
+        size,
+        {f"k{k}": Row({"model.kernel_size": k}) for k in range(1, 18, 2)},
+        baseline="k9",
+        purpose="How many taps does the span-based dynamic convolution want?",
+    )
+
+
+def _mixers(size: str) -> Sweep:
+    others = [name for name in MIXERS if name != "attention"]
+    return _of_size(
+        size,
+        {
+            "attention": Row({"model.mixer": "attention"}),
+            **{name: Row({"model.mixer": name}) for name in others},
+            **{
+                f"{name}-equal-flops": Row({"model.mixer": name}, flops_of="attention")
+                for name in others
+            },
+        },
+        purpose="Which mixer learns most, of equal tokens and of equal FLOPs?",
+    )
+
+
+def _objectives(size: str) -> Sweep:
+    return _of_size(
+        size,
+        {
+            "rtd": Row(),
+            "mlm": Row({"recipe": "masked_lm"}),
+            "uniform": Row({"generator.kind": "uniform"}),
+        },
+        purpose="Replaced tokens, masked words or replacements drawn evenly? Held-out numbers of "
+        "different objectives do not compare: name tasks with --finetune.",
+    )
+
+
+def _generator_size(size: str) -> Sweep:
+    sizes = {"quarter": 1 / 4, "half": 1 / 2, "whole": 1.0}
+    if size == "base":  # 12 heads, of which an even number must be left
+        sizes = {"sixth": 1 / 6, "third": 1 / 3, "two-thirds": 2 / 3, "whole": 1.0}
+    return _of_size(
+        size,
+        {
+            **{name: Row({"generator.size": value}) for name, value in sizes.items()},
+            "shared": Row({"generator.kind": "shared"}),
+        },
+        baseline={"tiny": "half", "small": "quarter", "base": "third"}[size],
+        purpose="How large should the generator be?",
+    )
+
+
+def _pretrained_convolutions(size: str) -> Sweep:
+    return _of_size(
+        size,
+        {
+            name: Row({"model.mixer": name, "recipe": "masked_lm"})
+            for name in ("attention", "light", "dynamic", "dilated")
+        },
+        from_scratch=True,
+        purpose="Do convolutions profit of pre-training as attention does?",
+    )
+
+
+def _length(size: str) -> Sweep:
+    """Batches of 8,192 tokens each, some steps for the clock; nothing is learned."""
+    lengths = [2**power for power in range(6, 13)]
+    mixers = ("attention", "mixed")
+    return Sweep(
+        config=f"configs/{size}.py",
+        rows={
+            f"{mixer}-{length}": Row(
+                {
+                    "model.mixer": mixer,
+                    "model.positions": length,
+                    "data.length": length,
+                    "train.batch_size": 8_192 // length,
+                }
+            )
+            for length in lengths
+            for mixer in mixers
+        },
+        changes={
+            "train.steps": 20,
+            "train.log_every": 10,
+            "train.eval_every": 20,
+            "train.eval_rows": 2,
+            "checkpoint.every": 20,
+            "checkpoint.keep": 1,
+            "optimizer.warmup_steps": 1,
+        },
+        metrics=("tokens_per_second", "host_memory", "device_memory"),
+        purpose="Time and memory of a step against the length of a row, 8,192 tokens a step.",
+    )
+
+
+def _search(size: str) -> Sweep:
+    trained = {"tiny": 1_445_659, "small": 14_019_903, "base": 115_836_059}  # the config's own
+    width = {"tiny": 512, "small": 1_024, "base": 3_072}[size]
+    return _of_size(
+        size,
+        {"as-published": Row()},
+        search=Search(
+            space={
+                "model.head_ratio": (1, 2, 4),
+                "model.kernel_size": tuple(range(3, 18, 2)),
+                "model.ffn_groups": (1, 2, 4),
+                "model.ffn_size": tuple(width * part // 4 for part in (2, 4, 6, 8)),
+            },
+            rows=30,
+            metric="discriminator_auc",
+            maximize=True,
+            most_parameters=trained[size],
+        ),
+        purpose="Is there a better encoder of at most as many parameters?",
+    )
+
+
+def _of_size(size: str, rows: dict[str, Row], **fields) -> Sweep:
+    return Sweep(config=f"configs/{size}.py", rows=rows, changes=_KEPT, **fields)
+
+
+SWEEPS = {
+    "bnk_gl_sdconv": _bnk_gl_sdconv,
+    "kernel_size": _kernel_size,
+    "mixers": _mixers,
+    "objectives": _objectives,
+    "generator_size": _generator_size,
+    "pretrained_convolutions": _pretrained_convolutions,
+    "length": _length,
+    "search": _search,
+}

@@ -1,0 +1,278 @@
+"""The runs that a sweep makes, each with its config; all of them are checked before any begins."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from convbert_jax import config_files
+from convbert_jax.analysis import flops
+from convbert_jax.command_line.fields import field_types, nearest
+from convbert_jax.config import Config, UserError, changes, from_config_dict, to_dict
+from convbert_jax.recipes import finetuning
+from convbert_jax.sweeps.folder import FINISHED, Folder, Record
+from convbert_jax.sweeps.table import Row, Search, Sweep, SweepError, Task
+
+PRETRAIN, FINETUNE, SCRATCH = "pretrain", "finetune", "-scratch"
+_NAME = re.compile(r"[A-Za-z0-9][\w.,=+-]*", re.ASCII)
+# Changeable in a run, and yet what a table of runs is compared under.
+_COMPARED = (
+    *("train.steps", "train.log_every", "train.eval_every", "train.eval_rows"),
+    *("compute_dtype", "finetune.tasks", "finetune.seeds"),
+)
+# An override of a sweep with tasks is of pre-training, but for those of fine-tuning and of both.
+_OF_TASKS, _OF_BOTH = ("finetune.", "task."), ("platform", "compute_dtype", "mesh.")
+_BOTH_TOO = ("train.compile_cache",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run of a sweep.
+
+    Attributes:
+      stage: PRETRAIN, FINETUNE, or the name of the task that follows pre-training.
+      base: config file, and `changed`, path -> value: what main.py is started with.
+      after: id of the cell whose weights it starts from; "" is none.
+    """
+
+    row: str
+    seed: int
+    stage: str
+    base: str
+    changed: Mapping[str, Any]
+    config: Config
+    after: str = ""
+
+    @property
+    def id(self) -> str:
+        """Its name in the sweep, and of its folder."""
+        return f"{self.row}/seed-{self.seed}/{self.stage}"
+
+
+def expand(sweep: Sweep, folder: Folder, overrides: Mapping[str, Any] | None = None) -> list[Cell]:
+    """All cells, seed by seed, pre-training before the tasks that follow it.
+
+    Args:
+      overrides: path -> value, for all cells; of a sweep with tasks those of `finetune` and `task`
+        are for the tasks.
+
+    Raises:
+      SweepError: a row or a task that cannot be; one sentence that names it.
+    """
+    overrides = dict(overrides or {})
+    _check_table(sweep, overrides)
+    of_rows, of_tasks = _deal(sweep, overrides)
+    shared = {**sweep.changes, **of_rows}
+    rows = {name: _steps_of_row(sweep, name, shared) for name in sweep.rows}
+    cells = []
+    for seed in sweep.seeds:
+        for name, changed in rows.items():
+            cells += _cells_of(sweep, folder, name, seed, changed, of_tasks)
+    _check_rows_differ(cells, sweep.seeds[0])
+    return cells
+
+
+def check_unchanged(cells: Iterable[Cell], folder: Folder) -> tuple[int, list[str]]:
+    """Compares the cells with what has begun in `folder`.
+
+    Returns:
+      how many are new; those that have begun and are no longer in the table.
+
+    Raises:
+      SweepError: a cell that has begun has another config now.
+      DamagedFileError: the record of one is damaged.
+    """
+    begun = {name: folder.read(name) for name in folder.begun()}
+    cells = {cell.id: cell for cell in cells}
+    for name, record in begun.items():
+        cell = cells.get(name)
+        if cell is None or (record.state != FINISHED and not folder.run(name).is_bound()):
+            continue
+        found = changes.differences(_read_config(record, folder), to_dict(cell.config))
+        refused = {path: pair for path, pair in found.items() if _is_fixed(path, cell)}
+        if refused:
+            raise SweepError(
+                f"--workdir={folder} holds a sweep in which {name} has another config: "
+                f"{changes.describe(refused)}; choose another --workdir, or set these fields back."
+            )
+    return len(cells.keys() - begun.keys()), sorted(begun.keys() - cells.keys())
+
+
+def _read_config(record: Record, folder: Folder) -> dict[str, Any]:
+    """The config of a record, where younger fields have their defaults."""
+    try:
+        return to_dict(from_config_dict(record.config, check=False))
+    except UserError as error:
+        raise SweepError(
+            f"{folder.record(record.cell)}: {error} It is of another version of convbert_jax; use "
+            "that one, or another --workdir."
+        ) from None
+
+
+def check_tasks(cells: Iterable[Cell]) -> None:
+    """Refuses tasks whose files are not here, before hours of pre-training.
+
+    Raises:
+      SweepError: it names the task.
+    """
+    seen = set()
+    for cell in cells:
+        which = (cell.stage, cell.row if cell.stage == FINETUNE else "")
+        if cell.config.recipe != FINETUNE or which in seen:
+            continue
+        seen.add(which)
+        try:
+            finetuning.check_tasks(cell.config)
+        except UserError as error:
+            name = f"row {cell.row}" if cell.stage == FINETUNE else f"task {cell.stage}"
+            raise SweepError(f"{name}: {error}") from error
+
+
+def _is_fixed(path: str, cell: Cell) -> bool:
+    if path in _COMPARED:
+        return True
+    if cell.after and path == "init_from":  # the folder may have moved
+        return False
+    return not changes.is_changeable(Config, path, "finetune")  # the stricter one
+
+
+def _check_table(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
+    if not isinstance(sweep, Sweep):
+        raise SweepError(f"get_sweep returns a {type(sweep).__name__}; let it return a Sweep.")
+    if not sweep.rows or not sweep.seeds:
+        raise SweepError("the sweep has no rows or no seeds; give it one of each at least.")
+    for name in (*sweep.rows, *sweep.tasks):
+        if not _NAME.fullmatch(name):
+            raise SweepError(f"'{name}' is no name of a folder; use letters, digits and .,=+-_.")
+    for name, row in sweep.rows.items():
+        if not isinstance(row, Row):
+            raise SweepError(f"row {name} is a {type(row).__name__}; make it a Row.")
+        if row.flops_of and (row.flops_of not in sweep.rows or sweep.rows[row.flops_of].flops_of):
+            raise SweepError(
+                f"row {name} has flops_of={row.flops_of}, which is no row with steps of its own."
+            )
+    if len(set(sweep.seeds)) < len(sweep.seeds):
+        raise SweepError(f"seeds={sweep.seeds} has one twice; leave one out.")
+    if sweep.compared_with not in sweep.rows:
+        raise SweepError(f"baseline={sweep.baseline} is no row; rows: {', '.join(sweep.rows)}.")
+    for name in sweep.tasks:
+        if name in (PRETRAIN, FINETUNE) or (sweep.from_scratch and name.endswith(SCRATCH)):
+            raise SweepError(f"a task cannot be called {name}; give it another name.")
+    if sweep.from_scratch and not sweep.tasks:
+        raise SweepError(
+            "this sweep compares tasks with and without pre-training and names none; add "
+            "--finetune='text:trec --config.task.folder=FOLDER', for one."
+        )
+    varied = {path for row in sweep.rows.values() for path in row.changes} | {"seed"}
+    if sweep.search:
+        varied |= sweep.search.space.keys()
+        _check_search(sweep.search)
+    for path in overrides:
+        if path in varied:
+            what = "--seeds=N" if path == "seed" else "another sweep for another table"
+            raise SweepError(
+                f"--config.{path} is what the cells differ in; leave it out, and take {what}."
+            )
+
+
+def _check_search(search: Search) -> None:
+    if search.rows < 1 or not search.space or not all(search.space.values()):
+        raise SweepError("the search has no rows, no fields or a field without values.")
+    for path in search.space:
+        near = nearest(path, field_types())
+        if path not in field_types():
+            raise SweepError(f"the search varies config.{path}, which is no field; is it {near}?")
+
+
+def _deal(sweep: Sweep, overrides: Mapping[str, Any]) -> tuple[dict, dict]:
+    """(overrides of the rows, overrides of the tasks)."""
+    if not sweep.tasks:
+        return dict(overrides), {}
+    of_tasks = {p: v for p, v in overrides.items() if p.startswith(_OF_TASKS)}
+    both = {p: v for p, v in overrides.items() if p.startswith(_OF_BOTH) or p in _BOTH_TOO}
+    return {p: v for p, v in overrides.items() if p not in of_tasks}, of_tasks | both
+
+
+def _make(what: str, base: str, changed: Mapping[str, Any]) -> Config:
+    try:
+        return config_files.make_config(base, dict(changed))
+    except UserError as error:
+        raise SweepError(f"{what}: {error}") from error
+
+
+def _steps_of_row(sweep: Sweep, name: str, shared: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row changes, with its steps where they follow from the FLOPs of another."""
+    row = sweep.rows[name]
+    changed = {**shared, **row.changes}
+    if not row.flops_of:
+        return changed
+    like = sweep.rows[row.flops_of]
+    if "train.steps" in row.changes:
+        raise SweepError(f"row {name} has train.steps and flops_of; leave one out.")
+    config = _make(f"row {name}", sweep.config, changed)
+    of_like = _make(f"row {row.flops_of}", sweep.config, {**shared, **like.changes})
+    if config.recipe == FINETUNE:
+        raise SweepError(f"row {name} has flops_of, which is of pre-training; leave it out.")
+    ratio = flops.training_flops(of_like) / flops.training_flops(config)
+    steps = max(1, round(config.train.steps * ratio))
+    return changed | {
+        "train.steps": steps,
+        "optimizer.warmup_steps": min(steps, round(config.optimizer.warmup_steps * ratio)),
+    }
+
+
+def _cells_of(sweep, folder, name, seed, changed, of_tasks) -> list[Cell]:
+    """One row with one seed: its run, and the tasks after it."""
+    what = f"row {name}"
+    changed = {**changed, "seed": seed}
+    config = _make(what, sweep.config, changed)
+    if config.recipe == FINETUNE:
+        if sweep.tasks:
+            raise SweepError(f"{sweep.config} is fine-tuning, after which no tasks can come.")
+        changed["finetune.seeds"] = 1
+        changed.setdefault("finetune.save_models", False)
+        return [_cell(name, seed, FINETUNE, sweep.config, changed, what)]
+    if not config.data.directory:
+        changed["data.directory"] = str(folder.data(config))
+    pretrained = _cell(name, seed, PRETRAIN, sweep.config, changed, what)
+    cells = [pretrained]
+    for task_name, task in sweep.tasks.items():
+        ways = {"": False, SCRATCH: True} if sweep.from_scratch else {"": None}
+        for suffix, scratch in ways.items():
+            cells.append(
+                _after(folder, pretrained, f"{task_name}{suffix}", task, of_tasks, scratch)
+            )
+    return cells
+
+
+def _after(folder, pretrained: Cell, name: str, task: Task, overrides, scratch) -> Cell:
+    what = f"task {name}"
+    changed = {"finetune.save_models": False, **task.changes, **overrides}
+    if scratch is not None:
+        changed["finetune.from_scratch"] = scratch
+    changed["init_from"] = str(folder.run(pretrained.id))
+    config = _make(what, task.config, changed)
+    if config.recipe != FINETUNE:
+        raise SweepError(f"{what}: {task.config} is pre-training; name a config of fine-tuning.")
+    # no fine-tuning seed comes twice, and all rows have the same
+    changed["seed"] = pretrained.seed * config.finetune.seeds
+    return _cell(
+        pretrained.row, pretrained.seed, name, task.config, changed, what, after=pretrained.id
+    )
+
+
+def _cell(row, seed, stage, base, changed, what, after="") -> Cell:
+    return Cell(row, seed, stage, base, changed, _make(what, base, changed), after)
+
+
+def _check_rows_differ(cells: list[Cell], seed: int) -> None:
+    seen: dict[str, str] = {}
+    for cell in cells:
+        if cell.seed != seed or cell.after:
+            continue
+        text = repr(cell.config)
+        if text in seen:
+            raise SweepError(
+                f"rows {seen[text]} and {cell.row} are the same config; leave one out."
+            )
+        seen[text] = cell.row

@@ -1,0 +1,94 @@
+"""The cells of a sweep as a text: what each changes, how large it is, what it costs."""
+
+import collections
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from convbert_jax.analysis import flops
+from convbert_jax.config import to_text
+from convbert_jax.interop import networks
+from convbert_jax.sweeps.cells import PRETRAIN, Cell
+from convbert_jax.sweeps.folder import Folder
+from convbert_jax.sweeps.table import Sweep
+
+
+def count_parameters(cell: Cell) -> int | None:
+    """Trained parameters, generator included; None of fine-tuning, where the weights say it."""
+    if cell.stage != PRETRAIN:
+        return None
+    shapes = jax.tree.leaves(networks.abstract_params(cell.config))
+    return sum(math.prod(leaf.shape) for leaf in shapes)
+
+
+def count_tokens(cell: Cell) -> int | None:
+    """Tokens of rows that pre-training reads; None of fine-tuning."""
+    config = cell.config
+    if cell.stage != PRETRAIN:
+        return None
+    return config.train.steps * config.train.batch_size * config.data.length
+
+
+def count_flops(cell: Cell) -> float | None:
+    """Training FLOPs, by the convention "model" of `analysis.flops`; None of fine-tuning."""
+    return flops.training_flops(cell.config) if cell.stage == PRETRAIN else None
+
+
+def describe(sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> str:
+    """A line for each row and stage, with the state of its cells; then what all cost together."""
+    groups: dict[tuple[str, str], list[Cell]] = collections.defaultdict(list)
+    for cell in cells:
+        groups[cell.row, cell.stage].append(cell)
+    table = [["row", "stage", "parameters", "tokens", "FLOPs", "cells", "changes"]]
+    for (row, stage), group in groups.items():
+        first = group[0]
+        states = collections.Counter(_state(folder, cell) for cell in group)
+        changes = dict(sweep.rows[row].changes)
+        if sweep.rows[row].flops_of:
+            changes["train.steps"] = first.config.train.steps
+        text = " ".join(f"{path}={to_text(value)}" for path, value in changes.items())
+        table.append(
+            [
+                row,
+                stage,
+                _show(count_parameters(first), ",d"),
+                _show(count_tokens(first), ".3g"),
+                _show(count_flops(first), ".3g"),
+                ", ".join(f"{count} {state}" for state, count in states.items()),
+                text if not first.after else first.base,
+            ]
+        )
+    widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]
+    lines = [
+        "  ".join(
+            text.rjust(width) if place in (2, 3, 4) else text.ljust(width)
+            for place, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in table
+    ]
+    total = np.sum([count_flops(cell) or 0.0 for cell in cells])
+    tokens = sum(count_tokens(cell) or 0 for cell in cells)
+    stages = dict.fromkeys(cell.stage for cell in cells if cell.after)
+    seeds = ", ".join(map(str, sweep.seeds))
+    return "\n".join(
+        [
+            *([sweep.purpose, ""] if sweep.purpose else []),
+            *lines,
+            "",
+            f"{len(cells)} cells: {len(sweep.rows)} rows x seeds ({seeds})"
+            + (f", after each {', '.join(stages)}" if stages else "")
+            + (f"; {tokens:.3g} tokens, {total:.3g} FLOPs of pre-training." if tokens else "."),
+            f"Compared with: {sweep.compared_with}. Folder: {folder}.",
+        ]
+    )
+
+
+def _state(folder: Folder, cell: Cell) -> str:
+    record = folder.read(cell.id)
+    return record.state if record else "new"
+
+
+def _show(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

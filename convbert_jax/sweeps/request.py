@@ -1,0 +1,130 @@
+"""What a command line of launch/sweep.py asks for."""
+
+import argparse
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from convbert_jax import config_files
+from convbert_jax.command_line import overrides
+from convbert_jax.config import ConfigError
+from convbert_jax.sweeps.folder import Folder
+from convbert_jax.sweeps.table import Sweep, SweepError, Task
+
+_MOST_SEEDS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+      name: of the sweep, as --config has it.
+      overrides: path of a field -> value, for all cells.
+      do: "run"; "plan" to print the cells; "report" to write what there is.
+    """
+
+    name: str
+    sweep: Sweep
+    folder: Folder
+    overrides: Mapping[str, Any]
+    do: str
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(
+            f"{message[:1].lower()}{message[1:].rstrip('.')}; --help lists the flags."
+        )
+
+
+def read(argv: Sequence[str], description: str = "") -> Request:
+    """Reads a command line, the program's name first.
+
+    Raises:
+      UserError: a flag, a file or a sweep that cannot be used; one sentence.
+    """
+    changed, rest = overrides.take(argv[1:])
+    flags = _parser(description).parse_args(rest)
+    sweep = config_files.load_sweep(flags.config)
+    if not isinstance(sweep, Sweep):
+        raise SweepError(
+            f"--config={flags.config}: get_sweep returns a {type(sweep).__name__}; let it return "
+            "a Sweep."
+        )
+    if flags.seeds is not None:
+        sweep = dataclasses.replace(sweep, seeds=_read_seeds(flags.seeds))
+    tasks = dict(sweep.tasks)
+    for text in flags.finetune:
+        name, task = _read_task(text)
+        if name in tasks:
+            raise ConfigError(f"--finetune={text}: there is a task {name}; write NAME={text}.")
+        tasks[name] = task
+    sweep = dataclasses.replace(sweep, tasks=tasks)
+    name = flags.config.rpartition(":")[2].removesuffix(".py").rpartition("/")[2]
+    return Request(
+        name=name,
+        sweep=sweep,
+        folder=Folder(flags.workdir or f"runs/{name.replace(',', '-')}"),
+        overrides=changed,
+        do="plan" if flags.plan else "report" if flags.report else "run",
+    )
+
+
+def _parser(description: str) -> _Parser:
+    parser = _Parser(
+        prog="python launch/sweep.py",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Every field of a config, for all cells: --config.section.field=VALUE.",
+    )
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE:NAME", help="configs/ablation.py:kernel_size")
+    add("--workdir", help="folder of the sweep, shared by its runners; default runs/NAME")
+    add("--seeds", help="how many, or which: 5, or 0,3,7; default those of the sweep")
+    add(
+        "--finetune",
+        action="append",
+        default=[],
+        metavar="[NAME=]'CONFIG OVERRIDES'",
+        help="a task after each pre-training, again for each: "
+        "'text:trec --config.task.folder=FOLDER'",
+    )
+    do = parser.add_mutually_exclusive_group()
+    add = do.add_argument
+    add("--plan", action="store_true", help="print the cells and what they cost, run nothing")
+    add("--report", action="store_true", help="write the report of what there is, run nothing")
+    return parser
+
+
+def _read_seeds(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
+        raise ConfigError(f"--seeds={text} must be a number of seeds, or seeds with commas.")
+    if len(parts) > 1:
+        return tuple(map(int, parts))
+    if not 0 < int(text) <= _MOST_SEEDS:
+        raise ConfigError(f"--seeds={text} must be from 1 to {_MOST_SEEDS}.")
+    return tuple(range(int(text)))
+
+
+def _read_task(text: str) -> tuple[str, Task]:
+    """(name, task) of '[NAME=]CONFIG OVERRIDES'."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"--finetune={text}: {str(error).lower()}.") from None
+    if not words or words[0].startswith("-"):
+        raise ConfigError(
+            f"--finetune={text!r} must begin with a config: 'text:trec --config.task.folder=…'."
+        )
+    changed, rest = overrides.take(words[1:])
+    if rest:
+        raise ConfigError(f"--finetune={text}: '{rest[0]}' is no --config.section.field=VALUE.")
+    name, named, config = words[0].partition("=")
+    if not named:
+        config = words[0]
+        name = config.rpartition(":")[2].removesuffix(".py").rpartition("/")[2].replace(",", "-")
+    return name, Task(config, changed)

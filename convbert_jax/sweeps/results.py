@@ -1,0 +1,163 @@
+"""What came out of a cell, read off its folder."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+from convbert_jax.analysis import flops
+from convbert_jax.analysis.sweep_report import CellOutcome, Outcome, RowFacts
+from convbert_jax.config import UserError, to_text
+from convbert_jax.finetuning.results import RunResult, read_results, runs_of
+from convbert_jax.sweeps import describe
+from convbert_jax.sweeps.cells import FINETUNE, PRETRAIN, Cell
+from convbert_jax.sweeps.folder import FINISHED, Folder
+from convbert_jax.sweeps.table import Sweep
+from convbert_jax.training.reports.reporting import read_metrics
+from convbert_jax.workdir import Workdir
+
+# Shown of pre-training where a sweep names none.
+METRICS = ("mlm_loss", "discriminator_auc", "tokens_per_second")
+_OF_TRAINING = {  # of all log intervals
+    "tokens_per_second": statistics.median,
+    "host_memory": max,
+    "device_memory": max,
+}
+
+
+def read_values(cell: Cell, folder: Folder) -> dict[str, float] | None:
+    """The numbers of a cell that has come to its end, by metric; None of one that has not.
+
+    Of pre-training: the last held-out numbers, the median of tokens_per_second, the peak of memory.
+    Of fine-tuning: "SPLIT METRIC" as fractions, the mean over its seeds; of several settings, those
+    of the best median of the first metric on the first split, as in the run's own table.
+
+    Raises:
+      DamagedFileError: the file that has them.
+    """
+    run = folder.run(cell.id)
+    if cell.config.recipe == FINETUNE:
+        return _of_finetuning(cell, run)
+    if max(run.steps(), default=-1) < cell.config.train.steps:
+        return None
+    values: dict[str, float] = {}
+    trained: dict[str, list[float]] = {}
+    for record in read_metrics(run.metrics):
+        split = record.pop("split")
+        if split == "validation":
+            values = {name: value for name, value in record.items() if name != "step"}
+            continue
+        for name in _OF_TRAINING:
+            if name in record:
+                trained.setdefault(name, []).append(record[name])
+    return values | {name: _OF_TRAINING[name](found) for name, found in trained.items()}
+
+
+def _of_finetuning(cell: Cell, run: Workdir) -> dict[str, float] | None:
+    config = cell.config
+    seeds = range(config.seed, config.seed + config.finetune.seeds)
+    runs = [result for result in read_results(run) if result.seed in seeds]
+    settings = dict.fromkeys(result.setting for result in runs)
+    tries = len(config.finetune.learning_rates) * max(1, len(config.finetune.epochs))
+    tasks = dict.fromkeys(result.task for result in runs)
+    wanted = len(config.finetune.tasks) * tries * len(seeds)
+    if len(runs) < wanted:
+        return None
+    values = {}
+    for task in tasks:
+        of_task = [result for result in runs if result.task == task]
+        best = max(settings, key=lambda s: _median(runs_of(of_task, s)))
+        prefix = f"{task} " if len(tasks) > 1 else ""
+        chosen = runs_of(of_task, best)
+        for split, scores in chosen[0].scores.items():
+            for metric in scores:
+                found = [result.scores[split][metric] for result in chosen]
+                values[f"{prefix}{split} {metric}"] = statistics.fmean(found)
+    return values
+
+
+def _median(runs: tuple[RunResult, ...]) -> float:
+    """Of the first metric on the first split; a run that diverged is worse than any."""
+    if not runs:
+        return -math.inf
+    first = [next(iter(next(iter(result.scores.values())).values())) for result in runs]
+    return statistics.median(-math.inf if math.isnan(v) else v for v in first)
+
+
+def collect(name: str, sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> Outcome:
+    """What came out so far, as `analysis.sweep_report` takes it.
+
+    Raises:
+      DamagedFileError: the record of a cell.
+    """
+    first = {cell.row: cell for cell in reversed(cells) if not cell.after}
+    rows = {
+        row: RowFacts(
+            " ".join(f"{path}={to_text(v)}" for path, v in sweep.rows[row].changes.items()),
+            describe.count_parameters(cell),
+            describe.count_tokens(cell),
+            describe.count_flops(cell),
+        )
+        for row, cell in ((row, first[row]) for row in sweep.rows)
+    }
+    return Outcome(
+        name=name,
+        purpose=sweep.purpose,
+        rows=rows,
+        baseline=sweep.compared_with,
+        metrics=sweep.metrics or METRICS,
+        cells=tuple(_collect(cell, folder) for cell in cells),
+    )
+
+
+def _collect(cell: Cell, folder: Folder) -> CellOutcome:
+    record = folder.read(cell.id)
+    if record is None:
+        return CellOutcome(cell.row, cell.seed, cell.stage, "not begun")
+    curve, why = (), record.why
+    if cell.stage == PRETRAIN:
+        try:
+            curve = read_curve(cell, folder)
+        except UserError as error:
+            why = why or str(error)
+    finished = record.state == FINISHED
+    values = {n: math.nan if v is None else v for n, v in record.values.items()}
+    return CellOutcome(
+        row=cell.row,
+        seed=cell.seed,
+        stage=cell.stage,
+        state=record.state,
+        why=why,
+        seconds=record.seconds,
+        values=values if finished else {},
+        curve=curve,
+    )
+
+
+def read_curve(cell: Cell, folder: Folder) -> tuple[dict[str, float], ...]:
+    """Held-out numbers of pre-training so far, with `AXES` beside them.
+
+    Raises:
+      DamagedFileError: the run's metrics.
+    """
+    config = cell.config
+    tokens = config.train.batch_size * config.data.length
+    each = tokens * flops.training_flops_per_token(config)
+    records = read_metrics(folder.run(cell.id).metrics)
+    trained = [r for r in records if r["split"] == "train"]
+    timed = [r["seconds_per_step"] for r in trained if "seconds_per_step" in r]
+    usual = statistics.median(timed) if timed else math.nan
+    steps = np.asarray([0, *(r["step"] for r in trained)])
+    seconds = np.asarray([r.get("seconds_per_step", usual) for r in trained])
+    clock = np.concatenate([[0.0], np.cumsum(np.diff(steps) * seconds)])
+    return tuple(
+        {
+            **{name: value for name, value in r.items() if name != "split"},
+            "tokens": r["step"] * tokens,
+            "flops": r["step"] * each,
+            "seconds": float(np.interp(r["step"], steps, clock)),
+        }
+        for r in records
+        if r["split"] == "validation"
+    )

@@ -1,0 +1,164 @@
+"""Rows that Optuna chooses, instead of a grid, under a budget of parameters and FLOPs.
+
+A trial of the study "search" is a row: every seed of it is a cell as of any other row, and the mean
+of its metric over seeds is what Optuna learns from. A runner proposes a row when it has nothing
+else to do, so that several search side by side. Unlike the queue, this study is the only record of
+which rows there are: with a search the journal must be kept.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from convbert_jax.config import UserError
+from convbert_jax.sweeps import describe, journal
+from convbert_jax.sweeps.cells import Cell, expand
+from convbert_jax.sweeps.folder import FINISHED, Folder, Record
+from convbert_jax.sweeps.table import Row, Sweep, SweepError
+
+_STUDY, _ROW = "search", "row"
+_TRIES = 60  # choices in vain, over the budget or known, until the search is at its end
+
+
+class Explorer:
+    """The rows of a search so far, and the next ones."""
+
+    def __init__(self, sweep: Sweep, folder: Folder, overrides: Mapping[str, Any]):
+        """Opens the journal; raises as `expand` and `journal.open_study`."""
+        self._sweep, self._folder, self._overrides = sweep, folder, overrides
+        self._search = sweep.search
+        self._study = journal.open_study(folder, _STUDY, maximize=self._search.maximize)
+        self._known = {_essence(cell) for cell in expand(sweep, folder, overrides)}
+        self._trials: dict[int, str] = {}  # number -> row, of those that are adopted
+        self._rows: dict[str, Row] = {}
+        self._cells: dict[str, list[Cell]] = {}
+        self._refused: set[str] = set()  # changes that cannot be, are known or over the budget
+        self._ended = False
+        self._adopt()
+
+    @property
+    def sweep(self) -> Sweep:
+        """With the rows that were found so far, after those that were given."""
+        return dataclasses.replace(self._sweep, rows={**self._sweep.rows, **self._rows})
+
+    def grow(
+        self, records: Mapping[str, Record | None], failed: set[str], *, idle: bool
+    ) -> list[Cell]:
+        """Learns from what is finished; new cells, those of other runners too.
+
+        Args:
+          records: of all cells, as they are now; `failed`: those that are not tried again.
+          idle: whether this runner has nothing to do; then a row is proposed if one is left.
+
+        Raises:
+          SweepError: what is finished does not have the metric that decides.
+        """
+        self._learn(records, failed)
+        new = self._adopt()
+        if not new and idle and not self._ended and len(self._rows) < self._search.rows:
+            self._ended = not self._propose()
+            new = self._adopt()
+        return new
+
+    def _adopt(self) -> list[Cell]:
+        """Cells of rows that are in the journal and not yet here; every runner names them alike."""
+        new = []
+        with journal.explain(self._folder):
+            trials = self._study.get_trials(deepcopy=False)
+        for trial in trials:
+            if _ROW not in trial.user_attrs or trial.number in self._trials:
+                continue
+            row = Row(self._changes(trial.params))
+            cells = self._expand(trial.user_attrs[_ROW], row)
+            self._trials[trial.number] = trial.user_attrs[_ROW]
+            if _essence(cells[0]) in self._known:  # two runners chose the same at once
+                journal.end(self._study, trial.number, "PRUNED")
+                continue
+            self._known.add(_essence(cells[0]))
+            self._rows[trial.user_attrs[_ROW]] = row
+            self._cells[trial.user_attrs[_ROW]] = cells
+            new += cells
+        return new
+
+    def _propose(self) -> bool:
+        """Puts a row into the journal that is new and within the budget; False if none is found."""
+        from optuna.samplers import RandomSampler
+
+        for attempt in range(_TRIES):
+            with journal.explain(self._folder):
+                trial = self._study.ask()
+                for path, values in self._search.space.items():
+                    trial.suggest_categorical(path, tuple(range(len(values))))
+            name = f"search-{trial.number:03d}"
+            if self._fits(name, Row(self._changes(trial.params))):
+                trial.set_user_attr(_ROW, name)
+                return True
+            journal.end(self._study, trial, "PRUNED")
+            if attempt == _TRIES // 2:  # what it learned leads to nothing new
+                self._study.sampler = RandomSampler()
+        return False
+
+    def _fits(self, name: str, row: Row) -> bool:
+        """Whether a row can be, is new, and is within the budget."""
+        if repr(row) in self._refused:
+            return False
+        if self._is_new(name, row):
+            return True
+        self._refused.add(repr(row))
+        return False
+
+    def _is_new(self, name: str, row: Row) -> bool:
+        search = self._search
+        one_seed = dataclasses.replace(self._sweep, seeds=self._sweep.seeds[:1])
+        try:
+            first = self._expand(name, row, one_seed)[0]
+        except UserError:  # heads that do not divide, for one
+            return False
+        if _essence(first) in self._known:
+            return False
+        if search.most_flops and (describe.count_flops(first) or 0) > search.most_flops:
+            return False
+        most = search.most_parameters
+        return not (most and (describe.count_parameters(first) or 0) > most)
+
+    def _learn(self, records: Mapping[str, Record | None], failed: set[str]) -> None:
+        """Tells Optuna of rows whose cells have all come to an end."""
+        from optuna.trial import TrialState
+
+        with journal.explain(self._folder):
+            running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        for trial in running:
+            cells = self._cells.get(self._trials.get(trial.number, ""), ())
+            cells = [cell for cell in cells if cell.stage == self._search.stage]
+            found = [records.get(cell.id) for cell in cells]
+            if any(cell.id in failed or cell.after in failed for cell in cells):
+                journal.end(self._study, trial.number, "FAIL")
+            elif cells and all(record and record.state == FINISHED for record in found):
+                values = [self._value(record) for record in found]
+                state = "COMPLETE" if all(map(math.isfinite, values)) else "FAIL"
+                value = statistics.fmean(values) if state == "COMPLETE" else None
+                journal.end(self._study, trial.number, state, value)
+
+    def _value(self, record: Record) -> float:
+        metric = self._search.metric
+        if metric not in record.values:
+            raise SweepError(
+                f"the search goes by {metric}, which {record.cell} does not have; it has: "
+                f"{', '.join(record.values)}."
+            )
+        value = record.values[metric]
+        return math.nan if value is None else value
+
+    def _changes(self, params: Mapping[str, int]) -> dict[str, Any]:
+        return {path: self._search.space[path][index] for path, index in params.items()}
+
+    def _expand(self, name: str, row: Row, sweep: Sweep | None = None) -> list[Cell]:
+        alone = dataclasses.replace(sweep or self._sweep, rows={name: row}, baseline=name)
+        return expand(alone, self._folder, self._overrides)
+
+
+def _essence(cell: Cell) -> str:
+    """What makes two rows the same; of any of their cells but for the seed."""
+    return repr(dataclasses.replace(cell.config, seed=0))

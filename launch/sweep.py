@@ -1,0 +1,108 @@
+"""Runs a table of runs: rows of config differences x seeds, each cell once, with a report.
+
+    python launch/sweep.py --config=configs/ablation.py:kernel_size --plan
+    python launch/sweep.py --config=configs/ablation.py:kernel_size --workdir=runs/kernel_size
+
+The same command goes on where it was stopped. Several of them at once, on machines that share the
+folder, share the work. What the table, the folder and the report mean: docs/sweeps.md.
+"""
+
+import errno
+import pathlib
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from absl import logging
+
+from convbert_jax import console
+from convbert_jax.config import UserError
+from convbert_jax.sweeps import cells as cells_lib
+from convbert_jax.sweeps import request as request_lib
+
+_STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+
+
+def main() -> None:
+    console.set_up_logging()
+    logging.set_verbosity(logging.WARNING)  # what a run says of its config is in its own log
+    try:
+        request = request_lib.read(sys.argv, __doc__)
+        cells = cells_lib.expand(request.sweep, request.folder, request.overrides)
+    except UserError as error:
+        console.fail(str(error), code=2)
+    except KeyboardInterrupt:
+        console.fail("interrupted; nothing was begun.", code=130)
+    try:
+        from convbert_jax.training.environment import devices
+
+        devices.prepare_platform("cpu")  # accelerators are for the cells, which are processes
+        explorer = None
+        if request.sweep.search and (request.do == "run" or request.folder.journal.exists()):
+            from convbert_jax.sweeps.search import Explorer
+
+            explorer = Explorer(request.sweep, request.folder, request.overrides)
+            cells = _expand(request, explorer)
+        new, gone = cells_lib.check_unchanged(cells, request.folder)
+        if request.do == "plan":
+            from convbert_jax.sweeps import describe
+
+            sweep = explorer.sweep if explorer else request.sweep
+            print(describe.describe(sweep, cells, request.folder))
+            return
+        failed = 0 if request.do == "report" else _run(request, cells, explorer, new, gone)
+        from convbert_jax.analysis import sweep_report
+        from convbert_jax.sweeps import results
+
+        sweep = request.sweep
+        if explorer:
+            sweep, cells = explorer.sweep, _expand(request, explorer)
+        with request.folder.reporting() as place:
+            outcome = results.collect(request.name, sweep, cells, request.folder)
+            report = sweep_report.write(outcome, place)
+        print(f"\n{report}\nReport: {place}", flush=True)
+    except UserError as error:
+        console.fail(str(error))
+    except KeyboardInterrupt:  # the second one, or while a report is drawn
+        console.fail("interrupted; the same command goes on from what is finished.", code=130)
+    except OSError as error:
+        if error.errno not in _STORAGE_FAULTS:
+            raise
+        console.fail(
+            f"{error.filename or request.folder}: {error.strerror}; free some space or choose "
+            "another --workdir, then start again: what was finished is kept."
+        )
+    if failed:
+        console.fail(f"{failed} of {len(cells)} cells failed; start again to try them again.")
+
+
+def _expand(request: request_lib.Request, explorer) -> list[cells_lib.Cell]:
+    """The cells of a search so far."""
+    return cells_lib.expand(explorer.sweep, request.folder, request.overrides)
+
+
+def _run(request: request_lib.Request, cells, explorer, new: int, gone: list[str]) -> int:
+    """How many cells failed."""
+    from convbert_jax.sweeps import results, runner
+
+    if gone:
+        _tell(f"no longer in the table, kept and left out: {', '.join(gone)}")
+    if new < len(cells):
+        _tell(f"{new} cells are new.")
+    cells_lib.check_tasks(cells)
+    metrics = request.sweep.metrics or results.METRICS
+    summary = runner.run(cells, request.folder, tell=_tell, metrics=metrics, explorer=explorer)
+    if summary.stopped:
+        console.fail("stopped; the same command goes on from there.", code=130)
+    for cell, why in summary.failed.items():
+        _tell(f"failed: {cell}: {why}")
+    return len(summary.failed)
+
+
+def _tell(text: str) -> None:
+    print(time.strftime("%H:%M:%S"), text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

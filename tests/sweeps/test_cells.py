@@ -1,0 +1,234 @@
+"""A sweep becomes cells: ids, configs, folders, and what is refused before anything runs."""
+
+import dataclasses
+import runpy
+
+import pytest
+
+from convbert_jax import config_files
+from convbert_jax.analysis import flops
+from convbert_jax.config import UserError, to_dict
+from convbert_jax.sweeps import Row, Sweep, SweepError, Task, request
+from convbert_jax.sweeps.cells import check_tasks, check_unchanged, expand
+from convbert_jax.sweeps.describe import describe
+from convbert_jax.sweeps.folder import FINISHED, Folder, Record
+
+ROWS = {"attention": Row({"model.mixer": "attention"}), "mixed": Row()}
+TABLE = Sweep("tiny", ROWS, seeds=(0, 1))
+TREC = Task("text:trec", {"finetune.seeds": 3})
+NAMED = runpy.run_path(config_files.__file__.replace("config_files.py", "../configs/ablation.py"))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Folder:
+    return Folder(tmp_path / "sweep")
+
+
+def test_rows_and_seeds_are_cells_in_folders_of_their_own(folder):
+    cells = expand(TABLE, folder)
+    assert [cell.id for cell in cells] == [
+        "attention/seed-0/pretrain",
+        "mixed/seed-0/pretrain",
+        "attention/seed-1/pretrain",
+        "mixed/seed-1/pretrain",
+    ]
+    assert [cell.config.seed for cell in cells] == [0, 0, 1, 1]
+    assert [cell.config.model.mixer for cell in cells] == ["attention", "mixed"] * 2
+    assert len({cell.config.data.directory for cell in cells}) == 1
+    assert len({folder.run(cell.id).path for cell in cells}) == 4
+
+
+def test_rows_of_other_data_have_shards_of_their_own(folder):
+    rows = {**ROWS, "short": Row({"data.length": 32}), "ahead": Row({"data.prefetch": 3})}
+    cells = {cell.row: cell for cell in expand(Sweep("tiny", rows, seeds=(0,)), folder)}
+    places = {name: cell.config.data.directory for name, cell in cells.items()}
+    assert places["short"] != places["mixed"] == places["attention"] == places["ahead"]
+    named = expand(TABLE, folder, {"data.directory": "elsewhere"})
+    assert {cell.config.data.directory for cell in named} == {"elsewhere"}
+
+
+def test_tasks_follow_each_pretraining(folder):
+    sweep = dataclasses.replace(TABLE, tasks={"trec": TREC}, from_scratch=True)
+    overrides = {"train.steps": 50, "task.folder": "D", "platform": "cpu"}
+    cells = {cell.id: cell for cell in expand(sweep, folder, overrides)}
+    assert len(cells) == 2 * 2 * 3
+    tuned = cells["mixed/seed-1/trec"]
+    assert tuned.after == "mixed/seed-1/pretrain"
+    assert tuned.config.init_from == str(folder.run(tuned.after).path)
+    assert (tuned.config.seed, tuned.config.finetune.seeds) == (3, 3)  # 3, 4, 5 after 0, 1, 2
+    assert (tuned.config.task.folder, tuned.config.finetune.from_scratch) == ("D", False)
+    assert cells["mixed/seed-1/trec-scratch"].config.finetune.from_scratch
+    before = cells["mixed/seed-1/pretrain"].config
+    assert (before.train.steps, before.task.folder) == (50, "")
+    assert before.platform == tuned.config.platform == "cpu"
+
+
+def test_files_of_tasks_are_looked_for_before_anything_runs(folder, tmp_path):
+    lines = "DESC:manner How ?\nNUM:date When ?\n"
+    for name in ("train.txt", "test.txt"):
+        (tmp_path / name).write_text(lines)
+    sweep = dataclasses.replace(TABLE, tasks={"trec": TREC})
+    check_tasks(expand(sweep, folder, {"task.folder": str(tmp_path)}))
+    with pytest.raises(SweepError, match=r"^task trec: "):
+        check_tasks(expand(sweep, folder, {"task.folder": str(tmp_path / "elsewhere")}))
+    alone = Sweep("text:trec", {"row": Row()}, changes={"init_from": "somewhere"})
+    with pytest.raises(SweepError, match=r"^row row: "):
+        check_tasks(expand(alone, folder))
+
+
+def test_fine_tuning_alone_is_one_run_a_cell(folder):
+    rows = {"slow": Row({"finetune.learning_rates": (1e-4,)}), "fast": Row()}
+    sweep = Sweep("text:trec", rows, seeds=(4, 7), changes={"init_from": "somewhere"})
+    cells = expand(sweep, folder)
+    assert [cell.id for cell in cells][:2] == ["slow/seed-4/finetune", "fast/seed-4/finetune"]
+    assert {cell.config.finetune.seeds for cell in cells} == {1}
+
+
+def test_equal_flops_are_equal(folder):
+    rows = {**ROWS, "equal": Row({"model.kernel_size": 3}, flops_of="attention")}
+    sweep = Sweep("tiny", rows, seeds=(0,))
+    for overrides in ({}, {"train.steps": 300}):
+        cells = {cell.row: cell.config for cell in expand(sweep, folder, overrides)}
+        spent = {name: flops.training_flops(config) for name, config in cells.items()}
+        assert spent["equal"] == pytest.approx(spent["attention"], rel=2e-3)  # whole steps
+        assert spent["mixed"] < 0.99 * spent["attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "says"),
+    [
+        ({"rows": {}}, {}, "has no rows or no seeds"),
+        ({"seeds": (1, 1)}, {}, "one twice"),
+        ({"rows": {"a/b": Row()}}, {}, "'a/b' is no name of a folder"),
+        ({"rows": {"x": {"model.layers": 2}}}, {}, "row x is a dict; make it a Row"),
+        ({"rows": {"x": Row({"model.layres": 2})}}, {}, "row x: config.model.layres does not"),
+        ({"rows": {"x": Row({"model.mixer": "magic"})}}, {}, "row x: config.model.mixer='magic'"),
+        (
+            {"rows": {"x": Row({"model.heads": 3})}},
+            {},
+            "row x: config.model.hidden_size=128 is not",
+        ),
+        ({"rows": {"x": Row(), "y": Row()}}, {}, "rows x and y are the same config"),
+        ({"rows": {"x": Row(flops_of="z")}}, {}, "row x has flops_of=z, which is no row"),
+        ({"baseline": "z"}, {}, "baseline=z is no row; rows: attention, mixed"),
+        ({}, {"model.mixer": "mixed"}, "--config.model.mixer is what the cells differ in"),
+        ({}, {"seed": 4}, "take --seeds=N"),
+        ({}, {"train.batch_size": 0}, "config.train.batch_size=0"),
+        ({"from_scratch": True}, {}, "names none; add --finetune="),
+        ({"tasks": {"pretrain": TREC}}, {}, "a task cannot be called pretrain"),
+        ({"tasks": {"t": Task("tiny")}}, {}, "task t: tiny is pre-training"),
+        ({"tasks": {"t": Task("text:nothing")}}, {}, "task t: "),
+        ({"config": "nowhere"}, {}, "there is no file nowhere"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused_by_name(folder, changes, overrides, says):
+    with pytest.raises(SweepError) as caught:
+        expand(dataclasses.replace(TABLE, **changes), folder, overrides)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_has_begun_keeps_its_config(folder):
+    cells = expand(TABLE, folder)
+    for cell in cells[:2]:
+        folder.write(Record(cell.id, FINISHED, to_dict(cell.config), ("main",)))
+    assert check_unchanged(cells, folder) == (2, [])
+    more = expand(dataclasses.replace(TABLE, seeds=(0, 1, 2)), folder)
+    assert check_unchanged(more, folder) == (4, [])
+    fewer = expand(dataclasses.replace(TABLE, rows={"mixed": Row()}), folder)
+    assert check_unchanged(fewer, folder) == (1, ["attention/seed-0/pretrain"])
+    # how fast and where may change, what is compared may not, though a run alone may be longer
+    assert check_unchanged(expand(TABLE, folder, {"data.workers": 7}), folder)
+    for field, value in (("train.steps", 50), ("optimizer.beta1", 0.8), ("model.layers", 2)):
+        with pytest.raises(SweepError) as caught:
+            check_unchanged(expand(TABLE, folder, {field: value}), folder)
+        assert f"config.{field} was" in str(caught.value)
+        assert "choose another --workdir" in str(caught.value)
+
+
+def test_a_cell_that_only_began_may_change(folder):
+    cells = expand(TABLE, folder)
+    folder.write(Record(cells[0].id, "started", to_dict(cells[0].config), ("main",)))
+    check_unchanged(expand(TABLE, folder, {"train.steps": 50}), folder)
+
+
+def test_a_damaged_record_is_named(folder):
+    cells = expand(TABLE, folder)
+    folder.write(Record(cells[0].id, FINISHED, to_dict(cells[0].config), ("main",)))
+    path = next(folder.path.rglob("*.json"))
+    for content in ("{", '{"state": "finished"}', path.read_text().replace("finished", "odd")):
+        path.write_text(content)
+        with pytest.raises(UserError, match=r"pretrain\.json is damaged .*; delete it"):
+            check_unchanged(cells, folder)
+
+
+def test_a_record_of_another_version_is_named(folder):
+    cells = expand(TABLE, folder)
+    config = to_dict(cells[0].config) | {"magic": 1}
+    folder.write(Record(cells[0].id, FINISHED, config, ("main",)))
+    with pytest.raises(
+        SweepError, match=r"attention/seed-0/pretrain\.json: config\.magic does not"
+    ):
+        check_unchanged(cells, folder)
+
+
+@pytest.mark.parametrize("size", list(NAMED["SIZES"]))
+@pytest.mark.parametrize("name", list(NAMED["SWEEPS"]))
+def test_the_named_sweeps_can_run(folder, name, size):
+    sweep = config_files.load_sweep(f"ablation:{name},{size}")
+    sweep = dataclasses.replace(sweep, seeds=(0,))
+    if sweep.from_scratch:
+        sweep = dataclasses.replace(sweep, tasks={"trec": TREC})
+    assert expand(sweep, folder)
+    assert sweep.purpose
+
+
+def test_the_plan_says_what_cells_cost(folder):
+    cells = expand(TABLE, folder)
+    folder.write(Record(cells[0].id, FINISHED, to_dict(cells[0].config), ("main",)))
+    text = describe(TABLE, cells, folder)
+    line = next(line for line in text.splitlines() if line.startswith("attention"))
+    # 700 steps of 32 rows of 64 tokens
+    assert line.split()[:4] == ["attention", "pretrain", "1,471,809", "1.43e+06"]
+    assert "1 finished, 1 new" in line
+    assert "4 cells: 2 rows x seeds (0, 1); " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "required: --config"),
+        (["--config=ablation:kernel_size", "--plain"], "unrecognized arguments: --plain"),
+        (["--config=ablation:kernels"], "there is no sweep kernels; choose one of: bnk_gl"),
+        (["--config=ablation:mixers,huge"], "mixers has no size huge"),
+        (["--config=tiny"], "has no function get_sweep; take one of: configs/ablation.py"),
+        (["--config=ablation:mixers", "--seeds=x"], "--seeds=x must be a number"),
+        (["--config=ablation:mixers", "--seeds=0"], "--seeds=0 must be from 1"),
+        (["--config=ablation:mixers", "--workdir=gs://b/c"], "gs://b/c is in a bucket"),
+        (["--config=ablation:mixers", "--finetune=--x"], "must begin with a config"),
+        (["--config=ablation:mixers", "--finetune=text:trec --y"], "'--y' is no --config."),
+        (["--config=ablation:mixers", "--config.modle.heads=4"], "did you mean"),
+    ],
+)
+def test_a_command_line_that_cannot_be_is_refused(arguments, says):
+    with pytest.raises(UserError) as caught:
+        request.read(["sweep.py", *arguments])
+    assert says in str(caught.value)
+
+
+def test_a_command_line():
+    asked = request.read(
+        [
+            *("sweep.py", "--config=ablation:kernel_size,small", "--seeds=3,5", "--plan"),
+            *("--finetune=text:trec --config.task.folder='a b'", "--config.train.steps=1k"),
+            "--finetune=other=text:trec,paper",
+        ]
+    )
+    assert (asked.name, str(asked.folder)) == ("kernel_size,small", "runs/kernel_size-small")
+    assert asked.sweep.seeds == (3, 5)
+    assert asked.overrides == {"train.steps": 1000}
+    assert asked.sweep.tasks == {
+        "trec": Task("text:trec", {"task.folder": "a b"}),
+        "other": Task("text:trec,paper", {}),
+    }
+    assert asked.do == "plan"
