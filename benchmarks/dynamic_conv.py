@@ -12,6 +12,12 @@ of a copy measured in this run.
 `dynamic_conv` gets values as [B, L, H D] and filters as [B, L, H, K], as a layer has them, and
 gives out [B, L, H D]: layouts and copies that a form needs are part of its cost.
 `span_dynamic_conv` makes the filters too, from query, span key and the projection of their logits.
+What other mixers compute, by name (--ops): `token_dynamic_conv` makes the filters from the values
+themselves (DynamicConv), `light_conv` has one filter for each head (LightConv), `depthwise_conv`
+one for each channel, --dilation positions apart.
+
+    python -m benchmarks.dynamic_conv --ops token_dynamic_conv light_conv depthwise_conv \
+        --only pallas_tpu --heads=12 --taps=15 --segments
 """
 
 import argparse
@@ -28,6 +34,7 @@ from convbert_jax.analysis.tpu import pricing as tpu_pricing
 TARGETS = ("tpu:v5e", "tpu:v5p", "tpu:v6e", "cpu", "gpu")
 DIRECTIONS = ("forward", "forward_backward")
 OPS = ("dynamic_conv", "span_dynamic_conv")
+MORE_OPS = ("token_dynamic_conv", "light_conv", "depthwise_conv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +64,8 @@ def main() -> None:
     parser.add_argument("--taps", type=int, default=9)
     parser.add_argument("--dtype", help="default: float32 on cpu, else bfloat16")
     parser.add_argument("--segments", action="store_true", help="four documents in each row")
-    parser.add_argument("--ops", nargs="+", default=OPS, choices=OPS)
+    parser.add_argument("--ops", nargs="+", default=OPS, choices=(*OPS, *MORE_OPS))
+    parser.add_argument("--dilation", type=int, default=1, help="of depthwise_conv")
     parser.add_argument("--only", nargs="+", help="implementations to show; default: all")
     parser.add_argument("--rounds", type=int, default=15, help="timed runs of each (cpu, gpu)")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
@@ -96,7 +104,14 @@ def print_table(rows: list[Row], options: argparse.Namespace) -> None:
 def functions(options: argparse.Namespace) -> dict[tuple[str, str], Callable]:
     """(op, implementation) -> function of the op's arrays."""
     from benchmarks.baselines import BASELINES, spanned
-    from convbert_jax.ops import dynamic_conv, span_dynamic_conv
+    from convbert_jax.ops import depthwise_conv, dynamic_conv, span_dynamic_conv
+
+    def of_token(values, *arguments, **options):
+        return span_dynamic_conv.span_dynamic_conv(values, None, None, *arguments, **options)
+
+    def light(values, filters, **options):
+        by_head = values.reshape(*values.shape[:2], len(filters), -1)
+        return dynamic_conv.dynamic_conv(by_head, filters, **options).reshape(values.shape)
 
     def plain(function):
         def run(values, filters, *ids):
@@ -123,6 +138,11 @@ def functions(options: argparse.Namespace) -> dict[tuple[str, str], Callable]:
     for name in (*span_dynamic_conv.IMPLEMENTATIONS, "auto"):
         op = ours(span_dynamic_conv.span_dynamic_conv, name, 5, heads=options.heads)
         found["span_dynamic_conv", name] = op
+        found["token_dynamic_conv", name] = ours(of_token, name, 3, heads=options.heads)
+    for name in (*depthwise_conv.IMPLEMENTATIONS, "auto"):
+        found["light_conv", name] = ours(light, name, 2)
+        op = ours(depthwise_conv.depthwise_conv, name, 2, dilation=options.dilation)
+        found["depthwise_conv", name] = op
     chosen = [
         key
         for key in sorted(found, key=lambda key: key[0])
@@ -162,6 +182,12 @@ def inputs(options: argparse.Namespace, op: str) -> tuple[list, object, int]:
     arrays = {
         "dynamic_conv": [values, filters],
         "span_dynamic_conv": [values, values, values, projection, bias],
+        "token_dynamic_conv": [values, projection, bias],
+        "light_conv": [values, jax.ShapeDtypeStruct((options.heads, options.taps), jnp.float32)],
+        "depthwise_conv": [
+            values,
+            jax.ShapeDtypeStruct((options.taps, values.shape[2]), jnp.float32),
+        ],
     }[op]
     ids = [jax.ShapeDtypeStruct(shape[:2], jnp.int32)] if options.segments else []
     return arrays + ids, values, len(arrays)

@@ -73,6 +73,10 @@ def trace_ops() -> None:
             trace(span, rows, rows, rows, width, outputs)
             token = functools.partial(lambda span, query, *rest: span(query, None, *rest), span)
             trace(token, rows, rows, width, outputs)
+            alone = functools.partial(
+                lambda span, query, *rest: span(query, None, None, *rest), span
+            )
+            trace(alone, rows, width, outputs)
         trace(functools.partial(depthwise_conv, **own), rows, few)
 
 

@@ -1,11 +1,12 @@
 """Dynamic convolution over time: each position and head brings its own filter."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.ops import dispatch, gpu, reference, taps, tpu, xla
-from convbert_jax.ops.depthwise_conv import depthwise_conv, not_measured, tpu_refuses
-from convbert_jax.ops.dispatch import ROWS, ROWS_AND_HEADS, Implementation
+from convbert_jax.ops import depthwise_conv, dispatch, gpu, reference, taps, tpu, xla
+from convbert_jax.ops.depthwise_conv import not_measured, tpu_refuses
+from convbert_jax.ops.dispatch import HEADS, ROWS, ROWS_AND_HEADS, Implementation
 
 
 def _on_mesh(kernel):
@@ -29,6 +30,42 @@ IMPLEMENTATIONS = {
 }
 
 
+def _by_channel(depthwise):
+    """Filters of heads by a depthwise convolution in which the channels of a head share theirs."""
+
+    def run(values, filters, segment_ids, offsets):
+        x = values.reshape(*values.shape[:2], -1)
+        of_channels = jnp.repeat(filters.T, values.shape[3], axis=1)
+        return depthwise(x, of_channels, segment_ids, offsets).reshape(values.shape)
+
+    return run
+
+
+def _light_on_tpu(values, filters, segment_ids, offsets):
+    """In bands as wide as they get, else channel by channel."""
+    if not tpu.light_can(offsets):
+        depthwise = depthwise_conv.IMPLEMENTATIONS["pallas_tpu"].function
+        return _by_channel(depthwise)(values, filters, segment_ids, offsets)
+    return dispatch.over_mesh(
+        lambda *arrays: tpu.light_conv(*arrays, offsets),
+        (values, filters, segment_ids),
+        (ROWS_AND_HEADS, jax.P(HEADS), ROWS),
+        ROWS_AND_HEADS,
+    )
+
+
+# The same for filters that all positions share: f(values, filters [H, K], ids or None, offsets)
+LIGHT_IMPLEMENTATIONS = {
+    name: Implementation(
+        _light_on_tpu if name == "pallas_tpu" else _by_channel(one.function),
+        one.platform,
+        one.refuses,
+        one.left_by_auto,
+    )
+    for name, one in depthwise_conv.IMPLEMENTATIONS.items()
+}
+
+
 def dynamic_conv(
     values: Float[Array, "B L H D"],
     filters: Float[Array, "*BL H K"],
@@ -46,8 +83,8 @@ def dynamic_conv(
 
     Args:
       values: what is summed, shared filter over the D channels of a head.
-      filters: one filter for each position and head, or [H, K] for all positions (LightConv):
-        then it is a depthwise convolution in which the channels of a head share their filter.
+      filters: one filter for each position and head, or [H, K] for all positions (LightConv),
+        which are never copied for each.
       segment_ids: taps never cross a segment boundary; padding (0) is never read and outputs 0,
         whatever values and filters hold there, NaN included. None: one segment without padding.
       dilation: distance between neighboring taps.
@@ -62,19 +99,10 @@ def dynamic_conv(
         it on the devices at hand; the message names it.
     """
     _check(values, filters, segment_ids, dilation)
-    if filters.ndim == 2:
-        out = depthwise_conv(
-            values.reshape(*values.shape[:2], -1),
-            jnp.repeat(filters.T, values.shape[3], axis=1),
-            segment_ids=segment_ids,
-            dilation=dilation,
-            causal=causal,
-            implementation=implementation,
-        )
-        return out.reshape(values.shape)
     offsets = taps.offsets(filters.shape[-1], dilation=dilation, causal=causal)
     arguments = (values, filters, segment_ids, offsets)
-    return dispatch.choose("dynamic_conv", implementation, IMPLEMENTATIONS, *arguments)(*arguments)
+    table = LIGHT_IMPLEMENTATIONS if filters.ndim == 2 else IMPLEMENTATIONS
+    return dispatch.choose("dynamic_conv", implementation, table, *arguments)(*arguments)
 
 
 def _check(values, filters, segment_ids, dilation):

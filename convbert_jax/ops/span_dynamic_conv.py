@@ -27,19 +27,31 @@ def _on_mesh(kernel):
     return run
 
 
-# name -> f(query, span_key, values, projection, bias, segment_ids or None, heads, offsets)
+def _with_values(implementation):
+    """Of one that does not know that values may be the query."""
+
+    def run(query, span_key, values, *rest):
+        return implementation(query, span_key, query if values is None else values, *rest)
+
+    return run
+
+
+# name -> f(query, span_key or None, values or None, projection, bias, segment_ids or None, heads,
+# offsets)
 IMPLEMENTATIONS = {
     "pallas_tpu": Implementation(_on_mesh(tpu.span_dynamic_conv), "tpu", tpu_refuses),
-    "pallas_gpu": Implementation(_on_mesh(gpu.span_dynamic_conv), "gpu", left_by_auto=not_measured),
-    "xla": Implementation(xla.span_dynamic_conv),
-    "reference": Implementation(reference.span_dynamic_conv),
+    "pallas_gpu": Implementation(
+        _with_values(_on_mesh(gpu.span_dynamic_conv)), "gpu", left_by_auto=not_measured
+    ),
+    "xla": Implementation(_with_values(xla.span_dynamic_conv)),
+    "reference": Implementation(_with_values(reference.span_dynamic_conv)),
 }
 
 
 def span_dynamic_conv(
     query: Float[Array, "B L C"],
     span_key: Float[Array, "B L C"] | None,
-    values: Float[Array, "B L C"],
+    values: Float[Array, "B L C"] | None,
     projection: Float[Array, "C HK"],
     bias: Float[Array, " HK"],
     *,
@@ -57,13 +69,13 @@ def span_dynamic_conv(
     Args:
       query, span_key: their product decides the filter of a position. Without a span key the query
         does: the dynamic convolution whose filters are of the token alone (Wu et al. 2019, §3).
-      values: what is summed, as in `dynamic_conv`.
+      values: what is summed, as in `dynamic_conv`; None: the query, as in DynamicConv.
       projection, bias: W_f, a projection of all C channels to the K taps of head 0, of head 1, ...
       heads: H; divides C and the columns of `projection`.
       segment_ids, dilation, causal, implementation: as in `dynamic_conv`.
 
     Returns:
-      [B, L, C] in the dtype of `values`.
+      [B, L, C] in the dtype of the query.
 
     Raises:
       ValueError: an argument of the wrong shape or value, or an implementation that cannot do
@@ -94,6 +106,7 @@ def _check(query, span_key, values, projection, bias, heads, segment_ids, dilati
     def refuse(name, is_now, must):
         raise ValueError(f"span_dynamic_conv: {name} is {is_now}, but must be {must}.")
 
+    values = query if values is None else values
     if values.ndim != 3 or not jnp.issubdtype(values.dtype, jnp.floating):
         refuse("values", f"{values.dtype}{list(values.shape)}", "floating [B, L, C]")
     for name, array in (("query", query), ("span_key", span_key)):

@@ -1,5 +1,7 @@
 """The choice between implementations, the names that a config has for them, and parts of a mesh."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ from convbert_jax.training import sharding
         (dynamic_conv, CONVOLUTIONS),
         (span_dynamic_conv, CONVOLUTIONS),
         (depthwise_conv, CONVOLUTIONS),
+        (types.SimpleNamespace(IMPLEMENTATIONS=dynamic_conv.LIGHT_IMPLEMENTATIONS), CONVOLUTIONS),
     ],
 )
 def test_a_config_has_the_names_of_the_tables(op, names):

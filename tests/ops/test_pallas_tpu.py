@@ -171,6 +171,12 @@ def test_filters_of_the_query_alone(dtype):
     actual = run_span([query, None, *rest], *given)
     assert actual[2] is None
     assert_close([*actual[:2], *actual[3:]], [*expected[:2], *expected[3:]], dtype, scale=3.0)
+    out, *others = span_by_definition([query, jnp.ones_like(key), query, *rest[1:]], *given)
+    d_query, _, d_values, *others = others
+    actual = run_span([query, None, None, *rest[1:]], *given)
+    assert actual[2] is actual[3] is None
+    expected = [out, d_query + d_values, *others]
+    assert_close([*actual[:2], *actual[4:]], expected, dtype, scale=3.0)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +215,33 @@ def test_depthwise(taps, batch, length, channels, dilation, causal, packed, dtyp
     expected = run(by_xla, *exact)
     assert [x.dtype for x in actual] == [dtype] * 3
     assert_close(actual, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("taps", "batch", "length", "heads", "width", "dilation", "causal", "packed", "dtype"),
+    [
+        (7, 2, 40, 3, 48, 1, False, True, F32),
+        pytest.param(4, 4, 16, 2, 64, 2, True, False, BF16, marks=pytest.mark.slow),
+        pytest.param(31, 1, 129, 2, 64, 1, False, True, BF16, marks=pytest.mark.slow),
+    ],
+)
+def test_light(taps, batch, length, heads, width, dilation, causal, packed, dtype):
+    """One filter for each head is the same filter at each position; gradients summed over them."""
+    values, filters, cotangent = inputs(0, batch, length, heads, width, taps, dtype)
+    filters, ids = filters[0, 0], segments(batch, length) if packed else None
+    offsets = offsets_of(taps, dilation=dilation, causal=causal)
+
+    @jax.jit
+    def ours(values, filters):
+        return gradients(
+            lambda v, f: tpu.light_conv(v, f, ids, offsets, True), (values, filters), cotangent
+        )
+
+    everywhere = jnp.broadcast_to(filters, (batch, length, *filters.shape))
+    *expected, d_filters = by_reference(values, everywhere, cotangent, ids, offsets)
+    actual = ours(values, filters)
+    assert [x.dtype for x in actual] == [dtype] * 3
+    assert_close(actual, [*expected, d_filters.sum((0, 1))], dtype)
 
 
 def test_rows_too_long_for_the_chip_are_cut(monkeypatch):

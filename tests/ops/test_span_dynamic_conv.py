@@ -109,6 +109,23 @@ def test_without_a_key_the_query_alone_makes_the_filters(implementation):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_without_values_the_query_is_summed(implementation):
+    (query, key, _, *rest), cotangent = inputs()
+    op = functools.partial(
+        span_dynamic_conv, heads=2, segment_ids=segments(2, 20), implementation=implementation
+    )
+
+    @jax.jit
+    def both(query, *rest):
+        wanted, back = jax.vjp(lambda q, *r: op(q, jnp.ones_like(key), q, *r), query, *rest)
+        out, our_back = jax.vjp(lambda q, *r: op(q, None, None, *r), query, *rest)
+        return (out, *our_back(cotangent)), (wanted, *back(cotangent))
+
+    for one, other in zip(*both(query, *rest), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
 def test_on_a_mesh_it_is_the_same():
     arrays, _ = inputs(batch=8)
     wanted = span_dynamic_conv(*arrays, heads=2)

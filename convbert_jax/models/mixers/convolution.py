@@ -61,7 +61,7 @@ def start_filters(
 def convolve(
     query: Float[Array, "B L C"],
     span_key: Float[Array, "B L C"] | None,
-    values: Float[Array, "B L C"],
+    values: Float[Array, "B L C"] | None,
     projection: Float[Array, "C HK"],
     bias: Float[Array, " HK"],
     *,

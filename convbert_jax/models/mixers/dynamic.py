@@ -113,7 +113,7 @@ class DynamicConv(nnx.Module):
         bias = jnp.zeros(projection.shape[1])
         if key is None or c.attention_dropout == 0.0:
             convolved = convolve(
-                values, None, values, projection, bias,
+                values, None, None, projection, bias,
                 heads=c.heads, segment_ids=ids, implementation=c.convolution, capture=capture,
             )  # fmt: skip
             return self.output(convolved)

@@ -244,9 +244,9 @@ class MixedAttention(nnx.Module):
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
         c = self.config
-        query, value = self.query(x), self.value(x)
+        query, keys, value = self.query(x), self.key(x), self.value(x)
         attended = attend(
-            _first(query, c.attention_heads, c), split(self.key(x), c.attention_heads),
+            _first(query, c.attention_heads, c), split(keys, c.attention_heads),
             _first(value, c.attention_heads, c), segment_ids, dropout_rate=c.attention_dropout,
             dropout_key=key, implementation=c.attention, capture=capture,
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """Span-based dynamic convolution as one Mosaic kernel for TPU: filters never reach HBM.
 
 Without a span key the same kernels make the filters of the query alone: there is None in its place.
+Without values they sum the query, which is then read once.
 Forward: logits, softmax over the taps and the banded products of windows.py on rows that
 are already on the chip. Backward: the same filters are computed again from the inputs.
 """
@@ -26,13 +27,13 @@ def span_dynamic_conv(
     query, span_key, values, projection, bias, segment_ids, heads, offsets, interpret=False
 ):
     """Filters too long for one band take their logits and softmax from XLA."""
-    batch, length, channels = values.shape
+    batch, length, channels = query.shape
     if len(tap_groups(offsets)) > 1:
         arrays = (query, span_key, values, projection, bias)
         return _by_parts(*arrays, segment_ids, heads, offsets, interpret)
     rows = BandRows((batch, length, heads, channels // heads), offsets)
     out = _forward_call(
-        rows.out(query), _out(rows, span_key), rows.out(values), projection, bias,
+        rows.out(query), _out(rows, span_key), _out(rows, values), projection, bias,
         rows.ids(segment_ids), rows.bands, interpret=interpret,
     )  # fmt: skip
     return rows.back(out)
@@ -45,7 +46,7 @@ def _forward(query, span_key, values, projection, bias, segment_ids, heads, offs
 
 def _backward(heads, offsets, interpret, saved, cotangent):
     query, span_key, values, projection, bias, segment_ids = saved
-    batch, length, channels = values.shape
+    batch, length, channels = query.shape
     if len(tap_groups(offsets)) > 1:
 
         def by_parts(*arrays):
@@ -53,26 +54,27 @@ def _backward(heads, offsets, interpret, saved, cotangent):
 
         return *jax.vjp(by_parts, *saved[:5])[1](cotangent), None
     rows = BandRows((batch, length, heads, channels // heads), offsets)
-    d_query, *d_span_key, d_values, d_projection, d_bias = _backward_call(
-        rows.out(query), _out(rows, span_key), rows.out(values), projection, bias,
+    *gradients, d_projection, d_bias = _backward_call(
+        rows.out(query), _out(rows, span_key), _out(rows, values), projection, bias,
         rows.ids(segment_ids), rows.out(cotangent), rows.bands, interpret=interpret,
     )  # fmt: skip
-    d_span_key = rows.back(*d_span_key) if d_span_key else None
-    return rows.back(d_query), d_span_key, rows.back(d_values), d_projection, d_bias, None
+    gradients = map(rows.back, gradients)
+    d_arrays = [None if x is None else next(gradients) for x in (query, span_key, values)]
+    return *d_arrays, d_projection, d_bias, None
 
 
 span_dynamic_conv.defvjp(_forward, _backward)
 
 
-def _out(rows, span_key):
-    return None if span_key is None else rows.out(span_key)
+def _out(rows, array):
+    return None if array is None else rows.out(array)
 
 
 def _by_parts(query, span_key, values, projection, bias, segment_ids, heads, offsets, interpret):
     filters = xla.span_filters(query, span_key, projection, bias, heads, query.dtype)
-    by_head = values.reshape(*values.shape[:2], heads, -1)
+    by_head = (query if values is None else values).reshape(*query.shape[:2], heads, -1)
     out = plain.dynamic_conv(by_head, filters, segment_ids, offsets, interpret)
-    return out.reshape(values.shape)
+    return out.reshape(query.shape)
 
 
 # --- Kernels ---
@@ -80,32 +82,40 @@ def _by_parts(query, span_key, values, projection, bias, segment_ids, heads, off
 
 def _forward_call(query, span_key, values, projection, bias, segment_ids, bands, *, interpret):
     """The whole op, heads side by side."""
-    dtype = values.dtype
+    dtype = query.dtype
     arrays = [x for x in (query, span_key, values) if x is not None]
     rows = block_sizes.rows(
-        bands, len(values), dtype, "span_forward", arrays=len(arrays) + 1, copies=1
+        bands, len(query), dtype, "span_forward", arrays=len(arrays) + 1, copies=1
     )
     constants = _constants(projection, bias, bands, dtype, mirrored=False)
     kernel = functools.partial(_forward_kernel, bands, rows)
     return windows.call(
-        kernel if span_key is not None else _without_key(kernel, 1),
+        _of_all(kernel, span_key, values, [0]),
         bands, segment_ids, [*arrays, *constants],
         [*(row_block(rows, x) for x in arrays), *map(whole, constants)],
-        outputs=[jax.ShapeDtypeStruct(values.shape, dtype)],
-        output_specs=[row_block(rows, values)],
+        outputs=[jax.ShapeDtypeStruct(query.shape, dtype)],
+        output_specs=[row_block(rows, query)],
         scratch=[windows.copies(bands, dtype), windows.slots(bands)],
         rows=rows,
         interpret=interpret,
     )[0]  # fmt: skip
 
 
-def _without_key(kernel, *places):
-    """`kernel` of references without those of the span key and its gradient, None in `places`."""
+def _of_all(kernel, span_key, values, queries):
+    """`kernel`, which takes query, span key and values, of what there is of them: without a span
+    key None, without values the reference of the query once more.
+
+    Args:
+      queries: places of the query and, in a backward kernel, of its gradient.
+    """
 
     def body(ids, *references):
         references = list(references)
-        for place in places:
-            references.insert(place, None)
+        for place in queries:
+            if span_key is None:
+                references.insert(place + 1, None)
+            if values is None:
+                references.insert(place + 2, references[place])
         kernel(ids, *references)
 
     return body
@@ -145,16 +155,16 @@ def _softmax(products, projection, bias, same_slot, bands):
 def _backward_call(
     query, span_key, values, projection, bias, segment_ids, cotangent, bands, *, interpret
 ):
-    """Cotangents of query, span_key if there is one, values, projection and bias."""
-    dtype = values.dtype
+    """Cotangents of query, of span_key and values if there are any, of projection and bias."""
+    dtype = query.dtype
     given = [x for x in (query, span_key, values) if x is not None]
     rows = block_sizes.rows(
-        bands, len(values), dtype, "span_backward", arrays=2 * len(given) + 1, copies=2
+        bands, len(query), dtype, "span_backward", arrays=2 * len(given) + 1, copies=2
     )
-    steps = len(values) // rows
+    steps = len(query) // rows
     lanes = bands.slot_lanes
     constants = _constants(projection, bias, bands, dtype, mirrored=True)
-    like = jax.ShapeDtypeStruct(values.shape, dtype)
+    like = jax.ShapeDtypeStruct(query.shape, dtype)
     # Each step sums over its own positions, so that steps may run on two cores.
     sums = [
         jax.ShapeDtypeStruct((steps, bands.channels, lanes), F32),
@@ -163,11 +173,11 @@ def _backward_call(
     arrays = [*given, cotangent]
     kernel = functools.partial(_backward_kernel, bands, rows)
     *gradients, d_projection, d_bias = windows.call(
-        kernel if span_key is not None else _without_key(kernel, 1, 8),
+        _of_all(kernel, span_key, values, [0, 7]),
         bands, segment_ids, [*arrays, *constants],
         [*(row_block(rows, x) for x in arrays), *map(whole, constants)],
         outputs=[*[like] * len(given), *sums],
-        output_specs=[row_block(rows, values)] * len(given)
+        output_specs=[row_block(rows, query)] * len(given)
         + [row_block(1, shape) for shape in sums],
         scratch=windows.backward_scratch(bands, dtype),
         rows=rows,
@@ -203,11 +213,13 @@ def _backward_kernel(
         d_bias[0] += d_logits.sum(axis=0, keepdims=True)
         d_logits = d_logits.astype(dtype)
         d_products = dot(d_logits, projection[...], contract=(1, 1))
-        if span_key is None:
-            d_query[r] = _only(real, d_products).astype(dtype)
-        else:
-            d_query[r] = _only(real, d_products * span_key[r].astype(F32)).astype(dtype)
+        if span_key is not None:
             d_span_key[r] = _only(real, d_products * query[r].astype(F32)).astype(dtype)
+            d_products *= span_key[r].astype(F32)
+        d_products = _only(real, d_products)
+        if d_query is d_values:
+            d_products += d_values[r].astype(F32)
+        d_query[r] = d_products.astype(dtype)
         products = _only(real, _products(query, span_key, r).astype(F32)).astype(dtype)
         d_projection[0] += dot(products, d_logits, contract=(0, 0))
 
