@@ -7,9 +7,16 @@ import pytest
 from convbert_jax.training.environment.signals import StopSignals
 
 
-def test_a_second_interrupt_is_what_it_was_before():
+@pytest.fixture
+def before():
+    """Python's own handler, also where the tests were started with Ctrl-C ignored, as by `&`."""
+    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, kept)
+
+
+def test_a_second_interrupt_is_what_it_was_before(before):
     """KeyboardInterrupt here and in a notebook, not the end of the process."""
-    before = signal.getsignal(signal.SIGINT)
     with StopSignals() as stop:
         assert stop.requested(agree=True) is None
         signal.raise_signal(signal.SIGINT)
