@@ -19,7 +19,7 @@ HOSTILE = {
     "utf-16 without a mark": _TEXT.encode("utf-16-be"),
     "utf-32": _TEXT.encode("utf-32"),
     "latin": "café".encode("latin-1"),
-    "gzip": gzip.compress(b"sun"),
+    "gzip": gzip.compress(b"sun", mtime=0),
     "png": b"\x89PNG\r\n\x1a\n\0",
     "zip": b"PK\x03\x04" + bytes(99),
     "parquet": b"PAR1" + bytes(50) + b"PAR1",
