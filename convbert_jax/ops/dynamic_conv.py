@@ -42,8 +42,8 @@ def _by_channel(depthwise):
 
 
 def _light_on_tpu(values, filters, segment_ids, offsets):
-    """In bands as wide as they get, else channel by channel."""
-    if not tpu.light_can(offsets):
+    """In bands where that is cheaper, else channel by channel."""
+    if not tpu.light_suits(offsets):
         depthwise = depthwise_conv.IMPLEMENTATIONS["pallas_tpu"].function
         return _by_channel(depthwise)(values, filters, segment_ids, offsets)
     return dispatch.over_mesh(

@@ -15,10 +15,14 @@ from convbert_jax.ops.tpu.bands import LARGEST_REACH, SUBLANES
 from convbert_jax.ops.tpu.rows import BandRows
 from convbert_jax.ops.tpu.windows import F32, dot, row_block, whole
 
+FEWEST_TAPS = 9  # of benchmarks/RESULTS.md, section 5
 
-def light_can(offsets: tuple[int, ...]) -> bool:
-    """Whether the taps fit into one band."""
-    return max(abs(offset) for offset in offsets) <= LARGEST_REACH
+
+def light_suits(offsets: tuple[int, ...]) -> bool:
+    """Whether the taps fit into one band, and are so many that it is cheaper than the depthwise
+    kernel, whose work grows with them.
+    """
+    return len(offsets) >= FEWEST_TAPS and max(map(abs, offsets)) <= LARGEST_REACH
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
