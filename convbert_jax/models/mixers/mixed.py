@@ -244,39 +244,34 @@ class MixedAttention(nnx.Module):
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
         c = self.config
-        query, keys, value = self.query(x), self.key(x), self.value(x)
+        query = split(self.query(x), c.query_heads)
+        keys = split(self.key(x), c.attention_heads)
+        value = split(self.value(x), c.value_heads)
         attended = attend(
-            _first(query, c.attention_heads, c), split(keys, c.attention_heads),
-            _first(value, c.attention_heads, c), segment_ids, dropout_rate=c.attention_dropout,
-            dropout_key=key, implementation=c.attention, capture=capture,
+            query[:, :, : c.attention_heads], keys, value[:, :, : c.attention_heads], segment_ids,
+            dropout_rate=c.attention_dropout, dropout_key=key, implementation=c.attention,
+            capture=capture,
         )  # fmt: skip
         ids = segment_ids if c.mask_convolution else None
         convolved = self._convolve(x, query, value, ids, capture)
         return self.output(jnp.concatenate([join(attended), convolved], axis=-1))
 
     def _convolve(self, x, query, value, ids, capture):
-        c = self.config
+        c, heads = self.config, self.config.convolution_heads
         if c.filters == "light":
-            values = self.conv_value(x) if c.own_value else value
+            values = split(self.conv_value(x), heads) if c.own_value else value[:, :, :heads]
             convolved = dynamic_conv(
-                _first(values, c.convolution_heads, c),
+                values,
                 softmax(self.conv_filters[...], None, jnp.float32),
                 segment_ids=ids,
                 implementation=c.convolution,
             )
             return join(convolved)
-        query = join(_first(query, c.convolution_heads, c))
+        query = join(query[:, :, :heads])
         spanned = c.filters == "span_dynamic"
         span_key = self.key_conv(x, ids, c.convolution) if spanned else None
-        values = self.conv_value(x) if c.own_value else value
+        values = self.conv_value(x) if c.own_value else join(value[:, :, :heads])
         return convolve(
-            query, span_key, join(_first(values, c.convolution_heads, c)),
-            self.conv_kernel.kernel[...], self.conv_kernel.bias[...],
-            heads=c.convolution_heads, segment_ids=ids, implementation=c.convolution,
-            capture=capture,
+            query, span_key, values, self.conv_kernel.kernel[...], self.conv_kernel.bias[...],
+            heads=heads, segment_ids=ids, implementation=c.convolution, capture=capture,
         )  # fmt: skip
-
-
-def _first(x: Array, heads: int, config: Mixed) -> Float[Array, "B L {heads} D"]:
-    """The first heads of what is shared."""
-    return split(x[..., : heads * config.head_size], heads)
