@@ -1,7 +1,6 @@
 """Runs before anything imports jax: a CPU with eight simulated devices; where real data is."""
 
 import gc
-import logging as python_logging
 import os
 import pathlib
 
@@ -37,12 +36,6 @@ def _forget_programs():
     yield
     jax.clear_caches()
     gc.collect()
-
-
-@pytest.fixture(autouse=True)
-def _any_level():
-    """`caplog` sees what a test asks for, whatever level an earlier test left absl's logger at."""
-    python_logging.getLogger("absl").setLevel(python_logging.NOTSET)
 
 
 @pytest.fixture(autouse=True, scope="session")
