@@ -53,6 +53,8 @@ def read(argv: Sequence[str], description: str = "") -> Request:
             f"--config={flags.config}: get_sweep returns a {type(sweep).__name__}; let it return "
             "a Sweep."
         )
+    if flags.rows is not None:
+        sweep = _choose_rows(sweep, flags.rows)
     if flags.seeds is not None:
         sweep = dataclasses.replace(sweep, seeds=_read_seeds(flags.seeds))
     tasks = dict(sweep.tasks)
@@ -83,6 +85,7 @@ def _parser(description: str) -> _Parser:
     add = parser.add_argument
     add("--config", required=True, metavar="FILE:NAME", help="configs/ablation.py:kernel_size")
     add("--workdir", help="folder of the sweep, shared by its runners; default runs/NAME")
+    add("--rows", help="which, with commas: attention,mixed; default all of the sweep")
     add("--seeds", help="how many, or which: 5, or 0,3,7; default those of the sweep")
     add(
         "--finetune",
@@ -97,6 +100,21 @@ def _parser(description: str) -> _Parser:
     add("--plan", action="store_true", help="print the cells and what they cost, run nothing")
     add("--report", action="store_true", help="write the report of what there is, run nothing")
     return parser
+
+
+def _choose_rows(sweep: Sweep, text: str) -> Sweep:
+    names = {name.strip() for name in text.split(",")}
+    for name in names - sweep.rows.keys():
+        raise ConfigError(
+            f"--rows={text}: there is no row {name!r}; choose of: {', '.join(sweep.rows)}."
+        )
+    rows = {name: row for name, row in sweep.rows.items() if name in names}
+    needed = {sweep.compared_with} | {row.flops_of for row in rows.values()} - {""}
+    for name in needed - rows.keys():
+        raise ConfigError(
+            f"--rows={text} leaves out {name}, with which others are compared; add it."
+        )
+    return dataclasses.replace(sweep, rows=rows)
 
 
 def _read_seeds(text: str) -> tuple[int, ...]:

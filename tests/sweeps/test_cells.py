@@ -203,6 +203,12 @@ def test_the_plan_says_what_cells_cost(folder):
         (["--config=ablation:mixers,huge"], "mixers has no size huge"),
         (["--config=tiny"], "has no function get_sweep; take one of: configs/ablation.py"),
         (["--config=ablation:mixers", "--seeds=x"], "--seeds=x must be a number"),
+        (["--config=ablation:mixers", "--rows=attention,lihgt"], "there is no row 'lihgt'"),
+        (["--config=ablation:kernel_size", "--rows=k1,k3"], "leaves out k9"),
+        (
+            ["--config=ablation:mixers", "--rows=attention,light,mixed-equal-flops,"],
+            "there is no row ''",
+        ),
         (["--config=ablation:mixers", "--seeds=0"], "--seeds=0 must be from 1"),
         (["--config=ablation:mixers", "--workdir=gs://b/c"], "gs://b/c is in a bucket"),
         (["--config=ablation:mixers", "--finetune=--x"], "must begin with a config"),
@@ -232,3 +238,9 @@ def test_a_command_line():
         "other": Task("text:trec,paper", {}),
     }
     assert asked.do == "plan"
+
+
+def test_rows_are_chosen_in_the_order_of_the_table():
+    asked = request.read(["sweep.py", "--config=ablation:kernel_size", "--rows=k17, k9,k3"])
+    assert list(asked.sweep.rows) == ["k3", "k9", "k17"]
+    assert asked.sweep.compared_with == "k9"
