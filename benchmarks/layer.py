@@ -23,6 +23,7 @@ from benchmarks.dynamic_conv import DIRECTIONS, TARGETS, with_direction
 from convbert_jax.analysis.tpu import pricing as tpu_pricing
 
 BATCHES = {128: 64, 512: 16}  # 8,192 tokens
+BASE = {"hidden_size": 768, "embedding_size": 768, "heads": 12, "ffn_size": 3072}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +120,12 @@ def rows(options: argparse.Namespace):
 # --- The layer as a function of its parameters and its input ---
 
 
-def build(layer: Layer, dtype: str, batch: int, length: int):
-    """(function of (x, params, segment ids), shapes of these three) at the shapes of base."""
+def build(layer: Layer, dtype: str, batch: int, length: int, sizes=BASE):
+    """(function of (x, params, segment ids), shapes of these three, what makes a layer).
+
+    Args:
+      sizes: fields of config.model.
+    """
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -132,10 +137,7 @@ def build(layer: Layer, dtype: str, batch: int, length: int):
     baseline = layer.convolution in BASELINES
     model = dataclasses.replace(
         Config().model,
-        hidden_size=768,
-        embedding_size=768,
-        heads=12,
-        ffn_size=3072,
+        **sizes,
         mixer=layer.mixer,
         dropout=0.0,
         attention_dropout=0.0,

@@ -35,8 +35,12 @@ def main() -> None:
         print_price(options)
 
 
-def build(options: argparse.Namespace):
-    """(compiling function of (state, batch), shapes of these two)."""
+def build(options: argparse.Namespace, runs: int | None = None):
+    """(program, shapes of the state and the batch of its train_step).
+
+    Args:
+      runs: how many are trained together, as `Program` takes it.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -57,22 +61,24 @@ def build(options: argparse.Namespace):
     devices = jax.devices()[:1]
     mesh = make_mesh(config.mesh, devices) if on_cpu else tpu_pricing.make_mesh(options.target)
     special = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
-    program = make_program(build_task(config, special, devices[0]), config, mesh)
+    program = make_program(build_task(config, special, devices[0]), config, mesh, runs=runs)
     rows = jax.ShapeDtypeStruct((train.batch_size, config.data.length), jnp.int32)
     batch = {name: rows for name in ("tokens", "segment_ids", "type_ids")}
     if config.data.layout == "pairs":
         batch["pair_label"] = jax.ShapeDtypeStruct(rows.shape[:1], jnp.int32)
     print(f"{options.config}, {rows.shape[0]} x {rows.shape[1]}, {dtype}, {options.target}")
-    return program.train_step, (program.abstract, batch)
+    if runs is not None:
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((runs, *x.shape), x.dtype), batch)
+    return program, (program.abstract, batch)
 
 
 def print_price(options: argparse.Namespace) -> None:
     import jax
 
     jax.config.update("jax_default_prng_impl", "rbg")  # as training/environment/devices.py on a TPU
-    step, shapes = build(options)
+    program, shapes = build(options)
     started = time.perf_counter()
-    found = tpu_pricing.price(step, *shapes, target=options.target)
+    found = tpu_pricing.price(program.train_step, *shapes, target=options.target)
     print(
         f"{found.cycles / 1e6:.1f} million cycles (compiler's model): XLA "
         f"{found.xla_cycles / 1e6:.1f}, kernels {found.kernel_cycles / 1e6:.1f}; temporaries "
@@ -84,9 +90,9 @@ def print_price(options: argparse.Namespace) -> None:
 
 
 def print_seconds(options: argparse.Namespace) -> None:
-    step, shapes = build(options)
+    program, shapes = build(options)
     started = time.perf_counter()
-    traced = step.trace(*shapes)
+    traced = program.train_step.trace(*shapes)
     lowered = traced.lower()
     seconds = time.perf_counter() - started
     compiled = lowered.compile()

@@ -135,14 +135,17 @@ class Program:
         return sum(function._cache_size() for function in functions)
 
 
-def make_program(task: Task, config: Config, mesh: Mesh) -> Program:
+def make_program(task: Task, config: Config, mesh: Mesh, *, runs: int | None = None) -> Program:
     """The program of a run as long as `config.train.steps`: its seed and its schedule are compiled
     in.
+
+    Args:
+      runs: as `Program` takes it; all draw from the one seed, so what differs is their start.
 
     Raises:
       ShardingError: mesh and parameters do not fit together.
     """
-    return Program(task, _learning(config), mesh)
+    return Program(task, _learning(config), mesh, runs=runs)
 
 
 def _add_runs(shapes: TrainState, shardings: TrainState, runs: int):

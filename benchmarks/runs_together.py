@@ -1,0 +1,94 @@
+"""Several small pre-training runs as one program, vmapped, against one after another.
+
+    python -m benchmarks.runs_together --target=cpu --config=tiny --runs 8
+    python -m benchmarks.runs_together --target=tpu:v5e --config=tiny --runs 8
+
+The step is loss, gradients and update with dropout, as a run of the config makes it; batches are
+random. On a CPU both forms alternate in one process and the figures are medians of seconds for one
+step of all runs. On TPU targets, which need no TPU, they are the TPU compiler's model in million
+cycles. A ratio above 1 says that together is faster.
+"""
+
+import argparse
+import statistics
+
+from benchmarks import timing, training_step
+from convbert_jax.analysis.tpu import pricing as tpu_pricing
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="cpu", choices=training_step.TARGETS)
+    parser.add_argument("--config", default="tiny", help="as tiny or tiny:paper")
+    parser.add_argument(
+        "--batch", type=int, help="rows of a step of one run; default: the config's"
+    )
+    parser.add_argument("--runs", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each (cpu)")
+    options = parser.parse_args()
+    if options.target == "cpu":
+        timing.use("cpu")
+        in_turn, together = _time(options)
+        unit = "s"
+    else:
+        tpu_pricing.use_compile_only_tpu()
+        in_turn, together = _price(options)
+        unit = "million cycles (compiler's model)"
+    print(
+        f"{options.runs} runs: in turn {in_turn:.4g} {unit}, together {together:.4g} {unit}, "
+        f"in turn / together {in_turn / together:.2f}"
+    )
+
+
+def _price(options: argparse.Namespace) -> tuple[float, float]:
+    import jax
+
+    jax.config.update("jax_default_prng_impl", "rbg")
+    cycles = []
+    for runs in (None, options.runs):
+        program, shapes = training_step.build(options, runs)
+        cost = tpu_pricing.price(program.train_step, *shapes, target=options.target)
+        cycles.append(cost.cycles / 1e6 * (options.runs if runs is None else 1))
+        print(f"runs={runs}: {len(cost.unpriced)} operations not estimated", flush=True)
+    return cycles[0], cycles[1]
+
+
+def _time(options: argparse.Namespace) -> tuple[float, float]:
+    import jax
+    import numpy as np
+
+    def start(runs):
+        program, (_, shapes) = training_step.build(options, runs)
+        draws = np.random.default_rng(0)
+        batch = {
+            name: np.ones(shape.shape, np.int32)
+            if name != "tokens"
+            else draws.integers(5, 4_000, shape.shape, np.int32)
+            for name, shape in shapes.items()
+        }
+        with jax.set_mesh(program.mesh):
+            key = jax.random.key(0)
+            states = [program.init(key if runs is None else jax.random.split(key, runs))]
+            rows = program.put_batch(batch)
+        if runs is None:
+            states *= options.runs
+            states = [jax.tree.map(lambda leaf: leaf.copy(), state) for state in states]
+        return program, states, rows
+
+    def step(program, states, rows):
+        with jax.set_mesh(program.mesh):
+            for number, state in enumerate(states):
+                states[number], *_ = program.train_step(state, rows)
+        jax.block_until_ready(states)
+
+    forms = {"in turn": start(None), "together": start(options.runs)}
+    times = timing.alternate(
+        {name: lambda form=form: step(*form) for name, form in forms.items()}, options.rounds
+    )
+    for name, found in times.items():
+        print(f"{name}: {min(found) / 1e3:.3f} to {max(found) / 1e3:.3f} s", flush=True)
+    return tuple(statistics.median(times[name]) / 1e3 for name in ("in turn", "together"))
+
+
+if __name__ == "__main__":
+    main()

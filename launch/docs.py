@@ -1,0 +1,112 @@
+"""The pages as a site: what MkDocs calls while it builds them, and the table of all fields.
+
+    python launch/docs.py --write       writes docs/fields.md from the dataclasses of the config
+    pip install mkdocs                  once; the extra `docs`
+    mkdocs serve                        the pages in a browser; mkdocs build --strict: in site/
+
+The pages are written to be read in the repository: they link to files beside docs/. As a site,
+README.md is its first page, benchmarks/RESULTS.md and its pictures are copied, and links to code
+become the names of the files.
+"""
+
+import pathlib
+import re
+import sys
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+FIELDS = REPOSITORY / "docs" / "fields.md"
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files, config):
+    """Adds README.md as index.md, and benchmarks/ as far as pages show it."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "index.md", content=(REPOSITORY / "README.md").read_text()))
+    for file in sorted((REPOSITORY / "benchmarks").iterdir()):
+        if file.suffix in (".md", ".png"):
+            name = f"benchmarks/{file.name}"
+            files.append(File.generated(config, name, abs_src_path=str(file)))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Links as they are in the site."""
+    here = pathlib.PurePosixPath("/docs", page.file.src_uri).parent
+    if page.file.src_uri == "index.md":
+        here = pathlib.PurePosixPath("/")
+    elif page.file.src_uri.startswith("benchmarks/"):
+        here = pathlib.PurePosixPath("/benchmarks")
+    return _LINK.sub(lambda link: _in_site(link, here, page.file.src_uri), markdown)
+
+
+def _in_site(link: re.Match, here: pathlib.PurePosixPath, source: str) -> str:
+    mark, text, target, anchor = link.groups()
+    if "://" in target:
+        return link.group()
+    path = REPOSITORY / pathlib.Path(_normal(here / target)).relative_to("/")
+    if not path.exists():
+        return link.group()  # MkDocs says that it leads nowhere
+    relative = path.relative_to(REPOSITORY)
+    if relative.suffix not in (".md", ".png"):
+        return f"`{text.strip('`')}`"
+    place = relative.relative_to("docs") if relative.parts[0] == "docs" else relative
+    if str(relative) == "README.md":
+        place = pathlib.PurePosixPath("index.md")
+    up = "../" * source.count("/")
+    return f"{mark}[{text}]({up}{place}{anchor or ''})"
+
+
+def _normal(path: pathlib.PurePosixPath) -> str:
+    parts = []
+    for part in path.parts:
+        if part == "..":
+            parts.pop()
+        else:
+            parts.append(part)
+    return str(pathlib.PurePosixPath(*parts))
+
+
+def describe_fields() -> str:
+    """The page docs/fields.md."""
+    from convbert_jax.command_line import overrides
+    from convbert_jax.command_line.fields import comments, field_types
+    from convbert_jax.config import Config
+
+    config, said = Config(), comments()
+    lines = [
+        "# Every field of a config",
+        "",
+        "Written by `python launch/docs.py --write` from the comments in "
+        "[convbert_jax/config/](../convbert_jax/config/). A field is set by "
+        "`--config.SECTION.FIELD=VALUE`; `--config=FILE --help` shows those of a file with its "
+        "values. The values here are those that a file in [configs/](../configs/) starts from.",
+    ]
+    section = None
+    for path in field_types():
+        name, _, field = path.rpartition(".")
+        holder = getattr(config, name) if name else config
+        if name != section:
+            section = name
+            lines += ["", f"## {name or 'The run'}", "", "| field | | |", "|---|---|---|"]
+        value = overrides.to_flags({path: getattr(holder, field)})[0].partition("=")[2]
+        value = f"`{_cell(value)}`" if value else ""
+        lines.append(f"| `{field}` | {value} | {_cell(_plain(said[path]))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _plain(comment: str) -> str:
+    """A comment as Markdown: what it would take for marks of its own is escaped."""
+    return re.sub(r"([*<\[])", r"\\\1", comment)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(__doc__)
+    FIELDS.write_text(describe_fields())
+    print(f"Wrote {FIELDS.relative_to(REPOSITORY)}.")

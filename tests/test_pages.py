@@ -1,0 +1,88 @@
+"""README and docs/: what they tell people to type exists, their links lead somewhere."""
+
+import itertools
+import pathlib
+import re
+import runpy
+import shlex
+
+import pytest
+from absl.testing import flagsaver
+
+from convbert_jax import command_line
+from convbert_jax.command_line.fields import field_types
+from convbert_jax.sweeps import request
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+STARTS = re.compile(r"python (?:-m [\w.]+|[\w/]+\.py)|bash [\w/]+\.sh")
+ENDS = {"|", "&&", ";", ">"}
+
+
+def commands(page: pathlib.Path) -> list[list[str]]:
+    """What a page gives to a shell: the lines of its blocks, and `python …` in its text."""
+    text = page.read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"`([^`\n]*)`", re.sub(r"```.*?```", "", text, flags=re.S))
+    found = []
+    for line in lines:
+        line = re.sub(r'.*--wrap="(.*)".*', r"\1", line)  # what sbatch is given
+        if not (start := STARTS.search(line)) or "…" in line or "NAME" in line.split("#")[0]:
+            continue
+        lexer = shlex.shlex(line[start.start() :], posix=True, punctuation_chars="|&;>")
+        lexer.whitespace_split = True
+        found.append(list(itertools.takewhile(lambda word: word not in ENDS, lexer)))
+    return [words for words in found if words != ["python", "-m", "convbert_jax.main"]]
+
+
+def test_the_pages_have_commands():
+    assert sum(len(commands(page)) for page in PAGES) > 25
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_says_to_type_is_understood(page):
+    for words in commands(page):
+        program, arguments = words[1], words[2:]
+        if program == "-m":
+            program, arguments = words[2], words[3:]
+        if program == "convbert_jax.main":
+            with flagsaver.flagsaver():
+                command_line.read(["main.py", *arguments])
+        elif program == "launch/sweep.py":
+            request.read(["sweep.py", *arguments])
+        elif not (program == "pytest" and (REPOSITORY / arguments[0]).exists()):
+            place = program if "/" in program else program.replace(".", "/") + ".py"
+            assert (REPOSITORY / place).is_file(), words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_fields_that_a_page_names_exist(page):
+    known = {path[: end.start()] for path in field_types() for end in re.finditer(r"\.|$", path)}
+    for name in re.findall(r"(?:--|`)config\.([a-z]\w*(?:\.[a-z]\w*)*)", page.read_text()):
+        assert name in known | {"section.field", "json"}, name
+
+
+def test_the_table_of_fields_is_that_of_the_code():
+    docs = runpy.run_path(str(REPOSITORY / "launch" / "docs.py"))
+    assert docs["FIELDS"].read_text() == docs["describe_fields"](), (
+        "a field has changed: python launch/docs.py --write"
+    )
+
+
+def test_the_readme_stays_a_page():
+    assert len(PAGES[0].read_text().splitlines()) <= 120
+
+
+def test_the_site_is_built_and_all_links_lead_somewhere(tmp_path):
+    pytest.importorskip("mkdocs")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    settings = load_config(str(REPOSITORY / "mkdocs.yml"), site_dir=str(tmp_path / "site"))
+    settings.plugins.on_startup(command="build", dirty=False)
+    build(settings)  # strict: a link to nowhere is an error
+    start = (tmp_path / "site" / "index.html").read_text()
+    assert 'href="pretraining/"' in start
+    assert "benchmarks/quickstart.png" in start
+    assert (tmp_path / "site" / "benchmarks" / "quickstart.png").is_file()
