@@ -14,7 +14,10 @@ from convbert_jax.command_line.fields import field_types
 from convbert_jax.sweeps import request
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [
+    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+]
 STARTS = re.compile(r"python (?:-m [\w.]+|[\w/]+\.py)|bash [\w/]+\.sh")
 ENDS = {"|", "&&", ";", ">"}
 
