@@ -5,8 +5,8 @@
     mkdocs serve                        the pages in a browser; mkdocs build --strict: in site/
 
 The pages are written to be read in the repository: they link to files beside docs/. As a site,
-README.md is its first page, benchmarks/RESULTS.md and its pictures are copied, and links to code
-become the names of the files.
+README.md is its first page, what else is beside docs/ and benchmarks/RESULTS.md with its pictures
+are copied, and links to code become the names of the files.
 """
 
 import pathlib
@@ -16,14 +16,20 @@ import sys
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 FIELDS = REPOSITORY / "docs" / "fields.md"
+_BESIDE = {
+    "index.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changes.md": "CHANGELOG.md",
+}
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files, config):
-    """Adds README.md as index.md, and benchmarks/ as far as pages show it."""
+    """Adds the pages beside docs/, and benchmarks/ as far as pages show it."""
     from mkdocs.structure.files import File
 
-    files.append(File.generated(config, "index.md", content=(REPOSITORY / "README.md").read_text()))
+    for name, file in _BESIDE.items():
+        files.append(File.generated(config, name, abs_src_path=str(REPOSITORY / file)))
     for file in sorted((REPOSITORY / "benchmarks").iterdir()):
         if file.suffix in (".md", ".png"):
             name = f"benchmarks/{file.name}"
@@ -34,7 +40,7 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     """Links as they are in the site."""
     here = pathlib.PurePosixPath("/docs", page.file.src_uri).parent
-    if page.file.src_uri == "index.md":
+    if page.file.src_uri in _BESIDE:
         here = pathlib.PurePosixPath("/")
     elif page.file.src_uri.startswith("benchmarks/"):
         here = pathlib.PurePosixPath("/benchmarks")
@@ -52,8 +58,7 @@ def _in_site(link: re.Match, here: pathlib.PurePosixPath, source: str) -> str:
     if relative.suffix not in (".md", ".png"):
         return f"`{text.strip('`')}`"
     place = relative.relative_to("docs") if relative.parts[0] == "docs" else relative
-    if str(relative) == "README.md":
-        place = pathlib.PurePosixPath("index.md")
+    place = {file: name for name, file in _BESIDE.items()}.get(str(place), place)
     up = "../" * source.count("/")
     return f"{mark}[{text}]({up}{place}{anchor or ''})"
 
