@@ -21,6 +21,7 @@ from convbert_jax.models.mixers.convolution import (
     convolve,
     of_nobody_else,
     start_filters,
+    unless_masked,
 )
 from convbert_jax.ops.dynamic_conv import dynamic_conv
 from convbert_jax.ops.softmax import softmax
@@ -74,6 +75,8 @@ class Mixed:
             "attention/self/conv_attn_point",
         ),
     }
+
+    reads_padding = property(unless_masked)
 
     @classmethod
     def make(cls, settings: MixerSettings, **own: Any) -> "Mixed":
@@ -148,10 +151,6 @@ class Mixed:
         if self.filters == "span_dynamic":
             convolution += 2 * taps * hidden_size + 2 * heads * size
         return scores + biases + convolution
-
-    @property
-    def reads_padding(self) -> bool:
-        return not self.mask_convolution
 
     def inexpressible(self, form: str, hidden_size: int) -> str:
         attended, convolved, size = self.attention_heads, self.convolution_heads, self.head_size
