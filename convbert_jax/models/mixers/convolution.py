@@ -147,6 +147,13 @@ def start_filters(
     return initializers.glorot(rngs.params(), (taps, 1, heads))[:, 0].T
 
 
+def at_all_positions(
+    filters: Float[Array, "H K"], x: Float[Array, "B L C"]
+) -> Float[Array, "B L H K"]:
+    """Filters that are the same for each token of `x`, as a capture shows them."""
+    return jnp.broadcast_to(filters, (*x.shape[:2], *filters.shape))
+
+
 def convolve(
     query: Float[Array, "B L C"],
     span_key: Float[Array, "B L C"] | None,

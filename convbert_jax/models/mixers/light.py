@@ -71,6 +71,8 @@ def convolve(
     published kernels for GPUs draw it.
     """
     normalized = softmax(filters, None, jnp.float32)
+    if capture is not None:
+        capture.offer("filters", lambda: convolution.at_all_positions(normalized, values))
     convolved = dynamic_conv(
         split(values, config.heads),
         dropout(normalized, config.attention_dropout, key),

@@ -18,6 +18,7 @@ from convbert_jax.models.layers import Dense, Initializers
 from convbert_jax.models.mixers.attention import Attention, attend, join, split
 from convbert_jax.models.mixers.convolution import (
     SeparableConv,
+    at_all_positions,
     convolve,
     of_nobody_else,
     start_filters,
@@ -259,9 +260,12 @@ class MixedAttention(nnx.Module):
         c, heads = self.config, self.config.convolution_heads
         if c.filters == "light":
             values = split(self.conv_value(x), heads) if c.own_value else value[:, :, :heads]
+            filters = softmax(self.conv_filters[...], None, jnp.float32)
+            if capture is not None:
+                capture.offer("filters", lambda: at_all_positions(filters, x))
             convolved = dynamic_conv(
                 values,
-                softmax(self.conv_filters[...], None, jnp.float32),
+                filters,
                 segment_ids=ids,
                 implementation=c.convolution,
             )
