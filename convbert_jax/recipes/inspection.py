@@ -89,6 +89,8 @@ def inspect(
     folder = _choose_folder(path, model, output)
     read = _read_lines(texts) if texts else _heldout_texts(path, model, word)
     seen = [_look(each, read, word, layers) for each in (model, *others)]
+    if word and not any(each.filters for each in seen):
+        raise InspectionError(f"--word={word}: {' '.join(seen[0].blind)}")
     folder.mkdir(parents=True, exist_ok=True)
     _draw(folder, seen, word, layers)
     _write(folder, seen, word)
@@ -168,7 +170,7 @@ def _look(model: Model, texts: Sequence[str], word: str | None, layers: Sequence
     blind = _describe_blind(model, network, wanted)
     capture = tuple(name for name in wanted if any(name in offer for offer in network.offers))
     if not capture:
-        raise InspectionError(f"{model.path}: {' '.join(blind)}")
+        raise InspectionError(f"{model.path} shows nothing: {' '.join(blind)}")
     rows, occurrences = _encode(model, texts, word)
     sums = maps.MapSums(rows.by_token["tokens"].shape[1])
     filters: dict[int, list[np.ndarray]] = {}
@@ -180,21 +182,26 @@ def _look(model: Model, texts: Sequence[str], word: str | None, layers: Sequence
                 for layer, of_text in arrays["filters"].items():
                     filters.setdefault(layer, []).append(of_text[occurrence.token])
     found = [LayerFilters(layer, np.stack(each)) for layer, each in sorted(filters.items())]
+    if layers and filters and not set(layers) & filters.keys():
+        raise InspectionError(
+            f"--layers={','.join(map(str, layers))}: none of these has filters; choose from "
+            f"{', '.join(map(str, sorted(filters)))}."
+        )
     return _Seen(model, texts, rows, occurrences, sums, found, blind)
 
 
 def _describe_blind(model: Model, network: NetworkOnDevice, wanted: Sequence[str]) -> list[str]:
-    """A sentence for each stage that offers nothing of what is wanted."""
+    """A sentence for each stage that lacks something of what is wanted."""
     sentences, first = [], 0
     names = {"attention": "attention maps", "filters": "filters of a word"}
     for stage, offer in zip(model.networks["main"].encoder.stages, network.offers, strict=True):
         last = first + stage.depth - 1
-        if not offer & set(wanted):
-            place = f"layer {first}" if first == last else f"layers {first} to {last}"
-            what = " and no ".join(names[name] for name in wanted)
-            more = "" if "filters" in wanted or "filters" not in offer else (
-                " (but filters of a word: add --word=WORD)")  # fmt: skip
-            sentences.append(f"{place} ({stage.layer.mixer}) have no {what}{more}.")
+        if lacks := [names[name] for name in wanted if name not in offer]:
+            place = f"layer {first} has" if first == last else f"layers {first} to {last} have"
+            more = ""
+            if "filters" in offer and "filters" not in wanted:
+                more = f", but {names['filters']}, with --word=WORD"
+            sentences.append(f"{place} no {' and no '.join(lacks)}{more} ({stage.layer.mixer}).")
         first = last + 1
     return sentences
 

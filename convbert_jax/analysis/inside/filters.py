@@ -79,4 +79,4 @@ def chosen_layers(layers: Sequence[int], asked: Sequence[int]) -> list[int]:
     if asked:
         return [layer for layer in layers if layer in asked]
     places = {0, len(layers) // 2, len(layers) - 1}
-    return [layers[place] for place in sorted(places)]
+    return [layers[place] for place in sorted(places) if layers]
