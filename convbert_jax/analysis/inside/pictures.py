@@ -11,7 +11,7 @@ from convbert_jax.analysis.inside.maps import LayerMaps
 
 SHOWN = 64  # positions of a map
 OCCURRENCES = 24  # of a word
-HEADS = 8  # of the filters
+HEADS = 4  # of a layer's filters
 
 
 def draw_maps(layers: Sequence[LayerMaps], title: str, picture: epath.PathLike) -> None:
@@ -25,11 +25,12 @@ def draw_maps(layers: Sequence[LayerMaps], title: str, picture: epath.PathLike) 
     figure, axes = pyplot.subplots(
         len(layers),
         heads,
-        figsize=(side * heads + 1.6, (side + 0.16) * len(layers) + 0.8),
+        figsize=(max(5.6, side * heads + 1.6), (side + 0.16) * len(layers) + 1.0),
         squeeze=False,
         layout="constrained",
     )
-    most = max(float(np.nanmax(layer.mean[:, :shown, :shown])) for layer in layers)
+    cells = np.concatenate([layer.mean[:, :shown, :shown].ravel() for layer in layers])
+    most = float(np.nanpercentile(cells, 99.8))  # one token that all look at hides the rest else
     scale = colors.PowerNorm(0.5, vmin=0, vmax=most)
     image = None
     for layer, row in zip(layers, axes, strict=True):
@@ -44,12 +45,12 @@ def draw_maps(layers: Sequence[LayerMaps], title: str, picture: epath.PathLike) 
             )
             axis.set_title(f"{layer.concentration[head]:.0%}", fontsize=7, pad=2)
         row[0].set_ylabel(f"layer {layer.layer}", fontsize=8)
-    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=30)
+    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=30, extend="max")
     bar.set_label("mean attention (root scale)", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     figure.suptitle(
-        f"{title}\nheads across, of each the first {shown} positions, queries down; above a map: "
-        "diagonal concentration",
+        f"{title}\na panel is a head: queries down, keys across, {shown} positions;\n"
+        "above it its diagonal concentration",
         fontsize=9,
     )
     drawing.save(figure, picture)
@@ -58,10 +59,12 @@ def draw_maps(layers: Sequence[LayerMaps], title: str, picture: epath.PathLike) 
 def draw_concentration(
     models: Sequence[tuple[str, Sequence[LayerMaps], float]], window: int, picture: epath.PathLike
 ) -> None:
-    """A panel for each model (its name, its layers, its chance level): dots are heads, the line
-    their mean.
+    """A panel for each model (its name, its layers, its chance level): dots are heads, side by side
+    in their order, the line is their mean.
     """
     pyplot = drawing.open_pyplot([name for name, _, _ in models])
+    from matplotlib import ticker
+
     figure, axes = pyplot.subplots(
         1,
         len(models),
@@ -73,18 +76,22 @@ def draw_concentration(
     for axis, (name, layers, chance) in zip(axes[0], models, strict=True):
         for layer in layers:
             heads = layer.concentration
-            axis.plot([layer.layer] * len(heads), heads, "o", color="C0", alpha=0.45, ms=4.5)
+            beside = np.linspace(-0.25, 0.25, len(heads)) if len(heads) > 1 else np.zeros(1)
+            axis.plot(layer.layer + beside, heads, "o", color="C0", alpha=0.6, ms=4, mew=0)
         means = [layer.concentration.mean() for layer in layers]
         axis.plot([layer.layer for layer in layers], means, "-", color="C0", lw=1.6)
-        axis.plot([], [], "o-", color="C0", lw=1.6, ms=4.5, label="heads, and their mean")
+        axis.plot([], [], "o-", color="C0", lw=1.6, ms=4, label="heads, and their mean")
         axis.axhline(chance, color="0.35", ls="--", lw=1.2, label=f"chance level, {chance:.0%}")
         axis.set_title(name, fontsize=9)
         axis.set_xlabel("layer", fontsize=9)
         axis.set_xticks([layer.layer for layer in layers])
-        axis.set_ylim(0, 1.03)
+        axis.set_xlim(layers[0].layer - 0.6, layers[-1].layer + 0.6)
         axis.grid(alpha=0.25)
         axis.tick_params(labelsize=8)
         axis.legend(fontsize=8, frameon=False)
+    highest = max(layer.concentration.max() for _, layers, _ in models for layer in layers)
+    axes[0, 0].set_ylim(0, 1.3 * max(highest, *(chance for _, _, chance in models)))
+    axes[0, 0].yaxis.set_major_formatter(ticker.PercentFormatter(1))
     axes[0, 0].set_ylabel(f"share of attention within {window} positions", fontsize=9)
     drawing.save(figure, picture)
 
@@ -95,44 +102,37 @@ def draw_filters(
     title: str,
     picture: epath.PathLike,
 ) -> None:
-    """A panel for each layer (down) and head (across): occurrences down, taps across."""
+    """A panel for each head, layer by layer: occurrences down, taps across."""
     occurrences = occurrences[:OCCURRENCES]
     snippets = [occurrence.snippet for occurrence in occurrences]
-    heads = min(HEADS, max(layer.filters.shape[1] for layer in layers))
-    most = max(float(layer.filters[: len(occurrences), :heads].max()) for layer in layers)
+    panels = [(layer, head) for layer in layers for head in range(layer.filters.shape[1])
+              if head < HEADS]  # fmt: skip
+    most = max(float(layer.filters[: len(occurrences), head].max()) for layer, head in panels)
     pyplot = drawing.open_pyplot([title, *snippets])
-    height = 0.19 * len(occurrences) + 0.7
     figure, axes = pyplot.subplots(
-        len(layers),
-        heads,
-        figsize=(1.35 * heads + 4.6, height * len(layers) + 0.9),
+        1,
+        len(panels),
+        figsize=(0.95 * len(panels) + 4.4, 0.19 * len(occurrences) + 1.5),
         squeeze=False,
         layout="constrained",
     )
     image = None
-    for place, (layer, row) in enumerate(zip(layers, axes, strict=True)):
-        moved, taps = spread(layer.filters), layer.filters.shape[-1]
-        for head, axis in enumerate(row):
-            axis.set_yticks([])
-            if head >= layer.filters.shape[1]:
-                axis.set_visible(False)
-                continue
-            image = axis.imshow(
-                layer.filters[: len(occurrences), head],
-                cmap="viridis", vmin=0, vmax=most, aspect="auto", interpolation="none",
-            )  # fmt: skip
-            axis.set_title(f"head {head}: {moved[head]:.0%}", fontsize=8, pad=3)
-            ticks = sorted({0, taps // 2, taps - 1})
-            axis.set_xticks(ticks, [f"{tick - taps // 2:+d}" if tick != taps // 2 else "0"
-                                    for tick in ticks], fontsize=7)  # fmt: skip
-            if place == len(layers) - 1:
-                axis.set_xlabel("tap", fontsize=8)
-        row[0].set_yticks(range(len(snippets)), snippets, fontsize=7)
-        row[0].set_ylabel(f"layer {layer.layer}", fontsize=9)
+    for axis, (layer, head) in zip(axes[0], panels, strict=True):
+        taps, moved = layer.filters.shape[-1], spread(layer.filters)[head]
+        image = axis.imshow(
+            layer.filters[: len(occurrences), head],
+            cmap="viridis", vmin=0, vmax=most, aspect="auto", interpolation="none",
+        )  # fmt: skip
+        axis.set_title(f"layer {layer.layer}\nhead {head}: {moved:.0%}", fontsize=7, pad=3)
+        ticks = sorted({0, taps // 2, taps - 1})
+        axis.set_xticks(ticks, [str(tick - taps // 2) for tick in ticks], fontsize=7)
+        axis.set_yticks([])
+    axes[0, 0].set_yticks(range(len(snippets)), snippets, fontsize=7)
+    axes[0, 0].set_xlabel("tap", fontsize=8)
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=30)
     bar.set_label("weight of the tap", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     figure.suptitle(
-        f"{title}\nabove a panel: the share of weight that the context moves", fontsize=9
+        f"{title}\n% is the share of a head's weight that the context moves", fontsize=9
     )
     drawing.save(figure, picture)
