@@ -108,8 +108,11 @@ def _choose_folder(path: str, model: Model, output: str | None) -> epath.Path:
 
 
 def _read_lines(texts: str) -> list[str]:
-    path = files.expand(texts)
-    read = [line.strip() for _, line in text_lines.decode_lines(path, "utf-8")]
+    try:
+        lines = text_lines.decode_lines(files.expand(texts), "utf-8")
+        read = [line.strip() for _, line in lines]
+    except OSError as error:
+        raise InspectionError(f"--input={texts} cannot be read: {error.strerror}.") from None
     if not any(read):
         raise InspectionError(f"--input={texts} has no text; write one a line.")
     return [line for line in read if line]

@@ -95,6 +95,8 @@ def test_a_word_is_found_where_it_stands_alone():
     assert found[1].snippet.endswith("the BANK.")
     assert filters.find("bank", 3, text, places[:5]) == found[:1]  # cut off
     assert not filters.find("b.nk", 3, text, places)
+    marked = np.asarray([(0, 1), (0, 2), (2, 4)])  # a mark of the space, "ba", "nk"
+    assert filters.find("bank", 0, "bank", marked)[0].token == 2
 
 
 @pytest.mark.parametrize(

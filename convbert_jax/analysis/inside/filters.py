@@ -50,7 +50,8 @@ def find(word: str, number: int, text: str, places: np.ndarray) -> list[Occurren
         (covering,) = np.nonzero((places[:, 0] <= match.start()) & (match.start() < places[:, 1]))
         if len(covering):
             snippet = _cut_out(text, match.start(), match.end())
-            found.append(Occurrence(number, int(covering[0]) + 1, snippet))
+            # The last, as before it a mark of the space may claim the same character.
+            found.append(Occurrence(number, int(covering[-1]) + 1, snippet))
     return found
 
 
