@@ -30,6 +30,13 @@ def mixed(make_run):  # noqa: F811
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def exported(make_run, tmp_path_factory):  # noqa: F811
+    """Attention alone, as Hugging Face has it."""
+    run, _ = make_run(mixer="attention", recipe="masked_lm", embedding_size=32)
+    return str(conversion.export(run, output=tmp_path_factory.mktemp("bert") / "bert"))
+
+
 @pytest.fixture
 def lines(tmp_path):
     file = tmp_path / "texts.txt"
@@ -83,11 +90,9 @@ def test_numbers_are_those_of_the_model_text_by_text(mixed, lines, tmp_path):
         np.testing.assert_allclose(taps, wanted, atol=1e-5)
 
 
-def test_two_models_side_by_side(mixed, make_run, lines, tmp_path):  # noqa: F811
-    other, _ = make_run(mixer="attention", recipe="masked_lm", embedding_size=32)
-    folder = conversion.export(other, output=tmp_path / "bert")
+def test_two_models_side_by_side(mixed, exported, lines, tmp_path):
     result = recipes.inspect(
-        mixed, beside=str(folder), texts=lines, word="stone", output=str(tmp_path / "out")
+        mixed, beside=exported, texts=lines, word="stone", output=str(tmp_path / "out")
     )
     names = {file.name for file in result.folder.iterdir()}
     assert names == {
@@ -147,7 +152,7 @@ def test_held_out_texts_of_the_run_are_the_default(pretrained):
         recipes.inspect(str(pretrained.folder), word="xylophone")
 
 
-def test_nothing_to_see_is_one_sentence(make_run, mixed, lines, tmp_path):  # noqa: F811
+def test_nothing_to_see_is_one_sentence(make_run, mixed, exported, lines, tmp_path):  # noqa: F811
     def refused(says, *arguments, **named):
         with pytest.raises(UserError, match=says) as error:
             recipes.inspect(*arguments, **named)
@@ -161,7 +166,7 @@ def test_nothing_to_see_is_one_sentence(make_run, mixed, lines, tmp_path):  # no
     refused("empty.txt has no text; write one a line", mixed, texts=str(empty))
     refused("nowhere.txt cannot be read", mixed, texts=str(tmp_path / "nowhere.txt"))
     refused("--output=.*empty.txt is a file", mixed, texts=lines, output=str(empty))
-    folder = str(conversion.export(mixed, output=tmp_path / "convbert"))
-    refused("is no run of ours to write into; add --output=FOLDER", folder, texts=lines)
-    refused("has no held-out texts of its own; .*--input=FILE", folder, output=str(tmp_path / "o"))
-    refused("", str(tmp_path / "nothing"), texts=lines, output=str(tmp_path / "o"))
+    output = str(tmp_path / "out")
+    refused("is no run of ours to write into; add --output=FOLDER", exported, texts=lines)
+    refused("has no held-out texts of its own; .*--input=FILE", exported, output=output)
+    refused("nothing", str(tmp_path / "nothing"), texts=lines, output=output)
