@@ -59,7 +59,7 @@ def _run(request: command_line.Request) -> None:
 
     config, workdir = request.config, request.workdir
     devices.prepare_platform(config.platform if config else "any")
-    if request.mode in ("train", "eval", "predict"):
+    if request.mode in ("train", "eval", "predict", "inspect"):
         compilation.enable_compile_cache(_compile_cache(request))
     result = None
     if request.mode == "prepare":
@@ -88,6 +88,16 @@ def _run(request: command_line.Request) -> None:
             input_format=request.input_format,
             texts=request.texts,
         )
+    elif request.mode == "inspect":
+        result = recipes.inspect(
+            request.source or str(workdir),
+            beside=request.beside,
+            step=request.step,
+            texts=None if request.input == "-" else request.input,
+            word=request.word,
+            layers=request.layers,
+            output=request.output,
+        )
     elif request.mode == "import":
         importing.import_run(request.source, config, workdir, request.given)
     else:
@@ -98,13 +108,13 @@ def _run(request: command_line.Request) -> None:
 
 
 def _compile_cache(request: command_line.Request) -> str:
-    """The folder of compiled programs that the config names; of a model that predicts, its own."""
+    """The folder of compiled programs that the config names; of a model that is used, its own."""
     from convbert_jax.workdir import Workdir
 
     config = request.config
-    if request.mode == "predict":
+    if request.mode in ("predict", "inspect"):
         try:
-            config = Workdir(request.workdir).read_config()
+            config = Workdir(request.source or request.workdir).read_config()
         except UserError:  # a folder of Hugging Face; one that is damaged is told when it is read
             config = Config()
     return config.train.compile_cache

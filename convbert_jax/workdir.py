@@ -100,6 +100,10 @@ class Workdir:
         """The held-out numbers of a checkpoint."""
         return self.path / "evaluation" / f"step-{step}.json"
 
+    def inside(self, step: int) -> epath.Path:
+        """Pictures and numbers of what the layers of a checkpoint do."""
+        return self.path / "inside" / f"step-{step}"
+
     def export(self, form: str, step: int) -> epath.Path:
         """A checkpoint for other software; `form` as "huggingface"."""
         return self.path / form / f"step-{step}"

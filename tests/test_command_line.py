@@ -126,6 +126,17 @@ def test_json_files_that_are_no_config(tmp_path, text):
             "fine-tuning starts from the weights as they are: --mode=train --config.init_from=x",
         ),
         (("--mode=export", "--workdir=x", "--output="), "--output= is empty"),
+        (("--mode=inspect",), "--mode=inspect needs --workdir, the folder of a run, or --source"),
+        (("--mode=inspect", "--source=x"), "--mode=inspect with --source needs --output=FOLDER"),
+        (("--mode=inspect", "--source=x", "--output=y", "--workdir=z"), "--workdir has no effect"),
+        (("--mode=inspect", "--workdir=x", "--layers=0"), "--layers has no effect without --word"),
+        (
+            ("--mode=inspect", "--workdir=x", "--word=y", "--layers=0,last"),
+            "--layers=last must be whole numbers from 0",
+        ),
+        (("--mode=inspect", "--workdir=x", "--word="), "--word= is empty"),
+        (("--mode=inspect", "--workdir=x", "--beside="), "--beside= is empty"),
+        (("--mode=export", "--workdir=x", "--word=y"), "--word has no effect with --mode=export"),
         ((TINY, "extra"), "argument 'extra' is not understood"),
         ((TINY, "--step=two", "--mode=export"), "--step"),
     ],
@@ -143,6 +154,12 @@ def test_a_config_may_name_the_run_that_is_exported():
 def test_a_fine_tuned_model_is_used_with_its_config_or_without(mode):
     arguments = ("--config=configs/text.py:own", f"--mode={mode}", "--workdir=x")
     assert read(*arguments).mode == mode
+
+
+def test_what_is_inspected():
+    request = read("--mode=inspect", "--workdir=x", "--beside=y", "--word=bank", "--layers=0,11")
+    assert (request.beside, request.word, request.layers) == ("y", "bank", (0, 11))
+    assert request.config is None
 
 
 def test_a_path_may_have_a_colon(tmp_path):

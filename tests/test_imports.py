@@ -9,7 +9,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "convbert_jax"
 # The first rows: what everything above them may use.
 BELOW = {
-    *("config", "files", "workdir", "interfaces", "ops"),
+    *("config", "files", "drawing", "workdir", "interfaces", "ops"),
     *("data", "models", "training", "objectives"),
 }
 ALLOWED = {
@@ -20,6 +20,7 @@ ALLOWED = {
     "files": {"config"},
     "workdir": {"config", "files"},
     "console": set(),
+    "drawing": {"files"},
     "ops": {"config"},
     "data": {"config", "files", "interfaces"},
     "models": {"config", "interfaces", "ops"},

@@ -10,7 +10,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import drawing
 from convbert_jax.training.reports.reporting import read_metrics
 
 # Panels of the picture: title, metrics, and the name and value of a no-skill line.
@@ -47,11 +47,7 @@ def plot_curves(metrics_file: epath.Path, picture: epath.Path, title: str) -> bo
     Returns:
       whether there was anything to draw.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = drawing.open_pyplot([title])
     curves = read_curves(metrics_file)
     present = {name for split in curves.values() for name in split}
     panels = [panel for panel in _PANELS if present & set(panel[1])]
@@ -89,9 +85,7 @@ def plot_curves(metrics_file: epath.Path, picture: epath.Path, title: str) -> bo
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     figure.suptitle(title, fontsize=11)
-    with files.replacing(picture) as file:
-        figure.savefig(file, format="png", dpi=120)
-    pyplot.close(figure)
+    drawing.save(figure, picture)
     return True
 
 

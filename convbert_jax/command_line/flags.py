@@ -20,6 +20,7 @@ MODES = {
     "export": "write a checkpoint of --workdir, or the weights at --source, for other software",
     "import": "make --workdir a run from the weights at --source",
     "predict": "apply the fine-tuned model --workdir to each line or row of --input",
+    "inspect": "draw attention maps and filters of --workdir, or of the weights at --source",
 }
 FORMATS = ("huggingface", "tensorflow1", "stablehlo")
 
@@ -59,10 +60,13 @@ OUTPUT = flags.DEFINE_string(
     None,
     "Folder that --mode=export makes; default WORKDIR/FORMAT/step-N. File that --mode=predict "
     "makes, .tsv, .csv or .jsonl; default standard output. File that --mode=eval makes; default "
-    "WORKDIR/evaluation/step-N.json.",
+    "WORKDIR/evaluation/step-N.json. Folder of --mode=inspect; default WORKDIR/inside/step-N.",
 )
 INPUT = flags.DEFINE_string(
-    "input", "-", "Lines or a table that --mode=predict reads, .gz or not; default standard input."
+    "input",
+    "-",
+    "Lines or a table that --mode=predict reads, .gz or not; default standard input. A file of a "
+    "text a line for --mode=inspect; default held-out texts of the run.",
 )
 INPUT_FORMAT = flags.DEFINE_enum(
     "input_format",
@@ -76,13 +80,22 @@ TEXTS = flags.DEFINE_list(
     "Columns with the one text or the two that --mode=predict reads; default those of training.",
 )
 STEP = flags.DEFINE_integer(
-    "step", None, "Checkpoint for --mode=export and eval; default the newest.", lower_bound=0
+    "step", None, "Checkpoint for --mode=export, eval, inspect; default the newest.", lower_bound=0
 )
 GENERATOR = flags.DEFINE_boolean("generator", True, "Whether --mode=export takes it along.")
 SOURCE = flags.DEFINE_string(
     "source",
     None,
-    "For import and export: a run's folder, a Hugging Face folder or a TensorFlow 1 checkpoint.",
+    "For import, export, inspect: a run, a Hugging Face folder or a TensorFlow 1 checkpoint.",
+)
+BESIDE = flags.DEFINE_string(
+    "beside", None, "Another run, folder or checkpoint, drawn by --mode=inspect beside the first."
+)
+WORD = flags.DEFINE_string(
+    "word", None, "Whose filters --mode=inspect draws, wherever it stands in the texts."
+)
+LAYERS = flags.DEFINE_list(
+    "layers", [], "Whose filters of --word are drawn, from 0; default the first, middle and last."
 )
 
 

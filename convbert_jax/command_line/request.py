@@ -19,16 +19,19 @@ _HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
 _MODES_OF_FLAG = {
     "verify_steps": ("verify_resume",),
     "format": ("export",),
-    "output": ("eval", "export", "predict"),
-    "input": ("predict",),
+    "output": ("eval", "export", "predict", "inspect"),
+    "input": ("predict", "inspect"),
     "input_format": ("predict",),
     "texts": ("predict",),
-    "step": ("eval", "export"),
+    "step": ("eval", "export", "inspect"),
     "generator": ("export",),
-    "source": ("export", "import"),
+    "source": ("export", "import", "inspect"),
+    "beside": ("inspect",),
+    "word": ("inspect",),
+    "layers": ("inspect",),
 }
 # Modes that go by the config that the weights bring along.
-_WITHOUT_CONFIG = ("export", "predict")
+_WITHOUT_CONFIG = ("export", "predict", "inspect")
 # Modes that need no --config where --workdir has a run.
 _OF_A_RUN = ("train", "prepare", "eval", "verify_resume")
 
@@ -70,6 +73,9 @@ class Request:
     step: int | None
     generator: bool
     source: str | None
+    beside: str | None
+    word: str | None
+    layers: tuple[int, ...]
 
 
 def read(argv: Sequence[str]) -> Request:
@@ -103,6 +109,9 @@ def read(argv: Sequence[str]) -> Request:
         step=flags.STEP.value,
         generator=flags.GENERATOR.value,
         source=flags.SOURCE.value,
+        beside=flags.BESIDE.value,
+        word=flags.WORD.value,
+        layers=_read_layers(),
     )
 
 
@@ -132,12 +141,16 @@ def _check_flags() -> None:
             raise ConfigError(
                 f"--{name} has no effect with --mode={mode}; it is for {' and '.join(modes)}."
             )
-    for name in ("config", "workdir", "output", "input", "source", "coordinator"):
+    for name in (
+        *("config", "workdir", "output", "input", "source", "coordinator"),
+        *("beside", "word"),
+    ):
         if absl_flags.FLAGS[name].value == "":
             raise ConfigError(f"--{name}= is empty; name one, or leave the flag out.")
-    if mode == "export" and flags.SOURCE.value and not flags.OUTPUT.value:
-        raise ConfigError("--mode=export with --source needs --output=FOLDER.")
-    if mode == "export" and flags.SOURCE.value:
+    of_weights = mode in ("export", "inspect")
+    if of_weights and flags.SOURCE.value and not flags.OUTPUT.value:
+        raise ConfigError(f"--mode={mode} with --source needs --output=FOLDER.")
+    if of_weights and flags.SOURCE.value:
         for name, flag in (("step", flags.STEP), ("workdir", flags.WORKDIR)):
             if flag.value is not None:
                 raise ConfigError(
@@ -145,12 +158,21 @@ def _check_flags() -> None:
                     "--source."
                 )
     named = flags.SOURCE.value or flags.WORKDIR.value or flags.CONFIG.value
-    if mode == "export" and not named:
-        raise ConfigError("--mode=export needs --workdir, the folder of a run, or --source.")
+    if of_weights and not named:
+        raise ConfigError(f"--mode={mode} needs --workdir, the folder of a run, or --source.")
     if mode == "import" and not (flags.SOURCE.value and flags.WORKDIR.value):
         raise ConfigError("--mode=import needs --source=WEIGHTS and --workdir=FOLDER.")
     if mode == "predict" and not flags.WORKDIR.value:
         raise ConfigError("--mode=predict needs --workdir=MODEL, a fine-tuned model.")
+
+
+def _read_layers() -> tuple[int, ...]:
+    texts = flags.LAYERS.value
+    if wrong := [text for text in texts if not re.fullmatch(r"\d+", text)]:
+        raise ConfigError(f"--layers={wrong[0]} must be whole numbers from 0, as 0,5,11.")
+    if texts and not flags.WORD.value:
+        raise ConfigError("--layers has no effect without --word, whose filters it chooses.")
+    return tuple(map(int, texts))
 
 
 def _read_processes() -> Processes | None:

@@ -2,6 +2,7 @@
 of a few fixed shapes, each compiled once.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,8 @@ from convbert_jax.interop.networks import Network, stack, to_tree
 PRETRAINING_HEADS = ("mlm_head", "rtd_head")
 _SHORTEST = 16  # tokens that a row is padded to
 # (parts of the network by name, hidden states [B, L, C], the batch, an option) -> [B, ...] by name
-Finish = Callable[[nnx.Dict, jax.Array, Any, Any], dict[str, jax.Array]]
+# With a capture what comes second is (hidden states, `models.encoder.Seen`).
+Finish = Callable[[nnx.Dict, Any, Any, Any], dict[str, jax.Array]]
 
 
 class NetworkOnDevice:
@@ -37,19 +39,32 @@ class NetworkOnDevice:
         flat = stack(network.parameters, network.encoder)
         tree = to_tree({path: leaf for path, leaf in flat.items() if path.startswith(parts)})
         self._params = jax.device_put(tree)
+        self._graphdef = graphdef
         self._reads_padding = network.encoder.reads_padding
 
-        def run(finish, option, params, batch):
+        def run(finish, option, capture, params, batch):
             parts = nnx.merge(graphdef, params)
             segments = batch["segment_ids"]
             x = parts["embeddings"](batch["tokens"], segments, batch["type_ids"], dtype=dtype)
-            found = finish(parts, parts["encoder"](x, segments), batch, option)
+            encoded = parts["encoder"](x, segments, capture=capture)
+            found = finish(parts, encoded, batch, option)
             return {name: leaf[None] for name, leaf in found.items()}
 
-        self._run = jax.jit(run, static_argnums=(0, 1))
+        self._run = jax.jit(run, static_argnums=(0, 1, 2))
+
+    @functools.cached_property
+    def offers(self) -> tuple[frozenset[str], ...]:
+        """What the layers of each stage can show, as names for a capture."""
+        return nnx.merge(self._graphdef, self._params)["encoder"].offers()
 
     def apply(
-        self, rows: Rows, finish: Finish, option: Any = None, *, batch_size: int
+        self,
+        rows: Rows,
+        finish: Finish,
+        option: Any = None,
+        *,
+        batch_size: int,
+        capture: tuple[str, ...] = (),
     ) -> dict[str, list[np.ndarray]]:
         """What `finish` makes of each row, in their order; L of an output is that of its bucket.
 
@@ -59,10 +74,11 @@ class NetworkOnDevice:
         Args:
           finish: a function of a module, compiled once for each `option`, which is hashable.
           batch_size: of the largest batches.
+          capture: as of `Encoder`; names that a layer offers.
         """
 
         def run(batch):
-            return self._run(finish, option, self._params, batch)
+            return self._run(finish, option, capture, self._params, batch)
 
         if not len(rows):
             return {}

@@ -1,7 +1,7 @@
 """What becomes of hidden states on the device, as `network.Finish`: vectors, tokens, suspects.
 
 Each is (parts of the network by name, hidden states [B, L, C], batch, option) -> {name: [B, ...]},
-in float32.
+in float32; `captured` is of what layers saw.
 """
 
 import jax
@@ -32,6 +32,16 @@ def fill(parts, hidden, batch, option):
     logits = parts["mlm_head"](picked, parts["embeddings"])[..., :entries]
     scores, tokens = jax.lax.top_k(jax.nn.softmax(logits), top_k)
     return {"scores": scores, "tokens": tokens}
+
+
+def captured(parts, encoded, batch, _):
+    """What each stage showed, as "STAGE/NAME" [B, N, ...] with its layers second."""
+    _, seen = encoded
+    return {
+        f"{stage}/{name}": jnp.swapaxes(array, 0, 1)
+        for stage, arrays in enumerate(seen)
+        for name, array in arrays.items()
+    }
 
 
 def suspect(parts, hidden, batch, _):

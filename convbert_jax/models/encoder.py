@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -105,8 +106,9 @@ class Encoder(nnx.Module):
           key: draws dropout; None is deterministic.
           capture: what to hand out besides, of every layer, names that its mixer offers.
             "attention": attention maps [N, B, H, L, L] in float32, before dropout; each row adds up
-            to 1 over the keys that its position sees. "filters": those of the dynamic convolution,
-            [N, B, L, H, K]; each adds up to 1, and taps that may not be read then weigh 0.
+            to 1 over the keys that its position sees. "filters": those of the dynamic convolution
+            or, the same at all positions, of the light one, [N, B, L, H, K]; each adds up to 1, and
+            taps that may not be read then weigh 0.
 
         Returns:
           The hidden states, with `capture` also a dict for each stage, name -> what its layers had,
@@ -146,6 +148,20 @@ class Encoder(nnx.Module):
                 f"these layers have {sorted(offered)}."
             )
         return (x, tuple(seen)) if wanted else x
+
+    def offers(self) -> tuple[frozenset[str], ...]:
+        """What `capture` may name, of each stage; nothing is computed."""
+        x, ids = jnp.zeros((1, 1, self.config.hidden_size)), jnp.ones((1, 1), int)
+        found = []
+        for i in range(len(self.config.stages)):
+            capture = Capture(())
+
+            def run(layers, capture=capture):
+                return jax.tree.map(lambda leaf: leaf[0], layers)(x, ids, None, capture)
+
+            jax.eval_shape(run, self.stages[str(i)])
+            found.append(frozenset(capture.offered))
+        return tuple(found)
 
 
 def _stack(config: LayerConfig, depth: int, rngs: nnx.Rngs) -> Layer:

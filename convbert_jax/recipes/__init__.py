@@ -4,6 +4,7 @@ pretraining.py  replaced_token and masked_lm: a prepared corpus, one long run
 evaluation.py   a checkpoint of it on held-out text, without training
 finetuning.py   finetune: labelled tasks, many short runs
 prediction.py   what a model that comes out of it says of new text
+inspection.py   what the layers of a model do with text, as pictures
 results.py      what each of them returns; none of them prints
 
 Read it after `config/`.
@@ -11,11 +12,13 @@ Read it after `config/`.
 
 from convbert_jax.recipes.evaluation import evaluate
 from convbert_jax.recipes.finetuning import finetune
+from convbert_jax.recipes.inspection import inspect
 from convbert_jax.recipes.prediction import predict
 from convbert_jax.recipes.pretraining import build_task, prepare, pretrain
 from convbert_jax.recipes.results import (
     EvaluationResult,
     FinetuningResult,
+    InspectionResult,
     PredictionResult,
     PretrainingResult,
 )
@@ -23,11 +26,13 @@ from convbert_jax.recipes.results import (
 __all__ = [
     "EvaluationResult",
     "FinetuningResult",
+    "InspectionResult",
     "PredictionResult",
     "PretrainingResult",
     "build_task",
     "evaluate",
     "finetune",
+    "inspect",
     "predict",
     "prepare",
     "pretrain",

@@ -79,3 +79,16 @@ class PredictionResult:
 
     rows: int
     kept: int
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectionResult:
+    """What the layers of a model do.
+
+    Attributes:
+      folder: of the pictures and numbers.
+      report: what `main.py` prints.
+    """
+
+    folder: epath.Path
+    report: str

@@ -11,7 +11,7 @@ from flax import nnx
 
 from convbert_jax.config import ConfigError, MeshSection, StageConfig, from_config_dict, to_dict
 from convbert_jax.config.mixers import MIXERS
-from convbert_jax.interop import matching, networks
+from convbert_jax.interop import matching, networks, sources
 from convbert_jax.interop.huggingface import config as huggingface_config
 from convbert_jax.interop.networks import ConversionError
 from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
@@ -21,6 +21,7 @@ from convbert_jax.models.mixers import sharding_rules
 from convbert_jax.training import sharding
 from tests.models.definitions import COUNTS, DEFINITIONS, KINDS
 
+OWN = ("mixer", "mixer_fields", "kernel_size", "dilation", "heads", "head_ratio")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_mixer = pytest.mark.parametrize("mixer", MIXERS)
 
@@ -183,6 +184,22 @@ def test_weights_of_it_do_not_fit_into_another_mixer_unsaid(make_config, kind):
         named = {path.partition(".")[2] for path in matching.differences(derived, start)}
         if other != kind:
             assert named & {"mixer", "mixer_fields", "kernel_size", "dilation"}, other
+
+
+@every_kind
+def test_a_run_that_insists_on_its_own_mixer_is_told_how_it_differs(make_config, kind):
+    """`config.init_from` where the mixer was asked for by name, so that it does not follow."""
+    source = sources.Source("run", networks.outline(make_config(**KINDS[kind])), step=1)
+    for other, fields in KINDS.items():
+        config = make_config(**fields)
+        if config.encoder == make_config(**KINDS[kind]).encoder:
+            sources.check_fits(source, config)
+            continue
+        with pytest.raises(ConversionError, match=r"holds a network with config\.model\.") as error:
+            sources.check_fits(source, config)
+        advice = str(error.value).partition("start it with ")[2]
+        assert "\n" not in str(error.value)
+        assert any(f"--config.model.{name}=" in advice for name in OWN), (other, advice)
 
 
 @every_mixer

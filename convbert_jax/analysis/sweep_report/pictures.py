@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import drawing
 from convbert_jax.analysis.sweep_report.comparison import OUTSIDE, Line
 from convbert_jax.analysis.sweep_report.outcome import AXES, Outcome
 
@@ -25,7 +25,7 @@ def draw_means(outcome: Outcome, lines: Sequence[Line], picture: epath.Path) -> 
     keys = outcome.shown()
     if not keys:
         return False
-    pyplot = _pyplot()
+    pyplot = drawing.open_pyplot(outcome.rows)
     columns = min(3, len(keys))
     height = 1.2 + 0.32 * len(outcome.rows)
     panels = math.ceil(len(keys) / columns)
@@ -72,7 +72,8 @@ def draw_means(outcome: Outcome, lines: Sequence[Line], picture: epath.Path) -> 
         f"against {outcome.baseline}",
         fontsize=9,
     )
-    return _save(pyplot, figure, picture)
+    drawing.save(figure, picture, dpi=110)
+    return True
 
 
 def draw_curves(outcome: Outcome, lines: Sequence[Line], picture: epath.Path) -> bool:
@@ -88,7 +89,7 @@ def draw_curves(outcome: Outcome, lines: Sequence[Line], picture: epath.Path) ->
     metrics = metrics[:_MOST_CURVES]
     if not metrics:
         return False
-    pyplot = _pyplot()
+    pyplot = drawing.open_pyplot(outcome.rows)
     figure, axes = pyplot.subplots(
         len(metrics),
         len(AXES),
@@ -110,7 +111,8 @@ def draw_curves(outcome: Outcome, lines: Sequence[Line], picture: epath.Path) ->
     handles, names = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right center", fontsize=8, frameon=False)
     figure.suptitle(f"{outcome.name}: mean over seeds, band from least to largest", fontsize=9)
-    return _save(pyplot, figure, picture)
+    drawing.save(figure, picture, dpi=110)
+    return True
 
 
 def _draw_row(axis, outcome: Outcome, row: str, metric: str, along: str, style: dict) -> None:
@@ -138,19 +140,3 @@ def _draw_row(axis, outcome: Outcome, row: str, metric: str, along: str, style: 
 def _title(stage: str, metric: str) -> str:
     name = metric.replace("_", " ")
     return name if stage == "pretrain" else f"{stage}: {name}"
-
-
-def _pyplot():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _save(pyplot, figure, picture: epath.Path) -> bool:
-    with files.replacing(picture) as file:
-        figure.savefig(file, format="png", dpi=110)
-    pyplot.close(figure)
-    return True

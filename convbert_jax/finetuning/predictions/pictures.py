@@ -1,67 +1,17 @@
 """Pictures of predictions against labels: confusion, calibration, scatter."""
 
-import functools
-import logging as python_logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from absl import logging
 
+from convbert_jax import drawing
 from convbert_jax.data.tasks.labelled_text import LabelledTask
-from convbert_jax.files import replacing
 from convbert_jax.finetuning.scores import scoring
 
 BINS = 10
 NUMBERED = 12  # with more labels a matrix shows colors only
 NAMED = 60  # with more labels its axes show indices
-
-
-def _pyplot(texts: Iterable[str]):
-    """Ready to draw `texts`, in any script that an installed font has."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    characters = frozenset(character for text in texts for character in text if character > "\x7f")
-    pyplot.rcParams["font.family"] = list(_find_fonts(characters))
-    # Of a family with one weight it would say at every picture that this is not the normal one.
-    python_logging.getLogger("matplotlib.font_manager").setLevel(python_logging.ERROR)
-    return pyplot
-
-
-@functools.cache
-def _find_fonts(characters: frozenset[str]) -> tuple[str, ...]:
-    """Families that have `characters` between them, the usual one first; logs what none has.
-
-    The last one, if this matplotlib brings it, draws a box for every character there is.
-    """
-    from matplotlib import font_manager
-
-    families, missing = ["DejaVu Sans"], set(characters)
-    fonts = font_manager.fontManager.ttflist
-    last_resort = {font.name for font in fonts if font.name.startswith("Last Resort")}
-    for font in sorted(
-        fonts,
-        key=lambda font: (font.name != families[0], font.style, font.weight != 400, font.name),
-    ):
-        if not missing:
-            break
-        if font.name in last_resort:
-            continue
-        found = {c for c in missing if ord(c) in font_manager.get_font(font.fname).get_charmap()}
-        if found and font.name not in families:
-            families.append(font.name)
-        missing -= found
-    if missing:
-        logging.warning(
-            "No installed font has %s: pictures show boxes in their place; install one, for "
-            "example Noto Sans CJK.",
-            ", ".join(sorted(missing)[:5]) + (", …" if len(missing) > 5 else ""),
-        )
-        families += last_resort
-    return tuple(families)
 
 
 def draw_confusion(
@@ -70,7 +20,7 @@ def draw_confusion(
     """Rows are labels, columns predictions; color is the share of the row, numbers are counts. With
     many labels the most frequent confusions are listed beside it.
     """
-    pyplot = _pyplot([title, *task.labels])
+    pyplot = drawing.open_pyplot([title, *task.labels])
     counts = count_confusions(task, scoring.predict(task, outputs), labels)
     size = len(task.labels)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
@@ -111,9 +61,7 @@ def draw_confusion(
         axes[0, 1].text(0, 0.99, _list_confusions(task, counts), fontsize=8, va="top")
     accuracy = np.trace(counts) / max(counts.sum(), 1)
     figure.suptitle(f"{title}: {accuracy:.1%} of {counts.sum():,} right", fontsize=11)
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=120)
-    pyplot.close(figure)
+    drawing.save(figure, path)
 
 
 def count_confusions(task: LabelledTask, predicted: list, labels: Sequence) -> np.ndarray:
@@ -143,7 +91,7 @@ def draw_calibration(
     path: Path, task: LabelledTask, outputs: scoring.Outputs, labels: Sequence, title: str
 ) -> None:
     """Share of right answers against the probability given to them, and how many answers had it."""
-    pyplot = _pyplot([title])
+    pyplot = drawing.open_pyplot([title])
     confidence, right = judge_answers(task, outputs, labels)
     means, shares, counts = bin_confidence(confidence, right)
     figure, (above, below) = pyplot.subplots(
@@ -163,9 +111,7 @@ def draw_calibration(
     below.set_xlim(0, 1)
     for axis in (above, below):
         axis.grid(alpha=0.25)
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=120)
-    pyplot.close(figure)
+    drawing.save(figure, path)
 
 
 def judge_answers(
@@ -203,7 +149,7 @@ def draw_scatter(
     path: Path, task: LabelledTask, outputs: scoring.Outputs, labels: Sequence, title: str
 ) -> None:
     """Predicted numbers against the labels."""
-    pyplot = _pyplot([title])
+    pyplot = drawing.open_pyplot([title])
     predicted = scoring.predict(task, outputs)
     ends = min(labels), max(labels)
     figure, axis = pyplot.subplots(figsize=(4.6, 4.4), layout="constrained")
@@ -214,9 +160,7 @@ def draw_scatter(
     axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, fontsize=9)
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=120)
-    pyplot.close(figure)
+    drawing.save(figure, path)
 
 
 PICTURES = {

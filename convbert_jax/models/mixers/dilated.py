@@ -3,25 +3,22 @@ an encoder to be pre-trained, Tay et al. 2021).
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.config import MixerSettings
 from convbert_jax.interfaces.placement import REPLICATED
-from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
-from convbert_jax.models.layers import Dense, Initializers
+from convbert_jax.models.layers import Initializers
+from convbert_jax.models.mixers import convolution
 from convbert_jax.models.mixers.attention import Attention
-from convbert_jax.models.mixers.convolution import gated, of_nobody_else
 from convbert_jax.ops.depthwise_conv import depthwise_conv
 
 
 @dataclasses.dataclass(frozen=True)
 class Dilated:
-    """`DilatedConv` as a specification; a schedule is config.model.dilations.
+    """output(depthwise convolution of v), v = value(x) * sigmoid(gate(x)); a schedule is
+    config.model.dilations.
 
     With C channels and K taps: 3 C^2 + K C + 3 C parameters, without the gate 2 C^2 + K C + 2 C.
     """
@@ -34,75 +31,46 @@ class Dilated:
 
     RULES = ((r"depthwise", REPLICATED), *Attention.RULES)
     FAMILIES = ()
-    NAMES: ClassVar[Mapping[str, tuple[str, str, str]]] = {}
+    NAMES = convolution.NO_NAMES
 
-    @classmethod
-    def make(cls, settings: MixerSettings, **own: Any) -> "Dilated":
-        return cls(
-            kernel_size=settings.kernel_size,
-            dilation=settings.dilation,
-            convolution=settings.convolution,
-            mask_convolution=settings.mask_convolution,
-            **own,
-        )
-
-    def fields(self, hidden_size: int) -> dict[str, Any]:
-        return {
-            "kernel_size": self.kernel_size,
-            "dilation": self.dilation,
-            "mask_convolution": self.mask_convolution,
-        }
+    make = classmethod(convolution.make)
+    fields = convolution.fields
+    reads_padding = property(convolution.unless_masked)
 
     def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
-        return DilatedConv(self, hidden_size, initializers, rngs)
+        def start():
+            shape = self.kernel_size, hidden_size
+            return initializers.depthwise(self.kernel_size)(rngs.params(), shape)
+
+        return convolution.GatedConv(
+            self, "depthwise", start, convolve, hidden_size, initializers, rngs
+        )
 
     def products(self, hidden_size: int, length: int) -> float:
-        return (2 + self.glu) * 2 * hidden_size**2
+        return convolution.gated_products(self, hidden_size)
 
     def elementwise(self, hidden_size: int, length: int) -> float:
-        into = (1 + self.glu * (1 + costs.GLU)) * hidden_size
-        return into + 2 * self.kernel_size * hidden_size
-
-    @property
-    def reads_padding(self) -> bool:
-        return not self.mask_convolution
+        return convolution.gated_elementwise(self, hidden_size)
 
     def inexpressible(self, form: str, hidden_size: int) -> str:
-        return of_nobody_else("dilated convolution")
+        return convolution.of_nobody_else("dilated convolution")
 
     def __str__(self) -> str:
         return f"convolution of {self.kernel_size} taps, {self.dilation} apart"
 
 
-class DilatedConv(nnx.Module):
-    """output(depthwise convolution of v), v = value(x) * sigmoid(gate(x)); tap i of K reads
-    (i - K // 2) * dilation positions away. Filters are one for each channel, not normalized.
+def convolve(
+    config: Dilated,
+    filters: Float[Array, "K C"],
+    values: Float[Array, "B L C"],
+    segment_ids: Int[Array, "B L"] | None,
+    key: Array | None,
+    capture: Capture | None,
+) -> Float[Array, "B L C"]:
+    """Tap i of K reads (i - K // 2) * dilation positions away. Filters are one for each channel,
+    not normalized; nothing is dropped out.
     """
-
-    def __init__(
-        self, config: Dilated, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs
-    ):
-        hidden, taps = hidden_size, config.kernel_size
-        self.value = Dense(hidden, hidden, initializers.dense, rngs)
-        if config.glu:
-            self.gate = Dense(hidden, hidden, initializers.dense, rngs)
-        self.depthwise = nnx.Param(initializers.depthwise(taps)(rngs.params(), (taps, hidden)))
-        self.output = Dense(hidden, hidden, initializers.dense, rngs)
-        self.config = config
-
-    def __call__(
-        self,
-        x: Float[Array, "B L C"],
-        segment_ids: Int[Array, "B L"],
-        key: Array | None = None,
-        capture: Capture | None = None,
-    ) -> Float[Array, "B L C"]:
-        c = self.config
-        convolved = depthwise_conv(
-            gated(x, self.value, self.gate if c.glu else None),
-            self.depthwise[...],
-            segment_ids=segment_ids if c.mask_convolution else None,
-            dilation=c.dilation,
-            implementation=c.convolution,
-        )
-        return self.output(convolved)
+    return depthwise_conv(
+        values, filters, segment_ids=segment_ids, dilation=config.dilation,
+        implementation=config.convolution,
+    )  # fmt: skip

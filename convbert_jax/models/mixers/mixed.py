@@ -18,9 +18,11 @@ from convbert_jax.models.layers import Dense, Initializers
 from convbert_jax.models.mixers.attention import Attention, attend, join, split
 from convbert_jax.models.mixers.convolution import (
     SeparableConv,
+    at_all_positions,
     convolve,
     of_nobody_else,
     start_filters,
+    unless_masked,
 )
 from convbert_jax.ops.dynamic_conv import dynamic_conv
 from convbert_jax.ops.softmax import softmax
@@ -74,6 +76,8 @@ class Mixed:
             "attention/self/conv_attn_point",
         ),
     }
+
+    reads_padding = property(unless_masked)
 
     @classmethod
     def make(cls, settings: MixerSettings, **own: Any) -> "Mixed":
@@ -148,10 +152,6 @@ class Mixed:
         if self.filters == "span_dynamic":
             convolution += 2 * taps * hidden_size + 2 * heads * size
         return scores + biases + convolution
-
-    @property
-    def reads_padding(self) -> bool:
-        return not self.mask_convolution
 
     def inexpressible(self, form: str, hidden_size: int) -> str:
         attended, convolved, size = self.attention_heads, self.convolution_heads, self.head_size
@@ -260,9 +260,12 @@ class MixedAttention(nnx.Module):
         c, heads = self.config, self.config.convolution_heads
         if c.filters == "light":
             values = split(self.conv_value(x), heads) if c.own_value else value[:, :, :heads]
+            filters = softmax(self.conv_filters[...], None, jnp.float32)
+            if capture is not None:
+                capture.offer("filters", lambda: at_all_positions(filters, x))
             convolved = dynamic_conv(
                 values,
-                softmax(self.conv_filters[...], None, jnp.float32),
+                filters,
                 segment_ids=ids,
                 implementation=c.convolution,
             )

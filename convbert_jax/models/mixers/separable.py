@@ -1,17 +1,15 @@
 """Depthwise separable convolution alone: over time, then over channels (Chollet 2017)."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.config import MixerSettings
 from convbert_jax.interfaces.placement import REPLICATED, Split
 from convbert_jax.models.capture import Capture
 from convbert_jax.models.layers import Initializers
-from convbert_jax.models.mixers.convolution import SeparableConv, of_nobody_else
+from convbert_jax.models.mixers import convolution
+from convbert_jax.models.mixers.convolution import SeparableConv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,19 +22,11 @@ class Separable:
 
     RULES = ((r"conv/depthwise", REPLICATED), (r"conv/pointwise", Split(tensor=-2)))
     FAMILIES = ()
-    NAMES: ClassVar[Mapping[str, tuple[str, str, str]]] = {}
+    NAMES = convolution.NO_NAMES
 
-    @classmethod
-    def make(cls, settings: MixerSettings, **own: Any) -> "Separable":
-        return cls(
-            kernel_size=settings.kernel_size,
-            convolution=settings.convolution,
-            mask_convolution=settings.mask_convolution,
-            **own,
-        )
-
-    def fields(self, hidden_size: int) -> dict[str, Any]:
-        return {"kernel_size": self.kernel_size, "mask_convolution": self.mask_convolution}
+    make = classmethod(convolution.make)
+    fields = convolution.fields
+    reads_padding = property(convolution.unless_masked)
 
     def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
         return SeparableMixer(self, hidden_size, initializers, rngs)
@@ -47,12 +37,8 @@ class Separable:
     def elementwise(self, hidden_size: int, length: int) -> float:
         return 2 * self.kernel_size * hidden_size
 
-    @property
-    def reads_padding(self) -> bool:
-        return not self.mask_convolution
-
     def inexpressible(self, form: str, hidden_size: int) -> str:
-        return of_nobody_else("separable convolution without attention")
+        return convolution.of_nobody_else("separable convolution without attention")
 
     def __str__(self) -> str:
         return f"separable convolution of {self.kernel_size} taps"

@@ -1,19 +1,17 @@
 """Span-based dynamic convolution alone (ConvBERT §3.2), without attention beside it."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.config import MixerSettings
 from convbert_jax.interfaces.placement import REPLICATED, Split
 from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
 from convbert_jax.models.layers import Dense, Initializers
+from convbert_jax.models.mixers import convolution
 from convbert_jax.models.mixers.attention import Attention
-from convbert_jax.models.mixers.convolution import SeparableConv, convolve, of_nobody_else
+from convbert_jax.models.mixers.convolution import SeparableConv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,24 +32,11 @@ class SpanDynamic:
         *Attention.RULES,
     )
     FAMILIES = ()
-    NAMES: ClassVar[Mapping[str, tuple[str, str, str]]] = {}
+    NAMES = convolution.NO_NAMES
 
-    @classmethod
-    def make(cls, settings: MixerSettings, **own: Any) -> "SpanDynamic":
-        return cls(
-            heads=settings.all_heads(),
-            kernel_size=settings.kernel_size,
-            convolution=settings.convolution,
-            mask_convolution=settings.mask_convolution,
-            **own,
-        )
-
-    def fields(self, hidden_size: int) -> dict[str, Any]:
-        return {
-            "heads": self.heads,
-            "kernel_size": self.kernel_size,
-            "mask_convolution": self.mask_convolution,
-        }
+    make = classmethod(convolution.make)
+    fields = convolution.fields
+    reads_padding = property(convolution.unless_masked)
 
     def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
         return SpanDynamicConv(self, hidden_size, initializers, rngs)
@@ -65,12 +50,8 @@ class SpanDynamic:
         dynamic = 2 * taps * hidden_size + (1 + costs.SOFTMAX) * taps * self.heads
         return 2 * taps * hidden_size + dynamic + 4 * hidden_size
 
-    @property
-    def reads_padding(self) -> bool:
-        return not self.mask_convolution
-
     def inexpressible(self, form: str, hidden_size: int) -> str:
-        return of_nobody_else("span-based dynamic convolution without attention")
+        return convolution.of_nobody_else("span-based dynamic convolution without attention")
 
     def __str__(self) -> str:
         return f"{self.heads} of span-based dynamic convolution, {self.kernel_size} taps"
@@ -102,7 +83,7 @@ class SpanDynamicConv(nnx.Module):
     ) -> Float[Array, "B L C"]:
         c = self.config
         ids = segment_ids if c.mask_convolution else None
-        convolved = convolve(
+        convolved = convolution.convolve(
             self.query(x), self.key_conv(x, ids, c.convolution), self.conv_value(x),
             self.conv_kernel.kernel[...], self.conv_kernel.bias[...],
             heads=c.heads, segment_ids=ids, implementation=c.convolution, capture=capture,

@@ -1,0 +1,357 @@
+"""What the layers of one model, or of two side by side, do with texts: pictures and their numbers.
+
+Where the mixers differ this knows nothing of it: it draws what they offer to a capture.
+"""
+
+import csv
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from etils import epath
+
+from convbert_jax import files
+from convbert_jax.analysis.inside import filters as word_filters
+from convbert_jax.analysis.inside import maps, pictures
+from convbert_jax.analysis.inside.filters import LayerFilters, Occurrence
+from convbert_jax.config import UserError
+from convbert_jax.data.corpus import batching
+from convbert_jax.data.tables import text_lines
+from convbert_jax.data.tasks.encoding import Rows, pad_rows
+from convbert_jax.inference import loading, readouts
+from convbert_jax.inference.model import Model
+from convbert_jax.inference.network import NetworkOnDevice, take
+from convbert_jax.recipes import pretraining
+from convbert_jax.recipes.results import InspectionResult
+from convbert_jax.workdir import Workdir
+
+_HELDOUT = 64  # texts that are taken from the held-out ones of a run
+_SHORTEST = 8  # tokens of one
+_OCCURRENCES = 200  # of a word
+_MEMORY = 1 << 28  # bytes of maps at once,
+_NARROWEST = 32  # if no head has fewer channels
+_ENDINGS = ("", "-beside")  # of the files of one model and of the other
+
+
+class InspectionError(UserError):
+    """There is nothing to see, or nothing to see it with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """One model with what its layers showed."""
+
+    model: Model
+    texts: Sequence[str]
+    rows: Rows
+    occurrences: Sequence[Occurrence]
+    sums: maps.MapSums
+    filters: Sequence[LayerFilters]
+    blind: Sequence[str]  # sentences on layers that show nothing
+
+    @property
+    def mixers(self) -> list[str]:
+        """Of each layer, as it calls itself."""
+        stages = self.model.networks["main"].encoder.stages
+        return [str(stage.layer.mixer) for stage in stages for _ in range(stage.depth)]
+
+
+def inspect(
+    path: str,
+    *,
+    beside: str | None = None,
+    step: int | None = None,
+    texts: str | None = None,
+    word: str | None = None,
+    layers: Sequence[int] = (),
+    output: str | None = None,
+) -> InspectionResult:
+    """Draws average attention maps, their diagonal concentration, and the filters of a word.
+
+    Args:
+      path: a model as `convbert_jax.load` takes it.
+      beside: another one, for the same pictures of the same texts.
+      step: of the checkpoint of `path`, default the newest.
+      texts: file of a text a line, `.gz` or not; None: the beginnings of held-out documents of the
+        pre-training run `path`.
+      word: whose filters are drawn wherever it stands.
+      layers: of them, () the first, middle and last.
+      output: folder for what is written, default WORKDIR/inside/step-N of a run.
+
+    Raises:
+      UserError: no such model, texts, word or layer, or none of the layers shows anything.
+    """
+    model = loading.load(path, step=step)
+    others = [loading.load(beside)] if beside else []
+    folder = _choose_folder(path, model, output)
+    read = _read_lines(texts) if texts else _heldout_texts(path, model, word)
+    seen = [_look(each, read, word, layers) for each in (model, *others)]
+    if word and not any(each.filters for each in seen):
+        raise InspectionError(f"--word={word}: {' '.join(seen[0].blind)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    _draw(folder, seen, word, layers)
+    _write(folder, seen, word)
+    return InspectionResult(folder, _describe(seen, folder, word))
+
+
+def _choose_folder(path: str, model: Model, output: str | None) -> epath.Path:
+    workdir = Workdir(path)
+    if not output and not workdir.holds_run():
+        raise InspectionError(f"{path} is no run of ours to write into; add --output=FOLDER.")
+    folder = files.to_path(output) if output else workdir.inside(model.step)
+    if folder.exists() and not folder.is_dir():
+        raise InspectionError(f"--output={folder} is a file; name a folder.")
+    return folder
+
+
+def _read_lines(texts: str) -> list[str]:
+    try:
+        lines = text_lines.decode_lines(files.expand(texts), "utf-8")
+        read = [line.strip() for _, line in lines]
+    except OSError as error:
+        raise InspectionError(f"--input={texts} cannot be read: {error.strerror}.") from None
+    if not any(read):
+        raise InspectionError(f"--input={texts} has no text; write one a line.")
+    return [line for line in read if line]
+
+
+def _heldout_texts(path: str, model: Model, word: str | None) -> list[str]:
+    """Documents as far as they stand in one held-out row, those with the word if one is asked."""
+    workdir = Workdir(path)
+    if not workdir.holds_run() or model.config.recipe == "finetune":
+        raise InspectionError(
+            f"{path} has no held-out texts of its own; name a file of a text a line with "
+            "--input=FILE."
+        )
+    config, _ = pretraining.read_start(workdir.read_config(), workdir)
+    prepared = pretraining.prepare_once(config, workdir)
+    found = []
+    for text in _documents(batching.evaluation_batches(prepared, batch_size=_HELDOUT), model):
+        if word is None or re.search(_pattern(word), text, re.IGNORECASE):
+            found.append(text)
+        if len(found) == _HELDOUT:
+            break
+    if not found and word:
+        raise InspectionError(
+            f"--word={word} stands in none of the held-out texts of {path}; give texts with "
+            "--input=FILE."
+        )
+    if not found:
+        raise InspectionError(f"{path} has no held-out texts; give some with --input=FILE.")
+    return found
+
+
+def _pattern(word: str) -> str:
+    return rf"(?<!\w){re.escape(word)}(?!\w)"
+
+
+def _documents(batches, model: Model) -> Iterator[str]:
+    for batch in batches:
+        for tokens, ids in zip(batch["tokens"], batch["segment_ids"], strict=True):
+            for segment in range(1, int(ids.max()) + 1):
+                document = tokens[ids == segment]
+                if len(document) >= _SHORTEST:
+                    yield model.tokenizer.decode(document)
+
+
+def _look(model: Model, texts: Sequence[str], word: str | None, layers: Sequence[int]) -> _Seen:
+    """Runs the model on all texts, in float32.
+
+    Raises:
+      InspectionError: there is nothing to see.
+    """
+    encoder = model.networks["main"].encoder
+    if wrong := [layer for layer in layers if not 0 <= layer < encoder.depth]:
+        raise InspectionError(
+            f"--layers={wrong[0]}: {model.path} has layers 0 to {encoder.depth - 1}."
+        )
+    network = NetworkOnDevice(model.networks["main"], jnp.float32)
+    wanted = ("attention", "filters") if word else ("attention",)
+    blind = _describe_blind(model, network, wanted)
+    capture = tuple(name for name in wanted if any(name in offer for offer in network.offers))
+    if not capture:
+        raise InspectionError(f"{model.path} shows nothing: {' '.join(blind)}")
+    rows, occurrences = _encode(model, texts, word)
+    sums = maps.MapSums(rows.by_token["tokens"].shape[1])
+    filters: dict[int, list[np.ndarray]] = {}
+    for text, arrays in enumerate(_run(model, network, rows, capture)):
+        if arrays["attention"]:
+            sums.add(arrays["attention"])
+        for occurrence in occurrences:
+            if occurrence.text == text:
+                for layer, of_text in arrays["filters"].items():
+                    filters.setdefault(layer, []).append(of_text[occurrence.token])
+    found = [LayerFilters(layer, np.stack(each)) for layer, each in sorted(filters.items())]
+    if layers and filters and not set(layers) & filters.keys():
+        raise InspectionError(
+            f"--layers={','.join(map(str, layers))}: none of these has filters; choose from "
+            f"{', '.join(map(str, sorted(filters)))}."
+        )
+    return _Seen(model, texts, rows, occurrences, sums, found, blind)
+
+
+def _describe_blind(model: Model, network: NetworkOnDevice, wanted: Sequence[str]) -> list[str]:
+    """A sentence for each stage that lacks something of what is wanted."""
+    sentences, first = [], 0
+    names = {"attention": "attention maps", "filters": "filters of a word"}
+    for stage, offer in zip(model.networks["main"].encoder.stages, network.offers, strict=True):
+        last = first + stage.depth - 1
+        if lacks := [names[name] for name in wanted if name not in offer]:
+            place = f"layer {first} has" if first == last else f"layers {first} to {last} have"
+            more = ""
+            if "filters" in offer and "filters" not in wanted:
+                more = f", but {names['filters']}, with --word=WORD"
+            sentences.append(f"{place} no {' and no '.join(lacks)}{more} ({stage.layer.mixer}).")
+        first = last + 1
+    return sentences
+
+
+def _encode(model: Model, texts: Sequence[str], word: str | None) -> tuple[Rows, list[Occurrence]]:
+    """Rows of the texts, and where the word stands in them."""
+    special, occurrences, pieces = model.tokenizer.special, [], []
+    cut = 0
+    for number, (ids, places) in enumerate(model.tokenizer.encode_with_offsets(texts)):
+        kept = model.length - 2
+        cut += len(ids) > kept
+        pieces.append([special.cls, *ids[:kept], special.sep])
+        if word:
+            occurrences += word_filters.find(word, number, texts[number], places[:kept])
+    if cut:
+        logging.warning(
+            "%s: %d of %d texts are cut to %d tokens.", model.path, cut, len(texts), model.length
+        )
+    if word and not occurrences:
+        raise InspectionError(
+            f"--word={word} stands in none of the {len(texts)} texts that {model.path} reads; give "
+            "texts with --input=FILE."
+        )
+    if len(occurrences) > _OCCURRENCES:
+        logging.info("The first %d of %d occurrences.", _OCCURRENCES, len(occurrences))
+    rows = pad_rows(pieces, max(map(len, pieces)), pad=special.pad)
+    return rows, occurrences[:_OCCURRENCES]
+
+
+def _run(
+    model: Model, network: NetworkOnDevice, rows: Rows, capture: tuple[str, ...]
+) -> Iterator[dict[str, dict[int, np.ndarray]]]:
+    """For each text name -> layer -> what was seen, without padding: attention [H, n, n], filters
+    [n, H, K].
+    """
+    encoder, length = model.networks["main"].encoder, rows.by_token["tokens"].shape[1]
+    heads = encoder.depth * max(1, encoder.hidden_size // _NARROWEST)
+    at_once = max(1, _MEMORY // (4 * heads * length**2))
+    starts = np.cumsum([0, *(stage.depth for stage in encoder.stages)])
+    for start in range(0, len(rows), at_once):
+        chosen = take(rows, np.arange(start, min(start + at_once, len(rows))))
+        found = network.apply(chosen, readouts.captured, batch_size=at_once, capture=capture)
+        for text, n in enumerate(chosen.lengths):
+            seen: dict[str, dict[int, np.ndarray]] = {"attention": {}, "filters": {}}
+            for name, arrays in found.items():
+                stage, what = name.split("/")
+                for i, of_layer in enumerate(arrays[text]):
+                    kept = of_layer[:, :n, :n] if what == "attention" else of_layer[:n]
+                    seen[what][int(starts[int(stage)]) + i] = kept
+            yield seen
+
+
+def _draw(
+    folder: epath.Path, seen: Sequence[_Seen], word: str | None, asked: Sequence[int]
+) -> None:
+    for each, ending in zip(seen, _ENDINGS, strict=False):
+        name, of_maps = each.model.path, each.sums.layers()
+        if of_maps:
+            title = f"{name}: mean attention of {each.sums.texts} texts"
+            pictures.draw_maps(of_maps, title, folder / f"attention{ending}.png")
+        drawn = word_filters.chosen_layers([found.layer for found in each.filters], asked)
+        chosen = [found for found in each.filters if found.layer in drawn]
+        if chosen:
+            title = f"{name}: filters of “{word}”, {len(each.occurrences)} times"
+            picture = folder / f"filters{ending}.png"
+            pictures.draw_filters(chosen, each.occurrences, title, picture)
+    models = [(each.model.path, each.sums.layers(), each.sums.chance) for each in seen
+              if each.sums.texts]  # fmt: skip
+    if models:
+        pictures.draw_concentration(models, maps.WINDOW, folder / "concentration.png")
+
+
+def _write(folder: epath.Path, seen: Sequence[_Seen], word: str | None) -> None:
+    """numbers.json; concentration.csv and filters.csv, a line for each head and each filter; the
+    mean maps as NumPy has them.
+    """
+    files.write_json(folder / "numbers.json", [_numbers(each, word) for each in seen])
+    by_head, by_filter, arrays = [], [], {}
+    for each, ending in zip(seen, _ENDINGS, strict=False):
+        name = each.model.path
+        for layer in each.sums.layers():
+            arrays[f"layer-{layer.layer}{ending}"] = layer.mean.astype(np.float32)
+            for head, value in enumerate(layer.concentration):
+                by_head.append((name, layer.layer, head, f"{value:.6f}", f"{each.sums.chance:.6f}"))
+        for layer in each.filters:
+            for where, of_heads in zip(each.occurrences, layer.filters, strict=True):
+                for head, taps in enumerate(of_heads):
+                    place = (name, layer.layer, head, where.text, where.token, where.snippet)
+                    by_filter.append((*place, *(f"{tap:.6f}" for tap in taps)))
+    if by_head:
+        header = ("model", "layer", "head", "concentration", "chance")
+        _write_table(folder / "concentration.csv", header, by_head)
+        with files.replacing(folder / "maps.npz") as file:
+            np.savez_compressed(file, **arrays)
+    if by_filter:
+        header = ["model", "layer", "head", "text", "token", "snippet"]
+        header += [f"tap {tap}" for tap in range(max(map(len, by_filter)) - len(header))]
+        _write_table(folder / "filters.csv", header, by_filter)
+
+
+def _write_table(file: epath.Path, header: Sequence[str], rows: Sequence[Sequence]) -> None:
+    with files.replacing(file, "w") as opened:
+        writer = csv.writer(opened, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows(rows)
+
+
+def _numbers(seen: _Seen, word: str | None) -> dict:
+    found = {"model": seen.model.path, "step": seen.model.step, "texts": len(seen.texts),
+             "mixers": seen.mixers, "shows_nothing": list(seen.blind)}  # fmt: skip
+    if seen.sums.texts:
+        found |= {
+            "tokens": seen.sums.tokens,
+            "window": seen.sums.window,
+            "chance": seen.sums.chance,
+            "concentration": {
+                layer.layer: layer.concentration.tolist() for layer in seen.sums.layers()
+            },
+        }
+    if word:
+        found |= {
+            "word": word,
+            "occurrences": len(seen.occurrences),
+            "moved_by_context": {
+                layer.layer: word_filters.spread(layer.filters).tolist() for layer in seen.filters
+            },
+        }
+    return found
+
+
+def _describe(seen: Sequence[_Seen], folder: epath.Path, word: str | None) -> str:
+    lines = []
+    for each in seen:
+        lines.append(f"{each.model.path}, {len(each.texts)} texts:")
+        if each.sums.texts:
+            shares = np.concatenate([layer.concentration for layer in each.sums.layers()])
+            lines.append(
+                f"  {shares.mean():.0%} of attention stays within {each.sums.window} positions, of "
+                f"single heads {shares.min():.0%} to {shares.max():.0%}; chance level "
+                f"{each.sums.chance:.0%}"
+            )
+        if each.filters:
+            moved = np.concatenate([word_filters.spread(layer.filters) for layer in each.filters])
+            lines.append(
+                f'  the context of "{word}", {len(each.occurrences)} times, moves '
+                f"{moved.mean():.0%} of its filters' weight, of single heads {moved.min():.0%} to "
+                f"{moved.max():.0%}"
+            )
+        lines += [f"  {sentence}" for sentence in each.blind]
+    return "\n".join([*lines, f"Pictures and numbers: {folder}"])
