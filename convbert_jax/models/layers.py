@@ -5,6 +5,7 @@ Randomness is an argument: `key=None` means deterministic.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from convbert_jax.models.functions import layer_norm
 from convbert_jax.ops.products import dense
 
 Initializer = jax.nn.initializers.Initializer
+State = Any  # what a decoder keeps of the positions before: a pytree of arrays, rows first
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -13,10 +14,11 @@ from convbert_jax.config import MixerSettings
 from convbert_jax.interfaces.placement import REPLICATED
 from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
-from convbert_jax.models.layers import Dense, Initializers
+from convbert_jax.models.layers import Dense, Initializers, State
 from convbert_jax.models.mixers.attention import Attention
-from convbert_jax.models.mixers.convolution import gated, of_nobody_else
+from convbert_jax.models.mixers.convolution import gated, move, of_nobody_else, start_past
 from convbert_jax.ops.depthwise_conv import depthwise_conv
+from convbert_jax.ops.one_step import depthwise_conv_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +55,10 @@ class Dilated:
             "mask_convolution": self.mask_convolution,
         }
 
-    def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
-        return DilatedConv(self, hidden_size, initializers, rngs)
+    def module(
+        self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs, causal: bool = False
+    ) -> nnx.Module:
+        return DilatedConv(self, hidden_size, initializers, rngs, causal)
 
     def products(self, hidden_size: int, length: int) -> float:
         return (2 + self.glu) * 2 * hidden_size**2
@@ -80,7 +84,12 @@ class DilatedConv(nnx.Module):
     """
 
     def __init__(
-        self, config: Dilated, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs
+        self,
+        config: Dilated,
+        hidden_size: int,
+        initializers: Initializers,
+        rngs: nnx.Rngs,
+        causal: bool = False,
     ):
         hidden, taps = hidden_size, config.kernel_size
         self.value = Dense(hidden, hidden, initializers.dense, rngs)
@@ -88,7 +97,7 @@ class DilatedConv(nnx.Module):
             self.gate = Dense(hidden, hidden, initializers.dense, rngs)
         self.depthwise = nnx.Param(initializers.depthwise(taps)(rngs.params(), (taps, hidden)))
         self.output = Dense(hidden, hidden, initializers.dense, rngs)
-        self.config = config
+        self.config, self.causal = config, causal
 
     def __call__(
         self,
@@ -103,6 +112,18 @@ class DilatedConv(nnx.Module):
             self.depthwise[...],
             segment_ids=segment_ids if c.mask_convolution else None,
             dilation=c.dilation,
+            causal=self.causal,
             implementation=c.convolution,
         )
         return self.output(convolved)
+
+    def start(self, rows: int, length: int, dtype: jnp.dtype) -> State:
+        return start_past(rows, *self.depthwise[...].shape, dtype, self.config.dilation)
+
+    def step(
+        self, x: Float[Array, "B 1 C"], state: State, place: Int[Array, ""]
+    ) -> tuple[Float[Array, "B 1 C"], State]:
+        c = self.config
+        window, state = move(state, gated(x, self.value, self.gate if c.glu else None))
+        convolved = depthwise_conv_step(window, self.depthwise[...], dilation=c.dilation)
+        return self.output(convolved[:, None]), state

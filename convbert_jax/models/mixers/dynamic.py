@@ -12,9 +12,15 @@ from convbert_jax.config import MixerSettings
 from convbert_jax.interfaces.placement import Split
 from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
-from convbert_jax.models.layers import Dense, Initializers, dropout
+from convbert_jax.models.layers import Dense, Initializers, State, dropout
 from convbert_jax.models.mixers.attention import Attention, join, split
-from convbert_jax.models.mixers.convolution import convolve, gated, of_nobody_else
+from convbert_jax.models.mixers.convolution import (
+    convolve,
+    convolve_step,
+    gated,
+    of_nobody_else,
+    start_past,
+)
 from convbert_jax.ops.dynamic_conv import dynamic_conv
 from convbert_jax.ops.span_dynamic_conv import span_filters
 
@@ -57,8 +63,10 @@ class Dynamic:
             "mask_convolution": self.mask_convolution,
         }
 
-    def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
-        return DynamicConv(self, hidden_size, initializers, rngs)
+    def module(
+        self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs, causal: bool = False
+    ) -> nnx.Module:
+        return DynamicConv(self, hidden_size, initializers, rngs, causal)
 
     def products(self, hidden_size: int, length: int) -> float:
         projections = (2 + self.glu) * 2 * hidden_size**2
@@ -89,7 +97,12 @@ class DynamicConv(nnx.Module):
     """
 
     def __init__(
-        self, config: Dynamic, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs
+        self,
+        config: Dynamic,
+        hidden_size: int,
+        initializers: Initializers,
+        rngs: nnx.Rngs,
+        causal: bool = False,
     ):
         hidden, outputs = hidden_size, config.heads * config.kernel_size
         self.value = Dense(hidden, hidden, initializers.dense, rngs)
@@ -97,7 +110,7 @@ class DynamicConv(nnx.Module):
             self.gate = Dense(hidden, hidden, initializers.dense, rngs)
         self.conv_kernel = nnx.Param(initializers.glorot(rngs.params(), (hidden, outputs)))
         self.output = Dense(hidden, hidden, initializers.dense, rngs)
-        self.config = config
+        self.config, self.causal = config, causal
 
     def __call__(
         self,
@@ -114,7 +127,8 @@ class DynamicConv(nnx.Module):
         if key is None or c.attention_dropout == 0.0:
             convolved = convolve(
                 values, None, None, projection, bias,
-                heads=c.heads, segment_ids=ids, implementation=c.convolution, capture=capture,
+                heads=c.heads, segment_ids=ids, causal=self.causal, implementation=c.convolution,
+                capture=capture,
             )  # fmt: skip
             return self.output(convolved)
         filters = span_filters(values, None, projection, bias, heads=c.heads, dtype=x.dtype)
@@ -124,6 +138,21 @@ class DynamicConv(nnx.Module):
             split(values, c.heads),
             dropout(filters, c.attention_dropout, key),
             segment_ids=ids,
+            causal=self.causal,
             implementation=c.convolution,
         )
         return self.output(join(convolved))
+
+    def start(self, rows: int, length: int, dtype: jnp.dtype) -> State:
+        return start_past(rows, self.config.kernel_size, self.output.kernel[...].shape[0], dtype)
+
+    def step(
+        self, x: Float[Array, "B 1 C"], state: State, place: Int[Array, ""]
+    ) -> tuple[Float[Array, "B 1 C"], State]:
+        c, projection = self.config, self.conv_kernel[...]
+        values = gated(x, self.value, self.gate if c.glu else None)
+        filters = span_filters(
+            values, None, projection, jnp.zeros(projection.shape[1]), heads=c.heads, dtype=x.dtype
+        )
+        convolved, state = convolve_step(state, values, filters[:, 0])
+        return self.output(convolved), state

@@ -12,9 +12,15 @@ from convbert_jax.config import MixerSettings
 from convbert_jax.interfaces.placement import REPLICATED
 from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
-from convbert_jax.models.layers import Dense, Initializers, dropout
+from convbert_jax.models.layers import Dense, Initializers, State, dropout
 from convbert_jax.models.mixers.attention import Attention, join, split
-from convbert_jax.models.mixers.convolution import gated, of_nobody_else, start_filters
+from convbert_jax.models.mixers.convolution import (
+    convolve_step,
+    gated,
+    of_nobody_else,
+    start_filters,
+    start_past,
+)
 from convbert_jax.ops.dynamic_conv import dynamic_conv
 from convbert_jax.ops.softmax import softmax
 
@@ -57,8 +63,10 @@ class Light:
             "mask_convolution": self.mask_convolution,
         }
 
-    def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
-        return LightConv(self, hidden_size, initializers, rngs)
+    def module(
+        self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs, causal: bool = False
+    ) -> nnx.Module:
+        return LightConv(self, hidden_size, initializers, rngs, causal)
 
     def products(self, hidden_size: int, length: int) -> float:
         return (2 + self.glu) * 2 * hidden_size**2
@@ -85,7 +93,14 @@ class LightConv(nnx.Module):
     GPUs draw it. Heads are blocks of neighboring channels.
     """
 
-    def __init__(self, config: Light, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: Light,
+        hidden_size: int,
+        initializers: Initializers,
+        rngs: nnx.Rngs,
+        causal: bool = False,
+    ):
         hidden = hidden_size
         self.value = Dense(hidden, hidden, initializers.dense, rngs)
         if config.glu:
@@ -94,7 +109,7 @@ class LightConv(nnx.Module):
             start_filters(config.heads, config.kernel_size, initializers, rngs)
         )
         self.output = Dense(hidden, hidden, initializers.dense, rngs)
-        self.config = config
+        self.config, self.causal = config, causal
 
     def __call__(
         self,
@@ -110,6 +125,18 @@ class LightConv(nnx.Module):
             split(values, c.heads),
             dropout(filters, c.attention_dropout, key),
             segment_ids=segment_ids if c.mask_convolution else None,
+            causal=self.causal,
             implementation=c.convolution,
         )
         return self.output(join(convolved))
+
+    def start(self, rows: int, length: int, dtype: jnp.dtype) -> State:
+        return start_past(rows, self.config.kernel_size, self.output.kernel[...].shape[0], dtype)
+
+    def step(
+        self, x: Float[Array, "B 1 C"], state: State, place: Int[Array, ""]
+    ) -> tuple[Float[Array, "B 1 C"], State]:
+        values = gated(x, self.value, self.gate if self.config.glu else None)
+        filters = softmax(self.filters[...], None, jnp.float32)
+        convolved, state = convolve_step(state, values, filters)
+        return self.output(convolved), state
