@@ -10,7 +10,7 @@ PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "convbert_jax"
 # The first rows: what everything above them may use.
 BELOW = {
     *("config", "files", "drawing", "workdir", "interfaces", "ops"),
-    *("data", "models", "training", "objectives"),
+    *("data", "models", "training", "objectives", "decoding"),
 }
 ALLOWED = {
     "config": set(),
@@ -26,6 +26,7 @@ ALLOWED = {
     "models": {"config", "interfaces", "ops"},
     "training": {"config", "files", "workdir", "interfaces"},
     "objectives": {"config", "interfaces"},
+    "decoding": set(),
     "analysis": BELOW,
     "interop": BELOW,
     "finetuning": BELOW,

@@ -10,6 +10,7 @@ mixer is made, after every other check of a config.
 import dataclasses
 import functools
 import importlib
+import inspect
 import operator
 import typing
 from collections.abc import Mapping, Sequence
@@ -136,12 +137,23 @@ class Mixer(Protocol):
         """
         ...
 
-    def module(self, hidden_size: int, initializers, rngs):
+    def module(self, hidden_size: int, initializers, rngs, causal: bool = False):
         """The Flax module: (x [B, L, C], segment_ids [B, L], key, capture) -> [B, L, C]; the
         latter two may be None (`models/capture.py`).
 
+        A causal one reads nothing behind a position, and makes rows one position at a time:
+
+            state = module.start(rows, length, dtype)  # rows of up to `length` positions
+            out, state = module.step(x, state, place)  # x, out [B, 1, C], place 0, 1, ...
+
+        which is what it gives out for the row as a whole. The state is a pytree of arrays with an
+        axis of rows first, so that a beam search can put its rows in another order; the place is
+        the same for all rows.
+
         Args:
           initializers: `models.layers.Initializers`.
+          causal: given where it is to be true; a mixer that cannot be leaves it out, and
+            `check_causal` refuses it in a decoder.
         """
         ...
 
@@ -191,6 +203,22 @@ def make_mixer(settings: MixerSettings, own: Sequence[str]) -> Mixer:
             f"{name} makes a {type(made).__name__}, not itself; see convbert_jax/config/mixers.py."
         )
     return made
+
+
+def check_causal(mixer: Mixer, name: str) -> None:
+    """Refuses a mixer that cannot stand in a decoder.
+
+    Args:
+      name: the field and its value, as the error calls it.
+
+    Raises:
+      MixerError: its module has no causal form.
+    """
+    if "causal" not in inspect.signature(type(mixer).module).parameters:
+        raise MixerError(
+            f"{name} has no causal form, which a decoder needs: its module takes no argument "
+            "causal; take another mixer, or see convbert_jax/config/mixers.py."
+        )
 
 
 def check_name(name: str, field: str) -> None:

@@ -15,7 +15,9 @@ SCHEDULED = ("kernel_size", "dilation")
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """One encoder layer: a token mixer and a feed-forward block, both post-norm."""
+    """One layer: a token mixer and a feed-forward block, in the form of the encoders of BERT unless
+    something else is said.
+    """
 
     hidden_size: int
     mixer: Mixer
@@ -25,6 +27,8 @@ class LayerConfig:
     layer_norm_epsilon: float
     initializers: str
     initializer_range: float
+    norm: str = "post"  # layer norm behind each residual sum, or "pre", before what is added
+    activation: str = "gelu"  # or "relu", in the feed-forward block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import EncoderConfig, LayerConfig
 from convbert_jax.models.capture import Capture
-from convbert_jax.models.functions import gelu
+from convbert_jax.models.functions import ACTIVATIONS
 from convbert_jax.models.layers import (
     Dense,
     Initializers,
@@ -17,6 +17,7 @@ from convbert_jax.models.layers import (
     dropout,
     feed_forward_dense,
     initializers,
+    residual,
 )
 from convbert_jax.ops import products
 from convbert_jax.ops.dispatch import rows_alone
@@ -34,19 +35,20 @@ Seen = tuple[dict[str, Array], ...]  # of each stage, name -> [N, ...]
 
 
 class FeedForward(nnx.Module):
-    """Dense, GELU, dense; both grouped if `ffn_groups` is above 1 (ConvBERT §3.3)."""
+    """Dense, activation, dense; both grouped if `ffn_groups` is above 1 (ConvBERT §3.3)."""
 
     def __init__(self, config: LayerConfig, initializers: Initializers, rngs: nnx.Rngs):
         hidden, inner, groups = config.hidden_size, config.ffn_size, config.ffn_groups
         self.intermediate = feed_forward_dense(hidden, inner, groups, initializers.dense, rngs)
         self.output = feed_forward_dense(inner, hidden, groups, initializers.dense, rngs)
+        self.activation = config.activation
 
     def __call__(self, x: Float[Array, "B L C"]) -> Float[Array, "B L C"]:
-        return self.output(gelu(self.intermediate(x)))
+        return self.output(ACTIVATIONS[self.activation](self.intermediate(x)))
 
 
 class Layer(nnx.Module):
-    """Mixer and feed-forward, each with dropout, residual and layer norm after it (post-norm)."""
+    """Mixer and feed-forward, each with dropout, residual and layer norm."""
 
     def __init__(self, config: LayerConfig, rngs: nnx.Rngs):
         starts = initializers(config.initializers, config.initializer_range)
@@ -54,7 +56,7 @@ class Layer(nnx.Module):
         self.mixer_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
         self.feed_forward = FeedForward(config, starts, rngs)
         self.feed_forward_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
-        self.dropout = config.dropout
+        self.dropout, self.norm = config.dropout, config.norm
 
     def __call__(
         self,
@@ -65,16 +67,22 @@ class Layer(nnx.Module):
     ) -> Float[Array, "B L C"]:
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
         x = rows_alone(x)
-        mixed = dropout(self.mixer(x, segment_ids, keys[0], capture), self.dropout, keys[1])
-        x = rows_alone(self.mixer_norm(x + mixed))
-        x = self.feed_forward_norm(x + dropout(self.feed_forward(x), self.dropout, keys[2]))
-        return rows_alone(x)
+
+        def mix(x):
+            return dropout(self.mixer(x, segment_ids, keys[0], capture), self.dropout, keys[1])
+
+        def feed(x):
+            return dropout(self.feed_forward(x), self.dropout, keys[2])
+
+        x = rows_alone(residual(x, mix, self.mixer_norm, self.norm))
+        return rows_alone(residual(x, feed, self.feed_forward_norm, self.norm))
 
 
 class Encoder(nnx.Module):
     """A projection if embeddings and layers differ in width, then the stages in order.
 
-    Parameters of stage i are under `stages/i`, with a leading axis N of its layers.
+    Parameters of stage i are under `stages/i`, with a leading axis N of its layers. Behind layers
+    of pre-norm comes one more norm.
     """
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs):
@@ -90,6 +98,9 @@ class Encoder(nnx.Module):
                 for i, stage in enumerate(config.stages)
             }
         )
+        last = config.stages[-1].layer
+        if last.norm == "pre":
+            self.norm = LayerNorm(config.hidden_size, last.layer_norm_epsilon)
         self.config = config
 
     def __call__(
@@ -142,6 +153,8 @@ class Encoder(nnx.Module):
             unroll = min(c.scan_unroll, stage.depth)
             x, of_stage = jax.lax.scan(run, x, (self.stages[str(i)], keys), unroll=unroll)
             seen.append(of_stage)
+        if c.stages[-1].layer.norm == "pre":
+            x = self.norm(x)
         if missing := wanted - offered:
             raise ValueError(
                 f"capture is {sorted(wanted)}, but no layer has {sorted(missing)}; "

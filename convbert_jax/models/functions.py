@@ -31,6 +31,8 @@ def _gelu_backward(x, cotangent):
 
 gelu.defvjp(lambda x: (gelu(x), x), _gelu_backward)
 
+ACTIVATIONS = {"gelu": gelu, "relu": jax.nn.relu}
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def layer_norm(

@@ -5,6 +5,7 @@ Randomness is an argument: `key=None` means deterministic.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from convbert_jax.models.functions import layer_norm
 from convbert_jax.ops.products import dense
 
 Initializer = jax.nn.initializers.Initializer
+State = Any  # what a decoder keeps of the positions before: a pytree of arrays, rows first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +29,11 @@ class Initializers:
 
 
 def initializers(kind: str, stddev: float) -> Initializers:
-    """`kind` is a value of config.model.initializers.
+    """`kind` is a value of config.model.initializers, or glorot.
 
     release: truncated normals that, as in TensorFlow, are cut at two `stddev` and not rescaled,
     so that what remains has 0.88 of it; the depthwise filters take 1 / taps. huggingface: plain
-    normals everywhere.
+    normals everywhere. glorot: uniform by fan-in and fan-out, whatever `stddev`, as in LightConv.
     """
     truncated, normal = jax.nn.initializers.truncated_normal, jax.nn.initializers.normal
     return {
@@ -42,6 +44,11 @@ def initializers(kind: str, stddev: float) -> Initializers:
         ),
         "huggingface": Initializers(
             dense=normal(stddev), depthwise=lambda taps: normal(stddev), glorot=normal(stddev)
+        ),
+        "glorot": Initializers(
+            dense=jax.nn.initializers.glorot_uniform(),
+            depthwise=lambda taps: truncated(1 / taps),
+            glorot=jax.nn.initializers.glorot_uniform(),
         ),
     }[kind]
 
@@ -100,6 +107,20 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
         return layer_norm(x, self.scale[...], self.bias[...], self.epsilon)
+
+
+def residual(
+    x: Float[Array, "B L C"],
+    inner: Callable[[Array], Array],
+    norm: LayerNorm,
+    order: str,
+) -> Float[Array, "B L C"]:
+    """What a part of a layer adds: norm(x + inner(x)), or x + inner(norm(x)).
+
+    Args:
+      order: "post" or "pre", a value of `LayerConfig.norm`.
+    """
+    return x + inner(norm(x)) if order == "pre" else norm(x + inner(x))
 
 
 def dropout(x: Array, rate: float, key: Array | None) -> Array:

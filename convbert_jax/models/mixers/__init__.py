@@ -2,7 +2,8 @@
 
 One file each: a specification (`config/mixers.py` says what it must have) and the Flax module that
 it makes, called as mixer(x [B, L, C], segment_ids [B, L], key, capture) -> [B, L, C]: with a key it
-drops out, and to a `capture` (capture.py) that is not None it offers what it saw. The names are in
+drops out, and to a `capture` (capture.py) that is not None it offers what it saw. Made causal, for
+a decoder, it also goes on one position at a time: `start` and `step`. The names are in
 `config.mixers.MIXERS`.
 """
 

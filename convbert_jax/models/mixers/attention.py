@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -12,7 +14,7 @@ from convbert_jax.config.mixers import nominal_heads
 from convbert_jax.interfaces.placement import Split
 from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
-from convbert_jax.models.layers import Dense, Initializers, dropout
+from convbert_jax.models.layers import Dense, Initializers, State, dropout
 from convbert_jax.ops.attention import attention, attention_weights
 
 
@@ -58,8 +60,10 @@ class Attention:
             fields |= {"mixer": "bottleneck", "head_ratio": heads // self.attention_heads}
         return fields
 
-    def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
-        return SelfAttention(self, hidden_size, initializers, rngs)
+    def module(
+        self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs, causal: bool = False
+    ) -> nnx.Module:
+        return SelfAttention(self, hidden_size, initializers, rngs, causal)
 
     def products(self, hidden_size: int, length: int) -> float:
         width = self.attention_heads * self.head_size
@@ -92,14 +96,19 @@ class SelfAttention(nnx.Module):
     """
 
     def __init__(
-        self, config: Attention, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs
+        self,
+        config: Attention,
+        hidden_size: int,
+        initializers: Initializers,
+        rngs: nnx.Rngs,
+        causal: bool = False,
     ):
         width = config.attention_heads * config.head_size
         self.query = Dense(hidden_size, width, initializers.dense, rngs)
         self.key = Dense(hidden_size, width, initializers.dense, rngs)
         self.value = Dense(hidden_size, width, initializers.dense, rngs)
         self.output = Dense(width, hidden_size, initializers.dense, rngs)
-        self.config = config
+        self.config, self.causal = config, causal
 
     def __call__(
         self,
@@ -112,9 +121,20 @@ class SelfAttention(nnx.Module):
         query, keys, value = project(x, c.attention_heads, self.query, self.key, self.value)
         attended = attend(
             query, keys, value, segment_ids, dropout_rate=c.attention_dropout, dropout_key=key,
-            implementation=c.attention, capture=capture,
+            causal=self.causal, implementation=c.attention, capture=capture,
         )  # fmt: skip
         return self.output(join(attended))
+
+    def start(self, rows: int, length: int, dtype: jnp.dtype) -> State:
+        return start_keys(self.config, rows, length, dtype)
+
+    def step(
+        self, x: Float[Array, "B 1 C"], state: State, place: Int[Array, ""]
+    ) -> tuple[Float[Array, "B 1 C"], State]:
+        heads = self.config.attention_heads
+        query, keys, value = project(x, heads, self.query, self.key, self.value)
+        attended, state = attend_step(query, keys, value, state, place)
+        return self.output(join(attended)), state
 
 
 def attend(
@@ -125,6 +145,7 @@ def attend(
     *,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
+    causal: bool = False,
     implementation: str = "auto",
     capture: Capture | None = None,
 ) -> Float[Array, "B L H D"]:
@@ -132,11 +153,15 @@ def attend(
 
     Args:
       dropout_key: None is no dropout.
+      causal: a position sees itself and what precedes it.
       implementation: as in `ops.attention.attention`.
       capture: is offered "attention", the maps [B, H, L, L] in float32, before dropout.
     """
     if capture is not None:
-        capture.offer("attention", lambda: attention_weights(query, key, segment_ids=segment_ids))
+        capture.offer(
+            "attention",
+            lambda: attention_weights(query, key, segment_ids=segment_ids, causal=causal),
+        )
     drop = None
     if dropout_rate > 0.0 and dropout_key is not None:
 
@@ -144,8 +169,35 @@ def attend(
             return dropout(weights, dropout_rate, dropout_key)
 
     return attention(
-        query, key, value, segment_ids=segment_ids, implementation=implementation, drop=drop
+        query, key, value, segment_ids=segment_ids, causal=causal, implementation=implementation,
+        drop=drop,
+    )  # fmt: skip
+
+
+def start_keys(config, rows: int, length: int, dtype: jnp.dtype) -> State:
+    """Room for keys and values of `length` positions; `config` has attention_heads, head_size."""
+    shape = (rows, length, config.attention_heads, config.head_size)
+    return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
+
+
+def attend_step(
+    query: Float[Array, "B 1 H D"],
+    key: Float[Array, "B 1 H D"],
+    value: Float[Array, "B 1 H D"],
+    state: State,
+    place: Int[Array, ""],
+) -> tuple[Float[Array, "B 1 H D"], State]:
+    """Causal `attend` at one place, whose key and value are kept with those before it."""
+    kept = {
+        name: jax.lax.dynamic_update_slice_in_dim(state[name], new, place, axis=1)
+        for name, new in (("key", key), ("value", value))
+    }
+    rows, length = kept["key"].shape[:2]
+    seen = jnp.broadcast_to(jnp.arange(length) <= place, (rows, length)).astype(jnp.int32)
+    attended = attention(
+        query, kept["key"], kept["value"], key_segment_ids=seen, implementation="xla"
     )
+    return attended, kept
 
 
 def project(

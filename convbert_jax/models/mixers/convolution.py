@@ -15,8 +15,9 @@ from jaxtyping import Array, Float, Int
 from convbert_jax.config import MixerSettings
 from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
-from convbert_jax.models.layers import Dense, Initializers
+from convbert_jax.models.layers import Dense, Initializers, State
 from convbert_jax.ops.depthwise_conv import depthwise_conv
+from convbert_jax.ops.one_step import depthwise_conv_step, dynamic_conv_step
 from convbert_jax.ops.products import dense
 from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv, span_filters
 
@@ -73,11 +74,18 @@ class SeparableConv(nnx.Module):
     """
 
     def __init__(
-        self, inputs: int, outputs: int, taps: int, initializers: Initializers, rngs: nnx.Rngs
+        self,
+        inputs: int,
+        outputs: int,
+        taps: int,
+        initializers: Initializers,
+        rngs: nnx.Rngs,
+        causal: bool = False,
     ):
         self.depthwise = nnx.Param(initializers.depthwise(taps)(rngs.params(), (taps, inputs)))
         self.pointwise = nnx.Param(initializers.dense(rngs.params(), (inputs, outputs)))
         self.bias = nnx.Param(jnp.zeros(outputs))
+        self.causal = causal
 
     def __call__(
         self,
@@ -86,9 +94,24 @@ class SeparableConv(nnx.Module):
         implementation: str = "auto",
     ) -> Float[Array, "B L C_out"]:
         mixed = depthwise_conv(
-            x, self.depthwise[...], segment_ids=segment_ids, implementation=implementation
-        )
-        return dense(mixed, self.pointwise[...], self.bias[...], x.dtype)
+            x, self.depthwise[...], segment_ids=segment_ids, causal=self.causal,
+            implementation=implementation,
+        )  # fmt: skip
+        return self._over_channels(mixed)
+
+    def start(self, rows: int, dtype: jnp.dtype) -> Float[Array, "B P C"]:
+        """The inputs that the next one needs, before the first."""
+        return start_past(rows, *self.depthwise[...].shape, dtype)
+
+    def step(
+        self, x: Float[Array, "B 1 C"], past: Float[Array, "B P C"]
+    ) -> tuple[Float[Array, "B 1 C_out"], Float[Array, "B P C"]]:
+        """The causal form at one position, and the inputs that the next one needs."""
+        window, past = move(past, x)
+        return self._over_channels(depthwise_conv_step(window, self.depthwise[...])[:, None]), past
+
+    def _over_channels(self, mixed):
+        return dense(mixed, self.pointwise[...], self.bias[...], mixed.dtype)
 
 
 class GatedConv(nnx.Module):
@@ -102,8 +125,10 @@ class GatedConv(nnx.Module):
     Args:
       config: the specification.
       name: of the convolution's parameter, which `start()` makes.
-      convolve: (config, parameter, v [B, L, C], segment_ids [B, L] or None, key, capture)
+      convolve: (config, parameter, v [B, L, C], segment_ids [B, L] or None, causal, key, capture)
         -> [B, L, C].
+      step: (config, parameter, past [B, P, C], v [B, 1, C]) -> ([B, 1, C], past): the causal form
+        at one position.
     """
 
     def __init__(
@@ -112,16 +137,19 @@ class GatedConv(nnx.Module):
         name: str,
         start: Callable[[], Array],
         convolve: Callable[..., Array],
+        step: Callable[..., tuple[Array, Array]],
         hidden_size: int,
         initializers: Initializers,
         rngs: nnx.Rngs,
+        causal: bool,
     ):
         self.value = Dense(hidden_size, hidden_size, initializers.dense, rngs)
         if config.glu:
             self.gate = Dense(hidden_size, hidden_size, initializers.dense, rngs)
         setattr(self, name, nnx.Param(start()))
         self.output = Dense(hidden_size, hidden_size, initializers.dense, rngs)
-        self.config, self.name, self.convolve = config, name, convolve
+        self.config, self.name, self.causal = config, name, causal
+        self.convolve, self.convolve_step = convolve, step
 
     def __call__(
         self,
@@ -131,13 +159,29 @@ class GatedConv(nnx.Module):
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
         c = self.config
-        values = self.value(x)
-        if c.glu:
-            gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32))
-            values = values * gate.astype(x.dtype)
         ids = segment_ids if c.mask_convolution else None
         parameter = getattr(self, self.name)[...]
-        return self.output(self.convolve(c, parameter, values, ids, key, capture))
+        return self.output(
+            self.convolve(c, parameter, self._gated(x), ids, self.causal, key, capture)
+        )
+
+    def start(self, rows: int, length: int, dtype: jnp.dtype) -> State:
+        c, channels = self.config, self.output.kernel[...].shape[0]
+        return start_past(rows, c.kernel_size, channels, dtype, getattr(c, "dilation", 1))
+
+    def step(
+        self, x: Float[Array, "B 1 C"], state: State, place: Int[Array, ""]
+    ) -> tuple[Float[Array, "B 1 C"], State]:
+        parameter = getattr(self, self.name)[...]
+        convolved, state = self.convolve_step(self.config, parameter, state, self._gated(x))
+        return self.output(convolved), state
+
+    def _gated(self, x):
+        values = self.value(x)
+        if self.config.glu:
+            gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32))
+            values = values * gate.astype(x.dtype)
+        return values
 
 
 def start_filters(
@@ -163,6 +207,7 @@ def convolve(
     *,
     heads: int,
     segment_ids: Int[Array, "B L"] | None,
+    causal: bool,
     implementation: str,
     capture: Capture | None,
 ) -> Float[Array, "B L C"]:
@@ -173,5 +218,29 @@ def convolve(
         )
     return span_dynamic_conv(
         query, span_key, values, projection, bias, heads=heads, segment_ids=segment_ids,
-        implementation=implementation,
+        causal=causal, implementation=implementation,
     )  # fmt: skip
+
+
+def start_past(
+    rows: int, taps: int, channels: int, dtype: jnp.dtype, dilation: int = 1
+) -> Float[Array, "B P C"]:
+    """What a causal convolution has read before the first position: zeros."""
+    return jnp.zeros((rows, (taps - 1) * dilation, channels), dtype)
+
+
+def move(
+    past: Float[Array, "B P C"], new: Float[Array, "B 1 C"]
+) -> tuple[Float[Array, "B P1 C"], Float[Array, "B P C"]]:
+    """The window that ends with a new input, and what the next one needs of it."""
+    window = jnp.concatenate([past, new], axis=1)
+    return window, window[:, 1:]
+
+
+def convolve_step(
+    past: Float[Array, "B P C"], values: Float[Array, "B 1 C"], filters: Float[Array, "*B H K"]
+) -> tuple[Float[Array, "B 1 C"], Float[Array, "B P C"]]:
+    """Causal dynamic convolution at one position, whose filters are [B, H, K] or [H, K]."""
+    window, past = move(past, values)
+    by_head = window.reshape(*window.shape[:2], filters.shape[-2], -1)
+    return dynamic_conv_step(by_head, filters).reshape(values.shape), past

@@ -13,6 +13,7 @@ from convbert_jax.models.layers import Initializers
 from convbert_jax.models.mixers import convolution
 from convbert_jax.models.mixers.attention import Attention
 from convbert_jax.ops.depthwise_conv import depthwise_conv
+from convbert_jax.ops.one_step import depthwise_conv_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +38,15 @@ class Dilated:
     fields = convolution.fields
     reads_padding = property(convolution.unless_masked)
 
-    def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
+    def module(
+        self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs, causal: bool = False
+    ) -> nnx.Module:
         def start():
             shape = self.kernel_size, hidden_size
             return initializers.depthwise(self.kernel_size)(rngs.params(), shape)
 
         return convolution.GatedConv(
-            self, "depthwise", start, convolve, hidden_size, initializers, rngs
+            self, "depthwise", start, convolve, step, hidden_size, initializers, rngs, causal
         )
 
     def products(self, hidden_size: int, length: int) -> float:
@@ -64,6 +67,7 @@ def convolve(
     filters: Float[Array, "K C"],
     values: Float[Array, "B L C"],
     segment_ids: Int[Array, "B L"] | None,
+    causal: bool,
     key: Array | None,
     capture: Capture | None,
 ) -> Float[Array, "B L C"]:
@@ -71,6 +75,16 @@ def convolve(
     not normalized; nothing is dropped out.
     """
     return depthwise_conv(
-        values, filters, segment_ids=segment_ids, dilation=config.dilation,
+        values, filters, segment_ids=segment_ids, dilation=config.dilation, causal=causal,
         implementation=config.convolution,
     )  # fmt: skip
+
+
+def step(
+    config: Dilated,
+    filters: Float[Array, "K C"],
+    past: Float[Array, "B P C"],
+    values: Float[Array, "B 1 C"],
+) -> tuple[Float[Array, "B 1 C"], Float[Array, "B P C"]]:
+    window, past = convolution.move(past, values)
+    return depthwise_conv_step(window, filters, dilation=config.dilation)[:, None], past

@@ -39,13 +39,15 @@ class Dynamic:
     fields = convolution.fields
     reads_padding = property(convolution.unless_masked)
 
-    def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
+    def module(
+        self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs, causal: bool = False
+    ) -> nnx.Module:
         def start():
             shape = hidden_size, self.heads * self.kernel_size
             return initializers.glorot(rngs.params(), shape)
 
         return convolution.GatedConv(
-            self, "conv_kernel", start, convolve, hidden_size, initializers, rngs
+            self, "conv_kernel", start, convolve, step, hidden_size, initializers, rngs, causal
         )
 
     def products(self, hidden_size: int, length: int) -> float:
@@ -68,6 +70,7 @@ def convolve(
     projection: Float[Array, "C HK"],
     values: Float[Array, "B L C"],
     segment_ids: Int[Array, "B L"] | None,
+    causal: bool,
     key: Array | None,
     capture: Capture | None,
 ) -> Float[Array, "B L C"]:
@@ -78,8 +81,8 @@ def convolve(
     if key is None or config.attention_dropout == 0.0:
         return convolution.convolve(
             values, None, None, projection, bias,
-            heads=heads, segment_ids=segment_ids, implementation=config.convolution,
-            capture=capture,
+            heads=heads, segment_ids=segment_ids, causal=causal,
+            implementation=config.convolution, capture=capture,
         )  # fmt: skip
     filters = span_filters(values, None, projection, bias, heads=heads, dtype=values.dtype)
     if capture is not None:
@@ -88,6 +91,20 @@ def convolve(
         split(values, heads),
         dropout(filters, config.attention_dropout, key),
         segment_ids=segment_ids,
+        causal=causal,
         implementation=config.convolution,
     )
     return join(convolved)
+
+
+def step(
+    config: Dynamic,
+    projection: Float[Array, "C HK"],
+    past: Float[Array, "B P C"],
+    values: Float[Array, "B 1 C"],
+) -> tuple[Float[Array, "B 1 C"], Float[Array, "B P C"]]:
+    filters = span_filters(
+        values, None, projection, jnp.zeros(projection.shape[1]),
+        heads=config.heads, dtype=values.dtype,
+    )  # fmt: skip
+    return convolution.convolve_step(past, values, filters[:, 0])

@@ -38,12 +38,14 @@ class Light:
     fields = convolution.fields
     reads_padding = property(convolution.unless_masked)
 
-    def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
+    def module(
+        self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs, causal: bool = False
+    ) -> nnx.Module:
         def start():
             return convolution.start_filters(self.heads, self.kernel_size, initializers, rngs)
 
         return convolution.GatedConv(
-            self, "filters", start, convolve, hidden_size, initializers, rngs
+            self, "filters", start, convolve, step, hidden_size, initializers, rngs, causal
         )
 
     def products(self, hidden_size: int, length: int) -> float:
@@ -64,6 +66,7 @@ def convolve(
     filters: Float[Array, "H K"],
     values: Float[Array, "B L C"],
     segment_ids: Int[Array, "B L"] | None,
+    causal: bool,
     key: Array | None,
     capture: Capture | None,
 ) -> Float[Array, "B L C"]:
@@ -77,6 +80,16 @@ def convolve(
         split(values, config.heads),
         dropout(normalized, config.attention_dropout, key),
         segment_ids=segment_ids,
+        causal=causal,
         implementation=config.convolution,
     )
     return join(convolved)
+
+
+def step(
+    config: Light,
+    filters: Float[Array, "H K"],
+    past: Float[Array, "B P C"],
+    values: Float[Array, "B 1 C"],
+) -> tuple[Float[Array, "B 1 C"], Float[Array, "B P C"]]:
+    return convolution.convolve_step(past, values, softmax(filters, None, jnp.float32))

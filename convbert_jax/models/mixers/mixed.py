@@ -14,18 +14,28 @@ from convbert_jax.config.mixers import nominal_heads
 from convbert_jax.interfaces.placement import REPLICATED, Split
 from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
-from convbert_jax.models.layers import Dense, Initializers
-from convbert_jax.models.mixers.attention import Attention, attend, join, split
+from convbert_jax.models.layers import Dense, Initializers, State
+from convbert_jax.models.mixers.attention import (
+    Attention,
+    attend,
+    attend_step,
+    join,
+    split,
+    start_keys,
+)
 from convbert_jax.models.mixers.convolution import (
     SeparableConv,
     at_all_positions,
     convolve,
+    convolve_step,
     of_nobody_else,
     start_filters,
+    start_past,
     unless_masked,
 )
 from convbert_jax.ops.dynamic_conv import dynamic_conv
 from convbert_jax.ops.softmax import softmax
+from convbert_jax.ops.span_dynamic_conv import span_filters
 
 FILTERS = ("span_dynamic", "dynamic", "light")
 
@@ -114,8 +124,10 @@ class Mixed:
             "mask_convolution": self.mask_convolution,
         }
 
-    def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
-        return MixedAttention(self, hidden_size, initializers, rngs)
+    def module(
+        self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs, causal: bool = False
+    ) -> nnx.Module:
+        return MixedAttention(self, hidden_size, initializers, rngs, causal)
 
     @property
     def query_heads(self) -> int:
@@ -218,7 +230,14 @@ class MixedAttention(nnx.Module):
     softmax(w), the same at all positions; no dropout is on them, as in the release.
     """
 
-    def __init__(self, config: Mixed, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: Mixed,
+        hidden_size: int,
+        initializers: Initializers,
+        rngs: nnx.Rngs,
+        causal: bool = False,
+    ):
         hidden, taps, size = hidden_size, config.kernel_size, config.head_size
         attended, heads = config.attention_heads * size, config.convolution_heads
         convolved = heads * size
@@ -226,7 +245,7 @@ class MixedAttention(nnx.Module):
         self.key = Dense(hidden, attended, initializers.dense, rngs)
         self.value = Dense(hidden, config.value_heads * size, initializers.dense, rngs)
         if config.filters == "span_dynamic":
-            self.key_conv = SeparableConv(hidden, convolved, taps, initializers, rngs)
+            self.key_conv = SeparableConv(hidden, convolved, taps, initializers, rngs, causal)
         if config.filters == "light":
             self.conv_filters = nnx.Param(start_filters(heads, taps, initializers, rngs))
         else:
@@ -234,7 +253,7 @@ class MixedAttention(nnx.Module):
         if config.own_value:
             self.conv_value = Dense(hidden, convolved, initializers.dense, rngs)
         self.output = Dense(attended + convolved, hidden, initializers.dense, rngs)
-        self.config = config
+        self.config, self.causal = config, causal
 
     def __call__(
         self,
@@ -249,8 +268,8 @@ class MixedAttention(nnx.Module):
         value = split(self.value(x), c.value_heads)
         attended = attend(
             query[:, :, : c.attention_heads], keys, value[:, :, : c.attention_heads], segment_ids,
-            dropout_rate=c.attention_dropout, dropout_key=key, implementation=c.attention,
-            capture=capture,
+            dropout_rate=c.attention_dropout, dropout_key=key, causal=self.causal,
+            implementation=c.attention, capture=capture,
         )  # fmt: skip
         ids = segment_ids if c.mask_convolution else None
         convolved = self._convolve(x, query, value, ids, capture)
@@ -267,6 +286,7 @@ class MixedAttention(nnx.Module):
                 values,
                 filters,
                 segment_ids=ids,
+                causal=self.causal,
                 implementation=c.convolution,
             )
             return join(convolved)
@@ -276,5 +296,43 @@ class MixedAttention(nnx.Module):
         values = self.conv_value(x) if c.own_value else join(value[:, :, :heads])
         return convolve(
             query, span_key, values, self.conv_kernel.kernel[...], self.conv_kernel.bias[...],
-            heads=heads, segment_ids=ids, implementation=c.convolution, capture=capture,
+            heads=heads, segment_ids=ids, causal=self.causal, implementation=c.convolution,
+            capture=capture,
         )  # fmt: skip
+
+    def start(self, rows: int, length: int, dtype: jnp.dtype) -> State:
+        c = self.config
+        state = {
+            "attention": start_keys(c, rows, length, dtype),
+            "value": start_past(rows, c.kernel_size, c.convolution_heads * c.head_size, dtype),
+        }
+        if c.filters == "span_dynamic":
+            state["span"] = self.key_conv.start(rows, dtype)
+        return state
+
+    def step(
+        self, x: Float[Array, "B 1 C"], state: State, place: Int[Array, ""]
+    ) -> tuple[Float[Array, "B 1 C"], State]:
+        c, heads = self.config, self.config.convolution_heads
+        query = split(self.query(x), c.query_heads)
+        keys = split(self.key(x), c.attention_heads)
+        value = split(self.value(x), c.value_heads)
+        kept = {}
+        attended, kept["attention"] = attend_step(
+            query[:, :, : c.attention_heads], keys, value[:, :, : c.attention_heads],
+            state["attention"], place,
+        )  # fmt: skip
+        if c.filters == "light":
+            filters = softmax(self.conv_filters[...], None, jnp.float32)
+        else:
+            span_key = None
+            if c.filters == "span_dynamic":
+                span_key, kept["span"] = self.key_conv.step(x, state["span"])
+            kernel = self.conv_kernel
+            filters = span_filters(
+                join(query[:, :, :heads]), span_key, kernel.kernel[...], kernel.bias[...],
+                heads=heads, dtype=x.dtype,
+            )[:, 0]  # fmt: skip
+        values = self.conv_value(x) if c.own_value else join(value[:, :, :heads])
+        convolved, kept["value"] = convolve_step(state["value"], values, filters)
+        return self.output(jnp.concatenate([join(attended), convolved], axis=-1)), kept

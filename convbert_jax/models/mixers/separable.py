@@ -2,12 +2,13 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.interfaces.placement import REPLICATED, Split
 from convbert_jax.models.capture import Capture
-from convbert_jax.models.layers import Initializers
+from convbert_jax.models.layers import Initializers, State
 from convbert_jax.models.mixers import convolution
 from convbert_jax.models.mixers.convolution import SeparableConv
 
@@ -28,8 +29,10 @@ class Separable:
     fields = convolution.fields
     reads_padding = property(convolution.unless_masked)
 
-    def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
-        return SeparableMixer(self, hidden_size, initializers, rngs)
+    def module(
+        self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs, causal: bool = False
+    ) -> nnx.Module:
+        return SeparableMixer(self, hidden_size, initializers, rngs, causal)
 
     def products(self, hidden_size: int, length: int) -> float:
         return 2 * hidden_size**2
@@ -48,10 +51,17 @@ class SeparableMixer(nnx.Module):
     """pointwise(depthwise(x)) + bias, the form of the span's key, as wide as its input."""
 
     def __init__(
-        self, config: Separable, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs
+        self,
+        config: Separable,
+        hidden_size: int,
+        initializers: Initializers,
+        rngs: nnx.Rngs,
+        causal: bool = False,
     ):
-        self.conv = SeparableConv(hidden_size, hidden_size, config.kernel_size, initializers, rngs)
-        self.config = config
+        self.conv = SeparableConv(
+            hidden_size, hidden_size, config.kernel_size, initializers, rngs, causal
+        )
+        self.config, self.causal = config, causal
 
     def __call__(
         self,
@@ -62,3 +72,11 @@ class SeparableMixer(nnx.Module):
     ) -> Float[Array, "B L C"]:
         ids = segment_ids if self.config.mask_convolution else None
         return self.conv(x, ids, self.config.convolution)
+
+    def start(self, rows: int, length: int, dtype: jnp.dtype) -> State:
+        return self.conv.start(rows, dtype)
+
+    def step(
+        self, x: Float[Array, "B 1 C"], state: State, place: Int[Array, ""]
+    ) -> tuple[Float[Array, "B 1 C"], State]:
+        return self.conv.step(x, state)

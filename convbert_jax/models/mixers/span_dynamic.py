@@ -2,16 +2,18 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.interfaces.placement import REPLICATED, Split
 from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
-from convbert_jax.models.layers import Dense, Initializers
+from convbert_jax.models.layers import Dense, Initializers, State
 from convbert_jax.models.mixers import convolution
 from convbert_jax.models.mixers.attention import Attention
-from convbert_jax.models.mixers.convolution import SeparableConv
+from convbert_jax.models.mixers.convolution import SeparableConv, convolve_step, start_past
+from convbert_jax.ops.span_dynamic_conv import span_filters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +40,10 @@ class SpanDynamic:
     fields = convolution.fields
     reads_padding = property(convolution.unless_masked)
 
-    def module(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs) -> nnx.Module:
-        return SpanDynamicConv(self, hidden_size, initializers, rngs)
+    def module(
+        self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs, causal: bool = False
+    ) -> nnx.Module:
+        return SpanDynamicConv(self, hidden_size, initializers, rngs, causal)
 
     def products(self, hidden_size: int, length: int) -> float:
         return 4 * 2 * hidden_size**2 + 2 * hidden_size * self.heads * self.kernel_size
@@ -64,15 +68,20 @@ class SpanDynamicConv(nnx.Module):
     """
 
     def __init__(
-        self, config: SpanDynamic, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs
+        self,
+        config: SpanDynamic,
+        hidden_size: int,
+        initializers: Initializers,
+        rngs: nnx.Rngs,
+        causal: bool = False,
     ):
         hidden, heads, taps = hidden_size, config.heads, config.kernel_size
         self.query = Dense(hidden, hidden, initializers.dense, rngs)
-        self.key_conv = SeparableConv(hidden, hidden, taps, initializers, rngs)
+        self.key_conv = SeparableConv(hidden, hidden, taps, initializers, rngs, causal)
         self.conv_kernel = Dense(hidden, heads * taps, initializers.dense, rngs)
         self.conv_value = Dense(hidden, hidden, initializers.dense, rngs)
         self.output = Dense(hidden, hidden, initializers.dense, rngs)
-        self.config = config
+        self.config, self.causal = config, causal
 
     def __call__(
         self,
@@ -86,6 +95,27 @@ class SpanDynamicConv(nnx.Module):
         convolved = convolution.convolve(
             self.query(x), self.key_conv(x, ids, c.convolution), self.conv_value(x),
             self.conv_kernel.kernel[...], self.conv_kernel.bias[...],
-            heads=c.heads, segment_ids=ids, implementation=c.convolution, capture=capture,
+            heads=c.heads, segment_ids=ids, causal=self.causal, implementation=c.convolution,
+            capture=capture,
         )  # fmt: skip
         return self.output(convolved)
+
+    def start(self, rows: int, length: int, dtype: jnp.dtype) -> State:
+        return {
+            "key": self.key_conv.start(rows, dtype),
+            "value": start_past(
+                rows, self.config.kernel_size, self.output.kernel[...].shape[0], dtype
+            ),
+        }
+
+    def step(
+        self, x: Float[Array, "B 1 C"], state: State, place: Int[Array, ""]
+    ) -> tuple[Float[Array, "B 1 C"], State]:
+        key, of_key = self.key_conv.step(x, state["key"])
+        kernel = self.conv_kernel
+        filters = span_filters(
+            self.query(x), key, kernel.kernel[...], kernel.bias[...],
+            heads=self.config.heads, dtype=x.dtype,
+        )  # fmt: skip
+        convolved, of_value = convolve_step(state["value"], self.conv_value(x), filters[:, 0])
+        return self.output(convolved), {"key": of_key, "value": of_value}

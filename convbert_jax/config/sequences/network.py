@@ -1,0 +1,180 @@
+"""What models that write text are built from, and how it follows from the sections."""
+
+import dataclasses
+
+from convbert_jax.config.errors import ConfigError
+from convbert_jax.config.mixers import Mixer, MixerSettings, check_causal, make_mixer
+from convbert_jax.config.network import EncoderConfig, StageConfig, derive_encoder
+from convbert_jax.config.sections import ModelSection
+from convbert_jax.config.sequences.sections import SequenceSection
+
+
+@dataclasses.dataclass(frozen=True)
+class TokensConfig:
+    """Words and their places, at `size` channels."""
+
+    vocab_size: int
+    size: int
+    positions: str  # a value of sections.POSITIONS
+    rows: int  # of the table of learned positions
+    dropout: float
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Stages of causal layers; with `source`, each layer attends to a source between its mixer and
+    its feed-forward block.
+    """
+
+    hidden_size: int
+    stages: tuple[StageConfig, ...]
+    source: Mixer | None  # as the mixer `attention` says it
+    remat: str
+    scan_unroll: int
+
+    @property
+    def depth(self) -> int:
+        return sum(stage.depth for stage in self.stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModelConfig:
+    """A decoder alone."""
+
+    tokens: TokensConfig
+    decoder: DecoderConfig
+    tied_output: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderDecoderConfig:
+    """`source` is `target` where they share a vocabulary, and then a table."""
+
+    source: TokensConfig
+    target: TokensConfig
+    encoder: EncoderConfig
+    decoder: DecoderConfig
+    shared_vocabulary: bool
+    tied_output: bool
+
+
+def derive_language_model(
+    model: ModelSection, sequence: SequenceSection, vocab_size: int
+) -> LanguageModelConfig:
+    """The decoder that config.model describes, with a vocabulary.
+
+    Raises:
+      ConfigError: a mixer is unknown, cannot be made or has no causal form, or the embeddings are
+        not as wide as the layers.
+    """
+    return LanguageModelConfig(
+        tokens=_tokens(model, sequence, vocab_size),
+        decoder=_decoder(model, sequence, source=None),
+        tied_output=sequence.tied_output,
+    )
+
+
+def derive_encoder_decoder(
+    model: ModelSection, sequence: SequenceSection, source_vocab: int, target_vocab: int
+) -> EncoderDecoderConfig:
+    """The encoder that config.model describes, and the decoder of the two sections.
+
+    Raises:
+      ConfigError: as `derive_language_model`; or the vocabularies are to be one and are not.
+    """
+    if sequence.shared_vocabulary and source_vocab != target_vocab:
+        raise ConfigError(
+            f"config.sequence.shared_vocabulary=True with {source_vocab} words in the source's "
+            f"vocabulary and {target_vocab} in the target's; give both the same, or set "
+            "config.sequence.shared_vocabulary=False."
+        )
+    encoder = derive_encoder(model)
+    return EncoderDecoderConfig(
+        source=_tokens(model, sequence, source_vocab),
+        target=_tokens(model, sequence, target_vocab),
+        encoder=dataclasses.replace(encoder, stages=_stages(encoder, sequence)),
+        decoder=_decoder(
+            dataclasses.replace(model, **decoder_fields(model, sequence)),
+            sequence,
+            source=_source_attention(model),
+        ),
+        shared_vocabulary=sequence.shared_vocabulary,
+        tied_output=sequence.tied_output,
+    )
+
+
+def decoder_fields(model: ModelSection, sequence: SequenceSection) -> dict[str, object]:
+    """Fields of config.model as the decoder has them."""
+    other = sequence.decoder_mixer not in ("", model.mixer)
+    own_fields = sequence.decoder_mixer_fields
+    return {
+        "layers": sequence.decoder_layers or model.layers,
+        "mixer": sequence.decoder_mixer or model.mixer,
+        "mixer_fields": own_fields if other else own_fields or model.mixer_fields,
+        "kernel_sizes": sequence.decoder_kernel_sizes,
+        "dilations": sequence.decoder_dilations,
+        "stages": (),
+    }
+
+
+def _tokens(model: ModelSection, sequence: SequenceSection, vocab_size: int) -> TokensConfig:
+    if model.embedding_size != model.hidden_size:
+        raise ConfigError(
+            f"config.model.embedding_size={model.embedding_size} is not "
+            f"config.model.hidden_size={model.hidden_size}, as it must be in a model that writes "
+            "text; make them the same."
+        )
+    return TokensConfig(
+        vocab_size=vocab_size,
+        size=model.hidden_size,
+        positions=sequence.positions,
+        rows=model.positions,
+        dropout=model.dropout,
+    )
+
+
+def _decoder(model: ModelSection, sequence: SequenceSection, source: Mixer | None) -> DecoderConfig:
+    encoder = derive_encoder(model)
+    for stage in encoder.stages:
+        check_causal(stage.layer.mixer, f"the mixer {model.mixer}")
+    return DecoderConfig(
+        hidden_size=encoder.hidden_size,
+        stages=_stages(encoder, sequence),
+        source=source,
+        remat=encoder.remat,
+        scan_unroll=encoder.scan_unroll,
+    )
+
+
+def _stages(encoder: EncoderConfig, sequence: SequenceSection) -> tuple[StageConfig, ...]:
+    """Those of an encoder with the norm, activation and initializers of models that write text."""
+    forms = {
+        "norm": sequence.norm,
+        "activation": sequence.activation,
+        "initializers": "glorot",
+    }
+    return tuple(
+        dataclasses.replace(stage, layer=dataclasses.replace(stage.layer, **forms))
+        for stage in encoder.stages
+    )
+
+
+def _source_attention(model: ModelSection) -> Mixer:
+    """Of all heads of config.model."""
+    settings = MixerSettings(
+        names={
+            name: f"config.model.{name}"
+            for name in ("heads", "head_ratio", "mixer", "mixer_fields")
+        },
+        mixer="attention",
+        heads=model.heads,
+        head_size=model.hidden_size // model.heads,
+        head_ratio=2,
+        kernel_size=model.kernel_size,
+        dilation=model.dilation,
+        attention_dropout=model.attention_dropout,
+        attention=model.attention,
+        convolution=model.convolution,
+        mask_convolution=model.mask_convolution,
+    )
+    return make_mixer(settings, ())

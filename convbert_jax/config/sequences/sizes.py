@@ -1,0 +1,89 @@
+"""Named sizes of models that write text, each a function of the mixer.
+
+Widths, depths, kernel sizes and dropout of LightConv's sizes are those of Wu et al. 2019 and of the
+code published with it; a Transformer (mixer `attention`) has six layers in the encoder where
+convolutions have seven, as there. `t5_base` is the shape of Tay et al. 2021, of T5's base model.
+"""
+
+from collections.abc import Callable
+
+from convbert_jax.config.sections import ModelSection
+from convbert_jax.config.sequences.sections import SequenceSection
+
+Sections = tuple[ModelSection, SequenceSection]
+
+ENCODER_KERNELS = (3, 7, 15, 31, 31, 31, 31)
+DECODER_KERNELS = (3, 7, 15, 31, 31, 31)
+_GATED = ("dynamic", "light", "dilated")
+
+
+def tiny(mixer: str) -> Sections:
+    """For a CPU: with 8,000 words in one vocabulary about 2.2 million parameters."""
+    kernels = (3, 7, 15, 31)
+    return _model(mixer, 128, 256, 4, kernels, dropout=0.3), SequenceSection(
+        decoder_kernel_sizes=kernels
+    )
+
+
+def iwslt_de_en(mixer: str) -> Sections:
+    """Without the gate in the convolutional block; tables of source, target and output."""
+    model = _model(mixer, 512, 1024, 4, _encoder_kernels(mixer), dropout=0.3, glu=False)
+    return model, SequenceSection(
+        decoder_layers=6,
+        decoder_kernel_sizes=DECODER_KERNELS,
+        shared_vocabulary=False,
+        tied_output=False,
+    )
+
+
+def wmt_en_de_big(mixer: str) -> Sections:
+    model = _model(mixer, 1024, 4096, 16, _encoder_kernels(mixer), dropout=0.3)
+    return model, SequenceSection(decoder_layers=6, decoder_kernel_sizes=DECODER_KERNELS)
+
+
+def lm(mixer: str) -> Sections:
+    """A decoder alone, pre-norm."""
+    return _model(mixer, 512, 2048, 8, DECODER_KERNELS, dropout=0.1), SequenceSection(norm="pre")
+
+
+def t5_base(mixer: str) -> Sections:
+    """Windows of 7, pre-norm; convolutions have no positions. T5's own are relative, in attention;
+    here they are sinusoidal.
+    """
+    attends = mixer in ("attention", "bottleneck", "mixed")
+    model = _model(mixer, 768, 3072, 12, (7,) * 12, dropout=0.1)
+    return model, SequenceSection(
+        decoder_kernel_sizes=(7,) * 12,
+        norm="pre",
+        positions="sinusoidal" if attends else "none",
+    )
+
+
+# name -> what config.model and config.sequence are
+SIZES: dict[str, Callable[[str], Sections]] = {
+    "tiny": tiny,
+    "iwslt_de_en": iwslt_de_en,
+    "wmt_en_de_big": wmt_en_de_big,
+    "lm": lm,
+    "t5_base": t5_base,
+}
+
+
+def _encoder_kernels(mixer: str) -> tuple[int, ...]:
+    return ENCODER_KERNELS[1:] if mixer == "attention" else ENCODER_KERNELS
+
+
+def _model(mixer, hidden, ffn, heads, kernels, *, dropout, glu=True) -> ModelSection:
+    return ModelSection(
+        layers=len(kernels),
+        hidden_size=hidden,
+        embedding_size=hidden,
+        heads=heads,
+        mixer=mixer,
+        mixer_fields=() if glu or mixer not in _GATED else ("glu=false",),
+        kernel_sizes=kernels,
+        ffn_size=ffn,
+        dropout=dropout,
+        attention_dropout=0.1,
+        layer_norm_epsilon=1e-5,
+    )

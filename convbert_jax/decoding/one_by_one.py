@@ -1,0 +1,151 @@
+"""One text for each row, a token at a time: the most probable one, or a drawn one."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.decoding import prompts
+from convbert_jax.decoding.prompts import Step
+
+
+class Texts(NamedTuple):
+    """What was written.
+
+    Attributes:
+      tokens: with the prompt and the end, `pad` behind it.
+      lengths: tokens of each row, these two counted.
+      scores: log probability of what stands behind the prompt, the end counted; of a sampled text
+        that by the model, before temperature and cuts.
+    """
+
+    tokens: Int[Array, "B L"]
+    lengths: Int[Array, " B"]
+    scores: Float[Array, " B"]
+
+
+def greedy(
+    step: Step,
+    state: Any,
+    prompt: Int[Array, "B P"],
+    prompt_lengths: Int[Array, " B"] | None = None,
+    *,
+    length: int,
+    end: int,
+    pad: int = 0,
+) -> Texts:
+    """The most probable token at each place, until the end.
+
+    Args:
+      state: of `step`, before the first token.
+      prompt: what rows begin with, at least one token; behind `prompt_lengths` anything.
+      prompt_lengths: from 1 to P; None: all are P long.
+      length: L, the most tokens of a row with prompt and end; the last can only be the end.
+      end, pad: ids.
+
+    Raises:
+      ValueError: a prompt without room behind it.
+    """
+
+    def choose(scores, place):
+        return scores.argmax(axis=-1)
+
+    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad)
+
+
+def sample(
+    step: Step,
+    state: Any,
+    prompt: Int[Array, "B P"],
+    prompt_lengths: Int[Array, " B"] | None = None,
+    *,
+    keys: Array,
+    length: int,
+    end: int,
+    pad: int = 0,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> Texts:
+    """Tokens drawn from softmax(logits / temperature), of the `top_k` most probable ones and of the
+    fewest that have a probability of `top_p` together (Holtzman et al. 2020), in this order.
+
+    Args:
+      keys: [B], a key for each row: what it draws does not depend on where it stands.
+      top_k: 0 is all.
+      top_p: above 0; the most probable token always stays.
+      the others: as in `greedy`.
+
+    Raises:
+      ValueError: a prompt without room behind it, or numbers outside of their range.
+    """
+    if temperature <= 0 or top_k < 0 or not 0 < top_p <= 1:
+        raise ValueError(
+            f"sample: temperature={temperature}, top_k={top_k}, top_p={top_p}, but temperature "
+            "must be above 0, top_k at least 0 and top_p above 0 and at most 1."
+        )
+
+    def choose(scores, place):
+        logits = cut(scores / temperature, top_k, top_p)
+        drawn = jax.vmap(lambda key: jax.random.fold_in(key, place))(keys)
+        return jax.vmap(jax.random.categorical)(drawn, logits)
+
+    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad)
+
+
+def cut(logits: Float[Array, "B V"], top_k: int, top_p: float) -> Float[Array, "B V"]:
+    """-inf for tokens that are not to be drawn; of equally probable ones at an edge all stay."""
+    if 0 < top_k < logits.shape[-1]:
+        least = jax.lax.top_k(logits, top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if top_p < 1.0:
+        ordered = jnp.sort(logits, axis=-1)[:, ::-1]
+        shares = jax.nn.softmax(ordered)
+        before = jnp.cumsum(shares, axis=-1) - shares
+        kept = (before < top_p).at[:, 0].set(True)
+        least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return logits
+
+
+def _write(
+    step: Step,
+    state: Any,
+    prompt: Array,
+    prompt_lengths: Array | None,
+    choose: Callable[[Array, Array], Array],
+    length: int,
+    end: int,
+    pad: int,
+) -> Texts:
+    prompts.check(prompt, length)
+    rows = len(prompt)
+    if prompt_lengths is None:
+        prompt_lengths = jnp.full(rows, prompt.shape[1], jnp.int32)
+    tokens = prompts.start_tokens(prompt, prompt_lengths, length, pad)
+
+    def unfinished(carry):
+        place, _, _, _, done = carry
+        return (place < length - 1) & ~done.all()
+
+    def write(carry):
+        place, state, tokens, texts, done = carry
+        logits, state = step(tokens[:, place], state, place)
+        last = place == length - 2
+        scores = prompts.force(
+            prompts.log_probabilities(logits), prompt, prompt_lengths, place, end, last
+        )
+        chosen = jnp.where(done, pad, choose(scores, place)).astype(tokens.dtype)
+        score = jnp.take_along_axis(scores, chosen[:, None], axis=1)[:, 0]
+        tokens = tokens.at[:, place + 1].set(chosen)
+        lengths = jnp.where(done, texts[0], place + 2)
+        texts = lengths, jnp.where(done, texts[1], texts[1] + score)
+        done |= (chosen == end) & (place + 1 >= prompt_lengths)
+        return place + 1, state, tokens, texts, done
+
+    texts = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
+    start = (jnp.int32(0), state, tokens, texts, jnp.zeros(rows, bool))
+    _, _, tokens, (lengths, scores), _ = jax.lax.while_loop(unfinished, write, start)
+    return Texts(tokens, lengths, scores)

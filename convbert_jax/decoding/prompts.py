@@ -1,0 +1,51 @@
+"""What a text begins with, given: of each row another number of tokens."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Step = Callable[[Array, Any, Array], tuple[Array, Any]]
+
+
+def check(prompt: Int[Array, "B P"], length: int) -> None:
+    """Raises ValueError for a prompt that leaves nothing to write."""
+    if prompt.ndim != 2 or not 1 <= prompt.shape[1] < length:
+        raise ValueError(
+            f"The prompt is {list(prompt.shape)}, but must be [rows, tokens] with at least one "
+            f"token and fewer than the length of {length}."
+        )
+
+
+def start_tokens(
+    prompt: Int[Array, "B P"], lengths: Int[Array, " B"], length: int, pad: int
+) -> Int[Array, "B L"]:
+    """The prompts, and `pad` behind them."""
+    inside = jnp.arange(prompt.shape[1]) < lengths[:, None]
+    width = ((0, 0), (0, length - prompt.shape[1]))
+    return jnp.pad(jnp.where(inside, prompt, pad), width, constant_values=pad)
+
+
+def force(
+    scores: Float[Array, "B V"],
+    prompt: Int[Array, "B P"],
+    lengths: Int[Array, " B"],
+    place: Int[Array, ""],
+    end: int,
+    last: Array,
+) -> Float[Array, "B V"]:
+    """Log probabilities of the token behind `place` where the prompt says it, which costs nothing;
+    and where it is the last one, which can but be the end.
+    """
+    words = jnp.arange(scores.shape[1])
+    scores = jnp.where(last & (words != end), -jnp.inf, scores)
+    said = prompt[:, jnp.minimum(place + 1, prompt.shape[1] - 1)]
+    certain = jnp.where(words == said[:, None], 0.0, -jnp.inf)
+    return jnp.where((place + 1 < lengths)[:, None], certain, scores)
+
+
+def log_probabilities(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    """In float32."""
+    return jax.nn.log_softmax(logits.astype(jnp.float32))

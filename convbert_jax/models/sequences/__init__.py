@@ -1,0 +1,27 @@
+"""Models that write text: encoder-decoders and language models, of the mixers of `models/mixers/`.
+
+Each has two forms that agree: of whole rows, to train, and one position at a time, to decode.
+"""
+
+from convbert_jax.config.sequences import EncoderDecoderConfig, LanguageModelConfig
+from convbert_jax.interfaces.placement import Rules
+from convbert_jax.models.mixers.attention import Attention
+
+
+def sharding_rules(config: EncoderDecoderConfig | LanguageModelConfig) -> Rules:
+    """How the parameters of a model's mixers and of its attention to a source may be divided, to
+    stand before `sharding.RULES`.
+    """
+    parts = [("decoder", config.decoder.stages)]
+    if isinstance(config, EncoderDecoderConfig):
+        parts.append(("encoder", config.encoder.stages))
+    rules = [
+        (rf"(^|/){part}/stages/{i}/mixer/{pattern}$", split)
+        for part, stages in parts
+        for i, stage in enumerate(stages)
+        for pattern, split in stage.layer.mixer.RULES
+    ]
+    of_source = [
+        (rf"(^|/)stages/[^/]+/source/{pattern}$", split) for pattern, split in Attention.RULES
+    ]
+    return (*rules, *of_source)

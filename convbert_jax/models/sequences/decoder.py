@@ -1,0 +1,171 @@
+"""The decoder: stages of causal layers, of whole rows or one position at a time."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.config import LayerConfig, Mixer, StageConfig
+from convbert_jax.config.sequences import DecoderConfig
+from convbert_jax.models.encoder import REMAT_POLICIES, FeedForward
+from convbert_jax.models.layers import LayerNorm, State, dropout, initializers, residual
+from convbert_jax.models.sequences.source_attention import SourceAttention
+from convbert_jax.ops.dispatch import rows_alone
+
+
+class Source(NamedTuple):
+    """What decoding reads of the source and never changes.
+
+    Attributes:
+      kept: keys and values, for each layer.
+      segment_ids: of the source's rows, 0 is padding.
+    """
+
+    kept: tuple[State, ...]
+    segment_ids: Int[Array, "B S"]
+
+
+class DecoderLayer(nnx.Module):
+    """Causal mixer, attention to the source if there is one, feed-forward: each with dropout,
+    residual and layer norm.
+    """
+
+    def __init__(self, config: LayerConfig, source: Mixer | None, rngs: nnx.Rngs):
+        hidden, epsilon = config.hidden_size, config.layer_norm_epsilon
+        starts = initializers(config.initializers, config.initializer_range)
+        self.mixer = config.mixer.module(hidden, starts, rngs, causal=True)
+        self.mixer_norm = LayerNorm(hidden, epsilon)
+        if source is not None:
+            self.source = SourceAttention(source, hidden, starts, rngs)
+            self.source_norm = LayerNorm(hidden, epsilon)
+        self.feed_forward = FeedForward(config, starts, rngs)
+        self.feed_forward_norm = LayerNorm(hidden, epsilon)
+        self.dropout, self.norm, self.reads = config.dropout, config.norm, source is not None
+
+    def __call__(
+        self,
+        x: Float[Array, "B L C"],
+        segment_ids: Int[Array, "B L"],
+        source: Float[Array, "B S C"] | None,
+        source_ids: Int[Array, "B S"] | None,
+        key: Array | None = None,
+    ) -> Float[Array, "B L C"]:
+        keys = [None] * 5 if key is None else jax.random.split(key, 5)
+        x = rows_alone(x)
+        x = self._add(x, lambda x: self.mixer(x, segment_ids, keys[0]), "mixer", keys[1])
+        if self.reads:
+
+            def read(x):
+                return self.source(x, segment_ids, source, source_ids, keys[2])
+
+            x = self._add(x, read, "source", keys[3])
+        return self._add(x, self.feed_forward, "feed_forward", keys[4])
+
+    def step(
+        self, x: Float[Array, "R 1 C"], state: State, place: Int[Array, ""], kept: State, source_ids
+    ) -> tuple[Float[Array, "R 1 C"], State]:
+        """`kept` and `source_ids` are of no use in a layer that reads no source."""
+
+        def mix(x):
+            nonlocal state
+            out, state = self.mixer.step(x, state, place)
+            return out
+
+        x = self._add(x, mix, "mixer")
+        if self.reads:
+            x = self._add(x, lambda x: self.source.step(x, kept, source_ids), "source")
+        return self._add(x, self.feed_forward, "feed_forward"), state
+
+    def _add(self, x, inner, name, key=None):
+        def drop(x):
+            return dropout(inner(x), self.dropout, key)
+
+        return rows_alone(residual(x, drop, getattr(self, f"{name}_norm"), self.norm))
+
+
+class Decoder(nnx.Module):
+    """The stages in order, behind those of pre-norm one more norm; parameters as in `Encoder`."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.stages = nnx.Dict(
+            {str(i): _stack(stage, config.source, rngs) for i, stage in enumerate(config.stages)}
+        )
+        last = config.stages[-1].layer
+        if last.norm == "pre":
+            self.norm = LayerNorm(config.hidden_size, last.layer_norm_epsilon)
+        self.config = config
+
+    def __call__(
+        self,
+        x: Float[Array, "B L C"],
+        segment_ids: Int[Array, "B L"],
+        source: Float[Array, "B S C"] | None = None,
+        source_ids: Int[Array, "B S"] | None = None,
+        key: Array | None = None,
+    ) -> Float[Array, "B L C"]:
+        """Hidden states of the last layer; a position reads itself, what precedes it in its
+        segment, and the source of its segment.
+        """
+        c = self.config
+
+        def run(x, layer_and_key):
+            layer, layer_key = layer_and_key
+            return layer(x, segment_ids, source, source_ids, layer_key), None
+
+        policy = REMAT_POLICIES[c.remat]
+        if policy is not None:
+            run = jax.checkpoint(run, policy=policy, prevent_cse=False)
+        for i, stage in enumerate(c.stages):
+            keys = (
+                None if key is None else jax.random.split(jax.random.fold_in(key, i), stage.depth)
+            )
+            unroll = min(c.scan_unroll, stage.depth)
+            x, _ = jax.lax.scan(run, x, (self.stages[str(i)], keys), unroll=unroll)
+        return self._finish(x)
+
+    def start(self, rows: int, length: int, dtype: jnp.dtype) -> tuple[State, ...]:
+        """For each layer, the state of rows of up to `length` positions before the first."""
+        return tuple(layer.mixer.start(rows, length, dtype) for layer in self._layers())
+
+    def read(self, source: Float[Array, "B S C"], source_ids: Int[Array, "B S"]) -> Source:
+        """What all steps read of the source."""
+        kept = tuple(layer.source.read(source) for layer in self._layers())
+        return Source(kept, source_ids)
+
+    def step(
+        self,
+        x: Float[Array, "R 1 C"],
+        state: tuple[State, ...],
+        place: Int[Array, ""],
+        source: Source | None = None,
+    ) -> tuple[Float[Array, "R 1 C"], tuple[State, ...]]:
+        """What the whole form gives at one place, and the state behind it.
+
+        Args:
+          source: of B rows, of which each has R / B rows here, side by side.
+        """
+        # Not a scan: its state would have layers before rows, and it copies each layer's weights.
+        after = []
+        for i, layer in enumerate(self._layers()):
+            kept, ids = (None, None) if source is None else (source.kept[i], source.segment_ids)
+            x, layer_state = layer.step(x, state[i], place, kept, ids)
+            after.append(layer_state)
+        return self._finish(x), tuple(after)
+
+    def _layers(self) -> list[DecoderLayer]:
+        """Each layer for itself, out of the stacks."""
+        return [
+            jax.tree.map(lambda leaf, n=n: leaf[n], self.stages[str(i)])
+            for i, stage in enumerate(self.config.stages)
+            for n in range(stage.depth)
+        ]
+
+    def _finish(self, x):
+        return self.norm(x) if self.config.stages[-1].layer.norm == "pre" else x
+
+
+def _stack(stage: StageConfig, source: Mixer | None, rngs: nnx.Rngs) -> DecoderLayer:
+    make = nnx.vmap(lambda layer_rngs: DecoderLayer(stage.layer, source, layer_rngs))
+    return make(rngs.split(stage.depth))

@@ -1,0 +1,67 @@
+"""Attention of a decoder to what the encoder made of the source."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.models.layers import Dense, Initializers, State, dropout
+from convbert_jax.models.mixers.attention import Attention, join, project, split
+from convbert_jax.ops.attention import attention
+
+
+class SourceAttention(nnx.Module):
+    """softmax(query . key / sqrt(D)) . value, queries of the target, keys and values of the source
+    (Vaswani et al. 2017, §3.2.3); parameters are called as those of self-attention.
+    """
+
+    def __init__(
+        self, config: Attention, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs
+    ):
+        width = config.attention_heads * config.head_size
+        self.query = Dense(hidden_size, width, initializers.dense, rngs)
+        self.key = Dense(hidden_size, width, initializers.dense, rngs)
+        self.value = Dense(hidden_size, width, initializers.dense, rngs)
+        self.output = Dense(width, hidden_size, initializers.dense, rngs)
+        self.config = config
+
+    def __call__(
+        self,
+        x: Float[Array, "B L C"],
+        segment_ids: Int[Array, "B L"],
+        source: Float[Array, "B S C"],
+        source_ids: Int[Array, "B S"],
+        key: Array | None = None,
+    ) -> Float[Array, "B L C"]:
+        """A position sees the source of its own segment; with a key, dropout on the softmax."""
+        c, drop = self.config, None
+        if c.attention_dropout > 0.0 and key is not None:
+
+            def drop(weights):
+                return dropout(weights, c.attention_dropout, key)
+
+        kept = self.read(source)
+        attended = attention(
+            split(self.query(x), c.attention_heads), kept["key"], kept["value"],
+            segment_ids=segment_ids, key_segment_ids=source_ids, implementation=c.attention,
+            drop=drop,
+        )  # fmt: skip
+        return self.output(join(attended))
+
+    def read(self, source: Float[Array, "B S C"]) -> State:
+        """Keys and values of the source, once for all positions of the target."""
+        key, value = project(source, self.config.attention_heads, self.key, self.value)
+        return {"key": key, "value": value}
+
+    def step(
+        self, x: Float[Array, "R 1 C"], kept: State, source_ids: Int[Array, "B S"]
+    ) -> Float[Array, "R 1 C"]:
+        """One position of each of R = B x copies rows, those of one source side by side."""
+        heads, sources = self.config.attention_heads, len(source_ids)
+        query = split(self.query(x), heads)
+        of_source = query.reshape(sources, -1, *query.shape[2:])
+        attended = attention(
+            of_source, kept["key"], kept["value"],
+            segment_ids=jnp.ones(of_source.shape[:2], jnp.int32), key_segment_ids=source_ids,
+            implementation="xla",
+        )  # fmt: skip
+        return self.output(join(attended.reshape(query.shape)))

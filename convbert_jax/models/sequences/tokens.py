@@ -1,0 +1,85 @@
+"""Words and places to vectors, and vectors back to words, as decoders and their encoders do it."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.config.sequences import TokensConfig
+from convbert_jax.models.embeddings import Table, positions
+from convbert_jax.models.layers import dropout
+from convbert_jax.ops.products import einsum
+
+# The published code counts places from the one behind the id of padding, 1: the first token has 2.
+FIRST_PLACE = 2
+LONGEST_WAVE = 10_000.0
+
+
+class Tokens(nnx.Module):
+    """sqrt(C) word + place, dropout; places are sinusoids, a table or nothing (Vaswani et al. 2017,
+    §3.4 and §3.5).
+    """
+
+    def __init__(self, config: TokensConfig, rngs: nnx.Rngs):
+        start = nnx.initializers.normal(config.size**-0.5)
+        self.word = Table(config.vocab_size, config.size, start, rngs)
+        if config.positions == "learned":
+            self.position = Table(config.rows, config.size, start, rngs)
+        self.config = config
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"],
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        key: Array | None = None,
+    ) -> Float[Array, "B L C"]:
+        """Embeddings in `dtype`; places count within each segment.
+
+        Raises:
+          ValueError: rows longer than the table of positions.
+        """
+        self.check_length(tokens.shape[1])
+        return self._embed(tokens, positions(segment_ids), dtype, key)
+
+    def at(
+        self, tokens: Int[Array, "B 1"], place: Int[Array, ""], dtype: jnp.dtype
+    ) -> Float[Array, "B 1 C"]:
+        """The same at one place of rows of one segment."""
+        return self._embed(tokens, jnp.broadcast_to(place, tokens.shape), dtype, None)
+
+    def check_length(self, length: int) -> None:
+        """Raises ValueError for rows longer than the table of positions."""
+        if self.config.positions == "learned" and length > self.config.rows:
+            raise ValueError(
+                f"Rows of {length} tokens are longer than the position table of "
+                f"{self.config.rows}; shorten them, raise config.model.positions or set "
+                "config.sequence.positions=sinusoidal."
+            )
+
+    def _embed(self, tokens, places, dtype, key):
+        x = self.word(tokens) * self.config.size**0.5
+        if self.config.positions == "learned":
+            x += self.position(places)
+        elif self.config.positions == "sinusoidal":
+            x += sinusoids(places, self.config.size)
+        return dropout(x.astype(dtype), self.config.dropout, key)
+
+
+def sinusoids(places: Int[Array, "*B"], size: int) -> Float[Array, "*B C"]:
+    """sin(w_i p) for half of the channels, cos(w_i p) for the other half, p = place + 2.
+
+    w_i = 10,000^(-i / (size / 2 - 1)) for i from 0, halves side by side, as in fairseq, where
+    Vaswani et al. 2017 alternate sine and cosine and divide by size / 2. A last odd channel is 0.
+    """
+    half = size // 2
+    waves = LONGEST_WAVE ** (-jnp.arange(half, dtype=jnp.float32) / max(1, half - 1))
+    angles = (places + FIRST_PLACE)[..., None].astype(jnp.float32) * waves
+    parts = [jnp.sin(angles), jnp.cos(angles), jnp.zeros((*places.shape, size - 2 * half))]
+    return jnp.concatenate(parts, axis=-1)
+
+
+def to_words(h: Float[Array, "*B C"], table: Table) -> Float[Array, "*B V"]:
+    """Float32 logits by the rows of a table."""
+    batch = "abcd"[: h.ndim - 1]
+    return einsum(f"{batch}e,ve->{batch}v", h, table.embedding[...], jnp.float32)

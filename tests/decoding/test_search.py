@@ -1,0 +1,278 @@
+"""Decoding against enumeration and plain loops, by a model of four words that remembers what it
+read.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convbert_jax.decoding import greedy, sample, search
+from convbert_jax.decoding.one_by_one import cut
+
+WORDS, END, PAD, LENGTH = 4, 1, 3, 5
+START = 2
+rng = np.random.default_rng(0)
+READ = jnp.asarray(rng.standard_normal((WORDS, 6)), jnp.float32)
+MIX = jnp.asarray(rng.standard_normal((6, 6)), jnp.float32)
+TELL = jnp.asarray(1.5 * rng.standard_normal((6, WORDS)), jnp.float32)
+
+
+def step(tokens, state, place):
+    """A recurrent network whose state starts different for each row."""
+    state = jnp.tanh(READ[tokens] + state @ MIX + 0.1 * place)
+    return state @ TELL, state
+
+
+def starts(rows, seed=0):
+    drawn = np.random.default_rng(seed).standard_normal((rows, 6))
+    return jnp.asarray(2 * drawn, jnp.float32)
+
+
+def prompt_of(rows):
+    return jnp.full((rows, 1), START)
+
+
+def run_greedy(state, prompt=None, lengths=None, length=LENGTH):
+    prompt = prompt_of(len(state)) if prompt is None else prompt
+    return greedy(step, state, prompt, lengths, length=length, end=END, pad=PAD)
+
+
+@functools.partial(jax.jit, static_argnames=("beam", "length", "alpha", "early"))
+def run_beam(state, prompt=None, lengths=None, *, beam, length=LENGTH, alpha=1.0, early=True):
+    prompt = prompt_of(len(state)) if prompt is None else prompt
+    state = jnp.repeat(state, beam, axis=0)
+    return search(
+        step, state, prompt, lengths, beam=beam, length=length, end=END, pad=PAD, alpha=alpha,
+        early=early,
+    )  # fmt: skip
+
+
+@functools.cache
+def distribution(row, text):
+    """log P of the token behind a text, by the model of one row."""
+    state = starts(8)[row][None]
+    for place, token in enumerate(text):
+        logits, state = _step(jnp.asarray([token]), state, place)
+    return np.asarray(jax.nn.log_softmax(logits[0]), np.float64)
+
+
+_step = jax.jit(step)
+
+
+def all_texts(row):
+    """Every text up to LENGTH that ends, with its log probability; the last token is the end,
+    whatever else is probable.
+    """
+    found, open_texts = {}, {(START,): 0.0}
+    for place in range(1, LENGTH):
+        longer = {}
+        for text, score in open_texts.items():
+            scores = score + distribution(row, text)
+            found[(*text, END)] = scores[END]
+            for word in set(range(WORDS)) - {END}:
+                longer[(*text, word)] = scores[word]
+        open_texts = longer if place < LENGTH - 1 else {}
+    return found
+
+
+def by_loops(row, beam, alpha, early):
+    """Beam search with lists."""
+    open_texts, ended = [((START,), 0.0)], []
+    for place in range(1, LENGTH):
+        worst = sorted((s for _, s in ended), reverse=True)[beam - 1 : beam]
+        if worst and (early or open_texts[0][1] / (LENGTH - 1) ** alpha <= worst[0]):
+            break
+        following = []
+        for text, score in open_texts:
+            scores = score + distribution(row, text)
+            words = [END] if place == LENGTH - 1 else range(WORDS)
+            following += [((*text, word), scores[word]) for word in words]
+        following = sorted(following, key=lambda pair: -pair[1])[: 2 * beam]
+        ended += [(t, s / place**alpha) for t, s in following[:beam] if t[-1] == END]
+        open_texts = [(t, s) for t, s in following if t[-1] != END][:beam]
+    return sorted(ended, key=lambda pair: -pair[1])[:beam]
+
+
+def texts_of(found, row):
+    """(text, score) of the hypotheses of a row; all behind a text is padding."""
+    pairs = []
+    for tokens, length, score in zip(*(np.asarray(x[row]) for x in found), strict=True):
+        assert (tokens[length:] == PAD).all()
+        if length:
+            pairs.append((tuple(int(token) for token in tokens[:length]), float(score)))
+        else:
+            assert score == -np.inf
+    return pairs
+
+
+def assert_same(ours, wanted):
+    assert [text for text, _ in ours] == [text for text, _ in wanted]
+    np.testing.assert_allclose([s for _, s in ours], [s for _, s in wanted], atol=1e-5)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_a_beam_that_holds_everything_finds_the_best_of_all_texts(alpha):
+    found = run_beam(starts(8)[:3], beam=40, alpha=alpha)
+    for row in range(3):
+        ranked = {text: s / (len(text) - 1) ** alpha for text, s in all_texts(row).items()}
+        wanted = sorted(ranked.items(), key=lambda pair: -pair[1])
+        assert len(wanted) == 40  # 1 + 3 + 9 + 27
+        assert_same(texts_of(found, row), wanted)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.5])
+@pytest.mark.parametrize("beam", [1, 2, 3])
+def test_a_small_beam_is_beam_search_by_loops(beam, alpha, early):
+    found = run_beam(starts(8), beam=beam, alpha=alpha, early=early)
+    for row in range(8):
+        assert_same(texts_of(found, row), by_loops(row, beam, alpha, early))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_a_beam_of_one_is_greedy(alpha):
+    found, texts = run_beam(starts(8), beam=1, alpha=alpha), jax.jit(run_greedy)(starts(8))
+    np.testing.assert_array_equal(found.tokens[:, 0], texts.tokens)
+    np.testing.assert_array_equal(found.lengths[:, 0], texts.lengths)
+    wanted = texts.scores / (texts.lengths - 1) ** alpha
+    np.testing.assert_allclose(found.scores[:, 0], wanted, atol=1e-6)
+    assert len(set(np.asarray(texts.lengths).tolist())) > 1  # some end early
+
+
+def test_a_row_does_not_depend_on_its_neighbors_or_on_the_room_behind_its_prompt():
+    """Rows with prompts of one to three tokens, in one batch and each alone."""
+    state = starts(4)
+    prompt = jnp.asarray([[START, 0, 0], [START, 0, 1], [START, END, 0], [START, 3, 2]])
+    lengths = jnp.asarray([1, 2, 3, 3])
+    options = {"beam": 3, "length": 8, "alpha": 0.7}
+    together = run_beam(state, prompt, lengths, **options)
+    greedily = jax.jit(lambda *a: run_greedy(*a, length=8))(state, prompt, lengths)
+    for row in range(4):
+        own = slice(row, row + 1)
+        alone = run_beam(state[own], prompt[own, : int(lengths[row])], **options)
+        assert_same(texts_of(alone, 0), texts_of(together, row))
+        texts = run_greedy(state[own], prompt[own, : int(lengths[row])], length=8)
+        np.testing.assert_array_equal(texts.tokens[0], greedily.tokens[row])
+        np.testing.assert_allclose(texts.scores[0], greedily.scores[row], atol=1e-5)
+        head = tuple(np.asarray(prompt[row, : int(lengths[row])]))
+        assert all(text[: len(head)] == head for text, _ in texts_of(together, row))
+
+
+def test_the_loop_ends_with_the_last_row():
+    calls = []
+
+    def counted(tokens, state, place):
+        jax.debug.callback(lambda place: calls.append(int(place)), place)
+        return step(tokens, state, place)
+
+    def until(give_end):
+        calls.clear()
+
+        def sure(tokens, state, place):
+            logits, state = counted(tokens, state, place)
+            of_end = jnp.where(place >= give_end, 50.0, -50.0)
+            return logits.at[:, END].set(of_end), state
+
+        greedy(sure, starts(3), prompt_of(3), length=30, end=END)
+        jax.effects_barrier()
+        return len(calls)
+
+    assert until(0) == 1
+    assert until(7) == 8
+    assert until(99) == 29
+
+
+def test_the_last_token_is_the_end():
+    def never(tokens, state, place):
+        logits, state = step(tokens, state, place)
+        return logits.at[:, END].add(-20.0), state
+
+    texts = greedy(never, starts(3), prompt_of(3), length=6, end=END)
+    assert (texts.tokens[:, -1] == END).all()
+    assert (texts.lengths == 6).all()
+    assert (texts.scores < -15).all()  # and it costs what it costs
+
+
+# --- Sampling ---
+
+
+def draw(seed, rows, temperature=1.0, **options):
+    keys = jax.random.split(jax.random.key(seed), rows)
+    state = jnp.repeat(starts(1), rows, axis=0)
+    return sample(
+        step, state, prompt_of(rows), keys=keys, length=LENGTH, end=END, pad=PAD,
+        temperature=temperature, **options,
+    )  # fmt: skip
+
+
+def test_texts_are_drawn_as_probable_as_they_are():
+    rows = 20_000
+    texts = jax.jit(lambda: draw(0, rows))()
+    counts = {}
+    for tokens, length in zip(np.asarray(texts.tokens), np.asarray(texts.lengths), strict=True):
+        text = tuple(int(token) for token in tokens[:length])
+        counts[text] = counts.get(text, 0) + 1
+    state = starts(1)
+
+    def probability(text):
+        total, kept = 0.0, state
+        for place, (token, following) in enumerate(itertools.pairwise(text)):
+            logits, kept = _step(jnp.asarray([token]), kept, place)
+            if place < LENGTH - 2:
+                total += float(jax.nn.log_softmax(logits[0])[following])
+        return np.exp(total)
+
+    for text, number in sorted(counts.items(), key=lambda pair: -pair[1])[:8]:
+        expected = rows * probability(text)
+        assert abs(number - expected) < 5 * expected**0.5, text
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
+def test_without_a_choice_it_is_greedy(options):
+    drawn, wanted = draw(0, 5, **options), run_greedy(jnp.repeat(starts(1), 5, axis=0))
+    np.testing.assert_array_equal(drawn.tokens, wanted.tokens)
+    np.testing.assert_allclose(drawn.scores, wanted.scores, atol=1e-5)
+
+
+def test_a_row_draws_by_its_own_key():
+    whole = draw(3, 6)
+    keys = jax.random.split(jax.random.key(3), 6)[4:5]
+    alone = sample(step, starts(1), prompt_of(1), keys=keys, length=LENGTH, end=END, pad=PAD)
+    np.testing.assert_array_equal(whole.tokens[4], alone.tokens[0])
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.6), (4, 0.9), (50, 0.01)])
+def test_what_is_cut_is_what_a_plain_count_cuts(top_k, top_p):
+    logits = np.random.default_rng(1).standard_normal((20, 9)).astype(np.float32) * 2
+    out = np.asarray(cut(jnp.asarray(logits), top_k, top_p))
+    for row, ours in zip(logits, out, strict=True):
+        order = np.argsort(-row)[: top_k or None]
+        shares = np.exp(row[order]) / np.exp(row[order]).sum()
+        fewest = 1 + int((np.cumsum(shares) < top_p - 1e-6).sum())
+        kept = set(order[:fewest]) if top_p < 1 else set(order)
+        assert set(np.flatnonzero(np.isfinite(ours))) == kept
+        np.testing.assert_array_equal(ours[list(kept)], row[list(kept)])
+
+
+# --- Faults ---
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: run_beam(starts(1), beam=0), "beam=0, alpha=1.0, but beam must be at least 1"),
+        (lambda: run_beam(starts(1), beam=2, alpha=-1.0), "alpha=-1.0, but .* alpha at least 0"),
+        (lambda: run_greedy(starts(1), length=1), r"prompt is \[1, 1\], but .* length of 1"),
+        (lambda: draw(0, 1, temperature=0.0), "temperature=0.0, top_k=0, top_p=1.0, but"),
+        (lambda: draw(0, 1, top_p=0.0), "top_p=0.0, but .* above 0"),
+        (lambda: draw(0, 1, top_k=-1), "top_k=-1, .* at least 0"),
+    ],
+)
+def test_faults_are_one_sentence(call, says):
+    with pytest.raises(ValueError, match=says) as error:
+        call()
+    assert "\n" not in str(error.value)
