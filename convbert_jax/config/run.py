@@ -99,6 +99,7 @@ class Config:
         asked = {
             "release": self.objective.release_metrics,
             "pair": self.objective.sentence_pairs != "none",
+            "encoder": self.objective.masked_lm_steps > 0,
         }
         return tuple(name for name in names if asked.get(name.split("_")[0], True))
 

@@ -15,7 +15,7 @@ INITIALIZERS = ("release", "huggingface")
 TEXT_FORMATS = ("auto", "blank_lines", "lines", "jsonl", "wikiextractor", "file", "csv", "tsv")
 SENTENCE_PAIRS = ("none", "next", "order")
 # What an evaluation measures, by recipe; release_* only with objective.release_metrics, pair_* only
-# with objective.sentence_pairs.
+# with objective.sentence_pairs, encoder_* only with objective.masked_lm_steps.
 _OF_MASKED_LM = ("mlm_loss", "mlm_accuracy", "loss")
 HELDOUT_METRICS = {
     "masked_lm": (*_OF_MASKED_LM, "pair_loss", "pair_accuracy"),
@@ -24,6 +24,7 @@ HELDOUT_METRICS = {
         *("sampled_accuracy", "replaced_rate", "discriminator_loss", "discriminator_accuracy"),
         *("discriminator_precision", "discriminator_recall", "discriminator_auc"),
         *("release_discriminator_loss", "release_auc"),
+        *("encoder_mlm_loss", "encoder_mlm_accuracy"),
     ),
 }
 
@@ -141,6 +142,12 @@ class ObjectiveSection:
     # the first, or is it of another document?) | order (ALBERT: are two neighbors in their order?).
     # A pooler and two logits on [CLS]; its loss is added to that of the masked words.
     sentence_pairs: str = "none"
+    # Of recipe replaced_token: in so many first steps the discriminator's encoder predicts masked
+    # words itself, from the rows that the generator sees, with a head of its own and a weight of 1
+    # beside the generator's loss; replaced tokens begin with the step after them. The generator
+    # learns in all steps. The head is kept in checkpoints, learns no more after the switch, and is
+    # not exported; that of the discriminator learns from the switch on. 0: replaced tokens alone.
+    masked_lm_steps: int = 0
     temperature: float = 1.0  # of the generator's samples
     disallow_correct: bool = False  # never sample the original token
     # Release: Gumbel noise for every vocabulary entry, with 1e-9 inside both logarithms. False: one
@@ -260,7 +267,8 @@ class CheckpointSection:
     # "" keeps no best. mlm_loss | mlm_accuracy | loss, and of replaced_token: sampled_accuracy |
     # replaced_rate | discriminator_loss, _accuracy, _precision, _recall or _auc, and the two of
     # objective.release_metrics: release_discriminator_loss | release_auc; of
-    # objective.sentence_pairs: pair_loss | pair_accuracy
+    # objective.sentence_pairs: pair_loss | pair_accuracy; of objective.masked_lm_steps:
+    # encoder_mlm_loss | encoder_mlm_accuracy
     best_metric: Changeable[str] = ""
     best_mode: Changeable[str] = "max"  # max | min, which a loss needs
     # steps; writes a Hugging Face folder WORKDIR/huggingface/step-N, at step 0 too; 0 is never

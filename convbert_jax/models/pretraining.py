@@ -19,6 +19,8 @@ class PretrainingModel(nnx.Module):
 
     separate: a generator of its own, on the discriminator's embeddings or (untied) on its own.
     shared: the discriminator's encoder with a second head. uniform: no generator parameters.
+    With config.objective.masked_lm_steps the discriminator's encoder has a second head of its own,
+    for the masked words that it predicts before that.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
@@ -38,6 +40,10 @@ class PretrainingModel(nnx.Module):
             generator = config.generator_encoder
             self.generator = Encoder(generator, rngs)
             self.generator_head = MaskedLanguageHead(generator.hidden_size, sizes, starts, rngs)
+        if config.objective.masked_lm_steps:
+            self.masked_lm_head = MaskedLanguageHead(
+                config.encoder.hidden_size, config.embeddings, starts, rngs
+            )
         self.config = config
 
     def generate(
@@ -78,9 +84,19 @@ class PretrainingModel(nnx.Module):
         key: Array | None = None,
     ) -> Float[Array, "B L"]:
         """Float32 logit for each token, above 0 where it looks replaced."""
-        return self.discriminator_head(
-            self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key)
-        )
+        return self.detect(self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key))
+
+    def detect(self, hidden: Float[Array, "B L C"]) -> Float[Array, "B L"]:
+        """What `discriminate` gives, of the hidden states that `encode` gives."""
+        return self.discriminator_head(hidden)
+
+    def predict(
+        self, hidden: Float[Array, "B L C"], positions: Int[Array, "B M"]
+    ) -> Float[Array, "B M V"]:
+        """Float32 logits of the discriminator's encoder for the words at `positions`, of the hidden
+        states that `encode` gives; only with config.objective.masked_lm_steps.
+        """
+        return self.masked_lm_head(_pick(hidden, positions), self.embeddings)
 
     def encode(
         self,

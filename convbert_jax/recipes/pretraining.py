@@ -46,7 +46,7 @@ RECIPES = {
         models.MODELS["replaced_token"],
         replaced_token,
         health.warn_replaced_token,
-        ("mlm_loss", "mlm_accuracy", "replaced_rate", "discriminator_auc"),
+        ("mlm_loss", "mlm_accuracy", "encoder_mlm_loss", "replaced_rate", "discriminator_auc"),
     ),
     "masked_lm": Recipe(
         models.MODELS["masked_lm"],
@@ -102,6 +102,13 @@ def pretrain(
                 "The convolutions read no padding. Hugging Face's class reads it: for padded "
                 "batches there, train with --config.model.mask_convolution=false "
                 "--config.data.layout=electra instead."
+            )
+        if first := config.objective.masked_lm_steps:
+            logging.info(
+                "Steps 1 to %d train the encoder on masked words, those from %d on on replaced "
+                "tokens.",
+                first,
+                first + 1,
             )
         if config.checkpoint.huggingface_every:
             conversion.check_expressible(outline(config))
@@ -167,16 +174,17 @@ def build_task(config: Config, special: SpecialIds, device: jax.Device) -> Task:
         "special": special,
     }
 
-    def loss(params, batch, key):
-        return recipe.objective.loss(
-            nnx.merge(graphdef, params), batch, key, train=True, **settings
-        )
+    def loss(params, batch, key, *phase):
+        model = nnx.merge(graphdef, params)
+        more = dict(zip(("masked_first",), phase, strict=False))
+        return recipe.objective.loss(model, batch, key, train=True, **settings, **more)
 
     def evaluate(params, batch, key):
         model = nnx.merge(graphdef, params)
         return recipe.objective.loss(model, batch, key, train=False, **settings)[1]
 
     tokens = config.train.batch_size * config.data.length
+    first = config.objective.masked_lm_steps
     return Task(
         init=init,
         loss=loss,
@@ -184,12 +192,18 @@ def build_task(config: Config, special: SpecialIds, device: jax.Device) -> Task:
         evaluate=evaluate,
         evaluator=metrics.heldout(config.heldout_metrics),
         rules=(*sharding_rules(config.encoder), *sharding.RULES),
-        health=recipe.warn,
+        health=functools.partial(_warn, recipe, first),
         show=tuple(name for name in recipe.show if name in config.heldout_metrics),
         tokens_per_step=tokens,
         flops_per_step=tokens * flops.training_flops_per_token(config),
         peak_flops_per_device=flops.peak_flops(device.device_kind),
+        phase=(lambda step: (step < first,)) if first else (lambda step: ()),
     )
+
+
+def _warn(recipe: Recipe, first: int, step: int, values: dict[str, float]) -> list[str]:
+    """Warnings of a run that learns something else in its `first` steps, counted from there."""
+    return recipe.warn(step - first, values)
 
 
 def read_start(

@@ -142,7 +142,7 @@ def make_program(task: Task, config: Config, mesh: Mesh) -> Program:
     Raises:
       ShardingError: mesh and parameters do not fit together.
     """
-    return Program(task, _learning(config), mesh)
+    return Program(task, _learning(task, config), mesh)
 
 
 def _add_runs(shapes: TrainState, shardings: TrainState, runs: int):
@@ -158,12 +158,17 @@ def _add_runs(shapes: TrainState, shardings: TrainState, runs: int):
     return map_runs(stack, shapes), map_runs(sharding_lib.behind_runs, shardings)
 
 
-def _learning(config: Config) -> Learning:
+def _learning(task: Task, config: Config) -> Learning:
     section, steps = config.optimizer, config.train.steps
     schedule = optimizer_lib.make_schedule(section, steps)
+
+    def draw(step):
+        key = state_lib.step_key(config.seed, step, "loss")
+        return Drawn(key, schedule(step), task.phase(step))
+
     return Learning(
         optimizer=optimizer_lib.make_optimizer(section, steps),
-        draw=lambda step: Drawn(state_lib.step_key(config.seed, step, "loss"), schedule(step)),
+        draw=draw,
         accumulation=config.train.accumulation,
         replicas=section.release_replicas,
         clip_norm=section.clip_norm,

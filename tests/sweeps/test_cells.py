@@ -94,6 +94,19 @@ def test_equal_flops_are_equal(folder):
         assert spent["mixed"] < 0.99 * spent["attention"]
 
 
+def test_parts_of_the_steps_follow_them(folder):
+    rows = {"both": Row(parts={"objective.masked_lm_steps": 0.3})}
+    sweep = Sweep("tiny", rows, seeds=(0,))
+    for overrides, steps in ({}, 210), ({"train.steps": 50}, 15):
+        (cell,) = expand(sweep, folder, overrides)
+        assert cell.config.objective.masked_lm_steps == steps
+    with pytest.raises(SweepError, match=r"masked_lm_steps is what the cells differ in"):
+        expand(sweep, folder, {"objective.masked_lm_steps": 7})
+    both = {**ROWS, "x": Row(flops_of="attention", parts={"objective.masked_lm_steps": 0.3})}
+    with pytest.raises(SweepError, match="row x has parts and flops_of; leave one out"):
+        expand(Sweep("tiny", both), folder)
+
+
 @pytest.mark.parametrize(
     ("changes", "overrides", "says"),
     [

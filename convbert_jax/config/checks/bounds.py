@@ -77,6 +77,7 @@ BOUNDS = {
     "objective.prediction_multiple": _HEADS,
     "objective.mask_token_fraction": _SHARE,
     "objective.random_token_fraction": _SHARE,
+    "objective.masked_lm_steps": Range(0, _INT32, note="0 is none"),
     "objective.temperature": _TEMPERATURE,
     "objective.generator_weight": _WEIGHT,
     "objective.discriminator_weight": _WEIGHT,
