@@ -114,6 +114,10 @@ class GeneratorSection:
     layers: float = 1.0  # depth relative to the encoder, of each stage of model.stages
     # one embedding table (words, positions, types, layer norm) for both networks
     tie_embeddings: bool = True
+    # Of tied embeddings: the table is the generator's alone, which masked words train; the encoder
+    # reads it as it is, without a gradient, plus one of its own that starts at zero (DeBERTaV3
+    # §3.3; here of positions, types and layer norm too). Exported and fine-tuned is the sum.
+    disentangle_embeddings: bool = False
     # Release: where fewer heads than head_ratio remain (the small generator: 1), it uses 1
     # attention + 1 convolution head of full width, so 128 channels go into a hidden size of 64.
     # False: both share the width (this can be stored in Hugging Face's format, the other cannot).

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import Config
-from convbert_jax.models.embeddings import Embeddings
+from convbert_jax.models.embeddings import Embeddings, add
 from convbert_jax.models.encoder import Encoder, Seen
 from convbert_jax.models.heads import DiscriminatorHead, MaskedLanguageHead, PairHead
 from convbert_jax.models.layers import Initializers, initializers
@@ -19,8 +19,9 @@ class PretrainingModel(nnx.Module):
 
     separate: a generator of its own, on the discriminator's embeddings or (untied) on its own.
     shared: the discriminator's encoder with a second head. uniform: no generator parameters.
-    With config.objective.masked_lm_steps the discriminator's encoder has a second head of its own,
-    for the masked words that it predicts before that.
+    With config.generator.disentangle_embeddings `embeddings` are the generator's, and the encoder's
+    are these plus `own_embeddings`. With config.objective.masked_lm_steps the discriminator's
+    encoder has a second head of its own, for the masked words that it predicts before that.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
@@ -40,6 +41,10 @@ class PretrainingModel(nnx.Module):
             generator = config.generator_encoder
             self.generator = Encoder(generator, rngs)
             self.generator_head = MaskedLanguageHead(generator.hidden_size, sizes, starts, rngs)
+        if config.generator.disentangle_embeddings:
+            self.own_embeddings = Embeddings(config.embeddings, starts.dense, rngs)
+            zeros = jax.tree.map(jnp.zeros_like, nnx.state(self.own_embeddings))
+            nnx.update(self.own_embeddings, zeros)
         if config.objective.masked_lm_steps:
             self.masked_lm_head = MaskedLanguageHead(
                 config.encoder.hidden_size, config.embeddings, starts, rngs
@@ -96,7 +101,7 @@ class PretrainingModel(nnx.Module):
         """Float32 logits of the discriminator's encoder for the words at `positions`, of the hidden
         states that `encode` gives; only with config.objective.masked_lm_steps.
         """
-        return self.masked_lm_head(_pick(hidden, positions), self.embeddings)
+        return self.masked_lm_head(_pick(hidden, positions), self._read_embeddings())
 
     def encode(
         self,
@@ -112,8 +117,21 @@ class PretrainingModel(nnx.Module):
         layers saw, as `Encoder` hands it out.
         """
         return _encode(
-            self.embeddings, self.discriminator, tokens, segment_ids, type_ids, dtype, key, capture
+            self._read_embeddings(),
+            self.discriminator,
+            tokens,
+            segment_ids,
+            type_ids,
+            dtype,
+            key,
+            capture,
         )
+
+    def _read_embeddings(self) -> Embeddings:
+        """Those of the discriminator."""
+        if self.config.generator.disentangle_embeddings:
+            return add(self.embeddings, self.own_embeddings)
+        return self.embeddings
 
 
 class MaskedLanguageModel(nnx.Module):

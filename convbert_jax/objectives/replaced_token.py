@@ -142,7 +142,7 @@ def _detection_metrics(
 
 
 def _one_of(first: Bool[Array, ""], one, other, hidden) -> metrics.Metrics:
-    """`one(hidden)` if `first`, else `other(hidden)`; nothing is counted for what is not computed."""
+    """`one(hidden)` if `first`, else `other(hidden)`; nothing is counted for the one left out."""
 
     def alone(run, idle):
         nothing = jax.tree.map(

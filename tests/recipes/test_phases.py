@@ -168,8 +168,8 @@ def test_resuming_across_the_switch_is_exact(finished, tmp_path, cut):
 
 
 def test_the_head_of_the_first_phase_stays_behind(finished):
-    config, result = finished
-    graphdef, init = build(pretraining.RECIPES["replaced_token"].model, config)
+    config, _ = finished
+    _, init = build(pretraining.RECIPES["replaced_token"].model, config)
     params = jax.jit(init)(jax.random.key(0))
     assert "masked_lm_head" in params
     networks = split(config, params)

@@ -63,6 +63,11 @@ def _check_model(config: Config) -> None:
     check_stages(m)
     if config.recipe == "replaced_token":
         rules.check_choice("generator.kind", g.kind, ("separate", "shared", "uniform"))
+        rules.check(
+            not g.disentangle_embeddings or (g.kind == "separate" and g.tie_embeddings),
+            "config.generator.disentangle_embeddings=True needs a generator of its own on the same "
+            "embeddings; set config.generator.kind=separate and tie_embeddings=true, or unset it.",
+        )
         if g.kind == "separate":
             check_generator(m, g)
 
