@@ -166,6 +166,40 @@ class ObjectiveSection:
 
 
 @dataclasses.dataclass(frozen=True)
+class DistillationSection:
+    """What the network that is kept learns of another one in pre-training, its teacher, besides its
+    own objective: the terms of DistilBERT (Sanh et al., 2019, §2) and TinyBERT (Jiao et al., 2020,
+    §3.1), each with a weight, 0 is none. docs/distillation.md has the formulas.
+    """
+
+    # a run's folder, a Hugging Face folder or a TensorFlow 1 checkpoint, whose vocabulary becomes
+    # the student's; "" is none. It may be moved: a run that has begun knows it by its weights.
+    teacher: Changeable[str] = ""
+    # A new run starts from the teacher's embeddings, heads and layers, those of `layers` (of
+    # "last": those of "uniform"), which must be as wide and of the same mixers.
+    initialize: bool = False
+    # Which layer of the teacher a layer of the student is compared with: last (the last ones alone)
+    # | uniform (every second or third, up to the last) | top (its last ones) | bottom (its first)
+    layers: str = "last"
+    # Of the student's loss on labels: masked words, or replaced tokens (of the discriminator; the
+    # generator has no teacher). logits_weight is in the same unit, the others are not.
+    labels_weight: float = 1.0
+    logits_weight: float = 1.0
+    temperature: float = 2.0  # that both distributions are taken at
+    hidden_weight: float = 0.0
+    # cosine (DistilBERT) | mse (TinyBERT); a learned projection where the widths differ
+    hidden: str = "cosine"
+    attention_weight: float = 0.0
+    # maps (divergence of the maps' means over heads, whatever mixers and heads there are) | scores
+    # (TinyBERT: squared distance before the softmax, head by head, of as many heads)
+    attention: str = "maps"
+    embeddings_weight: float = 0.0  # squared distance (TinyBERT), projected as hidden states are
+    # Of the teacher, which they follow; they are kept with the run, no user sets them.
+    teacher_hidden_size: int = 0
+    teacher_embedding_size: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class TokenizerSection:
     """Subword vocabulary: trained on the corpus, or read from `path`."""
 

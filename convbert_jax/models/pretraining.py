@@ -11,7 +11,21 @@ from convbert_jax.config import Config
 from convbert_jax.models.embeddings import Embeddings, add
 from convbert_jax.models.encoder import Encoder, Seen
 from convbert_jax.models.heads import DiscriminatorHead, MaskedLanguageHead, PairHead
-from convbert_jax.models.layers import Initializers, initializers
+from convbert_jax.models.layers import Dense, Initializers, initializers
+
+
+class Projections(nnx.Module):
+    """What a student's states go through before they are compared with those of a wider teacher
+    (TinyBERT §3.1, W_h and W_e): one dense for all layers, one for the embeddings.
+    """
+
+    def __init__(self, config: Config, starts: Initializers, rngs: nnx.Rngs):
+        for name, (ours, theirs) in config.projections.items():
+            setattr(self, name, Dense(ours, theirs, starts.glorot, rngs))
+
+    def __call__(self, name: str, x: Float[Array, "B L C"]) -> Float[Array, "B L C_teacher"]:
+        """`x` itself where the teacher is as wide."""
+        return getattr(self, name)(x) if hasattr(self, name) else x
 
 
 class PretrainingModel(nnx.Module):
@@ -49,6 +63,7 @@ class PretrainingModel(nnx.Module):
             self.masked_lm_head = MaskedLanguageHead(
                 config.encoder.hidden_size, config.embeddings, starts, rngs
             )
+        self.projections = Projections(config, starts, rngs)
         self.config = config
 
     def generate(
@@ -103,6 +118,17 @@ class PretrainingModel(nnx.Module):
         """
         return self.masked_lm_head(_pick(hidden, positions), self._read_embeddings())
 
+    def embed(
+        self,
+        tokens: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"],
+        type_ids: Int[Array, "B L"],
+        *,
+        dtype: jnp.dtype = jnp.float32,
+    ) -> Float[Array, "B L E"]:
+        """What the discriminator's encoder reads, without dropout."""
+        return self._read_embeddings()(tokens, segment_ids, type_ids, dtype=dtype)
+
     def encode(
         self,
         tokens: Int[Array, "B L"],
@@ -146,6 +172,7 @@ class MaskedLanguageModel(nnx.Module):
         self.head = MaskedLanguageHead(config.encoder.hidden_size, config.embeddings, starts, rngs)
         if config.objective.sentence_pairs != "none":
             self.pair_head = PairHead(config.encoder.hidden_size, starts, rngs)
+        self.projections = Projections(config, starts, rngs)
 
     def generate(
         self,
@@ -159,7 +186,7 @@ class MaskedLanguageModel(nnx.Module):
     ) -> Float[Array, "B M V"]:
         """Float32 logits at `positions`; arguments as `PretrainingModel.generate`."""
         hidden = self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key)
-        return self.head(_pick(hidden, positions), self.embeddings)
+        return self.predict(hidden, positions)
 
     def generate_and_judge(
         self,
@@ -173,7 +200,28 @@ class MaskedLanguageModel(nnx.Module):
     ) -> tuple[Float[Array, "B M V"], Float[Array, "B 2"]]:
         """What `generate` gives, and the float32 logits of each row's pair: follows, does not."""
         hidden = self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key)
-        return self.head(_pick(hidden, positions), self.embeddings), self.pair_head(hidden)
+        return self.predict(hidden, positions), self.judge(hidden)
+
+    def predict(
+        self, hidden: Float[Array, "B L C"], positions: Int[Array, "B M"]
+    ) -> Float[Array, "B M V"]:
+        """What `generate` gives, of the hidden states that `encode` gives."""
+        return self.head(_pick(hidden, positions), self.embeddings)
+
+    def judge(self, hidden: Float[Array, "B L C"]) -> Float[Array, "B 2"]:
+        """Float32 logits of each row's pair; only with config.objective.sentence_pairs."""
+        return self.pair_head(hidden)
+
+    def embed(
+        self,
+        tokens: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"],
+        type_ids: Int[Array, "B L"],
+        *,
+        dtype: jnp.dtype = jnp.float32,
+    ) -> Float[Array, "B L E"]:
+        """What the encoder reads, without dropout."""
+        return self.embeddings(tokens, segment_ids, type_ids, dtype=dtype)
 
     def encode(
         self,

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from convbert_jax.config import Config
 from convbert_jax.interfaces.batch import Batch
 from convbert_jax.interfaces.special_ids import SpecialIds
-from convbert_jax.objectives import masked_lm, masking, metrics
+from convbert_jax.objectives import distillation, masked_lm, masking, metrics
 from convbert_jax.objectives.cross_entropy import cross_entropy
 
 
@@ -56,11 +56,13 @@ def loss(
     config: Config,
     special: SpecialIds,
     masked_first: Bool[Array, ""] | None = None,
+    teacher: distillation.Teacher | None = None,
 ) -> tuple[Array, metrics.Metrics]:
     """generator_weight * MLM loss + discriminator_weight * detection loss over all real tokens.
 
     While `masked_first`, the encoder's own MLM loss stands in the place of the second part, and
-    nothing is counted for the discriminator's numbers. An evaluation has the numbers of both.
+    nothing is counted for the discriminator's numbers. An evaluation has the numbers of both. A
+    teacher adds the terms of config.distillation for the discriminator, reading what that reads.
 
     Args:
       model: `generate(tokens, segment_ids, type_ids, positions, dtype, key) -> logits [B, M, V]`
@@ -68,6 +70,7 @@ def loss(
         config.objective.masked_lm_steps also `encode` as `discriminate`, and of the hidden states
         `detect(hidden)` and `predict(hidden, positions) -> logits [B, M, V]`.
       key: draws masks and replacements, and dropout where `train`.
+      teacher: needs `encode`, `embed`, `detect` and `projections` of the model.
       masked_first: whether this step is one of config.objective.masked_lm_steps.
     """
     o = config.objective
@@ -89,7 +92,17 @@ def loss(
         found = masked_lm.prediction_metrics(logits, losses, masked)
         return {f"encoder_{name}": sums for name, sums in found.items()}
 
-    if masked_first is None:
+    taught = None
+    if teacher is not None:
+        inputs = corrupted, *others
+        hidden, observed = distillation.observe_student(
+            model, inputs, settings["key"], dtype, config
+        )
+        logits = model.detect(hidden)
+        result |= detect(logits)
+        taught, found = _taught(model, logits, observed, inputs, teacher, dtype, config)
+        result |= found
+    elif masked_first is None:
         result |= detect(model.discriminate(corrupted, *others, **settings))
         if o.masked_lm_steps:
             result |= predict(model.encode(masked.tokens, *others, **settings))
@@ -99,10 +112,26 @@ def loss(
         hidden = model.encode(tokens, *others, **settings)
         result |= _one_of(masked_first, predict, lambda h: detect(model.detect(h)), hidden)
     value = _weighted(o.generator_weight, result["mlm_loss"])
-    value += _weighted(o.discriminator_weight, result["discriminator_loss"])
+    labels = 1.0 if taught is None else config.distillation.labels_weight
+    value += _weighted(labels * o.discriminator_weight, result["discriminator_loss"])
+    if taught is not None:
+        value += taught
     if masked_first is not None:
         value += _weighted(1.0, result["encoder_mlm_loss"])  # one of the two has nothing to count
     return value, result | {"loss": (value, jnp.ones(()))}
+
+
+def _taught(model, logits, observed, inputs, teacher, dtype, config: Config):
+    """What the teacher adds to the loss, and its parts."""
+    d, segment_ids = config.distillation, inputs[1]
+    theirs, head = teacher(*inputs, dtype=dtype)
+    value, found = distillation.terms(d, observed, theirs, segment_ids, model.projections)
+    if d.logits_weight:
+        apart = distillation.token_divergence(logits, head(None), d.temperature)
+        found["distill_logits"] = metrics.mean(apart, segment_ids != 0)
+        weight = d.logits_weight * config.objective.discriminator_weight
+        value += _weighted(weight, found["distill_logits"])
+    return value, found
 
 
 def _detection_metrics(

@@ -8,6 +8,7 @@ import dataclasses
 
 from convbert_jax.config.checks import rules
 from convbert_jax.config.checks.bounds import check_bounds
+from convbert_jax.config.checks.distillation import check_distillation
 from convbert_jax.config.checks.finetuning import check_finetuning
 from convbert_jax.config.checks.stages import check_generator, check_stages
 from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
@@ -35,6 +36,7 @@ def check(config: Config) -> None:
     else:
         _check_objective(config.objective)
         _check_phases(config)
+        check_distillation(config)
         _check_data(config)
         _check_sentence_pairs(config)
     _check_tokenizer(config.tokenizer)
