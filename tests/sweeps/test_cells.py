@@ -43,6 +43,10 @@ def test_rows_of_other_data_have_shards_of_their_own(folder):
     cells = {cell.row: cell for cell in expand(Sweep("tiny", rows, seeds=(0,)), folder)}
     places = {name: cell.config.data.directory for name, cell in cells.items()}
     assert places["short"] != places["mixed"] == places["attention"] == places["ahead"]
+    # The vocabulary of weights is known when they are read.
+    others = {"taught": Row({"distillation.teacher": "t"}), "tuned": Row({"init_from": "t"})}
+    cells = expand(Sweep("tiny", {**ROWS, **others}, seeds=(0,)), folder)
+    assert len({cell.config.data.directory for cell in cells}) == 3
     named = expand(TABLE, folder, {"data.directory": "elsewhere"})
     assert {cell.config.data.directory for cell in named} == {"elsewhere"}
 
