@@ -2,25 +2,32 @@
 cannot teach.
 """
 
+import contextlib
 import dataclasses
+import pathlib
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from convbert_jax import recipes
 from convbert_jax.analysis.verify_resume import compare
 from convbert_jax.config import ConfigError, UserError
+from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.interop import conversion
 from convbert_jax.interop.networks import split
 from convbert_jax.interop.sources import read_source
 from convbert_jax.recipes import pretraining, teaching
-from convbert_jax.training import sharding
+from convbert_jax.training import sharding, state
 from convbert_jax.training.checkpoints.reading import load_arrays
+from convbert_jax.training.checkpoints.saving import Checkpoints
+from convbert_jax.training.optimizer import make_optimizer
 from convbert_jax.training.program import make_program
 from convbert_jax.workdir import Workdir
+from tests.interop.conftest import random_params
 from tests.recipes.conftest import make_config
 
 ALL = {
@@ -36,7 +43,6 @@ def shared(text, tmp_path_factory):
     """Fields of short runs on one corpus."""
     return {
         "data__source": text,
-        "data__directory": str(tmp_path_factory.mktemp("data")),
         "train__steps": 4,
         "train__batch_size": 8,
         "train__log_every": 1,
@@ -50,25 +56,35 @@ def shared(text, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def teachers(shared, tmp_path_factory) -> dict:
-    """recipe -> folder of a run of four layers, twice as wide as the student."""
+    """recipe -> folder of a run of four layers, twice as wide as the student, of random weights."""
     folders = {}
+    paragraphs = pathlib.Path(shared["data__source"].removeprefix("text:")).read_text()
     for recipe in ("masked_lm", "replaced_token"):
         config = make_config(
             **shared, recipe=recipe, model__layers=4, model__hidden_size=64,
             model__embedding_size=64, model__heads=4,
         )  # fmt: skip
         folders[recipe] = tmp_path_factory.mktemp("teacher") / recipe
-        recipes.pretrain(config, folders[recipe])
+        workdir = Workdir(folders[recipe])
+        with workdir.open(config):
+            train_tokenizer(paragraphs.split("\n\n"), config.tokenizer, workdir.data(config))
+            with contextlib.closing(Checkpoints(workdir.checkpoints, config.checkpoint)) as kept:
+                for step in (2, 4):
+                    params = jax.tree.map(jnp.asarray, random_params(config, seed=step))
+                    made = state.create(params, make_optimizer(config.optimizer, 4))
+                    kept.save(dataclasses.replace(made, step=jnp.int32(step)), {})
     return folders
 
 
 @pytest.fixture(scope="module")
-def make(shared, teachers):
+def make(shared, teachers, tmp_path_factory):
     """make(**fields) -> the config of a student of masked words that has a teacher."""
+    folder = tmp_path_factory.mktemp("data")
 
     def make(recipe="masked_lm", teacher=None, **fields):
         teacher = str(teachers[recipe] if teacher is None else teacher)
         two = {"model__layers": 2, "recipe": recipe, "distillation__teacher": teacher}
+        two["data__directory"] = str(folder / recipe)
         return make_config(**shared | two | fields)
 
     return make
@@ -79,7 +95,8 @@ def taught(make, tmp_path_factory):
     """Of each recipe a mixed student, its config as asked for, and the run."""
     found = {}
     for recipe in ("masked_lm", "replaced_token"):
-        config = make(recipe, model__mixer="mixed", **ALL)
+        mixer = "mixed" if recipe == "masked_lm" else "attention"
+        config = make(recipe, model__mixer=mixer, **ALL)
         folder = tmp_path_factory.mktemp("taught") / recipe
         found[recipe] = config, recipes.pretrain(config, folder)
     return found
@@ -217,7 +234,7 @@ def test_a_student_that_starts_from_its_teacher(make, tmp_path):
 
 REFUSED = [
     ({"teacher": "nowhere"}, "nowhere is no run"),
-    ({"tokenizer__vocab_size": 300}, r"has a vocabulary of 200, the student has .*vocab_size=300"),
+    ({"tokenizer__vocab_size": 300}, r"teacher=.*has 200 entries but .*vocab_size=300"),
     ({"model__positions": 64, "data__length": 64}, "reads 32 tokens at most"),
     ({"recipe": "replaced_token", "of": "masked_lm"}, "has no discriminator's head, whose logits"),
     ({"of": "replaced_token"}, "has no masked language head, whose logits"),
