@@ -395,6 +395,8 @@ def test_named_metrics_are_those_that_an_evaluation_gives(recipe):
     values["objective"]["release_metrics"] = True
     if recipe == "masked_lm":
         values["objective"]["sentence_pairs"], values["data"]["layout"] = "order", "pairs"
+    else:
+        values["objective"]["masked_lm_steps"] = 1
     config = from_config_dict(values)
     task = build_task(config, SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4), jax.devices()[0])
     rows = jax.ShapeDtypeStruct((4, config.data.length), np.int32)
