@@ -11,7 +11,8 @@ is NAME, or NAME,SIZE with a size of SIZES; tiny is what two CPU cores can do in
 bnk_gl_sdconv: table 1 of the ConvBERT paper, whose numbers are not public in text: bottleneck,
 grouped feed-forward, dynamic or span-based convolution, hidden size. kernel_size: its figure of 1
 to 17 taps. mixers: every mixer, at equal tokens and again at equal FLOPs. objectives: replaced
-tokens, masked words, replacements drawn evenly. generator_size: ELECTRA's figure, and a shared one.
+tokens, masked words, one after the other, replacements drawn evenly, and replaced tokens with
+DeBERTaV3's sharing of embeddings (gdes). generator_size: ELECTRA's figure, and a shared one.
 pretrained_convolutions: whether convolutions profit of pre-training as attention does (Tay et al.,
 2021); needs --finetune. length: time and memory of rows of 64 to 4,096 tokens. search: head ratio,
 kernel size, groups and feed-forward, chosen by Optuna among encoders no larger than the config's.
@@ -92,10 +93,13 @@ def _objectives(size: str) -> Sweep:
         {
             "rtd": Row(),
             "mlm": Row({"recipe": "masked_lm"}),
+            "mlm-then-rtd": Row(parts={"objective.masked_lm_steps": 0.5}),
+            "rtd-gdes": Row({"generator.disentangle_embeddings": True}),
             "uniform": Row({"generator.kind": "uniform"}),
         },
-        purpose="Replaced tokens, masked words or replacements drawn evenly? Held-out numbers of "
-        "different objectives do not compare: name tasks with --finetune.",
+        purpose="Replaced tokens, masked words, half of the steps each, replacements drawn evenly, "
+        "or embeddings whose gradients are kept apart? Held-out numbers of different objectives do "
+        "not compare: name tasks with --finetune.",
     )
 
 

@@ -65,6 +65,11 @@ class Workdir:
         return self.path / "checkpoints"
 
     @property
+    def teacher(self) -> epath.Path:
+        """Which weights taught the run; without a teacher it is not there."""
+        return self.path / "teacher.json"
+
+    @property
     def metrics(self) -> epath.Path:
         return self.path / "metrics.jsonl"
 

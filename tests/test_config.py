@@ -14,7 +14,14 @@ from hypothesis import strategies
 from convbert_jax import config as config_lib
 from convbert_jax import config_files
 from convbert_jax.command_line import overrides
-from convbert_jax.config import Config, ConfigError, from_config_dict, to_config_dict, to_dict
+from convbert_jax.config import (
+    Config,
+    ConfigError,
+    from_config_dict,
+    mixers,
+    to_config_dict,
+    to_dict,
+)
 from convbert_jax.config.sections import HELDOUT_METRICS
 from convbert_jax.interop.huggingface.config import check_expressible
 from convbert_jax.interop.networks import outline
@@ -378,6 +385,9 @@ def test_every_field_is_read_somewhere():
             read |= fields_read(ast.parse(path.read_text()), owners)
     # Of these two what a stage leaves out is taken from the other, by name.
     read |= {("ModelSection", name) for cls, name in read if cls == "StageSection"}
+    # A mixer that convolves takes what its own fields are called.
+    for spec in map(mixers.find, mixers.MIXERS):
+        read |= {("MixerSettings", field.name) for field in dataclasses.fields(spec)}
     declared = {(c, f.name) for c in owners for f in dataclasses.fields(getattr(config_lib, c))}
     dead = declared - read
     assert not dead, "nothing reads it"
@@ -395,6 +405,8 @@ def test_named_metrics_are_those_that_an_evaluation_gives(recipe):
     values["objective"]["release_metrics"] = True
     if recipe == "masked_lm":
         values["objective"]["sentence_pairs"], values["data"]["layout"] = "order", "pairs"
+    else:
+        values["objective"]["masked_lm_steps"] = 1
     config = from_config_dict(values)
     task = build_task(config, SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4), jax.devices()[0])
     rows = jax.ShapeDtypeStruct((4, config.data.length), np.int32)

@@ -55,7 +55,8 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def forward_flops_per_token(config: Config, convention: str = "model") -> float:
-    """Operations of one forward pass of all networks of the recipe, per token of a row.
+    """Operations of one forward pass of all networks of the recipe, per token of a row: the mean of
+    the steps, where config.objective.masked_lm_steps has another head at first.
 
     Raises:
       ValueError: an unknown convention.
@@ -73,6 +74,9 @@ def forward_flops_per_token(config: Config, convention: str = "model") -> float:
         return encoder + head
     hidden = config.encoder.hidden_size
     discriminator = encoder + 2 * hidden**2 + 2 * hidden + paper * (1 + costs.GELU) * hidden
+    if first := config.objective.masked_lm_steps:
+        of_words = encoder + _predict(config, hidden, config.embeddings, paper)
+        discriminator += (of_words - discriminator) * first / config.train.steps
     kind = config.generator.kind
     if kind == "uniform":
         return discriminator

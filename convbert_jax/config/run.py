@@ -17,6 +17,7 @@ from convbert_jax.config.sections import (
     HELDOUT_METRICS,
     CheckpointSection,
     DataSection,
+    DistillationSection,
     GeneratorSection,
     MeshSection,
     ModelSection,
@@ -51,6 +52,7 @@ class Config:
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     generator: GeneratorSection = dataclasses.field(default_factory=GeneratorSection)
     objective: ObjectiveSection = dataclasses.field(default_factory=ObjectiveSection)
+    distillation: DistillationSection = dataclasses.field(default_factory=DistillationSection)
     tokenizer: TokenizerSection = dataclasses.field(default_factory=TokenizerSection)
     data: DataSection = dataclasses.field(default_factory=DataSection)
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
@@ -93,12 +95,27 @@ class Config:
         return math.ceil(self.max_predictions / multiple) * multiple
 
     @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Widths of the student and the teacher, of what is compared and differs in width."""
+        d, m = self.distillation, self.model
+        compared = {
+            "hidden": (d.hidden_weight, m.hidden_size, d.teacher_hidden_size),
+            "embeddings": (d.embeddings_weight, m.embedding_size, d.teacher_embedding_size),
+        }
+        return {
+            name: (ours, theirs)
+            for name, (weight, ours, theirs) in compared.items()
+            if weight and theirs not in (0, ours)
+        }
+
+    @property
     def heldout_metrics(self) -> tuple[str, ...]:
         """What an evaluation measures, by name; none in fine-tuning, whose tasks have their own."""
         names = HELDOUT_METRICS.get(self.recipe, ())
         asked = {
             "release": self.objective.release_metrics,
             "pair": self.objective.sentence_pairs != "none",
+            "encoder": self.objective.masked_lm_steps > 0,
         }
         return tuple(name for name in names if asked.get(name.split("_")[0], True))
 

@@ -15,7 +15,7 @@ INITIALIZERS = ("release", "huggingface")
 TEXT_FORMATS = ("auto", "blank_lines", "lines", "jsonl", "wikiextractor", "file", "csv", "tsv")
 SENTENCE_PAIRS = ("none", "next", "order")
 # What an evaluation measures, by recipe; release_* only with objective.release_metrics, pair_* only
-# with objective.sentence_pairs.
+# with objective.sentence_pairs, encoder_* only with objective.masked_lm_steps.
 _OF_MASKED_LM = ("mlm_loss", "mlm_accuracy", "loss")
 HELDOUT_METRICS = {
     "masked_lm": (*_OF_MASKED_LM, "pair_loss", "pair_accuracy"),
@@ -24,6 +24,7 @@ HELDOUT_METRICS = {
         *("sampled_accuracy", "replaced_rate", "discriminator_loss", "discriminator_accuracy"),
         *("discriminator_precision", "discriminator_recall", "discriminator_auc"),
         *("release_discriminator_loss", "release_auc"),
+        *("encoder_mlm_loss", "encoder_mlm_accuracy"),
     ),
 }
 
@@ -113,6 +114,10 @@ class GeneratorSection:
     layers: float = 1.0  # depth relative to the encoder, of each stage of model.stages
     # one embedding table (words, positions, types, layer norm) for both networks
     tie_embeddings: bool = True
+    # Of tied embeddings: the table is the generator's alone, which masked words train; the encoder
+    # reads it as it is, without a gradient, plus one of its own that starts at zero (DeBERTaV3
+    # §3.3; here of positions, types and layer norm too). Exported and fine-tuned is the sum.
+    disentangle_embeddings: bool = False
     # Release: where fewer heads than head_ratio remain (the small generator: 1), it uses 1
     # attention + 1 convolution head of full width, so 128 channels go into a hidden size of 64.
     # False: both share the width (this can be stored in Hugging Face's format, the other cannot).
@@ -141,6 +146,12 @@ class ObjectiveSection:
     # the first, or is it of another document?) | order (ALBERT: are two neighbors in their order?).
     # A pooler and two logits on [CLS]; its loss is added to that of the masked words.
     sentence_pairs: str = "none"
+    # Of recipe replaced_token: in so many first steps the discriminator's encoder predicts masked
+    # words itself, from the rows that the generator sees, with a head of its own and a weight of 1
+    # beside the generator's loss; replaced tokens begin with the step after them. The generator
+    # learns in all steps. The head is kept in checkpoints, learns no more after the switch, and is
+    # not exported; that of the discriminator learns from the switch on. 0: replaced tokens alone.
+    masked_lm_steps: int = 0
     temperature: float = 1.0  # of the generator's samples
     disallow_correct: bool = False  # never sample the original token
     # Release: Gumbel noise for every vocabulary entry, with 1e-9 inside both logarithms. False: one
@@ -152,6 +163,40 @@ class ObjectiveSection:
     # is the mean over rows of each row's mean, however short; adds both, as release_auc and
     # release_discriminator_loss.
     release_metrics: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillationSection:
+    """What the network that is kept learns of another one in pre-training, its teacher, besides its
+    own objective: the terms of DistilBERT (Sanh et al., 2019, §2) and TinyBERT (Jiao et al., 2020,
+    §3.1), each with a weight, 0 is none. docs/distillation.md has the formulas.
+    """
+
+    # a run's folder, a Hugging Face folder or a TensorFlow 1 checkpoint, whose vocabulary becomes
+    # the student's; "" is none. It may be moved: a run that has begun knows it by its weights.
+    teacher: Changeable[str] = ""
+    # A new run starts from the teacher's embeddings, heads and layers, those of `layers` (of
+    # "last": those of "uniform"), which must be as wide and of the same mixers.
+    initialize: bool = False
+    # Which layer of the teacher a layer of the student is compared with: last (the last ones alone)
+    # | uniform (every second or third, up to the last) | top (its last ones) | bottom (its first)
+    layers: str = "last"
+    # Of the student's loss on labels: masked words, or replaced tokens (of the discriminator; the
+    # generator has no teacher). logits_weight is in the same unit, the others are not.
+    labels_weight: float = 1.0
+    logits_weight: float = 1.0
+    temperature: float = 2.0  # that both distributions are taken at
+    hidden_weight: float = 0.0
+    # cosine (DistilBERT) | mse (TinyBERT); a learned projection where the widths differ
+    hidden: str = "cosine"
+    attention_weight: float = 0.0
+    # maps (divergence of the maps' means over heads, whatever mixers and heads there are) | scores
+    # (TinyBERT: squared distance before the softmax, head by head, of as many heads)
+    attention: str = "maps"
+    embeddings_weight: float = 0.0  # squared distance (TinyBERT), projected as hidden states are
+    # Of the teacher, which they follow; they are kept with the run, no user sets them.
+    teacher_hidden_size: int = 0
+    teacher_embedding_size: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +305,8 @@ class CheckpointSection:
     # "" keeps no best. mlm_loss | mlm_accuracy | loss, and of replaced_token: sampled_accuracy |
     # replaced_rate | discriminator_loss, _accuracy, _precision, _recall or _auc, and the two of
     # objective.release_metrics: release_discriminator_loss | release_auc; of
-    # objective.sentence_pairs: pair_loss | pair_accuracy
+    # objective.sentence_pairs: pair_loss | pair_accuracy; of objective.masked_lm_steps:
+    # encoder_mlm_loss | encoder_mlm_accuracy
     best_metric: Changeable[str] = ""
     best_mode: Changeable[str] = "max"  # max | min, which a loss needs
     # steps; writes a Hugging Face folder WORKDIR/huggingface/step-N, at step 0 too; 0 is never

@@ -16,7 +16,7 @@ from convbert_jax.config import (
     to_text,
 )
 from convbert_jax.config.network import SCHEDULED, GeneratorSizes, list_stages
-from convbert_jax.interop.networks import ConversionError, Network, places
+from convbert_jax.interop.networks import ConversionError, Network, is_disentangled, places
 
 # Sizes that parameters have, and what an encoder computes with them.
 _MODEL = (
@@ -163,9 +163,24 @@ def differences(fields: Mapping[str, Any], config: Config) -> dict[str, tuple[An
 
 def _generator_fields(generator: Network, main: Network, config: Config) -> dict[str, Any]:
     tied = _same_arrays(generator, main, "embeddings/")
-    if generator.encoder == main.encoder and tied and _same_arrays(generator, main, "layers/"):
+    own_size = generator.embeddings.size == generator.encoder.hidden_size
+    if not tied and generator.embeddings.size == main.embeddings.size:
+        disentangled = is_disentangled(config) or not own_size
+        tied = disentangled
+    else:
+        disentangled = tied and is_disentangled(config)
+    if (
+        generator.encoder == main.encoder
+        and tied
+        and not disentangled
+        and _same_arrays(generator, main, "layers/")
+    ):
         return {"generator.kind": "shared"}
-    fields = {"generator.kind": "separate", "generator.tie_embeddings": tied}
+    fields = {
+        "generator.kind": "separate",
+        "generator.tie_embeddings": tied,
+        "generator.disentangle_embeddings": disentangled,
+    }
     if not _difference(replace(config, fields), "generator_encoder", generator.encoder):
         return fields  # several fractions round to the same sizes: those of the config do
     fields |= {

@@ -171,8 +171,20 @@ def places(config: Config) -> dict[str, dict[str, str]]:
     return {"main": main, "generator": generator}
 
 
-def split(config: Config, params) -> dict[str, Network]:
+OWN = "own_embeddings"  # what the main network adds to the embeddings of the generator
+
+
+def is_disentangled(config: Config) -> bool:
+    """Whether the embeddings of the main network are a sum, see `split`."""
+    return config.recipe == "replaced_token" and config.generator.disentangle_embeddings
+
+
+def split(config: Config, params, fold=np.add) -> dict[str, Network]:
     """The networks of a model with all their parameters; shared ones are in both.
+
+    Args:
+      fold: (shared, own) -> one array of the main network's embeddings, where it adds its own to
+        those of the generator (`config.generator.disentangle_embeddings`); a sum for parameters.
 
     Outputs of a fine-tuned model are in the labels' unit, and the release's head on [CLS] comes as
     the two layers of Hugging Face's.
@@ -188,6 +200,9 @@ def split(config: Config, params) -> dict[str, Network]:
             for path, leaf in flat.items()
             if path.startswith(root + "/")
         }
+        if name == "main" and is_disentangled(config):
+            for path in [path for path in tree if path.startswith("embeddings/")]:
+                tree[path] = fold(tree[path], flat[f"{OWN}/{path.removeprefix('embeddings/')}"])
         if config.recipe == "finetune":
             tree = finetuned_heads.in_label_units(tree, config.outputs)
             tree = finetuned_heads.as_sequence_head(tree)
@@ -224,6 +239,9 @@ def join(
     sources = places(config)
     for name, network in networks.items():
         roots = sources.get(name, {})
+        if name == "main" and is_disentangled(config) and "generator" in networks:
+            roots = {**roots, "embeddings": OWN}
+            network = _less_shared(network, networks["generator"])
         encoder = network.encoder
         if name in sources and _sizes(config, name)[1].depth == encoder.depth:
             encoder = _sizes(config, name)[1]  # the same layers may be cut into other stages
@@ -259,6 +277,17 @@ def join(
         ignored=tuple(ignored),
     )
     return jax.tree.unflatten(jax.tree.structure(abstract), filled), report
+
+
+def _less_shared(main: Network, generator: Network) -> Network:
+    """`main` with what its embeddings add to those of the generator in their place."""
+    shared = generator.parameters
+    own = {
+        path: leaf - shared[path] if path in shared and shared[path].shape == leaf.shape else leaf
+        for path, leaf in main.parameters.items()
+        if path.startswith("embeddings/")
+    }
+    return dataclasses.replace(main, parameters={**main.parameters, **own})
 
 
 def unstack(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

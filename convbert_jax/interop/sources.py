@@ -135,7 +135,9 @@ def read_moments(workdir: Workdir, config: Config, step: int | None = None):
     def networks(kind: str) -> dict[str, Network]:
         parts = (name.partition(f"/{kind}/") for name in arrays)
         found = {path: arrays[a + b + path] for a, b, path in parts if a.startswith("opt_state")}
-        return split(config, to_tree({path: array for path, array in found.items() if path}))
+        tree = to_tree({path: array for path, array in found.items() if path})
+        # The gradient of a sum is that of what is added to the shared part, which gets none.
+        return split(config, tree, fold=lambda shared, own: own)
 
     return step, (networks("mu"), networks("nu"))
 

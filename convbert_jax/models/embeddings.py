@@ -59,6 +59,14 @@ class Embeddings(nnx.Module):
         return einsum(f"{batch}e,ve->{batch}v", h, self.word.embedding[...], jnp.float32)
 
 
+def add(shared: Embeddings, own: Embeddings) -> Embeddings:
+    """Embeddings whose every parameter is stop_gradient(shared) + own: only `own` learns."""
+    graphdef, theirs = nnx.split(shared)
+    return nnx.merge(
+        graphdef, jax.tree.map(lambda a, b: jax.lax.stop_gradient(a) + b, theirs, nnx.state(own))
+    )
+
+
 def positions(segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
     """Places within each segment, from 0, so that packed documents look as if alone.
 

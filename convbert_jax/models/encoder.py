@@ -119,7 +119,9 @@ class Encoder(nnx.Module):
             "attention": attention maps [N, B, H, L, L] in float32, before dropout; each row adds up
             to 1 over the keys that its position sees. "filters": those of the dynamic convolution
             or, the same at all positions, of the light one, [N, B, L, H, K]; each adds up to 1, and
-            taps that may not be read then weigh 0.
+            taps that may not be read then weigh 0. "scores": what attention maps are the softmax
+            of, 0 where nothing is seen. "hidden": the hidden states that each layer gives,
+            [N, B, L, C].
 
         Returns:
           The hidden states, with `capture` also a dict for each stage, name -> what its layers had,
@@ -139,6 +141,7 @@ class Encoder(nnx.Module):
                 return layer(x, segment_ids, layer_key), None
             captured = Capture(wanted)
             x = layer(x, segment_ids, layer_key, captured)
+            captured.offer("hidden", lambda: x)
             offered.update(captured.offered)
             return x, captured.seen
 

@@ -8,10 +8,24 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import Config
-from convbert_jax.models.embeddings import Embeddings
+from convbert_jax.models.embeddings import Embeddings, add
 from convbert_jax.models.encoder import Encoder, Seen
 from convbert_jax.models.heads import DiscriminatorHead, MaskedLanguageHead, PairHead
-from convbert_jax.models.layers import Initializers, initializers
+from convbert_jax.models.layers import Dense, Initializers, initializers
+
+
+class Projections(nnx.Module):
+    """What a student's states go through before they are compared with those of a wider teacher
+    (TinyBERT §3.1, W_h and W_e): one dense for all layers, one for the embeddings.
+    """
+
+    def __init__(self, config: Config, starts: Initializers, rngs: nnx.Rngs):
+        for name, (ours, theirs) in config.projections.items():
+            setattr(self, name, Dense(ours, theirs, starts.glorot, rngs))
+
+    def __call__(self, name: str, x: Float[Array, "B L C"]) -> Float[Array, "B L C_teacher"]:
+        """`x` itself where the teacher is as wide."""
+        return getattr(self, name)(x) if hasattr(self, name) else x
 
 
 class PretrainingModel(nnx.Module):
@@ -19,6 +33,9 @@ class PretrainingModel(nnx.Module):
 
     separate: a generator of its own, on the discriminator's embeddings or (untied) on its own.
     shared: the discriminator's encoder with a second head. uniform: no generator parameters.
+    With config.generator.disentangle_embeddings `embeddings` are the generator's, and the encoder's
+    are these plus `own_embeddings`. With config.objective.masked_lm_steps the discriminator's
+    encoder has a second head of its own, for the masked words that it predicts before that.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
@@ -38,6 +55,15 @@ class PretrainingModel(nnx.Module):
             generator = config.generator_encoder
             self.generator = Encoder(generator, rngs)
             self.generator_head = MaskedLanguageHead(generator.hidden_size, sizes, starts, rngs)
+        if config.generator.disentangle_embeddings:
+            self.own_embeddings = Embeddings(config.embeddings, starts.dense, rngs)
+            zeros = jax.tree.map(jnp.zeros_like, nnx.state(self.own_embeddings))
+            nnx.update(self.own_embeddings, zeros)
+        if config.objective.masked_lm_steps:
+            self.masked_lm_head = MaskedLanguageHead(
+                config.encoder.hidden_size, config.embeddings, starts, rngs
+            )
+        self.projections = Projections(config, starts, rngs)
         self.config = config
 
     def generate(
@@ -78,9 +104,30 @@ class PretrainingModel(nnx.Module):
         key: Array | None = None,
     ) -> Float[Array, "B L"]:
         """Float32 logit for each token, above 0 where it looks replaced."""
-        return self.discriminator_head(
-            self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key)
-        )
+        return self.detect(self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key))
+
+    def detect(self, hidden: Float[Array, "B L C"]) -> Float[Array, "B L"]:
+        """What `discriminate` gives, of the hidden states that `encode` gives."""
+        return self.discriminator_head(hidden)
+
+    def predict(
+        self, hidden: Float[Array, "B L C"], positions: Int[Array, "B M"]
+    ) -> Float[Array, "B M V"]:
+        """Float32 logits of the discriminator's encoder for the words at `positions`, of the hidden
+        states that `encode` gives; only with config.objective.masked_lm_steps.
+        """
+        return self.masked_lm_head(_pick(hidden, positions), self._read_embeddings())
+
+    def embed(
+        self,
+        tokens: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"],
+        type_ids: Int[Array, "B L"],
+        *,
+        dtype: jnp.dtype = jnp.float32,
+    ) -> Float[Array, "B L E"]:
+        """What the discriminator's encoder reads, without dropout."""
+        return self._read_embeddings()(tokens, segment_ids, type_ids, dtype=dtype)
 
     def encode(
         self,
@@ -96,8 +143,21 @@ class PretrainingModel(nnx.Module):
         layers saw, as `Encoder` hands it out.
         """
         return _encode(
-            self.embeddings, self.discriminator, tokens, segment_ids, type_ids, dtype, key, capture
+            self._read_embeddings(),
+            self.discriminator,
+            tokens,
+            segment_ids,
+            type_ids,
+            dtype,
+            key,
+            capture,
         )
+
+    def _read_embeddings(self) -> Embeddings:
+        """Those of the discriminator."""
+        if self.config.generator.disentangle_embeddings:
+            return add(self.embeddings, self.own_embeddings)
+        return self.embeddings
 
 
 class MaskedLanguageModel(nnx.Module):
@@ -112,6 +172,7 @@ class MaskedLanguageModel(nnx.Module):
         self.head = MaskedLanguageHead(config.encoder.hidden_size, config.embeddings, starts, rngs)
         if config.objective.sentence_pairs != "none":
             self.pair_head = PairHead(config.encoder.hidden_size, starts, rngs)
+        self.projections = Projections(config, starts, rngs)
 
     def generate(
         self,
@@ -125,7 +186,7 @@ class MaskedLanguageModel(nnx.Module):
     ) -> Float[Array, "B M V"]:
         """Float32 logits at `positions`; arguments as `PretrainingModel.generate`."""
         hidden = self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key)
-        return self.head(_pick(hidden, positions), self.embeddings)
+        return self.predict(hidden, positions)
 
     def generate_and_judge(
         self,
@@ -139,7 +200,28 @@ class MaskedLanguageModel(nnx.Module):
     ) -> tuple[Float[Array, "B M V"], Float[Array, "B 2"]]:
         """What `generate` gives, and the float32 logits of each row's pair: follows, does not."""
         hidden = self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key)
-        return self.head(_pick(hidden, positions), self.embeddings), self.pair_head(hidden)
+        return self.predict(hidden, positions), self.judge(hidden)
+
+    def predict(
+        self, hidden: Float[Array, "B L C"], positions: Int[Array, "B M"]
+    ) -> Float[Array, "B M V"]:
+        """What `generate` gives, of the hidden states that `encode` gives."""
+        return self.head(_pick(hidden, positions), self.embeddings)
+
+    def judge(self, hidden: Float[Array, "B L C"]) -> Float[Array, "B 2"]:
+        """Float32 logits of each row's pair; only with config.objective.sentence_pairs."""
+        return self.pair_head(hidden)
+
+    def embed(
+        self,
+        tokens: Int[Array, "B L"],
+        segment_ids: Int[Array, "B L"],
+        type_ids: Int[Array, "B L"],
+        *,
+        dtype: jnp.dtype = jnp.float32,
+    ) -> Float[Array, "B L E"]:
+        """What the encoder reads, without dropout."""
+        return self.embeddings(tokens, segment_ids, type_ids, dtype=dtype)
 
     def encode(
         self,

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from convbert_jax.config import Config
 from convbert_jax.interfaces.batch import Batch, PairBatch
 from convbert_jax.interfaces.special_ids import SpecialIds
-from convbert_jax.objectives import masking, metrics
+from convbert_jax.objectives import distillation, masking, metrics
 from convbert_jax.objectives.cross_entropy import cross_entropy
 
 
@@ -74,9 +74,11 @@ def loss(
     dtype: jnp.dtype,
     config: Config,
     special: SpecialIds,
+    teacher: distillation.Teacher | None = None,
 ) -> tuple[Array, metrics.Metrics]:
     """Mean cross-entropy of the hidden tokens, and of pairs where they are judged: their sum, as in
-    BERT's release.
+    BERT's release. A teacher adds the terms of config.distillation, its logits those at the hidden
+    tokens.
 
     Args:
       model: `generate(tokens, segment_ids, type_ids, positions, dtype, key) -> logits [B, M, V]`;
@@ -87,6 +89,8 @@ def loss(
     masked = hide(batch, mask_key, config=config, special=special)
     inputs = masked.tokens, batch["segment_ids"], batch["type_ids"], masked.positions
     settings = {"dtype": dtype, "key": dropout_key if train else None}
+    if teacher is not None:
+        return _taught_loss(model, batch, masked, teacher, config, **settings)
     if config.objective.sentence_pairs == "none":
         logits, pairs = model.generate(*inputs, **settings), {}
     else:
@@ -100,3 +104,26 @@ def loss(
         total, weight = pairs["pair_loss"]
         value += total / (weight + 1e-6)
     return value, result | {"loss": (value, jnp.ones(()))}
+
+
+def _taught_loss(model, batch, masked: masking.Masked, teacher, config: Config, *, dtype, key):
+    d = config.distillation
+    inputs = masked.tokens, batch["segment_ids"], batch["type_ids"]
+    hidden, observed = distillation.observe_student(model, inputs, key, dtype, config)
+    logits = model.predict(hidden, masked.positions)
+    losses = cross_entropy(logits, masked.labels)
+    result = prediction_metrics(logits, losses, masked)
+    theirs, head = teacher(*inputs, dtype=dtype)
+    value, found = distillation.terms(d, observed, theirs, batch["segment_ids"], model.projections)
+    if d.logits_weight:
+        apart = distillation.word_divergence(logits, head(masked.positions), d.temperature)
+        found["distill_logits"] = metrics.mean(apart, masked.weights)
+        total, weight = found["distill_logits"]
+        value += d.logits_weight * total / (weight + 1e-6)
+    if config.objective.sentence_pairs != "none":
+        found |= pair_metrics(model.judge(hidden), batch["pair_label"])
+        total, weight = found["pair_loss"]
+        value += total / (weight + 1e-6)
+    total, weight = result["mlm_loss"]
+    value += d.labels_weight * total / (weight + 1e-6)
+    return value, result | found | {"loss": (value, jnp.ones(()))}

@@ -4,12 +4,12 @@ discriminator tells for every token whether it is the original."""
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Int
 
 from convbert_jax.config import Config
 from convbert_jax.interfaces.batch import Batch
 from convbert_jax.interfaces.special_ids import SpecialIds
-from convbert_jax.objectives import masked_lm, masking, metrics
+from convbert_jax.objectives import distillation, masked_lm, masking, metrics
 from convbert_jax.objectives.cross_entropy import cross_entropy
 
 
@@ -55,13 +55,23 @@ def loss(
     dtype: jnp.dtype,
     config: Config,
     special: SpecialIds,
+    masked_first: Bool[Array, ""] | None = None,
+    teacher: distillation.Teacher | None = None,
 ) -> tuple[Array, metrics.Metrics]:
     """generator_weight * MLM loss + discriminator_weight * detection loss over all real tokens.
 
+    While `masked_first`, the encoder's own MLM loss stands in the place of the second part, and
+    nothing is counted for the discriminator's numbers. An evaluation has the numbers of both. A
+    teacher adds the terms of config.distillation for the discriminator, reading what that reads.
+
     Args:
       model: `generate(tokens, segment_ids, type_ids, positions, dtype, key) -> logits [B, M, V]`
-        and `discriminate(tokens, segment_ids, type_ids, dtype, key) -> logits [B, L]`.
+        and `discriminate(tokens, segment_ids, type_ids, dtype, key) -> logits [B, L]`; with
+        config.objective.masked_lm_steps also `encode` as `discriminate`, and of the hidden states
+        `detect(hidden)` and `predict(hidden, positions) -> logits [B, M, V]`.
       key: draws masks and replacements, and dropout where `train`.
+      teacher: needs `encode`, `embed`, `detect` and `projections` of the model.
+      masked_first: whether this step is one of config.objective.masked_lm_steps.
     """
     o = config.objective
     corrupt_key, dropout_key = jax.random.split(key)
@@ -70,14 +80,70 @@ def loss(
     )
     mlm_losses = cross_entropy(mlm_logits, masked.labels)
     result = masked_lm.prediction_metrics(mlm_logits, mlm_losses, masked)
+    others = batch["segment_ids"], batch["type_ids"]
+    settings = {"dtype": dtype, "key": dropout_key if train else None}
 
-    logits = model.discriminate(
-        corrupted,
-        batch["segment_ids"],
-        batch["type_ids"],
-        dtype=dtype,
-        key=dropout_key if train else None,
-    )
+    def detect(logits):
+        return _detection_metrics(logits, batch, masked, sampled, corrupted, train, config)
+
+    def predict(hidden):
+        logits = model.predict(hidden, masked.positions)
+        losses = cross_entropy(logits, masked.labels)
+        found = masked_lm.prediction_metrics(logits, losses, masked)
+        return {f"encoder_{name}": sums for name, sums in found.items()}
+
+    taught = None
+    if teacher is not None:
+        inputs = corrupted, *others
+        hidden, observed = distillation.observe_student(
+            model, inputs, settings["key"], dtype, config
+        )
+        logits = model.detect(hidden)
+        result |= detect(logits)
+        taught, found = _taught(model, logits, observed, inputs, teacher, dtype, config)
+        result |= found
+    elif masked_first is None:
+        result |= detect(model.discriminate(corrupted, *others, **settings))
+        if o.masked_lm_steps:
+            result |= predict(model.encode(masked.tokens, *others, **settings))
+    else:
+        # One pass of the encoder, of what this step is about; the heads differ.
+        tokens = jnp.where(masked_first, masked.tokens, corrupted)
+        hidden = model.encode(tokens, *others, **settings)
+        result |= _one_of(masked_first, predict, lambda h: detect(model.detect(h)), hidden)
+    value = _weighted(o.generator_weight, result["mlm_loss"])
+    labels = 1.0 if taught is None else config.distillation.labels_weight
+    value += _weighted(labels * o.discriminator_weight, result["discriminator_loss"])
+    if taught is not None:
+        value += taught
+    if masked_first is not None:
+        value += _weighted(1.0, result["encoder_mlm_loss"])  # one of the two has nothing to count
+    return value, result | {"loss": (value, jnp.ones(()))}
+
+
+def _taught(model, logits, observed, inputs, teacher, dtype, config: Config):
+    """What the teacher adds to the loss, and its parts."""
+    d, segment_ids = config.distillation, inputs[1]
+    theirs, head = teacher(*inputs, dtype=dtype)
+    value, found = distillation.terms(d, observed, theirs, segment_ids, model.projections)
+    if d.logits_weight:
+        apart = distillation.token_divergence(logits, head(None), d.temperature)
+        found["distill_logits"] = metrics.mean(apart, segment_ids != 0)
+        weight = d.logits_weight * config.objective.discriminator_weight
+        value += _weighted(weight, found["distill_logits"])
+    return value, found
+
+
+def _detection_metrics(
+    logits: Float[Array, "B L"],
+    batch: Batch,
+    masked: masking.Masked,
+    sampled: Int[Array, "B M"],
+    corrupted: Int[Array, "B L"],
+    train: bool,
+    config: Config,
+) -> metrics.Metrics:
+    """What was put in, and how the discriminator tells it from the rest."""
     real = (batch["segment_ids"] != 0).astype(jnp.float32)
     fake = (corrupted != batch["tokens"]).astype(jnp.float32) * real
     # -log p(label), stable for large logits.
@@ -86,7 +152,7 @@ def loss(
     found = metrics.mean(flagged * fake, real)[0]
     # Rows of an evaluation are ranked together at its end.
     rank = metrics.ranked_pairs if train else lambda scores: scores
-    result |= {
+    result = {
         "sampled_accuracy": metrics.mean(sampled == masked.labels, masked.weights),
         "replaced_rate": metrics.mean(fake, real),
         "discriminator_loss": metrics.mean(losses, real),
@@ -95,14 +161,27 @@ def loss(
         "discriminator_recall": (found, fake.sum()),
         "discriminator_auc": rank(metrics.Scores(logits, fake > 0, real > 0)),
     }
-    if o.release_metrics:
+    if config.objective.release_metrics:
         # The release feeds padding to its AUC as label 0, probability 0.
         scores = jnp.where(real > 0, logits, -jnp.inf)
         result["release_auc"] = rank(metrics.Scores(scores, fake > 0, jnp.ones_like(real, bool)))
         of_rows = (losses * real).sum(axis=1) / (real.sum(axis=1) + 1e-6)
         result["release_discriminator_loss"] = metrics.mean(of_rows, real.any(axis=1))
-    mlm_sum, mlm_weight = result["mlm_loss"]
-    detection_sum, detection_weight = result["discriminator_loss"]
-    value = o.generator_weight * mlm_sum / (mlm_weight + 1e-6)
-    value += o.discriminator_weight * detection_sum / (detection_weight + 1e-6)
-    return value, result | {"loss": (value, jnp.ones(()))}
+    return result
+
+
+def _one_of(first: Bool[Array, ""], one, other, hidden) -> metrics.Metrics:
+    """`one(hidden)` if `first`, else `other(hidden)`; nothing is counted for the one left out."""
+
+    def alone(run, idle):
+        nothing = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(idle, hidden)
+        )
+        return lambda hidden: nothing | run(hidden)
+
+    return jax.lax.cond(first, alone(one, other), alone(other, one), hidden)
+
+
+def _weighted(factor: float, sums: tuple[Array, Array]) -> Array:
+    total, weight = sums
+    return factor * total / (weight + 1e-6)

@@ -82,6 +82,22 @@ def attention_weights(
     return _weights(query, key, *ids, causal, jnp.float32)
 
 
+def attention_scores(
+    query: Float[Array, "B L H D"],
+    key: Float[Array, "B S H D"],
+    *,
+    segment_ids: Int[Array, "B L"] | None = None,
+    causal: bool = False,
+) -> Float[Array, "B H L S"]:
+    """query . key / sqrt(D) in float32, of which `attention_weights` are the softmax; 0 where a
+    position does not see a key.
+    """
+    _check(query, key, key, segment_ids, None)
+    scores = einsum("bqhd,bkhd->bhqk", query, key, jnp.float32) * query.shape[-1] ** -0.5
+    visible = _visible(query, key, *_ids(query, key, segment_ids, None), causal)
+    return scores if visible is None else jnp.where(visible, scores, 0.0)
+
+
 def _check(query, key, value, segment_ids, key_segment_ids):
     batch, length, *heads = query.shape
     for name, array, shape in (

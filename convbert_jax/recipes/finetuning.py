@@ -38,7 +38,7 @@ from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
 
 _OF_PRETRAINING = (
-    *("generator", "objective", "data", "train", "checkpoint", "outputs"),
+    *("generator", "objective", "distillation", "data", "train", "checkpoint", "outputs"),
     *("optimizer.learning_rate", "optimizer.warmup_steps"),
 )
 _LESS_MEMORY = (

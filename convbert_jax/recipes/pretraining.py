@@ -23,6 +23,7 @@ from convbert_jax.models import pretraining as models
 from convbert_jax.models.build import build
 from convbert_jax.models.mixers import sharding_rules
 from convbert_jax.objectives import masked_lm, metrics, replaced_token
+from convbert_jax.recipes import teaching
 from convbert_jax.recipes.results import PretrainingResult
 from convbert_jax.training import loop, sharding
 from convbert_jax.training.environment import devices, peers
@@ -46,7 +47,7 @@ RECIPES = {
         models.MODELS["replaced_token"],
         replaced_token,
         health.warn_replaced_token,
-        ("mlm_loss", "mlm_accuracy", "replaced_rate", "discriminator_auc"),
+        ("mlm_loss", "mlm_accuracy", "encoder_mlm_loss", "replaced_rate", "discriminator_auc"),
     ),
     "masked_lm": Recipe(
         models.MODELS["masked_lm"],
@@ -89,9 +90,13 @@ def pretrain(
     )
     workdir = Workdir(folder)
     config, source = read_start(config, workdir, given)
+    teacher = teaching.open_teacher(config)
+    if teacher and config.distillation.initialize and not workdir.is_bound():
+        source = teaching.start_of(config, teacher)
     writer = jax.process_index() == 0
     with devices.random_numbers(found), workdir.open(config, writer=writer):
         devices.print_config(config, leave_out=("finetune", "task", "outputs"))
+        teaching.bind(workdir, config, teacher, writer=writer)
         if idle := network.idle_fields(config.model):
             logging.info(
                 "%s say nothing here: each stage has its own, or a mixer that does not read them.",
@@ -103,10 +108,17 @@ def pretrain(
                 "batches there, train with --config.model.mask_convolution=false "
                 "--config.data.layout=electra instead."
             )
+        if first := config.objective.masked_lm_steps:
+            logging.info(
+                "Steps 1 to %d train the encoder on masked words, those from %d on on replaced "
+                "tokens.",
+                first,
+                first + 1,
+            )
         if config.checkpoint.huggingface_every:
             conversion.check_expressible(outline(config))
         prepared = prepare_once(config, workdir)
-        task = build_task(config, prepared.tokenizer.special, found[0])
+        task = build_task(config, prepared.tokenizer.special, found[0], teacher)
         result = loop.train(
             task,
             config,
@@ -152,44 +164,63 @@ def heldout_batches(config: Config, prepared: corpus.Corpus) -> Callable[[], Ite
     )
 
 
-def build_task(config: Config, special: SpecialIds, device: jax.Device) -> Task:
+def build_task(
+    config: Config,
+    special: SpecialIds,
+    device: jax.Device,
+    teacher: teaching.Teacher | None = None,
+) -> Task:
     """Closes over everything static once: the only bridge between Flax and the trainer.
 
     Args:
+      teacher: needed to train with config.distillation.teacher; evaluations do without.
       special: ids of the special tokens of the corpus' tokenizer.
       device: one of those it will run on; decides dtype and peak FLOP/s.
     """
     recipe = RECIPES[config.recipe]
     graphdef, init = build(recipe.model, config)
+    first = config.objective.masked_lm_steps
     settings = {
         "dtype": devices.compute_dtype(config, device),
         "config": config,
         "special": special,
     }
 
-    def loss(params, batch, key):
-        return recipe.objective.loss(
-            nnx.merge(graphdef, params), batch, key, train=True, **settings
-        )
+    def loss(params, batch, key, *given):
+        model, more = nnx.merge(graphdef, params), {}
+        if teacher:
+            more["teacher"] = teacher.over(given[0], config)
+        elif first:
+            more["masked_first"] = given[0]
+        return recipe.objective.loss(model, batch, key, train=True, **settings, **more)
 
     def evaluate(params, batch, key):
         model = nnx.merge(graphdef, params)
         return recipe.objective.loss(model, batch, key, train=False, **settings)[1]
 
     tokens = config.train.batch_size * config.data.length
+    # The teacher's stages may have other mixers than those of the same number in the student.
+    rules = teacher.rules if teacher else ()
     return Task(
         init=init,
         loss=loss,
         summarize=metrics.summarize,
         evaluate=evaluate,
         evaluator=metrics.heldout(config.heldout_metrics),
-        rules=(*sharding_rules(config.encoder), *sharding.RULES),
-        health=recipe.warn,
+        rules=(*rules, *sharding_rules(config.encoder), *sharding.RULES),
+        health=functools.partial(_warn, recipe, first),
         show=tuple(name for name in recipe.show if name in config.heldout_metrics),
         tokens_per_step=tokens,
         flops_per_step=tokens * flops.training_flops_per_token(config),
         peak_flops_per_device=flops.peak_flops(device.device_kind),
+        phase=(lambda step: (step < first,)) if first else (lambda step: ()),
+        frozen=teacher.params if teacher else None,
     )
+
+
+def _warn(recipe: Recipe, first: int, step: int, values: dict[str, float]) -> list[str]:
+    """Warnings of a run that learns something else in its `first` steps, counted from there."""
+    return recipe.warn(step - first, values)
 
 
 def read_start(
@@ -207,6 +238,7 @@ def read_start(
     """
     workdir.data(config)
     config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
+    config = teaching.follow(config, workdir, given)
     if not config.init_from:
         return config, None
     begun = workdir.is_bound()

@@ -163,7 +163,8 @@ def _check_table(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
             "this sweep compares tasks with and without pre-training and names none; add "
             "--finetune='text:trec --config.task.folder=FOLDER', for one."
         )
-    varied = {path for row in sweep.rows.values() for path in row.changes} | {"seed"}
+    rows = sweep.rows.values()
+    varied = {path for row in rows for path in (*row.changes, *row.parts)} | {"seed"}
     if sweep.search:
         varied |= sweep.search.space.keys()
         _check_search(sweep.search)
@@ -201,9 +202,16 @@ def _make(what: str, base: str, changed: Mapping[str, Any]) -> Config:
 
 
 def _steps_of_row(sweep: Sweep, name: str, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row changes, with its steps where they follow from the FLOPs of another."""
+    """What a row changes, with its steps where they follow from others or from the FLOPs of another
+    row.
+    """
     row = sweep.rows[name]
     changed = {**shared, **row.changes}
+    if row.parts and row.flops_of:
+        raise SweepError(f"row {name} has parts and flops_of; leave one out.")
+    if row.parts:
+        steps = _make(f"row {name}", sweep.config, changed).train.steps
+        changed |= {path: round(steps * part) for path, part in row.parts.items()}
     if not row.flops_of:
         return changed
     like = sweep.rows[row.flops_of]

@@ -101,6 +101,9 @@ class Folder:
             for name, value in values.items()
             if not changes.is_changeable(Config, f"{section}.{name}", config.recipe)
         }
+        if not config.tokenizer.path:  # the vocabulary is that of the weights, if there are any
+            found = {"init_from": config.init_from, "teacher": config.distillation.teacher}
+            decides |= {name: path for name, path in found.items() if path}
         text = json.dumps(decides, sort_keys=True)
         return self.path / "data" / hashlib.sha256(text.encode()).hexdigest()[:8]
 

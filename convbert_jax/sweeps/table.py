@@ -20,10 +20,13 @@ class Row:
         {"model.kernel_size": 3}.
       flops_of: another row, whose training FLOPs this one spends: train.steps and the warm-up are
         scaled by the FLOPs of a step. "": as many steps as the config says, so equal tokens.
+      parts: path of a field that counts steps -> its part of train.steps, however many these are:
+        {"objective.masked_lm_steps": 0.5}.
     """
 
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     flops_of: str = ""
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -153,6 +153,7 @@ class _Run:
     eval_values: dict[str, float] = dataclasses.field(default_factory=dict)
     clock: Clock = dataclasses.field(default_factory=Clock)
     watch: compilation.RecompileWatch = dataclasses.field(init=False)
+    given: list[Params] = dataclasses.field(default_factory=list)  # to each step, on the devices
 
     def __post_init__(self):
         self.watch = compilation.RecompileWatch(self.program.train_step, "training step")
@@ -182,6 +183,9 @@ class _Run:
 
     def to_the_end(self, stop: signals.StopSignals) -> Result:
         t, c = self.config.train, self.config.checkpoint
+        if self.task.frozen is not None:
+            (places,) = self.program.given_places
+            self.given = [sharding.put_params(self.task.frozen, places)]
         saved = self.step
         signal_name = None
         if self.step == 0:
@@ -249,7 +253,7 @@ class _Run:
             ) from None
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
             self.state, metrics, vitals = self.program.train_step(
-                self.state, self.program.put_batch(batch)
+                self.state, self.program.put_batch(batch), *self.given
             )
         self.step += 1
         if self.cut_interval:

@@ -5,7 +5,7 @@ take these from here.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +55,7 @@ class Program:
         restored onto, or a step lowered for.
       shardings: `TrainState` of the places alone.
       rows: the place of a batch; `eval_rows` of one to evaluate, without an axis of runs.
+      given_places: where what is `given` to each step lies, one for each of it.
       init: key -> state before the first step, every array born where it belongs.
       train_step: (state, batch, *given) -> (next state, metrics, vitals), see `Learning`; the old
         state is donated.
@@ -68,11 +69,18 @@ class Program:
     eval_step: EvalStep
 
     def __init__(
-        self, task: Task | Trainable, learning: Learning, mesh: Mesh, *, runs: int | None = None
+        self,
+        task: Task | Trainable,
+        learning: Learning,
+        mesh: Mesh,
+        *,
+        runs: int | None = None,
+        given_places: Sequence[Any] | None = None,
     ):
         """Traces `task.init`; compiles nothing.
 
         Args:
+          given_places: None: whole on every device.
           runs: how many are trained together; None: one, without an axis for it. `init` then takes
             a key of each, `start` parameters of each.
 
@@ -105,9 +113,10 @@ class Program:
         )
         whole = sharding_lib.replicated(mesh)
         self.init, self._create = (jax.jit(f, out_shardings=self.shardings) for f in starts)
+        self.given_places = given_places or [whole] * len(learning.given_axes)
         self.train_step = jax.jit(
             step,
-            in_shardings=(self.shardings, self.rows, *[whole] * len(learning.given_axes)),
+            in_shardings=(self.shardings, self.rows, *self.given_places),
             out_shardings=(self.shardings, whole, whole),
             donate_argnums=0,
         )
@@ -137,7 +146,7 @@ class Program:
 
 def make_program(task: Task, config: Config, mesh: Mesh, *, runs: int | None = None) -> Program:
     """The program of a run as long as `config.train.steps`: its seed and its schedule are compiled
-    in.
+    in. What is `frozen` of the task is given to each step.
 
     Args:
       runs: as `Program` takes it; all draw from the one seed, so what differs is their start.
@@ -145,7 +154,10 @@ def make_program(task: Task, config: Config, mesh: Mesh, *, runs: int | None = N
     Raises:
       ShardingError: mesh and parameters do not fit together.
     """
-    return Program(task, _learning(config), mesh, runs=runs)
+    places = None
+    if task.frozen is not None:
+        places = [sharding_lib.tree_shardings(task.frozen, mesh, task.rules)]
+    return Program(task, _learning(task, config), mesh, runs=runs, given_places=places)
 
 
 def _add_runs(shapes: TrainState, shardings: TrainState, runs: int):
@@ -161,12 +173,18 @@ def _add_runs(shapes: TrainState, shardings: TrainState, runs: int):
     return map_runs(stack, shapes), map_runs(sharding_lib.behind_runs, shardings)
 
 
-def _learning(config: Config) -> Learning:
+def _learning(task: Task, config: Config) -> Learning:
     section, steps = config.optimizer, config.train.steps
     schedule = optimizer_lib.make_schedule(section, steps)
+
+    def draw(step, *frozen):
+        key = state_lib.step_key(config.seed, step, "loss")
+        return Drawn(key, schedule(step), (*task.phase(step), *frozen))
+
     return Learning(
         optimizer=optimizer_lib.make_optimizer(section, steps),
-        draw=lambda step: Drawn(state_lib.step_key(config.seed, step, "loss"), schedule(step)),
+        draw=draw,
+        given_axes=() if task.frozen is None else (None,),
         accumulation=config.train.accumulation,
         replicas=section.release_replicas,
         clip_norm=section.clip_norm,

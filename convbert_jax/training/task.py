@@ -26,7 +26,8 @@ class Task:
 
     Attributes:
       init: key -> parameters. Traced by `jax.jit`, so every array is born sharded.
-      loss: (params, batch, key) -> (scalar, metrics), the network in training mode.
+      loss: (params, batch, key, *phase, *frozen) -> (scalar, metrics), the network in training
+        mode.
       summarize: metrics, added up and as numpy -> named numbers.
       evaluate: (params, batch, key) -> outputs, the network deterministic; the key draws masks.
       evaluator: numbers of the held-out rows from the outputs of their batches.
@@ -36,10 +37,14 @@ class Task:
       tokens_per_step: input positions of one global batch.
       flops_per_step: model FLOPs of one step over all devices (forward and backward).
       peak_flops_per_device: FLOP/s of one device, or None where unknown.
+      phase: steps done, an int32 scalar on the device -> what the loss is told of the step besides,
+        so that one compiled step can learn one thing first and another later.
+      frozen: arrays that the loss reads and no step changes, whole and on the host, as the weights
+        of a teacher; in no checkpoint, divided by the same rules. None: there are none.
     """
 
     init: Callable[[jax.Array], Params]
-    loss: Callable[[Params, Batch, jax.Array], tuple[jax.Array, Metrics]]
+    loss: Callable[..., tuple[jax.Array, Metrics]]
     summarize: Callable[[HostMetrics], dict[str, float]]
     evaluate: Callable[[Params, Batch, jax.Array], Outputs]
     evaluator: Evaluator
@@ -49,3 +54,5 @@ class Task:
     tokens_per_step: int
     flops_per_step: float
     peak_flops_per_device: float | None
+    phase: Callable[[jax.Array], tuple[jax.Array, ...]] = lambda step: ()
+    frozen: Params | None = None

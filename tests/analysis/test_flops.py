@@ -112,6 +112,15 @@ def test_the_pair_of_a_row_is_judged_once():
     assert 128 * (more - less) == pytest.approx(2 * 256 * 256 + 2 * 256 * 2)
 
 
+def test_steps_of_two_kinds_cost_their_mean():
+    config = sized(**SMALL)
+    objective = dataclasses.replace(config.objective, masked_lm_steps=config.train.steps // 4)
+    both = dataclasses.replace(config, objective=objective)
+    more = flops.forward_flops_per_token(both) - flops.forward_flops_per_token(config)
+    head = 2 * 128 * (256 + 30_522) * 19 / 128
+    assert more == pytest.approx((head - 2 * 256 * 257) / 4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_is_what_xla_counts(kind):
     config = sized(hidden=128, embedding=128, heads=4, ffn=256, **KINDS[kind]).encoder

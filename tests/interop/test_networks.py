@@ -7,11 +7,13 @@ import shlex
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from convbert_jax.command_line import overrides
-from convbert_jax.config import StageSection, from_config_dict, to_dict
-from convbert_jax.interop import matching, networks, sources
+from convbert_jax.config import ConfigError, StageSection, from_config_dict, to_dict
+from convbert_jax.interop import matching, modules, networks, sources
 from convbert_jax.interop.networks import ConversionError
+from convbert_jax.models.build import build
 from convbert_jax.recipes.finetuning import _encoder_weights
 from tests.interop.conftest import make_config, random_params
 
@@ -20,6 +22,9 @@ KINDS = {
     "uniform": {"generator": {"kind": "uniform"}},
     "shared": {"generator": {"kind": "shared"}},
     "untied": {"generator": {"tie_embeddings": False}},
+    # of 16 channels they would be those that an untied generator of 16 channels may have
+    "disentangled": {"embedding_size": 32, "generator": {"disentangle_embeddings": True}},
+    "disentangled, narrow": {"generator": {"disentangle_embeddings": True, "size": 0.25}},
     "small generator": {"generator": {"size": 0.25, "release_heads": True}},
     "narrow generator": {"generator": {"size": 0.25, "release_heads": False}},
     "grouped": {"ffn_groups": 2, "kernel_size": 5},
@@ -38,7 +43,9 @@ def test_split_and_join_give_everything_back(kind):
     params = random_params(config)
     zeros = jax.tree.map(np.zeros_like, params)
     back, report = networks.join(config, networks.split(config, params), zeros)
-    jax.tree.map(np.testing.assert_array_equal, params, back)
+    # What was folded into a sum comes back as a difference.
+    most = 1e-6 if kind.startswith("disentangled") else 0
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=most), params, back)
     assert not report.initialized
     assert not report.ignored
 
@@ -62,6 +69,45 @@ def test_the_config_follows_from_the_networks(kind):
     if config.generator.kind != "uniform":
         assert derived.generator.kind == config.generator.kind
     assert not matching.differences(fields, config)
+
+
+def test_disentangled_embeddings_are_read_as_their_sum():
+    """Exports, fine-tuning and `load` all take what `split` gives."""
+    config = make_config(**KINDS["disentangled"])
+    params = random_params(config)
+    parts = networks.split(config, params)
+    path = "embeddings/word/embedding"
+    shared, own = (params[n]["word"]["embedding"] for n in ("embeddings", networks.OWN))
+    np.testing.assert_array_equal(parts["main"].parameters[path], shared + own)
+    np.testing.assert_array_equal(parts["generator"].parameters[path], shared)
+    graphdef, _ = build(networks.MODELS[config.recipe], config)
+    tokens = np.random.default_rng(0).integers(5, 60, (2, 16))
+    given = tokens, np.ones_like(tokens), np.zeros_like(tokens)
+    hidden = jax.jit(lambda p: nnx.merge(graphdef, p).encode(*given))(params)
+    alone = modules.forward(parts["main"])(*given)["hidden"]
+    np.testing.assert_allclose(alone, hidden, atol=1e-5)
+    source = sources.Source("run", parts)
+    tuned = make_config(recipe="finetune", embedding_size=32)
+    weights = _encoder_weights(source, tuned)
+    np.testing.assert_array_equal(weights["embeddings"]["word"]["embedding"], shared + own)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "uniform"])
+def test_weights_of_other_runs_start_disentangled_ones(kind):
+    """The main network computes what it did; where there is no generator nothing is taken off."""
+    source = make_config(**KINDS[kind], embedding_size=32)
+    parts = networks.split(source, random_params(source))
+    config = make_config(**KINDS["disentangled"])
+    params, _ = networks.join(config, parts)
+    main = networks.split(config, params)["main"].parameters
+    for path, leaf in parts["main"].parameters.items():
+        np.testing.assert_array_equal(main[path], leaf)
+
+
+def test_disentangled_embeddings_need_tied_ones():
+    for generator in ({"tie_embeddings": False}, {"kind": "uniform"}, {"kind": "shared"}):
+        with pytest.raises(ConfigError, match="disentangle_embeddings=True needs a generator of"):
+            make_config(generator={"disentangle_embeddings": True} | generator)
 
 
 def test_layers_are_counted_out():

@@ -119,7 +119,7 @@ def test_every_stage_gives_what_it_has(stages, packed, x):
 def test_what_no_layer_has_is_an_error(stages, packed, x):
     encoder = Encoder(stages("attention"), nnx.Rngs(0))
     message = r"capture is \['attention', 'filters'\], but no layer has \['filters'\]; these layers"
-    with pytest.raises(ValueError, match=message + r" have \['attention'\]"):
+    with pytest.raises(ValueError, match=message + r" have \['attention', 'hidden', 'scores'\]"):
         encoder(x, packed, capture=BOTH)
 
 

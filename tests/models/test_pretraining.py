@@ -96,6 +96,49 @@ def test_an_untied_generator_leaves_the_embeddings_alone(make_config, start, pac
     assert gradient["generator_embeddings"]["word"]["embedding"].any()
 
 
+def test_disentangled_embeddings_learn_apart(make_config, start, packed, tokens):
+    """E of the masked words alone, what is added to it of the replaced tokens alone."""
+    graphdef, params = start(make_config(generator={"disentangle_embeddings": True}))
+    run = differentiate(graphdef, params, packed, tokens)
+    for weights, learns, stays in (
+        ((1.0, 0.0), "embeddings", "own_embeddings"),
+        ((0.0, 50.0), "own_embeddings", "embeddings"),
+    ):
+        gradient = run(*weights)
+        assert all(map(np.any, jax.tree.leaves(gradient[learns])))
+        assert not any(map(np.any, jax.tree.leaves(gradient[stays])))
+
+    @jax.jit
+    def discriminate(params):
+        model = nnx.merge(graphdef, params)
+        return model.discriminate(tokens, packed, jnp.zeros_like(tokens))
+
+    # Of the sum: what one table gains the other may lose.
+    moved = dict(params)
+    moved["embeddings"] = jax.tree.map(lambda a: a + 0.25, params["embeddings"])
+    moved["own_embeddings"] = jax.tree.map(lambda a: a - 0.25, params["own_embeddings"])
+    np.testing.assert_allclose(discriminate(params), discriminate(moved), atol=1e-4)
+
+
+def test_disentangled_embeddings_start_as_tied_ones(make_config, packed, tokens):
+    tied = make_config()
+    apart = make_config(generator={"disentangle_embeddings": True})
+    (graphdef, init), (other, init_tied) = (build(PretrainingModel, c) for c in (apart, tied))
+    params, before = (jax.jit(f)(jax.random.key(0)) for f in (init, init_tied))
+    own = params["own_embeddings"]
+    assert not any(map(np.any, jax.tree.leaves(own)))
+    # words, 48 positions, 2 types and a layer norm, of 16 channels
+    assert sum(leaf.size for leaf in jax.tree.leaves(own)) == (50 + 48 + 2 + 2) * 16
+    rest = {name: tree for name, tree in params.items() if name != "own_embeddings"}
+    assert jax.tree.structure(rest) == jax.tree.structure(before)
+    types = jnp.zeros_like(tokens)
+    outputs = [
+        jax.jit(lambda p, g=g: nnx.merge(g, p).discriminate(tokens, packed, types))(p)
+        for g, p in ((graphdef, params), (other, rest))
+    ]
+    np.testing.assert_array_equal(*outputs)
+
+
 def test_generate_reads_its_positions(make_config, start, packed, tokens):
     graphdef, params = start(make_config())
     model = nnx.merge(graphdef, params)

@@ -43,6 +43,10 @@ def test_rows_of_other_data_have_shards_of_their_own(folder):
     cells = {cell.row: cell for cell in expand(Sweep("tiny", rows, seeds=(0,)), folder)}
     places = {name: cell.config.data.directory for name, cell in cells.items()}
     assert places["short"] != places["mixed"] == places["attention"] == places["ahead"]
+    # The vocabulary of weights is known when they are read.
+    others = {"taught": Row({"distillation.teacher": "t"}), "tuned": Row({"init_from": "t"})}
+    cells = expand(Sweep("tiny", {**ROWS, **others}, seeds=(0,)), folder)
+    assert len({cell.config.data.directory for cell in cells}) == 3
     named = expand(TABLE, folder, {"data.directory": "elsewhere"})
     assert {cell.config.data.directory for cell in named} == {"elsewhere"}
 
@@ -92,6 +96,19 @@ def test_equal_flops_are_equal(folder):
         spent = {name: flops.training_flops(config) for name, config in cells.items()}
         assert spent["equal"] == pytest.approx(spent["attention"], rel=2e-3)  # whole steps
         assert spent["mixed"] < 0.99 * spent["attention"]
+
+
+def test_parts_of_the_steps_follow_them(folder):
+    rows = {"both": Row(parts={"objective.masked_lm_steps": 0.3})}
+    sweep = Sweep("tiny", rows, seeds=(0,))
+    for overrides, steps in ({}, 210), ({"train.steps": 50}, 15):
+        (cell,) = expand(sweep, folder, overrides)
+        assert cell.config.objective.masked_lm_steps == steps
+    with pytest.raises(SweepError, match=r"masked_lm_steps is what the cells differ in"):
+        expand(sweep, folder, {"objective.masked_lm_steps": 7})
+    both = {**ROWS, "x": Row(flops_of="attention", parts={"objective.masked_lm_steps": 0.3})}
+    with pytest.raises(SweepError, match="row x has parts and flops_of; leave one out"):
+        expand(Sweep("tiny", both), folder)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,11 @@ def check_finetuning(config: Config) -> None:
     """Raises ConfigError for the first thing that cannot work."""
     f, outputs = config.finetune, config.outputs
     check(
+        not config.distillation.teacher,
+        f"config.distillation.teacher={config.distillation.teacher} teaches in pre-training; in "
+        "fine-tuning set config.finetune.distill_from.",
+    )
+    check(
         re.fullmatch(r"[\w. -]+", config.task.name) is not None,
         f"config.task.name='{config.task.name}' names a folder; use letters, digits, - and _.",
     )

@@ -8,6 +8,7 @@ import dataclasses
 
 from convbert_jax.config.checks import rules
 from convbert_jax.config.checks.bounds import check_bounds
+from convbert_jax.config.checks.distillation import check_distillation
 from convbert_jax.config.checks.finetuning import check_finetuning
 from convbert_jax.config.checks.stages import check_generator, check_stages
 from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
@@ -34,6 +35,8 @@ def check(config: Config) -> None:
         check_finetuning(config)
     else:
         _check_objective(config.objective)
+        _check_phases(config)
+        check_distillation(config)
         _check_data(config)
         _check_sentence_pairs(config)
     _check_tokenizer(config.tokenizer)
@@ -62,6 +65,11 @@ def _check_model(config: Config) -> None:
     check_stages(m)
     if config.recipe == "replaced_token":
         rules.check_choice("generator.kind", g.kind, ("separate", "shared", "uniform"))
+        rules.check(
+            not g.disentangle_embeddings or (g.kind == "separate" and g.tie_embeddings),
+            "config.generator.disentangle_embeddings=True needs a generator of its own on the same "
+            "embeddings; set config.generator.kind=separate and tie_embeddings=true, or unset it.",
+        )
         if g.kind == "separate":
             check_generator(m, g)
 
@@ -76,6 +84,26 @@ def _check_objective(o: ObjectiveSection) -> None:
         o.generator_weight + o.discriminator_weight > 0,
         f"config.objective.generator_weight={o.generator_weight} and "
         f"discriminator_weight={o.discriminator_weight} must not both be 0.",
+    )
+
+
+def _check_phases(config: Config) -> None:
+    first, steps = config.objective.masked_lm_steps, config.train.steps
+    rules.check(
+        not first or config.recipe == "replaced_token",
+        f"config.objective.masked_lm_steps={first} comes before replaced tokens, and all steps of "
+        f"config.recipe='{config.recipe}' train on masked words; set it to 0.",
+    )
+    rules.check(
+        first < steps,
+        f"config.objective.masked_lm_steps={first} leaves no step of config.train.steps={steps} "
+        "for replaced tokens; lower it, or take config.recipe=masked_lm.",
+    )
+    rules.check(
+        not first or config.generator.kind != "shared",
+        f"config.objective.masked_lm_steps={first} needs a generator beside the encoder, which "
+        "with config.generator.kind='shared' predicts masked words in all steps; set one of the "
+        "two.",
     )
 
 

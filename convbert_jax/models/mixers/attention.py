@@ -15,7 +15,7 @@ from convbert_jax.interfaces.placement import Split
 from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
 from convbert_jax.models.layers import Dense, Initializers, State, dropout
-from convbert_jax.ops.attention import attention, attention_weights
+from convbert_jax.ops.attention import attention, attention_scores, attention_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,12 +155,17 @@ def attend(
       dropout_key: None is no dropout.
       causal: a position sees itself and what precedes it.
       implementation: as in `ops.attention.attention`.
-      capture: is offered "attention", the maps [B, H, L, L] in float32, before dropout.
+      capture: is offered "attention", the maps [B, H, L, L] in float32, before dropout, and
+        "scores", of which they are the softmax.
     """
     if capture is not None:
         capture.offer(
             "attention",
             lambda: attention_weights(query, key, segment_ids=segment_ids, causal=causal),
+        )
+        capture.offer(
+            "scores",
+            lambda: attention_scores(query, key, segment_ids=segment_ids, causal=causal),
         )
     drop = None
     if dropout_rate > 0.0 and dropout_key is not None:

@@ -101,6 +101,7 @@ KINDS = {
     "mixed": {"mask_convolution": False},
     "small generator": {"mask_convolution": False, "generator": {"size": 0.25}},
     "untied": {"mask_convolution": False, "generator": {"tie_embeddings": False}},
+    "disentangled": {"mask_convolution": False, "generator": {"disentangle_embeddings": True}},
     "shared": {"mask_convolution": False, "generator": {"kind": "shared"}},
     "uniform": {"mask_convolution": False, "generator": {"kind": "uniform"}},
     "grouped": {"mask_convolution": False, "ffn_groups": 2, "head_ratio": 4,

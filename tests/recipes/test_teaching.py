@@ -1,0 +1,288 @@
+"""A student of two layers and its teacher, from files: what it learns, what a run keeps, and who
+cannot teach.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convbert_jax import recipes
+from convbert_jax.analysis.verify_resume import compare
+from convbert_jax.config import ConfigError, UserError
+from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
+from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interop import conversion
+from convbert_jax.interop.networks import split
+from convbert_jax.interop.sources import read_source
+from convbert_jax.recipes import pretraining, teaching
+from convbert_jax.training import sharding, state
+from convbert_jax.training.checkpoints.reading import load_arrays
+from convbert_jax.training.checkpoints.saving import Checkpoints
+from convbert_jax.training.optimizer import make_optimizer
+from convbert_jax.training.program import make_program
+from convbert_jax.workdir import Workdir
+from tests.interop.conftest import random_params
+from tests.recipes.conftest import make_config
+
+ALL = {
+    "distillation__layers": "uniform",
+    "distillation__hidden_weight": 1.0,
+    "distillation__attention_weight": 1.0,
+    "distillation__embeddings_weight": 1.0,
+}
+
+
+@pytest.fixture(scope="module")
+def shared(text, tmp_path_factory):
+    """Fields of short runs on one corpus."""
+    return {
+        "data__source": text,
+        "train__steps": 4,
+        "train__batch_size": 8,
+        "train__log_every": 1,
+        "train__eval_every": 4,
+        "train__eval_rows": 16,
+        "optimizer__warmup_steps": 1,
+        "optimizer__learning_rate": 1e-3,
+        "checkpoint__every": 2,
+    }
+
+
+@pytest.fixture(scope="module")
+def teachers(shared, tmp_path_factory) -> dict:
+    """recipe -> folder of a run of four layers, twice as wide as the student, of random weights."""
+    folders = {}
+    paragraphs = pathlib.Path(shared["data__source"].removeprefix("text:")).read_text()
+    for recipe in ("masked_lm", "replaced_token"):
+        config = make_config(
+            **shared, recipe=recipe, model__layers=4, model__hidden_size=64,
+            model__embedding_size=64, model__heads=4,
+        )  # fmt: skip
+        folders[recipe] = tmp_path_factory.mktemp("teacher") / recipe
+        workdir = Workdir(folders[recipe])
+        with workdir.open(config):
+            train_tokenizer(paragraphs.split("\n\n"), config.tokenizer, workdir.data(config))
+            with contextlib.closing(Checkpoints(workdir.checkpoints, config.checkpoint)) as kept:
+                for step in (2, 4):
+                    params = jax.tree.map(jnp.asarray, random_params(config, seed=step))
+                    made = state.create(params, make_optimizer(config.optimizer, 4))
+                    kept.save(dataclasses.replace(made, step=jnp.int32(step)), {})
+    return folders
+
+
+@pytest.fixture(scope="module")
+def make(shared, teachers, tmp_path_factory):
+    """make(**fields) -> the config of a student of masked words that has a teacher."""
+    folder = tmp_path_factory.mktemp("data")
+
+    def make(recipe="masked_lm", teacher=None, **fields):
+        teacher = str(teachers[recipe] if teacher is None else teacher)
+        two = {"model__layers": 2, "recipe": recipe, "distillation__teacher": teacher}
+        two["data__directory"] = str(folder / recipe)
+        return make_config(**shared | two | fields)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def taught(make, tmp_path_factory):
+    """Of each recipe a mixed student, its config as asked for, and the run."""
+    found = {}
+    for recipe in ("masked_lm", "replaced_token"):
+        mixer = "mixed" if recipe == "masked_lm" else "attention"
+        config = make(recipe, model__mixer=mixer, **ALL)
+        folder = tmp_path_factory.mktemp("taught") / recipe
+        found[recipe] = config, recipes.pretrain(config, folder)
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["masked_lm", "replaced_token"])
+def test_a_student_of_another_mixer_and_width(taught, recipe):
+    config, result = taught[recipe]
+    train = [line for line in result.metrics if line["split"] == "train"]
+    parts = {f"distill_{name}" for name in ("logits", "hidden", "attention", "embeddings")}
+    for line in train:
+        assert parts <= line.keys()
+        d = config.distillation
+        if recipe == "masked_lm":
+            value = line["mlm_loss"] + d.logits_weight * line["distill_logits"]
+        else:
+            found = line["discriminator_loss"] + line["distill_logits"]
+            value = line["mlm_loss"] + config.objective.discriminator_weight * found
+        value += sum(line[name] for name in parts - {"distill_logits"})
+        assert line["loss"] == pytest.approx(value, rel=1e-4)
+    # An evaluation has the numbers of the recipe and asks no teacher.
+    assert set(result.evaluation) == set(config.heldout_metrics)
+
+
+@pytest.mark.parametrize("recipe", ["masked_lm", "replaced_token"])
+def test_resuming_is_exact_and_the_teacher_is_in_no_checkpoint(taught, recipe, tmp_path):
+    config, result = taught[recipe]
+    folder = tmp_path / "run"
+    shutil.copytree(result.folder, folder)
+    shutil.rmtree(folder / "checkpoints" / "4")
+    recipes.pretrain(config, folder)
+    wanted, found = (load_arrays(Workdir(f).checkpoints, 4)[1] for f in (result.folder, folder))
+    assert compare(wanted, found) == []
+    assert not [name for name in found if "teacher" in name]
+    assert [name for name in found if "projections/hidden/kernel" in name]
+
+
+def test_projections_are_not_exported(taught):
+    config, result = taught["masked_lm"]
+    kept = Workdir(result.folder).read_config()
+    assert kept.distillation.teacher_hidden_size == 64
+    networks = read_source(str(result.folder)).networks
+    assert not [path for path in networks["main"].parameters if "projection" in path]
+    again = recipes.evaluate(config, result.folder)
+    assert again.values == pytest.approx(result.evaluation, rel=1e-4, nan_ok=True)
+
+
+def test_another_teacher_is_refused_and_a_moved_one_is_not(taught, make, teachers, tmp_path):
+    config, result = taught["masked_lm"]
+    moved = tmp_path / "moved"
+    shutil.copytree(teachers["masked_lm"], moved)
+    there = dataclasses.replace(config.distillation, teacher=str(moved))
+    recipes.pretrain(dataclasses.replace(config, distillation=there), result.folder)
+    other = tmp_path / "other"
+    shutil.copytree(teachers["masked_lm"], other)
+    shutil.rmtree(other / "checkpoints" / "4")  # the weights of step 2
+    there = dataclasses.replace(config.distillation, teacher=str(other))
+    with pytest.raises(UserError, match=r"began with another teacher, now it is .*other; name the"):
+        recipes.pretrain(dataclasses.replace(config, distillation=there), result.folder)
+    none = dataclasses.replace(config.distillation, teacher="")
+    with pytest.raises(UserError, match="holds a run that has a teacher; name it with"):
+        recipes.pretrain(dataclasses.replace(config, distillation=none), result.folder)
+
+
+def test_a_run_without_a_teacher_gets_none_later(teachers, make, tmp_path):
+    shutil.copytree(teachers["masked_lm"], tmp_path / "run")
+    kept = Workdir(tmp_path / "run").read_config()
+    late = dataclasses.replace(kept.distillation, teacher=str(teachers["masked_lm"]))
+    with pytest.raises(UserError, match=r"has a hidden size of 64, and the run began with a"):
+        recipes.pretrain(dataclasses.replace(kept, distillation=late), tmp_path / "run")
+
+
+def test_what_a_student_learns_from_logits_alone(make, tmp_path):
+    """Far from its teacher at first, and nearer step by step, on one batch."""
+    asked = make(distillation__labels_weight=0.0, model__dropout=0.0, model__attention_dropout=0.0)
+    losses = learn(asked, tmp_path, steps=30)
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def learn(asked, folder, steps, axes=None):
+    """Losses of some steps on one batch of random tokens."""
+    config, _ = pretraining.read_start(asked, Workdir(folder))
+    teacher = teaching.open_teacher(config)
+    devices = jax.devices()[: 4 if axes else 1]
+    mesh = sharding.make_mesh(dataclasses.replace(config.mesh, **(axes or {})), devices)
+    special = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
+    task = pretraining.build_task(config, special, devices[0], teacher)
+    tokens = np.random.default_rng(0).integers(5, 200, (8, 32)).astype(np.int32)
+    ids = np.ones_like(tokens)
+    batch = {"tokens": tokens, "segment_ids": ids, "type_ids": np.zeros_like(tokens)}
+    losses = []
+    with jax.set_mesh(mesh):
+        program = make_program(task, config, mesh)
+        given = sharding.put_params(task.frozen, program.given_places[0])
+        state = program.init(jax.random.key(0))
+        for _ in range(steps):
+            state, _, vitals = program.train_step(state, program.put_batch(batch), given)
+            losses.append(float(vitals.loss))
+    return losses
+
+
+def test_on_a_mesh(make, tmp_path):
+    fields = {"model__dropout": 0.0, "model__attention_dropout": 0.0, **ALL}
+    alone = learn(make(**fields), tmp_path, steps=2)
+    there = learn(make(**fields), tmp_path, steps=2, axes={"data": 1, "fsdp": 2, "tensor": 2})
+    np.testing.assert_allclose(there, alone, rtol=2e-4)
+
+
+def test_a_teacher_from_a_hugging_face_folder_is_the_same(make, teachers, tmp_path):
+    """Its weights and its vocabulary are those of the run that it was written from."""
+    out = conversion.export(teachers["masked_lm"])
+    found = []
+    for teacher in (teachers["masked_lm"], out):
+        config, _ = pretraining.read_start(make(teacher=teacher), Workdir(tmp_path / "new"))
+        found.append(teaching.open_teacher(config))
+    first, second = (jax.tree.leaves_with_path(t.params) for t in found)
+    for (path, leaf), (other, same) in zip(first, second, strict=True):
+        assert path == other
+        np.testing.assert_array_equal(leaf, same)
+
+
+def test_a_student_that_starts_from_its_teacher(make, tmp_path):
+    same = {"model__hidden_size": 64, "model__embedding_size": 64, "model__heads": 4}
+    config = make(distillation__initialize=True, **same)
+    config, _ = pretraining.read_start(config, Workdir(tmp_path))
+    teacher = teaching.open_teacher(config)
+    params = pretraining._fill(config, teaching.start_of(config, teacher))
+    ours, theirs = split(config, params)["main"].parameters, teacher.network.parameters
+    for path, leaf in ours.items():
+        if path.startswith("layers/"):
+            layer, rest = path.split("/", 2)[1:]
+            path = f"layers/{2 * int(layer) + 1}/{rest}"
+        np.testing.assert_array_equal(leaf, theirs[path])
+
+
+REFUSED = [
+    ({"teacher": "nowhere"}, "nowhere is no run"),
+    ({"tokenizer__vocab_size": 300}, r"teacher=.*has 200 entries but .*vocab_size=300"),
+    ({"model__positions": 64, "data__length": 64}, "reads 32 tokens at most"),
+    ({"recipe": "replaced_token", "of": "masked_lm"}, "has no discriminator's head, whose logits"),
+    ({"of": "replaced_token"}, "has no masked language head, whose logits"),
+    ({"model__layers": 5, **ALL}, "has 4 layers, fewer than the 5 of the student"),
+    (
+        {"model__mixer": "light", "distillation__attention_weight": 1.0},
+        "has no attention to compare: .* have 0 and 4 heads of attention; set",
+    ),
+    (
+        {**ALL, "distillation__attention": "scores"},
+        "has 4 attention heads where the student has 2, .*='scores' compares them one by one",
+    ),
+    (
+        {"distillation__initialize": True},
+        r"has as layer 2 Attention \(4 of 16\) on 64 channels, .*and layer 1 of the student",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "says"), REFUSED, ids=str)
+def test_who_cannot_teach_is_refused_before_anything_is_prepared(
+    make, teachers, tmp_path, fields, says
+):
+    fields = dict(fields)
+    if of := fields.pop("of", None):
+        fields["teacher"] = teachers[of]
+    given = {name.replace("__", ".") for name in fields}
+    fields["data__directory"] = str(tmp_path / "data")
+    with pytest.raises(UserError, match=says) as refused:
+        recipes.pretrain(make(**fields), tmp_path / "run", given)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"distillation__logits_weight": 0.0}, "teaches nothing"),
+        ({"distillation__layers": "first"}, "config.distillation.layers='first' is unknown"),
+        ({"recipe": "replaced_token", "objective__masked_lm_steps": 2}, "knows one objective"),
+        ({"distillation__initialize": True, "init_from": "x"}, "are both where the weights start"),
+        ({"teacher": "", "distillation__initialize": True}, "needs config.distillation.teacher"),
+        ({"recipe": "finetune"}, "teaches in pre-training; in fine-tuning set"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(shared, fields, says):
+    teacher = fields.get("teacher", "somewhere")
+    fields = {"recipe": "masked_lm"} | {n: v for n, v in fields.items() if n != "teacher"}
+    with pytest.raises(ConfigError, match=says):
+        make_config(**shared | {"distillation__teacher": teacher} | fields)
