@@ -5,7 +5,7 @@ WORKDIR/.lock           held while a run is alive; the system drops it when the 
 WORKDIR/data            tokenizer and shards, unless config.data.directory names another folder
 WORKDIR/checkpoints     Orbax
 WORKDIR/metrics.jsonl   one line per log interval and evaluation; TensorBoard files beside it
-WORKDIR/curves.png      a picture of them; evaluation/, huggingface/ and profile/ where asked for
+WORKDIR/curves.png      a picture of them; evaluation/, huggingface/, inside/, profile/ if asked for
 
 Of fine-tuning:
 

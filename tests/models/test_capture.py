@@ -116,6 +116,27 @@ def test_every_stage_gives_what_it_has(stages, packed, x):
     np.testing.assert_allclose(seen["shares"][0], same / same.sum(-1, keepdims=True), atol=1e-6)
 
 
+def test_what_is_offered_is_known_before_anything_is_computed(stages):
+    encoder = nnx.eval_shape(
+        lambda: Encoder(
+            stages("mixed", "attention", "light", "dynamic", "dilated", mean_mixer.NAME),
+            nnx.Rngs(0),
+        )
+    )
+    expected = [set(BOTH), {"attention"}, {"filters"}, {"filters"}, set(), {"shares"}]
+    assert [set(offer) for offer in encoder.offers()] == expected
+
+
+def test_light_filters_are_the_same_at_all_positions(stages, packed, x):
+    encoder = Encoder(stages("light"), nnx.Rngs(0))
+    _, (seen,) = jax.jit(lambda x: encoder(x, packed, capture="filters"))(x)
+    assert seen["filters"].shape == (1, 2, 24, 4, 9)
+    parameter = np.asarray(encoder.stages["0"].mixer.filters[...])[0]
+    np.testing.assert_allclose(
+        seen["filters"][0], np.broadcast_to(softmax(parameter), (2, 24, 4, 9)), atol=1e-6
+    )
+
+
 def test_what_no_layer_has_is_an_error(stages, packed, x):
     encoder = Encoder(stages("attention"), nnx.Rngs(0))
     message = r"capture is \['attention', 'filters'\], but no layer has \['filters'\]; these layers"

@@ -1,7 +1,6 @@
-"""Every mixer under every head of fine-tuning, by being in the table; see definitions.py."""
+"""Every mixer under every head of fine-tuning, by being in the table."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,10 @@ import pytest
 from flax import nnx
 
 from convbert_jax.config import StageConfig
+from convbert_jax.config.mixers import MIXERS
 from convbert_jax.models.encoder import Encoder
 from convbert_jax.models.finetuned import HEADS, FinetunedModel
 from convbert_jax.objectives import classification, span_extraction
-from tests.models.definitions import KINDS
 
 LOSSES = {
     "sequence": classification.text_losses,
@@ -49,59 +48,72 @@ def batch():
 
 @pytest.fixture(scope="module")
 def step(make_config, randomize, batch):
-    """step(head) -> (f(params, key) -> loss and gradients, parameters), of an encoder that has a
-    layer of each kind: one program for all.
+    """(f(params, shares [heads], key) -> loss and gradients, parameters): an encoder with a layer
+    of each mixer, and every head on top of it, each with its share of the loss. One program.
     """
-    made = {name: make_config(embedding_size=32, **fields) for name, fields in KINDS.items()}
-    stages = tuple(StageConfig(1, config.encoder.stages[0].layer) for config in made.values())
-    config = next(iter(made.values()))
+    configs = [make_config(embedding_size=32, mixer=mixer) for mixer in MIXERS]
+    stages = tuple(StageConfig(1, config.encoder.stages[0].layer) for config in configs)
+    encoder = dataclasses.replace(configs[0].encoder, stages=stages)
+    graphdefs, params, heads = {}, {}, {}
+    for head in HEADS:
+        outputs = dataclasses.replace(configs[0].outputs, head=head, labels=("a", "b"))
 
-    @functools.cache
-    def make(head):
-        outputs = dataclasses.replace(config.outputs, head=head, labels=("a", "b"))
-
-        def model(rngs):
-            whole = FinetunedModel(dataclasses.replace(config, outputs=outputs), rngs)
-            whole.encoder = Encoder(dataclasses.replace(config.encoder, stages=stages), rngs)
+        def model(rngs, outputs=outputs):
+            whole = FinetunedModel(dataclasses.replace(configs[0], outputs=outputs), rngs)
+            whole.encoder = Encoder(encoder, rngs)
             return whole
 
-        graphdef, params = randomize(model)
+        graphdefs[head], params = randomize(model)
+        heads[head] = params.pop("head")
 
-        def loss(params, key):
-            losses, _ = LOSSES[head](nnx.merge(graphdef, params), batch, key, dtype=jnp.float32)
-            return losses.sum()
+    def loss(params, shares, key):
+        def merged(head):
+            return nnx.merge(graphdefs[head], {**params["body"], "head": params["heads"][head]})
 
-        return jax.value_and_grad(loss), params
+        rows = (batch[name] for name in ("tokens", "segment_ids", "type_ids"))
+        hidden = merged("sequence").encode(*rows, key=key)
+        total = 0.0
+        for share, head in zip(shares, HEADS, strict=True):
+            on_top = merged(head)
+            on_top.encode = lambda *_, **__: hidden  # computed once for all heads
+            losses, _ = LOSSES[head](on_top, batch, key, dtype=jnp.float32)
+            total += share * losses.sum()
+        return total
 
-    return make
+    return jax.jit(jax.value_and_grad(loss)), {"body": params, "heads": heads}
 
 
-def key_biases(path) -> bool:
+def key_biases(path: str) -> bool:
     """The same is added to all scores of a query: a softmax does not see it."""
-    return jax.tree_util.keystr(path, simple=True, separator="/").endswith("mixer/key/bias")
+    return path.endswith("mixer/key/bias")
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_a_step_reaches_all_parameters_of_every_mixer(step, head):
-    run, params = step(head)
-    loss, gradients = jax.jit(run)(params, jax.random.key(0))
-    assert np.isfinite(loss)
-    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
-        assert np.isfinite(gradient).all(), path
-        assert np.any(gradient) or key_biases(path), path
-    assert len(gradients["encoder"]["stages"]) == len(KINDS)
+@pytest.mark.slow
+def test_a_step_under_each_head_reaches_all_parameters_of_every_mixer(step):
+    run, params = step
+    for number, head in enumerate(HEADS):
+        shares = jnp.zeros(len(HEADS)).at[number].set(1.0)
+        loss, gradients = run(params, shares, jax.random.key(0))
+        assert np.isfinite(loss), head
+        reached = {"body": gradients["body"], "head": gradients["heads"][head]}
+        for place, gradient in jax.tree_util.tree_leaves_with_path(reached):
+            path = jax.tree_util.keystr(place, simple=True, separator="/")
+            assert np.isfinite(gradient).all(), (head, path)
+            assert np.any(gradient) or key_biases(path), (head, path)
+        assert len(gradients["body"]["encoder"]["stages"]) == len(MIXERS)
 
 
+@pytest.mark.slow
 def test_seeds_as_an_axis_are_seeds_in_turn(step):
     """With dropout, of each seed its own."""
-    run, params = step("sequence")
+    run, params = step
+    shares = jnp.zeros(len(HEADS)).at[list(HEADS).index("sequence")].set(1.0)
     keys = jax.random.split(jax.random.key(1), 2)
     starts = [jax.tree.map(lambda p, s=scale: s * p, params) for scale in (1.0, 0.9)]
     together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *starts)
-    losses, gradients = jax.jit(jax.vmap(run))(together, keys)
-    single = jax.jit(run)
+    losses, gradients = jax.jit(jax.vmap(run, in_axes=(0, None, 0)))(together, shares, keys)
     for number, (start, key) in enumerate(zip(starts, keys, strict=True)):
-        loss, alone = single(start, key)
+        loss, alone = run(start, shares, key)
         np.testing.assert_allclose(losses[number], loss, rtol=1e-5)
 
         def check(path, many, one, number=number):

@@ -1,0 +1,20 @@
+"""A fine-tuned model is looked into as any other."""
+
+import json
+
+import pytest
+
+from convbert_jax import recipes
+from convbert_jax.config import UserError
+
+
+def test_a_fine_tuned_model_is_looked_into(models, tmp_path):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("the sun over the moon\nfire under water\n")
+    folder, output = str(models["one"]), str(tmp_path / "out")
+    result = recipes.inspect(folder, texts=str(texts), output=output)
+    (numbers,) = json.loads((result.folder / "numbers.json").read_text())
+    assert numbers["texts"] == 2
+    assert numbers["concentration"]
+    with pytest.raises(UserError, match="has no held-out texts of its own"):
+        recipes.inspect(folder, output=output)
