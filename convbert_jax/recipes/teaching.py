@@ -104,6 +104,11 @@ def follow(config: Config, workdir: Workdir, given: Collection[str]) -> Config:
             f"--workdir={workdir} holds a run that has a teacher; name it with "
             "--config.distillation.teacher, or another --workdir."
         )
+    if begun and teacher and not workdir.teacher.exists():
+        raise TeacherError(
+            f"--workdir={workdir} holds a run that began without a teacher; unset "
+            "config.distillation.teacher, or name another --workdir."
+        )
     if not teacher:
         return config
     if begun and workdir.config.exists():
@@ -166,23 +171,21 @@ def bind(workdir: Workdir, config: Config, teacher: Teacher | None, *, writer: b
     Raises:
       TeacherError: the run has begun with other weights.
     """
-    place, checksum = workdir.teacher, teacher.checksum if teacher else ""
-    kept = ""
-    if place.exists():
-        remedy = "restore it, or start again in another --workdir"
-        kept = files.read_json(place, remedy=remedy, fields={"checksum": str})["checksum"]
+    place = workdir.teacher
     if not workdir.is_bound():
         if writer and teacher:
-            files.write_json(place, {"checksum": checksum})
-        elif writer and place.exists():
+            files.write_json(place, {"checksum": teacher.checksum})
+        elif writer and place.exists():  # of a start that came to nothing
             place.unlink()
-    elif kept != checksum:
-        now = f"config.distillation.teacher={config.distillation.teacher}" if teacher else "none"
-        before = "another teacher" if kept else "no teacher"
-        raise TeacherError(
-            f"--workdir={workdir} holds a run that began with {before}, now it is {now}; name the "
-            "same weights, or another --workdir."
-        )
+    elif teacher:
+        remedy = "restore it, or start again in another --workdir"
+        kept = files.read_json(place, remedy=remedy, fields={"checksum": str})["checksum"]
+        if kept != teacher.checksum:
+            raise TeacherError(
+                f"--workdir={workdir} holds a run that began with another teacher, now it is "
+                f"config.distillation.teacher={config.distillation.teacher}; name the same "
+                "weights, or another --workdir."
+            )
 
 
 def start_of(config: Config, teacher: Teacher) -> sources.Source:
