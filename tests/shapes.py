@@ -1,8 +1,9 @@
 """Traces what computes with arrays while signatures are checked (tests/test_shapes.py).
 
-Every form of an op that runs on a CPU, forward and backward, and the loss of both recipes with each
-mixer. Nothing is compiled. In a process of its own, since signatures are checked from the import
-on, and only there: tests of refusals call with wrong shapes, and others have stand-ins.
+Every form of an op that runs on a CPU, forward and backward, the loss of both recipes and a model
+that writes text with each mixer. Nothing is compiled. In a process of its own, since signatures are
+checked from the import on, and only there: tests of refusals call with wrong shapes, and others
+have stand-ins.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ import jaxtyping
 import pytest
 from beartype import beartype
 
-CHECKED = ("ops", "models", "objectives")
+CHECKED = ("ops", "models", "objectives", "decoding")
 
 
 def check_arrays(function: Callable) -> Callable:
@@ -80,6 +81,48 @@ def trace_ops() -> None:
         trace(functools.partial(depthwise_conv, **own), rows, few)
 
 
+def trace_steps() -> None:
+    from convbert_jax.ops.one_step import depthwise_conv_step, dynamic_conv_step
+
+    for dtype in (jnp.float32, jnp.bfloat16):
+        window, filters, light, rows, few = (
+            jax.ShapeDtypeStruct(sizes, dtype)
+            for sizes in ((2, 9, 2, 16), (2, 2, 9), (2, 9), (2, 9, 32), (9, 32))
+        )
+        trace(dynamic_conv_step, window, filters)
+        trace(dynamic_conv_step, window, light)
+        trace(depthwise_conv_step, rows, few)
+
+
+def trace_sequences() -> None:
+    """Models that write text, of whole rows and decoded, with each mixer."""
+    from flax import nnx
+
+    from convbert_jax.config import ModelSection
+    from convbert_jax.config.mixers import MIXERS
+    from convbert_jax.config.sequences import SequenceSection, derive_encoder_decoder
+    from convbert_jax.decoding import search
+    from convbert_jax.models.sequences.networks import EncoderDecoder
+
+    ids = jnp.ones((2, 8), jnp.int32)
+    for mixer in MIXERS:
+        model = ModelSection(layers=2, hidden_size=32, embedding_size=32, mixer=mixer)
+        config = derive_encoder_decoder(model, SequenceSection(norm="pre"), 20, 20)
+
+        def run(config=config):
+            made = EncoderDecoder(config, nnx.Rngs(0))
+            state, source = made.start(ids, ids, copies=2, length=6, dtype=jnp.bfloat16)
+
+            def step(tokens, state, place):
+                return made.step(tokens, state, place, source, jnp.bfloat16)
+
+            found = search(step, state, ids[:, :1], beam=2, length=6, end=1)
+            whole = made(ids, ids, ids, ids, dtype=jnp.bfloat16, key=jax.random.key(0))
+            return whole, found
+
+        jax.eval_shape(run)
+
+
 def trace_pretraining() -> None:
     from convbert_jax.config.mixers import MIXERS
     from convbert_jax.recipes import build_task
@@ -107,6 +150,8 @@ def main() -> None:
     packages = [f"convbert_jax.{name}" for name in CHECKED]
     with jaxtyping.install_import_hook(packages, "tests.shapes.check_arrays"):
         trace_ops()
+        trace_steps()
+        trace_sequences()
         trace_pretraining()
         from convbert_jax.ops.softmax import softmax
 

@@ -1,0 +1,118 @@
+"""Decoding by the models: with what they keep as without it, in a batch as alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from convbert_jax.config import ModelSection
+from convbert_jax.config.sequences import (
+    SequenceSection,
+    derive_encoder_decoder,
+    derive_language_model,
+)
+from convbert_jax.decoding import sample, search
+from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
+
+WORDS, END, LENGTH, BEAM = 12, 1, 9, 3
+SOURCE_IDS = jnp.asarray([[1] * 6, [1] * 4 + [0] * 2])
+SOURCE = jnp.asarray(np.random.default_rng(0).integers(2, WORDS, (2, 6)), jnp.int32)
+
+
+@functools.cache
+def models(mixer):
+    """A translator and a language model whose weights are large and all different."""
+    model = ModelSection(
+        layers=2, hidden_size=32, embedding_size=32, heads=4, mixer=mixer, kernel_sizes=(3, 5),
+        ffn_size=48, layer_norm_epsilon=1e-5,
+    )  # fmt: skip
+    sequence = SequenceSection(decoder_kernel_sizes=(4, 3))
+    made = (
+        lambda rngs: EncoderDecoder(derive_encoder_decoder(model, sequence, WORDS, WORDS), rngs),
+        lambda rngs: LanguageModel(derive_language_model(model, sequence, WORDS), rngs),
+    )
+    return [randomized(make) for make in made]
+
+
+def randomized(make):
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    rng = np.random.default_rng(1)
+
+    def draw(path, leaf):
+        center = 1.0 if path[-1].key == "scale" else 0.0
+        return jnp.asarray(center + 0.3 * rng.standard_normal(leaf.shape), jnp.float32)
+
+    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(draw, nnx.to_pure_dict(state)))
+
+
+def translate(model, source, source_ids):
+    state, read = model.start(source, source_ids, copies=BEAM, length=LENGTH)
+
+    def step(tokens, state, place):
+        return model.step(tokens, state, place, read)
+
+    prompt = jnp.full((len(source), 1), END)  # texts begin with the end of the one before
+    return search(step, state, prompt, beam=BEAM, length=LENGTH, end=END)
+
+
+def translate_without_memory(model, source, source_ids):
+    """The state is the tokens so far; the whole target is made again for each."""
+    source, source_ids = (jnp.repeat(x, BEAM, axis=0) for x in (source, source_ids))
+
+    def step(tokens, state, place):
+        state = state.at[:, place].set(tokens)
+        logits = model(source, source_ids, state, jnp.ones_like(state))
+        return logits[:, place], state
+
+    rows = len(source)
+    state = jnp.zeros((rows, LENGTH), jnp.int32)
+    prompt = jnp.full((rows // BEAM, 1), END)
+    return search(step, state, prompt, beam=BEAM, length=LENGTH, end=END)
+
+
+@pytest.mark.parametrize("mixer", ["attention", "dynamic", "light"])
+def test_with_what_is_kept_as_without_it(mixer):
+    model, _ = models(mixer)
+    kept = jax.jit(functools.partial(translate, model))(SOURCE, SOURCE_IDS)
+    again = jax.jit(functools.partial(translate_without_memory, model))(SOURCE, SOURCE_IDS)
+    np.testing.assert_array_equal(kept.tokens, again.tokens)
+    np.testing.assert_allclose(kept.scores, again.scores, atol=1e-5)
+    assert np.abs(kept.scores[0] - kept.scores[1]).min() > 1e-3  # the source is read
+
+
+@pytest.mark.parametrize("mixer", ["attention", "dynamic", "light"])
+def test_a_row_alone_and_with_more_padding_is_the_same(mixer):
+    model, _ = models(mixer)
+    run = jax.jit(functools.partial(translate, model))
+    together = run(SOURCE, SOURCE_IDS)
+    short = run(SOURCE[1:, :4], SOURCE_IDS[1:, :4])
+    long = run(jnp.pad(SOURCE[1:], ((0, 0), (0, 5))), jnp.pad(SOURCE_IDS[1:], ((0, 0), (0, 5))))
+    for alone in (short, long):
+        np.testing.assert_array_equal(alone.tokens[0], together.tokens[1])
+        np.testing.assert_allclose(alone.scores[0], together.scores[1], atol=1e-5)
+
+
+def test_a_language_model_goes_on_from_prompts_of_its_own():
+    _, model = models("dynamic")
+    prompt = jnp.asarray([[5, 6, 7], [8, 0, 0]])
+    lengths = jnp.asarray([3, 1])
+    keys = jax.random.split(jax.random.key(0), 2)
+
+    def write(prompt, lengths, keys):
+        state = model.start(len(prompt), LENGTH)
+        return sample(model.step, state, prompt, lengths, keys=keys, length=LENGTH, end=END)
+
+    together = jax.jit(write)(prompt, lengths, keys)
+    alone = jax.jit(write)(prompt[1:, :1], lengths[1:], keys[1:])
+    np.testing.assert_array_equal(together.tokens[1], alone.tokens[0])
+    np.testing.assert_allclose(together.scores[1], alone.scores[0], atol=1e-5)
+    np.testing.assert_array_equal(together.tokens[0, :3], prompt[0])
+    length = int(together.lengths[0])
+    text = together.tokens[:1, :length]
+    logits = jax.nn.log_softmax(model(text, jnp.ones_like(text)))[0]
+    told = [float(logits[t, text[0, t + 1]]) for t in range(2, min(length, LENGTH - 1) - 1)]
+    if length < LENGTH:
+        np.testing.assert_allclose(together.scores[0], sum(told), atol=1e-4)
