@@ -54,12 +54,16 @@ submit() {
     if [ "$fault" = exists ]; then reason="a run of this name is in the cluster; follow it by the verb watch, or delete it"; fi
     fail 1 "$name: $reason"
   fi
-  say "$name is in the queue of $cluster; Ctrl-C stops following, not the run."
+  if ! ((dry_run)); then say "$name is in the queue of $cluster; Ctrl-C stops following, not the run."; fi
 }
 
 follow_workload() { # xpk: 0 done, 125 it failed, 124 a week has passed
-  local code=0
-  act xpk workload list "${place[@]}" --wait-for-job-completion="$name" || code=$?
+  local code=0 list=(xpk workload list "${place[@]}" --wait-for-job-completion="$name")
+  if ((dry_run)); then
+    show "${list[@]}"
+    return
+  fi
+  "${list[@]}" || code=$?
   case $code in
     0) say "$name: the run has ended." ;;
     125)
