@@ -5,6 +5,7 @@ import pathlib
 import re
 import runpy
 import shlex
+import subprocess
 
 import pytest
 from absl.testing import flagsaver
@@ -17,6 +18,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 STARTS = re.compile(r"python (?:-m [\w.]+|[\w/]+\.py)|bash [\w/]+\.sh")
 ENDS = {"|", "&&", ";", ">"}
+MACHINES = [f"launch/{name}.sh" for name in ("tpu_vm", "gce", "xpk", "slurm")]
 
 
 def commands(page: pathlib.Path) -> list[list[str]]:
@@ -49,6 +51,19 @@ def test_what_a_page_says_to_type_is_understood(page):
         if program == "convbert_jax.main":
             with flagsaver.flagsaver():
                 command_line.read(["main.py", *arguments])
+        elif program == "launch/local_cluster.sh":
+            with flagsaver.flagsaver():
+                command_line.read(["main.py", *arguments[1:]])
+        elif program in MACHINES:
+            result = subprocess.run(
+                ["bash", program, arguments[0], "--dry-run", *arguments[1:]],
+                cwd=REPOSITORY,
+                capture_output=True,
+                text=True,
+            )
+            assert result.returncode == 0, result.stderr
+            with flagsaver.flagsaver():
+                command_line.read(["main.py", *arguments[arguments.index("--") + 1 :]])
         elif program == "launch/sweep.py":
             request.read(["sweep.py", *arguments])
         elif not (program == "pytest" and (REPOSITORY / arguments[0]).exists()):

@@ -48,7 +48,10 @@ case "$*" in
   *"queued-resources create"*|*"managed create"*|*"instances create"*)
     line=$(told create) || exit 1
     echo up >"$here/machine"
-    for i in $(seq {hosts}); do mkdir -p "$here/host-$i/.local/bin"; cp "$here/uv" "$here/host-$i/.local/bin"; done;;
+    for i in $(seq {hosts}); do
+      mkdir -p "$here/host-$i/.local/bin"
+      cp "$here/uv" "$here/host-$i/.local/bin"
+    done;;
   *"workload-policy"*|*"instance-templates create"*) line=$(told parts) || exit 1;;
   *"queued-resources describe"*) is_there; told queue ACTIVE;;
   *"tpu-vm describe"*) is_there; state PREEMPTED; told node READY;;
@@ -58,7 +61,10 @@ case "$*" in
   *" delete "*)
     line=$(told delete) || exit 1
     case "$*" in
-      *queued-resources*|*"managed delete"*|*"instances delete"*) is_there; take_away; rm "$here/machine";;
+      *queued-resources*|*"managed delete"*|*"instances delete"*)
+        is_there
+        take_away
+        rm "$here/machine";;
     esac;;
   *scp*)
     is_there

@@ -110,7 +110,12 @@ def test_xpk_leaves_a_cluster_that_is_there_alone(tools):
         ("xpk cluster create", QUOTA, "the project's quota", ["cluster create"]),
         ("xpk cluster create", CAPACITY, "there is no capacity", ["cluster create"]),
         ("xpk cluster create", DENIED, "may not do this", ["cluster create"]),
-        ("xpk workload create", EXISTS, "a run of this name", ["cluster create", "workload create"]),
+        (
+            "xpk workload create",
+            EXISTS,
+            "a run of this name",
+            ["cluster create", "workload create"],
+        ),
     ],
 )
 def test_faults_of_xpk_are_one_sentence_and_leave_nothing(tools, what, fault, says, then):
