@@ -13,6 +13,7 @@
 # A script names its `options` and `switches`, and defines the functions that it uses here: machine_state, request_machine, delete_machine,
 # on_hosts COMMAND, copy_to_hosts FILE.
 
+export CLOUDSDK_CORE_DISABLE_PROMPTS=1 # a question of gcloud would not be seen: what it says is kept, to be explained
 verb='' arguments=() dry_run=0
 name=convbert-jax project='' zone='' topology='' every=30 restarts=10
 # shellcheck disable=SC2034 # the scripts read what theirs need
@@ -133,7 +134,7 @@ explain() { # TEXT of a command that failed: `fault`, one word, and `reason`, a 
   case $1 in
     *[Qq]uota*) fault=quota reason="the project's quota in $zone is used up or zero for this; ask for more on the console's page of quotas, or delete what is suspended or failed, which counts too" ;;
     *"no more capacity"* | *RESOURCE_POOL_EXHAUSTED* | *"does not have enough resources"* | *STOCKOUT*)
-      fault=capacity reason="there is no capacity in $zone at the moment; wait, or take another zone or topology"
+      fault=capacity reason="there is no capacity in $zone at the moment; another zone or topology may have some"
       ;;
     *ALREADY_EXISTS* | *"already exists"*) fault=exists reason="$name is there already" ;;
     *"gcloud auth login"* | *"active account"* | *UNAUTHENTICATED*) fault=login reason="gcloud knows no account; run: gcloud auth login" ;;
@@ -232,13 +233,11 @@ create() { # 75: it was taken away meanwhile
   fi
   if [ "$state" = absent ]; then
     say "Asking for $name: $topology, $chips chips, $hosts hosts, in $zone."
-    if ! request_machine && [ "$fault" != exists ]; then
-      if [ "$fault" = capacity ]; then
-        say "$reason"
-        return 75
-      fi
-      fail 1 "$name: $reason"
-    fi
+    until request_machine || [ "$fault" = exists ]; do # capacity may come at any time; Ctrl-C ends the wait
+      if [ "$fault" != capacity ]; then fail 1 "$name: $reason"; fi
+      say "$reason; asking again in $every s."
+      sleep "$every"
+    done
   else
     say "$name is there already ($state); it is taken as it is."
   fi
@@ -293,7 +292,11 @@ follow() { # until it has ended; its exit code, or 75 when the machine was taken
     line=$(grep -v "state=" <<<"$said" | tail -n 1)
     if [ "$line" != "$shown" ]; then say "$line"; fi
     shown=$line again=0
-    if grep -q none <<<"$states"; then fail 1 "$name: no run was started there; take the verb run"; fi
+    if grep -q none <<<"$states"; then
+      if [ "$verb" = watch ]; then fail 1 "$name: no run was started there; take the verb run"; fi
+      say "$name: a host was made anew."
+      return 75
+    fi
     for code in ${states//[^0-9]/ }; do # an error of its own ends the run, a host that was lost does not
       if ((code == 75 || code > 128)); then again=1; elif ((code != 0)); then
         on_hosts "$log_text" >&2
@@ -330,14 +333,14 @@ start_and_follow() { start && follow; }
 create_and_run() { create && start && follow; }
 
 give_back() {
-  trap '' INT TERM
+  trap '' INT TERM HUP
   if ! ((keep)) && ! delete_machine && [ "$fault" != absent ]; then
     echo "error: $name could not be deleted and may cost money: $reason; try: bash launch/${0##*/} delete --name=$name --project=$project --zone=$zone --topology=$topology" >&2
   fi
 }
 
-stop_and_give_back() { # Ctrl-C
-  trap '' INT TERM
+stop_and_give_back() { # Ctrl-C, and a terminal that is closed
+  trap '' INT TERM HUP
   say "Stopping: the run saves first."
   try_once on_hosts "$stop_text" || true
   exit 130 # and give_back
@@ -358,7 +361,7 @@ run_verb() {
       ;;
     all)
       trap give_back EXIT
-      trap stop_and_give_back INT TERM
+      trap stop_and_give_back INT TERM HUP
       go_on create_and_run
       ;;
   esac

@@ -91,6 +91,15 @@ def test_exit_code_75_starts_again_on_the_same_machine(cloud, script):
 
 
 @both
+def test_a_host_that_was_made_anew_starts_again(cloud, script):
+    cloud.program(2, "rm -r $HOME/.convbert_jax; exit 0", "exit 0")
+    result = cloud.run(script, "all", SLICE, *HOST, *PROGRAM)
+    assert result.returncode == 0, result.stderr
+    assert "a host was made anew" in result.stderr
+    assert len(cloud.started) == 4
+
+
+@both
 def test_restarts_have_a_limit(cloud, script):
     for host in (1, 2):
         cloud.program(host, *["exit 75"] * 9)
@@ -204,12 +213,13 @@ def test_a_queue_is_waited_in_and_a_failed_request_asked_for_again(cloud, script
 
 
 @both
-def test_ctrl_c_saves_and_deletes(cloud, script):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_and_deletes(cloud, script, number):
     for host in (1, 2):
         cloud.program(host, "trap 'echo saved >>$HOME/../saved; exit 0' TERM; sleep 600 & wait")
     process = cloud.start(script, "all", SLICE, *HOST, *PROGRAM)
     cloud.wait_for(lambda: len(cloud.started) == 2, process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, text = process.communicate(timeout=60)
     assert process.returncode == 130, text
     assert (cloud.folder / "saved").read_text() == "saved\nsaved\n"
