@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts, from the repository's root: leaves `python` pointing at an environment that has requirements.txt and requirements-test.txt.
 # An active virtual or conda environment is used as it is; otherwise .venv is made with $PYTHON (default: python3).
 

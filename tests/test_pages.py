@@ -5,6 +5,7 @@ import pathlib
 import re
 import runpy
 import shlex
+import subprocess
 
 import pytest
 from absl.testing import flagsaver
@@ -20,6 +21,7 @@ PAGES = [
 ]
 STARTS = re.compile(r"python (?:-m [\w.]+|[\w/]+\.py)|bash [\w/]+\.sh")
 ENDS = {"|", "&&", ";", ">"}
+MACHINES = [f"launch/{name}.sh" for name in ("tpu_vm", "gce", "xpk", "slurm")]
 
 
 def commands(page: pathlib.Path) -> list[list[str]]:
@@ -52,6 +54,20 @@ def test_what_a_page_says_to_type_is_understood(page):
         if program == "convbert_jax.main":
             with flagsaver.flagsaver():
                 command_line.read(["main.py", *arguments])
+        elif program == "launch/local_cluster.sh":
+            with flagsaver.flagsaver():
+                command_line.read(["main.py", *arguments[1:]])
+        elif program in MACHINES:
+            result = subprocess.run(
+                ["bash", program, arguments[0], "--dry-run", *arguments[1:]],
+                cwd=REPOSITORY,
+                capture_output=True,
+                text=True,
+            )
+            assert result.returncode == 0, result.stderr
+            of_program = arguments[arguments.index("--") + 1 :]
+            with flagsaver.flagsaver():  # a bucket would need its package here
+                command_line.read(["main.py", *(w.replace("gs:/", "") for w in of_program)])
         elif program == "launch/sweep.py":
             request.read(["sweep.py", *arguments])
         elif not (program == "pytest" and (REPOSITORY / arguments[0]).exists()):

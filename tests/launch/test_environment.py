@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-LAUNCH = pathlib.Path(__file__).resolve().parents[1] / "launch"
+LAUNCH = pathlib.Path(__file__).resolve().parents[2] / "launch"
 SHIM = """#!/bin/sh
 echo "pyenv: python3.12: command not found" >&2
 echo "The python3.12 command exists in these Python versions: 3.12.1" >&2

@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# A cluster of machines with Slurm, GPUs or CPUs: the same program on every node, put back into the queue before its time is up.
+#
+#   bash launch/slurm.sh run --nodes=4 --sbatch="--gpus-per-node=8 --time=24:00:00" -- --config=configs/base.py --workdir=/shared/base
+#
+# Verbs and exit codes: launch/machines.sh. `create` installs the program beside this script, on the disk that all nodes see; `run` submits it and
+# follows (Ctrl-C stops following, not the run); `delete` cancels it, which saves first. Slurm starts it again by itself: after exit code 75, two
+# minutes before the end of --time, and after preemption where the partition puts jobs back. Options: --name, --nodes, --sbatch (more words for
+# sbatch), --restarts, --every (seconds between looks), --dry-run.
+#
+# Never run against a real Slurm: written from its manual (slurm.schedmd.com), and tested with commands that play it.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+. launch/machines.sh
+
+nodes=1 sbatch=''
+options="name nodes sbatch restarts every" switches="dry-run"
+read_command "create run watch delete" "$@"
+check_names
+if [[ ! $nodes =~ ^[1-9][0-9]*$ ]]; then fail 2 "--nodes=$nodes is not a number of nodes"; fi
+log=runs/slurm-$name.log
+
+job_text() { # what the first node runs. Slurm's own TERM goes to the program, USR1 to this: the time is almost up
+  # shellcheck disable=SC2016
+  printf 'timeup=; trap "timeup=1; scancel --signal=TERM $SLURM_JOB_ID" USR1\n'
+  # shellcheck disable=SC2016
+  printf 'srun --kill-on-bad-exit=0 --ntasks-per-node=1 %s & step=$!\n' "$(quote "$@")"
+  # shellcheck disable=SC2016
+  printf 'code=0; wait $step || code=$?; while kill -0 $step 2>/dev/null; do code=0; wait $step || code=$?; done\n'
+  # shellcheck disable=SC2016
+  printf 'if [ "${SLURM_RESTART_COUNT:-0}" -lt %s ] && { [ -n "$timeup" ] || [ $code = 75 ] || [ $code -gt 128 ]; }; then\n' "$restarts"
+  # shellcheck disable=SC2016
+  printf '  scontrol requeue $SLURM_JOB_ID && sleep 60\nfi\nexit $code\n'
+}
+
+submit() {
+  local more program=(python -m convbert_jax.main ${arguments[@]+"${arguments[@]}"})
+  need_tool sbatch "start this on a login node of the cluster"
+  if [ -x .venv/bin/python ]; then program[0]=$PWD/.venv/bin/python; fi
+  if ((nodes > 1)); then program+=(--multihost); fi
+  read -r -a more <<<"$sbatch"
+  if ! ((dry_run)) && [ -n "$(job_id)" ]; then fail 1 "$name is in the queue already; follow it by the verb watch, or delete it"; fi
+  if ! ((dry_run)); then mkdir -p runs; fi
+  if ! try sbatch --parsable --job-name="$name" --nodes="$nodes" --ntasks-per-node=1 --requeue --signal=B:USR1@120 --output="$log" \
+    --open-mode=append ${more[@]+"${more[@]}"} --wrap="$(job_text "${program[@]}")"; then
+    fail 1 "sbatch: $(tail -n 1 <<<"$said")"
+  fi
+  job=${said%%;*}
+  say "Job ${job:-$name} is in the queue; its log: $log"
+}
+
+job_id() { squeue --noheader --me --name="$name" --format=%A | head -n 1; }
+
+follow_job() {
+  local state before='' line shown='' fields=State,ExitCode
+  if ((dry_run)); then
+    show sacct --noheader --parsable2 --allocations --jobs=JOB --format="$fields"
+    return
+  fi
+  need_tool sacct "start this on a login node of the cluster"
+  if [ -z "$job" ]; then job=$(job_id); fi
+  if [ -z "$job" ]; then fail 1 "no job $name is in the queue; sacct --name=$name says how it ended"; fi
+  while :; do
+    state=$(sacct --noheader --parsable2 --allocations --jobs="$job" --format="$fields" | tail -n 1)
+    if [ "${state%% *}" != "$before" ]; then say "Job $job: ${state:-not accounted yet}"; fi
+    before=${state%% *} line=$(tail -n 1 "$log" 2>/dev/null)
+    if [ "$line" != "$shown" ]; then say "$line"; fi
+    shown=$line
+    case $state in
+      COMPLETED*) return 0 ;;
+      FAILED* | CANCELLED* | TIMEOUT* | OUT_OF_MEMORY* | NODE_FAIL* | BOOT_FAIL* | DEADLINE* | PREEMPTED*)
+        tail -n 20 "$log" >&2
+        echo "error: job $job of $name ended as ${state%%|*}; its last lines are above, the same command goes on from its last checkpoint." >&2
+        state=${state##*|} state=${state%%:*}
+        return "$((state > 0 ? state : 1))"
+        ;;
+    esac
+    sleep "$every"
+  done
+}
+
+install() {
+  if ((dry_run)); then
+    echo ". launch/environment.sh"
+  else
+    set -e
+    . launch/environment.sh
+  fi
+}
+
+job=''
+case $verb in
+  create) install ;;
+  run) submit && follow_job ;;
+  watch) follow_job ;;
+  delete)
+    need_tool scancel "start this on a login node of the cluster"
+    act scancel --me --name="$name"
+    ;;
+esac

@@ -1,0 +1,260 @@
+"""launch/xpk.sh and slurm.sh, whose schedulers start a run again by themselves, with commands that
+play them.
+"""
+
+import os
+import pathlib
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.launch.played_cloud import CAPACITY, DENIED, EXISTS, LAUNCH, NOT_FOUND, QUOTA
+
+PLACE = ("--project=p", "--zone=us-east5-a", "--topology=v5p:4x4x4")
+PROGRAM = ("--", "--config=configs/base.py", "--workdir=gs://bucket/a run")
+# Notes what it is asked for; the files `answer` and `code` of its own name say what it does.
+TOOL = """#!/bin/bash
+echo "${{0##*/}} ${{*%%=*[$'\\n;']*}}" >>{folder}/asked
+for word; do case $word in --command=*|--wrap=*) echo "${{word#*=}}" >{folder}/script;; esac; done
+for file in {folder}/"${{0##*/}} $1 $2" {folder}/"${{0##*/}}"; do
+  [ -e "$file" ] || continue
+  head -n 1 "$file"
+  code=$(sed -n 2p "$file")
+  [ "$(wc -l <"$file")" -le 2 ] || sed -i 1,2d "$file"
+  exit "${{code:-0}}"
+done
+"""
+
+
+class Tools:
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        (folder / "bin").mkdir()
+        for name in ("gcloud", "xpk", "sbatch", "squeue", "sacct", "scancel"):
+            file = folder / "bin" / name
+            file.write_text(TOOL.format(folder=folder))
+            file.chmod(0o755)
+        (folder / "checkout").mkdir()
+        (folder / "checkout" / "launch").symlink_to(LAUNCH)
+
+    def answer(self, tool: str, *answers: tuple[str, int]) -> None:
+        """What a tool says, call by call; the last answer stays."""
+        (self.folder / tool).write_text("".join(f"{text}\n{code}\n" for text, code in answers))
+
+    def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            ["bash", f"checkout/launch/{script}", *arguments],
+            env={"PATH": f"{self.folder}/bin:/usr/bin:/bin", "HOME": str(self.folder)},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def asked(self) -> list[str]:
+        """The commands, without their scripts."""
+        file = self.folder / "asked"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [line.partition(" --command")[0].partition(" --wrap")[0] for line in lines]
+
+    @property
+    def script(self) -> str:
+        return (self.folder / "script").read_text()
+
+
+@pytest.fixture
+def tools(tmp_path):
+    return Tools(tmp_path)
+
+
+def error(result) -> str:
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def verbs(tools, tool: str) -> list[str]:
+    return [" ".join(line.split()[1:3]) for line in tools.asked() if line.startswith(tool)]
+
+
+def test_xpk_all(tools):
+    result = tools.run("xpk.sh", "all", *PLACE, "--spot", "--slices=2", *PROGRAM)
+    assert result.returncode == 0, result.stderr
+    assert verbs(tools, "xpk") == [
+        "cluster create",
+        "workload create",
+        "workload list",
+        "workload delete",
+        "cluster delete",
+    ]
+    create, submit, *_ = [line for line in tools.asked() if line.startswith("xpk")]
+    assert "--tpu-type=v5p-128 --num-slices=2 --spot" in create
+    assert "--max-restarts=10 --restart-on-exit-codes=75" in submit
+    assert "--base-docker-image=python:3.12 --script-dir=." in submit
+    assert "python -m convbert_jax.main --config=configs/base.py" in tools.script
+    assert "'--workdir=gs://bucket/a run' --multihost" in tools.script
+
+
+def test_xpk_leaves_a_cluster_that_is_there_alone(tools):
+    result = tools.run("xpk.sh", "all", *PLACE, "--cluster=theirs", "--image=mine", *PROGRAM)
+    assert result.returncode == 0, result.stderr
+    assert verbs(tools, "xpk") == ["workload create", "workload list", "workload delete"]
+    assert all("--cluster=theirs" in line for line in tools.asked() if line.startswith("xpk"))
+    assert "pip install" not in tools.script
+
+
+@pytest.mark.parametrize(
+    ("what", "fault", "says", "then"),
+    [
+        ("xpk cluster create", QUOTA, "the project's quota", ["cluster create"]),
+        ("xpk cluster create", CAPACITY, "there is no capacity", ["cluster create"]),
+        ("xpk cluster create", DENIED, "may not do this", ["cluster create"]),
+        (
+            "xpk workload create",
+            EXISTS,
+            "a run of this name",
+            ["cluster create", "workload create"],
+        ),
+    ],
+)
+def test_faults_of_xpk_are_one_sentence_and_leave_nothing(tools, what, fault, says, then):
+    tools.answer(what, (fault, 1))
+    tools.answer("xpk workload delete", (NOT_FOUND, 1))
+    result = tools.run("xpk.sh", "all", *PLACE, *PROGRAM)
+    assert result.returncode == 1
+    assert says in error(result)
+    assert verbs(tools, "xpk") == [*then, "workload delete", "cluster delete"]
+
+
+def test_xpk_says_that_a_run_failed_and_what_it_cannot_delete(tools):
+    tools.answer("xpk workload list", ("the table", 125))
+    result = tools.run("xpk.sh", "run", *PLACE, *PROGRAM)
+    assert result.returncode == 1
+    assert "the run failed, after 10 restarts" in error(result)
+    tools.answer("xpk cluster delete", (DENIED, 1))
+    result = tools.run("xpk.sh", "delete", *PLACE)
+    assert result.returncode == 1
+    assert "may cost money" in error(result)
+
+
+@pytest.mark.parametrize(
+    ("does", "signal_sent", "expected"),
+    [
+        ("exit 0", False, 0),
+        ("exit 3", False, 3),
+        ("exit 75", False, 75),
+        ("trap 'echo saved; exit 0' TERM; sleep 20 & wait", True, 75),
+    ],
+)
+def test_a_container_that_is_taken_away_is_not_done(tools, does, signal_sent, expected):
+    """The script that xpk runs, with a Python that plays the program."""
+    assert tools.run("xpk.sh", "run", *PLACE, "--image=mine", *PROGRAM).returncode == 0
+    python = tools.folder / "bin" / "python"
+    python.write_text(f"#!/bin/bash\ntouch {tools.folder}/up\n{does}\n")
+    python.chmod(0o755)
+    process = subprocess.Popen(
+        ["bash", "-c", tools.script],
+        env={"PATH": f"{tools.folder}/bin:/usr/bin:/bin"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    if signal_sent:
+        while not (tools.folder / "up").exists():
+            time.sleep(0.05)
+        time.sleep(0.5)  # to its trap
+        process.send_signal(signal.SIGTERM)
+    out = process.communicate(timeout=30)[0]
+    assert process.returncode == expected
+    assert ("saved" in out) == signal_sent
+
+
+def slurm(tools, verb: str, *arguments: str):
+    return tools.run("slurm.sh", verb, "--every=0", "--name=t-slurm", *arguments)
+
+
+def test_slurm_submits_and_follows(tools):
+    tools.answer("sbatch", ("7;cluster", 0))
+    states = ("PENDING|0:0", "RUNNING|0:0", "COMPLETED|0:0")
+    tools.answer("sacct", *((state, 0) for state in states))
+    result = slurm(tools, "run", "--nodes=4", "--sbatch=--gpus-per-node=8 --time=60", *PROGRAM)
+    assert result.returncode == 0, result.stderr
+    for state in states:
+        assert f"Job 7: {state}" in result.stderr
+    (line,) = [line for line in tools.asked() if line.startswith("sbatch")]
+    for words in ("--nodes=4", "--requeue", "--signal=B:USR1@120", "--gpus-per-node=8 --time=60"):
+        assert words in line
+    assert "'--workdir=gs://bucket/a run' --multihost" in tools.script
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [("FAILED|2:0", 2), ("CANCELLED by 5|0:15", 1), ("TIMEOUT|0:0", 1)]
+)
+def test_slurm_ends_with_the_code_of_the_run(tools, state, code):
+    log = tools.folder / "checkout" / "runs" / "slurm-t-slurm.log"
+    log.parent.mkdir()
+    log.write_text("error: its own reason\n")
+    tools.answer("squeue", ("7", 0))
+    tools.answer("sacct", (state, 0))
+    result = slurm(tools, "watch")
+    assert result.returncode == code
+    assert "error: its own reason" in result.stderr
+    assert f"ended as {state.partition('|')[0]}" in result.stderr
+
+
+def test_faults_of_slurm_are_one_sentence(tools):
+    tools.answer("sbatch", ("sbatch: error: Batch job submission failed: Invalid partition", 1))
+    result = slurm(tools, "run", *PROGRAM)
+    assert result.returncode == 1
+    assert "Invalid partition" in error(result)
+    assert "no job t-slurm is in the queue" in error(slurm(tools, "watch"))
+    tools.answer("squeue", ("7", 0))
+    assert "is in the queue already" in error(slurm(tools, "run", *PROGRAM))
+    assert slurm(tools, "delete").returncode == 0
+    assert tools.asked()[-1] == "scancel --me --name=t-slurm"
+
+
+@pytest.mark.parametrize(
+    ("does", "signal_sent", "restarted", "requeued"),
+    [
+        ("exit 0", False, 0, False),
+        ("exit 2", False, 0, False),
+        ("exit 75", False, 0, True),
+        ("exit 75", False, 10, False),
+        ("exit 137", False, 9, True),
+        ("trap 'exit 0' TERM; sleep 20 & wait", True, 0, True),
+    ],
+)
+def test_the_job_puts_itself_back(tools, does, signal_sent, restarted, requeued):
+    """The script that sbatch is given, with commands that play srun, scancel and scontrol."""
+    tools.answer("sbatch", ("7", 0))
+    tools.answer("sacct", ("COMPLETED|0:0", 0))
+    assert slurm(tools, "run", *PROGRAM).returncode == 0
+    folder = tools.folder
+    plays = {
+        "srun": f"echo $$ >{folder}/step\n{does}",
+        "scancel": f"kill -TERM $(cat {folder}/step)",
+        "scontrol": f'echo "$*" >{folder}/requeued',
+        "sleep": 'exec /bin/sleep "${1/60/0}"',
+    }
+    for name, text in plays.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    process = subprocess.Popen(
+        ["bash", "-c", tools.script],
+        env={
+            "PATH": f"{folder}/bin:/usr/bin:/bin",
+            "SLURM_JOB_ID": "7",
+            "SLURM_RESTART_COUNT": str(restarted),
+        },
+    )
+    if signal_sent:
+        while not (folder / "step").exists():
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.kill(process.pid, signal.SIGUSR1)
+    process.wait(timeout=30)
+    assert (folder / "requeued").exists() == requeued
+    if requeued:
+        assert (folder / "requeued").read_text() == "requeue 7\n"
