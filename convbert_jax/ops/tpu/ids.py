@@ -88,14 +88,11 @@ def by_tap(bands: Bands, memory, start, size, *, sign: int = 1):
 def shifted_load(memory, start, shift, size):
     """Rows start + shift to start + shift + size; `start` is a multiple of 8, `shift` any number.
 
-    A row that is known when the kernel is compiled is loaded as it is. Loads at any other have to
-    be aligned, and the rest of the shift is done on what was loaded.
+    What is known when the kernel is compiled is loaded from any row; the rest has to be aligned.
     """
     if isinstance(start, int):
         return memory[start + shift : start + shift + size]
-    whole, rest = shift // SUBLANES * SUBLANES, shift % SUBLANES
-    first = pl.multiple_of(start + whole, SUBLANES)
-    return memory[pl.ds(first, size + SUBLANES * (rest > 0))][rest : rest + size]
+    return memory.at[pl.ds(start, EDGE + size + EDGE)][shift : shift + size]
 
 
 def scratch(bands: Bands):

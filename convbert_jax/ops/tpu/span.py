@@ -242,7 +242,7 @@ def _backward_kernel(
             along = dot(shares.astype(dtype), same_slot[...])
             part = shares - normalized[v] * along
             d_bias[0, v] += part.reshape(-1, SUBLANES, LANES).sum(axis=0)
-            d_logits.append(part.astype(dtype))
+            d_logits.append((part.astype(dtype), part.T.astype(dtype)))
         for begin in range(0, bands.channels, LANES):
             block = slice(begin, min(begin + LANES, bands.channels))
             _gradients_of_products(
@@ -262,7 +262,7 @@ def _gradients_of_products(
     asked = only(real, asked)
     d_products = sum(
         dot(part, placed[v, block], contract=(1, 1))
-        for (v, _), part in zip(vectors, d_logits, strict=True)
+        for (v, _), (part, _) in zip(vectors, d_logits, strict=True)
     )
     products = asked
     if span_key is not None:
@@ -274,8 +274,8 @@ def _gradients_of_products(
         d_products += d_values[r, :, block].astype(F32)
     d_query[r, :, block] = d_products.astype(dtype)
     products = products.astype(dtype)
-    for (_, lanes), part in zip(vectors, d_logits, strict=True):
-        d_projection[0, lanes, block] += dot(part, products, contract=(0, 0))
+    for (_, lanes), (_, turned) in zip(vectors, d_logits, strict=True):
+        d_projection[0, lanes, block] += dot(turned, products)
 
 
 def _products(query, span_key, r):

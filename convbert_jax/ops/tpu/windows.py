@@ -48,9 +48,7 @@ def gradients_of_row(
     copy_row(opposite, cotangent, r, ids.real(), copy)
 
     def window(start, size):
-        readers = [
-            by_tap(opposite, filters.at[v], start, size) for v in range(opposite.vectors)
-        ]
+        readers = [by_tap(opposite, filters.at[v], start, size) for v in range(opposite.vectors)]
         convolve(opposite, readers, copy, start, size, d_values, r)
         visible = ids.visible(opposite, start, size, sign=-1)
         products = _products(bands, cotangent, backwards, start, size, r)
@@ -76,7 +74,8 @@ def _products(bands, cotangent, backwards, start, size, r):
         given = cotangent[r, pl.ds(start, size), begin:end]
         window = _window(backwards, begin // LANES, first, cotangent.dtype)
         for pair in pairs:
-            product = dot(given, _pair(bands, window, given.dtype, pair, begin, end), contract=(1, 1))
+            read = _pair(bands, window, given.dtype, pair, begin, end)
+            product = dot(given, read, contract=(1, 1))
             found[pair] = found[pair] + product if pair in found else product
     mask = _reach(bands, size, backwards=True)
     vectors = [None] * opposite.vectors
