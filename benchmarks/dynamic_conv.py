@@ -33,6 +33,7 @@ from convbert_jax.analysis.tpu import pricing as tpu_pricing
 
 TARGETS = ("tpu:v5e", "tpu:v5p", "tpu:v6e", "cpu", "gpu")
 DIRECTIONS = ("forward", "forward_backward")
+ALL_DIRECTIONS = (*DIRECTIONS, "backward")
 OPS = ("dynamic_conv", "span_dynamic_conv")
 MORE_OPS = ("token_dynamic_conv", "light_conv", "depthwise_conv")
 
@@ -66,6 +67,8 @@ def main() -> None:
     parser.add_argument("--segments", action="store_true", help="four documents in each row")
     parser.add_argument("--ops", nargs="+", default=OPS, choices=(*OPS, *MORE_OPS))
     parser.add_argument("--dilation", type=int, default=1, help="of depthwise_conv")
+    parser.add_argument("--causal", action="store_true", help="read nothing of the future")
+    parser.add_argument("--directions", nargs="+", default=DIRECTIONS, choices=ALL_DIRECTIONS)
     parser.add_argument("--only", nargs="+", help="implementations to show; default: all")
     parser.add_argument("--rounds", type=int, default=15, help="timed runs of each (cpu, gpu)")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
@@ -75,6 +78,8 @@ def main() -> None:
         tpu_pricing.use_compile_only_tpu()
         rows = price_rows(options)
     else:
+        if "backward" in options.directions:
+            parser.error("--directions=backward is priced on TPU targets only.")
         timing.use(options.target)
         rows = time_rows(options)
     if options.json:
@@ -123,12 +128,13 @@ def functions(options: argparse.Namespace) -> dict[tuple[str, str], Callable]:
     def ours(op, name, arrays, **arguments):
         def run(*given):
             ids = given[arrays] if options.segments else None
-            return op(*given[:arrays], segment_ids=ids, implementation=name, **arguments)
+            same = {"causal": options.causal, "implementation": name, **arguments}
+            return op(*given[:arrays], segment_ids=ids, **same)
 
         return run
 
     found = {}
-    if not options.segments:
+    if not options.segments and not options.causal:  # baselines know neither
         for name, formula in BASELINES.items():
             found["dynamic_conv", name] = plain(formula)
             found["span_dynamic_conv", name] = spanned(formula, options.heads)
@@ -152,7 +158,7 @@ def functions(options: argparse.Namespace) -> dict[tuple[str, str], Callable]:
 
 
 def with_direction(function, direction: str, gradients: int):
-    """`function` itself, or output and gradients of its first `gradients` arrays."""
+    """`function` itself, or its output and the gradients of `gradients` arrays, or these alone."""
     if direction == "forward":
         return function
     import jax
@@ -160,7 +166,7 @@ def with_direction(function, direction: str, gradients: int):
     def both(cotangent, *arguments):
         arrays, rest = arguments[:gradients], arguments[gradients:]
         out, back = jax.vjp(lambda *arrays: function(*arrays, *rest), *arrays)
-        return out, back(cotangent)
+        return back(cotangent) if direction == "backward" else (out, back(cotangent))
 
     return both
 
@@ -194,7 +200,10 @@ def inputs(options: argparse.Namespace, op: str) -> tuple[list, object, int]:
 
 
 def floor_bytes(arrays: list, cotangent, gradients: int, direction: str) -> int:
-    """Each array read and each result written once; forward and backward are two passes."""
+    """Each array read and each result written once; forward and backward are two passes.
+
+    Backward alone is the second: what a backward pass needs of the forward pass is its arrays.
+    """
 
     def size(*structs):
         return sum(struct.size * struct.dtype.itemsize for struct in structs)
@@ -202,11 +211,12 @@ def floor_bytes(arrays: list, cotangent, gradients: int, direction: str) -> int:
     forward = size(*arrays, cotangent)  # the output is as large as its cotangent
     if direction == "forward":
         return forward
-    return forward + size(*arrays, cotangent) + size(*arrays[:gradients])
+    backward = size(*arrays, cotangent) + size(*arrays[:gradients])
+    return backward if direction == "backward" else forward + backward
 
 
 def _row(options, op, implementation, direction, **figures) -> Row:
-    names = ("batch", "length", "heads", "width", "taps")
+    names = ("batch", "length", "heads", "width", "taps", "dilation", "causal")
     return Row(
         op=op,
         implementation=implementation,
@@ -229,7 +239,7 @@ def price_rows(options: argparse.Namespace):
     jax.config.update("jax_platforms", "cpu")
     for (op, name), function in functions(options).items():
         arrays, cotangent, gradients = inputs(options, op)
-        for direction in DIRECTIONS:
+        for direction in options.directions:
             size = floor_bytes(arrays, cotangent, gradients, direction)
             floor = chip.bandwidth_cycles(size) / 1e3
             arguments = arrays if direction == "forward" else [cotangent, *arrays]
@@ -274,13 +284,13 @@ def time_rows(options: argparse.Namespace):
     import jax
     import numpy as np
 
-    for direction in DIRECTIONS:
+    for direction in options.directions:
         runs, floors, notes, expected, tried = {}, {}, {}, {}, False
         for (op, name), function in functions(options).items():
             structs, cotangent, gradients = inputs(options, op)
             arrays = [fill(struct, i) for i, struct in enumerate([cotangent, *structs])]
             floors[op] = floor_bytes(structs, cotangent, gradients, direction)
-            arguments = arrays if direction == "forward_backward" else arrays[1:]
+            arguments = arrays[1:] if direction == "forward" else arrays
             compiled = jax.jit(with_direction(function, direction, gradients))
             try:
                 first = jax.block_until_ready(compiled(*arguments))
@@ -290,7 +300,7 @@ def time_rows(options: argparse.Namespace):
             runs[op, name] = lambda run=compiled, given=arguments: jax.block_until_ready(
                 run(*given)
             )
-            if op == "dynamic_conv" and not options.segments and not tried:
+            if op == "dynamic_conv" and not (options.segments or options.causal or tried):
                 tried, theirs = True, _pytorch(options, arrays, direction)
                 if theirs is not None:
                     runs["dynamic_conv", UNFOLD] = theirs

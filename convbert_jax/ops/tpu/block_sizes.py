@@ -28,7 +28,9 @@ SPILLS = 8 * MIB
 TOGETHER = 512
 # A grid this long hides the first load and the last store behind the work of the other steps.
 FEWEST_STEPS = 8
-MOST_ROWS = 8
+ROWS = (8, 4, 2, 1)  # divisors of 8: the ids of 8 rows come at once
+# Their two cores are one device and share its grid.
+TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 
 # (device kind, positions of a row, channels, kernel) -> rows a step, where
 # benchmarks/block_sizes.py found better than the rule below by the TPU compiler's model.
@@ -39,6 +41,10 @@ def device_kind() -> str:
     """Of the mesh that is being compiled for, else of the first device."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.device_kind if device is not None else jax.devices()[0].device_kind
+
+
+def cores() -> int:
+    return 2 if device_kind() in TWO_CORES else 1
 
 
 def budget() -> int:
@@ -59,19 +65,18 @@ def together(batch: int, length: int) -> int:
 
 
 def rows(bands: Bands, batch: int, dtype, kernel: str, *, arrays: int, copies: int) -> int:
-    """Rows a grid step takes; divides `batch`.
+    """Rows a grid step takes; one of ROWS that divides `batch`.
 
     Args:
       arrays: inputs and outputs of [rows, L, C], each held twice: one in work, one on its way.
-      copies: copies with halo in scratch memory for each class of heads.
+      copies: copies with halo in scratch memory.
     """
     known = MEASURED.get((device_kind(), bands.length, bands.channels, kernel))
     if known and batch % known == 0:
         return known
     size = jnp.dtype(dtype).itemsize
     row = bands.length * bands.channels * size
-    fixed = copies * bands.classes * bands.padded_length * bands.channels * size
-    fixed += 4 * (bands.length + WINDOW) * (bands.slot_lanes + LANES) * 4
-    most = (budget() - fixed) // (2 * arrays * row)
-    most = min(max(most, 1), MOST_ROWS, max(1, batch // FEWEST_STEPS))
-    return max(number for number in range(1, most + 1) if batch % number == 0)
+    fixed = copies * bands.padded_length * bands.channels * size
+    fixed += 4 * (bands.length + 2 * WINDOW) * (bands.slot_lanes + LANES) * 4
+    most = min((budget() - fixed) // (2 * arrays * row), batch // FEWEST_STEPS)
+    return max(number for number in ROWS if batch % number == 0 and number <= max(most, 1))

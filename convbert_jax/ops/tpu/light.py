@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from convbert_jax.ops.tpu import block_sizes, windows
-from convbert_jax.ops.tpu.bands import LARGEST_REACH, SUBLANES
+from convbert_jax.ops.tpu.bands import SUBLANES, fits
+from convbert_jax.ops.tpu.grid import Grid, call, is_first_step, whole
 from convbert_jax.ops.tpu.rows import BandRows
-from convbert_jax.ops.tpu.windows import F32, dot, row_block, whole
+from convbert_jax.ops.tpu.windows import F32, LANES, dot, only
 
 FEWEST_TAPS = 9  # of benchmarks/RESULTS.md, section 5
 
@@ -22,27 +23,23 @@ def light_suits(offsets: tuple[int, ...]) -> bool:
     """Whether the taps fit into one band, and are so many that it is cheaper than the depthwise
     kernel, whose work grows with them.
     """
-    return len(offsets) >= FEWEST_TAPS and max(map(abs, offsets)) <= LARGEST_REACH
+    return len(offsets) >= FEWEST_TAPS and fits(offsets)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def light_conv(values, filters, segment_ids, offsets, interpret=False):
     """values [B, L, H, D], filters [H, K]; taps of one band. `interpret` as in `pallas_call`."""
     rows = BandRows(values.shape, offsets)
-    dtype = values.dtype
-    values_together = rows.out(values)
-    arrays = [values_together, _slots(filters, rows.bands, mirrored=False)]
-    block = block_sizes.rows(
-        rows.bands, len(values_together), dtype, "light_forward", arrays=2, copies=1
-    )
-    out = windows.call(
-        functools.partial(_forward_kernel, rows.bands, block),
-        rows.bands, rows.ids(segment_ids), arrays,
-        [row_block(block, values_together), whole(arrays[1])],
-        outputs=[jax.ShapeDtypeStruct(values_together.shape, dtype)],
-        output_specs=[row_block(block, values_together)],
-        scratch=[windows.copies(rows.bands, dtype)],
-        rows=block,
+    bands, dtype = rows.bands, values.dtype
+    arrays = [rows.out(values), _slots(filters, bands)]
+    block = block_sizes.rows(bands, len(arrays[0]), dtype, "light_forward", arrays=2, copies=1)
+    grid = Grid(len(arrays[0]), block)
+    out = call(
+        functools.partial(_forward_kernel, bands),
+        bands, grid, rows.ids(segment_ids), arrays, [grid.row_block(arrays[0]), whole(arrays[1])],
+        outputs=[jax.ShapeDtypeStruct(arrays[0].shape, dtype)],
+        output_specs=[grid.row_block(arrays[0])],
+        scratch=[windows.copies(bands, dtype)],
         interpret=interpret,
     )[0]  # fmt: skip
     return rows.back(out).reshape(values.shape)
@@ -57,58 +54,72 @@ def _backward(offsets, interpret, saved, cotangent):
     values, filters, segment_ids = saved
     rows = BandRows(values.shape, offsets)
     bands, dtype = rows.bands, values.dtype
-    arrays = [rows.out(values), rows.out(cotangent), _slots(filters, bands, mirrored=True)]
+    slots = _slots(filters[:, ::-1], bands.opposite)
+    arrays = [rows.out(values), rows.out(cotangent), slots]
     block = block_sizes.rows(bands, len(arrays[0]), dtype, "light_backward", arrays=3, copies=2)
-    # Each step sums over its own positions, so that steps may run on two cores.
-    sums = jax.ShapeDtypeStruct((len(arrays[0]) // block, 1, bands.slot_lanes), F32)
-    d_values, d_filters = windows.call(
-        functools.partial(_backward_kernel, bands, block),
-        bands, rows.ids(segment_ids), arrays,
-        [*(row_block(block, x) for x in arrays[:2]), whole(arrays[2])],
+    grid = Grid(len(arrays[0]), block)
+    sums = jax.ShapeDtypeStruct((grid.sums, *slots.shape), F32)
+    d_values, d_filters = call(
+        functools.partial(_backward_kernel, bands),
+        bands, grid, rows.ids(segment_ids), arrays,
+        [*(grid.row_block(x) for x in arrays[:2]), whole(slots)],
         outputs=[jax.ShapeDtypeStruct(arrays[0].shape, dtype), sums],
-        output_specs=[row_block(block, arrays[0]), row_block(1, sums)],
+        output_specs=[grid.row_block(arrays[0]), grid.sum_block(sums)],
         scratch=windows.backward_scratch(bands, dtype),
-        rows=block,
         interpret=interpret,
     )  # fmt: skip
-    reading = jnp.asarray(bands.placing(mirrored=True).T)
-    d_filters = dot(d_filters.sum(axis=0), reading).reshape(filters.shape)
+    reading = jnp.asarray(bands.opposite.placing(mirrored=True).T)
+    d_filters = dot(d_filters.sum(axis=(0, 1)).reshape(1, -1), reading).reshape(filters.shape)
     return rows.back(d_values).reshape(values.shape), d_filters.astype(filters.dtype), None
 
 
 light_conv.defvjp(_forward, _backward)
 
 
-def _slots(filters, bands, *, mirrored):
+def _slots(filters, bands):
     """[8, slot lanes] in float32 the filters in their slots, the same in each row."""
-    placed = dot(filters.astype(F32).reshape(1, -1), jnp.asarray(bands.placing(mirrored=mirrored)))
+    placed = dot(filters.astype(F32).reshape(1, -1), jnp.asarray(bands.placing()))
     return jnp.broadcast_to(placed, (SUBLANES, bands.slot_lanes))
 
 
-def _forward_kernel(bands, rows, ids, values, slots, out, apart):
-    @pl.loop(0, rows)
+def _everywhere(slots, vector, size):
+    return jnp.broadcast_to(slots[:1, vector * LANES : (vector + 1) * LANES], (size, LANES))
+
+
+def _forward_kernel(bands, ids, values, slots, out, copy):
+    @pl.loop(0, values.shape[0])
     def _(r):
         ids.load(r)
-        windows.keep_apart(bands, values[r], ids.real(), apart)
+        windows.copy_row(bands, values, r, ids.real(), copy)
 
         def window(start, size):
-            mask = ids.mask(start, size, bands.offsets)
-            filters = jnp.broadcast_to(slots[:1], (size, bands.slot_lanes))
-            windows.convolve(bands, filters, mask, apart, start, size, out, r)
+            visible = ids.visible(bands, start, size)
+            filters = [only(visible, _everywhere(slots, v, size)) for v in range(bands.vectors)]
+            windows.convolve(bands, filters, copy, start, size, out, r)
 
         windows.for_windows(bands, window)
 
 
 def _backward_kernel(
-    bands, rows, ids, values, cotangent, slots, d_values, d_filters,
-    backwards, apart, filters, gradients,
-):  # fmt: skip
-    d_filters[...] = jnp.zeros(d_filters.shape, F32)
-    filters[...] = jnp.broadcast_to(slots[:1], filters.shape)
+    bands, ids, values, cotangent, slots, d_values, d_filters, backwards, copy, filters, gradients
+):
+    opposite = bands.opposite
 
-    @pl.loop(0, rows)
+    @pl.when(is_first_step())
+    def _():
+        d_filters[...] = jnp.zeros(d_filters.shape, F32)
+
+    @pl.loop(0, values.shape[0])
     def _(r):
+        ids.load(r)
+        visible = ids.visible(opposite, 0, bands.length, sign=-1)
+        for v in range(opposite.vectors):
+            row = only(visible, _everywhere(slots, v, bands.length))
+            windows.fill_edges(filters.at[v], row)
         windows.gradients_of_row(
-            bands, ids, r, values, cotangent, filters, d_values, gradients, backwards, apart
+            bands, ids, r, values, cotangent, filters, d_values, gradients, backwards, copy
         )
-        d_filters[0] += gradients[...].sum(axis=0, keepdims=True)
+        for v in range(opposite.vectors):
+            lanes = slice(v * LANES, (v + 1) * LANES)
+            parts = gradients[v].reshape(-1, SUBLANES, LANES)
+            d_filters[0, :, lanes] += parts.sum(axis=0)

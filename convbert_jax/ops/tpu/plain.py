@@ -8,8 +8,10 @@ from jax.experimental import pallas as pl
 
 from convbert_jax.ops import taps
 from convbert_jax.ops.tpu import block_sizes, windows
-from convbert_jax.ops.tpu.bands import tap_groups
+from convbert_jax.ops.tpu.bands import LANES, tap_groups
+from convbert_jax.ops.tpu.grid import Grid, call, whole
 from convbert_jax.ops.tpu.rows import BandRows
+from convbert_jax.ops.tpu.windows import only
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -99,30 +101,31 @@ def _forward_call(values, filters, segment_ids, bands, *, interpret):
     """The convolution of one group of taps, heads side by side."""
     dtype = values.dtype
     rows = block_sizes.rows(bands, len(values), dtype, "plain_forward", arrays=2, copies=1)
-    row = functools.partial(windows.row_block, rows)
+    grid = Grid(len(values), rows)
     placing = jnp.asarray(bands.placing(), dtype)
-    return windows.call(
-        functools.partial(_forward_kernel, bands, rows),
-        bands, segment_ids, [values, filters, placing],
-        [row(values), row(filters), windows.whole(placing)],
+    return call(
+        functools.partial(_forward_kernel, bands),
+        bands, grid, segment_ids, [values, filters, placing],
+        [grid.row_block(values), grid.row_block(filters), whole(placing)],
         outputs=[jax.ShapeDtypeStruct(values.shape, dtype)],
-        output_specs=[row(values)],
+        output_specs=[grid.row_block(values)],
         scratch=[windows.copies(bands, dtype), windows.slots(bands)],
-        rows=rows,
         interpret=interpret,
     )[0]  # fmt: skip
 
 
-def _forward_kernel(bands, rows, ids, values, filters, placing, out, apart, in_slots):
-    @pl.loop(0, rows)
+def _forward_kernel(bands, ids, values, filters, placing, out, copy, slots):
+    @pl.loop(0, values.shape[0])
     def _(r):
         ids.load(r)
-        windows.keep_apart(bands, values[r], ids.real(), apart)
-        in_slots[...] = windows.dot(filters[r], placing[...])
+        windows.copy_row(bands, values, r, ids.real(), copy)
+        for v in range(bands.vectors):
+            slots[v] = windows.dot(filters[r], placing[:, v * LANES : (v + 1) * LANES])
 
         def window(start, size):
-            mask = ids.mask(start, size, bands.offsets)
-            windows.convolve(bands, in_slots[pl.ds(start, size)], mask, apart, start, size, out, r)
+            visible = ids.visible(bands, start, size)
+            part = [only(visible, slots[v, pl.ds(start, size)]) for v in range(bands.vectors)]
+            windows.convolve(bands, part, copy, start, size, out, r)
 
         windows.for_windows(bands, window)
 
@@ -131,34 +134,42 @@ def _backward_call(values, filters, segment_ids, cotangent, bands, *, interpret)
     """Cotangents of values and filters."""
     dtype = values.dtype
     rows = block_sizes.rows(bands, len(values), dtype, "plain_backward", arrays=3, copies=2)
-    row = functools.partial(windows.row_block, rows)
-    placing = jnp.asarray(bands.placing(mirrored=True), dtype)
-    d_values, d_filters = windows.call(
-        functools.partial(_backward_kernel, bands, rows),
-        bands, segment_ids, [values, filters, cotangent, placing],
-        [row(values), row(filters), row(cotangent), windows.whole(placing)],
+    grid = Grid(len(values), rows)
+    placing = jnp.asarray(bands.opposite.placing(mirrored=True), dtype)
+    d_values, d_filters = call(
+        functools.partial(_backward_kernel, bands),
+        bands, grid, segment_ids, [values, filters, cotangent, placing],
+        [*map(grid.row_block, (values, filters, cotangent)), whole(placing)],
         outputs=[
             jax.ShapeDtypeStruct(values.shape, dtype),
             jax.ShapeDtypeStruct(filters.shape, dtype),
         ],
-        output_specs=[row(values), row(filters)],
+        output_specs=[grid.row_block(values), grid.row_block(filters)],
         scratch=windows.backward_scratch(bands, dtype),
-        rows=rows,
         interpret=interpret,
     )  # fmt: skip
     return d_values, d_filters
 
 
 def _backward_kernel(
-    bands, rows, ids, values, filters, cotangent, placing, d_values, d_filters,
-    backwards, apart, in_slots, gradients,
+    bands, ids, values, filters, cotangent, placing, d_values, d_filters,
+    backwards, copy, slots, gradients,
 ):  # fmt: skip
-    @pl.loop(0, rows)
+    opposite = bands.opposite
+    lanes = [slice(v * LANES, (v + 1) * LANES) for v in range(opposite.vectors)]
+
+    @pl.loop(0, values.shape[0])
     def _(r):
-        windows.fill_halo(bands, in_slots, windows.dot(filters[r], placing[...]))
+        ids.load(r)
+        visible = ids.visible(opposite, 0, bands.length, sign=-1)
+        for v, part in enumerate(lanes):
+            row = only(visible, windows.dot(filters[r], placing[:, part]))
+            windows.fill_edges(slots.at[v], row)
         windows.gradients_of_row(
-            bands, ids, r, values, cotangent, in_slots, d_values, gradients, backwards, apart
+            bands, ids, r, values, cotangent, slots, d_values, gradients, backwards, copy
         )
-        d_filters[r] = windows.dot(
-            gradients[...].astype(d_filters.dtype), placing[...], contract=(1, 1)
-        ).astype(d_filters.dtype)
+        total = 0.0
+        for v, part in enumerate(lanes):
+            given = gradients[v].astype(d_filters.dtype)
+            total = total + windows.dot(given, placing[:, part], contract=(1, 1))
+        d_filters[r] = total.astype(d_filters.dtype)

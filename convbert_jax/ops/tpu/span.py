@@ -11,15 +11,18 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from convbert_jax.ops import xla
 from convbert_jax.ops.tpu import block_sizes, plain, windows
-from convbert_jax.ops.tpu.bands import LANES, Bands, tap_groups
+from convbert_jax.ops.tpu.bands import LANES, SUBLANES, Bands, tap_groups
+from convbert_jax.ops.tpu.grid import Grid, call, is_first_step, whole
 from convbert_jax.ops.tpu.rows import BandRows
-from convbert_jax.ops.tpu.windows import F32, dot, row_block, whole
+from convbert_jax.ops.tpu.windows import F32, dot, only
 
 # exp stays finite: no tap is weighed more than e^80 times the mean of its head.
 LARGEST_POWER = 80.0
+NOTHING = -1e30  # the logit of a lane without a tap
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
@@ -87,16 +90,16 @@ def _forward_call(query, span_key, values, projection, bias, segment_ids, bands,
     rows = block_sizes.rows(
         bands, len(query), dtype, "span_forward", arrays=len(arrays) + 1, copies=1
     )
+    grid = Grid(len(query), rows)
     constants = _constants(projection, bias, bands, dtype, mirrored=False)
-    kernel = functools.partial(_forward_kernel, bands, rows)
-    return windows.call(
+    kernel = functools.partial(_forward_kernel, bands)
+    return call(
         _of_all(kernel, span_key, values, [0]),
-        bands, segment_ids, [*arrays, *constants],
-        [*(row_block(rows, x) for x in arrays), *map(whole, constants)],
+        bands, grid, segment_ids, [*arrays, *constants],
+        [*map(grid.row_block, arrays), *map(whole, constants)],
         outputs=[jax.ShapeDtypeStruct(query.shape, dtype)],
-        output_specs=[row_block(rows, query)],
-        scratch=[windows.copies(bands, dtype), windows.slots(bands)],
-        rows=rows,
+        output_specs=[grid.row_block(query)],
+        scratch=[windows.copies(bands, dtype), windows.slots(bands), *_placed(bands, dtype)],
         interpret=interpret,
     )[0]  # fmt: skip
 
@@ -122,106 +125,157 @@ def _of_all(kernel, span_key, values, queries):
 
 
 def _forward_kernel(
-    bands, rows, ids, query, span_key, values, projection, bias, same_slot, out, apart, filters
-):
-    @pl.loop(0, rows)
+    bands, ids, query, span_key, values, projection, bias, placing, same_slot, out,
+    copy, filters, placed, levels,
+):  # fmt: skip
+    @pl.when(is_first_step())
+    def _():
+        _place(bands, projection, bias, placing, same_slot, placed, levels)
+
+    @pl.loop(0, query.shape[0])
     def _(r):
         ids.load(r)
-        windows.keep_apart(bands, values[r], ids.real(), apart)
-        filters[...] = _softmax(_products(query, span_key, r), projection, bias, same_slot, bands)
+        windows.copy_row(bands, values, r, ids.real(), copy)
+        products = _products(query, span_key, r)
+        for v in range(bands.vectors):
+            filters[v] = _softmax(products, placed[v], levels[v, :1], same_slot)
 
         def window(start, size):
-            mask = ids.mask(start, size, bands.offsets)
-            part = filters[pl.ds(start, size)]
-            windows.convolve(bands, part, mask, apart, start, size, out, r)
+            visible = ids.visible(bands, start, size)
+            part = [only(visible, filters[v, pl.ds(start, size)]) for v in range(bands.vectors)]
+            windows.convolve(bands, part, copy, start, size, out, r)
 
         windows.for_windows(bands, window)
 
 
-def _softmax(products, projection, bias, same_slot, bands):
-    """[L, slot lanes] filters in their slots, 0 in unused lanes.
-
-    Any number that is the same for all taps of a head may be taken off its logits; their mean
-    costs one product where the largest would cost rotations.
+def _place(bands, projection, bias, placing, same_slot, placed, levels) -> None:
+    """Projection and bias in slots, less the mean of a slot: any number that is the same for all
+    taps of a head may be taken off its logits, and where their largest would cost rotations, their
+    mean is known before there are any.
     """
-    level, used = bias[:1], bias[1:]
-    logits = dot(products, projection[...]) + level
-    mean = dot(logits.astype(products.dtype), same_slot[...]) / len(bands.offsets)
-    powers = jnp.exp(jnp.minimum(logits - mean, LARGEST_POWER)) * used
-    total = jnp.maximum(dot(powers.astype(products.dtype), same_slot[...]), jnp.finfo(F32).tiny)
-    return powers / total
+    taps, dtype = len(bands.offsets), placed.dtype
+    same = same_slot[...].astype(F32)
+    rows = projection[...].astype(dtype)
+    for v in range(bands.vectors):
+        lanes = placing[:, v * LANES : (v + 1) * LANES]
+        part = dot(rows, lanes.astype(dtype))
+        placed[v] = (part - dot(part, same) / taps).astype(dtype)
+        level = dot(bias[...].astype(F32), lanes)
+        level = jnp.broadcast_to(level - dot(level, same) / taps, (SUBLANES, LANES))
+        used = jnp.sum(lanes, axis=0, keepdims=True) > 0
+        levels[v] = jnp.where(used, level, NOTHING)
+
+
+def _softmax(products, projection, level, same_slot):
+    """[L, 128] filters in their slots, 0 in unused lanes."""
+    logits = dot(products, projection) + level
+    powers = jnp.exp(jnp.minimum(logits, LARGEST_POWER))
+    total = dot(powers.astype(products.dtype), same_slot[...])
+    return powers / jnp.maximum(total, jnp.finfo(F32).tiny)
 
 
 def _backward_call(
     query, span_key, values, projection, bias, segment_ids, cotangent, bands, *, interpret
 ):
     """Cotangents of query, of span_key and values if there are any, of projection and bias."""
-    dtype = query.dtype
+    dtype, opposite = query.dtype, bands.opposite
     given = [x for x in (query, span_key, values) if x is not None]
     rows = block_sizes.rows(
         bands, len(query), dtype, "span_backward", arrays=2 * len(given) + 1, copies=2
     )
-    steps = len(query) // rows
-    lanes = bands.slot_lanes
-    constants = _constants(projection, bias, bands, dtype, mirrored=True)
+    grid = Grid(len(query), rows)
+    constants = _constants(projection, bias, opposite, dtype, mirrored=True)
     like = jax.ShapeDtypeStruct(query.shape, dtype)
-    # Each step sums over its own positions, so that steps may run on two cores.
     sums = [
-        jax.ShapeDtypeStruct((steps, bands.channels, lanes), F32),
-        jax.ShapeDtypeStruct((steps, 1, lanes), F32),
+        jax.ShapeDtypeStruct((grid.sums, opposite.slot_lanes, bands.channels), F32),
+        jax.ShapeDtypeStruct((grid.sums, opposite.vectors, SUBLANES, LANES), F32),
     ]
     arrays = [*given, cotangent]
-    kernel = functools.partial(_backward_kernel, bands, rows)
-    *gradients, d_projection, d_bias = windows.call(
-        _of_all(kernel, span_key, values, [0, 7]),
-        bands, segment_ids, [*arrays, *constants],
-        [*(row_block(rows, x) for x in arrays), *map(whole, constants)],
+    kernel = functools.partial(_backward_kernel, bands)
+    *gradients, d_projection, d_bias = call(
+        _of_all(kernel, span_key, values, [0, 8]),
+        bands, grid, segment_ids, [*arrays, *constants],
+        [*map(grid.row_block, arrays), *map(whole, constants)],
         outputs=[*[like] * len(given), *sums],
-        output_specs=[row_block(rows, query)] * len(given)
-        + [row_block(1, shape) for shape in sums],
-        scratch=windows.backward_scratch(bands, dtype),
-        rows=rows,
+        output_specs=[grid.row_block(query)] * len(given) + [grid.sum_block(x) for x in sums],
+        scratch=[
+            *windows.backward_scratch(bands, dtype),
+            windows.slots(opposite),
+            *_placed(opposite, dtype),
+        ],
         interpret=interpret,
     )  # fmt: skip
-    reading = jnp.asarray(bands.placing(mirrored=True).T)
-    d_projection = dot(d_projection.sum(axis=0), reading).astype(projection.dtype)
-    d_bias = dot(d_bias.sum(axis=0), reading)[0].astype(bias.dtype)
-    return *gradients, d_projection, d_bias
+    reading = jnp.asarray(opposite.placing(mirrored=True))
+    d_projection = dot(d_projection.sum(axis=0), reading, contract=(0, 1)).astype(projection.dtype)
+    d_bias = dot(d_bias.sum(axis=(0, 2)).reshape(1, -1), reading, contract=(1, 1))[0]
+    return *gradients, d_projection, d_bias.astype(bias.dtype)
 
 
 def _backward_kernel(
-    bands, rows, ids, query, span_key, values, cotangent, projection, bias, same_slot,
-    d_query, d_span_key, d_values, d_projection, d_bias, backwards, apart, filters, gradients,
+    bands, ids, query, span_key, values, cotangent, projection, bias, placing, same_slot,
+    d_query, d_span_key, d_values, d_projection, d_bias,
+    backwards, copy, filters, gradients, normalized, placed, levels,
 ):  # fmt: skip
-    dtype = d_values.dtype
-    inside = slice(bands.halo, bands.halo + bands.length)
-    d_projection[...] = jnp.zeros(d_projection.shape, F32)
-    d_bias[...] = jnp.zeros(d_bias.shape, F32)
+    dtype, opposite = d_values.dtype, bands.opposite
+    vectors = [(v, slice(v * LANES, (v + 1) * LANES)) for v in range(opposite.vectors)]
 
-    @pl.loop(0, rows)
+    @pl.when(is_first_step())
+    def _():
+        _place(opposite, projection, bias, placing, same_slot, placed, levels)
+        d_projection[...] = jnp.zeros(d_projection.shape, F32)
+        d_bias[...] = jnp.zeros(d_bias.shape, F32)
+
+    @pl.loop(0, query.shape[0])
     def _(r):
+        ids.load(r)
+        real, visible = ids.real(), ids.visible(opposite, 0, bands.length, sign=-1)
         products = _products(query, span_key, r)
-        fill = _softmax(products, projection, bias, same_slot, bands)
-        windows.fill_halo(bands, filters, fill)
+        for v, _ in vectors:
+            normalized[v] = only(real, _softmax(products, placed[v], levels[v, :1], same_slot))
+            windows.fill_edges(filters.at[v], only(visible, normalized[v]))
         windows.gradients_of_row(
-            bands, ids, r, values, cotangent, filters, d_values, gradients, backwards, apart
+            bands, ids, r, values, cotangent, filters, d_values, gradients, backwards, copy
         )
-        shares = filters[inside] * gradients[...]
-        along = dot(shares.astype(dtype), same_slot[...])
-        real = ids.real()
-        d_logits = _only(real, shares - filters[inside] * along)
-        d_bias[0] += d_logits.sum(axis=0, keepdims=True)
-        d_logits = d_logits.astype(dtype)
-        d_products = dot(d_logits, projection[...], contract=(1, 1))
-        if span_key is not None:
-            d_span_key[r] = _only(real, d_products * query[r].astype(F32)).astype(dtype)
-            d_products *= span_key[r].astype(F32)
-        d_products = _only(real, d_products)
-        if d_query is d_values:
-            d_products += d_values[r].astype(F32)
-        d_query[r] = d_products.astype(dtype)
-        products = _only(real, _products(query, span_key, r).astype(F32)).astype(dtype)
-        d_projection[0] += dot(products, d_logits, contract=(0, 0))
+        d_logits = []
+        for v, _ in vectors:
+            shares = normalized[v] * gradients[v]
+            along = dot(shares.astype(dtype), same_slot[...])
+            part = shares - normalized[v] * along
+            d_bias[0, v] += part.reshape(-1, SUBLANES, LANES).sum(axis=0)
+            d_logits.append((part.astype(dtype), part.T.astype(dtype)))
+        for begin in range(0, bands.channels, LANES):
+            block = slice(begin, min(begin + LANES, bands.channels))
+            _gradients_of_products(
+                real, r, block, vectors, d_logits, placed,
+                query, span_key, d_query, d_span_key, d_values, d_projection,
+            )  # fmt: skip
+
+
+def _gradients_of_products(
+    real, r, block, vectors, d_logits, placed,
+    query, span_key, d_query, d_span_key, d_values, d_projection,
+):  # fmt: skip
+    """From the gradients of the logits those of a block of channels."""
+    dtype = d_query.dtype
+    asked = query[r, :, block].astype(F32)
+    real = None if real is None else real[:, : asked.shape[1]]
+    asked = only(real, asked)
+    d_products = sum(
+        dot(part, placed[v, block], contract=(1, 1))
+        for (v, _), (part, _) in zip(vectors, d_logits, strict=True)
+    )
+    products = asked
+    if span_key is not None:
+        key = only(real, span_key[r, :, block].astype(F32))
+        products = asked * key
+        d_span_key[r, :, block] = (d_products * asked).astype(dtype)
+        d_products = d_products * key
+    if d_query is d_values:
+        d_products += d_values[r, :, block].astype(F32)
+    d_query[r, :, block] = d_products.astype(dtype)
+    products = products.astype(dtype)
+    for (_, lanes), (_, turned) in zip(vectors, d_logits, strict=True):
+        d_projection[0, lanes, block] += dot(turned, products)
 
 
 def _products(query, span_key, r):
@@ -231,23 +285,15 @@ def _products(query, span_key, r):
     return exact.astype(query.dtype)
 
 
-def _only(real, x):
-    """x where the row is no padding, else 0."""
-    if real is None:
-        return x
-    # Selected, so that NaN is gone, and multiplied: the compiler fails on products of selections.
-    parts = []
-    for lane in range(0, x.shape[1], LANES):
-        part = x[:, lane : lane + LANES]
-        own = real[:, : part.shape[1]]
-        parts.append(jnp.where(own, part, 0.0) * own.astype(F32))
-    return jnp.concatenate(parts, axis=1)
-
-
 def _constants(projection, bias, bands: Bands, dtype, *, mirrored):
-    """Projection in slots; [2, slot lanes] bias, 1 in lanes used; the sum of a slot."""
-    placing = bands.placing(mirrored=mirrored)
-    slots = dot(projection.astype(dtype), jnp.asarray(placing, dtype)).astype(dtype)
-    level = dot(bias.astype(F32)[None], jnp.asarray(placing))
-    levels = jnp.concatenate([level, jnp.asarray(placing.max(axis=0, keepdims=True))])
-    return [slots, levels, jnp.asarray(bands.same_slot(mirrored=mirrored), dtype)]
+    """As the kernels take them; where the taps lie in slots; the sum of a slot."""
+    placing = jnp.asarray(bands.placing(mirrored=mirrored))
+    return [projection, bias.reshape(1, -1), placing, jnp.asarray(bands.same_slot(), dtype)]
+
+
+def _placed(bands: Bands, dtype):
+    """Scratch for what `_place` makes."""
+    return [
+        pltpu.VMEM((bands.vectors, bands.channels, LANES), dtype),
+        pltpu.VMEM((bands.vectors, SUBLANES, LANES), F32),
+    ]

@@ -1,14 +1,14 @@
-"""What the TPU kernels share: filters to bands, rows to windows, and the pallas_call over rows.
+"""What the TPU kernels share: filters to bands, rows to windows.
 
-A grid step takes whole rows, as many as fit. Values and cotangents are copied into scratch memory
-with their halo, once for each class of heads that must be kept apart; what padding holds is left
-out there, so that NaN in it meets no arithmetic. A value of a real token that is not finite does
-reach other segments within its window, since 0 * inf is NaN: as in attention, where a key with
-weight 0 does the same.
+Values and cotangents are copied into scratch memory with their halo; what padding holds is left out
+there, so that NaN in it meets no arithmetic. The two heads of a pair are kept apart when a window
+is read, by their bits. A value of a real token that is not finite does reach other segments within
+its window, since 0 * inf is NaN: as in attention, where a key with weight 0 does the same.
 
 Mosaic has limits that shape this code: the rotation of rows starts at multiples of 8 lanes and
 goes forward only; a selection whose result enters a product makes the compiler fail (multiply), and
-so does a bf16 value that is both a factor and converted back.
+so does a bf16 value that is both a factor and converted back. Memory of 128 lanes is read from any
+row for nothing, and stored in whole vectors; wider memory is neither.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Int
 
 from convbert_jax.ops.tpu import block_sizes
 from convbert_jax.ops.tpu.bands import LANES, SUBLANES, WINDOW, Bands
+from convbert_jax.ops.tpu.ids import EDGE, by_tap
 
-F32 = jnp.float32
+F32, I32 = jnp.float32, jnp.int32
 # A row of more windows is looped over instead of unrolled: unrolled windows overlap in the
 # schedule, but each costs compile time.
 UNROLLED_WINDOWS = 24
@@ -31,111 +31,111 @@ TPU_V4 = "TPU v4"
 
 
 def gradients_of_row(
-    bands, ids, r, values, cotangent, filters, d_values, gradients, backwards, apart
+    bands, ids, r, values, cotangent, filters, d_values, gradients, backwards, copy
 ) -> None:
-    """Writes the gradient of row r of the values and, in mirrored slots, that of its filters.
+    """Writes the gradient of row r of the values and, in slots of the opposite offsets, that of its
+    filters.
 
     Args:
-      filters: scratch [L + 2 halo, slot lanes] with the filters of the row in mirrored slots.
+      filters: scratch of `slots` with edges, the filters of the row in such slots; 0 where a tap
+        may not read.
       d_values: output [R, L, C].
-      gradients: scratch [L, slot lanes].
-      backwards, apart: scratch for the copies of the values and the cotangent.
+      gradients: scratch of `slots`, 0 where a tap may not read.
+      backwards, copy: scratch of `copies` for the values and the cotangent.
     """
-    ids.load(r)
-    keep_apart(bands, values[r], ids.real(), backwards, backwards=True)
-    keep_apart(bands, cotangent[r], ids.real(), apart)
-    opposite = tuple(-offset for offset in bands.offsets)
+    opposite = bands.opposite
+    copy_row(bands, values, r, ids.real(), backwards, backwards=True)
+    copy_row(opposite, cotangent, r, ids.real(), copy)
 
     def window(start, size):
-        readers = _readers(bands, filters, start, size)
-        mask = ids.mask(start, size, opposite)
-        convolve(bands, readers, mask, apart, start, size, d_values, r)
-        mask = ids.mask_backwards(start, size, bands.offsets)
-        products = _products(bands, cotangent, backwards, mask, start, size, r)
-        gradients[pl.ds(start, size)] = products
+        readers = [by_tap(opposite, filters.at[v], start, size) for v in range(opposite.vectors)]
+        convolve(opposite, readers, copy, start, size, d_values, r)
+        visible = ids.visible(opposite, start, size, sign=-1)
+        products = _products(bands, cotangent, backwards, start, size, r)
+        for vector, product in enumerate(products):
+            gradients[vector, pl.ds(start, size)] = only(visible, product)
 
     for_windows(bands, window)
 
 
-def _readers(bands, filters, start, size):
-    """[size, slot lanes] at each position what the filters of other positions have for it."""
-    lane = jax.lax.broadcasted_iota(jnp.int32, (size, bands.slot_lanes), 1)
-    tap = lane % WINDOW % bands.slot
-    found = jnp.zeros((size, bands.slot_lanes), F32)
-    for offset in bands.offsets:
-        there = shifted_load(filters, start + bands.halo, -offset, size)
-        found = jnp.where(tap == bands.halo - offset, there, found)
-    return found
+def only(mask, x):
+    """x where the mask is true or None, else 0."""
+    return x if mask is None else jnp.where(mask, x, 0.0)
 
 
-def shifted_load(memory, start, shift, size):
-    """Rows start + shift to start + shift + size; `start` is a multiple of 8, `shift` any number.
-
-    A row that is known when the kernel is compiled is loaded as it is. Loads at any other have to
-    be aligned, and the rest of the shift is done on what was loaded.
+def _products(bands, cotangent, backwards, start, size, r):
+    """[size, 128] for each vector of slots of the opposite offsets: dot products of cotangents with
+    what each tap reads.
     """
-    if isinstance(start, int):
-        return memory[start + shift : start + shift + size]
-    whole, rest = shift // SUBLANES * SUBLANES, shift % SUBLANES
-    first = pl.multiple_of(start + whole, SUBLANES)
-    return memory[pl.ds(first, size + SUBLANES * (rest > 0))][rest : rest + size]
-
-
-def _products(bands, cotangent, backwards, mask, start, size, r):
-    """[size, slot lanes] dot products of cotangents with what each tap read, mirrored slots."""
-    _, mask = mask
+    opposite = bands.opposite
     first = bands.middle * (bands.windows - 1) - start
     found = {}
     for begin, end, pairs in bands.blocks():
         given = cotangent[r, pl.ds(start, size), begin:end]
+        window = _window(backwards, begin // LANES, first, cotangent.dtype)
         for pair in pairs:
-            read = _stack(bands, backwards, pair, first, begin, end)
+            read = _pair(bands, window, given.dtype, pair, begin, end)
             product = dot(given, read, contract=(1, 1))
             found[pair] = found[pair] + product if pair in found else product
-    vectors = [jnp.zeros((size, LANES), F32)] * (bands.slot_lanes // LANES)
-    lane = jax.lax.broadcasted_iota(jnp.int32, (size, LANES), 1) % WINDOW
+    mask = _reach(bands, size, backwards=True)
+    vectors = [None] * opposite.vectors
     for pair, product in found.items():
-        vector, place = bands.slot_start(2 * pair)
+        vector, place = opposite.slot_start(2 * pair)
         product = jnp.where(mask, product, 0.0)
-        product = _rotate(product, place + 2 * bands.halo - WINDOW)
-        own = (lane >= place) & (lane < place + bands.slot)
-        vectors[vector] = vectors[vector] + product * own.astype(F32)
-    return vectors[0] if len(vectors) == 1 else jnp.concatenate(vectors, axis=1)
+        product = _rotate(product, place + opposite.halo + bands.halo - WINDOW)
+        vectors[vector] = product if vectors[vector] is None else vectors[vector] + product
+    return vectors
 
 
-def convolve(bands, filters, mask, apart, start, size, out, r) -> None:
-    """Writes positions start to start + size of row r: filters of these times a window."""
-    # Multiplied by the mask: a selection before a product makes the compiler fail. It takes clean
-    # filters, though.
-    real, mask = mask
-    if real is not None:
-        filters = jnp.concatenate(
-            [
-                jnp.where(real, filters[:, lane : lane + LANES], 0.0)
-                for lane in range(0, bands.slot_lanes, LANES)
-            ],
-            axis=1,
-        )
-    mask = mask.astype(F32)
+def convolve(bands, filters, copy, start, size, out, r) -> None:
+    """Writes positions start to start + size of row r: filters of these times a window.
+
+    Args:
+      filters: for each vector of slots [size, 128], 0 where a tap may not read.
+      copy: scratch of `copies` with the row.
+    """
+    # Multiplied by the mask: a selection before a product makes the compiler fail.
+    mask = _reach(bands, size).astype(F32)
     built = {}
     for begin, end, pairs in bands.blocks():
+        window = _window(copy, begin // LANES, start, out.dtype)
         result = None
         for pair in pairs:
             if pair not in built:
                 vector, place = bands.slot_start(2 * pair)
-                band = filters[:, vector * LANES : (vector + 1) * LANES]
-                band = _rotate(band, -place)
-                built[pair] = (band * mask).astype(out.dtype)
-            product = dot(built[pair], _stack(bands, apart, pair, start, begin, end))
+                built[pair] = (_rotate(filters[vector], -place) * mask).astype(out.dtype)
+            product = dot(built[pair], _pair(bands, window, out.dtype, pair, begin, end))
             result = product if result is None else result + product
-        out[r, pl.ds(start, size), begin:end] = result.astype(out.dtype)
+        out[r, pl.ds(start, size), begin:end] = result[:, : end - begin].astype(out.dtype)
 
 
-def _stack(bands, apart, pair, start, begin, end):
+def _reach(bands, size, *, backwards=False):
+    """[size, 128] whether a window position is within reach of a position of the middle.
+
+    backwards: lane l stands for window position 64 - l.
+    """
+    row = jax.lax.broadcasted_iota(I32, (size, LANES), 0)
+    lane = jax.lax.broadcasted_iota(I32, (size, LANES), 1) % WINDOW
+    distance = (WINDOW - lane if backwards else lane) - row - bands.halo
+    return (distance >= bands.offsets[0]) & (distance <= bands.offsets[-1])
+
+
+def _window(copy, block, start, dtype):
+    """[words, 128] a window of a copy, from a multiple of 16 positions."""
+    first, words = (number * dtype.itemsize // 4 for number in (start, WINDOW))
+    if not isinstance(first, int):
+        first = pl.multiple_of(first, SUBLANES)
+    return copy[block, pl.ds(first, words)]
+
+
+def _pair(bands, window, dtype, pair, begin, end):
     """[128, channels of a block]: a window with the even head of a pair above that with the odd."""
-    window = pl.ds(start, WINDOW)
-    classes = 2 * pair % bands.classes, (2 * pair + 1) % bands.classes
-    return jnp.concatenate([apart[c, window, begin:end] for c in classes], axis=0)
+    channel = begin + jax.lax.broadcasted_iota(I32, (1, LANES), 1)
+    heads = []
+    for head in (2 * pair, 2 * pair + 1):
+        own = (channel >= head * bands.width) & (channel < (head + 1) * bands.width)
+        heads.append(pltpu.bitcast(window & jnp.where(own, -1, 0), dtype))
+    return jnp.concatenate(heads, axis=0)[:, : end - begin]
 
 
 def _rotate(x, lanes):
@@ -149,30 +149,29 @@ def _rotate(x, lanes):
     return x
 
 
-def keep_apart(bands: Bands, row, real, memory, *, backwards: bool = False) -> None:
-    """Copies a row [L, C] with halo into memory [classes, padded length, C], a class of heads each.
+def copy_row(bands: Bands, rows, r, real, memory, *, backwards: bool = False) -> None:
+    """Copies row r of [R, L, C] with halo into memory [blocks, padded length, 128], in words of 32
+    bits, which hold one position or two of a 16-bit type.
 
     Args:
       real: [L, 128] where the row is no padding, or None: everywhere.
       backwards: row halo + t goes to padded_length - halo - t instead.
     """
     after = bands.padded_length - bands.halo - bands.length
-    for begin in range(0, bands.channels, LANES):
+    for block, begin in enumerate(range(0, bands.channels, LANES)):
         end = min(begin + LANES, bands.channels)
-        x = row[:, begin:end].astype(F32)
-        if real is not None:
-            x = jnp.where(real[:, : end - begin], x, 0.0)
-        x = jnp.concatenate([_zeros(bands.halo, x), x, _zeros(after, x)])
+        x = rows[r, :, begin:end].astype(F32)
+        if end - begin < LANES:
+            x = jnp.concatenate([x, jnp.zeros((len(x), LANES - (end - begin)), F32)], axis=1)
+        x = only(real, x)
+        x = jnp.concatenate([_zeros(bands.halo), x, _zeros(after)])
         if backwards:
             x = _backwards(x)
-        head = (begin + jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)) // bands.width
-        for number in range(bands.classes):
-            own = x * (head % bands.classes == number).astype(F32)
-            memory[number, :, begin:end] = own.astype(memory.dtype)
+        memory[block] = pltpu.bitcast(x.astype(rows.dtype), I32)
 
 
-def _zeros(rows, like):
-    return jnp.zeros((rows, like.shape[1]), like.dtype)
+def _zeros(rows):
+    return jnp.zeros((rows, LANES), F32)
 
 
 def _backwards(x):
@@ -194,12 +193,11 @@ def _turn(x, sublane):
     return pltpu.roll(x, 1, axis=0)
 
 
-def fill_halo(bands: Bands, memory, row) -> None:
-    """Position t at row halo + t, zeros around."""
-    edge = jnp.zeros((bands.halo, memory.shape[1]), F32)
-    memory[: bands.halo] = edge
-    memory[bands.halo : bands.halo + bands.length] = row
-    memory[bands.halo + bands.length :] = edge
+def fill_edges(memory, row) -> None:
+    """Position t of [L, 128] at row EDGE + t, zeros around."""
+    memory[:EDGE] = _zeros(EDGE)
+    memory[EDGE : EDGE + len(row)] = row
+    memory[EDGE + len(row) :] = _zeros(EDGE)
 
 
 def for_windows(bands: Bands, body: Callable) -> None:
@@ -218,60 +216,6 @@ def for_windows(bands: Bands, body: Callable) -> None:
     body(start, bands.length - start)
 
 
-class Ids:
-    """What positions of a row may read, from its segment ids; without ids only distance decides."""
-
-    def __init__(self, bands: Bands, rows=None, windows=None, columns=None):
-        self.bands, self.rows, self.windows, self.columns = bands, rows, windows, columns
-
-    def load(self, r) -> None:
-        """Turns the ids of row r from lanes to rows: [L, 128], the same in every lane."""
-        self.r = r
-        if self.rows is None:
-            return
-        for chunk in range(self.rows.shape[1]):
-            lanes = jnp.broadcast_to(self.rows[r, chunk : chunk + 1], (LANES, LANES))
-            first = chunk * LANES
-            size = min(LANES, self.bands.length - first)
-            self.columns[first : first + size] = lanes.astype(F32).T[:size]
-
-    def _window(self, start, *, backwards):
-        """[1, 128] the ids of a window, for both halves of the lanes."""
-        bands = self.bands
-        start = bands.length - 1 - start + bands.halo if backwards else start + WINDOW - bands.halo
-        row = self.windows[self.r, pl.ds(int(backwards), 1)].astype(F32)
-        if isinstance(start, int):
-            window = row[:, start : start + WINDOW]
-        else:
-            window = pltpu.roll(row, -start % row.shape[1], axis=1)[:, :WINDOW]
-        return jnp.concatenate([window, window], axis=1)
-
-    def real(self):
-        return None if self.rows is None else self.columns[...] != 0
-
-    def mask(self, start, size, offsets):
-        """([size, 128] or None where a position is real, where it may read a window position)."""
-        return self._mask(start, size, offsets, backwards=False)
-
-    def mask_backwards(self, start, size, offsets):
-        """The same if lane l stands for window position 64 - l."""
-        return self._mask(start, size, offsets, backwards=True)
-
-    def _mask(self, start, size, offsets, *, backwards):
-        row = jax.lax.broadcasted_iota(jnp.int32, (size, LANES), 0)
-        lane = jax.lax.broadcasted_iota(jnp.int32, (size, LANES), 1) % WINDOW
-        position = WINDOW - lane if backwards else lane
-        distance = position - row - self.bands.halo
-        mask = (distance >= min(offsets)) & (distance <= max(offsets))
-        for boundary in self.bands.boundaries(start):
-            mask &= (row < boundary) == (position - self.bands.halo < boundary)
-        if self.rows is None:
-            return None, mask
-        there = self._window(start, backwards=backwards)
-        here = self.columns[pl.ds(start, size)]
-        return here != 0, mask & (here == there) & (here != 0)
-
-
 def dot(a, b, *, contract=(1, 0)):
     """Product with f32 sums; of f32 factors in full precision, not in one bf16 pass."""
     return jax.lax.dot_general(
@@ -283,70 +227,16 @@ def dot(a, b, *, contract=(1, 0)):
     )
 
 
-def row_block(rows: int, array) -> pl.BlockSpec:
-    """`rows` rows of an array [B, ...] a step."""
-    rest = array.shape[1:]
-    return pl.BlockSpec((rows, *rest), lambda step: (step, *(0 for _ in rest)))
-
-
-def whole(array) -> pl.BlockSpec:
-    return pl.BlockSpec(array.shape, lambda step: (0,) * array.ndim)
-
-
 def copies(bands: Bands, dtype):
-    return pltpu.VMEM((bands.classes, bands.padded_length, bands.channels), dtype)
+    words = bands.padded_length * dtype.itemsize // 4
+    return pltpu.VMEM((-(-bands.channels // LANES), words, LANES), I32)
 
 
-def slots(bands: Bands, *, halo: bool = False):
-    return pltpu.VMEM((bands.length + 2 * bands.halo * halo, bands.slot_lanes), F32)
+def slots(bands: Bands, *, edges: bool = False):
+    return pltpu.VMEM((bands.vectors, bands.length + 2 * EDGE * edges, LANES), F32)
 
 
 def backward_scratch(bands: Bands, dtype):
-    """What `gradients_of_row` works in: backwards, apart, filters and gradients."""
+    """What `gradients_of_row` works in: backwards, copy, filters and gradients."""
     copy = copies(bands, dtype)
-    return [copy, copy, slots(bands, halo=True), slots(bands)]
-
-
-def call(
-    kernel, bands, segment_ids, arrays, specs, *, outputs, output_specs, scratch, rows, interpret
-) -> list[Array]:
-    """pallas_call over the rows; the kernel gets an `Ids` before the arrays."""
-    if segment_ids is None:
-
-        def with_ids(*references):
-            kernel(Ids(bands), *references)
-
-    else:
-        ids = _chunks(segment_ids), _windows(segment_ids)
-        arrays = [*ids, *arrays]
-        specs = [*(row_block(rows, array) for array in ids), *specs]
-        scratch = [*scratch, pltpu.VMEM((bands.length, LANES), F32)]
-
-        def with_ids(chunks, windows, *references):
-            *references, columns = references
-            kernel(Ids(bands, chunks, windows, columns), *references)
-
-    return pl.pallas_call(
-        with_ids,
-        grid=(len(arrays[0]) // rows,),
-        in_specs=specs,
-        out_specs=output_specs,
-        out_shape=outputs,
-        scratch_shapes=scratch,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=block_sizes.vmem_limit()
-        ),
-        interpret=interpret,
-    )(*arrays)
-
-
-def _chunks(segment_ids: Int[Array, "B L"]) -> Int[Array, "B chunks 128"]:
-    batch, length = segment_ids.shape
-    padded = jnp.pad(segment_ids.astype(jnp.int32), ((0, 0), (0, -length % LANES)))
-    return padded.reshape(batch, -1, LANES)
-
-
-def _windows(segment_ids: Int[Array, "B L"]) -> Int[Array, "B 2 P"]:
-    """The ids and the ids backwards, a window of zeros before and at least as many after."""
-    both = jnp.stack([segment_ids, segment_ids[:, ::-1]], axis=1).astype(jnp.int32)
-    return jnp.pad(both, ((0, 0), (0, 0), (WINDOW, WINDOW + -both.shape[2] % LANES)))
+    return [copy, copy, slots(bands.opposite, edges=True), slots(bands.opposite)]
