@@ -1,6 +1,7 @@
 """What one process does: a unit of documents becomes one shard a split and a record of counts."""
 
 import dataclasses
+import functools
 import hashlib
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ from typing import Any
 
 from convbert_jax.data.corpus.packing import ElectraRows, PackedRows, Row
 from convbert_jax.data.corpus.pairs import UNLABELLED, PairRows, split_sentences
-from convbert_jax.data.corpus.rows import ShardWriter, row_dtype
+from convbert_jax.data.corpus.rows import ShardWriter, row_dtype, to_records
 from convbert_jax.data.corpus.shards import checksum, record_path, shard_path
 from convbert_jax.data.records import write_record
 from convbert_jax.data.sources.source import Source
@@ -62,10 +63,11 @@ def process_unit(
     dtype = row_dtype(job.length, job.tokenizer.vocab_size, job.layout)
     counts = {name: Counter() for name in ("train", "validation")}
     tally: Counter = Counter()
+    padded = functools.partial(to_records, dtype=dtype, pad=special.pad)
     layouts, writers = {}, {}
     for name in counts:
         layouts[name] = _make_layout(job, seed=f"{index} {name}")
-        writers[name] = ShardWriter(shard_path(job.directory, name, index), dtype, special.pad)
+        writers[name] = ShardWriter(shard_path(job.directory, name, index), padded)
 
     def write(name: str, rows: Iterable[Row]) -> None:
         rows = list(rows)
