@@ -8,6 +8,7 @@ the fix.
 
 sections.py    every field of pre-training, with its comment: what a user sets
 finetuning.py  those of fine-tuning; own_task.py a labelled data set of the user's own
+parallel.py    pairs of texts
 run.py         the sections together, and what follows from them
 changes.py     which fields may change between two starts of one run, said at each as its type
 network.py     what the model code is built from, and how it follows from the sections
@@ -29,6 +30,7 @@ from convbert_jax.config.network import (
     StageConfig,
 )
 from convbert_jax.config.own_task import TaskSection
+from convbert_jax.config.parallel import ParallelSection
 from convbert_jax.config.reading import from_config_dict, to_config_dict, to_dict, to_text
 from convbert_jax.config.run import Config
 from convbert_jax.config.sections import (
@@ -63,6 +65,7 @@ __all__ = [
     "ObjectiveSection",
     "OptimizerSection",
     "OutputsSection",
+    "ParallelSection",
     "StageConfig",
     "StageSection",
     "TaskSection",

@@ -13,6 +13,7 @@ from convbert_jax.config.network import (
     derive_generator,
 )
 from convbert_jax.config.own_task import TaskSection
+from convbert_jax.config.parallel import ParallelSection
 from convbert_jax.config.sections import (
     HELDOUT_METRICS,
     CheckpointSection,
@@ -53,6 +54,7 @@ class Config:
     objective: ObjectiveSection = dataclasses.field(default_factory=ObjectiveSection)
     tokenizer: TokenizerSection = dataclasses.field(default_factory=TokenizerSection)
     data: DataSection = dataclasses.field(default_factory=DataSection)
+    parallel: ParallelSection = dataclasses.field(default_factory=ParallelSection)
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
     train: TrainSection = dataclasses.field(default_factory=TrainSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)

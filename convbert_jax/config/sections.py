@@ -169,6 +169,9 @@ class TokenizerSection:
     # text used to train a vocabulary, sampled evenly from the whole corpus
     train_megabytes: int = 30
     max_unknown_rate: float = 0.02  # more [UNK] than this on the corpus is refused
+    # of a vocabulary that is trained: so many of its ids stand for spans that were taken out of a
+    # text ([SPAN_0], ...; T5 has 100)
+    sentinels: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -159,11 +159,11 @@ def _encoded(
 
 # --- In a worker process ---
 
-_job: Job | None = None
-_sources: dict[str, Source] = {}
+_job: Any = None
+_sources: dict[str, Any] = {}
 
 
-def start_worker(job: Job, sources: dict[str, Source]) -> None:
+def start_worker(job: Any, sources: dict[str, Any]) -> None:
     """Initializer of a worker: keeps the job, leaves Ctrl-C to the parent, dies with it."""
     global _job
     _job = job
@@ -178,7 +178,13 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
+def given() -> tuple[Any, dict[str, Any]]:
+    """The job and the sources that this worker was started with."""
+    return _job, _sources
+
+
 def process_unit_in_worker(index: int, source: str, position: int, split: str) -> dict[str, Any]:
     """`process_unit` for unit number `position` of the source called `source`."""
-    chosen = _sources[source]
-    return process_unit(_job, index, chosen, chosen.units[position], split)
+    job, sources = given()
+    chosen = sources[source]
+    return process_unit(job, index, chosen, chosen.units[position], split)
