@@ -33,3 +33,5 @@ class ParallelSection:
     # rows of a batch times its longer text, padding included
     batch_tokens: int = 4_096
     shapes: int = 8  # most shapes of batches, each compiled once
+    # padded lengths are multiples of it: 8 suits TPUs, 1 pads least
+    length_multiple: int = 8

@@ -115,12 +115,17 @@ class ShardReader:
         shards: Sequence[tuple[Path, int]],
         dtype: np.dtype,
         from_records: Callable[[Sequence[bytes], np.dtype], np.ndarray] = from_records,
+        *,
+        returned: np.dtype | None = None,
     ):
-        """`shards` are (path, rows); `from_records` makes an array of type `dtype` of records."""
+        """`shards` are (path, rows); `from_records` makes an array of records that hold `dtype`, of
+        type `returned` if that is another.
+        """
         self._paths = [path for path, _ in shards]
         self._starts = np.cumsum([0, *(rows for _, rows in shards)])
         self._readers: list[ArrayRecordReader | None] = [None] * len(shards)
         self._dtype, self._from_records = dtype, from_records
+        self._returned = returned or dtype
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -136,7 +141,7 @@ class ShardReader:
         order = np.argsort(indices, kind="stable")
         wanted = indices[order]
         cuts = np.searchsorted(wanted, self._starts)
-        rows = np.empty(len(indices), self._dtype)
+        rows = np.empty(len(indices), self._returned)
         for shard in np.flatnonzero(np.diff(cuts)):
             begin, end = cuts[shard], cuts[shard + 1]
             local = (wanted[begin:end] - self._starts[shard]).tolist()

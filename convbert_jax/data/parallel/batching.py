@@ -36,6 +36,7 @@ def list_shapes(
         most=section.shapes,
         batch_tokens=section.batch_tokens,
         row_multiple=row_multiple,
+        length_multiple=section.length_multiple,
     )
 
 
@@ -49,8 +50,8 @@ def training_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> "PairBatches":
-    """Endless batches of the train split, each of one of `list_shapes`; see `Plan` for what an epoch
-    is. With `text.sampling` the texts are cut anew by (seed, epoch, row).
+    """Endless batches of the train split, each of one of `list_shapes`; what an epoch is, `Plan`
+    says. With `text.sampling` the texts are cut anew by (seed, epoch, row).
 
     Args:
       row_multiple: what the rows of a global batch are a multiple of: devices along the axis that
@@ -205,7 +206,9 @@ class _Rows:
     ):
         self._text, self._split, self._shapes = text, text.splits[split], shapes
         self._index, self._count = index, count
-        self._reader = ShardReader(self._split.shards, text.id_dtype, from_records)
+        self._reader = ShardReader(
+            self._split.shards, text.id_dtype, from_records, returned=np.dtype(object)
+        )
 
     def batch(self, number: int, rows: np.ndarray, names: tuple[int, int] | None) -> SequenceBatch:
         """The batch of `rows`, -1 for padding; `names` begin the seed that cuts texts anew."""
@@ -228,7 +231,7 @@ class _Rows:
                 for side, tokenizer in enumerate(self._text.vocabularies):
                     room = int(self._split.lengths[row][side])
                     power = self._text.sampling
-                    drawn = draw(tokenizer, texts[side], power, room + 1, *names, row, side)
+                    drawn = draw(tokenizer, texts[side], power, room, *names, row, side)
                     ids[side] = drawn or ids[side]
             sources, targets = map(len, ids)
             batch["source"][place, :sources] = ids[0]

@@ -210,8 +210,8 @@ def _open_tfds(rest: str, columns: tuple[str, ...]) -> PairRows:
     directory, _, split = rest.partition("#")
     if not (Path(directory) / "dataset_info.json").is_file():
         raise DataError(
-            f"{directory} is not a prepared data set (it has no dataset_info.json); name the folder "
-            "of its version, for example NAME/1.0.0."
+            f"{directory} is not a prepared data set (it has no dataset_info.json); name the "
+            "folder of its version, for example NAME/1.0.0."
         )
     split = split or "train"
     rows = open_prepared(directory, split)[0]

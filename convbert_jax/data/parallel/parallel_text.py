@@ -1,4 +1,4 @@
-"""Parallel text as rows on disk: prepared once, on several processes, resumable, checked on opening.
+"""Parallel text as rows on disk: prepared once, in parallel, resumable, checked on opening.
 
 A directory holds what one of a corpus does (`corpus/corpus.py`), with the same promises, and beside
 each shard the lengths of its pairs. Vocabularies of two languages are in folders of their own.
@@ -24,9 +24,15 @@ from convbert_jax.data.corpus.unit_worker import start_worker
 from convbert_jax.data.corpus.working import do_units, lock
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.parallel import vocabularies
+from convbert_jax.data.parallel.metadata import (
+    origin,
+    read_metadata,
+    refuse_changed,
+    refuse_other,
+    summary,
+)
 from convbert_jax.data.parallel.pair_source import PairSource, open_pairs
 from convbert_jax.data.parallel.pair_worker import (
-    FAULTS,
     Job,
     lengths_path,
     process_pairs,
@@ -36,10 +42,6 @@ from convbert_jax.data.parallel.records import id_dtype
 from convbert_jax.data.parallel.vocabularies import Vocabularies
 from convbert_jax.data.records import read_record, write_record
 
-VERSION = 1  # of the rows; raise it when the same config gives other rows
-KIND = "parallel"
-METADATA_FIELDS = {"complete": bool, "made_from": dict}
-SUMMARY_FIELDS = {"tokenizers": list, "splits": {"train": list, "validation": list}, "faults": dict}
 COUNTS = {"rows": int, "file_bytes": int}
 RECORD_FIELDS = {
     "unit": int,
@@ -47,11 +49,6 @@ RECORD_FIELDS = {
     **dict.fromkeys(("bytes", "pieces", "unknown", "pairs"), int),
     "faults": dict,
 }
-# Of a shard: what its file must be.
-SHARD_FIELDS = (
-    *("unit", "rows", "file_bytes", "crc32", "lengths_crc32"),
-    *("source_tokens", "target_tokens"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,12 +111,12 @@ def prepare(config: Config, directory: Path) -> ParallelText:
         sources = _open_sources(config)
         for source in sources.values():
             _ = source.units  # counts lines: unequal ones are refused before anything is made
-        made_from = _origin(config, sources)
-        metadata = _read_metadata(directory)
+        made_from = origin(config, sources)
+        metadata = read_metadata(directory)
         if metadata and any((directory / "units").glob("*.json")):
-            _refuse_other(made_from, metadata["made_from"], directory)
+            refuse_other(made_from, metadata["made_from"], directory)
             made = vocabularies.load(config, directory)
-            _refuse_changed(made, metadata["tokenizers"], directory)
+            refuse_changed(made, metadata["tokenizers"], directory)
         else:
             made = vocabularies.make(config, directory, sources["train"])
             metadata = {
@@ -129,7 +126,7 @@ def prepare(config: Config, directory: Path) -> ParallelText:
             }
             write_record(directory / METADATA, metadata)
         records = _process(config, directory, made, sources)
-        metadata |= _summary(records)
+        metadata |= summary(records)
         _log_summary(metadata, directory, time.monotonic() - started)
         _check_splits(metadata, config)
         write_record(directory / METADATA, metadata | {"complete": True})
@@ -205,78 +202,9 @@ def _finished(directory: Path, index: int, bad_pairs: str) -> dict[str, Any] | N
 # --- What is there ---
 
 
-def _origin(config: Config, sources: Mapping[str, PairSource] | None) -> dict[str, Any]:
-    """Everything that decides the rows, by the name used when it differs."""
-    section = config.parallel
-    result = {
-        "kind": KIND,
-        "version": VERSION,
-        "vocabularies": vocabularies.describe(config),
-        "max_length": section.max_length,
-        "max_ratio": section.max_ratio,
-        "sampling": section.sampling,
-        "heldout_fraction": 0 if section.validation_source else section.heldout_fraction,
-        "source": section.source,
-        "validation_source": section.validation_source,
-    }
-    if sources:
-        result["fingerprints"] = {name: source.fingerprint for name, source in sources.items()}
-    return result
-
-
-def _refuse_other(wanted: dict, there: dict, directory: Path) -> None:
-    """The place of files does not matter where their content is known; nor does that of a
-    vocabulary, whose content is compared where it is read."""
-    names = [name for name in wanted if name not in ("source", "validation_source", "vocabularies")]
-    if "fingerprints" not in wanted:
-        names += ["source", "validation_source"]
-    old, new = there.get("vocabularies", []), wanted["vocabularies"]
-    if [_trained(one) for one in old] != [_trained(one) for one in new]:
-        names.append("vocabularies")
-    different = [
-        f"{name} ({there.get(name)!r} there, {wanted[name]!r} wanted)"
-        for name in names
-        if there.get(name) != wanted[name]
-    ]
-    if different:
-        raise DataError(
-            f"{directory} holds something else; it differs in {', '.join(different)}: set that "
-            f"back, or prepare these elsewhere with {elsewhere(directory)}."
-        )
-
-
-def _trained(vocabulary: dict) -> dict:
-    return {"path": ""} if "path" in vocabulary else vocabulary
-
-
-def _refuse_changed(made: Vocabularies, fingerprints: list[str], directory: Path) -> None:
-    for tokenizer, fingerprint in zip(made, fingerprints, strict=True):
-        if tokenizer.fingerprint != fingerprint:
-            raise DataError(
-                f"{directory} was prepared with another vocabulary or normalization than "
-                f"{tokenizer.path} has now: put it back, or prepare elsewhere with "
-                f"{elsewhere(directory)}."
-            )
-
-
-def _read_metadata(directory: Path) -> dict[str, Any] | None:
-    path = directory / METADATA
-    if not path.is_file():
-        return None
-    remedy = f"put a copy back, or prepare elsewhere with {elsewhere(directory)}"
-    metadata = read_record(path, remedy=remedy, fields=METADATA_FIELDS)
-    if metadata["complete"] and metadata["made_from"].get("kind") == KIND:
-        metadata = read_record(path, remedy=remedy, fields=METADATA_FIELDS | SUMMARY_FIELDS)
-        for shards in metadata["splits"].values():
-            for shard in shards:
-                if not isinstance(shard, dict) or not set(SHARD_FIELDS) <= set(shard):
-                    raise files.damaged(path, "it lists a shard that is none", remedy)
-    return metadata
-
-
 def _open_finished(config: Config, directory: Path) -> ParallelText | None:
     """The pairs, if `directory` holds all of them; the files they came from may be gone by then."""
-    metadata = _read_metadata(directory)
+    metadata = read_metadata(directory)
     if not metadata or not metadata["complete"]:
         return None
     sources = gone = None
@@ -285,7 +213,7 @@ def _open_finished(config: Config, directory: Path) -> ParallelText | None:
     except DataError as error:
         gone = error
     made_from = metadata["made_from"]
-    _refuse_other(_origin(config, sources), made_from, directory)
+    refuse_other(origin(config, sources), made_from, directory)
     if gone:
         logging.warning("%s The pairs prepared from it in %s are used.", gone, directory)
     if metadata["faults"] and config.parallel.bad_pairs == "error":
@@ -295,7 +223,7 @@ def _open_finished(config: Config, directory: Path) -> ParallelText | None:
             f"or mend them and prepare elsewhere with {elsewhere(directory)}."
         )
     made = vocabularies.load(config, directory)
-    _refuse_changed(made, metadata["tokenizers"], directory)
+    refuse_changed(made, metadata["tokenizers"], directory)
     splits = {}
     for name, listed in metadata["splits"].items():
         shards, lengths = [], [np.zeros((0, 2), np.int64)]
@@ -340,27 +268,6 @@ def _read_lengths(path: Path, shard: Mapping[str, int], gone: object) -> np.ndar
 
 
 # --- Counts ---
-
-
-def _summary(records: list[dict]) -> dict[str, Any]:
-    splits = {
-        name: [
-            {"unit": record["unit"], **record["splits"][name]}
-            for record in records
-            if record["splits"][name]["rows"]
-        ]
-        for name in ("train", "validation")
-    }
-    faults = {}
-    for kind in FAULTS:
-        of_kind = [record["faults"][kind] for record in records if kind in record["faults"]]
-        if of_kind:
-            faults[kind] = [sum(count for count, _ in of_kind), of_kind[0][1]]
-    totals = {
-        key: sum(record[key] for record in records)
-        for key in ("bytes", "pieces", "unknown", "pairs")
-    }
-    return {"splits": splits, "faults": faults, **totals}
 
 
 def _check_splits(metadata: dict[str, Any], config: Config) -> None:

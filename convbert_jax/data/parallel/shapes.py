@@ -11,8 +11,6 @@ import numpy as np
 from convbert_jax.data.corpus.shuffling import shuffled
 from convbert_jax.data.errors import DataError
 
-MULTIPLE = 8  # lengths are multiples of it, as the hardware likes them
-
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -24,36 +22,38 @@ class Shape:
 
 
 def choose_shapes(
-    lengths: np.ndarray, *, most: int, batch_tokens: int, row_multiple: int
+    lengths: np.ndarray, *, most: int, batch_tokens: int, row_multiple: int, length_multiple: int
 ) -> tuple[Shape, ...]:
     """At most `most` shapes that pad the least, from the shortest to one that holds all pairs.
 
     A pair is of the first shape whose longer text is no shorter than its own. Which lengths these
-    are is found by dynamic programming over all multiples of `MULTIPLE`; then each text is as long
-    as its pairs, or those of a shorter shape, need.
+    are is found by dynamic programming over all multiples of `length_multiple`; then each text is
+    as long as its pairs, or those of a shorter shape, need.
 
     Args:
       lengths: tokens of each source and target, [rows, 2].
       batch_tokens: most rows times tokens of the longer text.
-      row_multiple: what rows are a multiple of.
+      row_multiple, length_multiple: what rows and padded lengths are multiples of.
 
     Raises:
       DataError: not even `row_multiple` rows of the longest pair fit.
     """
-    longer = _up(lengths.max(axis=1)) // MULTIPLE
+    longer = -(-lengths.max(axis=1) // length_multiple)
     counts = np.bincount(longer)
     edges = _cheapest_edges(counts, most)
     shape_of = np.searchsorted(edges, longer)
     shapes, source, target = [], 0, 0
     for number, edge in enumerate(edges):
         members = lengths[shape_of == number]
-        source, target = np.maximum((source, target), _up(members.max(axis=0)))
-        rows = batch_tokens // int(edge * MULTIPLE) // row_multiple * row_multiple
+        needed = -(-members.max(axis=0) // length_multiple) * length_multiple
+        source, target = np.maximum((source, target), needed)
+        longest = int(edge) * length_multiple
+        rows = batch_tokens // longest // row_multiple * row_multiple
         if not rows:
             raise DataError(
                 f"config.parallel.batch_tokens={batch_tokens} holds no {row_multiple} pairs of "
-                f"{edge * MULTIPLE} tokens, one for each device and microbatch; make it "
-                f"{row_multiple * edge * MULTIPLE} or lower config.parallel.max_length."
+                f"{longest} tokens, one for each device and microbatch; make it "
+                f"{row_multiple * longest} or lower config.parallel.max_length."
             )
         shapes.append(Shape(rows, int(source), int(target)))
     return tuple(shapes)
@@ -154,7 +154,3 @@ def _cheapest_edges(counts: np.ndarray, most: int) -> np.ndarray:
             end = int(cut[end])
             edges.append(end)
     return used[edges[::-1]]
-
-
-def _up(length: np.ndarray) -> np.ndarray:
-    return -(-length // MULTIPLE) * MULTIPLE

@@ -53,7 +53,7 @@ def describe(config: Config) -> list[dict[str, Any]]:
 
 
 def load(config: Config, directory: Path) -> Vocabularies:
-    """The vocabularies named, or those trained into `directory`; TokenizerError as load_tokenizer."""
+    """Those named or trained into `directory`; TokenizerError as `load_tokenizer` has it."""
     found = [load_tokenizer(section, directory / name) for name, section in list_sections(config)]
     return Vocabularies(found[0], found[-1])
 
