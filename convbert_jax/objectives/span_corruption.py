@@ -4,9 +4,9 @@
 Of a row of R tokens round(fraction R) are noise, in round(noise / mean span) spans of random
 lengths that add up to it, and what stays is cut at random into as many parts, the first one before
 the first span. The source is what stays, each span a sentinel; the target the sentinels, each
-followed by its span; both end in [SEP]. So both lengths follow from R alone: rows that are full give sources and
-targets that are full, and nothing is padded or dropped. A row is one text here: documents that are
-packed in it keep their [CLS] and [SEP], but read each other, as in T5.
+followed by its span; both end in [SEP]. Both lengths follow from R alone: rows that are full give
+sources and targets that are full, and nothing is padded or dropped. A row is one text here:
+documents that are packed in it keep their [CLS] and [SEP], but read each other, as in T5.
 """
 
 import dataclasses

@@ -79,6 +79,10 @@ class PairFiles:
             units.append(PairUnit(first + 1, min(stop * MARK_LINES, count) - first, starts, size))
         return tuple(units)
 
+    def place(self, number: int) -> str:
+        """A pair by its number, for errors."""
+        return f"{self.paths[0]} line {number}"
+
     def pairs(self, unit: PairUnit) -> Pairs:
         """(line, texts), or what is wrong with a line.
 
@@ -159,6 +163,10 @@ class PairRows:
     split: str
     columns: tuple[str, ...]
     units: tuple[PairUnit, ...]
+
+    def place(self, number: int) -> str:
+        """A pair by its number, for errors."""
+        return f"{self.name} row {number}"
 
     def pairs(self, unit: PairUnit) -> Pairs:
         """(row from 1, texts), or what is wrong with a row. Raises DataError for damaged files."""

@@ -152,7 +152,7 @@ def _judge(job: Job, pair: tuple[str, str] | Fault, ids) -> tuple[str, str] | No
 
 
 def _report(job: Job, source: PairSource, faults: dict, number: int, kind: str, what: str) -> None:
-    said = f"{source.name} number {number} {what}"
+    said = f"{source.place(number)} {what}"
     if job.bad_pairs == "error":
         raise DataError(f"{said}; mend it, or leave such out by config.parallel.bad_pairs=skip.")
     count, first = faults.get(kind, (0, said))
