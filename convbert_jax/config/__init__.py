@@ -8,14 +8,13 @@ the fix.
 
 sections.py    every field of pre-training, with its comment: what a user sets
 finetuning.py  those of fine-tuning; own_task.py a labelled data set of the user's own
-parallel.py    pairs of texts
 run.py         the sections together, and what follows from them
 changes.py     which fields may change between two starts of one run, said at each as its type
 network.py     what the model code is built from, and how it follows from the sections
 mixers.py      token mixers by name, and what each must say
 implementations.py  of ops, by name
 reading.py     from and to mappings
-checks/        pretraining.py and finetuning.py what must hold between fields, stages.py in stages,
+checks/        pretraining.py, finetuning.py and parallel.py what must hold between fields, stages.py in stages,
                bounds.py of single numbers; rules.py what checks are made of
 short_runs.py  intervals that fit into fewer steps than a config file is made for
 """
@@ -30,7 +29,6 @@ from convbert_jax.config.network import (
     StageConfig,
 )
 from convbert_jax.config.own_task import TaskSection
-from convbert_jax.config.parallel import ParallelSection
 from convbert_jax.config.reading import from_config_dict, to_config_dict, to_dict, to_text
 from convbert_jax.config.run import Config
 from convbert_jax.config.sections import (
@@ -41,6 +39,7 @@ from convbert_jax.config.sections import (
     ModelSection,
     ObjectiveSection,
     OptimizerSection,
+    ParallelSection,
     StageSection,
     TokenizerSection,
     TrainSection,

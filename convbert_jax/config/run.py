@@ -13,7 +13,6 @@ from convbert_jax.config.network import (
     derive_generator,
 )
 from convbert_jax.config.own_task import TaskSection
-from convbert_jax.config.parallel import ParallelSection
 from convbert_jax.config.sections import (
     HELDOUT_METRICS,
     CheckpointSection,
@@ -23,6 +22,7 @@ from convbert_jax.config.sections import (
     ModelSection,
     ObjectiveSection,
     OptimizerSection,
+    ParallelSection,
     TokenizerSection,
     TrainSection,
 )

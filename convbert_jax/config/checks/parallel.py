@@ -1,8 +1,8 @@
 """What the section of parallel text must satisfy."""
 
 from convbert_jax.config.checks.rules import check, check_choice
-from convbert_jax.config.parallel import BAD_PAIRS
 from convbert_jax.config.run import Config
+from convbert_jax.config.sections import BAD_PAIRS
 
 
 def check_parallel(config: Config) -> None:

@@ -239,13 +239,14 @@ def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
         wanted = training_settings(section)
         remedy = f"put a copy back, or delete {directory} and prepare it again"
         there = read_record(Path(directory) / SETTINGS, remedy=remedy, fields=SETTINGS_FIELDS)
-        different = [name for name in wanted if there.get(name) != wanted[name]]
+        names = [*wanted, *(name for name in there if name not in wanted)]
+        different = [name for name in names if there.get(name) != wanted.get(name)]
         if different:
             name = different[0]
             raise TokenizerError(
                 f"The vocabulary in {directory} was trained with {name}={there.get(name)!r} but "
-                f"config.tokenizer.{name}={wanted[name]!r}; set it back, or name another "
-                "config.data.directory."
+                f"config.tokenizer.{name}={getattr(section, name, None)!r}; set it back, or name "
+                "another config.data.directory."
             )
         tokenizer = Tokenizer(section, Path(directory) / KINDS[section.kind].FILE)
     if tokenizer.vocab_size != section.vocab_size:

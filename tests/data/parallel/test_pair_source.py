@@ -132,3 +132,32 @@ def test_the_fingerprint_is_of_the_content(tmp_path):
     a, b = spec.removeprefix("parallel:").split(",")
     prints.add(open_pairs(f"parallel:{b},{a}", SECTION).fingerprint)
     assert len(prints) == 3
+
+
+def test_rows_of_tfds(tmp_path):
+    import tensorflow_datasets as tfds
+
+    class SmallPairs(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            features = tfds.features.Translation(languages=("de", "en"))
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _split_generators(self, download_manager):
+            return {"train": self._generate_examples(PAIRS)}
+
+        def _generate_examples(self, pairs):
+            for i, (source, target) in enumerate(pairs):
+                yield i, {"de": source, "en": target}
+
+    builder = SmallPairs(data_dir=str(tmp_path), file_format="array_record")
+    builder.download_and_prepare()
+    section = ParallelSection(columns=("de", "en"))
+    source = open_pairs(f"tfds:{builder.data_dir}", section)
+    assert sorted(pair for _, pair in read(source)) == sorted(PAIRS)
+    assert source.place(3).endswith(" row 3")
+    with pytest.raises(DataError, match=r"row 1 has no text in 'source'"):
+        open_pairs(f"tfds:{builder.data_dir}", SECTION)
+    with pytest.raises(DataError, match="no split 'dev'"):
+        open_pairs(f"tfds:{builder.data_dir}#dev", section)
