@@ -146,6 +146,19 @@ def trace_pretraining() -> None:
         jax.eval_shape(lambda p, loss=loss, b=batch: loss(p, b, jax.random.key(0)), params)
 
 
+def trace_text() -> None:
+    from convbert_jax.interfaces.special_ids import SpecialIds, sentinel_names
+    from convbert_jax.objectives.next_tokens import shift
+    from convbert_jax.objectives.span_corruption import SpanCounts, corrupt
+
+    extra = {name: 5 + i for i, name in enumerate(sentinel_names(3))}
+    special = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4, extra=extra)
+    rows = jax.ShapeDtypeStruct((2, 48), jnp.int32)
+    jax.eval_shape(lambda t, s: shift(t, s, pad=0), rows, rows)
+    take_out = functools.partial(corrupt, counts=SpanCounts(48), special=special)
+    jax.eval_shape(lambda t, s: take_out(jax.random.key(0), t, s), rows, rows)
+
+
 def main() -> None:
     packages = [f"convbert_jax.{name}" for name in CHECKED]
     with jaxtyping.install_import_hook(packages, "tests.shapes.check_arrays"):
@@ -153,6 +166,7 @@ def main() -> None:
         trace_steps()
         trace_sequences()
         trace_pretraining()
+        trace_text()
         from convbert_jax.ops.softmax import softmax
 
         wrong = jnp.ones((4, 5), bool)  # in a function that has no check of its own

@@ -44,6 +44,7 @@ ROOMS = {
         "sources": {"tables"},
         "tokenizer": set(),
         "corpus": {"sources", "tokenizer"},
+        "parallel": {"tables", "sources", "tokenizer", "corpus"},
         "tasks": {"tables", "sources", "tokenizer"},
         "inputs": {"tables", "tasks"},
     },

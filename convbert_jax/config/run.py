@@ -23,6 +23,7 @@ from convbert_jax.config.sections import (
     ModelSection,
     ObjectiveSection,
     OptimizerSection,
+    ParallelSection,
     TokenizerSection,
     TrainSection,
 )
@@ -55,6 +56,7 @@ class Config:
     distillation: DistillationSection = dataclasses.field(default_factory=DistillationSection)
     tokenizer: TokenizerSection = dataclasses.field(default_factory=TokenizerSection)
     data: DataSection = dataclasses.field(default_factory=DataSection)
+    parallel: ParallelSection = dataclasses.field(default_factory=ParallelSection)
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
     train: TrainSection = dataclasses.field(default_factory=TrainSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)

@@ -43,6 +43,35 @@ class PairBatch(Batch):
     pair_label: Int32[Any, " B"]
 
 
+class LanguageBatch(TypedDict):
+    """Text that a decoder writes, each token from those before it. Axes: B rows, T tokens.
+
+    Made by `objectives.next_tokens.shift`.
+
+    Attributes:
+      tokens: what the decoder reads: [CLS] first, the token before each label.
+      segment_ids: 0 on padding; 1, 2, ... on documents. A label where it is 0 is none.
+      labels: what it is to write, [SEP] at the end; [PAD] where there is none.
+    """
+
+    tokens: Int32[Any, "B T"]
+    segment_ids: Int32[Any, "B T"]
+    labels: Int32[Any, "B T"]
+
+
+class SequenceBatch(LanguageBatch):
+    """A text to read and one to write. Made by `data.parallel.batching` and
+    `objectives.span_corruption.corrupt`. Axes: S tokens of the source.
+
+    Attributes:
+      source: what the encoder reads, [SEP] at the end.
+      source_ids: its segment ids, 0 on padding; a row of padding only fills up a batch.
+    """
+
+    source: Int32[Any, "B S"]
+    source_ids: Int32[Any, "B S"]
+
+
 class FinetuneBatch(Batch):
     """Rows of a task. `Rows.batch` adds the weight.
 

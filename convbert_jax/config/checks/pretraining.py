@@ -10,6 +10,7 @@ from convbert_jax.config.checks import rules
 from convbert_jax.config.checks.bounds import check_bounds
 from convbert_jax.config.checks.distillation import check_distillation
 from convbert_jax.config.checks.finetuning import check_finetuning
+from convbert_jax.config.checks.parallel import check_parallel
 from convbert_jax.config.checks.stages import check_generator, check_stages
 from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
 from convbert_jax.config.network import list_stages
@@ -40,6 +41,7 @@ def check(config: Config) -> None:
         _check_data(config)
         _check_sentence_pairs(config)
     _check_tokenizer(config.tokenizer)
+    check_parallel(config)
     _check_training(config)
     _check_mixers(config)  # the last one, as it loads jax
 
@@ -162,6 +164,11 @@ def _check_sentence_pairs(config: Config) -> None:
 def _check_tokenizer(t: TokenizerSection) -> None:
     rules.check_choice("tokenizer.kind", t.kind, ("sentencepiece", "wordpiece"))
     rules.check_choice("tokenizer.algorithm", t.algorithm, ("unigram", "bpe"))
+    rules.check(
+        t.sentinels == 0 or t.vocab_size >= t.sentinels + 17,
+        f"config.tokenizer.sentinels={t.sentinels} leaves no room for text in "
+        f"config.tokenizer.vocab_size={t.vocab_size}; make it {t.sentinels + 17} or more.",
+    )
 
 
 def _check_training(config: Config) -> None:

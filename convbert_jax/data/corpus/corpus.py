@@ -35,6 +35,7 @@ from convbert_jax.data.corpus.metadata import (
 )
 from convbert_jax.data.corpus.rows import row_dtype
 from convbert_jax.data.corpus.shards import damaged_shard
+from convbert_jax.data.corpus.working import lock
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.records import write_record
 from convbert_jax.data.sources.source import REMOTE, Source, open_source
@@ -89,7 +90,7 @@ def prepare(config: Config, directory: Path) -> Corpus:
         raise DataError(
             f"{directory} could not be made ({error.strerror}); set config.data.directory."
         ) from None
-    with preparation.lock(directory):
+    with lock(directory):
         if opened := _open_finished(config, directory):  # finished while waiting
             return opened
         started = time.monotonic()

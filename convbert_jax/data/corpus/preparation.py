@@ -1,20 +1,11 @@
-"""The work behind `corpus.prepare`: lock, sample, tokenizer, process pool, progress."""
+"""The work behind `corpus.prepare`: sample, tokenizer, the units that are not there yet."""
 
-import collections
-import contextlib
-import multiprocessing
-import os
 import re
-import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent import futures
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-import tqdm
 from absl import logging
 
 from convbert_jax import files
@@ -27,6 +18,7 @@ from convbert_jax.data.corpus.unit_worker import (
     process_unit_in_worker,
     start_worker,
 )
+from convbert_jax.data.corpus.working import do_units
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.records import read_record
 from convbert_jax.data.sources.source import Source
@@ -38,9 +30,6 @@ from convbert_jax.data.tokenizer.tokenizer import (
 )
 
 CHECKED_BYTES = 2_000_000  # of text, to check a vocabulary on
-LOCK_PATIENCE = 12 * 3600  # seconds
-LOG_EVERY = 10  # seconds
-_STARTING = threading.Lock()  # held while this process has no main script, see `_without_script`
 COUNTS = {"rows": int, "file_bytes": int}
 RECORD_FIELDS = {
     "unit": int,
@@ -48,31 +37,6 @@ RECORD_FIELDS = {
     **dict.fromkeys(("bytes", "dropped", "pieces", "unknown", "undecodable", "skipped"), int),
     "encoding_errors": str,
 }
-
-
-@contextlib.contextmanager
-def lock(directory: Path) -> Iterator[None]:
-    """Holds `directory` alone; waits while another process has it, and says so.
-
-    The operating system releases the lock of a process that dies. Raises DataError after
-    `LOCK_PATIENCE` seconds.
-    """
-    with open(directory / "lock", "w") as file:
-        started = logged = time.monotonic()
-        while not files.try_lock(
-            file, f"{directory} cannot be locked; let one process prepare it."
-        ):
-            now = time.monotonic()
-            if now - started > LOCK_PATIENCE:
-                raise DataError(
-                    f"{directory} has been in use by another process for {LOCK_PATIENCE // 3600} "
-                    "hours; end that one or name another config.data.directory."
-                )
-            if logged == started or now - logged > 60:
-                logging.info("Waiting: another process prepares %s.", directory)
-                logged = now
-            time.sleep(0.2)
-        yield
 
 
 def sample(source: Source, size: int) -> Iterator[str]:
@@ -178,30 +142,16 @@ def process_units(
     todo = [i for i, record in records.items() if record is None]
     if len(todo) < len(units):
         logging.info("%d of %d units are there already.", len(units) - len(todo), len(units))
-    workers = min(data.workers or _cores(), len(todo))
-    with _progress(sum(units[i][2].size for i in todo)) as advance:
-        if workers <= 1:
-            for i in todo:
-                name, _, unit = units[i]
-                records[i] = process_unit(job, i, sources[name], unit, split[name])
-                advance(unit.size)
-            return list(records.values())
-        with _pool(workers, job, sources) as pool:
-            waiting = {}
-            with _without_script():  # a submission may start a worker
-                for i in todo:
-                    name, position, _ = units[i]
-                    task = pool.submit(process_unit_in_worker, i, name, position, split[name])
-                    waiting[task] = i
-            for task in futures.as_completed(waiting):
-                i = waiting[task]
-                records[i] = task.result()
-                advance(units[i][2].size)
-    return list(records.values())
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    done = do_units(
+        {i: units[i][2].size for i in todo},
+        lambda i: process_unit(job, i, sources[units[i][0]], units[i][2], split[units[i][0]]),
+        process_unit_in_worker,
+        {i: (i, units[i][0], units[i][1], split[units[i][0]]) for i in todo},
+        workers=data.workers,
+        start=start_worker,
+        start_with=(job, sources),
+    )
+    return list((records | done).values())
 
 
 def _finished(directory: Path, index: int, encoding_errors: str) -> dict[str, Any] | None:
@@ -222,77 +172,3 @@ def _finished(directory: Path, index: int, encoding_errors: str) -> dict[str, An
     if record["undecodable"] and record["encoding_errors"] != encoding_errors:
         return None
     return record
-
-
-@contextlib.contextmanager
-def _pool(workers: int, job: Job, sources: dict[str, Source]):
-    others = multiprocessing.active_children()
-    # Fresh interpreters: the parent may have started jax, whose threads do not survive a fork.
-    pool = futures.ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=start_worker,
-        initargs=(job, sources),
-    )
-    try:
-        yield pool
-    except BrokenProcessPool:
-        raise DataError(
-            "A process that tokenizes was killed, most likely for memory; run again with fewer "
-            "--config.data.workers: what was finished is kept."
-        ) from None
-    except KeyboardInterrupt:  # a unit can take long; after a DataError it is worth the wait
-        for process in multiprocessing.active_children():
-            if process not in others:
-                process.terminate()
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _without_script() -> Iterator[None]:
-    """Context in which processes start without running the user's script again.
-
-    A process that is spawned imports the main module first, in case what it is sent is defined
-    there. Ours is sent nothing of it, and a script without `if __name__ == "__main__":` would begin
-    all over in each.
-    """
-    main = sys.modules["__main__"]
-    with _STARTING:  # two threads that hide the same would put back what is hidden
-        hidden = {
-            name: vars(main).pop(name) for name in ("__spec__", "__file__") if name in vars(main)
-        }
-        main.__spec__ = None
-        try:
-            yield
-        finally:
-            del main.__spec__
-            vars(main).update(hidden)
-
-
-@contextlib.contextmanager
-def _progress(total: int):
-    """Gives a function to call with the bytes done: a bar on a terminal, otherwise log lines."""
-    if sys.stderr.isatty():
-        with tqdm.tqdm(total=total, unit="B", unit_scale=True, desc="Tokenizing") as bar:
-            yield bar.update
-        return
-    state = collections.Counter()
-    started = time.monotonic()
-
-    def advance(size: int) -> None:
-        state["done"] += size
-        elapsed = time.monotonic() - started
-        if elapsed - state["logged"] > LOG_EVERY:
-            state["logged"] = elapsed
-            rate = state["done"] / elapsed
-            logging.info(
-                "Tokenizing: %.0f of %.0f MB, %.1f MB/s, %.0f s left.",
-                state["done"] / 1e6,
-                total / 1e6,
-                rate / 1e6,
-                (total - state["done"]) / rate,
-            )
-
-    yield advance

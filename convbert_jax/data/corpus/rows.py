@@ -1,8 +1,9 @@
 """The stored form of a row: fixed-size records in ArrayRecord files."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
@@ -52,15 +53,16 @@ def from_records(records: Sequence[bytes], dtype: np.dtype) -> np.ndarray:
 class ShardWriter:
     """One ArrayRecord file, written under another name and renamed when it is whole."""
 
-    def __init__(self, path: Path, dtype: np.dtype, pad: int):
+    def __init__(self, path: Path, to_records: Callable[[Sequence[Any]], list[bytes]]):
+        """`to_records`: what of some rows is written."""
         self.path = path
         self.rows = 0
         self._unfinished = path.with_name(f"{path.name}.unfinished")
-        self._dtype, self._pad = dtype, pad
-        self._waiting: list[Row] = []
+        self._to_records = to_records
+        self._waiting: list[Any] = []
         self._writer = None
 
-    def write(self, rows: Iterable[Row]) -> None:
+    def write(self, rows: Iterable[Any]) -> None:
         """Appends `rows`. Raises DataError if the disk is full."""
         self._waiting.extend(rows)
         if len(self._waiting) >= ROWS_AT_ONCE:
@@ -86,7 +88,7 @@ class ShardWriter:
         try:
             if self._writer is None:
                 self._writer = ArrayRecordWriter(str(self._unfinished), WRITER_OPTIONS)
-            for record in to_records(self._waiting, self._dtype, self._pad):
+            for record in self._to_records(self._waiting):
                 self._writer.write(record)
         except (RuntimeError, OSError) as error:
             raise _unwritable(self.path, error) from None
@@ -108,18 +110,28 @@ def _reason(error: Exception) -> str:
 class ShardReader:
     """Random access to the rows of several shards, numbered through."""
 
-    def __init__(self, shards: Sequence[tuple[Path, int]], dtype: np.dtype):
-        """`shards` are (path, rows)."""
+    def __init__(
+        self,
+        shards: Sequence[tuple[Path, int]],
+        dtype: np.dtype,
+        from_records: Callable[[Sequence[bytes], np.dtype], np.ndarray] = from_records,
+        *,
+        returned: np.dtype | None = None,
+    ):
+        """`shards` are (path, rows); `from_records` makes an array of records that hold `dtype`, of
+        type `returned` if that is another.
+        """
         self._paths = [path for path, _ in shards]
         self._starts = np.cumsum([0, *(rows for _, rows in shards)])
         self._readers: list[ArrayRecordReader | None] = [None] * len(shards)
-        self._dtype = dtype
+        self._dtype, self._from_records = dtype, from_records
+        self._returned = returned or dtype
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """Structured array of the rows `indices`, in that order.
+        """Array of the rows `indices`, in that order: structured, or as `from_records` has it.
 
         Raises:
           DataError: a file is missing.
@@ -129,13 +141,13 @@ class ShardReader:
         order = np.argsort(indices, kind="stable")
         wanted = indices[order]
         cuts = np.searchsorted(wanted, self._starts)
-        rows = np.empty(len(indices), self._dtype)
+        rows = np.empty(len(indices), self._returned)
         for shard in np.flatnonzero(np.diff(cuts)):
             begin, end = cuts[shard], cuts[shard + 1]
             local = (wanted[begin:end] - self._starts[shard]).tolist()
             reader = self._reader(shard)
             try:
-                rows[order[begin:end]] = from_records(reader.read(local), self._dtype)
+                rows[order[begin:end]] = self._from_records(reader.read(local), self._dtype)
             except (RuntimeError, ValueError, OSError) as error:  # each row has a hash of its own
                 raise damaged_shard(self._paths[shard], _reason(error)) from None
         return rows

@@ -1,6 +1,7 @@
 """What one process does: a unit of documents becomes one shard a split and a record of counts."""
 
 import dataclasses
+import functools
 import hashlib
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ from typing import Any
 
 from convbert_jax.data.corpus.packing import ElectraRows, PackedRows, Row
 from convbert_jax.data.corpus.pairs import UNLABELLED, PairRows, split_sentences
-from convbert_jax.data.corpus.rows import ShardWriter, row_dtype
+from convbert_jax.data.corpus.rows import ShardWriter, row_dtype, to_records
 from convbert_jax.data.corpus.shards import checksum, record_path, shard_path
 from convbert_jax.data.records import write_record
 from convbert_jax.data.sources.source import Source
@@ -62,10 +63,11 @@ def process_unit(
     dtype = row_dtype(job.length, job.tokenizer.vocab_size, job.layout)
     counts = {name: Counter() for name in ("train", "validation")}
     tally: Counter = Counter()
+    padded = functools.partial(to_records, dtype=dtype, pad=special.pad)
     layouts, writers = {}, {}
     for name in counts:
         layouts[name] = _make_layout(job, seed=f"{index} {name}")
-        writers[name] = ShardWriter(shard_path(job.directory, name, index), dtype, special.pad)
+        writers[name] = ShardWriter(shard_path(job.directory, name, index), padded)
 
     def write(name: str, rows: Iterable[Row]) -> None:
         rows = list(rows)
@@ -157,11 +159,11 @@ def _encoded(
 
 # --- In a worker process ---
 
-_job: Job | None = None
-_sources: dict[str, Source] = {}
+_job: Any = None
+_sources: dict[str, Any] = {}
 
 
-def start_worker(job: Job, sources: dict[str, Source]) -> None:
+def start_worker(job: Any, sources: dict[str, Any]) -> None:
     """Initializer of a worker: keeps the job, leaves Ctrl-C to the parent, dies with it."""
     global _job
     _job = job
@@ -176,7 +178,13 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
+def given() -> tuple[Any, dict[str, Any]]:
+    """The job and the sources that this worker was started with."""
+    return _job, _sources
+
+
 def process_unit_in_worker(index: int, source: str, position: int, split: str) -> dict[str, Any]:
     """`process_unit` for unit number `position` of the source called `source`."""
-    chosen = _sources[source]
-    return process_unit(_job, index, chosen, chosen.units[position], split)
+    job, sources = given()
+    chosen = sources[source]
+    return process_unit(job, index, chosen, chosen.units[position], split)

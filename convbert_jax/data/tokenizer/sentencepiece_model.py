@@ -16,6 +16,7 @@ import sentencepiece
 
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import TokenizerError
+from convbert_jax.interfaces.special_ids import sentinel_names
 
 FILE = "tokenizer.model"
 LONGEST_LINE = 10_000  # characters given to the trainer at once
@@ -57,6 +58,16 @@ class SentencePieceVocabulary:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return self._model.encode(_without_nul(texts), num_threads=1)
+
+    def sample(self, text: str, power: float, seed: int) -> list[int]:
+        """Ids of one of the ways to cut a text, drawn by `seed`: the library's generator belongs to
+        the thread, so no other thread changes what is drawn.
+        """
+        sentencepiece.set_random_generator_seed(seed)
+        (ids,) = self._model.encode(
+            _without_nul([text]), enable_sampling=True, alpha=power, nbest_size=-1, num_threads=1
+        )
+        return ids
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list]]:
         """Ids, and (begin, end) of each in characters of its text, white space before included."""
@@ -102,7 +113,7 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
                 eos_id=-1,
                 pad_piece="[PAD]",
                 unk_piece="[UNK]",
-                control_symbols=["[CLS]", "[SEP]", "[MASK]"],
+                control_symbols=["[CLS]", "[SEP]", "[MASK]", *sentinel_names(section.sentinels)],
                 max_sentence_length=8 * LONGEST_LINE,  # bytes; longer lines would be left out
                 num_threads=16,  # part of the result: sums over threads round differently
                 minloglevel=2,

@@ -24,7 +24,7 @@ from convbert_jax.data.tokenizer.vocabulary_checks import (
     check_tokenizer,
     told_normalization,
 )
-from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interfaces.special_ids import SENTINEL, SpecialIds
 
 __all__ = [
     "Tokenizer",
@@ -52,7 +52,7 @@ class Tokenizer:
       kind: "sentencepiece" or "wordpiece".
       path: the vocabulary file (`*.model`, `vocab.txt` or `tokenizer.json`).
       vocab_size: number of ids.
-      special: ids of [PAD], [UNK], [CLS], [SEP] and [MASK].
+      special: ids of [PAD], [UNK], [CLS], [SEP] and [MASK], and of sentinels if it has some.
       fingerprint: sha256 of the file and, for WordPiece, of the normalization settings (a
         SentencePiece model holds its own).
     """
@@ -77,8 +77,10 @@ class Tokenizer:
         if self.kind == "wordpiece":
             settings = [self.kind, section.lowercase, section.strip_accents, section.max_word_chars]
         self.fingerprint = hashlib.sha256(content + json.dumps(settings).encode()).hexdigest()
-        self.special = SpecialIds(**self._vocabulary.special_ids())
-        self.vocab_size = len(self._vocabulary.entries)
+        entries = self._vocabulary.entries
+        sentinels = {entry: i for i, entry in enumerate(entries) if SENTINEL.fullmatch(entry)}
+        self.special = SpecialIds(**self._vocabulary.special_ids(), extra=sentinels)
+        self.vocab_size = len(entries)
 
     @functools.cached_property
     def _vocabulary(self):
@@ -95,6 +97,24 @@ class Tokenizer:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens around or inside (but for [UNK])."""
         return self._vocabulary.encode(texts)
+
+    def sample(self, text: str, power: float, seed: int) -> list[int]:
+        """Ids of one of the ways to cut `text`, as SentencePiece draws them (Kudo 2018, §3.1).
+
+        Args:
+          power: alpha of the paper, that probabilities are taken to; of BPE the share of merges
+            that are left out.
+          seed: of 32 bits; the same seed gives the same ids.
+
+        Raises:
+          TokenizerError: WordPiece has one way alone.
+        """
+        if self.kind != "sentencepiece":
+            raise TokenizerError(
+                f"{self.path} is a {self.kind} vocabulary, which cuts a text in one way; set "
+                "config.parallel.sampling=0."
+            )
+        return self._vocabulary.sample(text, power, seed)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
         """For each text its token ids as of `encode`, and where they stand: [n, 2] int32 of (first
@@ -149,6 +169,7 @@ def training_settings(section: TokenizerSection) -> dict:
     """The fields of `section` that decide what a trained vocabulary looks like."""
     names = ["kind", "vocab_size", "lowercase", "strip_accents"]
     names += ["algorithm"] if section.kind == "sentencepiece" else ["max_word_chars"]
+    names += ["sentinels"] if section.sentinels else []  # a later field: those without stay theirs
     return {name: getattr(section, name) for name in [*names, "train_megabytes"]}
 
 
@@ -218,13 +239,14 @@ def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
         wanted = training_settings(section)
         remedy = f"put a copy back, or delete {directory} and prepare it again"
         there = read_record(Path(directory) / SETTINGS, remedy=remedy, fields=SETTINGS_FIELDS)
-        different = [name for name in wanted if there.get(name) != wanted[name]]
+        names = [*wanted, *(name for name in there if name not in wanted)]
+        different = [name for name in names if there.get(name) != wanted.get(name)]
         if different:
             name = different[0]
             raise TokenizerError(
                 f"The vocabulary in {directory} was trained with {name}={there.get(name)!r} but "
-                f"config.tokenizer.{name}={wanted[name]!r}; set it back, or name another "
-                "config.data.directory."
+                f"config.tokenizer.{name}={getattr(section, name, None)!r}; set it back, or name "
+                "another config.data.directory."
             )
         tokenizer = Tokenizer(section, Path(directory) / KINDS[section.kind].FILE)
     if tokenizer.vocab_size != section.vocab_size:

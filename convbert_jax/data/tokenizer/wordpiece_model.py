@@ -15,6 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from convbert_jax import files
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import TokenizerError
+from convbert_jax.interfaces.special_ids import sentinel_names
 
 FILE = "tokenizer.json"
 SPECIAL = {"pad": "[PAD]", "unknown": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
@@ -97,7 +98,7 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
     if not by_count:
         raise TokenizerError("There is no text to train a vocabulary on; check config.data.source.")
     alphabet = by_count[:ALPHABET]
-    special = list(SPECIAL.values())
+    special = [*SPECIAL.values(), *sentinel_names(section.sentinels)]
 
     def trained(vocab_size: int, first_entries: list[str]) -> dict[str, int]:
         tokenizer = build_pipeline(section, None)

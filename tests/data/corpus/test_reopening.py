@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sentencepiece import sentencepiece_model_pb2
 
-from convbert_jax.data.corpus import preparation
+from convbert_jax.data.corpus import corpus, preparation
 from convbert_jax.data.corpus.corpus import prepare
 from convbert_jax.data.corpus.rows import ShardReader
 from convbert_jax.data.errors import DataError
@@ -113,8 +113,9 @@ def test_fingerprint_covers_what_changes_rows(config, change, prepared, tmp_path
 
 def test_prepared_corpus_opens_without_work(config, prepared, monkeypatch, contents):
     before = contents(prepared)
-    for name in ("prepare_tokenizer", "process_units", "lock"):
+    for name in ("prepare_tokenizer", "process_units"):
         monkeypatch.setattr(preparation, name, None)
+    monkeypatch.setattr(corpus, "lock", None)
     first, second = (prepare(config, prepared) for _ in range(2))
     assert second.fingerprint == first.fingerprint
     assert second.splits == first.splits

@@ -213,3 +213,36 @@ def test_what_the_texts_raise_is_not_taken_for_a_poor_vocabulary(kind, fault, tm
     with pytest.raises(type(fault)):
         train_tokenizer(texts(), TokenizerSection(kind=kind, vocab_size=300), tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+def test_sentinels_are_ids_that_no_text_has(section, documents, tmp_path):
+    section = dataclasses.replace(section, sentinels=3)
+    tokenizer = train_tokenizer(documents, section, tmp_path)
+    names = ["[SPAN_0]", "[SPAN_1]", "[SPAN_2]"]
+    assert tokenizer.vocab_size == 300
+    assert tokenizer.pieces(tokenizer.special.sentinels) == names
+    assert set(tokenizer.special.sentinels) <= set(tokenizer.special.never_hidden)
+    (ids,) = tokenizer.encode([" ".join(names)])
+    assert not set(tokenizer.special.sentinels) & set(ids)
+    assert load_tokenizer(section, tmp_path).special == tokenizer.special
+    with pytest.raises(TokenizerError, match=r"sentinels=3 but config\.tokenizer\.sentinels=0"):
+        load_tokenizer(dataclasses.replace(section, sentinels=0), tmp_path)
+
+
+def test_sentinels_of_others_are_in_order():
+    five = {"pad": 0, "unknown": 1, "cls": 2, "sep": 3, "mask": 4}
+    extra = {"<extra_id_1>": 8, "<extra_id_10>": 5, "<extra_id_0>": 9, "[other]": 7}
+    assert SpecialIds(**five, extra=extra).sentinels == (9, 8, 5)
+    assert SpecialIds(**five).sentinels == ()
+
+
+def test_a_text_is_cut_anew_by_a_seed(tokenizer, section, documents):
+    text = documents[5].replace("\n", " ")
+    if section.kind == "wordpiece":
+        with pytest.raises(TokenizerError, match="cuts a text in one way"):
+            tokenizer.sample(text, 0.2, 1)
+        return
+    drawn = [tokenizer.sample(text, 0.2, seed) for seed in (1, 2, 3, 1)]
+    assert drawn[0] == drawn[3] != drawn[1]
+    (best,) = tokenizer.encode([text])
+    assert {tokenizer.decode(ids) for ids in drawn} == {tokenizer.decode(best)}

@@ -1,0 +1,248 @@
+"""Prepared pairs to batches: by number of tokens, sharded over processes, read ahead, resumable.
+
+Batch n is a function of (seed, n), and the state of an iterator is one number. Process p takes the
+p-th part of the rows of a batch, so the global batches are the same for any number of processes.
+"""
+
+import collections
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from convbert_jax.config import ParallelSection
+from convbert_jax.data.corpus.rows import ShardReader
+from convbert_jax.data.corpus.shards import Verification
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.parallel.pair_worker import draw
+from convbert_jax.data.parallel.parallel_text import ParallelText
+from convbert_jax.data.parallel.records import from_records
+from convbert_jax.data.parallel.shapes import Plan, Shape, choose_shapes, shape_of_rows
+from convbert_jax.interfaces.batch import SequenceBatch
+
+
+def list_shapes(
+    text: ParallelText, section: ParallelSection, row_multiple: int = 1
+) -> tuple[Shape, ...]:
+    """The shapes of all batches of `text`: those that pad the pairs to train on the least, the last
+    one as long as any pair needs. Raises DataError as `choose_shapes`.
+    """
+    lengths = text.splits["train"].lengths
+    longest = text.splits["validation"].lengths.max(axis=0, initial=0)
+    return choose_shapes(
+        np.concatenate([lengths, longest[None]]),
+        most=section.shapes,
+        batch_tokens=section.batch_tokens,
+        row_multiple=row_multiple,
+        length_multiple=section.length_multiple,
+    )
+
+
+def training_batches(
+    text: ParallelText,
+    section: ParallelSection,
+    *,
+    seed: int,
+    row_multiple: int = 1,
+    prefetch: int = 8,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> "PairBatches":
+    """Endless batches of the train split, each of one of `list_shapes`; what an epoch is, `Plan`
+    says. With `text.sampling` the texts are cut anew by (seed, epoch, row).
+
+    Args:
+      row_multiple: what the rows of a global batch are a multiple of: devices along the axis that
+        divides rows, times microbatches.
+      prefetch: so many batches are read ahead by a thread; 0 reads each when asked.
+
+    Meanwhile the shards are verified, by each process its part of them.
+
+    Raises:
+      DataError: `row_multiple` rows do not fit, or the number of processes does not divide it.
+    """
+    if row_multiple % process_count:
+        raise DataError(
+            f"Batches of a multiple of {row_multiple} rows cannot be divided over {process_count} "
+            "processes."
+        )
+    shapes = list_shapes(text, section, row_multiple)
+    split = text.splits["train"]
+    plan = Plan(shape_of_rows(split.lengths, shapes), shapes, seed)
+    logging.info(
+        "%d batches an epoch of %d pairs, in %d shapes (rows x source x target: %s), %.1f%% of "
+        "them padding.",
+        plan.batches,
+        split.rows,
+        len(shapes),
+        ", ".join(f"{s.rows}x{s.source}x{s.target}" for s in shapes),
+        100 * plan.padding_share(split.lengths),
+    )
+    shards = [
+        (path, checksum)
+        for part in text.splits.values()
+        for (path, _), checksum in zip(part.shards, part.checksums, strict=True)
+    ]
+    identity = {
+        "parallel_text": text.fingerprint,
+        "seed": seed,
+        "shapes": [[s.rows, s.source, s.target] for s in shapes],
+    }
+    return PairBatches(
+        rows=_Rows(text, "train", shapes, process_index, process_count),
+        plan=plan,
+        seed=seed,
+        verification=Verification(shards[process_index::process_count]),
+        prefetch=prefetch,
+        identity=identity,
+    )
+
+
+class PairBatches:
+    """Iterator of batches, of the rows of this process.
+
+    Raises DamagedFileError where it would be the next batch, once a shard is found to be damaged.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: "_Rows",
+        plan: Plan,
+        seed: int,
+        verification: Verification,
+        prefetch: int,
+        identity: dict[str, Any],
+    ):
+        self._rows, self._plan, self._seed = rows, plan, seed
+        self._verification, self._identity, self._ahead = verification, identity, prefetch
+        self._thread = futures.ThreadPoolExecutor(1, "read_ahead") if prefetch else None
+        self._pending: collections.deque = collections.deque()
+        self._next_batch = 0
+
+    def __iter__(self) -> "PairBatches":
+        return self
+
+    def __next__(self) -> SequenceBatch:
+        self._verification.check()
+        if self._thread is None:
+            batch = self._read(self._next_batch)
+        else:
+            while len(self._pending) <= self._ahead:
+                number = self._next_batch + len(self._pending)
+                self._pending.append(self._thread.submit(self._read, number))
+            batch = self._pending.popleft().result()
+        self._next_batch += 1
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        """What `set_state` needs to go on with the next batch; plain JSON."""
+        return {"next_batch": self._next_batch, **self._identity}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to where `get_state` was called.
+
+        Raises:
+          DataError: the state is of other pairs, another seed or other shapes.
+        """
+        for name, here in self._identity.items():
+            if state.get(name) != here:
+                raise DataError(
+                    f"The position in the data was saved with {name}={state.get(name)!r} but this "
+                    f"run has {name}={here!r}; set it back, or start a new run."
+                )
+        while self._pending:
+            self._pending.pop().cancel()
+        self._next_batch = int(state["next_batch"])
+
+    def close(self) -> None:
+        """Ends the threads and closes the files."""
+        self._verification.close()
+        if self._thread:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+        self._rows.close()
+
+    def _read(self, number: int) -> SequenceBatch:
+        shape, rows, epoch = self._plan.batch(number)
+        return self._rows.batch(shape, rows, (self._seed, epoch))
+
+
+def evaluation_batches(
+    text: ParallelText,
+    section: ParallelSection,
+    *,
+    row_multiple: int = 1,
+    rows: int = 0,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Iterator[SequenceBatch]:
+    """One pass over the validation split in a fixed order, each pair exactly once and never cut
+    anew; batches have the shapes of training, the last one is filled up with rows of padding.
+
+    Args:
+      rows: how many pairs to use, spread evenly over the split; 0 is all.
+    """
+    shapes = list_shapes(text, section, row_multiple)
+    split = text.splits["validation"]
+    used = min(rows or split.rows, split.rows)
+    chosen = np.arange(used) * split.rows // used
+    plan = Plan(shape_of_rows(split.lengths[chosen], shapes), shapes, None)
+    reader = _Rows(text, "validation", shapes, process_index, process_count)
+    try:
+        for number in range(plan.batches):
+            shape, places, _ = plan.batch(number)
+            yield reader.batch(shape, np.where(places < 0, -1, chosen[places]), None)
+    finally:
+        reader.close()
+
+
+class _Rows:
+    """Rows of a split as batches, of one process."""
+
+    def __init__(
+        self, text: ParallelText, split: str, shapes: tuple[Shape, ...], index: int, count: int
+    ):
+        self._text, self._split, self._shapes = text, text.splits[split], shapes
+        self._index, self._count = index, count
+        self._reader = ShardReader(
+            self._split.shards, text.id_dtype, from_records, returned=np.dtype(object)
+        )
+
+    def batch(self, number: int, rows: np.ndarray, names: tuple[int, int] | None) -> SequenceBatch:
+        """The batch of `rows`, -1 for padding; `names` begin the seed that cuts texts anew."""
+        shape = self._shapes[number]
+        local = shape.rows // self._count
+        rows = rows[self._index * local : (self._index + 1) * local]
+        source, target = (tokenizer.special for tokenizer in self._text.vocabularies)
+        batch = {
+            "source": np.full((local, shape.source), source.pad, np.int32),
+            "source_ids": np.zeros((local, shape.source), np.int32),
+            "tokens": np.full((local, shape.target), target.pad, np.int32),
+            "segment_ids": np.zeros((local, shape.target), np.int32),
+            "labels": np.full((local, shape.target), target.pad, np.int32),
+        }
+        used = np.flatnonzero(rows >= 0)
+        for place, row, pair in zip(used, rows[used], self._reader.read(rows[used]), strict=True):
+            ids = [pair.source, pair.target]
+            if names is not None and self._text.sampling:
+                texts = (pair.source_text, pair.target_text)
+                for side, tokenizer in enumerate(self._text.vocabularies):
+                    room = int(self._split.lengths[row][side])
+                    power = self._text.sampling
+                    drawn = draw(tokenizer, texts[side], power, room, *names, row, side)
+                    ids[side] = drawn or ids[side]
+            sources, targets = map(len, ids)
+            batch["source"][place, :sources] = ids[0]
+            batch["source"][place, sources] = source.sep
+            batch["source_ids"][place, : sources + 1] = 1
+            batch["tokens"][place, 0] = target.cls
+            batch["tokens"][place, 1 : targets + 1] = ids[1]
+            batch["segment_ids"][place, : targets + 1] = 1
+            batch["labels"][place, :targets] = ids[1]
+            batch["labels"][place, targets] = target.sep
+        return batch
+
+    def close(self) -> None:
+        self._reader.close()

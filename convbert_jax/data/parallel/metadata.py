@@ -1,0 +1,115 @@
+"""What a folder of prepared pairs says of itself: what it was made from, and what is in it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from convbert_jax import files
+from convbert_jax.config import Config
+from convbert_jax.data.corpus.metadata import METADATA, elsewhere
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.parallel import vocabularies
+from convbert_jax.data.parallel.pair_source import PairSource
+from convbert_jax.data.parallel.pair_worker import FAULTS
+from convbert_jax.data.parallel.vocabularies import Vocabularies
+from convbert_jax.data.records import read_record
+
+VERSION = 1  # of the rows; raise it when the same config gives other rows
+KIND = "parallel"
+METADATA_FIELDS = {"complete": bool, "made_from": dict}
+SUMMARY_FIELDS = {"tokenizers": list, "splits": {"train": list, "validation": list}, "faults": dict}
+# Of a shard: what its file must be.
+SHARD_FIELDS = (
+    *("unit", "rows", "file_bytes", "crc32", "lengths_crc32"),
+    *("source_tokens", "target_tokens"),
+)
+
+
+def origin(config: Config, sources: Mapping[str, PairSource] | None) -> dict[str, Any]:
+    """Everything that decides the rows, by the name used when it differs."""
+    section = config.parallel
+    result = {
+        "kind": KIND,
+        "version": VERSION,
+        "vocabularies": vocabularies.describe(config),
+        "max_length": section.max_length,
+        "max_ratio": section.max_ratio,
+        "sampling": section.sampling,
+        "heldout_fraction": 0 if section.validation_source else section.heldout_fraction,
+        "source": section.source,
+        "validation_source": section.validation_source,
+    }
+    if sources:
+        result["fingerprints"] = {name: source.fingerprint for name, source in sources.items()}
+    return result
+
+
+def refuse_other(wanted: dict, there: dict, directory: Path) -> None:
+    """The place of files does not matter where their content is known; nor does that of a
+    vocabulary, whose content is compared where it is read."""
+    names = [name for name in wanted if name not in ("source", "validation_source", "vocabularies")]
+    if "fingerprints" not in wanted:
+        names += ["source", "validation_source"]
+    old, new = there.get("vocabularies", []), wanted["vocabularies"]
+    if [_trained(one) for one in old] != [_trained(one) for one in new]:
+        names.append("vocabularies")
+    different = [
+        f"{name} ({there.get(name)!r} there, {wanted[name]!r} wanted)"
+        for name in names
+        if there.get(name) != wanted[name]
+    ]
+    if different:
+        raise DataError(
+            f"{directory} holds something else; it differs in {', '.join(different)}: set that "
+            f"back, or prepare these elsewhere with {elsewhere(directory)}."
+        )
+
+
+def _trained(vocabulary: dict) -> dict:
+    return {"path": ""} if "path" in vocabulary else vocabulary
+
+
+def refuse_changed(made: Vocabularies, fingerprints: list[str], directory: Path) -> None:
+    for tokenizer, fingerprint in zip(made, fingerprints, strict=True):
+        if tokenizer.fingerprint != fingerprint:
+            raise DataError(
+                f"{directory} was prepared with another vocabulary or normalization than "
+                f"{tokenizer.path} has now: put it back, or prepare elsewhere with "
+                f"{elsewhere(directory)}."
+            )
+
+
+def read_metadata(directory: Path) -> dict[str, Any] | None:
+    path = directory / METADATA
+    if not path.is_file():
+        return None
+    remedy = f"put a copy back, or prepare elsewhere with {elsewhere(directory)}"
+    metadata = read_record(path, remedy=remedy, fields=METADATA_FIELDS)
+    if metadata["complete"] and metadata["made_from"].get("kind") == KIND:
+        metadata = read_record(path, remedy=remedy, fields=METADATA_FIELDS | SUMMARY_FIELDS)
+        for shards in metadata["splits"].values():
+            for shard in shards:
+                if not isinstance(shard, dict) or not set(SHARD_FIELDS) <= set(shard):
+                    raise files.damaged(path, "it lists a shard that is none", remedy)
+    return metadata
+
+
+def summary(records: list[dict]) -> dict[str, Any]:
+    splits = {
+        name: [
+            {"unit": record["unit"], **record["splits"][name]}
+            for record in records
+            if record["splits"][name]["rows"]
+        ]
+        for name in ("train", "validation")
+    }
+    faults = {}
+    for kind in FAULTS:
+        of_kind = [record["faults"][kind] for record in records if kind in record["faults"]]
+        if of_kind:
+            faults[kind] = [sum(count for count, _ in of_kind), of_kind[0][1]]
+    totals = {
+        key: sum(record[key] for record in records)
+        for key in ("bytes", "pieces", "unknown", "pairs")
+    }
+    return {"splits": splits, "faults": faults, **totals}

@@ -1,0 +1,278 @@
+"""Where pairs of texts come from: two files line by line, a table, or rows of TFDS.
+
+A source is cut into units of some 16 MB, which one process reads from beginning to end.
+"""
+
+import dataclasses
+import functools
+import gzip
+import itertools
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from convbert_jax import files
+from convbert_jax.config import ParallelSection
+from convbert_jax.data.errors import DataError, shorten
+from convbert_jax.data.sources.documents import unit_bytes
+from convbert_jax.data.sources.indexed_rows import open_prepared, rows_at
+from convbert_jax.data.sources.text_files import fingerprint_files
+from convbert_jax.data.tables.table_formats import Fault
+from convbert_jax.data.tables.text_lines import open_bytes
+
+DEFAULT_COLUMNS = {"tsv": ("0", "1"), "jsonl": ("source", "target"), "tfds": ("source", "target")}
+KINDS = ("parallel", *DEFAULT_COLUMNS)
+MARK_LINES = 1_024  # between two places of a file that are noted
+ROWS_AT_ONCE = 1_024
+Pairs = Iterator[tuple[int, tuple[str, str] | Fault]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PairUnit:
+    """`count` pairs from number `first` on, counted from 1: lines of files, rows of a data set."""
+
+    first: int
+    count: int
+    starts: tuple[int, ...]  # byte of that line in each file, as decompressed; () of rows
+    size: int  # bytes of text, estimated for rows
+
+
+@dataclasses.dataclass(frozen=True)
+class PairFiles:
+    """Text files, picklable. `fingerprint` depends on content and format, not on the place."""
+
+    name: str
+    fingerprint: str
+    paths: tuple[Path, ...]
+    format: str
+    columns: tuple[str, ...]
+
+    @functools.cached_property
+    def units(self) -> tuple[PairUnit, ...]:
+        """Reads all lines once, to find where units begin.
+
+        Raises:
+          DataError: files of unequal line count, unreadable ones, or no line.
+        """
+        marks, lines = zip(*(_mark_lines(path) for path in self.paths), strict=True)
+        if len(set(lines)) > 1:
+            counts = " but ".join(
+                f"{path} has {count} lines" for path, count in zip(self.paths, lines, strict=True)
+            )
+            raise DataError(
+                f"{counts}; parallel files have a line for each line of the other, blank ones and "
+                "the last one too."
+            )
+        total = sum(of_file[-1] for of_file in marks)
+        if not total:
+            raise DataError(f"{self.paths[0]} is empty; check config.parallel.source.")
+        count = lines[0]
+        blocks = -(-count // MARK_LINES)  # MARK_LINES lines each
+        step = max(1, blocks * unit_bytes(total) // total)
+        units = []
+        for block in range(0, blocks, step):
+            stop = min(block + step, blocks)
+            starts = tuple(of_file[block] for of_file in marks)
+            size = sum(of_file[stop] for of_file in marks) - sum(starts)
+            first = block * MARK_LINES
+            units.append(PairUnit(first + 1, min(stop * MARK_LINES, count) - first, starts, size))
+        return tuple(units)
+
+    def place(self, number: int) -> str:
+        """A pair by its number, for errors."""
+        return f"{self.paths[0]} line {number}"
+
+    def pairs(self, unit: PairUnit) -> Pairs:
+        """(line, texts), or what is wrong with a line.
+
+        Raises:
+          DataError: a file cannot be read.
+        """
+        parse = {"parallel": _parse_parallel, "tsv": self._parse_tsv, "jsonl": self._parse_jsonl}
+        for number, lines in enumerate(self._lines(unit), start=unit.first):
+            if number == 1:
+                lines = [line.removeprefix(b"\xef\xbb\xbf") for line in lines]
+            try:
+                texts = [line.decode("utf-8").rstrip("\r\n") for line in lines]
+            except UnicodeDecodeError as error:
+                yield number, Fault(f"is not UTF-8 (byte {error.start} of the line)")
+                continue
+            if number == 1 and self._has_header:
+                continue
+            yield number, parse[self.format](texts)
+
+    def _lines(self, unit: PairUnit) -> Iterator[tuple[bytes, ...]]:
+        opened = []
+        try:
+            for path, start in zip(self.paths, unit.starts, strict=True):
+                opened.append(open_bytes(path))
+                opened[-1].seek(start)
+            yield from itertools.islice(zip(*opened, strict=False), unit.count)
+        except (OSError, EOFError, zlib.error) as error:
+            raise _unreadable(self.paths[max(0, len(opened) - 1)], error) from None
+        finally:
+            for file in opened:
+                file.close()
+
+    @property
+    def _has_header(self) -> bool:
+        return self.format == "tsv" and not all(name.isdecimal() for name in self.columns)
+
+    @functools.cached_property
+    def _places(self) -> tuple[int, int]:
+        """Columns of a tsv by number."""
+        if not self._has_header:
+            return int(self.columns[0]), int(self.columns[1])
+        path = self.paths[0]
+        with open_bytes(path) as file:
+            header = file.readline().decode("utf-8-sig", "replace").rstrip("\r\n").split("\t")
+        for name in self.columns:
+            if name not in header:
+                raise DataError(
+                    f"{path} has no column '{name}' (its first line has: "
+                    f"{shorten(', '.join(header))}); set config.parallel.columns."
+                )
+        return header.index(self.columns[0]), header.index(self.columns[1])
+
+    def _parse_tsv(self, texts: list[str]) -> tuple[str, str] | Fault:
+        cells, (source, target) = texts[0].split("\t"), self._places
+        if len(cells) <= max(source, target):
+            return Fault(f"has {len(cells)} columns, not the {max(source, target) + 1} it needs")
+        return cells[source], cells[target]
+
+    def _parse_jsonl(self, texts: list[str]) -> tuple[str, str] | Fault:
+        try:
+            row = files.parse_json(texts[0])
+        except ValueError as error:
+            return Fault(f"is not JSON: {str(error).removeprefix('it is not JSON: ')}")
+        return _of_row(row, self.columns)
+
+
+def _parse_parallel(texts: list[str]) -> tuple[str, str]:
+    return texts[0], texts[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class PairRows:
+    """Rows of a folder that TFDS prepared as array_record."""
+
+    name: str
+    fingerprint: str
+    directory: str
+    split: str
+    columns: tuple[str, ...]
+    units: tuple[PairUnit, ...]
+
+    def place(self, number: int) -> str:
+        """A pair by its number, for errors."""
+        return f"{self.name} row {number}"
+
+    def pairs(self, unit: PairUnit) -> Pairs:
+        """(row from 1, texts), or what is wrong with a row. Raises DataError for damaged files."""
+        rows = open_prepared(self.directory, self.split)[0]
+        stop = unit.first - 1 + unit.count
+        for start in range(unit.first - 1, stop, ROWS_AT_ONCE):
+            wanted = range(start, min(start + ROWS_AT_ONCE, stop))
+            for i, row in zip(wanted, rows_at(rows, wanted, self.name), strict=True):
+                yield i + 1, _of_row(row, self.columns)
+
+
+PairSource = PairFiles | PairRows
+
+
+def open_pairs(spec: str, section: ParallelSection) -> PairSource:
+    """The pairs that `spec` names, e.g. "parallel:train.de,train.en"; nothing is read through yet.
+
+    Raises:
+      DataError: an unknown kind, a file that is not there, or columns that are not.
+    """
+    kind, _, rest = spec.partition(":")
+    if kind not in KINDS or not rest:
+        raise DataError(
+            f"Pairs '{spec}' are not understood; write parallel:FILE,FILE, tsv:FILE, jsonl:FILE or "
+            "tfds:DIR."
+        )
+    columns = section.columns or DEFAULT_COLUMNS.get(kind, ())
+    if kind == "tfds":
+        return _open_tfds(rest, columns)
+    paths = tuple(Path(files.expand(name.strip())) for name in rest.split(","))
+    expected = 2 if kind == "parallel" else 1
+    if len(paths) != expected:
+        raise DataError(
+            f"'{spec}' names {len(paths)} files, but {kind} has "
+            f"{'two, with a comma between' if expected == 2 else 'one'}."
+        )
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"{path} is no file; check config.parallel.source.")
+    root = Path(os.path.commonpath([path.absolute().parent for path in paths]))
+    prints = fingerprint_files([p.absolute() for p in paths], root, f"{kind} {','.join(columns)}")
+    opened = PairFiles(spec, prints, paths, kind, columns)
+    if kind == "tsv":
+        _ = opened._places  # refused here, not by a worker
+    return opened
+
+
+def _open_tfds(rest: str, columns: tuple[str, ...]) -> PairRows:
+    directory, _, split = rest.partition("#")
+    if not (Path(directory) / "dataset_info.json").is_file():
+        raise DataError(
+            f"{directory} is not a prepared data set (it has no dataset_info.json); name the "
+            "folder of its version, for example NAME/1.0.0."
+        )
+    split = split or "train"
+    rows = open_prepared(directory, split)[0]
+    count, name = len(rows), f"tfds:{rest}"
+    if not count:
+        raise DataError(f"{name} has no rows.")
+    first = rows_at(rows, [0], name)[0]
+    pair = _of_row(first, columns)
+    if isinstance(pair, Fault):
+        raise DataError(f"{name} row 1 {pair.problem}; set config.parallel.columns.")
+    found = sorted(path for path in Path(directory).glob("*.array_record*") if path.is_file())
+    prints = fingerprint_files(found, Path(directory), f"tfds {split} {','.join(columns)}")
+    average = max(1, len(pair[0].encode()) + len(pair[1].encode()))
+    step = max(1, unit_bytes(average * count) // average)
+    units = tuple(
+        PairUnit(start + 1, min(step, count - start), (), min(step, count - start) * average)
+        for start in range(0, count, step)
+    )
+    return PairRows(name, prints, directory, split, columns, units)
+
+
+def _of_row(row, columns: tuple[str, ...]) -> tuple[str, str] | Fault:
+    if not isinstance(row, dict):
+        return Fault("is not a JSON object")
+    texts = []
+    for name in columns:
+        text = row.get(name)
+        try:
+            text = text.decode("utf-8") if isinstance(text, bytes) else text
+        except UnicodeDecodeError:
+            return Fault(f"has no UTF-8 in '{name}'")
+        if not isinstance(text, str):
+            return Fault(f"has no text in '{name}' (it has: {shorten(', '.join(map(str, row)))})")
+        texts.append(text)
+    return texts[0], texts[1]
+
+
+def _mark_lines(path: Path) -> tuple[list[int], int]:
+    """Bytes before every `MARK_LINES`-th line of a file and before its end; its lines."""
+    marks, lines, size = [], 0, 0
+    try:
+        with open_bytes(path) as file:
+            for line in file:
+                if lines % MARK_LINES == 0:
+                    marks.append(size)
+                lines += 1
+                size += len(line)
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from None
+    return [*marks, size], lines
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile):
+        return DataError(f"{path} is a damaged gzip file ({error}); fetch it again.")
+    return DataError(f"{path} cannot be read: {error.strerror}.")

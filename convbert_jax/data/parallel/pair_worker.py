@@ -1,0 +1,193 @@
+"""What one process does: a unit of pairs becomes one shard a split and a record of counts."""
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convbert_jax import files
+from convbert_jax.data.corpus import unit_worker
+from convbert_jax.data.corpus.rows import ShardWriter
+from convbert_jax.data.corpus.shards import checksum, record_path, shard_path
+from convbert_jax.data.corpus.unit_worker import heldout_hash
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.parallel.pair_source import PairSource
+from convbert_jax.data.parallel.records import Pair, id_dtype, to_records
+from convbert_jax.data.parallel.vocabularies import Vocabularies
+from convbert_jax.data.records import write_record
+from convbert_jax.data.tables.table_formats import Fault
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+
+PAIRS_AT_ONCE = 2_048
+TRIALS = 4  # draws of a text that say how much room it needs
+FAULTS = ("unreadable", "empty", "long", "uneven")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """All that the units of some parallel text have in common."""
+
+    directory: Path
+    vocabularies: Vocabularies
+    max_length: int
+    max_ratio: float
+    bad_pairs: str
+    sampling: float
+    heldout_fraction: float
+
+
+def lengths_path(directory: Path, split: str, index: int) -> Path:
+    """The file of the tokens of each pair of a shard, [rows, 2], end marks included: those of a row
+    for planning, so that batches are planned without reading rows.
+    """
+    return shard_path(directory, split, index).with_suffix(".lengths")
+
+
+def process_pairs(
+    job: Job, index: int, source: PairSource, unit: Any, split: str = ""
+) -> dict[str, Any]:
+    """Writes the shards of unit `index`, then its record, and returns the record.
+
+    Args:
+      split: "train" or "validation" for all pairs, or "" to hold some out by their hash.
+
+    Raises:
+      DataError: a bad pair under bad_pairs="error", an unreadable file or a full disk; nothing of
+        the unit is recorded then.
+    """
+    started = time.monotonic()
+    dtype = id_dtype(*(tokenizer.vocab_size for tokenizer in job.vocabularies))
+    names = ("train", "validation")
+    writers = {
+        name: ShardWriter(
+            shard_path(job.directory, name, index), functools.partial(to_records, dtype=dtype)
+        )
+        for name in names
+    }
+    counts, lengths = {name: Counter() for name in names}, {name: [] for name in names}
+    tally: Counter = Counter()
+    faults: dict[str, list] = {}
+    found = source.pairs(unit)
+    while block := list(itertools.islice(found, PAIRS_AT_ONCE)):
+        texts = [pair for _, pair in block if not isinstance(pair, Fault)]
+        encoded = iter(_encode(job.vocabularies, texts))
+        for number, pair in block:
+            ids = None if isinstance(pair, Fault) else next(encoded)
+            if fault := _judge(job, pair, ids):
+                _report(job, source, faults, number, *fault)
+                continue
+            tally["bytes"] += sum(len(text.encode()) for text in pair)
+            tally["pieces"] += sum(map(len, ids))
+            for tokenizer, part in zip(job.vocabularies, ids, strict=True):
+                tally["unknown"] += list(part).count(tokenizer.special.unknown)
+            held = heldout_hash("\t".join(pair)) < job.heldout_fraction
+            name = split or ("validation" if held else "train")
+            row = Pair(*ids, *(pair if job.sampling else ("", "")))
+            writers[name].write([row])
+            lengths[name].append(_room(job, pair, ids))
+            counts[name]["source_tokens"] += len(ids[0]) + 1
+            counts[name]["target_tokens"] += len(ids[1]) + 1
+    for name in names:
+        counts[name]["file_bytes"] = writers[name].finish()
+        counts[name]["rows"] = writers[name].rows
+        if writers[name].rows:
+            counts[name]["crc32"] = checksum(writers[name].path)
+            path = lengths_path(job.directory, name, index)
+            _write_lengths(path, lengths[name])
+            counts[name]["lengths_crc32"] = checksum(path)
+    record = {
+        "unit": index,
+        "splits": counts,
+        **{name: tally[name] for name in ("bytes", "pieces", "unknown")},
+        "pairs": unit.count,
+        "faults": faults,
+        "seconds": round(time.monotonic() - started, 3),
+    }
+    write_record(record_path(job.directory, index), record)
+    return record
+
+
+def draw(tokenizer: Tokenizer, text: str, power: float, room: int, *names: object) -> list[int]:
+    """Ids of a text that leave room for the end mark, cut anew by the seed that `names` make; []
+    where none of `TRIALS` draws is that short.
+    """
+    for trial in range(TRIALS):
+        seed = int(heldout_hash(" ".join(map(str, (*names, trial)))) * 2**32)
+        ids = tokenizer.sample(text, power, seed)
+        if 0 < len(ids) < room:
+            return ids
+    return []
+
+
+def _encode(vocabularies: Vocabularies, texts: Sequence[tuple[str, str]]) -> Iterator[tuple]:
+    sides = [
+        tokenizer.encode([pair[side] for pair in texts]) if texts else []
+        for side, tokenizer in enumerate(vocabularies)
+    ]
+    return zip(*sides, strict=True)
+
+
+def _judge(job: Job, pair: tuple[str, str] | Fault, ids) -> tuple[str, str] | None:
+    """(kind, what is wrong) of a pair that cannot be used."""
+    if isinstance(pair, Fault):
+        return "unreadable", pair.problem
+    for side, part in zip(("source", "target"), ids, strict=True):
+        if not len(part):
+            return "empty", f"has an empty {side}"
+    sizes = [len(part) + 1 for part in ids]
+    for side, size in zip(("source", "target"), sizes, strict=True):
+        if size > job.max_length:
+            most = f"config.parallel.max_length={job.max_length}"
+            return "long", f"has a {side} of {size} tokens, more than {most}"
+    if job.max_ratio and max(sizes) > job.max_ratio * min(sizes):
+        most = f"config.parallel.max_ratio={job.max_ratio:g}"
+        return "uneven", f"has texts of {sizes[0]} and {sizes[1]} tokens, beyond {most}"
+    return None
+
+
+def _report(job: Job, source: PairSource, faults: dict, number: int, kind: str, what: str) -> None:
+    said = f"{source.place(number)} {what}"
+    if job.bad_pairs == "error":
+        raise DataError(f"{said}; mend it, or leave such out by config.parallel.bad_pairs=skip.")
+    count, first = faults.get(kind, (0, said))
+    faults[kind] = [count + 1, first]
+
+
+def _room(job: Job, pair: tuple[str, str], ids) -> tuple[int, int]:
+    """Tokens to plan for: of texts that are cut anew the most of `TRIALS` draws."""
+    if not job.sampling:
+        return len(ids[0]) + 1, len(ids[1]) + 1
+    result = []
+    for side, tokenizer in enumerate(job.vocabularies):
+        drawn = (
+            len(tokenizer.sample(pair[side], job.sampling, trial)) + 1 for trial in range(TRIALS)
+        )
+        result.append(max(len(ids[side]) + 1, min(job.max_length, max(drawn))))
+    return result[0], result[1]
+
+
+def _write_lengths(path: Path, lengths: Sequence[tuple[int, int]]) -> None:
+    try:
+        with files.replacing(path) as file:
+            file.write(np.asarray(lengths, "<u4").tobytes())
+    except OSError as error:
+        raise DataError(
+            f"{path} could not be written ({error.strerror}); free some space or name another "
+            "config.data.directory, then run again: what was finished is kept."
+        ) from None
+
+
+# --- In a worker process ---
+
+
+def process_pairs_in_worker(index: int, source: str, position: int, split: str) -> dict[str, Any]:
+    """`process_pairs` for unit number `position` of the source called `source`."""
+    job, sources = unit_worker.given()
+    chosen = sources[source]
+    return process_pairs(job, index, chosen, chosen.units[position], split)

@@ -1,0 +1,315 @@
+"""Parallel text as rows on disk: prepared once, in parallel, resumable, checked on opening.
+
+A directory holds what one of a corpus does (`corpus/corpus.py`), with the same promises, and beside
+each shard the lengths of its pairs. Vocabularies of two languages are in folders of their own.
+"""
+
+import dataclasses
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from convbert_jax import files
+from convbert_jax.config import Config
+from convbert_jax.data.corpus.metadata import METADATA, elsewhere
+from convbert_jax.data.corpus.shards import damaged_shard, record_path, shard_path
+from convbert_jax.data.corpus.unit_worker import start_worker
+from convbert_jax.data.corpus.working import do_units, lock
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.parallel import vocabularies
+from convbert_jax.data.parallel.metadata import (
+    origin,
+    read_metadata,
+    refuse_changed,
+    refuse_other,
+    summary,
+)
+from convbert_jax.data.parallel.pair_source import PairSource, open_pairs
+from convbert_jax.data.parallel.pair_worker import (
+    Job,
+    lengths_path,
+    process_pairs,
+    process_pairs_in_worker,
+)
+from convbert_jax.data.parallel.records import id_dtype
+from convbert_jax.data.parallel.vocabularies import Vocabularies
+from convbert_jax.data.records import read_record, write_record
+
+COUNTS = {"rows": int, "file_bytes": int}
+RECORD_FIELDS = {
+    "unit": int,
+    "splits": {"train": COUNTS, "validation": COUNTS},
+    **dict.fromkeys(("bytes", "pieces", "unknown", "pairs"), int),
+    "faults": dict,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PairSplit:
+    """`lengths`: [rows, 2] tokens to plan for of each source and target, end marks included."""
+
+    shards: tuple[tuple[Path, int], ...]  # (file, rows), in order
+    checksums: tuple[int, ...]
+    lengths: np.ndarray
+    tokens: tuple[int, int]  # of all sources and all targets
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelText:
+    """Prepared pairs, ready for `batching`.
+
+    `fingerprint` identifies the pairs: sources, vocabularies, filters and splits.
+    """
+
+    directory: Path
+    vocabularies: Vocabularies
+    sampling: float
+    fingerprint: str
+    splits: dict[str, PairSplit]  # "train", "validation"
+
+    @property
+    def id_dtype(self) -> np.dtype:
+        return id_dtype(*(tokenizer.vocab_size for tokenizer in self.vocabularies))
+
+
+def prepare(config: Config, directory: Path) -> ParallelText:
+    """The parallel text of `config` in `directory`; does whatever is missing there.
+
+    Trains or loads the vocabularies, checks them on a sample, and writes shards on
+    `config.data.workers` processes. Safe to kill and to run again. Another process that prepares
+    the same directory is waited for.
+
+    Raises:
+      DataError: no pairs, files of unequal line count, bad pairs under bad_pairs="error", a
+        vocabulary that cannot be used, a full disk, or a directory that holds something else.
+        Nothing there is overwritten or deleted.
+    """
+    directory = Path(directory)
+    if opened := _open_finished(config, directory):
+        return opened
+    try:
+        (directory / "units").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{directory} could not be made ({error.strerror}); set config.data.directory."
+        ) from None
+    with lock(directory):
+        if opened := _open_finished(config, directory):  # finished while waiting
+            return opened
+        started = time.monotonic()
+        sources = _open_sources(config)
+        for source in sources.values():
+            _ = source.units  # counts lines: unequal ones are refused before anything is made
+        made_from = origin(config, sources)
+        metadata = read_metadata(directory)
+        if metadata and any((directory / "units").glob("*.json")):
+            refuse_other(made_from, metadata["made_from"], directory)
+            made = vocabularies.load(config, directory)
+            refuse_changed(made, metadata["tokenizers"], directory)
+        else:
+            made = vocabularies.make(config, directory, sources["train"])
+            metadata = {
+                "complete": False,
+                "made_from": made_from,
+                "tokenizers": [tokenizer.fingerprint for tokenizer in made],
+            }
+            write_record(directory / METADATA, metadata)
+        records = _process(config, directory, made, sources)
+        metadata |= summary(records)
+        _log_summary(metadata, directory, time.monotonic() - started)
+        _check_splits(metadata, config)
+        write_record(directory / METADATA, metadata | {"complete": True})
+    return _open_finished(config, directory)
+
+
+def _open_sources(config: Config) -> dict[str, PairSource]:
+    section = config.parallel
+    if not section.source:
+        raise DataError(
+            "config.parallel.source is empty; name pairs, for example "
+            "parallel:train.de,train.en, tsv:FILE or jsonl:FILE."
+        )
+    sources = {"train": open_pairs(section.source, section)}
+    if section.validation_source:
+        sources["validation"] = open_pairs(section.validation_source, section)
+    return sources
+
+
+def _process(
+    config: Config, directory: Path, made: Vocabularies, sources: dict[str, PairSource]
+) -> list[dict[str, Any]]:
+    """Records of all units, doing those that are not there yet."""
+    section = config.parallel
+    job = Job(
+        directory=directory,
+        vocabularies=made,
+        max_length=section.max_length,
+        max_ratio=section.max_ratio,
+        bad_pairs=section.bad_pairs,
+        sampling=section.sampling,
+        heldout_fraction=section.heldout_fraction,
+    )
+    units = [
+        (name, position, unit)
+        for name, source in sources.items()
+        for position, unit in enumerate(source.units)
+    ]
+    split = {name: name if "validation" in sources else "" for name in sources}
+    records = {i: _finished(directory, i, section.bad_pairs) for i in range(len(units))}
+    todo = [i for i, record in records.items() if record is None]
+    if len(todo) < len(units):
+        logging.info("%d of %d units are there already.", len(units) - len(todo), len(units))
+    done = do_units(
+        {i: units[i][2].size for i in todo},
+        lambda i: process_pairs(job, i, sources[units[i][0]], units[i][2], split[units[i][0]]),
+        process_pairs_in_worker,
+        {i: (i, units[i][0], units[i][1], split[units[i][0]]) for i in todo},
+        workers=config.data.workers,
+        start=start_worker,
+        start_with=(job, sources),
+    )
+    return list((records | done).values())
+
+
+def _finished(directory: Path, index: int, bad_pairs: str) -> dict[str, Any] | None:
+    remedy = "delete it and start again: that part is prepared anew"
+    path = record_path(directory, index)
+    try:
+        record = read_record(path, remedy=remedy, fields=RECORD_FIELDS)
+    except FileNotFoundError:
+        return None
+    if record["unit"] != index:
+        raise files.damaged(path, "it is of another unit", remedy)
+    for split, counts in record["splits"].items():
+        made = (shard_path, lengths_path) if counts["rows"] else ()
+        if not all(of(directory, split, index).is_file() for of in made):
+            logging.warning("A shard of unit %d is missing; it is prepared anew.", index)
+            return None
+    return None if record["faults"] and bad_pairs == "error" else record  # raises what it found
+
+
+# --- What is there ---
+
+
+def _open_finished(config: Config, directory: Path) -> ParallelText | None:
+    """The pairs, if `directory` holds all of them; the files they came from may be gone by then."""
+    metadata = read_metadata(directory)
+    if not metadata or not metadata["complete"]:
+        return None
+    sources = gone = None
+    try:
+        sources = _open_sources(config)
+    except DataError as error:
+        gone = error
+    made_from = metadata["made_from"]
+    refuse_other(origin(config, sources), made_from, directory)
+    if gone:
+        logging.warning("%s The pairs prepared from it in %s are used.", gone, directory)
+    if metadata["faults"] and config.parallel.bad_pairs == "error":
+        first = next(iter(metadata["faults"].values()))[1]
+        raise DataError(
+            f"{first}; {directory} was prepared without such: set config.parallel.bad_pairs=skip, "
+            f"or mend them and prepare elsewhere with {elsewhere(directory)}."
+        )
+    made = vocabularies.load(config, directory)
+    refuse_changed(made, metadata["tokenizers"], directory)
+    splits = {}
+    for name, listed in metadata["splits"].items():
+        shards, lengths = [], [np.zeros((0, 2), np.int64)]
+        for shard in listed:
+            path = shard_path(directory, name, shard["unit"])
+            of_rows = lengths_path(directory, name, shard["unit"])
+            missing = [str(file) for file in (path, of_rows) if not file.is_file()]
+            if missing and not gone:
+                return None
+            if missing:
+                raise DataError(
+                    f"{missing[0]} is missing; put a copy back, as it cannot be prepared anew: "
+                    f"{gone}"
+                )
+            if path.stat().st_size != shard["file_bytes"]:
+                what = f"it has {path.stat().st_size} bytes instead of {shard['file_bytes']}"
+                raise damaged_shard(path, what, gone)
+            lengths.append(_read_lengths(of_rows, shard, gone))
+            shards.append((path, shard["rows"]))
+        splits[name] = PairSplit(
+            shards=tuple(shards),
+            checksums=tuple(shard["crc32"] for shard in listed),
+            lengths=np.concatenate(lengths),
+            tokens=tuple(
+                sum(shard[side] for shard in listed) for side in ("source_tokens", "target_tokens")
+            ),
+        )
+    rest = ("source", "validation_source", "vocabularies")
+    identity = [
+        metadata["tokenizers"],
+        {name: value for name, value in made_from.items() if name not in rest},
+    ]
+    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return ParallelText(directory, made, config.parallel.sampling, fingerprint, splits)
+
+
+def _read_lengths(path: Path, shard: Mapping[str, int], gone: object) -> np.ndarray:
+    data = path.read_bytes()
+    if zlib.crc32(data) != shard["lengths_crc32"] or len(data) != 8 * shard["rows"]:
+        raise damaged_shard(path, "its checksum is not that of its preparation", gone)
+    return np.frombuffer(data, "<u4").reshape(-1, 2).astype(np.int64)
+
+
+# --- Counts ---
+
+
+def _check_splits(metadata: dict[str, Any], config: Config) -> None:
+    section = config.parallel
+    faults = metadata["faults"]
+    first = f" The first of them: {next(iter(faults.values()))[1]}." if faults else ""
+    if not metadata["splits"]["train"]:
+        raise DataError(
+            f"config.parallel.source='{section.source}' has no pair to train on; check it, "
+            f"config.parallel.columns, max_length and max_ratio.{first}"
+        )
+    if not metadata["splits"]["validation"]:
+        if section.validation_source:
+            raise DataError(
+                f"config.parallel.validation_source='{section.validation_source}' has no pair to "
+                f"evaluate on; check it.{first}"
+            )
+        raise DataError(
+            f"config.parallel.heldout_fraction={section.heldout_fraction} holds out no pair; raise "
+            "it and name another config.data.directory, or name config.parallel.validation_source."
+        )
+
+
+def _log_summary(metadata: dict[str, Any], directory: Path, seconds: float) -> None:
+    rows = {name: sum(s["rows"] for s in metadata["splits"][name]) for name in metadata["splits"]}
+    tokens = [
+        sum(shard[side] for part in metadata["splits"].values() for shard in part)
+        for side in ("source_tokens", "target_tokens")
+    ]
+    logging.info(
+        "Prepared %s: %d pairs to train on, %d held out, %d and %d tokens, %.3f%% unknown, "
+        "%.1f MB of text in %.1f s (%.0f pairs/s).",
+        directory,
+        rows["train"],
+        rows["validation"],
+        *tokens,
+        100 * metadata["unknown"] / max(1, metadata["pieces"]),
+        metadata["bytes"] / 1e6,
+        seconds,
+        metadata["pairs"] / max(0.001, seconds),
+    )
+    for kind, (count, first) in metadata["faults"].items():
+        logging.warning(
+            "%d of %d pairs left out (%s); the first: %s.", count, metadata["pairs"], kind, first
+        )

@@ -1,0 +1,163 @@
+"""Pairs out of files: the same whatever the format, each once whatever the units."""
+
+import gzip
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convbert_jax.config import ParallelSection
+from convbert_jax.data.errors import DataError
+from convbert_jax.data.parallel import pair_source
+from convbert_jax.data.parallel.pair_source import open_pairs
+from convbert_jax.data.sources import documents
+from convbert_jax.data.tables.table_formats import Fault
+from tests.data.parallel.conftest import make_pairs, write_files
+
+SECTION = ParallelSection()
+PAIRS = make_pairs(60, seed=1)
+LINE = st.text(st.characters(exclude_characters="\n\r\ufeff", exclude_categories=("Cs",)))
+
+
+def read(source):
+    return [pair for unit in source.units for pair in source.pairs(unit)]
+
+
+def write_tsv(folder, names=""):
+    (folder / "a.tsv").write_text(names + "".join(f"{s}\t{t}\tmore\n" for s, t in PAIRS))
+    return f"tsv:{folder / 'a.tsv'}"
+
+
+def write_jsonl(folder):
+    with gzip.open(folder / "a.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"source": s, "target": t}) + "\n" for s, t in PAIRS)
+    return f"jsonl:{folder / 'a.jsonl.gz'}"
+
+
+WRITERS = {
+    "parallel": (lambda folder: write_files(folder, PAIRS), ()),
+    "compressed": (lambda folder: write_files(folder, PAIRS, compressed=True), ()),
+    "tsv": (write_tsv, ()),
+    "tsv with names": (lambda folder: write_tsv(folder, "de\ten\tx\n"), ("de", "en")),
+    "jsonl": (write_jsonl, ()),
+}
+
+
+@pytest.mark.parametrize("unit_bytes", [10, 700, 10**6])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_every_pair_comes_once_in_order(kind, unit_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(pair_source, "MARK_LINES", 4)
+    writer, columns = WRITERS[kind]
+    source = open_pairs(writer(tmp_path), ParallelSection(columns=columns))
+    found = read(source)
+    assert [pair for _, pair in found] == PAIRS
+    first = 2 if kind == "tsv with names" else 1
+    assert [number for number, _ in found] == list(range(first, first + len(PAIRS)))
+    assert len(source.units) > 1 or unit_bytes > 700
+
+
+@settings(max_examples=25, deadline=None)
+@given(pairs=st.lists(st.tuples(LINE, LINE), min_size=1, max_size=12))
+def test_lines_end_at_line_feeds_alone(pairs, tmp_path_factory):
+    source = write_files(tmp_path_factory.mktemp("lines"), pairs)
+    assert [pair for _, pair in read(open_pairs(source, SECTION))] == pairs
+
+
+def test_unequal_line_counts_are_both_named(tmp_path):
+    source = write_files(tmp_path, PAIRS)
+    (tmp_path / "train.bb").write_text("one\ntwo\n")
+    with pytest.raises(DataError, match=r"train\.aa has 60 lines but .*train\.bb has 2 lines"):
+        _ = open_pairs(source, SECTION).units
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("train.de,train.en", "write parallel:FILE,FILE"),
+        ("parallel:", "write parallel:FILE,FILE"),
+        ("parallel:a.de", "names 1 files"),
+        ("tsv:a,b", "names 2 files"),
+        ("parallel:no.de,no.en", "is no file"),
+        ("tfds:nowhere", "no dataset_info.json"),
+    ],
+)
+def test_what_is_no_source_is_one_sentence(spec, says):
+    with pytest.raises(DataError, match=says) as error:
+        open_pairs(spec, SECTION)
+    assert "\n" not in str(error.value)
+
+
+def test_a_column_that_is_not_there(tmp_path):
+    source = write_tsv(tmp_path, "de\ten\tx\n")
+    with pytest.raises(DataError, match=r"no column 'fr'.*de, en, x"):
+        open_pairs(source, ParallelSection(columns=("de", "fr")))
+
+
+def test_bad_lines_are_faults_in_their_place(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'{"source": "a", "target": "b"}\nno json\n[]\n{"source": "a"}\n\xff\n'
+        b'{"target": "d", "source": "c"}'
+    )
+    found = read(open_pairs(f"jsonl:{path}", SECTION))
+    assert [pair for _, pair in found if not isinstance(pair, Fault)] == [("a", "b"), ("c", "d")]
+    problems = [pair.problem for _, pair in found if isinstance(pair, Fault)]
+    assert len(found) == 6
+    for problem, says in zip(problems, ("JSON", "object", "'target'", "UTF-8"), strict=True):
+        assert says in problem
+    (tmp_path / "a.tsv").write_text("a\tb\nonly one\n")
+    (_, pair), (_, fault) = read(open_pairs(f"tsv:{tmp_path / 'a.tsv'}", SECTION))
+    assert pair == ("a", "b")
+    assert "has 1 columns" in fault.problem
+
+
+def test_a_cut_gzip_file_is_one_sentence(tmp_path):
+    source = write_files(tmp_path, PAIRS, compressed=True)
+    whole = (tmp_path / "train.bb.gz").read_bytes()
+    (tmp_path / "train.bb.gz").write_bytes(whole[:-20])
+    with pytest.raises(DataError, match=r"train\.bb\.gz is a damaged gzip file"):
+        _ = open_pairs(source, SECTION).units
+
+
+def test_the_fingerprint_is_of_the_content(tmp_path):
+    prints = set()
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        prints.add(open_pairs(write_files(tmp_path / name, PAIRS), SECTION).fingerprint)
+    assert len(prints) == 1
+    spec = write_files(tmp_path, PAIRS[::-1])
+    prints.add(open_pairs(spec, SECTION).fingerprint)
+    a, b = spec.removeprefix("parallel:").split(",")
+    prints.add(open_pairs(f"parallel:{b},{a}", SECTION).fingerprint)
+    assert len(prints) == 3
+
+
+def test_rows_of_tfds(tmp_path):
+    import tensorflow_datasets as tfds
+
+    class SmallPairs(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            features = tfds.features.Translation(languages=("de", "en"))
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _split_generators(self, download_manager):
+            return {"train": self._generate_examples(PAIRS)}
+
+        def _generate_examples(self, pairs):
+            for i, (source, target) in enumerate(pairs):
+                yield i, {"de": source, "en": target}
+
+    builder = SmallPairs(data_dir=str(tmp_path), file_format="array_record")
+    builder.download_and_prepare()
+    section = ParallelSection(columns=("de", "en"))
+    source = open_pairs(f"tfds:{builder.data_dir}", section)
+    assert sorted(pair for _, pair in read(source)) == sorted(PAIRS)
+    assert source.place(3).endswith(" row 3")
+    with pytest.raises(DataError, match=r"row 1 has no text in 'source'"):
+        open_pairs(f"tfds:{builder.data_dir}", SECTION)
+    with pytest.raises(DataError, match="no split 'dev'"):
+        open_pairs(f"tfds:{builder.data_dir}#dev", section)

@@ -1,0 +1,38 @@
+"""What comes next in packed rows: within a document, never across."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convbert_jax.data.corpus.packing import PackedRows
+from convbert_jax.interfaces.batch import LanguageBatch
+from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.objectives.next_tokens import shift
+from tests.batches import check_batch
+
+SPECIAL = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
+LENGTH = 24
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.integers(5, 99), min_size=1, max_size=40), min_size=1, max_size=8))
+def test_documents_come_back(documents):
+    layout = PackedRows(LENGTH, SPECIAL)
+    rows = [row for document in documents for row in layout.add([document])] + [*layout.flush()]
+    tokens, segments = (
+        np.array([values + [0] * (LENGTH - len(values)) for values in part], np.int32)
+        for part in ([r.tokens for r in rows], [r.segment_ids for r in rows])
+    )
+    batch = {name: np.asarray(a) for name, a in shift(tokens, segments, pad=0).items()}
+    check_batch(batch, LanguageBatch)
+    assert batch["tokens"].shape == (len(rows), LENGTH - 1)
+    real = batch["segment_ids"] != 0
+    assert real.sum() == (segments != 0).sum() - (tokens == SPECIAL.cls).sum()
+    assert (batch["labels"][~real] == 0).all()
+    assert (batch["tokens"][~real] == 0).all()
+    text = [token for document in documents for token in document]
+    written = batch["labels"][real]
+    assert written[written != SPECIAL.sep].tolist() == text
+    read = batch["tokens"][real]
+    assert read[read != SPECIAL.cls].tolist() == text
+    assert not (read == SPECIAL.sep).any()
