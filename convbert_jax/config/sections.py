@@ -278,8 +278,8 @@ class ParallelSection:
     # most tokens of the longer text for each of the shorter; 0 is any. LightConv's sets: 1.5
     max_ratio: float = 0.0
     bad_pairs: str = "skip"  # empty, over-long, unreadable or uneven ones: skip | error
-    # subword regularization (Kudo 2018): texts are cut anew in each epoch, unigram pieces by their
-    # probability to this power, of BPE merges are left out at this rate; 0 is off. Kudo: 0.1 to 0.5
+    # subword regularization (Kudo 2018): texts are cut anew in each epoch, one of the 64 best ways
+    # of a unigram vocabulary by its probability to this power; 0 is off. Kudo: 0.1 to 0.5
     sampling: float = 0.0
     # rows of a batch times its longer text, padding included
     batch_tokens: int = 4_096

@@ -25,9 +25,9 @@ def check_parallel(config: Config) -> None:
         "config.parallel.validation_source.",
     )
     check(
-        p.sampling == 0 or t.kind == "sentencepiece",
-        f"config.parallel.sampling={p.sampling:g} is of SentencePiece; set it to 0, or "
-        "config.tokenizer.kind=sentencepiece.",
+        p.sampling == 0 or (t.kind == "sentencepiece" and (t.path or t.algorithm == "unigram")),
+        f"config.parallel.sampling={p.sampling:g} is of unigram vocabularies; set it to "
+        "0, or config.tokenizer.kind=sentencepiece and algorithm=unigram.",
     )
     check(
         not p.shared_vocabulary or (p.target_vocab_size == 0 and not p.target_vocabulary),

@@ -165,9 +165,8 @@ def _room(job: Job, pair: tuple[str, str], ids) -> tuple[int, int]:
         return len(ids[0]) + 1, len(ids[1]) + 1
     result = []
     for side, tokenizer in enumerate(job.vocabularies):
-        drawn = (
-            len(tokenizer.sample(pair[side], job.sampling, trial)) + 1 for trial in range(TRIALS)
-        )
+        seeds = (int((trial + 0.5) / TRIALS * 2**32) for trial in range(TRIALS))
+        drawn = (len(tokenizer.sample(pair[side], job.sampling, seed)) + 1 for seed in seeds)
         result.append(max(len(ids[side]) + 1, min(job.max_length, max(drawn))))
     return result[0], result[1]
 

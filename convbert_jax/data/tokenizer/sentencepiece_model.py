@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import sentencepiece
 
 from convbert_jax.config import TokenizerSection
@@ -20,6 +21,7 @@ from convbert_jax.interfaces.special_ids import sentinel_names
 
 FILE = "tokenizer.model"
 LONGEST_LINE = 10_000  # characters given to the trainer at once
+WAYS = 64  # to cut a text, of which one is drawn (Kudo 2018, §3.1: l)
 # Names of each special token, ours first, then those other trainers use.
 SPECIAL = {
     "pad": ("[PAD]", "<pad>"),
@@ -41,6 +43,8 @@ class SentencePieceVocabulary:
                 "config.tokenizer.path."
             ) from None
         self.entries = [self._model.id_to_piece(i) for i in range(self._model.get_piece_size())]
+        # Of the text in hand: several draws are made of it.
+        self._ways = functools.lru_cache(maxsize=1)(self._list_ways)
 
     def special_ids(self) -> dict[str, int]:
         ids = {entry: i for i, entry in enumerate(self.entries)}
@@ -60,14 +64,28 @@ class SentencePieceVocabulary:
         return self._model.encode(_without_nul(texts), num_threads=1)
 
     def sample(self, text: str, power: float, seed: int) -> list[int]:
-        """Ids of one of the ways to cut a text, drawn by `seed`: the library's generator belongs to
-        the thread, so no other thread changes what is drawn.
+        """Ids of one of the `WAYS` best ways to cut a text, by probability to `power`; drawn by
+        `seed` here, as what the library draws by a seed is another in each process.
         """
-        sentencepiece.set_random_generator_seed(seed)
-        (ids,) = self._model.encode(
-            _without_nul([text]), enable_sampling=True, alpha=power, nbest_size=-1, num_threads=1
-        )
-        return ids
+        ways, scores = self._ways(text)
+        if not ways:
+            return []
+        weights = np.cumsum(np.exp(power * (scores - scores.max())))
+        place = np.searchsorted(weights, seed / 2**32 * weights[-1], side="right")
+        return ways[min(int(place), len(ways) - 1)]
+
+    def _list_ways(self, text: str) -> tuple[list[list[int]], np.ndarray]:
+        """The best ways to cut a text, and the logarithms of their probabilities."""
+        try:
+            (ways,) = self._model.nbest_encode(_without_nul([text]), nbest_size=WAYS)
+        except (RuntimeError, OSError):
+            raise TokenizerError(
+                f"{self._path} has one way to cut a text, as it is no unigram model; set "
+                "config.parallel.sampling=0, or train one with config.tokenizer.algorithm=unigram."
+            ) from None
+        ways = [list(way) for way in ways if len(way)]
+        scores = [sum(self._model.get_score(i) for i in way) for way in ways]
+        return ways, np.asarray(scores)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list]]:
         """Ids, and (begin, end) of each in characters of its text, white space before included."""

@@ -99,15 +99,14 @@ class Tokenizer:
         return self._vocabulary.encode(texts)
 
     def sample(self, text: str, power: float, seed: int) -> list[int]:
-        """Ids of one of the ways to cut `text`, as SentencePiece draws them (Kudo 2018, §3.1).
+        """Ids of one of the ways to cut `text`: subword regularization (Kudo 2018, §3.1).
 
         Args:
-          power: alpha of the paper, that probabilities are taken to; of BPE the share of merges
-            that are left out.
-          seed: of 32 bits; the same seed gives the same ids.
+          power: alpha of the paper, that probabilities of the best ways are taken to.
+          seed: of 32 bits, evenly spread; the same seed gives the same ids.
 
         Raises:
-          TokenizerError: WordPiece has one way alone.
+          TokenizerError: WordPiece and BPE have one way alone.
         """
         if self.kind != "sentencepiece":
             raise TokenizerError(

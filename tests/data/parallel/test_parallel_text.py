@@ -1,5 +1,6 @@
 """Preparing pairs: the same however it went, resumed, refused in a sentence."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -80,6 +81,17 @@ def test_units_and_workers_change_nothing_but_shards(
     assert (tmp_path / "prepared" / "train-00001.array_record").read_bytes() == before
     assert again.splits["train"].checksums == text.splits["train"].checksums
     assert (again.splits["train"].lengths == text.splits["train"].lengths).all()
+
+
+def test_two_processes_give_the_same_files(pairs, make_config, small_units, tmp_path):
+    config = make_config(write_files(tmp_path, pairs), sampling=0.1)
+    alone = prepare(config, tmp_path / "alone")
+    two = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=2))
+    text = prepare(two, tmp_path / "two")
+    assert text.fingerprint == alone.fingerprint
+    for name, split in text.splits.items():
+        assert split.checksums == alone.splits[name].checksums
+        assert (split.lengths == alone.splits[name].lengths).all()
 
 
 def test_what_a_killed_run_finished_is_kept(pairs, make_config, small_units, tmp_path, monkeypatch):
@@ -190,6 +202,7 @@ def test_no_pairs_is_one_sentence(make_config, tmp_path):
         ({"max_ratio": 0.5}, "would leave no pair"),
         ({"heldout_fraction": 0.0}, "nothing to evaluate on"),
         ({"target_vocab_size": 99}, "shared_vocabulary=False"),
+        ({"sampling": 1.5}, "must be at least 0"),
         ({"batch_tokens": 100}, "less than one text"),
         ({"bad_pairs": "skipp"}, "did you mean 'skip'"),
     ],

@@ -238,11 +238,11 @@ def test_sentinels_of_others_are_in_order():
 
 def test_a_text_is_cut_anew_by_a_seed(tokenizer, section, documents):
     text = documents[5].replace("\n", " ")
-    if section.kind == "wordpiece":
-        with pytest.raises(TokenizerError, match="cuts a text in one way"):
+    if section.kind == "wordpiece" or section.algorithm == "bpe":
+        with pytest.raises(TokenizerError, match="one way"):
             tokenizer.sample(text, 0.2, 1)
         return
-    drawn = [tokenizer.sample(text, 0.2, seed) for seed in (1, 2, 3, 1)]
+    drawn = [tokenizer.sample(text, 0.2, seed) for seed in (1, 2**31, 2**32 - 1, 1)]
     assert drawn[0] == drawn[3] != drawn[1]
     (best,) = tokenizer.encode([text])
     assert {tokenizer.decode(ids) for ids in drawn} == {tokenizer.decode(best)}
