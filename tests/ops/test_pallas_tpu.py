@@ -362,8 +362,8 @@ def test_geometry(length, heads, width, before, after):
         assert {head // 2 for head in inside} == set(pairs)
 
 
-@given(taps=st.sampled_from((1, 2, 3, 4, 7, 9, 15, 31)))
-def test_causal_windows_are_no_smaller(taps):
+@given(taps=st.sampled_from((1, 2, 3, 4, 7, 9, 15)))
+def test_causal_windows_are_no_smaller(taps):  # 31 taps need twice the vectors
     centered, causal = (
         bands.Bands(512, 12, 64, offsets_of(taps, causal=c), 512) for c in (False, True)
     )
