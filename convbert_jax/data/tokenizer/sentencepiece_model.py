@@ -84,8 +84,15 @@ class SentencePieceVocabulary:
                 "config.parallel.sampling=0, or train one with config.tokenizer.algorithm=unigram."
             ) from None
         ways = [list(way) for way in ways if len(way)]
-        scores = [sum(self._model.get_score(i) for i in way) for way in ways]
-        return ways, np.asarray(scores)
+        if not ways:
+            return [], np.zeros(0)
+        starts = np.cumsum([0, *map(len, ways[:-1])])
+        return ways, np.add.reduceat(self._scores[np.concatenate(ways)], starts)
+
+    @functools.cached_property
+    def _scores(self) -> np.ndarray:
+        """Logarithm of the probability of each piece."""
+        return np.asarray([self._model.get_score(i) for i in range(len(self.entries))])
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list]]:
         """Ids, and (begin, end) of each in characters of its text, white space before included."""
