@@ -77,6 +77,7 @@ def describe_fields() -> str:
     """The page docs/fields.md."""
     from convbert_jax.command_line import overrides
     from convbert_jax.command_line.fields import comments, field_types
+    from convbert_jax.command_line.help_text import first_paragraph
     from convbert_jax.config import Config
 
     config, said = Config(), comments()
@@ -94,7 +95,10 @@ def describe_fields() -> str:
         holder = getattr(config, name) if name else config
         if name != section:
             section = name
-            lines += ["", f"## {name or 'The run'}", "", "| field | | |", "|---|---|---|"]
+            lines += ["", f"## {name or 'The run'}", ""]
+            if name and (about := first_paragraph(type(holder))):
+                lines += [_plain(about), ""]
+            lines += ["| field | | |", "|---|---|---|"]
         value = overrides.to_flags({path: getattr(holder, field)})[0].partition("=")[2]
         value = f"`{_cell(value)}`" if value else ""
         lines.append(f"| `{field}` | {value} | {_cell(_plain(said[path]))} |")

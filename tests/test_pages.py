@@ -1,5 +1,6 @@
 """README and docs/: what they tell people to type exists, their links lead somewhere."""
 
+import dataclasses
 import itertools
 import pathlib
 import re
@@ -12,6 +13,7 @@ from absl.testing import flagsaver
 
 from convbert_jax import command_line
 from convbert_jax.command_line.fields import field_types
+from convbert_jax.config import Config
 from convbert_jax.sweeps import request
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
@@ -87,6 +89,12 @@ def test_the_table_of_fields_is_that_of_the_code():
     assert docs["FIELDS"].read_text() == docs["describe_fields"](), (
         "a field has changed: python launch/docs.py --write"
     )
+
+
+def test_every_section_says_what_it_is():
+    for field in dataclasses.fields(Config):
+        if dataclasses.is_dataclass(field.type):
+            assert not field.type.__doc__.startswith(f"{field.type.__name__}("), field.name
 
 
 def test_the_readme_stays_a_page():

@@ -47,7 +47,7 @@ def describe_config(config: Config, file: str) -> str:
         holder = getattr(config, name) if name else config
         if name != section:
             section = name
-            lines += ["", _fill(f"{name}: {_first_paragraph(type(holder))}", 0)] if name else [""]
+            lines += ["", _fill(f"{name}: {first_paragraph(type(holder))}", 0)] if name else [""]
         value = overrides.to_flags({path: getattr(holder, field)})[0]
         lines.append(f"  {shlex.quote(value)}")
         if said[path]:
@@ -55,7 +55,8 @@ def describe_config(config: Config, file: str) -> str:
     return "\n".join(lines)
 
 
-def _first_paragraph(cls) -> str:
+def first_paragraph(cls) -> str:
+    """What the docstring of a section says of it."""
     if not dataclasses.is_dataclass(cls) or not cls.__doc__:
         return ""
     return " ".join(inspect.cleandoc(cls.__doc__).partition("\n\n")[0].split())

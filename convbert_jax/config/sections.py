@@ -258,8 +258,8 @@ class DataSection:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelSection:
-    """Pairs of texts, read by data/parallel/; how many processes prepare them and how many batches
-    are read ahead is as config.data says.
+    """Pairs of texts, read by data/parallel/; no recipe trains on them yet. How many processes
+    prepare them and how many batches are read ahead is as config.data says.
     """
 
     # to train on: parallel:FILE,FILE (of equal line count) | tsv:FILE | jsonl:FILE (.gz or not) |
@@ -335,6 +335,8 @@ class TrainSection:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSection:
+    """What is kept of a run, and when."""
+
     every: Changeable[int] = 5_000  # steps
     keep: Changeable[int] = 3  # newest kept
     keep_every: Changeable[int] = 0  # steps; these are kept for good, 0 is none
