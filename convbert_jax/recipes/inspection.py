@@ -108,11 +108,8 @@ def _choose_folder(path: str, model: Model, output: str | None) -> epath.Path:
 
 
 def _read_lines(texts: str) -> list[str]:
-    try:
-        lines = text_lines.decode_lines(files.expand(texts), "utf-8")
-        read = [line.strip() for _, line in lines]
-    except OSError as error:
-        raise InspectionError(f"--input={texts} cannot be read: {error.strerror}.") from None
+    lines = text_lines.decode_lines(files.expand(texts), "utf-8")
+    read = [line.strip() for _, line in lines]
     if not any(read):
         raise InspectionError(f"--input={texts} has no text; write one a line.")
     return [line for line in read if line]

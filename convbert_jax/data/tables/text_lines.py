@@ -42,10 +42,11 @@ def decode_lines(source: Path | Stream, encoding: str, *, escape: bool = False) 
       DataError: unreadable, a damaged gzip file, a line of more than LONGEST_LINE, an unknown
         encoding, or bytes that are not of it.
     """
-    file = open_bytes(source) if isinstance(source, Path) else contextlib.nullcontext(source.file)
     number = 0
     try:
-        with file as opened:
+        with (
+            open_bytes(source) if isinstance(source, Path) else contextlib.nullcontext(source.file)
+        ) as opened:
             # Only \n ends a line: texts hold other characters that Python takes for line ends.
             while data := opened.readline(LONGEST_LINE):
                 number += 1

@@ -8,6 +8,7 @@ import pytest
 from convbert_jax.config import TaskSection
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.tables.table_formats import FORMATS
+from convbert_jax.data.tables.text_lines import decode_lines
 from convbert_jax.data.tasks.own_task import open_task
 
 ROW = b'{"text": "a", "label": "x"}\n'
@@ -102,6 +103,11 @@ def test_a_pattern_without_end_is_stopped(tmp_path):
     assert time.perf_counter() - begun < 20
     fine = read(path, format="pattern", pattern="(?P<label>.) (?P<text>.+)")
     assert [example.label for example in fine] == [0, 1]
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(DataError, match=r"rows\.txt cannot be read: No such file"):
+        list(decode_lines(tmp_path / "rows.txt", "utf-8"))
 
 
 def test_a_file_that_is_no_gzip(tmp_path):
