@@ -9,6 +9,8 @@ import signal
 import subprocess
 import time
 
+from tests.launch.hearing import hear
+
 LAUNCH = pathlib.Path(__file__).resolve().parents[2] / "launch"
 # What real commands say, shortened.
 QUOTA = "ERROR: (gcloud) RESOURCE_EXHAUSTED: Quota 'TPUV5sPreemptibleLitepod' exhausted. Limit 0"
@@ -147,6 +149,7 @@ class Cloud:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=hear,
         )
 
     def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess:

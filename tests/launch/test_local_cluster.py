@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.end_to_end.test_command_line import REPOSITORY, SMALL, TINY, text_source
+from tests.launch.hearing import hear
 
 __all__ = ["text_source"]  # the fixture
 PATIENCE = 900  # seconds; a minute on a machine that is not busy
@@ -70,6 +71,7 @@ def start(environment, *arguments) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=hear,
     )
 
 
