@@ -229,6 +229,7 @@ MAY_CHANGE = {
     ),
     "checkpoint": ("every", "keep", "keep_every", "best_metric", "best_mode", "huggingface_every"),
     "mesh": ("data", "fsdp", "tensor"),
+    "distillation": ("teacher",),  # where it lies: its checksum is bound
     "finetune": (
         *("tasks", "data", "show_best", "seeds", "vectorize_seeds", "eval_batch_size"),
         *("save_models", "checkpoint_minutes"),

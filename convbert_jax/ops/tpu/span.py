@@ -155,10 +155,9 @@ def _place(bands, projection, bias, placing, same_slot, placed, levels) -> None:
     """
     taps, dtype = len(bands.offsets), placed.dtype
     same = same_slot[...].astype(F32)
-    rows = projection[...].astype(dtype)
     for v in range(bands.vectors):
         lanes = placing[:, v * LANES : (v + 1) * LANES]
-        part = dot(rows, lanes.astype(dtype))
+        part = dot(projection[...], lanes.astype(dtype))
         placed[v] = (part - dot(part, same) / taps).astype(dtype)
         level = dot(bias[...].astype(F32), lanes)
         level = jnp.broadcast_to(level - dot(level, same) / taps, (SUBLANES, LANES))
@@ -286,8 +285,13 @@ def _products(query, span_key, r):
 
 
 def _constants(projection, bias, bands: Bands, dtype, *, mirrored):
-    """As the kernels take them; where the taps lie in slots; the sum of a slot."""
+    """As the kernels take them; where the taps lie in slots; the sum of a slot.
+
+    The projection comes rounded: a kernel that rounds it before the product is one that the
+    compiler's checks (its static profiler's) refuse.
+    """
     placing = jnp.asarray(bands.placing(mirrored=mirrored))
+    projection = projection.astype(dtype)
     return [projection, bias.reshape(1, -1), placing, jnp.asarray(bands.same_slot(), dtype)]
 
 
