@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from benchmarks import dynamic_conv, layer, timing
 from convbert_jax.analysis.tpu import pricing as tpu_pricing
 from convbert_jax.analysis.tpu import program as tpu_program
+from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
 from tests.conftest import REPOSITORY
 from tests.running import needs_libtpu
 
@@ -91,6 +92,23 @@ def test_alternating_runs_are_all_timed():
     assert order == ["a", "b"] * 3  # the first round warms up
     assert [len(times[name]) for name in "ab"] == [2, 2]
     assert timing.paired_ratio([1.0, 2.0, 4.0], [2.0, 6.0, 4.0]) == 2.0
+
+
+@pytest.mark.tpu_compile
+@needs_libtpu
+def test_filters_of_float32_parameters_pass_the_profilers_checks():
+    """A layer's projection is float32. Rounded in the kernel it was refused there."""
+    tokens = jax.ShapeDtypeStruct((2, 128, 128), jnp.bfloat16)
+    projection, bias = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, 18), (18,)))
+    ids = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+
+    def run(x, projection, bias, ids):
+        return span_dynamic_conv(
+            x, x, x, projection, bias, heads=2, segment_ids=ids, implementation="pallas_tpu"
+        )
+
+    found = tpu_pricing.price(run, tokens, projection, bias, ids, target="tpu:v5e")
+    assert found.kernels
 
 
 @pytest.mark.tpu_compile
