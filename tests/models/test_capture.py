@@ -123,7 +123,8 @@ def test_what_is_offered_is_known_before_anything_is_computed(stages):
             nnx.Rngs(0),
         )
     )
-    expected = [set(BOTH), {"attention"}, {"filters"}, {"filters"}, set(), {"shares"}]
+    attention = {"attention", "scores"}
+    expected = [{*attention, "filters"}, attention, {"filters"}, {"filters"}, set(), {"shares"}]
     assert [set(offer) for offer in encoder.offers()] == expected
 
 
