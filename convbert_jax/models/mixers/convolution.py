@@ -142,6 +142,7 @@ class GatedConv(nnx.Module):
         initializers: Initializers,
         rngs: nnx.Rngs,
         causal: bool,
+        dilation: int = 1,
     ):
         self.value = Dense(hidden_size, hidden_size, initializers.dense, rngs)
         if config.glu:
@@ -149,7 +150,7 @@ class GatedConv(nnx.Module):
         setattr(self, name, nnx.Param(start()))
         self.output = Dense(hidden_size, hidden_size, initializers.dense, rngs)
         self.config, self.name, self.causal = config, name, causal
-        self.convolve, self.convolve_step = convolve, step
+        self.convolve, self.convolve_step, self.dilation = convolve, step, dilation
 
     def __call__(
         self,
@@ -167,7 +168,7 @@ class GatedConv(nnx.Module):
 
     def start(self, rows: int, length: int, dtype: jnp.dtype) -> State:
         c, channels = self.config, self.output.kernel[...].shape[0]
-        return start_past(rows, c.kernel_size, channels, dtype, getattr(c, "dilation", 1))
+        return start_past(rows, c.kernel_size, channels, dtype, self.dilation)
 
     def step(
         self, x: Float[Array, "B 1 C"], state: State, place: Int[Array, ""]

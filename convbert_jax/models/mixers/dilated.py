@@ -46,8 +46,9 @@ class Dilated:
             return initializers.depthwise(self.kernel_size)(rngs.params(), shape)
 
         return convolution.GatedConv(
-            self, "depthwise", start, convolve, step, hidden_size, initializers, rngs, causal
-        )
+            self, "depthwise", start, convolve, step, hidden_size, initializers, rngs, causal,
+            self.dilation,
+        )  # fmt: skip
 
     def products(self, hidden_size: int, length: int) -> float:
         return convolution.gated_products(self, hidden_size)
