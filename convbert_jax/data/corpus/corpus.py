@@ -84,12 +84,6 @@ def prepare(config: Config, directory: Path) -> Corpus:
     directory = Path(directory)
     if opened := _open_finished(config, directory):
         return opened
-    try:
-        (directory / "units").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"{directory} could not be made ({error.strerror}); set config.data.directory."
-        ) from None
     with lock(directory):
         if opened := _open_finished(config, directory):  # finished while waiting
             return opened

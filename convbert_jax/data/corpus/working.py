@@ -26,11 +26,18 @@ _STARTING = threading.Lock()  # held while this process has no main script, see 
 
 @contextlib.contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Holds `directory` alone; waits while another process has it, and says so.
+    """Holds `directory` alone, made with a folder for units if it is not there; waits while another
+    process has it, and says so.
 
-    The operating system releases the lock of a process that dies. Raises DataError after
-    `LOCK_PATIENCE` seconds.
+    The operating system releases the lock of a process that dies. Raises DataError where it cannot
+    be made, and after `LOCK_PATIENCE` seconds.
     """
+    try:
+        (directory / "units").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{directory} could not be made ({error.strerror}); set config.data.directory."
+        ) from None
     with open(directory / "lock", "w") as file:
         started = logged = time.monotonic()
         while not files.try_lock(
