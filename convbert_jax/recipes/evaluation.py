@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from convbert_jax import files
 from convbert_jax.analysis import pretraining_report
 from convbert_jax.config import Config
-from convbert_jax.recipes import pretraining
+from convbert_jax.recipes import prepared, start, tasks
 from convbert_jax.recipes.results import EvaluationResult
 from convbert_jax.training import evaluation, sharding
 from convbert_jax.training.checkpoints import reading as checkpoint_reading
@@ -36,7 +36,7 @@ def evaluate(
 
     Args:
       folder: workdir of the run.
-      given: as `pretraining.read_start` takes it.
+      given: as `start.read_start` takes it.
       step: of the checkpoint, default the newest.
       output: JSON file to write, default WORKDIR/evaluation/step-N.json.
 
@@ -53,10 +53,10 @@ def evaluate(
         step = int(multihost_utils.broadcast_one_to_all(np.int32(workdir.steps()[-1])))
     found = devices.find_devices(config)
     mesh = sharding.make_mesh(config.mesh, found)
-    sharding.check_batch_size(config.train.batch_size, 1, mesh)
-    config, _ = pretraining.read_start(config, workdir, given)
-    prepared = pretraining.prepare_once(config, workdir)
-    task = pretraining.build_task(config, prepared.tokenizer.special, found[0])
+    prepared.check_batches(config, mesh, training=False)
+    config, _ = start.read_start(config, workdir, given)
+    data = prepared.open_data(config, workdir)
+    task = tasks.build_task(config, data.tokenizer.special, found[0], tokenizer=data.tokenizer)
     with (
         devices.random_numbers(found),
         jax.set_mesh(mesh),
@@ -66,7 +66,7 @@ def evaluate(
         step, params = checkpoint_reading.load_params(
             workdir.checkpoints, program.abstract.params, step
         )
-        batches = pretraining.heldout_batches(config, prepared)()
+        batches = data.heldout(mesh)()
         values = evaluation.run(
             task,
             program.eval_step,

@@ -133,6 +133,18 @@ class Tokenizer:
         """The vocabulary entry of each id."""
         return [self.entries[i] for i in ids]
 
+    @property
+    def begins_word(self) -> np.ndarray:
+        """[vocab_size] int32, 1 for what begins a word: SentencePiece marks that, WordPiece what
+        goes on with one; special tokens are no words.
+        """
+        special = set(self.special.by_name.values()) - {self.special.unknown}
+        if self.kind == "sentencepiece":
+            begins = [entry.startswith("\u2581") for entry in self.entries]
+        else:
+            begins = [not entry.startswith("##") for entry in self.entries]
+        return np.array([b and i not in special for i, b in enumerate(begins)], np.int32)
+
     def normalize(self, text: str) -> str:
         """`text` as the vocabulary sees it: case and accents as it was made for."""
         return self._vocabulary.normalize(text)
