@@ -181,7 +181,7 @@ class ObjectiveSection:
 class DistillationSection:
     """What the network that is kept learns of another one in pre-training, its teacher, besides its
     own objective: the terms of DistilBERT (Sanh et al., 2019, §2) and TinyBERT (Jiao et al., 2020,
-    §3.1), each with a weight, 0 is none. docs/distillation.md has the formulas.
+    §3.1), each with a weight, 0 is none. docs/family/distillation.md has the formulas.
     """
 
     # a run's folder, a Hugging Face folder or a TensorFlow 1 checkpoint, whose vocabulary becomes
