@@ -199,11 +199,14 @@ class Published(nn.Module):
 
     @torch.no_grad()
     def greedy(self, source, rows, length):
-        """[rows, length] from </s> to </s>, which the last one is, padding behind it."""
+        """[rows, length] from </s> to </s>, which the last one is, padding behind it and nowhere
+        else, as in fairseq's search.
+        """
         tokens = torch.full((rows, 1), END)
         done = torch.zeros(rows, dtype=bool)
         while tokens.shape[1] < length:
             _, logits = self(source, tokens)
+            logits[:, -1, PAD] = -math.inf
             best = logits[:, -1].argmax(-1)
             if tokens.shape[1] == length - 1:
                 best[:] = END
