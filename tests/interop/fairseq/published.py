@@ -240,7 +240,7 @@ def write_dictionary(path: Path, words: int) -> None:
     path.write_text("".join(f"w{i}{'@@' * (i % 2)} {words - i}\n" for i in range(words - 4)))
 
 
-def write(folder: Path, model: Published, a, sizes, **changed) -> Path:
+def write(folder: Path, model: Published, a, sizes, /, **changed) -> Path:
     """model.pt and dictionaries, as fairseq's training leaves them."""
     names = ("dict.de.txt", "dict.en.txt") if len(sizes) > 1 else ("dict.txt",)
     for name, size in zip(names, sizes, strict=True):
