@@ -125,10 +125,8 @@ class _Machine:
             _OPERATIONS[name](self)
         elif name in ("GLOBAL", "INST"):
             named = _known(*argument.split(" ", 1))
-            if name == "INST":
-                self._stack.append(self._made(named, tuple(self._marked())))
-            else:
-                self._stack.append(named)
+            made = named if name == "GLOBAL" else self._made(named, tuple(self._marked()))
+            self._stack.append(made)
         elif name not in ("PROTO", "FRAME", "STOP"):
             raise PickleError(f"its pickle has the operation {name}, which no checkpoint has")
 
@@ -149,7 +147,8 @@ class _Machine:
         self._push_tuple(self._marked())
 
     def marked_list(self) -> None:
-        self._stack.append(self._marked())
+        found = self._marked()  # which makes another list the stack
+        self._stack.append(found)
 
     def marked_dict(self) -> None:
         found = self._marked()

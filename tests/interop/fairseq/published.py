@@ -27,7 +27,11 @@ class Attention(nn.Module):
         def split(y):
             return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-        query, key, value = split(self.q_proj(x)), split(self.k_proj(memory)), split(self.v_proj(memory))
+        query, key, value = (
+            split(self.q_proj(x)),
+            split(self.k_proj(memory)),
+            split(self.v_proj(memory)),
+        )
         scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
         weights = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1)
         return self.out_proj((weights @ value).transpose(1, 2).flatten(2))
@@ -224,7 +228,8 @@ def arguments(arch="lightconv_iwslt_de_en", **changed) -> argparse.Namespace:
         "kernel_size_list": [3, 5, 5],
     }  # fmt: skip
     values = {
-        **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in both.items()},
+        **{f"encoder_{name}": value for name, value in both.items()},
+        **{f"decoder_{name}": value for name, value in both.items()},
         "arch": arch, "task": "translation", "source_lang": "de", "target_lang": "en",
         "dropout": 0.3, "attention_dropout": 0.1, "weight_dropout": 0.1, "input_dropout": 0.1,
         "share_all_embeddings": False, "share_decoder_input_output_embed": False,

@@ -116,11 +116,11 @@ def test_half_precision_is_read_exactly(tmp_path):
     path = make(tmp_path, change=lambda t: {name: x.half() for name, x in t.items()})
     params = read(path).params
     tensors = torch.load(path, weights_only=False)["model"]
-    for name, found in (
-        ("decoder.embed_tokens.weight", params["target"]["word"]["embedding"]),
-        ("encoder.layers.1.fc1.bias", params["encoder"]["stages"]["1"]["feed_forward"]["intermediate"]["bias"][0]),
-    ):  # fmt: skip
-        np.testing.assert_array_equal(found, tensors[name].float().numpy())
+    filters = params["encoder"]["stages"]["0"]["mixer"]["filters"][0]
+    wanted = tensors["encoder.layers.0.conv.weight"].float()
+    np.testing.assert_array_equal(filters, wanted[:, 0])
+    table = params["target"]["word"]["embedding"]
+    np.testing.assert_array_equal(table, tensors["decoder.embed_tokens.weight"].float())
 
 
 def test_args_may_be_in_a_config(tmp_path, monkeypatch):
@@ -209,7 +209,10 @@ REFUSED = {
     "another convolution": ({"encoder_conv_type": "fft"}, "encoder_conv_type='fft'"),
     "words that are not scaled": ({"no_scale_embedding": True}, "no_scale_embedding=True"),
     "a norm of embeddings": ({"layernorm_embedding": True}, "layernorm_embedding=True"),
-    "another activation": ({"arch": "transformer", "activation_fn": "tanh"}, "activation_fn='tanh'"),
+    "another activation": (
+        {"arch": "transformer", "activation_fn": "tanh"},
+        "activation_fn='tanh'",
+    ),
     "learned places of two lengths": (
         {**LEARNED, "max_target_positions": 50},
         "max_target_positions=50.*config.model.positions",

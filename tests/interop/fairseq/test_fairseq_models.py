@@ -122,8 +122,9 @@ def test_a_language_model_gives_the_same(form, tmp_path):
     def run(params):
         ours = merge(params)
         texts = greedy(
-            forbid(ours.step, [found.special.pad]), ours.start(ROWS, 12), jnp.full((ROWS, 1), found.special.cls),
-            length=12, end=found.special.sep, pad=found.special.pad,
+            forbid(ours.step, [found.special.pad]), ours.start(ROWS, 12),
+            jnp.full((ROWS, 1), found.special.cls), length=12, end=found.special.sep,
+            pad=found.special.pad,
         )  # fmt: skip
         return ours(jnp.asarray(tokens), real.astype(jnp.int32)), texts.tokens
 
