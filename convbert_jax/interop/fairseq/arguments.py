@@ -15,6 +15,7 @@ from convbert_jax.interop.pytorch.pickles import Made
 LAST_NORM = "decoder.layer_norm.weight"
 EPSILON = 1e-5  # of torch.nn.LayerNorm, which has no argument
 _MOST_VALUES = 100_000
+_DEEPEST = 30  # of containers in containers; omegaconf has three for each of its own
 _MOST_LAYERS = 200
 _LANGUAGE_MODELS = ("lightconv_lm", "transformer_lm")
 _CONVOLUTIONS = {"dynamic": "dynamic", "lightweight": "light"}
@@ -286,7 +287,7 @@ def _plain(value: Any, budget: list[int], depth: int = 0) -> Any:
       budget: [how many values may be looked at]: what is shared counts each time.
     """
     budget[0] -= 1
-    if budget[0] < 0 or depth > 12:
+    if budget[0] < 0 or depth > _DEEPEST:
         raise ConversionError("its args are larger than those of any model; it is damaged.")
     if isinstance(value, Made):
         state = value.state if isinstance(value.state, dict) else {}

@@ -3,6 +3,9 @@ what is damaged in one sentence.
 """
 
 import argparse
+import functools
+import os
+import random
 import re
 import sys
 import types
@@ -13,12 +16,14 @@ import pytest
 
 from convbert_jax.config import UserError
 from convbert_jax.interop.fairseq.model import read
+from tests.interop.test_hostile_files import limits
 
 torch = pytest.importorskip("torch")
 
 from tests.interop.fairseq.published import Published, arguments, write  # noqa: E402
 
 SIZES = (23, 23)
+FLIPS = int(os.environ.get("CONVBERT_FLIPS", "60"))
 LIGHT = {"encoder_conv_type": "lightweight", "decoder_conv_type": "lightweight"}
 LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True}
 
@@ -284,6 +289,37 @@ def test_without_args_there_is_no_model(tmp_path):
         assert "args and cfg" in refused(make(tmp_path, **changed))
     torch.save([1, 2], tmp_path / "model.pt")
     assert "args and cfg" in refused(tmp_path / "model.pt")
+
+
+def test_no_flipped_bit_is_another_model(tmp_path):
+    path = make(tmp_path)
+    found, good = read(path), path.read_bytes()
+    rng = random.Random(FLIPS)
+    for _ in range(FLIPS):
+        content = bytearray(good)
+        content[rng.randrange(len(good))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+        try:
+            flipped, text = read(path), ""
+        except UserError as error:
+            flipped, text = found, str(error)
+        assert_same(flipped, found)
+        assert text.startswith(str(path)) or not text
+
+
+HOSTILE_ARGS = {
+    "shared without end": lambda args: functools.reduce(lambda v, _: [v] * 10, range(12), []),
+    "that holds itself": lambda args: vars(args),
+    "deep": lambda args: functools.reduce(lambda v, _: [v], range(100), 1),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_ARGS)
+def test_args_without_end_are_refused(name, tmp_path):
+    a = arguments()
+    a.more = HOSTILE_ARGS[name](a)
+    with limits():
+        assert "larger than those of any model" in refused(make(tmp_path, a))
 
 
 def test_dictionaries_belong_to_their_model(tmp_path):

@@ -209,7 +209,7 @@ def holes(path):
     os.truncate(path, 1 << 40)
 
 
-ONE = table(tensor())
+ONE, OLD = table(tensor()), table(tensor(storage(behind=b"N")))
 HOSTILE = {
     "a stride of 0": pack(table(tensor(shape=(1 << 40,), strides=(0,)))),
     "two strides of 0": pack(table(tensor(shape=(1 << 20, 1 << 20), strides=(0, 0)))),
@@ -244,20 +244,20 @@ HOSTILE = {
     "big-endian": pack(ONE, {"data/0": bytes(16), "byteorder": b"big"}),
     "executes": pack(b"cos\nsystem\n(" + text("touch executed") + b"tR."),
     "executes, single file": single(b"cos\nsystem\n(" + text("touch executed") + b"tR."),
-    "executes as its number": single(ONE, head=(0x1950A86A20F9469CFC6C, 1001, [])),
+    "executes as its number": single(OLD, head=(0x1950A86A20F9469CFC6C, 1001, [])),
     "plain pickle": lambda path: path.write_bytes(pickle.dumps({"a": 1})),
-    "single file of another version": single(ONE, head=(0x1950A86A20F9469CFC6C, 1002, {})),
+    "single file of another version": single(OLD, head=(0x1950A86A20F9469CFC6C, 1002, {})),
     "single file, big-endian": single(
         ONE, head=(0x1950A86A20F9469CFC6C, 1001, {"little_endian": False})
     ),
-    "single file, other keys": single(ONE, keys=("1",)),
-    "single file, a key twice": single(ONE, keys=("0", "0")),
-    "single file, no keys": single(ONE, keys=(), behind=b""),
-    "single file, keys of numbers": single(ONE, keys=(0,)),
-    "single file, another size": single(ONE, behind=struct.pack("<q4f", 5, 1, 2, 3, 4)),
-    "single file, a size of 2**62": single(ONE, behind=struct.pack("<q4f", 1 << 62, 1, 2, 3, 4)),
-    "single file, too short": single(ONE, behind=struct.pack("<q3f", 4, 1, 2, 3)),
-    "single file, too long": single(ONE, behind=struct.pack("<q5f", 4, 1, 2, 3, 4, 5)),
+    "single file, other keys": single(OLD, keys=("1",)),
+    "single file, a key twice": single(OLD, keys=("0", "0")),
+    "single file, no keys": single(OLD, keys=(), behind=b""),
+    "single file, keys of numbers": single(OLD, keys=(0,)),
+    "single file, another size": single(OLD, behind=struct.pack("<q4f", 5, 1, 2, 3, 4)),
+    "single file, a size of 2**62": single(OLD, behind=struct.pack("<q4f", 1 << 62, 1, 2, 3, 4)),
+    "single file, too short": single(OLD, behind=struct.pack("<q3f", 4, 1, 2, 3)),
+    "single file, too long": single(OLD, behind=struct.pack("<q5f", 4, 1, 2, 3, 4, 5)),
     "noise": lambda path: path.write_bytes(np.random.default_rng(0).bytes(5_000)),
     "noise behind PK": lambda path: path.write_bytes(b"PK\x03\x04" + bytes(100)),
     "nothing": lambda path: path.touch(),
@@ -277,7 +277,7 @@ def test_hostile_files_are_refused(name, tmp_path, monkeypatch):
 
 
 def test_what_is_made_here_is_read_where_it_is_sound(tmp_path):
-    for write in (pack(ONE), single(ONE)):
+    for write in (pack(ONE), single(OLD)):
         write(tmp_path / "x.pt")
         found = read_or_refuse(tmp_path / "x.pt")
         assert found == {"t0": ((4,), struct.pack("<4f", 1, 2, 3, 4))}
