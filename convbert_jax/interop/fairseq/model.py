@@ -1,8 +1,8 @@
 """A checkpoint of fairseq as a model of ours: sections, parameters, dictionaries.
 
-    found = read(Path("wmt16.en-de.joined-dict.dynamicconv-glu/model.pt"))
-    network = nnx.merge(nnx.graphdef(nnx.eval_shape(
-        lambda: EncoderDecoder(found.config, nnx.Rngs(0)))), found.params)
+    found = read(Path("wmt16.en-de.joined-dict.dynamicconv-glu"))
+    model = found.build()
+    ids = found.dictionaries[0].encode("a tokeni@@ zed text .")
 
 Of rows as fairseq makes them the model gives what fairseq's gives: a source is its ids with </s>
 behind them, a target begins and ends with </s>. fairseq pads sources on the left and counts places
@@ -14,6 +14,10 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from convbert_jax.config import ConfigError, ModelSection
 from convbert_jax.config.sequences import (
@@ -30,6 +34,7 @@ from convbert_jax.interop.fairseq.dictionaries import SPECIAL_IDS, Dictionary, r
 from convbert_jax.interop.fairseq.names import to_parameters
 from convbert_jax.interop.networks import ConversionError
 from convbert_jax.interop.pytorch.checkpoint import Checkpoint, Tensor
+from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
 
 MODEL = "model.pt"  # in a folder of a release
 _ALONE = "dict.txt"  # dictionary of a language model
@@ -56,6 +61,12 @@ class FairseqModel:
     dictionaries: tuple[Dictionary, ...]
     special: SpecialIds
     left_out: Mapping[str, Any]
+
+    def build(self) -> EncoderDecoder | LanguageModel:
+        """The model itself."""
+        make = LanguageModel if isinstance(self.config, LanguageModelConfig) else EncoderDecoder
+        outline = nnx.eval_shape(lambda: make(self.config, nnx.Rngs(0)))
+        return nnx.merge(nnx.graphdef(outline), jax.tree.map(jnp.asarray, self.params))
 
 
 def read(path: Path) -> FairseqModel:
