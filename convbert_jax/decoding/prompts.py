@@ -1,6 +1,6 @@
 """What a text begins with, given: of each row another number of tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,20 @@ def force(
     said = prompt[:, jnp.minimum(place + 1, prompt.shape[1] - 1)]
     certain = jnp.where(words == said[:, None], 0.0, -jnp.inf)
     return jnp.where((place + 1 < lengths)[:, None], certain, scores)
+
+
+def forbid(step: Step, ids: Sequence[int]) -> Step:
+    """A step that never writes these ids, the others as probable to each other as before.
+
+    What no text has, as padding, a model need not have learned to leave out: where the output's
+    table is the input's, its row is 0 in fairseq's models, which other words may well be below.
+    """
+
+    def without(tokens, state, place):
+        logits, state = step(tokens, state, place)
+        return logits.at[:, jnp.asarray(ids)].set(-jnp.inf), state
+
+    return without
 
 
 def log_probabilities(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:

@@ -34,6 +34,7 @@ FORMS = {
     "attention": ({"mixer": "attention"}, {"positions": "learned", "tied_output": False}),
     "span_dynamic": ({"mixer": "span_dynamic"}, {"decoder_dilations": (1, 2)}),
     "mixed": ({"mixer": "mixed"}, {"norm": "pre", "shared_vocabulary": False}),
+    "open": ({}, {"norm": "pre", "last_norm": False}),
     "dilated": (
         {"mixer": "dilated", "mixer_fields": ("glu=false",)},
         {"decoder_dilations": (1, 3)},

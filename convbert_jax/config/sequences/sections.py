@@ -31,6 +31,9 @@ class SequenceSection:
     # post: layer norm behind each residual sum. pre: before each part, and one more at the end;
     # what LightConv's language models need ("not stable" otherwise).
     norm: str = "post"
+    # of pre, in the decoder; without it logits are made of what was never normalized, as those of
+    # LightConv's language models are
+    last_norm: bool = True
     activation: str = "relu"  # relu | gelu, in the feed-forward blocks
     # sinusoidal, of any length | learned, config.model.positions rows | none, which convolutions
     # do not need (Tay et al. 2021)
