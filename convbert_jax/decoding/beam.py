@@ -73,9 +73,7 @@ def search(
     if prompt_lengths is None:
         prompt_lengths = jnp.full(rows, prompt.shape[1], jnp.int32)
     most = prompts.most_tokens(limits, prompt_lengths, length)
-    *of_beams, most_of_beams = (
-        jnp.repeat(x, beam, axis=0) for x in (prompt, prompt_lengths, most)
-    )
+    *of_beams, most_of_beams = (jnp.repeat(x, beam, axis=0) for x in (prompt, prompt_lengths, most))
 
     def is_done(beams):
         """[B]: K texts have ended, and none can come that is better."""
