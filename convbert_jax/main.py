@@ -87,6 +87,7 @@ def _run(request: command_line.Request) -> None:
             request.output or "-",
             input_format=request.input_format,
             texts=request.texts,
+            decoding=request.decoding,
         )
     elif request.mode == "inspect":
         result = recipes.inspect(

@@ -35,6 +35,7 @@ def greedy(
     length: int,
     end: int,
     pad: int = 0,
+    limits: Int[Array, " B"] | None = None,
 ) -> Texts:
     """The most probable token at each place, until the end.
 
@@ -44,6 +45,8 @@ def greedy(
       prompt_lengths: from 1 to P; None: all are P long.
       length: L, the most tokens of a row with prompt and end; the last can only be the end.
       end, pad: ids.
+      limits: of each row what `length` is of all, where it is less; so a row may be with longer
+        ones and still end where it would alone. None: `length`.
 
     Raises:
       ValueError: a prompt without room behind it.
@@ -52,7 +55,7 @@ def greedy(
     def choose(scores, place):
         return scores.argmax(axis=-1)
 
-    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad)
+    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad, limits)
 
 
 def sample(
@@ -65,6 +68,7 @@ def sample(
     length: int,
     end: int,
     pad: int = 0,
+    limits: Int[Array, " B"] | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -92,7 +96,7 @@ def sample(
         drawn = jax.vmap(lambda key: jax.random.fold_in(key, place))(keys)
         return jax.vmap(jax.random.categorical)(drawn, logits)
 
-    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad)
+    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad, limits)
 
 
 def cut(logits: Float[Array, "B V"], top_k: int, top_p: float) -> Float[Array, "B V"]:
@@ -119,12 +123,14 @@ def _write(
     length: int,
     end: int,
     pad: int,
+    limits: Array | None,
 ) -> Texts:
     prompts.check(prompt, length)
     rows = len(prompt)
     if prompt_lengths is None:
         prompt_lengths = jnp.full(rows, prompt.shape[1], jnp.int32)
     tokens = prompts.start_tokens(prompt, prompt_lengths, length, pad)
+    most = prompts.most_tokens(limits, prompt_lengths, length)
 
     def unfinished(carry):
         place, _, _, _, done = carry
@@ -133,7 +139,7 @@ def _write(
     def write(carry):
         place, state, tokens, texts, done = carry
         logits, state = step(tokens[:, place], state, place)
-        last = place == length - 2
+        last = place >= most - 2
         scores = prompts.force(
             prompts.log_probabilities(logits), prompt, prompt_lengths, place, end, last
         )

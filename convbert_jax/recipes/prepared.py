@@ -48,6 +48,7 @@ class Data:
         it is called.
       effort: (mesh) -> what a step takes.
       corpus: None of pairs.
+      pairs: None of a corpus.
     """
 
     tokenizers: tuple[Tokenizer, Tokenizer]
@@ -55,6 +56,7 @@ class Data:
     heldout: Callable[[Mesh], Callable[[], Iterator[Batch]]]
     effort: Callable[[Mesh], Effort]
     corpus: corpora.Corpus | None = None
+    pairs: parallel_text.ParallelText | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -158,4 +160,4 @@ def _of_pairs(config: Config, text: parallel_text.ParallelText) -> Data:
         tokens, work = (float(np.average(each, weights=counts)) for each in (tokens, work))
         return Effort(round(tokens), work, len(shapes))
 
-    return Data(tuple(text.vocabularies), training, heldout, effort)
+    return Data(tuple(text.vocabularies), training, heldout, effort, pairs=text)

@@ -11,19 +11,21 @@ from etils import epath
 from flax import nnx
 
 from convbert_jax.analysis import pretraining_report
-from convbert_jax.config import Config, network
+from convbert_jax.config import Config, UserError, network
 from convbert_jax.data.corpus import batching
 from convbert_jax.data.corpus.corpus import Corpus
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.inference.writing.reading import read_mean
 from convbert_jax.interop import conversion
 from convbert_jax.interop.networks import MODELS, outline, split
 from convbert_jax.models.build import build
 from convbert_jax.objectives import replaced_token
-from convbert_jax.recipes import prepared, start, tasks, teaching
+from convbert_jax.recipes import evaluation, prepared, start, tasks, teaching
 from convbert_jax.recipes.prepared import Data
 from convbert_jax.recipes.results import PretrainingResult
+from convbert_jax.recipes.writing import scoring
 from convbert_jax.training import loop, sharding
-from convbert_jax.training.environment import devices
+from convbert_jax.training.environment import compilation, devices
 from convbert_jax.training.reports import reporting
 from convbert_jax.workdir import Workdir
 
@@ -55,6 +57,8 @@ def pretrain(
     prepared.check_batches(config, mesh)
     workdir = Workdir(folder)
     config, source = start.read_start(config, workdir, given)
+    if config.reads_pairs and scoring.can_score():
+        scoring.check(config, tests=False)
     if config.recipe == "span_corruption" and not config.tokenizer.path:
         tasks.check_sentinels(config, config.tokenizer.sentinels)
     teacher = teaching.open_teacher(config)
@@ -136,13 +140,15 @@ def _publish(config: Config, workdir: Workdir, tokenizer: Tokenizer, step: int, 
 def _conclude(config, workdir, data: Data, result: loop.Result, mesh) -> PretrainingResult:
     """What the run came to; draws its curves if there is time for it."""
     writer = jax.process_index() == 0
-    curves, report = None, ""
+    curves, report, sets = None, "", []
     if writer and not result.interrupted:  # a machine that is taken away gives little time
         with jax.set_mesh(mesh):
             example = _take_apart(config, data.corpus, result.state.params)
         title = f"{config.name}, step {result.step:,}"
         if pretraining_report.plot_curves(workdir.metrics, workdir.curves, title):
             curves = workdir.curves
+        if config.reads_pairs:
+            sets, example = _write_and_score(config, workdir, data, result)
         report = _describe(config, title, result, curves, example)
     return PretrainingResult(
         folder=workdir.path,
@@ -152,16 +158,44 @@ def _conclude(config, workdir, data: Data, result: loop.Result, mesh) -> Pretrai
         interrupted=result.interrupted,
         curves=curves,
         report=report,
+        scores=scoring.values_of(sets),
     )
+
+
+def _write_and_score(
+    config: Config, workdir: Workdir, data: Data, result: loop.Result
+) -> tuple[list[scoring.Set], list[str]]:
+    """What the model writes to the held-out pairs, and lines of it for the report. What keeps it
+    from that is said there: the run itself is done.
+    """
+    if not scoring.can_score():
+        return [], [scoring.NOT_SCORED]
+    file = workdir.evaluation(result.step)
+    try:
+        params = sharding.gather(result.state.params)
+        if config.decoding.average > 1:
+            _, params = read_mean(workdir, config, result.step)
+        with compilation.explain_out_of_memory(evaluation.LESS_TO_WRITE):
+            sets = scoring.score_sets(
+                config,
+                params,
+                data.tokenizers,
+                data.pairs,
+                evaluation.texts_folder(file),
+                tests=False,
+            )
+    except UserError as error:
+        logging.warning("Nothing was written and scored: %s", error)
+        return [], [f"Nothing was written and scored: {error}"]
+    evaluation.write_numbers(workdir, result.step, result.evaluation, file, sets)
+    return sets, scoring.describe(sets)
 
 
 def _describe(config, title: str, result: loop.Result, curves, example: list[str]) -> str:
     """What the run has learned, for a person."""
     report = [f"{title}, on held-out text:"]
     if result.evaluation:
-        numbers = pretraining_report.describe_numbers(
-            result.evaluation, config.tokenizer.vocab_size
-        )
+        numbers = pretraining_report.describe_numbers(result.evaluation, config.vocabularies[1])
         report += [f"  {line}" for line in numbers]
     report += ["", *example] if example else []
     report += [
