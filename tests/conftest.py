@@ -4,15 +4,10 @@ import gc
 import os
 import pathlib
 
+from tests import compiling
+
 os.environ["JAX_PLATFORMS"] = os.environ.get("CONVBERT_TEST_PLATFORM", "cpu")
-# Tests compile much and run little: without LLVM's optimizations they take a third of the time.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",
-    ]
-)
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {compiling.flags(devices=8)}"
 # Compile-only use of the TPU compiler (marker tpu_compile); without the second one two test
 # processes collide on a lock file.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -40,9 +35,13 @@ def _forget_programs():
 
 @pytest.fixture(autouse=True, scope="session")
 def _keep_programs(pytestconfig):
-    """Compiles each program once for all tests, of this run and of the next ones."""
+    """Compiles each program once for all tests and the processes that they start, of this run and
+    of the next ones.
+    """
     if cache := getattr(pytestconfig, "cache", None):
-        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("convbert_jax-programs")))
+        folder = str(cache.mkdir("convbert_jax-programs"))
+        os.environ.update(compiling.keep_in(folder))
+        jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
