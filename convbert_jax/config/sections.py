@@ -13,6 +13,7 @@ from convbert_jax.config.changes import Changeable, ChangeableInPretraining
 REMAT_POLICIES = ("none", "dots", "full")
 INITIALIZERS = ("release", "huggingface")
 TEXT_FORMATS = ("auto", "blank_lines", "lines", "jsonl", "wikiextractor", "file", "csv", "tsv")
+TOKENIZERS = ("sentencepiece", "wordpiece", "pieces")
 OPTIMIZERS = ("adamw", "adafactor")
 SCHEDULES = ("linear", "cosine", "inverse_sqrt", "constant")
 SENTENCE_PAIRS = ("none", "next", "order")
@@ -215,9 +216,11 @@ class DistillationSection:
 class TokenizerSection:
     """Subword vocabulary: trained on the corpus, or read from `path`."""
 
-    kind: str = "sentencepiece"  # sentencepiece | wordpiece
+    # sentencepiece | wordpiece | pieces, with blanks between them in texts that were cut elsewhere
+    kind: str = "sentencepiece"
     vocab_size: int = 30_522
-    path: str = ""  # vocab.txt, tokenizer.json or a SentencePiece .model; "" trains one
+    # vocab.txt, tokenizer.json, a SentencePiece .model or a .pieces; "" trains one
+    path: str = ""
     lowercase: bool = True
     strip_accents: bool = True  # wordpiece and sentencepiece; BERT's uncased vocabularies expect it
     algorithm: str = "unigram"  # of SentencePiece: unigram | bpe
