@@ -62,7 +62,7 @@ class Texts:
             found = [
                 ([*start, *ids, *end], "")
                 if len(ids) or self.goes_on
-                else ([], "has no token, but control characters or nothing")
+                else ([], "is empty, or has no character that the vocabulary knows")
                 for ids in encoded
             ]
         most, field = self.longest
