@@ -44,10 +44,9 @@ def load(
     """Reads a model from anywhere, to apply it to texts on the first device that jax finds.
 
     Args:
-      path: folder of a pre-training run, or of a run of a model that writes text (a `TextModel`
-        comes back, with `translate`, `summarize` and `write`); of a fine-tuned model (WORKDIR/TASK/seed-N); a Hugging
-        Face folder of ConvBERT, ELECTRA or BERT; or a TensorFlow 1 checkpoint, as
-        model.ckpt-1000000.
+      path: folder of a pre-training run; of a fine-tuned model (WORKDIR/TASK/seed-N); of a run of a
+        model that writes text, of which a `TextModel` comes back; a Hugging Face folder of
+        ConvBERT, ELECTRA or BERT; or a TensorFlow 1 checkpoint, as model.ckpt-1000000.
       step: of a run's checkpoint; default the newest that is whole.
       vocabulary: file of the vocabulary (vocab.txt, tokenizer.json, *.model) of weights that lie
         without it, as the official TensorFlow checkpoints do.

@@ -94,8 +94,8 @@ def _check_decoding(config: Config) -> None:
     for named in d.test_sources:
         check(
             NAMED_SOURCE.fullmatch(named) is not None,
-            f"config.decoding.test_sources has '{named}', which must be NAME=SOURCE, in a JSON list "
-            'where there is a comma in it: ["2016=parallel:test.en,test.de"].',
+            f"config.decoding.test_sources has '{named}', which must be NAME=SOURCE, in a JSON "
+            'list where it has a comma: ["2016=parallel:test.en,test.de"].',
         )
     names = [named.partition("=")[0] for named in d.test_sources]
     twice = [name for name in names if names.count(name) > 1 or name == "validation"]

@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from convbert_jax.config import Config, DataSection, ParallelSection, SequenceSection, TokenizerSection
+from convbert_jax.config import (
+    Config,
+    DataSection,
+    ParallelSection,
+    SequenceSection,
+    TokenizerSection,
+)
 from convbert_jax.data.parallel.parallel_text import prepare
 
 
