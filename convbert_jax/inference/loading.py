@@ -51,16 +51,17 @@ def load(
 def _load_run(
     path: str, workdir: Workdir, step: int | None, dtype: str | None, average: int | None
 ) -> Model | TextModel:
-    config, step = matching.for_any_machine(workdir.read_config(), path), workdir.choose_step(step)
-    if config.writes_text:
-        if average is not None:
-            config = change_decoding(config, {"average": average})
-        return TextModel(path, config, step, dtype=_choose_dtype(config, dtype))
-    if average is not None:
+    config = matching.for_any_machine(workdir.read_config(), path)
+    if average is not None and not config.writes_text:
         raise ModelError(
             f"average={average}: {path} is a run of config.recipe='{config.recipe}', and averaging "
             "is of models that write text; leave it out."
         )
+    step = workdir.choose_step(step)
+    if config.writes_text:
+        if average is not None:
+            config = change_decoding(config, {"average": average})
+        return TextModel(path, config, step, dtype=_choose_dtype(config, dtype))
     step, params = sources.read_params(workdir, config, step)
     is_finetuned = config.recipe == "finetune"
     return Model(

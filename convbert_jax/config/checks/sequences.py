@@ -94,9 +94,16 @@ def _check_decoding(config: Config) -> None:
     for named in d.test_sources:
         check(
             NAMED_SOURCE.fullmatch(named) is not None,
-            f"config.decoding.test_sources has '{named}', which must be NAME=SOURCE, as "
-            "2016=parallel:test.en,test.de.",
+            f"config.decoding.test_sources has '{named}', which must be NAME=SOURCE, in a JSON "
+            'list where it has a comma: ["2016=parallel:test.en,test.de"].',
         )
+    names = [named.partition("=")[0] for named in d.test_sources]
+    twice = [name for name in names if names.count(name) > 1 or name == "validation"]
+    check(
+        not twice,
+        f"config.decoding.test_sources has '{twice[0] if twice else ''}' twice, or as the held-out "
+        "pairs are called; give each set a name of its own.",
+    )
 
 
 def _check_writing(config: Config) -> None:

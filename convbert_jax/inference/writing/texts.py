@@ -62,7 +62,7 @@ class Texts:
             found = [
                 ([*start, *ids, *end], "")
                 if len(ids) or self.goes_on
-                else ([], "has no token, but control characters or nothing")
+                else ([], "is empty, or has no character that the vocabulary knows")
                 for ids in encoded
             ]
         most, field = self.longest
@@ -75,11 +75,15 @@ class Texts:
 
     def decode(self, read: Sequence[int], written: Sequence[int]) -> str:
         """The text of what was written, without [CLS] and [SEP] around, to what was read."""
+        ids = list(written)
         if self.goes_on:
-            return self.target.decode([*read[1:], *written])
-        if self.config.recipe == "span_corruption":
-            return self.target.decode(self._fill(read[1:-2], written))
-        return self.target.decode(written)
+            ids = [*read[1:], *written]
+        elif self.config.recipe == "span_corruption":
+            ids = self._fill(read[1:-2], written)
+        # WordPiece marks what goes on with a word; a text may begin so, if a poor one.
+        return self.target.decode(ids).removeprefix(
+            masked_text.INSIDE if self.target.kind == "wordpiece" else ""
+        )
 
     def _with_sentinels(self, text: str) -> tuple[list[int], str]:
         special, hole = self.source.special, masked_text.mask_token(self.source)
