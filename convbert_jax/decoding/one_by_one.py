@@ -1,6 +1,6 @@
 """One text for each row, a token at a time: the most probable one, or a drawn one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +35,7 @@ def greedy(
     length: int,
     end: int,
     pad: int = 0,
+    never: Sequence[int] = (),
 ) -> Texts:
     """The most probable token at each place, until the end.
 
@@ -44,6 +45,7 @@ def greedy(
       prompt_lengths: from 1 to P; None: all are P long.
       length: L, the most tokens of a row with prompt and end; the last can only be the end.
       end, pad: ids.
+      never: ids that no text has, as padding, which a model need not have learned not to write.
 
     Raises:
       ValueError: a prompt without room behind it.
@@ -52,7 +54,7 @@ def greedy(
     def choose(scores, place):
         return scores.argmax(axis=-1)
 
-    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad)
+    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad, never)
 
 
 def sample(
@@ -65,6 +67,7 @@ def sample(
     length: int,
     end: int,
     pad: int = 0,
+    never: Sequence[int] = (),
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -92,7 +95,7 @@ def sample(
         drawn = jax.vmap(lambda key: jax.random.fold_in(key, place))(keys)
         return jax.vmap(jax.random.categorical)(drawn, logits)
 
-    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad)
+    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad, never)
 
 
 def cut(logits: Float[Array, "B V"], top_k: int, top_p: float) -> Float[Array, "B V"]:
@@ -119,6 +122,7 @@ def _write(
     length: int,
     end: int,
     pad: int,
+    never: Sequence[int],
 ) -> Texts:
     prompts.check(prompt, length)
     rows = len(prompt)
@@ -134,9 +138,8 @@ def _write(
         place, state, tokens, texts, done = carry
         logits, state = step(tokens[:, place], state, place)
         last = place == length - 2
-        scores = prompts.force(
-            prompts.log_probabilities(logits), prompt, prompt_lengths, place, end, last
-        )
+        scores = prompts.log_probabilities(logits, never)
+        scores = prompts.force(scores, prompt, prompt_lengths, place, end, last)
         chosen = jnp.where(done, pad, choose(scores, place)).astype(tokens.dtype)
         score = jnp.take_along_axis(scores, chosen[:, None], axis=1)[:, 0]
         tokens = tokens.at[:, place + 1].set(chosen)
