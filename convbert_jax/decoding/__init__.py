@@ -11,11 +11,9 @@ Axes: B rows, K beams, P tokens of a prompt, L length, V vocabulary.
 
 one_by_one.py  greedy and sampling
 beam.py        beam search with a length penalty, n best with scores
-prompts.py     what texts begin with, and what is never in them
 """
 
 from convbert_jax.decoding.beam import Hypotheses, search
 from convbert_jax.decoding.one_by_one import Texts, greedy, sample
-from convbert_jax.decoding.prompts import forbid
 
-__all__ = ["Hypotheses", "Texts", "forbid", "greedy", "sample", "search"]
+__all__ = ["Hypotheses", "Texts", "greedy", "sample", "search"]

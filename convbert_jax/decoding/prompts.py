@@ -55,20 +55,9 @@ def force(
     return jnp.where((place + 1 < lengths)[:, None], certain, scores)
 
 
-def forbid(step: Step, ids: Sequence[int]) -> Step:
-    """A step that never writes these ids, the others as probable to each other as before.
-
-    What no text has, as padding, a model need not have learned to leave out: where the output's
-    table is the input's, its row is 0 in fairseq's models, which other words may well be below.
-    """
-
-    def without(tokens, state, place):
-        logits, state = step(tokens, state, place)
-        return logits.at[:, jnp.asarray(ids)].set(-jnp.inf), state
-
-    return without
-
-
-def log_probabilities(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """In float32."""
-    return jax.nn.log_softmax(logits.astype(jnp.float32))
+def log_probabilities(
+    logits: Float[Array, "B V"], never: Sequence[int] = ()
+) -> Float[Array, "B V"]:
+    """In float32; -inf of the ids `never`, the others as they are."""
+    scores = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return scores.at[:, jnp.asarray(never)].set(-jnp.inf) if len(never) else scores

@@ -18,8 +18,12 @@ from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
 from convbert_jax.training.state import flatten
 
 PADDING = 1  # id of <pad>; the first token has the row behind it in a table of places
-# Numbers that are no parameters: a version, and sinusoids or what keeps their type.
-_NONE = re.compile(r"(encoder|decoder)\.(version|embed_positions\.(_float_tensor|weights))")
+# Numbers that are no parameters: a version, sinusoids or what keeps their type; and copies for a
+# faster path, which since 0.12 fairseq's encoders make anew when they read, whatever is in them.
+_NONE = re.compile(
+    r"(encoder|decoder)\.(version|embed_positions\.(_float_tensor|weights))"
+    r"|encoder\.layers\.\d+\.(in_proj|out_proj|fc1|fc2)_(weight|bias)"
+)
 # Of Transformers; LightConv's encoder still calls its own by number.
 _OLD_NORMS = {
     "encoder": ("self_attn_layer_norm", "final_layer_norm"),

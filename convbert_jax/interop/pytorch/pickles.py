@@ -20,7 +20,7 @@ _KNOWN = re.compile(
     r"torch\._utils\._rebuild_(tensor|tensor_v2|parameter)"
     r"|torch(\.cuda)?\.\w+Storage|torch\.storage\.\w+Storage|torch\.(Size|device|[a-z]+\d+|bool)"
     r"|collections\.(OrderedDict|defaultdict|Counter)|argparse\.Namespace"
-    r"|(builtins|__builtin__)\.(dict|list|set|frozenset|tuple|int|float|str|bool|object|bytes)"
+    r"|(builtins|__builtin__)\.(dict|list|set|frozenset|tuple|int|long|float|str|unicode|bool|object|bytes)"
     r"|(copyreg|copy_reg)\._reconstructor|_codecs\.encode|typing\.\w+|pathlib\.\w+Path"
     r"|numpy\.dtype|numpy\.(_core|core)\.multiarray\.(scalar|_reconstruct)|numpy\.ndarray"
     r"|omegaconf(\.\w+)+|fairseq(\.\w+)+"

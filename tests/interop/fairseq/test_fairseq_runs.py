@@ -10,7 +10,7 @@ import convbert_jax
 from convbert_jax.config import from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, check_tokenizer, follow_file
-from convbert_jax.decoding import forbid, search
+from convbert_jax.decoding import search
 from convbert_jax.interop.fairseq import run
 from convbert_jax.interop.fairseq.model import read
 from convbert_jax.interop.matching import replace
@@ -61,13 +61,12 @@ def test_it_translates_as_it_is(folder, imported):
     length = len(model.tokenizers[0].encode([text])[0])
     assert length == 4
     state, kept = net.start(ids, jnp.ones_like(ids), copies=3, length=40)
-    barred = {special.pad, special.mask, special.unknown}
-    step = forbid(lambda *at: net.step(*at, kept), sorted(barred))
+    never = [special.pad, special.mask, special.unknown]
     decoding = config_of().decoding
     most = int(decoding.length_ratio * 5) + decoding.length_extra + 2
     best = search(
-        step, state, jnp.full((1, 1), special.cls), beam=3, length=40, end=special.sep,
-        pad=special.pad, alpha=0.5, limits=jnp.asarray([most]),
+        lambda *at: net.step(*at, kept), state, jnp.full((1, 1), special.cls), beam=3, length=40, end=special.sep,
+        pad=special.pad, never=never, alpha=0.5, limits=jnp.asarray([most]),
     )  # fmt: skip
     wanted = target.decode(np.asarray(best.tokens[0, 0]).tolist())
     assert ours == [wanted]
