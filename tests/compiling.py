@@ -3,17 +3,18 @@
 import importlib.metadata
 
 # Tests compile much and run little: without LLVM's optimizations they take a third of the time.
-_FLAGS = ["--xla_backend_optimization_level=0"]
-# XLA's code generator for fusions through MLIR takes twice as long as the one that it came after,
-# which jax 0.12 has no more; a flag that XLA does not know ends the process.
+ANYWHERE = "--xla_backend_optimization_level=0"
+# Of a process with CPUs alone. XLA's code generator for fusions through MLIR takes twice as long as
+# the one before it, which jax 0.12 and libtpu have no more; a flag that XLA does not know ends the
+# process without a word.
+CHEAPLY = ANYWHERE
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-CHEAPLY = " ".join(_FLAGS)  # for XLA_FLAGS
+    CHEAPLY += " --xla_cpu_use_fusion_emitters=false"
 
 
-def flags(devices: int) -> str:
+def flags(devices: int, how: str = CHEAPLY) -> str:
     """XLA_FLAGS of a process that sees its CPU as so many devices."""
-    return f"{CHEAPLY} --xla_force_host_platform_device_count={devices}"
+    return f"{how} --xla_force_host_platform_device_count={devices}"
 
 
 def keep_in(folder: str) -> dict[str, str]:

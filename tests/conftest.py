@@ -7,7 +7,9 @@ import pathlib
 from tests import compiling
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("CONVBERT_TEST_PLATFORM", "cpu")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {compiling.flags(devices=8)}"
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), compiling.flags(8, compiling.ANYWHERE)]
+)
 # Compile-only use of the TPU compiler (marker tpu_compile); without the second one two test
 # processes collide on a lock file.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -17,6 +19,13 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 import jax
 import pytest
+
+PLATFORM = os.environ["JAX_PLATFORMS"]
+if PLATFORM == "cpu":
+    # XLA reads its flags once, here. What is loaded later finds those that it knows too.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} {compiling.CHEAPLY}")
+        jax.devices()
 
 pytest_plugins = ["tests.running"]
 
@@ -68,11 +77,16 @@ def real_data() -> pathlib.Path:
     return folder
 
 
+def pytest_collection_finish():
+    """What was imported stays: no collection of garbage need look at a million objects of it."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items):
     """Tests for an accelerator need one, also where -m on the command line selects them."""
-    platform = os.environ.get("CONVBERT_TEST_PLATFORM", "cpu")
     for name, platforms in (("gpu", ("gpu", "cuda")), ("tpu", ("tpu",))):
         for item in items:
-            if item.get_closest_marker(name) and platform not in platforms:
+            if item.get_closest_marker(name) and PLATFORM not in platforms:
                 reason = f"needs a {name.upper()}: CONVBERT_TEST_PLATFORM={platforms[-1]}"
                 item.add_marker(pytest.mark.skip(reason=reason))
