@@ -54,7 +54,12 @@ ROOMS = {
         "tasks": {"scores", "predictions"},
     },
     "training": {"checkpoints": {"environment"}, "environment": set(), "reports": set()},
-    "interop": {"huggingface": set(), "tensorflow1": set()},
+    "interop": {
+        "huggingface": set(),
+        "tensorflow1": set(),
+        "pytorch": set(),
+        "fairseq": {"pytorch"},
+    },
     "ops": {"xla": set(), "tpu": {"xla"}, "gpu": set()},
 }
 MOST_FILES = 12

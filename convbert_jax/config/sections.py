@@ -13,6 +13,7 @@ from convbert_jax.config.changes import Changeable, ChangeableInPretraining
 REMAT_POLICIES = ("none", "dots", "full")
 INITIALIZERS = ("release", "huggingface")
 TEXT_FORMATS = ("auto", "blank_lines", "lines", "jsonl", "wikiextractor", "file", "csv", "tsv")
+TOKENIZERS = ("sentencepiece", "wordpiece", "pieces")
 OPTIMIZERS = ("adamw", "adafactor")
 SCHEDULES = ("linear", "cosine", "inverse_sqrt", "constant")
 SENTENCE_PAIRS = ("none", "next", "order")
@@ -181,7 +182,7 @@ class ObjectiveSection:
 class DistillationSection:
     """What the network that is kept learns of another one in pre-training, its teacher, besides its
     own objective: the terms of DistilBERT (Sanh et al., 2019, §2) and TinyBERT (Jiao et al., 2020,
-    §3.1), each with a weight, 0 is none. docs/distillation.md has the formulas.
+    §3.1), each with a weight, 0 is none. docs/family/distillation.md has the formulas.
     """
 
     # a run's folder, a Hugging Face folder or a TensorFlow 1 checkpoint, whose vocabulary becomes
@@ -215,9 +216,11 @@ class DistillationSection:
 class TokenizerSection:
     """Subword vocabulary: trained on the corpus, or read from `path`."""
 
-    kind: str = "sentencepiece"  # sentencepiece | wordpiece
+    # sentencepiece | wordpiece | pieces, with blanks between them in texts that were cut elsewhere
+    kind: str = "sentencepiece"
     vocab_size: int = 30_522
-    path: str = ""  # vocab.txt, tokenizer.json or a SentencePiece .model; "" trains one
+    # vocab.txt, tokenizer.json, a SentencePiece .model or a .pieces; "" trains one
+    path: str = ""
     lowercase: bool = True
     strip_accents: bool = True  # wordpiece and sentencepiece; BERT's uncased vocabularies expect it
     algorithm: str = "unigram"  # of SentencePiece: unigram | bpe

@@ -1,5 +1,6 @@
 """Beam search with static shapes, as fairseq does it: score / length^alpha, n best with scores."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,7 @@ def search(
     end: int,
     pad: int = 0,
     limits: Int[Array, " B"] | None = None,
+    never: Sequence[int] = (),
     alpha: float = 1.0,
     early: bool = True,
 ) -> Hypotheses:
@@ -55,7 +57,7 @@ def search(
     Args:
       step: of B K rows, the beams of a row side by side.
       state: of these, before the first token.
-      prompt, prompt_lengths, length, end, pad, limits: as in `one_by_one.greedy`.
+      prompt, prompt_lengths, length, end, pad, limits, never: as in `one_by_one.greedy`.
       beam: K.
       alpha: of the length penalty, at least 0; 0 is none.
       early: a row ends when K texts of it have, as in fairseq; with 1 beam this is `greedy`. False:
@@ -90,7 +92,11 @@ def search(
         place, done = beams.place, is_done(beams)
         logits, state = step(beams.tokens[:, :, place].reshape(-1), beams.state, place)
         following = prompts.force(
-            prompts.log_probabilities(logits), *of_beams, place, end, place >= most_of_beams - 2
+            prompts.log_probabilities(logits, never),
+            *of_beams,
+            place,
+            end,
+            place >= most_of_beams - 2,
         ).reshape(rows, beam, -1)
         words = following.shape[-1]
         sums = (beams.scores[:, :, None] + following).reshape(rows, -1)

@@ -1,6 +1,6 @@
 """One text for each row, a token at a time: the most probable one, or a drawn one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,7 @@ def greedy(
     end: int,
     pad: int = 0,
     limits: Int[Array, " B"] | None = None,
+    never: Sequence[int] = (),
 ) -> Texts:
     """The most probable token at each place, until the end.
 
@@ -47,6 +48,7 @@ def greedy(
       end, pad: ids.
       limits: of each row what `length` is of all, where it is less; so a row may be with longer
         ones and still end where it would alone. None: `length`.
+      never: ids that no text has, as padding, which a model need not have learned not to write.
 
     Raises:
       ValueError: a prompt without room behind it.
@@ -55,7 +57,7 @@ def greedy(
     def choose(scores, place):
         return scores.argmax(axis=-1)
 
-    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad, limits)
+    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad, limits, never)
 
 
 def sample(
@@ -69,6 +71,7 @@ def sample(
     end: int,
     pad: int = 0,
     limits: Int[Array, " B"] | None = None,
+    never: Sequence[int] = (),
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -96,7 +99,7 @@ def sample(
         drawn = jax.vmap(lambda key: jax.random.fold_in(key, place))(keys)
         return jax.vmap(jax.random.categorical)(drawn, logits)
 
-    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad, limits)
+    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad, limits, never)
 
 
 def cut(logits: Float[Array, "B V"], top_k: int, top_p: float) -> Float[Array, "B V"]:
@@ -124,6 +127,7 @@ def _write(
     end: int,
     pad: int,
     limits: Array | None,
+    never: Sequence[int],
 ) -> Texts:
     prompts.check(prompt, length)
     rows = len(prompt)
@@ -140,9 +144,8 @@ def _write(
         place, state, tokens, texts, done = carry
         logits, state = step(tokens[:, place], state, place)
         last = place >= most - 2
-        scores = prompts.force(
-            prompts.log_probabilities(logits), prompt, prompt_lengths, place, end, last
-        )
+        scores = prompts.log_probabilities(logits, never)
+        scores = prompts.force(scores, prompt, prompt_lengths, place, end, last)
         chosen = jnp.where(done, pad, choose(scores, place)).astype(tokens.dtype)
         score = jnp.take_along_axis(scores, chosen[:, None], axis=1)[:, 0]
         tokens = tokens.at[:, place + 1].set(chosen)

@@ -1,6 +1,6 @@
 """What a text begins with, given: of each row another number of tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +55,9 @@ def force(
     return jnp.where((place + 1 < lengths)[:, None], certain, scores)
 
 
-def log_probabilities(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """In float32."""
-    return jax.nn.log_softmax(logits.astype(jnp.float32))
+def log_probabilities(
+    logits: Float[Array, "B V"], never: Sequence[int] = ()
+) -> Float[Array, "B V"]:
+    """In float32; -inf of the ids `never`, the others as they are."""
+    scores = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return scores.at[:, jnp.asarray(never)].set(-jnp.inf) if len(never) else scores

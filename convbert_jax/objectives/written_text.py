@@ -102,4 +102,4 @@ def heldout(names: tuple[str, ...]) -> Evaluator:
 
 
 def _exponential(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf
+    return math.inf if nats > 700 else math.exp(nats)

@@ -22,8 +22,8 @@ from convbert_jax.config.sections import (
     SCHEDULES,
     SENTENCE_PAIRS,
     TEXT_FORMATS,
+    TOKENIZERS,
     ObjectiveSection,
-    TokenizerSection,
 )
 
 
@@ -43,7 +43,7 @@ def check(config: Config) -> None:
         if not config.reads_pairs:
             _check_data(config)
         _check_sentence_pairs(config)
-    _check_tokenizer(config.tokenizer)
+    _check_tokenizer(config)
     check_sequences(config)
     _check_training(config)
     _check_mixers(config)  # the last one, as it loads jax
@@ -165,8 +165,14 @@ def _check_sentence_pairs(config: Config) -> None:
     )
 
 
-def _check_tokenizer(t: TokenizerSection) -> None:
-    rules.check_choice("tokenizer.kind", t.kind, ("sentencepiece", "wordpiece"))
+def _check_tokenizer(config: Config) -> None:
+    t = config.tokenizer
+    rules.check_choice("tokenizer.kind", t.kind, TOKENIZERS)
+    rules.check(
+        t.kind != "pieces" or config.writes_text,
+        "config.tokenizer.kind='pieces' is of models that write text, as fairseq's; an encoder "
+        "needs [CLS] and [SEP] of its own: take sentencepiece or wordpiece.",
+    )
     rules.check_choice("tokenizer.algorithm", t.algorithm, ("unigram", "bpe"))
     rules.check(
         t.sentinels == 0 or t.vocab_size >= t.sentinels + 17,

@@ -29,6 +29,7 @@ class DecoderConfig:
     hidden_size: int
     stages: tuple[StageConfig, ...]
     source: Mixer | None  # as the mixer `attention` says it
+    last_norm: bool  # behind layers of pre-norm
     remat: str
     scan_unroll: int
 
@@ -141,6 +142,7 @@ def _decoder(model: ModelSection, sequence: SequenceSection, source: Mixer | Non
         hidden_size=encoder.hidden_size,
         stages=_stages(encoder, sequence),
         source=source,
+        last_norm=sequence.last_norm and sequence.norm == "pre",
         remat=encoder.remat,
         scan_unroll=encoder.scan_unroll,
     )

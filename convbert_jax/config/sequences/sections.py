@@ -3,6 +3,7 @@ writes.
 """
 
 import dataclasses
+import re
 
 from convbert_jax.config.changes import Changeable
 
@@ -13,6 +14,7 @@ BAD_PAIRS = ("skip", "error")
 METHODS = ("beam", "greedy", "sample")
 # Recipes whose model writes text: of a corpus, and of pairs of texts.
 OF_CORPUS = ("causal_lm", "span_corruption")
+_NAMED_SOURCE = re.compile(r"([\w.-]+)=([a-z]+:.+)")
 OF_PAIRS = ("translation", "summarization", "text_to_text")
 
 
@@ -31,6 +33,9 @@ class SequenceSection:
     # post: layer norm behind each residual sum. pre: before each part, and one more at the end;
     # what LightConv's language models need ("not stable" otherwise).
     norm: str = "post"
+    # of pre, in the decoder; without it logits are made of what was never normalized, as those of
+    # LightConv's language models are
+    last_norm: bool = True
     activation: str = "relu"  # relu | gelu, in the feed-forward blocks
     # sinusoidal, of any length | learned, config.model.positions rows | none, which convolutions
     # do not need (Tay et al. 2021)
@@ -96,3 +101,18 @@ class DecodingSection:
     average: Changeable[int] = 1  # newest checkpoints whose mean is taken; LightConv: 10
     # further sets of pairs that --mode=eval scores, each NAME=SOURCE as parallel.source has it
     test_sources: Changeable[tuple[str, ...]] = ()
+
+    @property
+    def tests(self) -> tuple[tuple[str, str], ...]:
+        """(name, source) of each of `test_sources`, of which a command line cuts those of two files
+        in two at their comma; the name is "" where there is none.
+        """
+        found: list[tuple[str, str]] = []
+        for part in self.test_sources:
+            named = _NAMED_SOURCE.fullmatch(part)
+            if not named and found:
+                name, source = found.pop()
+                found.append((name, f"{source},{part}"))
+            else:
+                found.append((named[1], named[2]) if named else ("", part))
+        return tuple(found)

@@ -124,6 +124,7 @@ class PairBatches:
         identity: dict[str, Any],
     ):
         self._rows, self._plan, self._seed = rows, plan, seed
+        self.batches_in_epoch = plan.batches
         self._verification, self._identity, self._ahead = verification, identity, prefetch
         self._thread = futures.ThreadPoolExecutor(1, "read_ahead") if prefetch else None
         self._pending: collections.deque = collections.deque()

@@ -44,7 +44,7 @@ class Texts:
     def barred(self) -> tuple[int, ...]:
         """Ids that are never written: they stand for no text."""
         special = self.target.special
-        kept = {special.sep}
+        kept = {special.sep}  # which may be [CLS] too
         if self.config.recipe == "span_corruption":
             kept |= set(special.sentinels)
         return tuple(sorted(set(special.by_name.values()) - kept))

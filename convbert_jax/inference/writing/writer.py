@@ -72,8 +72,6 @@ class Writer:
         self._exact = not self.texts.goes_on and config.encoder_decoder.encoder.reads_padding
         self._params = jax.device_put(params)
         graphdef, _ = build(MODELS[config.recipe], config)
-        words = np.zeros(self.texts.target.vocab_size, np.float32)
-        words[list(self.texts.barred)] = -np.inf
         special, goes_on = self.texts.target.special, self.texts.goes_on
         seed = config.seed
 
@@ -91,14 +89,14 @@ class Writer:
                 prompt, lengths, read = jnp.full((rows, 1), special.cls), None, (read,)
 
             def step(tokens, state, place):
-                logits, state = model.step(tokens, state, place, *read, dtype)
-                return logits + words, state
+                return model.step(tokens, state, place, *read, dtype)
 
             options = {
                 "length": length,
                 "end": special.sep,
                 "pad": special.pad,
                 "limits": batch["limits"],
+                "never": self.texts.barred,
             }
             if method.name == "beam":
                 beam, alpha = method.beam, method.alpha

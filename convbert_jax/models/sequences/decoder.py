@@ -86,15 +86,17 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The stages in order, behind those of pre-norm one more norm; parameters as in `Encoder`."""
+    """The stages in order, behind those of pre-norm usually one more norm; parameters as in
+    `Encoder`.
+    """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.stages = nnx.Dict(
             {str(i): _stack(stage, config.source, rngs) for i, stage in enumerate(config.stages)}
         )
-        last = config.stages[-1].layer
-        if last.norm == "pre":
-            self.norm = LayerNorm(config.hidden_size, last.layer_norm_epsilon)
+        if config.last_norm:
+            epsilon = config.stages[-1].layer.layer_norm_epsilon
+            self.norm = LayerNorm(config.hidden_size, epsilon)
         self.config = config
 
     def __call__(
@@ -163,7 +165,7 @@ class Decoder(nnx.Module):
         ]
 
     def _finish(self, x):
-        return self.norm(x) if self.config.stages[-1].layer.norm == "pre" else x
+        return self.norm(x) if self.config.last_norm else x
 
 
 def _stack(stage: StageConfig, source: Mixer | None, rngs: nnx.Rngs) -> DecoderLayer:

@@ -1,0 +1,1 @@
+"""Models of fairseq that write text: LightConv, DynamicConv and the Transformer beside them."""

@@ -1,0 +1,261 @@
+"""fairseq's LightConv, DynamicConv and Transformer computed once more in PyTorch, from the papers
+and with the parameters' names of its code, for rows [B, T].
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+from torch import nn
+
+PAD, END = 1, 2
+LONGEST = 40
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(width, width) for _ in range(4)
+        )
+        self.heads = heads
+
+    def forward(self, x, memory, seen):
+        """`seen` [B, T, S] says which of `memory` a position reads."""
+
+        def split(y):
+            return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+        query, key, value = (
+            split(self.q_proj(x)),
+            split(self.k_proj(memory)),
+            split(self.v_proj(memory)),
+        )
+        scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+        weights = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1)
+        return self.out_proj((weights @ value).transpose(1, 2).flatten(2))
+
+
+class Convolution(nn.Module):
+    """Neighboring channels share a filter: head c // (C / H)."""
+
+    def __init__(self, kind, width, heads, taps):
+        super().__init__()
+        if kind == "dynamic":
+            self.weight_linear = nn.Linear(width, heads * taps, bias=False)
+        else:
+            self.weight = nn.Parameter(torch.randn(heads, 1, taps))
+        self.kind, self.heads, self.taps = kind, heads, taps
+
+    def forward(self, x, before):
+        """`before`: how many taps read what precedes a position."""
+        if self.kind == "dynamic":
+            filters = self.weight_linear(x).unflatten(-1, (self.heads, self.taps))
+        else:
+            filters = self.weight[:, 0].expand(*x.shape[:2], -1, -1)
+        padded = nn.functional.pad(x, (0, 0, before, self.taps - 1 - before))
+        windows = padded.unfold(1, self.taps, 1).unflatten(2, (self.heads, -1))
+        return torch.einsum("bthrk,bthk->bthr", windows, filters.softmax(-1)).flatten(2)
+
+
+class Layer(nn.Module):
+    """`side` is encoder or decoder; `taps` 0 is a Transformer's layer."""
+
+    def __init__(self, a, side, taps, reads):
+        super().__init__()
+        width, heads = a.decoder_embed_dim, a.decoder_attention_heads
+        gate = taps and getattr(a, f"{side}_glu")
+        if taps:
+            self.linear1 = nn.Linear(width, width * (1 + gate))
+            self.conv = Convolution(getattr(a, f"{side}_conv_type"), width, heads, taps)
+            self.linear2 = nn.Linear(width, width)
+        else:
+            self.self_attn = Attention(width, heads)
+        self.fc1 = nn.Linear(width, a.decoder_ffn_embed_dim)
+        self.fc2 = nn.Linear(a.decoder_ffn_embed_dim, width)
+        if taps and side == "encoder":
+            self.layer_norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+            self.norms = lambda: list(self.layer_norms)
+        else:
+            first = "conv_layer_norm" if taps else "self_attn_layer_norm"
+            setattr(self, first, nn.LayerNorm(width))
+            self.final_layer_norm = nn.LayerNorm(width)
+            self.norms = lambda: [getattr(self, first), self.final_layer_norm]
+        if reads:
+            self.encoder_attn = Attention(width, heads)
+            self.encoder_attn_layer_norm = nn.LayerNorm(width)
+        self.a, self.side, self.taps, self.gate, self.reads = a, side, taps, gate, reads
+
+    def forward(self, x, real, memory=None, memory_real=None):
+        pre = getattr(self.a, f"{self.side}_normalize_before")
+        first, last = self.norms()
+
+        def add(x, norm, inner):
+            return x + inner(norm(x)) if pre else norm(x + inner(x))
+
+        x = add(x, first, lambda y: self.mix(y, real))
+        if self.reads:
+            seen = memory_real[:, None, :].expand(-1, x.shape[1], -1)
+            x = add(x, self.encoder_attn_layer_norm, lambda y: self.encoder_attn(y, memory, seen))
+        active = getattr(torch.nn.functional, getattr(self.a, "activation_fn", "relu"))
+        return add(x, last, lambda y: self.fc2(active(self.fc1(y))))
+
+    def mix(self, x, real):
+        causal = self.side == "decoder"
+        if not self.taps:
+            seen = real[:, None, :].expand(-1, x.shape[1], -1)
+            seen = torch.ones_like(seen).tril() if causal else seen
+            return self.self_attn(x, x, seen)
+        x = self.linear1(x)
+        if self.gate:
+            x = nn.functional.glu(x)
+        if not causal:
+            x = x * real[..., None]
+        return self.linear2(self.conv(x, self.taps - 1 if causal else self.taps // 2))
+
+
+class Sinusoids(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("_float_tensor", torch.zeros(1))
+        self.width = width
+
+    def forward(self, places):
+        half = self.width // 2
+        waves = torch.exp(-math.log(10_000) / (half - 1) * torch.arange(half))
+        angles = places[..., None] * waves
+        return torch.cat([angles.sin(), angles.cos()], -1)
+
+
+class Stack(nn.Module):
+    def __init__(self, a, side, words, taps, reads=False, last_norm=True):
+        super().__init__()
+        width = a.decoder_embed_dim
+        self.register_buffer("version", torch.tensor([3.0]))
+        self.embed_tokens = nn.Embedding(words, width, padding_idx=PAD)
+        if not a.no_token_positional_embeddings:
+            learned = getattr(a, f"{side}_learned_pos")
+            table = nn.Embedding(LONGEST + 2, width, padding_idx=PAD) if learned else None
+            self.embed_positions = table or Sinusoids(width)
+        self.layers = nn.ModuleList([Layer(a, side, k, reads) for k in taps])
+        if getattr(a, f"{side}_normalize_before") and last_norm:
+            self.layer_norm = nn.LayerNorm(width)
+
+    def forward(self, tokens, memory=None, memory_real=None):
+        real = tokens != PAD
+        x = math.sqrt(self.embed_tokens.embedding_dim) * self.embed_tokens(tokens)
+        if hasattr(self, "embed_positions"):
+            # counted over what is no padding, wherever that stands
+            x = x + self.embed_positions(real.cumsum(1) * real + PAD)
+        for layer in self.layers:
+            x = layer(x, real, memory, memory_real)
+        return self.layer_norm(x) if hasattr(self, "layer_norm") else x
+
+
+class Published(nn.Module):
+    """An encoder-decoder, or a language model where there are no words of a source."""
+
+    def __init__(self, a, words, source_words=0):
+        super().__init__()
+        alone, convolves = not source_words, a.arch.startswith("lightconv")
+
+        def taps(side):
+            layers = getattr(a, f"{side}_layers")
+            return getattr(a, f"{side}_kernel_size_list") if convolves else [0] * layers
+
+        if not alone:
+            self.encoder = Stack(a, "encoder", source_words, taps("encoder"))
+        self.decoder = Stack(
+            a, "decoder", words, taps("decoder"), not alone, not (alone and convolves)
+        )
+        shared = getattr(a, "share_all_embeddings", False)
+        if shared:
+            self.encoder.embed_tokens = self.decoder.embed_tokens
+        tied = shared or a.share_decoder_input_output_embed
+        if not tied and convolves:
+            self.decoder.embed_out = nn.Parameter(torch.randn(words, a.decoder_embed_dim))
+        elif not convolves:
+            self.decoder.output_projection = nn.Linear(a.decoder_embed_dim, words, bias=False)
+            if tied:
+                self.decoder.output_projection.weight = self.decoder.embed_tokens.weight
+        self.tied = tied
+        for name, parameter in self.named_parameters():  # so that no mistake is too small to see
+            if "norm" in name or name.endswith("bias"):
+                nn.init.normal_(parameter, 1.0 if name.endswith("weight") else 0.0, 0.2)
+            elif "embed" in name:
+                nn.init.normal_(parameter, 0.0, 0.3)
+
+    def forward(self, source, tokens):
+        """(encoder's output, logits); `source` None for a language model."""
+        if source is None:
+            return None, self.words(self.decoder(tokens))
+        memory = self.encoder(source)
+        return memory, self.words(self.decoder(tokens, memory, source != PAD))
+
+    def words(self, x):
+        decoder = self.decoder
+        if self.tied:
+            return x @ decoder.embed_tokens.weight.T
+        if hasattr(decoder, "embed_out"):
+            return x @ decoder.embed_out.T
+        return decoder.output_projection(x)
+
+    @torch.no_grad()
+    def greedy(self, source, rows, length):
+        """[rows, length] from </s> to </s>, which the last one is, padding behind it and nowhere
+        else, as in fairseq's search.
+        """
+        tokens = torch.full((rows, 1), END)
+        done = torch.zeros(rows, dtype=bool)
+        while tokens.shape[1] < length:
+            _, logits = self(source, tokens)
+            logits[:, -1, PAD] = -math.inf
+            best = logits[:, -1].argmax(-1)
+            if tokens.shape[1] == length - 1:
+                best[:] = END
+            best[done] = PAD
+            done |= best == END
+            tokens = torch.cat([tokens, best[:, None]], 1)
+        return tokens
+
+
+def arguments(arch="lightconv_iwslt_de_en", **changed) -> argparse.Namespace:
+    """As training would have left them, small."""
+    both = {
+        "embed_dim": 16, "ffn_embed_dim": 24, "attention_heads": 4, "layers": 3,
+        "normalize_before": False, "learned_pos": False, "conv_type": "dynamic", "glu": True,
+        "kernel_size_list": [3, 5, 5],
+    }  # fmt: skip
+    values = {
+        **{f"encoder_{name}": value for name, value in both.items()},
+        **{f"decoder_{name}": value for name, value in both.items()},
+        "arch": arch, "task": "translation", "source_lang": "de", "target_lang": "en",
+        "dropout": 0.3, "attention_dropout": 0.1, "weight_dropout": 0.1, "input_dropout": 0.1,
+        "share_all_embeddings": False, "share_decoder_input_output_embed": False,
+        "no_token_positional_embeddings": False, "adaptive_softmax_cutoff": None,
+        "weight_softmax": True, "max_source_positions": LONGEST, "max_target_positions": LONGEST,
+        "encoder_embed_path": None, "lr": [0.0005], "clip_norm": 0.0,
+    }  # fmt: skip
+    return argparse.Namespace(**values | changed)
+
+
+def write_dictionary(path: Path, words: int) -> None:
+    """With so many entries, special ones counted."""
+    path.write_text("".join(f"w{i}{'@@' * (i % 2)} {words - i}\n" for i in range(words - 4)))
+
+
+def write(folder: Path, model: Published, a, sizes, /, **changed) -> Path:
+    """model.pt and dictionaries, as fairseq's training leaves them."""
+    names = ("dict.de.txt", "dict.en.txt") if len(sizes) > 1 else ("dict.txt",)
+    for name, size in zip(names, sizes, strict=True):
+        write_dictionary(folder / name, size)
+    state = {
+        "args": a,
+        "model": model.state_dict(),
+        "optimizer_history": [{"criterion_name": "X", "best_loss": 3.5, "num_updates": 7}],
+        "extra_state": {"train_iterator": {"epoch": 2}, "val_loss": 4.5},
+        "last_optimizer_state": {"state": {0: {"exp_avg": torch.zeros(5, 5)}}, "param_groups": []},
+    }
+    torch.save(state | changed, folder / "model.pt")
+    return folder / "model.pt"

@@ -1,0 +1,133 @@
+"""Checkpoints with the names of fairseq's, of random weights and computed in PyTorch, are read and
+give the same: outputs of the encoder, logits, and what is decoded, token for token.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from convbert_jax.decoding import greedy
+from convbert_jax.interop.fairseq.model import read
+from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
+
+pytestmark = pytest.mark.parity
+torch = pytest.importorskip("torch")
+
+from tests.interop.fairseq.published import END, PAD, Published, arguments, write  # noqa: E402
+
+ROWS, LENGTH = 4, 9
+SOURCES, TARGETS = [9, 6, 4, 7], [5, 9, 8, 3]  # lengths of the rows
+LIGHT = {"encoder_conv_type": "lightweight", "decoder_conv_type": "lightweight"}
+PRE = {"encoder_normalize_before": True, "decoder_normalize_before": True}
+LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True}
+SHARED = {"share_all_embeddings": True}
+FORMS = {
+    "light, one table": arguments(**LIGHT, **SHARED, decoder_kernel_size_list=[4, 3, 31]),
+    "dynamic, no gates, three tables": arguments(
+        encoder_glu=False, decoder_glu=False, decoder_layers=2, decoder_kernel_size_list=[4, 4]
+    ),
+    "dynamic, pre-norm, learned places": arguments(
+        **PRE, **LEARNED, share_decoder_input_output_embed=True
+    ),
+    "light, one table, learned places": arguments(**LIGHT, **SHARED, **LEARNED, encoder_glu=False),
+    "light encoder, dynamic decoder, no places": arguments(
+        encoder_conv_type="lightweight", no_token_positional_embeddings=True, decoder_glu=False
+    ),
+    "Transformer": arguments("transformer_iwslt_de_en", **SHARED),
+    "Transformer, pre-norm": arguments("transformer_wmt_en_de", **PRE, activation_fn="gelu"),
+}
+ALONE = {
+    "dynamic": arguments("lightconv_lm", **PRE, share_decoder_input_output_embed=True),
+    "light": arguments("lightconv_lm_gbw", **PRE, **LIGHT, **LEARNED, decoder_glu=False),
+    "Transformer": arguments("transformer_lm", **PRE),
+}
+
+
+def rows(lengths, words, seed, left):
+    """Texts with </s> behind them, of their lengths, padded on one side."""
+    rng = np.random.default_rng(seed)
+    texts = [[*rng.integers(4, words, n - 1), END] for n in lengths]
+    pads = [[PAD] * (max(lengths) - n) for n in lengths]
+    both = zip(texts, pads, strict=True)
+    return np.array([pad + text if left else text + pad for text, pad in both])
+
+
+def make(folder, a, sizes):
+    torch.manual_seed(len(a.arch))
+    model = Published(a, sizes[-1], *sizes[:-1]).eval()
+    return model, read(write(folder, model, a, sizes))
+
+
+def network(found):
+    build = EncoderDecoder if hasattr(found.config, "encoder") else LanguageModel
+    graph = nnx.graphdef(nnx.eval_shape(lambda: build(found.config, nnx.Rngs(0))))
+    return functools.partial(nnx.merge, graph), jax.tree.map(jnp.asarray, found.params)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_encoder_decoder_gives_the_same(form, tmp_path):
+    a = FORMS[form]
+    sizes = (23, 23) if a.share_all_embeddings else (23, 19)
+    model, found = make(tmp_path, a, sizes)
+    lefts, rights = (rows(SOURCES, sizes[0], 1, left) for left in (True, False))
+    targets = np.roll(rows(TARGETS, sizes[1], 2, False), 1, axis=1)
+    targets[:, 0] = END  # what is given to a decoder begins with the end of the text before
+    with torch.no_grad():
+        memory, logits = model(torch.tensor(lefts), torch.tensor(targets))
+    written = model.greedy(torch.tensor(lefts), ROWS, 12).numpy()
+
+    merge, params = network(found)
+    seen = (rights != PAD).astype(np.int32)
+    real = np.arange(max(TARGETS)) < np.array(TARGETS)[:, None]
+
+    @jax.jit
+    def run(params):
+        ours = merge(params)
+        state, source = ours.start(jnp.asarray(rights), jnp.asarray(seen), copies=1, length=12)
+        texts = greedy(
+            lambda *step: ours.step(*step, source), state,
+            jnp.full((ROWS, 1), found.special.cls), length=12, end=found.special.sep,
+            pad=found.special.pad, never=[found.special.pad],
+        )  # fmt: skip
+        return (
+            ours.encode(jnp.asarray(rights), jnp.asarray(seen)),
+            ours(jnp.asarray(rights), seen, jnp.asarray(targets), real.astype(jnp.int32)),
+            texts.tokens,
+        )
+
+    encoded, ours, texts = run(params)
+    np.testing.assert_allclose(
+        encoded[seen == 1], memory.numpy()[lefts != PAD], atol=1e-5, rtol=1e-5
+    )
+    np.testing.assert_allclose(ours[real], logits.numpy()[real], atol=1e-5, rtol=1e-5)
+    np.testing.assert_array_equal(texts, written)
+
+
+@pytest.mark.parametrize("form", ALONE)
+def test_a_language_model_gives_the_same(form, tmp_path):
+    model, found = make(tmp_path, ALONE[form], (21,))
+    tokens = np.roll(rows(TARGETS, 21, 3, False), 1, axis=1)
+    tokens[:, 0] = END
+    real = np.arange(max(TARGETS)) < np.array(TARGETS)[:, None]
+    with torch.no_grad():
+        _, logits = model(None, torch.tensor(tokens))
+    written = model.greedy(None, ROWS, 12).numpy()
+    merge, params = network(found)
+
+    @jax.jit
+    def run(params):
+        ours = merge(params)
+        texts = greedy(
+            ours.step, ours.start(ROWS, 12), jnp.full((ROWS, 1), found.special.cls), length=12,
+            end=found.special.sep, pad=found.special.pad, never=[found.special.pad],
+        )  # fmt: skip
+        return ours(jnp.asarray(tokens), real.astype(jnp.int32)), texts.tokens
+
+    ours, texts = run(params)
+    np.testing.assert_allclose(ours[real], logits.numpy()[real], atol=1e-5, rtol=1e-5)
+    np.testing.assert_array_equal(texts, written)
+    assert len(found.dictionaries) == 1
