@@ -14,8 +14,8 @@ BAD_PAIRS = ("skip", "error")
 METHODS = ("beam", "greedy", "sample")
 # Recipes whose model writes text: of a corpus, and of pairs of texts.
 OF_CORPUS = ("causal_lm", "span_corruption")
-_NAMED_SOURCE = re.compile(r"([\w.-]+)=([a-z]+:.+)")
 OF_PAIRS = ("translation", "summarization", "text_to_text")
+_NAMED_SOURCE = re.compile(r"([\w.-]+)=([a-z]+:.+)")
 
 
 @dataclasses.dataclass(frozen=True)
