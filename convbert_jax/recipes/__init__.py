@@ -5,6 +5,7 @@ prepared.py     what it learns from
 tasks.py        model and loss of each recipe, as the trainer takes them
 pretraining.py  all but finetune: one long run
 evaluation.py   a checkpoint of it on held-out text, without training
+writing/        sets of pairs written and scored, after training and by an evaluation
 finetuning.py   finetune: labelled tasks, many short runs
 prediction.py   what a model that comes out of it says of new text
 inspection.py   what the layers of a model do with text, as pictures

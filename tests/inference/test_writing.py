@@ -163,7 +163,7 @@ def test_no_text_is_longer_than_its_limit(recipe, tokenizer, monkeypatch):
         answers = writer.write(TEXTS, decoding_of(**fields))
         assert all(answer.texts for answer in answers)
         assert all(max(of) <= int(ratio * read + extra) for read, of in lengths.items())
-        assert max(max(of) for of in lengths.values()) == int(ratio * max(lengths) + extra)
+        assert any(max(of) == int(ratio * read + extra) for read, of in lengths.items())
 
 
 def test_learned_positions_are_enough_for_what_is_written(tokenizer):

@@ -1,7 +1,5 @@
 """What models that write text must satisfy, their pairs, and how they write."""
 
-import re
-
 from convbert_jax.config.checks.rules import check, check_choice
 from convbert_jax.config.run import Config
 from convbert_jax.config.sequences.sections import (
@@ -11,8 +9,6 @@ from convbert_jax.config.sequences.sections import (
     NORMS,
     POSITIONS,
 )
-
-NAMED_SOURCE = re.compile(r"([\w.-]+)=(.+)")
 
 
 def check_sequences(config: Config) -> None:
@@ -91,13 +87,13 @@ def _check_decoding(config: Config) -> None:
         f"config.decoding.average={d.average} checkpoints, but config.checkpoint.keep="
         f"{config.checkpoint.keep} are kept; raise keep to as many.",
     )
-    for named in d.test_sources:
+    for name, source in d.tests:
         check(
-            NAMED_SOURCE.fullmatch(named) is not None,
-            f"config.decoding.test_sources has '{named}', which must be NAME=SOURCE, in a JSON "
-            'list where it has a comma: ["2016=parallel:test.en,test.de"].',
+            name != "",
+            f"config.decoding.test_sources has '{source}', which must be NAME=SOURCE, as "
+            "2016=parallel:test.en,test.de.",
         )
-    names = [named.partition("=")[0] for named in d.test_sources]
+    names = [name for name, _ in d.tests]
     twice = [name for name in names if names.count(name) > 1 or name == "validation"]
     check(
         not twice,

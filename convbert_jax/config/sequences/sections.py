@@ -3,6 +3,7 @@ writes.
 """
 
 import dataclasses
+import re
 
 from convbert_jax.config.changes import Changeable
 
@@ -14,6 +15,7 @@ METHODS = ("beam", "greedy", "sample")
 # Recipes whose model writes text: of a corpus, and of pairs of texts.
 OF_CORPUS = ("causal_lm", "span_corruption")
 OF_PAIRS = ("translation", "summarization", "text_to_text")
+_NAMED_SOURCE = re.compile(r"([\w.-]+)=([a-z]+:.+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,3 +101,18 @@ class DecodingSection:
     average: Changeable[int] = 1  # newest checkpoints whose mean is taken; LightConv: 10
     # further sets of pairs that --mode=eval scores, each NAME=SOURCE as parallel.source has it
     test_sources: Changeable[tuple[str, ...]] = ()
+
+    @property
+    def tests(self) -> tuple[tuple[str, str], ...]:
+        """(name, source) of each of `test_sources`, of which a command line cuts those of two files
+        in two at their comma; the name is "" where there is none.
+        """
+        found: list[tuple[str, str]] = []
+        for part in self.test_sources:
+            named = _NAMED_SOURCE.fullmatch(part)
+            if not named and found:
+                name, source = found.pop()
+                found.append((name, f"{source},{part}"))
+            else:
+                found.append((named[1], named[2]) if named else ("", part))
+        return tuple(found)

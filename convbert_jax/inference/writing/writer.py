@@ -90,8 +90,7 @@ class Writer:
                 prompt, lengths, read = jnp.full((rows, 1), special.cls), None, (read,)
 
             def step(tokens, state, place):
-                logits, state = model.step(tokens, state, place, *read, dtype)
-                return logits, state
+                return model.step(tokens, state, place, *read, dtype)
 
             options = {
                 "length": length,

@@ -68,7 +68,7 @@ def check(config: Config, *, tests: bool) -> None:
     """
     text_scores.check_library(config.recipe)
     if tests:
-        for _, spec in _list_tests(config):
+        for _, spec in config.decoding.tests:
             open_pairs(spec, config.parallel)
 
 
@@ -92,7 +92,7 @@ def score_sets(
     """
     sets = {HELDOUT: read_heldout(config, text, config.train.eval_rows)}
     if tests:
-        sets |= {name: read_whole(spec, config.parallel) for name, spec in _list_tests(config)}
+        sets |= {name: read_whole(spec, config.parallel) for name, spec in config.decoding.tests}
     device = jax.local_devices()[0]
     writer = Writer(config, params, tokenizers, devices.compute_dtype(config, device))
     return [_score(config, writer, name, found, folder) for name, found in sets.items()]
@@ -177,12 +177,6 @@ def _warnings(found: Set) -> list[str]:
     if unread := found.unread[0]:
         lines.append(f"{unread} scored as empty; the first: {found.unread[1]}.")
     return lines
-
-
-def _list_tests(config: Config) -> list[tuple[str, str]]:
-    """(name, pairs) of config.decoding.test_sources."""
-    split = (named.partition("=") for named in config.decoding.test_sources)
-    return [(name, spec) for name, _, spec in split]
 
 
 def _line(text: str) -> str:
