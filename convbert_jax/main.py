@@ -63,7 +63,9 @@ def _run(request: command_line.Request) -> None:
     if request.mode in ("train", "eval", "predict", "inspect"):
         compilation.enable_compile_cache(_compile_cache(request))
     result = None
-    if request.mode == "prepare":
+    if request.mode == "show":
+        print(recipes.show(config, workdir, request.given), flush=True)
+    elif request.mode == "prepare":
         recipes.prepare(config, workdir, request.given)
     elif request.mode == "eval":
         result = recipes.evaluate(

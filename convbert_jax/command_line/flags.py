@@ -14,6 +14,7 @@ from convbert_jax.config.own_task import INPUT_FORMATS
 # What each mode does.
 MODES = {
     "train": "prepare the data if needed, then pre-train or fine-tune, from where the run is",
+    "show": "what the config comes to: parameters, tokens, operations, memory; starts nothing",
     "prepare": "only make the tokenizer and the shards",
     "eval": "the numbers of a checkpoint of the pre-training run --workdir on its held-out text",
     "verify_resume": "train twice, once killed in the middle, and compare both bit for bit",

@@ -33,7 +33,7 @@ _MODES_OF_FLAG = {
 # Modes that go by the config that the weights bring along.
 _WITHOUT_CONFIG = ("export", "predict", "inspect")
 # Modes that need no --config where --workdir has a run.
-_OF_A_RUN = ("train", "prepare", "eval", "verify_resume")
+_OF_A_RUN = ("train", "show", "prepare", "eval", "verify_resume")
 _OF_DECODING = "decoding."  # how the paths of such fields begin
 
 
@@ -265,7 +265,7 @@ def _check_recipe(config: Config) -> None:
             "--mode=eval is for pre-training; the scores of a fine-tuning run are in its table.md "
             "and results.jsonl, and --mode=predict answers new text."
         )
-    if mode != "train":
+    if mode not in ("train", "show"):
         raise ConfigError(
             f"--mode={mode} is for pre-training; fine-tuning reads the files of its tasks at its "
             "start."

@@ -18,7 +18,7 @@ from convbert_jax.recipes.evaluation import evaluate
 from convbert_jax.recipes.finetuning import finetune
 from convbert_jax.recipes.inspection import inspect
 from convbert_jax.recipes.prediction import predict
-from convbert_jax.recipes.pretraining import prepare, pretrain
+from convbert_jax.recipes.pretraining import prepare, pretrain, show
 from convbert_jax.recipes.results import (
     EvaluationResult,
     FinetuningResult,
@@ -41,4 +41,5 @@ __all__ = [
     "predict",
     "prepare",
     "pretrain",
+    "show",
 ]

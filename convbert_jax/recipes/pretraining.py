@@ -10,17 +10,17 @@ from absl import logging
 from etils import epath
 from flax import nnx
 
-from convbert_jax.analysis import pretraining_report
+from convbert_jax.analysis import overview, pretraining_report
 from convbert_jax.config import Config, UserError, network
 from convbert_jax.data.corpus import batching
 from convbert_jax.data.corpus.corpus import Corpus
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference.writing.reading import read_mean
 from convbert_jax.interop import conversion
-from convbert_jax.interop.networks import MODELS, outline, split
+from convbert_jax.interop.networks import MODELS, abstract_params, outline, split
 from convbert_jax.models.build import build
 from convbert_jax.objectives import replaced_token
-from convbert_jax.recipes import evaluation, prepared, start, tasks, teaching
+from convbert_jax.recipes import evaluation, finetuning, prepared, start, tasks, teaching
 from convbert_jax.recipes.prepared import Data
 from convbert_jax.recipes.results import PretrainingResult
 from convbert_jax.recipes.writing import scoring
@@ -39,6 +39,19 @@ def prepare(config: Config, folder: epath.PathLike, given: Collection[str] = ())
     workdir = Workdir(folder)
     config, _ = start.read_start(config, workdir, given)
     prepared.prepare(config, workdir.data(config))
+
+
+def show(config: Config, folder: epath.PathLike, given: Collection[str] = ()) -> str:
+    """What a config comes to, as `overview.describe` says it; nothing is started or written.
+
+    Args:
+      given: as `start.read_start` takes it; files and weights that the config names are read.
+    """
+    if config.recipe == "finetune":
+        config, *_ = finetuning.read_start(config, given)
+    else:
+        config, _ = start.read_start(config, Workdir(folder), given)
+    return overview.describe(config, abstract_params(config))
 
 
 def pretrain(

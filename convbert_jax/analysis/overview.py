@@ -1,0 +1,102 @@
+"""What a config comes to, by arithmetic: parameters, tokens, operations, memory."""
+
+import math
+
+from convbert_jax.analysis import flops
+from convbert_jax.config import Config
+from convbert_jax.training import state
+from convbert_jax.training.task import Params
+
+# Chips to name a time for, by a part of `device_kind`; at a share of their peak that large runs of
+# such models reach (docs/pretraining.md), not one that was measured here.
+_CHIPS = ("TPU v4", "TPU v5e", "TPU v6e", "A100", "H100")
+_REACHED = 0.3
+_COPIES = {"adamw": 4, "adafactor": 2}  # parameters, gradients, and moments of their size
+
+
+def describe(config: Config, params: Params) -> str:
+    """A text for a person: a line for each of what the config decides.
+
+    Args:
+      params: of the model, or their shapes alone.
+
+    Memory is of what does not depend on the batch:
+    parameters, gradients and the optimizer's moments in float32; activations come on top.
+    """
+    if config.recipe == "finetune":  # each task has a head of its own
+        params = {name: part for name, part in params.items() if name != "head"}
+    whole = state.count(params)
+    lines = [f"{config.name}: config.recipe={config.recipe}", "", "parameters"]
+    lines += [f"  {name:<28}{state.count(part):>15,}" for name, part in params.items()]
+    lines += [f"  {'all':<28}{whole:>15,}"]
+    size = whole * 4 * _COPIES[config.optimizer.method]
+    lines += [
+        "",
+        f"memory beside activations   {_bytes(size)} ({config.optimizer.method}, float32), divided "
+        "by config.mesh.fsdp",
+    ]
+    if config.recipe == "finetune":
+        return "\n".join([*lines, *_describe_tasks(config)])
+    return "\n".join([*lines, *_describe_run(config)])
+
+
+def _describe_run(config: Config) -> list[str]:
+    t = config.train
+    if config.reads_pairs:
+        tokens = 2 * config.parallel.batch_tokens
+        rows = f"at most {tokens:,} tokens of both texts, by their lengths"
+        source = config.parallel.source or "config.parallel.source is not named yet"
+    else:
+        tokens = t.batch_size * config.data.length
+        rows = f"{t.batch_size:,} rows x {config.data.length:,} = {tokens:,} tokens"
+        source = config.data.source
+    lines = [
+        "",
+        f"learns from                 {source}",
+        f"a step                      {rows}",
+        f"the run                     {t.steps:,} steps, {_count(t.steps * tokens)} tokens",
+        f"evaluations, checkpoints    every {t.eval_every:,} and {config.checkpoint.every:,} steps",
+    ]
+    if config.reads_pairs:
+        return lines
+    work = tokens * flops.training_flops_per_token(config)
+    total = work * t.steps
+    lines += [
+        f"operations                  {work:.3g} FLOPs a step, {total:.3g} in all",
+        "",
+        f"one chip, if it reached {_REACHED:.0%} of its peak (arithmetic, not a measurement):",
+    ]
+    rates = {chip: flops.PEAK_FLOPS[chip] * _REACHED for chip in _CHIPS}
+    return lines + [
+        f"  {chip:<26}{_time(total / rate)}, {tokens * rate / work:,.0f} tokens/s"
+        for chip, rate in rates.items()
+    ]
+
+
+def _describe_tasks(config: Config) -> list[str]:
+    f = config.finetune
+    return [
+        "",
+        f"tasks                       {', '.join(f.tasks)}",
+        f"runs of each                {len(f.learning_rates)} learning rates x {len(f.epochs)} "
+        f"numbers of epochs, {f.seeds} seeds of the best",
+        f"starts from                 {config.init_from or 'random weights'}",
+    ]
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def _count(number: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{math.ceil(seconds)} s"

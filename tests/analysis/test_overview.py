@@ -1,0 +1,59 @@
+"""What a config comes to, against published counts and hand-made ones."""
+
+import re
+
+import pytest
+
+import convbert_jax
+from convbert_jax.analysis import overview
+from convbert_jax.config import to_dict
+from convbert_jax.interop.networks import abstract_params
+
+
+def describe(config) -> str:
+    return overview.describe(config, abstract_params(config))
+
+
+def numbers(text: str, line: str) -> list[float]:
+    (found,) = re.findall(rf"^ *{line} .*$", text, re.MULTILINE)
+    return [float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*\.?\d*(?:e[+]?\d+)?", found)]
+
+
+def test_the_published_base():
+    config = convbert_jax.load_config("base")
+    text = describe(config)
+    assert "256 rows x 128 = 32,768 tokens" in text
+    assert "1,000,000 steps, 32.8 G tokens" in text
+    (per_step, whole) = numbers(text, "operations")
+    assert whole == pytest.approx(1e6 * per_step, rel=1e-2)
+    parts = re.findall(r"^  (\w+) +([\d,]+)$", text, re.MULTILINE)
+    counts = {name: int(count.replace(",", "")) for name, count in parts}
+    assert sum(n for name, n in counts.items() if name != "all") == counts["all"]
+    # Twice the operations take a chip twice as long.
+    longer = describe(convbert_jax.load_config(config, **{"train.steps": 2_000_000}))
+    days = [numbers(t, "TPU v5e")[1] for t in (text, longer)]
+    assert days[1] == pytest.approx(2 * days[0], rel=0.02)
+
+
+def test_memory_is_what_the_optimizer_keeps():
+    config = convbert_jax.load_config("tiny")
+    text = describe(config)
+    whole = numbers(text, "all")[0]
+    assert numbers(text, "memory beside activations")[0] == round(16 * whole / 2**20)
+    less = describe(convbert_jax.load_config(config, **{"optimizer.method": "adafactor"}))
+    assert numbers(less, "memory beside activations")[0] == round(8 * whole / 2**20)
+
+
+@pytest.mark.parametrize("name", ["translation", "language_model", "span_corruption:t5_base,light"])
+def test_models_that_write(name):
+    config = convbert_jax.load_config(name)
+    text = describe(config)
+    assert "decoder" in text
+    assert ("config.parallel.source is not named yet" in text) == config.reads_pairs
+    assert to_dict(config)["recipe"] in text
+
+
+def test_fine_tuning_names_its_runs():
+    text = describe(convbert_jax.load_config("glue:cola"))
+    assert re.search(r"tasks +cola", text)
+    assert not re.search(r"^  head", text, re.MULTILINE)
