@@ -47,7 +47,6 @@ CASES = (
     ("transformer_wmt_en_de_big_t2t", JOINED, "omegaconf"),
     ("transformer", LEARNED | {"activation_fn": "gelu"}, "args"),
     ("lightconv_lm", DYNAMIC | ALONE | {"share_decoder_input_output_embed": True}, "args"),
-    ("transformer_lm", ALONE, "cfg"),
 )
 # What a parser adds to every command line.
 PARSED = {
@@ -87,8 +86,7 @@ def allow_mutable_defaults() -> None:
 
 def make(folder: Path, arch: str, said: dict, form: str, width: int):
     """A model of fairseq with its dictionaries, saved as its trainer saves."""
-    import fairseq.models.lightconv_lm
-    import fairseq.models.transformer_lm  # noqa: F401
+    import fairseq.models.lightconv_lm  # noqa: F401
     from fairseq.data import Dictionary
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
