@@ -46,7 +46,7 @@ def build(options: argparse.Namespace, runs: int | None = None):
 
     from convbert_jax.config import from_config_dict
     from convbert_jax.interfaces.special_ids import SpecialIds
-    from convbert_jax.recipes.pretraining import build_task
+    from convbert_jax.recipes.tasks import build_task
     from convbert_jax.training.program import make_program
     from convbert_jax.training.sharding import make_mesh
 

@@ -8,6 +8,7 @@
     model.encode(["a text", "another"])                    # [2, hidden]
     model.fill_mask("Paris is the [MASK] of France.")
     model.replaced("Paris is the capitol of France.")
+    convbert_jax.load("runs/pairs").translate("a text")    # a run of config.recipe=translation
     result = convbert_jax.finetune("text:own", workdir="runs/task", **{"init_from": "runs/mine"})
 
 What `python -m convbert_jax.main` does, without its printing and with the same numbers. jax is
@@ -24,6 +25,7 @@ from convbert_jax.config.errors import UserError
 if TYPE_CHECKING:
     from convbert_jax.config import Config
     from convbert_jax.inference.model import Model
+    from convbert_jax.inference.writing.model import TextModel
     from convbert_jax.recipes import FinetuningResult, PretrainingResult
 
 __all__ = ["UserError", "finetune", "load", "load_config", "pretrain"]
@@ -37,19 +39,22 @@ def load(
     vocabulary: str | os.PathLike | None = None,
     texts: int | None = None,
     dtype: str | None = None,
-) -> "Model":
+    average: int | None = None,
+) -> "Model | TextModel":
     """Reads a model from anywhere, to apply it to texts on the first device that jax finds.
 
     Args:
-      path: folder of a pre-training run; of a fine-tuned model (WORKDIR/TASK/seed-N); a Hugging
-        Face folder of ConvBERT, ELECTRA or BERT; or a TensorFlow 1 checkpoint, as
-        model.ckpt-1000000.
+      path: folder of a pre-training run; of a fine-tuned model (WORKDIR/TASK/seed-N); of a run of a
+        model that writes text, of which a `TextModel` comes back; a Hugging Face folder of
+        ConvBERT, ELECTRA or BERT; or a TensorFlow 1 checkpoint, as model.ckpt-1000000.
       step: of a run's checkpoint; default the newest that is whole.
       vocabulary: file of the vocabulary (vocab.txt, tokenizer.json, *.model) of weights that lie
         without it, as the official TensorFlow checkpoints do.
       texts: 1 or 2, what a Hugging Face model for sequences reads, where its folder does not say.
       dtype: "float32" or "bfloat16" of the computation; default config.compute_dtype of a run, else
         bfloat16 but on CPUs.
+      average: of a model that writes text, how many newest checkpoints to take the mean of; default
+        config.decoding.average of the run.
 
     Raises:
       UserError: there is nothing of these, or it cannot be read.
@@ -57,13 +62,22 @@ def load(
     >>> model = convbert_jax.load("runs/mine")
     >>> model.encode(["a text", "another"]).shape
     (2, 32)
+    >>> convbert_jax.load("runs/pairs", average=2).translate(["a text", "another"], beam=3)
+    [..., ...]
     """
     from convbert_jax.inference import loading
     from convbert_jax.training.environment import devices
 
     devices.prepare_platform("any")
     vocabulary = None if vocabulary is None else os.fspath(vocabulary)
-    return loading.load(os.fspath(path), step=step, vocabulary=vocabulary, texts=texts, dtype=dtype)
+    return loading.load(
+        os.fspath(path),
+        step=step,
+        vocabulary=vocabulary,
+        texts=texts,
+        dtype=dtype,
+        average=average,
+    )
 
 
 def load_config(config: "Config | Mapping[str, Any] | str", /, **changed: Any) -> "Config":

@@ -55,6 +55,7 @@ def _run(request: command_line.Request) -> None:
     # Imported late: a wrong flag is answered before jax is loaded.
     from convbert_jax import recipes
     from convbert_jax.interop import conversion, importing
+    from convbert_jax.interop.fairseq import run as fairseq
     from convbert_jax.training.environment import compilation, devices
 
     config, workdir = request.config, request.workdir
@@ -87,6 +88,7 @@ def _run(request: command_line.Request) -> None:
             request.output or "-",
             input_format=request.input_format,
             texts=request.texts,
+            decoding=request.decoding,
         )
     elif request.mode == "inspect":
         result = recipes.inspect(
@@ -98,6 +100,8 @@ def _run(request: command_line.Request) -> None:
             layers=request.layers,
             output=request.output,
         )
+    elif request.mode == "import" and config.writes_text:
+        fairseq.import_run(request.source, config, workdir, request.given)
     elif request.mode == "import":
         importing.import_run(request.source, config, workdir, request.given)
     else:

@@ -4,7 +4,7 @@
     python launch/sweep.py --config=configs/ablation.py:kernel_size --workdir=runs/kernel_size
 
 The same command goes on where it was stopped. Several of them at once, on machines that share the
-folder, share the work. What the table, the folder and the report mean: docs/sweeps.md.
+folder, share the work. What the table, the folder and the report mean: docs/family/sweeps.md.
 """
 
 import errno

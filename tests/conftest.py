@@ -4,14 +4,11 @@ import gc
 import os
 import pathlib
 
+from tests import compiling
+
 os.environ["JAX_PLATFORMS"] = os.environ.get("CONVBERT_TEST_PLATFORM", "cpu")
-# Tests compile much and run little: without LLVM's optimizations they take a third of the time.
 os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",
-    ]
+    [os.environ.get("XLA_FLAGS", ""), compiling.flags(8, compiling.ANYWHERE)]
 )
 # Compile-only use of the TPU compiler (marker tpu_compile); without the second one two test
 # processes collide on a lock file.
@@ -22,6 +19,13 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 import jax
 import pytest
+
+PLATFORM = os.environ["JAX_PLATFORMS"]
+if PLATFORM == "cpu":
+    # XLA reads its flags once, here. What is loaded later finds those that it knows too.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} {compiling.CHEAPLY}")
+        jax.devices()
 
 pytest_plugins = ["tests.running"]
 
@@ -40,9 +44,13 @@ def _forget_programs():
 
 @pytest.fixture(autouse=True, scope="session")
 def _keep_programs(pytestconfig):
-    """Compiles each program once for all tests, of this run and of the next ones."""
+    """Compiles each program once for all tests and the processes that they start, of this run and
+    of the next ones.
+    """
     if cache := getattr(pytestconfig, "cache", None):
-        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("convbert_jax-programs")))
+        folder = str(cache.mkdir("convbert_jax-programs"))
+        os.environ.update(compiling.keep_in(folder))
+        jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
@@ -69,11 +77,16 @@ def real_data() -> pathlib.Path:
     return folder
 
 
+def pytest_collection_finish():
+    """What was imported stays: no collection of garbage need look at a million objects of it."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items):
     """Tests for an accelerator need one, also where -m on the command line selects them."""
-    platform = os.environ.get("CONVBERT_TEST_PLATFORM", "cpu")
     for name, platforms in (("gpu", ("gpu", "cuda")), ("tpu", ("tpu",))):
         for item in items:
-            if item.get_closest_marker(name) and platform not in platforms:
+            if item.get_closest_marker(name) and PLATFORM not in platforms:
                 reason = f"needs a {name.upper()}: CONVBERT_TEST_PLATFORM={platforms[-1]}"
                 item.add_marker(pytest.mark.skip(reason=reason))

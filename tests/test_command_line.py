@@ -110,6 +110,11 @@ def test_json_files_that_are_no_config(tmp_path, text):
         ((TINY, "--mode=predict", "--workdir=x", "--config.seed=1"), "--config.seed has no effect"),
         ((TINY, "--mode=export", "--config.model.layers=1"), "--config.model.layers has no effect"),
         (
+            ("--mode=export", "--workdir=x", "--config.decoding.beam=2"),
+            "--config.decoding.beam has no effect",
+        ),
+        (("--mode=predict",), "a fine-tuned model or a run of one that writes text"),
+        (
             (TINY, "--mode=export", "--workdir=x", "--config.name=y"),
             "--config.name has no effect",
         ),
@@ -154,6 +159,38 @@ def test_a_config_may_name_the_run_that_is_exported():
 def test_a_fine_tuned_model_is_used_with_its_config_or_without(mode):
     arguments = ("--config=configs/text.py:own", f"--mode={mode}", "--workdir=x")
     assert read(*arguments).mode == mode
+
+
+def test_a_model_that_writes_may_write_otherwise():
+    request = read(
+        "--mode=predict",
+        "--workdir=x",
+        "--config.decoding.beam=8",
+        "--config.decoding.length_penalty=0.5",
+    )
+    assert request.decoding == {"beam": 8, "length_penalty": 0.5}
+    assert request.config is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["a=parallel:x=1,y,b=tsv:z", '["a=parallel:x=1,y", "b=tsv:z"]', "a=parallel:x=1,y, b=tsv:z"],
+)
+def test_test_sets_of_two_files_are_one_set_each(value):
+    request = read(TINY, f"--config.decoding.test_sources={value}")
+    assert request.config.decoding.tests == (("a", "parallel:x=1,y"), ("b", "tsv:z"))
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("parallel:x,y", "'parallel:x,y', which must be NAME=SOURCE"),
+        ("a=tsv:x,a=tsv:y", "'a' twice"),
+        ("validation=tsv:x", "'validation' twice, or as the held-out pairs are called"),
+    ],
+)
+def test_test_sets_without_a_name_of_their_own(value, says):
+    assert says in refused(TINY, f"--config.decoding.test_sources={value}")
 
 
 def test_what_is_inspected():

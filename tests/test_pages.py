@@ -19,7 +19,7 @@ from convbert_jax.sweeps import request
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")),
-    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
 ]
 STARTS = re.compile(r"python (?:-m [\w.]+|[\w/]+\.py)|bash [\w/]+\.sh")
 ENDS = {"|", "&&", ";", ">"}

@@ -14,16 +14,21 @@ import convbert_jax
 from convbert_jax import recipes
 from convbert_jax.config import UserError, to_config_dict
 from convbert_jax.inference import model as model_module
+from convbert_jax.inference.writing import model as writing_model
 from tests.recipes.conftest import (  # noqa: F401
     SMALL,
     _one_device,
+    pairs,
     pretrained,
     pretraining_config,
     text,
+    translated,
+    translation_config,
     write_task,
 )
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+DOCUMENTED = (convbert_jax, model_module, writing_model)
 NOT_NUMBERS = ("seconds", "tokens_per_second", "memory", "mfu")
 
 
@@ -35,10 +40,11 @@ def without_times(records):
     ]
 
 
-def test_the_examples_of_the_documentation(pretrained, text, tmp_path, monkeypatch):  # noqa: F811
+def test_the_examples_of_the_documentation(pretrained, translated, text, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "mine").symlink_to(pretrained.folder)
+    (tmp_path / "runs" / "pairs").symlink_to(translated.folder)
     write_task(tmp_path)
     (tmp_path / "train.csv").write_text((tmp_path / "train.tsv").read_text().replace("\t", ","))
     small = {**SMALL, "data.source": text, "train.batch_size": 8, "train.eval_rows": 16}
@@ -50,8 +56,8 @@ def test_the_examples_of_the_documentation(pretrained, text, tmp_path, monkeypat
     }
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     finder = doctest.DocTestFinder()
-    examples = [t for m in (convbert_jax, model_module) for t in finder.find(m) if t.examples]
-    assert len(examples) == 9, [t.name for t in examples]
+    examples = [t for m in DOCUMENTED for t in finder.find(m) if t.examples]
+    assert len(examples) == 10, [t.name for t in examples]
     for example in examples:
         example.globs = dict(names)
         said = []

@@ -13,7 +13,9 @@ paper: what ELECTRA and ConvBERT print. Backward counts as much as forward, a ta
 """
 
 from convbert_jax.config import Config, EmbeddingsConfig, EncoderConfig, LayerConfig
+from convbert_jax.config.sequences import DecoderConfig
 from convbert_jax.models import costs
+from convbert_jax.objectives.span_corruption import count_spans
 
 # Peak dense FLOP/s of one JAX device in bfloat16, by a part of its `device_kind`; the longest
 # fitting part counts. TPU: Google Cloud's TPU documentation, peak compute per chip; a device is
@@ -59,12 +61,14 @@ def forward_flops_per_token(config: Config, convention: str = "model") -> float:
     the steps, where config.objective.masked_lm_steps has another head at first.
 
     Raises:
-      ValueError: an unknown convention.
+      ValueError: an unknown convention, or a model that writes text, by the paper's.
     """
     if convention not in CONVENTIONS:
         raise ValueError(f"convention is {convention!r}, but must be {' or '.join(CONVENTIONS)}.")
     paper = convention == "paper"
     length = config.data.length
+    if config.writes_text:
+        return _forward_flops_of_writing(config, paper)
     encoder = _encoder(config.encoder, length, paper) + _embed(config.embeddings, length, paper)
     if config.recipe == "masked_lm":
         hidden = config.encoder.hidden_size
@@ -91,6 +95,44 @@ def forward_flops_per_token(config: Config, convention: str = "model") -> float:
         + _embed(embeddings, length, paper)
         + _predict(config, config.generator_encoder.hidden_size, embeddings, paper)
     )
+
+
+def pair_forward_flops(config: Config, source: int, target: int) -> float:
+    """Operations of one forward pass of an encoder-decoder for a row of so many tokens to read and
+    to write, model convention; a causal layer counts as much as one that reads both ways, as the
+    products are made whole.
+    """
+    model = config.encoder_decoder
+    hidden = model.decoder.hidden_size
+    encoder = sum(
+        stage.depth * _layer_products(stage.layer, source) for stage in model.encoder.stages
+    )
+    decoder = _decoder(model.decoder, target)
+    # Queries and output of the attention to the source, keys and values of the source, both sums.
+    reading = target * 2 * 2 * hidden**2 + source * 2 * 2 * hidden**2
+    reading += 2 * 2 * source * target * hidden
+    words = 2 * hidden * model.target.vocab_size
+    return source * encoder + target * (decoder + words) + model.decoder.depth * reading
+
+
+def _forward_flops_of_writing(config: Config, paper: bool) -> float:
+    """Per token of a row of the corpus; of pairs, of a row as long as they may be."""
+    if paper:
+        raise ValueError("a model that writes text has no FLOPs in the paper's convention.")
+    length = config.data.length
+    if config.recipe == "causal_lm":
+        model = config.language_model
+        words = 2 * model.decoder.hidden_size * model.tokens.vocab_size
+        return _decoder(model.decoder, length) + words
+    if config.recipe == "span_corruption":
+        counts = count_spans(config)
+        return pair_forward_flops(config, counts.source, counts.target) / length
+    longest = config.parallel.max_length
+    return pair_forward_flops(config, longest, longest) / longest
+
+
+def _decoder(decoder: DecoderConfig, length: int) -> float:
+    return sum(stage.depth * _layer_products(stage.layer, length) for stage in decoder.stages)
 
 
 def training_flops_per_token(config: Config, convention: str = "model") -> float:

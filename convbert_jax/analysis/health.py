@@ -67,3 +67,15 @@ def warn_masked_lm(step: int, values: dict[str, float]) -> list[str]:
             "config.optimizer.learning_rate and the tokenizer."
         ]
     return []
+
+
+def warn_writing(step: int, values: dict[str, float]) -> list[str]:
+    """Warnings for one interval of a model that writes text."""
+    accuracy = values["token_accuracy"]
+    if step >= _CHANCE_STEP and accuracy < 0.05:
+        return [
+            f"model hardly learns: {accuracy:.1%} of the next tokens right after {step} steps "
+            "(usual: above 20% by now); check config.optimizer.learning_rate, the warm-up and the "
+            "tokenizer."
+        ]
+    return []

@@ -20,6 +20,9 @@ _PANELS = (
     ("pairs of texts: share told", ("pair_accuracy",), ("no skill", 0.5)),
     ("discriminator: area under ROC curve", ("discriminator_auc",), ("no skill", 0.5)),
     ("discriminator: loss (nats)", ("discriminator_loss",), None),
+    ("next tokens: loss (nats)", ("token_loss",), None),
+    ("next tokens: share told", ("token_accuracy",), None),
+    ("perplexity", ("perplexity", "word_perplexity"), None),
     ("share of tokens replaced", ("replaced_rate",), None),
     ("learning rate", ("learning_rate",), None),
 )
@@ -90,8 +93,26 @@ def plot_curves(metrics_file: epath.Path, picture: epath.Path, title: str) -> bo
 
 
 def describe_numbers(values: dict[str, float], vocab_size: int) -> list[str]:
-    """Held-out metrics, one line each, with what no skill would give."""
+    """Held-out metrics, one line each, with what no skill would give.
+
+    Args:
+      vocab_size: of what is written.
+    """
     guessing = math.log(vocab_size)
+    if "token_loss" in values:
+        rows = [
+            (
+                "tokens, loss",
+                f"{values['token_loss']:.3f} nats",
+                f"guessing evenly: {guessing:.3f}",
+            ),
+            ("tokens, accuracy", _percent(values["token_accuracy"]), ""),
+            ("perplexity, per token", f"{values['perplexity']:.2f}", ""),
+        ]
+        if "word_perplexity" in values:
+            of_words = "the end of a document counts as a word"
+            rows.append(("perplexity, per word", f"{values['word_perplexity']:.2f}", of_words))
+        return _align(rows)
     rows = [
         (
             "masked tokens, loss",
@@ -113,6 +134,10 @@ def describe_numbers(values: dict[str, float], vocab_size: int) -> list[str]:
             ("discriminator, accuracy", _percent(values["discriminator_accuracy"]), original),
             ("discriminator, precision", _percent(values["discriminator_precision"]), recall),
         ]
+    return _align(rows)
+
+
+def _align(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     return [f"{name:<26}{value:<13}{note}".rstrip() for name, value, note in rows]
 
 

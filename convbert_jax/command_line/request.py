@@ -34,6 +34,7 @@ _MODES_OF_FLAG = {
 _WITHOUT_CONFIG = ("export", "predict", "inspect")
 # Modes that need no --config where --workdir has a run.
 _OF_A_RUN = ("train", "prepare", "eval", "verify_resume")
+_OF_DECODING = "decoding."  # how the paths of such fields begin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Request:
     Attributes:
       config: None where the mode goes by what the weights bring along.
       given: the fields of the config that an override names, as "train.steps".
+      decoding: fields of config.decoding that an override names, and values, of a model that is
+        used: it goes by its own config besides.
       config_flags: --config and overrides, for another process with the same config.
       multihost: whether this is one of several processes that jax finds by itself.
       processes: None if it is not one of several by explicit flags.
@@ -61,6 +64,7 @@ class Request:
     config: Config | None
     workdir: epath.Path | None
     given: frozenset[str]
+    decoding: Mapping[str, Any]
     config_flags: tuple[str, ...]
     multihost: bool
     processes: Processes | None
@@ -97,6 +101,11 @@ def read(argv: Sequence[str]) -> Request:
         config=config,
         workdir=_find_workdir(config),
         given=frozenset(changed),
+        decoding={
+            path.removeprefix(_OF_DECODING): value
+            for path, value in changed.items()
+            if path.startswith(_OF_DECODING)
+        },
         config_flags=(f"--config={config_file}", *overrides.to_flags(changed)),
         multihost=flags.MULTIHOST.value,
         processes=_read_processes(),
@@ -163,7 +172,10 @@ def _check_flags() -> None:
     if mode == "import" and not (flags.SOURCE.value and flags.WORKDIR.value):
         raise ConfigError("--mode=import needs --source=WEIGHTS and --workdir=FOLDER.")
     if mode == "predict" and not flags.WORKDIR.value:
-        raise ConfigError("--mode=predict needs --workdir=MODEL, a fine-tuned model.")
+        raise ConfigError(
+            "--mode=predict needs --workdir=MODEL, a fine-tuned model or a run of one that writes "
+            "text."
+        )
 
 
 def _read_layers() -> tuple[int, ...]:
@@ -230,6 +242,8 @@ def _check_overrides(changed: Mapping[str, Any]) -> None:
     used = set()
     if flags.CONFIG.value:
         used = {"platform"} if flags.WORKDIR.value or flags.SOURCE.value else {"platform", "name"}
+    if mode == "predict":  # a model that writes text may write otherwise
+        used |= {path for path in changed if path.startswith(_OF_DECODING)}
     if idle := [path for path in changed if path not in used]:
         raise ConfigError(
             f"--config.{idle[0]} has no effect: --mode={mode} goes by the config of the model."

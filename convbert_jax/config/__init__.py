@@ -8,6 +8,7 @@ the fix.
 
 sections.py    every field of pre-training, with its comment: what a user sets
 finetuning.py  those of fine-tuning; own_task.py a labelled data set of the user's own
+sequences/     those of models that write text, their pairs and how they write
 run.py         the sections together, and what follows from them
 changes.py     which fields may change between two starts of one run, said at each as its type
 network.py     what the model code is built from, and how it follows from the sections
@@ -41,10 +42,14 @@ from convbert_jax.config.sections import (
     ModelSection,
     ObjectiveSection,
     OptimizerSection,
-    ParallelSection,
     StageSection,
     TokenizerSection,
     TrainSection,
+)
+from convbert_jax.config.sequences.sections import (
+    DecodingSection,
+    ParallelSection,
+    SequenceSection,
 )
 from convbert_jax.config.short_runs import fit_to_steps
 
@@ -53,6 +58,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataSection",
+    "DecodingSection",
     "DistillationSection",
     "EmbeddingsConfig",
     "EncoderConfig",
@@ -68,6 +74,7 @@ __all__ = [
     "OptimizerSection",
     "OutputsSection",
     "ParallelSection",
+    "SequenceSection",
     "StageConfig",
     "StageSection",
     "TaskSection",

@@ -23,14 +23,26 @@ from convbert_jax.config.sections import (
     ModelSection,
     ObjectiveSection,
     OptimizerSection,
-    ParallelSection,
     TokenizerSection,
     TrainSection,
+)
+from convbert_jax.config.sequences.network import (
+    EncoderDecoderConfig,
+    LanguageModelConfig,
+    derive_encoder_decoder,
+    derive_language_model,
+)
+from convbert_jax.config.sequences.sections import (
+    OF_CORPUS,
+    OF_PAIRS,
+    DecodingSection,
+    ParallelSection,
+    SequenceSection,
 )
 
 PLATFORMS = ("any", "cpu", "gpu", "tpu")
 DTYPES = ("auto", "float32", "bfloat16")
-RECIPES = ("replaced_token", "masked_lm", "finetune")
+RECIPES = ("replaced_token", "masked_lm", *OF_CORPUS, *OF_PAIRS, "finetune")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +52,9 @@ class Config:
     name: str = "run"  # workdir defaults to runs/NAME
     # as given after the colon of --config: default | paper | bert, or a size
     variant: str = "default"
-    # replaced_token (ELECTRA) | masked_lm (masked words alone) | finetune; see recipes/
+    # replaced_token (ELECTRA) | masked_lm (masked words alone) | finetune. Models that write text:
+    # causal_lm (the next word) and span_corruption (T5) of a corpus; translation, summarization and
+    # text_to_text of pairs, which differ in their scores
     recipe: str = "replaced_token"
     seed: int = 0
     # weights that a new run starts from: a run's folder, a Hugging Face folder or a TensorFlow 1
@@ -54,9 +68,11 @@ class Config:
     generator: GeneratorSection = dataclasses.field(default_factory=GeneratorSection)
     objective: ObjectiveSection = dataclasses.field(default_factory=ObjectiveSection)
     distillation: DistillationSection = dataclasses.field(default_factory=DistillationSection)
+    sequence: SequenceSection = dataclasses.field(default_factory=SequenceSection)
     tokenizer: TokenizerSection = dataclasses.field(default_factory=TokenizerSection)
     data: DataSection = dataclasses.field(default_factory=DataSection)
     parallel: ParallelSection = dataclasses.field(default_factory=ParallelSection)
+    decoding: DecodingSection = dataclasses.field(default_factory=DecodingSection)
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
     train: TrainSection = dataclasses.field(default_factory=TrainSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
@@ -84,6 +100,34 @@ class Config:
     def generator_encoder(self) -> EncoderConfig:
         """That of a separate generator; ConfigError as `encoder`."""
         return derive_generator(self.model, self.generator)
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether the model is one of `config.sequences`."""
+        return self.recipe in (*OF_CORPUS, *OF_PAIRS)
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether it learns from config.parallel instead of config.data."""
+        return self.recipe in OF_PAIRS
+
+    @property
+    def vocabularies(self) -> tuple[int, int]:
+        """Words of the source's and the target's vocabulary of a model that writes text."""
+        source = self.tokenizer.vocab_size
+        if not self.reads_pairs or self.sequence.shared_vocabulary:
+            return source, source
+        return source, self.parallel.target_vocab_size or source
+
+    @property
+    def encoder_decoder(self) -> EncoderDecoderConfig:
+        """That of span_corruption and of pairs; ConfigError as `derive_encoder_decoder`."""
+        return derive_encoder_decoder(self.model, self.sequence, *self.vocabularies)
+
+    @property
+    def language_model(self) -> LanguageModelConfig:
+        """That of causal_lm; ConfigError as `derive_language_model`."""
+        return derive_language_model(self.model, self.sequence, self.tokenizer.vocab_size)
 
     @property
     def max_predictions(self) -> int:

@@ -13,11 +13,14 @@ from convbert_jax.config.changes import Changeable, ChangeableInPretraining
 REMAT_POLICIES = ("none", "dots", "full")
 INITIALIZERS = ("release", "huggingface")
 TEXT_FORMATS = ("auto", "blank_lines", "lines", "jsonl", "wikiextractor", "file", "csv", "tsv")
+TOKENIZERS = ("sentencepiece", "wordpiece", "pieces")
+OPTIMIZERS = ("adamw", "adafactor")
+SCHEDULES = ("linear", "cosine", "inverse_sqrt", "constant")
 SENTENCE_PAIRS = ("none", "next", "order")
-BAD_PAIRS = ("skip", "error")
 # What an evaluation measures, by recipe; release_* only with objective.release_metrics, pair_* only
 # with objective.sentence_pairs, encoder_* only with objective.masked_lm_steps.
 _OF_MASKED_LM = ("mlm_loss", "mlm_accuracy", "loss")
+_OF_WRITING = ("loss", "token_loss", "token_accuracy", "perplexity")
 HELDOUT_METRICS = {
     "masked_lm": (*_OF_MASKED_LM, "pair_loss", "pair_accuracy"),
     "replaced_token": (
@@ -26,6 +29,10 @@ HELDOUT_METRICS = {
         *("discriminator_precision", "discriminator_recall", "discriminator_auc"),
         *("release_discriminator_loss", "release_auc"),
         *("encoder_mlm_loss", "encoder_mlm_accuracy"),
+    ),
+    "causal_lm": (*_OF_WRITING, "word_perplexity"),
+    **dict.fromkeys(
+        ("span_corruption", "translation", "summarization", "text_to_text"), _OF_WRITING
     ),
 }
 
@@ -139,6 +146,11 @@ class ObjectiveSection:
     # Release: where a position was drawn twice, the floor of the mean of both sampled ids, an
     # arbitrary token, is put in.
     average_duplicate_ids: bool = False
+    # Of recipe span_corruption, whose spans are mask_fraction of a row: their mean length. T5: 3
+    mean_span: float = 3.0
+    # Of models that write text: so much of the target's probability is divided over all words
+    # (Szegedy et al. 2016). Transformer and LightConv: 0.1
+    label_smoothing: float = 0.0
     # Of the chosen positions so many become [MASK], so many a random token, the rest stays
     # unchanged. ELECTRA and the release: 0.85 and 0; BERT: 0.8 and 0.1.
     mask_token_fraction: float = 0.85
@@ -170,7 +182,7 @@ class ObjectiveSection:
 class DistillationSection:
     """What the network that is kept learns of another one in pre-training, its teacher, besides its
     own objective: the terms of DistilBERT (Sanh et al., 2019, §2) and TinyBERT (Jiao et al., 2020,
-    §3.1), each with a weight, 0 is none. docs/distillation.md has the formulas.
+    §3.1), each with a weight, 0 is none. docs/family/distillation.md has the formulas.
     """
 
     # a run's folder, a Hugging Face folder or a TensorFlow 1 checkpoint, whose vocabulary becomes
@@ -204,9 +216,11 @@ class DistillationSection:
 class TokenizerSection:
     """Subword vocabulary: trained on the corpus, or read from `path`."""
 
-    kind: str = "sentencepiece"  # sentencepiece | wordpiece
+    # sentencepiece | wordpiece | pieces, with blanks between them in texts that were cut elsewhere
+    kind: str = "sentencepiece"
     vocab_size: int = 30_522
-    path: str = ""  # vocab.txt, tokenizer.json or a SentencePiece .model; "" trains one
+    # vocab.txt, tokenizer.json, a SentencePiece .model or a .pieces; "" trains one
+    path: str = ""
     lowercase: bool = True
     strip_accents: bool = True  # wordpiece and sentencepiece; BERT's uncased vocabularies expect it
     algorithm: str = "unigram"  # of SentencePiece: unigram | bpe
@@ -257,41 +271,16 @@ class DataSection:
 
 
 @dataclasses.dataclass(frozen=True)
-class ParallelSection:
-    """Pairs of texts, read by data/parallel/; no recipe trains on them yet. How many processes
-    prepare them and how many batches are read ahead is as config.data says.
-    """
-
-    # to train on: parallel:FILE,FILE (of equal line count) | tsv:FILE | jsonl:FILE (.gz or not) |
-    # tfds:DIR (or tfds:DIR#SPLIT)
-    source: str = ""
-    validation_source: str = ""  # pairs to evaluate on; "" holds out some of `source`
-    heldout_fraction: float = 0.01  # of the pairs, chosen by a hash of their texts
-    # the two texts: numbers from 0 of a tsv, or names, which its first line then has; names of
-    # jsonl and TFDS. (): 0,1 of a tsv, source,target of jsonl and TFDS
-    columns: tuple[str, ...] = ()
-    # one vocabulary, config.tokenizer, of both texts; False: that one is the source's
-    shared_vocabulary: bool = True
-    target_vocab_size: int = 0  # of the target's own; 0 is tokenizer.vocab_size
-    target_vocabulary: str = ""  # its file, see tokenizer.path; "" trains one
-    max_length: int = 256  # most tokens of a text, the end mark included
-    # most tokens of the longer text for each of the shorter; 0 is any. LightConv's sets: 1.5
-    max_ratio: float = 0.0
-    bad_pairs: str = "skip"  # empty, over-long, unreadable or uneven ones: skip | error
-    # subword regularization (Kudo 2018): texts are cut anew in each epoch, one of the 64 best ways
-    # of a unigram vocabulary by its probability to this power; 0 is off. Kudo: 0.1 to 0.5
-    sampling: float = 0.0
-    # rows of a batch times its longer text, padding included
-    batch_tokens: int = 4_096
-    shapes: int = 8  # most shapes of batches, each compiled once
-    # padded lengths are multiples of it: 8 suits TPUs, 1 pads least
-    length_multiple: int = 8
-
-
-@dataclasses.dataclass(frozen=True)
 class OptimizerSection:
-    """AdamW with a linear schedule (the release's model/optimization.py)."""
+    """AdamW with a linear schedule (the release's model/optimization.py), or another."""
 
+    # adamw | adafactor (Shazeer & Stern 2018: one moment, factored, no momentum; clipped by update
+    # and scaled by parameter, as T5 has it): half the memory of AdamW's two moments and more
+    method: str = "adamw"
+    # Of the learning rate behind the warm-up: linear, to decay_to at the last step | cosine, the
+    # same along half a cosine | inverse_sqrt, as sqrt(warmup_steps / step) (Transformer, T5) |
+    # constant
+    schedule: ChangeableInPretraining[str] = "linear"
     learning_rate: ChangeableInPretraining[float] = 3e-4  # peak
     warmup_steps: ChangeableInPretraining[int] = 10_000
     # learning rate at the last step, as a fraction of the peak
@@ -344,7 +333,8 @@ class CheckpointSection:
     # replaced_rate | discriminator_loss, _accuracy, _precision, _recall or _auc, and the two of
     # objective.release_metrics: release_discriminator_loss | release_auc; of
     # objective.sentence_pairs: pair_loss | pair_accuracy; of objective.masked_lm_steps:
-    # encoder_mlm_loss | encoder_mlm_accuracy
+    # encoder_mlm_loss | encoder_mlm_accuracy; of models that write text: loss | token_loss |
+    # token_accuracy | perplexity, and of causal_lm word_perplexity
     best_metric: Changeable[str] = ""
     best_mode: Changeable[str] = "max"  # max | min, which a loss needs
     # steps; writes a Hugging Face folder WORKDIR/huggingface/step-N, at step 0 too; 0 is never

@@ -44,6 +44,7 @@ def search(
     length: int,
     end: int,
     pad: int = 0,
+    limits: Int[Array, " B"] | None = None,
     never: Sequence[int] = (),
     alpha: float = 1.0,
     early: bool = True,
@@ -56,7 +57,7 @@ def search(
     Args:
       step: of B K rows, the beams of a row side by side.
       state: of these, before the first token.
-      prompt, prompt_lengths, length, end, pad, never: as in `one_by_one.greedy`.
+      prompt, prompt_lengths, length, end, pad, limits, never: as in `one_by_one.greedy`.
       beam: K.
       alpha: of the length penalty, at least 0; 0 is none.
       early: a row ends when K texts of it have, as in fairseq; with 1 beam this is `greedy`. False:
@@ -73,7 +74,8 @@ def search(
     rows = len(prompt)
     if prompt_lengths is None:
         prompt_lengths = jnp.full(rows, prompt.shape[1], jnp.int32)
-    of_beams = [jnp.repeat(x, beam, axis=0) for x in (prompt, prompt_lengths)]
+    most = prompts.most_tokens(limits, prompt_lengths, length)
+    *of_beams, most_of_beams = (jnp.repeat(x, beam, axis=0) for x in (prompt, prompt_lengths, most))
 
     def is_done(beams):
         """[B]: K texts have ended, and none can come that is better."""
@@ -82,7 +84,7 @@ def search(
         if early:
             return full | hopeless
         # A log probability only falls, and no text has more tokens to divide it by than this.
-        longest = (length - prompt_lengths).astype(jnp.float32)
+        longest = (most - prompt_lengths).astype(jnp.float32)
         hope = beams.scores[:, 0] / longest**alpha
         return (full & (hope <= beams.ended.scores[:, -1])) | hopeless
 
@@ -90,7 +92,11 @@ def search(
         place, done = beams.place, is_done(beams)
         logits, state = step(beams.tokens[:, :, place].reshape(-1), beams.state, place)
         following = prompts.force(
-            prompts.log_probabilities(logits, never), *of_beams, place, end, place == length - 2
+            prompts.log_probabilities(logits, never),
+            *of_beams,
+            place,
+            end,
+            place >= most_of_beams - 2,
         ).reshape(rows, beam, -1)
         words = following.shape[-1]
         sums = (beams.scores[:, :, None] + following).reshape(rows, -1)

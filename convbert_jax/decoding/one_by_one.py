@@ -35,6 +35,7 @@ def greedy(
     length: int,
     end: int,
     pad: int = 0,
+    limits: Int[Array, " B"] | None = None,
     never: Sequence[int] = (),
 ) -> Texts:
     """The most probable token at each place, until the end.
@@ -45,6 +46,8 @@ def greedy(
       prompt_lengths: from 1 to P; None: all are P long.
       length: L, the most tokens of a row with prompt and end; the last can only be the end.
       end, pad: ids.
+      limits: of each row what `length` is of all, where it is less; so a row may be with longer
+        ones and still end where it would alone. None: `length`.
       never: ids that no text has, as padding, which a model need not have learned not to write.
 
     Raises:
@@ -54,7 +57,7 @@ def greedy(
     def choose(scores, place):
         return scores.argmax(axis=-1)
 
-    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad, never)
+    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad, limits, never)
 
 
 def sample(
@@ -67,6 +70,7 @@ def sample(
     length: int,
     end: int,
     pad: int = 0,
+    limits: Int[Array, " B"] | None = None,
     never: Sequence[int] = (),
     temperature: float = 1.0,
     top_k: int = 0,
@@ -95,7 +99,7 @@ def sample(
         drawn = jax.vmap(lambda key: jax.random.fold_in(key, place))(keys)
         return jax.vmap(jax.random.categorical)(drawn, logits)
 
-    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad, never)
+    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad, limits, never)
 
 
 def cut(logits: Float[Array, "B V"], top_k: int, top_p: float) -> Float[Array, "B V"]:
@@ -122,6 +126,7 @@ def _write(
     length: int,
     end: int,
     pad: int,
+    limits: Array | None,
     never: Sequence[int],
 ) -> Texts:
     prompts.check(prompt, length)
@@ -129,6 +134,7 @@ def _write(
     if prompt_lengths is None:
         prompt_lengths = jnp.full(rows, prompt.shape[1], jnp.int32)
     tokens = prompts.start_tokens(prompt, prompt_lengths, length, pad)
+    most = prompts.most_tokens(limits, prompt_lengths, length)
 
     def unfinished(carry):
         place, _, _, _, done = carry
@@ -137,7 +143,7 @@ def _write(
     def write(carry):
         place, state, tokens, texts, done = carry
         logits, state = step(tokens[:, place], state, place)
-        last = place == length - 2
+        last = place >= most - 2
         scores = prompts.log_probabilities(logits, never)
         scores = prompts.force(scores, prompt, prompt_lengths, place, end, last)
         chosen = jnp.where(done, pad, choose(scores, place)).astype(tokens.dtype)

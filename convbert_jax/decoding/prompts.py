@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 Step = Callable[[Array, Any, Array], tuple[Array, Any]]
 
@@ -17,6 +17,15 @@ def check(prompt: Int[Array, "B P"], length: int) -> None:
             f"The prompt is {list(prompt.shape)}, but must be [rows, tokens] with at least one "
             f"token and fewer than the length of {length}."
         )
+
+
+def most_tokens(
+    limits: Int[Array, " B"] | None, lengths: Int[Array, " B"], length: int
+) -> Int[Array, " B"]:
+    """The most tokens of each row: `length`, or its own limit, with room for an end at least."""
+    if limits is None:
+        return jnp.full_like(lengths, length)
+    return jnp.clip(limits, jnp.minimum(lengths + 1, length), length)
 
 
 def start_tokens(
@@ -34,13 +43,13 @@ def force(
     lengths: Int[Array, " B"],
     place: Int[Array, ""],
     end: int,
-    last: Array,
+    last: Bool[Array, " B"],
 ) -> Float[Array, "B V"]:
     """Log probabilities of the token behind `place` where the prompt says it, which costs nothing;
-    and where it is the last one, which can but be the end.
+    and where it is the `last` one of its row, which can but be the end.
     """
     words = jnp.arange(scores.shape[1])
-    scores = jnp.where(last & (words != end), -jnp.inf, scores)
+    scores = jnp.where(last[:, None] & (words != end), -jnp.inf, scores)
     said = prompt[:, jnp.minimum(place + 1, prompt.shape[1] - 1)]
     certain = jnp.where(words == said[:, None], 0.0, -jnp.inf)
     return jnp.where((place + 1 < lengths)[:, None], certain, scores)

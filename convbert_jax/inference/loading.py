@@ -11,13 +11,12 @@ from convbert_jax.data.errors import shorten
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, follow_file
 from convbert_jax.inference import finetuned
 from convbert_jax.inference.model import Model, ModelError
+from convbert_jax.inference.writing.model import TextModel
+from convbert_jax.inference.writing.reading import change_decoding
 from convbert_jax.interop import matching, sources
 from convbert_jax.interop.networks import split
 from convbert_jax.training.environment import devices
 from convbert_jax.workdir import Workdir
-
-# What a run may have chosen for the machine that it was trained on; another one need not have it.
-_OF_THE_MACHINE = {"model.attention": "auto", "model.convolution": "auto"}
 
 
 def load(
@@ -27,7 +26,8 @@ def load(
     vocabulary: str | None = None,
     texts: int | None = None,
     dtype: str | None = None,
-) -> Model:
+    average: int | None = None,
+) -> Model | TextModel:
     """See `convbert_jax.load`."""
     workdir = Workdir(path)
     try:
@@ -37,20 +37,31 @@ def load(
     if is_run:
         if vocabulary or texts:
             raise ModelError(f"{path} is a run, which has its vocabulary and knows what it reads.")
-        return _load_run(path, workdir, step, dtype)
+        return _load_run(path, workdir, step, dtype, average)
+    if average is not None:
+        raise ModelError(
+            f"average={average}: {path} is no run, so it has no checkpoints to average."
+        )
     if step is not None:
         raise ModelError(f"step={step}: {path} is no run, so it has no checkpoints to choose from.")
     finetuned.refuse_several(path)
     return _load_source(path, vocabulary, texts, dtype)
 
 
-def _load_run(path: str, workdir: Workdir, step: int | None, dtype: str | None) -> Model:
-    config, step = workdir.read_config(), workdir.choose_step(step)
-    changed = {f: v for f, v in _OF_THE_MACHINE.items() if matching.value_of(config, f) != v}
-    if changed:
-        named = ", ".join(f"config.{field}={matching.value_of(config, field)}" for field in changed)
-        logging.info("%s was trained with %s; here it is auto.", path, named)
-    config = dataclasses.replace(matching.replace(config, changed), platform="any")
+def _load_run(
+    path: str, workdir: Workdir, step: int | None, dtype: str | None, average: int | None
+) -> Model | TextModel:
+    config = matching.for_any_machine(workdir.read_config(), path)
+    if average is not None and not config.writes_text:
+        raise ModelError(
+            f"average={average}: {path} is a run of config.recipe='{config.recipe}', and averaging "
+            "is of models that write text; leave it out."
+        )
+    step = workdir.choose_step(step)
+    if config.writes_text:
+        if average is not None:
+            config = change_decoding(config, {"average": average})
+        return TextModel(path, config, step, dtype=_choose_dtype(config, dtype))
     step, params = sources.read_params(workdir, config, step)
     is_finetuned = config.recipe == "finetune"
     return Model(

@@ -3,7 +3,7 @@
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 
 _BLANK = "\u2581"  # how SentencePiece writes the blank before a word
-_INSIDE = "##"  # how WordPiece begins a piece inside of a word
+INSIDE = "##"  # how WordPiece begins a piece inside of a word
 
 
 def mask_token(tokenizer: Tokenizer) -> str:
@@ -39,8 +39,8 @@ def fill(tokenizer: Tokenizer, text: str, hole: int, token: int) -> str:
         inside = not piece.startswith(_BLANK)
         piece = piece.replace(_BLANK, " ").strip()
     else:
-        inside = piece.startswith(_INSIDE)
-        piece = piece.removeprefix(_INSIDE)
+        inside = piece.startswith(INSIDE)
+        piece = piece.removeprefix(INSIDE)
     return (before.rstrip() if inside else before) + piece + after
 
 

@@ -77,8 +77,27 @@ class Table:
     _told = False
 
 
-def open_lines(file: IO[bytes], ending: str) -> Output:
-    """What writes into `file` by the ending of its name."""
+class PlainLines:
+    """The texts alone, one a line, as long as the input: of a row that cannot be predicted an empty
+    line, and a warning.
+    """
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+
+    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        for line in lines:
+            if "error" in line:
+                logging.warning("An empty line for row %s: %s.", line["id"], line["error"])
+        texts = (" ".join(line.get("prediction", "").splitlines()) + "\n" for line in lines)
+        self._file.write("".join(texts).encode("utf-8"))
+        self._file.flush()
+
+
+def open_lines(file: IO[bytes], ending: str, *, plain: bool = False) -> Output:
+    """What writes into `file` by the ending of its name, or plain lines."""
+    if plain:
+        return PlainLines(file)
     return Table(file, DELIMITERS[ending]) if ending in DELIMITERS else JsonLines(file)
 
 

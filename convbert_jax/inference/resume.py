@@ -7,7 +7,7 @@ FILE.unfinished.model   of which model they are
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,15 @@ from convbert_jax.training.task import Params
 _REMEDY = "remove it, or name another --output"
 
 
-def identify(path: str, config: Config, params: Params, tokenizer: Tokenizer) -> dict[str, str]:
+def identify(
+    path: str, config: Config, params: Params, tokenizers: Sequence[Tokenizer]
+) -> dict[str, str]:
     """Where a model lies, and a checksum of all that it is. (Its predictions of the same rows are
     no proof: they change a little with the device and the size of the batch.)
     """
     digest = hashlib.sha256(json.dumps(dataclasses.asdict(config), default=str).encode())
-    digest.update(tokenizer.fingerprint.encode())
+    for tokenizer in tokenizers:
+        digest.update(tokenizer.fingerprint.encode())
     for place, leaf in jax.tree_util.tree_leaves_with_path(params):
         leaf = np.ascontiguousarray(leaf)
         digest.update(f"{jax.tree_util.keystr(place)} {leaf.dtype} {leaf.shape}".encode())

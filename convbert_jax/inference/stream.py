@@ -23,7 +23,10 @@ _PATIENCE = 0.02  # seconds that a row waits for others to come with it
 _MOST_IDS = 1_000_000  # that are compared
 # Names of what a line says of its row: a column of the input that is named so is "input_NAME".
 _OURS = frozenset(("id", "prediction", "probability", "probabilities", "error"))
-_OURS_OF_SPANS = _OURS | {"start", "null_odds"}
+_OURS_OF_KIND = {
+    "span": _OURS | {"start", "null_odds"},
+    "writing": _OURS | {"score", "n_best"},
+}
 
 
 class NothingPredictedError(DataError):
@@ -138,7 +141,7 @@ def _find_problem(said: dict[str, Any]) -> str:
         return said["problem"]
     shares = said.get("probabilities", ())
     shares = shares.values() if isinstance(shares, dict) else shares
-    values = (said["prediction"], said.get("null_odds"), *shares)
+    values = (said["prediction"], said.get("null_odds"), said.get("score"), *shares)
     finite = all(math.isfinite(value) for value in values if isinstance(value, float))
     return "" if finite else "is given no number by the model, but NaN"
 
@@ -148,11 +151,13 @@ def describe_row(row: InputRow, said: dict[str, Any] | None, reads: ModelInput) 
     texts: Mapping[str, Any] = {}
     if row.texts and reads.kind == "tagging":
         texts = {"".join(row.names) or "words": row.texts[0].split(" ")}
+    elif row.texts and reads.kind == "writing":
+        texts = {"".join(row.names) or reads.columns[0][0]: row.texts[0]}
     elif row.texts:
         named = dict(zip(row.names, row.texts, strict=bool(row.names)))
         texts = named or {"texts": [*row.texts]}
     line: dict[str, Any] = {"id": row.number if row.id is None else row.id}
-    ours = _OURS_OF_SPANS if reads.kind == "span" else _OURS
+    ours = _OURS_OF_KIND.get(reads.kind, _OURS)
     for name, value in (*texts.items(), *row.others.items()):
         while name in ours or name in line:
             name = f"input_{name}"

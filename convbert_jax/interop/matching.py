@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from absl import logging
+
 from convbert_jax.config import (
     Config,
     ConfigError,
@@ -44,6 +46,9 @@ _STAGE = {field.name for field in dataclasses.fields(StageSection)}
 _LAYER = ("ffn_size", "ffn_groups", "dropout", "layer_norm_epsilon")  # as config.model calls them
 # Fields of mixers that change neither shapes nor, but near padding, what is computed.
 _ANY = {"attention": "", "convolution": "", "attention_dropout": 0.0, "mask_convolution": True}
+
+# What a run may have chosen for the machine that it was trained on.
+_OF_THE_MACHINE = {"model.attention": "auto", "model.convolution": "auto"}
 
 
 def derive_fields(networks: Mapping[str, Network], config: Config) -> dict[str, Any]:
@@ -125,6 +130,17 @@ def replace(config: Config, fields: Mapping[str, Any]) -> Config:
         changed = dataclasses.replace(getattr(config, section), **{field: value})
         config = dataclasses.replace(config, **{section: changed})
     return config
+
+
+def for_any_machine(config: Config, path: str) -> Config:
+    """The config of the run at `path` without what it chose for the machine that it was trained on,
+    which another one need not have.
+    """
+    changed = {field: v for field, v in _OF_THE_MACHINE.items() if value_of(config, field) != v}
+    if changed:
+        named = ", ".join(f"config.{field}={value_of(config, field)}" for field in changed)
+        logging.info("%s was trained with %s; here it is auto.", path, named)
+    return dataclasses.replace(replace(config, changed), platform="any")
 
 
 def decisive(fields: Mapping[str, Any]) -> dict[str, Any]:

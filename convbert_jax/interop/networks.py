@@ -16,12 +16,12 @@ import numpy as np
 from convbert_jax.config import Config, EmbeddingsConfig, EncoderConfig, LayerConfig, UserError
 from convbert_jax.interop.huggingface import finetuned_heads
 from convbert_jax.interop.tables import READ_PADDING
-from convbert_jax.models import pretraining
+from convbert_jax.models import pretraining, sequences
 from convbert_jax.models.build import build
 from convbert_jax.models.finetuned import FinetunedModel
 from convbert_jax.training.state import flatten, fold_in_name
 
-MODELS = {**pretraining.MODELS, "finetune": FinetunedModel}  # by config.recipe
+MODELS = {**pretraining.MODELS, **sequences.MODELS, "finetune": FinetunedModel}  # by config.recipe
 
 
 class ConversionError(UserError):
@@ -144,7 +144,17 @@ def describe_sizes(
 
 
 def places(config: Config) -> dict[str, dict[str, str]]:
-    """Network -> {part of it: root of that part in the model's parameters}."""
+    """Network -> {part of it: root of that part in the model's parameters}.
+
+    Raises:
+      ConversionError: the model writes text, which none of the other formats holds.
+    """
+    if config.writes_text:
+        raise ConversionError(
+            f"a model of config.recipe='{config.recipe}' writes text; no class of Hugging Face's "
+            "library and no TensorFlow 1 checkpoint holds its parameters, so it is used by "
+            "--mode=predict and convbert_jax.load."
+        )
     if config.recipe == "masked_lm":
         parts = {"embeddings": "embeddings", "encoder": "encoder", "mlm_head": "head"}
         pairs = config.objective.sentence_pairs != "none"

@@ -13,10 +13,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Bool, Int
 
-from convbert_jax.interfaces.batch import SequenceBatch
+from convbert_jax.config import Config
+from convbert_jax.interfaces.batch import Batch, SequenceBatch
 from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.objectives import metrics, written_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,36 @@ class SpanCounts:
     def target(self) -> int:
         """T, of the longest target."""
         return max(sum(self.of(n)) for n in range(self.length + 1)) + 1
+
+
+def count_spans(config: Config) -> SpanCounts:
+    """What is taken out of the rows of a config."""
+    o = config.objective
+    return SpanCounts(config.data.length, o.mask_fraction, o.mean_span)
+
+
+def loss(
+    model: nnx.Module,
+    batch: Batch,
+    key: Array,
+    *,
+    train: bool,
+    dtype: jnp.dtype,
+    config: Config,
+    special: SpecialIds,
+) -> tuple[Array, metrics.Metrics]:
+    """Mean cross-entropy of the spans and their sentinels.
+
+    Args:
+      model: as of `written_text.loss`.
+      key: draws the spans, and dropout where `train`.
+    """
+    spans_key, dropout_key = jax.random.split(key)
+    corrupted = corrupt(
+        spans_key, batch["tokens"], batch["segment_ids"], count_spans(config), special
+    )
+    settings = {"train": train, "dtype": dtype, "config": config, "special": special}
+    return written_text.loss(model, corrupted, dropout_key, **settings)
 
 
 def corrupt(

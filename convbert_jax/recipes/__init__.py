@@ -1,7 +1,11 @@
 """What a config becomes: the only place that knows models, objectives, data and training together.
 
-pretraining.py  replaced_token and masked_lm: a prepared corpus, one long run
+start.py        what a run starts with; sequence_start.py: of models that write text
+prepared.py     what it learns from
+tasks.py        model and loss of each recipe, as the trainer takes them
+pretraining.py  all but finetune: one long run
 evaluation.py   a checkpoint of it on held-out text, without training
+writing/        sets of pairs written and scored, after training and by an evaluation
 finetuning.py   finetune: labelled tasks, many short runs
 prediction.py   what a model that comes out of it says of new text
 inspection.py   what the layers of a model do with text, as pictures
@@ -14,7 +18,7 @@ from convbert_jax.recipes.evaluation import evaluate
 from convbert_jax.recipes.finetuning import finetune
 from convbert_jax.recipes.inspection import inspect
 from convbert_jax.recipes.prediction import predict
-from convbert_jax.recipes.pretraining import build_task, prepare, pretrain
+from convbert_jax.recipes.pretraining import prepare, pretrain
 from convbert_jax.recipes.results import (
     EvaluationResult,
     FinetuningResult,
@@ -22,6 +26,7 @@ from convbert_jax.recipes.results import (
     PredictionResult,
     PretrainingResult,
 )
+from convbert_jax.recipes.tasks import build_task
 
 __all__ = [
     "EvaluationResult",

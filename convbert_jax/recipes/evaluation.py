@@ -1,7 +1,9 @@
-"""A checkpoint of a pre-training run on its held-out text, without training."""
+"""A checkpoint of a long run on its held-out text, without training; of models of pairs, also on
+what they write.
+"""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -11,14 +13,17 @@ from jax.experimental import multihost_utils
 from convbert_jax import files
 from convbert_jax.analysis import pretraining_report
 from convbert_jax.config import Config
-from convbert_jax.recipes import pretraining
+from convbert_jax.inference.writing.reading import read_mean
+from convbert_jax.recipes import prepared, start, tasks
 from convbert_jax.recipes.results import EvaluationResult
+from convbert_jax.recipes.writing import scoring
 from convbert_jax.training import evaluation, sharding
 from convbert_jax.training.checkpoints import reading as checkpoint_reading
 from convbert_jax.training.environment import compilation, devices
 from convbert_jax.training.program import make_program
 from convbert_jax.workdir import Workdir
 
+LESS_TO_WRITE = "lower config.decoding.batch_tokens or config.decoding.beam"
 _LESS_MEMORY = "lower config.train.batch_size or split parameters with config.mesh.fsdp"
 
 
@@ -30,19 +35,21 @@ def evaluate(
     step: int | None = None,
     output: str | None = None,
 ) -> EvaluationResult:
-    """The numbers that training would log for this checkpoint; keeps them in a file.
+    """The numbers that training would log for this checkpoint; keeps them in a file. A model of
+    pairs writes to the held-out ones and to config.decoding.test_sources, and is scored by that.
 
     The run itself is left as it is, and may be under way.
 
     Args:
       folder: workdir of the run.
-      given: as `pretraining.read_start` takes it.
+      given: as `start.read_start` takes it.
       step: of the checkpoint, default the newest.
       output: JSON file to write, default WORKDIR/evaluation/step-N.json.
 
     Raises:
       EvaluationError: no held-out text, or `output` cannot be written.
       WorkdirError: no such checkpoint.
+      ScoreError: what scores the texts is not installed.
       UserError: the corpus or the checkpoint cannot be read.
     """
     workdir = Workdir(folder)
@@ -53,20 +60,21 @@ def evaluate(
         step = int(multihost_utils.broadcast_one_to_all(np.int32(workdir.steps()[-1])))
     found = devices.find_devices(config)
     mesh = sharding.make_mesh(config.mesh, found)
-    sharding.check_batch_size(config.train.batch_size, 1, mesh)
-    config, _ = pretraining.read_start(config, workdir, given)
-    prepared = pretraining.prepare_once(config, workdir)
-    task = pretraining.build_task(config, prepared.tokenizer.special, found[0])
+    prepared.check_batches(config, mesh, training=False)
+    config, _ = start.read_start(config, workdir, given)
+    scored = config.reads_pairs and scoring.can_score()
+    if scored:
+        scoring.check(config, tests=True)
+    data = prepared.open_data(config, workdir)
+    task = tasks.build_task(config, data.tokenizer.special, found[0], tokenizer=data.tokenizer)
     with (
         devices.random_numbers(found),
         jax.set_mesh(mesh),
         compilation.explain_out_of_memory(_LESS_MEMORY),
     ):
         program = make_program(task, config, mesh)
-        step, params = checkpoint_reading.load_params(
-            workdir.checkpoints, program.abstract.params, step
-        )
-        batches = pretraining.heldout_batches(config, prepared)()
+        step, params = _read_params(workdir, config, program.abstract.params, step)
+        batches = data.heldout(mesh)()
         values = evaluation.run(
             task,
             program.eval_step,
@@ -75,11 +83,43 @@ def evaluate(
             seed=config.seed,
         )
     file = files.to_path(output) if output else workdir.evaluation(step)
-    report = ""
+    report, sets = "", []
+    if scored:
+        with compilation.explain_out_of_memory(LESS_TO_WRITE):
+            sets = scoring.score_sets(
+                config, params, data.tokenizers, data.pairs, texts_folder(file), tests=True
+            )
     if jax.process_index() == 0:
-        _write(workdir, step, values, file)
-        report = _describe(config, step, values, file)
-    return EvaluationResult(workdir.path, step, values, file, report)
+        write_numbers(workdir, step, values, file, sets)
+        report = _describe(config, step, values, file, sets)
+    return EvaluationResult(workdir.path, step, values, file, report, scoring.values_of(sets))
+
+
+def texts_folder(file: epath.Path) -> epath.Path:
+    """Where texts lie beside a file of numbers."""
+    return file.parent / file.stem
+
+
+def write_numbers(
+    workdir: Workdir,
+    step: int,
+    values: Mapping[str, float],
+    file: epath.Path,
+    sets: Sequence[scoring.Set] = (),
+) -> None:
+    """Keeps the numbers of a checkpoint, null in place of NaN, and the scores of what it wrote."""
+    finite = {
+        name: float(value) if math.isfinite(value) else None for name, value in values.items()
+    }
+    scores = {"scores": scoring.to_json(sets)} if sets else {}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    files.write_json(file, {"workdir": str(workdir), "step": step, **finite, **scores})
+
+
+def _read_params(workdir: Workdir, config: Config, abstract, step: int | None):
+    if config.writes_text and config.decoding.average > 1:
+        return read_mean(workdir, config, step)
+    return checkpoint_reading.load_params(workdir.checkpoints, abstract, step)
 
 
 def _check_output(file: epath.Path) -> None:
@@ -93,15 +133,11 @@ def _check_output(file: epath.Path) -> None:
         raise evaluation.EvaluationError(f"--output={file} is a folder; name a file in it.")
 
 
-def _describe(config: Config, step: int, values, file: epath.Path) -> str:
-    numbers = pretraining_report.describe_numbers(values, config.tokenizer.vocab_size)
+def _describe(config: Config, step: int, values, file: epath.Path, sets) -> str:
+    numbers = pretraining_report.describe_numbers(values, config.vocabularies[1])
     lines = [f"{config.name}, step {step:,}, on held-out text:", *(f"  {n}" for n in numbers)]
+    if sets:
+        lines += ["", *scoring.describe(sets)]
+    elif config.reads_pairs:
+        lines += ["", scoring.NOT_SCORED]
     return "\n".join([*lines, f"All numbers: {file}"])
-
-
-def _write(workdir: Workdir, step: int, values, file: epath.Path) -> None:
-    finite = {
-        name: float(value) if math.isfinite(value) else None for name, value in values.items()
-    }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    files.write_json(file, {"workdir": str(workdir), "step": step, **finite})

@@ -24,8 +24,9 @@ from convbert_jax.data.tasks.encoding import Rows, pad_rows
 from convbert_jax.inference import loading, readouts
 from convbert_jax.inference.model import Model
 from convbert_jax.inference.network import NetworkOnDevice, take
-from convbert_jax.recipes import pretraining
+from convbert_jax.recipes import prepared
 from convbert_jax.recipes.results import InspectionResult
+from convbert_jax.recipes.start import read_start
 from convbert_jax.workdir import Workdir
 
 _HELDOUT = 64  # texts that are taken from the held-out ones of a run
@@ -123,10 +124,10 @@ def _heldout_texts(path: str, model: Model, word: str | None) -> list[str]:
             f"{path} has no held-out texts of its own; name a file of a text a line with "
             "--input=FILE."
         )
-    config, _ = pretraining.read_start(workdir.read_config(), workdir)
-    prepared = pretraining.prepare_once(config, workdir)
+    config, _ = read_start(workdir.read_config(), workdir)
+    corpus = prepared.open_data(config, workdir).corpus
     found = []
-    for text in _documents(batching.evaluation_batches(prepared, batch_size=_HELDOUT), model):
+    for text in _documents(batching.evaluation_batches(corpus, batch_size=_HELDOUT), model):
         if word is None or re.search(_pattern(word), text, re.IGNORECASE):
             found.append(text)
         if len(found) == _HELDOUT:

@@ -1,42 +1,75 @@
-"""What a fine-tuned model says of new text: from a file or a pipe, into a file or a pipe."""
+"""What a fine-tuned model says of new text, or what one writes to it: from a file or a pipe, into a
+file or a pipe.
+"""
 
 import contextlib
 import gzip
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NamedTuple
 
-from convbert_jax.config import ConfigError
+from convbert_jax.config import Config, ConfigError
 from convbert_jax.data.inputs import reading
+from convbert_jax.data.inputs.input_rows import ModelInput
 from convbert_jax.data.tables.table_formats import Source
 from convbert_jax.data.tables.text_lines import Stream
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.files import expand, replacing, try_lock, unfinished_name
 from convbert_jax.inference import finetuned
 from convbert_jax.inference import output as prediction_output
 from convbert_jax.inference import resume as prediction_resume
 from convbert_jax.inference import stream as prediction_stream
+from convbert_jax.inference.predictor import Answer
+from convbert_jax.inference.writing.reading import change_decoding, read_mean, read_tokenizers
+from convbert_jax.inference.writing.writer import Writer
+from convbert_jax.interop import matching
 from convbert_jax.recipes.results import PredictionResult
 from convbert_jax.training.environment import devices
+from convbert_jax.training.task import Params
+from convbert_jax.workdir import Workdir
 
 _PIPE = "-"  # standard input or output
 
 
+class _Opened(NamedTuple):
+    """A model in use.
+
+    Attributes:
+      plain: whether a pipe gets texts alone, as those of a model that writes.
+    """
+
+    config: Config
+    params: Params
+    tokenizers: tuple[Tokenizer, ...]
+    reads: ModelInput
+    answer: Answer
+    plain: bool
+
+
 def predict(
-    path: str, source: str, output: str, *, input_format: str = "auto", texts: Sequence[str] = ()
+    path: str,
+    source: str,
+    output: str,
+    *,
+    input_format: str = "auto",
+    texts: Sequence[str] = (),
+    decoding: Mapping[str, Any] | None = None,
 ) -> PredictionResult:
     """Predicts every row of a file, or every line of a pipe as it comes.
 
     Args:
-      path: of the model, as `finetuned.read_finetuned`.
+      path: of the model, as `finetuned.read_finetuned`, or a run of a model that writes text.
       source: lines or a table (`.gz` or not, FILE.json#KEY), "-" is standard input.
       output: file to make, .tsv or .csv for a table, else JSON lines, `.gz` or not; "-" is standard
-        output. It is there when all is predicted; JSON lines of a file that a stop cut short are
-        kept beside it, and the same call goes on after them.
+        output. Of a model that writes text, standard output and .txt have a plain line for each
+        row. It is there when all is predicted; JSON lines of a file that a stop cut short are kept
+        beside it, and the same call goes on after them.
       input_format: one of `config.own_task.INPUT_FORMATS`.
       texts: columns with the one text or the two; () those that the model learned from.
+      decoding: other fields of config.decoding, by name, for a model that writes text.
 
     Raises:
       UserError: no such model or file, `output` exists or is being written, or nothing that the
@@ -45,36 +78,72 @@ def predict(
     _check_output(output)
     given = _open_input(source)
     with _alone(output):
-        return _predict(path, given, output, input_format, texts)
+        model = _open_model(path, output, texts, decoding or {})
+        return _predict(path, model, given, output, input_format)
+
+
+def _open_model(
+    path: str, output: str, texts: Sequence[str], decoding: Mapping[str, Any]
+) -> _Opened:
+    workdir = Workdir(path)
+    if workdir.holds_run():
+        config = workdir.read_config()
+        if config.writes_text:
+            return _open_writer(workdir, config, output, texts, decoding)
+    if decoding:
+        raise ConfigError(
+            f"--config.decoding.{next(iter(decoding))} has no effect: {path} is no model that "
+            "writes text; --mode=predict goes by the config of the model."
+        )
+    config, params, tokenizer = finetuned.read_finetuned(path, len(texts) or None)
+    reads = reading.describe_model_input(config, texts)
+    dtype = devices.compute_dtype(config, devices.find_devices(config)[0])
+    predictor = finetuned.make_predictor(config, params, tokenizer, dtype)
+    return _Opened(config, params, (tokenizer,), reads, predictor.answer, plain=False)
+
+
+def _open_writer(
+    workdir: Workdir, config: Config, output: str, texts: Sequence[str], decoding: Mapping[str, Any]
+) -> _Opened:
+    config = change_decoding(matching.for_any_machine(config, str(workdir)), decoding)
+    plain = _is_pipe(output) or _ending(output) == ".txt"
+    if plain and config.decoding.n_best > 1:
+        raise ConfigError(
+            f"config.decoding.n_best={config.decoding.n_best} texts of a row are no plain line; "
+            "name a file for them, as --output=FILE.jsonl."
+        )
+    reads = reading.describe_model_input(config, texts)
+    dtype = devices.compute_dtype(config, devices.find_devices(config)[0])
+    tokenizers = read_tokenizers(workdir, config)
+    _, params = read_mean(workdir, config)
+    writer = Writer(config, params, tokenizers, dtype)
+    return _Opened(config, params, tokenizers, reads, writer.answer, plain)
 
 
 def _predict(
     path: str,
+    model: _Opened,
     given: tuple[str, Source, str, bool],
     output: str,
     input_format: str,
-    texts: Sequence[str],
 ) -> PredictionResult:
     name, opened, key, streams = given
-    config, params, tokenizer = finetuned.read_finetuned(path, len(texts) or None)
-    reads = reading.describe_model_input(config, texts)
-    chosen = reading.choose_format(name, input_format, reads)
-    device = devices.find_devices(config)[0]
-    dtype = devices.compute_dtype(config, device)
-    predictor = finetuned.make_predictor(config, params, tokenizer, dtype)
-    rows = reading.open_input(opened, chosen, reads, key)
+    chosen = reading.choose_format(name, input_format, model.reads)
+    rows = reading.open_input(opened, chosen, model.reads, key)
     group = prediction_stream.as_they_come if streams else prediction_stream.in_full
-    goes_on = not streams and _may_go_on(output)
+    goes_on = not streams and not model.plain and _may_go_on(output)
     kept = unfinished_name(expand(output))
     done = 0
     with _open_output(output, keep=goes_on) as file:
         if goes_on:
-            model = prediction_resume.identify(path, config, params, tokenizer)
-            done = prediction_resume.take_kept(kept, rows, model, reads)
-        lines = prediction_output.open_lines(file, _ending(output))
+            identity = prediction_resume.identify(
+                path, model.config, model.params, model.tokenizers
+            )
+            done = prediction_resume.take_kept(kept, rows, identity, model.reads)
+        lines = prediction_output.open_lines(file, _ending(output), plain=model.plain)
         try:
             new = prediction_stream.predict_stream(
-                group(rows), predictor.answer, lines, reads, name, done
+                group(rows), model.answer, lines, model.reads, name, done
             )
             return PredictionResult(done + new, done)
         except prediction_stream.NothingPredictedError:
@@ -112,6 +181,11 @@ def _open_input(source: str) -> tuple[str, Source, str, bool]:
     return name, path if is_file else Stream(name, file), key, not is_file
 
 
+def _is_pipe(output: str) -> bool:
+    """Whether it is written as it is made."""
+    return output == _PIPE or _is_special(expand(output))
+
+
 def _check_output(output: str) -> None:
     if output == _PIPE:
         if sys.stdout is None:
@@ -127,7 +201,7 @@ def _check_output(output: str) -> None:
 def _may_go_on(output: str) -> bool:
     """After a stop: JSON lines in a plain file, which can be compared to the input."""
     path = expand(output)
-    if output == _PIPE or _is_special(path):
+    if _is_pipe(output):
         return False
     return path.suffix != ".gz" and path.suffix not in prediction_output.DELIMITERS
 
@@ -136,7 +210,7 @@ def _may_go_on(output: str) -> bool:
 def _alone(output: str) -> Iterator[None]:
     """Keeps other processes from what is written of `output`; leaves nothing that is empty."""
     path = expand(output)
-    if output == _PIPE or _is_special(path):
+    if _is_pipe(output):
         yield
         return
     kept = unfinished_name(path)

@@ -22,6 +22,8 @@ class PretrainingResult:
       evaluation: the held-out numbers of the last evaluation, by name; empty if there was none.
       interrupted: stopped by a signal, with its state saved; the same call goes on.
       curves: picture of `metrics`, if there was anything to draw.
+      scores: of what the model wrote to held-out pairs, as {"validation": {"bleu": 28.5, …}}; empty
+        where it wrote nothing.
       report: numbers, an example and what to do next; "" of a run that was interrupted, and on all
         processes but the first.
     """
@@ -33,6 +35,7 @@ class PretrainingResult:
     interrupted: bool
     curves: epath.Path | None
     report: str
+    scores: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +46,8 @@ class EvaluationResult:
       values: by name; NaN where there is no number.
       file: JSON with the same, null in place of NaN.
       report: what `main.py` prints; "" on all processes but the first.
+      scores: of what a translator or its like wrote, as `PretrainingResult.scores`, of test sets
+        too.
     """
 
     folder: epath.Path
@@ -50,6 +55,7 @@ class EvaluationResult:
     values: Mapping[str, float]
     file: epath.Path
     report: str
+    scores: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

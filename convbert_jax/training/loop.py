@@ -78,16 +78,17 @@ def train(
     it holds. The state at any step depends on config and data only, never on where a run was cut.
 
     Args:
-      batches: closed at the end, however it ends.
-      evaluation: gives the held-out batches, from the first, each time it is called; all of one
-        shape, the last filled up with rows of weight zero.
+      batches: closed at the end, however it ends; of at most `task.batch_shapes` shapes, whose rows
+        the mesh and config.train.accumulation divide.
+      evaluation: gives the held-out batches, from the first, each time it is called, the last
+        filled up with rows of weight zero.
       initial_params: whole, on the host of each process; asked for by a run without checkpoints.
         None: `task.init` with a key of `config.seed`.
       publish: called with (step, parameters) on all processes before the first step and every
         `config.checkpoint.huggingface_every` steps.
 
     Raises:
-      ShardingError: batch, mesh and parameters do not fit together.
+      ShardingError: mesh and parameters do not fit together.
       CheckpointError: no checkpoint can be read, or one cannot be written.
       TrainingError: loss or gradient are not finite; the batch is kept in `workdir`.
       EvaluationError: no held-out rows.
@@ -95,9 +96,6 @@ def train(
       OutOfMemoryError: the device is too small.
     """
     t = config.train
-    sharding.check_batch_size(
-        t.batch_size, t.accumulation, mesh, replicas=config.optimizer.release_replicas
-    )
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(batches))
         stack.enter_context(jax.set_mesh(mesh))
@@ -156,7 +154,9 @@ class _Run:
     given: list[Params] = dataclasses.field(default_factory=list)  # to each step, on the devices
 
     def __post_init__(self):
-        self.watch = compilation.RecompileWatch(self.program.train_step, "training step")
+        self.watch = compilation.RecompileWatch(
+            self.program.train_step, "training step", self.task.batch_shapes
+        )
 
     def restore_or_start(self) -> None:
         """State and data position of the newest checkpoint, or those of a new run."""

@@ -1,8 +1,8 @@
-"""AdamW with a linear schedule, as `OptimizerSection` describes it.
+"""AdamW or Adafactor with a schedule, as `OptimizerSection` describes them.
 
 The order is the release's (model/optimization.py): clip by global norm, Adam, decoupled decay, then
 the learning rate. Steps count from 0, before the update. The state has one structure for every
-setting, so a run may change its optimizer fields and go on.
+setting of a method, so a run may change its other optimizer fields and go on.
 """
 
 import re
@@ -49,11 +49,15 @@ def make_told_optimizer(
 
 
 def _direction(section: OptimizerSection) -> list[optax.GradientTransformation]:
-    adam = optax.scale_by_adam if section.bias_correction else scale_by_uncorrected_adam
+    if section.method == "adafactor":
+        scale = scale_by_adafactor()
+    else:
+        adam = optax.scale_by_adam if section.bias_correction else scale_by_uncorrected_adam
+        scale = adam(b1=section.beta1, b2=section.beta2, eps=section.epsilon)
     clips = section.clip_norm and section.release_replicas == 1  # replicas clip before their sum
     return [
         optax.clip_by_global_norm(section.clip_norm) if clips else optax.identity(),
-        adam(b1=section.beta1, b2=section.beta2, eps=section.epsilon),
+        scale,
         optax.add_decayed_weights(
             section.weight_decay, mask=lambda params: decay_mask(params, section.decay_embeddings)
         ),
@@ -100,9 +104,11 @@ def make_schedule(
 ) -> optax.Schedule:
     """Learning rate by step.
 
-    Linear warm-up from 0, times a linear decay from 1 to `decay_to`, which is reached after the
-    last step. The decay begins when the warm-up ends, or at step 0 with `decay_during_warmup`:
-    peak * (1 - step / steps) * min(1, step / warmup_steps) in the release.
+    Linear warm-up from 0, times a decay from 1 to `decay_to`, which is reached after the last step,
+    along a line or half a cosine. The decay begins when the warm-up ends, or at step 0 with
+    `decay_during_warmup`: peak * (1 - step / steps) * min(1, step / warmup_steps) in the release.
+    Or times sqrt(warmup_steps / step) from the end of the warm-up on (Vaswani et al. 2017, §5.3,
+    whose rate is peak = 1 / sqrt(hidden_size * warmup_steps)), or times 1.
 
     Args:
       warmup_steps: instead of the section's; not a whole number in the release's fine-tuning.
@@ -112,11 +118,30 @@ def make_schedule(
 
     def schedule(step):
         step = jnp.asarray(step, jnp.float32)
-        progress = jnp.clip((step - start) / max(1, steps - start), 0.0, 1.0)
-        decayed = 1.0 - (1.0 - section.decay_to) * progress
+        if section.schedule == "inverse_sqrt":
+            decayed = jnp.sqrt(warmup / jnp.maximum(step, warmup))
+        elif section.schedule == "constant":
+            decayed = 1.0
+        else:
+            progress = jnp.clip((step - start) / max(1, steps - start), 0.0, 1.0)
+            if section.schedule == "cosine":
+                progress = (1.0 - jnp.cos(jnp.pi * progress)) / 2.0
+            decayed = 1.0 - (1.0 - section.decay_to) * progress
         return section.learning_rate * decayed * jnp.minimum(1.0, step / warmup if warmup else 1.0)
 
     return schedule
+
+
+def scale_by_adafactor() -> optax.GradientTransformation:
+    """Adafactor without momentum (Shazeer & Stern 2018, algorithm 4): the second moment, factored
+    where a matrix has 128 rows and columns or more, updates clipped at a root mean square of 1 and
+    scaled by that of the parameter, at least 1e-3.
+    """
+    return optax.chain(
+        optax.scale_by_factored_rms(decay_rate=0.8),
+        optax.clip_by_block_rms(1.0),
+        optax.scale_by_param_block_rms(),
+    )
 
 
 def scale_by_uncorrected_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:

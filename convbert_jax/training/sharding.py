@@ -148,14 +148,16 @@ def put_params(params, shardings):
 def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> PartitionSpec:
     """How one parameter is divided.
 
-    Tensors below 16,384 values per layer stay whole on every device.
+    Tensors below 16,384 values per layer stay whole on every device, and vectors, as those that
+    factored moments are kept in.
 
     Raises:
       ShardingError: no rule matches, or the mesh does not divide a large parameter.
     """
     rule = _find_rule(path, rules)
     first = 1 if _STACKED.search(path) else 0  # the axis of layers is what the scan runs over
-    if rule is REPLICATED or math.prod(shape[first:]) < _SMALL:
+    small = len(shape) - first < 2 or math.prod(shape[first:]) < _SMALL
+    if rule is REPLICATED or small:
         return PartitionSpec()
     spec: list[str | None] = [None] * len(shape)
     fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]

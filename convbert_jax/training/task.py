@@ -34,11 +34,12 @@ class Task:
       rules: how the parameters are divided over devices.
       health: (step, named numbers) -> warnings in words, each beginning `what is wrong:`.
       show: names, in order, for the one log line.
-      tokens_per_step: input positions of one global batch.
+      tokens_per_step: input positions of one global batch, on average if they differ.
       flops_per_step: model FLOPs of one step over all devices (forward and backward).
       peak_flops_per_device: FLOP/s of one device, or None where unknown.
       phase: steps done, an int32 scalar on the device -> what the loss is told of the step besides,
         so that one compiled step can learn one thing first and another later.
+      batch_shapes: how many shapes the batches to train on have; the step is compiled for each.
       frozen: arrays that the loss reads and no step changes, whole and on the host, as the weights
         of a teacher; in no checkpoint, divided by the same rules. None: there are none.
     """
@@ -55,4 +56,5 @@ class Task:
     flops_per_step: float
     peak_flops_per_device: float | None
     phase: Callable[[jax.Array], tuple[jax.Array, ...]] = lambda step: ()
+    batch_shapes: int = 1
     frozen: Params | None = None

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from convbert_jax.analysis import flops
-from convbert_jax.config import Config, from_config_dict
+from convbert_jax.config import Config, ModelSection, TokenizerSection, from_config_dict
+from convbert_jax.interop.networks import MODELS
 from convbert_jax.models.encoder import Layer
 from tests.models.definitions import KINDS
 
@@ -131,6 +132,39 @@ def test_a_layer_is_what_xla_counts(kind):
     counted = lowered.compile().cost_analysis()["flops"] / (2 * 64)
     products = flops._layer_products(layer_config, 64)
     assert products < counted < 1.15 * products  # XLA counts elementwise operations too
+
+
+@pytest.mark.parametrize("mixer", ["attention", "dynamic", "light"])
+def test_an_encoder_decoder_is_what_xla_counts(mixer):
+    config = Config(
+        recipe="translation",
+        model=ModelSection(
+            layers=1, hidden_size=128, embedding_size=128, heads=4, ffn_size=256, mixer=mixer,
+            kernel_size=5,
+        ),
+        tokenizer=TokenizerSection(vocab_size=500),
+    )  # fmt: skip
+    graphdef, params = nnx.split(MODELS["translation"](config, nnx.Rngs(0)))
+    source, target = jnp.ones((2, 64), jnp.int32), jnp.ones((2, 32), jnp.int32)
+    lowered = jax.jit(
+        lambda p: nnx.merge(graphdef, p)(source, source, target, target)
+    ).lower(params)  # fmt: skip
+    counted = lowered.compile().cost_analysis()["flops"] / 2
+    products = flops.pair_forward_flops(config, 64, 32)
+    assert products < counted < 1.15 * products
+    words = dataclasses.replace(config, tokenizer=TokenizerSection(vocab_size=600))
+    more = flops.pair_forward_flops(words, 64, 32) - products
+    assert more == 2 * 128 * 100 * 32
+
+
+def test_a_language_model_is_a_decoder_with_words():
+    model = ModelSection(layers=3, hidden_size=64, embedding_size=64, heads=4, ffn_size=128)
+    model = dataclasses.replace(model, mixer="attention")
+    config = Config(recipe="causal_lm", model=model, tokenizer=TokenizerSection(vocab_size=300))
+    layer = 4 * 2 * 64 * 64 + 2 * 2 * 128 * 64 + 2 * 2 * 64 * 128
+    assert flops.forward_flops_per_token(config) == 3 * layer + 2 * 64 * 300
+    with pytest.raises(ValueError, match="no FLOPs in the paper's convention"):
+        flops.forward_flops_per_token(config, "paper")
 
 
 def test_kinds_of_generator():

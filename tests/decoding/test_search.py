@@ -300,3 +300,27 @@ def test_faults_are_one_sentence(call, says):
     with pytest.raises(ValueError, match=says) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["greedy", "sample", "beam"])
+def test_a_row_with_a_limit_of_its_own_is_as_in_a_batch_of_that_length(how):
+    """Whatever its neighbors may still write."""
+    limits, state = (3, 5, 2, 4), starts(8)[:4]
+    keys = jax.random.split(jax.random.key(0), 4)
+
+    def write(rows, length, limits=None):
+        options = {"length": length, "end": END, "pad": PAD, "limits": limits}
+        prompt = prompt_of(len(rows))
+        if how == "beam":
+            beams = jnp.repeat(state[rows], 2, axis=0)
+            return search(step, beams, prompt, beam=2, early=False, **options)
+        if how == "sample":
+            return sample(step, state[rows], prompt, keys=keys[rows], **options)
+        return greedy(step, state[rows], prompt, **options)
+
+    together = write(np.arange(4), max(limits), jnp.asarray(limits))
+    for row, limit in enumerate(limits):
+        alone = write(np.asarray([row]), limit)
+        np.testing.assert_array_equal(together.tokens[row][..., :limit], alone.tokens[0])
+        np.testing.assert_array_equal(together.lengths[row], alone.lengths[0])
+        np.testing.assert_allclose(together.scores[row], alone.scores[0], atol=1e-5)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from convbert_jax.training.checkpoints import reading
+from tests import compiling
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 TINY = "--config=configs/tiny.py"
@@ -40,7 +41,7 @@ def run(*arguments, timeout=600, **environment):
     return subprocess.run(
         [sys.executable, "-m", "convbert_jax.main", *map(str, arguments)],
         cwd=REPOSITORY,
-        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0", **environment},
+        env={**os.environ, "XLA_FLAGS": compiling.CHEAPLY, **environment},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -222,10 +223,9 @@ def test_two_processes_are_one_run(tmp_path, text_source):
         port = free.getsockname()[1]
     shared = (f"--workdir={tmp_path}/both", f"--coordinator=localhost:{port}", "--processes=2")
     shared = (*shared, "--config.mesh.fsdp=4", "--config.mesh.data=1")
-    two = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=2"
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         both = [
-            pool.submit(run, *flags, *shared, f"--process={index}", XLA_FLAGS=two)
+            pool.submit(run, *flags, *shared, f"--process={index}", XLA_FLAGS=compiling.flags(2))
             for index in (0, 1)
         ]
         ends = [process.result() for process in both]

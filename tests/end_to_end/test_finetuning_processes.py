@@ -13,6 +13,7 @@ import time
 import pytest
 
 from convbert_jax.workdir import Workdir
+from tests import compiling
 from tests.end_to_end.test_command_line import REPOSITORY
 from tests.end_to_end.test_finetuning_commands import own
 
@@ -25,11 +26,7 @@ def start(own, workdir, *flags) -> list[subprocess.Popen]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-    }
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": compiling.CHEAPLY}
     command = [sys.executable, "-m", "convbert_jax.main", *own, *flags, f"--workdir={workdir}"]
     command += [f"--coordinator=localhost:{port}", "--processes=2"]
     return [

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests import compiling
 from tests.end_to_end.test_command_line import REPOSITORY, SMALL, TINY, refused, run, text_source
 from tests.running import needs_libtpu
 
@@ -29,7 +30,7 @@ def interrupt_when(line: str, *arguments) -> str:
     process = subprocess.Popen(
         [sys.executable, "-m", "convbert_jax.main", *map(str, arguments)],
         cwd=REPOSITORY,
-        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+        env={**os.environ, "XLA_FLAGS": compiling.CHEAPLY},
         stderr=subprocess.PIPE,
         text=True,
         # As from a terminal: what a shell starts in the background ignores it, and so do its tests.

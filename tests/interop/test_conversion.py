@@ -15,7 +15,7 @@ from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
 from convbert_jax.interop.networks import ConversionError, split
 from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
-from convbert_jax.recipes import pretraining as recipes
+from convbert_jax.recipes import start as recipes
 from convbert_jax.training.checkpoints import reading as checkpoint_reading
 from convbert_jax.training.checkpoints import saving as checkpoint
 from convbert_jax.workdir import Workdir, WorkdirError
@@ -351,7 +351,7 @@ def test_sizes_and_vocabulary_are_those_of_the_weights(run, exported, tmp_path, 
     assert "--config.model.heads=4" in caplog.text
     jax.tree.map(
         np.testing.assert_array_equal,
-        recipes._fill(found, source),
+        recipes.fill(found, source),
         sources.read_params(Workdir(folder), config)[1],
     )
     assert recipes.read_start(found, Workdir(tmp_path))[0] == found  # as written to config.json
@@ -383,7 +383,7 @@ def test_a_run_starts_from_a_folder(run, exported, tmp_path):
     folder, config = run
     start = start_from(config, exported)
     start, source = recipes.read_start(start, Workdir(tmp_path))
-    params = recipes._fill(start, source)
+    params = recipes.fill(start, source)
     expected = sources.read_params(Workdir(folder), config)[1]
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     # Once it has checkpoints of its own the source is not asked again.
@@ -394,7 +394,7 @@ def test_a_run_starts_from_a_run(run, tmp_path):
     folder, config = run
     path = str(sources.read_tokenizer(Workdir(folder), config)[0].path)
     start = start_from(config, folder, **{"tokenizer.path": path})
-    params = recipes._fill(*recipes.read_start(start, Workdir(tmp_path)))
+    params = recipes.fill(*recipes.read_start(start, Workdir(tmp_path)))
     jax.tree.map(
         np.testing.assert_array_equal, params, sources.read_params(Workdir(folder), config)[1]
     )

@@ -13,7 +13,8 @@ from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
 from convbert_jax.interop.networks import ConversionError, split
 from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
-from convbert_jax.recipes import finetuning, pretraining
+from convbert_jax.recipes import finetuning
+from convbert_jax.recipes import start as starting
 from convbert_jax.workdir import Workdir
 from tests.interop.conftest import assert_same, make_config, random_network, random_params
 
@@ -143,12 +144,12 @@ def test_padded_tables_are_one_sentence(tmp_path, beside):
         importing.import_run(str(tmp_path), start, tmp_path / "run")
     start = from_config_dict(to_dict(start) | {"init_from": str(tmp_path)})
     with pytest.raises(ConversionError, match=says):
-        pretraining.read_start(start, Workdir(tmp_path / "run"))
+        starting.read_start(start, Workdir(tmp_path / "run"))
     # As the sentence says:
     name = "vocab.txt" if beside else "mine.txt"
     with (tmp_path / name).open("a") as file:
         file.write("[unused58]\n[unused59]\n")
-    assert pretraining.read_start(start, Workdir(tmp_path / "run"))[0].tokenizer.vocab_size == 60
+    assert starting.read_start(start, Workdir(tmp_path / "run"))[0].tokenizer.vocab_size == 60
 
 
 def test_a_vocabulary_of_more_entries_than_the_weights(tmp_path):

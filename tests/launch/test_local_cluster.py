@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests import compiling
 from tests.end_to_end.test_command_line import REPOSITORY, SMALL, TINY, text_source
 from tests.launch.hearing import hear
 
@@ -51,7 +52,7 @@ def make_python(folder: pathlib.Path, program: str) -> dict[str, str]:
         "VIRTUAL_ENV": str(environment),
         "PATH": f"{environment}/bin:{os.environ['PATH']}",
         "LOCAL_CLUSTER_LOGS": str(folder / "logs"),
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": compiling.CHEAPLY,
     }
 
 

@@ -18,7 +18,7 @@ from convbert_jax.models import finetuned, layers
 from convbert_jax.models.mixers.convolution import SeparableConv
 from convbert_jax.objectives import classification, span_extraction
 from convbert_jax.ops import dispatch, gpu, products, taps, tpu, xla
-from convbert_jax.recipes import pretraining
+from convbert_jax.recipes import tasks
 from convbert_jax.training import sharding
 from convbert_jax.training.program import make_program
 
@@ -126,7 +126,7 @@ def step(make_config):
         config = make_config(recipe, generator, **model)
         config = dataclasses.replace(config, compute_dtype="bfloat16")
         special = SpecialIds(pad=0, unknown=4, cls=1, sep=2, mask=3)
-        task = pretraining.build_task(config, special, jax.devices()[0])
+        task = tasks.build_task(config, special, jax.devices()[0])
         program = make_program(task, config, sharding.make_mesh(MeshSection(), jax.devices()[:1]))
         rows = jax.ShapeDtypeStruct((8, 24), jnp.int32)
         batch = dict.fromkeys(("tokens", "segment_ids", "type_ids"), rows)

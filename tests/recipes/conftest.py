@@ -1,6 +1,7 @@
 """One small run of each recipe, in this process, for all tests here."""
 
 import pathlib
+import random
 import subprocess
 import typing
 
@@ -73,6 +74,67 @@ def pretraining_config(text) -> Config:
 @pytest.fixture(scope="package")
 def pretrained(pretraining_config, tmp_path_factory) -> recipes.PretrainingResult:
     return recipes.pretrain(pretraining_config, tmp_path_factory.mktemp("pretrained") / "run")
+
+
+PAIRS = {
+    "recipe": "translation",
+    "parallel.heldout_fraction": 0.1,
+    "parallel.batch_tokens": 512,
+    "parallel.shapes": 1,
+    "parallel.max_length": 32,
+    "decoding.beam": 2,
+    "optimizer.learning_rate": 5e-3,
+    "optimizer.warmup_steps": 10,
+    "model.dropout": 0.0,
+    "model.attention_dropout": 0.0,
+    "train.steps": 300,
+    "train.eval_every": 300,
+    "train.log_every": 100,
+    "train.eval_rows": 24,
+    "checkpoint.every": 100,
+    "checkpoint.keep": 3,
+    "tokenizer.vocab_size": 34,
+}
+# What the words of a language that is quickly learned are in another one.
+LEXICON = {
+    "Ada": "un",
+    "bo": "DO",
+    "ce": "tre",
+    "di": "qua",
+    "ef": "cin",
+    "Gu": "sei",
+    "ha": "set",
+}
+
+
+def write_pairs(folder: pathlib.Path, name: str, count: int, seed: int = 0) -> str:
+    """The source `parallel:` of sentences of one to five words, and the same word by word."""
+    rng, sides = random.Random(seed), ([], [])
+    for _ in range(count):
+        words = rng.choices(sorted(LEXICON), k=rng.randint(1, 5))
+        sides[0].append(" ".join(words))
+        sides[1].append(" ".join(LEXICON[word] for word in words) + ".")
+    paths = [folder / f"{name}.{side}" for side in ("aa", "bb")]
+    for path, lines in zip(paths, sides, strict=True):
+        path.write_text("".join(line + "\n" for line in lines))
+    return f"parallel:{','.join(map(str, paths))}"
+
+
+@pytest.fixture(scope="package")
+def pairs(tmp_path_factory) -> str:
+    return write_pairs(tmp_path_factory.mktemp("pairs"), "train", 600)
+
+
+@pytest.fixture(scope="package")
+def translation_config(pairs) -> Config:
+    fields = {name.replace(".", "__"): value for name, value in PAIRS.items()}
+    return make_config(**fields, parallel__source=pairs)
+
+
+@pytest.fixture(scope="package")
+def translated(translation_config, tmp_path_factory) -> recipes.PretrainingResult:
+    """A run that has learned LEXICON, with checkpoints of steps 100, 200 and 300."""
+    return recipes.pretrain(translation_config, tmp_path_factory.mktemp("translated") / "run")
 
 
 def write_task(folder: pathlib.Path) -> None:

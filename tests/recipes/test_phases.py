@@ -15,10 +15,10 @@ from convbert_jax import recipes
 from convbert_jax.analysis.verify_resume import compare
 from convbert_jax.config import ConfigError
 from convbert_jax.interfaces.special_ids import SpecialIds
-from convbert_jax.interop.networks import split
+from convbert_jax.interop.networks import MODELS, split
 from convbert_jax.models.build import build
 from convbert_jax.objectives import masked_lm, replaced_token
-from convbert_jax.recipes import pretraining
+from convbert_jax.recipes import tasks
 from convbert_jax.training import sharding
 from convbert_jax.training.checkpoints.reading import load_arrays
 from convbert_jax.training.program import make_program
@@ -54,7 +54,7 @@ def batch():
 def test_each_phase_by_hand(batch, kind):
     """The value, and which parts of the model it teaches."""
     config = make(generator__kind=kind, objective__generator_weight=0.5)
-    graphdef, init = build(pretraining.RECIPES["replaced_token"].model, config)
+    graphdef, init = build(MODELS["replaced_token"], config)
     params, key = jax.jit(init)(jax.random.key(1)), jax.random.key(7)
     settings = {"dtype": jnp.float32, "config": config, "special": SPECIAL}
 
@@ -105,7 +105,7 @@ def test_each_phase_by_hand(batch, kind):
 def run_steps(config, batch, devices):
     """(losses, what each step counted, versions of the step that were compiled)."""
     mesh = sharding.make_mesh(config.mesh, devices)
-    task = pretraining.build_task(config, SPECIAL, devices[0])
+    task = tasks.build_task(config, SPECIAL, devices[0])
     losses, numbers = [], []
     with jax.set_mesh(mesh):
         program = make_program(task, config, mesh)
@@ -169,7 +169,7 @@ def test_resuming_across_the_switch_is_exact(finished, tmp_path, cut):
 
 def test_the_head_of_the_first_phase_stays_behind(finished):
     config, _ = finished
-    _, init = build(pretraining.RECIPES["replaced_token"].model, config)
+    _, init = build(MODELS["replaced_token"], config)
     params = jax.jit(init)(jax.random.key(0))
     assert "masked_lm_head" in params
     networks = split(config, params)

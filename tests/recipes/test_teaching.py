@@ -20,7 +20,8 @@ from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.interop import conversion
 from convbert_jax.interop.networks import split
 from convbert_jax.interop.sources import read_source
-from convbert_jax.recipes import pretraining, teaching
+from convbert_jax.recipes import start as starting
+from convbert_jax.recipes import tasks, teaching
 from convbert_jax.training import sharding, state
 from convbert_jax.training.checkpoints.reading import load_arrays
 from convbert_jax.training.checkpoints.saving import Checkpoints
@@ -184,12 +185,12 @@ def test_what_a_student_learns_from_logits_alone(make, tmp_path):
 
 def learn(asked, folder, steps, axes=None):
     """Losses of some steps on one batch of random tokens."""
-    config, _ = pretraining.read_start(asked, Workdir(folder))
+    config, _ = starting.read_start(asked, Workdir(folder))
     teacher = teaching.open_teacher(config)
     devices = jax.devices()[: 4 if axes else 1]
     mesh = sharding.make_mesh(dataclasses.replace(config.mesh, **(axes or {})), devices)
     special = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
-    task = pretraining.build_task(config, special, devices[0], teacher)
+    task = tasks.build_task(config, special, devices[0], teacher)
     tokens = np.random.default_rng(0).integers(5, 200, (8, 32)).astype(np.int32)
     ids = np.ones_like(tokens)
     batch = {"tokens": tokens, "segment_ids": ids, "type_ids": np.zeros_like(tokens)}
@@ -216,7 +217,7 @@ def test_a_teacher_from_a_hugging_face_folder_is_the_same(make, teachers, tmp_pa
     out = conversion.export(teachers["masked_lm"])
     found = []
     for teacher in (teachers["masked_lm"], out):
-        config, _ = pretraining.read_start(make(teacher=teacher), Workdir(tmp_path / "new"))
+        config, _ = starting.read_start(make(teacher=teacher), Workdir(tmp_path / "new"))
         found.append(teaching.open_teacher(config))
     first, second = (jax.tree.leaves_with_path(t.params) for t in found)
     for (path, leaf), (other, same) in zip(first, second, strict=True):
@@ -227,9 +228,9 @@ def test_a_teacher_from_a_hugging_face_folder_is_the_same(make, teachers, tmp_pa
 def test_a_student_that_starts_from_its_teacher(make, tmp_path):
     same = {"model__hidden_size": 64, "model__embedding_size": 64, "model__heads": 4}
     config = make(distillation__initialize=True, **same)
-    config, _ = pretraining.read_start(config, Workdir(tmp_path))
+    config, _ = starting.read_start(config, Workdir(tmp_path))
     teacher = teaching.open_teacher(config)
-    params = pretraining._fill(config, teaching.start_of(config, teacher))
+    params = starting.fill(config, teaching.start_of(config, teacher))
     ours, theirs = split(config, params)["main"].parameters, teacher.network.parameters
     for path, leaf in ours.items():
         if path.startswith("layers/"):

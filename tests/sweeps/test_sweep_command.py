@@ -15,6 +15,7 @@ import pytest
 
 from convbert_jax.training.checkpoints.reading import load_arrays
 from convbert_jax.workdir import Workdir
+from tests import compiling
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "launch" / "sweep.py"
@@ -80,14 +81,13 @@ def table(tmp_path_factory) -> pathlib.Path:
 
 
 def begin(table, workdir, *arguments, devices: int = 1) -> subprocess.Popen:
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), f"--config={table}", f"--workdir={workdir}", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=table.parent,
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "XLA_FLAGS": compiling.flags(devices), "JAX_PLATFORMS": "cpu"},
         start_new_session=True,
     )
 

@@ -136,6 +136,65 @@ def test_schedule_stays_between_zero_and_peak(steps, warmup, decay_to, at, durin
     )
 
 
+@settings(deadline=None, max_examples=40)
+@given(warmup=st.integers(1, 500), at=st.integers(0, 1000))
+def test_other_schedules_by_hand(warmup, at):
+    rising = min(1.0, at / warmup)
+
+    def rate(**fields):
+        section = OptimizerSection(learning_rate=2.0, warmup_steps=warmup, **fields)
+        return float(make_schedule(section, 1000)(at))
+
+    assert rate(schedule="constant") == pytest.approx(2 * rising, rel=1e-5)
+    falling = np.sqrt(warmup / max(at, warmup))
+    assert rate(schedule="inverse_sqrt") == pytest.approx(2 * rising * falling, rel=1e-5)
+    turn = np.pi * max(0, at - warmup) / (1000 - warmup)
+    cosine = 0.1 + 0.9 * (1 + np.cos(turn)) / 2
+    wanted = pytest.approx(2 * rising * cosine, rel=1e-4, abs=1e-6)
+    assert rate(schedule="cosine", decay_to=0.1) == wanted
+
+
+def test_adafactor_follows_its_paper():
+    """Algorithm 4 of Shazeer & Stern (2018) in float64, factored and not; decoupled decay."""
+    section = OptimizerSection(
+        method="adafactor", schedule="constant", learning_rate=0.01, warmup_steps=0,
+        clip_norm=0.0, weight_decay=0.1,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    params = {"dense": {"kernel": rng.normal(size=(130, 140)), "bias": rng.normal(size=140)}}
+    optimizer = make_optimizer(section, 10)
+    ours = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
+    state = optimizer.init(ours)
+    sizes = [leaf.size for leaf in jax.tree.leaves(state)]
+    assert sum(sizes) < 2 * (130 + 140) + 140 + 20  # a row and a column, not a matrix
+    theirs = flatten(params)
+    rows, columns, whole = np.zeros(130), np.zeros(140), np.zeros(140)
+
+    def clipped(update, p):
+        update = update / max(1.0, np.sqrt((update**2).mean()))
+        return update * max(1e-3, np.sqrt((p**2).mean()))
+
+    for step in range(3):
+        gradient = jax.tree.map(lambda p: rng.normal(size=p.shape), params)
+        flat = flatten(gradient)
+        beta = 1 - (step + 1.0) ** -0.8
+        kernel, bias = flat["dense/kernel"], flat["dense/bias"]
+        rows = beta * rows + (1 - beta) * (kernel**2 + 1e-30).mean(1)
+        columns = beta * columns + (1 - beta) * (kernel**2 + 1e-30).mean(0)
+        whole = beta * whole + (1 - beta) * (bias**2 + 1e-30)
+        square = np.outer(rows, columns) / rows.mean()
+        p = theirs["dense/kernel"]
+        theirs["dense/kernel"] = p - 0.01 * (clipped(kernel / np.sqrt(square), p) + 0.1 * p)
+        p = theirs["dense/bias"]
+        theirs["dense/bias"] = p - 0.01 * clipped(bias / np.sqrt(whole), p)
+        updates, state = jax.jit(optimizer.update)(
+            jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), gradient), state, ours
+        )
+        ours = jax.tree.map(jnp.add, ours, updates)
+    for name, value in flatten(ours).items():
+        np.testing.assert_allclose(value, theirs[name], rtol=2e-4, atol=1e-6, err_msg=name)
+
+
 def test_decay_mask():
     mask = flatten(decay_mask(draw(0), decay_embeddings=True))
     assert {name for name, decays in mask.items() if decays} == {

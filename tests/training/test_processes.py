@@ -15,17 +15,17 @@ import pytest
 
 from convbert_jax.training.checkpoints import reading as checkpoint_reading
 from convbert_jax.training.checkpoints import saving as checkpoint
+from tests import compiling
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 PATIENCE = 120  # seconds
 
 
 def start(workdir, *arguments, devices: int = 1) -> subprocess.Popen:
-    flags = f"--xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
         [sys.executable, "-m", "tests.training.tiny_run", str(workdir), *arguments],
         cwd=REPOSITORY,
-        env=os.environ | {"XLA_FLAGS": flags},
+        env=os.environ | {"XLA_FLAGS": compiling.flags(devices)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -111,7 +111,9 @@ def test_a_full_disk_is_one_sentence_and_costs_nothing_saved(tmp_path):
     assert all(before[name].tobytes() == after[name].tobytes() for name in before)
 
 
-def test_the_compile_cache_is_used_and_told(tmp_path):
+def test_the_compile_cache_is_used_and_told(tmp_path, monkeypatch):
+    for name in compiling.keep_in(""):
+        monkeypatch.delenv(name, raising=False)
     for run, pattern in (("first", ": 0 programs found"), ("second", ", 0 compiled")):
         code, text = finish(start(tmp_path / run, "--steps=2", f"--cache={tmp_path / 'cache'}"))
         assert code == 0, text

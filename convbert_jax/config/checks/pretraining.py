@@ -10,18 +10,20 @@ from convbert_jax.config.checks import rules
 from convbert_jax.config.checks.bounds import check_bounds
 from convbert_jax.config.checks.distillation import check_distillation
 from convbert_jax.config.checks.finetuning import check_finetuning
-from convbert_jax.config.checks.parallel import check_parallel
+from convbert_jax.config.checks.sequences import check_sequence_model, check_sequences
 from convbert_jax.config.checks.stages import check_generator, check_stages
 from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
 from convbert_jax.config.network import list_stages
 from convbert_jax.config.run import DTYPES, PLATFORMS, RECIPES, Config
 from convbert_jax.config.sections import (
     INITIALIZERS,
+    OPTIMIZERS,
     REMAT_POLICIES,
+    SCHEDULES,
     SENTENCE_PAIRS,
     TEXT_FORMATS,
+    TOKENIZERS,
     ObjectiveSection,
-    TokenizerSection,
 )
 
 
@@ -38,10 +40,11 @@ def check(config: Config) -> None:
         _check_objective(config.objective)
         _check_phases(config)
         check_distillation(config)
-        _check_data(config)
+        if not config.reads_pairs:
+            _check_data(config)
         _check_sentence_pairs(config)
-    _check_tokenizer(config.tokenizer)
-    check_parallel(config)
+    _check_tokenizer(config)
+    check_sequences(config)
     _check_training(config)
     _check_mixers(config)  # the last one, as it loads jax
 
@@ -58,7 +61,8 @@ def _check_model(config: Config) -> None:
     rules.check(
         m.attention != "splash"
         or config.data.length % 128 == 0
-        or config.recipe == "finetune",  # its lengths are those of buckets, checked by the op
+        or config.recipe == "finetune"  # its lengths are those of buckets, checked by the op
+        or config.writes_text,  # and theirs those of batches
         f"config.model.attention='splash' works on multiples of 128 positions, not on "
         f"config.data.length={config.data.length}; set config.model.attention=auto.",
     )
@@ -119,7 +123,7 @@ def _check_data(config: Config) -> None:
         "config.data.source is empty; name a corpus, for example text:corpus/*.txt or docstrings.",
     )
     rules.check(
-        d.length <= config.model.positions,
+        d.length <= config.model.positions or config.writes_text,
         f"config.data.length={d.length} is longer than "
         f"config.model.positions={config.model.positions}; raise positions or "
         "shorten the rows.",
@@ -161,8 +165,14 @@ def _check_sentence_pairs(config: Config) -> None:
     )
 
 
-def _check_tokenizer(t: TokenizerSection) -> None:
-    rules.check_choice("tokenizer.kind", t.kind, ("sentencepiece", "wordpiece"))
+def _check_tokenizer(config: Config) -> None:
+    t = config.tokenizer
+    rules.check_choice("tokenizer.kind", t.kind, TOKENIZERS)
+    rules.check(
+        t.kind != "pieces" or config.writes_text,
+        "config.tokenizer.kind='pieces' is of models that write text, as fairseq's; an encoder "
+        "needs [CLS] and [SEP] of its own: take sentencepiece or wordpiece.",
+    )
     rules.check_choice("tokenizer.algorithm", t.algorithm, ("unigram", "bpe"))
     rules.check(
         t.sentinels == 0 or t.vocab_size >= t.sentinels + 17,
@@ -173,6 +183,18 @@ def _check_tokenizer(t: TokenizerSection) -> None:
 
 def _check_training(config: Config) -> None:
     o, t, c, mesh = config.optimizer, config.train, config.checkpoint, config.mesh
+    rules.check_choice("optimizer.method", o.method, OPTIMIZERS)
+    rules.check_choice("optimizer.schedule", o.schedule, SCHEDULES)
+    rules.check(
+        o.decay_to == 0 or o.schedule in ("linear", "cosine"),
+        f"config.optimizer.decay_to={o.decay_to} has no effect on config.optimizer.schedule="
+        f"'{o.schedule}'; set it to 0, or take linear or cosine.",
+    )
+    rules.check(
+        o.schedule != "inverse_sqrt" or o.warmup_steps > 0,
+        "config.optimizer.schedule='inverse_sqrt' falls from the end of the warm-up on; set "
+        "config.optimizer.warmup_steps above 0.",
+    )
     rules.check(
         o.warmup_steps <= t.steps,
         f"config.optimizer.warmup_steps={o.warmup_steps} is more than "
@@ -199,7 +221,7 @@ def _check_training(config: Config) -> None:
     if c.best_metric and config.heldout_metrics:
         rules.check_choice("checkpoint.best_metric", c.best_metric, config.heldout_metrics)
         rules.check(
-            not c.best_metric.endswith("loss") or c.best_mode == "min",
+            not c.best_metric.endswith(("loss", "perplexity")) or c.best_mode == "min",
             f"config.checkpoint.best_metric={c.best_metric} is best where it is least; set "
             "config.checkpoint.best_mode=min.",
         )
@@ -212,10 +234,12 @@ def _check_training(config: Config) -> None:
 
 def _check_mixers(config: Config) -> None:
     """What only the mixers themselves know."""
+    if config.writes_text:
+        check_sequence_model(config)
     encoder = config.encoder
     if config.recipe == "replaced_token" and config.generator.kind == "separate":
         _ = config.generator_encoder  # refused by its mixers
-    if config.recipe == "finetune" or config.data.layout != "packed":
+    if config.recipe == "finetune" or config.reads_pairs or config.data.layout != "packed":
         return
     # Whole documents without a mask would flow into each other.
     for stage, made in zip(list_stages(config.model), encoder.stages, strict=True):

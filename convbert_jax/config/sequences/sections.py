@@ -1,10 +1,21 @@
-"""What a user sets of a model that writes text, beside config.model."""
+"""What a user sets of a model that writes text, beside config.model: the model, its pairs, how it
+writes.
+"""
 
 import dataclasses
+import re
+
+from convbert_jax.config.changes import Changeable
 
 NORMS = ("post", "pre")
 ACTIVATIONS = ("relu", "gelu")
 POSITIONS = ("sinusoidal", "learned", "none")
+BAD_PAIRS = ("skip", "error")
+METHODS = ("beam", "greedy", "sample")
+# Recipes whose model writes text: of a corpus, and of pairs of texts.
+OF_CORPUS = ("causal_lm", "span_corruption")
+OF_PAIRS = ("translation", "summarization", "text_to_text")
+_NAMED_SOURCE = re.compile(r"([\w.-]+)=([a-z]+:.+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,3 +42,77 @@ class SequenceSection:
     positions: str = "sinusoidal"
     shared_vocabulary: bool = True  # one vocabulary and one table for source and target
     tied_output: bool = True  # the target's table is the output's too
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelSection:
+    """The pairs of texts of the recipes translation, summarization and text_to_text. How many
+    processes prepare them and how many batches are read ahead is as config.data says.
+    """
+
+    # to train on: parallel:FILE,FILE (of equal line count) | tsv:FILE | jsonl:FILE (.gz or not) |
+    # tfds:DIR (or tfds:DIR#SPLIT)
+    source: str = ""
+    validation_source: str = ""  # pairs to evaluate on; "" holds out some of `source`
+    heldout_fraction: float = 0.01  # of the pairs, chosen by a hash of their texts
+    # the two texts: numbers from 0 of a tsv, or names, which its first line then has; names of
+    # jsonl and TFDS. (): 0,1 of a tsv, source,target of jsonl and TFDS
+    columns: tuple[str, ...] = ()
+    # where config.sequence.shared_vocabulary=False, config.tokenizer is the source's vocabulary and
+    # this the size of the target's own; 0 is tokenizer.vocab_size
+    target_vocab_size: int = 0
+    target_vocabulary: str = ""  # its file, see tokenizer.path; "" trains one
+    max_length: int = 256  # most tokens of a text, the end mark included
+    # most tokens of the longer text for each of the shorter; 0 is any. LightConv's sets: 1.5
+    max_ratio: float = 0.0
+    bad_pairs: str = "skip"  # empty, over-long, unreadable or uneven ones: skip | error
+    # subword regularization (Kudo 2018): texts are cut anew in each epoch, one of the 64 best ways
+    # of a unigram vocabulary by its probability to this power; 0 is off. Kudo: 0.1 to 0.5
+    sampling: float = 0.0
+    # rows of a batch times its longer text, padding included
+    batch_tokens: int = 4_096
+    shapes: int = 8  # most shapes of batches, each compiled once
+    # padded lengths are multiples of it: 8 suits TPUs, 1 pads least
+    length_multiple: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodingSection:
+    """How a model writes: texts that it is scored by, and --mode=predict. No field changes what is
+    learned.
+    """
+
+    # beam | greedy | sample, from the model's own distribution
+    method: Changeable[str] = "beam"
+    beam: Changeable[int] = 4
+    # a text's log probability is divided by its tokens to this power, as in fairseq: 0 prefers
+    # short texts, 1 is the mean. LightConv: 1 (IWSLT), 0.5 (WMT)
+    length_penalty: Changeable[float] = 1.0
+    # most tokens of a text: so many for each of the source's and so many more. fairseq: 0 and 200;
+    # LightConv on IWSLT: 1.2 and 10
+    length_ratio: Changeable[float] = 1.5
+    length_extra: Changeable[int] = 10
+    n_best: Changeable[int] = 1  # texts of a source that --mode=predict writes, at most the beam
+    # of sample: 1 is the model's distribution, less prefers what is probable anyway
+    temperature: Changeable[float] = 1.0
+    top_k: Changeable[int] = 0  # of sample: draw from so many most probable; 0 is all
+    top_p: Changeable[float] = 1.0  # of sample: and from the fewest that have this probability
+    batch_tokens: Changeable[int] = 4_096  # of the sources that are decoded together
+    average: Changeable[int] = 1  # newest checkpoints whose mean is taken; LightConv: 10
+    # further sets of pairs that --mode=eval scores, each NAME=SOURCE as parallel.source has it
+    test_sources: Changeable[tuple[str, ...]] = ()
+
+    @property
+    def tests(self) -> tuple[tuple[str, str], ...]:
+        """(name, source) of each of `test_sources`, of which a command line cuts those of two files
+        in two at their comma; the name is "" where there is none.
+        """
+        found: list[tuple[str, str]] = []
+        for part in self.test_sources:
+            named = _NAMED_SOURCE.fullmatch(part)
+            if not named and found:
+                name, source = found.pop()
+                found.append((name, f"{source},{part}"))
+            else:
+                found.append((named[1], named[2]) if named else ("", part))
+        return tuple(found)

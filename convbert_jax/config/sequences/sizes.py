@@ -18,10 +18,13 @@ _GATED = ("dynamic", "light", "dilated")
 
 
 def tiny(mixer: str) -> Sections:
-    """For a CPU: with 8,000 words in one vocabulary about 2.2 million parameters."""
-    kernels = (3, 7, 15, 31)
+    """For a CPU: with 8,000 words in one vocabulary about 2.2 million parameters. Windows of 7 in
+    all layers, as in `t5_base`, so that encoder and decoder are a stage each: eight of them, of
+    growing windows, take four times as long to compile, for each shape of batches.
+    """
+    kernels = (7, 7, 7, 7)
     return _model(mixer, 128, 256, 4, kernels, dropout=0.3), SequenceSection(
-        decoder_kernel_sizes=kernels
+        decoder_kernel_sizes=_taps(mixer, kernels)
     )
 
 
@@ -30,7 +33,7 @@ def iwslt_de_en(mixer: str) -> Sections:
     model = _model(mixer, 512, 1024, 4, _encoder_kernels(mixer), dropout=0.3, glu=False)
     return model, SequenceSection(
         decoder_layers=6,
-        decoder_kernel_sizes=DECODER_KERNELS,
+        decoder_kernel_sizes=_taps(mixer, DECODER_KERNELS),
         shared_vocabulary=False,
         tied_output=False,
     )
@@ -38,7 +41,9 @@ def iwslt_de_en(mixer: str) -> Sections:
 
 def wmt_en_de_big(mixer: str) -> Sections:
     model = _model(mixer, 1024, 4096, 16, _encoder_kernels(mixer), dropout=0.3)
-    return model, SequenceSection(decoder_layers=6, decoder_kernel_sizes=DECODER_KERNELS)
+    return model, SequenceSection(
+        decoder_layers=6, decoder_kernel_sizes=_taps(mixer, DECODER_KERNELS)
+    )
 
 
 def lm(mixer: str) -> Sections:
@@ -53,7 +58,7 @@ def t5_base(mixer: str) -> Sections:
     attends = mixer in ("attention", "bottleneck", "mixed")
     model = _model(mixer, 768, 3072, 12, (7,) * 12, dropout=0.1)
     return model, SequenceSection(
-        decoder_kernel_sizes=(7,) * 12,
+        decoder_kernel_sizes=_taps(mixer, (7,) * 12),
         norm="pre",
         positions="sinusoidal" if attends else "none",
     )
@@ -69,6 +74,11 @@ SIZES: dict[str, Callable[[str], Sections]] = {
 }
 
 
+def _taps(mixer: str, kernels: tuple[int, ...]) -> tuple[int, ...]:
+    """None where nothing convolves: layers are then one stage."""
+    return () if mixer in ("attention", "bottleneck") else kernels
+
+
 def _encoder_kernels(mixer: str) -> tuple[int, ...]:
     return ENCODER_KERNELS[1:] if mixer == "attention" else ENCODER_KERNELS
 
@@ -81,7 +91,7 @@ def _model(mixer, hidden, ffn, heads, kernels, *, dropout, glu=True) -> ModelSec
         heads=heads,
         mixer=mixer,
         mixer_fields=() if glu or mixer not in _GATED else ("glu=false",),
-        kernel_sizes=kernels,
+        kernel_sizes=_taps(mixer, kernels),
         ffn_size=ffn,
         dropout=dropout,
         attention_dropout=0.1,

@@ -24,13 +24,14 @@ class ModelInput:
     """What a model reads, and how the files that it learned from were written.
 
     Attributes:
-      kind: as config.outputs.kind.
+      kind: as config.outputs.kind, or "writing" for a model that writes text.
       texts: of a row.
       columns: names that the texts may have; the first that are there count.
       form: of the training files; its `format` may be "auto".
       id: column that names a row.
       label: column that a file without a header may lack.
       endings: of the training files' names, as ".csv".
+      may_be_empty: whether an empty text is one too, as a prompt.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class ModelInput:
     id: str = ""
     label: str = ""
     endings: tuple[str, ...] = ()
+    may_be_empty: bool = False
 
     @property
     def wanted(self) -> str:
@@ -50,6 +52,8 @@ class ModelInput:
             )
         if self.kind == "tagging":
             return 'a text or {"words": […]}'
+        if self.kind == "writing":
+            return f'a text or {{"{self.columns[0][0]}": …}}'
         if self.texts == 2:
             return 'two texts with a tab between them or {"texts": [first, second]}'
         return 'a text or {"text": …}'
@@ -78,6 +82,8 @@ def from_text(text: str, number: int, line: int, reads: ModelInput) -> InputRow:
     texts = tuple(text.split("\t")) if reads.texts == 2 else (text,)
     texts = tuple(part.strip() for part in texts)
     row = InputRow(number, line)
+    if reads.may_be_empty and texts == ("",):
+        return dataclasses.replace(row, texts=texts)
     if not any(texts):
         return dataclasses.replace(row, problem="is empty")
     if len(texts) != reads.texts or not all(texts):
@@ -165,6 +171,8 @@ def from_columns(
 def _checked(row: InputRow, names: Sequence[str], values: list, reads: ModelInput) -> InputRow:
     if reads.kind == "tagging" and isinstance(values[0], str):
         values = [values[0].split()]
+    if reads.may_be_empty and values == [""]:
+        return dataclasses.replace(row, texts=("",))
     if problem := describe_problem(reads.kind, names, values):
         return dataclasses.replace(row, problem=problem)
     texts = tuple(" ".join(value) if isinstance(value, list) else value for value in values)

@@ -23,11 +23,13 @@ _HINT = "name the columns with --texts=COLUMN or --texts=FIRST,SECOND"
 
 
 def describe_model_input(config: Config, texts: Sequence[str] = ()) -> ModelInput:
-    """What the fine-tuned model of `config` reads.
+    """What the model of `config` reads, a fine-tuned one or one that writes text.
 
     Args:
       texts: names of columns, in the place of those that the model learned from.
     """
+    if config.writes_text:
+        return _describe_source(config, texts)
     outputs, section = config.outputs, config.task
     own = "own" in config.finetune.tasks and outputs.task == section.name
     glue = None if own else GLUE.get(outputs.task)
@@ -53,6 +55,20 @@ def describe_model_input(config: Config, texts: Sequence[str] = ()) -> ModelInpu
         form = TableFormat("tsv", columns=train.columns)
         return dataclasses.replace(reads, id="index", label=train.label, form=form)
     return reads
+
+
+def _describe_source(config: Config, texts: Sequence[str]) -> ModelInput:
+    if len(texts) > 1:
+        raise DataError(
+            f"--texts={','.join(texts)} names {len(texts)} columns, but this model reads one text "
+            "of each row; name that one."
+        )
+    of_language = config.recipe == "causal_lm"
+    names = [*texts, "prompt" if of_language else "source", "text"]
+    if not texts and config.reads_pairs and config.parallel.columns:
+        names[:0] = [name for name in config.parallel.columns[:1] if not name.isdecimal()]
+    columns = tuple((name,) for name in dict.fromkeys(names))
+    return ModelInput("writing", 1, columns, TableFormat("auto"), may_be_empty=of_language)
 
 
 def choose_format(name: str, asked: str, reads: ModelInput) -> str:

@@ -40,6 +40,14 @@ def list_shapes(
     )
 
 
+def make_plan(
+    text: ParallelText, section: ParallelSection, seed: int, row_multiple: int = 1
+) -> Plan:
+    """Which pairs of `text` are in which batch to train on. Raises DataError as `list_shapes`."""
+    shapes = list_shapes(text, section, row_multiple)
+    return Plan(shape_of_rows(text.splits["train"].lengths, shapes), shapes, seed)
+
+
 def training_batches(
     text: ParallelText,
     section: ParallelSection,
@@ -68,9 +76,8 @@ def training_batches(
             f"Batches of a multiple of {row_multiple} rows cannot be divided over {process_count} "
             "processes."
         )
-    shapes = list_shapes(text, section, row_multiple)
-    split = text.splits["train"]
-    plan = Plan(shape_of_rows(split.lengths, shapes), shapes, seed)
+    plan = make_plan(text, section, seed, row_multiple)
+    shapes, split = plan.shapes, text.splits["train"]
     logging.info(
         "%d batches an epoch of %d pairs, in %d shapes (rows x source x target: %s), %.1f%% of "
         "them padding.",
@@ -117,6 +124,7 @@ class PairBatches:
         identity: dict[str, Any],
     ):
         self._rows, self._plan, self._seed = rows, plan, seed
+        self.batches_in_epoch = plan.batches
         self._verification, self._identity, self._ahead = verification, identity, prefetch
         self._thread = futures.ThreadPoolExecutor(1, "read_ahead") if prefetch else None
         self._pending: collections.deque = collections.deque()

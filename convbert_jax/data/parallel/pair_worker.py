@@ -76,18 +76,17 @@ def process_pairs(
     found = source.pairs(unit)
     while block := list(itertools.islice(found, PAIRS_AT_ONCE)):
         texts = [pair for _, pair in block if not isinstance(pair, Fault)]
-        encoded = iter(_encode(job.vocabularies, texts))
+        encoded = iter(encode_pairs(job.vocabularies, texts))
         for number, pair in block:
             ids = None if isinstance(pair, Fault) else next(encoded)
-            if fault := _judge(job, pair, ids):
+            if fault := judge(job, pair, ids):
                 _report(job, source, faults, number, *fault)
                 continue
             tally["bytes"] += sum(len(text.encode()) for text in pair)
             tally["pieces"] += sum(map(len, ids))
             for tokenizer, part in zip(job.vocabularies, ids, strict=True):
                 tally["unknown"] += list(part).count(tokenizer.special.unknown)
-            held = heldout_hash("\t".join(pair)) < job.heldout_fraction
-            name = split or ("validation" if held else "train")
+            name = split or ("validation" if is_heldout(job, pair) else "train")
             row = Pair(*ids, *(pair if job.sampling else ("", "")))
             writers[name].write([row])
             lengths[name].append(_room(job, pair, ids))
@@ -125,7 +124,13 @@ def draw(tokenizer: Tokenizer, text: str, power: float, room: int, *names: objec
     return []
 
 
-def _encode(vocabularies: Vocabularies, texts: Sequence[tuple[str, str]]) -> Iterator[tuple]:
+def is_heldout(job: Job, pair: tuple[str, str]) -> bool:
+    """Whether a hash of the texts keeps the pair from training."""
+    return heldout_hash("\t".join(pair)) < job.heldout_fraction
+
+
+def encode_pairs(vocabularies: Vocabularies, texts: Sequence[tuple[str, str]]) -> Iterator[tuple]:
+    """Token ids of both texts of each pair."""
     sides = [
         tokenizer.encode([pair[side] for pair in texts]) if texts else []
         for side, tokenizer in enumerate(vocabularies)
@@ -133,7 +138,7 @@ def _encode(vocabularies: Vocabularies, texts: Sequence[tuple[str, str]]) -> Ite
     return zip(*sides, strict=True)
 
 
-def _judge(job: Job, pair: tuple[str, str] | Fault, ids) -> tuple[str, str] | None:
+def judge(job: Job, pair: tuple[str, str] | Fault, ids) -> tuple[str, str] | None:
     """(kind, what is wrong) of a pair that cannot be used."""
     if isinstance(pair, Fault):
         return "unreadable", pair.problem

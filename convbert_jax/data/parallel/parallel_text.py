@@ -140,12 +140,10 @@ def _open_sources(config: Config) -> dict[str, PairSource]:
     return sources
 
 
-def _process(
-    config: Config, directory: Path, made: Vocabularies, sources: dict[str, PairSource]
-) -> list[dict[str, Any]]:
-    """Records of all units, doing those that are not there yet."""
+def make_job(config: Config, directory: Path, made: Vocabularies) -> Job:
+    """What decides which pairs are used, and for what."""
     section = config.parallel
-    job = Job(
+    return Job(
         directory=directory,
         vocabularies=made,
         max_length=section.max_length,
@@ -154,6 +152,13 @@ def _process(
         sampling=section.sampling,
         heldout_fraction=section.heldout_fraction,
     )
+
+
+def _process(
+    config: Config, directory: Path, made: Vocabularies, sources: dict[str, PairSource]
+) -> list[dict[str, Any]]:
+    """Records of all units, doing those that are not there yet."""
+    section, job = config.parallel, make_job(config, directory, made)
     units = [
         (name, position, unit)
         for name, source in sources.items()

@@ -85,7 +85,7 @@ class Plan:
 
     def __init__(self, shape_of: np.ndarray, shapes: Sequence[Shape], seed: int | None):
         """`shape_of`: of each pair; `seed` None keeps the order of the pairs, by shape."""
-        self._shape_of, self._shapes, self._seed = shape_of, shapes, seed
+        self._shape_of, self.shapes, self._seed = shape_of, tuple(shapes), seed
         self._epoch, self._batches = -1, []
         counts = np.bincount(shape_of, minlength=len(shapes))
         left = self.batches = 0
@@ -108,14 +108,14 @@ class Plan:
             order = shuffled(size, self._seed)(epoch * size + order)
         batches, left = [], order[:0]
         in_order = self._shape_of[order]
-        for number, shape in enumerate(self._shapes):
+        for number, shape in enumerate(self.shapes):
             members = np.concatenate([left, order[in_order == number]])
             whole = len(members) // shape.rows * shape.rows
             batches += [(number, part) for part in members[:whole].reshape(-1, shape.rows)]
             left = members[whole:]
         if len(left):
             filler = np.full(shape.rows - len(left), -1)
-            batches.append((len(self._shapes) - 1, np.concatenate([left, filler])))
+            batches.append((len(self.shapes) - 1, np.concatenate([left, filler])))
         if self._seed is not None:
             # Another seed, or with as many batches as pairs they would move alike.
             places = shuffled(len(batches), self._seed + 1)
@@ -126,10 +126,14 @@ class Plan:
     def padding_share(self, lengths: np.ndarray) -> float:
         """Share of an epoch's positions, of sources and targets, that hold no token."""
         positions = sum(
-            self._shapes[number].rows * (self._shapes[number].source + self._shapes[number].target)
-            for number, _ in self._plan(0)
+            count * shape.rows * (shape.source + shape.target) for shape, count in self.counts()
         )
         return 1 - float(lengths.sum()) / max(1, positions)
+
+    def counts(self) -> list[tuple[Shape, int]]:
+        """How many batches of each shape an epoch has."""
+        found = np.bincount([number for number, _ in self._plan(0)], minlength=len(self.shapes))
+        return list(zip(self.shapes, map(int, found), strict=True))
 
 
 def _cheapest_edges(counts: np.ndarray, most: int) -> np.ndarray:

@@ -34,7 +34,7 @@ class Vocabularies(NamedTuple):
 def list_sections(config: Config) -> list[tuple[str, TokenizerSection]]:
     """(name of a folder, settings) of each vocabulary; "" where there is one."""
     section, pairs = config.tokenizer, config.parallel
-    if pairs.shared_vocabulary:
+    if config.sequence.shared_vocabulary:
         return [("", section)]
     own = dataclasses.replace(
         section,

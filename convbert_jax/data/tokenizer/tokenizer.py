@@ -1,4 +1,5 @@
-"""Text to token ids and back: one `Tokenizer` over SentencePiece or WordPiece.
+"""Text to token ids and back: one `Tokenizer` over SentencePiece, WordPiece, or pieces of texts
+that were cut elsewhere.
 
 The five special tokens can never come out of text: "[MASK]" written in a document is encoded as
 ordinary pieces. Normalization (lower case, accents) belongs to the tokenizer, so training and
@@ -19,7 +20,7 @@ from convbert_jax import files
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import TokenizerError
 from convbert_jax.data.records import read_record, write_record
-from convbert_jax.data.tokenizer import offsets, sentencepiece_model, wordpiece_model
+from convbert_jax.data.tokenizer import offsets, pieces_model, sentencepiece_model, wordpiece_model
 from convbert_jax.data.tokenizer.vocabulary_checks import (
     check_tokenizer,
     told_normalization,
@@ -34,7 +35,12 @@ __all__ = [
     "train_tokenizer",
 ]
 
-KINDS = {"sentencepiece": sentencepiece_model, "wordpiece": wordpiece_model}
+KINDS = {
+    "sentencepiece": sentencepiece_model,
+    "wordpiece": wordpiece_model,
+    "pieces": pieces_model,
+}
+_SUFFIXES = {".model": "sentencepiece", pieces_model.SUFFIX: "pieces"}  # others: wordpiece
 SETTINGS = "tokenizer_settings.json"  # written last: its presence says that training finished
 SETTINGS_FIELDS = {
     "kind": str,
@@ -49,8 +55,8 @@ class Tokenizer:
     """A vocabulary file and how to use it; picklable, the vocabulary itself is loaded lazily.
 
     Attributes:
-      kind: "sentencepiece" or "wordpiece".
-      path: the vocabulary file (`*.model`, `vocab.txt` or `tokenizer.json`).
+      kind: "sentencepiece", "wordpiece" or "pieces".
+      path: the vocabulary file (`*.model`, `vocab.txt`, `tokenizer.json` or `*.pieces`).
       vocab_size: number of ids.
       special: ids of [PAD], [UNK], [CLS], [SEP] and [MASK], and of sentinels if it has some.
       fingerprint: sha256 of the file and, for WordPiece, of the normalization settings (a
@@ -73,7 +79,7 @@ class Tokenizer:
                 f"Vocabulary {self.path} cannot be read: {error.strerror}; check "
                 "config.tokenizer.path."
             ) from None
-        settings = ["sentencepiece"]
+        settings = ["pieces" if self.kind == "pieces" else "sentencepiece"]
         if self.kind == "wordpiece":
             settings = [self.kind, section.lowercase, section.strip_accents, section.max_word_chars]
         self.fingerprint = hashlib.sha256(content + json.dumps(settings).encode()).hexdigest()
@@ -132,6 +138,21 @@ class Tokenizer:
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary entry of each id."""
         return [self.entries[i] for i in ids]
+
+    @property
+    def begins_word(self) -> np.ndarray:
+        """[vocab_size] int32, 1 for what begins a word: SentencePiece marks that, WordPiece what
+        goes on with one; of pieces, which are marked where their word goes on, for what ends it.
+        Special tokens are no words.
+        """
+        special = set(self.special.by_name.values()) - {self.special.unknown}
+        if self.kind == "sentencepiece":
+            begins = [entry.startswith("\u2581") for entry in self.entries]
+        elif self.kind == "pieces":
+            begins = [not entry.endswith(pieces_model.CONTINUES) for entry in self.entries]
+        else:
+            begins = [not entry.startswith("##") for entry in self.entries]
+        return np.array([b and i not in special for i, b in enumerate(begins)], np.int32)
 
     def normalize(self, text: str) -> str:
         """`text` as the vocabulary sees it: case and accents as it was made for."""
@@ -210,7 +231,7 @@ def follow_file(section: TokenizerSection, given: Collection[str] = ()) -> Token
 
 
 def _kind_of(path: Path) -> str:
-    return "sentencepiece" if path.suffix == ".model" else "wordpiece"
+    return _SUFFIXES.get(path.suffix, "wordpiece")
 
 
 def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:

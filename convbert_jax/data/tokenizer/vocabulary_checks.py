@@ -32,6 +32,15 @@ def check_tokenizer(tokenizer, section: TokenizerSection, sample: Sequence[str])
     Raises:
       TokenizerError: one sentence with everything found and how to mend it.
     """
+    if tokenizer.kind == "pieces":  # texts come cut: the list decides nothing else
+        faults = _unknown_faults(tokenizer, section, sample)
+        if faults:
+            (fault, _), *_ = faults
+            raise TokenizerError(
+                f"Vocabulary {tokenizer.path} cannot be trusted: {fault}; cut the texts into its "
+                "pieces, with blanks between them."
+            )
+        return
     faults = [
         *_file_faults(tokenizer),
         *_entry_faults(tokenizer.entries),
@@ -54,6 +63,8 @@ def told_normalization(tokenizer) -> dict[str, bool]:
     A SentencePiece model normalizes by itself. Of a list of entries only those tell something that
     could never be used: cased ones, and accented ones, which in a cased list may be few.
     """
+    if tokenizer.kind == "pieces":
+        return {"lowercase": False, "strip_accents": False}
     if tokenizer.kind == "sentencepiece":
         return {
             "lowercase": not _has_upper(tokenizer.normalize("É")),

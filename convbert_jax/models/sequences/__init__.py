@@ -3,9 +3,29 @@
 Each has two forms that agree: of whole rows, to train, and one position at a time, to decode.
 """
 
+from flax import nnx
+
+from convbert_jax.config import Config
 from convbert_jax.config.sequences import EncoderDecoderConfig, LanguageModelConfig
+from convbert_jax.config.sequences.sections import OF_PAIRS
 from convbert_jax.interfaces.placement import Rules
 from convbert_jax.models.mixers.attention import Attention
+from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
+
+
+def make_encoder_decoder(config: Config, rngs: nnx.Rngs) -> EncoderDecoder:
+    return EncoderDecoder(config.encoder_decoder, rngs)
+
+
+def make_language_model(config: Config, rngs: nnx.Rngs) -> LanguageModel:
+    return LanguageModel(config.language_model, rngs)
+
+
+# config.recipe -> the model that it trains
+MODELS = {
+    "causal_lm": make_language_model,
+    **dict.fromkeys(("span_corruption", *OF_PAIRS), make_encoder_decoder),
+}
 
 
 def sharding_rules(config: EncoderDecoderConfig | LanguageModelConfig) -> Rules:

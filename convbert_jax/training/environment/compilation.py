@@ -77,12 +77,12 @@ def announce_long_compilation(parameters: int, platform: str) -> None:
 
 
 class RecompileWatch:
-    """Warns when a function that should be compiled once is compiled again."""
+    """Warns when a function is compiled more often than for the `shapes` of its input."""
 
-    def __init__(self, function, name: str):
+    def __init__(self, function, name: str, shapes: int = 1):
         self._function = function
         self._name = name
-        self._known = 1
+        self._known = shapes
 
     def check(self, step: int) -> None:
         compiled = self._function._cache_size()

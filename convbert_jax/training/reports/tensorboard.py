@@ -1,18 +1,38 @@
 """Numbers for TensorBoard, in files of its own format beside the run's."""
 
+import contextlib
 import os
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from etils import epath
-from tensorboardX import summary
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.record_writer import RecordWriter
 
 from convbert_jax import files
+
+
+@contextlib.contextmanager
+def _as_if_absent(package: str) -> Iterator[None]:
+    """Imports within do not load `package`, unless it is loaded already."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # an import is an ImportError now
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+
+
+# tensorboardX imports PyTorch where it is installed, for a type in signatures of what is not used
+# here: two seconds of every start.
+with _as_if_absent("torch"):
+    from tensorboardX import summary
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.record_writer import RecordWriter
 
 _FLUSH_SECONDS = 60  # from one flush to the next: each waits for the disk
 

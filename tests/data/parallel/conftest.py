@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from convbert_jax.config import Config, DataSection, ParallelSection, TokenizerSection
+from convbert_jax.config import (
+    Config,
+    DataSection,
+    ParallelSection,
+    SequenceSection,
+    TokenizerSection,
+)
 from convbert_jax.data.parallel.parallel_text import prepare
 
 
@@ -43,12 +49,13 @@ def pairs():
 def make_config():
     """make_config(source, **fields of config.parallel)"""
 
-    def make(source: str, **fields) -> Config:
+    def make(source: str, *, shared_vocabulary: bool = True, **fields) -> Config:
         fields = {"heldout_fraction": 0.1, "batch_tokens": 256, "shapes": 3} | fields
         return Config(
             tokenizer=TokenizerSection(vocab_size=160, train_megabytes=1),
             data=DataSection(workers=1),
             parallel=ParallelSection(source=source, **fields),
+            sequence=SequenceSection(shared_vocabulary=shared_vocabulary),
         )
 
     return make
@@ -64,7 +71,13 @@ def prepared(pairs, make_config, tmp_path_factory):
 
 @pytest.fixture
 def change():
-    """change(config, **fields of config.parallel)"""
-    return lambda config, **fields: dataclasses.replace(
-        config, parallel=dataclasses.replace(config.parallel, **fields)
-    )
+    """change(config, **fields of config.parallel and config.sequence)"""
+
+    def change(config, **fields):
+        for name in ("parallel", "sequence"):
+            section = getattr(config, name)
+            own = {field: v for field, v in fields.items() if hasattr(section, field)}
+            config = dataclasses.replace(config, **{name: dataclasses.replace(section, **own)})
+        return config
+
+    return change

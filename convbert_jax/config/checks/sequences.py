@@ -1,0 +1,145 @@
+"""What models that write text must satisfy, their pairs, and how they write."""
+
+from convbert_jax.config.checks.rules import check, check_choice
+from convbert_jax.config.run import Config
+from convbert_jax.config.sequences.sections import (
+    ACTIVATIONS,
+    BAD_PAIRS,
+    METHODS,
+    NORMS,
+    POSITIONS,
+)
+
+
+def check_sequences(config: Config) -> None:
+    """Raises ConfigError for the first thing that cannot work, whatever the recipe."""
+    s = config.sequence
+    check_choice("sequence.norm", s.norm, NORMS)
+    check_choice("sequence.activation", s.activation, ACTIVATIONS)
+    check_choice("sequence.positions", s.positions, POSITIONS)
+    _check_parallel(config)
+    _check_decoding(config)
+    if config.writes_text:
+        _check_writing(config)
+
+
+def check_sequence_model(config: Config) -> None:
+    """What only the mixers themselves know, of a recipe that writes text; loads jax."""
+    _ = config.language_model if config.recipe == "causal_lm" else config.encoder_decoder
+
+
+def _check_parallel(config: Config) -> None:
+    p, t = config.parallel, config.tokenizer
+    check_choice("parallel.bad_pairs", p.bad_pairs, BAD_PAIRS)
+    check(
+        len(p.columns) in (0, 2),
+        f"config.parallel.columns={','.join(p.columns)} must name two columns, the source's and "
+        "the target's.",
+    )
+    check(
+        p.max_ratio == 0 or p.max_ratio >= 1,
+        f"config.parallel.max_ratio={p.max_ratio:g} would leave no pair; use 1 or more, or 0 for "
+        "any.",
+    )
+    check(
+        p.heldout_fraction > 0 or p.validation_source != "",
+        "config.parallel.heldout_fraction=0 leaves nothing to evaluate on; raise it or name "
+        "config.parallel.validation_source.",
+    )
+    check(
+        p.sampling == 0 or (t.kind == "sentencepiece" and (t.path or t.algorithm == "unigram")),
+        f"config.parallel.sampling={p.sampling:g} is of unigram vocabularies; set it to "
+        "0, or config.tokenizer.kind=sentencepiece and algorithm=unigram.",
+    )
+    check(
+        not config.sequence.shared_vocabulary
+        or (p.target_vocab_size == 0 and not p.target_vocabulary),
+        "config.parallel.target_vocab_size and target_vocabulary are of a vocabulary of the "
+        "target's own; set config.sequence.shared_vocabulary=False with them.",
+    )
+    check(
+        p.batch_tokens >= p.max_length,
+        f"config.parallel.batch_tokens={p.batch_tokens} is less than one text of "
+        f"config.parallel.max_length={p.max_length}; raise it or shorten the texts.",
+    )
+
+
+def _check_decoding(config: Config) -> None:
+    d = config.decoding
+    check_choice("decoding.method", d.method, METHODS)
+    check(
+        d.n_best <= d.beam or d.method != "beam",
+        f"config.decoding.n_best={d.n_best} is more than config.decoding.beam={d.beam} finds; "
+        "raise the beam.",
+    )
+    check(
+        d.n_best == 1 or d.method == "beam",
+        f"config.decoding.n_best={d.n_best} needs a beam; set config.decoding.method=beam.",
+    )
+    smallest = min(config.vocabularies)
+    check(
+        d.method != "beam" or 2 * d.beam <= smallest,
+        f"config.decoding.beam={d.beam} looks at {2 * d.beam} words at a time, more than the "
+        f"vocabulary's {smallest}; make it at most {smallest // 2}.",
+    )
+    check(
+        d.average == 1 or d.average <= config.checkpoint.keep,
+        f"config.decoding.average={d.average} checkpoints, but config.checkpoint.keep="
+        f"{config.checkpoint.keep} are kept; raise keep to as many.",
+    )
+    for name, source in d.tests:
+        check(
+            name != "",
+            f"config.decoding.test_sources has '{source}', which must be NAME=SOURCE, as "
+            "2016=parallel:test.en,test.de.",
+        )
+    names = [name for name, _ in d.tests]
+    twice = [name for name in names if names.count(name) > 1 or name == "validation"]
+    check(
+        not twice,
+        f"config.decoding.test_sources has '{twice[0] if twice else ''}' twice, or as the held-out "
+        "pairs are called; give each set a name of its own.",
+    )
+
+
+def _check_writing(config: Config) -> None:
+    m, s, o = config.model, config.sequence, config.optimizer
+    learned = s.positions == "learned"
+    longest = config.parallel.max_length if config.reads_pairs else config.data.length
+    field = "parallel.max_length" if config.reads_pairs else "data.length"
+    check(
+        not learned or longest <= m.positions,
+        f"config.{field}={longest} is longer than config.model.positions={m.positions}, the "
+        "learned ones; raise positions, shorten the texts or set "
+        "config.sequence.positions=sinusoidal.",
+    )
+    check(
+        config.reads_pairs or config.data.layout == "packed",
+        f"config.recipe='{config.recipe}' reads whole documents; set config.data.layout=packed, "
+        f"not {config.data.layout}.",
+    )
+    check(
+        config.reads_pairs or s.shared_vocabulary,
+        f"config.recipe='{config.recipe}' has one text and one vocabulary; set "
+        "config.sequence.shared_vocabulary=True.",
+    )
+    check(
+        config.recipe != "causal_lm" or s.decoder_layers in (0, m.layers),
+        f"config.sequence.decoder_layers={s.decoder_layers} is of an encoder-decoder; the one "
+        "stack of config.recipe='causal_lm' is config.model.layers.",
+    )
+    check(
+        config.checkpoint.huggingface_every == 0,
+        f"config.checkpoint.huggingface_every={config.checkpoint.huggingface_every}: a model that "
+        "writes text has no class in Hugging Face's library; set it to 0.",
+    )
+    check(
+        not config.distillation.teacher,
+        f"config.distillation.teacher={config.distillation.teacher} teaches encoders; unset it "
+        f"with config.recipe='{config.recipe}'.",
+    )
+    check(
+        o.release_replicas == 1,
+        f"config.optimizer.release_replicas={o.release_replicas} is of the release's encoders; set "
+        f"it to 1 with config.recipe='{config.recipe}'.",
+    )

@@ -1,0 +1,77 @@
+"""The writer of a run: its vocabularies, and the mean of its newest checkpoints."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
+from convbert_jax.data.parallel import vocabularies
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.interop import matching, sources
+from convbert_jax.training.checkpoints.reading import CheckpointError
+from convbert_jax.training.task import Params
+from convbert_jax.workdir import Workdir
+
+
+def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokenizer]:
+    """Of what the model reads and of what it writes; one object twice where they are one.
+
+    Raises:
+      TokenizerError: they are not there any more.
+    """
+    if config.reads_pairs:
+        return tuple(vocabularies.load(config, workdir.data(config)))
+    return (sources.read_tokenizer(workdir, config)[0],) * 2
+
+
+def read_mean(workdir: Workdir, config: Config, step: int | None = None) -> tuple[int, Params]:
+    """(step, parameters on the host): the mean of the config.decoding.average newest checkpoints,
+    summed in float64; of one alone what it has.
+
+    Args:
+      step: of the last one that counts; by default the newest, and of one alone the newest that is
+        whole.
+
+    Raises:
+      WorkdirError: there is none of that step.
+      CheckpointError: there are fewer, or one of them is damaged.
+    """
+    count, step = config.decoding.average, workdir.choose_step(step)
+    if count == 1:
+        return sources.read_params(workdir, config, step)
+    steps = [there for there in workdir.steps() if step is None or there <= step]
+    if len(steps) < count:
+        upto = "" if step is None else f" up to step {step}"
+        raise CheckpointError(
+            f"config.decoding.average={count}, but {workdir} has {len(steps)} checkpoints{upto} "
+            f"({', '.join(map(str, steps))}); set --config.decoding.average={len(steps)} or less."
+        )
+    total = None
+    for number in steps[-count:]:
+        _, params = sources.read_params(workdir, config, number)
+        if total is None:
+            kinds = jax.tree.map(lambda leaf: leaf.dtype, params)
+            total = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+        else:
+            total = jax.tree.map(
+                lambda sums, leaf: sums + np.asarray(leaf, np.float64), total, params
+            )
+    logging.info("The mean of the checkpoints %s.", ", ".join(map(str, steps[-count:])))
+    mean = jax.tree.map(lambda sums, kind: (sums / count).astype(kind), total, kinds)
+    return steps[-1], mean
+
+
+def change_decoding(config: Config, fields: Mapping[str, Any]) -> Config:
+    """`config` with other fields of its section `decoding`, by name.
+
+    Raises:
+      ConfigError: there is no such field, or values that cannot be.
+    """
+    known = [name for name in to_dict(config)["decoding"] if name != "test_sources"]
+    if unknown := [name for name in fields if name not in known]:
+        raise ConfigError(f"decoding has no {unknown[0]}; it has {', '.join(known)}.")
+    changed = {f"decoding.{name}": value for name, value in fields.items()}
+    return from_config_dict(to_dict(matching.replace(config, changed)))

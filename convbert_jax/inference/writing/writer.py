@@ -1,0 +1,227 @@
+"""A model that writes, on the device: texts in, the best texts of each out."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from convbert_jax import decoding as methods
+from convbert_jax.config import Config
+from convbert_jax.config.sequences.sections import DecodingSection
+from convbert_jax.data.tasks.labelled_text import Example
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.inference.writing import dealing
+from convbert_jax.inference.writing.texts import Texts
+from convbert_jax.interop.networks import MODELS
+from convbert_jax.models.build import build
+from convbert_jax.training import evaluation
+from convbert_jax.training.task import Params
+
+
+class Written(NamedTuple):
+    """A text, and its log probability divided by its tokens, the end counted, to the power of
+    config.decoding.length_penalty; of words alone: what stands for no text is never written.
+    """
+
+    text: str
+    score: float
+
+
+class Answer(NamedTuple):
+    """What was written to one text, the best first; or the `problem`, to follow "line N"."""
+
+    texts: tuple[Written, ...] = ()
+    problem: str = ""
+
+
+class _Method(NamedTuple):
+    """What a program is compiled for, besides the shapes."""
+
+    name: str
+    beam: int
+    alpha: float
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+class Writer:
+    """Writes to texts by config.decoding. What is written to one does not depend on the texts
+    beside it nor on padding, but for rounding.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        params: Params,
+        tokenizers: tuple[Tokenizer, Tokenizer],
+        dtype: jnp.dtype,
+    ):
+        """
+        Args:
+          config: of a recipe that writes text.
+          params: whole, on the host or on the first device.
+          tokenizers: of what is read and of what is written.
+          dtype: of the computation; scores are float32.
+        """
+        self.config, self.texts = config, Texts(config, *tokenizers)
+        self._exact = not self.texts.goes_on and config.encoder_decoder.encoder.reads_padding
+        self._params = jax.device_put(params)
+        graphdef, _ = build(MODELS[config.recipe], config)
+        special, goes_on = self.texts.target.special, self.texts.goes_on
+        never = self.texts.barred
+        seed = config.seed
+
+        def run(params, batch, method, length):
+            model, source = nnx.merge(graphdef, params), batch["source"]
+            rows, copies = len(source), method.beam if method.name == "beam" else 1
+            if goes_on:
+                state, prompt, lengths = model.start(rows * copies, length, dtype), source, None
+                lengths, read = batch["lengths"], ()
+            else:
+                inside = jnp.arange(source.shape[1]) < batch["lengths"][:, None]
+                state, read = model.start(
+                    source, inside.astype(jnp.int32), copies=copies, length=length, dtype=dtype
+                )
+                prompt, lengths, read = jnp.full((rows, 1), special.cls), None, (read,)
+
+            def step(tokens, state, place):
+                return model.step(tokens, state, place, *read, dtype)
+
+            options = {
+                "length": length,
+                "end": special.sep,
+                "pad": special.pad,
+                "limits": batch["limits"],
+                "never": never,
+            }
+            if method.name == "beam":
+                beam, alpha = method.beam, method.alpha
+                return methods.search(
+                    step, state, prompt, lengths, beam=beam, alpha=alpha, **options
+                )
+            if method.name == "greedy":
+                found = methods.greedy(step, state, prompt, lengths, **options)
+            else:
+                # threefry on any device: the same rows draw the same texts
+                key = jax.random.key(seed, impl="threefry2x32")
+                keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(batch["numbers"])
+                cuts = {"top_k": method.top_k, "top_p": method.top_p}
+                found = methods.sample(
+                    step, state, prompt, lengths, keys=keys, temperature=method.temperature,
+                    **cuts, **options,
+                )  # fmt: skip
+            begun = jnp.ones(rows, jnp.int32) if lengths is None else lengths
+            scores = found.scores / jnp.maximum(found.lengths - begun, 1) ** method.alpha
+            return methods.Hypotheses(
+                found.tokens[:, None], found.lengths[:, None], scores[:, None]
+            )
+
+        self._run = jax.jit(run, static_argnames=("method", "length"))
+
+    @property
+    def programs(self) -> int:
+        """How many have been compiled so far: one for each shape and method."""
+        return self._run._cache_size()
+
+    def write(
+        self,
+        texts: Sequence[str],
+        decoding: DecodingSection | None = None,
+        *,
+        numbers: Sequence[int] | None = None,
+        title: str = "",
+    ) -> list[Answer]:
+        """What the model writes to each text, in their order.
+
+        Args:
+          decoding: default config.decoding.
+          numbers: of the texts, which seed what is drawn for them; by default from 0.
+          title: of a progress bar; "" shows none.
+        """
+        decoding = decoding or self.config.decoding
+        encoded = self.texts.encode(texts)
+        good = [place for place, (_, problem) in enumerate(encoded) if not problem]
+        read = [encoded[place][0] for place in good]
+        numbers = np.arange(len(texts)) if numbers is None else np.asarray(numbers)
+        answers = [Answer(problem=problem) for _, problem in encoded]
+        dealt = list(
+            dealing.deal(
+                list(map(len, read)), self.texts.longest[0], decoding.batch_tokens,
+                exact=self._exact,
+            )
+        )  # fmt: skip
+        running = (self._start(batch, read, numbers[good], decoding) for batch in dealt)
+        found = zip(dealt, evaluation.fetch(running, ahead=1), strict=True)
+        hidden = None if title else True
+        with tqdm(desc=title, total=len(good), unit="text", leave=False, disable=hidden) as bar:
+            for batch, hypotheses in found:
+                used = np.flatnonzero(batch.places >= 0)
+                for row in used:
+                    place = batch.places[row]
+                    of_row = jax.tree.map(lambda leaf, row=row: leaf[row], hypotheses)
+                    answers[good[place]] = self._spell(read[place], of_row, decoding.n_best)
+                bar.update(len(used))
+        return answers
+
+    def answer(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
+        """As `predictor.Answer`: `prediction` and its `score`; where config.decoding.n_best is more
+        than 1, all of them as `n_best`.
+        """
+        lines = []
+        numbers = [int(example.id) for example in examples]
+        for answer in self.write([e.texts[0] for e in examples], numbers=numbers):
+            if answer.problem:
+                lines.append({"problem": answer.problem})
+                continue
+            said = [
+                {"prediction": written.text, "score": round(written.score, 6)}
+                for written in answer.texts
+            ]
+            more = {"n_best": said} if self.config.decoding.n_best > 1 else {}
+            lines.append(said[0] | more)
+        return lines
+
+    def _start(self, batch: dealing.Batch, read, numbers, decoding: DecodingSection):
+        """Dispatches a batch; a filler is a short text that ends at once."""
+        rows = len(batch.places)
+        source = np.full((rows, batch.length), self.texts.source.special.pad, np.int32)
+        lengths, limits = np.ones(rows, np.int32), np.full(rows, 2, np.int32)
+        drawn = np.zeros(rows, np.int32)
+        source[:, 0] = self.texts.source.special.cls
+        begun = 0
+        for row, place in enumerate(batch.places):
+            if place < 0:
+                continue
+            ids = read[place]
+            source[row, : len(ids)], lengths[row] = ids, len(ids)
+            begun = len(ids) if self.texts.goes_on else 1
+            limits[row] = begun + dealing.most_written(len(ids), decoding) + 1
+            drawn[row] = numbers[place]
+        begun = batch.length if self.texts.goes_on else 1
+        length = begun + dealing.most_written(batch.length, decoding) + 1
+        if self.config.sequence.positions == "learned":
+            length = min(length, self.config.model.positions)
+        method = _Method(
+            decoding.method, decoding.beam, decoding.length_penalty, decoding.temperature,
+            decoding.top_k, decoding.top_p,
+        )  # fmt: skip
+        if method.name != "beam":
+            method = method._replace(beam=1)
+        batch = {"source": source, "lengths": lengths, "limits": limits, "numbers": drawn}
+        return self._run(self._params, batch, method=method, length=length)
+
+    def _spell(self, read: list[int], found: methods.Hypotheses, n_best: int) -> Answer:
+        begun = len(read) if self.texts.goes_on else 1
+        texts = []
+        for tokens, length, score in list(zip(*found, strict=True))[:n_best]:
+            if length and np.isfinite(score):
+                written = [int(token) for token in tokens[begun : length - 1]]
+                texts.append(Written(self.texts.decode(read, written), float(score)))
+        if not texts:
+            return Answer(problem="is given no number by the model, but NaN")
+        return Answer(tuple(texts))

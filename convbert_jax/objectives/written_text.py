@@ -1,0 +1,105 @@
+"""Cross-entropy of a text that a model writes, given what it reads: the loss of translation,
+summarization and text-to-text, and of the objectives that make such pairs of a corpus themselves.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.config import Config
+from convbert_jax.interfaces.batch import LanguageBatch, SequenceBatch
+from convbert_jax.interfaces.evaluator import Evaluator
+from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.objectives import metrics
+from convbert_jax.objectives.cross_entropy import cross_entropy
+
+# names of perplexities -> what they are the exponential of, nats of
+PERPLEXITIES = {"perplexity": "token_loss", "word_perplexity": "word_loss"}
+
+
+def loss(
+    model: nnx.Module,
+    batch: SequenceBatch,
+    key: Array,
+    *,
+    train: bool,
+    dtype: jnp.dtype,
+    config: Config,
+    special: SpecialIds,
+) -> tuple[Array, metrics.Metrics]:
+    """Mean cross-entropy of the target's tokens, [SEP] counted.
+
+    Args:
+      model: `(source, source_ids, tokens, segment_ids, dtype, key) -> logits [B, T, V]`.
+      key: draws dropout where `train`.
+    """
+    del special
+    logits = model(
+        batch["source"],
+        batch["source_ids"],
+        batch["tokens"],
+        batch["segment_ids"],
+        dtype=dtype,
+        key=key if train else None,
+    )
+    return judge(logits, batch, config.objective.label_smoothing)
+
+
+def judge(
+    logits: Float[Array, "B T V"], batch: LanguageBatch, smoothing: float
+) -> tuple[Array, metrics.Metrics]:
+    """(loss, metrics) of logits for the labels of a batch.
+
+    With label smoothing (Szegedy et al. 2016, §7) the target's distribution is 1 - smoothing at the
+    label plus smoothing / V everywhere. The loss is the mean over the tokens of the batch, as in
+    fairseq; `token_loss` is the cross-entropy without smoothing, in nats.
+    """
+    weights = (batch["segment_ids"] != 0).astype(jnp.float32)
+    labels = batch["labels"]
+    losses = cross_entropy(logits, labels)
+    smoothed = losses
+    if smoothing:
+        everywhere = jax.nn.logsumexp(logits, axis=-1) - logits.mean(axis=-1)
+        smoothed = (1 - smoothing) * losses + smoothing * everywhere
+    total, weight = metrics.mean(smoothed, weights)
+    return total / (weight + 1e-6), {
+        "loss": (total, weight),
+        "token_loss": metrics.mean(losses, weights),
+        "token_accuracy": metrics.mean(jnp.argmax(logits, axis=-1) == labels, weights),
+    }
+
+
+def count_words(
+    token_loss: tuple[Array, Array],
+    batch: LanguageBatch,
+    begins_word: Int[Array, " V"],
+    end: int,
+) -> tuple[Array, Array]:
+    """The same nats for each word: a word where a token begins one, and one for the end of each
+    document, as the language models of the field count it.
+    """
+    told = batch["segment_ids"] != 0
+    words = (begins_word[batch["labels"]] != 0) | (batch["labels"] == end)
+    return token_loss[0], (words & told).sum().astype(jnp.float32)
+
+
+def heldout(names: tuple[str, ...]) -> Evaluator:
+    """Means over all tokens, and the perplexities that follow from them."""
+    summed = {PERPLEXITIES.get(name, name) for name in names}
+    means = metrics.heldout(summed)
+
+    def finish(state):
+        values = means.finish(state)
+        values |= {
+            name: _exponential(values[nats]) for name, nats in PERPLEXITIES.items() if name in names
+        }
+        return {name: values[name] for name in sorted(names)}
+
+    return Evaluator(tuple(sorted(names)), means.init, means.update, finish)
+
+
+def _exponential(nats: float) -> float:
+    return math.inf if nats > 700 else math.exp(nats)

@@ -1,0 +1,163 @@
+"""What a recipe learns from, prepared: a corpus, or pairs of texts; the rest sees no difference."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from convbert_jax.analysis import flops
+from convbert_jax.config import Config
+from convbert_jax.data.corpus import batching as of_corpus
+from convbert_jax.data.corpus import corpus as corpora
+from convbert_jax.data.parallel import batching as of_pairs
+from convbert_jax.data.parallel import parallel_text
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.interfaces.batch import Batch
+from convbert_jax.training import sharding
+from convbert_jax.training.environment import peers
+from convbert_jax.training.loop import Batches
+from convbert_jax.workdir import Workdir
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """What a step takes, on average over batches.
+
+    Attributes:
+      tokens: input positions, of source and target.
+      flops: of forward and backward.
+      shapes: that batches have.
+    """
+
+    tokens: int
+    flops: float
+    shapes: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What is learned from.
+
+    Attributes:
+      tokenizers: of what is read and of what is written; one object twice where they are one.
+      training: (mesh) -> endless batches of this process.
+      heldout: (mesh) -> what gives the held-out batches of this process, from the first, each time
+        it is called.
+      effort: (mesh) -> what a step takes.
+      corpus: None of pairs.
+      pairs: None of a corpus.
+    """
+
+    tokenizers: tuple[Tokenizer, Tokenizer]
+    training: Callable[[Mesh], Batches]
+    heldout: Callable[[Mesh], Callable[[], Iterator[Batch]]]
+    effort: Callable[[Mesh], Effort]
+    corpus: corpora.Corpus | None = None
+    pairs: parallel_text.ParallelText | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.tokenizers[1]
+
+
+def prepare(config: Config, directory: Path) -> None:
+    """Makes tokenizer and shards, or finds them; errors as of a corpus and of parallel text."""
+    (parallel_text if config.reads_pairs else corpora).prepare(config, directory)
+
+
+def open_data(config: Config, workdir: Workdir) -> Data:
+    """What the config learns from, which is prepared by the first process while others wait."""
+    directory = workdir.data(config)
+    if jax.process_count() > 1:
+        if jax.process_index() == 0:
+            prepare(config, directory)
+        peers.wait_for_all("corpus prepared")
+    if config.reads_pairs:
+        return _of_pairs(config, parallel_text.prepare(config, directory))
+    return _of_corpus(config, corpora.prepare(config, directory))
+
+
+def check_batches(config: Config, mesh: Mesh, *, training: bool = True) -> None:
+    """Raises ShardingError for a batch that does not split evenly, when `training` into
+    microbatches too; those of pairs are made to.
+    """
+    if not config.reads_pairs:
+        sharding.check_batch_size(
+            config.train.batch_size,
+            config.train.accumulation if training else 1,
+            mesh,
+            replicas=config.optimizer.release_replicas if training else 1,
+        )
+
+
+def _of_corpus(config: Config, corpus: corpora.Corpus) -> Data:
+    processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+
+    def training(mesh):
+        return of_corpus.training_batches(
+            corpus,
+            batch_size=config.train.batch_size,
+            seed=config.seed,
+            release_shuffle=config.data.release_shuffle,
+            prefetch=config.data.prefetch,
+            **processes,
+        )
+
+    def heldout(mesh):
+        return lambda: of_corpus.evaluation_batches(
+            corpus,
+            batch_size=config.train.batch_size,
+            rows=config.train.eval_rows,
+            **processes,
+        )
+
+    tokenizers = (corpus.tokenizer, corpus.tokenizer)
+    return Data(tokenizers, training, heldout, lambda mesh: effort_of_corpus(config), corpus)
+
+
+def effort_of_corpus(config: Config) -> Effort:
+    """Of rows of config.data.length."""
+    tokens = config.train.batch_size * config.data.length
+    return Effort(tokens, tokens * flops.training_flops_per_token(config))
+
+
+def _of_pairs(config: Config, text: parallel_text.ParallelText) -> Data:
+    processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+
+    def multiple(mesh):
+        return mesh.shape["data"] * mesh.shape["fsdp"] * config.train.accumulation
+
+    def training(mesh):
+        return of_pairs.training_batches(
+            text,
+            config.parallel,
+            seed=config.seed,
+            row_multiple=multiple(mesh),
+            prefetch=config.data.prefetch,
+            **processes,
+        )
+
+    def heldout(mesh):
+        return lambda: of_pairs.evaluation_batches(
+            text,
+            config.parallel,
+            row_multiple=multiple(mesh),
+            rows=config.train.eval_rows,
+            **processes,
+        )
+
+    def effort(mesh):
+        plan = of_pairs.make_plan(text, config.parallel, config.seed, multiple(mesh))
+        shapes, counts = zip(*plan.counts(), strict=True)
+        tokens = [shape.rows * (shape.source + shape.target) for shape in shapes]
+        work = [
+            3 * shape.rows * flops.pair_forward_flops(config, shape.source, shape.target)
+            for shape in shapes
+        ]
+        tokens, work = (float(np.average(each, weights=counts)) for each in (tokens, work))
+        return Effort(round(tokens), work, len(shapes))
+
+    return Data(tuple(text.vocabularies), training, heldout, effort, pairs=text)

@@ -1,0 +1,67 @@
+"""What a run starts with: its config with what vocabulary and weights tell, and these weights."""
+
+import dataclasses
+from collections.abc import Collection
+
+from absl import logging
+
+from convbert_jax.config import Config, from_config_dict, to_dict
+from convbert_jax.data.tokenizer.tokenizer import follow_file
+from convbert_jax.interop import importing, matching, sources
+from convbert_jax.recipes import sequence_start, teaching
+from convbert_jax.recipes.sequence_start import RunWeights
+from convbert_jax.training.task import Params
+from convbert_jax.workdir import Workdir
+
+
+def read_start(
+    config: Config, workdir: Workdir, given: Collection[str] = ()
+) -> tuple[Config, sources.Source | RunWeights | None]:
+    """The config with what its vocabulary file and its weights tell, and the weights of
+    `config.init_from` if this start needs them; refused before any long work.
+
+    Args:
+      given: paths of fields that were asked for by name, "model.layers" for one. They stay, and
+        are an error where file or weights contradict; other sizes follow these.
+
+    Raises:
+      UserError: no such file or weights, or some that do not fit.
+    """
+    workdir.data(config)
+    if config.writes_text:
+        return sequence_start.read_start(config, workdir, given)
+    config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
+    config = teaching.follow(config, workdir, given)
+    if not config.init_from:
+        return config, None
+    begun = workdir.is_bound()
+    if begun and workdir.config.exists():
+        return _as_begun(config, workdir, given), None
+    source = sources.read_source(config.init_from)
+    config = importing.follow_source(config, source, given)
+    return config, None if begun else source
+
+
+def _as_begun(config: Config, workdir: Workdir, given: Collection[str]) -> Config:
+    """`config` with the vocabulary and the sizes that the run in `workdir` took of its weights,
+    which need not be there any more.
+    """
+    kept = workdir.read_config()
+    if (kept.recipe, kept.init_from) != (config.recipe, config.init_from):
+        return config  # refused later, by name
+    fields = matching.sizes_of(kept)
+    if not config.tokenizer.path:
+        section = dataclasses.asdict(kept.tokenizer)
+        fields |= {f"tokenizer.{name}": value for name, value in section.items()}
+    fields = {path: value for path, value in fields.items() if path not in given}
+    return from_config_dict(to_dict(matching.replace(config, fields)))
+
+
+def fill(config: Config, source: sources.Source | RunWeights) -> Params:
+    """Parameters to start with: of the source, and as usual where it has none."""
+    if isinstance(source, RunWeights):
+        return source.params
+    params, report = sources.initialize(config, source)
+    for line in report.lines():
+        logging.info("%s", line)
+    return params

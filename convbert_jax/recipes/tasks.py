@@ -1,0 +1,154 @@
+"""The table recipe name -> loss, and the task that the trainer gets of it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from convbert_jax.analysis import flops, health
+from convbert_jax.config import Config, ConfigError
+from convbert_jax.config.sequences.sections import OF_PAIRS
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.interfaces.placement import Rules
+from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interop.networks import MODELS
+from convbert_jax.models import mixers, sequences
+from convbert_jax.models.build import build
+from convbert_jax.objectives import (
+    masked_lm,
+    metrics,
+    next_tokens,
+    replaced_token,
+    span_corruption,
+    written_text,
+)
+from convbert_jax.recipes import teaching
+from convbert_jax.recipes.prepared import Effort, effort_of_corpus
+from convbert_jax.training import sharding
+from convbert_jax.training.environment import devices
+from convbert_jax.training.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a recipe name stands for."""
+
+    objective: ModuleType  # loss(model, batch, key, ...) -> (loss, metrics)
+    warn: Callable[[int, dict[str, float]], list[str]]
+    show: tuple[str, ...]  # metrics of the log line, if the config has them
+
+
+_OF_WRITING = ("token_loss", "token_accuracy", "perplexity", "word_perplexity")
+RECIPES = {
+    "replaced_token": Recipe(
+        replaced_token,
+        health.warn_replaced_token,
+        ("mlm_loss", "mlm_accuracy", "encoder_mlm_loss", "replaced_rate", "discriminator_auc"),
+    ),
+    "masked_lm": Recipe(
+        masked_lm,
+        health.warn_masked_lm,
+        ("mlm_loss", "mlm_accuracy", "pair_accuracy"),
+    ),
+    "causal_lm": Recipe(next_tokens, health.warn_writing, _OF_WRITING),
+    "span_corruption": Recipe(span_corruption, health.warn_writing, _OF_WRITING),
+    **dict.fromkeys(OF_PAIRS, Recipe(written_text, health.warn_writing, _OF_WRITING)),
+}
+
+
+def build_task(
+    config: Config,
+    special: SpecialIds,
+    device: jax.Device,
+    teacher: teaching.Teacher | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    effort: Effort | None = None,
+) -> Task:
+    """Closes over everything static once: the only bridge between Flax and the trainer.
+
+    Args:
+      special: ids of the special tokens of the vocabulary, the target's of two.
+      device: one of those it will run on; decides dtype and peak FLOP/s.
+      teacher: needed to train with config.distillation.teacher; evaluations do without.
+      tokenizer: needed by causal_lm, which counts words.
+      effort: of a step, that of rows of a corpus if left out.
+
+    Raises:
+      ConfigError: the vocabulary lacks what the objective needs.
+    """
+    recipe = RECIPES[config.recipe]
+    graphdef, init = build(MODELS[config.recipe], config)
+    first = config.objective.masked_lm_steps
+    settings = {
+        "dtype": devices.compute_dtype(config, device),
+        "config": config,
+        "special": special,
+    }
+    if config.recipe == "causal_lm":
+        settings["begins_word"] = jnp.asarray(tokenizer.begins_word)
+    if config.recipe == "span_corruption":
+        check_sentinels(config, len(special.sentinels))
+    effort = effort or effort_of_corpus(config)
+
+    def loss(params, batch, key, *given):
+        model, more = nnx.merge(graphdef, params), {}
+        if teacher:
+            more["teacher"] = teacher.over(given[0], config)
+        elif first:
+            more["masked_first"] = given[0]
+        return recipe.objective.loss(model, batch, key, train=True, **settings, **more)
+
+    def evaluate(params, batch, key):
+        model = nnx.merge(graphdef, params)
+        return recipe.objective.loss(model, batch, key, train=False, **settings)[1]
+
+    heldout = written_text.heldout if config.writes_text else metrics.heldout
+    return Task(
+        init=init,
+        loss=loss,
+        summarize=metrics.summarize,
+        evaluate=evaluate,
+        evaluator=heldout(config.heldout_metrics),
+        # The teacher's stages may have other mixers than those of the same number in the student.
+        rules=(*(teacher.rules if teacher else ()), *_rules(config), *sharding.RULES),
+        health=functools.partial(_warn, recipe, first),
+        show=tuple(name for name in recipe.show if name in config.heldout_metrics),
+        tokens_per_step=effort.tokens,
+        flops_per_step=effort.flops,
+        peak_flops_per_device=flops.peak_flops(device.device_kind),
+        phase=(lambda step: (step < first,)) if first else (lambda step: ()),
+        batch_shapes=effort.shapes,
+        frozen=teacher.params if teacher else None,
+    )
+
+
+def check_sentinels(config: Config, there: int) -> None:
+    """Refuses a vocabulary that has fewer sentinels than a row has spans.
+
+    Raises:
+      ConfigError: with the number that is needed.
+    """
+    needed = span_corruption.count_spans(config).spans
+    if there < needed:
+        raise ConfigError(
+            f"config.recipe='span_corruption' takes up to {needed} spans out of a row of "
+            f"{config.data.length} tokens, and the vocabulary has {there} sentinels to stand for "
+            f"them; train one with config.tokenizer.sentinels={needed}, or name one that has them."
+        )
+
+
+def _rules(config: Config) -> Rules:
+    if not config.writes_text:
+        return mixers.sharding_rules(config.encoder)
+    of_words = config.recipe == "causal_lm"
+    return sequences.sharding_rules(config.language_model if of_words else config.encoder_decoder)
+
+
+def _warn(recipe: Recipe, first: int, step: int, values: dict[str, float]) -> list[str]:
+    """Warnings of a run that learns something else in its `first` steps, counted from there."""
+    return recipe.warn(step - first, values)

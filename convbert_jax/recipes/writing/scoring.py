@@ -1,0 +1,188 @@
+"""Sets of pairs written by a model and scored beside their references, with files and a report.
+
+FOLDER/NAME.txt                                   what was written, a line for each pair
+FOLDER/NAME.source.txt, FOLDER/NAME.reference.txt what it was written to, and what is right
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import logging
+from etils import epath
+
+from convbert_jax import files
+from convbert_jax.analysis import text_scores
+from convbert_jax.analysis.text_scores import Scores
+from convbert_jax.config import Config
+from convbert_jax.data.parallel.pair_source import open_pairs
+from convbert_jax.data.parallel.parallel_text import ParallelText
+from convbert_jax.data.parallel.references import References, read_heldout, read_whole
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.inference.writing.writer import Writer
+from convbert_jax.training.environment import devices
+from convbert_jax.training.task import Params
+
+HELDOUT = "validation"
+_EXAMPLES = 3
+_WIDTH = 300  # characters of a text in a report
+
+
+@dataclasses.dataclass(frozen=True)
+class Set:
+    """Written and scored.
+
+    Attributes:
+      unread: sources that the model did not read, as too long ones; their texts are empty and
+        scored so. And why, of the first.
+    """
+
+    name: str
+    references: References
+    written: tuple[str, ...]
+    scores: Scores
+    unread: tuple[int, str]
+    file: epath.Path
+
+
+def can_score() -> bool:
+    """Whether this start writes and scores: of several processes none does."""
+    return jax.process_count() == 1
+
+
+NOT_SCORED = (
+    "Several processes wrote and scored nothing; --mode=eval does on one, by the checkpoints."
+)
+
+
+def check(config: Config, *, tests: bool) -> None:
+    """Refuses, before any long work, what could not be scored after it.
+
+    Args:
+      tests: whether those of config.decoding.test_sources will be.
+
+    Raises:
+      ScoreError: a library is missing.
+      DataError: a set is not there.
+    """
+    text_scores.check_library(config.recipe)
+    if tests:
+        for _, spec in config.decoding.tests:
+            open_pairs(spec, config.parallel)
+
+
+def score_sets(
+    config: Config,
+    params: Params,
+    tokenizers: tuple[Tokenizer, Tokenizer],
+    text: ParallelText,
+    folder: epath.Path,
+    *,
+    tests: bool,
+) -> list[Set]:
+    """Writes to the held-out pairs, and to those of config.decoding.test_sources if `tests`.
+
+    Args:
+      params: whole, on the host.
+      folder: of the files.
+
+    Raises:
+      DataError: pairs cannot be read.
+    """
+    sets = {HELDOUT: read_heldout(config, text, config.train.eval_rows)}
+    if tests:
+        sets |= {name: read_whole(spec, config.parallel) for name, spec in config.decoding.tests}
+    device = jax.local_devices()[0]
+    writer = Writer(config, params, tokenizers, devices.compute_dtype(config, device))
+    return [_score(config, writer, name, found, folder) for name, found in sets.items()]
+
+
+def _score(
+    config: Config, writer: Writer, name: str, references: References, folder: epath.Path
+) -> Set:
+    sources, right = zip(*references.pairs, strict=True)
+    answers = writer.write(sources, title=f"writing {name}")
+    written = tuple(_line(a.texts[0].text) if a.texts else "" for a in answers)
+    problems = [
+        f"pair {number} {answer.problem}"
+        for number, answer in enumerate(answers, start=1)
+        if answer.problem
+    ]
+    target = writer.texts.target
+
+    def normalize(text):
+        (ids,) = target.encode([text])
+        return target.decode(ids)
+
+    scores = text_scores.score(config.recipe, written, right, normalize)
+    file = folder / f"{name}.txt"
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, texts in (
+        (file, written),
+        (folder / f"{name}.source.txt", sources),
+        (folder / f"{name}.reference.txt", right),
+    ):
+        files.write_text(path, "".join(_line(text) + "\n" for text in texts))
+    found = Set(name, references, written, scores, (len(problems), "".join(problems[:1])), file)
+    for line in _warnings(found):
+        logging.warning("%s", line)
+    return found
+
+
+def describe(sets: Sequence[Set]) -> list[str]:
+    """Scores, where they come from, and examples of the first set, for a person."""
+    lines = []
+    for found in sets:
+        numbers = ", ".join(
+            f"{text_scores.TITLES[name]} {value:.1f}" for name, value in found.scores.values.items()
+        )
+        lines += [
+            f"Written to {len(found.written):,} pairs of {found.name}: {numbers}",
+            f"  {found.scores.signature}",
+            *(f"  {line}" for line in _warnings(found)),
+        ]
+    first = sets[0]
+    count = len(first.written)
+    for place in [n * count // _EXAMPLES for n in range(min(_EXAMPLES, count))]:
+        source, right = first.references.pairs[place]
+        lines += ["", f"  source     {_short(source)}", f"  reference  {_short(right)}"]
+        lines += [f"  ours       {_short(first.written[place])}"]
+    return [*lines, "", f"Texts: {first.file.parent}"]
+
+
+def to_json(sets: Sequence[Set]) -> dict[str, dict[str, Any]]:
+    """What is kept of each set, by its name."""
+    return {
+        found.name: {
+            **found.scores.values,
+            "signature": found.scores.signature,
+            "pairs": len(found.written),
+            "bad_pairs": found.references.bad[0],
+            "unread_sources": found.unread[0],
+        }
+        for found in sets
+    }
+
+
+def values_of(sets: Sequence[Set]) -> Mapping[str, Mapping[str, float]]:
+    """The scores of each set by its name."""
+    return {found.name: dict(found.scores.values) for found in sets}
+
+
+def _warnings(found: Set) -> list[str]:
+    lines = []
+    if bad := found.references.bad[0]:
+        lines.append(f"{bad} more pairs left out; the first: {found.references.bad[1]}.")
+    if unread := found.unread[0]:
+        lines.append(f"{unread} scored as empty; the first: {found.unread[1]}.")
+    return lines
+
+
+def _line(text: str) -> str:
+    return " ".join(text.splitlines())
+
+
+def _short(text: str) -> str:
+    text = _line(text)
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"

@@ -1,0 +1,247 @@
+"""The writer: what it writes to a text depends on nothing but the text, in few programs."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from convbert_jax.config import TokenizerSection
+from convbert_jax.config.sequences.sections import DecodingSection
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.inference.writing import dealing
+from convbert_jax.inference.writing.texts import Texts
+from convbert_jax.inference.writing.writer import Writer
+from convbert_jax.interop.networks import abstract_params
+from tests.recipes.conftest import make_config
+
+WORDS = [*"abcdefghij", "##x", "##y", "."]
+SENTINELS = ["[SPAN_0]", "[SPAN_1]"]
+ENTRIES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *SENTINELS]
+TEXTS = ["a b c", "j", "a b c d e f g h i j a b c d e f g h", "b b", "c ax by ."]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vocabulary") / "vocab.txt"
+    path.write_text("".join(entry + "\n" for entry in ENTRIES))
+    section = TokenizerSection(kind="wordpiece", vocab_size=len(ENTRIES), path=str(path))
+    return Tokenizer(section, path)
+
+
+def config_of(recipe, **fields):
+    fields = {"tokenizer__vocab_size": len(ENTRIES), "data__length": 48, **fields}
+    return make_config(recipe=recipe, tokenizer__sentinels=2, parallel__max_length=40, **fields)
+
+
+@functools.cache
+def make_writer(tokenizer, recipe="translation", special=0.0, **fields):
+    """A writer whose weights are large and all different; words that stand for no text get
+    `special` more.
+    """
+    config = config_of(recipe, **fields)
+    rng = np.random.default_rng(1)
+
+    def draw(path, leaf):
+        center = 1.0 if path[-1].key == "scale" else 0.0
+        return jnp.asarray(center + 0.3 * rng.standard_normal(leaf.shape), jnp.float32)
+
+    params = jax.tree_util.tree_map_with_path(draw, abstract_params(config))
+    if special:
+        table = params["target"]["word"]["embedding"]
+        params["target"]["word"]["embedding"] = table.at[jnp.asarray([0, 1, 2, 4])].mul(special)
+    return Writer(config, params, (tokenizer, tokenizer), jnp.dtype("float32"))
+
+
+def decoding_of(**fields):
+    return dataclasses.replace(
+        DecodingSection(beam=3, n_best=2, length_ratio=1.0, length_extra=4), **fields
+    )
+
+
+METHODS = {
+    "beam": decoding_of(),
+    "greedy": decoding_of(method="greedy", n_best=1),
+    "sample": decoding_of(method="sample", n_best=1, temperature=1.5),
+}
+
+
+def assert_same(ours, wanted):
+    assert ours.problem == wanted.problem
+    assert [w.text for w in ours.texts] == [w.text for w in wanted.texts]
+    np.testing.assert_allclose(
+        [w.score for w in ours.texts], [w.score for w in wanted.texts], atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "method"),
+    [("translation", "beam"), ("translation", "sample"), ("causal_lm", "beam")],
+)
+def test_a_text_in_a_batch_is_as_alone(recipe, method, tokenizer):
+    """The longest is beside shorter ones, which must not write more for it."""
+    writer, decoding = make_writer(tokenizer, recipe), METHODS[method]
+    together = writer.write(TEXTS, decoding)
+    assert len({answer.texts[0].text for answer in together}) >= 3
+    for number, text in enumerate(TEXTS):
+        (alone,) = writer.write([text], decoding, numbers=[number])
+        assert_same(together[number], alone)
+    backwards = writer.write(TEXTS[::-1], decoding, numbers=range(len(TEXTS) - 1, -1, -1))
+    for ours, wanted in zip(backwards[::-1], together, strict=True):
+        assert_same(ours, wanted)
+
+
+def test_an_encoder_that_reads_padding_gets_none(tokenizer):
+    fields = {"model__mixer": "dynamic", "model__mask_convolution": False}
+    writer = make_writer(tokenizer, **fields)
+    assert writer.config.encoder_decoder.encoder.reads_padding
+    texts = TEXTS[:2]
+    together = writer.write([*texts, *texts], METHODS["greedy"])
+    (alone,) = writer.write(texts[:1], METHODS["greedy"])
+    assert_same(together[0], alone)
+    assert_same(together[2], alone)
+    assert_same(together[1], together[3])
+
+
+def test_a_beam_of_one_is_greedy(tokenizer):
+    writer = make_writer(tokenizer)
+    one = writer.write(TEXTS, decoding_of(beam=1, n_best=1))
+    for ours, wanted in zip(one, writer.write(TEXTS, METHODS["greedy"]), strict=True):
+        assert_same(ours, wanted)
+
+
+def test_the_best_come_first_and_sampling_has_a_seed(tokenizer):
+    writer = make_writer(tokenizer)
+    for answer in writer.write(TEXTS, METHODS["beam"]):
+        assert len(answer.texts) == 2
+        assert 0 > answer.texts[0].score >= answer.texts[1].score
+    sampled = writer.write(["a b c"] * 4, METHODS["sample"])
+    assert len({answer.texts[0].text for answer in sampled}) > 1
+    for ours, wanted in zip(writer.write(["a b c"] * 4, METHODS["sample"]), sampled, strict=True):
+        assert_same(ours, wanted)
+
+
+def test_every_shape_is_compiled_once(tokenizer):
+    """Lines of a pipe come alone: two lengths that they are padded to are two programs."""
+    writer = make_writer(tokenizer, seed=1)
+    for text in TEXTS:
+        writer.write([text], METHODS["greedy"])
+    assert writer.programs == 2
+    for text in ("d e", "a", "c " * 36, "i j " * 5):
+        writer.write([text], METHODS["greedy"])
+    assert writer.programs == 3  # 40 tokens are the third length, the last there is
+
+
+def test_what_stands_for_no_text_is_not_written(tokenizer):
+    writer = make_writer(tokenizer, special=30.0)
+    found = writer.write(TEXTS, METHODS["greedy"])
+    assert not any("[" in answer.texts[0].text for answer in found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Texts, "barred", property(lambda self: ()))
+        loose = Writer(writer.config, writer._params, (tokenizer, tokenizer), jnp.dtype("float32"))
+    found = loose.write(TEXTS, METHODS["greedy"])
+    assert any("[" in answer.texts[0].text for answer in found)  # or the first half says nothing
+
+
+@pytest.mark.parametrize("recipe", ["translation", "causal_lm"])
+def test_no_text_is_longer_than_its_limit(recipe, tokenizer, monkeypatch):
+    writer, lengths = make_writer(tokenizer, recipe), {}
+    decode = Texts.decode
+
+    def note(self, read, written):
+        lengths.setdefault(len(read), []).append(len(written))
+        return decode(self, read, written)
+
+    monkeypatch.setattr(Texts, "decode", note)
+    for ratio, extra in ((0.0, 0), (0.5, 1)):
+        lengths.clear()
+        fields = {"method": "greedy", "length_ratio": ratio, "length_extra": extra}
+        answers = writer.write(TEXTS, decoding_of(**fields))
+        assert all(answer.texts for answer in answers)
+        assert all(max(of) <= int(ratio * read + extra) for read, of in lengths.items())
+        assert any(max(of) == int(ratio * read + extra) for read, of in lengths.items())
+
+
+def test_learned_positions_are_enough_for_what_is_written(tokenizer):
+    fields = {"sequence__positions": "learned", "model__positions": 48}
+    for recipe, most in (("translation", 40), ("causal_lm", 47)):
+        writer = make_writer(tokenizer, recipe, **fields)
+        longest = "a " * (most - 1)
+        found = writer.write([longest, longest + "a"], decoding_of(length_extra=100, beam=2))
+        assert found[0].texts
+        assert f"has {most + 1} tokens, more than the {most} of config." in found[1].problem
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text", "problem"),
+    [
+        ("translation", "", "is empty, or has no character"),
+        ("translation", "\u0007", "is empty, or has no character"),
+        ("translation", "a " * 40, "has 41 tokens, more than the 40 of config.parallel.max_length"),
+        ("causal_lm", "a " * 48, "has 49 tokens, more than the 48 of config.data.length"),
+        ("span_corruption", "a b", "has no [MASK]; write one where"),
+        ("span_corruption", "[MASK] [MASK] [MASK]", "fills in at most 2"),
+    ],
+)
+def test_texts_that_cannot_be_read(recipe, text, problem, tokenizer):
+    texts = Texts(config_of(recipe), tokenizer, tokenizer)
+    ((ids, said),) = texts.encode([text])
+    assert not ids
+    assert problem in said
+
+
+def test_what_a_language_model_writes_begins_with_the_prompt(tokenizer):
+    writer = make_writer(tokenizer, "causal_lm")
+    texts = ["", *TEXTS]
+    for text, answer in zip(texts, writer.write(texts, METHODS["beam"]), strict=True):
+        prompt = tokenizer.decode(tokenizer.encode([text])[0])
+        assert all(written.text.startswith(prompt) for written in answer.texts)
+
+
+def test_spans_are_filled_in_where_they_were_hidden(tokenizer):
+    texts = Texts(config_of("span_corruption"), tokenizer, tokenizer)
+    ((read, problem),) = texts.encode(["a [MASK] c [MASK]"])
+    assert not problem
+    entries = tokenizer.pieces(read)
+    assert entries == ["[CLS]", "a", "[SPAN_0]", "c", "[SPAN_1]", "[SEP]", "[SEP]"]
+
+    def ids(text):
+        return [ENTRIES.index(entry) for entry in text.split()]
+
+    assert texts.decode(read, ids("[SPAN_0] b ##x [SPAN_1] d")) == "a bx c d"
+    assert texts.decode(read, ids("i [SPAN_1] d")) == "a c d"
+    writer = make_writer(tokenizer, "span_corruption")
+    for answer in writer.write(["a [MASK] c", "[MASK] b"], METHODS["beam"]):
+        assert answer.texts
+        assert not any("[" in w.text for w in answer.texts)
+
+
+def test_a_model_of_nothing_but_nan_says_so(tokenizer):
+    writer = make_writer(tokenizer)
+    params = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), writer._params)
+    broken = Writer(writer.config, params, (tokenizer, tokenizer), jnp.dtype("float32"))
+    for method in ("beam", "greedy"):
+        (answer,) = broken.write(["a"], METHODS[method])
+        assert answer.problem == "is given no number by the model, but NaN"
+
+
+@given(
+    lengths=st.lists(st.integers(1, 100), max_size=80),
+    tokens=st.integers(2, 3_000),
+    exact=st.booleans(),
+)
+def test_every_text_is_dealt_once_and_batches_hold_no_more_than_asked(lengths, tokens, exact):
+    batches = list(dealing.deal(lengths, 100, tokens, exact=exact))
+    places = np.concatenate([b.places for b in batches]) if batches else np.zeros(0, int)
+    assert sorted(places[places >= 0]) == list(range(len(lengths)))
+    for batch in batches:
+        inside = [lengths[place] for place in batch.places if place >= 0]
+        assert max(inside) <= batch.length
+        assert min(inside) == batch.length or not exact
+        assert len(batch.places) == 1 or len(batch.places) * batch.length <= tokens
+    if not exact:
+        assert len({b.length for b in batches}) <= 4  # 16, 32, 64, 100

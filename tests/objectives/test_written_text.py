@@ -1,0 +1,88 @@
+"""The loss of a text that is written, in numpy and by hand."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convbert_jax.objectives.written_text import count_words, heldout, judge
+
+WORDS = 7
+
+
+def draw(seed, rows=3, length=5):
+    rng = np.random.default_rng(seed)
+    logits = 3 * rng.normal(size=(rows, length, WORDS))
+    lengths = rng.integers(0, length + 1, rows)
+    return logits, {
+        "tokens": np.zeros((rows, length), np.int32),
+        "labels": rng.integers(0, WORDS, (rows, length)).astype(np.int32),
+        "segment_ids": (np.arange(length) < lengths[:, None]).astype(np.int32),
+    }
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1000), smoothing=st.floats(0, 0.9))
+def test_loss_by_hand(seed, smoothing):
+    logits, batch = draw(seed)
+    value, found = judge(jnp.asarray(logits, jnp.float32), batch, smoothing)
+    odds = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    wanted = np.full(logits.shape, smoothing / WORDS)
+    np.put_along_axis(wanted, batch["labels"][..., None], 1 - smoothing + smoothing / WORDS, -1)
+    told = batch["segment_ids"] != 0
+    count = max(1, told.sum())
+    expected = -((wanted * odds).sum(-1) * told).sum() / count
+    assert float(value) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    sums = {name: (float(total), float(weight)) for name, (total, weight) in found.items()}
+    assert all(weight == told.sum() for _, weight in sums.values())
+    right = np.take_along_axis(odds, batch["labels"][..., None], -1)[..., 0]
+    assert sums["token_loss"][0] == pytest.approx(-(right * told).sum(), rel=1e-4, abs=1e-5)
+    assert sums["token_accuracy"][0] == (told & (odds.argmax(-1) == batch["labels"])).sum()
+
+
+def test_rows_of_padding_change_nothing():
+    logits, batch = draw(1)
+    more = {name: np.concatenate([a, np.zeros_like(a)]) for name, a in batch.items()}
+    alone, _ = judge(jnp.asarray(logits), batch, 0.1)
+    beside, _ = judge(jnp.concatenate([logits, logits + 1]), more, 0.1)
+    assert float(alone) == pytest.approx(float(beside), rel=1e-6)
+
+
+def test_words_are_beginnings_and_ends():
+    begins, end = np.array([0, 0, 0, 0, 1, 1, 0], np.int32), 3
+    batch = {
+        "tokens": np.zeros((2, 5), np.int32),
+        "labels": np.array([[4, 6, 5, 3, 4], [6, 5, 3, 0, 0]], np.int32),
+        "segment_ids": np.array([[1, 1, 1, 1, 2], [1, 1, 1, 0, 0]], np.int32),
+    }
+    nats, words = count_words((jnp.float32(8.0), jnp.float32(8)), batch, jnp.asarray(begins), end)
+    assert (float(nats), float(words)) == (8.0, 6.0)
+
+
+def test_perplexities_of_a_set_are_of_its_sums():
+    names = ("loss", "perplexity", "token_accuracy", "token_loss", "word_perplexity")
+    evaluator = heldout(names)
+    assert evaluator.names == names
+    batches = [
+        {
+            "loss": (5.0, 2.0),
+            "token_loss": (4.0, 2.0),
+            "token_accuracy": (1.0, 2.0),
+            "word_loss": (4.0, 1.0),
+        },
+        {
+            "loss": (3.0, 1.0),
+            "token_loss": (2.0, 1.0),
+            "token_accuracy": (1.0, 1.0),
+            "word_loss": (2.0, 1.0),
+        },
+    ]
+    found = evaluator.over(batches)
+    assert found["perplexity"] == pytest.approx(math.exp(2))
+    assert found["word_perplexity"] == pytest.approx(math.exp(3))
+    assert found["loss"] == pytest.approx(8 / 3)
+    nothing = dict.fromkeys(("loss", "token_loss", "token_accuracy", "word_loss"), (0.0, 0.0))
+    assert math.isnan(evaluator.over([nothing])["perplexity"])
