@@ -143,6 +143,30 @@ def test_a_beam_of_one_is_greedy(alpha):
     assert len(set(np.asarray(texts.lengths).tolist())) > 1  # some end early
 
 
+def test_what_is_never_written_leaves_the_others_as_probable_as_they_were():
+    state, never, room = starts(3), (0, PAD), WORDS**LENGTH
+    found = search(
+        step, jnp.repeat(state, room, axis=0), prompt_of(3), beam=room, length=LENGTH, end=END,
+        pad=PAD, never=never, early=False,
+    )  # fmt: skip
+    first = greedy(step, state, prompt_of(3), length=LENGTH, end=END, pad=PAD, never=never)
+    drawn = sample(
+        step, state, prompt_of(3), keys=jax.random.split(jax.random.key(0), 3), length=LENGTH,
+        end=END, pad=PAD, never=never, temperature=9.0,
+    )  # fmt: skip
+    for row in range(3):
+        wanted = {
+            text: score / (len(text) - 1)
+            for text, score in all_texts(row).items()
+            if not set(text) & set(never)
+        }
+        texts = dict(texts_of(found, row))
+        assert texts == pytest.approx(wanted, abs=1e-5)
+        for one in (first, drawn):
+            text = tuple(one.tokens[row, : one.lengths[row]].tolist())
+            assert one.scores[row] / (len(text) - 1) == pytest.approx(wanted[text], abs=1e-5)
+
+
 def test_a_row_does_not_depend_on_its_neighbors_or_on_the_room_behind_its_prompt():
     """Rows with prompts of one to three tokens, in one batch and each alone."""
     state = starts(4)
