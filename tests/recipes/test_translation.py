@@ -152,6 +152,14 @@ def test_what_is_right_has_all_points_and_what_is_wrong_none(recipe, wanted):
     assert set(wrong) <= set(text_scores.TITLES)
 
 
+def test_words_of_chinese_are_counted_where_they_are_asked_for():
+    right, ours = ["我们在河边看见一只很大的白色的鸟。"], ["我们在河边看见一只很大的黑色的鸟。"]
+    found = text_scores.score("translation", ours, right, str, "zh")
+    assert found.values["bleu"] > 60
+    assert "tok:zh" in found.signature
+    assert text_scores.score("translation", ours, right, str).values["bleu"] == 0
+
+
 def test_an_answer_in_another_case_is_equal_as_the_vocabulary_writes_it():
     scores = text_scores.score("text_to_text", [" yes"], ["Yes"], str.lower).values
     assert scores == {"exact_match": 0, "exact_match_normalized": 100}
