@@ -20,7 +20,7 @@ from convbert_jax.data.parallel.references import read_heldout, read_whole
 from convbert_jax.files import write_json
 from convbert_jax.inference import resume
 from convbert_jax.inference.writing import reading
-from convbert_jax.interop import sources
+from convbert_jax.interop import conversion, importing, sources
 from convbert_jax.interop.matching import replace
 from convbert_jax.workdir import Workdir
 from tests.recipes.conftest import LEXICON, make_config, write_pairs
@@ -294,3 +294,16 @@ def test_from_python(translated, model):
     ):
         with pytest.raises(UserError, match=says):
             call()
+
+
+def test_what_only_encoders_have_is_refused(translated, tmp_path):
+    run = str(translated.folder)
+    for call, says in (
+        (lambda: recipes.inspect(run), "writes text; what layers do is shown of encoders"),
+        (lambda: recipes.inspect("nowhere", beside=run, output=str(tmp_path)), "nowhere is no run"),
+        (lambda: conversion.export(translated.folder), "writes text; no class of Hugging Face"),
+        (lambda: importing.import_run(run, make_config(), Workdir(tmp_path).path), "writes text"),
+    ):
+        with pytest.raises(UserError, match=says) as error:
+            call()
+        assert "\n" not in str(error.value)
