@@ -159,7 +159,8 @@ def test_no_text_is_longer_than_its_limit(recipe, tokenizer, monkeypatch):
     monkeypatch.setattr(Texts, "decode", note)
     for ratio, extra in ((0.0, 0), (0.5, 1)):
         lengths.clear()
-        answers = writer.write(TEXTS, decoding_of(length_ratio=ratio, length_extra=extra))
+        fields = {"method": "greedy", "length_ratio": ratio, "length_extra": extra}
+        answers = writer.write(TEXTS, decoding_of(**fields))
         assert all(answer.texts for answer in answers)
         assert all(max(of) <= int(ratio * read + extra) for read, of in lengths.items())
         assert any(max(of) == int(ratio * read + extra) for read, of in lengths.items())

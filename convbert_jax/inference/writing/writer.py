@@ -73,6 +73,7 @@ class Writer:
         self._params = jax.device_put(params)
         graphdef, _ = build(MODELS[config.recipe], config)
         special, goes_on = self.texts.target.special, self.texts.goes_on
+        never = self.texts.barred
         seed = config.seed
 
         def run(params, batch, method, length):
@@ -96,7 +97,7 @@ class Writer:
                 "end": special.sep,
                 "pad": special.pad,
                 "limits": batch["limits"],
-                "never": self.texts.barred,
+                "never": never,
             }
             if method.name == "beam":
                 beam, alpha = method.beam, method.alpha

@@ -65,8 +65,8 @@ def test_it_translates_as_it_is(folder, imported):
     decoding = config_of().decoding
     most = int(decoding.length_ratio * 5) + decoding.length_extra + 2
     best = search(
-        lambda *at: net.step(*at, kept), state, jnp.full((1, 1), special.cls), beam=3, length=40, end=special.sep,
-        pad=special.pad, never=never, alpha=0.5, limits=jnp.asarray([most]),
+        lambda *at: net.step(*at, kept), state, jnp.full((1, 1), special.cls), beam=3, length=40,
+        end=special.sep, pad=special.pad, never=never, alpha=0.5, limits=jnp.asarray([most]),
     )  # fmt: skip
     wanted = target.decode(np.asarray(best.tokens[0, 0]).tolist())
     assert ours == [wanted]
