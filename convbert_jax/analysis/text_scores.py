@@ -47,31 +47,38 @@ def score(
     written: Sequence[str],
     references: Sequence[str],
     normalize: Callable[[str], str],
+    bleu_tokenizer: str = "13a",
 ) -> Scores:
     """The scores of config.recipe.
 
     Args:
       written, references: texts side by side.
       normalize: a text as the model's vocabulary would write it.
+      bleu_tokenizer: config.decoding.bleu_tokenizer.
 
     Raises:
       ScoreError: as `check_library`.
     """
     check_library(recipe)
-    return _SCORES[recipe](written, references, normalize)
+    if recipe == "translation":
+        return _translation(written, references, bleu_tokenizer)
+    if recipe == "summarization":
+        return _summarization(written, references)
+    return _text_to_text(written, references, normalize)
 
 
-def _translation(written, references, _) -> Scores:
+def _translation(written, references, tokenizer: str) -> Scores:
     """BLEU and chrF of the whole set (Post 2018, Popović 2015)."""
     sacrebleu = importlib.import_module("sacrebleu")
     values, signatures = {}, []
-    for name, metric in (("bleu", sacrebleu.BLEU()), ("chrf", sacrebleu.CHRF())):
+    bleu = sacrebleu.BLEU(tokenize=tokenizer)
+    for name, metric in (("bleu", bleu), ("chrf", sacrebleu.CHRF())):
         values[name] = metric.corpus_score(list(written), [list(references)]).score
         signatures.append(f"{name} {metric.get_signature()}")
     return Scores(values, ", ".join(signatures))
 
 
-def _summarization(written, references, _) -> Scores:
+def _summarization(written, references) -> Scores:
     """F of ROUGE-1, 2 and L, means over texts, with stemming (Lin 2004)."""
     names = ("rouge1", "rouge2", "rougeL")
     scorer = importlib.import_module("rouge_score.rouge_scorer").RougeScorer(
@@ -99,11 +106,6 @@ def _text_to_text(written, references, normalize) -> Scores:
     return Scores(values, "texts equal, but for blanks around")
 
 
-_SCORES = {
-    "translation": _translation,
-    "summarization": _summarization,
-    "text_to_text": _text_to_text,
-}
 # names of scores -> what people call them
 TITLES = {
     "bleu": "BLEU",

@@ -24,6 +24,7 @@ from convbert_jax.data.tasks.encoding import Rows, pad_rows
 from convbert_jax.inference import loading, readouts
 from convbert_jax.inference.model import Model
 from convbert_jax.inference.network import NetworkOnDevice, take
+from convbert_jax.inference.writing.model import TextModel
 from convbert_jax.recipes import prepared
 from convbert_jax.recipes.results import InspectionResult
 from convbert_jax.recipes.start import read_start
@@ -85,8 +86,8 @@ def inspect(
     Raises:
       UserError: no such model, texts, word or layer, or none of the layers shows anything.
     """
-    model = loading.load(path, step=step)
-    others = [loading.load(beside)] if beside else []
+    model = _load(path, step)
+    others = [_load(beside)] if beside else []
     folder = _choose_folder(path, model, output)
     read = _read_lines(texts) if texts else _heldout_texts(path, model, word)
     seen = [_look(each, read, word, layers) for each in (model, *others)]
@@ -96,6 +97,16 @@ def inspect(
     _draw(folder, seen, word, layers)
     _write(folder, seen, word)
     return InspectionResult(folder, _describe(seen, folder, word))
+
+
+def _load(path: str, step: int | None = None) -> Model:
+    model = loading.load(path, step=step)
+    if isinstance(model, TextModel):
+        raise InspectionError(
+            f"{path} is a run of config.recipe='{model.config.recipe}', a model that writes text; "
+            "what layers do is shown of encoders."
+        )
+    return model
 
 
 def _choose_folder(path: str, model: Model, output: str | None) -> epath.Path:

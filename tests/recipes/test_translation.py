@@ -20,7 +20,7 @@ from convbert_jax.data.parallel.references import read_heldout, read_whole
 from convbert_jax.files import write_json
 from convbert_jax.inference import resume
 from convbert_jax.inference.writing import reading
-from convbert_jax.interop import sources
+from convbert_jax.interop import conversion, importing, sources
 from convbert_jax.interop.matching import replace
 from convbert_jax.workdir import Workdir
 from tests.recipes.conftest import LEXICON, make_config, write_pairs
@@ -152,6 +152,14 @@ def test_what_is_right_has_all_points_and_what_is_wrong_none(recipe, wanted):
     assert set(wrong) <= set(text_scores.TITLES)
 
 
+def test_words_of_chinese_are_counted_where_they_are_asked_for():
+    right, ours = ["我们在河边看见一只很大的白色的鸟。"], ["我们在河边看见一只很大的黑色的鸟。"]
+    found = text_scores.score("translation", ours, right, str, "zh")
+    assert found.values["bleu"] > 60
+    assert "tok:zh" in found.signature
+    assert text_scores.score("translation", ours, right, str).values["bleu"] == 0
+
+
 def test_an_answer_in_another_case_is_equal_as_the_vocabulary_writes_it():
     scores = text_scores.score("text_to_text", [" yes"], ["Yes"], str.lower).values
     assert scores == {"exact_match": 0, "exact_match_normalized": 100}
@@ -168,6 +176,11 @@ def test_sets_that_cannot_be_scored(translation_config, tmp_path):
         read_whole(f"tsv:{tmp_path / 'b.tsv'}", translation_config.parallel)
 
 
+@pytest.fixture(scope="module")
+def model(translated):
+    return convbert_jax.load(translated.folder)
+
+
 @pytest.fixture
 def predict(translated):
     def predict(source, output, **options):
@@ -176,12 +189,14 @@ def predict(translated):
     return predict
 
 
-def test_predictions_of_a_file(predict, tmp_path):
+def test_predictions_of_a_file(predict, model, tmp_path):
     texts = ["bo ce", "", "ha", "ha " * 40]
     (tmp_path / "in.txt").write_text("".join(text + "\n" for text in texts))
     assert predict(tmp_path / "in.txt", tmp_path / "out.jsonl").rows == 4
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [line.get("prediction") for line in lines] == ["do tre.", None, "set.", None]
+    first, third = model.translate(["bo ce", "ha"])
+    assert [line.get("prediction") for line in lines] == [first, None, third, None]
+    assert first != third
     assert lines[0]["source"] == "bo ce"
     assert lines[0]["score"] < 0
     assert lines[1]["error"] == "line 2 is empty"
@@ -189,7 +204,8 @@ def test_predictions_of_a_file(predict, tmp_path):
         "line 4 has 41 tokens, more than the 32 of config.parallel.max_length" in lines[3]["error"]
     )
     predict(tmp_path / "in.txt", tmp_path / "out.txt", decoding={"method": "greedy"})
-    assert (tmp_path / "out.txt").read_text() == "do tre.\n\nset.\n\n"
+    first, third = model.translate(["bo ce", "ha"], method="greedy")
+    assert (tmp_path / "out.txt").read_text() == f"{first}\n\n{third}\n\n"
     predict(tmp_path / "in.txt", tmp_path / "best.jsonl", decoding={"beam": 3, "n_best": 2})
     best = [json.loads(line) for line in (tmp_path / "best.jsonl").read_text().splitlines()]
     for line in (best[0], best[2]):
@@ -198,12 +214,12 @@ def test_predictions_of_a_file(predict, tmp_path):
         assert line["n_best"][0]["score"] >= line["n_best"][1]["score"]
 
 
-def test_predictions_of_a_table_keep_its_columns(predict, tmp_path):
+def test_predictions_of_a_table_keep_its_columns(predict, model, tmp_path):
     (tmp_path / "in.csv").write_text("id,source,target,score\n7,bo ce,x,9\n")
     predict(tmp_path / "in.csv", tmp_path / "out.jsonl")
     (line,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert (line["id"], line["source"], line["target"]) == ("7", "bo ce", "x")
-    assert (line["prediction"], line["input_score"]) == ("do tre.", "9")
+    assert (line["prediction"], line["input_score"]) == (model.translate("bo ce"), "9")
     predict(tmp_path / "in.csv", tmp_path / "out.tsv", texts=("target",))
     assert (tmp_path / "out.tsv").read_text().startswith("id\tprediction\t")
 
@@ -260,13 +276,13 @@ def test_other_models_do_not_decode(tmp_path):
         convbert_jax.load(model, average=2)
 
 
-def test_from_python(translated):
-    model = convbert_jax.load(translated.folder)
-    assert (model.step, model.translate("bo ce")) == (300, "do tre.")
-    assert model.translate(["ha", "bo ce"], method="greedy") == ["set.", "do tre."]
+def test_from_python(translated, model):
+    assert model.step == 300
+    one = model.translate("bo ce")
+    assert model.translate(["ha", "bo ce"]) == [model.write("ha"), one]
     assert model.write([]) == []
-    (best, second) = model.translate("ha", beam=3, n_best=2)
-    assert best.text == "set."
+    (best, second) = model.translate("bo ce", n_best=2)
+    assert best.text == one
     assert best.score > second.score
     for call, says in (
         (lambda: model.summarize("ha"), r"call translate\(\) of it instead of summarize"),
@@ -278,3 +294,16 @@ def test_from_python(translated):
     ):
         with pytest.raises(UserError, match=says):
             call()
+
+
+def test_what_only_encoders_have_is_refused(translated, tmp_path):
+    run = str(translated.folder)
+    for call, says in (
+        (lambda: recipes.inspect(run), "writes text; what layers do is shown of encoders"),
+        (lambda: recipes.inspect("nowhere", beside=run, output=str(tmp_path)), "nowhere is no run"),
+        (lambda: conversion.export(translated.folder), "writes text; no class of Hugging Face"),
+        (lambda: importing.import_run(run, make_config(), Workdir(tmp_path).path), "writes text"),
+    ):
+        with pytest.raises(UserError, match=says) as error:
+            call()
+        assert "\n" not in str(error.value)

@@ -115,7 +115,9 @@ def _score(
         (ids,) = target.encode([text])
         return target.decode(ids)
 
-    scores = text_scores.score(config.recipe, written, right, normalize)
+    scores = text_scores.score(
+        config.recipe, written, right, normalize, config.decoding.bleu_tokenizer
+    )
     file = folder / f"{name}.txt"
     folder.mkdir(parents=True, exist_ok=True)
     for path, texts in (
