@@ -4,10 +4,10 @@ import importlib.metadata
 
 # Tests compile much and run little: without LLVM's optimizations they take a third of the time.
 ANYWHERE = "--xla_backend_optimization_level=0"
-# Of a process with CPUs alone. XLA's code generator for fusions through MLIR takes twice as long as
-# the one before it, which jax 0.12 and libtpu have no more; a flag that XLA does not know ends the
-# process without a word.
-CHEAPLY = ANYWHERE
+# Of a process with CPUs alone, where workers have the other cores: a module is not cut in parts.
+# XLA's code generator for fusions through MLIR takes twice as long as the one before it, which jax
+# 0.12 and libtpu have no more; a flag that XLA does not know ends the process without a word.
+CHEAPLY = f"{ANYWHERE} --xla_cpu_parallel_codegen_split_count=1"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     CHEAPLY += " --xla_cpu_use_fusion_emitters=false"
 

@@ -63,6 +63,13 @@ def text_source(tmp_path_factory):
     return f"--config.data.source=text:{file}"
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """prepared(config) -> the flag of a folder of shards, for all runs of a config's data."""
+    folder = tmp_path_factory.mktemp("data")
+    return lambda config: f"--config.data.directory={folder}/{config.partition(':')[2] or 'tiny'}"
+
+
 def refused(result, *says):
     """Exactly one line that starts with `error:`, no traceback."""
     assert result.returncode != 0
@@ -174,21 +181,21 @@ def test_run_resume_and_refuse(tmp_path, text_source):
     ids=["paper", "bert", "bottleneck", "replicas", "uniform", "shared", "untied", "bfloat16"],
 )
 @pytest.mark.slow
-def test_every_kind_of_run(tmp_path, text_source, extra):
+def test_every_kind_of_run(tmp_path, text_source, prepared, extra):
     config, *rest = extra
-    result = run(
-        config, *SMALL, *rest, text_source, f"--workdir={tmp_path}/run", "--config.train.steps=4"
-    )
+    where = (f"--workdir={tmp_path}/run", prepared(config))
+    result = run(config, *SMALL, *rest, text_source, *where, "--config.train.steps=4")
     assert result.returncode == 0, result.stderr
     assert "masked tokens, loss" in result.stdout
 
 
 @pytest.mark.slow
-def test_verify_resume(tmp_path, text_source):
+def test_verify_resume(tmp_path, text_source, prepared):
     result = run(
         TINY,
         *SMALL,
         text_source,
+        prepared(TINY),
         f"--workdir={tmp_path}/run",
         "--mode=verify_resume",
         "--verify_steps=200",
@@ -199,7 +206,7 @@ def test_verify_resume(tmp_path, text_source):
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_run(tmp_path, text_source):
+def test_two_processes_are_one_run(tmp_path, text_source, prepared):
     """The real recipe on two processes of two devices each: the numbers and parameters of one.
 
     Parameters and moments are split over all four, so that each process holds half of them.
@@ -213,7 +220,7 @@ def test_two_processes_are_one_run(tmp_path, text_source):
         "--config.train.steps=4",
         "--config.model.dropout=0",
         "--config.model.attention_dropout=0",
-        f"--config.data.directory={tmp_path}/data",
+        prepared(TINY),
     )
     alone = run(*flags, f"--workdir={tmp_path}/alone")
     assert alone.returncode == 0, alone.stderr

@@ -8,6 +8,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import sys
 import threading
 import time
 
@@ -18,6 +19,7 @@ from convbert_jax.files import DamagedFileError
 from convbert_jax.training.checkpoints import saving as checkpoint
 from convbert_jax.training.reports import reporting, tensorboard
 from convbert_jax.workdir import Workdir
+from tests.conftest import REPOSITORY
 from tests.training.test_processes import finish, start, wait_for_line
 from tests.training.tiny_run import linear_task, make_config, run
 
@@ -51,6 +53,17 @@ def test_tensorboard_sees_what_the_lines_say(tmp_path):
     lines = reporting.read_metrics(tmp_path / "metrics.jsonl")
     expected = {line["step"]: line["error"] for line in lines if line["split"] == "validation"}
     assert errors == pytest.approx(expected)
+
+
+def test_a_start_loads_no_pytorch():
+    """Where it is installed tensorboardX does, for a type in signatures: two seconds."""
+    pytest.importorskip("torch")
+    code = "import sys, convbert_jax.training.reports.tensorboard; print('torch' in sys.modules)"
+    said = subprocess.run(
+        [sys.executable, "-c", f"{code}; import torch; print(torch.ones(1).item())"],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert said.stdout == "False\n1.0\n"  # and whoever wants it has it afterwards
 
 
 def test_nothing_is_written_by_a_thread(tmp_path, monkeypatch):
