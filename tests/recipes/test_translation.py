@@ -106,10 +106,9 @@ def test_the_mean_of_checkpoints(translation_config, translated):
         )
         jax.tree.map(np.testing.assert_array_equal, mean, wanted)
     assert reading.read_mean(workdir, translation_config)[0] == 300
-    with pytest.raises(
-        UserError, match=r"average=2, but .* has 1 checkpoints up to step 100 \(100\)"
-    ):
-        reading.read_mean(workdir, config, 100)
+    found, alone = reading.read_mean(workdir, config, 100)  # of a short trial: what there is
+    assert found == 100
+    jax.tree.map(np.testing.assert_array_equal, alone, parts[100])
 
 
 def test_a_damaged_checkpoint_is_not_left_out_of_a_mean(translation_config, translated, tmp_path):
@@ -290,7 +289,6 @@ def test_from_python(translated, model):
         (lambda: model.translate("ha", bem=3), "decoding has no bem; it has method, beam"),
         (lambda: model.translate("ha", average=3), r"convbert_jax\.load\(.*average=3\)"),
         (lambda: model.encode("ha"), "writes text and has no vectors"),
-        (lambda: convbert_jax.load(translated.folder, step=100, average=2), "has 1 checkpoints up"),
     ):
         with pytest.raises(UserError, match=says):
             call()

@@ -11,7 +11,6 @@ from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
 from convbert_jax.data.parallel import vocabularies
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.interop import matching, sources
-from convbert_jax.training.checkpoints.reading import CheckpointError
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
 
@@ -29,7 +28,7 @@ def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokeni
 
 def read_mean(workdir: Workdir, config: Config, step: int | None = None) -> tuple[int, Params]:
     """(step, parameters on the host): the mean of the config.decoding.average newest checkpoints,
-    summed in float64; of one alone what it has.
+    summed in float64; of all, which is logged, where there are fewer, as in a short trial.
 
     Args:
       step: of the last one that counts; by default the newest, and of one alone the newest that is
@@ -37,20 +36,17 @@ def read_mean(workdir: Workdir, config: Config, step: int | None = None) -> tupl
 
     Raises:
       WorkdirError: there is none of that step.
-      CheckpointError: there are fewer, or one of them is damaged.
+      CheckpointError: one of them is damaged.
     """
     count, step = config.decoding.average, workdir.choose_step(step)
-    if count == 1:
-        return sources.read_params(workdir, config, step)
-    steps = [there for there in workdir.steps() if step is None or there <= step]
+    steps = [there for there in workdir.steps() if step is None or there <= step][-count:]
     if len(steps) < count:
-        upto = "" if step is None else f" up to step {step}"
-        raise CheckpointError(
-            f"config.decoding.average={count}, but {workdir} has {len(steps)} checkpoints{upto} "
-            f"({', '.join(map(str, steps))}); set --config.decoding.average={len(steps)} or less."
-        )
+        logging.info("config.decoding.average=%d, but there are %d checkpoints.", count, len(steps))
+        count = len(steps)
+    if count <= 1:
+        return sources.read_params(workdir, config, step)
     total = None
-    for number in steps[-count:]:
+    for number in steps:
         _, params = sources.read_params(workdir, config, number)
         if total is None:
             kinds = jax.tree.map(lambda leaf: leaf.dtype, params)
@@ -59,7 +55,7 @@ def read_mean(workdir: Workdir, config: Config, step: int | None = None) -> tupl
             total = jax.tree.map(
                 lambda sums, leaf: sums + np.asarray(leaf, np.float64), total, params
             )
-    logging.info("The mean of the checkpoints %s.", ", ".join(map(str, steps[-count:])))
+    logging.info("The mean of the checkpoints %s.", ", ".join(map(str, steps)))
     mean = jax.tree.map(lambda sums, kind: (sums / count).astype(kind), total, kinds)
     return steps[-1], mean
 
