@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from convbert_jax.config import TokenizerSection
 from convbert_jax.config.sequences.sections import DecodingSection
+from convbert_jax.data.inputs import reading
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.inference import stream
 from convbert_jax.inference.writing import dealing
 from convbert_jax.inference.writing.texts import Texts
 from convbert_jax.inference.writing.writer import Writer
@@ -245,3 +247,24 @@ def test_every_text_is_dealt_once_and_batches_hold_no_more_than_asked(lengths, t
         assert len(batch.places) == 1 or len(batch.places) * batch.length <= tokens
     if not exact:
         assert len({b.length for b in batches}) <= 4  # 16, 32, 64, 100
+
+
+@pytest.mark.parametrize(
+    ("recipe", "columns", "empty"),
+    [("causal_lm", ("prompt", "text"), True), ("translation", ("aa", "source", "text"), False)],
+)
+def test_lines_and_tables_that_a_writer_reads(recipe, columns, empty, tmp_path):
+    """An empty prompt is one; an empty source is a row with a problem, in its place."""
+    config = config_of(recipe, parallel__columns=("aa", "bb"))
+    reads = reading.describe_model_input(config)
+    assert [name for (name,) in reads.columns] == list(columns)
+    (tmp_path / "a.txt").write_text(f'a b\n\n{{"{columns[0]}": "c"}}\n')
+    rows = list(reading.open_input(tmp_path / "a.txt", "lines", reads))
+    assert [row.texts for row in rows] == [("a b",), ("",) if empty else (), ("c",)]
+    assert [bool(row.problem) for row in rows] == [False, not empty, False]
+    said = stream.describe_row(rows[0], {"prediction": "x"}, reads)
+    assert said == {"id": 0, columns[0]: "a b", "prediction": "x"}
+    (tmp_path / "a.csv").write_text(f"n,{columns[0]}\n1,a\n2,\n")
+    rows = list(reading.open_input(tmp_path / "a.csv", "csv", reads))
+    assert [bool(row.problem) for row in rows] == [False, not empty]
+    assert rows[0].others == {"n": "1"}
