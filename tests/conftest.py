@@ -10,6 +10,8 @@ os.environ["JAX_PLATFORMS"] = os.environ.get("CONVBERT_TEST_PLATFORM", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", ""), compiling.flags(8, compiling.ANYWHERE)]
 )
+# No operation carries the hundred frames above it, of pytest and of jax: tracing is half the time.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # Compile-only use of the TPU compiler (marker tpu_compile); without the second one two test
 # processes collide on a lock file.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
