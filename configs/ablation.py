@@ -14,8 +14,10 @@ to 17 taps. mixers: every mixer, at equal tokens and again at equal FLOPs. objec
 tokens, masked words, one after the other, replacements drawn evenly, and replaced tokens with
 DeBERTaV3's sharing of embeddings (gdes). generator_size: ELECTRA's figure, and a shared one.
 pretrained_convolutions: whether convolutions profit of pre-training as attention does (Tay et al.,
-2021); needs --finetune. length: time and memory of rows of 64 to 4,096 tokens. search: head ratio,
-kernel size, groups and feed-forward, chosen by Optuna among encoders no larger than the config's.
+2021); needs --finetune. translation: attention, light, dynamic and span-based dynamic convolution
+in encoder and decoder (Wu et al., 2019), scored by BLEU; needs --config.parallel.source. length:
+time and memory of rows of 64 to 4,096 tokens. search: head ratio, kernel size, groups and
+feed-forward, chosen by Optuna among encoders no larger than the config's.
 """
 
 from convbert_jax.config.mixers import MIXERS
@@ -188,6 +190,22 @@ def _of_size(size: str, rows: dict[str, Row], **fields) -> Sweep:
     return Sweep(config=f"configs/{size}.py", rows=rows, changes=_KEPT, **fields)
 
 
+def _translation(size: str) -> Sweep:
+    """Of the sizes of configs/translation.py."""
+    sizes = {"tiny": "tiny", "small": "iwslt_de_en", "base": "wmt_en_de_big"}
+    return Sweep(
+        config=f"configs/translation.py:{sizes[size]},attention",
+        rows={
+            "attention": Row({}),
+            **{
+                mixer: Row({"model.mixer": mixer, "model.kernel_size": 7})
+                for mixer in ("light", "dynamic", "span_dynamic")
+            },
+        },
+        purpose="Do convolutions translate as well as attention, at the same depth and width?",
+    )
+
+
 SWEEPS = {
     "bnk_gl_sdconv": _bnk_gl_sdconv,
     "kernel_size": _kernel_size,
@@ -195,6 +213,7 @@ SWEEPS = {
     "objectives": _objectives,
     "generator_size": _generator_size,
     "pretrained_convolutions": _pretrained_convolutions,
+    "translation": _translation,
     "length": _length,
     "search": _search,
 }

@@ -91,7 +91,7 @@ def _run(request: request_lib.Request, cells, explorer, new: int, gone: list[str
     if new < len(cells):
         _tell(f"{new} cells are new.")
     cells_lib.check_tasks(cells)
-    metrics = request.sweep.metrics or results.METRICS
+    metrics = results.choose_metrics(request.sweep, cells[0].config)
     summary = runner.run(cells, request.folder, tell=_tell, metrics=metrics, explorer=explorer)
     if summary.stopped:
         console.fail("stopped; the same command goes on from there.", code=130)

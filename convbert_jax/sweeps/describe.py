@@ -24,16 +24,18 @@ def count_parameters(cell: Cell) -> int | None:
 
 
 def count_tokens(cell: Cell) -> int | None:
-    """Tokens of rows that pre-training reads; None of fine-tuning."""
+    """Tokens of rows that pre-training reads; None of fine-tuning, and of pairs of texts, whose
+    batches are known when they are prepared.
+    """
     config = cell.config
-    if cell.stage != PRETRAIN:
+    if cell.stage != PRETRAIN or config.reads_pairs:
         return None
     return config.train.steps * config.train.batch_size * config.data.length
 
 
 def count_flops(cell: Cell) -> float | None:
-    """Training FLOPs, by the convention "model" of `analysis.flops`; None of fine-tuning."""
-    return flops.training_flops(cell.config) if cell.stage == PRETRAIN else None
+    """Training FLOPs, by the convention "model" of `analysis.flops`; None as `count_tokens`."""
+    return None if count_tokens(cell) is None else flops.training_flops(cell.config)
 
 
 def describe(sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> str:

@@ -97,10 +97,12 @@ class Folder:
         decides = {
             f"{section}.{name}": value
             for section, values in to_dict(config).items()
-            if section in ("data", "tokenizer")
+            if section in ("data", "tokenizer", *(["parallel"] if config.reads_pairs else []))
             for name, value in values.items()
             if not changes.is_changeable(Config, f"{section}.{name}", config.recipe)
         }
+        if config.reads_pairs:
+            decides["sequence.shared_vocabulary"] = config.sequence.shared_vocabulary
         if not config.tokenizer.path:  # the vocabulary is that of the weights, if there are any
             found = {"init_from": config.init_from, "teacher": config.distillation.teacher}
             decides |= {name: path for name, path in found.items() if path}

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from convbert_jax import files
 from convbert_jax.analysis import flops
 from convbert_jax.analysis.sweep_report import CellOutcome, Outcome, RowFacts
-from convbert_jax.config import UserError, to_text
+from convbert_jax.config import Config, UserError, to_text
 from convbert_jax.finetuning.results import RunResult, read_results, runs_of
 from convbert_jax.sweeps import describe
 from convbert_jax.sweeps.cells import FINETUNE, PRETRAIN, Cell
@@ -17,8 +18,13 @@ from convbert_jax.sweeps.table import Sweep
 from convbert_jax.training.reports.reporting import read_metrics
 from convbert_jax.workdir import Workdir
 
-# Shown of pre-training where a sweep names none.
+# Shown of pre-training where a sweep names none; and of pairs of texts, by recipe.
 METRICS = ("mlm_loss", "discriminator_auc", "tokens_per_second")
+_OF_PAIRS = {
+    "translation": ("validation bleu", "validation chrf"),
+    "summarization": ("validation rouge1", "validation rougeL"),
+    "text_to_text": ("validation exact_match",),
+}
 _OF_TRAINING = {  # of all log intervals
     "tokens_per_second": statistics.median,
     "host_memory": max,
@@ -29,7 +35,8 @@ _OF_TRAINING = {  # of all log intervals
 def read_values(cell: Cell, folder: Folder) -> dict[str, float] | None:
     """The numbers of a cell that has come to its end, by metric; None of one that has not.
 
-    Of pre-training: the last held-out numbers, the median of tokens_per_second, the peak of memory.
+    Of pre-training: the last held-out numbers, the median of tokens_per_second, the peak of memory;
+    of pairs of texts "SET METRIC" too, the scores of what was written.
     Of fine-tuning: "SPLIT METRIC" as fractions, the mean over its seeds; of several settings, those
     of the best median of the first metric on the first split, as in the run's own table.
 
@@ -51,7 +58,31 @@ def read_values(cell: Cell, folder: Folder) -> dict[str, float] | None:
         for name in _OF_TRAINING:
             if name in record:
                 trained.setdefault(name, []).append(record[name])
-    return values | {name: _OF_TRAINING[name](found) for name, found in trained.items()}
+    values |= {name: _OF_TRAINING[name](found) for name, found in trained.items()}
+    return values | _of_written(run, max(run.steps()))
+
+
+def choose_metrics(sweep: Sweep, config: Config) -> tuple[str, ...]:
+    """What a report shows of pre-training, and the line of a finished cell."""
+    if sweep.metrics or not config.writes_text:
+        return sweep.metrics or METRICS
+    more = ("word_perplexity",) if config.recipe == "causal_lm" else ()
+    return (*_OF_PAIRS.get(config.recipe, more), "perplexity", "tokens_per_second")
+
+
+def _of_written(run: Workdir, step: int) -> dict[str, float]:
+    """Scores that the end of a run left; none of encoders."""
+    file = run.evaluation(step)
+    if not file.is_file():
+        return {}
+    remedy = "write it again with --mode=eval"
+    scores = files.read_json(file, remedy=remedy, fields={}).get("scores", {})
+    return {
+        f"{name} {metric}": float(value)
+        for name, of_set in scores.items()
+        for metric, value in of_set.items()
+        if isinstance(value, int | float)
+    }
 
 
 def _of_finetuning(cell: Cell, run: Workdir) -> dict[str, float] | None:
@@ -106,7 +137,7 @@ def collect(name: str, sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> O
         purpose=sweep.purpose,
         rows=rows,
         baseline=sweep.compared_with,
-        metrics=sweep.metrics or METRICS,
+        metrics=choose_metrics(sweep, cells[0].config),
         cells=tuple(_collect(cell, folder) for cell in cells),
     )
 
@@ -142,10 +173,13 @@ def read_curve(cell: Cell, folder: Folder) -> tuple[dict[str, float], ...]:
       DamagedFileError: the run's metrics.
     """
     config = cell.config
-    tokens = config.train.batch_size * config.data.length
-    each = tokens * flops.training_flops_per_token(config)
     records = read_metrics(folder.run(cell.id).metrics)
     trained = [r for r in records if r["split"] == "train"]
+    tokens, each = config.train.batch_size * config.data.length, math.nan
+    if not config.reads_pairs:
+        each = tokens * flops.training_flops_per_token(config)
+    elif trained:  # the mean of its batches, as the run knows it
+        tokens = trained[0]["tokens"] / trained[0]["step"]
     timed = [r["seconds_per_step"] for r in trained if "seconds_per_step" in r]
     usual = statistics.median(timed) if timed else math.nan
     steps = np.asarray([0, *(r["step"] for r in trained)])

@@ -149,3 +149,32 @@ def test_what_a_sweep_shows_is_its_choice(folder, cells):
     assert results.collect("t", sweep, list(cells.values()), folder).metrics == (
         "tokens_per_second",
     )
+
+
+def test_what_a_translator_writes_counts(folder):
+    sweep = Sweep(
+        "translation",
+        {"attention": Row({"model.mixer": "attention"}), "dynamic": Row()},
+        seeds=(0,),
+        changes={"train.steps": 40, "parallel.source": "parallel:a,b"},
+    )
+    cell, other = expand(sweep, folder)
+    assert cell.config.data.directory == other.config.data.directory  # prepared once
+    elsewhere = dataclasses.replace(sweep, changes=sweep.changes | {"parallel.max_length": 99})
+    assert expand(elsewhere, folder)[0].config.data.directory != cell.config.data.directory
+    pretrain(folder, cell)
+    run = folder.run(cell.id)
+    run.evaluation(40).parent.mkdir(parents=True)
+    scores = {"validation": {"bleu": 31.5, "chrf": 55.0, "signature": "nrefs:1"}}
+    run.evaluation(40).write_text(json.dumps({"step": 40, "scores": scores}))
+    values = results.read_values(cell, folder)
+    assert values["validation bleu"] == 31.5
+    assert not any("signature" in name for name in values)
+    shown = results.choose_metrics(sweep, cell.config)
+    assert shown[:2] == ("validation bleu", "validation chrf")
+    assert results.choose_metrics(TABLE, expand(TABLE, folder)[0].config) == results.METRICS
+    first, last = results.read_curve(cell, folder)
+    assert (first["tokens"], last["tokens"]) == (20 * 256, 40 * 256)  # as the run counts them
+    assert math.isnan(last["flops"])
+    outcome = results.collect("translation", sweep, (cell, other), folder)
+    assert outcome.rows["attention"].flops is None
