@@ -14,6 +14,7 @@ Sections = tuple[ModelSection, SequenceSection]
 
 ENCODER_KERNELS = (3, 7, 15, 31, 31, 31, 31)
 DECODER_KERNELS = (3, 7, 15, 31, 31, 31)
+_SAME = ()  # windows of 7 in all layers
 _GATED = ("dynamic", "light", "dilated")
 
 
@@ -22,10 +23,7 @@ def tiny(mixer: str) -> Sections:
     all layers, as in `t5_base`, so that encoder and decoder are a stage each: eight of them, of
     growing windows, take four times as long to compile, for each shape of batches.
     """
-    kernels = (7, 7, 7, 7)
-    return _model(mixer, 128, 256, 4, kernels, dropout=0.3), SequenceSection(
-        decoder_kernel_sizes=_taps(mixer, kernels)
-    )
+    return _model(mixer, 128, 256, 4, _SAME, layers=4, dropout=0.3), SequenceSection()
 
 
 def iwslt_de_en(mixer: str) -> Sections:
@@ -56,9 +54,8 @@ def t5_base(mixer: str) -> Sections:
     here they are sinusoidal.
     """
     attends = mixer in ("attention", "bottleneck", "mixed")
-    model = _model(mixer, 768, 3072, 12, (7,) * 12, dropout=0.1)
+    model = _model(mixer, 768, 3072, 12, _SAME, layers=12, dropout=0.1)
     return model, SequenceSection(
-        decoder_kernel_sizes=_taps(mixer, (7,) * 12),
         norm="pre",
         positions="sinusoidal" if attends else "none",
     )
@@ -83,14 +80,15 @@ def _encoder_kernels(mixer: str) -> tuple[int, ...]:
     return ENCODER_KERNELS[1:] if mixer == "attention" else ENCODER_KERNELS
 
 
-def _model(mixer, hidden, ffn, heads, kernels, *, dropout, glu=True) -> ModelSection:
+def _model(mixer, hidden, ffn, heads, kernels, *, dropout, layers=0, glu=True) -> ModelSection:
     return ModelSection(
-        layers=len(kernels),
+        layers=layers or len(kernels),
         hidden_size=hidden,
         embedding_size=hidden,
         heads=heads,
         mixer=mixer,
         mixer_fields=() if glu or mixer not in _GATED else ("glu=false",),
+        kernel_size=7,
         kernel_sizes=_taps(mixer, kernels),
         ffn_size=ffn,
         dropout=dropout,
