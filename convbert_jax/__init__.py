@@ -13,7 +13,7 @@
 
 What `python -m convbert_jax.main` does, without its printing and with the same numbers. jax is
 imported by the first call, not by `import convbert_jax`. What the caller can mend is a `UserError`
-of one sentence. `absl.logging.set_verbosity("info")` shows the log.
+of one sentence. `from convbert_jax import console; console.set_up_logging()` shows the log.
 """
 
 import os
