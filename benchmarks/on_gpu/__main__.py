@@ -1,0 +1,143 @@
+"""All that a first hour with a GPU must answer, in one call of at most nine minutes.
+
+    python -m benchmarks.on_gpu --json gpu.jsonl
+    python -m benchmarks.on_gpu --sections numerics,op --limit 120
+    python -m benchmarks.on_gpu --smoke
+
+Sections, in this order:
+
+    versions   what is installed, and on which device
+    ceilings   bandwidth of a copy and peak of a product, as measured
+    numerics   the kernels of ops/gpu, and cuDNN's attention, against float64 on the CPU
+    op         each convolution by XLA and by its kernel, as a share of the bandwidth of a copy
+    layer      ConvBERT's layer against one of attention, with XLA's and with cuDNN's attention
+    step       whole pre-training steps of small and base in the variants that matter
+    pytorch    Hugging Face's ConvBERT and BERT, forward and backward
+
+Each runs in processes of its own: what fails, hangs or breaks the device takes nothing else along.
+A section that is not through at its limit is ended, and what it did not come to is named; lines are
+in the file as soon as they are known (`session.py` has their keys). Programs are kept compiled for
+one call, or where JAX_COMPILATION_CACHE_DIR says. `--smoke` is all of it at tiny shapes on a CPU,
+kernels in Pallas' interpreter: its figures say only that this program runs.
+"""
+
+import argparse
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from benchmarks.on_gpu import machine, numerics, pytorch, session, speed, steps
+
+# name -> (function of (session, part, smoke), parts, default limit in seconds). Parts have
+# processes of their own and share the limit.
+SECTIONS = {
+    "versions": (machine.versions, ("",), 20),
+    "ceilings": (machine.ceilings, ("",), 30),
+    "numerics": (numerics.check, numerics.PARTS, 100),
+    "op": (speed.ops, ("",), 80),
+    "layer": (speed.layers, ("",), 70),
+    "step": (steps.run, ("",), 150),
+    "pytorch": (pytorch.run, ("",), 80),
+}
+GRACE = 5  # seconds that a process may take to end by itself
+LIBRARIES = {
+    "torch": "section pytorch has nothing to run",
+    "transformers": "section pytorch has nothing to run",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--sections", default=",".join(SECTIONS), help="with commas between; default: all"
+    )
+    parser.add_argument("--limit", type=float, help="seconds of each section; default: its own")
+    parser.add_argument("--json", help="file for the lines, which must not be there yet")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # of the one section: run it here
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    chosen = options.sections.split(",")
+    for name in chosen:
+        if name not in SECTIONS:
+            parser.error(f"--sections: there is no {name!r}, but {', '.join(SECTIONS)}.")
+    if options.limit is not None and options.limit <= 0:
+        parser.error(f"--limit is {options.limit:g}, but must be above 0.")
+    os.environ["JAX_PLATFORMS"] = "cpu" if options.smoke else "cuda,cpu"
+    if options.part is not None:
+        run, *_ = SECTIONS[chosen[0]]
+        run(session.Session(chosen[0], options.json, options.until), options.part, options.smoke)
+        return
+    if options.json and os.path.exists(options.json):
+        parser.error(f"--json: {options.json} is there already; name another file.")
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.json or os.path.join(folder, "lines")
+        with open(path, "w", encoding="utf-8"):
+            pass  # a file that cannot be written fails before anything runs
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(folder, "programs"))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        if not options.smoke:
+            _find_gpu()
+        for library, means in LIBRARIES.items():
+            if importlib.util.find_spec(library) is None:
+                print(f"{library} is not installed: {means}.", flush=True)
+        for name in [name for name in SECTIONS if name in chosen]:
+            _run_section(name, options, path)
+
+
+def _find_gpu() -> None:
+    """Exits unless jax finds an NVIDIA GPU. In a process of its own, which holds no memory then."""
+    code = "import jax; d = jax.devices()[0]; print(d.platform)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if found.returncode or found.stdout.split()[-1:] != ["gpu"]:
+        said = (found.stderr.strip().splitlines() or found.stdout.split() or ["nothing"])[-1]
+        sys.exit(
+            f"benchmarks.on_gpu needs an NVIDIA GPU, but jax finds none ({said[:200]}); install "
+            "jax for it (pip install 'jax[cuda12]'), or add --smoke to see this run on a CPU."
+        )
+
+
+def _run_section(name: str, options: argparse.Namespace, path: str) -> None:
+    _, parts, limit = SECTIONS[name]
+    end = time.time() + (options.limit or limit)
+    lines = session.Session(name, path, end)
+    for place, part in enumerate(parts):
+        left = end - time.time()
+        if left <= 0:
+            lines.write("left_out", part or name, error="the time limit of the section is over")
+            continue
+        until = time.time() + left / (len(parts) - place)
+        start = os.path.getsize(path)
+        ended = _run_part(name, part, options.smoke, path, until)
+        for case in session.missing_cases(path, start):
+            lines.write("left_out", case, error=ended or "the time limit of the section is over")
+            # Only the first was running.
+            ended = ended and f"behind a case that failed: {ended}"[: session.LONGEST]
+        if ended and os.path.getsize(path) == start:
+            lines.write("error", part or name, error=ended)
+
+
+def _run_part(name: str, part: str, smoke: bool, path: str, until: float) -> str:
+    """Why its process ended as it should not, or ""."""
+    command = [sys.executable, "-m", "benchmarks.on_gpu", f"--sections={name}", f"--part={part}"]
+    command += [f"--json={path}", f"--until={until}", *(["--smoke"] if smoke else [])]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(max(0, until - time.time()) + GRACE)
+    except subprocess.TimeoutExpired:
+        return "it was still running at the time limit and was ended"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code < 0:
+        return f"its process ended by {signal.Signals(-code).name}"
+    return f"its process ended with status {code}" if code else ""
+
+
+if __name__ == "__main__":
+    main()
