@@ -32,18 +32,18 @@ import time
 
 from benchmarks.on_gpu import machine, numerics, pytorch, session, speed, steps
 
-# name -> (function of (session, part, smoke), parts, default limit in seconds). Parts have
-# processes of their own and share the limit.
+# name -> (function of (session, part, smoke), parts, seconds by default). Parts have processes of
+# their own and share the limit; what a section leaves of its seconds, later ones may take.
 SECTIONS = {
-    "versions": (machine.versions, ("",), 20),
-    "ceilings": (machine.ceilings, ("",), 30),
-    "numerics": (numerics.check, numerics.PARTS, 100),
+    "versions": (machine.versions, ("",), 10),
+    "ceilings": (machine.ceilings, ("",), 25),
+    "numerics": (numerics.check, numerics.PARTS, 130),
     "op": (speed.ops, ("",), 80),
-    "layer": (speed.layers, ("",), 70),
-    "step": (steps.run, ("",), 150),
-    "pytorch": (pytorch.run, ("",), 80),
+    "layer": (speed.layers, ("",), 65),
+    "step": (steps.run, ("",), 140),
+    "pytorch": (pytorch.run, ("",), 75),
 }
-GRACE = 5  # seconds that a process may take to end by itself
+CALL, MOST = 525, 180  # seconds of all sections by default, and of one
 LIBRARIES = {
     "torch": "section pytorch has nothing to run",
     "transformers": "section pytorch has nothing to run",
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument(
         "--sections", default=",".join(SECTIONS), help="with commas between; default: all"
     )
-    parser.add_argument("--limit", type=float, help="seconds of each section; default: its own")
+    parser.add_argument("--limit", type=float, help="seconds of each section; default: all fit into nine minutes")
     parser.add_argument("--json", help="file for the lines, which must not be there yet")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # of the one section: run it here
@@ -85,8 +85,11 @@ def main() -> None:
         for library, means in LIBRARIES.items():
             if importlib.util.find_spec(library) is None:
                 print(f"{library} is not installed: {means}.", flush=True)
-        for name in [name for name in SECTIONS if name in chosen]:
-            _run_section(name, options, path)
+        end, ordered = time.time() + CALL, [name for name in SECTIONS if name in chosen]
+        for place, name in enumerate(ordered):
+            rest = sum(SECTIONS[later][2] for later in ordered[place:])
+            share = (end - time.time()) * SECTIONS[name][2] / rest
+            _run_section(name, options.limit or min(MOST, share), options.smoke, path)
 
 
 def _find_gpu() -> None:
@@ -101,9 +104,9 @@ def _find_gpu() -> None:
         )
 
 
-def _run_section(name: str, options: argparse.Namespace, path: str) -> None:
-    _, parts, limit = SECTIONS[name]
-    end = time.time() + (options.limit or limit)
+def _run_section(name: str, limit: float, smoke: bool, path: str) -> None:
+    _, parts, _ = SECTIONS[name]
+    end = time.time() + limit
     lines = session.Session(name, path, end)
     for place, part in enumerate(parts):
         left = end - time.time()
@@ -112,7 +115,7 @@ def _run_section(name: str, options: argparse.Namespace, path: str) -> None:
             continue
         until = time.time() + left / (len(parts) - place)
         start = os.path.getsize(path)
-        ended = _run_part(name, part, options.smoke, path, until)
+        ended = _run_part(name, part, smoke, path, until)
         for case in session.missing_cases(path, start):
             lines.write("left_out", case, error=ended or "the time limit of the section is over")
             # Only the first was running.
@@ -127,7 +130,7 @@ def _run_part(name: str, part: str, smoke: bool, path: str, until: float) -> str
     command += [f"--json={path}", f"--until={until}", *(["--smoke"] if smoke else [])]
     process = subprocess.Popen(command, start_new_session=True)
     try:
-        code = process.wait(max(0, until - time.time()) + GRACE)
+        code = process.wait(max(0, until - time.time()))
     except subprocess.TimeoutExpired:
         return "it was still running at the time limit and was ended"
     finally:

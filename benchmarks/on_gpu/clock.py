@@ -1,8 +1,8 @@
 """Milliseconds on the device of work that is shorter than its launch.
 
 A kernel of an op at these shapes takes some tens of microseconds, as starting a program does. So a
-program holds the work several times, one behind the other, and what counts is by how much a longer
-one takes longer than a shorter one.
+program holds the work several times, one behind the other, and several programs are queued before
+the host waits: the device then starts one while the host prepares the next.
 """
 
 import statistics
@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 
 from benchmarks import timing
 
-SHORT, LONG = 2, 10  # times in a program
+TIMES = 6  # in a program
+QUEUED = 8  # programs
 ROUNDS = 9
 
 
-def chain(function: Callable, times: int, feeds: str) -> Callable:
-    """`function` so many times, each on what the one before gave out, so none can be left out.
+def chain(function: Callable, feeds: str) -> Callable:
+    """`function` TIMES times, each on what the one before gave out, so none can be left out.
 
     Barriers keep the compiler from fusing one with the next. Numbers may overflow on the way, which
     costs no time on a GPU.
@@ -26,7 +27,7 @@ def chain(function: Callable, times: int, feeds: str) -> Callable:
     import jax
 
     def run(*arguments):
-        for _ in range(times):
+        for _ in range(TIMES):
             given = jax.tree.leaves(function(*arguments))
             following = given if feeds == "all" else [*given, *arguments[1:]]
             arguments = jax.lax.optimization_barrier(tuple(following))
@@ -35,27 +36,30 @@ def chain(function: Callable, times: int, feeds: str) -> Callable:
     return run
 
 
-def prepare(function: Callable, arguments: Sequence, feeds: str) -> dict[str, Callable]:
-    """Runs of the shorter and the longer program, compiled and run once."""
+def prepare(function: Callable, arguments: Sequence, queued: int = QUEUED) -> Callable:
+    """Runs `function`, compiled, so many times and waits for the last; it has run when returned."""
     import jax
 
-    runs = {}
-    for name, times in (("short", SHORT), ("long", LONG)):
-        compiled = jax.jit(chain(function, times, feeds)).lower(*arguments).compile()
-        runs[name] = lambda run=compiled: jax.block_until_ready(run(*arguments))
-        runs[name]()
-    return runs
+    compiled = jax.jit(function).lower(*arguments).compile()
+
+    def run():
+        for _ in range(queued):
+            out = compiled(*arguments)
+        jax.block_until_ready(out)
+
+    run()
+    return run
 
 
-def difference(times: dict[str, list[float]]) -> float:
-    """Milliseconds of one application: the median over the rounds."""
-    pairs = zip(times["long"], times["short"], strict=True)
-    return statistics.median((long - short) / (LONG - SHORT) for long, short in pairs)
+def application(times: Sequence[float]) -> float:
+    """Milliseconds of one application, of those of a prepared chain: the median over the rounds."""
+    return statistics.median(times) / (TIMES * QUEUED)
 
 
 def repeated(function: Callable, arguments: Sequence, feeds: str) -> float:
     """Milliseconds of one application of one function."""
-    return difference(timing.alternate(prepare(function, arguments, feeds), ROUNDS))
+    run = prepare(chain(function, feeds), arguments)
+    return application(timing.alternate({"": run}, ROUNDS)[""])
 
 
 def copy_bandwidth(size: int, dtype) -> float:

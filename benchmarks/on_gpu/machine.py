@@ -42,7 +42,7 @@ def _device() -> dict:
     memory = (device.memory_stats() or {}).get("bytes_limit")
     return {
         "platform": device.platform,
-        "kind": device.device_kind,
+        "device_kind": device.device_kind,
         "devices": len(jax.devices()),
         "compute_capability": getattr(device, "compute_capability", None),
         "bytes_for_jax": memory,

@@ -1,0 +1,2 @@
+PARTS=("",)
+def run(*a): pass
