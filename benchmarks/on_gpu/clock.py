@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 from benchmarks import timing
 
-TIMES = 6  # in a program
+TIMES = 6  # that a program does it
 QUEUED = 8  # programs
 ROUNDS = 9
 
 
-def chain(function: Callable, feeds: str) -> Callable:
-    """`function` TIMES times, each on what the one before gave out, so none can be left out.
+def chain(function: Callable, feeds: str, times: int = TIMES) -> Callable:
+    """`function` so many times, each on what the one before gave out, so none can be left out.
 
     Barriers keep the compiler from fusing one with the next. Numbers may overflow on the way, which
     costs no time on a GPU.
@@ -27,7 +27,7 @@ def chain(function: Callable, feeds: str) -> Callable:
     import jax
 
     def run(*arguments):
-        for _ in range(TIMES):
+        for _ in range(times):
             given = jax.tree.leaves(function(*arguments))
             following = given if feeds == "all" else [*given, *arguments[1:]]
             arguments = jax.lax.optimization_barrier(tuple(following))
@@ -51,9 +51,9 @@ def prepare(function: Callable, arguments: Sequence, queued: int = QUEUED) -> Ca
     return run
 
 
-def application(times: Sequence[float]) -> float:
-    """Milliseconds of one application, of those of a prepared chain: the median over the rounds."""
-    return statistics.median(times) / (TIMES * QUEUED)
+def application(rounds: Sequence[float], times: int = TIMES) -> float:
+    """Milliseconds of one application of a chain, of those of its queued programs: the median."""
+    return statistics.median(rounds) / (times * QUEUED)
 
 
 def repeated(function: Callable, arguments: Sequence, feeds: str) -> float:
