@@ -44,7 +44,9 @@ SECTIONS = {
     "pytorch": (pytorch.run, ("",), 75),
 }
 CALL, MOST = 525, 180  # seconds of all sections by default, and of one
+UNOPTIMIZED = "--xla_backend_optimization_level=0"
 LIBRARIES = {
+    "flax": "sections layer and step cannot run",
     "torch": "section pytorch has nothing to run",
     "transformers": "section pytorch has nothing to run",
 }
@@ -55,7 +57,9 @@ def main() -> None:
     parser.add_argument(
         "--sections", default=",".join(SECTIONS), help="with commas between; default: all"
     )
-    parser.add_argument("--limit", type=float, help="seconds of each section; default: all fit into nine minutes")
+    parser.add_argument(
+        "--limit", type=float, help="seconds of each section; default: all fit into nine minutes"
+    )
     parser.add_argument("--json", help="file for the lines, which must not be there yet")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # of the one section: run it here
@@ -68,6 +72,8 @@ def main() -> None:
     if options.limit is not None and options.limit <= 0:
         parser.error(f"--limit is {options.limit:g}, but must be above 0.")
     os.environ["JAX_PLATFORMS"] = "cpu" if options.smoke else "cuda,cpu"
+    if options.smoke:  # which compiles much and runs little
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {UNOPTIMIZED}".strip()
     if options.part is not None:
         run, *_ = SECTIONS[chosen[0]]
         run(session.Session(chosen[0], options.json, options.until), options.part, options.smoke)

@@ -10,7 +10,7 @@ OPS = ("dynamic_conv", "span_dynamic_conv", "depthwise_conv")
 
 
 def functions(op: str, shape: argparse.Namespace, interpret: bool) -> dict[str, Callable]:
-    """"kernel", "xla" and "reference" -> function.
+    """ "kernel", "xla" and "reference" -> function.
 
     Args:
       shape: as `describe` makes it.

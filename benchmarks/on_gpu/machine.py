@@ -75,8 +75,8 @@ def ceilings(session: Session, part: str, smoke: bool) -> None:
         for dtype in (jnp.bfloat16, jnp.float32)
     }
     for dtype in (jnp.bfloat16, jnp.float32):
-        cases[f"product, {width} x {width} x {width}, {dtype.__name__}"] = (
-            lambda dtype=dtype: _product(width, dtype)
+        cases[f"product, {width} x {width} x {width}, {dtype.__name__}"] = lambda dtype=dtype: (
+            _product(width, dtype)
         )
     cases["launch of an empty program"] = _launch
     session.plan(cases)

@@ -53,8 +53,8 @@ def ops(session: Session, part: str, smoke: bool) -> None:
         found = forms.functions(op, shape, interpret=smoke)
 
         def make(function, direction=direction, gradients=gradients, given=arguments):
-            def run(*arrays):
-                return function(*arrays, None)
+            def run(*given):
+                return function(*given, None)
 
             run = dynamic_conv.with_direction(run, direction, gradients)
             return clock.prepare(clock.chain(run, DIRECTIONS[direction], chained), given)
