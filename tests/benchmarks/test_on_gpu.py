@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
-from benchmarks.on_gpu import session
+from benchmarks import training_step
+from benchmarks.on_gpu import pytorch, session, steps
 from tests import compiling
 from tests.conftest import REPOSITORY
 
@@ -135,6 +137,36 @@ def test_a_section_is_ended_at_its_limit_and_says_what_is_missing(tmp_path):
     assert lines
     assert all(line["kind"] in ("error", "left_out", "plan") for line in lines)
     assert any("time limit" in line.get("error", "") for line in lines)
+
+
+@pytest.mark.parametrize(("size", "variant"), steps.CASES)
+def test_variants_are_configs(size, variant):
+    config = steps.read_config(size, steps.VARIANTS[variant])
+    assert config.name == size
+    assert (config.model.attention == "cudnn") == ("cudnn" in variant)
+    assert (config.model.convolution == "pallas_gpu") == ("kernels" in variant)
+    assert config.model.scan_unroll == (config.model.layers if "unrolled" in variant else 1)
+    assert (config.compute_dtype == "float32") == (variant == "float32")
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("size", ["small", "base"])
+def test_pytorch_has_models_of_our_sizes(size):
+    """ConvBERT's discriminator with its head has as many parameters as ours."""
+    torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = steps.read_config(size, {})
+    with torch.device("meta"):
+        network, _ = pytorch._convbert(config, "meta")
+    found = sum(p.numel() for n in ("discriminator", "head") for p in network[n].parameters())
+    shapes = jax.eval_shape(
+        training_step.make_task(config, jax.devices()[0]).init, jax.random.key(0)
+    )
+    ours = sum(
+        leaf.size
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+        if "generator" not in jax.tree_util.keystr(path)
+    )
+    assert found == ours
 
 
 def test_what_fails_does_not_stop_the_rest(tmp_path, capsys):
