@@ -22,34 +22,38 @@ kernels in Pallas' interpreter: its figures say only that this program runs.
 """
 
 import argparse
+import importlib
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 
-from benchmarks.on_gpu import machine, numerics, pytorch, session, speed, steps
+from benchmarks.on_gpu import session
 
-# name -> (function of (session, part, smoke), parts, seconds by default). Parts have processes of
-# their own and share the limit; what a section leaves of its seconds, later ones may take.
+# name -> (module, function of (session, part, smoke), parts, seconds by default). Parts have
+# processes of their own and share the limit; what a section leaves of its seconds, later ones may
+# take.
 SECTIONS = {
-    "versions": (machine.versions, ("",), 10),
-    "ceilings": (machine.ceilings, ("",), 25),
-    "numerics": (numerics.check, numerics.PARTS, 130),
-    "op": (speed.ops, ("",), 80),
-    "layer": (speed.layers, ("",), 65),
-    "step": (steps.run, ("",), 140),
-    "pytorch": (pytorch.run, ("",), 75),
+    "versions": ("machine", "versions", ("",), 10),
+    "ceilings": ("machine", "ceilings", ("",), 25),
+    "numerics": (
+        "numerics",
+        "check",
+        ("dynamic_conv", "span_dynamic_conv", "depthwise_conv", "attention"),
+        130,
+    ),
+    "op": ("speed", "ops", ("",), 80),
+    "layer": ("speed", "layers", ("",), 65),
+    "step": ("steps", "run", ("",), 140),
+    "pytorch": ("pytorch", "run", ("",), 75),
 }
 CALL, MOST = 525, 180  # seconds of all sections by default, and of one
 UNOPTIMIZED = "--xla_backend_optimization_level=0"
-LIBRARIES = {
-    "flax": "sections layer and step cannot run",
-    "torch": "section pytorch has nothing to run",
-    "transformers": "section pytorch has nothing to run",
-}
+NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy", "jaxtyping", "ml_collections")
 
 
 def main() -> None:
@@ -74,10 +78,12 @@ def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu" if options.smoke else "cuda,cpu"
     if options.smoke:  # which compiles much and runs little
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {UNOPTIMIZED}".strip()
+        os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
     if options.part is not None:
-        run, *_ = SECTIONS[chosen[0]]
-        run(session.Session(chosen[0], options.json, options.until), options.part, options.smoke)
+        _run_here(chosen[0], options)
         return
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        sys.exit(f"Not installed: {', '.join(missing)}; pip install -r requirements.txt.")
     if options.json and os.path.exists(options.json):
         parser.error(f"--json: {options.json} is there already; name another file.")
     with tempfile.TemporaryDirectory() as folder:
@@ -88,13 +94,12 @@ def main() -> None:
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         if not options.smoke:
             _find_gpu()
-        for library, means in LIBRARIES.items():
-            if importlib.util.find_spec(library) is None:
-                print(f"{library} is not installed: {means}.", flush=True)
+        for what in _missing("pytorch" in chosen, options.smoke):
+            print(f"Missing here: {what}.", flush=True)
         end, ordered = time.time() + CALL, [name for name in SECTIONS if name in chosen]
         for place, name in enumerate(ordered):
-            rest = sum(SECTIONS[later][2] for later in ordered[place:])
-            share = (end - time.time()) * SECTIONS[name][2] / rest
+            rest = sum(SECTIONS[later][-1] for later in ordered[place:])
+            share = (end - time.time()) * SECTIONS[name][-1] / rest
             _run_section(name, options.limit or min(MOST, share), options.smoke, path)
 
 
@@ -110,8 +115,35 @@ def _find_gpu() -> None:
         )
 
 
+def _missing(pytorch: bool, smoke: bool) -> list[str]:
+    """What is not on this machine, and what follows."""
+    found = []
+    if not smoke and not shutil.which("nvidia-smi"):
+        found.append("nvidia-smi, so nothing is known of the driver")
+    absent = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if absent and pytorch:
+        found.append(f"{' and '.join(absent)}, so section pytorch has nothing to run")
+    elif pytorch and not smoke:
+        code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+        if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode:
+            found.append("CUDA in torch, so section pytorch has nothing to run")
+    return found
+
+
+def _run_here(name: str, options: argparse.Namespace) -> None:
+    """One part, in this process, which ends with status 1 where it fails as a whole."""
+    module, function, *_ = SECTIONS[name]
+    lines = session.Session(name, options.json, options.until)
+    try:
+        run = getattr(importlib.import_module(f"benchmarks.on_gpu.{module}"), function)
+        run(lines, options.part, options.smoke)
+    except Exception as error:
+        lines.write("error", options.part or name, error=session.sentence(error))
+        raise
+
+
 def _run_section(name: str, limit: float, smoke: bool, path: str) -> None:
-    _, parts, _ = SECTIONS[name]
+    _, _, parts, _ = SECTIONS[name]
     end = time.time() + limit
     lines = session.Session(name, path, end)
     for place, part in enumerate(parts):

@@ -26,7 +26,6 @@ TINY = {
     "tiny, float32": forms.describe(2, 20, 2, 16, 5, "float32", segments=True),
     "tiny, bfloat16": forms.describe(2, 20, 2, 16, 5, "bfloat16", segments=True),
 }
-PARTS = (*forms.OPS, "attention")
 
 
 def check(session: Session, part: str, smoke: bool) -> None:

@@ -49,7 +49,7 @@ CASES = (
     ("small", "float32"),
 )
 SMOKED = (("tiny", "rbg"), ("tiny", GRADIENT))
-SMOKE = {"model.layers": 2, "data.length": 16, "train.batch_size": 4, "model.scan_unroll": 2}
+SMOKE = {"model.layers": 1, "data.length": 16, "train.batch_size": 4}
 SMOKE |= {"tokenizer.vocab_size": 512}
 ROUNDS, IN_A_ROW = 5, 4  # steps before the host waits, as in a run
 LEAST = 8  # rows
