@@ -1,4 +1,7 @@
-"""The definitions of the convolutions, to be read and to test against; not fast."""
+"""The definitions of the convolutions, to be read and to test against; not fast.
+
+Sums are float32, of float64 float64: under `jax.enable_x64` these are what is exact.
+"""
 
 from collections.abc import Sequence
 
@@ -17,16 +20,18 @@ def dynamic_conv(
     reads, allowed = _reads(values.shape[:2], segment_ids, offsets)
     windows = jnp.where(allowed[..., None, None], values[:, reads], 0)  # [B, L, K, H, D]
     filters = jnp.where(allowed[:, :, None], filters, 0)
-    out = jnp.einsum("blkhd,blhk->blhd", windows, filters, preferred_element_type=jnp.float32)
+    sums = _sums(values)
+    out = jnp.einsum("blkhd,blhk->blhd", windows, filters, preferred_element_type=sums)
     return out.astype(values.dtype)
 
 
 def span_dynamic_conv(query, span_key, values, projection, bias, segment_ids, heads, offsets):
     """LConv(values, softmax((query * span_key) projection + bias)) (ConvBERT eq. 4)."""
-    products = (query if span_key is None else query * span_key).astype(jnp.float32)
-    logits = jnp.matmul(products, projection.astype(jnp.float32), precision="highest")
+    sums = _sums(values)
+    products = (query if span_key is None else query * span_key).astype(sums)
+    logits = jnp.matmul(products, projection.astype(sums), precision="highest")
     by_head = (*values.shape[:2], heads, -1)
-    filters = jax.nn.softmax((logits + bias.astype(jnp.float32)).reshape(by_head))
+    filters = jax.nn.softmax((logits + bias.astype(sums)).reshape(by_head))
     filters = filters.astype(values.dtype)
     return dynamic_conv(values.reshape(by_head), filters, segment_ids, offsets).reshape(
         values.shape
@@ -42,7 +47,8 @@ def depthwise_conv(
     """out[b, t, c] = sum over i of filters[i, c] * x[b, t + offsets[i], c]."""
     reads, allowed = _reads(x.shape[:2], segment_ids, offsets)
     windows = jnp.where(allowed[..., None], x[:, reads], 0)  # [B, L, K, C]
-    products = windows.astype(jnp.float32) * filters.astype(jnp.float32)
+    sums = _sums(x)
+    products = windows.astype(sums) * filters.astype(sums)
     return jnp.where(allowed[..., None], products, 0).sum(axis=2).astype(x.dtype)
 
 
@@ -68,6 +74,10 @@ def gradient(
     )
     d_filters = jnp.where(allowed[:, :, None], d_filters, 0)
     return d_values.astype(values.dtype), d_filters.astype(filters.dtype)
+
+
+def _sums(array: Array) -> jnp.dtype:
+    return jnp.promote_types(array.dtype, jnp.float32)
 
 
 def _reads(

@@ -83,6 +83,23 @@ def test_reference_is_the_definition(length, taps, dilation, causal, packed, see
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
+def test_reference_is_exact_in_float64():
+    values, filters, _ = inputs(1, length=9, taps=5, width=3)
+    ids, offsets = segments(2, 9, 1), offsets_of(5)
+    exact = [np.asarray(x, np.float64) for x in (values, filters)]
+    exact[0] += 1e-9  # what float32 does not have
+    with jax.enable_x64(True):
+        out = np.asarray(reference.dynamic_conv(*exact, ids, offsets))
+        x, of_channels = exact[0].reshape(2, 9, -1), np.tile(exact[1][0, 0, :1].T, (1, 6))
+        depthwise = np.asarray(reference.depthwise_conv(x, of_channels, ids, offsets))
+    assert out.dtype == np.float64
+    expected = loops(*exact, np.asarray(ids), 1, False)
+    np.testing.assert_allclose(out, expected, atol=1e-14)
+    everywhere = np.broadcast_to(exact[1][:1, :1, :1], exact[1].shape)
+    expected = loops(exact[0], everywhere, np.asarray(ids), 1, False)
+    np.testing.assert_allclose(depthwise, expected.reshape(x.shape), atol=1e-14)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_hand_written_gradient_is_that_of_autodiff(packed, causal):

@@ -1,0 +1,184 @@
+"""All that a first hour with a GPU must answer, in one call of at most nine minutes.
+
+    python -m benchmarks.on_gpu --json gpu.jsonl
+    python -m benchmarks.on_gpu --sections numerics,op --limit 120
+    python -m benchmarks.on_gpu --smoke
+
+Sections, in this order:
+
+    versions   what is installed, and on which device
+    ceilings   bandwidth of a copy and peak of a product, as measured
+    numerics   the kernels of ops/gpu, and cuDNN's attention, against float64 on the CPU
+    op         each convolution by XLA and by its kernel, as a share of the bandwidth of a copy
+    layer      ConvBERT's layer against one of attention, with XLA's and with cuDNN's attention
+    step       whole pre-training steps of small and base in the variants that matter
+    pytorch    Hugging Face's ConvBERT and BERT, forward and backward
+
+Each runs in processes of its own: what fails, hangs or breaks the device takes nothing else along.
+A section that is not through at its limit is ended, and what it did not come to is named; lines are
+in the file as soon as they are known (`session.py` has their keys). Programs are kept compiled for
+one call, or where JAX_COMPILATION_CACHE_DIR says. `--smoke` is all of it at tiny shapes on a CPU,
+kernels in Pallas' interpreter: its figures say only that this program runs.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from benchmarks.on_gpu import session
+
+# name -> (module, function of (session, part, smoke), parts, seconds by default). Parts have
+# processes of their own and share the limit; what a section leaves of its seconds, later ones may
+# take.
+SECTIONS = {
+    "versions": ("machine", "versions", ("",), 10),
+    "ceilings": ("machine", "ceilings", ("",), 25),
+    "numerics": (
+        "numerics",
+        "check",
+        ("dynamic_conv", "span_dynamic_conv", "depthwise_conv", "attention"),
+        130,
+    ),
+    "op": ("speed", "ops", ("",), 80),
+    "layer": ("speed", "layers", ("",), 65),
+    "step": ("steps", "run", ("",), 140),
+    "pytorch": ("pytorch", "run", ("",), 75),
+}
+CALL, MOST = 525, 180  # seconds of all sections by default, and of one
+UNOPTIMIZED = "--xla_backend_optimization_level=0"
+NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy", "jaxtyping", "ml_collections")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--sections", default=",".join(SECTIONS), help="with commas between; default: all"
+    )
+    parser.add_argument(
+        "--limit", type=float, help="seconds of each section; default: all fit into nine minutes"
+    )
+    parser.add_argument("--json", help="file for the lines, which must not be there yet")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # of the one section: run it here
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    chosen = options.sections.split(",")
+    for name in chosen:
+        if name not in SECTIONS:
+            parser.error(f"--sections: there is no {name!r}, but {', '.join(SECTIONS)}.")
+    if options.limit is not None and options.limit <= 0:
+        parser.error(f"--limit is {options.limit:g}, but must be above 0.")
+    os.environ["JAX_PLATFORMS"] = "cpu" if options.smoke else "cuda,cpu"
+    if options.smoke:  # which compiles much and runs little
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {UNOPTIMIZED}".strip()
+        os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+    if options.part is not None:
+        _run_here(chosen[0], options)
+        return
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        sys.exit(f"Not installed: {', '.join(missing)}; pip install -r requirements.txt.")
+    if options.json and os.path.exists(options.json):
+        parser.error(f"--json: {options.json} is there already; name another file.")
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.json or os.path.join(folder, "lines")
+        with open(path, "w", encoding="utf-8"):
+            pass  # a file that cannot be written fails before anything runs
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(folder, "programs"))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        if not options.smoke:
+            _find_gpu()
+        for what in _missing("pytorch" in chosen, options.smoke):
+            print(f"Missing here: {what}.", flush=True)
+        end, ordered = time.time() + CALL, [name for name in SECTIONS if name in chosen]
+        for place, name in enumerate(ordered):
+            rest = sum(SECTIONS[later][-1] for later in ordered[place:])
+            share = (end - time.time()) * SECTIONS[name][-1] / rest
+            _run_section(name, options.limit or min(MOST, share), options.smoke, path)
+
+
+def _find_gpu() -> None:
+    """Exits unless jax finds an NVIDIA GPU. In a process of its own, which holds no memory then."""
+    code = "import jax; d = jax.devices()[0]; print(d.platform)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if found.returncode or found.stdout.split()[-1:] != ["gpu"]:
+        said = (found.stderr.strip().splitlines() or found.stdout.split() or ["nothing"])[-1]
+        sys.exit(
+            f"benchmarks.on_gpu needs an NVIDIA GPU, but jax finds none ({said[:200]}); install "
+            "jax for it (pip install 'jax[cuda12]'), or add --smoke to see this run on a CPU."
+        )
+
+
+def _missing(pytorch: bool, smoke: bool) -> list[str]:
+    """What is not on this machine, and what follows."""
+    found = []
+    if not smoke and not shutil.which("nvidia-smi"):
+        found.append("nvidia-smi, so nothing is known of the driver")
+    absent = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if absent and pytorch:
+        found.append(f"{' and '.join(absent)}, so section pytorch has nothing to run")
+    elif pytorch and not smoke:
+        code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+        if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode:
+            found.append("CUDA in torch, so section pytorch has nothing to run")
+    return found
+
+
+def _run_here(name: str, options: argparse.Namespace) -> None:
+    """One part, in this process, which ends with status 1 where it fails as a whole."""
+    module, function, *_ = SECTIONS[name]
+    lines = session.Session(name, options.json, options.until)
+    try:
+        run = getattr(importlib.import_module(f"benchmarks.on_gpu.{module}"), function)
+        run(lines, options.part, options.smoke)
+    except Exception as error:
+        lines.write("error", options.part or name, error=session.sentence(error))
+        raise
+
+
+def _run_section(name: str, limit: float, smoke: bool, path: str) -> None:
+    _, _, parts, _ = SECTIONS[name]
+    end = time.time() + limit
+    lines = session.Session(name, path, end)
+    for place, part in enumerate(parts):
+        left = end - time.time()
+        if left <= 0:
+            lines.write("left_out", part or name, error="the time limit of the section is over")
+            continue
+        until = time.time() + left / (len(parts) - place)
+        start = os.path.getsize(path)
+        ended = _run_part(name, part, smoke, path, until)
+        for case in session.missing_cases(path, start):
+            lines.write("left_out", case, error=ended or "the time limit of the section is over")
+            # Only the first was running.
+            ended = ended and f"behind a case that failed: {ended}"[: session.LONGEST]
+        if ended and os.path.getsize(path) == start:
+            lines.write("error", part or name, error=ended)
+
+
+def _run_part(name: str, part: str, smoke: bool, path: str, until: float) -> str:
+    """Why its process ended as it should not, or ""."""
+    command = [sys.executable, "-m", "benchmarks.on_gpu", f"--sections={name}", f"--part={part}"]
+    command += [f"--json={path}", f"--until={until}", *(["--smoke"] if smoke else [])]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(max(0, until - time.time()))
+    except subprocess.TimeoutExpired:
+        return "it was still running at the time limit and was ended"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code < 0:
+        return f"its process ended by {signal.Signals(-code).name}"
+    return f"its process ended with status {code}" if code else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What a section says as it goes: lines of JSON in a file, the same readably on stdout."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+LONGEST = 400  # characters of an error
+
+
+class Session:
+    """One section, or a part of it, in a process of its own.
+
+    Each line of the file is an object with `section`, `kind` and `name`; of the kind
+
+      figures: what was measured, the rest of its keys;
+      error: `error` says why there is nothing;
+      plan: `cases` are the names that are to follow;
+      left_out: a case of the plan that did not come, and why: `error`.
+
+    Args:
+      until: `time.time()` after which no further case begins.
+    """
+
+    def __init__(self, section: str, path: str, until: float):
+        self.section = section
+        self._path = path
+        self._until = until
+
+    def plan(self, names: Iterable[str]) -> None:
+        """What is to follow; whoever started this process says which of it did not come."""
+        self.write("plan", "plan", cases=list(names))
+
+    def has_time(self) -> bool:
+        return time.time() < self._until
+
+    def run(self, name: str, measure: Callable[[], dict]) -> None:
+        """Writes what `measure` returns, or its error; nothing at all when the time is over."""
+        if not self.has_time():
+            return
+        print(f"... {self.section}: {name}", file=sys.stderr, flush=True)
+        try:
+            self.write("figures", name, **measure())
+        except Exception as error:
+            self.write("error", name, error=sentence(error))
+
+    def prepare(self, cases: dict[str, Callable[[], Callable]]) -> dict[str, Callable]:
+        """What each case makes, ready to be timed; errors are written, and none begins too late."""
+        made = {}
+        for name, make in cases.items():
+            if not self.has_time():
+                break
+            print(f"... {self.section}: {name}", file=sys.stderr, flush=True)
+            try:
+                made[name] = make()
+            except Exception as error:
+                self.write("error", name, error=sentence(error))
+        return made
+
+    def write(self, kind: str, name: str, **more) -> None:
+        line = {"section": self.section, "kind": kind, "name": name, **more}
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if kind != "plan":
+            print(readable(line), flush=True)
+
+
+def readable(line: dict) -> str:
+    """A line of the table."""
+    figures = {k: v for k, v in line.items() if k not in ("section", "kind", "name")}
+    if line["kind"] in ("error", "left_out"):
+        said = f"{line['kind'].replace('_', ' ')}: {figures.pop('error')}"
+        return f"{line['section']:10} {line['name']:58} {said}"
+    shown = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in figures.items())
+    return f"{line['section']:10} {line['name']:58} {'  '.join(shown)}"
+
+
+def sentence(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:LONGEST]
+
+
+def missing_cases(path: str, start: int) -> Sequence[str]:
+    """The planned cases of the lines behind the byte `start` that have no line."""
+    planned, there = [], set()
+    with open(path, "rb") as file:
+        file.seek(start)
+        for text in file:
+            line = json.loads(text)
+            if line["kind"] == "plan":
+                planned += line["cases"]
+            else:
+                there.add(line["name"])
+    return [name for name in planned if name not in there]

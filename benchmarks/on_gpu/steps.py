@@ -1,0 +1,160 @@
+"""Whole pre-training steps of small and base, in the variants that matter on a GPU."""
+
+import contextlib
+import functools
+import importlib
+import statistics
+import time
+
+from benchmarks import training_step
+from benchmarks.on_gpu.session import Session
+
+NO_DROPOUT = {"model.attention_dropout": 0.0}
+CUDNN = {**NO_DROPOUT, "model.attention": "cudnn"}
+KERNELS = {"model.convolution": "pallas_gpu"}
+UNROLLED = {"model.scan_unroll": 12}
+RBG, GRADIENT = "rbg", "forward and backward"  # what no field of a config says
+# Overrides of configs/base.py or small.py, whose computation is in bfloat16 on a GPU, with
+# XLA's convolutions, XLA's attention with its dropout, keys of threefry and a scan over the layers.
+VARIANTS = {
+    "default": {},
+    GRADIENT: {},  # without clipping and update: what section pytorch measures
+    "xla, no attention dropout": {**NO_DROPOUT, "model.attention": "xla"},
+    "cudnn, no attention dropout": CUDNN,
+    "kernels": KERNELS,
+    "rbg": {},
+    "unrolled": UNROLLED,
+    "cudnn, kernels, rbg, unrolled": {**CUDNN, **KERNELS, **UNROLLED},
+    "float32": {"compute_dtype": "float32"},
+}
+# The most telling first: the time may not do for all.
+CASES = (
+    ("base", "default"),
+    ("small", "default"),
+    ("base", "cudnn, no attention dropout"),
+    ("base", "kernels"),
+    ("base", "rbg"),
+    ("base", GRADIENT),
+    ("base", "cudnn, kernels, rbg, unrolled"),
+    ("small", "cudnn, kernels, rbg, unrolled"),
+    ("small", "cudnn, no attention dropout"),
+    ("small", "kernels"),
+    ("small", "rbg"),
+    ("small", GRADIENT),
+    ("base", "xla, no attention dropout"),
+    ("base", "unrolled"),
+    ("base", "float32"),
+    ("small", "xla, no attention dropout"),
+    ("small", "unrolled"),
+    ("small", "float32"),
+)
+SMOKED = (("tiny", "rbg"), ("tiny", GRADIENT))
+SMOKE = {"model.layers": 1, "data.length": 16, "train.batch_size": 4}
+SMOKE |= {"tokenizer.vocab_size": 512}
+ROUNDS, IN_A_ROW = 5, 4  # steps before the host waits, as in a run
+LEAST = 8  # rows
+
+
+def run(session: Session, part: str, smoke: bool) -> None:
+    cases = SMOKED if smoke else CASES
+    session.plan(f"{size}, {variant}" for size, variant in cases)
+    for size, variant in cases:
+        measure = functools.partial(_with_memory, size, variant, SMOKE if smoke else {})
+        session.run(f"{size}, {variant}", measure)
+
+
+def read_config(size: str, overrides: dict):
+    """The config of the package, as the command line reads it, with other values in some fields."""
+    from convbert_jax.config import from_config_dict
+
+    fields = importlib.import_module(f"configs.{size}").get_config()
+    fields.update_from_flattened_dict(overrides)
+    return from_config_dict(fields)
+
+
+def _with_memory(size: str, variant: str, overrides: dict) -> dict:
+    """With the batch of the config, or half of it until it fits, which `batch` then says."""
+    batch = read_config(size, overrides).train.batch_size
+    while True:
+        given = {**VARIANTS[variant], **overrides, "train.batch_size": batch}
+        try:
+            return _measure(read_config(size, given), variant)
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) or batch // 2 < LEAST:
+                raise
+            batch //= 2
+
+
+def _measure(config, variant: str) -> dict:
+    import jax
+
+    from convbert_jax.analysis import flops
+    from convbert_jax.training.program import make_program
+    from convbert_jax.training.sharding import make_mesh
+
+    device = jax.devices()[0]
+    mesh = make_mesh(config.mesh, [device])
+    numbers = jax.default_prng_impl("rbg") if RBG in variant else contextlib.nullcontext()
+    started = time.perf_counter()
+    with numbers, jax.set_mesh(mesh):
+        task = training_step.make_task(config, device)
+        program = make_program(task, config, mesh)
+        state = program.init(jax.random.key(config.seed))
+        batch = program.put_batch(_draw(config))
+        step = _gradient(task, state.params, batch) if variant == GRADIENT else _step(program)
+        state, loss = step(state, batch)
+        jax.block_until_ready((state, loss))
+        compiled = time.perf_counter() - started
+        seconds = []
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
+            for _ in range(IN_A_ROW):
+                state, loss = step(state, batch)
+            jax.block_until_ready((state, loss))
+            seconds.append((time.perf_counter() - started) / IN_A_ROW)
+    rows, length = config.train.batch_size, config.data.length
+    rate = rows * length / statistics.median(seconds)
+    peak = flops.peak_flops(device.device_kind)
+    needed = flops.training_flops_per_token(config)
+    return {
+        "tokens_per_s": rate,
+        "ms": 1e3 * statistics.median(seconds),
+        "mfu": needed * rate / peak if peak else None,
+        "batch": rows,
+        "length": length,
+        "flops_per_token": needed,
+        "loss": float(loss),
+        "seconds_to_first_step": compiled,
+    }
+
+
+def _draw(config) -> dict:
+    """Rows of one document without padding, of random words."""
+    import numpy as np
+
+    shapes = training_step.batch_shapes(config)
+    batch = {name: np.zeros(shape.shape, np.int32) for name, shape in shapes.items()}
+    words = np.random.default_rng(0).integers(5, config.tokenizer.vocab_size, batch["tokens"].shape)
+    return batch | {"tokens": words.astype(np.int32), "segment_ids": batch["segment_ids"] + 1}
+
+
+def _step(program):
+    def step(state, batch):
+        state, _, vitals = program.train_step(state, batch)
+        return state, vitals.loss
+
+    return step
+
+
+def _gradient(task, params, batch):
+    """Loss and gradients of the parameters as they are; every one is computed and kept."""
+    import jax
+
+    key = jax.random.key(0)
+    both = jax.jit(jax.value_and_grad(task.loss, has_aux=True))
+
+    def step(state, batch):
+        (loss, _), gradients = both(params, batch, key)
+        return gradients, loss
+
+    return step
