@@ -289,3 +289,11 @@ def test_parameters_of_the_log_line(run):
     assert data.effort(mesh).tokens == round(np.mean(sizes))
     _, params = sources.read_params(Workdir(result.folder), config)
     assert flatten(params).keys() >= {"target/word/embedding"}
+
+
+def test_a_batch_that_does_not_split_is_refused_unless_made_to(make):
+    mesh = sharding.make_mesh(make("causal_lm").mesh, jax.devices())
+    config = make("causal_lm", train__batch_size=12)
+    with pytest.raises(sharding.ShardingError, match=r"config\.train\.batch_size=12"):
+        prepared.check_batches(config, mesh)
+    prepared.check_batches(dataclasses.replace(config, recipe="translation"), mesh)

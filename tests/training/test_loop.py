@@ -309,12 +309,6 @@ def test_health_warnings_are_given_once(tmp_path, caplog):
     assert "too good" not in caplog.text
 
 
-def test_batch_that_does_not_split_is_refused_before_anything(tmp_path):
-    with pytest.raises(sharding.ShardingError, match=r"config\.train\.batch_size=12"):
-        run(tmp_path, make_config(8, train={"batch_size": 12}))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_one_device_reaches_the_same_place(straight, tmp_path):
     config = make_config(STEPS)
     mesh = sharding.make_mesh(MeshSection(), jax.devices()[:1])
