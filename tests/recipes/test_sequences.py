@@ -5,6 +5,7 @@ starts from another's weights; what cannot be is a sentence.
 import dataclasses
 import json
 import math
+import pathlib
 import shutil
 
 import jax
@@ -20,6 +21,7 @@ from convbert_jax.interop.networks import ConversionError
 from convbert_jax.recipes import prepared, start, tasks
 from convbert_jax.training import sharding
 from convbert_jax.training.checkpoints.reading import load_arrays
+from convbert_jax.training.environment import devices
 from convbert_jax.training.program import make_program
 from convbert_jax.training.reports.reporting import read_metrics
 from convbert_jax.training.state import flatten
@@ -172,7 +174,7 @@ def test_translation_starts_from_span_corruption(make, run, tmp_path):
     asked = make("translation", init_from=str(source.folder), model__ffn_size=48)
     found, weights = start.read_start(asked, Workdir(tmp_path / "run"))
     assert found.model == config.model  # the sizes follow
-    assert found.tokenizer.path.endswith("tokenizer.model") or found.tokenizer.path
+    assert pathlib.Path(found.tokenizer.path).is_file()
     assert weights.step == 4
     _, there = sources.read_params(Workdir(source.folder), config)
     jax.tree.map(np.testing.assert_array_equal, weights.params, there)
@@ -264,7 +266,7 @@ def test_too_few_sentinels_are_told_before_anything_is_made(make, tmp_path):
     assert not (tmp_path / "run" / "data").exists()
 
 
-def test_each_shape_is_compiled_once(run, caplog):
+def test_batches_have_as_many_shapes_as_the_trainer_is_told(run):
     _, result = run("translation")
     data = prepared.open_data(run("translation")[0], Workdir(result.folder))
     mesh = sharding.make_mesh(run("translation")[0].mesh, jax.devices()[:1])
@@ -274,7 +276,6 @@ def test_each_shape_is_compiled_once(run, caplog):
     batches.close()
     assert effort.shapes == 2
     assert len(shapes) == 2
-    assert "compiled again" not in caplog.text
 
 
 def test_parameters_of_the_log_line(run):
@@ -291,9 +292,11 @@ def test_parameters_of_the_log_line(run):
     assert flatten(params).keys() >= {"target/word/embedding"}
 
 
-def test_a_batch_that_does_not_split_is_refused_unless_made_to(make):
-    mesh = sharding.make_mesh(make("causal_lm").mesh, jax.devices())
+def test_a_batch_that_does_not_split_is_refused_before_anything(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "find_devices", lambda config: jax.devices())
     config = make("causal_lm", train__batch_size=12)
     with pytest.raises(sharding.ShardingError, match=r"config\.train\.batch_size=12"):
-        prepared.check_batches(config, mesh)
-    prepared.check_batches(dataclasses.replace(config, recipe="translation"), mesh)
+        recipes.pretrain(config, tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+    mesh = sharding.make_mesh(config.mesh, jax.devices())
+    prepared.check_batches(dataclasses.replace(config, recipe="translation"), mesh)  # made to fit

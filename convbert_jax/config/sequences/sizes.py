@@ -20,8 +20,8 @@ _GATED = ("dynamic", "light", "dilated")
 
 def tiny(mixer: str) -> Sections:
     """For a CPU: with 8,000 words in one vocabulary about 2.2 million parameters. Windows of 7 in
-    all layers, as in `t5_base`, so that encoder and decoder are a stage each: eight of them, of
-    growing windows, take four times as long to compile, for each shape of batches.
+    all layers, as in `t5_base`, so that encoder and decoder are a stage each: of growing windows
+    they would be eight, each compiled for each shape of batches.
     """
     return _model(mixer, 128, 256, 4, _SAME, layers=4, dropout=0.3), SequenceSection()
 

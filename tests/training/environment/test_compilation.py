@@ -58,3 +58,20 @@ def test_a_folder_that_somebody_else_named_goes_first(tmp_path):
         compilation.enable_compile_cache(path)
         assert theirs in compile_one(9)
     assert not (tmp_path / "ours").exists()
+
+
+def test_as_many_versions_as_shapes_are_no_news(caplog):
+    class Step:
+        versions = 0
+
+        def _cache_size(self):
+            return self.versions
+
+    step = Step()
+    watch = compilation.RecompileWatch(step, "training step", shapes=2)
+    for step.versions in (1, 2, 2):
+        watch.check(step=10)
+    assert "compiled again" not in caplog.text
+    step.versions = 3
+    watch.check(step=20)
+    assert "compiled again by step 20 (3 versions now)" in caplog.text
