@@ -10,6 +10,9 @@ os.environ["JAX_PLATFORMS"] = os.environ.get("CONVBERT_TEST_PLATFORM", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", ""), compiling.flags(8, compiling.ANYWHERE)]
 )
+# Devices wait for each other in threads of a pool that is as large as the machine has cores: on two
+# of them, eight devices that gather wait forever. XLA ends the process after 40 seconds of that.
+os.environ["PJRT_NPROC"] = "32"
 # No operation carries the hundred frames above it, of pytest and of jax: tracing is half the time.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # Compile-only use of the TPU compiler (marker tpu_compile); without the second one two test

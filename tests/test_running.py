@@ -1,4 +1,6 @@
-"""How the suite runs: the dearest file first, a table of files, no skip where all must run."""
+"""How the suite runs: the dearest file first, a table of files, no skip where all must run, a
+budget of minutes.
+"""
 
 import os
 import subprocess
@@ -85,3 +87,20 @@ def test_other_skips_stay_skips(suite, tmp_path):
     (tmp_path / "test_d.py").write_text("import pytest\ndef test(): pytest.skip('no disk here')")
     code, printed = suite("test_d.py", CONVBERT_TEST_COMPLETE="1")
     assert code == 0, printed
+
+
+def test_a_budget_leaves_out_what_another_run_begins_with(suite):
+    """The first run has time for one file only; the next one begins with the others."""
+    workers = ("-v", "--numprocesses=1", "--dist=loadfile", "--no-loadscope-reorder")
+    assert suite(*workers, "test_c.py")[0] == 0  # now the dearest, and the last one run
+    code, printed = suite(*workers, "--budget=10")
+    assert code == 0, printed
+    assert order_of(printed) == ["test_b.py", "test_a.py", "test_c.py"]
+    assert "not begun" not in printed
+    code, printed = suite(*workers, "--budget=0", "--durations=3")
+    assert code == 0, printed
+    assert "4 skipped" in printed
+    assert "4 tests not begun: the --budget is spent" in printed
+    assert "    2 of test_a.py" in printed
+    code, printed = suite(*workers)  # what was not begun keeps its time: test_c is dearest still
+    assert order_of(printed)[0] == "test_c.py"

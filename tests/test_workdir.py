@@ -230,6 +230,7 @@ MAY_CHANGE = {
     "checkpoint": ("every", "keep", "keep_every", "best_metric", "best_mode", "huggingface_every"),
     "mesh": ("data", "fsdp", "tensor"),
     "distillation": ("teacher",),  # where it lies: its checksum is bound
+    "decoding": tuple(field.name for field in dataclasses.fields(CONFIG.decoding)),  # all
     "finetune": (
         *("tasks", "data", "show_best", "seeds", "vectorize_seeds", "eval_batch_size"),
         *("save_models", "checkpoint_minutes"),
@@ -242,7 +243,8 @@ def test_exactly_these_fields_may_change(recipe):
     expected = {f"{section}.{name}".strip(".") for section, n in MAY_CHANGE.items() for name in n}
     if recipe != "finetune":
         names = (field.name for field in dataclasses.fields(CONFIG.optimizer))
-        # the gradient is so many times larger, Adam's moments are not
-        expected |= {f"optimizer.{name}" for name in names if name != "release_replicas"}
+        # the gradient is so many times larger, Adam's moments are not; another method has others
+        bound = ("release_replicas", "method")
+        expected |= {f"optimizer.{name}" for name in names if name not in bound}
     found = {path for path in field_types() if is_changeable(Config, path, recipe)}
     assert found == expected

@@ -5,7 +5,6 @@ what is damaged in one sentence.
 import argparse
 import functools
 import os
-import pathlib
 import random
 import re
 import sys
@@ -200,24 +199,6 @@ def test_without_the_last_norm_a_decoder_of_pre_norm_has_none(tmp_path):
     found = read(make(tmp_path, a, change=drop))
     assert not found.sequence.last_norm
     assert "norm" not in found.params["decoder"]
-
-
-def test_the_page_translates_as_it_says(tmp_path):
-    a = arguments(source_lang="en", target_lang="de")
-    make(tmp_path, a)
-    page = (pathlib.Path(__file__).parents[3] / "docs" / "weights.md").read_text()
-    (program,) = (p for p in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "fairseq" in p)
-    assert '"wmt16.en-de.joined-dict.dynamicconv-glu"' in program
-    program = program.replace("wmt16.en-de.joined-dict.dynamicconv-glu", str(tmp_path))
-    names = {}
-    exec(program.replace("a tokeni@@ zed text .", "w1@@ w2 w4"), names)
-    assert names["ids"].tolist() == [[5, 6, 8, 2]]
-    words = set(names["target"].entries) | {
-        entry.removesuffix("@@") for entry in names["target"].entries
-    }
-    assert names["text"]
-    assert "@@ " not in names["text"]
-    assert set(re.findall(r"w\d+|<unk>", names["text"])) <= words
 
 
 # --- Refusals ---
