@@ -133,7 +133,7 @@ def test_an_active_environment_is_used_as_it_is(checkout, tmp_path_factory):
             ["-m", "convbert_jax.main", "--config=configs/tiny.py", "--config.train.steps=5"],
         ),
         ("test.sh", [], ["-m", "pytest", "--numprocesses=3", "--dist=loadfile"]),
-        ("test.sh", ["-m", "not slow", "tests/ops"], ["-m", "pytest", "--numprocesses=3"]),
+        ("test.sh", ["-m", "slow", "tests/ops"], ["-m", "pytest", "--numprocesses=3"]),
     ],
 )
 def test_arguments_go_to_the_program(checkout, tmp_path_factory, script, arguments, command):
@@ -146,7 +146,7 @@ def test_arguments_go_to_the_program(checkout, tmp_path_factory, script, argumen
     assert line.startswith(" ".join(command))
     assert line.endswith(" ".join(arguments))
     if script == "test.sh":
-        assert "-m not gpu and not tpu" in line
+        assert "-m not slow and not gpu and not tpu" in line
     assert list(elsewhere.iterdir()) == []
 
 

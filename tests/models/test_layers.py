@@ -78,14 +78,30 @@ def test_gelu_is_exact():
     np.testing.assert_allclose(slope, wanted, atol=1e-6)
 
 
-def test_dropout_keeps_the_mean():
-    x = jnp.ones((200, 500))
+@pytest.mark.parametrize("rows", [200, 199, 3, 1])
+def test_dropout_keeps_the_mean(rows):
+    """At a rate of n / 256, of which 0.1 becomes 26; rows that share random words too."""
+    x = jnp.ones((40, rows, 500))
     out = layers.dropout(x, 0.1, jax.random.key(0))
-    assert float((out == 0).mean()) == pytest.approx(0.1, abs=0.005)
-    assert float(out.mean()) == pytest.approx(1.0, abs=0.005)
-    assert float(out.max()) == pytest.approx(1 / 0.9, rel=1e-3)
+    assert out.shape == x.shape
+    dropped = np.asarray(out == 0)
+    deviation = 6 * (0.1 * 0.9 / dropped.size) ** 0.5
+    assert dropped.mean() == pytest.approx(26 / 256, abs=deviation)
+    assert float(out.mean()) == pytest.approx(1.0, abs=2 * deviation)
+    np.testing.assert_allclose(out[~dropped], 256 / 230, rtol=1e-6)
+    for row in range(1, rows):
+        both = (dropped[:, 0] & dropped[:, row]).mean()
+        assert both == pytest.approx((26 / 256) ** 2, abs=6 * (0.01 / dropped[:, 0].size) ** 0.5)
     assert layers.dropout(x, 0.1, None) is x
     assert layers.dropout(x, 0.0, jax.random.key(0)) is x
+
+
+@pytest.mark.parametrize(("rate", "of_256"), [(0.25, 64), (0.001, 1), (0.9999, 255)])
+def test_dropout_rates(rate, of_256):
+    out = layers.dropout(jnp.ones((2000, 500)), rate, jax.random.key(1))
+    share = of_256 / 256
+    expected = pytest.approx(share, abs=6 * (share * (1 - share) / 1e6) ** 0.5)
+    assert float((out == 0).mean()) == expected
 
 
 def test_dropout_gradient_is_where_it_kept():
