@@ -1,0 +1,87 @@
+"""What a layer costs where it is trained: in a stack, with dropout, forward and backward.
+
+    python -m benchmarks.stacked_layers --target=tpu:v5e --layers 4 --unroll 1 2 4
+    python -m benchmarks.stacked_layers --layers 4 --config.model.remat=dots
+
+The stack is `models.encoder.Encoder` of configs/base.py in bfloat16, on states that are given, with
+the gradients of its parameters and of these; beside a bare layer (benchmarks/layer.py) it pays for
+dropout and for what a scan keeps of each layer for the backward pass. The figures are the TPU
+compiler's model (analysis/tpu/pricing.py) in thousand cycles a layer; no TPU is needed.
+"""
+
+import argparse
+import dataclasses
+import time
+
+from convbert_jax.analysis.tpu import pricing as tpu_pricing
+from convbert_jax.command_line import overrides
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--target", default="tpu:v5e", choices=[f"tpu:{n}" for n in tpu_pricing.CHIPS]
+    )
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--unroll", type=int, nargs="+", default=[1], help="values of scan_unroll")
+    parser.add_argument("--batch", type=int, default=64, help="rows")
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--operations", type=int, default=0, help="also print the dearest N")
+    options, rest = parser.parse_known_args()
+    fields, rest = overrides.take(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    tpu_pricing.use_compile_only_tpu()
+    print(f"base, {options.layers} layers, {options.batch} x {options.length}, {options.target}")
+    print("unroll  thousand cycles a layer         temporaries, MB    seconds to price")
+    for unroll in options.unroll:
+        print_price(options, fields | {"model.scan_unroll": unroll})
+
+
+def print_price(options: argparse.Namespace, fields: dict) -> None:
+    function, shapes = build(options, fields)
+    started = time.perf_counter()
+    found = tpu_pricing.price(function, *shapes, target=options.target)
+    seconds = time.perf_counter() - started
+    of_layer = 1e3 * options.layers
+    cycles = f"{found.cycles / of_layer:,.0f} (kernels {found.kernel_cycles / of_layer:,.0f})"
+    megabytes = found.temporary_bytes / 1e6 / options.layers
+    unroll = fields["model.scan_unroll"]
+    print(f"{unroll:6}  {cycles:30}{megabytes:14,.0f}{seconds:20.0f}", flush=True)
+    for name, cycles, source in found.operations[: options.operations]:
+        print(f"{cycles / of_layer:9.1f}  {name}  {source}")
+
+
+def build(options: argparse.Namespace, fields: dict):
+    """(gradients of a stack, shapes of its parameters, states, segment ids and key)."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from configs import base
+    from convbert_jax.config import from_config_dict
+    from convbert_jax.models.encoder import Encoder
+
+    jax.config.update("jax_default_prng_impl", "rbg")  # as training/environment/devices.py on a TPU
+    config = base.get_config()
+    config.unlock()
+    config.model.layers = options.layers
+    for path, value in fields.items():
+        section, _, name = path.rpartition(".")
+        (config[section] if section else config)[name] = value
+    config = dataclasses.replace(from_config_dict(config), compute_dtype="bfloat16")
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Encoder(config.encoder, nnx.Rngs(0))))
+
+    def value(params, x, segment_ids, key):
+        out = nnx.merge(graphdef, params)(x, segment_ids, jax.random.wrap_key_data(key))
+        return jnp.vdot(out.astype(jnp.float32), x.astype(jnp.float32))
+
+    shape = (options.batch, options.length)
+    x = jax.ShapeDtypeStruct((*shape, config.encoder.hidden_size), jnp.bfloat16)
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    shapes = (params, x, jax.ShapeDtypeStruct(shape, jnp.int32), key)
+    return jax.grad(value, argnums=(0, 1)), shapes
+
+
+if __name__ == "__main__":
+    main()
