@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--unroll", type=int, nargs="+", default=[1], help="values of scan_unroll")
     parser.add_argument("--batch", type=int, default=64, help="rows")
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--xla-only", action="store_true", help="leave the Pallas kernels out")
     parser.add_argument("--operations", type=int, default=0, help="also print the dearest N")
     options, rest = parser.parse_known_args()
     fields, rest = overrides.take(rest)
@@ -41,10 +42,12 @@ def main() -> None:
 def print_price(options: argparse.Namespace, fields: dict) -> None:
     function, shapes = build(options, fields)
     started = time.perf_counter()
-    found = tpu_pricing.price(function, *shapes, target=options.target)
+    kernels = not options.xla_only
+    found = tpu_pricing.price(function, *shapes, target=options.target, kernels=kernels)
     seconds = time.perf_counter() - started
     of_layer = 1e3 * options.layers
-    cycles = f"{found.cycles / of_layer:,.0f} (kernels {found.kernel_cycles / of_layer:,.0f})"
+    kernels = f"{found.kernel_cycles / of_layer:,.0f}" if kernels else "left out"
+    cycles = f"{found.cycles / of_layer:,.0f} (kernels {kernels})"
     megabytes = found.temporary_bytes / 1e6 / options.layers
     unroll = fields["model.scan_unroll"]
     print(f"{unroll:6}  {cycles:30}{megabytes:14,.0f}{seconds:20.0f}", flush=True)

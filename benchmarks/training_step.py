@@ -25,7 +25,9 @@ def main() -> None:
     parser.add_argument("--target", default="tpu:v5e", choices=TARGETS)
     parser.add_argument("--config", default="base", help="as base or base:paper")
     parser.add_argument("--batch", type=int, help="rows of a step; default: the config's")
+    parser.add_argument("--unroll", type=int, default=1, help="config.model.scan_unroll")
     parser.add_argument("--operations", type=int, default=0, help="print the dearest N (tpu)")
+    parser.add_argument("--xla-only", action="store_true", help="leave Pallas kernels out (tpu)")
     options = parser.parse_args()
     if options.target == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -35,11 +37,12 @@ def main() -> None:
         print_price(options)
 
 
-def build(options: argparse.Namespace, runs: int | None = None):
+def build(options: argparse.Namespace, runs: int | None = None, unroll: int = 1):
     """(program, shapes of the state and the batch of its train_step).
 
     Args:
       runs: how many are trained together, as `Program` takes it.
+      unroll: `config.model.scan_unroll`.
     """
     import jax
 
@@ -53,7 +56,8 @@ def build(options: argparse.Namespace, runs: int | None = None):
     )
     train = dataclasses.replace(config.train, batch_size=options.batch or config.train.batch_size)
     dtype = "float32" if options.target == "cpu" else "bfloat16"
-    config = dataclasses.replace(config, train=train, compute_dtype=dtype)
+    model = dataclasses.replace(config.model, scan_unroll=unroll)
+    config = dataclasses.replace(config, train=train, model=model, compute_dtype=dtype)
     on_cpu = options.target == "cpu"
     device = jax.devices()[0]
     mesh = make_mesh(config.mesh, [device]) if on_cpu else tpu_pricing.make_mesh(options.target)
@@ -90,12 +94,14 @@ def print_price(options: argparse.Namespace) -> None:
     import jax
 
     jax.config.update("jax_default_prng_impl", "rbg")  # as training/environment/devices.py on a TPU
-    program, shapes = build(options)
+    program, shapes = build(options, unroll=options.unroll)
     started = time.perf_counter()
-    found = tpu_pricing.price(program.train_step, *shapes, target=options.target)
+    kernels = not options.xla_only
+    found = tpu_pricing.price(program.train_step, *shapes, target=options.target, kernels=kernels)
+    of_kernels = f"{found.kernel_cycles / 1e6:.1f}" if kernels else "left out"
     print(
         f"{found.cycles / 1e6:.1f} million cycles (compiler's model): XLA "
-        f"{found.xla_cycles / 1e6:.1f}, kernels {found.kernel_cycles / 1e6:.1f}; temporaries "
+        f"{found.xla_cycles / 1e6:.1f}, kernels {of_kernels}; temporaries "
         f"{found.temporary_bytes / 1e9:.2f} GB; not estimated: {len(found.unpriced)} operations; "
         f"{time.perf_counter() - started:.0f} s to compile and price"
     )
@@ -104,7 +110,7 @@ def print_price(options: argparse.Namespace) -> None:
 
 
 def print_seconds(options: argparse.Namespace) -> None:
-    program, shapes = build(options)
+    program, shapes = build(options, unroll=options.unroll)
     started = time.perf_counter()
     traced = program.train_step.trace(*shapes)
     lowered = traced.lower()

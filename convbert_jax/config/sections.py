@@ -89,7 +89,7 @@ class ModelSection:
     stages: tuple[StageSection, ...] = ()
     positions: int = 512  # rows of the learned position table, the longest input
     types: int = 2  # rows of the segment-type table
-    dropout: float = 0.1
+    dropout: float = 0.1  # in steps of 1/256, as all rates of dropout
     attention_dropout: float = 0.1  # of attention maps, and of the filters of dynamic and light
     # auto: the fastest per platform, xla if there is attention dropout, and the log says which. One
     # that is named never gives way to another.
@@ -108,7 +108,8 @@ class ModelSection:
     initializer_range: float = 0.02
     # none | dots (keep matmul outputs) | full (keep layer inputs only): memory against speed
     remat: Changeable[str] = "none"
-    # layers per scan iteration; more compiles longer and can run faster
+    # layers per scan iteration: 1, or as many as there are, which compiles longer and runs faster;
+    # a part of them costs a TPU more than either, by its compiler's model
     scan_unroll: Changeable[int] = 1
 
 

@@ -137,12 +137,13 @@ def chip(target: str) -> Chip:
     return CHIPS[name]
 
 
-def price(function, *arguments, target: str) -> Price:
+def price(function, *arguments, target: str, kernels: bool = True) -> Price:
     """Compiles `function` for one chip of `target` and sums up what the compiler estimates.
 
     Args:
       arguments: arrays or `jax.ShapeDtypeStruct`s, or trees of them.
       target: "tpu:" and a key of CHIPS.
+      kernels: False leaves Pallas kernels out: each takes minutes and gigabytes to profile.
 
     Raises:
       ValueError: no such target, or a loop whose trip count the program does not state.
@@ -150,12 +151,12 @@ def price(function, *arguments, target: str) -> Price:
     """
     compiled = compile_for(function, *arguments, target=target)
     found = scheduled(compiled.as_text())
-    kernels: dict[tuple, int] = {}
+    calls: dict[tuple, int] = {}
     unpriced = []
     for operation in found:
         if operation.kernel is not None:
             key = (operation.name.rpartition(".")[0] or operation.name, operation.kernel)
-            kernels[key] = kernels.get(key, 0) + operation.times
+            calls[key] = calls.get(key, 0) + operation.times
         elif operation.cycles is None:
             unpriced.append(operation.name)
     by_name = [(o.name, o.times * o.cycles, o.source) for o in found if o.cycles is not None]
@@ -163,7 +164,9 @@ def price(function, *arguments, target: str) -> Price:
     return Price(
         xla_cycles=sum(cycles for _, cycles, _ in by_name),
         kernels=tuple(
-            _price_kernel(name, kernel, times, target) for (name, kernel), times in kernels.items()
+            _price_kernel(name, kernel, times, target)
+            for (name, kernel), times in calls.items()
+            if kernels
         ),
         operations=tuple(sorted(by_name, key=lambda row: -row[1])),
         unpriced=tuple(unpriced),
