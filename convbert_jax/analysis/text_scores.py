@@ -2,10 +2,14 @@
 
 import dataclasses
 import importlib
+import logging
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata, util
 
 from convbert_jax.config import UserError
+
+log = logging.getLogger(__name__)
 
 
 class ScoreError(UserError):
@@ -32,14 +36,17 @@ LIBRARIES = {
 }
 
 
-def check_library(recipe: str) -> None:
+def check_library(recipe: str, score_words: str = "13a") -> None:
     """Raises ScoreError where what scores texts of the recipe is not installed."""
-    module, package = LIBRARIES.get(recipe, ("", ""))
-    if module and util.find_spec(module) is None:
-        raise ScoreError(
-            f"config.recipe='{recipe}' is scored by {package}, which is not installed; install it: "
-            f"pip install {package}, or convbert_jax[text]."
-        )
+    needed = [LIBRARIES[recipe]] if recipe in LIBRARIES else []
+    if recipe == "summarization" and score_words != "13a":
+        needed.append(LIBRARIES["translation"])
+    for module, package in needed:
+        if util.find_spec(module) is None:
+            raise ScoreError(
+                f"config.recipe='{recipe}' is scored by {package}, which is not installed; install "
+                f"it: pip install {package}, or convbert_jax[text]."
+            )
 
 
 def score(
@@ -47,23 +54,23 @@ def score(
     written: Sequence[str],
     references: Sequence[str],
     normalize: Callable[[str], str],
-    bleu_tokenizer: str = "13a",
+    score_words: str = "13a",
 ) -> Scores:
     """The scores of config.recipe.
 
     Args:
       written, references: texts side by side.
       normalize: a text as the model's vocabulary would write it.
-      bleu_tokenizer: config.decoding.bleu_tokenizer.
+      score_words: config.decoding.score_words.
 
     Raises:
       ScoreError: as `check_library`.
     """
-    check_library(recipe)
+    check_library(recipe, score_words)
     if recipe == "translation":
-        return _translation(written, references, bleu_tokenizer)
+        return _translation(written, references, score_words)
     if recipe == "summarization":
-        return _summarization(written, references)
+        return _summarization(written, references, score_words)
     return _text_to_text(written, references, normalize)
 
 
@@ -78,18 +85,50 @@ def _translation(written, references, tokenizer: str) -> Scores:
     return Scores(values, ", ".join(signatures))
 
 
-def _summarization(written, references) -> Scores:
-    """F of ROUGE-1, 2 and L, means over texts, with stemming (Lin 2004)."""
+class _Words:
+    """Words as sacreBLEU cuts them, in lower case, without punctuation, for rouge-score."""
+
+    def __init__(self, name: str):
+        self._cut = importlib.import_module("sacrebleu").BLEU(tokenize=name).tokenizer
+
+    def tokenize(self, text: str) -> list[str]:
+        return [word for word in self._cut(text.lower()).split() if any(map(_counts, word))]
+
+
+def _counts(character: str) -> bool:
+    return unicodedata.category(character)[0] in "LMN"  # letters, their marks, numbers
+
+
+def _warn_of_letters(references: Sequence[str]) -> None:
+    letters = [letter for text in references for letter in text.lower() if letter.isalpha()]
+    unknown = sum(not letter.isascii() for letter in letters)
+    if unknown > len(letters) / 10:
+        log.warning(
+            "ROUGE counts words of a to z and 0 to 9 alone, and %.0f%% of the letters of the "
+            "references are others; --config.decoding.score_words=intl (zh, char where no blanks "
+            "stand between words) counts all.",
+            100 * unknown / len(letters),
+        )
+
+
+def _summarization(written, references, words: str) -> Scores:
+    """F of ROUGE-1, 2 and L, means over texts (Lin 2004), with stemming where words are English."""
     names = ("rouge1", "rouge2", "rougeL")
+    english = words == "13a"
+    if english:
+        _warn_of_letters(references)
     scorer = importlib.import_module("rouge_score.rouge_scorer").RougeScorer(
-        list(names), use_stemmer=True
+        list(names), use_stemmer=english, tokenizer=None if english else _Words(words)
     )
     found = [scorer.score(right, ours) for ours, right in zip(written, references, strict=True)]
     values = {
         name.lower(): 100 * sum(each[name].fmeasure for each in found) / len(found)
         for name in names
     }
-    return Scores(values, f"rouge-score {metadata.version('rouge-score')}, F with stemming")
+    how = "F with stemming"
+    if not english:
+        how = f"F of words of sacreBLEU {metadata.version('sacrebleu')} tok:{words}, lower case"
+    return Scores(values, f"rouge-score {metadata.version('rouge-score')}, {how}")
 
 
 def _text_to_text(written, references, normalize) -> Scores:

@@ -159,6 +159,28 @@ def test_words_of_chinese_are_counted_where_they_are_asked_for():
     assert text_scores.score("translation", ours, right, str).values["bleu"] == 0
 
 
+def test_rouge_counts_words_of_any_script_where_they_are_asked_for(caplog):
+    """rouge-score alone finds no word in them, which is said."""
+    right = ["Дождь идёт, и ветер дует.", "Снег лежит во дворе."]
+    ours = ["Дождь идёт, но ветер дует.", "Снег лежит на дворе."]
+    found = text_scores.score("summarization", ours, right, str, "intl")
+    assert found.values["rouge1"] == pytest.approx(100 * (4 / 5 + 3 / 4) / 2)
+    assert found.values["rouge2"] == pytest.approx(100 * (2 / 4 + 1 / 3) / 2)
+    assert "tok:intl" in found.signature
+    assert not caplog.text
+    assert text_scores.score("summarization", right, right, str).values["rouge1"] == 0
+    assert "100% of the letters" in caplog.text
+    assert "--config.decoding.score_words=intl" in caplog.text
+    chinese = ["我们在河边看见鸟。"]
+    assert text_scores.score("summarization", chinese, chinese, str, "zh").values["rouge2"] == 100
+
+
+def test_rouge_of_few_other_letters_warns_of_nothing(caplog):
+    right = ["The naïve guest of the café asks for a piece of bread."]
+    text_scores.score("summarization", right, right, str)
+    assert not caplog.text
+
+
 def test_an_answer_in_another_case_is_equal_as_the_vocabulary_writes_it():
     scores = text_scores.score("text_to_text", [" yes"], ["Yes"], str.lower).values
     assert scores == {"exact_match": 0, "exact_match_normalized": 100}

@@ -5,10 +5,10 @@ from convbert_jax.config.run import Config
 from convbert_jax.config.sequences.sections import (
     ACTIVATIONS,
     BAD_PAIRS,
-    BLEU_TOKENIZERS,
     METHODS,
     NORMS,
     POSITIONS,
+    SCORE_WORDS,
 )
 
 
@@ -68,7 +68,7 @@ def _check_parallel(config: Config) -> None:
 def _check_decoding(config: Config) -> None:
     d = config.decoding
     check_choice("decoding.method", d.method, METHODS)
-    check_choice("decoding.bleu_tokenizer", d.bleu_tokenizer, BLEU_TOKENIZERS)
+    check_choice("decoding.score_words", d.score_words, SCORE_WORDS)
     check(
         d.n_best <= d.beam or d.method != "beam",
         f"config.decoding.n_best={d.n_best} is more than config.decoding.beam={d.beam} finds; "

@@ -11,7 +11,7 @@ NORMS = ("post", "pre")
 ACTIVATIONS = ("relu", "gelu")
 POSITIONS = ("sinusoidal", "learned", "none")
 BAD_PAIRS = ("skip", "error")
-BLEU_TOKENIZERS = ("13a", "intl", "zh", "char", "none")
+SCORE_WORDS = ("13a", "intl", "zh", "char", "none")
 METHODS = ("beam", "greedy", "sample")
 # Recipes whose model writes text: of a corpus, and of pairs of texts.
 OF_CORPUS = ("causal_lm", "span_corruption")
@@ -100,9 +100,10 @@ class DecodingSection:
     top_p: Changeable[float] = 1.0  # of sample: and from the fewest that have this probability
     batch_tokens: Changeable[int] = 4_096  # of the sources that are decoded together
     average: Changeable[int] = 1  # newest checkpoints whose mean is taken; LightConv: 10
-    # how sacreBLEU cuts texts into words: 13a | intl | zh | char | none. 13a knows no words of
-    # languages that are written without blanks
-    bleu_tokenizer: Changeable[str] = "13a"
+    # how BLEU and ROUGE cut texts into words, by sacreBLEU's names: 13a | intl | zh | char | none.
+    # 13a knows no words of languages that are written without blanks; for ROUGE it is the way of
+    # rouge-score, stems of words of a to z and 0 to 9, and all else is nothing
+    score_words: Changeable[str] = "13a"
     # further sets of pairs that --mode=eval scores, each NAME=SOURCE as parallel.source has it
     test_sources: Changeable[tuple[str, ...]] = ()
 

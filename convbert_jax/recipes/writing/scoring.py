@@ -66,7 +66,7 @@ def check(config: Config, *, tests: bool) -> None:
       ScoreError: a library is missing.
       DataError: a set is not there.
     """
-    text_scores.check_library(config.recipe)
+    text_scores.check_library(config.recipe, config.decoding.score_words)
     if tests:
         for _, spec in config.decoding.tests:
             open_pairs(spec, config.parallel)
@@ -116,7 +116,7 @@ def _score(
         return target.decode(ids)
 
     scores = text_scores.score(
-        config.recipe, written, right, normalize, config.decoding.bleu_tokenizer
+        config.recipe, written, right, normalize, config.decoding.score_words
     )
     file = folder / f"{name}.txt"
     folder.mkdir(parents=True, exist_ok=True)
