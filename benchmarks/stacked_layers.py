@@ -10,9 +10,9 @@ compiler's model (analysis/tpu/pricing.py) in thousand cycles a layer; no TPU is
 """
 
 import argparse
-import dataclasses
 import time
 
+import convbert_jax
 from convbert_jax.analysis.tpu import pricing as tpu_pricing
 from convbert_jax.command_line import overrides
 
@@ -61,18 +61,10 @@ def build(options: argparse.Namespace, fields: dict):
     import jax.numpy as jnp
     from flax import nnx
 
-    from configs import base
-    from convbert_jax.config import from_config_dict
     from convbert_jax.models.encoder import Encoder
 
     jax.config.update("jax_default_prng_impl", "rbg")  # as training/environment/devices.py on a TPU
-    config = base.get_config()
-    config.unlock()
-    config.model.layers = options.layers
-    for path, value in fields.items():
-        section, _, name = path.rpartition(".")
-        (config[section] if section else config)[name] = value
-    config = dataclasses.replace(from_config_dict(config), compute_dtype="bfloat16")
+    config = convbert_jax.load_config("base", **{"model.layers": options.layers} | fields)
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Encoder(config.encoder, nnx.Rngs(0))))
 
     def value(params, x, segment_ids, key):
