@@ -1,6 +1,7 @@
 """Numbers for TensorBoard, in files of its own format beside the run's."""
 
 import contextlib
+import itertools
 import os
 import socket
 import sys
@@ -50,7 +51,10 @@ class EventFile:
         Raises:
           OSError: it cannot be written.
         """
-        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
+        begin = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
+        # A second run of this process may begin within the same second.
+        names = (f"{begin}.{number}" for number in itertools.count())
+        name = next(name for name in names if not (folder / name).exists())
         self._local, self._place = folder / name, folder / name
         if files.is_remote(folder):  # its writer needs a file on a disk, which is copied
             self._folder = tempfile.TemporaryDirectory()

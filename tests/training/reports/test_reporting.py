@@ -55,6 +55,14 @@ def test_tensorboard_sees_what_the_lines_say(tmp_path):
     assert errors == pytest.approx(expected)
 
 
+def test_two_files_of_one_second_are_two(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1_700_000_000.0)
+    for step in (1, 2):
+        tensorboard.EventFile(tmp_path, purge_step=step).close()
+    events = read_events(tmp_path)
+    assert [e.step for e in events if e.HasField("session_log")] == [1, 2]
+
+
 def test_a_start_loads_no_pytorch():
     """Where it is installed tensorboardX does, for a type in signatures: two seconds."""
     pytest.importorskip("torch")
