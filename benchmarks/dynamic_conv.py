@@ -29,6 +29,7 @@ import sys
 from collections.abc import Callable
 
 from benchmarks import timing
+from convbert_jax.analysis.tpu import chips
 from convbert_jax.analysis.tpu import pricing as tpu_pricing
 
 TARGETS = ("tpu:v5e", "tpu:v5p", "tpu:v6e", "cpu", "gpu")
@@ -235,7 +236,7 @@ def price_rows(options: argparse.Namespace):
     """A row for each implementation and direction, as soon as it is priced."""
     import jax
 
-    chip = tpu_pricing.chip(options.target)
+    chip = chips.chip(options.target)
     jax.config.update("jax_platforms", "cpu")
     for (op, name), function in functions(options).items():
         arrays, cotangent, gradients = inputs(options, op)

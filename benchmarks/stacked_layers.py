@@ -13,15 +13,14 @@ import argparse
 import time
 
 import convbert_jax
+from convbert_jax.analysis.tpu import chips
 from convbert_jax.analysis.tpu import pricing as tpu_pricing
 from convbert_jax.command_line import overrides
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--target", default="tpu:v5e", choices=[f"tpu:{n}" for n in tpu_pricing.CHIPS]
-    )
+    parser.add_argument("--target", default="tpu:v5e", choices=[f"tpu:{n}" for n in chips.CHIPS])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--unroll", type=int, nargs="+", default=[1], help="values of scan_unroll")
     parser.add_argument("--batch", type=int, default=64, help="rows")

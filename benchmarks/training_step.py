@@ -15,9 +15,10 @@ import importlib
 import os
 import time
 
+from convbert_jax.analysis.tpu import chips
 from convbert_jax.analysis.tpu import pricing as tpu_pricing
 
-TARGETS = ("cpu", *(f"tpu:{name}" for name in tpu_pricing.CHIPS))
+TARGETS = ("cpu", *(f"tpu:{name}" for name in chips.CHIPS))
 
 
 def main() -> None:

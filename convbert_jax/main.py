@@ -53,6 +53,10 @@ def main(request: command_line.Request) -> None:
 
 def _run(request: command_line.Request) -> None:
     # Imported late: a wrong flag is answered before jax is loaded.
+    if request.mode == "plan":
+        from convbert_jax.analysis.tpu import pricing
+
+        pricing.use_compile_only_tpu()
     from convbert_jax import recipes
     from convbert_jax.interop import conversion, importing
     from convbert_jax.interop.fairseq import run as fairseq
@@ -65,6 +69,17 @@ def _run(request: command_line.Request) -> None:
     result = None
     if request.mode == "show":
         print(recipes.show(config, workdir, request.given), flush=True)
+    elif request.mode == "plan":
+        result = recipes.plan(
+            config,
+            workdir,
+            request.given,
+            topology=request.topology,
+            largest_batch=request.largest_batch,
+            compare=request.compare,
+            chip_hour_price=request.chip_hour_price,
+            output=request.output,
+        )
     elif request.mode == "prepare":
         recipes.prepare(config, workdir, request.given)
     elif request.mode == "eval":
@@ -111,6 +126,8 @@ def _run(request: command_line.Request) -> None:
         result = run(config, workdir, request.given)
     if result and result.report:
         print(result.report, flush=True)
+    if request.mode == "plan" and not result.fits:
+        console.fail(f"{config.name} does not fit {request.topology}; see above what helps.")
 
 
 def _compile_cache(request: command_line.Request) -> str:

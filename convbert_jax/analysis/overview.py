@@ -68,7 +68,7 @@ def _describe_run(config: Config) -> list[str]:
     ]
     rates = {chip: flops.PEAK_FLOPS[chip] * _REACHED for chip in _CHIPS}
     return lines + [
-        f"  {chip:<26}{_time(total / rate)}, {tokens * rate / work:,.0f} tokens/s"
+        f"  {chip:<26}{spell_time(total / rate)}, {tokens * rate / work:,.0f} tokens/s"
         for chip, rate in rates.items()
     ]
 
@@ -95,7 +95,8 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _time(seconds: float) -> str:
+def spell_time(seconds: float) -> str:
+    """As "3.2 days"."""
     for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"

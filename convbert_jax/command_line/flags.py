@@ -15,6 +15,7 @@ from convbert_jax.config.own_task import INPUT_FORMATS
 MODES = {
     "train": "prepare the data if needed, then pre-train or fine-tune, from where the run is",
     "show": "what the config comes to: parameters, tokens, operations, memory; starts nothing",
+    "plan": "what the run would take of --topology: memory, time, network; needs no accelerator",
     "prepare": "only make the tokenizer and the shards",
     "eval": "the numbers of a checkpoint of the pre-training run --workdir on its held-out text",
     "verify_resume": "train twice, once killed in the middle, and compare both bit for bit",
@@ -56,12 +57,25 @@ VERIFY_STEPS = flags.DEFINE_integer(
     "verify_steps", 40, "Steps of each run of --mode=verify_resume.", lower_bound=2
 )
 FORMAT = flags.DEFINE_enum("format", "huggingface", FORMATS, "What --mode=export writes.")
+TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "TPU slice of --mode=plan: v5e:4x4, v5p:4x4x4, v6e:16x16 and the like."
+)
+LARGEST_BATCH = flags.DEFINE_boolean(
+    "largest_batch", False, "Whether --mode=plan looks for it, by up to four more compilations."
+)
+COMPARE = flags.DEFINE_boolean(
+    "compare", False, "Whether --mode=plan compiles other meshes and config.model.remat too."
+)
+CHIP_HOUR_PRICE = flags.DEFINE_float(
+    "chip_hour_price", None, "What --mode=plan counts for an hour of a chip.", lower_bound=0.0
+)
 OUTPUT = flags.DEFINE_string(
     "output",
     None,
     "Folder that --mode=export makes; default WORKDIR/FORMAT/step-N. File that --mode=predict "
     "makes, .tsv, .csv or .jsonl; default standard output. File that --mode=eval makes; default "
-    "WORKDIR/evaluation/step-N.json. Folder of --mode=inspect; default WORKDIR/inside/step-N.",
+    "WORKDIR/evaluation/step-N.json. Folder of --mode=inspect; default WORKDIR/inside/step-N. "
+    "JSON file of --mode=plan; default none.",
 )
 INPUT = flags.DEFINE_string(
     "input",

@@ -19,7 +19,11 @@ _HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
 _MODES_OF_FLAG = {
     "verify_steps": ("verify_resume",),
     "format": ("export",),
-    "output": ("eval", "export", "predict", "inspect"),
+    "topology": ("plan",),
+    "largest_batch": ("plan",),
+    "compare": ("plan",),
+    "chip_hour_price": ("plan",),
+    "output": ("eval", "export", "predict", "inspect", "plan"),
     "input": ("predict", "inspect"),
     "input_format": ("predict",),
     "texts": ("predict",),
@@ -33,7 +37,7 @@ _MODES_OF_FLAG = {
 # Modes that go by the config that the weights bring along.
 _WITHOUT_CONFIG = ("export", "predict", "inspect")
 # Modes that need no --config where --workdir has a run.
-_OF_A_RUN = ("train", "show", "prepare", "eval", "verify_resume")
+_OF_A_RUN = ("train", "show", "plan", "prepare", "eval", "verify_resume")
 _OF_DECODING = "decoding."  # how the paths of such fields begin
 
 
@@ -70,6 +74,10 @@ class Request:
     processes: Processes | None
     verify_steps: int
     format: str
+    topology: str | None
+    largest_batch: bool
+    compare: bool
+    chip_hour_price: float | None
     output: str | None
     input: str
     input_format: str
@@ -111,6 +119,10 @@ def read(argv: Sequence[str]) -> Request:
         processes=_read_processes(),
         verify_steps=flags.VERIFY_STEPS.value,
         format=flags.FORMAT.value,
+        topology=flags.TOPOLOGY.value,
+        largest_batch=flags.LARGEST_BATCH.value,
+        compare=flags.COMPARE.value,
+        chip_hour_price=flags.CHIP_HOUR_PRICE.value,
         output=flags.OUTPUT.value,
         input=flags.INPUT.value,
         input_format=flags.INPUT_FORMAT.value,
@@ -169,6 +181,8 @@ def _check_flags() -> None:
     named = flags.SOURCE.value or flags.WORKDIR.value or flags.CONFIG.value
     if of_weights and not named:
         raise ConfigError(f"--mode={mode} needs --workdir, the folder of a run, or --source.")
+    if mode == "plan" and not flags.TOPOLOGY.value:
+        raise ConfigError("--mode=plan needs --topology=SLICE, as v5e:4x4.")
     if mode == "import" and not (flags.SOURCE.value and flags.WORKDIR.value):
         raise ConfigError("--mode=import needs --source=WEIGHTS and --workdir=FOLDER.")
     if mode == "predict" and not flags.WORKDIR.value:
@@ -259,6 +273,11 @@ def _check_recipe(config: Config) -> None:
         raise ConfigError(
             "--mode=import makes a pre-training run; fine-tuning starts from the weights as they "
             f"are: --mode=train --config.init_from={flags.SOURCE.value}."
+        )
+    if mode == "plan":
+        raise ConfigError(
+            "--mode=plan is for one long run; fine-tuning is many short ones, which take one "
+            "machine: --mode=show tells of them."
         )
     if mode == "eval":
         raise ConfigError(

@@ -7,6 +7,7 @@ pretraining.py  all but finetune: one long run
 evaluation.py   a checkpoint of it on held-out text, without training
 writing/        sets of pairs written and scored, after training and by an evaluation
 finetuning.py   finetune: labelled tasks, many short runs
+planning/       what such a run would take of TPUs that are not here
 prediction.py   what a model that comes out of it says of new text
 inspection.py   what the layers of a model do with text, as pictures
 results.py      what each of them returns; none of them prints
@@ -17,12 +18,14 @@ Read it after `config/`.
 from convbert_jax.recipes.evaluation import evaluate
 from convbert_jax.recipes.finetuning import finetune
 from convbert_jax.recipes.inspection import inspect
+from convbert_jax.recipes.planning import plan
 from convbert_jax.recipes.prediction import predict
 from convbert_jax.recipes.pretraining import prepare, pretrain, show
 from convbert_jax.recipes.results import (
     EvaluationResult,
     FinetuningResult,
     InspectionResult,
+    PlanResult,
     PredictionResult,
     PretrainingResult,
 )
@@ -32,12 +35,14 @@ __all__ = [
     "EvaluationResult",
     "FinetuningResult",
     "InspectionResult",
+    "PlanResult",
     "PredictionResult",
     "PretrainingResult",
     "build_task",
     "evaluate",
     "finetune",
     "inspect",
+    "plan",
     "predict",
     "prepare",
     "pretrain",

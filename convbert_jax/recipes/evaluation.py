@@ -55,7 +55,7 @@ def evaluate(
     workdir = Workdir(folder)
     step = workdir.choose_step(step)
     if output:
-        _check_output(files.to_path(output))
+        check_output(files.to_path(output))
     if step is None and jax.process_count() > 1:  # a run under way may save in between
         step = int(multihost_utils.broadcast_one_to_all(np.int32(workdir.steps()[-1])))
     found = devices.find_devices(config)
@@ -122,7 +122,7 @@ def _read_params(workdir: Workdir, config: Config, abstract, step: int | None):
     return checkpoint_reading.load_params(workdir.checkpoints, abstract, step)
 
 
-def _check_output(file: epath.Path) -> None:
+def check_output(file: epath.Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -98,3 +98,18 @@ class InspectionResult:
 
     folder: epath.Path
     report: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanResult:
+    """What a run would take of devices that are not here.
+
+    Attributes:
+      fits: whether the config as it is does.
+      numbers: all that was found, for JSON.
+      report: a text for a person.
+    """
+
+    fits: bool
+    numbers: Mapping[str, Any]
+    report: str

@@ -47,24 +47,33 @@ def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None)
       ShardingError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = dict(zip(AXES, (section.data, section.fsdp, section.tensor), strict=True))
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    named = ", ".join(f"config.mesh.{axis}={size}" for axis, size in sizes.items())
-    if len(devices) % fixed:
-        raise ShardingError(
-            f"{named} do not divide the {len(devices)} devices here; choose sizes whose product "
-            f"is {len(devices)}, or -1 for one of them."
-        )
-    sizes = {axis: len(devices) // fixed if n == -1 else n for axis, n in sizes.items()}
-    if math.prod(sizes.values()) != len(devices):
-        raise ShardingError(
-            f"{named} use {fixed} of the {len(devices)} devices here; set config.mesh.data=-1 to "
-            "use all."
-        )
+    sizes = mesh_sizes(section, len(devices))
     # Auto is not the default of make_mesh any more; Explicit asks every op for shardings.
     return jax.make_mesh(
         tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
     )
+
+
+def mesh_sizes(section: MeshSection, count: int) -> dict[str, int]:
+    """Axis -> size, of a mesh of `count` devices.
+
+    Raises:
+      ShardingError: the sizes do not multiply to it.
+    """
+    sizes = dict(zip(AXES, (section.data, section.fsdp, section.tensor), strict=True))
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    named = ", ".join(f"config.mesh.{axis}={size}" for axis, size in sizes.items())
+    if count % fixed:
+        raise ShardingError(
+            f"{named} do not divide the {count} devices here; choose sizes whose product "
+            f"is {count}, or -1 for one of them."
+        )
+    sizes = {axis: count // fixed if n == -1 else n for axis, n in sizes.items()}
+    if math.prod(sizes.values()) != count:
+        raise ShardingError(
+            f"{named} use {fixed} of the {count} devices here; set config.mesh.data=-1 to use all."
+        )
+    return sizes
 
 
 def check_batch_size(

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from benchmarks import dynamic_conv, layer, timing
+from convbert_jax.analysis.tpu import chips
 from convbert_jax.analysis.tpu import pricing as tpu_pricing
 from convbert_jax.analysis.tpu import program as tpu_program
 from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
@@ -80,10 +81,10 @@ def test_bytes_of_a_laid_out_array(shape, size):
 
 
 def test_floors_are_traffic_at_full_bandwidth():
-    assert tpu_pricing.chip("tpu:v5e").clock == pytest.approx(1.503e9, rel=1e-3)
-    assert tpu_pricing.chip("tpu:v5e").bandwidth_cycles(819e9) == pytest.approx(1.503e9, rel=1e-3)
+    assert chips.chip("tpu:v5e").clock == pytest.approx(1.503e9, rel=1e-3)
+    assert chips.chip("tpu:v5e").bandwidth_cycles(819e9) == pytest.approx(1.503e9, rel=1e-3)
     with pytest.raises(ValueError, match="target is 'tpu:v9', but must be one of tpu:v5e"):
-        tpu_pricing.chip("tpu:v9")
+        chips.chip("tpu:v9")
 
 
 def test_alternating_runs_are_all_timed():

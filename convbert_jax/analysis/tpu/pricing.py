@@ -20,39 +20,8 @@ import subprocess
 import sys
 import tempfile
 
-from convbert_jax.analysis.tpu.program import SHAPE, VMEM, KernelCall, laid_out_bytes, scheduled
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """A chip as far as floors need it; clock = FLOP/s / FLOP per cycle.
-
-    `hbm_bytes_per_second` and `flops_per_second` (bfloat16): Google Cloud's TPU documentation,
-    pages "TPU v5e", "TPU v5p", "TPU v6e". `flops_per_cycle`: matrix units x side^2 x 2 (v5e: one
-    core of 4 of 128 x 128; v5p: two such cores; v6e: one core of 4 of 256 x 256, which is what its
-    estimates for large products imply).
-    """
-
-    topology: str
-    hbm_bytes_per_second: float
-    flops_per_second: float
-    flops_per_cycle: int
-
-    @property
-    def clock(self) -> float:
-        """Cycles per second."""
-        return self.flops_per_second / self.flops_per_cycle
-
-    def bandwidth_cycles(self, size: float) -> float:
-        """Cycles to move `size` bytes between HBM and the core at full bandwidth."""
-        return size / self.hbm_bytes_per_second * self.clock
-
-
-CHIPS = {
-    "v5e": Chip("v5e:2x2", 819e9, 197e12, 4 * 128**2 * 2),
-    "v5p": Chip("v5p:2x2x1", 2765e9, 459e12, 8 * 128**2 * 2),
-    "v6e": Chip("v6e:1x1", 1640e9, 918e12, 4 * 256**2 * 2),
-}
+from convbert_jax.analysis.tpu.chips import chip
+from convbert_jax.analysis.tpu.program import SHAPE, KernelCall, kernel_bytes, scheduled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,19 +91,6 @@ def use_compile_only_tpu() -> None:
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # two processes collide on a lock file without
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # these two silence warnings
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-
-
-def chip(target: str) -> Chip:
-    """The chip of a target like "tpu:v5e".
-
-    Raises:
-      ValueError: no such target.
-    """
-    kind, _, name = target.partition(":")
-    if kind != "tpu" or name not in CHIPS:
-        choices = ", ".join(f"tpu:{name}" for name in CHIPS)
-        raise ValueError(f"target is {target!r}, but must be one of {choices}.")
-    return CHIPS[name]
 
 
 def price(function, *arguments, target: str, kernels: bool = True) -> Price:
@@ -210,8 +166,7 @@ def compile_for(function, *arguments, target: str):
 
 
 def _price_kernel(name: str, kernel: KernelCall, times: int, target: str) -> Kernel:
-    shapes = kernel.operands + kernel.results
-    size = sum(laid_out_bytes(shape) for shape in shapes if VMEM not in shape)
+    size = kernel_bytes(kernel)
     return Kernel(
         name=name,
         times=times,

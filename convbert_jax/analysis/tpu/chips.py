@@ -1,0 +1,80 @@
+"""TPU chips as devices of a compiler: what they can do, and how its model prices memory.
+
+A device of v4 and TPU7x is one of the two cores of a chip, of the others a whole chip.
+"""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One device; `bandwidth_cycles` and the like are in cycles of its clock.
+
+    Attributes:
+      topology: the smallest that can be compiled for.
+      devices: of a chip.
+      hbm_bytes: that a program may use, as the compiler refuses larger ones.
+      hbm_bytes_per_second, flops_per_second (bfloat16), link_bytes_per_second (both directions, all
+        ports): Google Cloud's TPU documentation, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e",
+        "TPU7x"; those of a chip are halved where it is two devices.
+      ports: links to other chips.
+      flops_per_cycle: matrix units x side^2 x 2 (v5e: one core of 4 of 128 x 128; v5p: two such
+        cores; v6e and TPU7x: a core of 4 of 256 x 256, which is what estimates for large products
+        imply).
+      copied_bytes_per_cycle: what the compiler's estimate for an elementwise operation on a large
+        array comes to; the memory can do two to three times as much.
+    """
+
+    topology: str
+    devices: int
+    hbm_bytes: float
+    hbm_bytes_per_second: float
+    flops_per_second: float
+    link_bytes_per_second: float
+    ports: int
+    flops_per_cycle: int
+    copied_bytes_per_cycle: float
+
+    @property
+    def clock(self) -> float:
+        """Cycles per second."""
+        return self.flops_per_second / self.flops_per_cycle
+
+    @property
+    def memory_pessimism(self) -> float:
+        """How many times slower than the memory is what the compiler estimates for a copy."""
+        return self.hbm_bytes_per_second / self.clock / self.copied_bytes_per_cycle
+
+    def bandwidth_cycles(self, size: float) -> float:
+        """Cycles to move `size` bytes between HBM and the core at full bandwidth."""
+        return size / self.hbm_bytes_per_second * self.clock
+
+
+_GIB = 2**30
+_SIDE_128, _SIDE_256 = 4 * 128**2 * 2, 4 * 256**2 * 2
+CHIPS = {
+    "v4": Chip("v4:2x2x1", 2, 15.25 * _GIB, 614e9, 137.5e12, 300e9, 6, _SIDE_128, 226),
+    "v5e": Chip("v5e:2x2", 1, 15.75 * _GIB, 819e9, 197e12, 400e9, 4, _SIDE_128, 222),
+    "v5p": Chip("v5p:2x2x1", 1, 95.73 * _GIB, 2765e9, 459e12, 1200e9, 6, 2 * _SIDE_128, 573),
+    "v6e": Chip("v6e:1x1", 1, 31.24 * _GIB, 1640e9, 918e12, 800e9, 4, _SIDE_256, 378),
+    "tpu7x": Chip("tpu7x:2x2x1", 2, 94.74 * _GIB, 3690e9, 1153.5e12, 600e9, 6, _SIDE_256, 632),
+}
+
+
+def chip(target: str) -> Chip:
+    """The chip of a target like "tpu:v5e".
+
+    Raises:
+      ValueError: no such target.
+    """
+    kind, _, name = target.partition(":")
+    if kind != "tpu" or name not in CHIPS:
+        choices = ", ".join(f"tpu:{name}" for name in CHIPS)
+        raise ValueError(f"target is {target!r}, but must be one of {choices}.")
+    return CHIPS[name]
+
+
+def count_chips(topology: str) -> int:
+    """Of a name like "v5e:4x4"."""
+    return math.prod(int(side) for side in topology.partition(":")[2].split("x"))

@@ -1,0 +1,219 @@
+"""What a compiled training step will take of a TPU slice: memory, cycles, network, time.
+
+Read off the compiler's output, of one device of the mesh; all of them do the same.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+import jax
+
+from convbert_jax.analysis.tpu.chips import Chip
+from convbert_jax.analysis.tpu.collectives import KINDS, Collective, find_collectives
+from convbert_jax.analysis.tpu.program import Computations, kernel_bytes, scheduled
+from convbert_jax.analysis.tpu.topology import Topology
+from convbert_jax.config import Config
+from convbert_jax.training.state import TrainState
+
+# Groups of cycles, as people ask for them.
+PRODUCTS, KERNELS, OTHER = "matrix products", "Pallas kernels", "everything else"
+_PRODUCT = ("convolution", "dot")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device.
+
+    Attributes:
+      parameters, optimizer, batch: what a step is given.
+      temporaries: activations kept for the backward pass, gradients, and what operations need.
+      program: the code.
+      capacity: that there is.
+    """
+
+    parameters: int
+    optimizer: int
+    batch: int
+    temporaries: int
+    program: int
+    capacity: int
+
+    @property
+    def used(self) -> int:
+        return self.parameters + self.optimizer + self.batch + self.temporaries + self.program
+
+    @property
+    def left(self) -> int:
+        return self.capacity - self.used
+
+
+@dataclasses.dataclass(frozen=True)
+class Operations:
+    """Cycles of one device and one step, by the compiler's model.
+
+    Attributes:
+      groups: PRODUCTS, KERNELS, OTHER -> cycles. A kernel counts as the traffic of its operands at
+        full bandwidth, which is less than it takes.
+      dearest: (cycles, times, name, what the source calls it), the dearest first.
+      unestimated: kinds of operations for which the compiler has no estimate -> how many.
+    """
+
+    groups: Mapping[str, float]
+    dearest: tuple[tuple[float, int, str, str], ...]
+    unestimated: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step on one mesh; `chip` is of a device."""
+
+    memory: Memory
+    operations: Operations
+    collectives: tuple[Collective, ...]
+    chip: Chip
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Of a step, at best and at worst by the compiler's model.
+
+        At best: products as estimated, all else at the full bandwidth of the memory, and of the
+        network only what the cores wait for, over all links. At worst: memory as pessimistically as
+        the compiler prices it, and all of the network, over the links of one axis of the torus.
+        Both leave out what the compiler has no estimate for.
+        """
+        groups, chip = self.operations.groups, self.chip
+        best = groups[PRODUCTS] + groups[KERNELS] + groups[OTHER] / chip.memory_pessimism
+        worst = sum(groups.values())
+        waiting = sum(c.sent_bytes for c in self.collectives if not c.overlapped)
+        hidden = sum(c.sent_bytes for c in self.collectives) - waiting
+        one_way = chip.link_bytes_per_second / 2
+        of_one_axis = one_way * 2 / chip.ports
+        return (
+            best / chip.clock + waiting / one_way,
+            worst / chip.clock + (waiting + hidden) / of_one_axis,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortage:
+    """A step that does not fit into the memory of a device, in bytes."""
+
+    needed: float
+    capacity: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What came out for one config.
+
+    Attributes:
+      axes: of the mesh, name -> size.
+      rows: of a batch.
+      step: what it takes, or why there is none.
+      kept: bytes of activations of one device that the backward pass asks for, by tracing; the
+        compiler may compute some of them again.
+      tokens, flops: of a step, of all devices.
+    """
+
+    config: Config
+    topology: Topology
+    axes: Mapping[str, int]
+    rows: int
+    step: Step | Shortage
+    kept: int
+    tokens: int
+    flops: float
+
+    @property
+    def fits(self) -> bool:
+        return isinstance(self.step, Step)
+
+
+def describe_step(
+    compiled: jax.stages.Compiled,
+    state: TrainState,
+    chip: Chip,
+    axes: Mapping[str, int],
+    shown: int = 12,
+) -> Step:
+    """Reads a compiled step.
+
+    Args:
+      state: abstract, with its places.
+      axes: of the mesh, name -> size.
+      shown: how many of the dearest operations are kept.
+    """
+    text = compiled.as_text()
+    stats = compiled.memory_analysis()
+    parameters, optimizer = (_bytes_of_device(t) for t in (state.params, state.opt_state))
+    memory = Memory(
+        parameters=parameters,
+        optimizer=optimizer,
+        batch=stats.argument_size_in_bytes - parameters - optimizer,
+        temporaries=stats.temp_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes,
+        program=stats.generated_code_size_in_bytes,
+        capacity=int(chip.hbm_bytes),
+    )
+    return Step(
+        memory=memory,
+        operations=_count_operations(text, chip, shown),
+        collectives=tuple(find_collectives(text, axes)),
+        chip=chip,
+    )
+
+
+# What the compiler says before it begins, and when it has found no schedule.
+_SHORTAGES = (
+    re.compile(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"),
+    re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"),
+)
+_POWERS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+def bytes_needed(error: Exception) -> tuple[float, float] | None:
+    """(needed, there are) bytes, if `error` is the compiler's that memory does not suffice."""
+    for pattern in _SHORTAGES:
+        if found := pattern.search(str(error)):
+            needed, unit, capacity, of_capacity = found.groups()
+            return float(needed) * 2 ** _POWERS[unit], float(capacity) * 2 ** _POWERS[of_capacity]
+    return None
+
+
+def _bytes_of_device(tree) -> int:
+    """Of what lies on one device of arrays that know their places."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def _count_operations(text: str, chip: Chip, shown: int) -> Operations:
+    computations = Computations(text)
+    multiplies = {
+        found.instruction.name
+        for found in computations.walk()
+        if found.instruction.opcode in _PRODUCT
+        or any(p.opcode in _PRODUCT for _, p in computations.inside(found.instruction))
+    }
+    groups = {PRODUCTS: 0.0, KERNELS: 0.0, OTHER: 0.0}
+    rows, unestimated = [], {}
+    for operation in scheduled(text):
+        cycles = operation.cycles
+        if operation.kernel is not None:
+            cycles, group = chip.bandwidth_cycles(kernel_bytes(operation.kernel)), KERNELS
+        elif cycles is None:
+            kind = re.sub(r"[.\d]+$", "", operation.name)
+            if kind.removesuffix("-start") in KINDS:
+                continue  # the network is counted by bytes
+            unestimated[kind] = unestimated.get(kind, 0) + operation.times
+            continue
+        else:
+            group = PRODUCTS if operation.name in multiplies else OTHER
+        groups[group] += operation.times * cycles
+        rows.append((operation.times * cycles, operation.times, operation.name, operation.source))
+    rows.sort(reverse=True)
+    return Operations(groups, tuple(rows[:shown]), unestimated)

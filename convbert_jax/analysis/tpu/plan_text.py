@@ -1,0 +1,220 @@
+"""A plan for a person to read, and for a program."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from convbert_jax.analysis import overview
+from convbert_jax.analysis.tpu.collectives import Collective
+from convbert_jax.analysis.tpu.plan import KERNELS, Plan, Shortage, Step
+
+_GIB = 2**30
+_SMALL = 1e5  # bytes of a step that a line of collectives is not worth
+
+
+def describe(
+    plan: Plan,
+    largest: Plan | None,
+    compared: Sequence[Plan],
+    chip_hour_price: float | None,
+    *,
+    searched: bool,
+) -> str:
+    """A text for a person.
+
+    Args:
+      largest: with the largest batch that fits, if it was `searched` for and there is one.
+      compared: other meshes and the like.
+      chip_hour_price: in any currency.
+    """
+    t = plan.topology
+    lines = [
+        f"{plan.config.name} on {t.name}: {t.chips} chips, the step compiled for them; nothing ran",
+        "",
+        f"mesh                    {_mesh(plan)}",
+        f"a step                  {plan.rows:,} rows, {plan.tokens:,} tokens, "
+        f"{plan.flops:.3g} FLOPs",
+        "",
+    ]
+    if isinstance(plan.step, Shortage):
+        lines += _describe_shortage(plan, plan.step)
+    else:
+        lines += _describe_memory(plan, plan.step)
+        lines += _describe_operations(plan.step)
+        lines += _describe_network(plan.step)
+        lines += _describe_time(plan, plan.step, chip_hour_price)
+    if searched:
+        lines += _describe_largest(largest)
+    if compared:
+        lines += _compare([plan, *compared])
+    return "\n".join(lines)
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """All numbers of a plan; of one that does not fit, what it needs."""
+    common = {
+        "topology": plan.topology.name,
+        "chips": plan.topology.chips,
+        "mesh": dict(plan.axes),
+        "rows": plan.rows,
+        "tokens": plan.tokens,
+        "flops": plan.flops,
+        "remat": plan.config.model.remat,
+        "fits": plan.fits,
+        "traced_activation_bytes": plan.kept,
+    }
+    if isinstance(plan.step, Shortage):
+        return common | {"memory": dataclasses.asdict(plan.step)}
+    step = plan.step
+    names = ("cycles", "times", "name", "source")
+    return common | {
+        "memory": dataclasses.asdict(step.memory) | {"used": step.memory.used},
+        "cycles": dict(step.operations.groups),
+        "dearest": [dict(zip(names, row, strict=True)) for row in step.operations.dearest],
+        "unestimated": dict(step.operations.unestimated),
+        "collectives": [
+            dataclasses.asdict(each) | {"sent_bytes": each.sent_bytes} for each in step.collectives
+        ],
+        "seconds_of_a_step": list(step.seconds),
+    }
+
+
+def _describe_shortage(plan: Plan, step: Shortage) -> list[str]:
+    return [
+        f"DOES NOT FIT: a device needs some {step.needed / _GIB:.1f} GiB and has "
+        f"{step.capacity / _GIB:.2f}; of these {plan.kept / _GIB:.1f} GiB are activations that "
+        "wait for the backward pass.",
+        "What helps, the cheapest first: --config.train.batch_size smaller, or --config.train."
+        "accumulation larger; --config.mesh.fsdp larger, where parameters are much of it;",
+        "--config.model.remat=dots, then full; more chips.",
+    ]
+
+
+def _describe_memory(plan: Plan, step: Step) -> list[str]:
+    m = step.memory
+    rows = {
+        "parameters": (m.parameters, ""),
+        f"moments of {plan.config.optimizer.method}": (m.optimizer, ""),
+        "temporaries": (
+            m.temporaries,
+            f"   the backward pass asks for {plan.kept / _GIB:.2f} of activations, by tracing",
+        ),
+        "batch and program": (m.batch + m.program, ""),
+        "left": (m.left, ""),
+    }
+    return [
+        f"memory of a device      {m.used / _GIB:.2f} of {m.capacity / _GIB:.2f} GiB",
+        *(f"  {name:<22}{size / _GIB:>8.2f}{note}" for name, (size, note) in rows.items()),
+        "",
+    ]
+
+
+def _describe_operations(step: Step) -> list[str]:
+    o = step.operations
+    whole = sum(o.groups.values())
+    notes = {KERNELS: "   as if they moved their operands at full bandwidth"}
+    missing = ", ".join(f"{count} {kind}" for kind, count in o.unestimated.items())
+    return [
+        f"cycles of a step        {whole / 1e6:,.2f} million, by the compiler's model; without an "
+        f"estimate: {missing or 'none'}",
+        *(
+            f"  {name:<22}{cycles / 1e6:>8.2f} {cycles / whole:>5.0%}{notes.get(name, '')}"
+            for name, cycles in o.groups.items()
+        ),
+        "the dearest, million cycles",
+        *(
+            f"  {cycles / 1e6:>8.2f}  {times:>3} x {name:<42} {source[-60:]}"
+            for cycles, times, name, source in o.dearest
+        ),
+        "",
+    ]
+
+
+def _describe_network(step: Step) -> list[str]:
+    sent = sum(c.sent_bytes for c in step.collectives)
+    if not sent:
+        return ["network                 nothing is sent", ""]
+    sums: dict[tuple[str, str, bool], float] = {}
+    for each in step.collectives:
+        key = each.kind, each.axes, each.overlapped
+        sums[key] = sums.get(key, 0.0) + each.sent_bytes
+    rows = sorted(sums.items(), key=lambda row: -row[1])
+    lines = [f"network                 {sent / 1e6:,.1f} MB a device sends in a step"]
+    for (kind, axes, overlapped), size in rows:
+        if size > _SMALL:
+            how = "while cores compute" if overlapped else "cores wait"
+            lines.append(f"  {kind + ' over ' + axes:<30}{size / 1e6:>10.1f}   {how}")
+    if heavy := _heaviest_wait(step):
+        lines.append(
+            f"  the heaviest that cores wait for: {heavy.kind} of {heavy.array_bytes / 1e6:.1f} MB "
+            f"over {heavy.axes}, {heavy.times} times"
+        )
+    return [*lines, ""]
+
+
+def _heaviest_wait(step: Step) -> Collective | None:
+    waiting = [each for each in step.collectives if not each.overlapped]
+    return max(waiting, key=lambda each: each.array_bytes, default=None)
+
+
+def _describe_time(plan: Plan, step: Step, chip_hour_price: float | None) -> list[str]:
+    best, worst = step.seconds
+    count = len(plan.topology.devices)
+    peak = plan.topology.chip.flops_per_second * count
+    shares = sorted(plan.flops / seconds / peak for seconds in (best, worst))
+    steps = plan.config.train.steps
+    whole = [seconds * steps for seconds in (best, worst)]
+    chip_hours = [each * plan.topology.chips / 3600 for each in whole]
+    price = ""
+    if chip_hour_price is not None:
+        money = (each * chip_hour_price for each in chip_hours)
+        price = f", {_range(*money)} at {chip_hour_price:g} each"
+    return [
+        f"a step takes            {_range(best * 1e3, worst * 1e3)} ms by the compiler's model: at "
+        "best with memory at full bandwidth and the network hidden where it can be,",
+        "                        at worst with memory as the compiler prices it and all of the "
+        "network on top; what has no estimate (sorts, random bits) is in neither",
+        f"  tokens a second       {_range(plan.tokens / worst, plan.tokens / best)}",
+        f"  share of the peak     {shares[0]:.0%} to {shares[1]:.0%}",
+        f"the run                 {steps:,} steps: {' to '.join(map(overview.spell_time, whole))}, "
+        f"{_range(*chip_hours)} chip-hours{price}",
+    ]
+
+
+def _describe_largest(largest: Plan | None) -> list[str]:
+    if largest is None:
+        return ["", "no batch was found that fits"]
+    memory = largest.step.memory
+    return [
+        "",
+        f"the largest batch found: --config.train.batch_size={largest.rows}, "
+        f"{memory.used / _GIB:.2f} of {memory.capacity / _GIB:.2f} GiB, "
+        f"{_range(*(s * 1e3 for s in largest.step.seconds))} ms",
+    ]
+
+
+def _compare(plans: Sequence[Plan]) -> list[str]:
+    lines = ["", "mesh and what is computed again          GiB    ms a step          MB sent"]
+    for each in plans:
+        name = f"{_mesh(each)} remat={each.config.model.remat}"
+        if isinstance(each.step, Shortage):
+            lines.append(f"  {name:<36}{each.step.needed / _GIB:>6.1f}    does not fit")
+            continue
+        sent = sum(c.sent_bytes for c in each.step.collectives) / 1e6
+        times = _range(*(s * 1e3 for s in each.step.seconds))
+        lines.append(f"  {name:<36}{each.step.memory.used / _GIB:>6.1f}    {times:<18} {sent:,.0f}")
+    fitting = [each for each in plans if each.fits]
+    if not fitting:
+        return [*lines, "none of them fits"]
+    fastest = min(fitting, key=lambda each: sum(each.step.seconds))
+    flags = [f"--config.mesh.{name}={size}" for name, size in fastest.axes.items()]
+    flags.append(f"--config.model.remat={fastest.config.model.remat}")
+    return [*lines, f"the fastest of these by the compiler's model: {' '.join(flags)}"]
+
+
+def _mesh(plan: Plan) -> str:
+    return " ".join(f"{name}={size}" for name, size in plan.axes.items())
+
+
+def _range(low: float, high: float) -> str:
+    return " to ".join(f"{n:,.0f}" if n >= 100 else f"{n:.3g}" for n in (low, high))

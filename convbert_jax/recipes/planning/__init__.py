@@ -1,0 +1,60 @@
+"""What a run will take of devices that are not here, `--mode=plan`: nothing runs.
+
+traced.py     the run as shapes
+tpu_slice.py  compiled for a slice
+gpus.py       counted for GPUs
+"""
+
+from collections.abc import Collection
+
+from etils import epath
+
+from convbert_jax import files
+from convbert_jax.analysis import gpu_plan
+from convbert_jax.analysis.tpu.topology import open_topology
+from convbert_jax.config import Config
+from convbert_jax.recipes import evaluation, start
+from convbert_jax.recipes.planning.gpus import plan_gpus
+from convbert_jax.recipes.planning.tpu_slice import plan_slice
+from convbert_jax.recipes.results import PlanResult
+from convbert_jax.workdir import Workdir
+
+
+def plan(
+    config: Config,
+    folder: epath.PathLike,
+    given: Collection[str] = (),
+    *,
+    topology: str,
+    largest_batch: bool = False,
+    compare: bool = False,
+    chip_hour_price: float | None = None,
+    output: str | None = None,
+) -> PlanResult:
+    """Compiles the training step of `config` for a slice; jax must not have looked for a TPU yet,
+    see `analysis.tpu.pricing.use_compile_only_tpu`. Of GPUs it counts.
+
+    Args:
+      given: as `start.read_start` takes it; files and weights that the config names are read.
+      topology: as "v5e:4x4" or "gpu:h100x8".
+      largest_batch: whether to look for it, by some more compilations.
+      compare: whether to compile other meshes and `config.model.remat` too.
+      chip_hour_price: in any currency.
+      output: JSON file to write.
+
+    Raises:
+      EvaluationError: `output` cannot be written.
+      ConfigError: no such slice, no compiler, or nothing that can be searched for.
+      ShardingError: mesh, batch and devices do not fit together.
+    """
+    if output:
+        evaluation.check_output(files.to_path(output))
+    config, _ = start.read_start(config, Workdir(folder), given)
+    settings = {"largest_batch": largest_batch, "compare": compare, "price": chip_hour_price}
+    if gpu_plan.is_gpu(topology):
+        result = plan_gpus(config, gpu_plan.read_gpus(topology), **settings)
+    else:
+        result = plan_slice(config, open_topology(topology), **settings)
+    if output:
+        files.write_json(files.to_path(output), result.numbers)
+    return result

@@ -1,0 +1,106 @@
+"""A run as shapes: its task without a vocabulary, its batches without data, and what the backward
+pass keeps.
+"""
+
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from convbert_jax.analysis import flops
+from convbert_jax.config import Config
+from convbert_jax.interfaces.special_ids import SpecialIds, sentinel_names
+from convbert_jax.objectives import span_corruption
+from convbert_jax.recipes import prepared, tasks, teaching
+from convbert_jax.training.task import Params, Task
+
+
+def make_batch(config: Config, shards: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch of one step; of pairs of texts, the longest that there can be.
+
+    Args:
+      shards: what the rows of pairs are a multiple of.
+    """
+    if config.reads_pairs:
+        length = config.parallel.max_length
+        unit = shards * config.train.accumulation
+        count = max(1, config.parallel.batch_tokens // length // unit) * unit
+        rows = jax.ShapeDtypeStruct((count, length), jnp.int32)
+        names = ("tokens", "segment_ids", "labels", "source", "source_ids")
+        return dict.fromkeys(names, rows)
+    rows = jax.ShapeDtypeStruct((config.train.batch_size, config.data.length), jnp.int32)
+    batch = dict.fromkeys(("tokens", "segment_ids", "type_ids"), rows)
+    if config.data.layout == "pairs":
+        batch["pair_label"] = jax.ShapeDtypeStruct(rows.shape[:1], jnp.int32)
+    return batch
+
+
+def make_task(
+    config: Config,
+    device: jax.Device,
+    teacher: teaching.Teacher | None = None,
+    *,
+    shards: int = 1,
+) -> Task:
+    """The task of a config whose vocabulary is not there: ids of special tokens in the usual
+    places, and every entry begins a word.
+
+    Args:
+      shards: as `make_batch` takes it.
+    """
+    size = config.tokenizer.vocab_size
+    spans = config.recipe == "span_corruption"
+    names = sentinel_names(span_corruption.count_spans(config).spans if spans else 0)
+    extra = {name: size - 1 - number for number, name in enumerate(names)}
+    effort = None
+    if config.reads_pairs:
+        rows, length = make_batch(config, shards)["tokens"].shape
+        work = 3 * rows * flops.pair_forward_flops(config, length, length)
+        effort = prepared.Effort(2 * rows * length, work)
+    return tasks.build_task(
+        config,
+        SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4, extra=extra),
+        device,
+        teacher,
+        tokenizer=types.SimpleNamespace(begins_word=np.ones(size, bool)),
+        effort=effort,
+    )
+
+
+def kept_bytes(
+    task: Task, params: Params, batch, config: Config, mesh: Mesh | AbstractMesh, one: Mesh
+) -> int:
+    """Activations of one device that wait for the backward pass, of one microbatch: what a step of
+    twice as many rows keeps more.
+
+    Args:
+      one: a device to trace on, of the kind of those of `mesh`.
+    """
+    rows = max(1, batch["tokens"].shape[0] // count_shards(mesh) // config.train.accumulation)
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+
+    # Without their places, which are of another mesh.
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
+    def backward(params, batch, step, *given):
+        def loss(params):
+            return task.loss(params, batch, jax.random.key(0), *task.phase(step), *given)
+
+        return jax.vjp(loss, params, has_aux=True)[1]
+
+    def count(rows: int) -> int:
+        cut = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in batch.items()}
+        given = () if task.frozen is None else (task.frozen,)
+        with jax.set_mesh(one):
+            kept = jax.eval_shape(backward, shapes, cut, step, *given)
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(kept))
+
+    return (count(2 * rows) - count(rows)) // mesh.shape["tensor"]
+
+
+def count_shards(mesh: Mesh | AbstractMesh) -> int:
+    """Parts that rows are cut into."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
