@@ -48,6 +48,7 @@ def build(options: argparse.Namespace, runs: int | None = None, unroll: int = 1)
     import jax
 
     from convbert_jax.config import from_config_dict
+    from convbert_jax.recipes.planning.traced import make_batch, make_task
     from convbert_jax.training.program import make_program
     from convbert_jax.training.sharding import make_mesh
 
@@ -63,32 +64,12 @@ def build(options: argparse.Namespace, runs: int | None = None, unroll: int = 1)
     device = jax.devices()[0]
     mesh = make_mesh(config.mesh, [device]) if on_cpu else tpu_pricing.make_mesh(options.target)
     program = make_program(make_task(config, device), config, mesh, runs=runs)
-    batch = batch_shapes(config)
+    batch = make_batch(config)
     rows = batch["tokens"]
     print(f"{options.config}, {rows.shape[0]} x {rows.shape[1]}, {dtype}, {options.target}")
     if runs is not None:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((runs, *x.shape), x.dtype), batch)
     return program, (program.abstract, batch)
-
-
-def make_task(config, device):
-    """The task of a config whose vocabulary has the ids of special tokens in the usual places."""
-    from convbert_jax.interfaces.special_ids import SpecialIds
-    from convbert_jax.recipes.tasks import build_task
-
-    return build_task(config, SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4), device)
-
-
-def batch_shapes(config) -> dict:
-    """Of a batch of one step, for pre-training."""
-    import jax
-    import jax.numpy as jnp
-
-    rows = jax.ShapeDtypeStruct((config.train.batch_size, config.data.length), jnp.int32)
-    batch = {name: rows for name in ("tokens", "segment_ids", "type_ids")}
-    if config.data.layout == "pairs":
-        batch["pair_label"] = jax.ShapeDtypeStruct(rows.shape[:1], jnp.int32)
-    return batch
 
 
 def print_price(options: argparse.Namespace) -> None:

@@ -77,7 +77,7 @@ def _run(request: command_line.Request) -> None:
             topology=request.topology,
             largest_batch=request.largest_batch,
             compare=request.compare,
-            chip_hour_price=request.chip_hour_price,
+            price=request.price,
             output=request.output,
         )
     elif request.mode == "prepare":

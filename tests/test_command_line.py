@@ -105,6 +105,13 @@ def test_json_files_that_are_no_config(tmp_path, text):
         ((TINY, "--config.optimizer.learning_rate=1e39"), "at most 1000"),
         ((TINY, "--config.train.steps=-5"), "config.train.steps=-5 must be at least 1"),
         ((TINY, "--input=x.txt"), "--input has no effect with --mode=train"),
+        ((TINY, "--topology=v5e:4x4"), "--topology has no effect with --mode=train"),
+        ((TINY, "--mode=plan"), "--mode=plan needs --topology=SLICE"),
+        ((TINY, "--mode=plan", "--topology="), "--topology= is empty"),
+        (
+            ("--config=configs/glue.py", "--mode=plan", "--topology=v5e:4x4"),
+            "--mode=plan is for one long run",
+        ),
         ((TINY, "--mode=prepare", "--verify_steps=9"), "it is for verify_resume"),
         (("--mode=predict", "--workdir=x", "--config.seed=1"), "--config.seed has no effect"),
         ((TINY, "--mode=predict", "--workdir=x", "--config.seed=1"), "--config.seed has no effect"),

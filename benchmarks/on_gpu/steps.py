@@ -6,7 +6,6 @@ import importlib
 import statistics
 import time
 
-from benchmarks import training_step
 from benchmarks.on_gpu.session import Session
 
 NO_DROPOUT = {"model.attention_dropout": 0.0}
@@ -89,6 +88,7 @@ def _measure(config, variant: str) -> dict:
     import jax
 
     from convbert_jax.analysis import flops
+    from convbert_jax.recipes.planning import traced
     from convbert_jax.training.program import make_program
     from convbert_jax.training.sharding import make_mesh
 
@@ -97,7 +97,7 @@ def _measure(config, variant: str) -> dict:
     numbers = jax.default_prng_impl("rbg") if RBG in variant else contextlib.nullcontext()
     started = time.perf_counter()
     with numbers, jax.set_mesh(mesh):
-        task = training_step.make_task(config, device)
+        task = traced.make_task(config, device)
         program = make_program(task, config, mesh)
         state = program.init(jax.random.key(config.seed))
         batch = program.put_batch(_draw(config))
@@ -132,7 +132,9 @@ def _draw(config) -> dict:
     """Rows of one document without padding, of random words."""
     import numpy as np
 
-    shapes = training_step.batch_shapes(config)
+    from convbert_jax.recipes.planning import traced
+
+    shapes = traced.make_batch(config)
     batch = {name: np.zeros(shape.shape, np.int32) for name, shape in shapes.items()}
     words = np.random.default_rng(0).integers(5, config.tokenizer.vocab_size, batch["tokens"].shape)
     return batch | {"tokens": words.astype(np.int32), "segment_ids": batch["segment_ids"] + 1}

@@ -66,8 +66,8 @@ LARGEST_BATCH = flags.DEFINE_boolean(
 COMPARE = flags.DEFINE_boolean(
     "compare", False, "Whether --mode=plan compiles other meshes and config.model.remat too."
 )
-CHIP_HOUR_PRICE = flags.DEFINE_float(
-    "chip_hour_price", None, "What --mode=plan counts for an hour of a chip.", lower_bound=0.0
+PRICE = flags.DEFINE_float(
+    "price", None, "Of an hour of one chip, for --mode=plan to count with.", lower_bound=0.0
 )
 OUTPUT = flags.DEFINE_string(
     "output",

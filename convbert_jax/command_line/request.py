@@ -22,7 +22,7 @@ _MODES_OF_FLAG = {
     "topology": ("plan",),
     "largest_batch": ("plan",),
     "compare": ("plan",),
-    "chip_hour_price": ("plan",),
+    "price": ("plan",),
     "output": ("eval", "export", "predict", "inspect", "plan"),
     "input": ("predict", "inspect"),
     "input_format": ("predict",),
@@ -77,7 +77,7 @@ class Request:
     topology: str | None
     largest_batch: bool
     compare: bool
-    chip_hour_price: float | None
+    price: float | None
     output: str | None
     input: str
     input_format: str
@@ -122,7 +122,7 @@ def read(argv: Sequence[str]) -> Request:
         topology=flags.TOPOLOGY.value,
         largest_batch=flags.LARGEST_BATCH.value,
         compare=flags.COMPARE.value,
-        chip_hour_price=flags.CHIP_HOUR_PRICE.value,
+        price=flags.PRICE.value,
         output=flags.OUTPUT.value,
         input=flags.INPUT.value,
         input_format=flags.INPUT_FORMAT.value,
@@ -164,7 +164,7 @@ def _check_flags() -> None:
             )
     for name in (
         *("config", "workdir", "output", "input", "source", "coordinator"),
-        *("beside", "word"),
+        *("beside", "word", "topology"),
     ):
         if absl_flags.FLAGS[name].value == "":
             raise ConfigError(f"--{name}= is empty; name one, or leave the flag out.")

@@ -10,8 +10,8 @@ import time
 import jax
 import pytest
 
-from benchmarks import training_step
 from benchmarks.on_gpu import pytorch, session, steps
+from convbert_jax.recipes.planning import traced
 from tests import compiling
 from tests.conftest import REPOSITORY
 
@@ -158,9 +158,7 @@ def test_pytorch_has_models_of_our_sizes(size):
     with torch.device("meta"):
         network, _ = pytorch._convbert(config, "meta")
     found = sum(p.numel() for n in ("discriminator", "head") for p in network[n].parameters())
-    shapes = jax.eval_shape(
-        training_step.make_task(config, jax.devices()[0]).init, jax.random.key(0)
-    )
+    shapes = jax.eval_shape(traced.make_task(config, jax.devices()[0]).init, jax.random.key(0))
     ours = sum(
         leaf.size
         for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)

@@ -16,7 +16,7 @@ def describe(
     plan: Plan,
     largest: Plan | None,
     compared: Sequence[Plan],
-    chip_hour_price: float | None,
+    price: float | None,
     *,
     searched: bool,
 ) -> str:
@@ -25,7 +25,7 @@ def describe(
     Args:
       largest: with the largest batch that fits, if it was `searched` for and there is one.
       compared: other meshes and the like.
-      chip_hour_price: in any currency.
+      price: of an hour of one chip, in any currency.
     """
     t = plan.topology
     lines = [
@@ -42,7 +42,7 @@ def describe(
         lines += _describe_memory(plan, plan.step)
         lines += _describe_operations(plan.step)
         lines += _describe_network(plan.step)
-        lines += _describe_time(plan, plan.step, chip_hour_price)
+        lines += _describe_time(plan, plan.step, price)
     if searched:
         lines += _describe_largest(largest)
     if compared:
@@ -157,7 +157,7 @@ def _heaviest_wait(step: Step) -> Collective | None:
     return max(waiting, key=lambda each: each.array_bytes, default=None)
 
 
-def _describe_time(plan: Plan, step: Step, chip_hour_price: float | None) -> list[str]:
+def _describe_time(plan: Plan, step: Step, price: float | None) -> list[str]:
     best, worst = step.seconds
     count = len(plan.topology.devices)
     peak = plan.topology.chip.flops_per_second * count
@@ -165,10 +165,9 @@ def _describe_time(plan: Plan, step: Step, chip_hour_price: float | None) -> lis
     steps = plan.config.train.steps
     whole = [seconds * steps for seconds in (best, worst)]
     chip_hours = [each * plan.topology.chips / 3600 for each in whole]
-    price = ""
-    if chip_hour_price is not None:
-        money = (each * chip_hour_price for each in chip_hours)
-        price = f", {_range(*money)} at {chip_hour_price:g} each"
+    money = ""
+    if price is not None:
+        money = f", {_range(*(each * price for each in chip_hours))} at {price:g} each"
     return [
         f"a step takes            {_range(best * 1e3, worst * 1e3)} ms by the compiler's model: at "
         "best with memory at full bandwidth and the network hidden where it can be,",
@@ -177,7 +176,7 @@ def _describe_time(plan: Plan, step: Step, chip_hour_price: float | None) -> lis
         f"  tokens a second       {_range(plan.tokens / worst, plan.tokens / best)}",
         f"  share of the peak     {shares[0]:.0%} to {shares[1]:.0%}",
         f"the run                 {steps:,} steps: {' to '.join(map(overview.spell_time, whole))}, "
-        f"{_range(*chip_hours)} chip-hours{price}",
+        f"{_range(*chip_hours)} chip-hours{money}",
     ]
 
 

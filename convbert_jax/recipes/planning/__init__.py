@@ -28,7 +28,7 @@ def plan(
     topology: str,
     largest_batch: bool = False,
     compare: bool = False,
-    chip_hour_price: float | None = None,
+    price: float | None = None,
     output: str | None = None,
 ) -> PlanResult:
     """Compiles the training step of `config` for a slice; jax must not have looked for a TPU yet,
@@ -39,7 +39,7 @@ def plan(
       topology: as "v5e:4x4" or "gpu:h100x8".
       largest_batch: whether to look for it, by some more compilations.
       compare: whether to compile other meshes and `config.model.remat` too.
-      chip_hour_price: in any currency.
+      price: of an hour of one chip, in any currency.
       output: JSON file to write.
 
     Raises:
@@ -50,7 +50,7 @@ def plan(
     if output:
         evaluation.check_output(files.to_path(output))
     config, _ = start.read_start(config, Workdir(folder), given)
-    settings = {"largest_batch": largest_batch, "compare": compare, "price": chip_hour_price}
+    settings = {"largest_batch": largest_batch, "compare": compare, "price": price}
     if gpu_plan.is_gpu(topology):
         result = plan_gpus(config, gpu_plan.read_gpus(topology), **settings)
     else:

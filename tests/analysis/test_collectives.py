@@ -1,0 +1,102 @@
+"""What devices send each other, read out of compiled programs."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from convbert_jax.analysis.tpu import collectives
+
+AXES = {"data": 2, "fsdp": 4, "tensor": 1}
+HEAD = """\
+HloModule jit_f, is_scheduled=true
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b)
+}
+"""
+# A gather that overlaps with products is a part of three fusions, all of one channel.
+LOOP = """\
+%begins (p: bf16[16,8]) -> bf16[64,8] {
+  ROOT %all-gather.1 = bf16[64,8]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=7, replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, dimensions={0}, metadata={op_name="jit(f)/weights"}
+}
+%goes_on (p: bf16[16,8]) -> bf16[64,8] {
+  %all-gather.2 = bf16[64,8]{1,0:T(8,128)(2,1)S(1)} all-gather(%p), channel_id=7, replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, dimensions={0}
+  ROOT %dot = bf16[64,8]{1,0} convolution(%all-gather.2, %p)
+}
+%all-reduce-scatter.3 (p: f32[64,8]) -> f32[16,8] {
+  %all-reduce.3 = f32[64,8]{1,0:T(8,128)} all-reduce(%p), channel_id=8, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  ROOT %part = f32[16,8]{1,0} dynamic-slice(%all-reduce.3)
+}
+%body (p: (s32[])) -> (s32[]) {
+  %x = bf16[16,8]{1,0} parameter(0)
+  %fusion.1 = bf16[64,8]{1,0} fusion(%x), kind=kCustom, calls=%begins
+  %fusion.2 = bf16[64,8]{1,0} fusion(%x), kind=kOutput, calls=%goes_on
+  %fusion.3 = f32[16,8]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.3
+  ROOT %t = (s32[]) tuple(%x)
+}
+%condition (p.1: (s32[])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(12)
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %while = (s32[]) while(%x), condition=%condition, body=%body
+  %all-reduce.9 = (f32[100]{0:T(128)}, f32[5,3]{1,0:T(8,128)}) all-reduce(%x, %x), channel_id=9, replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add
+  %all-gather-start = (f32[4]{0}, f32[32]{0}) all-gather-start(%x), channel_id=10, replica_groups=[1,8]<=[8], dimensions={0}
+  %all-gather-done = f32[32]{0} all-gather-done(%all-gather-start)
+  %shift = f32[6]{0} collective-permute(%x), channel_id=11, source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}
+  %odd = f32[10]{0} all-reduce(%x), channel_id=12, replica_groups={{0,7},{1,6},{2,5},{3,4}}, to_apply=%add
+  ROOT %alone = f32[10]{0} all-reduce(%x), channel_id=13, replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
+}
+"""  # noqa: E501
+
+
+def test_every_form_is_read():
+    found = {
+        (each.kind, each.axes): each for each in collectives.find_collectives(HEAD + LOOP, AXES)
+    }
+    assert {
+        key: (each.times, each.array_bytes, each.group, each.overlapped, each.sent_bytes)
+        for key, each in found.items()
+    } == {
+        ("all-gather", "fsdp"): (12, 64 * 8 * 2, 4, True, 12 * 1024 * 3 / 4),
+        ("reduce-scatter", "fsdp"): (12, 64 * 8 * 4, 4, False, 12 * 2048 * 3 / 4),
+        ("all-reduce", "data"): (1, 460, 2, False, 460),  # twice a half
+        ("all-gather", "data+fsdp"): (1, 128, 8, True, 128 * 7 / 8),
+        ("collective-permute", "fsdp"): (1, 24, 4, False, 24),
+        ("all-reduce", "other"): (1, 40, 2, False, 40),
+    }
+    assert found["all-gather", "fsdp"].source == "jit(f)/weights"
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
+def test_groups_have_the_names_of_their_axes(sizes, data):
+    """As any of the three notations writes them; an axis of one device has no name."""
+    axes = dict(zip("abc", sizes, strict=False))
+    wide = [name for name, size in axes.items() if size > 1]
+    subsets = [s for n in range(1, len(wide) + 1) for s in itertools.combinations(wide, n)]
+    if not subsets:
+        return
+    chosen = data.draw(st.sampled_from(subsets))
+    numbers = [list(axes).index(name) for name in chosen]
+    kept = [i for i in range(len(sizes)) if i not in numbers]
+    size = math.prod(sizes[i] for i in numbers)
+    order = [*kept, *numbers]
+    rows = np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, size)
+    listed = ",".join("{" + ",".join(map(str, row)) + "}" for row in rows)
+    named = ",".join(f"'x{i}'={n}" for i, n in enumerate(sizes))
+    for groups in (
+        "{" + listed + "}",
+        f"[{len(rows)},{size}]<=[{','.join(map(str, sizes))}]T({','.join(map(str, order))})",
+        f"mesh[{named}] {{{','.join(repr(f'x{i}') for i in numbers)}}}",
+    ):
+        text = HEAD + (
+            "ENTRY %main (x: f32[8]) -> f32[8] {\n"
+            f"  ROOT %r = f32[3]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, "
+            "to_apply=%add\n}\n"
+        )
+        (found,) = collectives.find_collectives(text, axes)
+        assert found.axes == "+".join(chosen), groups
+        assert found.sent_bytes == pytest.approx(2 * 12 * (size - 1) / size)

@@ -1,0 +1,138 @@
+"""Plans: what is read of a compiled step, and what is said of it."""
+
+import dataclasses
+import json
+
+import pytest
+
+import convbert_jax
+from convbert_jax.analysis import gpu_plan
+from convbert_jax.analysis.tpu import chips, plan, plan_text
+from convbert_jax.analysis.tpu.collectives import Collective
+from convbert_jax.analysis.tpu.topology import Topology, open_topology
+from convbert_jax.config import ConfigError
+
+GIB = 2**30
+MEMORY = plan.Memory(1 * GIB, 2 * GIB, GIB // 4, 8 * GIB, GIB // 4, 16 * GIB)
+OPERATIONS = plan.Operations(
+    {plan.PRODUCTS: 300e6, plan.KERNELS: 20e6, plan.OTHER: 100e6},
+    ((60e6, 12, "fusion.7", "jit(step)/mul"),),
+    {"sort": 2},
+)
+REDUCED = Collective("all-reduce", "data", 12, 10_000_000, 16, False, "jit(step)/reduce")
+GATHERED = Collective("all-gather", "fsdp", 12, 10_000_000, 16, True, "jit(step)/gather")
+
+
+def make_step(**changed) -> plan.Step:
+    step = plan.Step(MEMORY, OPERATIONS, (REDUCED, GATHERED), chips.CHIPS["v5e"])
+    return dataclasses.replace(step, **changed)
+
+
+def make_plan(step=None, **changed) -> plan.Plan:
+    config = convbert_jax.load_config("base")
+    topology = Topology("v5e:4x4", chips.CHIPS["v5e"], 16, range(16))
+    axes = {"data": 16, "fsdp": 1, "tensor": 1}
+    made = plan.Plan(
+        config, topology, axes, 4096, step or make_step(), 7 * GIB, 524_288, 3.04e14
+    )  # fmt: skip
+    return dataclasses.replace(made, **changed)
+
+
+def test_a_step_takes_what_its_parts_take():
+    chip = chips.CHIPS["v5e"]
+    alone = make_step(collectives=()).seconds
+    clock = 197e12 / (4 * 128 * 128 * 2)
+    assert alone[1] == pytest.approx(420e6 / clock)
+    assert alone[0] == pytest.approx((320e6 + 100e6 / chip.memory_pessimism) / clock)
+    assert 2 < chip.memory_pessimism < 3
+    waited, hidden = (make_step(collectives=(each,)).seconds for each in (REDUCED, GATHERED))
+    sent = 12 * 2 * 10e6 * 15 / 16
+    assert waited[0] - alone[0] == pytest.approx(sent / 200e9)  # all four links, one way
+    assert waited[1] - alone[1] == pytest.approx(sent / 100e9)  # the two of one axis
+    assert hidden[0] == alone[0]
+    assert hidden[1] - alone[1] == pytest.approx(sent / 2 / 100e9)
+
+
+def test_memory_adds_up_in_what_is_said():
+    text = plan_text.describe(make_plan(), None, (), 1.5, searched=False)
+    assert "11.50 of 16.00 GiB" in text
+    assert MEMORY.left == 4.5 * GIB
+    low, high = make_step().seconds
+    hours = [seconds * 1_000_000 / 3600 * 16 for seconds in (low, high)]
+    assert f"{hours[0]:,.0f} to {hours[1]:,.0f} chip-hours" in text
+    assert f"{1.5 * hours[0]:,.0f} to {1.5 * hours[1]:,.0f} at 1.5 each" in text
+    assert "all-reduce over data" in text
+    assert "cores wait" in text
+    assert "2 sort" in text
+
+
+def test_what_does_not_fit_says_what_helps():
+    short = make_plan(plan.Shortage(24.5 * GIB, 15.75 * GIB))
+    text = plan_text.describe(short, None, (), None, searched=True)
+    assert "24.5 GiB and has 15.75" in text
+    assert "7.0 GiB are activations" in text
+    assert "--config.mesh.fsdp" in text
+    assert "no batch was found" in text
+
+
+def test_the_fastest_that_fits_is_recommended():
+    slow = make_plan(axes={"data": 4, "fsdp": 4, "tensor": 1})
+    operations = dataclasses.replace(
+        OPERATIONS, groups={name: n / 2 for name, n in OPERATIONS.groups.items()}
+    )
+    fast = make_plan(make_step(operations=operations), axes={"data": 1, "fsdp": 16, "tensor": 1})
+    short = make_plan(plan.Shortage(17e9, 16e9), axes={"data": 2, "fsdp": 8, "tensor": 1})
+    text = plan_text.describe(slow, None, (short, fast), None, searched=False)
+    last = text.splitlines()[-1]
+    assert "--config.mesh.data=1 --config.mesh.fsdp=16" in last
+    assert text.count("does not fit") == 1
+
+
+@pytest.mark.parametrize("step", [make_step(), plan.Shortage(2.0, 1.0)])
+def test_numbers_are_json(step):
+    numbers = json.loads(json.dumps(plan_text.to_json(make_plan(step))))
+    assert numbers["fits"] == isinstance(step, plan.Step)
+    if numbers["fits"]:
+        assert numbers["memory"]["used"] == MEMORY.used
+        assert [c["sent_bytes"] for c in numbers["collectives"]] == [225e6, 112.5e6]
+        assert numbers["seconds_of_a_step"] == list(step.seconds)
+
+
+@pytest.mark.parametrize(
+    ("message", "bytes_"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total "
+            "memory required for HLO temporaries (384.00G) exceeds available HBM (15.75G).",
+            (384 * GIB, 15.75 * GIB),
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.18G of 15.75G hbm.",
+            (20.18 * GIB, 15.75 * GIB),
+        ),
+        ("RESOURCE_EXHAUSTED: too many files", None),
+    ],
+)
+def test_the_compilers_word_for_too_much_memory(message, bytes_):
+    assert plan.bytes_needed(RuntimeError(message)) == bytes_
+
+
+@pytest.mark.parametrize(
+    "name", ["", "v5e", "v5e:", "v5e:4xx4", "h100:8", "v9:2x2", "tpu:v5e:2x2", "v5e:4X4"]
+)
+def test_a_name_that_is_no_slice_is_refused(name):
+    with pytest.raises(ConfigError, match=r"is no TPU slice; name one as .*v5e:4x4"):
+        open_topology(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpu:", "gpu:h100x0", "gpu:h900x8", "gpu:h100x-1", "gpu:h100x8x2"]
+)
+def test_a_name_that_is_no_gpu_is_refused(name):
+    with pytest.raises(ConfigError, match="names no GPUs"):
+        gpu_plan.read_gpus(name)
+
+
+def test_gpus_by_name():
+    assert gpu_plan.read_gpus("gpu:l4") == gpu_plan.Gpus("gpu:l4", "L4", 1, 24e9)
+    assert gpu_plan.read_gpus("gpu:h100x16").count == 16

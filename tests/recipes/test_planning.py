@@ -1,0 +1,171 @@
+"""Plans of runs on devices that are not here."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from convbert_jax import recipes
+from convbert_jax.analysis.tpu import plan as tpu_plan
+from convbert_jax.analysis.tpu.topology import open_topology
+from convbert_jax.config import ConfigError, MeshSection
+from convbert_jax.interop.networks import abstract_params
+from convbert_jax.recipes.planning import tpu_slice, traced
+from convbert_jax.training import sharding, state
+from tests.analysis.test_plan import make_plan, make_step
+from tests.recipes.conftest import make_config
+from tests.running import needs_libtpu
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 900), st.integers(1, 60), st.integers(1, 64), st.sampled_from((1, 2, 4)),
+)  # fmt: skip
+def test_the_search_ends_at_the_largest_batch(fixed, slope, batch, accumulation):
+    """Where memory is a line, which it nearly is; every batch that is tried can be trained."""
+    capacity, tried = 10_000, []
+
+    def fake(config, topology, teacher):
+        rows = config.train.batch_size
+        tried.append(rows)
+        used = fixed + slope * rows / accumulation
+        memory = tpu_plan.Memory(0, 0, 0, int(used), 0, capacity)
+        step = make_step(memory=memory) if used <= capacity else tpu_plan.Shortage(used, capacity)
+        return make_plan(step, config=config, rows=rows)
+
+    config = make_config(
+        train__batch_size=4 * accumulation * batch, train__accumulation=accumulation
+    )
+    unit = 4 * accumulation * (8 if batch % 8 == 0 else 1)
+    # The largest that fits, by hand; there must be one, and not beyond all reason.
+    most = int((capacity - fixed) / slope * accumulation) // unit * unit
+    assume(0 < most < 2**20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tpu_slice, "_plan", fake)
+        patch.setattr(
+            tpu_slice.sharding, "make_mesh", lambda *_: jax.make_mesh((4, 1, 1), sharding.AXES)
+        )
+        found = tpu_slice._find_largest(fake(config, None, None), None)
+    assert all(rows % unit == 0 for rows in tried)
+    assert len(tried) <= 1 + tpu_slice._SEARCHES
+    assert found is not None
+    assert found.fits
+    assert found.rows >= most - unit
+
+
+def test_gpus_are_counted(tmp_path):
+    config = make_config(model__hidden_size=128, model__embedding_size=128, train__batch_size=64)
+    whole = 4 * state.count(abstract_params(config))
+
+    def count(**changed):
+        changed = dataclasses.replace(config, **changed)
+        return recipes.plan(changed, tmp_path, topology="gpu:h100x4").numbers["memory"]
+
+    copied = count()
+    assert copied["parameters"] == copied["gradients"] == whole
+    assert copied["moments"] == pytest.approx(2 * whole, abs=64)  # and how often they were updated
+    divided = count(mesh=MeshSection(data=1, fsdp=4))
+    assert whole / 4 < divided["parameters"] < whole / 2  # vectors and small ones stay whole
+    assert divided["kept"] == copied["kept"]
+    twice = count(train=dataclasses.replace(config.train, batch_size=128))
+    assert twice["kept"] == 2 * copied["kept"]
+    halved = count(train=dataclasses.replace(config.train, accumulation=2))
+    assert halved["kept"] == copied["kept"] // 2
+    again = count(model=dataclasses.replace(config.model, remat="full"))
+    assert again["kept"] < copied["kept"] / 2
+
+
+def test_what_gpus_cannot_be_asked(tmp_path):
+    with pytest.raises(ConfigError, match="--largest_batch and --compare compile"):
+        recipes.plan(make_config(), tmp_path, topology="gpu:h100x8", compare=True)
+    with pytest.raises(sharding.ShardingError, match="does not split into 3 device shards"):
+        recipes.plan(make_config(), tmp_path, topology="gpu:h100x3")
+
+
+@pytest.mark.parametrize("recipe", ["replaced_token", "masked_lm", "causal_lm", "span_corruption"])
+def test_a_batch_has_the_shapes_of_training(recipe):
+    config = make_config(recipe=recipe, train__batch_size=6)
+    batch = traced.make_batch(config)
+    assert {name: x.shape for name, x in batch.items()} == dict.fromkeys(
+        ("tokens", "segment_ids", "type_ids"), (6, 32)
+    )
+    task = traced.make_task(config, jax.devices()[0])
+    loss, _ = jax.eval_shape(
+        task.loss, abstract_params(config), batch, jax.random.key(0), *task.phase(0)
+    )
+    assert loss.shape == ()
+
+
+def test_pairs_are_planned_at_their_longest(tmp_path):
+    config = make_config(
+        recipe="translation",
+        parallel__max_length=32,
+        parallel__batch_tokens=1000,
+        parallel__source="parallel:a,b",
+    )
+    batch = traced.make_batch(config, shards=4)
+    assert {x.shape for x in batch.values()} == {(28, 32)}
+    plan = recipes.plan(config, tmp_path, topology="gpu:l4x4")
+    assert plan.numbers["tokens"] == 2 * 28 * 32
+    assert plan.fits
+
+
+@pytest.mark.tpu_compile
+@needs_libtpu
+def test_a_slice_is_compiled_for(tmp_path):
+    """What lies on a device and what is sent are arithmetic; the compiler must agree."""
+    config = make_config(
+        recipe="masked_lm", train__batch_size=64, model__hidden_size=128,
+        model__embedding_size=128, compute_dtype="bfloat16",
+    )  # fmt: skip
+    file = tmp_path / "plan.json"
+    result = recipes.plan(config, tmp_path, topology="v5e:2x2", price=1.0, output=str(file))
+    numbers = json.loads(file.read_text())
+    assert numbers == json.loads(json.dumps(result.numbers))
+    assert result.fits
+    whole = 4 * state.count(abstract_params(config))
+    memory = numbers["memory"]
+    assert memory["parameters"] == whole
+    assert memory["optimizer"] == pytest.approx(2 * whole, abs=64)
+    batch = 3 * 16 * 32 * 4
+    assert batch <= memory["batch"] <= batch + 2**16  # each array begins at a multiple
+    assert memory["used"] < memory["capacity"] == 15.75 * 2**30
+    assert numbers["mesh"] == {"data": 4, "fsdp": 1, "tensor": 1}
+    reduced = [c for c in numbers["collectives"] if c["kind"] == "all-reduce"]
+    assert {c["axes"] for c in reduced} == {"data"}
+    # Every gradient crosses the network; that of the tied embedding as two parts of a sum.
+    least = 2 * 3 / 4 * whole
+    assert least <= sum(c["sent_bytes"] for c in reduced) < 2 * least
+    assert numbers["cycles"]["matrix products"] > 0
+    low, high = numbers["seconds_of_a_step"]
+    assert 0 < low < high
+    assert numbers["traced_activation_bytes"] > 0
+    for words in ("v5e:2x2: 4 chips", "all-reduce over data", "chip-hours", "at 1 each"):
+        assert words in result.report
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@needs_libtpu
+def test_what_does_not_fit_is_an_answer(tmp_path):
+    config = make_config(
+        recipe="masked_lm", train__batch_size=4 * 2**17, model__hidden_size=512,
+        model__ffn_size=2048, compute_dtype="bfloat16",
+    )  # fmt: skip
+    result = recipes.plan(config, tmp_path, topology="v5e:2x2")
+    assert not result.fits
+    assert result.numbers["memory"]["needed"] > result.numbers["memory"]["capacity"]
+    assert "DOES NOT FIT" in result.report
+
+
+@needs_libtpu
+def test_a_slice_that_does_not_exist_is_a_sentence(tmp_path):
+    with pytest.raises(ConfigError, match="no slice that the TPU compiler knows"):
+        open_topology("v5e:3x7")
+    config = dataclasses.replace(make_config(), mesh=MeshSection(data=3))
+    with pytest.raises(sharding.ShardingError, match="do not divide the 4 devices"):
+        recipes.plan(config, tmp_path, topology="v5e:2x2")
+    assert len(open_topology("v5e:2x2").devices) == 4
