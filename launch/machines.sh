@@ -4,10 +4,11 @@
 #
 #   SCRIPT VERB [--option=value …] [-- arguments of python -m convbert_jax.main]
 #
+#   plan     compile the program's step for the topology, on this machine: memory, time, network (docs/accelerators.md); asks no cloud
 #   create   get the machine, wait for it, install the program on every host; a machine that is there is taken as it is
 #   run      start the program on every host, follow it, start it again after exit code 75; Ctrl-C stops following, not the run
 #   watch    follow a run that was started; delete   give the machine back
-#   all      create and run, again when the machine is taken away, at most --restarts times; delete at the end, however it ends
+#   all      create and run (with --plan-first after a plan that fits), again when the machine is taken away, at most --restarts times; delete at the end, however it ends
 #
 # --dry-run prints the exact commands and runs none. Exit codes: 0; 2 a wrong command line; 75 lost, the same line goes on; 1 else, or the run's own.
 # A script names its `options` and `switches`, and defines the functions that it uses here: machine_state, request_machine, delete_machine,
@@ -17,7 +18,7 @@ export CLOUDSDK_CORE_DISABLE_PROMPTS=1 # a question of gcloud would not be seen:
 verb='' arguments=() dry_run=0
 name=convbert-jax project='' zone='' topology='' every=30 restarts=10
 # shellcheck disable=SC2034 # the scripts read what theirs need
-spot=0 keep=0 reservation='' options='' switches=''
+spot=0 keep=0 plan_first=0 reservation='' options='' switches=''
 
 say() { echo "$(date +%H:%M:%S) $*" >&2; }
 
@@ -119,6 +120,18 @@ read_topology() { # --topology=v5e:4x4: chip, shape, chips, hosts
   chips=$((sizes))
   hosts=$(((chips + 3) / 4))
   if [ "$shape" = 2x4 ]; then hosts=1; fi # one machine of eight chips
+}
+
+plan() { # what the run would take of the topology, before anything is asked for; by the Python that launch/environment.sh made, if none is active
+  local python=${PYTHON:-python3}
+  if [ -z "${PYTHON:-}${VIRTUAL_ENV:-}" ] && [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
+  act "$python" -m convbert_jax.main --mode=plan --topology="$topology" ${arguments[@]+"${arguments[@]}"}
+}
+
+plan_only() { # the verb plan, which needs no place
+  if [ "$verb" != plan ]; then return; fi
+  plan
+  exit
 }
 
 accelerator_type() { # as the TPU API and xpk call it: v4 and v5p count cores, two a chip
@@ -360,6 +373,7 @@ run_verb() {
       say "$reason."
       ;;
     all)
+      if ((plan_first)) && ! plan; then fail 1 "the plan says why this cannot run; nothing was asked of the cloud"; fi
       trap give_back EXIT
       trap stop_and_give_back INT TERM HUP
       go_on create_and_run

@@ -15,9 +15,10 @@ cd "$(dirname "$0")/.." || exit 1
 
 cluster='' slices=1 image=''
 options="name project zone topology slices cluster restarts reservation image" switches="spot keep dry-run"
-read_command "create run watch delete all" "$@"
+read_command "plan create run watch delete all" "$@"
 check_names
 read_topology
+plan_only
 if [[ ! $slices =~ ^[1-9][0-9]*$ ]]; then fail 2 "--slices=$slices is not a number of slices"; fi
 hosts=$((hosts * slices))
 case $verb in run) hosts=2 check_workdir ;; all) check_workdir ;; esac # a container's disk never outlives it

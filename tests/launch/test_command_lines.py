@@ -50,7 +50,7 @@ def refuse(cloud, script, *arguments, code=2) -> str:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "'' is none of: create, run, watch, delete"),
+        ((), "create, run, watch, delete"),
         (("destroy",), "'destroy' is none of"),
         (("run", "--nmae=x"), "--nmae=x is not understood; "),
         (("run", "--config=configs/base.py"), "what is for the program comes after a --"),

@@ -253,3 +253,40 @@ def test_one_host_is_one_machine_without_a_group(tmp_path):
         "-m convbert_jax.main --config=configs/base.py --workdir=gs://bucket/a run"
     ]
     assert not cloud.is_there
+
+
+def _plays_the_plan(cloud, code: int) -> None:
+    """A Python that writes what it was asked for and ends with `code`."""
+    python = cloud.folder / "bin" / "python3"
+    python.write_text(f'#!/bin/bash\necho "$*" >>{cloud.folder}/planned\nexit {code}\n')
+    python.chmod(0o755)
+
+
+PLANNED = (
+    "-m convbert_jax.main --mode=plan --topology=v5p:2x2x2 --config=configs/base.py "
+    "--workdir=gs://bucket/a run\n"
+)
+
+
+@pytest.mark.parametrize("script", ["tpu_vm.sh", "gce.sh", "xpk.sh"])
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_plan_asks_no_cloud(cloud, script, code):
+    _plays_the_plan(cloud, code)
+    result = cloud.run(script, "plan", SLICE, *PROGRAM)
+    assert (result.returncode, result.stderr) == (code, "")
+    assert (cloud.folder / "planned").read_text() == PLANNED
+    assert cloud.asked() == []
+
+
+@both
+def test_what_does_not_fit_is_not_asked_for(cloud, script):
+    _plays_the_plan(cloud, 1)
+    result = cloud.run(script, "all", SLICE, "--plan-first", *HOST, *PROGRAM)
+    assert result.returncode == 1
+    assert "nothing was asked of the cloud" in errors(result)[0]
+    assert cloud.count(CREATE[script]) == 0
+    _plays_the_plan(cloud, 0)
+    result = cloud.run(script, "all", SLICE, "--plan-first", *HOST, *PROGRAM)
+    assert result.returncode == 0, result.stderr
+    assert cloud.count(CREATE[script]) == cloud.count(DELETE[script]) == 1
+    assert (cloud.folder / "planned").read_text() == 2 * PLANNED
