@@ -32,6 +32,7 @@ ALLOWED = {
     "finetuning": BELOW,
     "inference": {*BELOW, "interop", "finetuning"},
     "recipes": {*BELOW, "analysis", "interop", "finetuning", "inference"},
+    "demo": {*BELOW, "console", "inference"},
     "sweeps": {
         *(*BELOW, "analysis", "interop", "finetuning", "recipes"),
         *("config_files", "command_line"),

@@ -1,9 +1,20 @@
 """Texts with holes, as "Paris is the [MASK] of France.": to token ids, and the holes filled."""
 
+from typing import TypedDict
+
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 
 _BLANK = "\u2581"  # how SentencePiece writes the blank before a word
 INSIDE = "##"  # how WordPiece begins a piece inside of a word
+
+
+class Filled(TypedDict):
+    """A token for a hole, named as in Hugging Face's pipeline."""
+
+    score: float  # its probability
+    token: int  # its id
+    token_str: str
+    sequence: str  # the text with this hole filled
 
 
 def mask_token(tokenizer: Tokenizer) -> str:

@@ -28,15 +28,6 @@ class ModelError(UserError):
     """Something is asked of a model that it does not have, or cannot read."""
 
 
-class Filled(TypedDict):
-    """A token for a hole, named as in Hugging Face's pipeline."""
-
-    score: float  # its probability
-    token: int  # its id
-    token_str: str
-    sequence: str  # the text with this hole filled
-
-
 class Suspect(TypedDict):
     """A token and the probability that it was put in by a generator."""
 
@@ -89,6 +80,20 @@ class Model:
             f"<Model {self.path}: {main.family}, {main.encoder.depth} layers of "
             f"{main.encoder.hidden_size}, {', '.join(heads) or 'no heads'}>"
         )
+
+    @property
+    def abilities(self) -> tuple[str, ...]:
+        """Which of `fill_mask`, `replaced` and `predict` its heads allow."""
+        if self._finetuned_params is not None:
+            return ("predict",)
+        fills = any(self._has(name, "mlm_head") for name in self.networks)
+        suspects = self._has("main", "rtd_head")
+        return ("fill_mask",) * fills + ("replaced",) * suspects
+
+    @property
+    def mask_token(self) -> str:
+        """What stands for a hole in the texts of `fill_mask`."""
+        return masked_text.mask_token(self.tokenizer)
 
     def tokenize(
         self, texts: Text | Sequence[Text], *, length: int | None = None
@@ -360,7 +365,7 @@ class Model:
             )
 
     def _check_holes(self, texts: Sequence[str], holes: Sequence[np.ndarray], length: int) -> None:
-        mask = masked_text.mask_token(self.tokenizer)
+        mask = self.mask_token
         for text, found in zip(texts, holes, strict=True):
             if len(found) < max(1, text.count(mask)):
                 where = f"within its first {length} tokens" if mask in text else "in it"
@@ -370,10 +375,10 @@ class Model:
                     "where a token is to be filled in."
                 )
 
-    def _describe(self, text: str, hole: int, scores, tokens) -> list[Filled]:
+    def _describe(self, text: str, hole: int, scores, tokens) -> list[masked_text.Filled]:
         fill = functools.partial(masked_text.fill, self.tokenizer, text, hole)
         return [
-            Filled(
+            masked_text.Filled(
                 score=float(score),
                 token=int(token),
                 token_str=self.tokenizer.decode([token]) or self.tokenizer.entries[token],

@@ -42,6 +42,11 @@ class TextModel:
     def __repr__(self) -> str:
         return f"<TextModel {self.path}: {self.config.recipe}, step {self.step}>"
 
+    @property
+    def abilities(self) -> tuple[str, ...]:
+        """`write`, which is `translate` and `summarize` too, by the recipe."""
+        return ("write",)
+
     def translate(self, texts: str | Sequence[str], **decoding: Any) -> Any:
         """Translations.
 

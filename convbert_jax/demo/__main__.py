@@ -1,0 +1,46 @@
+"""Serves a model to browsers of this machine, until Ctrl-C.
+
+python -m convbert_jax.demo --workdir=runs/mine
+"""
+
+import argparse
+import sys
+
+from convbert_jax import console
+from convbert_jax.config import UserError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m convbert_jax.demo", description=__doc__)
+    parser.add_argument(
+        "--workdir",
+        required=True,
+        help="A run, a fine-tuned model, a Hugging Face folder or a TensorFlow 1 checkpoint.",
+    )
+    parser.add_argument("--port", type=int, default=8000, help="Of this machine; 0 is a free one.")
+    options = parser.parse_args()
+    console.set_up_logging()
+    if not 0 <= options.port < 2**16:
+        console.fail(f"--port={options.port} must be between 0 and 65535.", code=2)
+    try:
+        from convbert_jax.demo import app
+    except ModuleNotFoundError as error:
+        if error.name != "flask":
+            raise
+        console.fail("The demo page needs Flask: pip install flask, or the extra demo.")
+    try:
+        from convbert_jax.inference.loading import load
+
+        model = load(options.workdir)
+        server = app.make_server(app.make_app(model), options.port)
+    except UserError as error:
+        console.fail(str(error))
+    print(f"{model} is at http://127.0.0.1:{server.port} until Ctrl-C.", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        sys.exit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"use strict";
+// Every text goes into the page as text, never as markup.
+
+const make = (tag, fields = {}, ...children) => {
+  const element = Object.assign(document.createElement(tag), fields);
+  element.append(...children);
+  return element;
+};
+
+const percent = (share) => `${(100 * share).toFixed(1)} %`;
+
+function table(rows) {
+  return make("table", {}, ...rows.map(([name, share]) => make("tr", {},
+    make("td", { textContent: name, dir: "auto" }),
+    make("td", { className: "bar" }, make("meter", { value: share, min: 0, max: 1 })),
+    make("td", { className: "number", textContent: percent(share) }))));
+}
+
+// Characters of a text as a browser cuts them are not those of the program where they lie beyond the first 65,536.
+function marked(text, tokens) {
+  const characters = Array.from(text), parts = make("p", { dir: "auto" });
+  let done = 0;
+  for (const token of tokens) {
+    parts.append(characters.slice(done, token.start).join(""));
+    const span = make("span", { className: "suspect", textContent: characters.slice(token.start, token.end).join(""),
+      title: `${token.token}: ${percent(token.probability)}` });
+    span.style.setProperty("--share", Math.min(1, token.probability).toFixed(3));
+    parts.append(span);
+    done = Math.max(done, token.end);
+  }
+  parts.append(characters.slice(done).join(""));
+  return parts;
+}
+
+function predicted(answer) {
+  if (answer.error) return [make("p", { className: "error", textContent: answer.error })];
+  const said = [make("p", { dir: "auto", textContent: [answer.prediction].flat().join(" ") })];
+  const shares = answer.probabilities;
+  if (shares && !Array.isArray(shares) && Object.values(shares).every((share) => typeof share === "number")) {
+    said.push(table(Object.entries(shares).sort((a, b) => b[1] - a[1])));
+  }
+  return said;
+}
+
+const PANELS = {
+  fill_mask: (model) => ({
+    title: "Fill in the blank", button: "Fill in", fields: [[`${model.mask} stands for a token`, `Paris is the ${model.mask} of France.`]],
+    show: (holes) => holes.flatMap((hole, number) => [
+      ...(holes.length > 1 ? [make("p", { className: "note", textContent: `blank ${number + 1}` })] : []),
+      table(hole.map((token) => [token.token_str, token.score]))]),
+  }),
+  replaced: () => ({
+    title: "Which word is wrong?", button: "Look", fields: [["a text, in which a word may have been replaced", "Paris is the capital of cheese."]],
+    show: (tokens, [text]) => [marked(text, tokens), make("p", { className: "note",
+      textContent: "the stronger the color, the likelier that the model finds it that a generator put the token in; point at one for the number" })],
+  }),
+  predict: (model) => ({
+    title: model.task || "Predict", button: "Predict", fields: model.columns.map((name) => [name, ""]), show: predicted,
+  }),
+  write: (model) => ({
+    title: { translation: "Translate", summarization: "Summarize" }[model.recipe] || "Write", button: "Write", fields: [["a text", ""]],
+    show: (text) => [make("p", { dir: "auto", textContent: text })],
+  }),
+};
+
+function panel(ability, { title, button, fields, show }) {
+  const inputs = fields.map(([, text]) => make("textarea", { value: text, dir: "auto" }));
+  const answer = make("div", { className: "answer" }), go = make("button", { type: "submit", textContent: button });
+  answer.setAttribute("role", "status");
+  const form = make("form", {}, ...fields.map(([name], i) => make("label", { textContent: name }, inputs[i])), go);
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const texts = inputs.map((input) => input.value);
+    go.disabled = true;
+    answer.replaceChildren(make("p", { className: "note", textContent: "thinking …; the first answer takes longest" }));
+    try {
+      const response = await fetch(`/${ability}`, {
+        method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ texts }) });
+      const said = await response.json();
+      if (!response.ok) throw new Error(said.error);
+      answer.replaceChildren(...show(said.answer, texts));
+    } catch (error) {
+      const lost = error instanceof TypeError || error instanceof SyntaxError;
+      answer.replaceChildren(make("p", { className: "error", textContent: lost ? "no answer; is the program still running?" : error.message }));
+    }
+    go.disabled = false;
+  });
+  return make("section", { id: ability }, make("h2", { textContent: title }), form, answer);
+}
+
+fetch("/model").then((response) => response.json()).then((model) => {
+  document.getElementById("model").textContent = model.name;
+  const panels = model.abilities.map((ability) => panel(ability, PANELS[ability](model)));
+  if (!panels.length) panels.push(make("p", { textContent: "This model has no head: it encodes texts, from Python, and has nothing to show here." }));
+  document.getElementById("panels").append(...panels);
+});

@@ -1,0 +1,205 @@
+"""The demo page: what it answers, and whom it does not."""
+
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import convbert_jax
+from convbert_jax.demo import app as demo
+from tests.conftest import REPOSITORY
+from tests.finetuning.conftest import make_config, vocabulary  # noqa: F401
+from tests.inference.conftest import models  # noqa: F401
+from tests.interop.conftest import make_run  # noqa: F401
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def folder(make_run) -> str:  # noqa: F811
+    """A run with a generator and a discriminator of random weights."""
+    return str(make_run()[0])
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return convbert_jax.load(folder)
+
+
+@pytest.fixture(scope="module")
+def browser(model):
+    return demo.make_app(model).test_client()
+
+
+def test_answers_are_those_of_the_model(model, browser):
+    said = browser.get("/model").get_json()
+    assert said["abilities"] == ["fill_mask", "replaced"]
+    text = f"a {said['mask']} b {said['mask']}"
+    holes = browser.post("/fill_mask", json={"texts": [text]}).get_json()["answer"]
+    assert [[token["token"] for token in hole] for hole in holes] == [
+        [token["token"] for token in hole] for hole in model.fill_mask(text, top_k=8)
+    ]
+    (one,) = browser.post("/fill_mask", json={"texts": [said["mask"]]}).get_json()["answer"]
+    assert len(one) == 8
+    tokens = browser.post("/replaced", json={"texts": ["a b"]}).get_json()["answer"]
+    assert tokens == model.replaced("a b")
+
+
+def test_what_a_model_cannot_is_not_there(browser):
+    assert browser.post("/predict", json={"texts": ["a"]}).status_code == 404
+
+
+@pytest.mark.parametrize("kind", ["one", "pair", "number", "tags", "answers"])
+def test_fine_tuned_models_predict(models, kind):  # noqa: F811
+    model = convbert_jax.load(str(models[kind]))
+    browser = demo.make_app(model).test_client()
+    said = browser.get("/model").get_json()
+    assert said["abilities"] == ["predict"]
+    assert list(said["columns"]) == list(model.config.outputs.columns)
+    texts = ["the sun", "a moon under the tree"][: len(said["columns"])]
+    answer = browser.post("/predict", json={"texts": texts}).get_json()["answer"]
+    assert "prediction" in answer, answer
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({}, "ask with"),
+        ([], "ask with"),
+        ({"texts": []}, "ask with"),
+        ({"texts": "a"}, "ask with"),
+        ({"texts": [1]}, "ask with"),
+        ({"texts": ["", "  "]}, "there is no text"),
+        ({"texts": ["no hole"]}, "does not have a [MASK]"),
+    ],
+)
+def test_what_cannot_be_asked_is_a_sentence(browser, body, says):
+    response = browser.post("/fill_mask", json=body)
+    assert response.status_code == 400
+    assert says in response.get_json()["error"]
+
+
+def test_a_request_that_is_too_large_or_no_json(browser):
+    large = browser.post("/replaced", json={"texts": ["a" * 70_000]})
+    assert (large.status_code, list(large.get_json())) == (413, ["error"])
+    form = browser.post("/replaced", data={"texts": "a"})
+    assert (form.status_code, list(form.get_json())) == (415, ["error"])
+    broken = browser.post("/replaced", data="{", content_type="application/json")
+    assert (broken.status_code, list(broken.get_json())) == (400, ["error"])
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example:80"])
+def test_strangers_are_refused(browser, host):
+    """A page of theirs may have a name that leads here."""
+    for response in (
+        browser.get("/", headers={"Host": host}),
+        browser.post("/replaced", json={"texts": ["a"]}, headers={"Host": host}),
+    ):
+        assert response.status_code == 403
+    assert browser.get("/", headers={"Host": "localhost:8123"}).status_code == 200
+    assert browser.get("/", headers={"Host": "[::1]:8123"}).status_code == 200
+
+
+def test_the_page_is_its_own(browser):
+    """Nothing is loaded from elsewhere, and every file that it names is there."""
+    page = browser.get("/")
+    assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+    text = page.get_data(as_text=True)
+    for place in re.findall(r'(?:src|href)="(/[^"]+)"', text):
+        content = browser.get(place)
+        assert content.status_code == 200, place
+        text += content.get_data(as_text=True)
+    assert not re.search(r"https?://|innerHTML|outerHTML|insertAdjacent|document\.write", text)
+
+
+@settings(max_examples=30)
+@given(st.text(max_size=60))
+def test_any_text_is_answered(browser, text):
+    """By what was found or a sentence, never by a fault of the program."""
+    for ability in ("fill_mask", "replaced"):
+        response = browser.post(f"/{ability}", json={"texts": [text]})
+        assert response.status_code in (200, 400), response.get_data(as_text=True)
+        assert set(response.get_json()) in ({"answer"}, {"error"})
+    if response.status_code == 200:
+        for token in response.get_json()["answer"]:
+            assert 0 <= token["start"] <= token["end"] <= len(text)
+
+
+def test_a_port_that_is_taken_is_a_sentence(model):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        app = demo.make_app(model)
+        with pytest.raises(demo.ServerError, match=f"--port={port} cannot be listened at"):
+            demo.make_server(app, port)
+
+
+def test_the_program_serves_until_it_is_stopped(folder):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "convbert_jax.demo", f"--workdir={folder}", "--port=0"],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        address = re.search(r"http://127\.0\.0\.1:\d+", line)[0]
+        with urllib.request.urlopen(f"{address}/model", timeout=60) as answer:
+            assert b"replaced" in answer.read()
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("--workdir=nowhere",), 1, "nowhere"),
+        (("--workdir=nowhere", "--port=99999"), 2, "--port=99999 must be between"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence(arguments, code, says, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "convbert_jax.demo", *arguments],
+        cwd=REPOSITORY, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == code
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert says in line
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_browser_shows_it(model, tmp_path):
+    """A real one runs the page's script, which asks and draws what the model can."""
+    server = demo.make_server(demo.make_app(model), 0)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        done = subprocess.run(
+            [
+                CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+                "--disable-background-networking", "--disable-component-update", "--disable-sync",
+                "--disable-quic", f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000",
+                "--dump-dom", f"http://127.0.0.1:{server.port}/",
+            ],
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    finally:
+        server.shutdown()
+        thread.join()
+    assert "Which word is wrong?" in done.stdout
+    assert "Fill in the blank" in done.stdout
+    assert pathlib.Path(str(model.path)).name in done.stdout
