@@ -4,6 +4,7 @@ All randomness comes from the key; nothing here has parameters. Axes as in `ops/
 batch, L length, M masked slots, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -169,25 +170,91 @@ def sample_tokens(
     return _sample_by_inverse_cdf(key, logits)
 
 
+_BLOCK = 256  # entries of the vocabulary that the sampler looks at together
+
+
 def _sample_by_inverse_cdf(key: Array, logits: Float[Array, "B M V"]) -> Int[Array, "B M"]:
     """One uniform number per slot: the cumulative distribution is searched in two levels, first
-    blocks of 256 entries, then inside one block. The Gumbel way would draw B * M * V numbers, more
-    work than the generator itself.
+    blocks of entries, then inside one block. The Gumbel way would draw B * M * V numbers, more work
+    than the generator itself.
     """
-    block = 256
-    size = logits.shape[-1]
-    padding = -size % block
-    weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, padding)))
-    weights = weights.reshape(*weights.shape[:-1], -1, block)
-    ends = jnp.cumsum(weights.sum(axis=-1), axis=-1)
-    point = jax.random.uniform(key, ends.shape[:-1]) * ends[..., -1]
-    chosen = jnp.minimum((ends <= point[..., None]).sum(axis=-1), ends.shape[-1] - 1)
-    inside = jnp.take_along_axis(weights, chosen[..., None, None], axis=-2)[..., 0, :]
-    end = jnp.take_along_axis(ends, chosen[..., None], axis=-1)[..., 0]
-    rest = point - (end - inside.sum(axis=-1))
+    points = jax.random.uniform(key, logits.shape[:-1])
+    return jax.lax.platform_dependent(
+        logits, points, tpu=_search_by_products, default=_search_by_slices
+    )
+
+
+def _search_by_slices(
+    logits: Float[Array, "B M V"], points: Float[Array, "B M"]
+) -> Int[Array, "B M"]:
+    """Blocks by cutting the vocabulary, padded, into them."""
+    weights = _weigh(logits)
+    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, -weights.shape[-1] % _BLOCK)))
+    weights = weights.reshape(*weights.shape[:-1], -1, _BLOCK)
+
+    def cut(chosen):
+        return jnp.take_along_axis(weights, chosen[..., None, None], axis=-2)[..., 0, :]
+
+    return _search(weights.sum(axis=-1), cut, points, logits.shape[-1])
+
+
+def _search_by_products(
+    logits: Float[Array, "B M V"], points: Float[Array, "B M"]
+) -> Int[Array, "B M"]:
+    """Blocks by products with tables of zeros and ones, which read the logits and write sums alone.
+    A TPU keeps rows of V in tiles that no block is a part of, so cutting moves all of them, and it
+    takes a slice at an unknown place of each row by a loop over rows.
+    """
+    entry = jnp.arange(logits.shape[-1])
+    blocks = -(-logits.shape[-1] // _BLOCK)
+
+    def gather(weights, places, count):  # exact to 16 bits and more: three passes in bfloat16
+        table = places[:, None] == jnp.arange(count)
+        return jnp.einsum(
+            "bmv,vn->bmn", weights, table.astype(weights.dtype), precision=jax.lax.Precision.HIGH
+        )
+
+    def cut(chosen):
+        inside = jnp.where(entry // _BLOCK == chosen[..., None], _weigh(logits), 0.0)
+        return gather(inside, entry % _BLOCK, _BLOCK)
+
+    sums = gather(_weigh(logits), entry // _BLOCK, blocks)
+    return _search(sums, cut, points, logits.shape[-1])
+
+
+def _weigh(logits: Float[Array, "B M V"]) -> Float[Array, "B M V"]:
+    return jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+
+
+def _search(
+    sums: Float[Array, "B M N"],
+    cut: Callable[[Int[Array, "B M"]], Float[Array, "B M W"]],
+    points: Float[Array, "B M"],
+    size: int,
+) -> Int[Array, "B M"]:
+    """The entry at which the running sum of all weights passes `points` of their total.
+
+    Args:
+      sums: weights of each block.
+      cut: number of a block -> the weights inside.
+      points: from 0 to 1.
+      size: entries of the vocabulary.
+    """
+    ends = jnp.cumsum(sums, axis=-1)
+    place = points * ends[..., -1]
+    # Rounding can put the place at the very end: stay in a block that has weight.
+    reached = jnp.argmax(ends >= ends[..., -1:], axis=-1)
+    chosen = jnp.minimum((ends <= place[..., None]).sum(axis=-1), reached)
+    inside = cut(chosen)
     within = jnp.cumsum(inside, axis=-1)
-    # Rounding can put the point just past the end: stay on an entry that has weight.
-    last = block - 1 - jnp.argmax(inside[..., ::-1] > 0, axis=-1)
+
+    def pick(values):
+        return jnp.take_along_axis(values, chosen[..., None], axis=-1)[..., 0]
+
+    # The share of the block, as its sum and those inside may be rounded differently.
+    share = (place - (pick(ends) - pick(sums))) / pick(sums)
+    # The same of entries.
+    last = inside.shape[-1] - 1 - jnp.argmax(inside[..., ::-1] > 0, axis=-1)
+    rest = share * within[..., -1]
     offset = jnp.minimum((within <= rest[..., None]).sum(axis=-1), last)
-    return jnp.minimum(chosen * block + offset, size - 1).astype(jnp.int32)
+    return jnp.minimum(chosen * _BLOCK + offset, size - 1).astype(jnp.int32)

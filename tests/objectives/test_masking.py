@@ -169,14 +169,35 @@ def test_disallow_correct(gumbel):
     assert len(set(sampled.ravel().tolist())) == 9
 
 
+SEARCHES = {"slices": masking._search_by_slices, "products": masking._search_by_products}
+each_search = pytest.mark.parametrize("search", SEARCHES)
+
+
+@each_search
 @pytest.mark.parametrize("peak", [0, 255, 256, 699])
-def test_certain_token_is_always_sampled(peak):
+def test_certain_token_is_always_sampled(peak, search):
     """Block borders and the far end, where rounding could step over."""
-    logits = jnp.full((4, 100, 700), -1e4).at[:, :, peak].set(0.0)
-    sampled = masking.sample_tokens(
-        jax.random.key(0), logits, jnp.zeros((4, 100), jnp.int32), objective=ObjectiveSection()
-    )
-    assert (np.asarray(sampled) == peak).all()
+    logits = jnp.full((1, 100, 700), -1e4).at[:, :, peak].set(0.0)
+    points = jnp.linspace(0, 1, 100)[None]  # 1 itself too, which is never drawn
+    assert (np.asarray(SEARCHES[search](logits, points)) == peak).all()
+
+
+@each_search
+@pytest.mark.parametrize("size", [1, 10, 256, 257, 1000])
+def test_the_search_inverts_the_cumulative_distribution(size, search):
+    """In float64, but where a point is nearer to a border than float32 can tell."""
+    logits = 5 * jax.random.normal(jax.random.key(size), (2, 500, size))
+    logits = jnp.where(jax.random.bernoulli(jax.random.key(1), 0.3, logits.shape), -1e9, logits)
+    logits = logits.at[..., size // 2].set(1.0)
+    points = jax.random.uniform(jax.random.key(2), (2, 500))
+    found = np.asarray(SEARCHES[search](logits, points))
+    weights = np.exp(np.asarray(logits, np.float64) - np.asarray(logits).max(-1, keepdims=True))
+    ends = np.cumsum(weights, axis=-1) / weights.sum(axis=-1, keepdims=True)
+    near = np.abs(ends - np.asarray(points)[..., None]).min(axis=-1) < 1e-5
+    expected = (ends <= np.asarray(points)[..., None]).sum(axis=-1)
+    assert near.mean() < 0.1
+    np.testing.assert_array_equal(found[~near], expected[~near])
+    assert np.take_along_axis(weights, found[..., None], axis=-1).min() > 0
 
 
 def test_extra_special_ids_are_never_hidden():
