@@ -121,6 +121,11 @@ class Workdir:
         """The batch of a step whose numbers were not finite."""
         return self.path / f"bad_batch_step_{step}_process_{process}.npz"
 
+    @property
+    def skipped(self) -> epath.Path:
+        """Batches that a run passes over after it went back."""
+        return self.path / "skipped_batches.json"
+
     # Of fine-tuning
 
     @property

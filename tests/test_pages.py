@@ -14,6 +14,7 @@ from absl.testing import flagsaver
 from convbert_jax import command_line
 from convbert_jax.command_line.fields import field_types
 from convbert_jax.config import Config
+from convbert_jax.demo import __main__ as demo
 from convbert_jax.sweeps import request
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
@@ -72,6 +73,8 @@ def test_what_a_page_says_to_type_is_understood(page):
                 command_line.read(["main.py", *(w.replace("gs:/", "") for w in of_program)])
         elif program == "launch/sweep.py":
             request.read(["sweep.py", *arguments])
+        elif program == "convbert_jax.demo":
+            demo.make_parser().parse_args(arguments)
         elif not (program == "pytest" and (REPOSITORY / arguments[0]).exists()):
             place = program if "/" in program else program.replace(".", "/") + ".py"
             assert (REPOSITORY / place).is_file(), words

@@ -317,6 +317,15 @@ class TrainSection:
     eval_rows: Changeable[int] = 8_192  # held-out rows per evaluation, 0 is all
     # compare generator accuracy, replaced rate and AUC with reference bands
     warn_health: Changeable[bool] = True
+    # a loss above so many times the median of the last 100 steps is as bad as one that is not
+    # finite; 0: none is
+    spike: Changeable[float] = 0.0
+    # times that the run may go back to its last checkpoint and past the batches since when a step
+    # is bad; then, and by default, it ends
+    rollbacks: Changeable[int] = 0
+    # a run of which nothing moves so long, after its first step, ends with exit code 75 and the
+    # stacks of its threads; 0 is never
+    hang_seconds: Changeable[int] = 3_600
     profile_start: Changeable[int] = 0  # first step of a profiler trace; 0 is never
     profile_steps: Changeable[int] = 3
     # "" is off; several hosts need one shared path

@@ -10,7 +10,7 @@ from convbert_jax import console
 from convbert_jax.config import UserError
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m convbert_jax.demo", description=__doc__)
     parser.add_argument(
         "--workdir",
@@ -18,7 +18,11 @@ def main() -> None:
         help="A run, a fine-tuned model, a Hugging Face folder or a TensorFlow 1 checkpoint.",
     )
     parser.add_argument("--port", type=int, default=8000, help="Of this machine; 0 is a free one.")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = make_parser().parse_args()
     console.set_up_logging()
     if not 0 <= options.port < 2**16:
         console.fail(f"--port={options.port} must be between 0 and 65535.", code=2)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -13,23 +12,21 @@ from absl import logging
 from jax.sharding import Mesh
 
 from convbert_jax import files
-from convbert_jax.config import Config, UserError
+from convbert_jax.config import Config
 from convbert_jax.interfaces.batch import Batch
 from convbert_jax.training import evaluation as evaluation_lib
 from convbert_jax.training import sharding
 from convbert_jax.training import state as state_lib
 from convbert_jax.training.checkpoints.saving import Checkpoints
-from convbert_jax.training.environment import compilation, signals
+from convbert_jax.training.environment import compilation, peers, signals
+from convbert_jax.training.environment.watchdog import Watchdog
 from convbert_jax.training.program import Program, Vitals, make_program
 from convbert_jax.training.reports import interval, reporting
 from convbert_jax.training.reports.timing import Clock, Profiler, seconds_since_start
+from convbert_jax.training.rollback import BadStepError, LossGuard, Rollbacks, TrainingError
 from convbert_jax.training.state import TrainState
 from convbert_jax.training.task import Metrics, Params, Task
 from convbert_jax.workdir import Workdir
-
-
-class TrainingError(UserError):
-    """The run cannot go on."""
 
 
 class Batches(Protocol):
@@ -75,7 +72,8 @@ def train(
     """Trains up to `config.train.steps`, from the newest checkpoint in `workdir` if there is one.
 
     SIGTERM and SIGINT finish the step, save and return. A run that is finished already returns what
-    it holds. The state at any step depends on config and data only, never on where a run was cut.
+    it holds. The state at any step depends on config and data only, never on where a run was cut;
+    after a rollback on what `workdir.skipped` says besides.
 
     Args:
       batches: closed at the end, however it ends; of at most `task.batch_shapes` shapes, whose rows
@@ -90,7 +88,8 @@ def train(
     Raises:
       ShardingError: mesh and parameters do not fit together.
       CheckpointError: no checkpoint can be read, or one cannot be written.
-      TrainingError: loss or gradient are not finite; the batch is kept in `workdir`.
+      TrainingError: loss or gradient are no good and config.train.rollbacks are used up; the batch
+        is kept in `workdir`.
       EvaluationError: no held-out rows.
       ReportError: the report cannot be written.
       OutOfMemoryError: the device is too small.
@@ -104,24 +103,37 @@ def train(
         checkpoints = stack.enter_context(
             contextlib.closing(Checkpoints(workdir.checkpoints, config.checkpoint))
         )
-        run = _Run(
-            task=task,
-            config=config,
-            workdir=workdir,
-            program=make_program(task, config, mesh),
-            batches=batches,
-            evaluation=evaluation,
-            checkpoints=checkpoints,
-            initial_params=initial_params,
-            publish=publish,
-        )
-        run.restore_or_start()
-        if run.step >= t.steps:
-            return run.finished()
-        run.reporter = stack.enter_context(
-            reporting.Reporter(workdir, task, steps=t.steps, step=run.step)
-        )
-        return run.to_the_end(stop)
+        watchdog = Watchdog(t.hang_seconds)
+        stack.enter_context(watchdog.watching())
+        rollbacks = Rollbacks(workdir.skipped, t.rollbacks)
+        program = make_program(task, config, mesh)
+        beginning = batches.get_state()
+        while True:
+            run = _Run(
+                task=task,
+                config=config,
+                workdir=workdir,
+                program=program,
+                batches=batches,
+                evaluation=evaluation,
+                checkpoints=checkpoints,
+                initial_params=initial_params,
+                publish=publish,
+                rollbacks=rollbacks,
+                watchdog=watchdog,
+            )
+            run.restore_or_start()
+            if run.step >= t.steps:
+                return run.finished()
+            try:
+                with reporting.Reporter(workdir, task, steps=t.steps, step=run.step) as reporter:
+                    run.reporter = reporter
+                    return run.to_the_end(stop)
+            except BadStepError as error:
+                writes = jax.process_index() == 0
+                rollbacks.go_back(error, checkpoints.newest or 0, writes=writes)
+                peers.wait_for_all("rollback")
+                batches.set_state(beginning)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -140,6 +152,8 @@ class _Run:
     checkpoints: Checkpoints
     initial_params: Callable[[], Params] | None
     publish: Callable[[int, Params], None] | None
+    rollbacks: Rollbacks
+    watchdog: Watchdog
 
     step: int = 0
     state: TrainState | None = None
@@ -151,12 +165,14 @@ class _Run:
     eval_values: dict[str, float] = dataclasses.field(default_factory=dict)
     clock: Clock = dataclasses.field(default_factory=Clock)
     watch: compilation.RecompileWatch = dataclasses.field(init=False)
+    guard: LossGuard = dataclasses.field(init=False)
     given: list[Params] = dataclasses.field(default_factory=list)  # to each step, on the devices
 
     def __post_init__(self):
         self.watch = compilation.RecompileWatch(
             self.program.train_step, "training step", self.task.batch_shapes
         )
+        self.guard = LossGuard(self.config.train.spike)
 
     def restore_or_start(self) -> None:
         """State and data position of the newest checkpoint, or those of a new run."""
@@ -166,6 +182,7 @@ class _Run:
             self.state, position = restored
             self.step = int(self.state.step)
             self.cut_interval = position.pop(interval.KEY, None)
+            self.guard.restore(position)
             if position:  # an imported checkpoint has none: its data begin at the first row
                 self.batches.set_state(position)
             logging.info("Resuming from the checkpoint of step %d.", self.step)
@@ -214,6 +231,7 @@ class _Run:
                     self._look_at_pending()
                     with self.clock.paused():
                         position = self.batches.get_state() | interval.to_json(self.totals)
+                        position |= self.guard.to_json()
                         self.checkpoints.save(self.state, position, values)
                     saved = self.step
         self.checkpoints.wait()
@@ -245,6 +263,8 @@ class _Run:
     def _dispatch(self) -> None:
         """Draws a batch and starts its step; looks at the step before while this one runs."""
         try:
+            for _ in range(self.rollbacks.batches_after(self.step)):
+                next(self.batches)
             batch = next(self.batches)
         except StopIteration:
             raise TrainingError(
@@ -270,6 +290,7 @@ class _Run:
             self._look_at(before)
         elif not self.clock.running:
             self._first_step_done()
+        self.watchdog.beat()
         self.reporter.advance()
 
     def _look_at_pending(self) -> None:
@@ -280,8 +301,8 @@ class _Run:
 
     def _look_at(self, done: _Dispatched) -> None:
         vitals = {name: float(v) for name, v in jax.device_get(done.vitals)._asdict().items()}
-        if not (math.isfinite(vitals["loss"]) and math.isfinite(vitals["grad_norm"])):
-            self._fail(done, vitals)
+        if wrong := self.guard.judge(vitals["loss"], vitals["grad_norm"]):
+            self._fail(done, vitals, wrong)
         if done.totals is None:
             return
         self.watch.check(done.step)
@@ -292,7 +313,7 @@ class _Run:
         if self.config.train.warn_health:
             self.reporter.warn_health(done.step, self.train_values)
 
-    def _fail(self, done: _Dispatched, vitals: dict[str, float]):
+    def _fail(self, done: _Dispatched, vitals: dict[str, float], wrong: str):
         place = self.workdir.bad_batch(done.step, jax.process_index())
         kept = f"is kept in {place}"
         try:
@@ -301,12 +322,13 @@ class _Run:
         except OSError as error:
             kept = f"could not be kept in {place} ({error.strerror})"
         self.checkpoints.wait()
-        steps = self.checkpoints.steps
-        good = f"the last good checkpoint is of step {steps[-1]}" if steps else "none was saved yet"
-        raise TrainingError(
-            f"step {done.step}: loss {vitals['loss']}, gradient norm {vitals['grad_norm']}; the "
-            f"batch {kept}, {good}; lower config.optimizer.learning_rate or lengthen "
-            "config.optimizer.warmup_steps and start again."
+        newest = self.checkpoints.newest
+        good = f"the last good checkpoint is of step {newest}" if newest else "none was saved yet"
+        raise BadStepError(
+            f"step {done.step}: {wrong}; the batch {kept}, {good}; lower "
+            "config.optimizer.learning_rate or lengthen config.optimizer.warmup_steps and start "
+            "again, or let the run go back by itself with config.train.rollbacks",
+            done.step,
         )
 
     def _evaluate(self) -> dict[str, float]:
@@ -315,11 +337,15 @@ class _Run:
                 self.task,
                 self.program.eval_step,
                 self.state.params,
-                map(self.program.put_batch, self.evaluation()),
+                map(self._put_heldout, self.evaluation()),
                 seed=self.config.seed,
             )
             self.reporter.validation(self.step, self.eval_values)
         return self.eval_values
+
+    def _put_heldout(self, batch: Batch) -> Batch:
+        self.watchdog.beat()
+        return self.program.put_batch(batch)
 
     def _check_best_metric(self) -> None:
         """Refuses a name that no evaluation will give, now and not at the first one."""

@@ -67,6 +67,11 @@ class Checkpoints:
         """Steps of the checkpoints that are complete, in order."""
         return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
 
+    @property
+    def newest(self) -> int | None:
+        """The last of `steps`, None if there is none."""
+        return max(self.steps, default=None)
+
     def is_best(self, values: Mapping[str, float]) -> bool:
         """True if `values` beat those of every checkpoint by `config.checkpoint.best_metric`."""
         if not self._section.best_metric:

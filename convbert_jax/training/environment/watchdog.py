@@ -1,0 +1,59 @@
+"""Ends a run that hangs, as one whose devices or network do not answer any more."""
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+from absl import logging
+
+from convbert_jax.training.environment import peers
+
+
+class Watchdog:
+    """Wants to hear a `beat` every so often, from the first one on."""
+
+    def __init__(self, seconds: float):
+        """
+        Args:
+          seconds: `config.train.hang_seconds`; 0: it never bites.
+        """
+        self._seconds = seconds
+        self._last: float | None = None
+
+    def beat(self) -> None:
+        """Says that the run goes on."""
+        self._last = time.monotonic()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context in which silence ends the process with `peers.EXIT_CODE`, on which launchers
+        start again, with the stacks of all threads on standard error.
+        """
+        if not self._seconds:
+            yield
+            return
+        over = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(over,), daemon=True, name="watchdog")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _watch(self, over: threading.Event) -> None:
+        while not over.wait(min(10.0, self._seconds / 4)):
+            if self._last is not None and time.monotonic() - self._last > self._seconds:
+                logging.error(
+                    "Nothing has moved for config.train.hang_seconds=%g: a device, another process "
+                    "or the storage does not answer. What every thread does is below; the same "
+                    "command goes on from the last checkpoint.",
+                    self._seconds,
+                )
+                logging.flush()
+                faulthandler.dump_traceback(sys.__stderr__)
+                os._exit(peers.EXIT_CODE)
