@@ -36,6 +36,8 @@ SMALL = {
             "train.compile_cache": "",
         },
     },
+    "inside": {"STEPS": 4, "MORE": {**ENCODER, "model.head_ratio": 1}},
+    "ablation": {"STEPS": 4, "SEEDS": 2, "MORE": ENCODER},
     "translate": {
         "STEPS": 4, "PAIRS": 300,
         "MORE": {**TINY, "parallel.shapes": 1, "parallel.max_length": 64, "train.eval_rows": 16},
@@ -64,7 +66,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pretrain", "finetune", "translate"])
+@pytest.mark.parametrize("name", ["pretrain", "finetune", "inside", "ablation", "translate"])
 def test_each_cell_runs(name, folder, monkeypatch, capsys):
     """In the order of a reader: fine-tuning starts from the run of the first."""
     monkeypatch.chdir(folder)
@@ -85,6 +87,12 @@ def test_each_cell_runs(name, folder, monkeypatch, capsys):
     if name == "pretrain":
         assert "discriminator, AUC" in printed
         assert "rgba(220" in printed
+    elif name == "inside":
+        assert "chance level" in printed
+        assert (folder / "runs" / "inside" / "pictures" / "filters.png").is_file()
+    elif name == "ablation":
+        assert printed.count("the noise (p = ") == 2
+        assert names["values"]["9 taps"].keys() == {0, 1}
     elif name == "finetune":
         assert names["result"].tasks
         assert (folder / "runs" / "modules" / "huggingface" / "config.json").is_file()
