@@ -27,9 +27,11 @@ def main(request: command_line.Request) -> None:
         if request.multihost or request.processes:
             platform = request.config.platform if request.config else "any"
             _join_hosts(request.processes, platform)
-            from convbert_jax.training.environment import peers
+            from convbert_jax.training.environment import peers, roll_call
 
             with peers.watch():
+                said = {"--mode": request.mode, "--step": request.step}
+                roll_call.check_start(said, request.config)
                 _run(request)
         else:
             _run(request)
@@ -183,10 +185,10 @@ def _join_hosts(
         raise ConfigError(f"{name}: {first}; {advice}.") from error
     finally:
         in_vain.cancel()
-    from convbert_jax.training.environment import devices
+    from convbert_jax.training.environment import devices, exchange
 
-    devices.prepare_platform(platform)  # the next line makes jax look for devices
-    logging.info("Process %d of %d.", jax.process_index(), jax.process_count())
+    devices.prepare_platform(platform)
+    logging.info("Process %d of %d.", *exchange.place())
 
 
 def _give_up(message: str) -> None:

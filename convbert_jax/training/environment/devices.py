@@ -28,23 +28,33 @@ def prepare_platform(platform: str) -> None:
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
-def find_devices(config: Config) -> list[jax.Device]:
-    """All devices, or ConfigError if they are not what `config.platform` asks for."""
-    wanted = {"gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}.get(config.platform)
+def look_for_devices() -> list[jax.Device]:
+    """All devices of all processes, or ConfigError if jax finds none."""
     try:
-        devices = jax.devices()
+        return jax.devices()
     except RuntimeError as error:
         raise ConfigError(
             f"jax finds no device: {str(error).splitlines()[0]} Install jax for this machine "
             "(pip install 'jax[tpu]' or 'jax[cuda12]'), or stop the process that holds it."
         ) from error
-    found = devices[0]
+
+
+def check_platform(platform: str, found: jax.Device) -> None:
+    """Raises ConfigError if `found` is not what `config.platform` asks for."""
+    wanted = {"gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}.get(platform)
     if wanted and found.platform not in wanted:
         raise ConfigError(
-            f"config.platform='{config.platform}', but jax finds only {found.platform} "
+            f"config.platform='{platform}', but jax finds only {found.platform} "
             f"({found.device_kind}); install jax for it (pip install 'jax[tpu]' or 'jax[cuda12]'), "
             "free the device if another process holds it, or set --config.platform=any."
         )
+
+
+def find_devices(config: Config) -> list[jax.Device]:
+    """All devices, or ConfigError if they are not what `config.platform` asks for."""
+    devices = look_for_devices()
+    found = devices[0]
+    check_platform(config.platform, found)
     here = {"cuda": "gpu"}.get(found.platform, found.platform)
     for field, platforms in (("attention", ATTENTIONS), ("convolution", CONVOLUTIONS)):
         name = getattr(config.model, field)
