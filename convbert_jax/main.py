@@ -6,6 +6,7 @@ selects a variant. --workdir alone goes on with the run that is there. The flags
 `command_line/`, the work is in `recipes/`.
 """
 
+import contextlib
 import errno
 import os
 import sys
@@ -19,14 +20,16 @@ from convbert_jax.config import Config, ConfigError, UserError
 
 # Storage that gave out under a run, whichever library was writing.
 _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+_DOCTOR_PATIENCE = 60.0  # seconds that --mode=doctor waits for the other processes
 
 
 def main(request: command_line.Request) -> None:
     """Does what was asked for; a fault that the user can mend is one line and exit code 1."""
     try:
-        if request.multihost or request.processes:
-            platform = request.config.platform if request.config else "any"
-            _join_hosts(request.processes, platform)
+        if request.mode == "doctor":
+            _examine(request)
+        elif request.multihost or request.processes:
+            _join_hosts(request.processes, _platform(request))
             from convbert_jax.training.environment import peers, roll_call
 
             with peers.watch():
@@ -65,7 +68,7 @@ def _run(request: command_line.Request) -> None:
     from convbert_jax.training.environment import compilation, devices
 
     config, workdir = request.config, request.workdir
-    devices.prepare_platform(config.platform if config else "any")
+    devices.prepare_platform(_platform(request))
     if request.mode in ("train", "eval", "predict", "inspect"):
         compilation.enable_compile_cache(_compile_cache(request))
     result = None
@@ -132,6 +135,35 @@ def _run(request: command_line.Request) -> None:
         console.fail(f"{config.name} does not fit {request.topology}; see above what helps.")
 
 
+def _examine(request: command_line.Request) -> None:
+    """Prints a line for each check of --mode=doctor; of several processes, on the first one."""
+    from convbert_jax import doctor
+
+    first, watched = True, contextlib.nullcontext()
+    if not doctor.fault_of_jax():
+        from convbert_jax.training.environment import devices, exchange, peers
+
+        devices.prepare_platform(_platform(request))
+        if request.multihost or request.processes:
+            _join_hosts(request.processes, _platform(request), _DOCTOR_PATIENCE)
+            first, watched = exchange.place()[0] == 0, peers.watch()
+    wrong = []
+    with watched:
+        for finding in doctor.examine(request.config, request.workdir, request.given):
+            if first:
+                print(finding, flush=True)
+            if finding.state == "wrong":
+                wrong.append(finding.name)
+    if wrong:
+        where = "above" if first else "what process 0 prints"
+        message = f"a run would fail here ({', '.join(dict.fromkeys(wrong))}); see {where}."
+        (_give_up if doctor.is_stuck() else console.fail)(message)
+
+
+def _platform(request: command_line.Request) -> str:
+    return request.config.platform if request.config else "any"
+
+
 def _compile_cache(request: command_line.Request) -> str:
     """The folder of compiled programs that the config names; of a model that is used, its own."""
     from convbert_jax.workdir import Workdir
@@ -174,6 +206,7 @@ def _join_hosts(
             "a free port on the machine of the first"
         )
         logging.info("Waiting for %d processes at %s.", processes.count, processes.coordinator)
+    # Who is missing nobody can tell: see training/environment/exchange.py.
     message = f"{name}: not all processes have come within {patience:.0f} s; {advice}."
     in_vain = threading.Timer(patience, _give_up, (message,))
     in_vain.daemon = True

@@ -39,22 +39,17 @@ def look_for_devices() -> list[jax.Device]:
         ) from error
 
 
-def check_platform(platform: str, found: jax.Device) -> None:
-    """Raises ConfigError if `found` is not what `config.platform` asks for."""
-    wanted = {"gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}.get(platform)
+def check_devices(config: Config, found: jax.Device) -> None:
+    """Raises ConfigError if devices as `found` are not what the config asks for, by
+    `config.platform` or by an implementation that is named.
+    """
+    wanted = {"gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}.get(config.platform)
     if wanted and found.platform not in wanted:
         raise ConfigError(
-            f"config.platform='{platform}', but jax finds only {found.platform} "
+            f"config.platform='{config.platform}', but jax finds only {found.platform} "
             f"({found.device_kind}); install jax for it (pip install 'jax[tpu]' or 'jax[cuda12]'), "
             "free the device if another process holds it, or set --config.platform=any."
         )
-
-
-def find_devices(config: Config) -> list[jax.Device]:
-    """All devices, or ConfigError if they are not what `config.platform` asks for."""
-    devices = look_for_devices()
-    found = devices[0]
-    check_platform(config.platform, found)
     here = {"cuda": "gpu"}.get(found.platform, found.platform)
     for field, platforms in (("attention", ATTENTIONS), ("convolution", CONVOLUTIONS)):
         name = getattr(config.model, field)
@@ -63,6 +58,13 @@ def find_devices(config: Config) -> list[jax.Device]:
                 f"config.model.{field}='{name}' does not run on {found.platform} "
                 f"({found.device_kind}); set config.model.{field}=auto."
             )
+
+
+def find_devices(config: Config) -> list[jax.Device]:
+    """All devices, or ConfigError if they are not what `config` asks for."""
+    devices = look_for_devices()
+    found = devices[0]
+    check_devices(config, found)
     logging.info("Running on %d x %s (%s).", len(devices), found.device_kind, found.platform)
     return devices
 

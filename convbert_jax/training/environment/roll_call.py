@@ -55,7 +55,7 @@ def check_start(flags: Mapping[str, Any], config: Config | None) -> None:
     """
     if exchange.place()[1] == 1:
         return
-    command = {**flags, **(_fields(config) if config else {})}
+    command = {**flags, **(fields(config) if config else {})}
     _compare({"versions": versions(), "command": command}, _SOON)
     _compare({"devices": _devices()}, _DEVICES)
 
@@ -74,7 +74,7 @@ def check_data(config: Config, fingerprint: str) -> None:
     found = versions()
     record = {
         "versions": found,
-        "command": _fields(config),
+        "command": fields(config),
         "devices": _devices(),
         "data": {"data": fingerprint[:16]},
     }
@@ -154,9 +154,10 @@ def _compare(record: Record, limit: float) -> None:
         raise RollCallError(sentence)
 
 
-def _fields(config: Config) -> dict[str, Any]:
-    fields = changes.flatten(to_dict(config))
-    return {f"config.{name}": value for name, value in fields.items() if name not in _OF_HOST}
+def fields(config: Config) -> dict[str, Any]:
+    """What all processes must have the same of a config: all but what is a host's own."""
+    found = changes.flatten(to_dict(config))
+    return {f"config.{name}": value for name, value in found.items() if name not in _OF_HOST}
 
 
 def _devices() -> dict[str, str]:
