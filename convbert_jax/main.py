@@ -139,12 +139,12 @@ def _examine(request: command_line.Request) -> None:
     """Prints a line for each check of --mode=doctor; of several processes, on the first one."""
     from convbert_jax import doctor
 
-    first, watched = True, contextlib.nullcontext()
+    several, first, watched = False, True, contextlib.nullcontext()
     if not doctor.fault_of_jax():
         from convbert_jax.training.environment import devices, exchange, peers
 
         devices.prepare_platform(_platform(request))
-        if request.multihost or request.processes:
+        if several := bool(request.multihost or request.processes):
             _join_hosts(request.processes, _platform(request), _DOCTOR_PATIENCE)
             first, watched = exchange.place()[0] == 0, peers.watch()
     wrong = []
@@ -154,10 +154,12 @@ def _examine(request: command_line.Request) -> None:
                 print(finding, flush=True)
             if finding.state == "wrong":
                 wrong.append(finding.name)
-    if wrong:
-        where = "above" if first else "what process 0 prints"
-        message = f"a run would fail here ({', '.join(dict.fromkeys(wrong))}); see {where}."
-        (_give_up if doctor.is_stuck() else console.fail)(message)
+        if wrong:
+            where = "above" if first else "what process 0 prints"
+            message = f"a run would fail here ({', '.join(dict.fromkeys(wrong))}); see {where}."
+            if doctor.is_stuck() and not several:  # Python would wait for it at its end
+                _give_up(message)
+            raise UserError(message)
 
 
 def _platform(request: command_line.Request) -> str:

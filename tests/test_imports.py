@@ -32,6 +32,7 @@ ALLOWED = {
     "finetuning": BELOW,
     "inference": {*BELOW, "interop", "finetuning"},
     "recipes": {*BELOW, "analysis", "interop", "finetuning", "inference"},
+    "doctor": {*BELOW, "interop", "recipes"},
     "sweeps": {
         *(*BELOW, "analysis", "interop", "finetuning", "recipes"),
         *("config_files", "command_line"),

@@ -3,14 +3,14 @@
 import jax
 import numpy as np
 
-from convbert_jax.config import Config
+from convbert_jax.config import Config, ConfigError
 from convbert_jax.doctor.accelerators import Accelerators
 from convbert_jax.doctor.finding import Finding, good, warning, wrong
 from convbert_jax.training.environment import devices
 
 
 def check_devices(config: Config | None, there: Accelerators) -> list[Finding]:
-    """The devices of this process, each with a computation; raises ConfigError where a run would.
+    """The devices of this process, each with a computation.
 
     Args:
       there: what the system has, which jax should have found.
@@ -36,7 +36,10 @@ def check_devices(config: Config | None, there: Accelerators) -> list[Finding]:
         fix = "look at the lines on NVIDIA and on jax"
         findings.append(warning("NVIDIA", f"its driver is here, jax computes on {platform}", fix))
     if config:
-        devices.check_devices(config, own[0])
+        try:
+            devices.check_devices(config, own[0])
+        except ConfigError as error:
+            return [*findings, Finding("platform", "wrong", str(error).rstrip("."))]
         findings.append(good("platform", f"config.platform='{config.platform}' is fulfilled"))
     return findings
 

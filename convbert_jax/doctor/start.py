@@ -7,8 +7,8 @@ from etils import epath
 
 from convbert_jax.config import Config
 from convbert_jax.data.corpus.metadata import read_metadata
+from convbert_jax.data.parallel import parallel_text
 from convbert_jax.data.parallel.metadata import read_metadata as read_metadata_of_pairs
-from convbert_jax.data.parallel.pair_source import open_pairs
 from convbert_jax.data.sources.source import REMOTE, open_source
 from convbert_jax.doctor.finding import Finding, good
 from convbert_jax.interop.networks import abstract_params
@@ -56,14 +56,14 @@ class Start:
         metadata = read(Path(directory))
         if metadata and metadata["complete"]:
             return [good("data", f"{directory} is prepared")]
-        section = self.config.parallel if self.config.reads_pairs else self.config.data
+        if self.config.reads_pairs:
+            named = parallel_text.open_sources(self.config)
+            return [good("data", ", ".join(f"{source.name} is there" for source in named.values()))]
+        section = self.config.data
         specs = [section.source, *filter(None, [section.validation_source])]
         return [good("data", ", ".join(map(self._look, specs)))]
 
     def _look(self, spec: str) -> str:
-        if self.config.reads_pairs:
-            open_pairs(spec, self.config.parallel)
-            return f"{spec} is there"
         kind, _, rest = spec.partition(":")
         if kind in REMOTE or (kind == "tfds" and not Path(rest).is_dir()):
             return f"{spec} is fetched when the run starts, which was not tried"
