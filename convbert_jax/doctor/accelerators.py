@@ -1,5 +1,6 @@
 """Accelerators as the system knows them, before jax is asked, which may wait for one for ever."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -52,13 +53,20 @@ def holders(paths: Collection[pathlib.Path], root: pathlib.Path) -> dict[int, st
     wanted, found = {str(path) for path in paths}, {}
     for folder in root.glob("proc/[0-9]*"):
         pid = int(folder.name)
-        try:
-            opened = {os.readlink(link) for link in (folder / "fd").iterdir()}
-            if pid != os.getpid() and opened & wanted:
+        if pid != os.getpid() and _opened(folder / "fd") & wanted:
+            with contextlib.suppress(OSError):  # it has ended
                 found[pid] = (folder / "comm").read_text().strip()
-        except OSError:  # it has ended, or is another user's
-            continue
     return found
+
+
+def _opened(folder: pathlib.Path) -> set[str]:
+    """The files of a process; none where it has ended, or is another user's."""
+    opened = set()
+    with contextlib.suppress(OSError):
+        for link in folder.iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                opened.add(os.readlink(link))
+    return opened
 
 
 def _check_tpu(chips: Collection[pathlib.Path], root: pathlib.Path) -> Finding:
