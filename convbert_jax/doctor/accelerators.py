@@ -2,13 +2,13 @@
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import os
 import pathlib
 import re
 from collections.abc import Collection
 
 from convbert_jax.doctor.finding import Finding, good, warning, wrong
+from convbert_jax.doctor.versions import installed
 
 LIBTPU_LOCK = "tmp/libtpu_lockfile"
 _CHIPS = ("dev/accel[0-9]*", "dev/vfio/[0-9]*")  # v2 to v4; v5 and newer
@@ -76,7 +76,7 @@ def _check_tpu(chips: Collection[pathlib.Path], root: pathlib.Path) -> Finding:
         who = " and ".join(f"process {pid} ({name})" for pid, name in sorted(held.items()))
         pids = " ".join(map(str, sorted(held)))
         return wrong("TPU", f"{text}, held by {who}", f"let it end, or end it: kill {pids}")
-    if _version("libtpu") is None:
+    if installed("libtpu") is None:
         return wrong("TPU", f"{text}, and no libtpu", "pip install '.[tpu]'")
     if lock.exists() and not os.access(lock, os.R_OK | os.W_OK):
         owner = lock.stat().st_uid
@@ -86,7 +86,7 @@ def _check_tpu(chips: Collection[pathlib.Path], root: pathlib.Path) -> Finding:
 
 
 def _check_driver(driver: str) -> Finding:
-    plugins = {name: _version(name) for name in _LEAST_DRIVER}
+    plugins = {name: installed(name) for name in _LEAST_DRIVER}
     if not any(plugins.values()):
         extra = "cuda13" if int(driver.partition(".")[0]) >= 580 else "cuda12"
         text = f"driver {driver}, and no plugin of jax for it"
@@ -110,10 +110,3 @@ def _has_tpu(root: pathlib.Path) -> bool:
         if vendor == _GOOGLE and device in _TPUS:
             return True
     return False
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -61,18 +61,27 @@ def check_space(workdir: epath.Path, config: Config, parameters: int) -> list[Fi
     """
     if files.is_remote(workdir):
         return []
-    need = checkpoint_bytes(config, parameters)
+    need = max(0, checkpoint_bytes(config, parameters) - _bytes_of_checkpoints(workdir))
     place = workdir
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    text = f"{_gib(free)} free, the run's checkpoints will take {_gib(need)}"
+    text = f"{_gib(free)} free, the run's checkpoints will take {_gib(need)} more"
     if free < need:
         fix = "free some, choose another --workdir, or keep fewer: config.checkpoint.keep"
         if config.recipe == "finetune":
             fix = "free some, choose another --workdir, or set config.finetune.save_models=false"
         return [wrong("space", text, fix)]
     return [good("space", text)]
+
+
+def _bytes_of_checkpoints(workdir: epath.Path) -> int:
+    """What those take that are there; a run that is under way may remove them meanwhile."""
+    size = 0
+    for path in workdir.rglob("checkpoints/**/*"):
+        with contextlib.suppress(OSError):
+            size += path.stat().st_size
+    return size
 
 
 def checkpoint_bytes(config: Config, parameters: int) -> int:

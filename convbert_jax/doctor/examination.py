@@ -10,8 +10,9 @@ from convbert_jax.config import Config
 from convbert_jax.doctor import accelerators, disk, finding, host, versions
 from convbert_jax.doctor.finding import Finding
 
-# Seconds for a check, below a minute in all: each takes one or two where nothing is wrong.
-_QUICK, _STORAGE, _FILES, _DEVICES = 10.0, 20.0, 25.0, 40.0
+# Seconds for a check: one that hangs still leaves it below a minute. All of them take one or two
+# where nothing is wrong, but devices: a TPU may take half a minute.
+_QUICK, _STORAGE, _FILES, _DEVICES = 10.0, 15.0, 20.0, 40.0
 
 
 def examine(

@@ -58,10 +58,10 @@ def fault_of_jax() -> Finding | None:
 
 
 def _check_jax(tpu_here: bool) -> list[Finding]:
-    jax = _installed("jax")
+    jax = installed("jax")
     if jax is None:
         return []  # said of the packages
-    there = {name: _installed(name) for name in LIBRARIES}
+    there = {name: installed(name) for name in LIBRARIES}
     findings = []
     for name, extra in LIBRARIES.items():
         if there[name] is None:
@@ -89,7 +89,7 @@ def unmet(requirements: Iterable[str], extra: str) -> list[tuple[str, str]]:
         requirement = Requirement(text)
         if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
             continue
-        found = _installed(requirement.name)
+        found = installed(requirement.name)
         if found is None or not requirement.specifier.contains(found, prereleases=True):
             missing.append((f"{requirement.name}{requirement.specifier}", found or "none"))
     return missing
@@ -107,7 +107,8 @@ def _is_of(requirement: str, name: str) -> bool:
     return Requirement(requirement).name.replace("_", "-").lower() == name
 
 
-def _installed(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """The version of a package, None where it is absent."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

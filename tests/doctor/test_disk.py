@@ -137,11 +137,18 @@ def test_space_that_the_checkpoints_do_not_have_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: free if place.exists() else 1 / 0)
     (found,) = disk.check_space(tmp_path / "not" / "yet", config(keep=3), 2**26)
     assert str(found) == (
-        "wrong   space: 2.5 GiB free, the run's checkpoints will take 3.0 GiB; free some, choose "
-        "another --workdir, or keep fewer: config.checkpoint.keep."
+        "wrong   space: 2.5 GiB free, the run's checkpoints will take 3.0 GiB more; free some, "
+        "choose another --workdir, or keep fewer: config.checkpoint.keep."
     )
     (found,) = disk.check_space(tmp_path, config(keep=1), 2**26)
     assert found.state == "good"
+    kept = tmp_path / "checkpoints" / "10" / "params" / "array"
+    kept.parent.mkdir(parents=True)
+    with kept.open("wb") as file:
+        file.truncate(2**30)  # sparse
+    (found,) = disk.check_space(tmp_path, config(keep=3), 2**26)
+    assert found.state == "good", "a run that goes on has some of them already"
+    assert "will take 2.0 GiB more" in found.text
 
 
 def test_the_compile_cache(tmp_path, monkeypatch):

@@ -53,9 +53,10 @@ def check_start(flags: Mapping[str, Any], config: Config | None) -> None:
       RollCallError: one process differs from the first, or does not answer in time.
       SilentProcessError: the first one does not.
     """
-    if exchange.place()[1] == 1:
+    count = exchange.place()[1]
+    if count == 1:
         return
-    command = {**flags, **(fields(config) if config else {})}
+    command = {"processes": count, **flags, **(fields(config) if config else {})}
     _compare({"versions": versions(), "command": command}, _SOON)
     _compare({"devices": _devices()}, _DEVICES)
 

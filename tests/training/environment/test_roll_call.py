@@ -39,14 +39,19 @@ except UserError as error:
 """
 
 
-def run(*does: str) -> list[tuple[int, str]]:
-    """(code, what it printed) of a process for each text of statements."""
+def run(*does: str, count: tuple[int, ...] = ()) -> list[tuple[int, str]]:
+    """(code, what it printed) of a process for each text of statements.
+
+    Args:
+      count: of processes, as each of them is told.
+    """
+    count = count or (len(does),) * len(does)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(port), str(len(does)), str(index), what],
+            [sys.executable, "-c", PROGRAM, str(port), str(count[index]), str(index), what],
             cwd=REPOSITORY,
             env=os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,
@@ -82,6 +87,14 @@ def test_another_config_is_told_on_all():
     said = sentences(run("", other, other))
     assert len(set(said)) == 1
     assert "processes 1 and 2 have config.seed=7, process 0 has 0; start the same" in said[0]
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_is_told():
+    """Given to one of them only; jax connects the two."""
+    said = sentences(run("", "", count=(2, 3)))
+    assert len(set(said)) == 1
+    assert "process 1 has processes=3, process 0 has 2; start the same" in said[0]
 
 
 @pytest.mark.slow
