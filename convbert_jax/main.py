@@ -11,7 +11,7 @@ import errno
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from absl import app, logging
 
@@ -29,12 +29,10 @@ def main(request: command_line.Request) -> None:
         if request.mode == "doctor":
             _examine(request)
         elif request.multihost or request.processes:
-            _join_hosts(request.processes, _platform(request))
-            from convbert_jax.training.environment import peers, roll_call
+            with _together(request):
+                from convbert_jax.training.environment import roll_call
 
-            with peers.watch():
-                said = {"--mode": request.mode, "--step": request.step}
-                roll_call.check_start(said, request.config)
+                roll_call.check_start(request.config)
                 _run(request)
         else:
             _run(request)
@@ -139,16 +137,17 @@ def _examine(request: command_line.Request) -> None:
     """Prints a line for each check of --mode=doctor; of several processes, on the first one."""
     from convbert_jax import doctor
 
-    several, first, watched = False, True, contextlib.nullcontext()
+    several, first, together = False, True, contextlib.nullcontext()
     if not doctor.fault_of_jax():
-        from convbert_jax.training.environment import devices, exchange, peers
+        from convbert_jax.training.environment import devices, exchange
 
         devices.prepare_platform(_platform(request))
         if several := bool(request.multihost or request.processes):
-            _join_hosts(request.processes, _platform(request), _DOCTOR_PATIENCE)
-            first, watched = exchange.place()[0] == 0, peers.watch()
+            together = _together(request, _DOCTOR_PATIENCE)
     wrong = []
-    with watched:
+    with together:
+        if several:
+            first = exchange.place()[0] == 0
         for finding in doctor.examine(request.config, request.workdir, request.given):
             if first:
                 print(finding, flush=True)
@@ -177,6 +176,21 @@ def _compile_cache(request: command_line.Request) -> str:
         except UserError:  # a folder of Hugging Face; one that is damaged is told when it is read
             config = Config()
     return config.train.compile_cache
+
+
+@contextlib.contextmanager
+def _together(request: command_line.Request, patience: float = 300.0) -> Iterator[None]:
+    """Context in which all processes are here, and one that ends, ends all.
+
+    Args:
+      patience: as `_join_hosts` takes it.
+    """
+    _join_hosts(request.processes, _platform(request), patience)
+    from convbert_jax.training.environment import peers, roll_call
+
+    with peers.watch():
+        roll_call.check_flags({"--mode": request.mode, "--step": request.step})
+        yield
 
 
 def _join_hosts(

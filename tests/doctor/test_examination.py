@@ -198,17 +198,19 @@ def test_processes_that_agree_are_told_so():
     ]
 
 
-def run_two(*flags: tuple[str, ...]) -> list[subprocess.CompletedProcess]:
+def run_two(
+    *flags: tuple[str, ...], modes: tuple[str, ...] = ("doctor", "doctor")
+) -> list[subprocess.CompletedProcess]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    shared = ("--mode=doctor", f"--coordinator=localhost:{port}", "--processes=2")
+    shared = (f"--coordinator=localhost:{port}", "--processes=2")
     command = [sys.executable, "-m", "convbert_jax.main", *shared]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         both = [
             pool.submit(
                 subprocess.run,
-                [*command, *own, f"--process={index}"],
+                [*command, *own, f"--mode={modes[index]}", f"--process={index}"],
                 cwd=REPOSITORY,
                 env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
                 capture_output=True,
@@ -254,3 +256,22 @@ def test_two_processes_that_differ(tmp_path):
         assert where in line
         assert "Traceback" not in end.stderr
     assert tree(tmp_path) == [tmp_path / "file"]
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_one_has_no_config(tmp_path):
+    flags = ("--config=configs/tiny.py", f"--workdir={tmp_path}/a")
+    for first, second in (run_two(flags, ()), run_two((), flags)):
+        assert (first.returncode, second.returncode) == (1, 1), first.stderr + second.stderr
+        assert "wrong   processes: process 1 has config." in first.stdout
+    assert not tree(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_doctor_does_not_wait_for_a_run(tmp_path):
+    flags = ("--config=configs/tiny.py", f"--workdir={tmp_path}/a")
+    for end in run_two(flags, flags, modes=("doctor", "train")):
+        assert end.returncode == 1
+        (line,) = [each for each in end.stderr.splitlines() if each.startswith("error: ")]
+        assert "process 1 has --mode=train, process 0 has doctor; start the same" in line
+    assert not tree(tmp_path)

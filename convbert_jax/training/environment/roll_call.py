@@ -42,28 +42,32 @@ class RollCallError(UserError):
     """A process has something else than the others, or has fallen silent."""
 
 
-def check_start(flags: Mapping[str, Any], config: Config | None) -> None:
-    """Compares versions and command lines, then devices; all processes call it once they are
-    connected, before anything needs a device. Returns at once if this is the only one.
+def check_flags(flags: Mapping[str, Any]) -> None:
+    """Compares what was typed beside the config; all processes call it once they are connected.
 
     Args:
-      flags: of the command line, as it names them, what the config does not have.
+      flags: name -> value.
 
     Raises:
       RollCallError: one process differs from the first, or does not answer in time.
       SilentProcessError: the first one does not.
     """
-    count = exchange.place()[1]
-    if count == 1:
+    _compare({"command": {"processes": exchange.place()[1], **flags}}, _SOON)
+
+
+def check_start(config: Config | None) -> None:
+    """Compares versions and configs, then devices, which nothing has looked for before; raises as
+    `check_flags`.
+    """
+    if exchange.place()[1] == 1:
         return
-    command = {"processes": count, **flags, **(fields(config) if config else {})}
-    _compare({"versions": versions(), "command": command}, _SOON)
+    _compare({"versions": versions(), "command": fields(config) if config else {}}, _SOON)
     _compare({"devices": _devices()}, _DEVICES)
 
 
 def check_data(config: Config, fingerprint: str) -> None:
     """Compares what each process is about to learn from, with all that it depends on, and logs on
-    the first one who is here; raises as `check_start`.
+    the first one who is here; raises as `check_flags`.
 
     Args:
       config: with what vocabulary and weights told.
