@@ -142,6 +142,28 @@ def test_a_fault_of_a_check_does_not_hide_the_others(capsys, monkeypatch):
     assert "workdir" in lines
 
 
+def test_a_device_that_does_not_answer_does_not_keep_the_program():
+    """As a library does that waits for a TPU, with the locks of jax in its hands."""
+    code = (
+        "import threading, jax, sys\n"
+        "from jax._src import xla_bridge\n"
+        "from convbert_jax import command_line, main\n"
+        "from convbert_jax.doctor import devices, examination\n"
+        "def hang(*_):\n"
+        "    with xla_bridge._backend_lock:\n"
+        "        threading.Event().wait()\n"
+        "devices.check_devices, examination._DEVICES = hang, 0.5\n"
+        "main.main(command_line.read(['main.py', '--mode=doctor']))\n"
+    )
+    end = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert end.returncode == 1, end.stderr
+    assert "wrong   devices: no answer within" in end.stdout
+    assert "good    CPUs" in end.stdout
+    assert "error: a run would fail here (devices); see above." in end.stderr
+
+
 # Several processes
 
 
