@@ -6,11 +6,12 @@ selects a variant. --workdir alone goes on with the run that is there. The flags
 `command_line/`, the work is in `recipes/`.
 """
 
+import contextlib
 import errno
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from absl import app, logging
 
@@ -19,17 +20,19 @@ from convbert_jax.config import Config, ConfigError, UserError
 
 # Storage that gave out under a run, whichever library was writing.
 _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+_DOCTOR_PATIENCE = 60.0  # seconds that --mode=doctor waits for the other processes
 
 
 def main(request: command_line.Request) -> None:
     """Does what was asked for; a fault that the user can mend is one line and exit code 1."""
     try:
-        if request.multihost or request.processes:
-            platform = request.config.platform if request.config else "any"
-            _join_hosts(request.processes, platform)
-            from convbert_jax.training.environment import peers
+        if request.mode == "doctor":
+            _examine(request)
+        elif request.multihost or request.processes:
+            with _together(request):
+                from convbert_jax.training.environment import roll_call
 
-            with peers.watch():
+                roll_call.check_start(request.config)
                 _run(request)
         else:
             _run(request)
@@ -63,7 +66,7 @@ def _run(request: command_line.Request) -> None:
     from convbert_jax.training.environment import compilation, devices
 
     config, workdir = request.config, request.workdir
-    devices.prepare_platform(config.platform if config else "any")
+    devices.prepare_platform(_platform(request))
     if request.mode in ("train", "eval", "predict", "inspect"):
         compilation.enable_compile_cache(_compile_cache(request))
     result = None
@@ -130,6 +133,38 @@ def _run(request: command_line.Request) -> None:
         console.fail(f"{config.name} does not fit {request.topology}; see above what helps.")
 
 
+def _examine(request: command_line.Request) -> None:
+    """Prints a line for each check of --mode=doctor; of several processes, on the first one."""
+    from convbert_jax import doctor
+
+    several, first, together = False, True, contextlib.nullcontext()
+    if not doctor.fault_of_jax():
+        from convbert_jax.training.environment import devices, exchange
+
+        devices.prepare_platform(_platform(request))
+        if several := bool(request.multihost or request.processes):
+            together = _together(request, _DOCTOR_PATIENCE)
+    wrong = []
+    with together:
+        if several:
+            first = exchange.place()[0] == 0
+        for finding in doctor.examine(request.config, request.workdir, request.given):
+            if first:
+                print(finding, flush=True)
+            if finding.state == "wrong":
+                wrong.append(finding.name)
+        if wrong:
+            where = "above" if first else "what process 0 prints"
+            message = f"a run would fail here ({', '.join(dict.fromkeys(wrong))}); see {where}."
+            if doctor.is_stuck() and not several:  # Python would wait for it at its end
+                _give_up(message)
+            raise UserError(message)
+
+
+def _platform(request: command_line.Request) -> str:
+    return request.config.platform if request.config else "any"
+
+
 def _compile_cache(request: command_line.Request) -> str:
     """The folder of compiled programs that the config names; of a model that is used, its own."""
     from convbert_jax.workdir import Workdir
@@ -141,6 +176,21 @@ def _compile_cache(request: command_line.Request) -> str:
         except UserError:  # a folder of Hugging Face; one that is damaged is told when it is read
             config = Config()
     return config.train.compile_cache
+
+
+@contextlib.contextmanager
+def _together(request: command_line.Request, patience: float = 300.0) -> Iterator[None]:
+    """Context in which all processes are here, and one that ends, ends all.
+
+    Args:
+      patience: as `_join_hosts` takes it.
+    """
+    _join_hosts(request.processes, _platform(request), patience)
+    from convbert_jax.training.environment import peers, roll_call
+
+    with peers.watch():
+        roll_call.check_flags({"--mode": request.mode, "--step": request.step})
+        yield
 
 
 def _join_hosts(
@@ -172,6 +222,7 @@ def _join_hosts(
             "a free port on the machine of the first"
         )
         logging.info("Waiting for %d processes at %s.", processes.count, processes.coordinator)
+    # Who is missing nobody can tell: see training/environment/exchange.py.
     message = f"{name}: not all processes have come within {patience:.0f} s; {advice}."
     in_vain = threading.Timer(patience, _give_up, (message,))
     in_vain.daemon = True
@@ -183,10 +234,10 @@ def _join_hosts(
         raise ConfigError(f"{name}: {first}; {advice}.") from error
     finally:
         in_vain.cancel()
-    from convbert_jax.training.environment import devices
+    from convbert_jax.training.environment import devices, exchange
 
-    devices.prepare_platform(platform)  # the next line makes jax look for devices
-    logging.info("Process %d of %d.", jax.process_index(), jax.process_count())
+    devices.prepare_platform(platform)
+    logging.info("Process %d of %d.", *exchange.place())
 
 
 def _give_up(message: str) -> None:

@@ -106,6 +106,10 @@ def test_json_files_that_are_no_config(tmp_path, text):
         ((TINY, "--config.train.steps=-5"), "config.train.steps=-5 must be at least 1"),
         ((TINY, "--input=x.txt"), "--input has no effect with --mode=train"),
         ((TINY, "--topology=v5e:4x4"), "--topology has no effect with --mode=train"),
+        (
+            (TINY, "--mode=plan", "--topology=v5e:4x4", "--multihost"),
+            "have no effect with --mode=plan",
+        ),
         ((TINY, "--mode=plan"), "--mode=plan needs --topology=SLICE"),
         ((TINY, "--mode=plan", "--topology="), "--topology= is empty"),
         (

@@ -33,6 +33,7 @@ ALLOWED = {
     "inference": {*BELOW, "interop", "finetuning"},
     "recipes": {*BELOW, "analysis", "interop", "finetuning", "inference"},
     "demo": {*BELOW, "console", "inference"},
+    "doctor": {*BELOW, "interop", "recipes"},
     "sweeps": {
         *(*BELOW, "analysis", "interop", "finetuning", "recipes"),
         *("config_files", "command_line"),

@@ -16,6 +16,7 @@ MODES = {
     "train": "prepare the data if needed, then pre-train or fine-tune, from where the run is",
     "show": "what the config comes to: parameters, tokens, operations, memory; starts nothing",
     "plan": "what the run would take of --topology: memory, time, network; needs no accelerator",
+    "doctor": "check this machine, or with --config all that the run would need; starts nothing",
     "prepare": "only make the tokenizer and the shards",
     "eval": "the numbers of a checkpoint of the pre-training run --workdir on its held-out text",
     "verify_resume": "train twice, once killed in the middle, and compare both bit for bit",

@@ -55,7 +55,7 @@ class Request:
     """What one command line asks for, checked.
 
     Attributes:
-      config: None where the mode goes by what the weights bring along.
+      config: None where the mode goes by what the weights bring along, or needs none.
       given: the fields of the config that an override names, as "train.steps".
       decoding: fields of config.decoding that an override names, and values, of a model that is
         used: it goes by its own config besides.
@@ -99,7 +99,7 @@ def read(argv: Sequence[str]) -> Request:
     changed = flags.parse(argv)
     _check_flags()
     config_file = _find_config()
-    _check_overrides(changed)
+    _check_overrides(changed, config_file)
     config = None
     if config_file:
         config = config_files.make_config(config_file, changed)
@@ -181,6 +181,11 @@ def _check_flags() -> None:
     named = flags.SOURCE.value or flags.WORKDIR.value or flags.CONFIG.value
     if of_weights and not named:
         raise ConfigError(f"--mode={mode} needs --workdir, the folder of a run, or --source.")
+    if mode == "plan" and (flags.MULTIHOST.value or flags.COORDINATOR.value):
+        raise ConfigError(
+            "--multihost and --coordinator have no effect with --mode=plan: one process compiles "
+            "for all hosts."
+        )
     if mode == "plan" and not flags.TOPOLOGY.value:
         raise ConfigError("--mode=plan needs --topology=SLICE, as v5e:4x4.")
     if mode == "import" and not (flags.SOURCE.value and flags.WORKDIR.value):
@@ -230,6 +235,9 @@ def _find_config() -> str | None:
     mode, file = flags.MODE.value, flags.CONFIG.value
     if mode in _WITHOUT_CONFIG or (file and mode != "eval"):
         return file
+    if mode == "doctor":
+        of_run = flags.WORKDIR.value and Workdir(flags.WORKDIR.value).config
+        return str(of_run) if of_run and of_run.is_file() else None
     if flags.WORKDIR.value and mode in _OF_A_RUN:
         of_run = Workdir(flags.WORKDIR.value).config
     elif mode == "eval" and file:  # names the run; the config is what the run has kept
@@ -246,11 +254,16 @@ def _find_config() -> str | None:
     raise ConfigError(f"{why and why + '; '}--config is missing; choose one of: {known}.")
 
 
-def _check_overrides(changed: Mapping[str, Any]) -> None:
-    """Refuses overrides where the config is that of the model; a file of --config tells at most
-    where a run is, and the platform.
+def _check_overrides(changed: Mapping[str, Any], file: str | None) -> None:
+    """Refuses overrides where there is no config, or where it is that of the model; a file of
+    --config tells at most where a run is, and the platform.
     """
     mode = flags.MODE.value
+    if mode == "doctor" and changed and not file:
+        raise ConfigError(
+            f"--config.{next(iter(changed))} has no effect without --config; name the config that "
+            "it is of."
+        )
     if mode not in _WITHOUT_CONFIG:
         return
     used = set()
@@ -284,7 +297,7 @@ def _check_recipe(config: Config) -> None:
             "--mode=eval is for pre-training; the scores of a fine-tuning run are in its table.md "
             "and results.jsonl, and --mode=predict answers new text."
         )
-    if mode not in ("train", "show"):
+    if mode not in ("train", "show", "doctor"):
         raise ConfigError(
             f"--mode={mode} is for pre-training; fine-tuning reads the files of its tasks at its "
             "start."

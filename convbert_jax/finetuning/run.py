@@ -7,6 +7,7 @@ WORKDIR/unfinished/                    the run that is under way, see unfinished
 """
 
 import dataclasses
+import hashlib
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +33,7 @@ from convbert_jax.finetuning.results import (
 from convbert_jax.finetuning.tasks.task import FinetuneTask, FinetuningError, Scores
 from convbert_jax.finetuning.unfinished import Unfinished
 from convbert_jax.training.checkpoints.saving import Checkpoints
-from convbert_jax.training.environment import peers
+from convbert_jax.training.environment import peers, roll_call
 from convbert_jax.training.environment.compilation import describe_compile_cache
 from convbert_jax.training.state import TrainState
 from convbert_jax.training.task import Params
@@ -76,9 +77,25 @@ def finetune(
     for make in tasks:
         task = make()
         _check_task(task)
+        if jax.process_count() > 1:
+            roll_call.check_data(config, fingerprint(task))
         results.append(_finetune_task(config, workdir, task, programs, tokenizer, weights, done))
     logging.info("%d programs; %s.", programs.count_compiled(), describe_compile_cache())
     return results
+
+
+def fingerprint(task: FinetuneTask) -> str:
+    """Of all rows of a task, as they are encoded; not of what a teacher says of them, which is made
+    on each process' device and may differ in the last bit.
+    """
+    digest = hashlib.sha256()
+    for split, rows in (("train", task.train), *sorted(task.evaluation.items())):
+        arrays = {"lengths": rows.lengths, **rows.by_token, **rows.by_row}
+        arrays.pop("teacher", None)
+        for name, array in sorted(arrays.items()):
+            array = np.ascontiguousarray(array)
+            digest.update(f"{split} {name} {array.dtype} {array.shape}".encode() + array.data)
+    return digest.hexdigest()
 
 
 def settings_of(config: Config, task: FinetuneTask) -> list[Setting]:

@@ -17,7 +17,7 @@ from convbert_jax.data.parallel import parallel_text
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.interfaces.batch import Batch
 from convbert_jax.training import sharding
-from convbert_jax.training.environment import peers
+from convbert_jax.training.environment import peers, roll_call
 from convbert_jax.training.loop import Batches
 from convbert_jax.workdir import Workdir
 
@@ -69,15 +69,19 @@ def prepare(config: Config, directory: Path) -> None:
 
 
 def open_data(config: Config, workdir: Workdir) -> Data:
-    """What the config learns from, which is prepared by the first process while others wait."""
+    """What the config learns from, which is prepared by the first process while others wait.
+
+    Raises:
+      RollCallError: another process has other data, or another config.
+    """
     directory = workdir.data(config)
     if jax.process_count() > 1:
         if jax.process_index() == 0:
             prepare(config, directory)
         peers.wait_for_all("corpus prepared")
-    if config.reads_pairs:
-        return _of_pairs(config, parallel_text.prepare(config, directory))
-    return _of_corpus(config, corpora.prepare(config, directory))
+    found = (parallel_text if config.reads_pairs else corpora).prepare(config, directory)
+    roll_call.check_data(config, found.fingerprint)
+    return (_of_pairs if config.reads_pairs else _of_corpus)(config, found)
 
 
 def check_batches(config: Config, mesh: Mesh, *, training: bool = True) -> None:

@@ -239,6 +239,9 @@ def test_two_processes_are_one_run(tmp_path, text_source, prepared):
     for index, end in enumerate(ends):
         assert end.returncode == 0, end.stderr
         assert f"Process {index} of 2." in end.stderr
+    (line,) = [line for line in ends[0].stderr.splitlines() if " 2 processes: " in line]
+    assert "2 processes: 2 x 2 cpu devices, jax " in line
+    assert line.endswith(", same config, same data.")
     one, two = (
         {(li["split"], li["step"]): li for li in map(json.loads, (tmp_path / name).open())}
         for name in ("alone/metrics.jsonl", "both/metrics.jsonl")

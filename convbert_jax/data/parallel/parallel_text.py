@@ -102,7 +102,7 @@ def prepare(config: Config, directory: Path) -> ParallelText:
         if opened := _open_finished(config, directory):  # finished while waiting
             return opened
         started = time.monotonic()
-        sources = _open_sources(config)
+        sources = open_sources(config)
         for source in sources.values():
             _ = source.units  # counts lines: unequal ones are refused before anything is made
         made_from = origin(config, sources)
@@ -127,7 +127,12 @@ def prepare(config: Config, directory: Path) -> ParallelText:
     return _open_finished(config, directory)
 
 
-def _open_sources(config: Config) -> dict[str, PairSource]:
+def open_sources(config: Config) -> dict[str, PairSource]:
+    """What `config.parallel` names, by split; nothing is read through yet.
+
+    Raises:
+      DataError: nothing is named, or it is not there.
+    """
     section = config.parallel
     if not section.source:
         raise DataError(
@@ -208,7 +213,7 @@ def _open_finished(config: Config, directory: Path) -> ParallelText | None:
         return None
     sources = gone = None
     try:
-        sources = _open_sources(config)
+        sources = open_sources(config)
     except DataError as error:
         gone = error
     made_from = metadata["made_from"]

@@ -28,17 +28,22 @@ def prepare_platform(platform: str) -> None:
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
-def find_devices(config: Config) -> list[jax.Device]:
-    """All devices, or ConfigError if they are not what `config.platform` asks for."""
-    wanted = {"gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}.get(config.platform)
+def look_for_devices() -> list[jax.Device]:
+    """All devices of all processes, or ConfigError if jax finds none."""
     try:
-        devices = jax.devices()
+        return jax.devices()
     except RuntimeError as error:
         raise ConfigError(
             f"jax finds no device: {str(error).splitlines()[0]} Install jax for this machine "
             "(pip install 'jax[tpu]' or 'jax[cuda12]'), or stop the process that holds it."
         ) from error
-    found = devices[0]
+
+
+def check_devices(config: Config, found: jax.Device) -> None:
+    """Raises ConfigError if devices as `found` are not what the config asks for, by
+    `config.platform` or by an implementation that is named.
+    """
+    wanted = {"gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}.get(config.platform)
     if wanted and found.platform not in wanted:
         raise ConfigError(
             f"config.platform='{config.platform}', but jax finds only {found.platform} "
@@ -53,6 +58,13 @@ def find_devices(config: Config) -> list[jax.Device]:
                 f"config.model.{field}='{name}' does not run on {found.platform} "
                 f"({found.device_kind}); set config.model.{field}=auto."
             )
+
+
+def find_devices(config: Config) -> list[jax.Device]:
+    """All devices, or ConfigError if they are not what `config` asks for."""
+    devices = look_for_devices()
+    found = devices[0]
+    check_devices(config, found)
     logging.info("Running on %d x %s (%s).", len(devices), found.device_kind, found.platform)
     return devices
 

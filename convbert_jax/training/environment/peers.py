@@ -22,6 +22,8 @@ from absl import logging
 from jax._src import distributed  # its client keeps words for all processes; not public
 from jax.experimental import multihost_utils
 
+from convbert_jax.training.environment import exchange
+
 EXIT_CODE = 75  # "temporary failure": the same command goes on from the last checkpoint
 _KEY = "convbert_jax/peers"  # where the first process says where it listens
 _START = 300  # seconds for the first process to come here, as jax gives it to come at all
@@ -81,7 +83,7 @@ class _Peers:
     """The connections of this process: of the first one to all, of the others to the first."""
 
     def __init__(self):
-        self._index, self._count = jax.process_index(), jax.process_count()
+        self._index, self._count = exchange.place()  # jax itself would look for devices
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
         self._server: socket.socket | None = None
@@ -187,7 +189,7 @@ class _Peers:
 
 
 def _exit(code: int) -> None:
-    if jax.process_index() == 0:
+    if exchange.place()[0] == 0:
         time.sleep(_LINGER)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

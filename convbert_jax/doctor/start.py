@@ -1,0 +1,71 @@
+"""What a config names must be there: vocabulary, weights, data."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from etils import epath
+
+from convbert_jax.config import Config
+from convbert_jax.data.corpus.metadata import read_metadata
+from convbert_jax.data.parallel import parallel_text
+from convbert_jax.data.parallel.metadata import read_metadata as read_metadata_of_pairs
+from convbert_jax.data.sources.source import REMOTE, open_source
+from convbert_jax.doctor.finding import Finding, good
+from convbert_jax.interop.networks import abstract_params
+from convbert_jax.recipes import finetuning, start
+from convbert_jax.training import state
+from convbert_jax.workdir import Workdir
+
+
+class Start:
+    """What a run would start with.
+
+    Attributes:
+      config: with what vocabulary and weights told, once `check` has read them.
+      parameters: of the model, 0 before.
+    """
+
+    def __init__(self, config: Config, workdir: epath.Path, given: Collection[str]):
+        self.config, self.parameters = config, 0
+        self._workdir, self._given = workdir, given
+
+    def check(self) -> list[Finding]:
+        """Reads vocabulary and weights; raises UserError where a start would."""
+        if self.config.recipe == "finetune":
+            self.config = finetuning.read_start(self.config, self._given)[0]
+        else:
+            folder = Workdir(self._workdir)
+            self.config = start.read_start(self.config, folder, self._given)[0]
+        self.parameters = state.count(abstract_params(self.config))
+        named = {
+            "config.tokenizer.path": self.config.tokenizer.path,
+            "config.init_from": self.config.init_from,
+            "config.distillation.teacher": self.config.distillation.teacher,
+        }
+        read = [f"{field}={value} can be read" for field, value in named.items() if value]
+        return [good("start", ", ".join([f"{self.parameters:,} parameters", *read]))]
+
+    def check_data(self) -> list[Finding]:
+        """Looks for the data, as far as that takes seconds; raises UserError if it is not there."""
+        if self.config.recipe == "finetune":
+            finetuning.check_tasks(self.config)
+            tasks = ", ".join(self.config.finetune.tasks)
+            return [good("data", f"the files of {tasks} are there")]
+        directory = Workdir(self._workdir).data(self.config)
+        read = read_metadata_of_pairs if self.config.reads_pairs else read_metadata
+        metadata = read(Path(directory))
+        if metadata and metadata["complete"]:
+            return [good("data", f"{directory} is prepared")]
+        if self.config.reads_pairs:
+            named = parallel_text.open_sources(self.config)
+            return [good("data", ", ".join(f"{source.name} is there" for source in named.values()))]
+        section = self.config.data
+        specs = [section.source, *filter(None, [section.validation_source])]
+        return [good("data", ", ".join(map(self._look, specs)))]
+
+    def _look(self, spec: str) -> str:
+        kind, _, rest = spec.partition(":")
+        if kind in REMOTE or (kind == "tfds" and not Path(rest).is_dir()):
+            return f"{spec} is fetched when the run starts, which was not tried"
+        open_source(self.config.data, spec)
+        return f"{spec} is there"

@@ -1,0 +1,299 @@
+"""--mode=doctor as a whole: what it prints, how it ends, what it leaves; of one process and two."""
+
+import concurrent.futures
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+from absl.testing import flagsaver
+from hypothesis import given
+from hypothesis import strategies as st
+
+from convbert_jax import command_line, doctor, main
+from convbert_jax.config import ConfigError
+from convbert_jax.doctor import examination, processes, versions
+from convbert_jax.doctor.finding import Finding, good, wrong
+from convbert_jax.training.environment import exchange
+from convbert_jax.workdir import Workdir
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+LINE = re.compile(r"(good   |warning|wrong  ) [\w ,]+: .+\.")
+
+
+def read(*arguments: str) -> command_line.Request:
+    with flagsaver.flagsaver():
+        return command_line.read(["main.py", "--mode=doctor", *arguments])
+
+
+def examine(capsys, *arguments: str) -> tuple[int, dict[str, str], str]:
+    """(exit code, line of each check by its name, standard error)."""
+    try:
+        main.main(read(*arguments))
+        code = 0
+    except SystemExit as error:
+        code = error.code
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert all(LINE.fullmatch(line) for line in lines), lines
+    return code, {line[8:].partition(":")[0]: line for line in lines}, said.err
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def tree(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(folder.rglob("*"))
+
+
+def test_without_a_config_only_what_needs_none(capsys, tmp_path):
+    code, lines, _ = examine(capsys)
+    assert code == 0
+    assert lines.keys() == {
+        *("Python", "packages", "jax", "accelerators", "devices", "memory", "CPUs"),
+    }
+    code, lines, _ = examine(capsys, f"--workdir={tmp_path}/a/run")
+    assert {"workdir", "locks", "clock"} <= lines.keys()
+    assert not tree(tmp_path)
+
+
+def test_a_config_is_examined_whole_and_nothing_is_left(capsys, tmp_path):
+    cache = f"--config.train.compile_cache={tmp_path}/cache"
+    code, lines, _ = examine(capsys, "--config=configs/tiny.py", cache)
+    assert code == 0
+    assert {"start", "data", "space", "workdir", "compile cache", "platform"} <= lines.keys()
+    assert "runs/tiny" in lines["workdir"]
+    assert re.search(r"start: 1,\d{3},\d{3} parameters", lines["start"])
+    assert not tree(tmp_path)
+
+
+def test_faults_are_named_together_and_the_code_is_one(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    code, lines, error = examine(
+        capsys,
+        "--config=configs/tiny.py",
+        "--config.data.source=text:/nowhere/*.txt",
+        f"--workdir={tmp_path}/file/run",
+    )
+    assert code == 1
+    assert "No file matches '/nowhere/*.txt'; check config.data.source" in lines["data"]
+    assert "cannot be written" in lines["workdir"]
+    assert error == "error: a run would fail here (data, workdir); see above.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "says"),
+    [
+        (("--config=configs/translation.py",), "data", "config.parallel.source is empty"),
+        (("--config=configs/glue.py",), "start", "config.init_from is empty"),
+        (("--config=configs/base.py",), "data", "is fetched when the run starts"),
+        (
+            ("--config=configs/tiny.py", "--config.tokenizer.path=/no/vocab.txt"),
+            "start",
+            "/no/vocab.txt cannot be read",
+        ),
+    ],
+)
+def test_what_other_recipes_lack(capsys, arguments, name, says):
+    _, lines, _ = examine(capsys, *arguments)
+    assert says in lines[name]
+
+
+def test_the_config_of_a_run_is_taken(capsys, tmp_path):
+    config = read("--config=configs/tiny.py").config
+    with Workdir(tmp_path / "run").open(config):
+        pass
+    before = tree(tmp_path)
+    code, lines, _ = examine(capsys, f"--workdir={tmp_path}/run")
+    assert code == 0
+    assert "data" in lines
+    assert tree(tmp_path) == before
+
+
+def test_an_override_without_a_config_is_refused():
+    with pytest.raises(ConfigError, match=r"--config\.seed has no effect without --config"):
+        read("--config.seed=1")
+
+
+def test_a_jax_that_cannot_be_loaded_ends_the_list(capsys, monkeypatch):
+    fault = wrong("jax", "it cannot be loaded (jaxlib is too old)", "pip install -U jax")
+    monkeypatch.setattr(versions, "fault_of_jax", lambda: fault)
+    monkeypatch.setattr(doctor, "fault_of_jax", lambda: fault)
+    code, lines, error = examine(capsys, "--config=configs/tiny.py", "--multihost")
+    assert code == 1
+    assert "it cannot be loaded" in lines["jax"]
+    assert "devices" not in lines
+    assert error == "error: a run would fail here (jax); see above.\n"
+
+
+def test_a_fault_of_a_check_does_not_hide_the_others(capsys, monkeypatch):
+    def broken(*_, **__):
+        raise AssertionError("my own fault")
+
+    monkeypatch.setattr(examination.host, "check_host", broken)
+    code, lines, _ = examine(capsys, "--config=configs/tiny.py")
+    assert code == 1
+    assert "could not be checked (AssertionError: my own fault)" in lines["host"]
+    assert "workdir" in lines
+
+
+def test_a_device_that_does_not_answer_does_not_keep_the_program():
+    """As a library does that waits for a TPU, with the locks of jax in its hands."""
+    code = (
+        "import threading, jax, sys\n"
+        "from jax._src import xla_bridge\n"
+        "from convbert_jax import command_line, main\n"
+        "from convbert_jax.doctor import devices, examination\n"
+        "def hang(*_):\n"
+        "    with xla_bridge._backend_lock:\n"
+        "        threading.Event().wait()\n"
+        "devices.check_devices, examination._DEVICES = hang, 0.5\n"
+        "main.main(command_line.read(['main.py', '--mode=doctor']))\n"
+    )
+    end = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert end.returncode == 1, end.stderr
+    assert "wrong   devices: no answer within" in end.stdout
+    assert "good    CPUs" in end.stdout
+    assert "error: a run would fail here (devices); see above." in end.stderr
+
+
+# Several processes
+
+
+def record(**changed):
+    base = {"findings": [], "versions": {"jax": "1"}, "command": {"a": 1}, "workdir": True}
+    return {**base, **changed}
+
+
+CLOCK = st.tuples(st.floats(-5, 5), st.floats(0, 0.1))
+RECORDS = st.lists(
+    st.none()
+    | st.builds(
+        record,
+        workdir=st.sampled_from([True, False, None]),
+        versions=st.sampled_from([{"jax": "1"}, {"jax": "2"}]),
+        findings=st.just([])
+        | st.just([{"name": "disk", "state": "wrong", "text": "full", "fix": "free some"}]),
+    ),
+    min_size=1,
+    max_size=5,
+).filter(lambda records: records[0])
+
+
+@given(RECORDS, st.data())
+def test_what_is_judged_wrong_is_what_is(records, data):
+    clocks = data.draw(st.lists(CLOCK, min_size=len(records), max_size=len(records)))
+    clocks[0] = (0.0, 0.0)
+    found = processes._judge(records, workdir="W", clocks=clocks)
+    found = [Finding(**each) for each in found]
+    said = [str(each) for each in found if each.state != "good"]
+    ill = [i for i, each in enumerate(records) if i and each and each["findings"]]
+    assert any(f"disk of {exchange.by_number(ill)}: full" in s for s in said) if ill else True
+    here = [each for each in records if each]
+    same = len(here) == len(records) and all(r["versions"] == here[0]["versions"] for r in here)
+    assert any(s.startswith("wrong   processes:") for s in said) != same
+    apart = [i for i, each in enumerate(records) if each and each["workdir"] is False]
+    expected = f"{exchange.by_number(apart)} cannot read in W" if apart else None
+    assert any("cannot read in W" in s for s in said) == bool(apart)
+    assert not apart or any(expected in s for s in said)
+    off = [i for i, (ahead, within) in enumerate(clocks) if abs(ahead) - within > 1.0]
+    told = [s for s in said if s.startswith("warning clocks")]
+    assert len(told) == bool(off)
+    if off:
+        worst = max(off, key=lambda i: abs(clocks[i][0]))
+        assert f"that of process {worst} is" in told[0]
+
+
+def test_processes_that_agree_are_told_so():
+    found = processes._judge([record(), record()], workdir="W", clocks=[(0.0, 0.0), (0.2, 0.01)])
+    assert [Finding(**each) for each in found] == [
+        good("processes", "all 2 answer, same versions, same config"),
+        good("workdir", "W is one folder for all"),
+        good("clocks", "all within 0.21 s of that of process 0"),
+    ]
+
+
+def run_two(
+    *flags: tuple[str, ...], modes: tuple[str, ...] = ("doctor", "doctor")
+) -> list[subprocess.CompletedProcess]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = (f"--coordinator=localhost:{port}", "--processes=2")
+    command = [sys.executable, "-m", "convbert_jax.main", *shared]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        both = [
+            pool.submit(
+                subprocess.run,
+                [*command, *own, f"--mode={modes[index]}", f"--process={index}"],
+                cwd=REPOSITORY,
+                env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+                capture_output=True,
+                text=True,
+                timeout=200,
+            )
+            for index, own in enumerate(flags)
+        ]
+        return [process.result() for process in both]
+
+
+@pytest.mark.slow
+def test_two_processes_with_one_folder(tmp_path):
+    flags = ("--config=configs/tiny.py", f"--workdir={tmp_path}/run")
+    first, second = run_two(flags, flags)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "processes: all 2 answer, same versions, same config." in first.stdout
+    assert f"workdir: {tmp_path}/run is one folder for all." in first.stdout
+    assert "clocks: all within" in first.stdout
+    assert not second.stdout
+    assert not tree(tmp_path)
+
+
+@pytest.mark.slow
+def test_two_processes_that_differ(tmp_path):
+    (tmp_path / "file").touch()
+    config = "--config=configs/tiny.py"
+    first, second = run_two(
+        (config, f"--workdir={tmp_path}/a"),
+        (config, f"--workdir={tmp_path}/file/b", "--config.seed=3"),
+    )
+    assert (first.returncode, second.returncode) == (1, 1)
+    lines = first.stdout.splitlines()
+    (line,) = [each for each in lines if "workdir of process 1" in each]
+    assert "/file/b cannot be written" in line
+    (line,) = [each for each in lines if each.startswith("wrong   processes")]
+    assert "process 1 has config.seed=3, process 0 has 0; start the same command" in line
+    (line,) = [each for each in lines if each.startswith("wrong   workdir:")]
+    assert f"process 1 cannot read in {tmp_path}/a what process 0 writes there" in line
+    for end, where in ((first, "see above"), (second, "see what process 0 prints")):
+        (line,) = [each for each in end.stderr.splitlines() if each.startswith("error: ")]
+        assert "a run would fail here (workdir of process 1, processes, workdir)" in line
+        assert where in line
+        assert "Traceback" not in end.stderr
+    assert tree(tmp_path) == [tmp_path / "file"]
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_one_has_no_config(tmp_path):
+    flags = ("--config=configs/tiny.py", f"--workdir={tmp_path}/a")
+    for first, second in (run_two(flags, ()), run_two((), flags)):
+        assert (first.returncode, second.returncode) == (1, 1), first.stderr + second.stderr
+        assert "wrong   processes: process 1 has config." in first.stdout
+    assert not tree(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_doctor_does_not_wait_for_a_run(tmp_path):
+    flags = ("--config=configs/tiny.py", f"--workdir={tmp_path}/a")
+    for end in run_two(flags, flags, modes=("doctor", "train")):
+        assert end.returncode == 1
+        (line,) = [each for each in end.stderr.splitlines() if each.startswith("error: ")]
+        assert "process 1 has --mode=train, process 0 has doctor; start the same" in line
+    assert not tree(tmp_path)

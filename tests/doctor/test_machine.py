@@ -1,0 +1,283 @@
+"""Versions, limits of containers and accelerators, played by folders like those of a system."""
+
+import importlib.metadata
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from convbert_jax.config import Config
+from convbert_jax.doctor import accelerators, devices, host, versions
+
+GIB = 2**30
+
+
+def write(root: pathlib.Path, files: dict[str, str]) -> pathlib.Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def installed(monkeypatch, **changed: str | None):
+    """Some packages in other versions, None for absent; "_" in a name stands for "-"."""
+    changed = {name.replace("_", "-"): version for name, version in changed.items()}
+    real = importlib.metadata.version
+
+    def version(name):
+        if name.replace("_", "-") not in changed:
+            return real(name)
+        if found := changed[name.replace("_", "-")]:
+            return found
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+# Versions
+
+
+def test_what_is_installed_here_can_run():
+    found = {f.name: f for f in versions.check_versions(tpu_here=False)}
+    assert [f for f in found.values() if f.state == "wrong"] == []
+    assert found["Python"].text.startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    assert found["packages"].state == "good"
+
+
+def test_a_jaxlib_of_another_jax_is_told_with_both_versions(monkeypatch):
+    installed(monkeypatch, jaxlib="0.4.1", libtpu=None)
+    (found,) = [f for f in versions.check_versions(tpu_here=False) if f.name == "jax"]
+    assert found.state == "wrong"
+    assert f"jax {jax.__version__} asks for jaxlib" in found.text
+    assert "0.4.1 is installed" in found.text
+    assert found.fix == f"pip install -U 'jax=={jax.__version__}'"
+
+
+@pytest.mark.parametrize(("tpu_here", "state"), [(True, "wrong"), (False, "warning")])
+def test_a_libtpu_of_another_jax_matters_where_a_tpu_is(monkeypatch, tpu_here, state):
+    installed(monkeypatch, libtpu="0.0.1", jax_cuda12_plugin=None)
+    (found,) = [f for f in versions.check_versions(tpu_here=tpu_here) if f.name == "jax"]
+    assert found.state == state
+    assert "libtpu" in found.text
+    assert "jax[tpu]==" in found.fix
+
+
+def test_what_requirements_ask_for_and_is_absent_or_old_is_told(monkeypatch):
+    installed(monkeypatch, optax="0.1.0", scikit_learn=None)
+    (found,) = [f for f in versions.check_versions(tpu_here=False) if f.name == "packages"]
+    assert found.state == "wrong"
+    assert "optax>=0.2.8 is asked for, 0.1.0 is installed" in found.text
+    assert "scikit-learn>=1.7 is asked for, none is installed" in found.text
+    assert "'optax>=0.2.8'" in found.fix
+
+
+def test_requirements_of_other_pythons_and_extras_do_not_count():
+    asked = ["flax>=99; python_version < '3'", "libtpu==9; extra == 'tpu'", "numpy<1"]
+    assert [wanted for wanted, _ in versions.unmet(asked, "")] == ["numpy<1"]
+    assert [wanted for wanted, _ in versions.unmet(asked, "tpu")] == ["libtpu==9", "numpy<1"]
+
+
+def test_a_jax_that_cannot_be_loaded_is_a_finding(monkeypatch):
+    assert versions.fault_of_jax() is None
+
+    def refuse(name):
+        raise RuntimeError("jaxlib is version 0.4.1, but this version of jax requires >= 0.10.")
+
+    monkeypatch.setattr(versions.importlib, "import_module", refuse)
+    assert "jaxlib is version 0.4.1" in versions.fault_of_jax().text
+
+
+# Limits of containers
+
+
+def test_limits_of_both_versions_of_cgroups(tmp_path):
+    second = write(
+        tmp_path / "2",
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "sys/fs/cgroup/a/memory.max": f"{8 * GIB}\n",
+            "sys/fs/cgroup/a/b/memory.max": "max\n",
+            "sys/fs/cgroup/a/b/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/a/cpu.max": "max 100000\n",
+        },
+    )
+    assert host.cgroup_limits(second) == (8 * GIB, 1.5)
+    first = write(
+        tmp_path / "1",
+        {
+            # In a container the path is the host's; its own group is the root of what is mounted.
+            "proc/self/cgroup": "9:name=systemd:/x\n4:memory:/docker/abc\n1:cpu:/docker/abc\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert host.cgroup_limits(first) == (2 * GIB, 4.0)
+    free = write(
+        tmp_path / "0",
+        {
+            "proc/self/cgroup": "4:memory:/\n1:cpu:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert host.cgroup_limits(free) == (None, None)
+    assert host.cgroup_limits(tmp_path / "nothing") == (None, None)
+
+
+@given(st.lists(st.none() | st.integers(1, 10**12), max_size=5))
+def test_the_tightest_group_decides(tmp_path_factory, limits):
+    root = tmp_path_factory.mktemp("root")
+    path = "".join(f"/g{i}" for i in range(len(limits)))
+    write(root, {"proc/self/cgroup": f"0::{path or '/'}\n"})
+    folder = "sys/fs/cgroup"
+    for i, limit in enumerate(limits):
+        folder += f"/g{i}"
+        write(root, {f"{folder}/memory.max": f"{limit or 'max'}\n"})
+    assert host.cgroup_limits(root)[0] == min(filter(None, limits), default=None)
+
+
+def machine(tmp_path, *, free: int, limit: int | str = "max", cpus: str = "max 100000"):
+    return write(
+        tmp_path,
+        {
+            "proc/meminfo": f"MemTotal: {free // 1024} kB\nMemAvailable:   {free // 1024} kB\n",
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": f"{limit}\n",
+            "sys/fs/cgroup/cpu.max": f"{cpus}\n",
+        },
+    )
+
+
+def test_a_container_with_too_little_is_warned_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    root = machine(tmp_path / "a", free=64 * GIB, limit=3 * GIB, cpus="100000 100000")
+    memory, cpus = host.check_host(0, 0, root)
+    assert str(memory).startswith("warning memory: 3.0 GiB free (the container may have 3.0 GiB)")
+    assert str(cpus).startswith("warning CPUs: 1 may be used of 16: the container's limit")
+    root = machine(tmp_path / "b", free=64 * GIB)
+    assert [f.state for f in host.check_host(10**9, 16, root)] == ["good", "good"]
+    assert [f.state for f in host.check_host(6 * 10**9, 17, root)] == ["warning", "warning"]
+
+
+# Accelerators
+
+
+def tpu(tmp_path) -> pathlib.Path:
+    return write(tmp_path, {"dev/accel0": "", "dev/accel1": "", "tmp/libtpu_lockfile": ""})
+
+
+def test_a_machine_without_any(tmp_path):
+    found = accelerators.find(tmp_path)
+    assert found == accelerators.Accelerators((), "")
+    (said,) = accelerators.check(found, tmp_path)
+    assert said.state == "good"
+
+
+def test_who_holds_the_tpu_is_named(tmp_path, monkeypatch):
+    installed(monkeypatch, libtpu="0.0.42")
+    root = tpu(tmp_path)
+    (said,) = accelerators.check(accelerators.find(root), root)
+    assert str(said) == "good    TPU: 2 chips, held by no process that can be seen."
+    for pid, path in (
+        (4321, root / "dev/accel1"),
+        (77, root / "elsewhere"),
+        (os.getpid(), root / "dev/accel0"),
+    ):
+        write(root, {f"proc/{pid}/comm": "python3\n", f"proc/{pid}/fd/keep": ""})
+        (root / f"proc/{pid}/fd/7").symlink_to(path)
+    (said,) = accelerators.check(accelerators.find(root), root)
+    assert said.state == "wrong"
+    assert "2 chips, held by process 4321 (python3)" in said.text
+    assert "kill 4321" in said.fix
+    assert "77" not in said.text
+
+
+def test_a_real_process_that_has_a_file_open_is_found(tmp_path):
+    file = tmp_path / "lock"
+    file.write_text("")
+    code = "import sys, time; f = open(sys.argv[1]); print('open', flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        assert process.pid in accelerators.holders([file], pathlib.Path("/"))
+    finally:
+        process.kill()
+        process.wait()
+    with file.open():  # this process does not count
+        assert accelerators.holders([file], pathlib.Path("/")) == {}
+
+
+def test_a_tpu_without_libtpu_is_told(tmp_path, monkeypatch):
+    installed(monkeypatch, libtpu=None)
+    root = tpu(tmp_path)
+    (said,) = accelerators.check(accelerators.find(root), root)
+    assert (said.state, said.fix) == ("wrong", "pip install '.[tpu]'")
+
+
+@pytest.mark.parametrize(("device", "chips"), [("0x0063", 1), ("0x0042", 0)])
+def test_what_vfio_hands_on_is_a_tpu_only_where_one_is_on_the_bus(tmp_path, device, chips):
+    """0x0042 is the network card of the same maker."""
+    bus = "sys/bus/pci/devices/0000:00:05.0"
+    root = write(
+        tmp_path,
+        {
+            "dev/vfio/0": "",
+            "dev/vfio/vfio": "",
+            f"{bus}/vendor": "0x1ae0\n",
+            f"{bus}/device": device,
+        },
+    )
+    assert len(accelerators.find(root).chips) == chips
+
+
+@pytest.mark.parametrize(
+    ("driver", "plugins", "says"),
+    [
+        ("535.104.05", {}, "warning NVIDIA: driver 535.104.05, and no plugin of jax for it"),
+        ("470.82.01", {"jax_cuda12_plugin": "0.10.2"}, "wrong   NVIDIA: driver 470.82.01 is too"),
+        ("560.35.03", {"jax_cuda13_plugin": "0.10.2"}, "wrong   NVIDIA: driver 560.35.03 is too"),
+        ("580.65.06", {"jax_cuda13_plugin": "0.10.2"}, "good    NVIDIA: driver 580.65.06, jax-cu"),
+        ("535.104.05", {"jax_cuda12_plugin": "0.10.2"}, "good    NVIDIA: driver 535.104.05, jax-"),
+    ],
+)
+def test_drivers_of_nvidia(tmp_path, monkeypatch, driver, plugins, says):
+    installed(monkeypatch, **{"jax_cuda12_plugin": None, "jax_cuda13_plugin": None, **plugins})
+    line = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Sat Aug 19 2023\nGCC 12.2.0"
+    root = write(tmp_path, {"proc/driver/nvidia/version": line})
+    found = accelerators.find(root)
+    assert found.driver == driver
+    (said,) = accelerators.check(found, root)
+    assert str(said).startswith(says)
+
+
+def test_devices_compute_and_fulfil_the_platform():
+    here = accelerators.Accelerators((), "")
+    found = devices.check_devices(Config(), here)
+    assert [f.state for f in found] == ["good", "good"]
+    assert f"{jax.local_device_count()} x " in found[0].text
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of a machine with CPUs alone")
+def test_devices_that_are_not_what_was_meant():
+    config = Config(platform="tpu")
+    chips = accelerators.Accelerators((pathlib.Path("/dev/accel0"),), "")
+    found = devices.check_devices(config, chips)
+    assert [(f.name, f.state) for f in found[1:]] == [("TPU", "wrong"), ("platform", "wrong")]
+    driver = accelerators.Accelerators((), "535.1")
+    found = devices.check_devices(None, driver)
+    assert [(f.name, f.state) for f in found[1:]] == [("NVIDIA", "warning")]
+
+
+def test_a_device_that_computes_wrong_numbers_is_told(monkeypatch):
+    monkeypatch.setattr(devices.jax, "jit", lambda f: lambda x: 139.0)
+    (found,) = devices.check_devices(None, accelerators.Accelerators((), ""))
+    assert found.state == "wrong"
+    assert "= 139.0" in found.text
