@@ -53,8 +53,13 @@ def find_devices(config: Config) -> list[jax.Device]:
                 f"config.model.{field}='{name}' does not run on {found.platform} "
                 f"({found.device_kind}); set config.model.{field}=auto."
             )
-    logging.info("Running on %d x %s (%s).", len(devices), found.device_kind, found.platform)
+    logging.info("Running on %s.", describe_devices(devices))
     return devices
+
+
+def describe_devices(devices: Sequence[jax.Device]) -> str:
+    """As "8 x TPU v5e (tpu)"."""
+    return f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
 
 
 def random_numbers(devices: Sequence[jax.Device]) -> contextlib.AbstractContextManager[None]:

@@ -1,0 +1,4 @@
+"""What a run tells a person at its end.
+
+pretraining.py  of one long run: numbers, an example, what to do next
+"""
