@@ -46,7 +46,7 @@ def is_changeable(cls: type, path: str, recipe: str) -> bool:
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[object, object]]:
     """Path -> (old, new) of every field in which two configs differ, as `to_dict` gives them."""
-    old, new = _flatten(old), _flatten(new)
+    old, new = flatten(old), flatten(new)
     return {name: (old[name], new[name]) for name in new if old[name] != new[name]}
 
 
@@ -57,11 +57,12 @@ def describe(changes: Mapping[str, tuple[object, object]]) -> str:
     )
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """Path -> value of every field of a config as `to_dict` gives it."""
     flat = {}
     for name, value in values.items():
         flat |= (
-            _flatten(value, f"{prefix}{name}.")
+            flatten(value, f"{prefix}{name}.")
             if isinstance(value, dict)
             else {prefix + name: value}
         )

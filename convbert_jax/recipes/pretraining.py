@@ -24,7 +24,8 @@ from convbert_jax.models.build import build
 from convbert_jax.objectives import replaced_token
 from convbert_jax.recipes import evaluation, finetuning, prepared, start, tasks, teaching
 from convbert_jax.recipes.prepared import Data
-from convbert_jax.recipes.reports import pretraining as reports
+from convbert_jax.recipes.reports import pretraining_page, pretraining_text, run_page
+from convbert_jax.recipes.reports.pretraining_text import PretrainingReport
 from convbert_jax.recipes.results import PretrainingResult
 from convbert_jax.recipes.writing import scoring
 from convbert_jax.training import loop, sharding
@@ -85,7 +86,7 @@ def pretrain(
         source = teaching.start_of(config, teacher)
     writer = jax.process_index() == 0
     with devices.random_numbers(found), workdir.open(config, writer=writer):
-        devices.print_config(config, leave_out=("finetune", "task", "outputs", *_idle(config)))
+        devices.print_config(config, leave_out=_unread(config))
         teaching.bind(workdir, config, teacher, writer=writer)
         if idle := network.idle_fields(config.model):
             logging.info(
@@ -116,11 +117,12 @@ def pretrain(
         return _conclude(config, workdir, data, task, result, mesh)
 
 
-def _idle(config: Config) -> tuple[str, ...]:
+def _unread(config: Config) -> tuple[str, ...]:
     """Sections that the recipe does not read."""
+    of_tasks = ("finetune", "task", "outputs")
     if not config.writes_text:
-        return "sequence", "parallel", "decoding"
-    return "generator", "distillation", *(() if config.reads_pairs else ("parallel",))
+        return (*of_tasks, "sequence", "parallel", "decoding")
+    return (*of_tasks, "generator", "distillation", *(() if config.reads_pairs else ("parallel",)))
 
 
 def _tell_of_encoder(config: Config) -> None:
@@ -159,42 +161,46 @@ def _publish(config: Config, workdir: Workdir, tokenizer: Tokenizer, step: int, 
 def _conclude(
     config, workdir, data: Data, task: Task, result: loop.Result, mesh
 ) -> PretrainingResult:
-    """What the run came to; draws its curves if there is time for it."""
-    metrics, report, text = [], None, ""
+    """What the run came to, told by the first process."""
+    metrics, curves, sets, text = [], None, (), ""
     if jax.process_index() == 0:
         metrics = reporting.read_metrics(workdir.metrics)
-        report = _report(config, workdir, data, task, result, metrics, mesh)
-    if report and not result.interrupted:
-        text = reports.describe(report)
+        report = _report(config, workdir, data, result, metrics, mesh)
+        written = run_page.write(
+            workdir, lambda: _make_page(report, task, result.state.params, metrics, mesh)
+        )
+        if not report.interrupted:
+            text = pretraining_text.describe(report, page=written)
+        elif written:
+            logging.info("How far it came: %s", workdir.report)
+        curves = workdir.curves if report.picture else None
+        sets = report.written
     return PretrainingResult(
         folder=workdir.path,
         step=result.step,
         metrics=metrics,
         evaluation=result.evaluation,
         interrupted=result.interrupted,
-        curves=workdir.curves if report and report.picture else None,
+        curves=curves,
         report=text,
-        scores=scoring.values_of(report.written if report else []),
+        scores=scoring.values_of(sets),
     )
 
 
-def _report(config, workdir, data: Data, task: Task, result: loop.Result, metrics, mesh):
+def _report(config, workdir, data: Data, result: loop.Result, metrics, mesh) -> PretrainingReport:
     """What there is to tell; of an interrupted run what takes no time, as a machine that is taken
     away gives little.
     """
-    warnings = None
-    if config.train.warn_health:
-        warnings = reports.find_warnings(reporting.HealthWatch(task.health), metrics)
-    report = reports.PretrainingReport(
+    evaluations = [record for record in metrics if record["split"] == "validation"]
+    last = evaluations[-1] if evaluations else {}
+    report = PretrainingReport(
         config=config,
         workdir=workdir,
         step=result.step,
         interrupted=result.interrupted,
-        numbers=pretraining_report.list_numbers(result.evaluation, config.vocabularies[1]),
+        numbers=pretraining_report.list_numbers(last, config.vocabularies[1]),
+        evaluated=last.get("step", 0),
         curves=pretraining_report.arrange_curves(metrics),
-        picture=False,
-        parameters=overview.count_parts(result.state.params),
-        warnings=warnings,
     )
     if result.interrupted:
         return report
@@ -206,6 +212,19 @@ def _report(config, workdir, data: Data, task: Task, result: loop.Result, metric
         sets, unwritten = _write_and_score(config, workdir, data, result)
     return dataclasses.replace(
         report, picture=picture, example=example, written=sets, unwritten=unwritten
+    )
+
+
+def _make_page(report: PretrainingReport, task: Task, params, metrics, mesh) -> str:
+    config, warnings = report.config, None
+    if config.train.warn_health:
+        warnings = pretraining_page.find_warnings(reporting.HealthWatch(task.health), metrics)
+    return pretraining_page.make(
+        report,
+        parameters=overview.count_parts(params),
+        warnings=warnings,
+        leave_out=_unread(config),
+        place=run_page.describe_place(config, mesh),
     )
 
 

@@ -1,27 +1,25 @@
-"""What a long run has learned, for a person."""
+"""What there is to tell of a long run, and the text that it ends with."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from convbert_jax.analysis import pretraining_report
 from convbert_jax.analysis.pretraining_report import Curves, Example, Number
 from convbert_jax.config import Config
+from convbert_jax.recipes.reports import commands
 from convbert_jax.recipes.writing import scoring
 from convbert_jax.workdir import Workdir
 
 
 @dataclasses.dataclass(frozen=True)
 class PretrainingReport:
-    """All that is told of a run, each number made once.
+    """What a run has learned, each number made once.
 
     Attributes:
       step: that it has reached.
       interrupted: before its last step; then there is no example and nothing is written.
-      numbers: of the last evaluation.
+      numbers: of the last evaluation, which was at step `evaluated`; none without one.
       curves: of all intervals and evaluations; `picture`: whether they are drawn as a file.
-      parameters: how many numbers each part of the model learns.
-      warnings: (step, sentence) that the run has given; None if config.train.warn_health is off.
       example: of replaced_token.
       written: sets of pairs that the model wrote to, and `unwritten`: why there are none, if it
         should have.
@@ -32,10 +30,9 @@ class PretrainingReport:
     step: int
     interrupted: bool
     numbers: Sequence[Number]
+    evaluated: int
     curves: Curves
-    picture: bool
-    parameters: Mapping[str, int]
-    warnings: Sequence[tuple[int, str]] | None
+    picture: bool = False
     example: Example | None = None
     written: Sequence[scoring.Set] = ()
     unwritten: str = ""
@@ -45,18 +42,12 @@ class PretrainingReport:
         return f"{self.config.name}, step {self.step:,}"
 
 
-def find_warnings(watch, records: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
-    """(step, sentence) of what a run was warned of, from the lines of its metrics file.
+def describe(report: PretrainingReport, *, page: bool) -> str:
+    """The text that a run ends with.
 
     Args:
-      watch: a fresh `HealthWatch`.
+      page: whether there is one that says more.
     """
-    training = [record for record in records if record["split"] == "train"]
-    return [(r["step"], text) for r in training for text in watch.look(r["step"], r)]
-
-
-def describe(report: PretrainingReport) -> str:
-    """The text that a run ends with."""
     numbers = pretraining_report.describe_numbers(report.numbers)
     lines = [f"{report.title}, on held-out text:", *(f"  {line}" for line in numbers)]
     if report.example:
@@ -66,22 +57,13 @@ def describe(report: PretrainingReport) -> str:
     if report.unwritten:
         lines += ["", report.unwritten]
     curves = f"Curves: {report.workdir.curves}. " if report.picture else ""
+    what = "pairs" if report.config.reads_pairs else "text"
     lines += [
         "",
         f"{curves}The same command goes on from here; for more steps add "
-        f"{' '.join(more_steps(report.step))}.",
-        f"Your own {'pairs' if report.config.reads_pairs else 'text'}: add "
-        f"{_name_own_text(report.config)} --workdir=runs/mine",
+        f"{commands.more_steps(report.step)}.",
+        f"Your own {what}: add {commands.own_text(report.config)}",
     ]
+    if page:
+        lines.append(f"All of it for a browser, and what to do next: {report.workdir.report}")
     return "\n".join(lines)
-
-
-def more_steps(step: int) -> list[str]:
-    """The flags that make a run twice as long."""
-    return [f"--config.train.steps={2 * step}"]
-
-
-def _name_own_text(config: Config) -> str:
-    if config.reads_pairs:
-        return "--config.parallel.source=parallel:FILE,FILE"
-    return "--config.data.source='text:FOLDER/*.txt'"
