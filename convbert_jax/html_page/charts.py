@@ -96,14 +96,13 @@ class _Axis:
 
     def __init__(self, values: Sequence[float], begin: float, end: float):
         self._low, self._high = min(values), max(values)
-        if self._low == self._high:  # one number is shown in the middle
-            room = abs(self._low) / 2 or 1.0
+        if self._high - self._low < 1e-300:  # one number is shown in the middle
+            room = max(abs(self._low) / 2, 1e-300) if self._low else 1.0
             self._low, self._high = self._low - room, self._high + room
         self._begin, self._end = begin, end
 
     def place(self, value: float) -> float:
-        # Halves, as the range of two finite numbers may be none.
-        share = (value / 2 - self._low / 2) / (self._high / 2 - self._low / 2)
+        share = (value - self._low) / (self._high - self._low)
         return round(self._begin + share * (self._end - self._begin), 1)
 
     def ticks(self) -> list[float]:

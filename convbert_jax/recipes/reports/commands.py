@@ -10,6 +10,10 @@ from convbert_jax.interop.networks import ConversionError, outline
 from convbert_jax.workdir import Workdir
 
 Command = tuple[str, str]
+_WRITING = {
+    "causal_lm": "Let it go on after each line of new text",
+    "span_corruption": "Let it fill in every [MASK] of new text, line by line",
+}
 
 
 def go_on(workdir: Workdir, *flags: str) -> str:
@@ -39,10 +43,18 @@ def after_pretraining(config: Config, workdir: Workdir, step: int) -> list[Comma
         (f"Train another one on your own {what}", _main(same, own_text(config))),
         ("Measure it again on held-out text", go_on(workdir, "--mode=eval")),
     ]
-    if config.writes_text:
-        files = ("--mode=predict", "--input=new.txt", "--output=written.txt")
-        return [("Let it write to new text, a line for a line", go_on(workdir, *files)), *common]
     start = f"--config.init_from={_quote(workdir)}"
+    if config.writes_text:
+        lines = ("--mode=predict", "--input=new.txt", "--output=written.txt")
+        what = _WRITING.get(config.recipe, "Let it write to new text, a line to each line")
+        pairs = ("--config.parallel.source=tsv:train.tsv", "--config.parallel.columns=text,label")
+        task = _main("--config=configs/text_to_text.py:tiny,light", start, *pairs)
+        taught = [("Teach it a task, from pairs of texts", task)]
+        return [
+            (what, go_on(workdir, *lines)),
+            *(taught if config.recipe == "span_corruption" else []),
+            *common,
+        ]
     columns = ("train=train.csv", "texts=text", "label=label")
     labelled = ("--config=configs/text.py:own", start, *(f"--config.task.{c}" for c in columns))
     glue = ("--config=configs/glue.py:all", start, "--config.finetune.data=FOLDER")

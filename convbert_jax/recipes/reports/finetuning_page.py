@@ -71,7 +71,7 @@ def make_interrupted(
     if not rows:
         shown = element("p", "None yet.", class_="note")
     section = blocks.section("Runs that are finished", shown)
-    state = f"interrupted; {len(runs)} runs are finished"
+    state = f"interrupted; finished runs: {len(runs)}"
     go_on = commands.go_on(workdir)
     return run_page.make(config, state, go_on, [section], leave_out=leave_out, place=place)
 
@@ -108,7 +108,7 @@ def _scores(columns: Sequence[Column]) -> Element:
         numbers = (summary.median, summary.worst, summary.best)
         chart = seeds_chart(column.values, bounds) if mean.count > 1 else ""
         rows.append((column.title, *map(_percent, numbers), interval, chart))
-    head = ("", "median", "worst", "best", "mean, 95%", "")
+    head = ("", "median", "worst", "best", "mean, 95% interval", "")
     if not intervals:
         head, rows = head[:2], [row[:2] for row in rows]
     shown = [blocks.table(head, rows, names=1)]
@@ -126,13 +126,16 @@ def _settings(result: TaskResult) -> Element:
         runs = runs_of(result.runs, setting)
         diverged = sum(run.diverged for run in runs)
         rows.append((str(setting), _percent(median), str(len(runs)), str(diverged or "")))
-    head = ("", f"median {result.splits[0]} {result.metrics[0]}", "seeds", "diverged")
+    head = ["", f"median {result.splits[0]} {result.metrics[0]}", "seeds", "diverged"]
+    if not any(run.diverged for run in result.runs):
+        head, rows = head[:3], [row[:3] for row in rows]
     return blocks.table(head, rows, names=1, chosen=(list(medians).index(result.chosen),))
 
 
 def _pictures(model: Workdir) -> list[Element]:
     """Confusion, calibration and the like, as they were drawn beside the predictions."""
-    files = sorted(model.predictions.glob("*.png"), key=lambda path: path.name)
+    found = model.predictions.glob("*.png")
+    files = sorted(found, key=lambda path: ("confusion" not in path.name, path.name))
     return [blocks.picture(path.read_bytes(), path.stem.replace("-", ", ")) for path in files]
 
 
