@@ -30,7 +30,8 @@ th, td { padding: .3rem .9rem .3rem 0; border-bottom: 1px solid var(--line); tex
 th { color: var(--faint); font-weight: 600; white-space: nowrap; }
 th.number { white-space: normal; vertical-align: bottom; }
 td:first-child { min-width: 7rem; }
-td.number { white-space: nowrap; } .number { text-align: right; font-variant-numeric: tabular-nums; }
+td.number { white-space: nowrap; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
 tr.chosen td { font-weight: 600; }
 table.fields { table-layout: fixed; width: 100%; } table.fields td { overflow-wrap: anywhere; }
 code { font: .88rem/1.5 ui-monospace, monospace; }

@@ -9,6 +9,7 @@ import pytest
 from absl.testing import flagsaver
 from hypothesis import given, strategies
 
+import convbert_jax
 from convbert_jax import command_line, files
 from convbert_jax.analysis.pretraining_report import Example, Number, Subword
 from convbert_jax.analysis.text_scores import Scores
@@ -121,28 +122,31 @@ def test_a_folder_of_any_name_is_typed_right(name):
     assert shlex.split(commands.go_on(workdir))[-1] == f"--workdir={workdir}"
 
 
-@pytest.mark.parametrize("recipe", ["masked_lm", "causal_lm", "span_corruption", "translation"])
-def test_what_to_do_next_is_understood(recipe, tmp_path):
+@pytest.mark.parametrize(
+    "name", ["base", "language_model:tiny", "span_corruption:tiny", "translation:tiny"]
+)
+def test_what_to_do_next_is_understood(name, tmp_path):
+    config = convbert_jax.load_config(name)
     workdir = Workdir(tmp_path / "a run")
     workdir.path.mkdir()
-    files.write_json(workdir.config, to_dict(Config(recipe=recipe)))
-    typed = dict(commands.after_pretraining(Config(recipe=recipe), workdir, 40))
+    files.write_json(workdir.config, to_dict(config))
+    typed = dict(commands.after_pretraining(config, workdir, config.train.steps))
     for command in typed.values():
         words = shlex.split(command)
         assert words[:3] == ["python", "-m", "convbert_jax.main"]
         with flagsaver.flagsaver():
             command_line.read(words[2:])
     writes = any("--output=written.txt" in command for command in typed.values())
-    assert writes == (recipe != "masked_lm")
+    assert writes == (name != "base")
     assert ("Export it for transformers" in typed) != writes
-    assert ("Teach it a task, from pairs of texts" in typed) == (recipe == "span_corruption")
+    assert ("Teach it a task, from pairs of texts" in typed) == (config.recipe == "span_corruption")
 
 
 def test_only_what_can_be_exported_is_to_be_exported():
     own = dataclasses.replace(Config().model, mixer="dynamic")
     config = dataclasses.replace(Config(), model=own)
-    titles = [what for what, _ in commands.after_pretraining(config, Workdir("runs/it"), 40)]
-    assert "Export it for transformers" not in titles
+    typed = dict(commands.after_pretraining(config, Workdir("runs/it"), 40))
+    assert "Export it for transformers" not in typed
 
 
 def test_only_an_interrupted_run_says_how_to_go_on():

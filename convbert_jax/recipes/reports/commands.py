@@ -76,7 +76,7 @@ def after_finetuning(task: str, models: Iterable[Workdir]) -> list[Command]:
     answers = task in question_answering.VERSIONS
     return [
         ("Predict new text", _predict(model, "questions.jsonl" if answers else "new.csv")),
-        ("Export it for transformers", go_on(model, "--mode=export")),
+        *_export(model.read_config(), model),
     ]
 
 
