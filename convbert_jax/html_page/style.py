@@ -50,7 +50,7 @@ svg { display: block; width: 100%; height: auto; }
 svg text { fill: var(--faint); font: 11px system-ui, sans-serif; }
 svg .axis { stroke: var(--line); stroke-width: 1; }
 svg .curve { fill: none; stroke-width: 2.2; stroke-linejoin: round; }
-svg .thin { stroke-width: 1; opacity: .5; }
+svg .thin { stroke-width: 1; opacity: .6; }
 svg .level { stroke: var(--faint); stroke-dasharray: 5 4; }
 svg .first { stroke: var(--first); } svg .second { stroke: var(--second); }
 svg circle { stroke: none; } svg circle.first { fill: var(--first); }
