@@ -15,8 +15,10 @@ from convbert_jax.recipes.writing import scoring
 from convbert_jax.training.reports.reporting import HealthWatch
 
 
-def find_warnings(watch: HealthWatch, records: Sequence[Mapping[str, Any]]):
-    """What a run was warned of, from the lines of its metrics file: [(step, sentence)]."""
+def find_warnings(
+    watch: HealthWatch, records: Sequence[Mapping[str, Any]]
+) -> list[tuple[int, str]]:
+    """What a run was warned of and at which step, from the lines of its metrics file."""
     training = [record for record in records if record["split"] == "train"]
     return [(r["step"], text) for r in training for text in watch.look(r["step"], r)]
 
