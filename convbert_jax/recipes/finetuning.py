@@ -202,8 +202,7 @@ def _tell_of_interruption(config: Config, workdir: Workdir, mesh) -> None:
             config,
             workdir,
             read_results(workdir),
-            leave_out=_OF_PRETRAINING,
-            place=run_page.describe_place(config, mesh),
+            run_page.describe(config, mesh, _OF_PRETRAINING),
         ),
     ):
         logging.info("How far it came: %s", workdir.report)
@@ -236,8 +235,7 @@ def _conclude(
                 results,
                 columns,
                 table,
-                leave_out=_OF_PRETRAINING,
-                place=run_page.describe_place(config, mesh),
+                run_page.describe(config, mesh, _OF_PRETRAINING),
             ),
         ):
             report += f"\nAll of it for a browser, and what to do next: {workdir.report}"

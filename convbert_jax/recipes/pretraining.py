@@ -221,10 +221,9 @@ def _make_page(report: PretrainingReport, task: Task, params, metrics, mesh) -> 
         warnings = pretraining_page.find_warnings(reporting.HealthWatch(task.health), metrics)
     return pretraining_page.make(
         report,
+        run_page.describe(config, mesh, _unread(config)),
         parameters=overview.count_parts(params),
         warnings=warnings,
-        leave_out=_unread(config),
-        place=run_page.describe_place(config, mesh),
     )
 
 

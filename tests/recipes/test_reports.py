@@ -1,6 +1,7 @@
 """The page that a run leaves behind: what is on it, whatever the texts; when and how it is made."""
 
 import dataclasses
+import datetime
 import math
 import shlex
 
@@ -26,6 +27,7 @@ from convbert_jax.workdir import Workdir
 from tests.html_page import hostile
 from tests.html_page.parsed import Page
 
+WRITTEN = datetime.datetime(2026, 1, 31, 23, 59, tzinfo=datetime.UTC)
 ONE_LINE = hostile.TEXTS.map(lambda text: " ".join(text.splitlines()))
 
 
@@ -55,10 +57,9 @@ def page_of_pretraining(t, *, interrupted=False, folder="runs/it") -> str:
     )
     return pretraining_page.make(
         report,
+        run_page.About(WRITTEN, ("finetune",), {t[17]: t[18]}),
         parameters={t[15]: 1234},
         warnings=[(600, t[16])],
-        leave_out=("finetune",),
-        place={t[17]: t[18]},
     )
 
 
@@ -80,8 +81,7 @@ def page_of_tasks(t) -> str:
         [result],
         columns,
         score_table.make_table(columns),
-        leave_out=(),
-        place={},
+        run_page.About(WRITTEN, (), {}),
     )
 
 
@@ -155,6 +155,7 @@ def test_only_an_interrupted_run_says_how_to_go_on():
     stopped = Page(page_of_pretraining(texts, interrupted=True, folder="runs/a b"))
     assert stopped.texts("pre") == [command]
     assert "interrupted after step 40 of" in stopped.text
+    assert "written 2026-01-31 23:59 UTC" in stopped.text
     finished = Page(page_of_pretraining(texts, folder="runs/a b"))
     assert command not in finished.texts("pre")
     assert "finished at step 40" in finished.text

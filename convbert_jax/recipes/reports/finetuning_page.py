@@ -1,7 +1,7 @@
 """The page of labelled tasks: the table, each task with its seeds and settings, pictures."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
 from convbert_jax.analysis.sweep_report import comparison
@@ -22,15 +22,12 @@ def make(
     results: Sequence[TaskResult],
     columns: Sequence[Column],
     table: Table,
-    *,
-    leave_out: Sequence[str],
-    place: Mapping[str, str],
+    about: run_page.About,
 ) -> str:
     """The page of a run that is finished.
 
     Args:
       columns: of `table`, those of a task in `Column.task`.
-      leave_out, place: as `run_page.make` takes them.
     """
     head, *rows = table.rows
     notes = [element("p", note, class_="note") for note in table.notes]
@@ -43,16 +40,14 @@ def make(
     sections.append(blocks.section("What to do next", blocks.commands(more)))
     count = sum(len(result.runs) for result in results)
     state = f"finished: {count} runs of {', '.join(result.task for result in results)}"
-    return run_page.make(config, state, "", sections, leave_out=leave_out, place=place)
+    return run_page.make(config, state, "", sections, about)
 
 
 def make_interrupted(
     config: Config,
     workdir: Workdir,
     runs: Sequence[RunResult],
-    *,
-    leave_out: Sequence[str],
-    place: Mapping[str, str],
+    about: run_page.About,
 ) -> str:
     """The page of a run that was stopped, with what is finished of it."""
     rows = [
@@ -73,7 +68,7 @@ def make_interrupted(
     section = blocks.section("Runs that are finished", shown)
     state = f"interrupted; finished runs: {len(runs)}"
     go_on = commands.go_on(workdir)
-    return run_page.make(config, state, go_on, [section], leave_out=leave_out, place=place)
+    return run_page.make(config, state, go_on, [section], about)
 
 
 def _task(result: TaskResult, columns: Sequence[Column]) -> Element:

@@ -25,18 +25,16 @@ def find_warnings(
 
 def make(
     report: PretrainingReport,
+    about: run_page.About,
     *,
     parameters: Mapping[str, int],
     warnings: Sequence[tuple[int, str]] | None,
-    leave_out: Sequence[str],
-    place: Mapping[str, str],
 ) -> str:
     """The page.
 
     Args:
       parameters: how many numbers each part of the model learns.
       warnings: None where config.train.warn_health is off.
-      leave_out, place: as `run_page.make` takes them.
     """
     config, total = report.config, report.config.train.steps
     sections = [
@@ -54,7 +52,7 @@ def make(
         state, go_on = f"finished at step {report.step:,}", ""
         following = commands.after_pretraining(config, report.workdir, report.step)
         sections.append(blocks.section("What to do next", blocks.commands(following)))
-    return run_page.make(config, state, go_on, sections, leave_out=leave_out, place=place)
+    return run_page.make(config, state, go_on, sections, about)
 
 
 def _numbers(report: PretrainingReport) -> Element:

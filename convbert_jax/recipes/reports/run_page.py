@@ -1,5 +1,6 @@
 """What the page of any run has, and how it comes to its file."""
 
+import dataclasses
 import datetime
 import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,20 +45,35 @@ def write(workdir: Workdir, make: Callable[[], str]) -> bool:
     return True
 
 
-def describe_place(config: Config, mesh: jax.sharding.Mesh) -> dict[str, str]:
-    """What the run was made with: devices and versions."""
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What is told of any run.
+
+    Attributes:
+      written: when the page was, in UTC.
+      leave_out: sections and fields of the config that the recipe does not read.
+      place: devices and versions, by name.
+    """
+
+    written: datetime.datetime
+    leave_out: Collection[str]
+    place: Mapping[str, str]
+
+
+def describe(config: Config, mesh: jax.sharding.Mesh, leave_out: Collection[str]) -> About:
+    """What is to be told of a run that ends now on the devices of `mesh`."""
     found = list(mesh.devices.flat)
-    sizes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     versions = {name: metadata.version(name) for name in _LIBRARIES}
-    return {
+    place = {
         "devices": devices.describe_devices(found),
-        "mesh": sizes,
+        "mesh": ", ".join(f"{name} {size}" for name, size in mesh.shape.items()),
         "processes": str(jax.process_count()),
         "computed in": str(devices.compute_dtype(config, found[0])),
         "convbert_jax": convbert_jax.__version__,
         "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
         **versions,
     }
+    return About(datetime.datetime.now(datetime.UTC), leave_out, place)
 
 
 def make(
@@ -65,26 +81,21 @@ def make(
     state: str,
     go_on: str,
     sections: Sequence[Element],
-    *,
-    leave_out: Collection[str],
-    place: Mapping[str, str],
+    about: About,
 ) -> str:
     """The page around what the recipe shows.
 
     Args:
       state: in words, how far the run came.
       go_on: the command for one that was interrupted; "" for one that is finished.
-      leave_out: sections and fields of the config that the recipe does not read.
-      place: as `describe_place` has it.
     """
     kind = "interrupted" if go_on else "finished"
-    now = datetime.datetime.now(datetime.UTC)
     head = [
         element("h1", foreign(config.name)),
         element(
             "p",
             element("span", state, class_=f"state {kind}"),
-            f" · config.recipe={config.recipe} · written {now:%Y-%m-%d %H:%M} UTC",
+            f" · config.recipe={config.recipe} · written {about.written:%Y-%m-%d %H:%M} UTC",
         ),
     ]
     if go_on:
@@ -93,7 +104,7 @@ def make(
             several = f"on all {jax.process_count()} processes, with the flags that join them."
             head.append(element("p", several, class_="note"))
     ends = [
-        blocks.section("Config", blocks.fields(config, leave_out)),
-        blocks.section("Versions and devices", blocks.facts(place)),
+        blocks.section("Config", blocks.fields(config, about.leave_out)),
+        blocks.section("Versions and devices", blocks.facts(about.place)),
     ]
     return render(f"{config.name}: {state}", element("header", *head), *sections, *ends)
