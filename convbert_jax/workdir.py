@@ -6,6 +6,7 @@ WORKDIR/data            tokenizer and shards, unless config.data.directory names
 WORKDIR/checkpoints     Orbax
 WORKDIR/metrics.jsonl   one line per log interval and evaluation; TensorBoard files beside it
 WORKDIR/curves.png      a picture of them; evaluation/, huggingface/, inside/, profile/ if asked for
+WORKDIR/report.html     what the run came to, of any recipe, for a browser
 
 Of fine-tuning:
 
@@ -76,6 +77,11 @@ class Workdir:
     @property
     def curves(self) -> epath.Path:
         return self.path / "curves.png"
+
+    @property
+    def report(self) -> epath.Path:
+        """A page on what the run came to, written at its end and where it is interrupted."""
+        return self.path / "report.html"
 
     @property
     def profile(self) -> epath.Path:

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "convbert_jax"
 # The first rows: what everything above them may use.
 BELOW = {
-    *("config", "files", "drawing", "workdir", "interfaces", "ops"),
+    *("config", "files", "drawing", "html_page", "workdir", "interfaces", "ops"),
     *("data", "models", "training", "objectives", "decoding"),
 }
 ALLOWED = {
@@ -21,6 +21,7 @@ ALLOWED = {
     "workdir": {"config", "files"},
     "console": set(),
     "drawing": {"files"},
+    "html_page": {"config"},
     "ops": {"config"},
     "data": {"config", "files", "interfaces"},
     "models": {"config", "interfaces", "ops"},

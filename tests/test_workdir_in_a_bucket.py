@@ -15,6 +15,7 @@ from convbert_jax import files
 from convbert_jax.config import Config, UserError
 from convbert_jax.finetuning import results
 from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.recipes.reports import run_page
 from convbert_jax.training.checkpoints.reading import list_steps
 from convbert_jax.training.reports import reporting
 from convbert_jax.workdir import Workdir, WorkdirError
@@ -135,6 +136,13 @@ def test_results_of_fine_tuning(bucket):
     (on_disk / "results.jsonl").open("a").write('{"task": "to')
     assert [found.seed for found in results.read_results(workdir)] == [0, 1]
     assert (on_disk / "results.jsonl").read_text().endswith("}\n")
+
+
+def test_the_page_of_a_run(bucket):
+    workdir, on_disk = bucket
+    for page in ("<p>first", "<p>\u2713"):
+        assert run_page.write(workdir, lambda page=page: page)
+    assert (on_disk / "report.html").read_text(encoding="utf-8") == "<p>\u2713"
 
 
 def write_a_trace(folder):

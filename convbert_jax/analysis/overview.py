@@ -25,9 +25,10 @@ def describe(config: Config, params: Params) -> str:
     """
     if config.recipe == "finetune":  # each task has a head of its own
         params = {name: part for name, part in params.items() if name != "head"}
-    whole = state.count(params)
+    parts = count_parts(params)
+    whole = sum(parts.values())
     lines = [f"{config.name}: config.recipe={config.recipe}", "", "parameters"]
-    lines += [f"  {name:<28}{state.count(part):>15,}" for name, part in params.items()]
+    lines += [f"  {name:<28}{count:>15,}" for name, count in parts.items()]
     lines += [f"  {'all':<28}{whole:>15,}"]
     size = whole * 4 * _COPIES[config.optimizer.method]
     lines += [
@@ -38,6 +39,11 @@ def describe(config: Config, params: Params) -> str:
     if config.recipe == "finetune":
         return "\n".join([*lines, *_describe_tasks(config)])
     return "\n".join([*lines, *_describe_run(config)])
+
+
+def count_parts(params: Params) -> dict[str, int]:
+    """How many numbers each part of a model learns."""
+    return {name: state.count(part) for name, part in params.items()}
 
 
 def _describe_run(config: Config) -> list[str]:

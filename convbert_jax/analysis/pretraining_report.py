@@ -4,59 +4,109 @@ sentence taken apart.
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
 from etils import epath
 
 from convbert_jax import drawing
-from convbert_jax.training.reports.reporting import read_metrics
 
-# Panels of the picture: title, metrics, and the name and value of a no-skill line.
+# split ("train" or "validation") -> metric -> [(step, value)]
+Curves = Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
+
+
+class Panel(NamedTuple):
+    """One of the pictures of a run: metrics of one unit over steps.
+
+    Attributes:
+      no_skill: what a model without any has, if that is a number.
+    """
+
+    title: str
+    metrics: tuple[str, ...]
+    no_skill: float | None = None
+
+
 _PANELS = (
-    ("masked tokens: loss (nats)", ("mlm_loss",), None),
-    ("masked tokens: share predicted", ("mlm_accuracy", "sampled_accuracy"), None),
-    ("pairs of texts: share told", ("pair_accuracy",), ("no skill", 0.5)),
-    ("discriminator: area under ROC curve", ("discriminator_auc",), ("no skill", 0.5)),
-    ("discriminator: loss (nats)", ("discriminator_loss",), None),
-    ("next tokens: loss (nats)", ("token_loss",), None),
-    ("next tokens: share told", ("token_accuracy",), None),
-    ("perplexity", ("perplexity", "word_perplexity"), None),
-    ("share of tokens replaced", ("replaced_rate",), None),
-    ("learning rate", ("learning_rate",), None),
+    Panel("masked tokens: loss (nats)", ("mlm_loss",)),
+    Panel("masked tokens: share predicted", ("mlm_accuracy", "sampled_accuracy")),
+    Panel("pairs of texts: share told", ("pair_accuracy",), 0.5),
+    Panel("discriminator: area under ROC curve", ("discriminator_auc",), 0.5),
+    Panel("discriminator: loss (nats)", ("discriminator_loss",)),
+    Panel("next tokens: loss (nats)", ("token_loss",)),
+    Panel("next tokens: share told", ("token_accuracy",)),
+    Panel("perplexity", ("perplexity", "word_perplexity")),
+    Panel("share of tokens replaced", ("replaced_rate",)),
+    Panel("learning rate", ("learning_rate",)),
 )
 
 
-def read_curves(metrics_file: epath.Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """split -> metric -> [(step, value)] of a run's metrics.jsonl.
+class Number(NamedTuple):
+    """A held-out metric, spelled out, with what no skill would give."""
 
-    Raises:
-      DamagedFileError: a line is not what was written.
+    name: str
+    value: str
+    note: str = ""
+
+
+class Subword(NamedTuple):
+    """One of a text that a generator has changed.
+
+    Attributes:
+      text: what the discriminator read, and `original`: what stood there; None if it is the same.
+      suspect: whether the discriminator took it for one that was put in.
     """
+
+    text: str
+    original: str | None
+    suspect: bool
+    begins_word: bool
+
+
+class Example(NamedTuple):
+    """A held-out text after the generator, as the discriminator saw it.
+
+    Attributes:
+      found: share of new subwords among the suspects, over `rows` such texts; `chance`: of those
+        drawn blindly.
+    """
+
+    subwords: tuple[Subword, ...]
+    rows: int
+    found: float
+    chance: float
+
+
+def arrange_curves(records: Iterable[Mapping[str, Any]]) -> Curves:
+    """The lines of a metrics file as curves, without the numbers that were not finite."""
     curves = {}
-    for record in read_metrics(metrics_file):
-        split = curves.setdefault(record.pop("split"), {})
-        step = record.pop("step")
+    for record in records:
+        split = curves.setdefault(record["split"], {})
         for name, value in record.items():
-            if math.isfinite(value):
-                split.setdefault(name, []).append((step, value))
+            if name not in ("split", "step") and math.isfinite(value):
+                split.setdefault(name, []).append((record["step"], value))
     return curves
 
 
-def plot_curves(metrics_file: epath.Path, picture: epath.Path, title: str) -> bool:
+def choose_panels(curves: Curves) -> list[Panel]:
+    """Those that a run has numbers for."""
+    present = {name for split in curves.values() for name in split}
+    return [panel for panel in _PANELS if present & set(panel.metrics)]
+
+
+def plot_curves(curves: Curves, picture: epath.Path, title: str) -> bool:
     """Draws the metrics that the run has, training thin and held-out bold, into a PNG.
 
     Returns:
       whether there was anything to draw.
     """
-    pyplot = drawing.open_pyplot([title])
-    curves = read_curves(metrics_file)
-    present = {name for split in curves.values() for name in split}
-    panels = [panel for panel in _PANELS if present & set(panel[1])]
+    panels = choose_panels(curves)
     if not panels:
-        logging.warning("%s has no numbers to draw.", metrics_file)
+        logging.warning("%s: there are no numbers to draw.", title)
         return False
+    pyplot = drawing.open_pyplot([title])
     columns = min(3, len(panels))
     lines = math.ceil(len(panels) / columns)
     figure, axes = pyplot.subplots(
@@ -78,8 +128,8 @@ def plot_curves(metrics_file: epath.Path, picture: epath.Path, title: str) -> bo
                         label=label + held_out,
                         **style,
                     )
-        if no_skill:
-            axis.axhline(no_skill[1], color="0.5", ls="--", lw=1, label=no_skill[0])
+        if no_skill is not None:
+            axis.axhline(no_skill, color="0.5", ls="--", lw=1, label="no skill")
         axis.set_title(heading, fontsize=10)
         axis.set_xlabel("step", fontsize=8)
         axis.tick_params(labelsize=8)
@@ -92,53 +142,50 @@ def plot_curves(metrics_file: epath.Path, picture: epath.Path, title: str) -> bo
     return True
 
 
-def describe_numbers(values: dict[str, float], vocab_size: int) -> list[str]:
-    """Held-out metrics, one line each, with what no skill would give.
+def list_numbers(values: Mapping[str, float], vocab_size: int) -> list[Number]:
+    """Held-out metrics for a person; none of no values.
 
     Args:
       vocab_size: of what is written.
     """
-    guessing = math.log(vocab_size)
+    if not values:
+        return []
+    guessing = f"guessing evenly: {math.log(vocab_size):.3f}"
     if "token_loss" in values:
-        rows = [
-            (
-                "tokens, loss",
-                f"{values['token_loss']:.3f} nats",
-                f"guessing evenly: {guessing:.3f}",
-            ),
-            ("tokens, accuracy", _percent(values["token_accuracy"]), ""),
-            ("perplexity, per token", f"{values['perplexity']:.2f}", ""),
+        numbers = [
+            Number("tokens, loss", f"{values['token_loss']:.3f} nats", guessing),
+            Number("tokens, accuracy", _percent(values["token_accuracy"])),
+            Number("perplexity, per token", f"{values['perplexity']:.2f}"),
         ]
         if "word_perplexity" in values:
             of_words = "the end of a document counts as a word"
-            rows.append(("perplexity, per word", f"{values['word_perplexity']:.2f}", of_words))
-        return _align(rows)
-    rows = [
-        (
-            "masked tokens, loss",
-            f"{values['mlm_loss']:.3f} nats",
-            f"guessing evenly: {guessing:.3f}",
-        ),
-        ("masked tokens, accuracy", _percent(values["mlm_accuracy"]), ""),
+            numbers.append(
+                Number("perplexity, per word", f"{values['word_perplexity']:.2f}", of_words)
+            )
+        return numbers
+    numbers = [
+        Number("masked tokens, loss", f"{values['mlm_loss']:.3f} nats", guessing),
+        Number("masked tokens, accuracy", _percent(values["mlm_accuracy"])),
     ]
     if "pair_accuracy" in values:
         accuracy = _percent(values["pair_accuracy"])
-        rows.append(("pairs of texts, accuracy", accuracy, "guessing: 50.0%"))
+        numbers.append(Number("pairs of texts, accuracy", accuracy, "guessing: 50.0%"))
     if "discriminator_auc" in values:
         replaced = values["replaced_rate"]
         original = f"always 'original': {_percent(1 - replaced)}"
         recall = f"recall {_percent(values['discriminator_recall'])}, at probability 0.5"
-        rows += [
-            ("tokens replaced", _percent(replaced), ""),
-            ("discriminator, AUC", f"{values['discriminator_auc']:.3f}", "no skill: 0.500"),
-            ("discriminator, accuracy", _percent(values["discriminator_accuracy"]), original),
-            ("discriminator, precision", _percent(values["discriminator_precision"]), recall),
+        numbers += [
+            Number("tokens replaced", _percent(replaced)),
+            Number("discriminator, AUC", f"{values['discriminator_auc']:.3f}", "no skill: 0.500"),
+            Number("discriminator, accuracy", _percent(values["discriminator_accuracy"]), original),
+            Number("discriminator, precision", _percent(values["discriminator_precision"]), recall),
         ]
-    return _align(rows)
+    return numbers
 
 
-def _align(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    return [f"{name:<26}{value:<13}{note}".rstrip() for name, value, note in rows]
+def describe_numbers(numbers: Iterable[Number]) -> list[str]:
+    """A line each."""
+    return [f"{name:<26}{value:<13}{note}".rstrip() for name, value, note in numbers]
 
 
 def _percent(value: float) -> str:
@@ -157,20 +204,42 @@ def find_suspects(fake: np.ndarray, scores: np.ndarray) -> np.ndarray:
     return suspects
 
 
-def mark_replaced(
+def pair_subwords(
     pieces: Sequence[str], original_pieces: Sequence[str], suspects: Sequence[bool]
-) -> list[str]:
-    """One row as lines of text: `[new<old]` is a replaced subword, `!` follows a suspect.
+) -> tuple[Subword, ...]:
+    """One row.
 
     Args:
       pieces: subwords that the discriminator read; `original_pieces`: what stood there.
     """
     starts = _word_starts(original_pieces)
+    return tuple(
+        Subword(_show(new), None if new == old else _show(old), bool(suspect), start)
+        for new, old, start, suspect in zip(pieces, original_pieces, starts, suspects, strict=True)
+    )
+
+
+def describe_example(example: Example) -> list[str]:
+    """It in lines of text: `[new<old]` is a replaced subword, `!` follows a suspect."""
     text = ""
-    for new, old, start, suspect in zip(pieces, original_pieces, starts, suspects, strict=True):
-        shown = _show(old) if new == old else f"[{_show(new)}<{_show(old)}]"
-        text += (" " if start else "") + shown + ("!" if suspect else "")
-    return textwrap.wrap(text.strip(), 96, break_long_words=False, break_on_hyphens=False)
+    for shown, old, suspect, begins_word in example.subwords:
+        marked = shown if old is None else f"[{shown}<{old}]"
+        text += (" " if begins_word else "") + marked + ("!" if suspect else "")
+    lines = textwrap.wrap(text.strip(), 96, break_long_words=False, break_on_hyphens=False)
+    return [
+        "A held-out text: [new<old] was put in by the generator, ! marks as many subwords as were",
+        "replaced, those that the discriminator suspects most:",
+        *(f"  {line}" for line in lines),
+        describe_finds(example),
+    ]
+
+
+def describe_finds(example: Example) -> str:
+    """How well the discriminator does over many texts, in a sentence."""
+    return (
+        f"Over {example.rows} such rows {example.found:.0%} of its suspects are new; by chance "
+        f"{example.chance:.0%}."
+    )
 
 
 def _word_starts(pieces: Sequence[str]) -> list[bool]:

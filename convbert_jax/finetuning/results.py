@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,6 +72,15 @@ class TaskResult:
         """Those of the chosen setting, by seed."""
         return runs_of(self.runs, self.chosen)
 
+    @property
+    def medians(self) -> dict[Setting, float]:
+        """What selected `chosen`, for each setting."""
+        settings = dict.fromkeys(run.setting for run in self.runs)
+        return {
+            setting: median_of(runs_of(self.runs, setting), self.splits[0], self.metrics[0])
+            for setting in settings
+        }
+
 
 def read_results(workdir: Workdir) -> list[RunResult]:
     """Finished runs; a line that a kill left half written is none, and is taken away.
@@ -136,6 +146,12 @@ def _number(value: Any) -> float:
 def runs_of(runs: Sequence[RunResult], setting: Setting) -> tuple[RunResult, ...]:
     """The runs of one setting, by seed."""
     return tuple(sorted((r for r in runs if r.setting == setting), key=lambda r: r.seed))
+
+
+def median_of(runs: Sequence[RunResult], split: str, metric: str) -> float:
+    """Over seeds; a run that diverged is worse than any that did not, -inf."""
+    values = [run.scores[split][metric] for run in runs]
+    return statistics.median(-math.inf if math.isnan(value) else value for value in values)
 
 
 def append_result(workdir: Workdir, result: RunResult) -> None:

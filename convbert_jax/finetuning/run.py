@@ -9,7 +9,6 @@ WORKDIR/unfinished/                    the run that is under way, see unfinished
 import dataclasses
 import hashlib
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -27,6 +26,7 @@ from convbert_jax.finetuning.results import (
     TaskResult,
     append_result,
     check_scores,
+    median_of,
     read_results,
     runs_of,
 )
@@ -260,9 +260,7 @@ def _choose(task: FinetuneTask, settings: list[Setting], runs: list[RunResult]) 
     """The setting with the best median over seeds of the first metric on the first split."""
     medians = {}
     for setting in settings:
-        values = [r.scores[task.scored[0]][task.metrics[0]] for r in runs_of(runs, setting)]
-        # a run that diverged is worse than any that did not
-        medians[setting] = statistics.median(-math.inf if math.isnan(v) else v for v in values)
+        medians[setting] = median_of(runs_of(runs, setting), task.scored[0], task.metrics[0])
         if len(settings) > 1:
             logging.info(
                 "%s, %s: median %s %.4f.", task.name, setting, task.metrics[0], medians[setting]

@@ -8,6 +8,7 @@ evaluation.py   a checkpoint of it on held-out text, without training
 writing/        sets of pairs written and scored, after training and by an evaluation
 finetuning.py   finetune: labelled tasks, many short runs
 planning/       what such a run would take of TPUs that are not here
+reports/        what a run tells at its end: a text, and a page for a browser
 prediction.py   what a model that comes out of it says of new text
 inspection.py   what the layers of a model do with text, as pictures
 results.py      what each of them returns; none of them prints

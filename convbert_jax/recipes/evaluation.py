@@ -134,8 +134,9 @@ def check_output(file: epath.Path) -> None:
 
 
 def _describe(config: Config, step: int, values, file: epath.Path, sets) -> str:
-    numbers = pretraining_report.describe_numbers(values, config.vocabularies[1])
-    lines = [f"{config.name}, step {step:,}, on held-out text:", *(f"  {n}" for n in numbers)]
+    numbers = pretraining_report.list_numbers(values, config.vocabularies[1])
+    shown = pretraining_report.describe_numbers(numbers)
+    lines = [f"{config.name}, step {step:,}, on held-out text:", *(f"  {n}" for n in shown)]
     if sets:
         lines += ["", *scoring.describe(sets)]
     elif config.reads_pairs:

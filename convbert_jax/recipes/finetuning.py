@@ -24,13 +24,14 @@ from convbert_jax.files import copy, write_text
 from convbert_jax.finetuning import run
 from convbert_jax.finetuning.predictions import files as prediction_files
 from convbert_jax.finetuning.programs import Programs
-from convbert_jax.finetuning.results import TaskResult
+from convbert_jax.finetuning.results import TaskResult, read_results
 from convbert_jax.finetuning.scores import score_table
 from convbert_jax.finetuning.tasks import classification, question_answering
 from convbert_jax.finetuning.tasks.task import FinetuneTask
 from convbert_jax.inference import finetuned
 from convbert_jax.interop import importing, matching, sources
 from convbert_jax.interop.networks import stack, to_tree
+from convbert_jax.recipes.reports import finetuning_page, run_page
 from convbert_jax.recipes.results import FinetuningResult
 from convbert_jax.training import sharding
 from convbert_jax.training.environment import compilation, devices
@@ -69,8 +70,12 @@ def finetune(
         devices.print_config(config, leave_out=_OF_PRETRAINING)
         programs = Programs(config, devices.compute_dtype(config, found[0]), mesh)
         with jax.set_mesh(mesh), compilation.explain_out_of_memory(_LESS_MEMORY):
-            results = run.finetune(config, workdir, tasks, programs, tokenizer, weights)
-    return _conclude(config, workdir, results)
+            try:
+                results = run.finetune(config, workdir, tasks, programs, tokenizer, weights)
+            except KeyboardInterrupt:
+                _tell_of_interruption(config, workdir, mesh)
+                raise
+    return _conclude(config, workdir, results, mesh)
 
 
 def make_mesh(config: Config, found: list[jax.Device]):
@@ -187,8 +192,26 @@ def _open_source(name: str, config: Config) -> LabelledTask:
     raise ConfigError(f"config.finetune.tasks has '{name}', which is unknown; choose from {known}.")
 
 
-def _conclude(config: Config, workdir: Workdir, results: list[TaskResult]) -> FinetuningResult:
-    """Writes the table, and collects what the GLUE server takes."""
+def _tell_of_interruption(config: Config, workdir: Workdir, mesh) -> None:
+    """Leaves a page on what is finished."""
+    if jax.process_index() != 0:
+        return
+    if run_page.write(
+        workdir,
+        lambda: finetuning_page.make_interrupted(
+            config,
+            workdir,
+            read_results(workdir),
+            run_page.describe(config, mesh, _OF_PRETRAINING),
+        ),
+    ):
+        logging.info("How far it came: %s", workdir.report)
+
+
+def _conclude(
+    config: Config, workdir: Workdir, results: list[TaskResult], mesh
+) -> FinetuningResult:
+    """Writes table and page, and collects what the GLUE server takes."""
     columns = [
         score_table.Column(
             result.task, split, metric, tuple(r.scores[split][metric] for r in result.chosen_runs)
@@ -197,14 +220,26 @@ def _conclude(config: Config, workdir: Workdir, results: list[TaskResult]) -> Fi
         for split in result.splits
         for metric in result.metrics
     ]
-    table = score_table.format_table(columns, show_best=config.finetune.show_best)
-    report = ""
+    table = score_table.make_table(columns, show_best=config.finetune.show_best)
+    text, report = score_table.to_markdown(table), ""
     if jax.process_index() == 0:
-        write_text(workdir.table, table + "\n")
+        write_text(workdir.table, text + "\n")
         if len(results) > 1:
             _collect_server_files(workdir, results)
-        report = f"\n{table}\n\nRuns, models and predictions: {workdir}"
-    return FinetuningResult(workdir.path, tuple(results), table, report)
+        report = f"\n{text}\n\nRuns, models and predictions: {workdir}"
+        if run_page.write(
+            workdir,
+            lambda: finetuning_page.make(
+                config,
+                workdir,
+                results,
+                columns,
+                table,
+                run_page.describe(config, mesh, _OF_PRETRAINING),
+            ),
+        ):
+            report += f"\nAll of it for a browser, and what to do next: {workdir.report}"
+    return FinetuningResult(workdir.path, tuple(results), text, report)
 
 
 def _collect_server_files(workdir: Workdir, results: list[TaskResult]) -> None:

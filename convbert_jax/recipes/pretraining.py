@@ -1,5 +1,6 @@
 """One long run: pre-training, and training of models that write text."""
 
+import dataclasses
 import functools
 from collections.abc import Collection
 
@@ -11,6 +12,7 @@ from etils import epath
 from flax import nnx
 
 from convbert_jax.analysis import overview, pretraining_report
+from convbert_jax.analysis.pretraining_report import Example
 from convbert_jax.config import Config, UserError, network
 from convbert_jax.data.corpus import batching
 from convbert_jax.data.corpus.corpus import Corpus
@@ -22,12 +24,17 @@ from convbert_jax.models.build import build
 from convbert_jax.objectives import replaced_token
 from convbert_jax.recipes import evaluation, finetuning, prepared, start, tasks, teaching
 from convbert_jax.recipes.prepared import Data
+from convbert_jax.recipes.reports import pretraining_page, pretraining_text, run_page
+from convbert_jax.recipes.reports.pretraining_text import PretrainingReport
 from convbert_jax.recipes.results import PretrainingResult
 from convbert_jax.recipes.writing import scoring
 from convbert_jax.training import loop, sharding
 from convbert_jax.training.environment import compilation, devices
 from convbert_jax.training.reports import reporting
+from convbert_jax.training.task import Task
 from convbert_jax.workdir import Workdir
+
+_TAKEN_APART = 32  # held-out rows in which suspects are counted
 
 
 def prepare(config: Config, folder: epath.PathLike, given: Collection[str] = ()) -> None:
@@ -79,7 +86,7 @@ def pretrain(
         source = teaching.start_of(config, teacher)
     writer = jax.process_index() == 0
     with devices.random_numbers(found), workdir.open(config, writer=writer):
-        devices.print_config(config, leave_out=("finetune", "task", "outputs", *_idle(config)))
+        devices.print_config(config, leave_out=_unread(config))
         teaching.bind(workdir, config, teacher, writer=writer)
         if idle := network.idle_fields(config.model):
             logging.info(
@@ -107,14 +114,15 @@ def pretrain(
             initial_params=functools.partial(start.fill, config, source) if source else None,
             publish=functools.partial(_publish, config, workdir, data.tokenizer),
         )
-        return _conclude(config, workdir, data, result, mesh)
+        return _conclude(config, workdir, data, task, result, mesh)
 
 
-def _idle(config: Config) -> tuple[str, ...]:
+def _unread(config: Config) -> tuple[str, ...]:
     """Sections that the recipe does not read."""
+    of_tasks = ("finetune", "task", "outputs")
     if not config.writes_text:
-        return "sequence", "parallel", "decoding"
-    return "generator", "distillation", *(() if config.reads_pairs else ("parallel",))
+        return (*of_tasks, "sequence", "parallel", "decoding")
+    return (*of_tasks, "generator", "distillation", *(() if config.reads_pairs else ("parallel",)))
 
 
 def _tell_of_encoder(config: Config) -> None:
@@ -150,39 +158,83 @@ def _publish(config: Config, workdir: Workdir, tokenizer: Tokenizer, step: int, 
         )
 
 
-def _conclude(config, workdir, data: Data, result: loop.Result, mesh) -> PretrainingResult:
-    """What the run came to; draws its curves if there is time for it."""
-    writer = jax.process_index() == 0
-    curves, report, sets = None, "", []
-    if writer and not result.interrupted:  # a machine that is taken away gives little time
-        with jax.set_mesh(mesh):
-            example = _take_apart(config, data.corpus, result.state.params)
-        title = f"{config.name}, step {result.step:,}"
-        if pretraining_report.plot_curves(workdir.metrics, workdir.curves, title):
-            curves = workdir.curves
-        if config.reads_pairs:
-            sets, example = _write_and_score(config, workdir, data, result)
-        report = _describe(config, title, result, curves, example)
+def _conclude(
+    config, workdir, data: Data, task: Task, result: loop.Result, mesh
+) -> PretrainingResult:
+    """What the run came to, told by the first process."""
+    metrics, curves, sets, text = [], None, (), ""
+    if jax.process_index() == 0:
+        metrics = reporting.read_metrics(workdir.metrics)
+        report = _report(config, workdir, data, result, metrics, mesh)
+        written = run_page.write(
+            workdir, lambda: _make_page(report, task, result.state.params, metrics, mesh)
+        )
+        if not report.interrupted:
+            text = pretraining_text.describe(report, page=written)
+        elif written:
+            logging.info("How far it came: %s", workdir.report)
+        curves = workdir.curves if report.picture else None
+        sets = report.written
     return PretrainingResult(
         folder=workdir.path,
         step=result.step,
-        metrics=reporting.read_metrics(workdir.metrics) if writer else [],
+        metrics=metrics,
         evaluation=result.evaluation,
         interrupted=result.interrupted,
         curves=curves,
-        report=report,
+        report=text,
         scores=scoring.values_of(sets),
+    )
+
+
+def _report(config, workdir, data: Data, result: loop.Result, metrics, mesh) -> PretrainingReport:
+    """What there is to tell; of an interrupted run what takes no time, as a machine that is taken
+    away gives little.
+    """
+    evaluations = [record for record in metrics if record["split"] == "validation"]
+    last = evaluations[-1] if evaluations else {}
+    report = PretrainingReport(
+        config=config,
+        workdir=workdir,
+        step=result.step,
+        interrupted=result.interrupted,
+        numbers=pretraining_report.list_numbers(last, config.vocabularies[1]),
+        evaluated=last.get("step", 0),
+        curves=pretraining_report.arrange_curves(metrics),
+    )
+    if result.interrupted:
+        return report
+    with jax.set_mesh(mesh):
+        example = _take_apart(config, data.corpus, result.state.params)
+    picture = pretraining_report.plot_curves(report.curves, workdir.curves, report.title)
+    sets, unwritten = [], ""
+    if config.reads_pairs:
+        sets, unwritten = _write_and_score(config, workdir, data, result)
+    return dataclasses.replace(
+        report, picture=picture, example=example, written=sets, unwritten=unwritten
+    )
+
+
+def _make_page(report: PretrainingReport, task: Task, params, metrics, mesh) -> str:
+    config, warnings = report.config, None
+    if config.train.warn_health:
+        warnings = pretraining_page.find_warnings(reporting.HealthWatch(task.health), metrics)
+    return pretraining_page.make(
+        report,
+        run_page.describe(config, mesh, _unread(config)),
+        parameters=overview.count_parts(params),
+        warnings=warnings,
     )
 
 
 def _write_and_score(
     config: Config, workdir: Workdir, data: Data, result: loop.Result
-) -> tuple[list[scoring.Set], list[str]]:
-    """What the model writes to the held-out pairs, and lines of it for the report. What keeps it
-    from that is said there: the run itself is done.
+) -> tuple[list[scoring.Set], str]:
+    """What the model writes to the held-out pairs, or what keeps it from that, for the report: the
+    run itself is done.
     """
     if not scoring.can_score():
-        return [], [scoring.NOT_SCORED]
+        return [], scoring.NOT_SCORED
     file = workdir.evaluation(result.step)
     try:
         params = sharding.gather(result.state.params)
@@ -199,39 +251,15 @@ def _write_and_score(
             )
     except UserError as error:
         logging.warning("Nothing was written and scored: %s", error)
-        return [], [f"Nothing was written and scored: {error}"]
+        return [], f"Nothing was written and scored: {error}"
     evaluation.write_numbers(workdir, result.step, result.evaluation, file, sets)
-    return sets, scoring.describe(sets)
+    return sets, ""
 
 
-def _describe(config, title: str, result: loop.Result, curves, example: list[str]) -> str:
-    """What the run has learned, for a person."""
-    report = [f"{title}, on held-out text:"]
-    if result.evaluation:
-        numbers = pretraining_report.describe_numbers(result.evaluation, config.vocabularies[1])
-        report += [f"  {line}" for line in numbers]
-    report += ["", *example] if example else []
-    report += [
-        "",
-        (f"Curves: {curves}. " if curves else "")
-        + "The same command goes on from here; for more steps add "
-        f"--config.train.steps={2 * result.step}.",
-        _name_own_text(config),
-    ]
-    return "\n".join(report)
-
-
-def _name_own_text(config: Config) -> str:
-    own, what = "--config.data.source='text:FOLDER/*.txt'", "text"
-    if config.reads_pairs:
-        own, what = "--config.parallel.source=parallel:FILE,FILE", "pairs"
-    return f"Your own {what}: add {own} --workdir=runs/mine"
-
-
-def _take_apart(config: Config, corpus: Corpus | None, params) -> list[str]:
+def _take_apart(config: Config, corpus: Corpus | None, params) -> Example | None:
     """Held-out rows after the generator, as the discriminator sees them; the first one in full."""
     if config.recipe != "replaced_token" or jax.process_count() > 1:
-        return []
+        return None
     graphdef, _ = build(MODELS[config.recipe], config)
 
     @jax.jit
@@ -249,9 +277,9 @@ def _take_apart(config: Config, corpus: Corpus | None, params) -> list[str]:
         ids, types = batch["segment_ids"], batch["type_ids"]
         return corrupted, model.discriminate(corrupted, ids, types, dtype=jnp.float32, key=None)
 
-    batch = next(batching.evaluation_batches(corpus, batch_size=32, rows=32))
+    batch = next(batching.evaluation_batches(corpus, batch_size=_TAKEN_APART, rows=_TAKEN_APART))
     corrupted, scores = jax.device_get(run(params, batch))
-    lines, replaced, found, tokens = [], 0, 0, 0
+    subwords, replaced, found, tokens = (), 0, 0, 0
     for new, old, score, ids in zip(
         corrupted, batch["tokens"], scores, batch["segment_ids"], strict=True
     ):
@@ -260,13 +288,8 @@ def _take_apart(config: Config, corpus: Corpus | None, params) -> list[str]:
         suspects = pretraining_report.find_suspects(new != old, score[real])
         replaced, found = replaced + (new != old).sum(), found + (suspects & (new != old)).sum()
         tokens += len(real)
-        if not lines:
+        if not subwords:
             pieces = corpus.tokenizer.pieces
-            lines = pretraining_report.mark_replaced(pieces(new), pieces(old), suspects)
-    return [
-        "A held-out text: [new<old] was put in by the generator, ! marks as many subwords as were",
-        "replaced, those that the discriminator suspects most:",
-        *(f"  {line}" for line in lines),
-        f"Over 32 such rows {found / max(1, replaced):.0%} of its suspects are new; by chance "
-        f"{replaced / max(1, tokens):.0%}.",
-    ]
+            subwords = pretraining_report.pair_subwords(pieces(new), pieces(old), suspects)
+    shares = float(found / max(1, replaced)), float(replaced / max(1, tokens))
+    return Example(subwords, _TAKEN_APART, *shares)

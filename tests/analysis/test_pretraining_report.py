@@ -6,6 +6,7 @@ import numpy as np
 
 from convbert_jax.analysis import pretraining_report, verify_resume
 from convbert_jax.files import DamagedFileError
+from convbert_jax.training.reports.reporting import read_metrics
 
 
 def write_metrics(path):
@@ -19,12 +20,10 @@ def write_metrics(path):
 
 def test_curves_and_picture(tmp_path):
     write_metrics(tmp_path / "metrics.jsonl")
-    curves = pretraining_report.read_curves(tmp_path / "metrics.jsonl")
+    curves = pretraining_report.arrange_curves(read_metrics(tmp_path / "metrics.jsonl"))
     assert curves["train"]["mlm_loss"][0] == (10, 7.0)
     assert curves["validation"] == {"mlm_loss": [(50, 4.0)]}
-    assert pretraining_report.plot_curves(
-        tmp_path / "metrics.jsonl", tmp_path / "curves.png", "a run"
-    )
+    assert pretraining_report.plot_curves(curves, tmp_path / "curves.png", "a run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -35,28 +34,37 @@ def test_suspects_are_the_highest_scores():
     assert suspects.tolist() == [False, True, False, True]
 
 
+def marked(*row) -> list[str]:
+    """The lines of a row between what is said of it."""
+    subwords = pretraining_report.pair_subwords(*row)
+    example = pretraining_report.Example(subwords, rows=32, found=0.25, chance=0.125)
+    *_, last = lines = pretraining_report.describe_example(example)
+    assert last == "Over 32 such rows 25% of its suspects are new; by chance 12%."
+    return lines[2:-1]
+
+
 def test_marked_sentence():
-    lines = pretraining_report.mark_replaced(
+    lines = marked(
         ["the", "blue", "dog", "sat", "##s"],
         ["the", "black", "cat", "sat", "##s"],
         [False, True, False, True, False],
     )
-    assert lines == ["the [blue<black]! [dog<cat] sat!s"]
+    assert lines == ["  the [blue<black]! [dog<cat] sat!s"]
 
 
 def test_marked_sentence_joins_sentencepiece_subwords():
     pieces = ["[CLS]", "\u2581con", "vert", ".", "[SEP]"]
-    lines = pretraining_report.mark_replaced(pieces, pieces, [False] * 5)
-    assert lines == ["[CLS] convert. [SEP]"]
+    assert marked(pieces, pieces, [False] * 5) == ["  [CLS] convert. [SEP]"]
 
 
 def test_numbers_without_any_flagged_token():
     values = dict.fromkeys(
         ["mlm_loss", "mlm_accuracy", "replaced_rate", "discriminator_auc"], 0.5
     ) | {"discriminator_accuracy": 0.9, "discriminator_recall": 0.0}
-    lines = pretraining_report.describe_numbers(
+    numbers = pretraining_report.list_numbers(
         values | {"discriminator_precision": float("nan")}, vocab_size=100
     )
+    lines = pretraining_report.describe_numbers(numbers)
     assert any("none flagged" in line for line in lines)
     assert not any("nan" in line for line in lines)
 
@@ -81,14 +89,16 @@ def test_a_damaged_metrics_file_is_a_sentence(tmp_path):
         content[rng.integers(len(content))] = rng.integers(256)
         file.write_bytes(content)
         try:
-            pretraining_report.read_curves(file)
+            read_metrics(file)
             read += 1
         except DamagedFileError:
             refused += 1
     assert min(read, refused) > 100
     file.write_bytes(whole[:-20])
-    assert "validation" not in pretraining_report.read_curves(file)
-    file.write_text("")
+    assert {line["split"] for line in read_metrics(file)} == {"train"}
+
+
+def test_a_run_without_numbers_has_no_picture(tmp_path):
     picture = tmp_path / "curves.png"
-    assert not pretraining_report.plot_curves(file, picture, "a run without numbers")
+    assert not pretraining_report.plot_curves({}, picture, "a run without numbers")
     assert not (tmp_path / "curves.png").exists()

@@ -4,12 +4,18 @@ import dataclasses
 import itertools
 import json
 import math
+import shlex
+import shutil
 
 import jax
 import pytest
+from absl.testing import flagsaver
 
-from convbert_jax import recipes
-from convbert_jax.recipes import prediction
+from convbert_jax import command_line, recipes
+from convbert_jax.recipes import prediction, pretraining
+from convbert_jax.recipes.reports import pretraining_page
+from convbert_jax.training.environment import signals
+from tests.html_page.parsed import Page
 
 
 def test_pretraining_returns_its_numbers(pretrained, pretraining_config):
@@ -101,3 +107,109 @@ def test_recipes_print_nothing_and_configure_nothing(
     recipes.predict(str(finetuned.tasks[0].folders[0]), str(source), str(tmp_path / "out.tsv"))
     assert dict(jax.config.values) == before
     assert capsys.readouterr().out == ""
+
+
+def test_a_run_without_its_page_is_told_of_all_the_same(
+    pretrained, pretraining_config, monkeypatch
+):
+    def fail(*arguments, **options):
+        raise ValueError("no")
+
+    monkeypatch.setattr(pretraining_page, "make", fail)
+    monkeypatch.setattr(pretraining, "_take_apart", lambda *arguments: None)
+    told = recipes.pretrain(pretraining_config, pretrained.folder).report.splitlines()
+    assert told == [line for line in told if line in pretrained.report.splitlines()]
+    assert not any("report.html" in line for line in told)
+    assert any("report.html" in line for line in pretrained.report.splitlines())
+
+
+def test_pages_of_real_runs(pretrained, finetuned, monkeypatch):
+    for run, recipe in ((pretrained, "replaced_token"), (finetuned, "finetune")):
+        file = run.folder / "report.html"
+        assert str(file) in run.report.splitlines()[-1]
+        page = Page(file.read_text())
+        assert page.tags.isdisjoint({"script", "link", "iframe", "object", "base", "a"})
+        assert all(source.startswith("data:") for source in page.values("src"))
+        assert f"config.recipe={recipe}" in page.text
+        monkeypatch.chdir(run.folder)
+        typed = [shlex.split(text) for text in page.texts("pre")]
+        assert len(typed) >= 3
+        for command in typed:
+            assert command[:3] == ["python", "-m", "convbert_jax.main"]
+            with flagsaver.flagsaver():
+                command_line.read(command[2:])
+    page = Page((pretrained.folder / "report.html").read_text())
+    for line in pretrained.report.splitlines()[1:7]:  # each number of the text is on the page
+        name, value, *_ = [part for part in line.split("  ") if part]
+        assert f"{name.strip()}{value.strip()}" in page.text
+    assert "train.batch_size8" in page.text
+    assert len(Page((finetuned.folder / "report.html").read_text()).values("src")) == 2
+
+
+def test_an_interrupted_run_leaves_a_page_at_once(
+    pretrained, pretraining_config, tmp_path, monkeypatch
+):
+    """Nothing is computed for it: a machine that is taken away gives little time."""
+    train = pretraining.loop.train
+
+    def stopped(*arguments, **options):
+        return dataclasses.replace(train(*arguments, **options), interrupted=True)
+
+    def fail(*arguments):
+        raise AssertionError("there is no time")
+
+    folder = tmp_path / "run"
+    shutil.copytree(pretrained.folder, folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(pretraining.loop, "train", stopped)
+        patch.setattr(pretraining, "_take_apart", fail)
+        patch.setattr(pretraining.pretraining_report, "plot_curves", fail)
+        assert recipes.pretrain(pretraining_config, folder).report == ""
+    page = Page((folder / "report.html").read_text())
+    assert "interrupted after step 4 of 4" in page.text
+    assert page.texts("pre") == [f"python -m convbert_jax.main --workdir={folder}"]
+    assert "masked tokens, loss" in page.text  # of the last evaluation
+
+
+def stop_after(step: int, monkeypatch) -> None:
+    """As if SIGTERM came while that step is under way."""
+    asked = iter(range(1, 1000))
+
+    def requested(self, *, agree):
+        return "SIGTERM" if next(asked) >= step else None
+
+    monkeypatch.setattr(signals.StopSignals, "requested", requested)
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_leaves_a_page_and_the_end_another(
+    pretraining_config, pretrained, tmp_path, monkeypatch, caplog
+):
+    own = dataclasses.replace(pretraining_config.data, directory=str(pretrained.folder / "data"))
+    config = dataclasses.replace(pretraining_config, data=own)
+    caplog.set_level("INFO", logger="absl")
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        stopped = recipes.pretrain(config, tmp_path)
+    assert (stopped.interrupted, stopped.step, stopped.report) == (True, 2, "")
+    page = Page((tmp_path / "report.html").read_text())
+    assert "interrupted after step 2 of 4" in page.text
+    assert "There was no evaluation yet." in page.text
+    assert page.texts("pre") == [f"python -m convbert_jax.main --workdir={tmp_path}"]
+    assert any("report.html" in record.getMessage() for record in caplog.records)
+    finished = recipes.pretrain(config, tmp_path)
+    page = Page((tmp_path / "report.html").read_text())
+    assert not finished.interrupted
+    assert "finished at step 4" in page.text
+
+
+@pytest.mark.slow
+def test_interrupted_tasks_leave_a_page(finetuning_config, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(5, patch)
+        with pytest.raises(KeyboardInterrupt):
+            recipes.finetune(finetuning_config, tmp_path)
+    page = Page((tmp_path / "report.html").read_text())
+    assert "interrupted; finished runs: 1" in page.text
+    assert "mood" in page.text
+    assert page.texts("pre") == [f"python -m convbert_jax.main --workdir={tmp_path}"]

@@ -27,6 +27,7 @@ from convbert_jax.training.reports.reporting import read_metrics
 from convbert_jax.training.state import flatten
 from convbert_jax.workdir import Workdir
 from tests.data.parallel.conftest import make_pairs, write_files
+from tests.html_page.parsed import Page
 from tests.recipes.conftest import make_config
 
 RECIPES = ("causal_lm", "span_corruption", "translation")
@@ -108,6 +109,8 @@ def test_what_it_measures(run, recipe):
     # With a tenth of the target's probability everywhere, the loss is above the cross-entropy here.
     assert found["token_loss"] < found["loss"] < 2 * found["token_loss"]
     assert "perplexity, per token" in result.report
+    page = Page((result.folder / "report.html").read_text())
+    assert f"perplexity, per token{found['perplexity']:.2f}" in page.texts("tr")
     if recipe == "causal_lm":
         assert found["word_perplexity"] > found["perplexity"]
         assert "perplexity, per word" in result.report

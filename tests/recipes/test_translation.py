@@ -23,6 +23,7 @@ from convbert_jax.inference.writing import reading
 from convbert_jax.interop import conversion, importing, sources
 from convbert_jax.interop.matching import replace
 from convbert_jax.workdir import Workdir
+from tests.html_page.parsed import Page
 from tests.recipes.conftest import LEXICON, make_config, write_pairs
 
 
@@ -52,6 +53,10 @@ def test_after_training_the_heldout_pairs_are_written_and_scored(translated, pai
     assert kept["token_loss"] == translated.evaluation["token_loss"]
     for said in (f"BLEU {scores['bleu']:.1f}", "nrefs:1", "  reference  ", "  ours  ", str(folder)):
         assert said in translated.report
+    page = Page((translated.folder / "report.html").read_text())
+    assert f"BLEU{scores['bleu']:.1f}" in page.texts("tr")
+    assert f"reference {right[0]}" in page.texts("p")
+    assert f"ours {written[0]}" in page.texts("p")
 
 
 def test_raw_references_are_the_rows_that_training_holds_out(translation_config, translated):

@@ -48,6 +48,19 @@ class Column:
 
 
 @dataclasses.dataclass(frozen=True)
+class Table:
+    """Cells as texts: two columns of names, then numbers.
+
+    Attributes:
+      rows: the first is the head.
+      notes: sentences on what is in it.
+    """
+
+    rows: list[list[str]]
+    notes: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Summary:
     """Over seeds, as fractions; NaN where too many runs diverged to say."""
 
@@ -70,7 +83,17 @@ def format_table(
     show_best: bool = False,
     rows: Sequence[published.PublishedRow] = published.PUBLISHED,
 ) -> str:
-    """A Markdown table: this run's rows, then published ones, and what each average is of.
+    """What `make_table` makes, as Markdown."""
+    return to_markdown(make_table(columns, show_best=show_best, rows=rows))
+
+
+def make_table(
+    columns: Sequence[Column],
+    *,
+    show_best: bool = False,
+    rows: Sequence[published.PublishedRow] = published.PUBLISHED,
+) -> Table:
+    """This run's rows, then published ones, and what each average is of.
 
     Args:
       columns: in the order to show; the first one of each task and split goes into the mean, the
@@ -113,7 +136,12 @@ def format_table(
                 *_mean(averaged, scale),
             ]
         )
-    return "\n".join([*_align(table), "", *_notes(columns, averaged, shown)])
+    return Table(table, _notes(columns, averaged, shown))
+
+
+def to_markdown(table: Table) -> str:
+    """The table with its notes below."""
+    return "\n".join([*_align(table.rows), "", *table.notes])
 
 
 def _averaged(columns: Sequence[Column]) -> list[int]:

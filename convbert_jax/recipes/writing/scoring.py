@@ -127,7 +127,7 @@ def _score(
     ):
         files.write_text(path, "".join(_line(text) + "\n" for text in texts))
     found = Set(name, references, written, scores, (len(problems), "".join(problems[:1])), file)
-    for line in _warnings(found):
+    for line in list_warnings(found):
         logging.warning("%s", line)
     return found
 
@@ -136,21 +136,43 @@ def describe(sets: Sequence[Set]) -> list[str]:
     """Scores, where they come from, and examples of the first set, for a person."""
     lines = []
     for found in sets:
-        numbers = ", ".join(
-            f"{text_scores.TITLES[name]} {value:.1f}" for name, value in found.scores.values.items()
-        )
+        numbers = ", ".join(" ".join(number) for number in list_scores(found))
         lines += [
             f"Written to {len(found.written):,} pairs of {found.name}: {numbers}",
             f"  {found.scores.signature}",
-            *(f"  {line}" for line in _warnings(found)),
+            *(f"  {line}" for line in list_warnings(found)),
         ]
-    first = sets[0]
-    count = len(first.written)
+    for example in choose_examples(sets[0]):
+        lines += ["", *(f"  {name:<11}{text}" for name, text in example.items())]
+    return [*lines, "", f"Texts: {sets[0].file.parent}"]
+
+
+def list_scores(found: Set) -> list[tuple[str, str]]:
+    """Titles and values, spelled out."""
+    return [
+        (text_scores.TITLES[name], f"{value:.1f}") for name, value in found.scores.values.items()
+    ]
+
+
+def choose_examples(found: Set) -> list[dict[str, str]]:
+    """A few pairs from all over the set, as {"source": …, "reference": …, "ours": …}."""
+    count = len(found.written)
+    examples = []
     for place in [n * count // _EXAMPLES for n in range(min(_EXAMPLES, count))]:
-        source, right = first.references.pairs[place]
-        lines += ["", f"  source     {_short(source)}", f"  reference  {_short(right)}"]
-        lines += [f"  ours       {_short(first.written[place])}"]
-    return [*lines, "", f"Texts: {first.file.parent}"]
+        source, right = found.references.pairs[place]
+        texts = {"source": source, "reference": right, "ours": found.written[place]}
+        examples.append({name: _short(text) for name, text in texts.items()})
+    return examples
+
+
+def list_warnings(found: Set) -> list[str]:
+    """What was left out or not read."""
+    lines = []
+    if bad := found.references.bad[0]:
+        lines.append(f"{bad} more pairs left out; the first: {found.references.bad[1]}.")
+    if unread := found.unread[0]:
+        lines.append(f"{unread} scored as empty; the first: {found.unread[1]}.")
+    return lines
 
 
 def to_json(sets: Sequence[Set]) -> dict[str, dict[str, Any]]:
@@ -170,15 +192,6 @@ def to_json(sets: Sequence[Set]) -> dict[str, dict[str, Any]]:
 def values_of(sets: Sequence[Set]) -> Mapping[str, Mapping[str, float]]:
     """The scores of each set by its name."""
     return {found.name: dict(found.scores.values) for found in sets}
-
-
-def _warnings(found: Set) -> list[str]:
-    lines = []
-    if bad := found.references.bad[0]:
-        lines.append(f"{bad} more pairs left out; the first: {found.references.bad[1]}.")
-    if unread := found.unread[0]:
-        lines.append(f"{unread} scored as empty; the first: {found.unread[1]}.")
-    return lines
 
 
 def _line(text: str) -> str:

@@ -65,8 +65,13 @@ def find_devices(config: Config) -> list[jax.Device]:
     devices = look_for_devices()
     found = devices[0]
     check_devices(config, found)
-    logging.info("Running on %d x %s (%s).", len(devices), found.device_kind, found.platform)
+    logging.info("Running on %s.", describe_devices(devices))
     return devices
+
+
+def describe_devices(devices: Sequence[jax.Device]) -> str:
+    """As "8 x TPU v5e (tpu)"."""
+    return f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
 
 
 def random_numbers(devices: Sequence[jax.Device]) -> contextlib.AbstractContextManager[None]:

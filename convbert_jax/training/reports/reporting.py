@@ -10,7 +10,7 @@ import math
 import operator
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ class Reporter:
         self._task = task
         self._steps = steps
         self._workdir = workdir
-        self._warned: set[str] = set()
+        self._health = HealthWatch(task.health)
         self._writes = jax.process_index() == 0
         if not self._writes:
             return
@@ -111,14 +111,11 @@ class Reporter:
         logging.info("%s", "  ".join(parts))
 
     def warn_health(self, step: int, values: dict[str, float]) -> None:
-        """Logs what `Task.health` says; each warning once, until it has been absent."""
+        """Logs what `HealthWatch` finds."""
         if not self._writes:
             return
-        warnings = {text.partition(":")[0]: text for text in self._task.health(step, values)}
-        for name, text in warnings.items():
-            if name not in self._warned:
-                logging.warning("step %d: %s", step, text)
-        self._warned = set(warnings)
+        for text in self._health.look(step, values):
+            logging.warning("step %d: %s", step, text)
 
     def _rates(self, step: int, seconds_per_step: float | None) -> dict[str, float]:
         task = self._task
@@ -153,6 +150,21 @@ class Reporter:
     def _format(values: Mapping[str, float], names: list[str]) -> list[str]:
         short = {"learning_rate": "lr", "grad_norm": "grad"}
         return [f"{short.get(n, n)} {values[n]:.4g}" for n in names if n in values]
+
+
+class HealthWatch:
+    """What `Task.health` says, each warning once, until it has been absent."""
+
+    def __init__(self, health: Callable[[int, Mapping[str, float]], list[str]]):
+        self._health = health
+        self._warned: set[str] = set()
+
+    def look(self, step: int, values: Mapping[str, float]) -> list[str]:
+        """The warnings that are new at `step`, an interval's end, with the interval's numbers."""
+        warnings = {text.partition(":")[0]: text for text in self._health(step, values)}
+        new = [text for name, text in warnings.items() if name not in self._warned]
+        self._warned = set(warnings)
+        return new
 
 
 def drop_later_lines(path: epath.Path, step: int) -> None:

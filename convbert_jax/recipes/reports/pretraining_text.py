@@ -1,0 +1,69 @@
+"""What there is to tell of a long run, and the text that it ends with."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from convbert_jax.analysis import pretraining_report
+from convbert_jax.analysis.pretraining_report import Curves, Example, Number
+from convbert_jax.config import Config
+from convbert_jax.recipes.reports import commands
+from convbert_jax.recipes.writing import scoring
+from convbert_jax.workdir import Workdir
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainingReport:
+    """What a run has learned, each number made once.
+
+    Attributes:
+      step: that it has reached.
+      interrupted: before its last step; then there is no example and nothing is written.
+      numbers: of the last evaluation, which was at step `evaluated`; none without one.
+      curves: of all intervals and evaluations; `picture`: whether they are drawn as a file.
+      example: of replaced_token.
+      written: sets of pairs that the model wrote to, and `unwritten`: why there are none, if it
+        should have.
+    """
+
+    config: Config
+    workdir: Workdir
+    step: int
+    interrupted: bool
+    numbers: Sequence[Number]
+    evaluated: int
+    curves: Curves
+    picture: bool = False
+    example: Example | None = None
+    written: Sequence[scoring.Set] = ()
+    unwritten: str = ""
+
+    @property
+    def title(self) -> str:
+        return f"{self.config.name}, step {self.step:,}"
+
+
+def describe(report: PretrainingReport, *, page: bool) -> str:
+    """The text that a run ends with.
+
+    Args:
+      page: whether there is one that says more.
+    """
+    numbers = pretraining_report.describe_numbers(report.numbers)
+    lines = [f"{report.title}, on held-out text:", *(f"  {line}" for line in numbers)]
+    if report.example:
+        lines += ["", *pretraining_report.describe_example(report.example)]
+    if report.written:
+        lines += ["", *scoring.describe(report.written)]
+    if report.unwritten:
+        lines += ["", report.unwritten]
+    curves = f"Curves: {report.workdir.curves}. " if report.picture else ""
+    what = "pairs" if report.config.reads_pairs else "text"
+    lines += [
+        "",
+        f"{curves}The same command goes on from here; for more steps add "
+        f"{commands.more_steps(report.step)}.",
+        f"Your own {what}: add {commands.own_text(report.config)}",
+    ]
+    if page:
+        lines.append(f"All of it for a browser, and what to do next: {report.workdir.report}")
+    return "\n".join(lines)
