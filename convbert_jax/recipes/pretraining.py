@@ -31,6 +31,7 @@ from convbert_jax.recipes.writing import scoring
 from convbert_jax.training import loop, sharding
 from convbert_jax.training.environment import compilation, devices
 from convbert_jax.training.reports import reporting
+from convbert_jax.training.rollback import Rollbacks
 from convbert_jax.training.task import Task
 from convbert_jax.workdir import Workdir
 
@@ -219,6 +220,8 @@ def _make_page(report: PretrainingReport, task: Task, params, metrics, mesh) -> 
     config, warnings = report.config, None
     if config.train.warn_health:
         warnings = pretraining_page.find_warnings(reporting.HealthWatch(task.health), metrics)
+    if went_back := Rollbacks(report.workdir.skipped, 0).describe():
+        warnings = sorted([*went_back, *(warnings or ())])
     return pretraining_page.make(
         report,
         run_page.describe(config, mesh, _unread(config)),

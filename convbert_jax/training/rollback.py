@@ -90,6 +90,17 @@ class Rollbacks:
         """How many are passed over between `step` and the next one."""
         return sum(each["batches"] for each in self._skipped if each["after"] == step)
 
+    def describe(self) -> list[tuple[int, str]]:
+        """(step, what happened there) of each time that the run went back."""
+        return [
+            (
+                each["after"] + each["batches"],
+                f"a bad step: went back to step {each['after']:,} and past {each['batches']:,} "
+                "batches",
+            )
+            for each in self._skipped
+        ]
+
     def go_back(self, error: BadStepError, checkpoint: int, *, writes: bool) -> None:
         """Passes over the batches of the steps after `checkpoint` up to that of `error`.
 

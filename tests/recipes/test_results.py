@@ -213,3 +213,12 @@ def test_interrupted_tasks_leave_a_page(finetuning_config, tmp_path, monkeypatch
     assert "interrupted; finished runs: 1" in page.text
     assert "mood" in page.text
     assert page.texts("pre") == [f"python -m convbert_jax.main --workdir={tmp_path}"]
+
+
+def test_the_page_says_that_a_run_went_back(pretraining_config, tmp_path):
+    """As one does that is killed after it, and started again."""
+    kept = {"skipped": [{"after": 2, "batches": 1}]}
+    (tmp_path / "skipped_batches.json").write_text(json.dumps(kept))
+    recipes.pretrain(pretraining_config, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "a bad step: went back to step 2 and past 1 batches" in page

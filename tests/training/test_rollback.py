@@ -74,6 +74,8 @@ def test_a_run_goes_back_and_past_the_batch(tmp_path, caplog):
         "skipped": [{"after": 4, "batches": 3}]
     }
     assert lines(tmp_path / "back") == lines(tmp_path / "without")
+    told = rollback.Rollbacks(Workdir(tmp_path / "back").skipped, 0).describe()
+    assert told == [(7, "a bad step: went back to step 4 and past 3 batches")]
     steps = [line["step"] for line in lines(tmp_path / "back") if line["split"] == "train"]
     assert steps == [2, 4, 6, 8, 10, 12]
 
