@@ -39,7 +39,7 @@ def _names(extras=()) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("folder", "extras"), [("convbert_jax", ()), ("tests", ("test", "parity"))]
+    ("folder", "extras"), [("convbert_jax", ("demo",)), ("tests", ("test", "parity"))]
 )
 def test_every_import_is_declared(folder, extras):
     providers = importlib.metadata.packages_distributions()

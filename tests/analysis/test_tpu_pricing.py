@@ -83,7 +83,7 @@ def test_bytes_of_a_laid_out_array(shape, size):
 def test_floors_are_traffic_at_full_bandwidth():
     assert chips.chip("tpu:v5e").clock == pytest.approx(1.503e9, rel=1e-3)
     assert chips.chip("tpu:v5e").bandwidth_cycles(819e9) == pytest.approx(1.503e9, rel=1e-3)
-    with pytest.raises(ValueError, match="target is 'tpu:v9', but must be one of tpu:v5e"):
+    with pytest.raises(ValueError, match="target is 'tpu:v9', but must be one of tpu:v4, tpu:v5e"):
         chips.chip("tpu:v9")
 
 

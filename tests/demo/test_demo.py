@@ -21,6 +21,7 @@ from tests.conftest import REPOSITORY
 from tests.finetuning.conftest import make_config, vocabulary  # noqa: F401
 from tests.inference.conftest import models  # noqa: F401
 from tests.interop.conftest import make_run  # noqa: F401
+from tests.launch.hearing import hear
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -149,6 +150,7 @@ def test_the_program_serves_until_it_is_stopped(folder):
     process = subprocess.Popen(
         [sys.executable, "-m", "convbert_jax.demo", f"--workdir={folder}", "--port=0"],
         cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=hear,
     )  # fmt: skip
     try:
         line = process.stdout.readline()
