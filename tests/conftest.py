@@ -22,8 +22,13 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
+import hypothesis
 import jax
 import pytest
+
+# What an example takes is the machine's business, and whether it is the first one, which compiles.
+hypothesis.settings.register_profile("convbert_jax", deadline=None)
+hypothesis.settings.load_profile("convbert_jax")
 
 PLATFORM = os.environ["JAX_PLATFORMS"]
 if PLATFORM == "cpu":

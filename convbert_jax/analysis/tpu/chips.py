@@ -13,7 +13,6 @@ class Chip:
 
     Attributes:
       topology: the smallest that can be compiled for.
-      devices: of a chip.
       hbm_bytes: that a program may use, as the compiler refuses larger ones.
       hbm_bytes_per_second, flops_per_second (bfloat16), link_bytes_per_second (both directions, all
         ports): Google Cloud's TPU documentation, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e",
@@ -27,7 +26,6 @@ class Chip:
     """
 
     topology: str
-    devices: int
     hbm_bytes: float
     hbm_bytes_per_second: float
     flops_per_second: float
@@ -54,11 +52,11 @@ class Chip:
 _GIB = 2**30
 _SIDE_128, _SIDE_256 = 4 * 128**2 * 2, 4 * 256**2 * 2
 CHIPS = {
-    "v4": Chip("v4:2x2x1", 2, 15.25 * _GIB, 614e9, 137.5e12, 300e9, 6, _SIDE_128, 226),
-    "v5e": Chip("v5e:2x2", 1, 15.75 * _GIB, 819e9, 197e12, 400e9, 4, _SIDE_128, 222),
-    "v5p": Chip("v5p:2x2x1", 1, 95.73 * _GIB, 2765e9, 459e12, 1200e9, 6, 2 * _SIDE_128, 573),
-    "v6e": Chip("v6e:1x1", 1, 31.24 * _GIB, 1640e9, 918e12, 800e9, 4, _SIDE_256, 378),
-    "tpu7x": Chip("tpu7x:2x2x1", 2, 94.74 * _GIB, 3690e9, 1153.5e12, 600e9, 6, _SIDE_256, 632),
+    "v4": Chip("v4:2x2x1", 15.25 * _GIB, 614e9, 137.5e12, 300e9, 6, _SIDE_128, 226),
+    "v5e": Chip("v5e:2x2", 15.75 * _GIB, 819e9, 197e12, 400e9, 4, _SIDE_128, 222),
+    "v5p": Chip("v5p:2x2x1", 95.73 * _GIB, 2765e9, 459e12, 1200e9, 6, 2 * _SIDE_128, 573),
+    "v6e": Chip("v6e:1x1", 31.24 * _GIB, 1640e9, 918e12, 800e9, 4, _SIDE_256, 378),
+    "tpu7x": Chip("tpu7x:2x2x1", 94.74 * _GIB, 3690e9, 1153.5e12, 600e9, 6, _SIDE_256, 632),
 }
 
 
