@@ -20,6 +20,7 @@ def get_config(variant: str = "default"):
     config.model.heads = 12
     config.model.ffn_size = 3_072
     config.generator.size = 1 / 3
+    config.generator.scan_unroll = 12
     config.data.source = "hub:wikimedia/wikipedia/20231101.en/*.parquet"
     config.optimizer.learning_rate = 1e-4 if variant == "bert" else 2e-4
     config.optimizer.release_replicas = 8 if variant == "paper" else 1

@@ -49,6 +49,7 @@ def get_config(size: str = "small"):
     config.model.mixer = "attention"
     config.model.update(model)
     config.generator.size = generator
+    config.generator.scan_unroll = 12
     config.optimizer.learning_rate = rate
     config.train.steps = steps
     config.train.batch_size = batch

@@ -25,6 +25,7 @@ def get_config(variant: str = "default"):
     config.model.heads = 4
     config.model.ffn_size = 1_024
     config.generator.size = 0.25
+    config.generator.scan_unroll = 12
     config.data.source = "hub:wikimedia/wikipedia/20231101.en/*.parquet"
     config.optimizer.learning_rate = 3e-4
     config.train.batch_size = 128

@@ -34,13 +34,16 @@ def _make_tiny(config) -> None:
     config.tokenizer.vocab_size = 8_000
     config.parallel.batch_tokens = 2_048
     config.parallel.shapes = 4
-    config.optimizer.learning_rate = 2e-3
-    config.optimizer.warmup_steps = 500
+    # On Multi30k, 1,000 steps: 27.3 BLEU, with AdamW at 3e-3 25.4; RESULTS, section 14.
+    config.optimizer.method = "muon"
+    config.optimizer.schedule = "cosine"
+    config.optimizer.learning_rate = 4e-3
+    config.optimizer.warmup_steps = 100
     config.optimizer.clip_norm = 1.0
-    config.train.steps = 6_000
+    config.train.steps = 4_000
     config.train.log_every = 100
     config.train.eval_every = 1_000
-    config.checkpoint.every = 500
+    config.checkpoint.every = 200
     config.checkpoint.keep = 5
     config.decoding.average = 5
 

@@ -94,7 +94,7 @@ def load_config(config: "Config | Mapping[str, Any] | str", /, **changed: Any) -
 
     >>> config = convbert_jax.load_config("tiny", **{"train.steps": 50})
     >>> config.train.steps, config.optimizer.warmup_steps
-    (50, 7)
+    (50, 6)
     """
     from convbert_jax import config_files
     from convbert_jax.config import Config, from_config_dict, to_dict

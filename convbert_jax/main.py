@@ -7,6 +7,7 @@ selects a variant. --workdir alone goes on with the run that is there. The flags
 """
 
 import contextlib
+import dataclasses
 import errno
 import os
 import sys
@@ -17,6 +18,8 @@ from absl import app, logging
 
 from convbert_jax import command_line, console, files
 from convbert_jax.config import Config, ConfigError, UserError
+from convbert_jax.machine import allocator
+from convbert_jax.machine.accelerators import find_accelerators
 
 # Storage that gave out under a run, whichever library was writing.
 _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
@@ -26,6 +29,8 @@ _DOCTOR_PATIENCE = 60.0  # seconds that --mode=doctor waits for the other proces
 def main(request: command_line.Request) -> None:
     """Does what was asked for; a fault that the user can mend is one line and exit code 1."""
     try:
+        if request.mode == "train" and _computes_on_cpu(request.config):
+            allocator.keep_memory()
         if request.mode == "doctor":
             _examine(request)
         elif request.multihost or request.processes:
@@ -44,6 +49,9 @@ def main(request: command_line.Request) -> None:
         if request.mode == "predict":
             kept = "goes on from there if it reads a file and writes JSON lines, else begins again"
         console.fail(f"interrupted; the same command {kept}.", code=130)
+    except BrokenPipeError:  # as of `| head`: who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except OSError as error:
         if error.errno not in _STORAGE_FAULTS:
             raise
@@ -52,6 +60,11 @@ def main(request: command_line.Request) -> None:
             f"{error.filename or 'writing'}: {error.strerror}; free some space or choose another "
             "--workdir, then start again: what was finished is kept."
         )
+
+
+def _computes_on_cpu(config: Config) -> bool:
+    """Whether a run has nothing else, as far as can be told before jax is loaded."""
+    return config.platform == "cpu" or not any(dataclasses.astuple(find_accelerators()))
 
 
 def _run(request: command_line.Request) -> None:

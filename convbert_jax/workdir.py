@@ -128,6 +128,11 @@ class Workdir:
         return self.path / f"bad_batch_step_{step}_process_{process}.npz"
 
     @property
+    def tracker(self) -> epath.Path:
+        """How a tracker of experiments calls this run."""
+        return self.path / "tracker.json"
+
+    @property
     def skipped(self) -> epath.Path:
         """Batches that a run passes over after it went back."""
         return self.path / "skipped_batches.json"

@@ -51,6 +51,7 @@ def trace_ops() -> None:
     from convbert_jax.ops.attention import attention
     from convbert_jax.ops.depthwise_conv import depthwise_conv
     from convbert_jax.ops.dynamic_conv import dynamic_conv
+    from convbert_jax.ops.lookup import look_up
     from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
 
     ids = jnp.ones((2, 24), jnp.int32)
@@ -79,6 +80,7 @@ def trace_ops() -> None:
             )
             trace(alone, rows, width, outputs)
         trace(functools.partial(depthwise_conv, **own), rows, few)
+    trace(lambda table: look_up(table, ids), jax.ShapeDtypeStruct((40, 32), jnp.float32))
 
 
 def trace_steps() -> None:

@@ -110,7 +110,7 @@ def test_json_files_that_are_no_config(tmp_path, text):
             (TINY, "--mode=plan", "--topology=v5e:4x4", "--multihost"),
             "have no effect with --mode=plan",
         ),
-        ((TINY, "--mode=plan"), "--mode=plan needs --topology=SLICE"),
+        ((TINY, "--mode=plan"), "--mode=plan needs --topology, as v5e:4x4"),
         ((TINY, "--mode=plan", "--topology="), "--topology= is empty"),
         (
             ("--config=configs/glue.py", "--mode=plan", "--topology=v5e:4x4"),
@@ -246,8 +246,8 @@ def intervals(request: command_line.Request) -> tuple[int, ...]:
         ((SMALL, "--config.train.steps=1000"), (100, 100, 250, 250)),
         ((SMALL, "--config.train.steps=10"), (1, 1, 10, 10)),
         ((SMALL, "--config.train.steps=1"), (0, 1, 1, 1)),
-        ((TINY,), (100, 20, 100, 100)),
-        ((TINY, "--config.train.steps=600"), (85, 20, 100, 100)),  # the same share, 100 of 700
+        ((TINY,), (100, 20, 200, 200)),
+        ((TINY, "--config.train.steps=600"), (75, 20, 150, 150)),  # the same share, 100 of 800
         ((TINY, "--config.train.steps=10", "--config.train.eval_every=3"), (1, 1, 3, 10)),
         ((TINY, "--config.train.steps=10", "--config.optimizer.warmup_steps=10"), (10, 1, 10, 10)),
         ((TINY, "--config.train.steps=10", "--config.checkpoint.every=5k"), (1, 1, 10, 5_000)),
@@ -271,7 +271,7 @@ def test_what_was_fitted_is_one_line_of_the_log(caplog):
         read(TINY, "--config.seed=1")
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
-        "For 50 steps, not the 700 of configs/tiny.py: config.optimizer.warmup_steps=7, "
+        "For 50 steps, not the 800 of configs/tiny.py: config.optimizer.warmup_steps=6, "
         "config.train.eval_every=50, config.checkpoint.every=50. Name any of them to choose it."
     )
 

@@ -98,7 +98,7 @@ def test_bert_with_its_pairs():
     # What base.py:bert leaves out, and what follows from it.
     assert changed_between(config, load("base", "bert")) == {
         "objective.sentence_pairs", "data.layout", "train.steps", "optimizer.decay_to",
-        "generator.size",  # it has none
+        "generator.size", "generator.scan_unroll",  # it has none
     }  # fmt: skip
     # Two runs, one schedule: a line from 1e-4 to 0 in a million steps.
     first, second = config.optimizer, longer.optimizer

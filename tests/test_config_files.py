@@ -39,7 +39,7 @@ def seed(value):
 
 @pytest.mark.parametrize("value", ["configs/tiny.py", "tiny"])
 def test_the_package_s_own_from_any_folder(value):
-    assert steps(value) == 700
+    assert steps(value) == 800
     assert config_files.make_config(f"{value}:paper", {}).variant == "paper"
 
 

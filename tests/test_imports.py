@@ -9,7 +9,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "convbert_jax"
 # The first rows: what everything above them may use.
 BELOW = {
-    *("config", "files", "drawing", "html_page", "workdir", "interfaces", "ops"),
+    *("config", "files", "drawing", "html_page", "workdir", "interfaces", "ops", "machine"),
     *("data", "models", "training", "objectives", "decoding"),
 }
 ALLOWED = {
@@ -20,12 +20,13 @@ ALLOWED = {
     "files": {"config"},
     "workdir": {"config", "files"},
     "console": set(),
+    "machine": set(),
     "drawing": {"files"},
     "html_page": {"config"},
     "ops": {"config"},
     "data": {"config", "files", "interfaces"},
     "models": {"config", "interfaces", "ops"},
-    "training": {"config", "files", "workdir", "interfaces"},
+    "training": {"config", "files", "workdir", "interfaces", "machine"},
     "objectives": {"config", "interfaces"},
     "decoding": set(),
     "analysis": BELOW,

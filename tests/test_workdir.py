@@ -222,10 +222,11 @@ def test_a_file_in_the_way(tmp_path):
 MAY_CHANGE = {
     "": ("platform", "compute_dtype"),
     "model": ("attention", "convolution", "remat", "scan_unroll"),
+    "generator": ("scan_unroll",),
     "data": ("workers", "prefetch", "directory"),
     "train": (
         *("steps", "accumulation", "log_every", "eval_every", "eval_rows", "warn_health"),
-        *("spike", "rollbacks", "hang_seconds"),
+        *("spike", "rollbacks", "hang_seconds", "tracker"),
         *("profile_start", "profile_steps", "compile_cache"),
     ),
     "checkpoint": ("every", "keep", "keep_every", "best_metric", "best_mode", "huggingface_every"),

@@ -2,16 +2,18 @@
 
 import math
 
+import jax
+
 from convbert_jax.analysis import flops
 from convbert_jax.config import Config
 from convbert_jax.training import state
+from convbert_jax.training.optimizer import make_optimizer
 from convbert_jax.training.task import Params
 
 # Chips to name a time for, by a part of `device_kind`; at a share of their peak that large runs of
 # such models reach (docs/pretraining.md), not one that was measured here.
 _CHIPS = ("TPU v4", "TPU v5e", "TPU v6e", "A100", "H100")
 _REACHED = 0.3
-_COPIES = {"adamw": 4, "adafactor": 2}  # parameters, gradients, and moments of their size
 
 
 def describe(config: Config, params: Params) -> str:
@@ -30,7 +32,8 @@ def describe(config: Config, params: Params) -> str:
     lines = [f"{config.name}: config.recipe={config.recipe}", "", "parameters"]
     lines += [f"  {name:<28}{count:>15,}" for name, count in parts.items()]
     lines += [f"  {'all':<28}{whole:>15,}"]
-    size = whole * 4 * _COPIES[config.optimizer.method]
+    moments = jax.eval_shape(make_optimizer(config.optimizer, config.train.steps).init, params)
+    size = 2 * 4 * whole + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(moments))
     lines += [
         "",
         f"memory beside activations   {_bytes(size)} ({config.optimizer.method}, float32), divided "

@@ -1,13 +1,9 @@
-"""What a pre-training run has learned, for a person: curves, numbers beside those of no skill, one
-sentence taken apart.
-"""
+"""What a pre-training run has learned, for a person: curves, numbers beside those of no skill."""
 
 import math
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from absl import logging
 from etils import epath
 
@@ -49,34 +45,6 @@ class Number(NamedTuple):
     name: str
     value: str
     note: str = ""
-
-
-class Subword(NamedTuple):
-    """One of a text that a generator has changed.
-
-    Attributes:
-      text: what the discriminator read, and `original`: what stood there; None if it is the same.
-      suspect: whether the discriminator took it for one that was put in.
-    """
-
-    text: str
-    original: str | None
-    suspect: bool
-    begins_word: bool
-
-
-class Example(NamedTuple):
-    """A held-out text after the generator, as the discriminator saw it.
-
-    Attributes:
-      found: share of new subwords among the suspects, over `rows` such texts; `chance`: of those
-        drawn blindly.
-    """
-
-    subwords: tuple[Subword, ...]
-    rows: int
-    found: float
-    chance: float
 
 
 def arrange_curves(records: Iterable[Mapping[str, Any]]) -> Curves:
@@ -190,65 +158,3 @@ def describe_numbers(numbers: Iterable[Number]) -> list[str]:
 
 def _percent(value: float) -> str:
     return "none flagged" if math.isnan(value) else f"{value:.1%}"
-
-
-def find_suspects(fake: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """Marks the n tokens of a row with the highest scores, n being the number of fake ones.
-
-    Args:
-      fake: [L] bool, True where the generator put in another token.
-      scores: [L], the discriminator's logits for "replaced".
-    """
-    suspects = np.zeros(len(fake), bool)
-    suspects[np.argsort(-scores, kind="stable")[: fake.sum()]] = True
-    return suspects
-
-
-def pair_subwords(
-    pieces: Sequence[str], original_pieces: Sequence[str], suspects: Sequence[bool]
-) -> tuple[Subword, ...]:
-    """One row.
-
-    Args:
-      pieces: subwords that the discriminator read; `original_pieces`: what stood there.
-    """
-    starts = _word_starts(original_pieces)
-    return tuple(
-        Subword(_show(new), None if new == old else _show(old), bool(suspect), start)
-        for new, old, start, suspect in zip(pieces, original_pieces, starts, suspects, strict=True)
-    )
-
-
-def describe_example(example: Example) -> list[str]:
-    """It in lines of text: `[new<old]` is a replaced subword, `!` follows a suspect."""
-    text = ""
-    for shown, old, suspect, begins_word in example.subwords:
-        marked = shown if old is None else f"[{shown}<{old}]"
-        text += (" " if begins_word else "") + marked + ("!" if suspect else "")
-    lines = textwrap.wrap(text.strip(), 96, break_long_words=False, break_on_hyphens=False)
-    return [
-        "A held-out text: [new<old] was put in by the generator, ! marks as many subwords as were",
-        "replaced, those that the discriminator suspects most:",
-        *(f"  {line}" for line in lines),
-        describe_finds(example),
-    ]
-
-
-def describe_finds(example: Example) -> str:
-    """How well the discriminator does over many texts, in a sentence."""
-    return (
-        f"Over {example.rows} such rows {example.found:.0%} of its suspects are new; by chance "
-        f"{example.chance:.0%}."
-    )
-
-
-def _word_starts(pieces: Sequence[str]) -> list[bool]:
-    """SentencePiece marks the start of a word, WordPiece what goes on with it."""
-    if any(piece.startswith("\u2581") for piece in pieces):
-        special = [piece.startswith("[") and piece.endswith("]") for piece in pieces]
-        return [p.startswith("\u2581") or s for p, s in zip(pieces, special, strict=True)]
-    return [not piece.startswith("##") for piece in pieces]
-
-
-def _show(piece: str) -> str:
-    return piece.removeprefix("\u2581").removeprefix("##") or "_"

@@ -59,7 +59,9 @@ VERIFY_STEPS = flags.DEFINE_integer(
 )
 FORMAT = flags.DEFINE_enum("format", "huggingface", FORMATS, "What --mode=export writes.")
 TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "TPU slice of --mode=plan: v5e:4x4, v5p:4x4x4, v6e:16x16 and the like."
+    "topology",
+    None,
+    "What --mode=plan is for: a TPU slice, as v5e:4x4 or v5p:4x4x4, gpu:h100x8, or cpu (here).",
 )
 LARGEST_BATCH = flags.DEFINE_boolean(
     "largest_batch", False, "Whether --mode=plan looks for it, by up to four more compilations."

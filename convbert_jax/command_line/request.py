@@ -187,7 +187,7 @@ def _check_flags() -> None:
             "for all hosts."
         )
     if mode == "plan" and not flags.TOPOLOGY.value:
-        raise ConfigError("--mode=plan needs --topology=SLICE, as v5e:4x4.")
+        raise ConfigError("--mode=plan needs --topology, as v5e:4x4, gpu:h100x8 or cpu.")
     if mode == "import" and not (flags.SOURCE.value and flags.WORKDIR.value):
         raise ConfigError("--mode=import needs --source=WEIGHTS and --workdir=FOLDER.")
     if mode == "predict" and not flags.WORKDIR.value:

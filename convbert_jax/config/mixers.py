@@ -143,12 +143,12 @@ class Mixer(Protocol):
 
         A causal one reads nothing behind a position, and makes rows one position at a time:
 
-            state = module.start(rows, length, dtype)  # rows of up to `length` positions
+            state = module.start(rows, length, dtype, copies)  # of up to `length` positions
             out, state = module.step(x, state, place)  # x, out [B, 1, C], place 0, 1, ...
 
-        which is what it gives out for the row as a whole. The state is a pytree of arrays with an
-        axis of rows first, so that a beam search can put its rows in another order; the place is
-        the same for all rows.
+        which is what it gives out for the row as a whole. A beam search puts its rows, `copies` of
+        each text side by side, in another order: the state is a pytree of arrays with an axis of
+        rows first, or of what has their `take(rows, axis=0)`. The place is the same for all rows.
 
         Args:
           initializers: `models.layers.Initializers`.

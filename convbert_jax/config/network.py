@@ -221,7 +221,8 @@ def derive_generator(model: ModelSection, section: GeneratorSection) -> EncoderC
         )
         for stage in list_stages(model)
     ]
-    return _encoder(model, sizes.embedding_size, sizes.hidden_size, stages)
+    encoder = _encoder(model, sizes.embedding_size, sizes.hidden_size, stages)
+    return dataclasses.replace(encoder, scan_unroll=max(model.scan_unroll, section.scan_unroll))
 
 
 def _layer(

@@ -14,7 +14,8 @@ REMAT_POLICIES = ("none", "dots", "full")
 INITIALIZERS = ("release", "huggingface")
 TEXT_FORMATS = ("auto", "blank_lines", "lines", "jsonl", "wikiextractor", "file", "csv", "tsv")
 TOKENIZERS = ("sentencepiece", "wordpiece", "pieces")
-OPTIMIZERS = ("adamw", "adafactor")
+TRACKERS = ("", "wandb", "mlflow")
+OPTIMIZERS = ("adamw", "adafactor", "muon")
 SCHEDULES = ("linear", "cosine", "inverse_sqrt", "constant")
 SENTENCE_PAIRS = ("none", "next", "order")
 # What an evaluation measures, by recipe; release_* only with objective.release_metrics, pair_* only
@@ -131,6 +132,10 @@ class GeneratorSection:
     # attention + 1 convolution head of full width, so 128 channels go into a hidden size of 64.
     # False: both share the width (this can be stored in Hugging Face's format, the other cannot).
     release_heads: bool = True
+    # As config.model.scan_unroll, of the generator alone. All its layers: a TPU then need not keep
+    # stacks of what each of them leaves to the backward pass, by its compiler's model a fifth of a
+    # step of `small` and 6% of `base`; compiling takes twice as long.
+    scan_unroll: Changeable[int] = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,7 +281,10 @@ class OptimizerSection:
     """AdamW with a linear schedule (the release's model/optimization.py), or another."""
 
     # adamw | adafactor (Shazeer & Stern 2018: one moment, factored, no momentum; clipped by update
-    # and scaled by parameter, as T5 has it): half the memory of AdamW's two moments and more
+    # and scaled by parameter, as T5 has it): half the memory of AdamW's two moments and more |
+    # muon (Jordan et al. 2024): the matrices of the layers move by their momentum with its singular
+    # values made equal, scaled to AdamW's size (Liu et al. 2025), the rest as adamw has it. It
+    # learns from fewer tokens; one moment of each matrix, some percent more work a step
     method: str = "adamw"
     # Of the learning rate behind the warm-up: linear, to decay_to at the last step | cosine, the
     # same along half a cosine | inverse_sqrt, as sqrt(warmup_steps / step) (Transformer, T5) |
@@ -326,6 +334,9 @@ class TrainSection:
     # a run of which nothing moves so long, after its first step, ends with exit code 75 and the
     # stacks of its threads; 0 is never
     hang_seconds: Changeable[int] = 3_600
+    # "" | wandb (Weights & Biases) | mlflow: hears the numbers of metrics.jsonl too, where its own
+    # variables say, as WANDB_MODE=offline and MLFLOW_TRACKING_URI; needs its package
+    tracker: Changeable[str] = ""
     profile_start: Changeable[int] = 0  # first step of a profiler trace; 0 is never
     profile_steps: Changeable[int] = 3
     # "" is off; several hosts need one shared path

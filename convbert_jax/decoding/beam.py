@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.decoding import prompts
+from convbert_jax.decoding import state as states
 from convbert_jax.decoding.prompts import Step
 
 
@@ -56,7 +57,8 @@ def search(
 
     Args:
       step: of B K rows, the beams of a row side by side.
-      state: of these, before the first token.
+      state: of these, before the first of `length` tokens: a pytree of arrays with rows first, or
+        of what has their `take(rows, axis=0)`; what has `resize(positions)` gets room as it needs.
       prompt, prompt_lengths, length, end, pad, limits, never: as in `one_by_one.greedy`.
       beam: K.
       alpha: of the length penalty, at least 0; 0 is none.
@@ -91,17 +93,17 @@ def search(
     def go_on(beams):
         place, done = beams.place, is_done(beams)
         logits, state = step(beams.tokens[:, :, place].reshape(-1), beams.state, place)
-        following = prompts.force(
-            prompts.log_probabilities(logits, never),
-            *of_beams,
-            place,
-            end,
-            place >= most_of_beams - 2,
-        ).reshape(rows, beam, -1)
-        words = following.shape[-1]
-        sums = (beams.scores[:, :, None] + following).reshape(rows, -1)
+        # The 2 K best of all are among the 2 K best of each beam.
+        following, words = prompts.best(
+            logits, min(2 * beam, logits.shape[1]), *of_beams, place, end,
+            place >= most_of_beams - 2, never,
+        )  # fmt: skip
+        each = following.shape[1]
+        sums = (beams.scores.reshape(-1, 1) + following).reshape(rows, -1)
         scores, found = jax.lax.top_k(sums, 2 * beam)
-        parents, chosen = found // words, (found % words).astype(beams.tokens.dtype)
+        parents = found // each
+        chosen = jnp.take_along_axis(words.reshape(rows, -1), found, axis=1)
+        chosen = chosen.astype(beams.tokens.dtype)
         tokens = jnp.take_along_axis(beams.tokens, parents[:, :, None], axis=1)
         tokens = tokens.at[:, :, place + 1].set(chosen)
         written = place + 2 - prompt_lengths[:, None]  # behind the prompt
@@ -121,7 +123,7 @@ def search(
         rows_of = (jnp.arange(rows)[:, None] * beam + parents).reshape(-1)
         return _Beams(
             place + 1,
-            jax.tree.map(lambda leaf: leaf[rows_of], state),
+            states.move(state, rows_of),
             jnp.take_along_axis(tokens, order[:, :, None], axis=1),
             alive,
             ended,
@@ -138,7 +140,7 @@ def search(
     def unfinished(beams):
         return (beams.place < length - 1) & ~is_done(beams).all()
 
-    return jax.lax.while_loop(unfinished, go_on, start).ended
+    return states.loop(unfinished, go_on, start, length).ended
 
 
 def _best(old: Hypotheses, new: Hypotheses, pad: int) -> Hypotheses:

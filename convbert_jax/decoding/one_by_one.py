@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.decoding import prompts
+from convbert_jax.decoding import state as states
 from convbert_jax.decoding.prompts import Step
 
 
@@ -26,6 +27,14 @@ class Texts(NamedTuple):
     scores: Float[Array, " B"]
 
 
+class _Rows(NamedTuple):
+    place: Array
+    state: Any
+    tokens: Array
+    texts: tuple[Array, Array]  # lengths and scores so far
+    done: Array
+
+
 def greedy(
     step: Step,
     state: Any,
@@ -41,7 +50,7 @@ def greedy(
     """The most probable token at each place, until the end.
 
     Args:
-      state: of `step`, before the first token.
+      state: of `step`, before the first of `length` tokens, as in `beam.search`.
       prompt: what rows begin with, at least one token; behind `prompt_lengths` anything.
       prompt_lengths: from 1 to P; None: all are P long.
       length: L, the most tokens of a row with prompt and end; the last can only be the end.
@@ -137,10 +146,9 @@ def _write(
     most = prompts.most_tokens(limits, prompt_lengths, length)
 
     def unfinished(carry):
-        place, _, _, _, done = carry
-        return (place < length - 1) & ~done.all()
+        return (carry.place < length - 1) & ~carry.done.all()
 
-    def write(carry):
+    def go_on(carry):
         place, state, tokens, texts, done = carry
         logits, state = step(tokens[:, place], state, place)
         last = place >= most - 2
@@ -152,9 +160,9 @@ def _write(
         lengths = jnp.where(done, texts[0], place + 2)
         texts = lengths, jnp.where(done, texts[1], texts[1] + score)
         done |= (chosen == end) & (place + 1 >= prompt_lengths)
-        return place + 1, state, tokens, texts, done
+        return _Rows(place + 1, state, tokens, texts, done)
 
     texts = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
-    start = (jnp.int32(0), state, tokens, texts, jnp.zeros(rows, bool))
-    _, _, tokens, (lengths, scores), _ = jax.lax.while_loop(unfinished, write, start)
-    return Texts(tokens, lengths, scores)
+    start = _Rows(jnp.int32(0), state, tokens, texts, jnp.zeros(rows, bool))
+    written = states.loop(unfinished, go_on, start, length)
+    return Texts(written.tokens, *written.texts)

@@ -5,7 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from convbert_jax.decoding.top_k import top_k
 
 Step = Callable[[Array, Any, Array], tuple[Array, Any]]
 
@@ -50,9 +53,47 @@ def force(
     """
     words = jnp.arange(scores.shape[1])
     scores = jnp.where(last[:, None] & (words != end), -jnp.inf, scores)
-    said = prompt[:, jnp.minimum(place + 1, prompt.shape[1] - 1)]
+    said, is_said = _said(prompt, lengths, place)
     certain = jnp.where(words == said[:, None], 0.0, -jnp.inf)
-    return jnp.where((place + 1 < lengths)[:, None], certain, scores)
+    return jnp.where(is_said[:, None], certain, scores)
+
+
+def best(
+    logits: Float[Array, "B V"],
+    count: int,
+    prompt: Int[Array, "B P"],
+    lengths: Int[Array, " B"],
+    place: Int[Array, ""],
+    end: int,
+    last: Bool[Array, " B"],
+    never: Sequence[int] = (),
+) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
+    """The `count` most probable tokens behind `place`, with their log probabilities: the largest
+    entries of `force(log_probabilities(logits, never), ...)`, of which no other is written. An end
+    that has to be is one though it is among `never`.
+    """
+    logits = logits.astype(jnp.float32)
+    total, ends = jax.nn.logsumexp(logits, axis=-1), logits[:, end]
+    if len(never):
+        words = np.zeros(logits.shape[1], bool)
+        words[list(never)] = True
+        logits = jnp.where(words, -jnp.inf, logits)
+    scores, tokens = top_k(logits, count)
+    scores -= total[:, None]
+    said, is_said = _said(prompt, lengths, place)
+    only = jnp.where(is_said, said, end).astype(tokens.dtype)
+    score = jnp.where(is_said, 0.0, ends - total)
+    first = jnp.arange(count) == 0
+    certain = (is_said | last)[:, None]
+    return (
+        jnp.where(certain, jnp.where(first, score[:, None], -jnp.inf), scores),
+        jnp.where(certain, only[:, None], tokens),
+    )
+
+
+def _said(prompt, lengths, place):
+    """([B] the token behind `place` by the prompt, [B] whether the prompt goes so far)."""
+    return prompt[:, jnp.minimum(place + 1, prompt.shape[1] - 1)], place + 1 < lengths
 
 
 def log_probabilities(

@@ -3,7 +3,7 @@
 finding.py       what a check says; a check that fails itself, or hangs, is a finding too
 versions.py      Python, jax and what belongs to it; loads none of them
 host.py          memory and CPUs, within the limits of a container
-accelerators.py  TPUs and NVIDIA's driver as the system knows them, and who holds them
+accelerators.py  what TPUs and NVIDIA's driver lack, and who holds them
 devices.py       what jax finds, and whether it computes
 disk.py          the folder of the run, its space and locks, the compile cache, the clock
 start.py         vocabulary, weights and data that a config names

@@ -1,39 +1,16 @@
-"""Accelerators as the system knows them, before jax is asked, which may wait for one for ever."""
+"""Whether jax has what the accelerators of this machine need, and who holds them."""
 
 import contextlib
-import dataclasses
 import os
 import pathlib
-import re
 from collections.abc import Collection
 
 from convbert_jax.doctor.finding import Finding, good, warning, wrong
-from convbert_jax.doctor.versions import installed
+from convbert_jax.machine.accelerators import Accelerators
+from convbert_jax.machine.packages import installed
 
 LIBTPU_LOCK = "tmp/libtpu_lockfile"
-_CHIPS = ("dev/accel[0-9]*", "dev/vfio/[0-9]*")  # v2 to v4; v5 and newer
-_GOOGLE = "0x1ae0"  # of PCI; its TPUs among its devices:
-_TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
-_DRIVER = "proc/driver/nvidia/version"
 _LEAST_DRIVER = {"jax-cuda12-plugin": 525, "jax-cuda13-plugin": 580}  # what CUDA 12 and 13 ask for
-
-
-@dataclasses.dataclass(frozen=True)
-class Accelerators:
-    """What is there: device files of TPU chips; version of NVIDIA's driver, "" without one."""
-
-    chips: tuple[pathlib.Path, ...]
-    driver: str
-
-
-def find(root: pathlib.Path = pathlib.Path("/")) -> Accelerators:
-    accel, vfio = (tuple(sorted(root.glob(pattern))) for pattern in _CHIPS)
-    chips = accel or (vfio if _has_tpu(root) else ())  # vfio hands on devices of any kind
-    try:
-        said = re.search(r"\b\d{3,}(\.\d+)+\b", (root / _DRIVER).read_text())
-    except OSError:
-        said = None
-    return Accelerators(chips, said.group() if said else "")
 
 
 def check(found: Accelerators, root: pathlib.Path = pathlib.Path("/")) -> list[Finding]:
@@ -99,14 +76,3 @@ def _check_driver(driver: str) -> Finding:
             return wrong("NVIDIA", text, f"install a newer driver{older}")
     have = ", ".join(f"{name} {version}" for name, version in plugins.items() if version)
     return good("NVIDIA", f"driver {driver}, {have}")
-
-
-def _has_tpu(root: pathlib.Path) -> bool:
-    for folder in root.glob("sys/bus/pci/devices/*"):
-        try:
-            vendor, device = ((folder / name).read_text().strip() for name in ("vendor", "device"))
-        except OSError:
-            continue
-        if vendor == _GOOGLE and device in _TPUS:
-            return True
-    return False

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 
 from convbert_jax.config import Config, ConfigError
-from convbert_jax.doctor.accelerators import Accelerators
 from convbert_jax.doctor.finding import Finding, good, warning, wrong
+from convbert_jax.machine.accelerators import Accelerators
 from convbert_jax.training.environment import devices
 
 

@@ -9,6 +9,7 @@ from etils import epath
 from convbert_jax.config import Config
 from convbert_jax.doctor import accelerators, disk, finding, host, versions
 from convbert_jax.doctor.finding import Finding
+from convbert_jax.machine.accelerators import find_accelerators
 
 # Seconds for a check: one that hangs still leaves it below a minute. All of them take one or two
 # where nothing is wrong, but devices: a TPU may take half a minute.
@@ -29,7 +30,7 @@ def examine(
       given: as `recipes.start.read_start` takes it.
     """
     if fault := versions.fault_of_jax():
-        yield from _check_machine(accelerators.find())
+        yield from _check_machine(find_accelerators())
         yield from finding.run("host", lambda: host.check_host(0, 0), limit=_QUICK)
         yield fault
         return
@@ -61,7 +62,7 @@ def _check_all(
     """What one process can tell by itself."""
     from convbert_jax.doctor import devices
 
-    there = accelerators.find()
+    there = find_accelerators()
     yield from _check_machine(there)
     yield from finding.run("devices", lambda: devices.check_devices(config, there), limit=_DEVICES)
     parameters, workers = 0, 0

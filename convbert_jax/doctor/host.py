@@ -2,14 +2,13 @@
 
 import os
 import pathlib
-from collections.abc import Iterator
 
 from convbert_jax.doctor.finding import Finding, good, warning
+from convbert_jax.machine.limits import cgroup_limits, free_memory
 
 _ROOT = pathlib.Path("/")
 _LEAST_MEMORY = 4 * 2**30  # bytes: Python, jax and its compiler, without a model
 _LEAST_CPUS = 2  # one feeds the device that another one drives
-_NO_LIMIT = 2**60  # what version 1 of cgroups writes in place of none, and more
 
 
 def check_host(parameters: int, workers: int, root: pathlib.Path = _ROOT) -> list[Finding]:
@@ -22,7 +21,7 @@ def check_host(parameters: int, workers: int, root: pathlib.Path = _ROOT) -> lis
       root: of the file system.
     """
     limit, cpus = cgroup_limits(root)
-    memory = min(_available_memory(root), limit or _NO_LIMIT)
+    memory = free_memory(root)
     text = f"{memory / 2**30:.1f} GiB free"
     if limit:
         text += f" (the container may have {limit / 2**30:.1f} GiB)"
@@ -44,49 +43,3 @@ def check_host(parameters: int, workers: int, root: pathlib.Path = _ROOT) -> lis
         fix = "leave config.data.workers=0, which takes one for each"
         return [*findings, warning("CPUs", f"{text}, config.data.workers={workers}", fix)]
     return [*findings, good("CPUs", text)]
-
-
-def cgroup_limits(root: pathlib.Path = _ROOT) -> tuple[int | None, float | None]:
-    """(bytes of memory, CPUs) that the control groups of this process allow; None without a limit.
-
-    Both versions of cgroups, and every group above this one.
-    """
-    memory: list[int] = []
-    cpus: list[float] = []
-    for folder in _groups(root):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            text = _read(folder / name)
-            if text.isdecimal() and int(text) < _NO_LIMIT:
-                memory.append(int(text))
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
-        if not period:
-            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-        if quota.isdecimal() and period.isdecimal() and int(period):
-            cpus.append(int(quota) / int(period))
-    return min(memory, default=None), min(cpus, default=None)
-
-
-def _groups(root: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Folders of the groups of this process, and of all above them."""
-    mount = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        start = mount / controllers if controllers else mount
-        # In a container the path may be that of the host, which is not mounted here.
-        for part in (pathlib.PurePosixPath(path), *pathlib.PurePosixPath(path).parents):
-            yield start / part.relative_to("/")
-
-
-def _available_memory(root: pathlib.Path) -> int:
-    for line in _read(root / "proc/meminfo").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _read(path: pathlib.Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -6,12 +6,12 @@ import importlib
 import importlib.metadata
 import pathlib
 import platform
-from collections.abc import Iterable
 
 from packaging.requirements import Requirement
 
 import convbert_jax
 from convbert_jax.doctor.finding import Finding, good, warning, wrong
+from convbert_jax.machine.packages import installed, unmet
 
 _REQUIREMENTS = pathlib.Path(convbert_jax.__file__).resolve().parents[1] / "requirements.txt"
 # What jax computes with -> the extra of jax that says which version it must have.
@@ -78,23 +78,6 @@ def _check_jax(tpu_here: bool) -> list[Finding]:
     return findings
 
 
-def unmet(requirements: Iterable[str], extra: str) -> list[tuple[str, str]]:
-    """(what is asked for, version that is installed or "none") of those that do not hold.
-
-    Args:
-      requirements: as a package declares them; those of other extras and Pythons do not count.
-    """
-    missing = []
-    for text in requirements:
-        requirement = Requirement(text)
-        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
-            continue
-        found = installed(requirement.name)
-        if found is None or not requirement.specifier.contains(found, prereleases=True):
-            missing.append((f"{requirement.name}{requirement.specifier}", found or "none"))
-    return missing
-
-
 def _requirements() -> list[str]:
     """Ours, of a checkout or of an installed package."""
     if _REQUIREMENTS.is_file():
@@ -105,11 +88,3 @@ def _requirements() -> list[str]:
 
 def _is_of(requirement: str, name: str) -> bool:
     return Requirement(requirement).name.replace("_", "-").lower() == name
-
-
-def installed(name: str) -> str | None:
-    """The version of a package, None where it is absent."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

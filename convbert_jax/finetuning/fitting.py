@@ -23,7 +23,7 @@ from convbert_jax.data.tasks.length_buckets import (
 from convbert_jax.finetuning.predictions.collected import ROW, Predicted, rows_evaluator
 from convbert_jax.finetuning.programs import Programs, narrow_head, widen_head
 from convbert_jax.finetuning.tasks.task import FinetuneTask
-from convbert_jax.finetuning.unfinished import AGREE_EVERY, Unfinished
+from convbert_jax.finetuning.unfinished import Unfinished
 from convbert_jax.interfaces.batch import FinetuneBatch
 from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.training import sharding
@@ -128,7 +128,7 @@ def fit(
             losses.append(vitals.loss)
             if len(losses) > _IN_FLIGHT:
                 jax.block_until_ready(losses.popleft())
-            if stopped := stop.requested(agree=done % AGREE_EVERY == 0 or done == steps):
+            if stopped := stop.requested(done):
                 break
             if unfinished and done < steps:
                 unfinished.keep_if_due(state, done)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import EmbeddingsConfig
 from convbert_jax.models.layers import Initializer, LayerNorm, dropout
+from convbert_jax.ops.lookup import look_up
 from convbert_jax.ops.products import einsum
 
 
@@ -17,7 +18,7 @@ class Table(nnx.Module):
         self.embedding = nnx.Param(initializer(rngs.params(), (rows, size)))
 
     def __call__(self, ids: Int[Array, "*B"]) -> Float[Array, "*B E"]:
-        return jnp.take(self.embedding[...], ids, axis=0)
+        return look_up(self.embedding[...], ids)
 
 
 class Embeddings(nnx.Module):

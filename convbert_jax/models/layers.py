@@ -17,7 +17,7 @@ from convbert_jax.ops import dispatch
 from convbert_jax.ops.products import dense
 
 Initializer = jax.nn.initializers.Initializer
-State = Any  # what a decoder keeps of the positions before: a pytree of arrays, rows first
+State = Any  # what a decoder keeps of the positions before, see config/mixers.py
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,14 @@ from convbert_jax.config import Config
 from convbert_jax.interfaces.batch import Batch, PairBatch
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.objectives import distillation, masking, metrics
-from convbert_jax.objectives.cross_entropy import cross_entropy
+from convbert_jax.objectives.cross_entropy import cross_entropy, is_likeliest
 
 
 def prediction_metrics(
     logits: Float[Array, "B M V"], losses: Float[Array, "B M"], masked: masking.Masked
 ) -> metrics.Metrics:
-    """Loss and arg-max accuracy of the hidden tokens."""
-    correct = jnp.argmax(logits, axis=-1) == masked.labels
+    """Loss of the hidden tokens, and how many are the likeliest."""
+    correct = is_likeliest(logits, masked.labels)
     return {
         "mlm_loss": metrics.mean(losses, masked.weights),
         "mlm_accuracy": metrics.mean(correct, masked.weights),
@@ -61,7 +61,7 @@ def pair_metrics(logits: Float[Array, "B 2"], labels: Int[Array, " B"]) -> metri
     losses = cross_entropy(logits, jnp.maximum(labels, 0))
     return {
         "pair_loss": metrics.mean(losses, judged),
-        "pair_accuracy": metrics.mean(jnp.argmax(logits, axis=-1) == labels, judged),
+        "pair_accuracy": metrics.mean(is_likeliest(logits, jnp.maximum(labels, 0)), judged),
     }
 
 

@@ -4,7 +4,6 @@ summarization and text-to-text, and of the objectives that make such pairs of a 
 
 import math
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -14,7 +13,7 @@ from convbert_jax.interfaces.batch import LanguageBatch, SequenceBatch
 from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.objectives import metrics
-from convbert_jax.objectives.cross_entropy import cross_entropy
+from convbert_jax.objectives.cross_entropy import cross_entropy, is_likeliest
 
 # names of perplexities -> what they are the exponential of, nats of
 PERPLEXITIES = {"perplexity": "token_loss", "word_perplexity": "word_loss"}
@@ -53,22 +52,17 @@ def judge(
 ) -> tuple[Array, metrics.Metrics]:
     """(loss, metrics) of logits for the labels of a batch.
 
-    With label smoothing (Szegedy et al. 2016, §7) the target's distribution is 1 - smoothing at the
-    label plus smoothing / V everywhere. The loss is the mean over the tokens of the batch, as in
-    fairseq; `token_loss` is the cross-entropy without smoothing, in nats.
+    The loss is the mean over the tokens of the batch, as in fairseq; `token_loss` is the
+    cross-entropy without label smoothing, in nats.
     """
     weights = (batch["segment_ids"] != 0).astype(jnp.float32)
     labels = batch["labels"]
     losses = cross_entropy(logits, labels)
-    smoothed = losses
-    if smoothing:
-        everywhere = jax.nn.logsumexp(logits, axis=-1) - logits.mean(axis=-1)
-        smoothed = (1 - smoothing) * losses + smoothing * everywhere
-    total, weight = metrics.mean(smoothed, weights)
+    total, weight = metrics.mean(cross_entropy(logits, labels, smoothing), weights)
     return total / (weight + 1e-6), {
         "loss": (total, weight),
         "token_loss": metrics.mean(losses, weights),
-        "token_accuracy": metrics.mean(jnp.argmax(logits, axis=-1) == labels, weights),
+        "token_accuracy": metrics.mean(is_likeliest(logits, labels), weights),
     }
 
 

@@ -98,6 +98,20 @@ def attention_scores(
     return scores if visible is None else jnp.where(visible, scores, 0.0)
 
 
+def attention_to_kept(
+    query: Float[Array, "B H Q D"],
+    key: Float[Array, "B H D S"],
+    value: Float[Array, "B H S D"],
+    visible: Bool[Array, "B 1 #Q S"],
+) -> Float[Array, "B H Q D"]:
+    """`attention` of a few positions to keys and values that many steps of decoding read: in the
+    order in which a product reads them, so that no step turns them over.
+    """
+    scores = einsum("bhqd,bhdk->bhqk", query, key, jnp.float32) * query.shape[-1] ** -0.5
+    weights = softmax(scores, visible, value.dtype)
+    return einsum("bhqk,bhkd->bhqd", weights, value, value.dtype)
+
+
 def _check(query, key, value, segment_ids, key_segment_ids):
     batch, length, *heads = query.shape
     for name, array, shape in (

@@ -43,11 +43,29 @@ def _backward(equation, dtype, saved, cotangent):
     cotangent = cotangent.astype(x.dtype)
     return (
         _einsum(f"{result},{right}->{left}", cotangent, y.astype(x.dtype), x.dtype),
-        _einsum(f"{left},{result}->{right}", x, cotangent, y.dtype),
+        _sum_over_rows(left, result, right, x, cotangent, y.dtype),
     )
 
 
 einsum.defvjp(_forward, _backward)
+
+
+def _sum_over_rows(left, result, right, x, cotangent, dtype):
+    """The gradient of a parameter. XLA's product on a CPU turns over its first factor to add up
+    over rows, so there this is the smaller one, and the result is turned over where it must be: a
+    vocabulary of 8,000 has logits 60 times as large as the hidden states.
+    """
+    first, second = (left, x), (result, cotangent)
+    if x.size > cotangent.size:
+        first, second = second, first
+    batched = set(left) & set(result) & set(right)
+    order = "".join(a for axes, _ in (first, second) for a in axes if a in right)
+    if dispatch.platform() != "cpu" or batched or order == right:
+        return _einsum(f"{left},{result}->{right}", x, cotangent, dtype)
+    product = _einsum(f"{first[0]},{second[0]}->{order}", first[1], second[1], dtype)
+    # Without it XLA takes the transposition back into the product.
+    product = jax.lax.optimization_barrier(product)
+    return jnp.einsum(f"{order}->{right}", product)
 
 
 def _einsum(equation, x, y, dtype):

@@ -5,37 +5,32 @@ import functools
 from collections.abc import Collection
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import logging
 from etils import epath
-from flax import nnx
 
 from convbert_jax.analysis import overview, pretraining_report
-from convbert_jax.analysis.pretraining_report import Example
 from convbert_jax.config import Config, UserError, network
-from convbert_jax.data.corpus import batching
-from convbert_jax.data.corpus.corpus import Corpus
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference.writing.reading import read_mean
 from convbert_jax.interop import conversion
-from convbert_jax.interop.networks import MODELS, abstract_params, outline, split
-from convbert_jax.models.build import build
-from convbert_jax.objectives import replaced_token
+from convbert_jax.interop.networks import abstract_params, outline, split
 from convbert_jax.recipes import evaluation, finetuning, prepared, start, tasks, teaching
 from convbert_jax.recipes.prepared import Data
-from convbert_jax.recipes.reports import pretraining_page, pretraining_text, run_page
+from convbert_jax.recipes.reports import (
+    held_out_text,
+    pretraining_page,
+    pretraining_text,
+    run_page,
+)
 from convbert_jax.recipes.reports.pretraining_text import PretrainingReport
 from convbert_jax.recipes.results import PretrainingResult
 from convbert_jax.recipes.writing import scoring
 from convbert_jax.training import loop, sharding
 from convbert_jax.training.environment import compilation, devices
-from convbert_jax.training.reports import reporting
-from convbert_jax.training.rollback import Rollbacks
+from convbert_jax.training.reports import reporting, trackers
+from convbert_jax.training.rollback import Rollbacks, TrainingError
 from convbert_jax.training.task import Task
 from convbert_jax.workdir import Workdir
-
-_TAKEN_APART = 32  # held-out rows in which suspects are counted
 
 
 def prepare(config: Config, folder: epath.PathLike, given: Collection[str] = ()) -> None:
@@ -73,6 +68,7 @@ def pretrain(
     Raises:
       UserError: what cannot be used, or gave out; see the kinds of it and `loop.train`.
     """
+    trackers.check_tracker(config.train.tracker)
     found = devices.find_devices(config)
     mesh = sharding.make_mesh(config.mesh, found)
     prepared.check_batches(config, mesh)
@@ -105,16 +101,21 @@ def pretrain(
             tokenizer=data.tokenizer,
             effort=data.effort(mesh),
         )
-        result = loop.train(
-            task,
-            config,
-            workdir=workdir,
-            mesh=mesh,
-            batches=data.training(mesh),
-            evaluation=data.heldout(mesh),
-            initial_params=functools.partial(start.fill, config, source) if source else None,
-            publish=functools.partial(_publish, config, workdir, data.tokenizer),
-        )
+        try:
+            result = loop.train(
+                task,
+                config,
+                workdir=workdir,
+                mesh=mesh,
+                batches=data.training(mesh),
+                evaluation=data.heldout(mesh),
+                initial_params=functools.partial(start.fill, config, source) if source else None,
+                publish=functools.partial(_publish, config, workdir, data.tokenizer),
+            )
+        except TrainingError as error:
+            if writer:
+                _tell_of_failure(config, workdir, task, str(error), mesh)
+            raise
         return _conclude(config, workdir, data, task, result, mesh)
 
 
@@ -188,31 +189,55 @@ def _conclude(
     )
 
 
+def _tell_of_failure(config, workdir, task: Task, failed: str, mesh) -> None:
+    """Leaves the page of a run that an error has ended, with its curves up to there."""
+    metrics = reporting.read_metrics(workdir.metrics)
+    if not metrics:
+        return  # there is nothing to look at but the error, which is told anyway
+    step = metrics[-1]["step"]
+    report = _begin_report(config, workdir, metrics, step=step, interrupted=True, failed=failed)
+    params = abstract_params(config)
+    if run_page.write(workdir, lambda: _make_page(report, task, params, metrics, mesh)):
+        logging.info("How far it came: %s", workdir.report)
+
+
+def _begin_report(config, workdir, metrics, **fields) -> PretrainingReport:
+    """What takes no time to tell."""
+    evaluations = [record for record in metrics if record["split"] == "validation"]
+    last = evaluations[-1] if evaluations else {}
+    return PretrainingReport(
+        config=config,
+        workdir=workdir,
+        numbers=pretraining_report.list_numbers(last, config.vocabularies[1]),
+        evaluated=last.get("step", 0),
+        curves=pretraining_report.arrange_curves(metrics),
+        **fields,
+    )
+
+
 def _report(config, workdir, data: Data, result: loop.Result, metrics, mesh) -> PretrainingReport:
     """What there is to tell; of an interrupted run what takes no time, as a machine that is taken
     away gives little.
     """
-    evaluations = [record for record in metrics if record["split"] == "validation"]
-    last = evaluations[-1] if evaluations else {}
-    report = PretrainingReport(
-        config=config,
-        workdir=workdir,
-        step=result.step,
-        interrupted=result.interrupted,
-        numbers=pretraining_report.list_numbers(last, config.vocabularies[1]),
-        evaluated=last.get("step", 0),
-        curves=pretraining_report.arrange_curves(metrics),
+    report = _begin_report(
+        config, workdir, metrics, step=result.step, interrupted=result.interrupted
     )
     if result.interrupted:
         return report
     with jax.set_mesh(mesh):
-        example = _take_apart(config, data.corpus, result.state.params)
+        cloze = held_out_text.fill_in(config, data.corpus, result.state.params)
+        suspects = held_out_text.detect(config, data.corpus, result.state.params)
     picture = pretraining_report.plot_curves(report.curves, workdir.curves, report.title)
     sets, unwritten = [], ""
     if config.reads_pairs:
         sets, unwritten = _write_and_score(config, workdir, data, result)
     return dataclasses.replace(
-        report, picture=picture, example=example, written=sets, unwritten=unwritten
+        report,
+        picture=picture,
+        cloze=cloze,
+        suspects=suspects,
+        written=sets,
+        unwritten=unwritten,
     )
 
 
@@ -257,42 +282,3 @@ def _write_and_score(
         return [], f"Nothing was written and scored: {error}"
     evaluation.write_numbers(workdir, result.step, result.evaluation, file, sets)
     return sets, ""
-
-
-def _take_apart(config: Config, corpus: Corpus | None, params) -> Example | None:
-    """Held-out rows after the generator, as the discriminator sees them; the first one in full."""
-    if config.recipe != "replaced_token" or jax.process_count() > 1:
-        return None
-    graphdef, _ = build(MODELS[config.recipe], config)
-
-    @jax.jit
-    def run(params, batch):
-        model = nnx.merge(graphdef, params)
-        corrupted = replaced_token.corrupt(
-            model,
-            batch,
-            jax.random.key(config.seed),
-            train=False,
-            dtype=jnp.float32,
-            config=config,
-            special=corpus.tokenizer.special,
-        )[-1]
-        ids, types = batch["segment_ids"], batch["type_ids"]
-        return corrupted, model.discriminate(corrupted, ids, types, dtype=jnp.float32, key=None)
-
-    batch = next(batching.evaluation_batches(corpus, batch_size=_TAKEN_APART, rows=_TAKEN_APART))
-    corrupted, scores = jax.device_get(run(params, batch))
-    subwords, replaced, found, tokens = (), 0, 0, 0
-    for new, old, score, ids in zip(
-        corrupted, batch["tokens"], scores, batch["segment_ids"], strict=True
-    ):
-        real = np.flatnonzero(ids)
-        new, old = new[real], old[real]
-        suspects = pretraining_report.find_suspects(new != old, score[real])
-        replaced, found = replaced + (new != old).sum(), found + (suspects & (new != old)).sum()
-        tokens += len(real)
-        if not subwords:
-            pieces = corpus.tokenizer.pieces
-            subwords = pretraining_report.pair_subwords(pieces(new), pieces(old), suspects)
-    shares = float(found / max(1, replaced)), float(replaced / max(1, tokens))
-    return Example(subwords, _TAKEN_APART, *shares)

@@ -118,7 +118,7 @@ class _Runner:
     def run(self) -> Summary:
         self._say_what_is_left()
         failed: set[str] = set()
-        while not self._stop.requested(agree=False):
+        while not self._stop.requested():
             failed = self._queue.failed()
             ready = [name for name in self._cells if self._is_ready(name) and name not in failed]
             if self._grow(ready, failed):
@@ -133,7 +133,7 @@ class _Runner:
                 self._do(taken)
             else:  # of an earlier table, or done in the meantime
                 self._queue.let_go(taken)
-        stopped = bool(self._stop.requested(agree=False))
+        stopped = bool(self._stop.requested())
         return Summary(self._count(FINISHED), self._why(failed, stopped), stopped)
 
     def _grow(self, ready: Sequence[str], failed: set[str]) -> bool:
@@ -224,7 +224,7 @@ class _Runner:
         """(exit code, whether it was asked to stop)."""
         asked = False
         while (code := process.poll()) is None:
-            if not asked and self._stop.requested(agree=False):
+            if not asked and self._stop.requested():
                 process.send_signal(signal.SIGTERM)
                 asked = True
             time.sleep(_POLL / 10)

@@ -21,7 +21,7 @@ from convbert_jax.training.checkpoints.saving import Checkpoints
 from convbert_jax.training.environment import compilation, peers, signals
 from convbert_jax.training.environment.watchdog import Watchdog
 from convbert_jax.training.program import Program, Vitals, make_program
-from convbert_jax.training.reports import interval, reporting
+from convbert_jax.training.reports import interval, reporting, trackers
 from convbert_jax.training.reports.timing import Clock, Profiler, seconds_since_start
 from convbert_jax.training.rollback import BadStepError, LossGuard, Rollbacks, TrainingError
 from convbert_jax.training.state import TrainState
@@ -92,6 +92,7 @@ def train(
         is kept in `workdir`.
       EvaluationError: no held-out rows.
       ReportError: the report cannot be written.
+      ConfigError: the tracker that the config names cannot begin.
       OutOfMemoryError: the device is too small.
     """
     t = config.train
@@ -103,6 +104,9 @@ def train(
         checkpoints = stack.enter_context(
             contextlib.closing(Checkpoints(workdir.checkpoints, config.checkpoint))
         )
+        tracker = None
+        if jax.process_index() == 0:
+            tracker = stack.enter_context(trackers.tracking(config, workdir))
         watchdog = Watchdog(t.hang_seconds)
         stack.enter_context(watchdog.watching())
         rollbacks = Rollbacks(workdir.skipped, t.rollbacks)
@@ -126,7 +130,9 @@ def train(
             if run.step >= t.steps:
                 return run.finished()
             try:
-                with reporting.Reporter(workdir, task, steps=t.steps, step=run.step) as reporter:
+                with reporting.Reporter(
+                    workdir, task, steps=t.steps, step=run.step, tracker=tracker
+                ) as reporter:
                     run.reporter = reporter
                     return run.to_the_end(stop)
             except BadStepError as error:
@@ -220,7 +226,7 @@ class _Run:
                 self._dispatch()
                 profiler.after(self.step, self.state)
                 last = self.step == t.steps
-                signal_name = stop.requested(agree=last or self.step % t.log_every == 0)
+                signal_name = stop.requested(self.step)
                 values = None
                 if last or self.step % t.eval_every == 0:
                     self._look_at_pending()

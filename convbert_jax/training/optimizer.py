@@ -1,4 +1,4 @@
-"""AdamW or Adafactor with a schedule, as `OptimizerSection` describes them.
+"""AdamW, Adafactor or Muon with a schedule, as `OptimizerSection` describes them.
 
 The order is the release's (model/optimization.py): clip by global norm, Adam, decoupled decay, then
 the learning rate. Steps count from 0, before the update. The state has one structure for every
@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from convbert_jax.config import OptimizerSection
+from convbert_jax.training.muon import scale_by_muon
 from convbert_jax.training.state import flatten, parameter_path
 
 # In the release variables with LayerNorm, layer_norm or bias in their name: the same ones.
@@ -54,6 +55,8 @@ def _direction(section: OptimizerSection) -> list[optax.GradientTransformation]:
     else:
         adam = optax.scale_by_adam if section.bias_correction else scale_by_uncorrected_adam
         scale = adam(b1=section.beta1, b2=section.beta2, eps=section.epsilon)
+        if section.method == "muon":
+            scale = scale_by_muon(scale)
     clips = section.clip_norm and section.release_replicas == 1  # replicas clip before their sum
     return [
         optax.clip_by_global_norm(section.clip_norm) if clips else optax.identity(),

@@ -192,7 +192,8 @@ def tree_shardings(tree, mesh: Mesh, rules: Rules):
     """Shardings for a tree of parameters, a `TrainState` or an optimizer state, by path.
 
     Args:
-      tree: arrays or `jax.ShapeDtypeStruct`s. Scalars (the step, counts) are on every device.
+      tree: arrays or `jax.ShapeDtypeStruct`s. Scalars (the step, counts) are on every device, and
+        so is what an optimizer keeps that belongs to no parameter.
 
     Raises:
       ShardingError: as `partition_spec`.
@@ -200,8 +201,8 @@ def tree_shardings(tree, mesh: Mesh, rules: Rules):
 
     def place(path, leaf):
         spec = PartitionSpec()
-        if leaf.ndim:
-            spec = partition_spec(parameter_path(path), leaf.shape, mesh, rules)
+        if leaf.ndim and (name := parameter_path(path)):
+            spec = partition_spec(name, leaf.shape, mesh, rules)
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(place, tree)

@@ -2,11 +2,15 @@
 
 import dataclasses
 import json
+import time
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import convbert_jax
-from convbert_jax.analysis import gpu_plan
+from convbert_jax.analysis import arithmetic_plan
 from convbert_jax.analysis.tpu import chips, plan, plan_text
 from convbert_jax.analysis.tpu.collectives import Collective
 from convbert_jax.analysis.tpu.topology import Topology, open_topology
@@ -130,9 +134,24 @@ def test_a_name_that_is_no_slice_is_refused(name):
 )
 def test_a_name_that_is_no_gpu_is_refused(name):
     with pytest.raises(ConfigError, match="names no GPUs"):
-        gpu_plan.read_gpus(name)
+        arithmetic_plan.read_gpus(name)
 
 
 def test_gpus_by_name():
-    assert gpu_plan.read_gpus("gpu:l4") == gpu_plan.Gpus("gpu:l4", "L4", 1, 24e9)
-    assert gpu_plan.read_gpus("gpu:h100x16").count == 16
+    one = arithmetic_plan.read_gpus("gpu:l4")
+    assert (one.kind, one.count, one.bytes, one.peak) == ("L4", 1, 24e9, 121e12)
+    assert arithmetic_plan.read_gpus("gpu:h100x16").count == 16
+
+
+def test_the_speed_of_products_is_that_of_this_machine():
+    here = arithmetic_plan.this_cpu(256, 128, 512)
+    x, y = np.ones((256, 128), np.float32), np.ones((128, 512), np.float32)
+    multiply = jax.jit(jnp.matmul)
+    jax.block_until_ready(multiply(x, y))
+    begin = time.perf_counter()
+    for _ in range(100):
+        jax.block_until_ready(multiply(x, y))
+    mean = (time.perf_counter() - begin) / 100
+    # The best of many, so at least as fast as their mean, and no faster than any CPU.
+    assert 2 * 256 * 128 * 512 / mean * 0.5 < here.peak < 1e14
+    assert here.bytes > 2**28

@@ -27,36 +27,6 @@ def test_curves_and_picture(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_suspects_are_the_highest_scores():
-    suspects = pretraining_report.find_suspects(
-        np.array([False, True, True, False]), np.array([-3.0, 2.0, -1.0, 0.5])
-    )
-    assert suspects.tolist() == [False, True, False, True]
-
-
-def marked(*row) -> list[str]:
-    """The lines of a row between what is said of it."""
-    subwords = pretraining_report.pair_subwords(*row)
-    example = pretraining_report.Example(subwords, rows=32, found=0.25, chance=0.125)
-    *_, last = lines = pretraining_report.describe_example(example)
-    assert last == "Over 32 such rows 25% of its suspects are new; by chance 12%."
-    return lines[2:-1]
-
-
-def test_marked_sentence():
-    lines = marked(
-        ["the", "blue", "dog", "sat", "##s"],
-        ["the", "black", "cat", "sat", "##s"],
-        [False, True, False, True, False],
-    )
-    assert lines == ["  the [blue<black]! [dog<cat] sat!s"]
-
-
-def test_marked_sentence_joins_sentencepiece_subwords():
-    pieces = ["[CLS]", "\u2581con", "vert", ".", "[SEP]"]
-    assert marked(pieces, pieces, [False] * 5) == ["  [CLS] convert. [SEP]"]
-
-
 def test_numbers_without_any_flagged_token():
     values = dict.fromkeys(
         ["mlm_loss", "mlm_accuracy", "replaced_rate", "discriminator_auc"], 0.5

@@ -15,6 +15,7 @@ from convbert_jax.config.sequences import (
     derive_language_model,
 )
 from convbert_jax.decoding import sample, search
+from convbert_jax.decoding import state as states
 from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
 
 WORDS, END, LENGTH, BEAM = 12, 1, 9, 3
@@ -73,8 +74,12 @@ def translate_without_memory(model, source, source_ids):
     return search(step, state, prompt, beam=BEAM, length=LENGTH, end=END)
 
 
-@pytest.mark.parametrize("mixer", ["attention", "dynamic", "light"])
-def test_with_what_is_kept_as_without_it(mixer):
+@pytest.mark.parametrize("room", [LENGTH, 2])
+@pytest.mark.parametrize("mixer", ["attention", "dynamic", "light", "mixed"])
+def test_with_what_is_kept_as_without_it(mixer, room, monkeypatch):
+    """Also where what is kept has to be given room on the way."""
+    monkeypatch.setattr(states, "FIRST", room)
+    monkeypatch.setattr(states, "TIMES", 2)
     model, _ = models(mixer)
     kept = jax.jit(functools.partial(translate, model))(SOURCE, SOURCE_IDS)
     again = jax.jit(functools.partial(translate_without_memory, model))(SOURCE, SOURCE_IDS)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from convbert_jax.config import Config
 from convbert_jax.doctor import accelerators, devices, host, versions
+from convbert_jax.machine.accelerators import Accelerators, find_accelerators
+from convbert_jax.machine.limits import cgroup_limits
 
 GIB = 2**30
 
@@ -93,6 +95,11 @@ def test_a_jax_that_cannot_be_loaded_is_a_finding(monkeypatch):
     assert "jaxlib is version 0.4.1" in versions.fault_of_jax().text
 
 
+def test_the_doctor_itself_needs_no_jax():
+    code = "import sys; sys.modules['jax'] = None; import convbert_jax.doctor, convbert_jax.main"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # Limits of containers
 
 
@@ -107,7 +114,7 @@ def test_limits_of_both_versions_of_cgroups(tmp_path):
             "sys/fs/cgroup/a/cpu.max": "max 100000\n",
         },
     )
-    assert host.cgroup_limits(second) == (8 * GIB, 1.5)
+    assert cgroup_limits(second) == (8 * GIB, 1.5)
     first = write(
         tmp_path / "1",
         {
@@ -118,7 +125,7 @@ def test_limits_of_both_versions_of_cgroups(tmp_path):
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         },
     )
-    assert host.cgroup_limits(first) == (2 * GIB, 4.0)
+    assert cgroup_limits(first) == (2 * GIB, 4.0)
     free = write(
         tmp_path / "0",
         {
@@ -128,8 +135,8 @@ def test_limits_of_both_versions_of_cgroups(tmp_path):
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         },
     )
-    assert host.cgroup_limits(free) == (None, None)
-    assert host.cgroup_limits(tmp_path / "nothing") == (None, None)
+    assert cgroup_limits(free) == (None, None)
+    assert cgroup_limits(tmp_path / "nothing") == (None, None)
 
 
 @given(st.lists(st.none() | st.integers(1, 10**12), max_size=5))
@@ -141,7 +148,7 @@ def test_the_tightest_group_decides(tmp_path_factory, limits):
     for i, limit in enumerate(limits):
         folder += f"/g{i}"
         write(root, {f"{folder}/memory.max": f"{limit or 'max'}\n"})
-    assert host.cgroup_limits(root)[0] == min(filter(None, limits), default=None)
+    assert cgroup_limits(root)[0] == min(filter(None, limits), default=None)
 
 
 def machine(tmp_path, *, free: int, limit: int | str = "max", cpus: str = "max 100000"):
@@ -175,8 +182,8 @@ def tpu(tmp_path) -> pathlib.Path:
 
 
 def test_a_machine_without_any(tmp_path):
-    found = accelerators.find(tmp_path)
-    assert found == accelerators.Accelerators((), "")
+    found = find_accelerators(tmp_path)
+    assert found == Accelerators((), "")
     (said,) = accelerators.check(found, tmp_path)
     assert said.state == "good"
 
@@ -184,7 +191,7 @@ def test_a_machine_without_any(tmp_path):
 def test_who_holds_the_tpu_is_named(tmp_path, monkeypatch):
     installed(monkeypatch, libtpu="0.0.42")
     root = tpu(tmp_path)
-    (said,) = accelerators.check(accelerators.find(root), root)
+    (said,) = accelerators.check(find_accelerators(root), root)
     assert str(said) == "good    TPU: 2 chips, held by no process that can be seen."
     for pid, path in (
         (4321, root / "dev/accel1"),
@@ -193,7 +200,7 @@ def test_who_holds_the_tpu_is_named(tmp_path, monkeypatch):
     ):
         write(root, {f"proc/{pid}/comm": "python3\n", f"proc/{pid}/fd/keep": ""})
         (root / f"proc/{pid}/fd/7").symlink_to(path)
-    (said,) = accelerators.check(accelerators.find(root), root)
+    (said,) = accelerators.check(find_accelerators(root), root)
     assert said.state == "wrong"
     assert "2 chips, held by process 4321 (python3)" in said.text
     assert "kill 4321" in said.fix
@@ -218,7 +225,7 @@ def test_a_real_process_that_has_a_file_open_is_found(tmp_path):
 def test_a_tpu_without_libtpu_is_told(tmp_path, monkeypatch):
     installed(monkeypatch, libtpu=None)
     root = tpu(tmp_path)
-    (said,) = accelerators.check(accelerators.find(root), root)
+    (said,) = accelerators.check(find_accelerators(root), root)
     assert (said.state, said.fix) == ("wrong", "pip install '.[tpu]'")
 
 
@@ -235,7 +242,7 @@ def test_what_vfio_hands_on_is_a_tpu_only_where_one_is_on_the_bus(tmp_path, devi
             f"{bus}/device": device,
         },
     )
-    assert len(accelerators.find(root).chips) == chips
+    assert len(find_accelerators(root).chips) == chips
 
 
 @pytest.mark.parametrize(
@@ -252,14 +259,14 @@ def test_drivers_of_nvidia(tmp_path, monkeypatch, driver, plugins, says):
     installed(monkeypatch, **{"jax_cuda12_plugin": None, "jax_cuda13_plugin": None, **plugins})
     line = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Sat Aug 19 2023\nGCC 12.2.0"
     root = write(tmp_path, {"proc/driver/nvidia/version": line})
-    found = accelerators.find(root)
+    found = find_accelerators(root)
     assert found.driver == driver
     (said,) = accelerators.check(found, root)
     assert str(said).startswith(says)
 
 
 def test_devices_compute_and_fulfil_the_platform():
-    here = accelerators.Accelerators((), "")
+    here = Accelerators((), "")
     found = devices.check_devices(Config(), here)
     assert [f.state for f in found] == ["good", "good"]
     assert f"{jax.local_device_count()} x " in found[0].text
@@ -268,16 +275,16 @@ def test_devices_compute_and_fulfil_the_platform():
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of a machine with CPUs alone")
 def test_devices_that_are_not_what_was_meant():
     config = Config(platform="tpu")
-    chips = accelerators.Accelerators((pathlib.Path("/dev/accel0"),), "")
+    chips = Accelerators((pathlib.Path("/dev/accel0"),), "")
     found = devices.check_devices(config, chips)
     assert [(f.name, f.state) for f in found[1:]] == [("TPU", "wrong"), ("platform", "wrong")]
-    driver = accelerators.Accelerators((), "535.1")
+    driver = Accelerators((), "535.1")
     found = devices.check_devices(None, driver)
     assert [(f.name, f.state) for f in found[1:]] == [("NVIDIA", "warning")]
 
 
 def test_a_device_that_computes_wrong_numbers_is_told(monkeypatch):
     monkeypatch.setattr(devices.jax, "jit", lambda f: lambda x: 139.0)
-    (found,) = devices.check_devices(None, accelerators.Accelerators((), ""))
+    (found,) = devices.check_devices(None, Accelerators((), ""))
     assert found.state == "wrong"
     assert "= 139.0" in found.text

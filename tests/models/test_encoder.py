@@ -43,6 +43,13 @@ def test_unrolling_and_rematerialization_change_no_number(make_config, build, fi
     )
 
 
+@pytest.mark.parametrize(("both", "own", "found"), [(1, 1, 1), (1, 9, 9), (9, 1, 9)])
+def test_a_generator_is_unrolled_with_the_encoder_or_alone(make_config, both, own, found):
+    config = make_config(scan_unroll=both, generator={"scan_unroll": own})
+    assert config.encoder.scan_unroll == both
+    assert config.generator_encoder.scan_unroll == found
+
+
 def test_stages_in_order_are_one_stack(make_config, randomize, packed):
     config = make_config(layers=3).encoder
     layer = config.stages[0].layer

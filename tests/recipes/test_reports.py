@@ -12,7 +12,8 @@ from hypothesis import given, strategies
 
 import convbert_jax
 from convbert_jax import command_line, files
-from convbert_jax.analysis.pretraining_report import Example, Number, Subword
+from convbert_jax.analysis.held_out_text import Cloze, Subword, Suspects
+from convbert_jax.analysis.pretraining_report import Number
 from convbert_jax.analysis.text_scores import Scores
 from convbert_jax.config import Config, to_dict
 from convbert_jax.data.parallel.references import References
@@ -51,7 +52,8 @@ def page_of_pretraining(t, *, interrupted=False, folder="runs/it") -> str:
         numbers=(Number(t[11], t[12], t[13]),),
         evaluated=40,
         curves={"train": {"token_loss": [(10, 3.0), (20, 2.0)], t[14]: [(10, 1.0)]}},
-        example=Example(subwords, 32, 0.5, 0.125),
+        cloze=Cloze(subwords[::-1], 32, 0.25),
+        suspects=Suspects(subwords, 32, 0.5, 0.125),
         written=(written,),
         unwritten=t[14],
     )
@@ -103,6 +105,13 @@ def test_replaced_words_are_marked_with_what_stood_there():
     marked = '<ruby><mark dir="auto">text2</mark><rt dir="auto">text3</rt></ruby>'
     assert f'<u class="suspect">{marked}</u> <span>text4</span>' in page
     assert "Over 32 such rows 50% of its suspects are new; by chance 12%." in Page(page).text
+
+
+def test_words_that_were_filled_in_are_underlined():
+    page = page_of_pretraining([f"text{n}" for n in range(19)])
+    wrong = '<ruby><mark dir="auto">text2</mark><rt dir="auto">text3</rt></ruby>'
+    assert f'<span>text4</span> <u class="suspect">{wrong}</u>' in page
+    assert "Over 32 such rows 25% are what stood there." in Page(page).text
 
 
 def test_seeds_settings_and_the_chosen_one():

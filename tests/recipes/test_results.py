@@ -15,6 +15,7 @@ from convbert_jax import command_line, recipes
 from convbert_jax.recipes import prediction, pretraining
 from convbert_jax.recipes.reports import pretraining_page
 from convbert_jax.training.environment import signals
+from convbert_jax.training.rollback import LossGuard, TrainingError
 from tests.html_page.parsed import Page
 
 
@@ -116,7 +117,8 @@ def test_a_run_without_its_page_is_told_of_all_the_same(
         raise ValueError("no")
 
     monkeypatch.setattr(pretraining_page, "make", fail)
-    monkeypatch.setattr(pretraining, "_take_apart", lambda *arguments: None)
+    for name in ("fill_in", "detect"):
+        monkeypatch.setattr(pretraining.held_out_text, name, lambda *arguments: None)
     told = recipes.pretrain(pretraining_config, pretrained.folder).report.splitlines()
     assert told == [line for line in told if line in pretrained.report.splitlines()]
     assert not any("report.html" in line for line in told)
@@ -162,7 +164,8 @@ def test_an_interrupted_run_leaves_a_page_at_once(
     shutil.copytree(pretrained.folder, folder)
     with monkeypatch.context() as patch:
         patch.setattr(pretraining.loop, "train", stopped)
-        patch.setattr(pretraining, "_take_apart", fail)
+        for name in ("fill_in", "detect"):
+            patch.setattr(pretraining.held_out_text, name, fail)
         patch.setattr(pretraining.pretraining_report, "plot_curves", fail)
         assert recipes.pretrain(pretraining_config, folder).report == ""
     page = Page((folder / "report.html").read_text())
@@ -175,7 +178,7 @@ def stop_after(step: int, monkeypatch) -> None:
     """As if SIGTERM came while that step is under way."""
     asked = iter(range(1, 1000))
 
-    def requested(self, *, agree):
+    def requested(self, done):
         return "SIGTERM" if next(asked) >= step else None
 
     monkeypatch.setattr(signals.StopSignals, "requested", requested)
@@ -201,6 +204,27 @@ def test_an_interrupted_run_leaves_a_page_and_the_end_another(
     page = Page((tmp_path / "report.html").read_text())
     assert not finished.interrupted
     assert "finished at step 4" in page.text
+
+
+def test_a_run_that_an_error_ends_leaves_a_page(
+    pretraining_config, pretrained, tmp_path, monkeypatch
+):
+    own = dataclasses.replace(pretraining_config.data, directory=str(pretrained.folder / "data"))
+    config = dataclasses.replace(pretraining_config, data=own)
+    seen = []
+
+    def judge(self, loss, norm):
+        seen.append(loss)
+        return "the loss is not finite <nan>" if len(seen) == 4 else ""
+
+    monkeypatch.setattr(LossGuard, "judge", judge)
+    with pytest.raises(TrainingError) as raised:
+        recipes.pretrain(config, tmp_path)
+    page = Page((tmp_path / "report.html").read_text())
+    assert "ended by an error after step " in page.text
+    assert str(raised.value) in page.text
+    assert "There was no evaluation yet." in page.text
+    assert page.texts("pre") == [f"python -m convbert_jax.main --workdir={tmp_path}"]
 
 
 @pytest.mark.slow

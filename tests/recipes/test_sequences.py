@@ -139,7 +139,7 @@ def test_words_of_a_language_model_are_those_of_its_text(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("method", ["adamw", "adafactor"])
+@pytest.mark.parametrize("method", ["adamw", "adafactor", "muon"])
 def test_eight_devices_equal_one(make, run, recipe, method):
     fields = {"model__hidden_size": 128, "model__embedding_size": 128, "model__ffn_size": 256}
     config = make(recipe, **fields, optimizer__method=method, objective__label_smoothing=0.0)

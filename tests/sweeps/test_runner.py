@@ -226,9 +226,7 @@ def test_a_stop_is_passed_on_once_and_keeps_the_cell(machine, cells, monkeypatch
             signals.append(number)
 
     asked = iter([None, None, "SIGTERM"])
-    monkeypatch.setattr(
-        runner.StopSignals, "requested", lambda self, *, agree: next(asked, "SIGTERM")
-    )
+    monkeypatch.setattr(runner.StopSignals, "requested", lambda self: next(asked, "SIGTERM"))
     summary = runner.run(
         cells,
         machine.folder,

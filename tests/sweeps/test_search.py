@@ -46,15 +46,15 @@ def trials(explorer):
 
 
 def test_a_search_finds_rows_within_the_budget(machine):
-    budget = dataclasses.replace(SEARCH, most_parameters=1_450_000, most_flops=8.6e12)
+    budget = dataclasses.replace(SEARCH, most_parameters=1_401_200, most_flops=9.872e12)
     explorer, summary = search(machine, dataclasses.replace(TABLE, search=budget))
     assert summary.failed == {}
     rows = explorer.sweep.rows
     assert len(rows) == 1 + 6
     cells = expand(explorer.sweep, machine.folder)  # refuses two rows of one config
     assert sorted(cell.id for cell in cells) == sorted(machine.started)
-    assert all(describe.count_parameters(cell) <= 1_450_000 for cell in cells)
-    assert all(describe.count_flops(cell) <= 8.6e12 for cell in cells)
+    assert all(describe.count_parameters(cell) <= 1_401_200 for cell in cells)
+    assert all(describe.count_flops(cell) <= 9.872e12 for cell in cells)
     assert all(cell.config.model.head_ratio == 2 for cell in cells)
     told = {t.user_attrs["row"]: t for t in trials(explorer) if t.value is not None}
     assert told.keys() == rows.keys() - {"given"}

@@ -154,8 +154,10 @@ def test_killed_twenty_times_is_the_same_run(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_are_one_run(tmp_path):
-    """A signal to one stops both at one step; one process alone goes on from there."""
-    arguments = ("--steps=300", "--seconds=0.02")
+    """A signal to one stops both at one step, long before the next line of the log; one process
+    alone goes on from there.
+    """
+    arguments = ("--steps=300", "--seconds=0.02", "--log-every=1000")
     code, text = finish(start(tmp_path / "alone", *arguments))
     assert code == 0, text
     with socket.socket() as free:

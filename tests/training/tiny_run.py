@@ -198,6 +198,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=0.0, help="to draw one batch")
     parser.add_argument("--save-every", type=int, default=5, help="steps")
+    parser.add_argument("--log-every", type=int, default=1, help="steps")
     parser.add_argument("--hold", type=int, help="batches to draw, then wait to be killed")
     parser.add_argument("--poison", type=int, help="a batch that is not finite")
     parser.add_argument("--features", type=int, default=4, help="parameters of the model")
@@ -221,7 +222,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (arguments.file_bytes, arguments.file_bytes))
     config = make_config(
         arguments.steps,
-        train={"eval_every": 7, "log_every": 1},
+        train={"eval_every": 7, "log_every": arguments.log_every},
         checkpoint={"every": arguments.save_every},
     )
     rows = Rows(

@@ -73,6 +73,7 @@ BOUNDS = {
     "model.scan_unroll": _HEADS,
     "generator.size": _SHARE_ABOVE_0,
     "generator.layers": _SHARE_ABOVE_0,
+    "generator.scan_unroll": _HEADS,
     "objective.mask_fraction": Range(0.0, 1.0, with_low=False, with_high=False),
     "objective.prediction_multiple": _HEADS,
     "objective.mask_token_fraction": _SHARE,

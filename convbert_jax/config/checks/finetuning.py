@@ -25,6 +25,11 @@ def check_finetuning(config: Config) -> None:
         "fine-tuning set config.finetune.distill_from.",
     )
     check(
+        not config.train.tracker,
+        f"config.train.tracker='{config.train.tracker}' hears of pre-training; a fine-tuning has "
+        "WORKDIR/results.jsonl and report.html.",
+    )
+    check(
         re.fullmatch(r"[\w. -]+", config.task.name) is not None,
         f"config.task.name='{config.task.name}' names a folder; use letters, digits, - and _.",
     )

@@ -23,6 +23,7 @@ from convbert_jax.config.sections import (
     SENTENCE_PAIRS,
     TEXT_FORMATS,
     TOKENIZERS,
+    TRACKERS,
     ObjectiveSection,
 )
 
@@ -185,6 +186,7 @@ def _check_training(config: Config) -> None:
     o, t, c, mesh = config.optimizer, config.train, config.checkpoint, config.mesh
     rules.check_choice("optimizer.method", o.method, OPTIMIZERS)
     rules.check_choice("optimizer.schedule", o.schedule, SCHEDULES)
+    rules.check_choice("train.tracker", t.tracker, TRACKERS)
     rules.check(
         o.decay_to == 0 or o.schedule in ("linear", "cosine"),
         f"config.optimizer.decay_to={o.decay_to} has no effect on config.optimizer.schedule="

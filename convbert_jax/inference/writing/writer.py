@@ -80,8 +80,8 @@ class Writer:
             model, source = nnx.merge(graphdef, params), batch["source"]
             rows, copies = len(source), method.beam if method.name == "beam" else 1
             if goes_on:
-                state, prompt, lengths = model.start(rows * copies, length, dtype), source, None
-                lengths, read = batch["lengths"], ()
+                state = model.start(rows * copies, length, dtype, copies)
+                prompt, lengths, read = source, batch["lengths"], ()
             else:
                 inside = jnp.arange(source.shape[1]) < batch["lengths"][:, None]
                 state, read = model.start(

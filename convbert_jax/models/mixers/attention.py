@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -14,7 +13,8 @@ from convbert_jax.config.mixers import nominal_heads
 from convbert_jax.interfaces.placement import Split
 from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
-from convbert_jax.models.layers import Dense, Initializers, State, dropout
+from convbert_jax.models.layers import Dense, Initializers, dropout
+from convbert_jax.models.mixers.cache import Cache
 from convbert_jax.ops.attention import attention, attention_scores, attention_weights
 
 
@@ -125,15 +125,16 @@ class SelfAttention(nnx.Module):
         )  # fmt: skip
         return self.output(join(attended))
 
-    def start(self, rows: int, length: int, dtype: jnp.dtype) -> State:
-        return start_keys(self.config, rows, length, dtype)
+    def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> Cache:
+        c = self.config
+        return Cache.start(rows, copies, length, c.attention_heads, c.head_size, dtype)
 
     def step(
-        self, x: Float[Array, "B 1 C"], state: State, place: Int[Array, ""]
-    ) -> tuple[Float[Array, "B 1 C"], State]:
+        self, x: Float[Array, "B 1 C"], state: Cache, place: Int[Array, ""]
+    ) -> tuple[Float[Array, "B 1 C"], Cache]:
         heads = self.config.attention_heads
         query, keys, value = project(x, heads, self.query, self.key, self.value)
-        attended, state = attend_step(query, keys, value, state, place)
+        attended, state = state.attend(query, keys, value, place)
         return self.output(join(attended)), state
 
 
@@ -177,32 +178,6 @@ def attend(
         query, key, value, segment_ids=segment_ids, causal=causal, implementation=implementation,
         drop=drop,
     )  # fmt: skip
-
-
-def start_keys(config, rows: int, length: int, dtype: jnp.dtype) -> State:
-    """Room for keys and values of `length` positions; `config` has attention_heads, head_size."""
-    shape = (rows, length, config.attention_heads, config.head_size)
-    return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
-
-
-def attend_step(
-    query: Float[Array, "B 1 H D"],
-    key: Float[Array, "B 1 H D"],
-    value: Float[Array, "B 1 H D"],
-    state: State,
-    place: Int[Array, ""],
-) -> tuple[Float[Array, "B 1 H D"], State]:
-    """Causal `attend` at one place, whose key and value are kept with those before it."""
-    kept = {
-        name: jax.lax.dynamic_update_slice_in_dim(state[name], new, place, axis=1)
-        for name, new in (("key", key), ("value", value))
-    }
-    rows, length = kept["key"].shape[:2]
-    seen = jnp.broadcast_to(jnp.arange(length) <= place, (rows, length)).astype(jnp.int32)
-    attended = attention(
-        query, kept["key"], kept["value"], key_segment_ids=seen, implementation="xla"
-    )
-    return attended, kept
 
 
 def project(

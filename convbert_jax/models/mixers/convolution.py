@@ -166,7 +166,7 @@ class GatedConv(nnx.Module):
             self.convolve(c, parameter, self._gated(x), ids, self.causal, key, capture)
         )
 
-    def start(self, rows: int, length: int, dtype: jnp.dtype) -> State:
+    def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> State:
         c, channels = self.config, self.output.kernel[...].shape[0]
         return start_past(rows, c.kernel_size, channels, dtype, self.dilation)
 

@@ -15,14 +15,8 @@ from convbert_jax.interfaces.placement import REPLICATED, Split
 from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
 from convbert_jax.models.layers import Dense, Initializers, State
-from convbert_jax.models.mixers.attention import (
-    Attention,
-    attend,
-    attend_step,
-    join,
-    split,
-    start_keys,
-)
+from convbert_jax.models.mixers.attention import Attention, attend, join, split
+from convbert_jax.models.mixers.cache import Cache
 from convbert_jax.models.mixers.convolution import (
     SeparableConv,
     at_all_positions,
@@ -300,10 +294,10 @@ class MixedAttention(nnx.Module):
             capture=capture,
         )  # fmt: skip
 
-    def start(self, rows: int, length: int, dtype: jnp.dtype) -> State:
+    def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> State:
         c = self.config
         state = {
-            "attention": start_keys(c, rows, length, dtype),
+            "attention": Cache.start(rows, copies, length, c.attention_heads, c.head_size, dtype),
             "value": start_past(rows, c.kernel_size, c.convolution_heads * c.head_size, dtype),
         }
         if c.filters == "span_dynamic":
@@ -318,10 +312,9 @@ class MixedAttention(nnx.Module):
         keys = split(self.key(x), c.attention_heads)
         value = split(self.value(x), c.value_heads)
         kept = {}
-        attended, kept["attention"] = attend_step(
-            query[:, :, : c.attention_heads], keys, value[:, :, : c.attention_heads],
-            state["attention"], place,
-        )  # fmt: skip
+        attended, kept["attention"] = state["attention"].attend(
+            query[:, :, : c.attention_heads], keys, value[:, :, : c.attention_heads], place
+        )
         if c.filters == "light":
             filters = softmax(self.conv_filters[...], None, jnp.float32)
         else:

@@ -73,7 +73,7 @@ class SeparableMixer(nnx.Module):
         ids = segment_ids if self.config.mask_convolution else None
         return self.conv(x, ids, self.config.convolution)
 
-    def start(self, rows: int, length: int, dtype: jnp.dtype) -> State:
+    def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> State:
         return self.conv.start(rows, dtype)
 
     def step(

@@ -100,7 +100,7 @@ class SpanDynamicConv(nnx.Module):
         )  # fmt: skip
         return self.output(convolved)
 
-    def start(self, rows: int, length: int, dtype: jnp.dtype) -> State:
+    def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> State:
         return {
             "key": self.key_conv.start(rows, dtype),
             "value": start_past(

@@ -127,13 +127,15 @@ class Decoder(nnx.Module):
             x, _ = jax.lax.scan(run, x, (self.stages[str(i)], keys), unroll=unroll)
         return self._finish(x)
 
-    def start(self, rows: int, length: int, dtype: jnp.dtype) -> tuple[State, ...]:
-        """For each layer, the state of rows of up to `length` positions before the first."""
-        return tuple(layer.mixer.start(rows, length, dtype) for layer in self._layers())
+    def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> tuple[State, ...]:
+        """For each layer, the state of rows of up to `length` positions before the first; `copies`
+        of them, side by side, may be put in another order, as those of a beam.
+        """
+        return tuple(layer.mixer.start(rows, length, dtype, copies) for layer in self._layers())
 
     def read(self, source: Float[Array, "B S C"], source_ids: Int[Array, "B S"]) -> Source:
         """What all steps read of the source."""
-        kept = tuple(layer.source.read(source) for layer in self._layers())
+        kept = tuple(layer.source.keep(source) for layer in self._layers())
         return Source(kept, source_ids)
 
     def step(

@@ -48,14 +48,19 @@ class LanguageModel(nnx.Module):
         x = self.target(tokens, segment_ids, dtype=dtype, key=keys[0])
         return self._words(self.decoder(x, segment_ids, key=keys[1]))
 
-    def start(self, rows: int, length: int, dtype: jnp.dtype = jnp.float32) -> tuple[State, ...]:
+    def start(
+        self, rows: int, length: int, dtype: jnp.dtype = jnp.float32, copies: int = 1
+    ) -> tuple[State, ...]:
         """The state before the first of at most `length` tokens.
+
+        Args:
+          copies: so many of the rows go on from one text, side by side, as of a beam.
 
         Raises:
           ValueError: there are no positions for so many.
         """
         self.target.check_length(length)
-        return self.decoder.start(rows, length, dtype)
+        return self.decoder.start(rows, length, dtype, copies)
 
     def step(
         self,
@@ -142,7 +147,7 @@ class EncoderDecoder(nnx.Module):
         """
         self.target.check_length(length)
         encoded = self.encode(source, source_ids, dtype=dtype)
-        state = self.decoder.start(len(source) * copies, length, dtype)
+        state = self.decoder.start(len(source) * copies, length, dtype, copies)
         return state, self.decoder.read(encoded, source_ids)
 
     def step(

@@ -1,12 +1,11 @@
 """Attention of a decoder to what the encoder made of the source."""
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.models.layers import Dense, Initializers, State, dropout
 from convbert_jax.models.mixers.attention import Attention, join, project, split
-from convbert_jax.ops.attention import attention
+from convbert_jax.ops.attention import attention, attention_to_kept
 
 
 class SourceAttention(nnx.Module):
@@ -39,29 +38,27 @@ class SourceAttention(nnx.Module):
             def drop(weights):
                 return dropout(weights, c.attention_dropout, key)
 
-        kept = self.read(source)
+        keys, values = project(source, c.attention_heads, self.key, self.value)
         attended = attention(
-            split(self.query(x), c.attention_heads), kept["key"], kept["value"],
+            split(self.query(x), c.attention_heads), keys, values,
             segment_ids=segment_ids, key_segment_ids=source_ids, implementation=c.attention,
             drop=drop,
         )  # fmt: skip
         return self.output(join(attended))
 
-    def read(self, source: Float[Array, "B S C"]) -> State:
-        """Keys and values of the source, once for all positions of the target."""
-        key, value = project(source, self.config.attention_heads, self.key, self.value)
-        return {"key": key, "value": value}
+    def keep(self, source: Float[Array, "B S C"]) -> State:
+        """Keys [B, H, D, S] and values [B, H, S, D] of the source, once for all positions of the
+        target.
+        """
+        keys, values = project(source, self.config.attention_heads, self.key, self.value)
+        return {"key": keys.transpose(0, 2, 3, 1), "value": values.swapaxes(1, 2)}
 
     def step(
         self, x: Float[Array, "R 1 C"], kept: State, source_ids: Int[Array, "B S"]
     ) -> Float[Array, "R 1 C"]:
         """One position of each of R = B x copies rows, those of one source side by side."""
-        heads, sources = self.config.attention_heads, len(source_ids)
-        query = split(self.query(x), heads)
-        of_source = query.reshape(sources, -1, *query.shape[2:])
-        attended = attention(
-            of_source, kept["key"], kept["value"],
-            segment_ids=jnp.ones(of_source.shape[:2], jnp.int32), key_segment_ids=source_ids,
-            implementation="xla",
-        )  # fmt: skip
-        return self.output(join(attended.reshape(query.shape)))
+        query = split(self.query(x), self.config.attention_heads)
+        of_source = query.reshape(len(source_ids), -1, *query.shape[2:]).swapaxes(1, 2)
+        visible = (source_ids == 1)[:, None, None]
+        attended = attention_to_kept(of_source, kept["key"], kept["value"], visible)
+        return self.output(join(attended.swapaxes(1, 2).reshape(query.shape)))

@@ -2,7 +2,7 @@
 
 traced.py     the run as shapes
 tpu_slice.py  compiled for a slice
-gpus.py       counted for GPUs
+counted.py    counted for GPUs, or for this CPU
 """
 
 from collections.abc import Collection
@@ -10,11 +10,11 @@ from collections.abc import Collection
 from etils import epath
 
 from convbert_jax import files
-from convbert_jax.analysis import gpu_plan
+from convbert_jax.analysis.arithmetic_plan import is_counted
 from convbert_jax.analysis.tpu.topology import open_topology
 from convbert_jax.config import Config
 from convbert_jax.recipes import evaluation, start
-from convbert_jax.recipes.planning.gpus import plan_gpus
+from convbert_jax.recipes.planning.counted import plan_by_arithmetic
 from convbert_jax.recipes.planning.tpu_slice import plan_slice
 from convbert_jax.recipes.results import PlanResult
 from convbert_jax.workdir import Workdir
@@ -32,11 +32,11 @@ def plan(
     output: str | None = None,
 ) -> PlanResult:
     """Compiles the training step of `config` for a slice; jax must not have looked for a TPU yet,
-    see `analysis.tpu.pricing.use_compile_only_tpu`. Of GPUs it counts.
+    see `analysis.tpu.pricing.use_compile_only_tpu`. For GPUs and for a CPU it counts.
 
     Args:
       given: as `start.read_start` takes it; files and weights that the config names are read.
-      topology: as "v5e:4x4" or "gpu:h100x8".
+      topology: as "v5e:4x4" or "gpu:h100x8", or "cpu" for this machine.
       largest_batch: whether to look for it, by some more compilations.
       compare: whether to compile other meshes and `config.model.remat` too.
       price: of an hour of one chip, in any currency.
@@ -51,8 +51,8 @@ def plan(
         evaluation.check_output(files.to_path(output))
     config, _ = start.read_start(config, Workdir(folder), given)
     settings = {"largest_batch": largest_batch, "compare": compare, "price": price}
-    if gpu_plan.is_gpu(topology):
-        result = plan_gpus(config, gpu_plan.read_gpus(topology), **settings)
+    if is_counted(topology):
+        result = plan_by_arithmetic(config, topology, **settings)
     else:
         result = plan_slice(config, open_topology(topology), **settings)
     if output:

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from convbert_jax.analysis import pretraining_report
-from convbert_jax.analysis.pretraining_report import Curves, Example, Panel
+from convbert_jax.analysis import held_out_text, pretraining_report
+from convbert_jax.analysis.held_out_text import Cloze, Subword, Suspects
+from convbert_jax.analysis.pretraining_report import Curves, Panel
 from convbert_jax.html_page import blocks
 from convbert_jax.html_page.charts import Line, line_chart
 from convbert_jax.html_page.elements import element, foreign
@@ -40,13 +41,17 @@ def make(
     sections = [
         _numbers(report),
         _curves(report.curves),
-        *([_example(report.example)] if report.example else []),
+        *([_cloze(report.cloze)] if report.cloze else []),
+        *([_suspects(report.suspects)] if report.suspects else []),
         *_written(report),
         _warnings(warnings),
         _parameters(parameters),
     ]
+    if report.failed:
+        sections.insert(0, element("p", report.failed, class_="warning"))
     if report.interrupted:
-        state = f"interrupted after step {report.step:,} of {total:,}"
+        how = "ended by an error" if report.failed else "interrupted"
+        state = f"{how} after step {report.step:,} of {total:,}"
         go_on = commands.go_on(report.workdir)
     else:
         state, go_on = f"finished at step {report.step:,}", ""
@@ -80,15 +85,24 @@ def _chart(panel: Panel, curves: Curves) -> Element:
     return line_chart(panel.title, lines, panel.no_skill)
 
 
-def _example(example: Example) -> Element:
-    parts = []
-    for text, original, suspect, begins_word in example.subwords:
-        shown = element("span", text)  # in the direction of the text, whose letters it may join
-        if original is not None:
-            shown = element("ruby", foreign(text, "mark"), foreign(original, "rt"))
-        if suspect:
-            shown = element("u", shown, class_="suspect")
-        parts += [" " if begins_word else "", shown]
+def _cloze(cloze: Cloze) -> Element:
+    legend = element(
+        "p",
+        element("u", "Underlined", class_="suspect"),
+        " subwords were hidden from the model, which filled in the likeliest ones; above a ",
+        element("mark", "wrong"),
+        " one stands what was there.",
+        class_="note",
+    )
+    return blocks.section(
+        "A held-out text, filled in",
+        legend,
+        _text(cloze.subwords),
+        element("p", held_out_text.count_right(cloze)),
+    )
+
+
+def _suspects(suspects: Suspects) -> Element:
     legend = element(
         "p",
         element("span", element("mark", "new"), " was put in by the generator, above it the word "),
@@ -97,9 +111,24 @@ def _example(example: Example) -> Element:
         " are as many subwords as were replaced, those that the discriminator suspects most.",
         class_="note",
     )
-    finds = element("p", pretraining_report.describe_finds(example))
-    text = element("p", *parts, class_="example", dir="auto")
-    return blocks.section("A held-out text", legend, text, finds)
+    return blocks.section(
+        "A held-out text, with false words",
+        legend,
+        _text(suspects.subwords),
+        element("p", held_out_text.count_found(suspects)),
+    )
+
+
+def _text(subwords: Sequence[Subword]) -> Element:
+    parts = []
+    for text, original, marked, begins_word in subwords:
+        shown = element("span", text)  # in the direction of the text, whose letters it may join
+        if original is not None:
+            shown = element("ruby", foreign(text, "mark"), foreign(original, "rt"))
+        if marked:
+            shown = element("u", shown, class_="suspect")
+        parts += [" " if begins_word else "", shown]
+    return element("p", *parts, class_="example", dir="auto")
 
 
 def _written(report: PretrainingReport) -> list[Element]:

@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from convbert_jax.analysis import pretraining_report
-from convbert_jax.analysis.pretraining_report import Curves, Example, Number
+from convbert_jax.analysis import held_out_text, pretraining_report
+from convbert_jax.analysis.held_out_text import Cloze, Suspects
+from convbert_jax.analysis.pretraining_report import Curves, Number
 from convbert_jax.config import Config
 from convbert_jax.recipes.reports import commands
 from convbert_jax.recipes.writing import scoring
@@ -18,9 +19,10 @@ class PretrainingReport:
     Attributes:
       step: that it has reached.
       interrupted: before its last step; then there is no example and nothing is written.
+      failed: the error that did it, "" where it was a signal.
       numbers: of the last evaluation, which was at step `evaluated`; none without one.
       curves: of all intervals and evaluations; `picture`: whether they are drawn as a file.
-      example: of replaced_token.
+      cloze: of masked words, a generator's too; `suspects`: of replaced_token.
       written: sets of pairs that the model wrote to, and `unwritten`: why there are none, if it
         should have.
     """
@@ -32,8 +34,10 @@ class PretrainingReport:
     numbers: Sequence[Number]
     evaluated: int
     curves: Curves
+    failed: str = ""
     picture: bool = False
-    example: Example | None = None
+    cloze: Cloze | None = None
+    suspects: Suspects | None = None
     written: Sequence[scoring.Set] = ()
     unwritten: str = ""
 
@@ -50,8 +54,10 @@ def describe(report: PretrainingReport, *, page: bool) -> str:
     """
     numbers = pretraining_report.describe_numbers(report.numbers)
     lines = [f"{report.title}, on held-out text:", *(f"  {line}" for line in numbers)]
-    if report.example:
-        lines += ["", *pretraining_report.describe_example(report.example)]
+    if report.cloze:
+        lines += ["", *held_out_text.describe_cloze(report.cloze)]
+    if report.suspects:
+        lines += ["", *held_out_text.describe_suspects(report.suspects)]
     if report.written:
         lines += ["", *scoring.describe(report.written)]
     if report.unwritten:

@@ -127,8 +127,11 @@ class Checkpoints:
         """Waits, then gives up the directory; raises as `wait`."""
         try:
             self.wait()
-        finally:
-            self._checkpointer.close()
+        except Exception:
+            with contextlib.suppress(Exception):  # it tells again, on its way out, what `wait` told
+                self._checkpointer.close()
+            raise
+        self._checkpointer.close()
 
     def restore(self, abstract: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
         """Newest checkpoint that is whole: (state, position of the input); None if there is none.

@@ -1,6 +1,7 @@
 """The devices that a run finds, and what follows from them."""
 
 import contextlib
+import importlib.metadata
 import os
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from absl import logging
 
 from convbert_jax.config import Config, ConfigError, to_dict
 from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
+from convbert_jax.machine.packages import installed, unmet
 
 
 def prepare_platform(platform: str) -> None:
@@ -41,7 +43,7 @@ def look_for_devices() -> list[jax.Device]:
 
 def check_devices(config: Config, found: jax.Device) -> None:
     """Raises ConfigError if devices as `found` are not what the config asks for, by
-    `config.platform` or by an implementation that is named.
+    `config.platform` or by an implementation that is named, or cannot do what it asks for.
     """
     wanted = {"gpu": ("gpu", "cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}.get(config.platform)
     if wanted and found.platform not in wanted:
@@ -58,6 +60,27 @@ def check_devices(config: Config, found: jax.Device) -> None:
                 f"config.model.{field}='{name}' does not run on {found.platform} "
                 f"({found.device_kind}); set config.model.{field}=auto."
             )
+    if config.train.profile_start and (fault := fault_of_profiler()):
+        raise ConfigError(
+            f"config.train.profile_start={config.train.profile_start}: the profiler would end the "
+            f"program, as {fault}; pip install 'jax[tpu]=={jax.__version__}', set "
+            "config.platform=cpu where there is no TPU, or set config.train.profile_start=0."
+        )
+
+
+def fault_of_profiler() -> str:
+    """Why a trace would end this program without a word, "" if it would not.
+
+    The profiler of jax calls that of libtpu, which reads past the end of what an older jaxlib hands
+    it; jax loads libtpu, TPU or not, unless told to look for nothing else than a CPU or a GPU.
+    """
+    asked = jax.config.jax_platforms
+    if installed("libtpu") is None or (asked and "tpu" not in asked.split(",")):
+        return ""
+    of_libtpu = [r for r in importlib.metadata.requires("jax") or () if r.startswith("libtpu")]
+    for wanted, found in unmet(of_libtpu, "tpu"):
+        return f"jax {jax.__version__} asks for {wanted}, and {found} is installed"
+    return ""
 
 
 def find_devices(config: Config) -> list[jax.Device]:

@@ -3,10 +3,10 @@
 import signal
 import threading
 
-import jax
-import numpy as np
 from absl import logging
-from jax.experimental import multihost_utils
+
+from convbert_jax.training.environment import exchange
+from convbert_jax.training.environment.agreement import Agreement
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -19,16 +19,24 @@ class StopSignals:
     def __init__(self):
         self._received: str | None = None
         self._previous = {}
+        self._agreement = Agreement() if exchange.place()[1] > 1 else None
+        self._said = False
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._receive) for number in _SIGNALS}
         else:
             logging.warning("Not in the main thread: signals will not stop this run cleanly.")
+        if self._agreement:
+            self._agreement.__enter__()
         return self
 
     def __exit__(self, *exception):
         self._put_back()
+        if self._agreement:
+            if exception[0] is None:
+                self._say()
+            self._agreement.__exit__(*exception)
 
     def _receive(self, number, frame):
         del frame
@@ -39,16 +47,21 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def requested(self, *, agree: bool) -> str | None:
+    def requested(self, done: int = 0) -> str | None:
         """Name of the signal if the run should stop before its next step, else None.
 
-        Every process must stop at the same step. With several, a signal to any of them counts, and
-        they ask each other only where `agree` is True, as that makes all wait.
+        With several processes a signal to any of them counts for all, which stop after the same
+        step, a second or so later.
+
+        Args:
+          done: steps so far, which all processes count alike; each asks after every step.
         """
-        if jax.process_count() == 1:
+        if self._agreement is None:
             return self._received
-        if not agree:
-            return None
-        code = signal.Signals[self._received].value if self._received else 0
-        codes = multihost_utils.process_allgather(np.int32(code))
-        return signal.Signals(int(codes.max())).name if codes.any() else None
+        self._say()
+        return self._agreement.heard(done)
+
+    def _say(self) -> None:
+        if self._received and not self._said:
+            self._said = True
+            self._agreement.say(self._received)

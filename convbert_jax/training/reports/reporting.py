@@ -23,6 +23,7 @@ from convbert_jax.config import UserError
 from convbert_jax.files import damaged, parse_json, read_json_lines, replacing
 from convbert_jax.training.reports.tensorboard import EventFile
 from convbert_jax.training.reports.timing import format_seconds
+from convbert_jax.training.reports.trackers import Tracker
 from convbert_jax.training.task import Task
 from convbert_jax.workdir import Workdir
 
@@ -34,14 +35,26 @@ class ReportError(UserError):
 class Reporter:
     """Writes the numbers of one run; a context that closes its files."""
 
-    def __init__(self, workdir: Workdir, task: Task, *, steps: int, step: int):
+    def __init__(
+        self,
+        workdir: Workdir,
+        task: Task,
+        *,
+        steps: int,
+        step: int,
+        tracker: Tracker | None = None,
+    ):
         """Opens the files, and drops what they hold beyond `step`, where the run resumes.
+
+        Args:
+          tracker: hears the numbers too.
 
         Raises:
           ReportError: they cannot be written; so do the methods, and the end of the context.
         """
         self._task = task
         self._steps = steps
+        self._tracker = tracker
         self._workdir = workdir
         self._health = HealthWatch(task.health)
         self._writes = jax.process_index() == 0
@@ -134,6 +147,8 @@ class Reporter:
         with self._explain():
             self._lines.append(json.dumps({"step": step, "split": split, **finite}))
             self._board.add(step, shown)
+        if self._tracker:
+            self._tracker.add(step, shown)
 
     @contextlib.contextmanager
     def _explain(self) -> Iterator[None]:

@@ -1,6 +1,8 @@
 """Checkpoints: exact on any mesh, never half, and never silently from scratch."""
 
+import errno
 import json
+import os
 import pathlib
 import shutil
 
@@ -341,3 +343,18 @@ def test_checksums_see_any_bit_and_any_exchange(index, bit, other):
         exchanged = array.copy().reshape(-1)
         exchanged[[index, other]] = exchanged[[other, index]]
         assert int(checksums.sum_bits(exchanged.reshape(8, 64))) != before
+
+
+def test_a_full_disk_is_one_sentence_however_often_it_is_told(tmp_path, monkeypatch):
+    """Orbax raises the error of its thread from `wait`, and at times again from `close`."""
+    saver = Checkpoints(tmp_path, SECTION)
+
+    def fail():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver._checkpointer, "wait", fail)
+        patch.setattr(saver._checkpointer, "close", fail)
+        with pytest.raises(CheckpointError, match="No space left"):
+            saver.close()
+    saver.close()

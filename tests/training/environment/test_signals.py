@@ -18,9 +18,9 @@ def before():
 def test_a_second_interrupt_is_what_it_was_before(before):
     """KeyboardInterrupt here and in a notebook, not the end of the process."""
     with StopSignals() as stop:
-        assert stop.requested(agree=True) is None
+        assert stop.requested() is None
         signal.raise_signal(signal.SIGINT)
-        assert stop.requested(agree=True) == "SIGINT"
+        assert stop.requested() == "SIGINT"
         assert signal.getsignal(signal.SIGINT) is before
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

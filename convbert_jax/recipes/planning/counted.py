@@ -1,4 +1,4 @@
-"""For GPUs: arithmetic, as there is no compiler for them without one."""
+"""For GPUs and for this machine's CPU: arithmetic."""
 
 import functools
 import math
@@ -6,7 +6,7 @@ import types
 
 import jax
 
-from convbert_jax.analysis import gpu_plan
+from convbert_jax.analysis import arithmetic_plan
 from convbert_jax.config import Config, ConfigError, MeshSection
 from convbert_jax.recipes import prepared, teaching
 from convbert_jax.recipes.planning.traced import count_shards, kept_bytes, make_batch, make_task
@@ -15,9 +15,9 @@ from convbert_jax.training import sharding
 from convbert_jax.training.program import make_program
 
 
-def plan_gpus(
+def plan_by_arithmetic(
     config: Config,
-    gpus: gpu_plan.Gpus,
+    topology: str,
     *,
     largest_batch: bool,
     compare: bool,
@@ -28,14 +28,20 @@ def plan_gpus(
     """
     if largest_batch or compare:
         raise ConfigError(
-            f"--largest_batch and --compare compile, and for --topology={gpus.name} there is no "
-            "compiler here; leave them out."
+            f"--largest_batch and --compare compile, and a plan for --topology={topology} is "
+            "arithmetic; leave them out."
         )
-    sizes = sharding.mesh_sizes(config.mesh, gpus.count)
+    if topology == "cpu":
+        rows, length = make_batch(config)["tokens"].shape
+        layer = rows * length // config.train.accumulation
+        devices = arithmetic_plan.this_cpu(layer, config.model.hidden_size, config.model.ffn_size)
+    else:
+        devices = arithmetic_plan.read_gpus(topology)
+    sizes = sharding.mesh_sizes(config.mesh, devices.count)
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
     prepared.check_batches(config, mesh)
     shards = count_shards(mesh)
-    device = types.SimpleNamespace(platform="gpu", device_kind=gpus.kind)
+    device = types.SimpleNamespace(platform=devices.platform, device_kind=devices.kind)
     task = make_task(config, device, teaching.open_teacher(config), shards=shards)
     here = sharding.make_mesh(MeshSection(), jax.devices()[:1])
     state = make_program(task, config, here).abstract
@@ -46,9 +52,9 @@ def plan_gpus(
         for tree, of_tree in ((state.params, places.params), (state.opt_state, places.opt_state))
     )
     batch = make_batch(config, shards)
-    plan = gpu_plan.GpuPlan(
+    plan = arithmetic_plan.ArithmeticPlan(
         config,
-        gpus,
+        devices,
         axes=sizes,
         rows=batch["tokens"].shape[0],
         parameters=parameters,
@@ -58,7 +64,7 @@ def plan_gpus(
         tokens=task.tokens_per_step,
         flops=task.flops_per_step,
     )
-    return PlanResult(plan.fits, plan.to_json(), gpu_plan.describe(plan, price))
+    return PlanResult(plan.fits, plan.to_json(), arithmetic_plan.describe(plan, price))
 
 
 def _bytes_of_device(leaf: jax.ShapeDtypeStruct, place: jax.NamedSharding) -> int:

@@ -1,0 +1,237 @@
+"""What a step takes by arithmetic alone: of GPUs, for which there is no compiler without one, and
+of this machine's CPU, whose speed is measured.
+"""
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from convbert_jax.analysis import flops, overview
+from convbert_jax.config import Config, ConfigError
+from convbert_jax.machine.limits import free_memory
+
+_GIB = 2**30
+# Memory in GB, from NVIDIA's data sheets; the name is a key of flops.PEAK_FLOPS.
+_GPUS = {
+    "b200": ("B200", 180),
+    "h200": ("H200", 141),
+    "h100": ("H100", 80),
+    "a100": ("A100", 40),
+    "l40s": ("L40S", 48),
+    "l4": ("L4", 24),
+    "a10g": ("A10G", 24),
+    "t4": ("T4", 16),
+    "v100": ("V100", 16),
+}
+# Shares of the peak between which large runs of such models lie; not measured here.
+_REACHED_BY_GPUS = (0.25, 0.5)
+# Shares of the speed of its matrix products that steps of `tiny` and `base` reach on a CPU
+# (benchmarks/RESULTS.md).
+_REACHED_BY_CPUS = (0.2, 0.65)
+_MOST_ROWS = 4_096  # of a product that is measured: enough for its speed, and little memory
+_FREE = 0.92  # of the memory: the rest is the driver's and what the allocator cannot use
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """So many of one kind.
+
+    Attributes:
+      name: "gpu:h100x8", or "cpu" for this machine.
+      platform: "gpu" or "cpu".
+      kind: as jax calls it.
+      bytes: memory of one.
+      peak: FLOP/s of one.
+      reached: least and largest share of the peak that a step is expected to reach.
+      basis: what these numbers rest on, for a person.
+    """
+
+    name: str
+    platform: str
+    kind: str
+    count: int
+    bytes: float
+    peak: float
+    reached: tuple[float, float]
+    basis: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ArithmeticPlan:
+    """What a step takes of one device.
+
+    Attributes:
+      axes: of the mesh, name -> size.
+      parameters, gradients, moments: bytes.
+      kept: bytes of activations that the backward pass asks for, by tracing.
+      tokens, flops: of a step, of all devices.
+    """
+
+    config: Config
+    devices: Devices
+    axes: Mapping[str, int]
+    rows: int
+    parameters: int
+    gradients: int
+    moments: int
+    kept: int
+    tokens: int
+    flops: float
+
+    @property
+    def used(self) -> int:
+        return self.parameters + self.gradients + self.moments + self.kept
+
+    @property
+    def fits(self) -> bool:
+        return self.used <= _FREE * self.devices.bytes
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Of a step, if it reached as much of the peak as is expected at best and at worst."""
+        peak = self.devices.peak * self.devices.count
+        best, worst = (self.flops / peak / share for share in reversed(self.devices.reached))
+        return best, worst
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers, and that they are arithmetic."""
+        names = ("parameters", "gradients", "moments", "kept")
+        return {
+            "topology": self.devices.name,
+            "by": "arithmetic",
+            "basis": self.devices.basis,
+            "peak_flops": self.devices.peak,
+            "mesh": dict(self.axes),
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "flops": self.flops,
+            "fits": self.fits,
+            "memory": {name: getattr(self, name) for name in names}
+            | {"used": self.used, "capacity": self.devices.bytes},
+            "seconds_of_a_step": list(self.seconds),
+        }
+
+
+def is_counted(topology: str) -> bool:
+    """Whether a plan for it is arithmetic."""
+    return topology == "cpu" or topology.startswith("gpu:")
+
+
+def read_gpus(topology: str) -> Devices:
+    """Reads "gpu:h100x8".
+
+    Raises:
+      ConfigError: a kind that is not known, or no number.
+    """
+    found = re.fullmatch(r"gpu:(\w+?)(?:x(\d+))?", topology)
+    if not found or found[1] not in _GPUS or found[2] == "0":
+        raise ConfigError(
+            f"--topology={topology} names no GPUs; take one of {', '.join(_GPUS)} and how many, as "
+            "gpu:h100x8."
+        )
+    kind, size = _GPUS[found[1]]
+    return Devices(
+        topology,
+        platform="gpu",
+        kind=kind,
+        count=int(found[2] or 1),
+        bytes=size * 1e9,
+        peak=flops.peak_flops(kind),
+        reached=_REACHED_BY_GPUS,
+        basis="the peak of NVIDIA's data sheets, and a share of it which nobody has measured",
+    )
+
+
+def this_cpu(rows: int, inputs: int, outputs: int) -> Devices:
+    """The CPU of this machine, all of its cores one device as jax has it; multiplies for a second.
+
+    Args:
+      rows, inputs, outputs: of the matrices that are multiplied, those of a feed-forward layer;
+        of rows at most 4,096.
+    """
+    rows = min(rows, _MOST_ROWS)
+    speed = _measure_products(rows, inputs, outputs)
+    return Devices(
+        "cpu",
+        platform="cpu",
+        kind="cpu",
+        count=1,
+        bytes=float(free_memory()),
+        peak=speed,
+        reached=_REACHED_BY_CPUS,
+        basis=f"the memory that is free here, and {speed / 1e9:,.0f} GFLOP/s that this machine "
+        f"reached just now in matrix products of {rows:,} x {inputs:,} x {outputs:,}",
+    )
+
+
+def _measure_products(rows: int, inputs: int, outputs: int) -> float:
+    """FLOP/s of float32 products on the CPU, the best of those of a second."""
+    on_cpu = jax.devices("cpu")[0]
+    x, y = (jax.device_put(np.ones(shape, np.float32), on_cpu)
+            for shape in ((rows, inputs), (inputs, outputs)))  # fmt: skip
+    multiply = jax.jit(jnp.matmul)
+    jax.block_until_ready(multiply(x, y))
+    best, end = math.inf, time.perf_counter() + 1.0
+    while time.perf_counter() < end:
+        begin = time.perf_counter()
+        jax.block_until_ready(multiply(x, y))
+        best = min(best, time.perf_counter() - begin)
+    return 2 * rows * inputs * outputs / best
+
+
+def describe(plan: ArithmeticPlan, price: float | None = None) -> str:
+    """A text for a person.
+
+    Args:
+      price: of an hour of a device, in any currency.
+    """
+    devices = plan.devices
+    unit = devices.platform.upper()
+    capacity = devices.bytes / _GIB
+    state = "fits" if plan.fits else "DOES NOT FIT"
+    best, worst = plan.seconds
+    steps = plan.config.train.steps
+    low, high = devices.reached
+    rows = {
+        "parameters": plan.parameters,
+        "gradients": plan.gradients,
+        f"moments of {plan.config.optimizer.method}": plan.moments,
+        "activations": plan.kept,
+    }
+    hours = [seconds * steps * devices.count / 3600 for seconds in (best, worst)]
+    cost = f"{hours[0]:,.1f} to {hours[1]:,.1f} {unit}-hours"
+    if price is not None:
+        cost += f", {hours[0] * price:,.2f} to {hours[1] * price:,.2f} at {price:g} each"
+    mesh = " ".join(f"{name}={size}" for name, size in plan.axes.items())
+    return "\n".join(
+        [
+            f"{plan.config.name} on {devices.name}, BY ARITHMETIC: nothing was compiled or run",
+            f"from {devices.basis}",
+            "",
+            f"mesh                    {mesh}",
+            f"a step                  {plan.rows:,} rows, {plan.tokens:,} tokens, "
+            f"{plan.flops:.3g} FLOPs",
+            "",
+            f"{f'memory of a {unit}':<24}{plan.used / _GIB:.2f} of {capacity:.2f} GiB, {state}; "
+            "what operations need for themselves comes on top",
+            *(f"  {name:<22}{size / _GIB:>8.2f}" for name, size in rows.items()),
+            "",
+            f"a step takes            {_spell(best)} to {_spell(worst)} ms, if it reaches "
+            f"{low:.0%} to {high:.0%} of {devices.peak / 1e9:,.0f} GFLOP/s",
+            f"  tokens a second       {plan.tokens / worst:,.0f} to {plan.tokens / best:,.0f}",
+            f"the run                 {steps:,} steps: {overview.spell_time(best * steps)} to "
+            f"{overview.spell_time(worst * steps)}, {cost}",
+        ]
+    )
+
+
+def _spell(seconds: float) -> str:
+    """Milliseconds, of which three digits count."""
+    return f"{float(f'{seconds * 1e3:.3g}'):,g}"

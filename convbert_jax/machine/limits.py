@@ -1,0 +1,59 @@
+"""Memory and CPUs that this process may have, within the limits of its container."""
+
+import os
+import pathlib
+from collections.abc import Iterator
+
+_ROOT = pathlib.Path("/")
+_NO_LIMIT = 2**60  # what version 1 of cgroups writes in place of none, and more
+
+
+def free_memory(root: pathlib.Path = _ROOT) -> int:
+    """Bytes that programs may still take, of the machine or of what the container may have."""
+    return min(_available_memory(root), cgroup_limits(root)[0] or _NO_LIMIT)
+
+
+def cgroup_limits(root: pathlib.Path = _ROOT) -> tuple[int | None, float | None]:
+    """(bytes of memory, CPUs) that the control groups of this process allow; None without a limit.
+
+    Both versions of cgroups, and every group above this one.
+    """
+    memory: list[int] = []
+    cpus: list[float] = []
+    for folder in _groups(root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _read(folder / name)
+            if text.isdecimal() and int(text) < _NO_LIMIT:
+                memory.append(int(text))
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if not period:
+            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            cpus.append(int(quota) / int(period))
+    return min(memory, default=None), min(cpus, default=None)
+
+
+def _groups(root: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Folders of the groups of this process, and of all above them."""
+    mount = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        start = mount / controllers if controllers else mount
+        # In a container the path may be that of the host, which is not mounted here.
+        for part in (pathlib.PurePosixPath(path), *pathlib.PurePosixPath(path).parents):
+            yield start / part.relative_to("/")
+
+
+def _available_memory(root: pathlib.Path) -> int:
+    for line in _read(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _read(path: pathlib.Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

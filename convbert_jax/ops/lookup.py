@@ -1,0 +1,41 @@
+"""Rows of a table, whose gradient each device of a mesh adds up before it is sent."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.ops import dispatch
+
+
+@jax.custom_vjp
+def look_up(table: Float[Array, "V E"], ids: Int[Array, "B *L"]) -> Float[Array, "B *L E"]:
+    """The row of each id; NaN where there is none, as jnp.take has it.
+
+    The table of words is read several times in a step (generator, discriminator, output). By
+    autodiff the compiler adds the gradient of the output, which it has summed over the devices for
+    that, into the one of a lookup, and then sends that too: twice a table's bytes (XLA for TPUs,
+    libtpu 0.0.52). Here the gradient of a lookup is a sum over devices of arrays of their own,
+    which it adds to the others' before it sends any.
+    """
+    return jnp.take(table, ids, axis=0)
+
+
+def _forward(table, ids):
+    # An array without values tells its shape and dtype; the table itself need not be kept.
+    return look_up(table, ids), (ids, jnp.empty((len(table), 0, *table.shape[1:]), table.dtype))
+
+
+def _backward(saved, gradient):
+    ids, like = saved
+    shape = like.shape[0], *like.shape[2:]
+
+    def of_device(ids, gradient):
+        return jnp.zeros(shape, like.dtype).at[ids].add(gradient, mode="drop")[None]
+
+    parts = dispatch.over_mesh(
+        of_device, (ids, gradient), (dispatch.ROWS, dispatch.ROWS), dispatch.ROWS
+    )
+    return parts.sum(0), None
+
+
+look_up.defvjp(_forward, _backward)

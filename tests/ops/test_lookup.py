@@ -1,0 +1,84 @@
+"""Rows of a table and their gradient, on one device and on several."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from convbert_jax.ops.lookup import look_up
+from tests.running import needs_libtpu
+
+AXES = ("data", "fsdp", "tensor")
+AUTO = (jax.sharding.AxisType.Auto,) * 3
+
+
+@given(
+    sizes=st.sampled_from([(1, 1, 1), (8, 1, 1), (2, 2, 2), (2, 4, 1)]),
+    rows=st.sampled_from([8, 16, 3]),
+    inner=st.sampled_from([(), (5,), (2, 3)]),
+    ends=st.sampled_from([7, 40]),
+    seed=st.integers(0, 9),
+)
+def test_it_is_a_gather_and_its_gradient_a_sum_over_ids(sizes, rows, inner, ends, seed):
+    """Three rows divide over no axis: every device then adds up all of them."""
+    random = np.random.default_rng(seed)
+    table = jnp.asarray(random.normal(size=(32, 4)), jnp.float32)
+    ids = random.integers(0, min(ends, 32), (rows, *inner))
+    cotangent = random.normal(size=(*ids.shape, 4)).astype(np.float32)
+
+    def both(table, ids, cotangent):
+        out, pull = jax.vjp(lambda table: look_up(table, ids), table)
+        return out, pull(cotangent)[0]
+
+    with jax.set_mesh(jax.make_mesh(sizes, AXES, axis_types=AUTO)):
+        out, gradient = jax.jit(both)(table, ids, cotangent)
+    np.testing.assert_array_equal(out, np.asarray(table)[ids])
+    wanted = np.zeros((32, 4))
+    np.add.at(wanted, ids, cotangent.astype(np.float64))
+    np.testing.assert_allclose(gradient, wanted, atol=1e-5)
+
+
+def test_an_id_that_is_no_row_gives_nan_and_no_gradient():
+    table = jnp.ones((3, 2))
+    ids = jnp.array([1, 3])
+    out, pull = jax.vjp(lambda table: look_up(table, ids), table)
+    np.testing.assert_array_equal(np.isnan(out), [[False] * 2, [True] * 2])
+    np.testing.assert_array_equal(pull(jnp.ones((2, 2)))[0], [[0, 0], [1, 1], [0, 0]])
+
+
+def test_the_gradient_has_the_dtype_of_the_table():
+    gradient = jax.grad(lambda t: look_up(t, jnp.zeros(4096, jnp.int32)).sum())
+    assert gradient(jnp.ones((2, 1), jnp.float32)).dtype == jnp.float32
+    assert gradient(jnp.ones((2, 1), jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.tpu_compile
+@needs_libtpu
+def test_a_table_that_is_read_three_times_is_sent_once():
+    """By autodiff twice: what is asked of the compiler here and what it did without."""
+    from convbert_jax.analysis.tpu import collectives
+    from convbert_jax.analysis.tpu.topology import open_topology
+
+    devices = open_topology("v5e:2x2").devices
+    mesh = jax.make_mesh((4, 1, 1), AXES, axis_types=AUTO, devices=devices)
+
+    def megabytes(look_up):
+        def loss(table, ids, others):
+            hidden = jnp.tanh(look_up(table, ids))
+            logits = jnp.einsum("ble,ve->blv", hidden, table)
+            return (jax.nn.logsumexp(logits, axis=-1).sum() + look_up(table, others)[..., 0]).sum()
+
+        rows = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
+        whole = jax.NamedSharding(mesh, jax.P())
+        ids = jax.ShapeDtypeStruct((64, 128), jnp.int32, sharding=rows)
+        table = jax.ShapeDtypeStruct((4_000, 128), jnp.float32, sharding=whole)
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(jax.grad(loss)).lower(table, ids, ids).compile()
+        found = collectives.find_collectives(compiled.as_text(), dict(mesh.shape))
+        return sum(each.array_bytes for each in found) / 1e6
+
+    table = 4_000 * 128 * 4 / 1e6
+    assert table <= megabytes(look_up) < 1.01 * table
+    assert megabytes(lambda table, ids: jnp.take(table, ids, axis=0)) >= 2 * table

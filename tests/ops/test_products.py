@@ -1,0 +1,53 @@
+"""Products and their gradients, in whatever order a platform multiplies."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convbert_jax.ops.products import einsum
+
+SIZES = {"a": 3, "b": 5, "i": 4, "o": 17, "h": 2, "v": 41, "e": 4}
+# Inputs wider than outputs and the other way round, a table read from either side, batched axes.
+EQUATIONS = [
+    *("abi,io->abo", "abo,oi->abi", "abe,ve->abv", "abv,ve->abe", "ai,io->ao"),
+    *("habi,hio->habo", "ahi,hio->aho", "abhi,hio->abo", "bhi,ahi->bha"),
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_gradients_are_those_of_the_product(equation, dtype):
+    """A parameter is float32, and so is its gradient, whatever the other factor is."""
+    left, right = equation.split("->")[0].split(",")
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, y = (
+        jax.random.normal(key, [SIZES[axis] for axis in axes])
+        for key, axes in zip(keys, (left, right), strict=False)
+    )
+    like = jnp.einsum(equation, x, y)
+    weights = jax.random.normal(keys[2], like.shape)
+    x, y, weights = (value.astype(dtype).astype(jnp.float32) for value in (x, y, weights))
+
+    def ours(x, y):
+        return (einsum(equation, x.astype(dtype), y, jnp.float32) * weights).sum()
+
+    found = jax.jit(jax.grad(ours, argnums=(0, 1)))(x, y)
+    wanted = jax.grad(lambda x, y: (jnp.einsum(equation, x, y) * weights).sum(), (0, 1))(x, y)
+    assert found[1].dtype == jnp.float32
+    rounded = 1e-2 if dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(found[0], wanted[0], rtol=rounded, atol=rounded)
+    np.testing.assert_allclose(found[1], wanted[1], rtol=1e-4, atol=1e-4)
+
+
+def test_on_a_cpu_the_smaller_factor_is_turned_over():
+    """Of hidden states [1536, 128] and logits [1536, 8000] it is the hidden states."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("of CPUs alone")
+    x, y = jnp.ones((1_536, 128)), jnp.ones((8_000, 128))
+
+    def loss(x, y):
+        return einsum("ae,ve->av", x, y, jnp.float32).sum()
+
+    program = jax.jit(jax.grad(loss, argnums=1)).lower(x, y).compile().as_text()
+    assert "f32[8000,1536]" not in program
