@@ -8,6 +8,7 @@ functions never depends on what a compiler makes of a bfloat16 sum.
 import functools
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -62,10 +63,22 @@ def _sum_over_rows(left, result, right, x, cotangent, dtype):
     order = "".join(a for axes, _ in (first, second) for a in axes if a in right)
     if dispatch.platform() != "cpu" or batched or order == right:
         return _einsum(f"{left},{result}->{right}", x, cotangent, dtype)
-    product = _einsum(f"{first[0]},{second[0]}->{order}", first[1], second[1], dtype)
-    # Without it XLA takes the transposition back into the product.
-    product = jax.lax.optimization_barrier(product)
-    return jnp.einsum(f"{order}->{right}", product)
+
+    @jax.custom_batching.custom_vmap
+    def turned(x, y):
+        product = _einsum(f"{first[0]},{second[0]}->{order}", x, y, dtype)
+        # Without it XLA takes the transposition back into the product.
+        product = jax.lax.optimization_barrier(product)
+        return jnp.einsum(f"{order}->{right}", product)
+
+    @turned.def_vmap
+    def together(size, are_batched, x, y):
+        """Seeds as an axis: of such a product turned over, XLA (jax 0.10.2) ends the process."""
+        plain = functools.partial(_einsum, f"{first[0]},{second[0]}->{right}", dtype=dtype)
+        axes = tuple(0 if batched else None for batched in are_batched)
+        return jax.vmap(plain, axes, axis_size=size)(x, y), True
+
+    return turned(first[1], second[1])
 
 
 def _einsum(equation, x, y, dtype):

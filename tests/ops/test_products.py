@@ -51,3 +51,20 @@ def test_on_a_cpu_the_smaller_factor_is_turned_over():
 
     program = jax.jit(jax.grad(loss, argnums=1)).lower(x, y).compile().as_text()
     assert "f32[8000,1536]" not in program
+
+
+def test_gradients_of_seeds_together_are_those_of_each():
+    """Of a head of two labels on three texts: a product that was turned over ended the process."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, y = jax.random.normal(keys[0], (2, 3, 32)), jax.random.normal(keys[1], (2, 32, 2))
+
+    def loss(y, x):
+        return jnp.square(einsum("ai,io->ao", x, y, jnp.float32)).sum()
+
+    both = jax.grad(loss, argnums=(0, 1))
+    for axes, texts in (((0, 0), x), ((0, None), x[0])):
+        together = jax.jit(jax.vmap(both, in_axes=axes))(y, texts)
+        for seed in range(2):
+            alone = both(y[seed], x[seed] if axes[1] == 0 else x[0])
+            for many, one in zip(together, alone, strict=True):
+                np.testing.assert_allclose(many[seed], one, rtol=1e-4, atol=1e-4)
