@@ -14,10 +14,11 @@ to 17 taps. mixers: every mixer, at equal tokens and again at equal FLOPs. objec
 tokens, masked words, one after the other, replacements drawn evenly, and replaced tokens with
 DeBERTaV3's sharing of embeddings (gdes). generator_size: ELECTRA's figure, and a shared one.
 pretrained_convolutions: whether convolutions profit of pre-training as attention does (Tay et al.,
-2021); needs --finetune. translation: attention, light, dynamic and span-based dynamic convolution
-in encoder and decoder (Wu et al., 2019), scored by BLEU; needs --config.parallel.source. length:
-time and memory of rows of 64 to 4,096 tokens. search: head ratio, kernel size, groups and
-feed-forward, chosen by Optuna among encoders no larger than the config's.
+2021); needs --finetune. pretrained_sequences: the same of encoder-decoders, by span corruption and
+text to text, as that paper has it. translation: attention, light, dynamic and span-based dynamic
+convolution in encoder and decoder (Wu et al., 2019), scored by BLEU; needs
+--config.parallel.source. length: time and memory of rows of 64 to 4,096 tokens. search: head ratio,
+kernel size, groups and feed-forward, chosen by Optuna among encoders no larger than the config's.
 """
 
 from convbert_jax.config.mixers import MIXERS
@@ -132,6 +133,31 @@ def _pretrained_convolutions(size: str) -> Sweep:
     )
 
 
+def _pretrained_sequences(size: str) -> Sweep:
+    """Of the sizes of configs/span_corruption.py; small is in between. In the shape of the paper
+    convolutions have no positions.
+    """
+    shape, widths, alone = "tiny", {}, {}
+    if size == "small":
+        widths = {"hidden_size": 256, "embedding_size": 256, "ffn_size": 1_024, "layers": 8}
+    elif size == "base":
+        shape, alone = "t5_base", {"sequence.positions": "none"}
+    return Sweep(
+        config=f"configs/span_corruption.py:{shape},attention",
+        rows={
+            "attention": Row(),
+            **{
+                mixer: Row({"model.mixer": mixer, **alone})
+                for mixer in ("light", "dynamic", "dilated")
+            },
+        },
+        changes={**_KEPT, **{f"model.{name}": value for name, value in widths.items()}},
+        from_scratch=True,
+        purpose="Do encoder-decoders of convolutions profit of pre-training as those of attention "
+        "do?",
+    )
+
+
 def _length(size: str) -> Sweep:
     """Batches of 8,192 tokens each, some steps for the clock; nothing is learned."""
     lengths = [2**power for power in range(6, 13)]
@@ -213,6 +239,7 @@ SWEEPS = {
     "objectives": _objectives,
     "generator_size": _generator_size,
     "pretrained_convolutions": _pretrained_convolutions,
+    "pretrained_sequences": _pretrained_sequences,
     "translation": _translation,
     "length": _length,
     "search": _search,

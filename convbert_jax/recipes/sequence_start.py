@@ -60,6 +60,9 @@ def read_start(
     config = _follow(config, fields, given)
     if begun:
         return config, None
+    if config.parallel.from_scratch and config.reads_pairs:
+        logging.info("Random weights, of the sizes of %s.", config.init_from)
+        return config, None
     step, params = sources.read_params(source, kept, None)
     logging.info("Starting from step %d of %s.", step, config.init_from)
     return config, RunWeights(params, step)

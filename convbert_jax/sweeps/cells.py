@@ -9,6 +9,8 @@ from convbert_jax import config_files
 from convbert_jax.analysis import flops
 from convbert_jax.command_line.fields import field_types, nearest
 from convbert_jax.config import Config, UserError, changes, from_config_dict, to_dict
+from convbert_jax.config.sequences.sections import OF_PAIRS
+from convbert_jax.data.parallel import parallel_text
 from convbert_jax.recipes import finetuning
 from convbert_jax.sweeps.folder import FINISHED, Folder, Record
 from convbert_jax.sweeps.table import Row, Search, Sweep, SweepError, Task
@@ -21,8 +23,11 @@ _COMPARED = (
     *("compute_dtype", "finetune.tasks", "finetune.seeds"),
 )
 # An override of a sweep with tasks is of pre-training, but for those of fine-tuning and of both.
-_OF_TASKS, _OF_BOTH = ("finetune.", "task."), ("platform", "compute_dtype", "mesh.")
+_OF_TASKS = ("finetune.", "task.", "parallel.", "decoding.")
+_OF_BOTH = ("platform", "compute_dtype", "mesh.")
 _BOTH_TOO = ("train.compile_cache",)
+# Recipes of the tasks after a recipe; after others it is FINETUNE.
+_FOLLOW = {"span_corruption": OF_PAIRS, "causal_lm": ()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +123,14 @@ def check_tasks(cells: Iterable[Cell]) -> None:
     seen = set()
     for cell in cells:
         which = (cell.stage, cell.row if cell.stage == FINETUNE else "")
-        if cell.config.recipe != FINETUNE or which in seen:
+        if cell.stage == PRETRAIN or which in seen:
             continue
         seen.add(which)
         try:
-            finetuning.check_tasks(cell.config)
+            if cell.config.reads_pairs:
+                parallel_text.open_sources(cell.config)
+            else:
+                finetuning.check_tasks(cell.config)
         except UserError as error:
             name = f"row {cell.row}" if cell.stage == FINETUNE else f"task {cell.stage}"
             raise SweepError(f"{name}: {error}") from error
@@ -234,9 +242,9 @@ def _cells_of(sweep, folder, name, seed, changed, of_tasks) -> list[Cell]:
     what = f"row {name}"
     changed = {**changed, "seed": seed}
     config = _make(what, sweep.config, changed)
+    if sweep.tasks and (config.recipe == FINETUNE or config.reads_pairs):
+        raise SweepError(f"{sweep.config} is fine-tuning, after which no tasks can come.")
     if config.recipe == FINETUNE:
-        if sweep.tasks:
-            raise SweepError(f"{sweep.config} is fine-tuning, after which no tasks can come.")
         changed["finetune.seeds"] = 1
         changed.setdefault("finetune.save_models", False)
         return [_cell(name, seed, FINETUNE, sweep.config, changed, what)]
@@ -255,15 +263,23 @@ def _cells_of(sweep, folder, name, seed, changed, of_tasks) -> list[Cell]:
 
 def _after(folder, pretrained: Cell, name: str, task: Task, overrides, scratch) -> Cell:
     what = f"task {name}"
-    changed = {"finetune.save_models": False, **task.changes, **overrides}
-    if scratch is not None:
-        changed["finetune.from_scratch"] = scratch
-    changed["init_from"] = str(folder.run(pretrained.id))
+    changed = {**task.changes, **overrides, "init_from": str(folder.run(pretrained.id))}
     config = _make(what, task.config, changed)
-    if config.recipe != FINETUNE:
-        raise SweepError(f"{what}: {task.config} is pre-training; name a config of fine-tuning.")
+    before = pretrained.config.recipe
+    follow = _FOLLOW.get(before, (FINETUNE,))
+    if config.recipe not in follow:
+        raise SweepError(
+            f"{what}: {task.config} has config.recipe='{config.recipe}'; after '{before}' comes "
+            f"{' or '.join(follow) or 'none'}."
+        )
+    section, seeds = "parallel", 1
+    if config.recipe == FINETUNE:
+        section, seeds = "finetune", config.finetune.seeds
+        changed.setdefault("finetune.save_models", False)
+    if scratch is not None:
+        changed[f"{section}.from_scratch"] = scratch
     # no fine-tuning seed comes twice, and all rows have the same
-    changed["seed"] = pretrained.seed * config.finetune.seeds
+    changed["seed"] = pretrained.seed * seeds
     return _cell(
         pretrained.row, pretrained.seed, name, task.config, changed, what, after=pretrained.id
     )

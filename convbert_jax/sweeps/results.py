@@ -36,7 +36,7 @@ def read_values(cell: Cell, folder: Folder) -> dict[str, float] | None:
     """The numbers of a cell that has come to its end, by metric; None of one that has not.
 
     Of pre-training: the last held-out numbers, the median of tokens_per_second, the peak of memory;
-    of pairs of texts "SET METRIC" too, the scores of what was written.
+    of pairs of texts "SET METRIC" too, the scores of what was written; of a task nothing else.
     Of fine-tuning: "SPLIT METRIC" as fractions, the mean over its seeds; of several settings, those
     of the best median of the first metric on the first split, as in the run's own table.
 
@@ -59,7 +59,8 @@ def read_values(cell: Cell, folder: Folder) -> dict[str, float] | None:
             if name in record:
                 trained.setdefault(name, []).append(record[name])
     values |= {name: _OF_TRAINING[name](found) for name, found in trained.items()}
-    return values | _of_written(run, max(run.steps()))
+    written = _of_written(run, max(run.steps()))
+    return written if cell.after else values | written
 
 
 def choose_metrics(sweep: Sweep, config: Config) -> tuple[str, ...]:

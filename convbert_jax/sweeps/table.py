@@ -34,7 +34,8 @@ class Task:
     """What each pre-trained model is fine-tuned on.
 
     Attributes:
-      config: as --config takes it, "text:trec" or "glue:cola".
+      config: as --config takes it, "text:trec" or "glue:cola"; after span corruption one of pairs
+        of texts, "text_to_text:tiny".
       changes: as of `Row`; `init_from` is the pre-trained cell.
     """
 

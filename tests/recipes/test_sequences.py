@@ -185,6 +185,9 @@ def test_translation_starts_from_span_corruption(make, run, tmp_path):
         ConfigError, match=r"config\.model\.ffn_size=48, but the model of .* has 64"
     ):
         start.read_start(asked, Workdir(tmp_path / "run"), {"model.ffn_size"})
+    scratch = replace(asked, {"parallel.from_scratch": True})
+    sized, nothing = start.read_start(scratch, Workdir(tmp_path / "run"))
+    assert (sized.model, sized.tokenizer, nothing) == (found.model, found.tokenizer, None)
     began = recipes.pretrain(asked, tmp_path / "run")
     kept = json.loads((began.folder / "config.json").read_text())
     assert kept["model"]["ffn_size"] == 64

@@ -16,6 +16,7 @@ from convbert_jax.sweeps.folder import FINISHED, Folder, Record
 ROWS = {"attention": Row({"model.mixer": "attention"}), "mixed": Row()}
 TABLE = Sweep("tiny", ROWS, seeds=(0, 1))
 TREC = Task("text:trec", {"finetune.seeds": 3})
+PAIRS = Task("text_to_text:tiny", {"parallel.columns": ("text", "label")})
 NAMED = runpy.run_path(config_files.__file__.replace("config_files.py", "../configs/ablation.py"))
 
 
@@ -65,6 +66,28 @@ def test_tasks_follow_each_pretraining(folder):
     before = cells["mixed/seed-1/pretrain"].config
     assert (before.train.steps, before.task.folder) == (50, "")
     assert before.platform == tuned.config.platform == "cpu"
+
+
+def test_pairs_of_texts_follow_span_corruption(folder, tmp_path):
+    sweep = config_files.load_sweep("ablation:pretrained_sequences")
+    sweep = dataclasses.replace(sweep, seeds=(0, 1), tasks={"topics": PAIRS})
+    overrides = {"train.steps": 50, "parallel.source": f"tsv:{tmp_path / 'train.tsv'}"}
+    cells = {cell.id: cell for cell in expand(sweep, folder, overrides)}
+    assert len(cells) == 4 * 2 * 3
+    tuned, scratch = (cells[f"light/seed-1/topics{end}"].config for end in ("", "-scratch"))
+    assert (tuned.recipe, tuned.seed) == ("text_to_text", 1)
+    assert (tuned.parallel.from_scratch, scratch.parallel.from_scratch) == (False, True)
+    assert tuned.init_from == scratch.init_from
+    before = cells["light/seed-1/pretrain"].config
+    assert (before.train.steps, before.parallel.source) == (50, "")
+    assert (tuned.train.steps, tuned.parallel.source) == (3_000, overrides["parallel.source"])
+    with pytest.raises(SweepError, match=r"^task topics: .*train\.tsv"):
+        check_tasks(cells.values())
+    (tmp_path / "train.tsv").write_text("text\tlabel\na b\tc\n")
+    check_tasks(cells.values())
+    for task, config in (("t", "text:trec"), ("t", "tiny")):
+        with pytest.raises(SweepError, match="after 'span_corruption' comes translation or"):
+            expand(dataclasses.replace(sweep, tasks={task: Task(config)}), folder)
 
 
 def test_files_of_tasks_are_looked_for_before_anything_runs(folder, tmp_path):
@@ -133,7 +156,7 @@ def test_parts_of_the_steps_follow_them(folder):
         ({}, {"train.batch_size": 0}, "config.train.batch_size=0"),
         ({"from_scratch": True}, {}, "names none; add --finetune="),
         ({"tasks": {"pretrain": TREC}}, {}, "a task cannot be called pretrain"),
-        ({"tasks": {"t": Task("tiny")}}, {}, "task t: tiny is pre-training"),
+        ({"tasks": {"t": Task("tiny")}}, {}, "after 'replaced_token' comes finetune."),
         ({"tasks": {"t": Task("text:nothing")}}, {}, "task t: "),
         ({"config": "nowhere"}, {}, "there is no file nowhere"),
     ],
@@ -195,7 +218,8 @@ def test_the_named_sweeps_can_run(folder, name, size):
     sweep = config_files.load_sweep(f"ablation:{name},{size}")
     sweep = dataclasses.replace(sweep, seeds=(0,))
     if sweep.from_scratch:
-        sweep = dataclasses.replace(sweep, tasks={"trec": TREC})
+        task = PAIRS if "span_corruption" in sweep.config else TREC
+        sweep = dataclasses.replace(sweep, tasks={"trec": task})
     assert expand(sweep, folder)
     assert sweep.purpose
 

@@ -43,6 +43,11 @@ def _check_parallel(config: Config) -> None:
         "any.",
     )
     check(
+        not p.from_scratch or config.init_from != "",
+        "config.parallel.from_scratch=True takes sizes and vocabulary of config.init_from, which "
+        "is empty; leave it out, or name a run.",
+    )
+    check(
         p.heldout_fraction > 0 or p.validation_source != "",
         "config.parallel.heldout_fraction=0 leaves nothing to evaluate on; raise it or name "
         "config.parallel.validation_source.",

@@ -55,6 +55,9 @@ class ParallelSection:
     # tfds:DIR (or tfds:DIR#SPLIT)
     source: str = ""
     validation_source: str = ""  # pairs to evaluate on; "" holds out some of `source`
+    # weights are random, only sizes and vocabulary are those of init_from: what pre-training is
+    # worth
+    from_scratch: bool = False
     heldout_fraction: float = 0.01  # of the pairs, chosen by a hash of their texts
     # the two texts: numbers from 0 of a tsv, or names, which its first line then has; names of
     # jsonl and TFDS. (): 0,1 of a tsv, source,target of jsonl and TFDS

@@ -200,6 +200,7 @@ def test_no_pairs_is_one_sentence(make_config, tmp_path):
     [
         ({"columns": ["a"]}, "two columns"),
         ({"max_ratio": 0.5}, "would leave no pair"),
+        ({"from_scratch": True}, "of config.init_from, which is empty"),
         ({"heldout_fraction": 0.0}, "nothing to evaluate on"),
         ({"target_vocab_size": 99}, "shared_vocabulary=False"),
         ({"sampling": 1.5}, "must be at least 0"),
