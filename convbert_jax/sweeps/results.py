@@ -82,7 +82,7 @@ def _of_written(run: Workdir, step: int) -> dict[str, float]:
         f"{name} {metric}": float(value)
         for name, of_set in scores.items()
         for metric, value in of_set.items()
-        if isinstance(value, int | float)
+        if isinstance(value, int | float) and metric != "pairs"  # how many they are of
     }
 
 
