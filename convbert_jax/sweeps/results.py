@@ -36,7 +36,8 @@ def read_values(cell: Cell, folder: Folder) -> dict[str, float] | None:
     """The numbers of a cell that has come to its end, by metric; None of one that has not.
 
     Of pre-training: the last held-out numbers, the median of tokens_per_second, the peak of memory;
-    of pairs of texts "SET METRIC" too, the scores of what was written; of a task nothing else.
+    of pairs of texts "SET METRIC" too, the scores of what was written; of a task those of
+    held-out pairs that `_OF_PAIRS` names, alone.
     Of fine-tuning: "SPLIT METRIC" as fractions, the mean over its seeds; of several settings, those
     of the best median of the first metric on the first split, as in the run's own table.
 
@@ -60,7 +61,9 @@ def read_values(cell: Cell, folder: Folder) -> dict[str, float] | None:
                 trained.setdefault(name, []).append(record[name])
     values |= {name: _OF_TRAINING[name](found) for name, found in trained.items()}
     written = _of_written(run, max(run.steps()))
-    return written if cell.after else values | written
+    if cell.after:
+        return {name: written[name] for name in _OF_PAIRS[cell.config.recipe] if name in written}
+    return values | written
 
 
 def choose_metrics(sweep: Sweep, config: Config) -> tuple[str, ...]:
@@ -82,7 +85,7 @@ def _of_written(run: Workdir, step: int) -> dict[str, float]:
         f"{name} {metric}": float(value)
         for name, of_set in scores.items()
         for metric, value in of_set.items()
-        if isinstance(value, int | float) and metric != "pairs"  # how many they are of
+        if isinstance(value, int | float)
     }
 
 

@@ -178,3 +178,15 @@ def test_what_a_translator_writes_counts(folder):
     assert math.isnan(last["flops"])
     outcome = results.collect("translation", sweep, (cell, other), folder)
     assert outcome.rows["attention"].flops is None
+
+
+def test_of_pairs_after_pretraining_the_scores_count(folder):
+    task = Task("text_to_text:tiny", {"parallel.source": "tsv:a", "train.steps": 40})
+    sweep = Sweep("span_corruption:tiny,light", {"plain": Row()}, seeds=(0,), tasks={"t": task})
+    cell = next(cell for cell in expand(sweep, folder) if cell.after)
+    pretrain(folder, cell)
+    run = folder.run(cell.id)
+    run.evaluation(40).parent.mkdir()
+    scores = {"validation": {"exact_match": 70.0, "pairs": 500}}
+    run.evaluation(40).write_text(json.dumps({"scores": scores}))
+    assert results.read_values(cell, folder) == {"validation exact_match": 70.0}
