@@ -365,9 +365,10 @@ class CheckpointSection:
 @dataclasses.dataclass(frozen=True)
 class MeshSection:
     """Devices by axis, -1 is all that are left: data copies parameters, fsdp shards them, tensor
-    splits heads and feed-forward channels.
+    splits heads and feed-forward channels, sequence the positions of long rows.
     """
 
     data: Changeable[int] = -1
     fsdp: Changeable[int] = 1
     tensor: Changeable[int] = 1
+    sequence: Changeable[int] = 1

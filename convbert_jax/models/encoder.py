@@ -20,7 +20,7 @@ from convbert_jax.models.layers import (
     residual,
 )
 from convbert_jax.ops import products
-from convbert_jax.ops.dispatch import rows_alone
+from convbert_jax.ops.dispatch import between_layers
 
 # What the backward pass keeps of a layer, by config.model.remat; None keeps what it needs.
 # "dots" keeps products with weights; attention, cheap to repeat and large, is computed again.
@@ -66,7 +66,7 @@ class Layer(nnx.Module):
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
-        x = rows_alone(x)
+        x = between_layers(x)
 
         def mix(x):
             return dropout(self.mixer(x, segment_ids, keys[0], capture), self.dropout, keys[1])
@@ -74,8 +74,8 @@ class Layer(nnx.Module):
         def feed(x):
             return dropout(self.feed_forward(x), self.dropout, keys[2])
 
-        x = rows_alone(residual(x, mix, self.mixer_norm, self.norm))
-        return rows_alone(residual(x, feed, self.feed_forward_norm, self.norm))
+        x = between_layers(residual(x, mix, self.mixer_norm, self.norm))
+        return between_layers(residual(x, feed, self.feed_forward_norm, self.norm))
 
 
 class Encoder(nnx.Module):

@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from convbert_jax.ops import dispatch
-from convbert_jax.ops.dispatch import ROWS, ROWS_AND_HEADS, Implementation
+from convbert_jax.ops.dispatch import (
+    POSITIONS,
+    POSITIONS_AND_HEADS,
+    ROWS,
+    ROWS_AND_HEADS,
+    Implementation,
+)
 from convbert_jax.ops.products import einsum
 from convbert_jax.ops.softmax import softmax
 
@@ -140,7 +146,10 @@ def _ids(query, key, segment_ids, key_segment_ids):
 
 
 def xla(query, key, value, segment_ids, key_segment_ids, causal, *, drop=None):
-    """Scores in memory, in the order heads, queries, keys."""
+    """Scores in memory, in the order heads, queries, keys. Where a mesh splits positions, each
+    device has all keys and values of its rows.
+    """
+    key, value = dispatch.whole_rows(key), dispatch.whole_rows(value)
     weights = _weights(query, key, segment_ids, key_segment_ids, causal, value.dtype)
     if drop is not None:
         weights = drop(weights)
@@ -172,15 +181,19 @@ def splash(query, key, value, segment_ids, key_segment_ids, causal, *, interpret
     )
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    shape, width = (query.shape[1], key.shape[1]), query.shape[3]
-    mask_of_head = (masks.CausalMask if causal else masks.FullMask)(shape)
-    block_q, block_kv = map(_splash_block, shape)
-    blocks = {
-        **{f"block_{name}": block_q for name in ("q", "q_dkv")},
-        **{f"block_{name}": block_kv for name in ("kv", "kv_compute", "kv_dkv", "kv_dkv_compute")},
-    }
+    width = query.shape[3]
 
     def run(query, key, value, segment_ids, key_segment_ids):
+        shape = query.shape[1], key.shape[1]
+        mask_of_head = (masks.CausalMask if causal else masks.FullMask)(shape)
+        block_q, block_kv = map(_splash_block, shape)
+        blocks = {
+            **{f"block_{name}": block_q for name in ("q", "q_dkv")},
+            **{
+                f"block_{name}": block_kv
+                for name in ("kv", "kv_compute", "kv_dkv", "kv_dkv_compute")
+            },
+        }
         kernel = kernels.make_splash_mha(
             masks.MultiHeadMask([mask_of_head] * query.shape[2]),
             block_sizes=kernels.BlockSizes(**blocks, use_fused_bwd_kernel=True),
@@ -191,14 +204,18 @@ def splash(query, key, value, segment_ids, key_segment_ids, causal, *, interpret
         heads_first = (x.swapaxes(1, 2) for x in (query * width**-0.5, key, value))
         ids = None
         if segment_ids is not None:
-            ids = kernels.SegmentIds(_own_segment(segment_ids), key_segment_ids)
+            ids = kernels.SegmentIds(segment_ids, key_segment_ids)
         return jax.vmap(kernel)(*heads_first, segment_ids=ids).swapaxes(1, 2)
 
+    # A device's own queries, and all keys. A causal mask counts from the first position of a row,
+    # and what no block divides cannot be split: there each has the whole.
+    splits = not causal and dispatch.positions_here(query.shape[1]) % LANES == 0
+    queries, ids = (POSITIONS_AND_HEADS, POSITIONS) if splits else (ROWS_AND_HEADS, ROWS)
     out = dispatch.over_mesh(
         run,
-        (query, key, value, segment_ids, key_segment_ids),
-        (ROWS_AND_HEADS, ROWS_AND_HEADS, ROWS_AND_HEADS, ROWS, ROWS),
-        ROWS_AND_HEADS,
+        (query, key, value, _own_segment(segment_ids), key_segment_ids),
+        (queries, ROWS_AND_HEADS, ROWS_AND_HEADS, ids, ROWS),
+        queries,
     )
     return _silence(out, query, key, segment_ids, key_segment_ids, causal)
 
@@ -234,6 +251,8 @@ def _cudnn_refuses(query, key, value, segment_ids, *_, drop=None) -> str:
         return "it has no attention dropout"
     if "rocm" in jax.local_devices()[0].client.platform_version.lower():
         return "cuDNN is for NVIDIA's GPUs"
+    if dispatch.positions_here(query.shape[1]) < query.shape[1]:
+        return "it does not divide positions over config.mesh.sequence"
     if query.dtype not in CUDNN_DTYPES:
         return f"it computes in bfloat16 and float16, not {query.dtype}"
     lengths = query.shape[1], key.shape[1]
@@ -276,4 +295,6 @@ def _visible(query, key, segment_ids, key_segment_ids, causal):
 
 def _own_segment(segment_ids):
     """The segment each position sees; for padding the one with the largest id."""
+    if segment_ids is None:
+        return None
     return jnp.where(segment_ids == 0, segment_ids.max(axis=1, keepdims=True), segment_ids)

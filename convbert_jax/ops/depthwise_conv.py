@@ -4,16 +4,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.ops import dispatch, gpu, reference, taps, tpu, xla
-from convbert_jax.ops.dispatch import ROWS, WHOLE, Implementation
+from convbert_jax.ops.dispatch import POSITIONS, WHOLE, Halo, Implementation
 
 
-def _on_mesh(kernel):
+def _on_mesh(function, kernel=True):
     def run(x, filters, segment_ids, offsets):
         return dispatch.over_mesh(
-            lambda *arrays: kernel(*arrays, offsets),
+            lambda *arrays: function(*arrays, offsets),
             (x, filters, segment_ids),
-            (ROWS, WHOLE, ROWS),
-            ROWS,
+            (POSITIONS, WHOLE, POSITIONS),
+            POSITIONS,
+            halo=Halo(offsets, read=(0, 2)),
+            kernel=kernel,
         )
 
     return run
@@ -35,8 +37,8 @@ def not_measured(*_) -> str:
 IMPLEMENTATIONS = {
     "pallas_tpu": Implementation(_on_mesh(tpu.depthwise_conv), "tpu", tpu_refuses),
     "pallas_gpu": Implementation(_on_mesh(gpu.depthwise_conv), "gpu", left_by_auto=not_measured),
-    "xla": Implementation(xla.depthwise_conv),
-    "reference": Implementation(reference.depthwise_conv),
+    "xla": Implementation(_on_mesh(xla.depthwise_conv, kernel=False)),
+    "reference": Implementation(_on_mesh(reference.depthwise_conv, kernel=False)),
 }
 
 

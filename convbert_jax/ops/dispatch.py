@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 log = logging.getLogger(__name__)
 
@@ -102,44 +103,88 @@ def _say(message: str) -> None:
 
 BATCH = ("data", "fsdp")  # the mesh axes that split rows
 HEADS = "tensor"  # the one that splits heads
+SEQUENCE = "sequence"  # the one that splits the positions of a row
 ROWS = jax.P(BATCH)  # a spec: rows are split, the rest is whole
 ROWS_AND_HEADS = jax.P(BATCH, None, HEADS)  # the same for [B, L, H, ...]
+POSITIONS = jax.P(BATCH, SEQUENCE)  # rows and their positions, of [B, L, ...]
+POSITIONS_AND_HEADS = jax.P(BATCH, SEQUENCE, HEADS)
 WHOLE = jax.P()  # every device has all of it
 
 
-def over_mesh(
-    function: Callable, arrays: Sequence[Any], specs: Sequence[jax.P], out_spec: jax.P
-) -> Any:
-    """Runs a kernel on each device's part of its arrays.
+@dataclasses.dataclass(frozen=True)
+class Halo:
+    """What a convolution reads beyond the positions that a device has of a row.
 
-    A kernel cannot be partitioned by the compiler, so it is told here.
+    Attributes:
+      offsets: of its taps, as `taps.offsets` has them.
+      read: places of the arrays that are read there. A device gets these positions from its
+        neighbors, outside the row they are 0; of other arrays they are 0 everywhere.
+    """
+
+    offsets: tuple[int, ...]
+    read: tuple[int, ...]
+
+    @property
+    def left(self) -> int:
+        return max(0, -min(self.offsets))
+
+    @property
+    def right(self) -> int:
+        return max(0, *self.offsets)
+
+
+def over_mesh(
+    function: Callable,
+    arrays: Sequence[Any],
+    specs: Sequence[jax.P],
+    out_spec: jax.P,
+    *,
+    halo: Halo | None = None,
+    kernel: bool = True,
+) -> Any:
+    """Runs an op on each device's part of its arrays.
+
+    A kernel cannot be partitioned by the compiler, so it is told here; and no op whose positions
+    read others is left to it, which would gather them.
 
     Args:
       arrays: of which None is passed on.
-      specs: for each array, how the mesh may split it: BATCH and HEADS at its axes. A mesh axis
-        that does not divide all that it is to split, or that the mesh does not have, splits
-        nothing: every device computes the whole.
+      specs: for each array, how the mesh may split it: BATCH, SEQUENCE and HEADS at its axes. A
+        mesh axis that does not divide all that it is to split, or that the mesh does not have,
+        splits nothing: every device computes the whole.
       out_spec: the same for the result.
+      halo: what is read of neighbors where SEQUENCE splits axis 1.
+      kernel: False: the compiler can divide it, but for positions.
 
     Raises:
-      ValueError: an axis of the mesh that is neither in BATCH nor HEADS.
+      ValueError: an axis of the mesh that is none of these.
     """
     sizes = _axes()
     for name in sizes:
-        if name not in (*BATCH, HEADS):
+        if name not in (*BATCH, HEADS, SEQUENCE):
             raise ValueError(
                 f"The mesh has an axis {name!r}, but kernels know only {' and '.join(BATCH)}, "
-                f"which split rows, and {HEADS}, which splits heads."
+                f"which split rows, {HEADS}, which splits heads, and {SEQUENCE}, which splits "
+                "positions."
             )
-    if all(size == 1 for size in sizes.values()):
+    alone = all(size == 1 for size in sizes.values())
+    if alone or (not kernel and sizes.get(SEQUENCE, 1) == 1):
         return function(*arrays)
-    there = [array is not None for array in arrays]
-    given = [(a, spec) for a, spec in zip(arrays, specs, strict=True) if a is not None]
+    there = [place for place, array in enumerate(arrays) if array is not None]
+    given = [(arrays[place], specs[place]) for place in there]
     kept = _dividing(sizes, given)
+    exchanged = halo if SEQUENCE in kept else None
 
     def local(*parts):
-        parts = iter(parts)
-        return function(*(next(parts) if is_there else None for is_there in there))
+        full = dict(zip(there, parts, strict=True))
+        if exchanged is not None:
+            for place, part in full.items():
+                if SEQUENCE in _names((*specs[place], None, None)[1]):
+                    full[place] = _widen(part, exchanged, place in exchanged.read)
+        out = function(*(full.get(place) for place in range(len(arrays))))
+        if exchanged is not None:
+            out = out[:, exchanged.left : out.shape[1] - exchanged.right]
+        return out
 
     return jax.shard_map(
         local,
@@ -149,20 +194,59 @@ def over_mesh(
     )(*(array for array, _ in given))
 
 
-def rows_alone(x: jax.Array) -> jax.Array:
-    """`x` [B, ...], of which each device along `tensor` is to have whole rows.
+def _widen(part: jax.Array, halo: Halo, read: bool) -> jax.Array:
+    """[B, l, ...] of a device -> [B, left + l + right, ...], with what its neighbors have there."""
+    if not read:
+        sides = ((0, 0), (halo.left, halo.right)) + ((0, 0),) * (part.ndim - 2)
+        return jnp.pad(part, sides)
+    length, devices = part.shape[1], jax.lax.axis_size(SEQUENCE)
 
-    What stands between layers. Left to itself the compiler may cut its channels too, along
-    `tensor`, where a product before it does, and then asks the next product for its result in that
-    form; XLA for CPUs (jax 0.10.2 and 0.12.0) gets y @ w wrong where y and the result are split by
-    (data x fsdp, -, tensor) and w by (tensor, fsdp): it swaps rows between devices and does not
-    swap them back.
+    def fetch(width, step):
+        """`width` positions that end (step 1) or begin (step -1) where those of the device do not,
+        nearest devices first.
+        """
+        found = []
+        for hop in range(1, -(-width // length) + 1):
+            taken = min(length, width - (hop - 1) * length)
+            sent = part[:, length - taken :] if step > 0 else part[:, :taken]
+            sends = [(i, i + step * hop) for i in range(devices) if 0 <= i + step * hop < devices]
+            found.append(jax.lax.ppermute(sent, SEQUENCE, sends) if sends else sent * 0)
+        return found
+
+    before, behind = fetch(halo.left, 1), fetch(halo.right, -1)
+    return jnp.concatenate([*reversed(before), part, *behind], axis=1)
+
+
+def between_layers(x: jax.Array) -> jax.Array:
+    """`x` [B, L, C] as it stands between layers: each device has some rows, along `sequence` some
+    of their positions, and all channels.
+
+    Left to itself the compiler may cut channels too, along `tensor`, where a product before it
+    does, and then asks the next product for its result in that form; XLA for CPUs (jax 0.10.2 and
+    0.12.0) gets y @ w wrong where y and the result are split by (data x fsdp, -, tensor) and w by
+    (tensor, fsdp): it swaps rows between devices and does not swap them back.
     """
+    return _placed(x, POSITIONS, (HEADS, SEQUENCE))
+
+
+def positions_here(length: int) -> int:
+    """How many positions of rows of `length` a device of the mesh has."""
+    devices = _axes().get(SEQUENCE, 1)
+    return length if length % devices else length // devices
+
+
+def whole_rows(x: jax.Array) -> jax.Array:
+    """`x` [B, L, H, ...] with all positions of a row on one device, as attention reads keys."""
+    return _placed(x, ROWS_AND_HEADS, (SEQUENCE,))
+
+
+def _placed(x, spec, unless_alone):
+    """`x` by `spec`, on a mesh that has more than one device along one of these axes."""
     sizes = _axes()
-    if sizes.get(HEADS, 1) == 1:
+    if all(sizes.get(name, 1) == 1 for name in unless_alone):
         return x
-    kept = _dividing({name: sizes[name] for name in sizes if name in BATCH}, [(x, ROWS)])
-    return jax.lax.with_sharding_constraint(x, _only(ROWS, kept))
+    kept = _dividing(sizes, [(x, spec)])
+    return jax.lax.with_sharding_constraint(x, _only(spec, kept))
 
 
 def _axes() -> dict[str, int]:

@@ -6,16 +6,24 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.ops import depthwise_conv, dispatch, gpu, reference, taps, tpu, xla
 from convbert_jax.ops.depthwise_conv import not_measured, tpu_refuses
-from convbert_jax.ops.dispatch import HEADS, ROWS, ROWS_AND_HEADS, Implementation
+from convbert_jax.ops.dispatch import (
+    HEADS,
+    POSITIONS,
+    POSITIONS_AND_HEADS,
+    Halo,
+    Implementation,
+)
 
 
-def _on_mesh(kernel):
+def _on_mesh(function, kernel=True):
     def run(values, filters, segment_ids, offsets):
         return dispatch.over_mesh(
-            lambda *arrays: kernel(*arrays, offsets),
+            lambda *arrays: function(*arrays, offsets),
             (values, filters, segment_ids),
-            (ROWS_AND_HEADS, ROWS_AND_HEADS, ROWS),
-            ROWS_AND_HEADS,
+            (POSITIONS_AND_HEADS, POSITIONS_AND_HEADS, POSITIONS),
+            POSITIONS_AND_HEADS,
+            halo=Halo(offsets, read=(0, 2)),
+            kernel=kernel,
         )
 
     return run
@@ -25,8 +33,8 @@ def _on_mesh(kernel):
 IMPLEMENTATIONS = {
     "pallas_tpu": Implementation(_on_mesh(tpu.dynamic_conv), "tpu", tpu_refuses),
     "pallas_gpu": Implementation(_on_mesh(gpu.dynamic_conv), "gpu", left_by_auto=not_measured),
-    "xla": Implementation(xla.dynamic_conv),
-    "reference": Implementation(reference.dynamic_conv),
+    "xla": Implementation(_on_mesh(xla.dynamic_conv, kernel=False)),
+    "reference": Implementation(_on_mesh(reference.dynamic_conv, kernel=False)),
 }
 
 
@@ -49,8 +57,9 @@ def _light_on_tpu(values, filters, segment_ids, offsets):
     return dispatch.over_mesh(
         lambda *arrays: tpu.light_conv(*arrays, offsets),
         (values, filters, segment_ids),
-        (ROWS_AND_HEADS, jax.P(HEADS), ROWS),
-        ROWS_AND_HEADS,
+        (POSITIONS_AND_HEADS, jax.P(HEADS), POSITIONS),
+        POSITIONS_AND_HEADS,
+        halo=Halo(offsets, read=(0, 2)),
     )
 
 

@@ -32,9 +32,9 @@ def _backward(saved, gradient):
     def of_device(ids, gradient):
         return jnp.zeros(shape, like.dtype).at[ids].add(gradient, mode="drop")[None]
 
-    parts = dispatch.over_mesh(
-        of_device, (ids, gradient), (dispatch.ROWS, dispatch.ROWS), dispatch.ROWS
-    )
+    spec = dispatch.POSITIONS if ids.ndim > 1 else dispatch.ROWS
+    each = jax.P((*dispatch.BATCH, dispatch.SEQUENCE))  # a sum of every device that has tokens
+    parts = dispatch.over_mesh(of_device, (ids, gradient), (spec, spec), each)
     return parts.sum(0), None
 
 

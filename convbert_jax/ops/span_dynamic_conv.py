@@ -10,18 +10,21 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.ops import dispatch, gpu, reference, taps, tpu, xla
 from convbert_jax.ops.depthwise_conv import not_measured, tpu_refuses
-from convbert_jax.ops.dispatch import ROWS, WHOLE, Implementation
+from convbert_jax.ops.dispatch import POSITIONS, WHOLE, Halo, Implementation
 
 
-def _on_mesh(kernel):
+def _on_mesh(function, kernel=True):
     def run(*arguments):
         *arrays, heads, offsets = arguments
+        values = 0 if arrays[2] is None else 2
         # The logits of a head need the channels of all heads: no part of them on `tensor`.
         return dispatch.over_mesh(
-            lambda *arrays: kernel(*arrays, heads, offsets),
+            lambda *arrays: function(*arrays, heads, offsets),
             arrays,
-            (ROWS, ROWS, ROWS, WHOLE, WHOLE, ROWS),
-            ROWS,
+            (POSITIONS, POSITIONS, POSITIONS, WHOLE, WHOLE, POSITIONS),
+            POSITIONS,
+            halo=Halo(offsets, read=(values, 5)),
+            kernel=kernel,
         )
 
     return run
@@ -43,8 +46,8 @@ IMPLEMENTATIONS = {
     "pallas_gpu": Implementation(
         _with_values(_on_mesh(gpu.span_dynamic_conv)), "gpu", left_by_auto=not_measured
     ),
-    "xla": Implementation(_with_values(xla.span_dynamic_conv)),
-    "reference": Implementation(_with_values(reference.span_dynamic_conv)),
+    "xla": Implementation(_with_values(_on_mesh(xla.span_dynamic_conv, kernel=False))),
+    "reference": Implementation(_with_values(_on_mesh(reference.span_dynamic_conv, kernel=False))),
 }
 
 

@@ -85,10 +85,14 @@ def open_data(config: Config, workdir: Workdir) -> Data:
 
 
 def check_batches(config: Config, mesh: Mesh, *, training: bool = True) -> None:
-    """Raises ShardingError for a batch that does not split evenly, when `training` into
-    microbatches too; those of pairs are made to.
+    """Raises ShardingError for a batch, or rows, that do not split evenly, when `training` into
+    microbatches too; batches of pairs are made to, if the lengths that they are padded to do.
     """
-    if not config.reads_pairs:
+    if config.reads_pairs:
+        multiple = config.parallel.length_multiple
+        sharding.check_length(multiple, mesh, field="config.parallel.length_multiple")
+    else:
+        sharding.check_length(config.data.length, mesh)
         sharding.check_batch_size(
             config.train.batch_size,
             config.train.accumulation if training else 1,

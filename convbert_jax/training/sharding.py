@@ -18,7 +18,7 @@ from convbert_jax.interfaces.batch import Batch
 from convbert_jax.interfaces.placement import REPLICATED, Rules, Split
 from convbert_jax.training.state import parameter_path
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH_AXES = ("data", "fsdp")  # rows are split over both
 
 
@@ -41,7 +41,7 @@ _SMALL = 2**14  # values of one layer; smaller tensors cost more to gather than 
 
 
 def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Mesh with axes data, fsdp and tensor over `devices` (default: all).
+    """Mesh with the axes AXES over `devices` (default: all).
 
     Raises:
       ShardingError: the sizes do not multiply to the number of devices.
@@ -60,7 +60,7 @@ def mesh_sizes(section: MeshSection, count: int) -> dict[str, int]:
     Raises:
       ShardingError: the sizes do not multiply to it.
     """
-    sizes = dict(zip(AXES, (section.data, section.fsdp, section.tensor), strict=True))
+    sizes = dict(zip(AXES, (getattr(section, axis) for axis in AXES), strict=True))
     fixed = math.prod(size for size in sizes.values() if size != -1)
     named = ", ".join(f"config.mesh.{axis}={size}" for axis, size in sizes.items())
     if count % fixed:
@@ -91,9 +91,16 @@ def check_batch_size(
       field: that has the batch size.
 
     Raises:
-      ShardingError: with the nearest batch sizes that work.
+      ShardingError: with the nearest batch sizes that work; or devices of several processes that
+        are to have the same rows, of which each process reads its own.
     """
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    if shards % jax.process_count():
+        raise ShardingError(
+            f"config.mesh.data={mesh.shape['data']} x fsdp={mesh.shape['fsdp']} is no multiple of "
+            f"the {jax.process_count()} processes, each of which reads rows of its own; lower "
+            "config.mesh.tensor or config.mesh.sequence to what one process' devices divide by."
+        )
     unit = shards * accumulation * replicas
     if batch_size % unit:
         below, above = batch_size // unit * unit, -(-batch_size // unit) * unit
@@ -103,6 +110,15 @@ def check_batch_size(
             + (f" times config.train.accumulation={accumulation}" if accumulation > 1 else "")
             + (f" times config.optimizer.release_replicas={replicas}" if replicas > 1 else "")
             + f"; the nearest that does: {choices}."
+        )
+
+
+def check_length(length: int, mesh: Mesh, *, field: str = "config.data.length") -> None:
+    """Raises ShardingError for rows whose positions do not split evenly."""
+    if length % mesh.shape["sequence"]:
+        raise ShardingError(
+            f"{field}={length} does not split into config.mesh.sequence={mesh.shape['sequence']} "
+            f"parts; choose a divisor of {length}."
         )
 
 

@@ -82,11 +82,13 @@ def two_steps(mesh_sizes: MeshSection, devices: int, make_config=small_config):
 @pytest.mark.parametrize(
     "mesh",
     [
-        MeshSection(data=2, fsdp=2, tensor=2),
+        MeshSection(data=1, fsdp=2, tensor=2, sequence=2),
+        pytest.param(MeshSection(data=2, fsdp=2, tensor=2), marks=pytest.mark.slow),
         pytest.param(MeshSection(data=8), marks=pytest.mark.slow),
         pytest.param(MeshSection(data=1, fsdp=8), marks=pytest.mark.slow),
+        pytest.param(MeshSection(data=1, sequence=8), marks=pytest.mark.slow),
     ],
-    ids=["all", "data", "fsdp"],
+    ids=["all", "no sequence", "data", "fsdp", "sequence"],
 )
 def test_eight_devices_equal_one(mesh):
     expected = two_steps(MeshSection(data=1), 1)

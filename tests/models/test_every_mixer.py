@@ -124,7 +124,7 @@ def all_kinds(make_config):
 
 @pytest.mark.slow
 def test_on_eight_devices_they_are_what_they_are_on_one(all_kinds, randomize):
-    """Rows, parameters and heads divided: outputs and gradients of a layer of each kind."""
+    """Rows, positions, parameters, heads divided: outputs and gradients of a layer of each kind."""
     graphdef, params = randomize(lambda rngs: Encoder(all_kinds, rngs), scale=0.05)
     ids = jnp.asarray([[1] * 5 + [2] * 3, [1] * 6 + [0] * 2] * 4)
     x, cotangent = (jax.random.normal(jax.random.key(i), (8, 8, 256)) for i in range(2))
@@ -144,7 +144,7 @@ def test_on_eight_devices_they_are_what_they_are_on_one(all_kinds, randomize):
             return places, jax.device_get(step(*given))
 
     _, (expected, wanted) = run(MeshSection(data=1), 1)
-    places, (actual, out) = run(MeshSection(data=2, fsdp=2, tensor=2), 8)
+    places, (actual, out) = run(MeshSection(data=1, fsdp=2, tensor=2, sequence=2), 8)
     np.testing.assert_allclose(out, wanted, atol=1e-4)
     # A key's bias changes no softmax, so its gradient is rounding alone.
     jax.tree.map(

@@ -9,7 +9,7 @@ import pytest
 
 from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
 from convbert_jax.ops import attention, depthwise_conv, dispatch, dynamic_conv, span_dynamic_conv
-from convbert_jax.ops.dispatch import BATCH, HEADS, ROWS, WHOLE, Implementation
+from convbert_jax.ops.dispatch import BATCH, HEADS, ROWS, SEQUENCE, WHOLE, Implementation
 from convbert_jax.training import sharding
 
 
@@ -149,10 +149,10 @@ def test_an_axis_that_kernels_do_not_know_is_an_error(size):
 
 def test_the_axes_are_those_of_training():
     assert BATCH == sharding.BATCH_AXES
-    assert (*BATCH, HEADS) == sharding.AXES
+    assert (*BATCH, HEADS, SEQUENCE) == sharding.AXES
 
 
-def test_rows_alone_between_products_on_a_mesh():
+def test_between_layers_between_products_on_a_mesh():
     """Without it XLA:CPU swaps rows between devices, where both w and wo are cut by two axes."""
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (8, 4, 16))
@@ -160,8 +160,8 @@ def test_rows_alone_between_products_on_a_mesh():
     weights = [0.3 * jax.random.normal(k, shape) for k, shape in zip(keys[1:], shapes, strict=True)]
 
     def run(x, w, wi, wo):
-        x = dispatch.rows_alone(x)
-        x = dispatch.rows_alone(x + x @ w)
+        x = dispatch.between_layers(x)
+        x = dispatch.between_layers(x + x @ w)
         return x + jnp.tanh(x @ wi) @ wo
 
     wanted = run(x, *weights)
@@ -176,13 +176,13 @@ def test_rows_alone_between_products_on_a_mesh():
 
 
 @pytest.mark.parametrize("rows", [8, 3])
-def test_rows_alone_says_nothing_where_nothing_splits_heads(rows):
+def test_between_layers_says_nothing_where_nothing_splits_heads(rows):
     x = jnp.ones((rows, 2))
     axes = ("data", "tensor")
     for sizes, says in (((8, 1), False), ((4, 2), True)):
         mesh = jax.make_mesh(sizes, axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
         with jax.set_mesh(mesh):
-            jaxpr = str(jax.make_jaxpr(dispatch.rows_alone)(x))
-            np.testing.assert_array_equal(jax.jit(dispatch.rows_alone)(x), x)
+            jaxpr = str(jax.make_jaxpr(dispatch.between_layers)(x))
+            np.testing.assert_array_equal(jax.jit(dispatch.between_layers)(x), x)
         assert ("sharding_constraint" in jaxpr) == says
-    assert "sharding_constraint" not in str(jax.make_jaxpr(dispatch.rows_alone)(x))
+    assert "sharding_constraint" not in str(jax.make_jaxpr(dispatch.between_layers)(x))

@@ -156,7 +156,7 @@ def test_a_slice_is_compiled_for(tmp_path):
     batch = 3 * 16 * 32 * 4
     assert batch <= memory["batch"] <= batch + 2**16  # each array begins at a multiple
     assert memory["used"] < memory["capacity"] == 15.75 * 2**30
-    assert numbers["mesh"] == {"data": 4, "fsdp": 1, "tensor": 1}
+    assert numbers["mesh"] == {"data": 4, "fsdp": 1, "tensor": 1, "sequence": 1}
     reduced = [c for c in numbers["collectives"] if c["kind"] == "all-reduce"]
     assert {c["axes"] for c in reduced} == {"data"}
     # Every gradient crosses the network, once.

@@ -165,7 +165,7 @@ def test_eight_devices_equal_one(make, run, recipe, method):
     divided = sharding.make_mesh(replace(config, {"mesh.data": 8}).mesh, jax.devices())
     batch = next(iter(data.training(divided)))
     expected, _ = two_steps(jax.devices()[:1])
-    actual, places = two_steps(jax.devices(), data=2, fsdp=2, tensor=2)
+    actual, places = two_steps(jax.devices(), data=1, fsdp=2, tensor=2, sequence=2)
     assert {"fsdp", "tensor"} <= set(places)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), actual, expected

@@ -277,7 +277,7 @@ def test_meshes_that_do_not_fit(section, says):
 
 def test_mesh_takes_what_is_left():
     mesh = sharding.make_mesh(MeshSection(data=2, fsdp=-1, tensor=2))
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2, "sequence": 1}
 
 
 def test_batches_that_do_not_split_name_the_nearest():
@@ -290,6 +290,24 @@ def test_batches_that_do_not_split_name_the_nearest():
         sharding.check_batch_size(3, 1, mesh)
     with pytest.raises(ShardingError, match=r"release_replicas=8; .*: 128 or 256\."):
         sharding.check_batch_size(130, 2, mesh, replicas=8)
+
+
+def test_rows_that_do_not_split_are_refused():
+    mesh = sharding.make_mesh(MeshSection(sequence=4))
+    sharding.check_length(128, mesh)
+    says = r"config\.data\.length=130 does not split into config\.mesh\.sequence=4 parts"
+    with pytest.raises(ShardingError, match=says):
+        sharding.check_length(130, mesh)
+
+
+def test_processes_that_would_share_rows_are_refused(monkeypatch):
+    """Each reads rows of its own, so a row's positions lie on the devices of one."""
+    mesh = sharding.make_mesh(MeshSection(data=2, sequence=4))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    sharding.check_batch_size(16, 1, mesh)
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(ShardingError, match=r"data=2 x fsdp=1 is no multiple of the 4 processes"):
+        sharding.check_batch_size(16, 1, mesh)
 
 
 def test_keys_differ_by_step_and_name():

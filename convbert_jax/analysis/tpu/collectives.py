@@ -66,8 +66,9 @@ def find_collectives(text: str, axes: Mapping[str, int]) -> list[Collective]:
     for scheduled in computations.walk():
         for body, part in _parts(computations, scheduled.instruction):
             kind, started = _KIND.match(part.opcode).groups()
-            # One that overlaps with products is a part of several fusions of its computation.
-            channel = re.search(r"channel_id=(\d+)", part.rest)
+            # One that overlaps with products is a part of several fusions of its computation. A
+            # channel by itself is no name: all exchanges of neighbors have the same one.
+            channel = re.search(r"channel_id=(\d+)", part.rest) if body else None
             key = scheduled.computation, channel[1] if channel else part.name
             if key in found:
                 continue

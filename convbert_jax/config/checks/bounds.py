@@ -149,6 +149,7 @@ BOUNDS = {
     "mesh.data": _AXIS,
     "mesh.fsdp": _AXIS,
     "mesh.tensor": _AXIS,
+    "mesh.sequence": _AXIS,
     "finetune.length": _LENGTH,
     "finetune.buckets": _BATCH,
     "finetune.batch_size": _BATCH,

@@ -12,7 +12,7 @@ from convbert_jax.config.sequences import DecoderConfig
 from convbert_jax.models.encoder import REMAT_POLICIES, FeedForward
 from convbert_jax.models.layers import LayerNorm, State, dropout, initializers, residual
 from convbert_jax.models.sequences.source_attention import SourceAttention
-from convbert_jax.ops.dispatch import rows_alone
+from convbert_jax.ops.dispatch import between_layers
 
 
 class Source(NamedTuple):
@@ -53,7 +53,7 @@ class DecoderLayer(nnx.Module):
         key: Array | None = None,
     ) -> Float[Array, "B L C"]:
         keys = [None] * 5 if key is None else jax.random.split(key, 5)
-        x = rows_alone(x)
+        x = between_layers(x)
         x = self._add(x, lambda x: self.mixer(x, segment_ids, keys[0]), "mixer", keys[1])
         if self.reads:
 
@@ -82,7 +82,7 @@ class DecoderLayer(nnx.Module):
         def drop(x):
             return dropout(inner(x), self.dropout, key)
 
-        return rows_alone(residual(x, drop, getattr(self, f"{name}_norm"), self.norm))
+        return between_layers(residual(x, drop, getattr(self, f"{name}_norm"), self.norm))
 
 
 class Decoder(nnx.Module):

@@ -159,7 +159,7 @@ def _others(config: Config, topology: Topology) -> Iterator[Config]:
     count = len(topology.devices)
     own = sharding.make_mesh(config.mesh, topology.devices)
     for fsdp in dict.fromkeys((1, 4, 8, count)):
-        if count % fsdp or (count // fsdp, fsdp, 1) == tuple(own.shape.values()):
+        if count % fsdp or (count // fsdp, fsdp, 1, 1) == tuple(own.shape.values()):
             continue
         other = dataclasses.replace(config, mesh=MeshSection(count // fsdp, fsdp, 1))
         try:

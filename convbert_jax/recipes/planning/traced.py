@@ -98,7 +98,7 @@ def kept_bytes(
             kept = jax.eval_shape(backward, shapes, cut, step, *given)
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(kept))
 
-    return (count(2 * rows) - count(rows)) // mesh.shape["tensor"]
+    return (count(2 * rows) - count(rows)) // (mesh.shape["tensor"] * mesh.shape["sequence"])
 
 
 def count_shards(mesh: Mesh | AbstractMesh) -> int:
