@@ -35,6 +35,7 @@ SHAPES = [
     (16, 64, 2, 32),
     (2, 40, 1, 64),
     (2, 1300, 3, 80),
+    (2, 4096, 12, 64),  # more than the memory of a core holds
 ]
 
 

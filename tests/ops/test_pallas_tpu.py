@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from convbert_jax.ops import dispatch, reference, tpu, xla
 from convbert_jax.ops.dispatch import ROWS, ROWS_AND_HEADS
 from convbert_jax.ops.taps import offsets as offsets_of
-from convbert_jax.ops.tpu import bands, dealing, depthwise, windows
+from convbert_jax.ops.tpu import bands, block_sizes, dealing, depthwise, windows
 from tests.ops.test_dynamic_conv import inputs, segments
 from tests.ops.test_span_dynamic_conv import definition
 
@@ -244,21 +244,45 @@ def test_light(taps, batch, length, heads, width, dilation, causal, packed, dtyp
     assert_close(actual, [*expected, d_filters.sum((0, 1))], dtype)
 
 
-def test_rows_too_long_for_the_chip_are_cut(monkeypatch):
+TOO_LONG = {
+    "depthwise": (tpu.depthwise_conv, xla.depthwise_conv, [(2, 90, 128), (5, 128)]),
+    "light": (
+        tpu.light_conv,
+        lambda values, filters, ids, offsets: xla.dynamic_conv(
+            values, jnp.broadcast_to(filters, (2, 90, *filters.shape)), ids, offsets
+        ),
+        [(2, 90, 2, 64), (2, 5)],
+    ),
+    "plain": (tpu.dynamic_conv, xla.dynamic_conv, [(2, 90, 2, 64), (2, 90, 2, 5)]),
+    "span": (
+        lambda *a: tpu.span_dynamic_conv(*a[:-2], 2, *a[-2:]),
+        lambda *a: xla.span_dynamic_conv(*a[:-1], 2, a[-1]),
+        [(2, 90, 128)] * 3 + [(128, 10), (10,)],
+    ),
+}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("op", TOO_LONG)
+def test_rows_too_long_for_the_chip_are_cut(monkeypatch, op, packed):
     """Into pieces that overlap; values and gradients are those of the whole row."""
-    monkeypatch.setattr(depthwise, "LONGEST", 32)
-    x = jax.random.normal(jax.random.key(0), (2, 50, 128))
-    filters = jax.random.normal(jax.random.key(1), (5, 128))
-    ids, offsets = segments(2, 50), offsets_of(5)
+    monkeypatch.setattr(depthwise, "LONGEST", 48)
+    monkeypatch.setattr(block_sizes, "longest", lambda *_, **__: 48)
+    kernel, plainly, shapes = TOO_LONG[op]
+    arrays = [
+        jax.random.normal(jax.random.key(i), shape) * (0.1 if len(shape) < 3 else 1)
+        for i, shape in enumerate(shapes)
+    ]
+    ids, offsets = segments(2, 90) if packed else None, offsets_of(5)
 
-    def ours(x, filters):
-        return tpu.depthwise_conv(x, filters, ids, offsets, True)
+    def ours(*arrays):
+        return kernel(*arrays, ids, offsets, True)
 
-    def by_xla(x, filters):
-        return xla.depthwise_conv(x, filters, ids, offsets)
+    def by_xla(*arrays):
+        return plainly(*arrays, ids, offsets)
 
-    run = jax.jit(lambda function, x, f: gradients(function, (x, f), x), static_argnums=0)
-    assert_close(run(ours, x, filters), run(by_xla, x, filters), F32)
+    run = jax.jit(lambda function, *a: gradients(function, a, a[0]), static_argnums=0)
+    assert_close(run(ours, *arrays), run(by_xla, *arrays), F32)
 
 
 def test_taps_beyond_the_row():

@@ -105,7 +105,13 @@ def price(function, *arguments, target: str, kernels: bool = True) -> Price:
       ValueError: no such target, or a loop whose trip count the program does not state.
       RuntimeError: a kernel that the profiler cannot read (on v6e: bfloat16 vector arithmetic).
     """
-    compiled = compile_for(function, *arguments, target=target)
+    return price_compiled(compile_for(function, *arguments, target=target), target, kernels)
+
+
+def price_compiled(compiled, target: str, kernels: bool = True) -> Price:
+    """The same of a program that is compiled, for one of its devices; what goes over the network
+    has no price, see collectives.py.
+    """
     found = scheduled(compiled.as_text())
     calls: dict[tuple, int] = {}
     unpriced = []

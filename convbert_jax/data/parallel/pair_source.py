@@ -242,18 +242,22 @@ def _open_tfds(rest: str, columns: tuple[str, ...]) -> PairRows:
 
 
 def _of_row(row, columns: tuple[str, ...]) -> tuple[str, str] | Fault:
+    """Source and target; a source that is a list of sentences is them with a space between."""
     if not isinstance(row, dict):
         return Fault("is not a JSON object")
     texts = []
     for name in columns:
         text = row.get(name)
+        parts = list(text) if isinstance(text, list | tuple) else [text]
         try:
-            text = text.decode("utf-8") if isinstance(text, bytes) else text
+            parts = [part.decode("utf-8") if isinstance(part, bytes) else part for part in parts]
         except UnicodeDecodeError:
             return Fault(f"has no UTF-8 in '{name}'")
-        if not isinstance(text, str):
+        if not parts or not all(isinstance(part, str) for part in parts):
             return Fault(f"has no text in '{name}' (it has: {shorten(', '.join(map(str, row)))})")
-        texts.append(text)
+        if len(parts) > 1 and name == columns[1]:  # sentences of one, or several to choose from?
+            return Fault(f"has a list of {len(parts)} texts in '{name}', of which a target is one")
+        texts.append(" ".join(parts))
     return texts[0], texts[1]
 
 

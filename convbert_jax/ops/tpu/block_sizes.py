@@ -77,6 +77,20 @@ def rows(bands: Bands, batch: int, dtype, kernel: str, *, arrays: int, copies: i
     size = jnp.dtype(dtype).itemsize
     row = bands.length * bands.channels * size
     fixed = copies * bands.padded_length * bands.channels * size
-    fixed += 4 * (bands.length + 2 * WINDOW) * (bands.slot_lanes + LANES) * 4
+    fixed += (bands.length + 2 * WINDOW) * _slot_bytes(bands)
     most = min((budget() - fixed) // (2 * arrays * row), batch // FEWEST_STEPS)
     return max(number for number in ROWS if batch % number == 0 and number <= max(most, 1))
+
+
+def longest(bands: Bands, dtype, *, arrays: int, copies: int) -> int:
+    """Positions of the longest row that a kernel can be compiled for; arguments as of `rows`.
+
+    What is summed up here is a tenth more than the compiler then needs (v5e, 4,096 x 768).
+    """
+    of_channels = (2 * arrays + copies) * bands.channels * jnp.dtype(dtype).itemsize
+    return int(1.1 * vmem_limit()) // (of_channels + _slot_bytes(bands))
+
+
+def _slot_bytes(bands: Bands) -> int:
+    """Of filters and their gradients, in float32, for a position."""
+    return 4 * (bands.slot_lanes + LANES) * 4

@@ -16,6 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from convbert_jax.ops.tpu import block_sizes
 from convbert_jax.ops.tpu.bands import LANES, SUBLANES
 from convbert_jax.ops.tpu.dealing import collect, deal, deal_ids
+from convbert_jax.ops.tpu.pieces import halo as halo_of
+from convbert_jax.ops.tpu.pieces import in_pieces
 from convbert_jax.ops.tpu.rows import Rows
 
 F32, I32 = jnp.float32, jnp.int32
@@ -29,15 +31,16 @@ def depthwise_conv(x, filters, segment_ids, offsets, interpret=False):
     inside = [tap for tap, offset in enumerate(offsets) if abs(offset) < x.shape[1]]
     if len(inside) < len(offsets):  # what no position reads is no work for a kernel
         filters = filters[jnp.asarray(inside)]
-    return _depthwise_conv(
-        x, filters, segment_ids, tuple(offsets[tap] for tap in inside), interpret
-    )
+        offsets = tuple(offsets[tap] for tap in inside)
+
+    def kernel(x, filters, segment_ids):
+        return _depthwise_conv(x, filters, segment_ids, offsets, interpret)
+
+    return in_pieces(kernel, (x, filters, segment_ids), (0, 2), offsets, LONGEST)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _depthwise_conv(x, filters, segment_ids, offsets, interpret):
-    if _is_long(x, offsets):
-        return _in_pieces(x, filters, segment_ids, offsets, interpret)
     rows = _Rows(x, segment_ids)
     arrays = [rows.out(x)]
     out = _call(_forward_kernel, rows, offsets, arrays, filters, x.dtype, interpret)[0]
@@ -50,12 +53,6 @@ def _forward(x, filters, segment_ids, offsets, interpret):
 
 def _backward(offsets, interpret, saved, cotangent):
     x, filters, segment_ids = saved
-    if _is_long(x, offsets):
-
-        def by_pieces(x, filters):
-            return _in_pieces(x, filters, segment_ids, offsets, interpret)
-
-        return *jax.vjp(by_pieces, x, filters)[1](cotangent), None
     rows = _Rows(x, segment_ids)
     arrays = [rows.out(x), rows.out(cotangent)]
     d_x, sums = _call(
@@ -69,7 +66,7 @@ _depthwise_conv.defvjp(_forward, _backward)
 
 
 def _forward_kernel(offsets, ids, x, filters, out, dealt, words, columns):
-    halo = _halo(offsets)
+    halo = halo_of(offsets)
 
     @pl.loop(0, x.shape[0])
     def _(r):
@@ -91,7 +88,7 @@ def _forward_kernel(offsets, ids, x, filters, out, dealt, words, columns):
 
 
 def _backward_kernel(offsets, ids, x, cotangent, filters, d_x, sums, dealt, words, columns):
-    halo, blocks = _halo(offsets), dealt.shape[0] // 2
+    halo, blocks = halo_of(offsets), dealt.shape[0] // 2
     opposite = tuple(-offset for offset in offsets)
     sums[...] = jnp.zeros(sums.shape, F32)
 
@@ -117,32 +114,6 @@ def _backward_kernel(offsets, ids, x, cotangent, filters, d_x, sums, dealt, word
                 yield total
 
         collect(results, d_x, r, words)
-
-
-def _is_long(x, offsets) -> bool:
-    return x.shape[1] > max(LONGEST, 4 * _halo(offsets))
-
-
-def _in_pieces(x, filters, segment_ids, offsets, interpret):
-    """Rows too long for on-chip memory as several that overlap by what the taps reach."""
-    batch, length, channels = x.shape
-    halo = _halo(offsets)
-    size = max(LONGEST // 2, 2 * halo)
-    pieces = -(-length // size)
-    after = pieces * size - length + halo
-
-    def cut(array):
-        array = jnp.pad(array, ((0, 0), (halo, after), *((0, 0),) * (array.ndim - 2)))
-        parts = [array[:, i * size : (i + 1) * size + 2 * halo] for i in range(pieces)]
-        return jnp.stack(parts, axis=1).reshape(batch * pieces, -1, *array.shape[2:])
-
-    ids = None if segment_ids is None else cut(segment_ids)
-    out = _depthwise_conv(cut(x), filters, ids, offsets, interpret)[:, halo : halo + size]
-    return out.reshape(batch, -1, channels)[:, :length]
-
-
-def _halo(offsets) -> int:
-    return max(abs(offset) for offset in offsets)
 
 
 def _only(mask, x):
@@ -192,7 +163,7 @@ def _call(kernel, rows, offsets, arrays, filters, dtype, interpret, *, sums=Fals
     filters = jnp.pad(filters.astype(F32), ((0, 0), (0, channels - filters.shape[1])))
     filters = jnp.broadcast_to(filters[:, None], (len(filters), SUBLANES, channels))
     size = dtype.itemsize
-    halo, count = _halo(offsets), length // SUBLANES
+    halo, count = halo_of(offsets), length // SUBLANES
     together, block = _choose_block(batch, length, channels, len(arrays), size, halo)
     grid = (batch // together, channels // block)
     row = pl.BlockSpec((together, length, block), lambda step, part: (step, 0, part))

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from convbert_jax.ops.tpu import block_sizes, windows
 from convbert_jax.ops.tpu.bands import SUBLANES, fits
 from convbert_jax.ops.tpu.grid import Grid, call, is_first_step, whole
+from convbert_jax.ops.tpu.pieces import in_pieces
 from convbert_jax.ops.tpu.rows import BandRows
 from convbert_jax.ops.tpu.windows import F32, LANES, dot, only
 
@@ -26,9 +27,19 @@ def light_suits(offsets: tuple[int, ...]) -> bool:
     return len(offsets) >= FEWEST_TAPS and fits(offsets)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def light_conv(values, filters, segment_ids, offsets, interpret=False):
     """values [B, L, H, D], filters [H, K]; taps of one band. `interpret` as in `pallas_call`."""
+
+    def kernel(values, filters, segment_ids):
+        return _light_conv(values, filters, segment_ids, offsets, interpret)
+
+    bands = BandRows(values.shape, offsets).bands
+    longest = block_sizes.longest(bands, values.dtype, arrays=3, copies=2)
+    return in_pieces(kernel, (values, filters, segment_ids), (0, 2), offsets, longest)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _light_conv(values, filters, segment_ids, offsets, interpret):
     rows = BandRows(values.shape, offsets)
     bands, dtype = rows.bands, values.dtype
     arrays = [rows.out(values), _slots(filters, bands)]
@@ -46,7 +57,7 @@ def light_conv(values, filters, segment_ids, offsets, interpret=False):
 
 
 def _forward(values, filters, segment_ids, offsets, interpret):
-    out = light_conv(values, filters, segment_ids, offsets, interpret)
+    out = _light_conv(values, filters, segment_ids, offsets, interpret)
     return out, (values, filters, segment_ids)
 
 
@@ -73,7 +84,7 @@ def _backward(offsets, interpret, saved, cotangent):
     return rows.back(d_values).reshape(values.shape), d_filters.astype(filters.dtype), None
 
 
-light_conv.defvjp(_forward, _backward)
+_light_conv.defvjp(_forward, _backward)
 
 
 def _slots(filters, bands):

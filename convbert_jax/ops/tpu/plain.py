@@ -10,14 +10,26 @@ from convbert_jax.ops import taps
 from convbert_jax.ops.tpu import block_sizes, windows
 from convbert_jax.ops.tpu.bands import LANES, tap_groups
 from convbert_jax.ops.tpu.grid import Grid, call, whole
+from convbert_jax.ops.tpu.pieces import in_pieces
 from convbert_jax.ops.tpu.rows import BandRows
 from convbert_jax.ops.tpu.windows import only
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def dynamic_conv(values, filters, segment_ids, offsets, interpret=False):
     """`interpret` as in `pallas_call`: run without a TPU."""
 
+    def kernel(values, filters, segment_ids):
+        return _dynamic_conv(values, filters, segment_ids, offsets, interpret)
+
+    # Filters too long for one band are dealt out to several, of which this one is the widest.
+    part = max((part for _, part in tap_groups(offsets)), key=len)
+    bands = BandRows(values.shape, part).bands
+    longest = block_sizes.longest(bands, values.dtype, arrays=5, copies=2)
+    return in_pieces(kernel, (values, filters, segment_ids), (0, 1, 2), offsets, longest)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _dynamic_conv(values, filters, segment_ids, offsets, interpret):
     def one(values, filters, segment_ids, offsets):
         rows = BandRows(values.shape, offsets)
         out = _forward_call(
@@ -39,7 +51,7 @@ def dynamic_conv(values, filters, segment_ids, offsets, interpret=False):
 
 
 def _forward(values, filters, segment_ids, offsets, interpret):
-    out = dynamic_conv(values, filters, segment_ids, offsets, interpret)
+    out = _dynamic_conv(values, filters, segment_ids, offsets, interpret)
     return out, (values, filters, segment_ids)
 
 
@@ -72,7 +84,7 @@ def _backward(offsets, interpret, saved, cotangent):
     return d_values.astype(values.dtype), d_filters, None
 
 
-dynamic_conv.defvjp(_forward, _backward)
+_dynamic_conv.defvjp(_forward, _backward)
 
 
 def _parts(groups):

@@ -17,6 +17,7 @@ from convbert_jax.ops import xla
 from convbert_jax.ops.tpu import block_sizes, plain, windows
 from convbert_jax.ops.tpu.bands import LANES, SUBLANES, Bands, tap_groups
 from convbert_jax.ops.tpu.grid import Grid, call, is_first_step, whole
+from convbert_jax.ops.tpu.pieces import in_pieces
 from convbert_jax.ops.tpu.rows import BandRows
 from convbert_jax.ops.tpu.windows import F32, dot, only
 
@@ -25,15 +26,29 @@ LARGEST_POWER = 80.0
 NOTHING = -1e30  # the logit of a lane without a tap
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
 def span_dynamic_conv(
     query, span_key, values, projection, bias, segment_ids, heads, offsets, interpret=False
 ):
     """Filters too long for one band take their logits and softmax from XLA."""
-    batch, length, channels = query.shape
+    arrays = (query, span_key, values, projection, bias, segment_ids)
     if len(tap_groups(offsets)) > 1:
-        arrays = (query, span_key, values, projection, bias)
-        return _by_parts(*arrays, segment_ids, heads, offsets, interpret)
+        return _by_parts(*arrays, heads, offsets, interpret)
+
+    def kernel(*arrays):
+        return _span_dynamic_conv(*arrays, heads, offsets, interpret)
+
+    batch, length, channels = query.shape
+    bands = BandRows((batch, length, heads, channels // heads), offsets).bands
+    of_gradients = 1 + 2 * sum(x is not None for x in arrays[:3])  # in and out, and the cotangent
+    longest = block_sizes.longest(bands, query.dtype, arrays=of_gradients, copies=2)
+    return in_pieces(kernel, arrays, (0, 1, 2, 5), offsets, longest)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _span_dynamic_conv(
+    query, span_key, values, projection, bias, segment_ids, heads, offsets, interpret
+):
+    batch, length, channels = query.shape
     rows = BandRows((batch, length, heads, channels // heads), offsets)
     out = _forward_call(
         rows.out(query), _out(rows, span_key), _out(rows, values), projection, bias,
@@ -44,18 +59,12 @@ def span_dynamic_conv(
 
 def _forward(query, span_key, values, projection, bias, segment_ids, heads, offsets, interpret):
     saved = query, span_key, values, projection, bias, segment_ids
-    return span_dynamic_conv(*saved, heads, offsets, interpret), saved
+    return _span_dynamic_conv(*saved, heads, offsets, interpret), saved
 
 
 def _backward(heads, offsets, interpret, saved, cotangent):
     query, span_key, values, projection, bias, segment_ids = saved
     batch, length, channels = query.shape
-    if len(tap_groups(offsets)) > 1:
-
-        def by_parts(*arrays):
-            return _by_parts(*arrays, segment_ids, heads, offsets, interpret)
-
-        return *jax.vjp(by_parts, *saved[:5])[1](cotangent), None
     rows = BandRows((batch, length, heads, channels // heads), offsets)
     *gradients, d_projection, d_bias = _backward_call(
         rows.out(query), _out(rows, span_key), _out(rows, values), projection, bias,
@@ -66,7 +75,7 @@ def _backward(heads, offsets, interpret, saved, cotangent):
     return *d_arrays, d_projection, d_bias, None
 
 
-span_dynamic_conv.defvjp(_forward, _backward)
+_span_dynamic_conv.defvjp(_forward, _backward)
 
 
 def _out(rows, array):

@@ -65,6 +65,21 @@ def test_lines_end_at_line_feeds_alone(pairs, tmp_path_factory):
     assert [pair for _, pair in read(open_pairs(source, SECTION))] == pairs
 
 
+def test_a_source_may_be_a_list_of_sentences_and_a_target_is_one_text(tmp_path):
+    rows = [
+        {"source": ["One.", "Two."], "target": ["Both."]},
+        {"source": ["One."], "target": "Only."},
+        {"source": [], "target": "None."},
+        {"source": ["One.", 2], "target": "Mixed."},
+        {"source": "Text.", "target": ["This.", "Or this."]},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [pair for _, pair in read(open_pairs(f"jsonl:{tmp_path / 'a.jsonl'}", SECTION))]
+    assert found[:2] == [("One. Two.", "Both."), ("One.", "Only.")]
+    assert [isinstance(pair, Fault) for pair in found] == [False, False, True, True, True]
+    assert found[4].problem == "has a list of 2 texts in 'target', of which a target is one"
+
+
 def test_unequal_line_counts_are_both_named(tmp_path):
     source = write_files(tmp_path, PAIRS)
     (tmp_path / "train.bb").write_text("one\ntwo\n")

@@ -1,0 +1,170 @@
+"""A layer whose rows lie on eight devices: what it costs each, and what it sends.
+
+    python -m benchmarks.long_rows --target=tpu:v5e
+    python -m benchmarks.long_rows --target=cpu --length 512 --size tiny
+
+For every mixer, forward with the gradients of parameters and input, three ways: `one`, the whole
+rows on one device; `gathered`, rows divided over the devices (config.mesh.sequence), but each
+convolution given the whole row, as the compiler has it who knows nothing of taps; `divided`, as it
+is: a convolution gets the K - 1 positions beside its part from its neighbors. Attention gathers
+keys and values in both.
+
+On TPU targets, which need no TPU: thousand cycles of a device by the TPU compiler's model
+(analysis/tpu/pricing.py), without the network, kernels as the traffic of their operands at full
+bandwidth, which is less than they take; megabytes that it sends; and the milliseconds of both:
+cycles at the chip's clock, bytes over the links of one axis of the torus, nothing overlapped.
+On a CPU with eight simulated devices, in float32: the largest difference of output and gradients
+from `one`, relative to the largest value of each array.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+from unittest import mock
+
+from benchmarks import layer
+from benchmarks.dynamic_conv import with_direction
+from convbert_jax.analysis.tpu import pricing as tpu_pricing
+
+DEVICES = 8
+TOPOLOGIES = {"tpu:v5e": "v5e:2x4", "tpu:v6e": "v6e:2x4"}
+MIXERS = ("attention", "mixed", "span_dynamic", "dynamic", "light")
+TINY = {"hidden_size": 64, "embedding_size": 64, "heads": 4, "ffn_size": 128}
+SIZES = {"base": layer.BASE, "tiny": TINY}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="tpu:v5e", choices=(*TOPOLOGIES, "cpu"))
+    parser.add_argument("--length", type=int, default=4_096)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--size", default="base", choices=SIZES)
+    parser.add_argument("--mixers", nargs="+", default=MIXERS, choices=MIXERS)
+    options = parser.parse_args()
+    if options.target == "cpu":
+        flag = f"--xla_force_host_platform_device_count={DEVICES}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    else:
+        tpu_pricing.use_compile_only_tpu()
+    for mixer in options.mixers:
+        for row in (_compare if options.target == "cpu" else _price)(options, mixer):
+            print(json.dumps(row), flush=True)
+
+
+@contextlib.contextmanager
+def _gathering():
+    """While an op is traced, no device is told that it has but a part of its rows."""
+    from convbert_jax.ops import dispatch
+
+    divide = dispatch.over_mesh
+
+    def whole(function, arrays, specs, out_spec, **_):
+        def keep(spec):
+            return dispatch.jax.P(*(None if part == dispatch.SEQUENCE else part for part in spec))
+
+        return divide(function, arrays, [keep(spec) for spec in specs], keep(out_spec))
+
+    with mock.patch.object(dispatch, "over_mesh", whole):
+        yield
+
+
+def _ways(options, mixer, devices):
+    """(way, its jitted step, mesh, shapes) of a layer."""
+    import jax
+
+    from convbert_jax.config import MeshSection
+    from convbert_jax.training import sharding
+
+    dtype = "float32" if options.target == "cpu" else "bfloat16"
+    sizes = SIZES[options.size]
+    for way in ("one", "gathered", "divided"):
+        if way == "gathered" and mixer == "attention":
+            continue
+        count = 1 if way == "one" else DEVICES
+        mesh = sharding.make_mesh(MeshSection(data=1, sequence=count), devices[:count])
+        run, (x, params, ids), make = layer.build(
+            layer.Layer(mixer, "xla"), dtype, options.batch, options.length, sizes
+        )
+        positions = jax.NamedSharding(mesh, jax.P(None, "sequence"))
+        whole = jax.NamedSharding(mesh, jax.P())
+
+        def step(*arguments, run=run, way=way):
+            with _gathering() if way == "gathered" else contextlib.nullcontext():
+                return with_direction(run, "forward_backward", 2)(*arguments)
+
+        jitted = jax.jit(
+            step,
+            in_shardings=(positions, positions, whole, whole),
+            out_shardings=(positions, (positions, whole)),
+        )
+        yield way, jitted, mesh, (x, x, params, ids), make
+
+
+def _price(options, mixer):
+    import jax
+    from jax.experimental import topologies
+
+    from convbert_jax.analysis.tpu.chips import chip
+    from convbert_jax.analysis.tpu.collectives import find_collectives
+    from convbert_jax.analysis.tpu.program import kernel_bytes, scheduled
+
+    found = topologies.get_topology_desc(
+        platform="tpu", topology_name=TOPOLOGIES[options.target]
+    ).devices
+    kind = chip(options.target)
+    for way, jitted, mesh, shapes, _ in _ways(options, mixer, found):
+        shape = f"{options.batch} x {options.length}"
+        try:
+            with jax.set_mesh(mesh):
+                compiled = jitted.lower(*shapes).compile()
+        except jax.errors.JaxRuntimeError as error:  # a kernel too large for a core's memory
+            note = str(error).splitlines()[0][:200]
+            yield {"mixer": mixer, "way": way, "shape": shape, "note": note}
+            continue
+        price = tpu_pricing.price_compiled(compiled, options.target, kernels=False)
+        calls = [one for one in scheduled(compiled.as_text()) if one.kernel is not None]
+        traffic = sum(one.times * kernel_bytes(one.kernel) for one in calls)
+        cycles = price.cycles + kind.bandwidth_cycles(traffic)
+        sent = find_collectives(compiled.as_text(), dict(mesh.shape))
+        of_weights = sum(one.sent_bytes for one in sent if one.kind == "all-reduce")
+        size = sum(one.sent_bytes for one in sent)
+        network = size / (kind.link_bytes_per_second / kind.ports)
+        yield {
+            "mixer": mixer,
+            "way": way,
+            "shape": shape,
+            "thousand cycles": round(cycles / 1e3),
+            "MB sent for positions": round((size - of_weights) / 1e6, 3),
+            "MB sent for gradients of weights": round(of_weights / 1e6, 3),
+            "ms": round((cycles / kind.clock + network) * 1e3, 3),
+            "MB of temporaries": round(price.temporary_bytes / 1e6),
+        }
+
+
+def _compare(options, mixer):
+    import jax
+    import numpy as np
+    from flax import nnx
+
+    wanted = None
+    for way, jitted, mesh, (x, _, _, ids), make in _ways(options, mixer, jax.devices()):
+        x, cotangent = (jax.random.normal(jax.random.key(i), x.shape) for i in range(2))
+        places = jax.numpy.arange(options.length)[None].repeat(options.batch, 0)
+        segments = (1 + (places > options.length // 3)).astype(ids.dtype)
+        with jax.set_mesh(mesh):
+            outputs = jitted(cotangent, x, nnx.state(make()), segments)
+        outputs = jax.tree.leaves(jax.device_get(outputs))
+        if way == "one":
+            wanted = outputs
+            continue
+        differences = [
+            float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-3))
+            for a, b in zip(outputs, wanted, strict=True)
+        ]
+        yield {"mixer": mixer, "way": way, "largest difference": max(differences)}
+
+
+if __name__ == "__main__":
+    main()
