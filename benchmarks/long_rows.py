@@ -11,8 +11,9 @@ keys and values in both.
 
 On TPU targets, which need no TPU: thousand cycles of a device by the TPU compiler's model
 (analysis/tpu/pricing.py), without the network, kernels as the traffic of their operands at full
-bandwidth, which is less than they take; megabytes that it sends; and the milliseconds of both:
-cycles at the chip's clock, bytes over the links of one axis of the torus, nothing overlapped.
+bandwidth, which is less than they take; megabytes that it sends, those of sums over devices (the
+gradients of weights, and where rows were gathered of the input) apart; and the milliseconds of it
+all: cycles at the chip's clock, bytes over the links of one axis of the torus, nothing overlapped.
 On a CPU with eight simulated devices, in float32: the largest difference of output and gradients
 from `one`, relative to the largest value of each array.
 """
@@ -128,7 +129,7 @@ def _price(options, mixer):
         traffic = sum(one.times * kernel_bytes(one.kernel) for one in calls)
         cycles = price.cycles + kind.bandwidth_cycles(traffic)
         sent = find_collectives(compiled.as_text(), dict(mesh.shape))
-        of_weights = sum(one.sent_bytes for one in sent if one.kind == "all-reduce")
+        summed = sum(one.sent_bytes for one in sent if one.kind == "all-reduce")
         size = sum(one.sent_bytes for one in sent)
         network = size / (kind.link_bytes_per_second / kind.ports)
         yield {
@@ -136,8 +137,8 @@ def _price(options, mixer):
             "way": way,
             "shape": shape,
             "thousand cycles": round(cycles / 1e3),
-            "MB sent for positions": round((size - of_weights) / 1e6, 3),
-            "MB sent for gradients of weights": round(of_weights / 1e6, 3),
+            "MB of positions sent": round((size - summed) / 1e6, 3),
+            "MB of sums sent": round(summed / 1e6, 3),
             "ms": round((cycles / kind.clock + network) * 1e3, 3),
             "MB of temporaries": round(price.temporary_bytes / 1e6),
         }

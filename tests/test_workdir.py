@@ -230,7 +230,7 @@ MAY_CHANGE = {
         *("profile_start", "profile_steps", "compile_cache"),
     ),
     "checkpoint": ("every", "keep", "keep_every", "best_metric", "best_mode", "huggingface_every"),
-    "mesh": ("data", "fsdp", "tensor"),
+    "mesh": ("data", "fsdp", "tensor", "sequence"),
     "distillation": ("teacher",),  # where it lies: its checksum is bound
     "decoding": tuple(field.name for field in dataclasses.fields(CONFIG.decoding)),  # all
     "finetune": (

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 import jax
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from convbert_jax.config import MeshSection, UserError
@@ -43,15 +43,36 @@ _SMALL = 2**14  # values of one layer; smaller tensors cost more to gather than 
 def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Mesh with the axes AXES over `devices` (default: all).
 
+    Of several TPU slices each has whole rows of the mesh along `data`: only what goes over this
+    axis, the gradient once in a step, leaves a slice by the network of the data center.
+
     Raises:
-      ShardingError: the sizes do not multiply to the number of devices.
+      ShardingError: the sizes do not multiply to the number of devices, or the slices do not divide
+        `data`.
     """
     devices = jax.devices() if devices is None else devices
     sizes = mesh_sizes(section, len(devices))
     # Auto is not the default of make_mesh any more; Explicit asks every op for shardings.
-    return jax.make_mesh(
-        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
+    kinds = (AxisType.Auto,) * len(AXES)
+    slices = count_slices(devices)
+    if slices == 1:
+        return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=kinds, devices=devices)
+    if sizes["data"] % slices:
+        raise ShardingError(
+            f"config.mesh.data={sizes['data']} is no multiple of the {slices} slices; lower "
+            "config.mesh.fsdp, .tensor or .sequence, which lie within a slice."
+        )
+    inside = sizes | {"data": sizes["data"] // slices}
+    between = {axis: slices if axis == "data" else 1 for axis in AXES}
+    placed = mesh_utils.create_hybrid_device_mesh(
+        tuple(inside.values()), tuple(between.values()), devices
     )
+    return Mesh(placed, AXES, axis_types=kinds)
+
+
+def count_slices(devices: Sequence[jax.Device]) -> int:
+    """TPU slices that these devices are of, which the network of the data center joins."""
+    return len({getattr(device, "slice_index", 0) for device in devices})
 
 
 def mesh_sizes(section: MeshSection, count: int) -> dict[str, int]:
@@ -60,7 +81,8 @@ def mesh_sizes(section: MeshSection, count: int) -> dict[str, int]:
     Raises:
       ShardingError: the sizes do not multiply to it.
     """
-    sizes = dict(zip(AXES, (getattr(section, axis) for axis in AXES), strict=True))
+    of_section = (section.data, section.fsdp, section.tensor, section.sequence)
+    sizes = dict(zip(AXES, of_section, strict=True))
     fixed = math.prod(size for size in sizes.values() if size != -1)
     named = ", ".join(f"config.mesh.{axis}={size}" for axis, size in sizes.items())
     if count % fixed:

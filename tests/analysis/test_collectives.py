@@ -100,3 +100,31 @@ def test_groups_have_the_names_of_their_axes(sizes, data):
         (found,) = collectives.find_collectives(text, axes)
         assert found.axes == "+".join(chosen), groups
         assert found.sent_bytes == pytest.approx(2 * 12 * (size - 1) / size)
+
+
+# As the TPU compiler (libtpu 0.0.52) has the gradient of a matrix over two slices of four chips:
+# summed within a slice, a part of it handed to the host for the other slice.
+BETWEEN = """\
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %part = f32[256,1024]{1,0:T(8,128)} reduce-scatter(%x), channel_id=4, replica_groups={{0,2},{1,3}}, use_global_device_ids=true, dimensions={0}, to_apply=%add
+  %send = (f32[256,8,128]{2,1,0:T(8,128)}, u32[], token[]) send(%part, %after), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.2_0",_xla_megascale_reduce_operation="SUM"}
+  %recv = (f32[256,8,128]{2,1,0:T(8,128)}, u32[], token[]) recv(%after), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+  ROOT %gathered = f32[512,1024]{1,0:T(8,128)} all-gather(%part), channel_id=5, replica_groups={{0,2},{1,3}}, dimensions={0}, use_global_device_ids=true
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_what_leaves_a_slice_is_told_apart(slices):
+    axes = {"data": 2, "fsdp": 2}  # of one slice
+    found = collectives.find_collectives(HEAD + BETWEEN, axes, slices)
+    assert sorted((one.kind, one.axes) for one in found) == [
+        ("all-gather", "data"),
+        ("all-reduce", collectives.BETWEEN_SLICES),
+        ("reduce-scatter", "data"),
+    ]
+    (between,) = (one for one in found if one.axes == collectives.BETWEEN_SLICES)
+    size = 256 * 1024 * 4
+    assert between.array_bytes == size
+    assert between.sent_bytes == 2 * size * (slices - 1) / slices
+    assert between.overlapped

@@ -12,7 +12,7 @@ import pytest
 import convbert_jax
 from convbert_jax.analysis import arithmetic_plan
 from convbert_jax.analysis.tpu import chips, plan, plan_text
-from convbert_jax.analysis.tpu.collectives import Collective
+from convbert_jax.analysis.tpu.collectives import BETWEEN_SLICES, Collective
 from convbert_jax.analysis.tpu.topology import Topology, open_topology
 from convbert_jax.config import ConfigError
 
@@ -55,6 +55,21 @@ def test_a_step_takes_what_its_parts_take():
     assert waited[1] - alone[1] == pytest.approx(sent / 100e9)  # the two of one axis
     assert hidden[0] == alone[0]
     assert hidden[1] - alone[1] == pytest.approx(sent / 2 / 100e9)
+
+
+def test_what_leaves_a_slice_goes_over_another_network():
+    between = Collective("all-reduce", BETWEEN_SLICES, 1, 10_000_000, 2, True, "")
+    step, alone = make_step(collectives=(REDUCED, between)), make_step(collectives=(REDUCED,))
+    assert step.sent_between_slices == 10e6
+    assert step.seconds[0] == alone.seconds[0]
+    assert step.seconds[1] - alone.seconds[1] == pytest.approx(10e6 / (6.4e12 / 8 / 256))
+    unknown = dataclasses.replace(step, chip=chips.CHIPS["v4"])
+    assert unknown.seconds == dataclasses.replace(alone, chip=chips.CHIPS["v4"]).seconds
+    topology = dataclasses.replace(make_plan().topology, chips=32, slices=2)
+    text = plan_text.describe(make_plan(unknown, topology=topology), None, (), None, searched=False)
+    assert "32 chips in 2 slices" in text
+    assert "10.0 MB of it between slices, whose network is not known" in text
+    assert "all-reduce over slices" in text
 
 
 def test_memory_adds_up_in_what_is_said():

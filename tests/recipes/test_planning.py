@@ -46,7 +46,7 @@ def test_the_search_ends_at_the_largest_batch(fixed, slope, batch, accumulation)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tpu_slice, "_plan", fake)
         patch.setattr(
-            tpu_slice.sharding, "make_mesh", lambda *_: jax.make_mesh((4, 1, 1), sharding.AXES)
+            tpu_slice.sharding, "make_mesh", lambda *_: jax.make_mesh((4, 1, 1, 1), sharding.AXES)
         )
         found = tpu_slice._find_largest(fake(config, None, None), None)
     assert all(rows % unit == 0 for rows in tried)

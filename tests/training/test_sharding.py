@@ -280,6 +280,38 @@ def test_mesh_takes_what_is_left():
     assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2, "sequence": 1}
 
 
+@dataclasses.dataclass(frozen=True)
+class OfSlice:
+    """A device as mesh_utils asks for it; two slices of four, dealt out of order."""
+
+    id: int
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+
+    @property
+    def slice_index(self):
+        return self.id % 2
+
+    process_index = slice_index
+
+
+def test_slices_lie_along_data():
+    """What goes over fsdp, tensor and sequence stays within a slice."""
+    devices = [OfSlice(i) for i in range(8)]
+    assert sharding.count_slices(devices) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        made = {}
+        patch.setattr(sharding, "Mesh", lambda placed, axes, **_: made.update(placed=placed))
+        sharding.make_mesh(MeshSection(fsdp=2), devices)
+        placed = made["placed"]
+        assert placed.shape == (4, 2, 1, 1)
+        of_slices = np.vectorize(lambda device: device.slice_index)(placed)[..., 0, 0]
+        np.testing.assert_array_equal(of_slices, [[0, 0], [0, 0], [1, 1], [1, 1]])
+        says = r"config\.mesh\.data=1 is no multiple of the 2 slices"
+        with pytest.raises(ShardingError, match=says):
+            sharding.make_mesh(MeshSection(fsdp=8), devices)
+
+
 def test_batches_that_do_not_split_name_the_nearest():
     mesh = sharding.make_mesh(MeshSection(fsdp=2))
     sharding.check_batch_size(48, 2, mesh)

@@ -21,6 +21,8 @@ class Chip:
       flops_per_cycle: matrix units x side^2 x 2 (v5e: one core of 4 of 128 x 128; v5p: two such
         cores; v6e and TPU7x: a core of 4 of 256 x 256, which is what estimates for large products
         imply).
+      slice_bytes_per_second: to other slices, by the network of the data center: what a pod is said
+        there to have, for a chip of its 256; None where it is not said.
       copied_bytes_per_cycle: what the compiler's estimate for an elementwise operation on a large
         array comes to; the memory can do two to three times as much.
     """
@@ -33,6 +35,7 @@ class Chip:
     ports: int
     flops_per_cycle: int
     copied_bytes_per_cycle: float
+    slice_bytes_per_second: float | None = None
 
     @property
     def clock(self) -> float:
@@ -53,9 +56,11 @@ _GIB = 2**30
 _SIDE_128, _SIDE_256 = 4 * 128**2 * 2, 4 * 256**2 * 2
 CHIPS = {
     "v4": Chip("v4:2x2x1", 15.25 * _GIB, 614e9, 137.5e12, 300e9, 6, _SIDE_128, 226),
-    "v5e": Chip("v5e:2x2", 15.75 * _GIB, 819e9, 197e12, 400e9, 4, _SIDE_128, 222),
+    "v5e": Chip("v5e:2x2", 15.75 * _GIB, 819e9, 197e12, 400e9, 4, _SIDE_128, 222, 3.125e9),
     "v5p": Chip("v5p:2x2x1", 95.73 * _GIB, 2765e9, 459e12, 1200e9, 6, 2 * _SIDE_128, 573),
-    "v6e": Chip("v6e:1x1", 31.24 * _GIB, 1640e9, 918e12, 800e9, 4, _SIDE_256, 378),
+    "v6e": Chip(
+        "v6e:1x1", 31.24 * _GIB, 1640e9, 918e12, 800e9, 4, _SIDE_256, 378, 25.6e12 / 8 / 256
+    ),
     "tpu7x": Chip("tpu7x:2x2x1", 94.74 * _GIB, 3690e9, 1153.5e12, 600e9, 6, _SIDE_256, 632),
 }
 
@@ -74,5 +79,5 @@ def chip(target: str) -> Chip:
 
 
 def count_chips(topology: str) -> int:
-    """Of a name like "v5e:4x4"."""
+    """Of a slice with a name like "v5e:4x4"."""
     return math.prod(int(side) for side in topology.partition(":")[2].split("x"))

@@ -9,7 +9,13 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from convbert_jax.analysis.tpu.program import SHAPE, Computations, Instruction, array_bytes
+from convbert_jax.analysis.tpu.program import (
+    SHAPE,
+    Computations,
+    Instruction,
+    Scheduled,
+    array_bytes,
+)
 
 # Arrays that a device sends, as a multiple of the whole array's size times (n - 1) / n, where a
 # ring of n shares the work.
@@ -20,6 +26,7 @@ KINDS = {
     "all-to-all": 1,
     "collective-permute": 1,
 }
+BETWEEN_SLICES = "slices"  # an axis of no mesh: what leaves a slice
 _KIND = re.compile(rf"^({'|'.join(KINDS)})(-start)?$")
 _SCATTERS = "all-reduce-scatter"  # how the compiler names a fusion of which each keeps its part
 
@@ -30,7 +37,8 @@ class Collective:
 
     Attributes:
       kind: one of KINDS.
-      axes: of the mesh, over which it goes, joined by "+"; "other" for groups that are none.
+      axes: of the mesh, over which it goes, joined by "+"; "other" for groups that are none;
+        BETWEEN_SLICES for what a device sends to those of other slices.
       times: how often the program runs it.
       array_bytes: of the whole array: what is reduced, or what comes out of a gather.
       group: devices that take part in one.
@@ -55,15 +63,19 @@ class Collective:
         return self.times * KINDS[self.kind] * self.array_bytes * part
 
 
-def find_collectives(text: str, axes: Mapping[str, int]) -> list[Collective]:
+def find_collectives(text: str, axes: Mapping[str, int], slices: int = 1) -> list[Collective]:
     """The collectives of a compiled program (`compiled.as_text()`), the heaviest first.
 
     Args:
-      axes: of the mesh, name -> size, in the order of its devices.
+      axes: of the mesh, name -> size, in the order of its devices; of several slices its part in
+        one of them, for which the program is.
+      slices: how many there are.
     """
     computations = Computations(text)
     found: dict[tuple[str, str], Collective] = {}
     for scheduled in computations.walk():
+        if between := _between_slices(scheduled, slices):
+            found[scheduled.computation, scheduled.instruction.name] = between
         for body, part in _parts(computations, scheduled.instruction):
             kind, started = _KIND.match(part.opcode).groups()
             # One that overlaps with products is a part of several fusions of its computation. A
@@ -84,6 +96,19 @@ def find_collectives(text: str, axes: Mapping[str, int]) -> list[Collective]:
             )
     alone = [c for c in found.values() if c.group > 1]
     return sorted(alone, key=lambda c: -c.sent_bytes)
+
+
+def _between_slices(scheduled: Scheduled, slices: int) -> Collective | None:
+    """A sum, or another collective, over slices: what a device hands to the host for it."""
+    part = scheduled.instruction
+    if part.opcode != "send" or "xla_megascale" not in part.rest:
+        return None
+    named = re.search(r'_xla_host_transfer_rendezvous="([a-z-]+)', part.rest)
+    kind = named[1] if named and named[1] in KINDS else "all-reduce"
+    sent = [shape[0] for shape in SHAPE.finditer(part.shape) if shape[1] != "token"]
+    size = max(map(array_bytes, sent))
+    source = (re.search(r'op_name="([^"]*)"', part.rest) or ("", ""))[1]
+    return Collective(kind, BETWEEN_SLICES, scheduled.times, size, slices, True, source)
 
 
 def _parts(

@@ -11,7 +11,12 @@ from collections.abc import Mapping
 import jax
 
 from convbert_jax.analysis.tpu.chips import Chip
-from convbert_jax.analysis.tpu.collectives import KINDS, Collective, find_collectives
+from convbert_jax.analysis.tpu.collectives import (
+    BETWEEN_SLICES,
+    KINDS,
+    Collective,
+    find_collectives,
+)
 from convbert_jax.analysis.tpu.program import Computations, kernel_bytes, scheduled
 from convbert_jax.analysis.tpu.topology import Topology
 from convbert_jax.config import Config
@@ -80,20 +85,30 @@ class Step:
 
         At best: products as estimated, all else at the full bandwidth of the memory, and of the
         network only what the cores wait for, over all links. At worst: memory as pessimistically as
-        the compiler prices it, and all of the network, over the links of one axis of the torus.
-        Both leave out what the compiler has no estimate for.
+        the compiler prices it, and all of the network, over the links of one axis of the torus and
+        between slices over the data center's. Both leave out what the compiler has no estimate for,
+        and what goes between slices of chips whose network there is not known.
         """
         groups, chip = self.operations.groups, self.chip
         best = groups[PRODUCTS] + groups[KERNELS] + groups[OTHER] / chip.memory_pessimism
         worst = sum(groups.values())
-        waiting = sum(c.sent_bytes for c in self.collectives if not c.overlapped)
-        hidden = sum(c.sent_bytes for c in self.collectives) - waiting
+        inside = [c for c in self.collectives if c.axes != BETWEEN_SLICES]
+        waiting = sum(c.sent_bytes for c in inside if not c.overlapped)
+        hidden = sum(c.sent_bytes for c in inside) - waiting
         one_way = chip.link_bytes_per_second / 2
         of_one_axis = one_way * 2 / chip.ports
+        between = 0.0
+        if chip.slice_bytes_per_second is not None:
+            between = self.sent_between_slices / chip.slice_bytes_per_second
         return (
             best / chip.clock + waiting / one_way,
-            worst / chip.clock + (waiting + hidden) / of_one_axis,
+            worst / chip.clock + (waiting + hidden) / of_one_axis + between,
         )
+
+    @property
+    def sent_between_slices(self) -> float:
+        """Bytes of a device."""
+        return sum(c.sent_bytes for c in self.collectives if c.axes == BETWEEN_SLICES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +151,7 @@ def describe_step(
     state: TrainState,
     chip: Chip,
     axes: Mapping[str, int],
+    slices: int = 1,
     shown: int = 12,
 ) -> Step:
     """Reads a compiled step.
@@ -143,6 +159,7 @@ def describe_step(
     Args:
       state: abstract, with its places.
       axes: of the mesh, name -> size.
+      slices: that its data axis goes over.
       shown: how many of the dearest operations are kept.
     """
     text = compiled.as_text()
@@ -161,7 +178,7 @@ def describe_step(
     return Step(
         memory=memory,
         operations=_count_operations(text, chip, shown),
-        collectives=tuple(find_collectives(text, axes)),
+        collectives=tuple(find_collectives(text, {**axes, "data": axes["data"] // slices}, slices)),
         chip=chip,
     )
 

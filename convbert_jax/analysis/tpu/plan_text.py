@@ -28,8 +28,10 @@ def describe(
       price: of an hour of one chip, in any currency.
     """
     t = plan.topology
+    of_slices = f" in {t.slices} slices" if t.slices > 1 else ""
     lines = [
-        f"{plan.config.name} on {t.name}: {t.chips} chips, the step compiled for them; nothing ran",
+        f"{plan.config.name} on {t.name}: {t.chips} chips{of_slices}, the step compiled for them; "
+        "nothing ran",
         "",
         f"mesh                    {_mesh(plan)}",
         f"a step                  {plan.rows:,} rows, {plan.tokens:,} tokens, "
@@ -55,6 +57,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     common = {
         "topology": plan.topology.name,
         "chips": plan.topology.chips,
+        "slices": plan.topology.slices,
         "mesh": dict(plan.axes),
         "rows": plan.rows,
         "tokens": plan.tokens,
@@ -140,6 +143,12 @@ def _describe_network(step: Step) -> list[str]:
         sums[key] = sums.get(key, 0.0) + each.sent_bytes
     rows = sorted(sums.items(), key=lambda row: -row[1])
     lines = [f"network                 {sent / 1e6:,.1f} MB a device sends in a step"]
+    between = step.sent_between_slices
+    if between and step.chip.slice_bytes_per_second is None:
+        lines.append(
+            f"  {between / 1e6:,.1f} MB of it between slices, whose network is not known for these "
+            "chips: it is in no time below"
+        )
     for (kind, axes, overlapped), size in rows:
         if size > _SMALL:
             how = "while cores compute" if overlapped else "cores wait"

@@ -85,10 +85,10 @@ def rows(bands: Bands, batch: int, dtype, kernel: str, *, arrays: int, copies: i
 def longest(bands: Bands, dtype, *, arrays: int, copies: int) -> int:
     """Positions of the longest row that a kernel can be compiled for; arguments as of `rows`.
 
-    What is summed up here is a tenth more than the compiler then needs (v5e, 4,096 x 768).
+    What is summed up here is more than the compiler then needs (v5e: 4,096 x 384 compile).
     """
     of_channels = (2 * arrays + copies) * bands.channels * jnp.dtype(dtype).itemsize
-    return int(1.1 * vmem_limit()) // (of_channels + _slot_bytes(bands))
+    return int(1.15 * vmem_limit()) // (of_channels + _slot_bytes(bands))
 
 
 def _slot_bytes(bands: Bands) -> int:

@@ -16,9 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from convbert_jax.ops.tpu import block_sizes
 from convbert_jax.ops.tpu.bands import LANES, SUBLANES
 from convbert_jax.ops.tpu.dealing import collect, deal, deal_ids
-from convbert_jax.ops.tpu.pieces import halo as halo_of
-from convbert_jax.ops.tpu.pieces import in_pieces
-from convbert_jax.ops.tpu.rows import Rows
+from convbert_jax.ops.tpu.rows import Rows, in_pieces
+from convbert_jax.ops.tpu.rows import halo as halo_of
 
 F32, I32 = jnp.float32, jnp.int32
 MOST_ROWS = 4

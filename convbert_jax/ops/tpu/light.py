@@ -13,8 +13,7 @@ from jax.experimental import pallas as pl
 from convbert_jax.ops.tpu import block_sizes, windows
 from convbert_jax.ops.tpu.bands import SUBLANES, fits
 from convbert_jax.ops.tpu.grid import Grid, call, is_first_step, whole
-from convbert_jax.ops.tpu.pieces import in_pieces
-from convbert_jax.ops.tpu.rows import BandRows
+from convbert_jax.ops.tpu.rows import BandRows, in_pieces
 from convbert_jax.ops.tpu.windows import F32, LANES, dot, only
 
 FEWEST_TAPS = 9  # of benchmarks/RESULTS.md, section 5
@@ -34,7 +33,7 @@ def light_conv(values, filters, segment_ids, offsets, interpret=False):
         return _light_conv(values, filters, segment_ids, offsets, interpret)
 
     bands = BandRows(values.shape, offsets).bands
-    longest = block_sizes.longest(bands, values.dtype, arrays=3, copies=2)
+    longest = block_sizes.longest(bands, values.dtype, arrays=4, copies=2)
     return in_pieces(kernel, (values, filters, segment_ids), (0, 2), offsets, longest)
 
 

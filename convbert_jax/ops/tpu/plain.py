@@ -10,8 +10,7 @@ from convbert_jax.ops import taps
 from convbert_jax.ops.tpu import block_sizes, windows
 from convbert_jax.ops.tpu.bands import LANES, tap_groups
 from convbert_jax.ops.tpu.grid import Grid, call, whole
-from convbert_jax.ops.tpu.pieces import in_pieces
-from convbert_jax.ops.tpu.rows import BandRows
+from convbert_jax.ops.tpu.rows import BandRows, in_pieces
 from convbert_jax.ops.tpu.windows import only
 
 

@@ -1,4 +1,7 @@
-"""Rows as the TPU kernels take them: aligned and, if short, put one behind the other."""
+"""Rows as the TPU kernels take them: aligned; short ones are put together, long ones cut."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -44,3 +47,45 @@ class BandRows(Rows):
 
     def ids(self, segment_ids: Int[Array, "B L"] | None) -> Int[Array, "rows L"] | None:
         return None if segment_ids is None else self.out(segment_ids)[..., 0]
+
+
+def halo(offsets: Sequence[int]) -> int:
+    return max(abs(offset) for offset in offsets)
+
+
+def in_pieces(
+    kernel: Callable[..., Array],
+    arrays: Sequence[Any],
+    of_rows: Sequence[int],
+    offsets: Sequence[int],
+    longest: int,
+) -> Array:
+    """kernel(*arrays), [B, L, ...], of rows of at most `longest` positions.
+
+    Longer ones are cut into pieces that overlap by what the taps reach.
+
+    Args:
+      arrays: of which None is passed on.
+      of_rows: places of those that are [B, L, ...]; all others are the same for each piece.
+      longest: more than four times what the taps reach, or that is taken.
+    """
+    batch, length = arrays[0].shape[:2]
+    overlap = halo(offsets)
+    longest = max(longest, 4 * overlap)
+    if length <= longest:
+        return kernel(*arrays)
+    count = -(-length // (longest - 2 * overlap))
+    size = round_up(-(-length // count), MULTIPLE)
+    after = count * size - length + overlap
+
+    def cut(array):
+        array = jnp.pad(array, ((0, 0), (overlap, after), *((0, 0),) * (array.ndim - 2)))
+        parts = [array[:, i * size : (i + 1) * size + 2 * overlap] for i in range(count)]
+        return jnp.stack(parts, axis=1).reshape(batch * count, -1, *array.shape[2:])
+
+    cut_up = [
+        cut(array) if place in of_rows and array is not None else array
+        for place, array in enumerate(arrays)
+    ]
+    out = kernel(*cut_up)[:, overlap : overlap + size]
+    return out.reshape(batch, count * size, *out.shape[2:])[:, :length]

@@ -17,8 +17,7 @@ from convbert_jax.ops import xla
 from convbert_jax.ops.tpu import block_sizes, plain, windows
 from convbert_jax.ops.tpu.bands import LANES, SUBLANES, Bands, tap_groups
 from convbert_jax.ops.tpu.grid import Grid, call, is_first_step, whole
-from convbert_jax.ops.tpu.pieces import in_pieces
-from convbert_jax.ops.tpu.rows import BandRows
+from convbert_jax.ops.tpu.rows import BandRows, in_pieces
 from convbert_jax.ops.tpu.windows import F32, dot, only
 
 # exp stays finite: no tap is weighed more than e^80 times the mean of its head.

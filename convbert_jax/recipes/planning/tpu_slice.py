@@ -103,11 +103,15 @@ def _compile(program: Program, task: Task, batch, topology: Topology) -> Step | 
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             short = bytes_needed(error)
-            if not short:
-                raise
-            return Shortage(*short)
+            if short:
+                return Shortage(*short)
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise ConfigError(
+                f"The TPU compiler cannot compile this step for {topology.name}: {reason}; another "
+                "config.mesh, config.model.scan_unroll or libtpu may do."
+            ) from error
     axes = dict(program.mesh.shape)
-    return describe_step(compiled, program.abstract, topology.chip, axes)
+    return describe_step(compiled, program.abstract, topology.chip, axes, topology.slices)
 
 
 def _find_largest(first: Plan, teacher: teaching.Teacher | None) -> Plan | None:
