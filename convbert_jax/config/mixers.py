@@ -245,10 +245,15 @@ def find(name: str, field: str = "config.model.mixer") -> type[Mixer]:
     try:
         cls = operator.attrgetter(attribute)(importlib.import_module(module))
     except Exception as error:
+        # One of ours fails with what it is built on, which a variable of the environment can break.
+        remedy = (
+            "see what `python -c 'import jax, flax'` says here."
+            if name in MIXERS
+            else "start the program where Python finds it, in its folder or with PYTHONPATH, or name "
+            "PACKAGE.MODULE:CLASS of another mixer."
+        )
         raise MixerError(
-            f"{field}={name} cannot be imported ({_first_line(error)}); start the program where "
-            "Python finds it, in its folder or with PYTHONPATH, or name PACKAGE.MODULE:CLASS of "
-            "another mixer."
+            f"{field}={name} cannot be imported ({_first_line(error)}); {remedy}"
         ) from error
     _check_class(cls, f"{field}={name}")
     return cls

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -244,6 +245,20 @@ def test_faults_of_mixers_are_one_sentence(make_config, given, says):
     with pytest.raises(ConfigError, match=says) as error:
         from_config_dict(values)
     assert "\n" not in str(error.value)
+
+
+def test_a_jax_that_does_not_start_is_not_a_fault_of_the_mixer():
+    """A variable that jax refuses; it said to set PYTHONPATH or to name another mixer."""
+    program = "from convbert_jax.config import mixers; mixers.find('mixed')"
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "pigeons"},
+        capture_output=True,
+        text=True,
+    )
+    said = ended.stderr.splitlines()[-1]
+    assert "pigeons" in said
+    assert said.endswith("see what `python -c 'import jax, flax'` says here.")
 
 
 class Half:
