@@ -2,8 +2,8 @@
 
 An element of the pipeline is an `Assignment`; what comes out of it are files. A runner may do a
 unit twice, or go on after the process that started it is dead, so each attempt writes into a folder
-of its own, `attempts-ID/UNIT-ID`, and renames what it made into place, the record last. Each start
-removes the attempts of earlier ones, so what still runs of those ends.
+of its own, `attempts-ID/UNIT-ID`, and renames what it made into place, the record last. The next
+start removes those folders, so what still runs of this one ends.
 
 Beam is imported where it is asked for.
 """
@@ -28,10 +28,15 @@ from convbert_jax import files
 from convbert_jax.config import UserError
 from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.units.progress import show_progress
-from convbert_jax.data.units.work import Assignment, Work, record_path
+from convbert_jax.data.units.work import (
+    Assignment,
+    Work,
+    make_attempts,
+    record_path,
+    remove_attempts,
+)
 
 WATCH_EVERY = 1.0  # seconds
-_ATTEMPTS = "attempts-"
 _FAILED = ".failed"  # ending of a file with the sentence of a unit that cannot be done
 _QUIET = ("--default_sdk_harness_log_level=WARNING",)  # a later one counts
 # How Beam hands on what a worker raised: the end of a traceback, as text.
@@ -94,7 +99,7 @@ class BeamPipeline:
           DataError: what the first such unit raised, or the pipeline failed.
         """
         directory = work.job.directory
-        attempts = _make_attempts(directory)
+        attempts = make_attempts(directory)
         worker = _Worker(work, attempts, os.getpid())
         logging.info("%d units go to %s of Apache Beam.", len(assignments), self.name)
         try:
@@ -107,7 +112,7 @@ class BeamPipeline:
             if failures:
                 raise DataError(failures[0].read_text())
         finally:
-            shutil.rmtree(attempts, ignore_errors=True)
+            remove_attempts(directory)
 
     def _run_pipeline(self, do: Callable, assignments: Sequence[Assignment]) -> None:
         import apache_beam
@@ -192,15 +197,6 @@ class _Worker:
         index = assignment.index
         os.replace(record_path(attempt, index), record_path(directory, index))
         shutil.rmtree(attempt)
-
-
-def _make_attempts(directory: Path) -> Path:
-    """A new folder for attempts, after those of earlier starts are removed."""
-    for path in directory.glob(f"{_ATTEMPTS}*"):
-        shutil.rmtree(path, ignore_errors=True)
-    attempts = directory / f"{_ATTEMPTS}{uuid.uuid4().hex[:8]}"
-    attempts.mkdir()
-    return attempts
 
 
 @contextlib.contextmanager

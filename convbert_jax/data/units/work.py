@@ -4,7 +4,10 @@ A unit becomes files in the folder and then a record of it, `units/00000.json`: 
 finished, and is not done again. Whoever does a unit, the files are the same.
 """
 
+import contextlib
 import dataclasses
+import shutil
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +17,7 @@ from absl import logging
 from convbert_jax.data.errors import DataError
 
 Record = dict[str, Any]
+_ATTEMPTS = "attempts-"
 
 
 class Job(Protocol):
@@ -97,6 +101,7 @@ def do_units(work: Work, finished: Callable[[int], Record | None], runner: Runne
     Raises:
       DataError: as `runner` does.
     """
+    remove_attempts(work.job.directory)
     assignments = work.list_assignments()
     records = {each.index: finished(each.index) for each in assignments}
     todo = [each for each in assignments if records[each.index] is None]
@@ -113,6 +118,23 @@ def do_units(work: Work, finished: Callable[[int], Record | None], runner: Runne
                 "was done; start again: what was finished is kept."
             )
     return [records[each.index] for each in assignments]
+
+
+def make_attempts(directory: Path) -> Path:
+    """A new folder in `directory`, of its own disk, for units that may be done twice at once."""
+    attempts = directory / f"{_ATTEMPTS}{uuid.uuid4().hex[:8]}"
+    attempts.mkdir()
+    return attempts
+
+
+def remove_attempts(directory: Path) -> None:
+    """Removes such folders, and takes them away from who may still write there: the name of one is
+    gone before its content.
+    """
+    for path in directory.glob(f"{_ATTEMPTS}*"):
+        with contextlib.suppress(OSError):
+            gone = path.rename(path.with_name(f"{_ATTEMPTS}gone-{uuid.uuid4().hex[:8]}"))
+            shutil.rmtree(gone, ignore_errors=True)
 
 
 def record_path(directory: Path, index: int) -> Path:

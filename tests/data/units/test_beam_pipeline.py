@@ -261,7 +261,7 @@ def test_a_fault_of_ours_is_told_too(bad_work, runner, options):
 
 
 def test_workers_without_the_folder_say_so(config, tmp_path, small_units, monkeypatch, runner):
-    monkeypatch.setattr(beam_pipeline, "_make_attempts", lambda folder: folder / "attempts-none")
+    monkeypatch.setattr(beam_pipeline, "make_attempts", lambda folder: folder / "attempts-none")
     with pytest.raises(DataError, match=r"^\S*attempts-none is not there on .* they share\.$"):
         corpora.prepare(config, tmp_path / "prepared", runner(PROCESSES))
 

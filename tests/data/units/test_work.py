@@ -10,7 +10,7 @@ import pytest
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.units import beam_pipeline
 from convbert_jax.data.units.processes import Processes
-from convbert_jax.data.units.work import Work, do_units, record_path
+from convbert_jax.data.units.work import Work, do_units, make_attempts, record_path, remove_attempts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +98,7 @@ def test_beam_that_is_missing_is_named_with_its_extra(monkeypatch):
 
 def test_attempts_are_apart_and_end_in_the_same_place(work, tmp_path):
     """A runner may do a unit twice, side by side or after it is done."""
-    (tmp_path / "attempts-old" / "00000-1").mkdir(parents=True)
-    attempts = beam_pipeline._make_attempts(tmp_path)
-    assert [path.name for path in tmp_path.glob("attempts-*")] == [attempts.name]
+    attempts = make_attempts(tmp_path)
     worker = beam_pipeline._Worker(work, attempts, submitter=0)
     first, *_ = work.list_assignments()
     for _ in range(2):
@@ -110,9 +108,20 @@ def test_attempts_are_apart_and_end_in_the_same_place(work, tmp_path):
     assert not list(attempts.iterdir())
 
 
+def test_attempts_of_a_start_that_was_killed_are_removed(work, tmp_path):
+    old = make_attempts(tmp_path)
+    worker = beam_pipeline._Worker(work, old, submitter=0)
+    (old / "00000-1").mkdir()
+    do_units(work, finished(tmp_path), Processes(1))
+    assert not list(tmp_path.glob("attempts-*"))
+    with pytest.raises(DataError, match="is not there"):  # one that still runs
+        worker.do(work.list_assignments()[0])
+    remove_attempts(tmp_path)
+
+
 def test_after_a_unit_that_cannot_be_done_no_other_is_begun(work, tmp_path):
     bad = dataclasses.replace(work, sources={"train": Source((Unit(1, "bad"), Unit(1, "good")))})
-    attempts = beam_pipeline._make_attempts(tmp_path)
+    attempts = make_attempts(tmp_path)
     worker = beam_pipeline._Worker(bad, attempts, submitter=0)
     for each in bad.list_assignments():
         worker.do(each)
