@@ -163,7 +163,7 @@ class _Worker:
         """Does a unit, or writes down why it cannot be done.
 
         Raises:
-          DataError: this machine does not have the folder.
+          DataError: this machine does not have the folder, or it cannot be written down.
         """
         if os.getpid() != self.submitter:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a runner has many workers already
@@ -184,7 +184,10 @@ class _Worker:
             dataclasses.replace(self.work, job=job).do(assignment)
         except UserError as error:
             sentence = str(error).replace(str(attempt), str(self.work.job.directory))
-            files.write_text(self.attempts / f"{name}{_FAILED}", sentence)
+            try:
+                files.write_text(self.attempts / f"{name}{_FAILED}", sentence)
+            except OSError:  # a full disk is full for this too
+                raise DataError(sentence) from None
             return
         self._publish(attempt, assignment)
 

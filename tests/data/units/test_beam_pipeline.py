@@ -76,6 +76,19 @@ def test_the_direct_runner_by_its_own_name(config, tmp_path, small_units, conten
     assert contents(tmp_path / "local") == contents(tmp_path / "beam")
 
 
+JOB_SERVER = ("--job_endpoint=embed", "--environment_type=LOOPBACK")
+
+
+def test_a_runner_that_is_handed_the_job(config, tmp_path, small_units, contents, bad_work, runner):
+    """As Flink, Spark and Dataflow are: it goes on by itself, and is waited for."""
+    portable = beam_pipeline.open_runner("PortableRunner", JOB_SERVER)
+    corpora.prepare(config, tmp_path / "local")
+    corpora.prepare(config, tmp_path / "beam", portable)
+    assert contents(tmp_path / "local") == contents(tmp_path / "beam")
+    with pytest.raises(DataError, match=r"--runner=PortableRunner failed \(.*by nothing"):
+        do_units(bad_work("fail"), lambda index: None, portable)
+
+
 @pytest.mark.parametrize("options", [HERE, PROCESSES], ids=["here", "processes"])
 def test_pairs_of_texts(tmp_path, monkeypatch, contents, runner, options):
     monkeypatch.setattr(documents_module, "UNIT_BYTES", 4_000)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from convbert_jax import files
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.units import beam_pipeline
 from convbert_jax.data.units.processes import Processes
@@ -128,6 +129,17 @@ def test_after_a_unit_that_cannot_be_done_no_other_is_begun(work, tmp_path):
     (failed,) = attempts.glob("*.failed")
     assert failed.read_text() == "It is bad."
     assert not list((tmp_path / "units").iterdir())
+
+
+def test_what_cannot_be_written_down_is_raised(work, tmp_path, monkeypatch):
+    def refuse(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_text", refuse)
+    bad = dataclasses.replace(work, sources={"train": Source((Unit(1, "bad"),))})
+    worker = beam_pipeline._Worker(bad, make_attempts(tmp_path), submitter=0)
+    with pytest.raises(DataError, match=r"^It is bad\.$"):
+        worker.do(bad.list_assignments()[0])
 
 
 def test_a_worker_that_has_no_such_folder_says_so(work, tmp_path):
