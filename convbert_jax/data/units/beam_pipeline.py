@@ -124,7 +124,7 @@ class BeamPipeline:
         with _noticing_deaths() as deaths:
             try:
                 result = pipeline.run()
-                result.wait_until_finish()
+                state = result.wait_until_finish()
             except BaseException as error:
                 if result is not None:
                     with contextlib.suppress(Exception):  # not every runner can, or it is over
@@ -137,6 +137,10 @@ class BeamPipeline:
                 if not isinstance(error, Exception):
                     raise
                 raise DataError(self._explain(error)) from error
+        if state not in (None, "DONE"):  # somebody else has cancelled it
+            raise DataError(
+                f"--runner={self.name} ended as {state}; start again: what was finished is kept."
+            )
 
     def _explain(self, error: Exception) -> str:
         """One sentence; `error` is of a worker, as the runner tells it, or of the runner."""

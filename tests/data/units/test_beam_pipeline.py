@@ -273,6 +273,15 @@ def test_a_fault_of_ours_is_told_too(bad_work, runner, options):
     assert "\n" not in str(error.value)
 
 
+def test_a_pipeline_that_somebody_cancels_is_told(
+    config, tmp_path, small_units, monkeypatch, runner
+):
+    fn_runner = importlib.import_module("apache_beam.runners.portability.fn_api_runner.fn_runner")
+    monkeypatch.setattr(fn_runner.RunnerResult, "wait_until_finish", lambda self: "CANCELLED")
+    with pytest.raises(DataError, match="FnApiRunner ended as CANCELLED; start again"):
+        corpora.prepare(config, tmp_path / "prepared", runner())
+
+
 def test_workers_without_the_folder_say_so(config, tmp_path, small_units, monkeypatch, runner):
     monkeypatch.setattr(beam_pipeline, "make_attempts", lambda folder: folder / "attempts-none")
     with pytest.raises(DataError, match=r"^\S*attempts-none is not there on .* they share\.$"):
