@@ -97,7 +97,13 @@ def _run(request: command_line.Request) -> None:
             output=request.output,
         )
     elif request.mode == "prepare":
-        recipes.prepare(config, workdir, request.given)
+        recipes.prepare(
+            config,
+            workdir,
+            request.given,
+            runner=request.runner,
+            runner_options=request.runner_options,
+        )
     elif request.mode == "eval":
         result = recipes.evaluate(
             config, workdir, request.given, step=request.step, output=request.output

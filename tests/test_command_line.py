@@ -41,6 +41,15 @@ def test_a_config_file_with_overrides():
     assert read("--config=configs/tiny.py:paper", "--workdir=x").config.variant == "paper"
 
 
+def test_a_runner_and_its_options():
+    request = read(TINY, "--mode=prepare")
+    assert (request.runner, request.runner_options) == (None, ())
+    text = "--runner_options=--direct_num_workers=4 '--labels=a b'"
+    request = read(TINY, "--mode=prepare", "--runner=DirectRunner", text)
+    assert request.runner == "DirectRunner"
+    assert request.runner_options == ("--direct_num_workers=4", "--labels=a b")
+
+
 def test_a_json_file_is_a_config(tmp_path):
     config = read(TINY).config
     (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
@@ -117,6 +126,25 @@ def test_json_files_that_are_no_config(tmp_path, text):
             "--mode=plan is for one long run",
         ),
         ((TINY, "--mode=prepare", "--verify_steps=9"), "it is for verify_resume"),
+        ((TINY, "--runner=DirectRunner"), "--runner has no effect with --mode=train"),
+        ((TINY, "--mode=prepare", "--runner="), "--runner= is empty"),
+        ((TINY, "--mode=prepare", "--runner_options=--x=1"), "has no effect without --runner"),
+        (
+            (TINY, "--mode=prepare", "--runner=DirectRunner", "--runner_options=--x='1"),
+            "is not understood: no closing quotation",
+        ),
+        (
+            (TINY, "--mode=prepare", "--runner=DirectRunner", "--runner_options=x=1"),
+            "'x=1' is none; write each as --NAME=VALUE",
+        ),
+        (
+            (TINY, "--mode=prepare", "--runner=DirectRunner", "--runner_options=--runner=Mine"),
+            "and the runner as --runner",
+        ),
+        (
+            (TINY, "--mode=prepare", "--runner=DirectRunner", "--config.data.workers=2"),
+            "--config.data.workers has no effect with --runner=DirectRunner",
+        ),
         (("--mode=predict", "--workdir=x", "--config.seed=1"), "--config.seed has no effect"),
         ((TINY, "--mode=predict", "--workdir=x", "--config.seed=1"), "--config.seed has no effect"),
         ((TINY, "--mode=export", "--config.model.layers=1"), "--config.model.layers has no effect"),

@@ -89,6 +89,16 @@ def test_other_skips_stay_skips(suite, tmp_path):
     assert code == 0, printed
 
 
+def test_apache_beam_may_be_absent(suite, tmp_path):
+    (tmp_path / "test_d.py").write_text(
+        "import pytest\nfrom tests.running import NO_BEAM\n"
+        "pytest.importorskip('no_such_package', reason=NO_BEAM)\ndef test(): pass"
+    )
+    code, printed = suite("-rs", "test_d.py", CONVBERT_TEST_COMPLETE="1")
+    assert code in (0, 5), printed
+    assert "does not go with the lock files" in printed
+
+
 def test_a_budget_leaves_out_what_another_run_begins_with(suite):
     """The first run has time for one file only; the next one begins with the others."""
     workers = ("-v", "--numprocesses=1", "--dist=loadfile", "--no-loadscope-reorder")

@@ -115,6 +115,17 @@ WORD = flags.DEFINE_string(
 LAYERS = flags.DEFINE_list(
     "layers", [], "Whose filters of --word are drawn, from 0; default the first, middle and last."
 )
+RUNNER = flags.DEFINE_string(
+    "runner",
+    None,
+    "What of Apache Beam does the units of --mode=prepare: DirectRunner, FlinkRunner, "
+    "DataflowRunner, …; default processes of this machine.",
+)
+RUNNER_OPTIONS = flags.DEFINE_string(
+    "runner_options",
+    None,
+    "Of --runner, as '--direct_num_workers=4 --direct_running_mode=multi_processing'.",
+)
 
 
 def parse(argv: Sequence[str]) -> dict[str, Any]:

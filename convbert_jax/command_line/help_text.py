@@ -70,7 +70,7 @@ def _default(flag: flags.Flag) -> str:
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> list[str]:
-    return [_fill(f"{name:<16}{text}", 2, 18) for name, text in rows]
+    return [_fill(f"{name:<15} {text}", 2, 18) for name, text in rows]
 
 
 def _fill(text: str, indent: int, rest: int | None = None) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ _MODES_OF_FLAG = {
     "beside": ("inspect",),
     "word": ("inspect",),
     "layers": ("inspect",),
+    "runner": ("prepare",),
+    "runner_options": ("prepare",),
 }
 # Modes that go by the config that the weights bring along.
 _WITHOUT_CONFIG = ("export", "predict", "inspect")
@@ -88,6 +91,8 @@ class Request:
     beside: str | None
     word: str | None
     layers: tuple[int, ...]
+    runner: str | None
+    runner_options: tuple[str, ...]
 
 
 def read(argv: Sequence[str]) -> Request:
@@ -133,6 +138,8 @@ def read(argv: Sequence[str]) -> Request:
         beside=flags.BESIDE.value,
         word=flags.WORD.value,
         layers=_read_layers(),
+        runner=flags.RUNNER.value,
+        runner_options=_read_runner_options(changed),
     )
 
 
@@ -164,7 +171,7 @@ def _check_flags() -> None:
             )
     for name in (
         *("config", "workdir", "output", "input", "source", "coordinator"),
-        *("beside", "word", "topology"),
+        *("beside", "word", "topology", "runner"),
     ):
         if absl_flags.FLAGS[name].value == "":
             raise ConfigError(f"--{name}= is empty; name one, or leave the flag out.")
@@ -204,6 +211,30 @@ def _read_layers() -> tuple[int, ...]:
     if texts and not flags.WORD.value:
         raise ConfigError("--layers has no effect without --word, whose filters it chooses.")
     return tuple(map(int, texts))
+
+
+def _read_runner_options(changed: Mapping[str, Any]) -> tuple[str, ...]:
+    """Refuses too the field that says how many processes of this machine, where it says nothing."""
+    text, runner = flags.RUNNER_OPTIONS.value, flags.RUNNER.value
+    if text and not runner:
+        raise ConfigError("--runner_options has no effect without --runner, whose options it has.")
+    if runner and "data.workers" in changed:
+        raise ConfigError(
+            f"--config.data.workers has no effect with --runner={runner}; how many there are is an "
+            "option of its own, as --runner_options=--direct_num_workers=4."
+        )
+    try:
+        options = tuple(shlex.split(text or ""))
+    except ValueError as error:
+        reason = str(error).lower()
+        raise ConfigError(f"--runner_options={text} is not understood: {reason}.") from None
+    for option in options:
+        if not option.startswith("--") or option.partition("=")[0] == "--runner":
+            raise ConfigError(
+                f"--runner_options: '{option}' is none; write each as --NAME=VALUE, with a space "
+                "between them, and the runner as --runner."
+            )
+    return options
 
 
 def _read_processes() -> Processes | None:

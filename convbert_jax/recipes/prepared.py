@@ -15,6 +15,7 @@ from convbert_jax.data.corpus import corpus as corpora
 from convbert_jax.data.parallel import batching as of_pairs
 from convbert_jax.data.parallel import parallel_text
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.data.units.work import Runner
 from convbert_jax.interfaces.batch import Batch
 from convbert_jax.training import sharding
 from convbert_jax.training.environment import peers, roll_call
@@ -63,9 +64,11 @@ class Data:
         return self.tokenizers[1]
 
 
-def prepare(config: Config, directory: Path) -> None:
-    """Makes tokenizer and shards, or finds them; errors as of a corpus and of parallel text."""
-    (parallel_text if config.reads_pairs else corpora).prepare(config, directory)
+def prepare(config: Config, directory: Path, runner: Runner | None = None) -> None:
+    """Makes tokenizer and shards, or finds them; arguments and errors as of a corpus and of
+    parallel text.
+    """
+    (parallel_text if config.reads_pairs else corpora).prepare(config, directory, runner)
 
 
 def open_data(config: Config, workdir: Workdir) -> Data:

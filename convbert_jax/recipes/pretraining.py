@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import jax
 from absl import logging
@@ -11,6 +11,7 @@ from etils import epath
 from convbert_jax.analysis import overview, pretraining_report
 from convbert_jax.config import Config, UserError, network
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.data.units import beam_pipeline
 from convbert_jax.inference.writing.reading import read_mean
 from convbert_jax.interop import conversion
 from convbert_jax.interop.networks import abstract_params, outline, split
@@ -33,15 +34,29 @@ from convbert_jax.training.task import Task
 from convbert_jax.workdir import Workdir
 
 
-def prepare(config: Config, folder: epath.PathLike, given: Collection[str] = ()) -> None:
+def prepare(
+    config: Config,
+    folder: epath.PathLike,
+    given: Collection[str] = (),
+    *,
+    runner: str | None = None,
+    runner_options: Sequence[str] = (),
+) -> None:
     """Makes tokenizer and shards for `config` in the workdir `folder`, or finds them there.
 
     Args:
       given: as `start.read_start` takes it.
+      runner, runner_options: of Apache Beam, as `beam_pipeline.open_runner` takes them; None:
+        processes of this machine do it.
+
+    Raises:
+      DataError: a runner that cannot be used, and as preparing does.
     """
+    opened = beam_pipeline.open_runner(runner, runner_options) if runner else None
     workdir = Workdir(folder)
     config, _ = start.read_start(config, workdir, given)
-    prepared.prepare(config, workdir.data(config))
+    directory = workdir.data(config)
+    prepared.prepare(config, directory.absolute() if runner else directory, opened)
 
 
 def show(config: Config, folder: epath.PathLike, given: Collection[str] = ()) -> str:

@@ -35,11 +35,13 @@ from convbert_jax.data.corpus.metadata import (
 )
 from convbert_jax.data.corpus.rows import row_dtype
 from convbert_jax.data.corpus.shards import damaged_shard
-from convbert_jax.data.corpus.working import lock
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.records import write_record
 from convbert_jax.data.sources.source import REMOTE, Source, open_source
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from convbert_jax.data.units.lock import lock
+from convbert_jax.data.units.processes import Processes
+from convbert_jax.data.units.work import Runner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +72,10 @@ class Corpus:
         return row_dtype(self.length, self.tokenizer.vocab_size, self.layout)
 
 
-def prepare(config: Config, directory: Path) -> Corpus:
+def prepare(config: Config, directory: Path, runner: Runner | None = None) -> Corpus:
     """The corpus of `config` in `directory`; does whatever is missing there, which can be nothing.
 
-    Trains or loads the tokenizer, checks it on a sample, and writes shards on
+    Trains or loads the tokenizer and checks it on a sample; then `runner` writes shards, by default
     `config.data.workers` processes. Safe to kill and to run again. Another process that prepares
     the same directory is waited for.
 
@@ -99,7 +101,8 @@ def prepare(config: Config, directory: Path) -> Corpus:
                 "tokenizer": tokenizer.fingerprint,
             }
             write_record(directory / METADATA, metadata)
-        records = preparation.process_units(config, directory, tokenizer, sources)
+        runner = runner or Processes(config.data.workers)
+        records = preparation.process_units(config, directory, tokenizer, sources, runner)
         metadata |= summary(records, config.data.length, time.monotonic() - started)
         _check_splits(metadata, config.data)
         write_record(directory / METADATA, metadata | {"complete": True})

@@ -10,15 +10,8 @@ from absl import logging
 
 from convbert_jax import files
 from convbert_jax.config import Config, DataSection
-from convbert_jax.data.corpus.shards import record_path, shard_path
-from convbert_jax.data.corpus.unit_worker import (
-    Job,
-    heldout_hash,
-    process_unit,
-    process_unit_in_worker,
-    start_worker,
-)
-from convbert_jax.data.corpus.working import do_units
+from convbert_jax.data.corpus.shards import shard_path
+from convbert_jax.data.corpus.unit_worker import Job, heldout_hash, process_unit
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.records import read_record
 from convbert_jax.data.sources.source import Source
@@ -28,6 +21,7 @@ from convbert_jax.data.tokenizer.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
+from convbert_jax.data.units.work import Runner, Work, do_units, record_path
 
 CHECKED_BYTES = 2_000_000  # of text, to check a vocabulary on
 COUNTS = {"rows": int, "file_bytes": int}
@@ -112,9 +106,13 @@ def nothing_held_out(data: DataSection, hashes: Sequence[float] = ()) -> str:
 
 
 def process_units(
-    config: Config, directory: Path, tokenizer: Tokenizer, sources: dict[str, Source]
+    config: Config,
+    directory: Path,
+    tokenizer: Tokenizer,
+    sources: dict[str, Source],
+    runner: Runner,
 ) -> list[dict[str, Any]]:
-    """Records of all units, doing those that are not there yet.
+    """Records of all units; `runner` does those that are not there yet.
 
     Raises:
       DataError: the first that a unit raised; finished units are kept.
@@ -131,27 +129,8 @@ def process_units(
         heldout_fraction=data.heldout_fraction,
         encoding_errors=data.encoding_errors,
     )
-    units = [
-        (name, position, unit)
-        for name, source in sources.items()
-        for position, unit in enumerate(source.units)
-    ]
-    # Without a validation source each unit is split by the hash of its documents.
-    split = {name: name if "validation" in sources else "" for name in sources}
-    records = {i: _finished(directory, i, data.encoding_errors) for i in range(len(units))}
-    todo = [i for i, record in records.items() if record is None]
-    if len(todo) < len(units):
-        logging.info("%d of %d units are there already.", len(units) - len(todo), len(units))
-    done = do_units(
-        {i: units[i][2].size for i in todo},
-        lambda i: process_unit(job, i, sources[units[i][0]], units[i][2], split[units[i][0]]),
-        process_unit_in_worker,
-        {i: (i, units[i][0], units[i][1], split[units[i][0]]) for i in todo},
-        workers=data.workers,
-        start=start_worker,
-        start_with=(job, sources),
-    )
-    return list((records | done).values())
+    work = Work(job, sources, process_unit)
+    return do_units(work, lambda i: _finished(directory, i, data.encoding_errors), runner)
 
 
 def _finished(directory: Path, index: int, encoding_errors: str) -> dict[str, Any] | None:

@@ -17,10 +17,6 @@ from convbert_jax.files import DamagedFileError, damaged
 READ_BYTES = 1 << 22
 
 
-def record_path(directory: Path, index: int) -> Path:
-    return directory / "units" / f"{index:05d}.json"
-
-
 def shard_path(directory: Path, split: str, index: int) -> Path:
     return directory / f"{split}-{index:05d}.array_record"
 

@@ -3,11 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-import multiprocessing
-import os
 import random
-import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -17,10 +13,11 @@ from typing import Any
 from convbert_jax.data.corpus.packing import ElectraRows, PackedRows, Row
 from convbert_jax.data.corpus.pairs import UNLABELLED, PairRows, split_sentences
 from convbert_jax.data.corpus.rows import ShardWriter, row_dtype, to_records
-from convbert_jax.data.corpus.shards import checksum, record_path, shard_path
+from convbert_jax.data.corpus.shards import checksum, shard_path
 from convbert_jax.data.records import write_record
 from convbert_jax.data.sources.source import Source
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.data.units.work import record_path
 
 BATCH_CHARACTERS = 200_000  # encoded at once
 SHUFFLED_CHARACTERS = 64_000_000  # of documents in memory, to shuffle them
@@ -155,36 +152,3 @@ def _encoded(
             yield from encode(batch)
             batch, size = [], 0
     yield from encode(batch)
-
-
-# --- In a worker process ---
-
-_job: Any = None
-_sources: dict[str, Any] = {}
-
-
-def start_worker(job: Any, sources: dict[str, Any]) -> None:
-    """Initializer of a worker: keeps the job, leaves Ctrl-C to the parent, dies with it."""
-    global _job
-    _job = job
-    _sources.update(sources)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def given() -> tuple[Any, dict[str, Any]]:
-    """The job and the sources that this worker was started with."""
-    return _job, _sources
-
-
-def process_unit_in_worker(index: int, source: str, position: int, split: str) -> dict[str, Any]:
-    """`process_unit` for unit number `position` of the source called `source`."""
-    job, sources = given()
-    chosen = sources[source]
-    return process_unit(job, index, chosen, chosen.units[position], split)

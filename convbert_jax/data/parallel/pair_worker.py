@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from convbert_jax import files
-from convbert_jax.data.corpus import unit_worker
 from convbert_jax.data.corpus.rows import ShardWriter
-from convbert_jax.data.corpus.shards import checksum, record_path, shard_path
+from convbert_jax.data.corpus.shards import checksum, shard_path
 from convbert_jax.data.corpus.unit_worker import heldout_hash
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.parallel.pair_source import PairSource
@@ -23,6 +22,7 @@ from convbert_jax.data.parallel.vocabularies import Vocabularies
 from convbert_jax.data.records import write_record
 from convbert_jax.data.tables.table_formats import Fault
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.data.units.work import record_path
 
 PAIRS_AT_ONCE = 2_048
 TRIALS = 4  # draws of a text that say how much room it needs
@@ -185,13 +185,3 @@ def _write_lengths(path: Path, lengths: Sequence[tuple[int, int]]) -> None:
             f"{path} could not be written ({error.strerror}); free some space or name another "
             "config.data.directory, then run again: what was finished is kept."
         ) from None
-
-
-# --- In a worker process ---
-
-
-def process_pairs_in_worker(index: int, source: str, position: int, split: str) -> dict[str, Any]:
-    """`process_pairs` for unit number `position` of the source called `source`."""
-    job, sources = unit_worker.given()
-    chosen = sources[source]
-    return process_pairs(job, index, chosen, chosen.units[position], split)

@@ -19,9 +19,7 @@ from absl import logging
 from convbert_jax import files
 from convbert_jax.config import Config
 from convbert_jax.data.corpus.metadata import METADATA, elsewhere
-from convbert_jax.data.corpus.shards import damaged_shard, record_path, shard_path
-from convbert_jax.data.corpus.unit_worker import start_worker
-from convbert_jax.data.corpus.working import do_units, lock
+from convbert_jax.data.corpus.shards import damaged_shard, shard_path
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.parallel import vocabularies
 from convbert_jax.data.parallel.metadata import (
@@ -32,15 +30,13 @@ from convbert_jax.data.parallel.metadata import (
     summary,
 )
 from convbert_jax.data.parallel.pair_source import PairSource, open_pairs
-from convbert_jax.data.parallel.pair_worker import (
-    Job,
-    lengths_path,
-    process_pairs,
-    process_pairs_in_worker,
-)
+from convbert_jax.data.parallel.pair_worker import Job, lengths_path, process_pairs
 from convbert_jax.data.parallel.records import id_dtype
 from convbert_jax.data.parallel.vocabularies import Vocabularies
 from convbert_jax.data.records import read_record, write_record
+from convbert_jax.data.units.lock import lock
+from convbert_jax.data.units.processes import Processes
+from convbert_jax.data.units.work import Runner, Work, do_units, record_path
 
 COUNTS = {"rows": int, "file_bytes": int}
 RECORD_FIELDS = {
@@ -83,12 +79,12 @@ class ParallelText:
         return id_dtype(*(tokenizer.vocab_size for tokenizer in self.vocabularies))
 
 
-def prepare(config: Config, directory: Path) -> ParallelText:
+def prepare(config: Config, directory: Path, runner: Runner | None = None) -> ParallelText:
     """The parallel text of `config` in `directory`; does whatever is missing there.
 
-    Trains or loads the vocabularies, checks them on a sample, and writes shards on
-    `config.data.workers` processes. Safe to kill and to run again. Another process that prepares
-    the same directory is waited for.
+    Trains or loads the vocabularies and checks them on a sample; then `runner` writes shards, by
+    default `config.data.workers` processes. Safe to kill and to run again. Another process that
+    prepares the same directory is waited for.
 
     Raises:
       DataError: no pairs, files of unequal line count, bad pairs under bad_pairs="error", a
@@ -119,7 +115,11 @@ def prepare(config: Config, directory: Path) -> ParallelText:
                 "tokenizers": [tokenizer.fingerprint for tokenizer in made],
             }
             write_record(directory / METADATA, metadata)
-        records = _process(config, directory, made, sources)
+        records = do_units(
+            Work(make_job(config, directory, made), sources, process_pairs),
+            lambda i: _finished(directory, i, config.parallel.bad_pairs),
+            runner or Processes(config.data.workers),
+        )
         metadata |= summary(records)
         _log_summary(metadata, directory, time.monotonic() - started)
         _check_splits(metadata, config)
@@ -157,33 +157,6 @@ def make_job(config: Config, directory: Path, made: Vocabularies) -> Job:
         sampling=section.sampling,
         heldout_fraction=section.heldout_fraction,
     )
-
-
-def _process(
-    config: Config, directory: Path, made: Vocabularies, sources: dict[str, PairSource]
-) -> list[dict[str, Any]]:
-    """Records of all units, doing those that are not there yet."""
-    section, job = config.parallel, make_job(config, directory, made)
-    units = [
-        (name, position, unit)
-        for name, source in sources.items()
-        for position, unit in enumerate(source.units)
-    ]
-    split = {name: name if "validation" in sources else "" for name in sources}
-    records = {i: _finished(directory, i, section.bad_pairs) for i in range(len(units))}
-    todo = [i for i, record in records.items() if record is None]
-    if len(todo) < len(units):
-        logging.info("%d of %d units are there already.", len(units) - len(todo), len(units))
-    done = do_units(
-        {i: units[i][2].size for i in todo},
-        lambda i: process_pairs(job, i, sources[units[i][0]], units[i][2], split[units[i][0]]),
-        process_pairs_in_worker,
-        {i: (i, units[i][0], units[i][1], split[units[i][0]]) for i in todo},
-        workers=config.data.workers,
-        start=start_worker,
-        start_with=(job, sources),
-    )
-    return list((records | done).values())
 
 
 def _finished(directory: Path, index: int, bad_pairs: str) -> dict[str, Any] | None:

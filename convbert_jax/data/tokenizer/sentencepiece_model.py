@@ -161,12 +161,55 @@ def _keeping_faults(lines: Iterator[str], faults: list[BaseException]) -> Iterat
 
 
 def _without_path(model: bytes) -> bytes:
-    """The model without the name of the temporary file its normalization was compiled from."""
-    from sentencepiece import sentencepiece_model_pb2
+    """The model without the name of the temporary file its normalization was compiled from: field 6
+    of field 3, `normalizer_spec.normalization_rule_tsv`.
 
-    content = sentencepiece_model_pb2.ModelProto.FromString(model)
-    content.normalizer_spec.ClearField("normalization_rule_tsv")
-    return content.SerializeToString(deterministic=True)
+    The module that sentencepiece has for this refuses every protobuf older than itself, and with
+    that Apache Beam; nothing else of a model is read here.
+    """
+    parts = []
+    for number, field, value in _fields(model):
+        if number == 3:
+            value = b"".join(inner for name, inner, _ in _fields(value) if name != 6)
+            field = _varint(3 << 3 | 2) + _varint(len(value)) + value
+        parts.append(field)
+    return b"".join(parts)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes, bytes]]:
+    """Number, the field as it stands there, and what it holds, of each field of a protobuf message
+    (https://protobuf.dev/programming-guides/encoding/).
+    """
+    place = 0
+    while place < len(message):
+        start = place
+        key, place = _read_varint(message, place)
+        kind = key & 7
+        if kind == 2:
+            size, place = _read_varint(message, place)
+        else:
+            size = {1: 8, 5: 4}.get(kind) or _read_varint(message, place)[1] - place
+        yield key >> 3, message[start : place + size], message[place : place + size]
+        place += size
+
+
+def _read_varint(message: bytes, place: int) -> tuple[int, int]:
+    """The number that stands at `place`, and the place after it."""
+    value = shift = 0
+    while True:
+        byte = message[place]
+        value |= (byte & 127) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 128:
+            return value, place
+
+
+def _varint(value: int) -> bytes:
+    result = bytearray()
+    while value > 127:
+        result.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*result, value])
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import socket
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -72,6 +73,13 @@ class Tokenizer:
         self.kind = section.kind
         self.path = Path(path)
         self._section = section
+        self.fingerprint = self._read_fingerprint()
+        entries = self._vocabulary.entries
+        sentinels = {entry: i for i, entry in enumerate(entries) if SENTINEL.fullmatch(entry)}
+        self.special = SpecialIds(**self._vocabulary.special_ids(), extra=sentinels)
+        self.vocab_size = len(entries)
+
+    def _read_fingerprint(self) -> str:
         try:
             content = self.path.read_bytes()
         except OSError as error:
@@ -79,17 +87,19 @@ class Tokenizer:
                 f"Vocabulary {self.path} cannot be read: {error.strerror}; check "
                 "config.tokenizer.path."
             ) from None
+        section = self._section
         settings = ["pieces" if self.kind == "pieces" else "sentencepiece"]
         if self.kind == "wordpiece":
             settings = [self.kind, section.lowercase, section.strip_accents, section.max_word_chars]
-        self.fingerprint = hashlib.sha256(content + json.dumps(settings).encode()).hexdigest()
-        entries = self._vocabulary.entries
-        sentinels = {entry: i for i, entry in enumerate(entries) if SENTINEL.fullmatch(entry)}
-        self.special = SpecialIds(**self._vocabulary.special_ids(), extra=sentinels)
-        self.vocab_size = len(entries)
+        return hashlib.sha256(content + json.dumps(settings).encode()).hexdigest()
 
     @functools.cached_property
     def _vocabulary(self):
+        if self._read_fingerprint() != self.fingerprint:  # in another process, maybe elsewhere
+            raise TokenizerError(
+                f"Vocabulary {self.path} is another one on {socket.gethostname()} than where this "
+                "began; put a copy of that one there."
+            )
         return KINDS[self.kind].open_vocabulary(self.path, self._section)
 
     def __getstate__(self):

@@ -14,10 +14,11 @@ import time
 import pytest
 
 from convbert_jax.config import Config, to_dict
-from convbert_jax.data.corpus import preparation, working
+from convbert_jax.data.corpus import preparation
 from convbert_jax.data.corpus.corpus import prepare
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.sources import documents as documents_module
+from convbert_jax.data.units import lock as locks
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
 
@@ -182,14 +183,14 @@ def test_two_processes_prepare_once(config, tmp_path, small_units, contents):
 
 
 def test_lock_gives_up_after_a_while(tmp_path, monkeypatch):
-    monkeypatch.setattr(working, "LOCK_PATIENCE", 0.3)
+    monkeypatch.setattr(locks, "LOCK_PATIENCE", 0.3)
     with (
-        working.lock(tmp_path),
+        locks.lock(tmp_path),
         pytest.raises(DataError, match="in use by another process"),
-        working.lock(tmp_path),
+        locks.lock(tmp_path),
     ):
         pass
-    with working.lock(tmp_path):
+    with locks.lock(tmp_path):
         pass
 
 

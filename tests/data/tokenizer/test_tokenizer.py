@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import DataError, TokenizerError
+from convbert_jax.data.tokenizer import sentencepiece_model
 from convbert_jax.data.tokenizer.tokenizer import (
     Tokenizer,
     load_tokenizer,
@@ -78,6 +79,33 @@ def test_pickles_without_the_loaded_vocabulary(tokenizer):
     copy = pickle.loads(data)
     assert copy.encode([SPECIAL_TEXT]) == tokenizer.encode([SPECIAL_TEXT])
     assert copy.fingerprint == tokenizer.fingerprint
+
+
+def test_another_vocabulary_in_another_process_is_refused(tokenizer, section, documents, tmp_path):
+    """What a process is sent is a path; on another machine another file may be there."""
+    first = train_tokenizer(documents, section, tmp_path)
+    data = pickle.dumps(first)
+    train_tokenizer(documents[:200], section, tmp_path)
+    with pytest.raises(TokenizerError, match=r"is another one on .* than where this began"):
+        pickle.loads(data).encode(["Document 1."])
+    first.path.unlink()
+    with pytest.raises(TokenizerError, match="cannot be read: No such file"):
+        pickle.loads(data).encode(["Document 1."])
+
+
+def test_a_model_without_a_path_is_what_its_own_module_makes_of_it(documents, monkeypatch):
+    protobuf = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    section = TokenizerSection(vocab_size=300, train_megabytes=1)
+    whole = []
+    real = sentencepiece_model._without_path
+    monkeypatch.setattr(
+        sentencepiece_model, "_without_path", lambda model: whole.append(model) or real(model)
+    )
+    trained = sentencepiece_model.train(iter(documents), section)
+    model = protobuf.ModelProto.FromString(whole[0])
+    assert model.normalizer_spec.normalization_rule_tsv
+    model.normalizer_spec.ClearField("normalization_rule_tsv")
+    assert trained == model.SerializeToString(deterministic=True)
 
 
 def test_training_twice_gives_the_same_file(tokenizer, section, documents, tmp_path):
