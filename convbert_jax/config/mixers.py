@@ -247,11 +247,11 @@ def find(name: str, field: str = "config.model.mixer") -> type[Mixer]:
     except Exception as error:
         # One of ours fails with what it is built on, which a variable of the environment can break.
         remedy = (
-            "see what `python -c 'import jax, flax'` says here."
-            if name in MIXERS
-            else "start the program where Python finds it, in its folder or with PYTHONPATH, or name "
+            "start the program where Python finds it, in its folder or with PYTHONPATH, or name "
             "PACKAGE.MODULE:CLASS of another mixer."
         )
+        if name in MIXERS:
+            remedy = "see what `python -c 'import jax, flax'` says here."
         raise MixerError(
             f"{field}={name} cannot be imported ({_first_line(error)}); {remedy}"
         ) from error
