@@ -39,6 +39,32 @@ FORMS = {
         {"mixer": "dilated", "mixer_fields": ("glu=false",)},
         {"decoder_dilations": (1, 3)},
     ),
+    "gated separable": (
+        {"mixer": "gated_separable", "kernel_sizes": (5, 5, 5)},
+        {
+            "norm": "pre",
+            "normalization": "rms",
+            "activation": "gated_gelu",
+            "biases": False,
+            "decoder_mixer_fields": ("reads_begin=false",),
+            "last_dropout": 0.1,
+            "activation_dropout": 0.2,
+        },
+    ),
+    "gated separable, dynamic": (
+        {
+            "mixer": "gated_separable",
+            "mixer_fields": ("filters=dynamic",),
+            "kernel_sizes": (3,) * 3,
+        },
+        {
+            "norm": "pre",
+            "normalization": "rms",
+            "biases": False,
+            "positions": "learned",
+            "decoder_mixer_fields": ("filters=dynamic", "reads_begin=false"),
+        },
+    ),
     "a Transformer's decoder": ({"mixer": "separable"}, {"decoder_mixer": "attention"}),
 }
 every_form = pytest.mark.parametrize("form", FORMS)
