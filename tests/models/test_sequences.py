@@ -55,7 +55,7 @@ FORMS = {
         {
             "mixer": "gated_separable",
             "mixer_fields": ("filters=dynamic",),
-            "kernel_sizes": (3,) * 3,
+            "kernel_sizes": (),
         },
         {
             "norm": "pre",
