@@ -29,7 +29,6 @@ from convbert_jax.interop.mesh_tensorflow.names import check_all, to_parameters
 from convbert_jax.interop.mesh_tensorflow.outline import (
     GIN,
     derive_outline,
-    is_ours,
     read_gin,
     weights_of,
 )
@@ -69,15 +68,6 @@ class MeshModel:
         """The model itself."""
         outline = nnx.eval_shape(lambda: EncoderDecoder(self.config, nnx.Rngs(0)))
         return nnx.merge(nnx.graphdef(outline), jax.tree.map(jnp.asarray, self.params))
-
-
-def holds(prefix: Path) -> bool:
-    """Whether the TensorFlow checkpoint at `prefix` is of Mesh TensorFlow's encoder-decoders.
-
-    Raises:
-      ConversionError: it is damaged.
-    """
-    return is_ours(set(Bundle(prefix).names()))
 
 
 def read(path: Path) -> MeshModel:

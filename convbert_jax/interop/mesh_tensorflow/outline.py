@@ -35,16 +35,18 @@ _POSITIONS = 512  # of a checkpoint without a table of them: the rows that it wa
 _MOST_LAYERS = 200
 _LARGEST_GIN = 1 << 20  # bytes
 _SETTING = re.compile(r"^([\w./]+)\s*=\s*([^\s#\\]+)\s*$", re.MULTILINE)
-# What computes something else where it is not so: last part of a name in the file -> value.
+# What computes something else where it is not so: last part of a name in the file -> values.
 _NEEDED = {
-    "unit_scaling_convention.value": "False",
-    "VocabEmbedding.scale_variable_like_classifier_weights": "False",
-    "Unitransformer.sinusoid_positional_embedding": "False",
-    "Unitransformer.ensemble": "None",
-    "EncDecAttention.shared_kv": "False",
-    "EncDecAttention.num_memory_heads": "0",
-    "sublayer_rms_norm.epsilon": "1e-06",
-    "LayerStack.norm_epsilon": "None",
+    "unit_scaling_convention.value": ("False",),
+    "VocabEmbedding.scale_variable_like_classifier_weights": ("False",),
+    "Unitransformer.sinusoid_positional_embedding": ("False",),
+    "Unitransformer.ensemble": ("None",),
+    "EncDecAttention.shared_kv": ("False",),
+    "EncDecAttention.num_memory_heads": ("0",),
+    "Conv1DLocalAttn.num_unique_depth_filters": ("1",),  # LocalConvAttnBlock's own has no effect
+    "LocalConvAttnBlock.activation": ("'linear'",),
+    "sublayer_rms_norm.epsilon": ("1e-06",),
+    "LayerStack.norm_epsilon": ("1e-06", "None"),
 }
 
 
@@ -76,11 +78,6 @@ class Outline:
     @property
     def key_size(self) -> int:
         return self.model.hidden_size // self.model.heads
-
-
-def is_ours(names: set[str]) -> bool:
-    """Whether a checkpoint is of this kind, or of T5's Transformer, which `derive` refuses."""
-    return any(re.match(r"(encoder|decoder)/(block|layer)_\d+/", name) for name in names)
 
 
 def weights_of(names: set[str]) -> set[str]:
@@ -182,6 +179,12 @@ def _fields(filters: str) -> tuple[str, ...]:
 
 def _check_kind(names: set[str]) -> None:
     """Refuses other models by what they are."""
+    if not any(re.match(r"(encoder|decoder)/(block|layer)_\d+/", name) for name in names):
+        some = ", ".join(sorted(names)[:3]) or "none"
+        raise ConversionError(
+            "it holds no encoder-decoder of Mesh TensorFlow: no variable begins with "
+            f"encoder/block_; the first ones are {some}."
+        )
     kinds = {
         match[1]
         for name in names
@@ -200,19 +203,19 @@ def _check_kind(names: set[str]) -> None:
 
 
 def _check_gin(gin: Mapping[str, str], taps: Mapping[str, int]) -> None:
-    needed = {name: value for name, value in _NEEDED.items()}
+    needed = dict(_NEEDED)
     for side, count in taps.items():
         last = count // 2 if side == "encoder" else 0
         needed |= {
-            f"{side}/{CONV}.min_relative_pos": str(last - count + 1),
-            f"{side}/{CONV}.max_relative_pos": str(last),
+            f"{side}/{CONV}.min_relative_pos": (str(last - count + 1),),
+            f"{side}/{CONV}.max_relative_pos": (str(last),),
         }
     for name, value in gin.items():
         for end, wanted in needed.items():
-            if name.endswith(end) and value != wanted:
+            if name.endswith(end) and value not in wanted:
                 raise ConversionError(
                     f"its {GIN} has {shown(name)} = {shown(value)}, which has no counterpart here; "
-                    f"it must be {wanted}."
+                    f"it must be {' or '.join(wanted)}."
                 )
 
 
