@@ -154,8 +154,14 @@ def _decoder(model: ModelSection, sequence: SequenceSection, source: Mixer | Non
 
 def _stages(encoder: EncoderConfig, sequence: SequenceSection) -> tuple[StageConfig, ...]:
     """Those of an encoder with the norm, activation and initializers of models that write text."""
-    names = ("norm", "activation", "normalization", "biases", "activation_dropout")
-    forms = {name: getattr(sequence, name) for name in names} | {"initializers": "glorot"}
+    forms = {
+        "norm": sequence.norm,
+        "normalization": sequence.normalization,
+        "activation": sequence.activation,
+        "activation_dropout": sequence.activation_dropout,
+        "biases": sequence.biases,
+        "initializers": "glorot",
+    }
     return tuple(
         dataclasses.replace(stage, layer=dataclasses.replace(stage.layer, **forms))
         for stage in encoder.stages

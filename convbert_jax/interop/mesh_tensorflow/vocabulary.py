@@ -20,7 +20,7 @@ def fill_up(content: bytes, rows: int) -> bytes:
     to be anything, and the first of them is [MASK].
 
     Args:
-      content: of T5's `sentencepiece.model`, or of Hugging Face's `spiece.model` of T5.
+      content: of T5's `sentencepiece.model`, with or without its sentinels, or what was made of it.
 
     Raises:
       ConversionError: it is no SentencePiece model, none of T5's, or of another size.
@@ -41,7 +41,9 @@ def fill_up(content: bytes, rows: int) -> bytes:
     there = [number for number, entry in enumerate(entries) if _SENTINEL.fullmatch(entry)]
     text = there[0] if there else len(entries)
     behind = [f"<extra_id_{number}>" for number in reversed(range(SENTINELS))]
-    if there and [entry.lstrip("\u2581") for entry in entries[text:]] != behind:
+    unused = [MASK, *(f"<unused_{number}>" for number in range(rows - text - SENTINELS - 1))]
+    found = [entry.lstrip("\u2581") for entry in entries[text:]]
+    if found not in ([], behind, behind + unused):
         raise ConversionError(
             f"its sentinels are not its last {SENTINELS} entries, <extra_id_0> at the end, as T5's "
             "are."
@@ -52,9 +54,8 @@ def fill_up(content: bytes, rows: int) -> bytes:
             f"its {text} entries and {SENTINELS} sentinels make a table of {needed} rows, with one "
             f"to spare for {MASK}, and the checkpoint has {rows}; it is of another vocabulary."
         )
-    unused = [f"<unused_{number}>" for number in range(rows - text - SENTINELS - 1)]
     del model.pieces[text:]
-    for name in (*behind, MASK, *unused):
+    for name in behind + unused:
         piece = model.pieces.add(piece=name, score=0.0)
         piece.type = sentencepiece_model_pb2.ModelProto.SentencePiece.CONTROL
     if model.trainer_spec.vocab_size:
