@@ -7,7 +7,7 @@ Of rows as T5 makes them, a source and a target that end with </s> (1), a decode
 the id of padding (0), the model gives what Mesh TensorFlow gives in training without dropout. There
 a row may hold several texts, over whose bounds its convolutions read; here they do not. When it
 writes, its convolutions read what the decoder begins with, which in training they did not; here
-they never do.
+they do as in training, or as there by `forms`.
 """
 
 import dataclasses
@@ -68,6 +68,14 @@ class MeshModel:
         """The model itself."""
         outline = nnx.eval_shape(lambda: EncoderDecoder(self.config, nnx.Rngs(0)))
         return nnx.merge(nnx.graphdef(outline), jax.tree.map(jnp.asarray, self.params))
+
+
+def forms(sequence: SequenceSection) -> tuple[tuple[str, ...], ...]:
+    """config.sequence.decoder_mixer_fields of a model as it was trained, the first, and as Mesh
+    TensorFlow's search computes it, whose convolutions read what the decoder begins with.
+    """
+    others = tuple(f for f in sequence.decoder_mixer_fields if not f.startswith("reads_begin"))
+    return (*others, "reads_begin=false"), (*others, "reads_begin=true")
 
 
 def read(path: Path) -> MeshModel:

@@ -63,7 +63,7 @@ def import_run(
         those of the checkpoint. Of Mesh TensorFlow's, which have none, the vocabulary is
         config.tokenizer.path.
       given: paths of fields that were asked for by name; those of the model are an error where they
-        contradict.
+        contradict, but for `mesh_tensorflow.model.forms`.
 
     Returns:
       the config of the run.
@@ -77,7 +77,7 @@ def import_run(
         raise ConversionError(f"--workdir={folder} holds a run already; name another folder.")
     place = Path(files.expand(path))
     prefix = find_prefix(place)
-    found = _of_fairseq(place) if prefix is None else _of_mesh_tensorflow(prefix, config)
+    found = _of_fairseq(place) if prefix is None else _of_mesh_tensorflow(prefix, config, given)
     _check_recipe(found, path, config)
     fields = _fields(found)
     for field in given:
@@ -134,27 +134,31 @@ def _of_fairseq(path: Path) -> Found:
     )
 
 
-def _of_mesh_tensorflow(prefix: Path, config: Config) -> Found:
-    given = config.tokenizer.path
-    if not given:
+def _of_mesh_tensorflow(prefix: Path, config: Config, given: Collection[str]) -> Found:
+    path = config.tokenizer.path
+    if not path:
         raise ConversionError(
             f"{prefix} has no vocabulary, and its weights mean nothing without theirs; name T5's "
             "with --config.tokenizer.path=sentencepiece.model."
         )
     read = mesh_tensorflow.read(prefix)
     try:
-        content = fill_up(files.expand(given).read_bytes(), read.words)
+        content = fill_up(files.expand(path).read_bytes(), read.words)
     except OSError as error:
         raise ConversionError(
-            f"config.tokenizer.path={given} cannot be read ({error.strerror})."
+            f"config.tokenizer.path={path} cannot be read ({error.strerror})."
         ) from None
     except ConversionError as error:
         raise ConversionError(
-            f"config.tokenizer.path={given} is not the vocabulary of {prefix}: {error}"
+            f"config.tokenizer.path={path} is not the vocabulary of {prefix}: {error}"
         ) from None
+    sequence = read.sequence
+    asked = "sequence.decoder_mixer_fields" in given and config.sequence.decoder_mixer_fields
+    if asked in mesh_tensorflow.forms(sequence):  # how it writes is the user's choice
+        sequence = dataclasses.replace(sequence, decoder_mixer_fields=asked)
     return Found(
         model=read.model,
-        sequence=read.sequence,
+        sequence=sequence,
         params=read.params,
         alone=False,
         vocabularies={_MODEL: content},

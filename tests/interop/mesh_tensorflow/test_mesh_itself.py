@@ -9,7 +9,7 @@ import pytest
 
 from convbert_jax.config.sequences import derive_encoder_decoder
 from convbert_jax.decoding import greedy
-from convbert_jax.interop.mesh_tensorflow.model import END, PAD, read
+from convbert_jax.interop.mesh_tensorflow.model import END, PAD, forms, read
 
 FOLDER = Path(__file__).parent / "mesh"
 FORMS = ("light", "dynamic")
@@ -40,7 +40,7 @@ def test_outputs_are_the_same(saved):
 def test_it_writes_the_same_where_it_reads_the_beginning_as_there(saved):
     """Its search lets the convolutions read what they did not in training."""
     found, expected = saved
-    fields = (*found.sequence.decoder_mixer_fields[:-1], "reads_begin=true")
+    fields = forms(found.sequence)[1]
     sequence = dataclasses.replace(found.sequence, decoder_mixer_fields=fields)
     config = derive_encoder_decoder(found.model, sequence, found.words, found.words)
     model = dataclasses.replace(found, config=config).build()

@@ -137,6 +137,17 @@ def test_another_run_trains_on_from_it(imported, tmp_path):
     assert kept.vocabularies == (ROWS, ROWS)
 
 
+def test_it_may_write_as_mesh_tensorflow_does(checkpoint, vocabulary, tmp_path):
+    fields = ("filters=dynamic", "reads_begin=true")
+    config = config_of(
+        **{"tokenizer.path": str(vocabulary), "sequence.decoder_mixer_fields": fields}
+    )
+    given = {"tokenizer.path", "sequence.decoder_mixer_fields"}
+    config = run.import_run(str(checkpoint), config, tmp_path / "run", given)
+    assert config.sequence.decoder_mixer_fields == fields
+    assert config.encoder_decoder.decoder.stages[0].layer.mixer.reads_begin
+
+
 def test_what_does_not_fit_is_refused(checkpoint, vocabulary, imported, tmp_path):
     _, place = imported
     there = {"tokenizer.path": str(vocabulary)}
@@ -153,6 +164,8 @@ def test_what_does_not_fit_is_refused(checkpoint, vocabulary, imported, tmp_path
     )
     asked = config_of(**there, **{"model.ffn_size": 48})
     refused(r"--config\.model\.ffn_size=48, but .* has 24", asked, given={"model.ffn_size"})
+    light = config_of(**there, **{"sequence.decoder_mixer_fields": ("reads_begin=true",)})
+    refused("but .* has .*filters=dynamic", light, given={"sequence.decoder_mixer_fields"})
     spans = convbert_jax.load_config("configs/span_corruption.py:tiny,light")
     spans = replace(spans, there)
     refused("reads rows as T5 makes them", spans)
