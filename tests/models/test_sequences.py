@@ -172,8 +172,8 @@ def test_parameters_of_a_language_model(mixer):
 
 
 def test_the_published_size_of_pretrained_light_convolution():
-    """210 million (Tay et al. 2021, the base model of the released checkpoints), to the million of
-    what our biases, which T5 lacks, and our softmax of heads make of it.
+    """210 million (Tay et al. 2021, the base model of the released checkpoints), by LightConv's own
+    block; that of the released code has a dense layer more, tests/interop/mesh_tensorflow/.
     """
     config = derive_encoder_decoder(*SIZES["t5_base"]("light"), 32_128, 32_128)
     assert count(shapes_of(lambda rngs: EncoderDecoder(config, rngs))) == pytest.approx(
