@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from convbert_jax.config.sequences import EncoderDecoderConfig
+from convbert_jax.interop.claims import shown
 from convbert_jax.interop.mesh_tensorflow.outline import (
     CONV,
     FEED,
@@ -99,7 +100,7 @@ def check_all(names: set[str], outline: Outline) -> None:
     }
     for faults, what in ((wanted - names, "lacks"), (names - wanted, "has no place here for")):
         if faults:
-            some = ", ".join(sorted(faults)[:3])
+            some = ", ".join(map(shown, sorted(faults)[:3]))
             more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
             raise ConversionError(
                 f"it {what} {some}{more}; it is not complete, or of another model."

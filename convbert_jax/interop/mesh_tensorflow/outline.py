@@ -98,7 +98,7 @@ def derive_outline(shapes: Shapes, gin: Mapping[str, str]) -> Outline:
     s = _Shapes(shapes)
     _check_kind(set(shapes))
     words, hidden = s.of(TABLE, 2)
-    depth = {side: s.count(rf"{side}/block_(\d+)/", side) for side in LAYERS}
+    depth = {side: s.count(rf"{side}/block_(\d{{3,5}})/", side) for side in LAYERS}
     conv = {side: f"{side}/block_000/layer_000/{CONV}" for side in LAYERS}
     filters = next(
         (kind for kind, name in TAPS.items() if f"{conv['encoder']}/{name.format(0)}/kernel" in s),
@@ -109,7 +109,7 @@ def derive_outline(shapes: Shapes, gin: Mapping[str, str]) -> Outline:
             f"it lacks {conv['encoder']}/{TAPS['light'].format(0)}/kernel and "
             f"{TAPS['dynamic'].format(0)}/kernel: its convolution is neither light nor dynamic."
         )
-    tap = TAPS[filters].format(r"(\d+)")
+    tap = TAPS[filters].format(r"(\d{1,4})")
     taps = {side: s.count(f"{place}/{tap}/kernel", place) for side, place in conv.items()}
     if taps["encoder"] % 2 == 0:
         raise ConversionError(

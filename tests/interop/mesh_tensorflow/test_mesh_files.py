@@ -81,6 +81,10 @@ CHANGES = {
         {f"{LAYER}/MoE1D/wi/kernel": np.zeros((2, 16, 16), np.float32)},
         "its layers are MoE1D, of which there is no counterpart",
     ),
+    "no number of a block": (
+        {f"encoder/block_{'9' * 90}/x": np.ones(3, np.float32)},
+        "has no place here for 'encoder/block_999.*…",
+    ),
     "gap": (
         {f"encoder/block_007/layer_000/{name}": np.ones(16, np.float32) for name in ("a", "b")},
         "has 3 parts of encoder, up to number 7",
