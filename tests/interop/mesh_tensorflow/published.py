@@ -49,10 +49,11 @@ class Published:
     """
 
     def __init__(
-        self, kind="light", *, words=128, d_model=32, d_ff=48, d_kv=8, layers=(2, 2), taps=9,
+        self, kind="light", *, words=128, d_model=32, d_ff=48, d_kv=8, layers=(2, 2), taps=(9, 9),
         places=0, gated=False, tied=True, norms=("layer_norm", "final_layer_norm"), seed=0,
     ):  # fmt: skip
-        self.kind, self.d_model, self.d_kv, self.taps = kind, d_model, d_kv, taps
+        self.kind, self.d_model, self.d_kv = kind, d_model, d_kv
+        self.taps = dict(zip(("encoder", "decoder"), taps, strict=True))
         self.d_ff, self.layers, self.gated, self.norms = d_ff, layers, gated, norms
         rng = np.random.default_rng(seed)
 
@@ -77,22 +78,22 @@ class Published:
         self.variables = v
 
     def _layers(self, side):
-        conv = ("LocalConvAttnBlock", self._conv)
+        conv = ("LocalConvAttnBlock", lambda: self._conv(self.taps[side]))
         read, feed = ("EncDecAttention", self._read), ("DenseReluDense", self._feed)
         return (conv, feed) if side == "encoder" else (conv, read, feed)
 
-    def _conv(self):
+    def _conv(self, taps):
         d = self.d_model
         dense = ["local_conv_inp_0", "local_conv_inp_1", "local_conv_attn_op_projection"]
         dense += ["separable_conv1d/pointwise_dense"]
         tap = "lightwt_depthwise_dense_{}"
         if self.kind == "dynamic":
             tap = "dyn_conv_depthwise_dense_{}"
-            dense += [tap.format(i) for i in range(self.taps)]
+            dense += [tap.format(i) for i in range(taps)]
         shapes = {f"{name}/kernel": (d, d) for name in dense}
         shapes |= {f"{name}/bias": (d,) for name in dense}
         if self.kind == "light":
-            shapes |= {f"{tap.format(i)}/kernel": (d,) for i in range(self.taps)}
+            shapes |= {f"{tap.format(i)}/kernel": (d,) for i in range(taps)}
         return shapes | {"separable_conv1d/depthwise_conv_hack/depthwise_dense_0/bias": (d,)}
 
     def _read(self):
@@ -160,12 +161,13 @@ class Published:
         name = f"{at}/{'lightwt' if self.kind == 'light' else 'dyn_conv'}_depthwise_dense_"
         taps = [
             self._v[f"{name}{i}/kernel"] if self.kind == "light" else self._dense(f"{name}{i}", x)
-            for i in range(self.taps)
+            for i in range(self.taps[side])
         ]
         taps = torch.softmax(torch.stack(taps), 0)
         x = x * (ids != PAD)[..., None]  # in the decoder also what it begins with, whose id is 0
-        first = -(self.taps - 1) if side == "decoder" else -(self.taps // 2)
-        padded = torch.nn.functional.pad(x, (0, 0, -first, first + self.taps - 1))
+        count = len(taps)
+        first = -(count - 1) if side == "decoder" else -(count // 2)
+        padded = torch.nn.functional.pad(x, (0, 0, -first, first + count - 1))
         length = x.shape[1]
         mixed = sum(tap * padded[:, i : i + length] for i, tap in enumerate(taps))
         separable = f"{at}/separable_conv1d"
@@ -208,7 +210,11 @@ def write(folder: Path, model: Published, changed=None) -> Path:
       its prefix.
     """
     prefix = folder / f"model.ckpt-{STEP}"
-    sizes = {"d_kv": model.d_kv, "after": model.taps // 2, "before": model.taps - 1}
+    sizes = {
+        "d_kv": model.d_kv,
+        "after": model.taps["encoder"] // 2,
+        "before": model.taps["decoder"] - 1,
+    }
     (folder / "operative_config.gin").write_text(GIN.format(**sizes))
     variables = model.variables | slots(model.variables) | {"global_step": np.int64(STEP)}
     variables |= changed or {}

@@ -99,6 +99,11 @@ def test_what_is_not_this_model_is_named(theirs, tmp_path, change):
     assert re.search(sentence, text), text
 
 
+def test_an_even_number_of_taps_in_the_encoder_is_refused(tmp_path):
+    even = Published(d_model=16, d_ff=24, d_kv=8, taps=(4, 4))
+    assert "its encoder has 4 taps" in refused(write(tmp_path, even))
+
+
 def test_other_checkpoints_are_named(theirs, tmp_path):
     other = dict.fromkeys(theirs.variables) | {"bert/embeddings/x": np.ones(3, np.float32)}
     assert "holds no encoder-decoder of Mesh TensorFlow" in refused(write(tmp_path, theirs, other))

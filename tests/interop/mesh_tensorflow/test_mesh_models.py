@@ -21,7 +21,12 @@ FORMS = {
     "light": {},
     "dynamic": {"kind": "dynamic"},
     "light, places, no tied logits": {"places": 20, "tied": False, "layers": (3, 2)},
-    "dynamic, places, T5 1.1's block": {"kind": "dynamic", "places": 16, "gated": True, "taps": 5},
+    "dynamic, places, T5 1.1's block": {
+        "kind": "dynamic",
+        "places": 16,
+        "gated": True,
+        "taps": (5, 4),
+    },
     "light, norms of newer code": {"norms": ("rms_norm", "rms_norm"), "d_kv": 16},
 }
 
