@@ -75,7 +75,7 @@ def _run(request: command_line.Request) -> None:
         pricing.use_compile_only_tpu()
     from convbert_jax import recipes
     from convbert_jax.interop import conversion, importing
-    from convbert_jax.interop.fairseq import run as fairseq
+    from convbert_jax.interop.sequences import run as sequences
     from convbert_jax.training.environment import compilation, devices
 
     config, workdir = request.config, request.workdir
@@ -140,7 +140,7 @@ def _run(request: command_line.Request) -> None:
             output=request.output,
         )
     elif request.mode == "import" and config.writes_text:
-        fairseq.import_run(request.source, config, workdir, request.given)
+        sequences.import_run(request.source, config, workdir, request.given)
     elif request.mode == "import":
         importing.import_run(request.source, config, workdir, request.given)
     else:

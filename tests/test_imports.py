@@ -64,6 +64,8 @@ ROOMS = {
         "tensorflow1": set(),
         "pytorch": set(),
         "fairseq": {"pytorch"},
+        "mesh_tensorflow": {"tensorflow1"},
+        "sequences": {"tensorflow1", "fairseq", "mesh_tensorflow"},
     },
     "ops": {"xla": set(), "tpu": {"xla"}, "gpu": set()},
 }

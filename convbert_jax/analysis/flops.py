@@ -160,7 +160,8 @@ def _encoder(encoder: EncoderConfig, length: int, paper: bool) -> float:
 
 
 def _layer_products(layer: LayerConfig, length: int) -> float:
-    feed_forward = 2 * 2 * layer.hidden_size * layer.ffn_size // layer.ffn_groups
+    products = 2 + layer.gated
+    feed_forward = products * 2 * layer.hidden_size * layer.ffn_size // layer.ffn_groups
     return layer.mixer.products(layer.hidden_size, length) + feed_forward
 
 

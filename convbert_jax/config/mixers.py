@@ -29,6 +29,7 @@ MIXERS = {
     "light": "convbert_jax.models.mixers.light:Light",
     "dilated": "convbert_jax.models.mixers.dilated:Dilated",
     "separable": "convbert_jax.models.mixers.separable:Separable",
+    "gated_separable": "convbert_jax.models.mixers.gated_separable:GatedSeparable",
 }
 
 _SPELLINGS = {"true": True, "false": False}

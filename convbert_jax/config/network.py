@@ -28,7 +28,16 @@ class LayerConfig:
     initializers: str
     initializer_range: float
     norm: str = "post"  # layer norm behind each residual sum, or "pre", before what is added
-    activation: str = "gelu"  # or "relu", in the feed-forward block
+    # in the feed-forward block, or another of sequences.sections.ACTIVATIONS
+    activation: str = "gelu"
+    normalization: str = "layer"  # or "rms"
+    biases: bool = True  # of feed-forward blocks, and in a decoder of the attention to the source
+    activation_dropout: float = 0.0  # inside of feed-forward blocks
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward block has a third dense layer, a gate."""
+        return self.activation.startswith("gated_")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +71,7 @@ class EncoderConfig:
     scan_unroll: int
     initializers: str
     initializer_range: float
+    last_dropout: float = 0.0  # behind the last norm of layers of pre-norm
 
     @property
     def depth(self) -> int:

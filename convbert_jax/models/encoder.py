@@ -11,9 +11,9 @@ from convbert_jax.config import EncoderConfig, LayerConfig
 from convbert_jax.models.capture import Capture
 from convbert_jax.models.functions import ACTIVATIONS
 from convbert_jax.models.layers import (
+    NORMS,
     Dense,
     Initializers,
-    LayerNorm,
     dropout,
     feed_forward_dense,
     initializers,
@@ -35,16 +35,35 @@ Seen = tuple[dict[str, Array], ...]  # of each stage, name -> [N, ...]
 
 
 class FeedForward(nnx.Module):
-    """Dense, activation, dense; both grouped if `ffn_groups` is above 1 (ConvBERT §3.3)."""
+    """Dense, activation, dense; grouped if `ffn_groups` is above 1 (ConvBERT §3.3). Gated: times a
+    third dense, without an activation, before the last (Shazeer 2020).
+    """
 
     def __init__(self, config: LayerConfig, initializers: Initializers, rngs: nnx.Rngs):
-        hidden, inner, groups = config.hidden_size, config.ffn_size, config.ffn_groups
-        self.intermediate = feed_forward_dense(hidden, inner, groups, initializers.dense, rngs)
-        self.output = feed_forward_dense(inner, hidden, groups, initializers.dense, rngs)
-        self.activation = config.activation
+        hidden, inner = config.hidden_size, config.ffn_size
 
-    def __call__(self, x: Float[Array, "B L C"]) -> Float[Array, "B L C"]:
-        return self.output(ACTIVATIONS[self.activation](self.intermediate(x)))
+        def make(inputs, outputs):
+            return feed_forward_dense(
+                inputs, outputs, config.ffn_groups, initializers.dense, rngs, config.biases
+            )
+
+        self.intermediate = make(hidden, inner)
+        if config.gated:
+            self.gate = make(hidden, inner)
+        self.output = make(inner, hidden)
+        self.config = config
+
+    def __call__(self, x: Float[Array, "B L C"], key: Array | None = None) -> Float[Array, "B L C"]:
+        """With a key, dropout at `activation_dropout` before the last dense."""
+        inner = ACTIVATIONS[self.config.activation](self.intermediate(x))
+        if self.config.gated:
+            inner = inner * self.gate(x)
+        return self.output(dropout(inner, self.config.activation_dropout, key))
+
+
+def inner_key(key: Array | None) -> Array | None:
+    """For a dropout more beside what draws from `key` itself."""
+    return None if key is None else jax.random.fold_in(key, 1 << 16)
 
 
 class Layer(nnx.Module):
@@ -53,9 +72,10 @@ class Layer(nnx.Module):
     def __init__(self, config: LayerConfig, rngs: nnx.Rngs):
         starts = initializers(config.initializers, config.initializer_range)
         self.mixer = config.mixer.module(config.hidden_size, starts, rngs)
-        self.mixer_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        norm = NORMS[config.normalization]
+        self.mixer_norm = norm(config.hidden_size, config.layer_norm_epsilon)
         self.feed_forward = FeedForward(config, starts, rngs)
-        self.feed_forward_norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.feed_forward_norm = norm(config.hidden_size, config.layer_norm_epsilon)
         self.dropout, self.norm = config.dropout, config.norm
 
     def __call__(
@@ -72,7 +92,7 @@ class Layer(nnx.Module):
             return dropout(self.mixer(x, segment_ids, keys[0], capture), self.dropout, keys[1])
 
         def feed(x):
-            return dropout(self.feed_forward(x), self.dropout, keys[2])
+            return dropout(self.feed_forward(x, inner_key(keys[2])), self.dropout, keys[2])
 
         x = between_layers(residual(x, mix, self.mixer_norm, self.norm))
         return between_layers(residual(x, feed, self.feed_forward_norm, self.norm))
@@ -100,7 +120,8 @@ class Encoder(nnx.Module):
         )
         last = config.stages[-1].layer
         if last.norm == "pre":
-            self.norm = LayerNorm(config.hidden_size, last.layer_norm_epsilon)
+            norm = NORMS[last.normalization]
+            self.norm = norm(config.hidden_size, last.layer_norm_epsilon)
         self.config = config
 
     def __call__(
@@ -157,7 +178,7 @@ class Encoder(nnx.Module):
             x, of_stage = jax.lax.scan(run, x, (self.stages[str(i)], keys), unroll=unroll)
             seen.append(of_stage)
         if c.stages[-1].layer.norm == "pre":
-            x = self.norm(x)
+            x = dropout(self.norm(x), c.last_dropout, inner_key(key))
         if missing := wanted - offered:
             raise ValueError(
                 f"capture is {sorted(wanted)}, but no layer has {sorted(missing)}; "

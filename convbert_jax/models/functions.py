@@ -31,7 +31,13 @@ def _gelu_backward(x, cotangent):
 
 gelu.defvjp(lambda x: (gelu(x), x), _gelu_backward)
 
-ACTIVATIONS = {"gelu": gelu, "relu": jax.nn.relu}
+
+def gelu_tanh(x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
+    """The tanh approximation, as T5 1.1 has it in its gated feed-forward block."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
+ACTIVATIONS = {"gelu": gelu, "relu": jax.nn.relu, "gated_gelu": gelu_tanh}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -62,3 +68,26 @@ def _layer_norm_backward(epsilon, saved, cotangent):
 
 
 layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rms_norm(x: Float[Array, "*B C"], scale: Float[Array, " C"], epsilon: float):
+    """x / sqrt(mean of squares + epsilon) * scale over the last axis (Zhang and Sennrich 2019)."""
+    return _rms_norm_forward(x, scale, epsilon)[0]
+
+
+def _rms_norm_forward(x, scale, epsilon):
+    exact = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.square(exact).mean(axis=-1, keepdims=True) + epsilon)
+    return (exact * inverse * scale).astype(x.dtype), (x, inverse, scale)
+
+
+def _rms_norm_backward(epsilon, saved, cotangent):
+    x, inverse, scale = saved
+    normal, cotangent = x.astype(jnp.float32) * inverse, cotangent.astype(jnp.float32)
+    d_normal = cotangent * scale
+    d_x = (d_normal - normal * jnp.mean(d_normal * normal, axis=-1, keepdims=True)) * inverse
+    return d_x.astype(x.dtype), jnp.sum(cotangent * normal, tuple(range(x.ndim - 1)))
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)

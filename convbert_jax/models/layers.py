@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from convbert_jax.models.functions import layer_norm
+from convbert_jax.models.functions import layer_norm, rms_norm
 from convbert_jax.ops import dispatch
 from convbert_jax.ops.products import dense
 
@@ -55,47 +55,66 @@ def initializers(kind: str, stddev: float) -> Initializers:
 
 
 class Dense(nnx.Module):
-    """y = x W + b over the last axis."""
+    """y = x W + b over the last axis, or without b."""
 
-    def __init__(self, inputs: int, outputs: int, initializer: Initializer, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        initializer: Initializer,
+        rngs: nnx.Rngs,
+        bias: bool = True,
+    ):
         self.kernel = nnx.Param(initializer(rngs.params(), (inputs, outputs)))
-        self.bias = nnx.Param(jnp.zeros(outputs))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(outputs))
 
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C_out"]:
-        return dense(x, self.kernel[...], self.bias[...], x.dtype)
+        bias = self.bias[...] if hasattr(self, "bias") else None
+        return dense(x, self.kernel[...], bias, x.dtype)
 
 
 class GroupedDense(nnx.Module):
     """A dense layer for each of `groups` contiguous channel groups (ConvBERT §3.3), no shuffle.
 
-    The kernel is [groups, inputs / groups, outputs / groups], the bias [outputs].
+    The kernel is [groups, inputs / groups, outputs / groups], the bias, if there is one, [outputs].
     """
 
     def __init__(
-        self, inputs: int, outputs: int, groups: int, initializer: Initializer, rngs: nnx.Rngs
+        self,
+        inputs: int,
+        outputs: int,
+        groups: int,
+        initializer: Initializer,
+        rngs: nnx.Rngs,
+        bias: bool = True,
     ):
         shape = (groups, inputs // groups, outputs // groups)
         self.kernel = nnx.Param(initializer(rngs.params(), shape))
-        self.bias = nnx.Param(jnp.zeros(outputs))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(outputs))
 
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C_out"]:
         kernel = self.kernel[...]
-        groups = zip(
-            jnp.split(x, len(kernel), axis=-1),
-            kernel,
-            jnp.split(self.bias[...], len(kernel)),
-            strict=True,
-        )
+        biases = [None] * len(kernel)
+        if hasattr(self, "bias"):
+            biases = jnp.split(self.bias[...], len(kernel))
+        groups = zip(jnp.split(x, len(kernel), axis=-1), kernel, biases, strict=True)
         return jnp.concatenate([dense(*group, x.dtype) for group in groups], axis=-1)
 
 
 def feed_forward_dense(
-    inputs: int, outputs: int, groups: int, initializer: Initializer, rngs: nnx.Rngs
+    inputs: int,
+    outputs: int,
+    groups: int,
+    initializer: Initializer,
+    rngs: nnx.Rngs,
+    bias: bool = True,
 ) -> Dense | GroupedDense:
     """Grouped if there is more than one group, as in the release (`dense` or `g_dense`)."""
     if groups == 1:
-        return Dense(inputs, outputs, initializer, rngs)
-    return GroupedDense(inputs, outputs, groups, initializer, rngs)
+        return Dense(inputs, outputs, initializer, rngs, bias)
+    return GroupedDense(inputs, outputs, groups, initializer, rngs, bias)
 
 
 class LayerNorm(nnx.Module):
@@ -110,10 +129,24 @@ class LayerNorm(nnx.Module):
         return layer_norm(x, self.scale[...], self.bias[...], self.epsilon)
 
 
+class RMSNorm(nnx.Module):
+    """Root mean square norm over the last axis, in float32: neither a mean nor a bias, as in T5."""
+
+    def __init__(self, size: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(size))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
+        return rms_norm(x, self.scale[...], self.epsilon)
+
+
+NORMS = {"layer": LayerNorm, "rms": RMSNorm}  # by `LayerConfig.normalization`
+
+
 def residual(
     x: Float[Array, "B L C"],
     inner: Callable[[Array], Array],
-    norm: LayerNorm,
+    norm: LayerNorm | RMSNorm,
     order: str,
 ) -> Float[Array, "B L C"]:
     """What a part of a layer adds: norm(x + inner(x)), or x + inner(norm(x)).

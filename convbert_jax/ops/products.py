@@ -90,13 +90,15 @@ def _einsum(equation, x, y, dtype):
 def dense(
     x: Float[Array, "*B C"],
     kernel: Float[Array, "C C_out"],
-    bias: Float[Array, "*#B C_out"],
+    bias: Float[Array, "*#B C_out"] | None,
     dtype: jnp.dtype,
 ) -> Float[Array, "*B C_out"]:
-    """x kernel + bias in `dtype`, rounded once; factors as in `einsum`.
+    """x kernel + bias in `dtype`, rounded once; factors as in `einsum`. None is no bias.
 
     Rematerialization can keep the result by the name DENSE.
     """
     batch = "abcd"[: x.ndim - 1]
     product = einsum(f"{batch}i,io->{batch}o", x, kernel, jnp.float32)
-    return checkpoint_name((product + bias.astype(jnp.float32)).astype(dtype), DENSE)
+    if bias is not None:
+        product = product + bias.astype(jnp.float32)
+    return checkpoint_name(product.astype(dtype), DENSE)

@@ -31,7 +31,7 @@ class ShardingError(UserError):
 RULES: Rules = (
     (r"(^|_|/)(bias|scale)$", REPLICATED),
     (r"(^|/)embedding$", Split()),
-    (r"/feed_forward/intermediate/kernel$", Split(tensor=-1)),
+    (r"/feed_forward/(intermediate|gate)/kernel$", Split(tensor=-1)),
     (r"/feed_forward/output/kernel$", Split(tensor=-2)),
     (r"(^|/)kernel$", Split()),
 )

@@ -62,6 +62,38 @@ def test_layer_norm_is_its_formula():
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
+def test_rms_norm_is_its_formula():
+    norm = layers.RMSNorm(6, 1e-6)
+    norm.scale[...] = normal((6,), 1)
+
+    def formula(x, scale):
+        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+
+    def ours(x, scale):
+        graphdef, _ = nnx.split(norm)
+        return nnx.merge(graphdef, {"scale": scale})(x)
+
+    arguments = (normal((2, 5, 6)), norm.scale[...])
+    np.testing.assert_allclose(ours(*arguments), formula(*arguments), atol=1e-5)
+    cotangent = normal((2, 5, 6), 3)
+    wanted = jax.vjp(formula, *arguments)[1](cotangent)
+    for one, other in zip(jax.vjp(ours, *arguments)[1](cotangent), wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    short = normal((4, 6)).astype(jnp.bfloat16)
+    assert norm(short).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_without_a_bias_it_is_as_with_one_of_zeros(groups):
+    made = [
+        layers.feed_forward_dense(6, 8, groups, lambda key, shape: normal(shape), nnx.Rngs(0), bias)
+        for bias in (True, False)
+    ]
+    x = normal((2, 5, 6), 2)
+    np.testing.assert_array_equal(*(layer(x) for layer in made))
+    assert [hasattr(layer, "bias") for layer in made] == [True, False]
+
+
 def test_layer_norm_in_bfloat16_computes_in_float32():
     norm = layers.LayerNorm(256, 1e-12)
     x = (100.0 + normal((4, 256))).astype(jnp.bfloat16)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from convbert_jax.config import ConfigError, MeshSection, ModelSection
+from convbert_jax.config import ConfigError, MeshSection, ModelSection, StageSection
 from convbert_jax.config.sequences import (
     SIZES,
     SequenceSection,
@@ -39,7 +39,42 @@ FORMS = {
         {"mixer": "dilated", "mixer_fields": ("glu=false",)},
         {"decoder_dilations": (1, 3)},
     ),
+    "gated separable": (
+        {"mixer": "gated_separable", "kernel_sizes": (5, 5, 5)},
+        {
+            "norm": "pre",
+            "normalization": "rms",
+            "activation": "gated_gelu",
+            "biases": False,
+            "decoder_mixer_fields": ("reads_begin=false",),
+            "last_dropout": 0.1,
+            "activation_dropout": 0.2,
+        },
+    ),
+    "gated separable, dynamic": (
+        {
+            "mixer": "gated_separable",
+            "mixer_fields": ("filters=dynamic",),
+            "kernel_sizes": (),
+        },
+        {
+            "norm": "pre",
+            "normalization": "rms",
+            "biases": False,
+            "positions": "learned",
+            "decoder_mixer_fields": ("filters=dynamic", "reads_begin=false"),
+        },
+    ),
     "a Transformer's decoder": ({"mixer": "separable"}, {"decoder_mixer": "attention"}),
+    "convolutions and a layer of attention": (
+        {
+            "mixer": "light",
+            "kernel_sizes": (),
+            "kernel_size": 3,
+            "stages": (StageSection(layers=2), StageSection(mixer="attention")),
+        },
+        {"norm": "pre", "positions": "none"},
+    ),
 }
 every_form = pytest.mark.parametrize("form", FORMS)
 
@@ -135,8 +170,8 @@ def test_parameters_of_a_language_model(mixer):
 
 
 def test_the_published_size_of_pretrained_light_convolution():
-    """210 million (Tay et al. 2021, the base model of the released checkpoints), to the million of
-    what our biases, which T5 lacks, and our softmax of heads make of it.
+    """210 million (Tay et al. 2021, the base model of the released checkpoints), by LightConv's own
+    block; that of the released code has a dense layer more, tests/interop/mesh_tensorflow/.
     """
     config = derive_encoder_decoder(*SIZES["t5_base"]("light"), 32_128, 32_128)
     assert count(shapes_of(lambda rngs: EncoderDecoder(config, rngs))) == pytest.approx(

@@ -232,6 +232,12 @@ def test_no_other_software_has_it(run):
     [
         ("translation", {"model.embedding_size": 16}, "embedding_size=16 is not"),
         ("translation", {"sequence.norm": "prae"}, "did you mean 'pre'"),
+        ("translation", {"sequence.normalization": "rsm"}, "did you mean 'rms'"),
+        (
+            "translation",
+            {"sequence.last_dropout": 0.1, "sequence.norm": "post"},
+            "behind the last norm of pre-norm",
+        ),
         ("translation", {"sequence.positions": "learned", "model.positions": 16}, "learned ones"),
         ("translation", {"decoding.beam": 101}, "more than the vocabulary's 200; make it at most"),
         ("translation", {"decoding.n_best": 5}, "than config.decoding.beam=4 finds"),

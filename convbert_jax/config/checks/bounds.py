@@ -104,6 +104,8 @@ BOUNDS = {
     "sequence.decoder_layers": Range(0, 1_024, note="0 is as many as the encoder"),
     "sequence.decoder_kernel_sizes": _HEADS,
     "sequence.decoder_dilations": _HEADS,
+    "sequence.activation_dropout": _SHARE_BELOW_1,
+    "sequence.last_dropout": _SHARE_BELOW_1,
     "parallel.heldout_fraction": _SHARE_BELOW_1,
     "parallel.target_vocab_size": Range(0, 2**24, note="0 is tokenizer.vocab_size"),
     "parallel.max_length": Range(2, 2**14, note="a word and the end mark"),

@@ -6,6 +6,7 @@ from convbert_jax.config.sequences.sections import (
     ACTIVATIONS,
     BAD_PAIRS,
     METHODS,
+    NORMALIZATIONS,
     NORMS,
     POSITIONS,
     SCORE_WORDS,
@@ -16,8 +17,14 @@ def check_sequences(config: Config) -> None:
     """Raises ConfigError for the first thing that cannot work, whatever the recipe."""
     s = config.sequence
     check_choice("sequence.norm", s.norm, NORMS)
+    check_choice("sequence.normalization", s.normalization, NORMALIZATIONS)
     check_choice("sequence.activation", s.activation, ACTIVATIONS)
     check_choice("sequence.positions", s.positions, POSITIONS)
+    check(
+        s.last_dropout == 0 or (s.norm == "pre" and s.last_norm),
+        f"config.sequence.last_dropout={s.last_dropout:g} is behind the last norm of pre-norm, "
+        "which is not there; set it to 0, or config.sequence.norm=pre with last_norm.",
+    )
     _check_parallel(config)
     _check_decoding(config)
     if config.writes_text:

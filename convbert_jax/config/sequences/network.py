@@ -30,6 +30,7 @@ class DecoderConfig:
     stages: tuple[StageConfig, ...]
     source: Mixer | None  # as the mixer `attention` says it
     last_norm: bool  # behind layers of pre-norm
+    last_dropout: float  # behind that norm
     remat: str
     scan_unroll: int
 
@@ -93,7 +94,9 @@ def derive_encoder_decoder(
     return EncoderDecoderConfig(
         source=_tokens(model, sequence, source_vocab),
         target=_tokens(model, sequence, target_vocab),
-        encoder=dataclasses.replace(encoder, stages=_stages(encoder, sequence)),
+        encoder=dataclasses.replace(
+            encoder, stages=_stages(encoder, sequence), last_dropout=sequence.last_dropout
+        ),
         decoder=_decoder(
             dataclasses.replace(model, **decoder_fields(model, sequence)),
             sequence,
@@ -143,6 +146,7 @@ def _decoder(model: ModelSection, sequence: SequenceSection, source: Mixer | Non
         stages=_stages(encoder, sequence),
         source=source,
         last_norm=sequence.last_norm and sequence.norm == "pre",
+        last_dropout=sequence.last_dropout,
         remat=encoder.remat,
         scan_unroll=encoder.scan_unroll,
     )
@@ -152,7 +156,10 @@ def _stages(encoder: EncoderConfig, sequence: SequenceSection) -> tuple[StageCon
     """Those of an encoder with the norm, activation and initializers of models that write text."""
     forms = {
         "norm": sequence.norm,
+        "normalization": sequence.normalization,
         "activation": sequence.activation,
+        "activation_dropout": sequence.activation_dropout,
+        "biases": sequence.biases,
         "initializers": "glorot",
     }
     return tuple(

@@ -8,7 +8,8 @@ import re
 from convbert_jax.config.changes import Changeable
 
 NORMS = ("post", "pre")
-ACTIVATIONS = ("relu", "gelu")
+NORMALIZATIONS = ("layer", "rms")
+ACTIVATIONS = ("relu", "gelu", "gated_gelu")
 POSITIONS = ("sinusoidal", "learned", "none")
 BAD_PAIRS = ("skip", "error")
 SCORE_WORDS = ("13a", "intl", "zh", "char", "none")
@@ -37,7 +38,14 @@ class SequenceSection:
     # of pre, in the decoder; without it logits are made of what was never normalized, as those of
     # LightConv's language models are
     last_norm: bool = True
-    activation: str = "relu"  # relu | gelu, in the feed-forward blocks
+    # layer (mean and variance, scale and bias) | rms (root mean square and scale alone: T5)
+    normalization: str = "layer"
+    # in the feed-forward blocks: relu | gelu | gated_gelu (T5 1.1: GELU, by its tanh, of one dense
+    # layer times another)
+    activation: str = "relu"
+    biases: bool = True  # of feed-forward blocks and of attention to a source; T5 has none
+    activation_dropout: float = 0.0  # inside of feed-forward blocks; T5: as config.model.dropout
+    last_dropout: float = 0.0  # of pre-norm, behind the last norm; T5: as config.model.dropout
     # sinusoidal, of any length | learned, config.model.positions rows | none, which convolutions
     # do not need (Tay et al. 2021)
     positions: str = "sinusoidal"

@@ -30,6 +30,10 @@ SPECIAL = {
     "sep": ("[SEP]", "<sep>"),
     "mask": ("[MASK]", "<mask>"),
 }
+# T5's vocabularies, which are known by their sentinels: what is written begins with the id of
+# padding and ends with </s>, as what is read.
+T5_SENTINEL = "<extra_id_0>"
+T5_SPECIAL = {"cls": "<pad>", "sep": "</s>"}
 
 
 class SentencePieceVocabulary:
@@ -52,6 +56,8 @@ class SentencePieceVocabulary:
             role: next((ids[name] for name in names if name in ids), None)
             for role, names in SPECIAL.items()
         }
+        if T5_SENTINEL in ids and found["cls"] is None:
+            found |= {role: ids.get(name) for role, name in T5_SPECIAL.items()}
         missing = [SPECIAL[role][0] for role, index in found.items() if index is None]
         if missing:
             raise TokenizerError(

@@ -40,10 +40,7 @@ _BOTH = {
     "learned_pos": "config.sequence.positions",
 }
 # Of training alone: a model that is read computes the same without them.
-_TRAINING = (
-    *("relu_dropout", "activation_dropout", "input_dropout", "weight_dropout"),
-    *("encoder_layerdrop", "decoder_layerdrop"),
-)
+_TRAINING = ("input_dropout", "weight_dropout", "encoder_layerdrop", "decoder_layerdrop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +149,7 @@ def derive_outline(arguments: Mapping[str, Any], tensors: Collection[str]) -> Ou
         norm="pre" if pre else "post",
         last_norm=LAST_NORM in tensors or not pre,
         activation=a.activation(convolves),
+        activation_dropout=a.rate("activation_dropout", 0.0) or a.rate("relu_dropout", 0.0),
         positions="none" if none else "learned" if learned else "sinusoidal",
         # One table of places stands beside one of words, and fairseq has two.
         shared_vocabulary=alone or (shared and (none or not learned)),
@@ -215,7 +213,8 @@ class _Arguments:
         return value
 
     def rate(self, name: str, default: float) -> float:
-        value = self._values.get(name, default)
+        value = self._values.get(name)
+        value = default if value is None else value
         if not isinstance(value, int | float) or not 0 <= value < 1:
             raise self.refuse(name, "a number from 0 up to 1")
         return float(value)

@@ -139,11 +139,16 @@ def read_checkpoint(prefix: Path) -> Checkpoint:
     step = 0
     if STEP in names:
         used.add(STEP)
-        step = _read_step(bundle)
+        step = read_step(bundle)
     return Checkpoint(networks, tuple(sorted(names - used)), step, moments)
 
 
-def _read_step(bundle: Bundle) -> int:
+def read_step(bundle: Bundle) -> int:
+    """The step of the run that wrote it.
+
+    Raises:
+      ConversionError: the variable is no such number.
+    """
     entry = bundle.entry(STEP)
     step = int(bundle.read(STEP)) if entry.shape == () and entry.dtype in _STEPS else -1
     if not 0 <= step < 1 << 31:
@@ -350,12 +355,17 @@ def _read(bundle: Bundle, place, expected: tuple[int, ...], prefix: Path, slot: 
         raise ConversionError(
             f"{prefix} has {name} of shape {bundle.entry(name).shape}; the others make it {theirs}."
         )
+    check_type(bundle, name)
+    return np.ascontiguousarray(place.layout.read(bundle.read(name))).astype(np.float32)
+
+
+def check_type(bundle: Bundle, name: str) -> None:
+    """Raises ConversionError for a variable that float32 cannot hold exactly."""
     if bundle.entry(name).dtype not in _WEIGHTS:
         raise ConversionError(
             f"variable {name} is {bundle.entry(name).dtype}, which float32 cannot hold exactly; "
             "save the checkpoint as float32 first."
         )
-    return np.ascontiguousarray(place.layout.read(bundle.read(name))).astype(np.float32)
 
 
 def _read_moments(bundle: Bundle, networks, scopes, slot: str) -> dict[str, Network]:

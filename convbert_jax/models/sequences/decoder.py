@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import LayerConfig, Mixer, StageConfig
 from convbert_jax.config.sequences import DecoderConfig
-from convbert_jax.models.encoder import REMAT_POLICIES, FeedForward
-from convbert_jax.models.layers import LayerNorm, State, dropout, initializers, residual
+from convbert_jax.models.encoder import REMAT_POLICIES, FeedForward, inner_key
+from convbert_jax.models.layers import NORMS, State, dropout, initializers, residual
 from convbert_jax.models.sequences.source_attention import SourceAttention
 from convbert_jax.ops.dispatch import between_layers
 
@@ -36,12 +36,13 @@ class DecoderLayer(nnx.Module):
         hidden, epsilon = config.hidden_size, config.layer_norm_epsilon
         starts = initializers(config.initializers, config.initializer_range)
         self.mixer = config.mixer.module(hidden, starts, rngs, causal=True)
-        self.mixer_norm = LayerNorm(hidden, epsilon)
+        norm = NORMS[config.normalization]
+        self.mixer_norm = norm(hidden, epsilon)
         if source is not None:
-            self.source = SourceAttention(source, hidden, starts, rngs)
-            self.source_norm = LayerNorm(hidden, epsilon)
+            self.source = SourceAttention(source, hidden, starts, rngs, config.biases)
+            self.source_norm = norm(hidden, epsilon)
         self.feed_forward = FeedForward(config, starts, rngs)
-        self.feed_forward_norm = LayerNorm(hidden, epsilon)
+        self.feed_forward_norm = norm(hidden, epsilon)
         self.dropout, self.norm, self.reads = config.dropout, config.norm, source is not None
 
     def __call__(
@@ -61,7 +62,11 @@ class DecoderLayer(nnx.Module):
                 return self.source(x, segment_ids, source, source_ids, keys[2])
 
             x = self._add(x, read, "source", keys[3])
-        return self._add(x, self.feed_forward, "feed_forward", keys[4])
+
+        def feed(x):
+            return self.feed_forward(x, inner_key(keys[4]))
+
+        return self._add(x, feed, "feed_forward", keys[4])
 
     def step(
         self, x: Float[Array, "R 1 C"], state: State, place: Int[Array, ""], kept: State, source_ids
@@ -95,8 +100,8 @@ class Decoder(nnx.Module):
             {str(i): _stack(stage, config.source, rngs) for i, stage in enumerate(config.stages)}
         )
         if config.last_norm:
-            epsilon = config.stages[-1].layer.layer_norm_epsilon
-            self.norm = LayerNorm(config.hidden_size, epsilon)
+            last = config.stages[-1].layer
+            self.norm = NORMS[last.normalization](config.hidden_size, last.layer_norm_epsilon)
         self.config = config
 
     def __call__(
@@ -125,7 +130,7 @@ class Decoder(nnx.Module):
             )
             unroll = min(c.scan_unroll, stage.depth)
             x, _ = jax.lax.scan(run, x, (self.stages[str(i)], keys), unroll=unroll)
-        return self._finish(x)
+        return dropout(self._finish(x), c.last_dropout, inner_key(key))
 
     def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> tuple[State, ...]:
         """For each layer, the state of rows of up to `length` positions before the first; `copies`

@@ -14,13 +14,18 @@ class SourceAttention(nnx.Module):
     """
 
     def __init__(
-        self, config: Attention, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs
+        self,
+        config: Attention,
+        hidden_size: int,
+        initializers: Initializers,
+        rngs: nnx.Rngs,
+        biases: bool = True,
     ):
         width = config.attention_heads * config.head_size
-        self.query = Dense(hidden_size, width, initializers.dense, rngs)
-        self.key = Dense(hidden_size, width, initializers.dense, rngs)
-        self.value = Dense(hidden_size, width, initializers.dense, rngs)
-        self.output = Dense(width, hidden_size, initializers.dense, rngs)
+        self.query = Dense(hidden_size, width, initializers.dense, rngs, biases)
+        self.key = Dense(hidden_size, width, initializers.dense, rngs, biases)
+        self.value = Dense(hidden_size, width, initializers.dense, rngs, biases)
+        self.output = Dense(width, hidden_size, initializers.dense, rngs, biases)
         self.config = config
 
     def __call__(

@@ -185,7 +185,8 @@ def test_a_folder_is_read_by_the_name_of_the_release(tmp_path):
 def test_what_only_training_knows_is_left_out_and_said(tmp_path):
     a = arguments(input_dropout=0.2, relu_dropout=0.3, weight_dropout=0.1, encoder_layerdrop=0.0)
     found = read(make(tmp_path, a))
-    assert found.left_out == {"input_dropout": 0.2, "relu_dropout": 0.3}
+    assert found.left_out == {"input_dropout": 0.2}
+    assert found.sequence.activation_dropout == 0.3
     assert (found.model.dropout, found.model.attention_dropout) == (0.3, 0.1)
 
 

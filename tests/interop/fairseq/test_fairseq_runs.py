@@ -11,10 +11,10 @@ from convbert_jax.config import from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, check_tokenizer, follow_file
 from convbert_jax.decoding import search
-from convbert_jax.interop.fairseq import run
 from convbert_jax.interop.fairseq.model import read
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import ConversionError
+from convbert_jax.interop.sequences import run
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")

@@ -1,0 +1,1 @@
+"""Models of others that write text, as runs."""
