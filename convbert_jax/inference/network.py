@@ -60,6 +60,19 @@ class NetworkOnDevice:
         """What the layers of each stage can show, as names for a capture."""
         return nnx.merge(self._graphdef, self._params)["encoder"].offers()
 
+    @property
+    def programs(self) -> int:
+        """How many were compiled: one for each shape of a batch, `finish`, option and capture."""
+        return self._run._cache_size()
+
+    def run(
+        self, batch: Any, finish: Finish, option: Any = None, capture: tuple[str, ...] = ()
+    ) -> dict[str, jax.Array]:
+        """What `finish` makes of one batch, [1, B, ...] by name, on the device; arguments as of
+        `apply`.
+        """
+        return self._run(finish, option, capture, self._params, batch)
+
     def apply(
         self,
         rows: Rows,
@@ -81,7 +94,7 @@ class NetworkOnDevice:
         """
 
         def run(batch):
-            return self._run(finish, option, capture, self._params, batch)
+            return self.run(batch, finish, option, capture)
 
         if not len(rows):
             return {}
