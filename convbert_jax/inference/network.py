@@ -65,6 +65,10 @@ class NetworkOnDevice:
         """How many were compiled: one for each shape of a batch, `finish`, option and capture."""
         return self._run._cache_size()
 
+    def lower(self, batch: Any, finish: Finish, option: Any = None) -> jax.stages.Lowered:
+        """The program that `run` would compile."""
+        return self._run.lower(finish, option, (), self._params, batch)
+
     def run(
         self, batch: Any, finish: Finish, option: Any = None, capture: tuple[str, ...] = ()
     ) -> dict[str, jax.Array]:
