@@ -40,7 +40,7 @@ def test_all_parts_on_a_tiny_model(tmp_path, vocabulary):  # noqa: F811
     assert "/s" in line
     assert "pipeline (batches of " in line
     # Others than the very weights are no comparison.
-    models.torch.embeddings.word_embeddings.weight.data.add_(1.0)
+    models.torch.embeddings.word_embeddings.weight.data.mul_(3.0)
     with pytest.raises(SystemExit, match="the pipeline differs by"):
         list(inference.compare_texts(models, TEXTS, rounds=1, batches=(1,)))
     (line,) = inference.measure_startup(tmp_path, rounds=1)
