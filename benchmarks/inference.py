@@ -141,7 +141,7 @@ def _race(runs: Mapping[str, Callable], rounds: int, seconds: float = 0.0, count
       seconds: that a turn takes at least, by repeating.
       count: of what a turn does, to say how many a second; 0: milliseconds are said.
     """
-    clock = time.process_time if len(os.sched_getaffinity(0)) == 1 else time.perf_counter
+    clock = _clock()
     turns = {}
     for name, run in runs.items():
         run()
@@ -179,6 +179,11 @@ def _race(runs: Mapping[str, Callable], rounds: int, seconds: float = 0.0, count
     return f"{', '.join(shown)}; {'; '.join(ratios)}"
 
 
+def _clock() -> Callable[[], float]:
+    """Seconds of CPU time with one thread, else of the clock on the wall."""
+    return time.process_time if len(os.sched_getaffinity(0)) == 1 else time.perf_counter
+
+
 # --- Texts ---
 
 
@@ -203,12 +208,13 @@ def compare_texts(
     def ours(texts=texts):
         return models.ours.encode(texts, pooling="cls")
 
-    start = time.perf_counter()
+    clock = _clock()
+    start = clock()
     ours()
-    first = time.perf_counter() - start
-    start = time.perf_counter()
+    first = clock() - start
+    start = clock()
     ours()
-    compiling = first - (time.perf_counter() - start)
+    compiling = first - (clock() - start)
     pipeline = _pipeline(models)
     for text in texts[:3]:
         expected = ours([text])
