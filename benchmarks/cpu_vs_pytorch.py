@@ -1,10 +1,11 @@
 """Our encoder and Hugging Face's PyTorch ConvBertModel on the same CPU, with the same weights.
 
-    python -m benchmarks.cpu_vs_pytorch
+    python -m benchmarks.cpu_vs_pytorch --threads 1 2
     python -m benchmarks.cpu_vs_pytorch --sizes base --rounds 15 --json result.json
 
 Runs both in one process in turn, with the same number of threads, in float32 without dropout, after
-checking that their outputs agree. Prints medians in milliseconds and PyTorch's time divided by
+checking that their outputs agree; each of several numbers of threads is a process of its own, as
+XLA counts its cores once. Prints medians in milliseconds and PyTorch's time divided by
 ours: above 1 ours is faster. Needs torch and transformers.
 """
 
@@ -13,8 +14,12 @@ import dataclasses
 import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+
+from benchmarks import timing
 
 
 def main() -> None:
@@ -25,12 +30,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="timed runs of each")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--unroll", type=int, default=1, help="config.model.scan_unroll")
+    here = len(os.sched_getaffinity(0))
+    parser.add_argument("--threads", nargs="+", type=int, default=[here], help="default: all cores")
     parser.add_argument("--json", help="file to write the figures to")
     arguments = parser.parse_args()
+    if len(arguments.threads) > 1:
+        if arguments.json:
+            parser.error("--json has the figures of one number of threads; name one")
+        for count in arguments.threads:
+            own = ["--threads", str(count)]
+            command = [sys.executable, "-m", "benchmarks.cpu_vs_pytorch", *sys.argv[1:], *own]
+            subprocess.run(command, check=True)
+        return
 
+    timing.take_threads(arguments.threads[0])
     os.environ["JAX_PLATFORMS"] = "cpu"
     results = [compare(size, arguments) for size in arguments.sizes]
-    print(f"batch {arguments.batch} x {arguments.length}, float32, {os.cpu_count()} cores")
+    print(f"batch {arguments.batch} x {arguments.length}, float32, {timing.describe_processor()}")
     print(f"{'':30}{'ours, ms':>10}{'PyTorch, ms':>13}{'ratio':>8}{'of pairs':>16}")
     for size, rows in zip(arguments.sizes, results, strict=True):
         for name, row in rows.items():

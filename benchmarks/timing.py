@@ -1,6 +1,7 @@
 """Wall-clock times of functions that take turns, so that a busy machine slows all of them alike."""
 
 import os
+import platform
 import statistics
 import sys
 import time
@@ -21,6 +22,34 @@ def use(target: str) -> None:
             f"--target={target}, but jax finds {found}; install jax for a GPU "
             "(pip install 'jax[cuda12]') or take another target."
         )
+
+
+def take_threads(count: int) -> None:
+    """Leaves this process so many cores, before jax and others count them: XLA takes as many
+    threads. Exits where there are fewer.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if count > len(cores):
+        sys.exit(f"--threads={count}, but this process may use only {len(cores)} cores.")
+    os.sched_setaffinity(0, cores[:count])
+
+
+def describe_processor() -> str:
+    """Name of the processor, and how many threads this process may run."""
+    name = platform.processor() or platform.machine()
+    with open("/proc/cpuinfo") as file:
+        found = dict(line.split(":", 1) for line in file if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in found.items()}
+    if "model name" in fields:
+        name = f"{fields['model name']}, family {fields['cpu family']}, model {fields['model']}"
+    count = len(os.sched_getaffinity(0))
+    return f"{name}; {count} thread{'s' * (count > 1)}"
+
+
+def describe_ratios(times: list[float], baseline: list[float]) -> str:
+    """baseline / times over the rounds: the median, and from the lowest to the highest."""
+    ratios = sorted(b / a for a, b in zip(times, baseline, strict=True))
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 def alternate(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

@@ -43,6 +43,9 @@ def load(
 ) -> "Model | TextModel":
     """Reads a model from anywhere, to apply it to texts on the first device that jax finds.
 
+    Programs that it compiles are kept on the disk for the next start, where
+    config.train.compile_cache of the run says; of weights without a run, where its default says.
+
     Args:
       path: folder of a pre-training run; of a fine-tuned model (WORKDIR/TASK/seed-N); of a run of a
         model that writes text, of which a `TextModel` comes back; a Hugging Face folder of

@@ -179,7 +179,7 @@ def evaluate(
     evaluator: Evaluator,
     *,
     buckets: Sequence[int],
-    batch_size: int,
+    batch_size: int | Sequence[int],
     title: str | None = None,
 ) -> list[Any]:
     """The state of the evaluator after all rows, for each run.
@@ -187,6 +187,7 @@ def evaluate(
     Args:
       run: batch -> {name: [runs, B, ...]} on the device; the evaluator gets that of its run, and
         which rows they are.
+      batch_size: rows of a batch, or for each bucket its own.
       title: of the progress that is shown; None shows none.
     """
     batches = evaluation_batches(rows.lengths, buckets, batch_size)
@@ -206,7 +207,7 @@ def predict_rows(
     rows: Rows,
     *,
     buckets: Sequence[int],
-    batch_size: int,
+    batch_size: int | Sequence[int],
 ) -> Predicted:
     """Outputs of all rows, in their order, of one run; arguments as `evaluate`."""
     (collected,) = evaluate(

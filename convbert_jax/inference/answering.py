@@ -15,7 +15,7 @@ from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.finetuning import fitting
 from convbert_jax.finetuning.predictions.answers import THRESHOLDS
 from convbert_jax.finetuning.tasks import question_answering
-from convbert_jax.inference.predictor import choose_batch_size
+from convbert_jax.inference.predictor import choose_batch_sizes
 from convbert_jax.models.build import build
 from convbert_jax.models.finetuned import FinetunedModel
 from convbert_jax.training.task import Params
@@ -66,11 +66,12 @@ class QuestionAnswerer:
         config = self._config
         questions = [Question(example.id, *example.texts) for example in examples]
         reading = question_answering.read_questions(questions, config, self._tokenizer, None)
+        buckets, largest = fitting.buckets_of(config), config.finetune.eval_batch_size
         found = fitting.predict_rows(
             self._run,
             reading.rows,
-            buckets=fitting.buckets_of(config),
-            batch_size=choose_batch_size(len(reading.rows), config.finetune.eval_batch_size),
+            buckets=buckets,
+            batch_size=choose_batch_sizes(len(reading.rows), largest, buckets),
         )
         lines = []
         for answer in question_answering.collect(reading, found, config):

@@ -15,7 +15,7 @@ from convbert_jax.inference.writing.model import TextModel
 from convbert_jax.inference.writing.reading import change_decoding
 from convbert_jax.interop import matching, sources
 from convbert_jax.interop.networks import split
-from convbert_jax.training.environment import devices
+from convbert_jax.training.environment import compilation, devices
 from convbert_jax.workdir import Workdir
 
 
@@ -52,6 +52,7 @@ def _load_run(
     path: str, workdir: Workdir, step: int | None, dtype: str | None, average: int | None
 ) -> Model | TextModel:
     config = matching.for_any_machine(workdir.read_config(), path)
+    compilation.enable_compile_cache(config.train.compile_cache)
     if average is not None and not config.writes_text:
         raise ModelError(
             f"average={average}: {path} is a run of config.recipe='{config.recipe}', and averaging "
@@ -86,6 +87,7 @@ def _load_source(path: str, vocabulary: str | None, texts: int | None, dtype: st
             f"{path} has no vocabulary beside its weights; name theirs: "
             f"load({path!r}, vocabulary='vocab.txt')."
         )
+    compilation.enable_compile_cache(Config().train.compile_cache)
     config, params, length = Config(), None, source.networks["main"].embeddings.positions
     if finetuned.is_finetuned(source):
         config, params, tokenizer = finetuned.from_source(path, source, texts)

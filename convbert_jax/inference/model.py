@@ -159,7 +159,7 @@ class Model:
         found: list[np.ndarray] = []
         for chunk in _chunks(examples):
             rows = self._encode_texts(chunk, length)
-            network = self._network("main")
+            network = self.network("main")
             vectors = network.apply(rows, readouts.POOLINGS[pooling], batch_size=batch_size)[
                 "vectors"
             ]
@@ -212,7 +212,7 @@ class Model:
         examples, single = as_single_texts(texts)
         results: list = []
         for chunk in _chunks(examples):
-            results += self._fill_chunk(chunk, self._network(name), top_k, length, batch_size)
+            results += self._fill_chunk(chunk, self.network(name), top_k, length, batch_size)
         return results[0] if single else results
 
     def _fill_chunk(self, texts, network: NetworkOnDevice, top_k, length, batch_size) -> list:
@@ -269,7 +269,7 @@ class Model:
             encoded = self.tokenizer.encode_with_offsets(chunk)
             pieces = self._cut([ids for ids, _ in encoded], length)
             rows = pad_rows(pieces, length, pad=self.tokenizer.special.pad)
-            network = self._network("main")
+            network = self.network("main")
             found = network.apply(rows, readouts.suspect, batch_size=batch_size)
             for number, (ids, places) in enumerate(encoded):
                 count = int(rows.lengths[number]) - 2
@@ -325,7 +325,8 @@ class Model:
     def _has(self, name: str, head: str) -> bool:
         return name in self.networks and self.networks[name].has(head)
 
-    def _network(self, name: str) -> NetworkOnDevice:
+    def network(self, name: str) -> NetworkOnDevice:
+        """One of `networks`, compiled as it is used."""
         if name not in self._on_device:
             self._on_device[name] = NetworkOnDevice(self.networks[name], self._dtype)
         return self._on_device[name]

@@ -33,6 +33,13 @@ def cgroup_limits(root: pathlib.Path = _ROOT) -> tuple[int | None, float | None]
     return min(memory, default=None), min(cpus, default=None)
 
 
+def available_threads() -> int:
+    """Cores that this process may run on, as many threads as XLA takes on a CPU."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _groups(root: pathlib.Path) -> Iterator[pathlib.Path]:
     """Folders of the groups of this process, and of all above them."""
     mount = root / "sys/fs/cgroup"

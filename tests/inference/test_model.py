@@ -2,8 +2,11 @@
 batch, and one sentence for what a model does not have.
 """
 
+import ast
 import json
 import logging
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ from flax import nnx
 
 import convbert_jax
 from convbert_jax.config import UserError
+from convbert_jax.inference import readouts
 from convbert_jax.inference.masked_text import encode as encode_masked
 from convbert_jax.interop import conversion, sources
 from convbert_jax.interop.networks import MODELS as PRETRAINED
@@ -109,6 +113,59 @@ def test_nothing_depends_on_the_batch(opened, kind):
     np.testing.assert_array_equal(model.encode(TEXTS[0]), model.encode(TEXTS[:1])[0])
     assert model.encode([]).shape == (0, 32)
     assert model.encode([], pooling="none") == model.tokenize([]) == []
+
+
+@pytest.mark.parametrize("kind", ["separate", "reads padding"])
+def test_few_shapes_are_compiled(opened, kind):
+    """For rows of more lengths, also where the network was trained to read padding."""
+    _, folder = opened(kind)
+    model = convbert_jax.load(folder)
+    texts = [" ".join(["sun"] * n) for n in range(1, 12)] * 2
+    assert len({len(tokens) for tokens in model.tokenize(texts)}) > 4
+    model.encode(texts, batch_size=2)
+    assert model.network("main").programs == 3  # 8, 12 and 16 tokens
+    model.encode(texts, batch_size=2)
+    assert model.network("main").programs == 3
+
+
+def test_layers_are_not_unrolled_on_a_cpu(make_run):  # noqa: F811
+    folder, config = make_run(mixer="attention", scan_unroll=2)
+    assert config.encoder.scan_unroll == 2
+    network = convbert_jax.load(folder).network("main")
+    rows = {name: np.ones((1, 8), np.int32) for name in ("tokens", "segment_ids", "type_ids")}
+    text = network.lower(rows, readouts.POOLINGS["mean"]).as_text()
+    assert "stablehlo.while" in text
+
+
+def test_a_model_in_use_imports_nothing_of_other_software(opened):
+    """They cost seconds of a start."""
+    program = (
+        "import sys, convbert_jax\n"
+        f"print(convbert_jax.load({str(opened('separate')[1])!r}).encode(['the sun']).shape)\n"
+        "print({name.partition('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
+    )
+    shape, imported = done.stdout.splitlines()
+    assert shape == "(1, 32)"
+    others = {
+        "torch", "transformers", "tensorflow", "tensorflow_datasets", "matplotlib", "sklearn",
+        "pandas", "pyarrow", "scipy", "optuna", "wandb", "mlflow", "tensorboardX",
+    }  # fmt: skip
+    assert not others & set(ast.literal_eval(imported))
+
+
+def test_programs_are_kept_for_the_next_start(make_run, tmp_path, monkeypatch):  # noqa: F811
+    folder, _ = make_run(mixer="attention")
+    told = []
+    monkeypatch.setattr(
+        "convbert_jax.inference.loading.compilation.enable_compile_cache", told.append
+    )
+    convbert_jax.load(folder)
+    conversion.export(folder, output=tmp_path / "hf")
+    convbert_jax.load(tmp_path / "hf")
+    assert told == ["~/.cache/convbert_jax/compile"] * 2
 
 
 def test_long_texts_are_cut_and_it_is_said(opened, caplog):

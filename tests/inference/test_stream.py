@@ -15,7 +15,7 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.tasks.labelled_text import Example
 from convbert_jax.inference import finetuned
 from convbert_jax.inference import stream as prediction_stream
-from convbert_jax.inference.predictor import choose_batch_size
+from convbert_jax.inference.predictor import choose_batch_size, choose_batch_sizes
 from convbert_jax.recipes import prediction
 from tests.inference.conftest import stop_after
 
@@ -190,3 +190,13 @@ def test_a_fault_of_a_pipe_comes_after_its_rows():
 def test_batches_are_as_large_as_what_is_there():
     assert [choose_batch_size(n, 128) for n in (0, 1, 2, 64, 65, 1_024)] == [1, 1, 16, 16, 128, 128]
     assert [choose_batch_size(n, 4) for n in (1, 2, 3)] == [1, 4, 4]
+
+
+def test_long_rows_make_small_batches_on_a_cpu(monkeypatch):
+    buckets = (8, 16, 48, 512, 2_048)
+    monkeypatch.setattr("convbert_jax.inference.predictor.available_threads", lambda: 2)
+    assert choose_batch_sizes(1_000, 64, buckets) == (64, 64, 21, 2, 1)
+    assert choose_batch_sizes(10, 64, buckets) == (16, 16, 16, 2, 1)
+    assert choose_batch_sizes(1, 64, buckets) == (1,) * 5
+    monkeypatch.setattr("convbert_jax.inference.predictor.dispatch.platform", lambda: "tpu")
+    assert choose_batch_sizes(1_000, 64, buckets) == (64,) * 5

@@ -25,16 +25,17 @@ def epoch_batches(
     alone, so that runs with other seeds can take their steps together.
     """
     random = np.random.default_rng((seed, epoch))
-    batches = _fill_buckets(lengths, buckets, batch_size, random)
+    batches = _fill_buckets(lengths, buckets, [batch_size] * len(buckets), random)
     order = np.random.default_rng(epoch).permutation(len(batches))
     return [batches[i] for i in order]
 
 
 def evaluation_batches(
-    lengths: np.ndarray, buckets: Sequence[int], batch_size: int
+    lengths: np.ndarray, buckets: Sequence[int], batch_size: int | Sequence[int]
 ) -> list[tuple[int, np.ndarray]]:
-    """All rows once, by length; as `epoch_batches`."""
-    return _fill_buckets(lengths, buckets, batch_size, None)
+    """All rows once, by length; as `epoch_batches`. `batch_size` may be one for each bucket."""
+    sizes = [batch_size] * len(buckets) if isinstance(batch_size, int) else batch_size
+    return _fill_buckets(lengths, buckets, sizes, None)
 
 
 def release_batches(
@@ -57,7 +58,7 @@ def release_batches(
         yield length, np.asarray(chosen)
 
 
-def _fill_buckets(lengths, buckets, batch_size, random) -> list[tuple[int, np.ndarray]]:
+def _fill_buckets(lengths, buckets, sizes, random) -> list[tuple[int, np.ndarray]]:
     bucket_of = np.searchsorted(np.asarray(buckets), lengths)
     last = int(bucket_of.max(initial=0))
     batches, left = [], np.zeros(0, np.int64)
@@ -67,13 +68,13 @@ def _fill_buckets(lengths, buckets, batch_size, random) -> list[tuple[int, np.nd
             members = members[np.argsort(lengths[members], kind="stable")]
         else:
             members = random.permutation(members)
-        whole = len(members) // batch_size * batch_size
+        size = sizes[number]
+        whole = len(members) // size * size
         batches += [
-            (buckets[number], members[start : start + batch_size])
-            for start in range(0, whole, batch_size)
+            (buckets[number], members[start : start + size]) for start in range(0, whole, size)
         ]
         left = members[whole:]
     if len(left):
-        filler = np.full(batch_size - len(left), -1)
+        filler = np.full(sizes[last] - len(left), -1)
         batches.append((buckets[last], np.concatenate([left, filler])))
     return batches

@@ -130,6 +130,17 @@ def test_evaluation_has_every_row_once(lengths, batch_size):
     assert sorted(seen[seen >= 0]) == list(range(len(lengths)))
 
 
+@given(lengths_of_rows)
+@settings(max_examples=50, deadline=None)
+def test_each_bucket_may_have_its_own_batch_size(lengths):
+    sizes = {8: 5, 16: 3, 32: 1}
+    batches = length_buckets.evaluation_batches(lengths, (8, 16, 32), (5, 3, 1))
+    assert all(len(index) == sizes[length] for length, index in batches)
+    seen = np.concatenate([index for _, index in batches])
+    assert sorted(seen[seen >= 0]) == list(range(len(lengths)))
+    assert all(lengths[index[index >= 0]].max() <= length for length, index in batches)
+
+
 def test_the_release_mixes_within_a_buffer_of_100():
     """Rows and fillers in one shuffled order, repeated; nothing is drawn before its turn."""
     stream = length_buckets.release_batches(37, 128, 8, seed=3)

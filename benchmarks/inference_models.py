@@ -1,0 +1,107 @@
+"""One model as three programs have it: a run of ours, Hugging Face's class and ONNX Runtime."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from benchmarks import public_data
+
+NAMES = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def prepare(folder: Path, size: str, **changed: Any) -> None:
+    """A run of configs/SIZE.py with random weights as folder/run, its export as folder/exported and
+    folder/model.onnx; nothing where these are there.
+
+    Args:
+      changed: fields of the config by path, beside the vocabulary of BERT and rows of 512.
+    """
+    if (folder / "model.onnx").exists():
+        return
+    import jax
+    import numpy as np
+
+    import convbert_jax
+    from convbert_jax.interop import conversion, networks
+    from convbert_jax.training import optimizer, state
+    from convbert_jax.training.checkpoints.saving import Checkpoints
+    from convbert_jax.workdir import Workdir
+
+    fields = {"data.length": 512, "model.positions": 512}
+    if "tokenizer.path" not in changed:
+        fields["tokenizer.path"] = str(public_data.folder("vocab") / "bert-base-uncased-vocab.txt")
+        fields |= {"tokenizer.kind": "wordpiece", "tokenizer.vocab_size": 30_522}
+    config = convbert_jax.load_config(size, **{**fields, **changed})
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        center = float(path[-1].key == "scale")
+        return (center + 0.05 * rng.standard_normal(leaf.shape)).astype(np.float32)
+
+    params = jax.tree_util.tree_map_with_path(draw, networks.abstract_params(config))
+    made = optimizer.make_optimizer(config.optimizer, config.train.steps)
+    filled = state.create(jax.tree.map(jax.numpy.asarray, params), made)
+    filled = dataclasses.replace(filled, step=jax.numpy.asarray(1, jax.numpy.int32))
+    run = Workdir(folder / "run")
+    with run.open(config):
+        checkpoints = Checkpoints(run.checkpoints, config.checkpoint)
+        checkpoints.save(filled, {})
+        checkpoints.close()
+    conversion.export(folder / "run", output=folder / "exported", with_generator=False)
+    _write_onnx(folder)
+
+
+def _write_onnx(folder: Path) -> None:
+    import torch
+    import transformers
+
+    model = transformers.AutoModel.from_pretrained(
+        folder / "exported", attn_implementation="eager"
+    ).eval()
+    # One array for all inputs would be taken for one input.
+    ids = torch.ones(2, 16, dtype=torch.long)
+    inputs = (ids, ids.clone(), torch.zeros_like(ids))
+    free = {
+        0: torch.export.Dim("batch"),
+        1: torch.export.Dim("length", max=model.config.max_position_embeddings),
+    }
+    torch.onnx.export(
+        model, inputs, folder / "model.onnx", dynamo=True, dynamic_shapes=(free,) * 3,
+        input_names=NAMES, verbose=False,
+    )  # fmt: skip
+
+
+class Models:
+    """The three, each with the threads that this process may run."""
+
+    def __init__(self, folder: Path):
+        import onnxruntime
+        import torch
+        import transformers
+
+        import convbert_jax
+
+        threads = len(os.sched_getaffinity(0))
+        torch.set_num_threads(threads)
+        self.folder = folder
+        self.ours = convbert_jax.load(folder / "run")
+        self.torch = transformers.AutoModel.from_pretrained(
+            folder / "exported", attn_implementation="eager"
+        ).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "exported")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        self.session = onnxruntime.InferenceSession(
+            folder / "model.onnx", options, providers=["CPUExecutionProvider"]
+        )
+
+    def run_onnx(self, *arrays):
+        """Hidden states [B, L, C] of tokens, mask and types."""
+        return self.session.run(None, dict(zip(NAMES, arrays, strict=True)))[0]
+
+    def run_torch(self, *arrays):
+        import torch
+
+        with torch.inference_mode():
+            return self.torch(*map(torch.from_numpy, arrays)).last_hidden_state.numpy()
