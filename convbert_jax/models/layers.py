@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from convbert_jax.models.functions import layer_norm
 from convbert_jax.ops import dispatch
@@ -130,19 +130,26 @@ def dropout(x: Array, rate: float, key: Array | None) -> Array:
     """
     if key is None or rate == 0.0:
         return x
+    keep, factor = draw_kept(x.shape, rate, key)
+    return jnp.where(keep, x * factor, 0)
+
+
+def draw_kept(shape: tuple[int, ...], rate: float, key: Array) -> tuple[Bool[Array, "..."], float]:
+    """What `dropout` keeps of an array of `shape`, and what it multiplies that by."""
     kept = min(max(round((1.0 - rate) * 256), 1), 255)
-    keep = _draw(kept, key, x.shape)
+    keep = _draw(kept, key, shape)
     if dispatch.platform() == "cpu":
         # Else XLA:CPU computes the random bits again in every fusion that reads them: 28% of a
         # layer's forward and backward, instead of 9%.
         keep = jax.lax.optimization_barrier(keep)
-    return jnp.where(keep, x * (256 / kept), 0)
+    return keep, 256 / kept
 
 
 def _draw(kept: int, key: Array, shape: tuple[int, ...]) -> Array:
-    """True with probability `kept` / 256. Four come from one random word, as those are what costs;
-    they are a quarter of the last axis but one apart, so nothing moves.
-    """
+    """True with probability `kept` / 256. Four come from one random word, as those are what costs."""
+    if dispatch.platform() == "tpu":  # whose generator makes bytes as well as words
+        return jax.random.bits(key, shape, jnp.uint8) < kept
+    # A quarter of the last axis but one apart, so nothing moves.
     *batch, rows, columns = shape
     words = jax.random.bits(key, (*batch, -(-rows // 4), columns))
     # Compared before they are joined: a TPU's compiler keeps the bytes in memory otherwise.
