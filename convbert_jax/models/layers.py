@@ -4,7 +4,7 @@ Randomness is an argument: `key=None` means deterministic.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from convbert_jax.models.functions import layer_norm
 from convbert_jax.ops import dispatch
-from convbert_jax.ops.products import dense
+from convbert_jax.ops.products import dense, dense_of_one
 
 Initializer = jax.nn.initializers.Initializer
 State = Any  # what a decoder keeps of the positions before, see config/mixers.py
@@ -63,6 +63,12 @@ class Dense(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C_out"]:
         return dense(x, self.kernel[...], self.bias[...], x.dtype)
+
+
+def apply_all(layers: Sequence[Dense], x: Float[Array, "*B C"]) -> list[Float[Array, "*B _"]]:
+    """Each layer applied to the same `x`."""
+    kernels = [layer.kernel[...] for layer in layers]
+    return dense_of_one(x, kernels, [layer.bias[...] for layer in layers], x.dtype)
 
 
 class GroupedDense(nnx.Module):
@@ -146,12 +152,12 @@ def draw_kept(shape: tuple[int, ...], rate: float, key: Array) -> tuple[Bool[Arr
 
 
 def _draw(kept: int, key: Array, shape: tuple[int, ...]) -> Array:
-    """True with probability `kept` / 256. Four come from one random word, as those are what costs."""
+    """True with probability `kept` / 256."""
     if dispatch.platform() == "tpu":  # whose generator makes bytes as well as words
         return jax.random.bits(key, shape, jnp.uint8) < kept
-    # A quarter of the last axis but one apart, so nothing moves.
+    # Four come from one random word, as those are what costs; they are a quarter of the last axis
+    # but one apart, so nothing moves.
     *batch, rows, columns = shape
     words = jax.random.bits(key, (*batch, -(-rows // 4), columns))
-    # Compared before they are joined: a TPU's compiler keeps the bytes in memory otherwise.
     parts = [((words >> (8 * part)) & 0xFF) < kept for part in range(4)]
     return jnp.concatenate(parts, axis=-2)[..., :rows, :]

@@ -229,6 +229,12 @@ def between_layers(x: jax.Array) -> jax.Array:
     return _placed(x, POSITIONS, (HEADS, SEQUENCE))
 
 
+def divides_parameters() -> bool:
+    """Whether the mesh has several devices along an axis that a kernel may be cut by."""
+    sizes = _axes()
+    return any(sizes.get(name, 1) > 1 for name in ("fsdp", HEADS))
+
+
 def positions_here(length: int) -> int:
     """How many positions of rows of `length` a device of the mesh has."""
     devices = _axes().get(SEQUENCE, 1)
