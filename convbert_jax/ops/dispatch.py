@@ -173,7 +173,8 @@ def over_mesh(
     there = [place for place, array in enumerate(arrays) if array is not None]
     given = [(arrays[place], specs[place]) for place in there]
     kept = _dividing(sizes, given)
-    exchanged = halo if SEQUENCE in kept else None
+    # A mesh of one device along it has no neighbors, and would pad every row for nothing.
+    exchanged = halo if SEQUENCE in kept and sizes[SEQUENCE] > 1 else None
 
     def local(*parts):
         full = dict(zip(there, parts, strict=True))
