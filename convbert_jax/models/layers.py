@@ -4,17 +4,17 @@ Randomness is an argument: `key=None` means deterministic.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from convbert_jax.models.functions import layer_norm, rms_norm
 from convbert_jax.ops import dispatch
-from convbert_jax.ops.products import dense
+from convbert_jax.ops.products import dense, dense_of_one
 
 Initializer = jax.nn.initializers.Initializer
 State = Any  # what a decoder keeps of the positions before, see config/mixers.py
@@ -69,9 +69,19 @@ class Dense(nnx.Module):
         if bias:
             self.bias = nnx.Param(jnp.zeros(outputs))
 
+    @property
+    def weights(self) -> tuple[Float[Array, "C C_out"], Float[Array, " C_out"] | None]:
+        """W, and b or None."""
+        return self.kernel[...], self.bias[...] if hasattr(self, "bias") else None
+
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C_out"]:
-        bias = self.bias[...] if hasattr(self, "bias") else None
-        return dense(x, self.kernel[...], bias, x.dtype)
+        return dense(x, *self.weights, x.dtype)
+
+
+def apply_all(layers: Sequence[Dense], x: Float[Array, "*B C"]) -> list[Float[Array, "*B _"]]:
+    """Each layer applied to the same `x`."""
+    kernels, biases = zip(*(layer.weights for layer in layers), strict=True)
+    return dense_of_one(x, kernels, biases, x.dtype)
 
 
 class GroupedDense(nnx.Module):
@@ -163,21 +173,28 @@ def dropout(x: Array, rate: float, key: Array | None) -> Array:
     """
     if key is None or rate == 0.0:
         return x
+    keep, factor = draw_kept(x.shape, rate, key)
+    return jnp.where(keep, x * factor, 0)
+
+
+def draw_kept(shape: tuple[int, ...], rate: float, key: Array) -> tuple[Bool[Array, "..."], float]:
+    """What `dropout` keeps of an array of `shape`, and what it multiplies that by."""
     kept = min(max(round((1.0 - rate) * 256), 1), 255)
-    keep = _draw(kept, key, x.shape)
+    keep = _draw(kept, key, shape)
     if dispatch.platform() == "cpu":
         # Else XLA:CPU computes the random bits again in every fusion that reads them: 28% of a
         # layer's forward and backward, instead of 9%.
         keep = jax.lax.optimization_barrier(keep)
-    return jnp.where(keep, x * (256 / kept), 0)
+    return keep, 256 / kept
 
 
 def _draw(kept: int, key: Array, shape: tuple[int, ...]) -> Array:
-    """True with probability `kept` / 256. Four come from one random word, as those are what costs;
-    they are a quarter of the last axis but one apart, so nothing moves.
-    """
+    """True with probability `kept` / 256."""
+    if dispatch.platform() == "tpu":  # whose generator makes bytes as well as words
+        return jax.random.bits(key, shape, jnp.uint8) < kept
+    # Four come from one random word, as those are what costs; they are a quarter of the last axis
+    # but one apart, so nothing moves.
     *batch, rows, columns = shape
     words = jax.random.bits(key, (*batch, -(-rows // 4), columns))
-    # Compared before they are joined: a TPU's compiler keeps the bytes in memory otherwise.
     parts = [((words >> (8 * part)) & 0xFF) < kept for part in range(4)]
     return jnp.concatenate(parts, axis=-2)[..., :rows, :]

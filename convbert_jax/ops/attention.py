@@ -8,6 +8,7 @@ A decoder's self-attention is causal; its cross-attention has keys and values of
 segments of their own.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -23,7 +24,7 @@ from convbert_jax.ops.dispatch import (
     Implementation,
 )
 from convbert_jax.ops.products import einsum
-from convbert_jax.ops.softmax import softmax
+from convbert_jax.ops.softmax import softmax, softmax_backward
 
 # Below this length splash costs more than XLA's form, by the TPU compiler's model
 # (benchmarks/RESULTS.md): a grid step has a fixed price, and a short row is a step for each head.
@@ -31,6 +32,8 @@ SPLASH_FROM = 512
 SPLASH_BLOCK = 512  # most positions of a step
 LANES = 128  # splash works on multiples of this many positions
 CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
+
+Drop = Callable[[tuple[int, ...]], tuple[Bool[Array, "B H L S"], float]]
 
 
 def attention(
@@ -42,7 +45,7 @@ def attention(
     key_segment_ids: Int[Array, "B S"] | None = None,
     causal: bool = False,
     implementation: str = "auto",
-    drop: Callable[[Array], Array] | None = None,
+    drop: Drop | None = None,
 ) -> Float[Array, "B L H D"]:
     """softmax(query . key / sqrt(D)) . value over the keys that a position may see.
 
@@ -54,7 +57,8 @@ def attention(
         else one segment without padding.
       causal: the mask: False is full; True lets position t see the keys 0 to t only.
       implementation: as in `dispatch.choose`: a key of IMPLEMENTATIONS, or "auto".
-      drop: dropout of the weights; only "xla" has it.
+      drop: dropout of the weights: their shape -> which are kept, and what these are multiplied
+        by; only "xla" has it.
 
     Returns:
       [B, L, H, D] in the dtype of `value`; scores and softmax are float32. What a row of nothing
@@ -150,19 +154,72 @@ def xla(query, key, value, segment_ids, key_segment_ids, causal, *, drop=None):
     device has all keys and values of its rows.
     """
     key, value = dispatch.whole_rows(key), dispatch.whole_rows(value)
-    weights = _weights(query, key, segment_ids, key_segment_ids, causal, value.dtype)
     if drop is not None:
-        weights = drop(weights)
+        scores = _scores(query, key)
+        visible = _visible(query, key, segment_ids, key_segment_ids, causal)
+        return _attend_to_kept(scores, value, visible, *_draw(drop, scores.shape))
+    weights = _weights(query, key, segment_ids, key_segment_ids, causal, value.dtype)
     return einsum("bhqk,bkhd->bqhd", weights, value, value.dtype)
 
 
+def _draw(drop: Drop, shape: tuple[int, ...]):
+    if dispatch.platform() != "tpu":
+        return drop(shape)
+    # Its compiler has queries in the lanes, and would turn marks over that are drawn otherwise.
+    *rows, queries, keys = shape
+    keep, factor = drop((*rows, keys, queries))
+    return keep.swapaxes(-1, -2), factor
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend_to_kept(
+    scores: Float[Array, "B H L S"],
+    value: Float[Array, "B S H D"],
+    visible: Bool[Array, "#B 1 L S"] | None,
+    keep: Bool[Array, "B H L S"],
+    factor: float,
+) -> Float[Array, "B L H D"]:
+    """The product of softmax(scores) with `value`, of weights that are kept times `factor`.
+
+    Autodiff keeps three arrays of the scores' size for the backward pass: weights, marks, and the
+    products of both. As no weight is negative, one can hold them all.
+    """
+    return _attend_to_kept_forward(scores, value, visible, keep, factor)[0]
+
+
+def _attend_to_kept_forward(scores, value, visible, keep, factor):
+    weights = softmax(scores, visible, value.dtype)
+    marked = jnp.where(keep, weights, -weights)
+    out = einsum("bhqk,bkhd->bqhd", _dropped(marked, factor), value, value.dtype)
+    return out, (marked, value)
+
+
+def _attend_to_kept_backward(factor, saved, cotangent):
+    marked, value = saved
+    d_dropped = einsum("bqhd,bkhd->bhqk", cotangent, value, value.dtype)
+    d_value = einsum("bhqk,bqhd->bkhd", _dropped(marked, factor), cotangent, value.dtype)
+    d_weights = jnp.where(marked > 0, d_dropped * factor, 0)
+    d_scores = softmax_backward(jnp.abs(marked), d_weights)
+    return d_scores, d_value, None, None
+
+
+def _dropped(marked, factor):
+    return jnp.where(marked > 0, marked * factor, 0)
+
+
+_attend_to_kept.defvjp(_attend_to_kept_forward, _attend_to_kept_backward)
+
+
 def _weights(query, key, segment_ids, key_segment_ids, causal, dtype):
+    visible = _visible(query, key, segment_ids, key_segment_ids, causal)
+    return softmax(_scores(query, key), visible, dtype)
+
+
+def _scores(query, key):
     # By autodiff: its gradients are float32 products too, and 6% of a layer of length 512 on a TPU
     # cheaper than those of `products.einsum` (benchmarks/RESULTS.md).
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
-    scores *= query.shape[-1] ** -0.5
-    visible = _visible(query, key, segment_ids, key_segment_ids, causal)
-    return softmax(scores, visible, dtype)
+    return scores * query.shape[-1] ** -0.5
 
 
 def cudnn(query, key, value, segment_ids, key_segment_ids, causal):

@@ -173,7 +173,8 @@ def over_mesh(
     there = [place for place, array in enumerate(arrays) if array is not None]
     given = [(arrays[place], specs[place]) for place in there]
     kept = _dividing(sizes, given)
-    exchanged = halo if SEQUENCE in kept else None
+    # A mesh of one device along it has no neighbors, and would pad every row for nothing.
+    exchanged = halo if SEQUENCE in kept and sizes[SEQUENCE] > 1 else None
 
     def local(*parts):
         full = dict(zip(there, parts, strict=True))
@@ -227,6 +228,12 @@ def between_layers(x: jax.Array) -> jax.Array:
     (tensor, fsdp): it swaps rows between devices and does not swap them back.
     """
     return _placed(x, POSITIONS, (HEADS, SEQUENCE))
+
+
+def divides_parameters() -> bool:
+    """Whether the mesh has several devices along an axis that a kernel may be cut by."""
+    sizes = _axes()
+    return any(sizes.get(name, 1) > 1 for name in ("fsdp", HEADS))
 
 
 def positions_here(length: int) -> int:

@@ -6,6 +6,7 @@ functions never depends on what a compiler makes of a bfloat16 sum.
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.custom_batching
@@ -99,6 +100,60 @@ def dense(
     """
     batch = "abcd"[: x.ndim - 1]
     product = einsum(f"{batch}i,io->{batch}o", x, kernel, jnp.float32)
+    return _finish(product, bias, dtype)
+
+
+def _finish(product, bias, dtype):
     if bias is not None:
         product = product + bias.astype(jnp.float32)
     return checkpoint_name(product.astype(dtype), DENSE)
+
+
+def dense_of_one(
+    x: Float[Array, "*B C"],
+    kernels: Sequence[Float[Array, "C _"]],
+    biases: Sequence[Float[Array, " _"] | None],
+    dtype: jnp.dtype,
+) -> list[Float[Array, "*B _"]]:
+    """`dense` of each kernel and bias, all of the same `x`.
+
+    On a TPU the gradient of `x` is one product of all kernels: of one each, the compiler writes out
+    every result and then reads them to add them up (benchmarks/RESULTS.md, section 6).
+    """
+    if dispatch.platform() != "tpu" or dispatch.divides_parameters():
+        return [dense(x, *each, dtype) for each in zip(kernels, biases, strict=True)]
+    return [
+        _finish(product, bias, dtype)
+        for product, bias in zip(_products_of_one(x, tuple(kernels)), biases, strict=True)
+    ]
+
+
+@jax.custom_vjp
+def _products_of_one(x, kernels):
+    return tuple(
+        _einsum("...i,io->...o", x, kernel.astype(x.dtype), jnp.float32) for kernel in kernels
+    )
+
+
+def _products_forward(x, kernels):
+    return _products_of_one(x, kernels), (x, kernels)
+
+
+def _products_backward(saved, cotangents):
+    x, kernels = saved
+    cotangents = [cotangent.astype(x.dtype) for cotangent in cotangents]
+    d_x = _einsum(
+        "...o,io->...i",
+        jnp.concatenate(cotangents, axis=-1),
+        jnp.concatenate([kernel.astype(x.dtype) for kernel in kernels], axis=-1),
+        x.dtype,
+    )
+    rows = "abcd"[: x.ndim - 1]
+    d_kernels = (
+        _einsum(f"{rows}i,{rows}o->io", x, cotangent, kernel.dtype)
+        for cotangent, kernel in zip(cotangents, kernels, strict=True)
+    )
+    return d_x, tuple(d_kernels)
+
+
+_products_of_one.defvjp(_products_forward, _products_backward)

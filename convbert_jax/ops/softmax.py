@@ -36,9 +36,16 @@ def _softmax_forward(logits, visible, dtype):
 
 def _softmax_backward(dtype, saved, cotangent):
     weights, like = saved
+    return softmax_backward(weights, cotangent).astype(like.dtype), None
+
+
+def softmax_backward(
+    weights: Float[Array, "*B K"], cotangent: Float[Array, "*B K"]
+) -> Float[Array, "*B K"]:
+    """The gradient of the logits, in float32, of that of the weights."""
     weights, cotangent = weights.astype(jnp.float32), cotangent.astype(jnp.float32)
     along = jnp.sum(weights * cotangent, axis=-1, keepdims=True)
-    return (weights * (cotangent - along)).astype(like.dtype), None
+    return weights * (cotangent - along)
 
 
 softmax.defvjp(_softmax_forward, _softmax_backward)

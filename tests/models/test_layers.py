@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from convbert_jax.models import functions, layers
+from convbert_jax.ops import dispatch
 from convbert_jax.ops.softmax import softmax
 
 
@@ -111,8 +112,10 @@ def test_gelu_is_exact():
 
 
 @pytest.mark.parametrize("rows", [200, 199, 3, 1])
-def test_dropout_keeps_the_mean(rows):
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_dropout_keeps_the_mean(rows, platform, monkeypatch):
     """At a rate of n / 256, of which 0.1 becomes 26; rows that share random words too."""
+    monkeypatch.setattr(dispatch, "platform", lambda: platform)
     x = jnp.ones((40, rows, 500))
     out = layers.dropout(x, 0.1, jax.random.key(0))
     assert out.shape == x.shape

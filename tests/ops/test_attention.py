@@ -107,12 +107,48 @@ def test_refusals_name_the_reason(
         attention(*arrays, segment_ids=documents(2, length), implementation=implementation)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_dropout_is_autodiff_of_its_formula(platform, dtype, monkeypatch):
+    """Of weights that are 0 too: those of keys that are not seen, and one that underflows."""
+    on(monkeypatch, platform)
+    *arrays, cotangent = inputs(length=24, width=16, dtype=dtype)
+    arrays[0], arrays[1] = arrays[0].at[0, 3].set(9), arrays[1].at[0, 5].set(-9)
+    ids = documents(2, 24)
+    marks = jax.random.bernoulli(jax.random.key(1), 0.7, (2, 2, 24, 24))
+
+    def formula(query, key, value, ids, key_ids, causal):
+        weights = op.attention_weights(query, key, segment_ids=ids).astype(dtype)
+        turned = marks.swapaxes(2, 3) if platform == "tpu" else marks
+        dropped = jnp.where(turned, weights * 1.5, 0)
+        return jnp.einsum(
+            "bhqk,bkhd->bqhd", dropped, value, preferred_element_type=jnp.float32
+        ).astype(dtype)
+
+    dropping = functools.partial(op.xla, drop=lambda shape: (marks, 1.5))
+    assert_same(
+        run(dropping, *arrays, cotangent, ids), run(formula, *arrays, cotangent, ids), dtype
+    )
+
+
+def test_dropout_keeps_one_array_of_all_weights():
+    """Of 3 that autodiff would keep: weights, marks, and weights that are left."""
+    *arrays, _ = inputs(length=64, width=8)
+    marks = jnp.ones((2, 2, 64, 64), bool)
+
+    def dropping(*arrays):
+        return op.xla(*arrays, None, None, False, drop=lambda shape: (marks, 1.5))
+
+    kept = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(dropping, *a)[1], *arrays))
+    assert [x.dtype for x in kept if x.shape == marks.shape] == [jnp.float32]
+
+
 @pytest.mark.parametrize(("implementation", "platform"), [("cudnn", "gpu"), ("splash", "tpu")])
 def test_a_named_kernel_never_drops_its_dropout(implementation, platform, monkeypatch):
     on(monkeypatch, platform)
     *arrays, _ = inputs(dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match="no attention dropout"):
-        attention(*arrays, implementation=implementation, drop=lambda weights: weights)
+        attention(*arrays, implementation=implementation, drop=lambda shape: (True, 1.0))
 
 
 @pytest.mark.parametrize(

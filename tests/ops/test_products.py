@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.ops.products import einsum
+from convbert_jax.ops import dispatch
+from convbert_jax.ops.products import dense, dense_of_one, einsum
 
 SIZES = {"a": 3, "b": 5, "i": 4, "o": 17, "h": 2, "v": 41, "e": 4}
 # Inputs wider than outputs and the other way round, a table read from either side, batched axes.
@@ -68,3 +69,30 @@ def test_gradients_of_seeds_together_are_those_of_each():
             alone = both(y[seed], x[seed] if axes[1] == 0 else x[0])
             for many, one in zip(together, alone, strict=True):
                 np.testing.assert_allclose(many[seed], one, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [(5,), (3, 5)])
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_layers_of_one_input_are_each_of_them(platform, rows, monkeypatch):
+    """Of different widths; on a TPU the gradient of the input is one product."""
+    monkeypatch.setattr(dispatch, "platform", lambda: platform)
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    x = jax.random.normal(next(keys), (*rows, 4))
+    kernels = [jax.random.normal(next(keys), (4, width)) for width in (6, 2, 9)]
+    biases = [jax.random.normal(next(keys), (width,)) for width in (6, 2, 9)]
+
+    def together(x, kernels, biases):
+        return dense_of_one(x, kernels, biases, jnp.float32)
+
+    def each(x, kernels, biases):
+        return [dense(x, *one, jnp.float32) for one in zip(kernels, biases, strict=True)]
+
+    (found, back), (wanted, wanted_back) = (
+        jax.vjp(function, x, kernels, biases) for function in (together, each)
+    )
+    ours, theirs = (found, back(wanted)), (wanted, wanted_back(wanted))
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    products = str(jax.make_jaxpr(back)(wanted)).count("dot_general")
+    assert products == {"cpu": 6, "tpu": 4}[platform]

@@ -13,7 +13,7 @@ from convbert_jax.config.mixers import nominal_heads
 from convbert_jax.interfaces.placement import Split
 from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
-from convbert_jax.models.layers import Dense, Initializers, dropout
+from convbert_jax.models.layers import Dense, Initializers, apply_all, draw_kept
 from convbert_jax.models.mixers.cache import Cache
 from convbert_jax.ops.attention import attention, attention_scores, attention_weights
 
@@ -171,8 +171,8 @@ def attend(
     drop = None
     if dropout_rate > 0.0 and dropout_key is not None:
 
-        def drop(weights):
-            return dropout(weights, dropout_rate, dropout_key)
+        def drop(shape):
+            return draw_kept(shape, dropout_rate, dropout_key)
 
     return attention(
         query, key, value, segment_ids=segment_ids, causal=causal, implementation=implementation,
@@ -184,7 +184,7 @@ def project(
     x: Float[Array, "B L C"], heads: int, *layers: Dense
 ) -> list[Float[Array, "B L {heads} D"]]:
     """Each layer applied to `x`, split into heads."""
-    return [split(layer(x), heads) for layer in layers]
+    return [split(y, heads) for y in apply_all(layers, x)]
 
 
 def split(x: Float[Array, "B L C"], heads: int) -> Float[Array, "B L {heads} D"]:

@@ -14,7 +14,7 @@ from convbert_jax.config.mixers import nominal_heads
 from convbert_jax.interfaces.placement import REPLICATED, Split
 from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
-from convbert_jax.models.layers import Dense, Initializers, State
+from convbert_jax.models.layers import Dense, Initializers, State, apply_all
 from convbert_jax.models.mixers.attention import Attention, attend, join, split
 from convbert_jax.models.mixers.cache import Cache
 from convbert_jax.models.mixers.convolution import (
@@ -257,27 +257,29 @@ class MixedAttention(nnx.Module):
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
         c = self.config
-        query = split(self.query(x), c.query_heads)
-        keys = split(self.key(x), c.attention_heads)
-        value = split(self.value(x), c.value_heads)
+        layers = [self.query, self.key, self.value] + [self.conv_value] * c.own_value
+        query, keys, value, *own_value = apply_all(layers, x)
+        query = split(query, c.query_heads)
+        keys = split(keys, c.attention_heads)
+        value = split(value, c.value_heads)
         attended = attend(
             query[:, :, : c.attention_heads], keys, value[:, :, : c.attention_heads], segment_ids,
             dropout_rate=c.attention_dropout, dropout_key=key, causal=self.causal,
             implementation=c.attention, capture=capture,
         )  # fmt: skip
         ids = segment_ids if c.mask_convolution else None
-        convolved = self._convolve(x, query, value, ids, capture)
+        convolved = self._convolve(x, query, value, own_value, ids, capture)
         return self.output(jnp.concatenate([join(attended), convolved], axis=-1))
 
-    def _convolve(self, x, query, value, ids, capture):
+    def _convolve(self, x, query, value, own_value, ids, capture):
         c, heads = self.config, self.config.convolution_heads
+        values = own_value[0] if c.own_value else join(value[:, :, :heads])
         if c.filters == "light":
-            values = split(self.conv_value(x), heads) if c.own_value else value[:, :, :heads]
             filters = softmax(self.conv_filters[...], None, jnp.float32)
             if capture is not None:
                 capture.offer("filters", lambda: at_all_positions(filters, x))
             convolved = dynamic_conv(
-                values,
+                split(values, heads),
                 filters,
                 segment_ids=ids,
                 causal=self.causal,
@@ -287,7 +289,6 @@ class MixedAttention(nnx.Module):
         query = join(query[:, :, :heads])
         spanned = c.filters == "span_dynamic"
         span_key = self.key_conv(x, ids, c.convolution) if spanned else None
-        values = self.conv_value(x) if c.own_value else join(value[:, :, :heads])
         return convolve(
             query, span_key, values, self.conv_kernel.kernel[...], self.conv_kernel.bias[...],
             heads=heads, segment_ids=ids, causal=self.causal, implementation=c.convolution,

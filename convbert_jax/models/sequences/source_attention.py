@@ -3,7 +3,7 @@
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.models.layers import Dense, Initializers, State, dropout
+from convbert_jax.models.layers import Dense, Initializers, State, draw_kept
 from convbert_jax.models.mixers.attention import Attention, join, project, split
 from convbert_jax.ops.attention import attention, attention_to_kept
 
@@ -40,8 +40,8 @@ class SourceAttention(nnx.Module):
         c, drop = self.config, None
         if c.attention_dropout > 0.0 and key is not None:
 
-            def drop(weights):
-                return dropout(weights, c.attention_dropout, key)
+            def drop(shape):
+                return draw_kept(shape, c.attention_dropout, key)
 
         keys, values = project(source, c.attention_heads, self.key, self.value)
         attended = attention(
