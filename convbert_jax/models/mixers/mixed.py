@@ -257,7 +257,9 @@ class MixedAttention(nnx.Module):
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
         c = self.config
-        layers = [self.query, self.key, self.value] + [self.conv_value] * c.own_value
+        layers = [self.query, self.key, self.value]
+        if c.own_value:
+            layers.append(self.conv_value)
         query, keys, value, *own_value = apply_all(layers, x)
         query = split(query, c.query_heads)
         keys = split(keys, c.attention_heads)
