@@ -18,8 +18,7 @@ from tests.running import needs_libtpu
 LIBTPU = "0.0.52"  # another one has other prices
 
 # million cycles of a chip of v5e:2x2, 128 rows x 128 tokens each: products, all else
-# (those of base are of a mesh of one chip)
-PRICES = {"small": (9.01, 10.06), "base": (26.15, 24.03)}
+PRICES = {"small": (9.01, 10.06), "base": (25.03, 23.15)}
 
 
 @pytest.mark.slow
