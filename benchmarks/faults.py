@@ -34,8 +34,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from convbert_jax.analysis import verify_resume
 from convbert_jax.training.checkpoints.reading import load_arrays
-from convbert_jax.training.checkpoints.saving import list_steps
+from convbert_jax.workdir import list_steps
 
 MODEL = (
     *("--config=configs/tiny.py", "--config.platform=cpu", "--config.optimizer.method=adamw"),
@@ -240,9 +241,9 @@ def logged_step(workdir: pathlib.Path) -> int:
 
 def compare_runs(first: pathlib.Path, second: pathlib.Path, steps: int) -> list[str]:
     """What is not the same to the bit: arrays of the last checkpoint, numbers of logged steps."""
-    a, b = (load_arrays(workdir / "checkpoints", steps)[1] for workdir in (first, second))
-    different = sorted(a.keys() ^ b.keys())
-    different += [name for name in a.keys() & b.keys() if a[name].tobytes() != b[name].tobytes()]
+    different = verify_resume.compare(
+        *(load_arrays(workdir / "checkpoints", steps)[1] for workdir in (first, second))
+    )
     for key, numbers in read_metrics(first).items():
         if numbers != read_metrics(second).get(key):
             different.append(f"{key[0]} of step {key[1]}")

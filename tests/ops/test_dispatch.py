@@ -131,6 +131,26 @@ def test_each_device_gets_its_part(sizes, spec, shape):
         assert parts(X, spec) == shape
 
 
+def test_rows_are_widened_only_where_they_have_neighbors():
+    """A mesh of one device along `sequence` padded every row."""
+    halo = dispatch.Halo(offsets=(-1, 0, 1), read=(0,))
+    lengths = []
+
+    def kernel(x):
+        lengths.append(x.shape[1])
+        return x
+
+    def run(x):
+        rows = dispatch.POSITIONS
+        return dispatch.over_mesh(kernel, [x], [rows], rows, halo=halo)
+
+    x = jnp.arange(64.0).reshape(4, 16, 1)
+    for divided in (1, 2):
+        with mesh(data=2, sequence=divided):
+            np.testing.assert_array_equal(jax.jit(run)(x), x)
+    assert lengths == [16, 8 + 2]
+
+
 def test_rows_that_an_axis_does_not_divide_are_not_split_by_it():
     with mesh(data=4, fsdp=2):
         assert parts(X[:6], ROWS) == (3, 3, 4, 2)  # by fsdp alone

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import sentencepiece
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import TokenizerError
@@ -22,6 +23,28 @@ from convbert_jax.interfaces.special_ids import sentinel_names
 FILE = "tokenizer.model"
 LONGEST_LINE = 10_000  # characters given to the trainer at once
 WAYS = 64  # to cut a text, of which one is drawn (Kudo 2018, §3.1: l)
+# sentencepiece_model.proto as far as it is needed; whatever else is in a model stays as it is. The
+# module that sentencepiece has for it refuses every protobuf older than itself, and with that
+# Apache Beam.
+_SCHEMA = """
+syntax: "proto2"
+name: "sentencepiece_path.proto"
+message_type {
+  name: "Model"
+  field { name: "pieces" number: 1 type: TYPE_BYTES label: LABEL_REPEATED }
+  field { name: "trainer_spec" number: 2 type: TYPE_BYTES label: LABEL_OPTIONAL }
+  field {
+    name: "normalizer_spec" number: 3 type: TYPE_MESSAGE type_name: "Normalizer"
+    label: LABEL_OPTIONAL
+  }
+  field { name: "self_test_data" number: 4 type: TYPE_BYTES label: LABEL_OPTIONAL }
+  field { name: "denormalizer_spec" number: 5 type: TYPE_BYTES label: LABEL_OPTIONAL }
+}
+message_type {
+  name: "Normalizer"
+  field { name: "normalization_rule_tsv" number: 6 type: TYPE_BYTES label: LABEL_OPTIONAL }
+}
+"""
 # Names of each special token, ours first, then those other trainers use.
 SPECIAL = {
     "pad": ("[PAD]", "<pad>"),
@@ -167,55 +190,17 @@ def _keeping_faults(lines: Iterator[str], faults: list[BaseException]) -> Iterat
 
 
 def _without_path(model: bytes) -> bytes:
-    """The model without the name of the temporary file its normalization was compiled from: field 6
-    of field 3, `normalizer_spec.normalization_rule_tsv`.
-
-    The module that sentencepiece has for this refuses every protobuf older than itself, and with
-    that Apache Beam; nothing else of a model is read here.
-    """
-    parts = []
-    for number, field, value in _fields(model):
-        if number == 3:
-            value = b"".join(inner for name, inner, _ in _fields(value) if name != 6)
-            field = _varint(3 << 3 | 2) + _varint(len(value)) + value
-        parts.append(field)
-    return b"".join(parts)
+    """The model without the name of the temporary file its normalization was compiled from."""
+    content = _message().FromString(model)
+    content.normalizer_spec.ClearField("normalization_rule_tsv")
+    return content.SerializeToString(deterministic=True)
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, bytes, bytes]]:
-    """Number, the field as it stands there, and what it holds, of each field of a protobuf message
-    (https://protobuf.dev/programming-guides/encoding/).
-    """
-    place = 0
-    while place < len(message):
-        start = place
-        key, place = _read_varint(message, place)
-        kind = key & 7
-        if kind == 2:
-            size, place = _read_varint(message, place)
-        else:
-            size = {1: 8, 5: 4}.get(kind) or _read_varint(message, place)[1] - place
-        yield key >> 3, message[start : place + size], message[place : place + size]
-        place += size
-
-
-def _read_varint(message: bytes, place: int) -> tuple[int, int]:
-    """The number that stands at `place`, and the place after it."""
-    value = shift = 0
-    while True:
-        byte = message[place]
-        value |= (byte & 127) << shift
-        place, shift = place + 1, shift + 7
-        if byte < 128:
-            return value, place
-
-
-def _varint(value: int) -> bytes:
-    result = bytearray()
-    while value > 127:
-        result.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*result, value])
+@functools.cache
+def _message():
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(text_format.Parse(_SCHEMA, descriptor_pb2.FileDescriptorProto()))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("Model"))
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
