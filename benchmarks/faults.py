@@ -45,7 +45,8 @@ MODEL = (
     *("--config.tokenizer.vocab_size=1024", "--config.tokenizer.train_megabytes=1"),
     *("--config.train.batch_size=8", "--config.train.log_every=5", "--config.train.eval_every=30"),
     *("--config.train.eval_rows=16", "--config.checkpoint.every=15"),
-    "--config.optimizer.warmup_steps=20",
+    # A constant rate, so that a run told of its steps bit by bit has that of one told of all.
+    *("--config.optimizer.warmup_steps=20", "--config.optimizer.schedule=constant"),
 )
 PATIENCE = 300  # seconds, for whatever should have ended long ago
 
@@ -81,7 +82,6 @@ class Cluster:
         self.logs = [folder / f"process-{index}.log" for index in range(count)]
         folder.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         }
         together = []
@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=5, help="of overhead")
     options = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
     prepare(options.folder)
     {"kills": kill_at_random, "elastic": change_devices, "overhead": compare_overhead}[
         options.what
