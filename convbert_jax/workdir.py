@@ -88,20 +88,9 @@ class Workdir:
         return self.path / "profile"
 
     def data(self, config: Config) -> epath.Path:
-        """Tokenizer and shards.
-
-        Raises:
-          WorkdirError: they would be in a bucket.
-        """
+        """Tokenizer and shards; in a bucket too, see `data/units/bucket.py`."""
         named = config.data.directory
-        directory = files.to_path(named) if named else self._shards
-        if files.is_remote(directory):
-            what = f"config.data.directory={named}" if named else f"--workdir={self.path}"
-            raise WorkdirError(
-                f"{what} is a bucket, and shards are read from a disk of this machine; name a "
-                "folder there with --config.data.directory."
-            )
-        return directory
+        return files.to_path(named) if named else self._shards
 
     @property
     def _shards(self) -> epath.Path:

@@ -4,7 +4,7 @@
 #   bash launch/gce.sh all --project=PROJECT --zone=ZONE --topology=v6e:4x4 --spot -- --config=configs/base.py --workdir=gs://BUCKET/base
 #
 # Verbs, exit codes and the order of things: launch/machines.sh. Options: --name, --project, --zone, --topology, --every (seconds between looks),
-# --restarts, --spot, --reservation=NAME, --plan-first, --keep (do not delete at the end), --dry-run.
+# --restarts, --spot, --reservation=NAME, --no-plan, --keep (do not delete at the end), --dry-run.
 #
 # Never run against the real service: written from the pages on TPUs in Compute Engine (docs.cloud.google.com/compute/docs/tpus) and the reference
 # of gcloud, of which it must be a version with --target-size-policy-mode, and tested with commands that play it. That jax finds the hosts of a
@@ -13,7 +13,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 . launch/machines.sh
 
-options="name project zone topology every restarts reservation" switches="plan-first spot keep dry-run"
+options="name project zone topology every restarts reservation" switches="no-plan spot keep dry-run"
 read_command "plan create run watch delete all" "$@"
 check_names
 read_topology

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the program as N processes on this machine, as N hosts would: bash launch/local_cluster.sh 2 --config=configs/tiny.py
-# They compute on the CPU and speak by gloo. Process 0 is seen on the terminal, the others write into files in LOCAL_CLUSTER_LOGS (default: a new
+# One prepares what is to be learned from, then all begin. They compute on the CPU and speak by gloo. Process 0 is seen on the terminal, the others write into files in LOCAL_CLUSTER_LOGS (default: a new
 # temporary folder), whose last lines are shown when they fail. Ctrl-C and SIGTERM go to all; when one ends with an error, the others get 60
 # seconds to end too. The exit code is that of the run: 0; 75 if a process was lost, start again and the run goes on; else that of its error.
 set -euo pipefail
@@ -22,6 +22,10 @@ export JAX_PLATFORMS=cpu JAX_CPU_COLLECTIVES_IMPLEMENTATION=gloo
 
 guard=() # where the system has it: a process ends, saving, also when this script is killed and can tell nobody
 if command -v setpriv >/dev/null; then guard=(setpriv --pdeathsig TERM --); fi
+
+if [[ " $* " != *" --mode="* || " $* " == *" --mode=train "* ]]; then # none of several prepares while the others wait
+  ${guard[@]+"${guard[@]}"} python -m convbert_jax.main "$@" --mode=prepare </dev/null || exit
+fi
 
 pids=() codes=()
 end_all() { # SIGNAL: to all that run

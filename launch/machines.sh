@@ -8,7 +8,8 @@
 #   create   get the machine, wait for it, install the program on every host; a machine that is there is taken as it is
 #   run      start the program on every host, follow it, start it again after exit code 75; Ctrl-C stops following, not the run
 #   watch    follow a run that was started; delete   give the machine back
-#   all      create and run (with --plan-first after a plan that fits), again when the machine is taken away, at most --restarts times; delete at the end, however it ends
+#   all      plan, and if it fits create and run, again when the machine is taken away, at most --restarts times; delete at the end, however it ends;
+#            --no-plan asks for the machine at once
 #
 # --dry-run prints the exact commands and runs none. Exit codes: 0; 2 a wrong command line; 75 lost, the same line goes on; 1 else, or the run's own.
 # A script names its `options` and `switches`, and defines the functions that it uses here: machine_state, request_machine, delete_machine,
@@ -18,7 +19,7 @@ export CLOUDSDK_CORE_DISABLE_PROMPTS=1 # a question of gcloud would not be seen:
 verb='' arguments=() dry_run=0
 name=convbert-jax project='' zone='' topology='' every=30 restarts=10
 # shellcheck disable=SC2034 # the scripts read what theirs need
-spot=0 keep=0 plan_first=0 reservation='' options='' switches=''
+spot=0 keep=0 no_plan=0 reservation='' options='' switches=''
 
 say() { echo "$(date +%H:%M:%S) $*" >&2; }
 
@@ -126,6 +127,12 @@ plan() { # what the run would take of the topology, before anything is asked for
   local python=${PYTHON:-python3}
   if [ -z "${PYTHON:-}${VIRTUAL_ENV:-}" ] && [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
   act "$python" -m convbert_jax.main --mode=plan --topology="$topology" ${arguments[@]+"${arguments[@]}"}
+}
+
+plan_first() { # before `all` asks for anything
+  if ((no_plan)); then return; fi
+  if ! ((dry_run)); then say "The plan first, which takes minutes; --no-plan goes without."; fi
+  plan || fail 1 "no plan that fits, as it says itself; nothing was asked of the cloud. --no-plan goes without one"
 }
 
 plan_only() { # the verb plan, which needs no place
@@ -373,7 +380,7 @@ run_verb() {
       say "$reason."
       ;;
     all)
-      if ((plan_first)) && ! plan; then fail 1 "the plan says why this cannot run; nothing was asked of the cloud"; fi
+      plan_first
       trap give_back EXIT
       trap stop_and_give_back INT TERM HUP
       go_on create_and_run

@@ -5,7 +5,7 @@
 #
 # Verbs and exit codes: launch/machines.sh. `create` makes a cluster, `delete` takes it away with the run; with --cluster=NAME the cluster is one that
 # is there, and both leave it alone. Options: --name, --project, --zone, --topology, --slices, --cluster, --restarts, --spot, --reservation=NAME,
-# --image (a container with the program; default: python:3.12, to which xpk adds this folder, installed when it starts), --keep, --dry-run.
+# --image (a container with the program; default: python:3.12, to which xpk adds this folder, installed when it starts), --no-plan, --keep, --dry-run.
 #
 # Never run against the real service: written from xpk's own parser and pages (github.com/AI-Hypercomputer/xpk), and tested with a command that
 # plays it.
@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.." || exit 1
 . launch/machines.sh
 
 cluster='' slices=1 image=''
-options="name project zone topology slices cluster restarts reservation image" switches="spot keep dry-run"
+options="name project zone topology slices cluster restarts reservation image" switches="no-plan spot keep dry-run"
 read_command "plan create run watch delete all" "$@"
 check_names
 read_topology
@@ -92,6 +92,7 @@ case $verb in
   watch) follow_workload ;;
   delete) delete_all ;;
   all)
+    plan_first
     if ! ((keep)); then
       trap 'trap "" INT TERM; delete_all' EXIT
       trap 'exit 130' INT TERM

@@ -373,7 +373,7 @@ def test_one_fine_tuned_model_is_no_run(tmp_path):
     one = f"--workdir={tmp_path}/sweep/own/seed-0"
     assert "is one fine-tuned model" in refused(one)
     assert "--mode=eval is for pre-training" in refused(one, "--mode=eval")
-    assert "--mode=prepare is for pre-training" in refused(one, "--mode=prepare")
+    assert "is one fine-tuned model" in refused(one, "--mode=prepare")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""A workdir in a bucket: a fake one, a folder that only `epath` finds under gs://BUCKET.
-
-What goes past `epath`, as `open` and `os` do, ends at a path that does not exist.
-"""
+"""A workdir in a bucket: a fake one."""
 
 import dataclasses
 import json
@@ -9,7 +6,6 @@ import pathlib
 
 import jax
 import pytest
-from etils.epath import backend, gpath
 
 from convbert_jax import files
 from convbert_jax.config import Config, UserError
@@ -19,55 +15,16 @@ from convbert_jax.recipes.reports import run_page
 from convbert_jax.training.checkpoints.reading import list_steps
 from convbert_jax.training.reports import reporting
 from convbert_jax.workdir import Workdir, WorkdirError
+from tests.buckets import objects
 from tests.training import tiny_run
 
-
-class Bucket(backend._OsPathBackend):
-    """Objects of gs://bucket as files of a folder; counts what an object store cannot do."""
-
-    def __init__(self, folder):
-        self._folder = folder
-
-    def _on_disk(self, path):
-        path = str(path)
-        assert path.startswith("gs://bucket"), path
-        return f"{self._folder}{path.removeprefix('gs://bucket')}"
-
-    def open(self, path, mode):
-        assert "a" not in mode, "an object is written whole"
-        place = pathlib.Path(self._on_disk(path))
-        if "w" in mode:  # there are no folders to make first
-            place.parent.mkdir(parents=True, exist_ok=True)
-        return super().open(place, mode)
-
-    def glob(self, path):
-        found = super().glob(self._on_disk(path))
-        return [f"gs://bucket{name.removeprefix(str(self._folder))}" for name in found]
-
-    def rename(self, path, dst):
-        super().rename(self._on_disk(path), self._on_disk(dst))
-
-    def replace(self, path, dst):
-        raise AssertionError("a bucket cannot rename in one step")
-
-
-for _name in ("exists", "isdir", "listdir", "makedirs", "mkdir", "rmtree", "remove", "stat"):
-
-    def _translate(self, path, *, _name=_name, **options):
-        return getattr(backend._OsPathBackend, _name)(self, self._on_disk(path), **options)
-
-    setattr(Bucket, _name, _translate)
+__all__ = ["objects"]  # the fixture
 
 
 @pytest.fixture
-def bucket(tmp_path, monkeypatch):
+def bucket(objects):
     """A workdir in the bucket, and the folder that it is."""
-    folder = tmp_path / "objects"
-    folder.mkdir()
-    monkeypatch.setattr(files, "_BUCKETS", {"gs": "numpy"})  # stands for the package that is absent
-    monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", Bucket(folder))
-    monkeypatch.setattr(gpath, "_is_tf_installed", lambda: False)
-    return Workdir("gs://bucket/run"), folder / "run"
+    return Workdir("gs://bucket/run"), objects / "run"
 
 
 def test_config_and_owner(bucket, caplog):
@@ -99,18 +56,16 @@ def test_a_start_that_is_refused_leaves_the_owner(bucket):
     assert (on_disk / ".lock").exists(), "another run has it by now"
 
 
-def test_shards_are_on_a_disk(bucket, tmp_path):
+def test_shards_lie_with_the_run_or_where_it_is_said(bucket, tmp_path):
     workdir, _ = bucket
-    with pytest.raises(WorkdirError, match=r"name a folder there with --config\.data\.directory"):
-        workdir.data(Config())
+    assert str(workdir.data(Config())) == "gs://bucket/run/data"
 
     def at(directory):
         section = dataclasses.replace(Config().data, directory=directory)
         return workdir.data(dataclasses.replace(Config(), data=section))
 
     assert at(str(tmp_path)) == tmp_path
-    with pytest.raises(WorkdirError, match=r"config\.data\.directory=gs://bucket/data is a bucket"):
-        at("gs://bucket/data")
+    assert str(at("gs://bucket/data")) == "gs://bucket/data"
 
 
 def test_a_file_is_whole_or_what_it_was(bucket):

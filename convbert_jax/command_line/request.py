@@ -328,11 +328,8 @@ def _check_recipe(config: Config) -> None:
             "--mode=eval is for pre-training; the scores of a fine-tuning run are in its table.md "
             "and results.jsonl, and --mode=predict answers new text."
         )
-    if mode not in ("train", "show", "doctor"):
-        raise ConfigError(
-            f"--mode={mode} is for pre-training; fine-tuning reads the files of its tasks at its "
-            "start."
-        )
+    if mode not in ("train", "show", "doctor", "prepare"):
+        raise ConfigError(f"--mode={mode} is for pre-training.")
     if config.outputs.task:
         raise ConfigError(
             f"--workdir={flags.WORKDIR.value} is one fine-tuned model; name the folder of the "

@@ -271,8 +271,10 @@ class DataSection:
     release_shuffle: bool = False
     # text that is not UTF-8: error | replace | skip (leave the document out)
     encoding_errors: str = "error"
-    # prepared shards; "" is WORKDIR/data. Name one to share it between runs
+    # prepared shards, also in a bucket (gs://); "" is WORKDIR/data. Runs may share them
     directory: Changeable[str] = ""
+    # where the shards of a bucket are copied to, which are read from a disk of each machine
+    cache: Changeable[str] = "~/.cache/convbert_jax/shards"
     workers: Changeable[int] = 0  # processes that tokenize; 0 is one per core
     prefetch: Changeable[int] = 8  # batches read ahead
 

@@ -52,6 +52,10 @@ class Start:
             tasks = ", ".join(self.config.finetune.tasks)
             return [good("data", f"the files of {tasks} are there")]
         directory = Workdir(self._workdir).data(self.config)
+        if is_remote(directory) and (listed := bucket.list_files(directory)):
+            size = sum(size for size, _ in listed.values()) / 1e9
+            text = f"{directory} is prepared, {size:.2f} GB to copy to {self.config.data.cache}"
+            return [good("data", text)]
         read = read_metadata_of_pairs if self.config.reads_pairs else read_metadata
         metadata = read(Path(directory))
         if metadata and metadata["complete"]:

@@ -26,7 +26,13 @@ from convbert_jax.interop import certificate, matching
 from convbert_jax.interop.huggingface import config as huggingface_config
 from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.networks import ConversionError, Report, join
-from convbert_jax.interop.sources import Source, check_fits, initialize, read_source
+from convbert_jax.interop.sources import (
+    Source,
+    check_fits,
+    initialize,
+    read_source,
+    vocabulary_folder,
+)
 from convbert_jax.training import state
 from convbert_jax.training.checkpoints import saving as checkpoint
 from convbert_jax.training.optimizer import make_optimizer
@@ -62,7 +68,7 @@ def import_run(
     fields |= tokenizer_fields(source, config, given)
     logging.info("%s", _describe(fields, config))
     config = from_config_dict(to_dict(matching.replace(config, fields)))
-    tokenizer = load_tokenizer(config.tokenizer, workdir.data(config))
+    tokenizer = load_tokenizer(config.tokenizer, vocabulary_folder(workdir, config))
     check_tokenizer(tokenizer, config.tokenizer, [])
     params, report = initialize(config, source)
     for line in report.lines():

@@ -12,6 +12,7 @@ from absl import logging
 from convbert_jax import files
 from convbert_jax.config import Config, mixers, to_text
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from convbert_jax.data.units import bucket
 from convbert_jax.interop import mark, matching
 from convbert_jax.interop.claims import check_finite, shown
 from convbert_jax.interop.huggingface import config as huggingface_config
@@ -142,6 +143,11 @@ def read_moments(workdir: Workdir, config: Config, step: int | None = None):
     return step, (networks("mu"), networks("nu"))
 
 
+def vocabulary_folder(workdir: Workdir, config: Config) -> Path:
+    """Where the vocabularies lie that were trained for a run: of shards in a bucket, their copy."""
+    return bucket.fetch(workdir.data(config), config.data.cache, rows=False)
+
+
 def read_tokenizer(workdir: Workdir, config: Config) -> tuple[Tokenizer, Any]:
     """(the vocabulary of a run, the settings to open its file with).
 
@@ -152,7 +158,9 @@ def read_tokenizer(workdir: Workdir, config: Config) -> tuple[Tokenizer, Any]:
     own = workdir.path / section.path
     if section.path and own.is_file():  # a fine-tuned model has its own copy
         section = dataclasses.replace(section, path=str(files.local_copy(own)))
-    tokenizer = load_tokenizer(section, Path() if section.path else workdir.data(config))
+    tokenizer = load_tokenizer(
+        section, Path() if section.path else vocabulary_folder(workdir, config)
+    )
     path = str(tokenizer.path.absolute())
     return tokenizer, dataclasses.replace(config.tokenizer, path=path)
 

@@ -1,24 +1,29 @@
 """What a recipe learns from, prepared: a corpus, or pairs of texts; the rest sees no difference."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
+from etils import epath
 from jax.sharding import Mesh
 
+from convbert_jax import files
 from convbert_jax.analysis import flops
-from convbert_jax.config import Config
+from convbert_jax.config import Config, UserError
 from convbert_jax.data.corpus import batching as of_corpus
 from convbert_jax.data.corpus import corpus as corpora
+from convbert_jax.data.errors import DataError
 from convbert_jax.data.parallel import batching as of_pairs
 from convbert_jax.data.parallel import parallel_text
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.data.units import bucket
 from convbert_jax.data.units.work import Runner
 from convbert_jax.interfaces.batch import Batch
 from convbert_jax.training import sharding
-from convbert_jax.training.environment import peers, roll_call
+from convbert_jax.training.environment import roll_call
 from convbert_jax.training.loop import Batches
 from convbert_jax.workdir import Workdir
 
@@ -64,27 +69,65 @@ class Data:
         return self.tokenizers[1]
 
 
-def prepare(config: Config, directory: Path, runner: Runner | None = None) -> None:
-    """Makes tokenizer and shards, or finds them; arguments and errors as of a corpus and of
-    parallel text.
+def prepare(
+    config: Config, directory: epath.Path, runner: Runner | None = None
+) -> corpora.Corpus | parallel_text.ParallelText:
+    """Makes tokenizer and shards, or finds them; those for a bucket are made in the copy of it on
+    this machine, and put there.
+
+    Raises:
+      DataError: a runner whose workers would have to share a bucket; and as a corpus and parallel
+        text do.
     """
-    (parallel_text if config.reads_pairs else corpora).prepare(config, directory, runner)
+    if runner and files.is_remote(directory):
+        raise DataError(
+            f"{directory} is a bucket, and the workers of a runner write to a disk that they "
+            "share; name a folder there with --config.data.directory."
+        )
+    with _on_disk(config, directory) as here:
+        found = _kind(config).prepare(config, here, runner)
+    if files.is_remote(directory):
+        bucket.publish(here, directory)
+    return found
 
 
 def open_data(config: Config, workdir: Workdir) -> Data:
-    """What the config learns from, which is prepared by the first process while others wait.
+    """What the config learns from, prepared if this is the only process.
 
     Raises:
+      DataError: it is one of several, which would wait for the one that prepares; and as `prepare`.
       RollCallError: another process has other data, or another config.
     """
-    directory = workdir.data(config)
-    if jax.process_count() > 1:
-        if jax.process_index() == 0:
-            prepare(config, directory)
-        peers.wait_for_all("corpus prepared")
-    found = (parallel_text if config.reads_pairs else corpora).prepare(config, directory)
+    directory, processes = workdir.data(config), jax.process_count()
+    if processes == 1:
+        found = prepare(config, directory)
+    else:
+        with _on_disk(config, directory) as here:
+            found = _kind(config).open_prepared(config, here)
+        if not found:
+            shared = "" if files.is_remote(directory) else ", on a disk that all of them read,"
+            raise DataError(
+                f"{directory} is not prepared, and {processes} processes would wait for it; start "
+                f"the command once with --mode=prepare, as one process{shared} and then again."
+            )
     roll_call.check_data(config, found.fingerprint)
     return (_of_pairs if config.reads_pairs else _of_corpus)(config, found)
+
+
+def _kind(config: Config):
+    return parallel_text if config.reads_pairs else corpora
+
+
+@contextlib.contextmanager
+def _on_disk(config: Config, directory: epath.Path) -> Iterator[Path]:
+    """The folder, or the copy of one in a bucket; what is refused is told of the folder that the
+    user named.
+    """
+    here = bucket.fetch(directory, config.data.cache)
+    try:
+        yield here
+    except UserError as error:
+        raise type(error)(str(error).replace(str(here), str(directory))) from None
 
 
 def check_batches(config: Config, mesh: Mesh, *, training: bool = True) -> None:

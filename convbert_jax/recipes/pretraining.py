@@ -52,6 +52,9 @@ def prepare(
     Raises:
       DataError: a runner that cannot be used, and as preparing does.
     """
+    if config.recipe == "finetune":
+        logging.info("Fine-tuning has nothing to prepare: it reads its tasks when it starts.")
+        return
     opened = beam_pipeline.open_runner(runner, runner_options) if runner else None
     workdir = Workdir(folder)
     config, _ = start.read_start(config, workdir, given)

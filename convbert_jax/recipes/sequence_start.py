@@ -124,7 +124,7 @@ def _vocabulary_of(kept: Config, source: Workdir) -> dict[str, Any]:
       TokenizerError: they are not there any more.
     """
     if kept.reads_pairs:
-        made = vocabularies.load(kept, source.data(kept))
+        made = vocabularies.load(kept, sources.vocabulary_folder(source, kept))
     else:
         made = (sources.read_tokenizer(source, kept)[0],) * 2
     fields = {"tokenizer.path": str(made[0].path.absolute())}

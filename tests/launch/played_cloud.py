@@ -22,6 +22,9 @@ SSH = "me@34.1.2.3: Permission denied (publickey).\nERROR: (gcloud) [255] exited
 UNREACHABLE = "ssh: connect to host 34.1.2.3 port 22: Connection timed out"
 LOGIN = "ERROR: (gcloud) You do not currently have an active account selected. gcloud auth login"
 
+# Plans of everything, that it fits.
+PLANNER = "#!/bin/bash\n[[ $* == *--mode=plan* ]]\n"
+
 # `told NAME` is the first line of a file, taken off it: what the next command of this kind does.
 GCLOUD = r"""#!/bin/bash
 here={folder}
@@ -119,6 +122,7 @@ class Cloud:
         for tool in tools:
             self._write(self.folder / "bin" / tool, GCLOUD.format(**names))
         self._write(self.folder / "uv", UV.format())
+        self._write(self.folder / "bin" / "python3", PLANNER)
 
     def _write(self, file: pathlib.Path, text: str) -> None:
         file.write_text(text)

@@ -155,6 +155,9 @@ def test_a_dry_run_prints_commands_and_runs_none(cloud, script):
     assert cloud.asked() == []
     # Whole commands, which a shell reads as they are: words, and the program among them.
     found = commands(result.stdout)
+    if script != "slurm.sh":  # which has no topology
+        plan = found.pop(0)
+        assert plan[1:4] == ["-m", "convbert_jax.main", "--mode=plan"]
     (program,) = [word for words in found for word in words if "convbert_jax.main" in word]
     if script in ("tpu_vm.sh", "gce.sh"):
         program = re.search(r"bash -c ('.*') </dev/null", program).group(1)

@@ -121,6 +121,23 @@ def test_all_processes_get_the_arguments_and_one_port(tmp_path):
     assert len({line.rpartition(" ")[0] for line in said}) == 1
     assert "--config=configs/tiny.py --workdir=a b --coordinator=localhost:" in said[0]
     assert [line.rpartition(" ")[2] for line in said] == [f"--process={i}\n" for i in range(3)]
+    prepared = (tmp_path / "environment" / "arguments-prepare").read_text()
+    assert prepared == f"{said[0].partition(' --coordinator')[0]} --mode=prepare\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "prepares"), [((), 1), (("--mode=train",), 1), (("--mode=eval",), 0)]
+)
+def test_one_prepares_before_all_begin_and_its_error_ends_it(tmp_path, flags, prepares):
+    environment = play(tmp_path, "exit 0", "exit 0", "exit 0")
+    code, text = finish(start(environment, 2, "--config=configs/tiny.py", *flags))
+    assert code == 0, text
+    assert text.count("up prepare") == prepares
+    (tmp_path / "failing").mkdir()
+    environment = make_python(tmp_path / "failing", "echo up; exit 7")
+    code, text = finish(start(environment, 2, "--config=configs/tiny.py"))
+    assert (code, text.count("up")) == (7, 1)
+    assert "Starting" not in text
 
 
 @pytest.mark.parametrize(

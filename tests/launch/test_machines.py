@@ -281,12 +281,15 @@ def test_a_plan_asks_no_cloud(cloud, script, code):
 @both
 def test_what_does_not_fit_is_not_asked_for(cloud, script):
     _plays_the_plan(cloud, 1)
-    result = cloud.run(script, "all", SLICE, "--plan-first", *HOST, *PROGRAM)
+    result = cloud.run(script, "all", SLICE, *HOST, *PROGRAM)
     assert result.returncode == 1
     assert "nothing was asked of the cloud" in errors(result)[0]
     assert cloud.count(CREATE[script]) == 0
     _plays_the_plan(cloud, 0)
-    result = cloud.run(script, "all", SLICE, "--plan-first", *HOST, *PROGRAM)
+    result = cloud.run(script, "all", SLICE, *HOST, *PROGRAM)
     assert result.returncode == 0, result.stderr
     assert cloud.count(CREATE[script]) == cloud.count(DELETE[script]) == 1
+    assert (cloud.folder / "planned").read_text() == 2 * PLANNED
+    result = cloud.run(script, "all", SLICE, "--no-plan", *HOST, *PROGRAM)
+    assert result.returncode == 0, result.stderr
     assert (cloud.folder / "planned").read_text() == 2 * PLANNED

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.launch.played_cloud import CAPACITY, DENIED, EXISTS, LAUNCH, NOT_FOUND, QUOTA
+from tests.launch.played_cloud import CAPACITY, DENIED, EXISTS, LAUNCH, NOT_FOUND, PLANNER, QUOTA
 
 PLACE = ("--project=p", "--zone=us-east5-a", "--topology=v5p:4x4x4")
 PROGRAM = ("--", "--config=configs/base.py", "--workdir=gs://bucket/a run")
@@ -36,6 +36,8 @@ class Tools:
             file = folder / "bin" / name
             file.write_text(TOOL.format(folder=folder))
             file.chmod(0o755)
+        (folder / "bin" / "python3").write_text(PLANNER)
+        (folder / "bin" / "python3").chmod(0o755)
         (folder / "checkout").mkdir()
         (folder / "checkout" / "launch").symlink_to(LAUNCH)
 

@@ -84,10 +84,10 @@ def prepare(config: Config, directory: Path, runner: Runner | None = None) -> Co
         directory that holds another corpus. Nothing there is overwritten or deleted.
     """
     directory = Path(directory)
-    if opened := _open_finished(config, directory):
+    if opened := open_prepared(config, directory):
         return opened
     with lock(directory):
-        if opened := _open_finished(config, directory):  # finished while waiting
+        if opened := open_prepared(config, directory):  # finished while waiting
             return opened
         started = time.monotonic()
         sources = _open_sources(config.data)
@@ -107,7 +107,7 @@ def prepare(config: Config, directory: Path, runner: Runner | None = None) -> Co
         _check_splits(metadata, config.data)
         write_record(directory / METADATA, metadata | {"complete": True})
     _log_summary(metadata, tokenizer, config, directory)
-    return _open_finished(config, directory)
+    return open_prepared(config, directory)
 
 
 def _open_sources(data: DataSection) -> dict[str, Source]:
@@ -152,8 +152,12 @@ def _refuse_changed_tokenizer(tokenizer: Tokenizer, fingerprint: str, directory:
         )
 
 
-def _open_finished(config: Config, directory: Path) -> Corpus | None:
-    """The corpus, if `directory` holds all of it; the source itself may be gone by then."""
+def open_prepared(config: Config, directory: Path) -> Corpus | None:
+    """The corpus, if `directory` holds all of it; the source itself may be gone by then.
+
+    Raises:
+      DataError: it holds another, or a damaged one.
+    """
     metadata = read_metadata(directory)
     if not metadata or not metadata["complete"]:
         return None

@@ -92,10 +92,10 @@ def prepare(config: Config, directory: Path, runner: Runner | None = None) -> Pa
         Nothing there is overwritten or deleted.
     """
     directory = Path(directory)
-    if opened := _open_finished(config, directory):
+    if opened := open_prepared(config, directory):
         return opened
     with lock(directory):
-        if opened := _open_finished(config, directory):  # finished while waiting
+        if opened := open_prepared(config, directory):  # finished while waiting
             return opened
         started = time.monotonic()
         sources = open_sources(config)
@@ -124,7 +124,7 @@ def prepare(config: Config, directory: Path, runner: Runner | None = None) -> Pa
         _log_summary(metadata, directory, time.monotonic() - started)
         _check_splits(metadata, config)
         write_record(directory / METADATA, metadata | {"complete": True})
-    return _open_finished(config, directory)
+    return open_prepared(config, directory)
 
 
 def open_sources(config: Config) -> dict[str, PairSource]:
@@ -179,8 +179,12 @@ def _finished(directory: Path, index: int, bad_pairs: str) -> dict[str, Any] | N
 # --- What is there ---
 
 
-def _open_finished(config: Config, directory: Path) -> ParallelText | None:
-    """The pairs, if `directory` holds all of them; the files they came from may be gone by then."""
+def open_prepared(config: Config, directory: Path) -> ParallelText | None:
+    """The pairs, if `directory` holds all of them; the files they came from may be gone by then.
+
+    Raises:
+      DataError: it holds others, or damaged ones.
+    """
     metadata = read_metadata(directory)
     if not metadata or not metadata["complete"]:
         return None

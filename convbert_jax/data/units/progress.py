@@ -1,4 +1,4 @@
-"""What is told while units are done: how many bytes, how fast, how long yet."""
+"""What is told while bytes are gone through: how many, how fast, how long yet."""
 
 import collections
 import contextlib
@@ -13,10 +13,10 @@ LOG_EVERY = 10  # seconds
 
 
 @contextlib.contextmanager
-def show_progress(total: int) -> Iterator[Callable[[int], object]]:
+def show_progress(total: int, what: str = "Tokenizing") -> Iterator[Callable[[int], object]]:
     """Gives a function to call with the bytes done: a bar on a terminal, otherwise log lines."""
     if sys.stderr.isatty():
-        with tqdm.tqdm(total=total, unit="B", unit_scale=True, desc="Tokenizing") as bar:
+        with tqdm.tqdm(total=total, unit="B", unit_scale=True, desc=what) as bar:
             yield bar.update
         return
     state = collections.Counter()
@@ -29,7 +29,8 @@ def show_progress(total: int) -> Iterator[Callable[[int], object]]:
             state["logged"] = elapsed
             rate = state["done"] / elapsed
             logging.info(
-                "Tokenizing: %.0f of %.0f MB, %.1f MB/s, %.0f s left.",
+                "%s: %.0f of %.0f MB, %.1f MB/s, %.0f s left.",
+                what,
                 state["done"] / 1e6,
                 total / 1e6,
                 rate / 1e6,

@@ -22,7 +22,7 @@ def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokeni
       TokenizerError: they are not there any more.
     """
     if config.reads_pairs:
-        return tuple(vocabularies.load(config, workdir.data(config)))
+        return tuple(vocabularies.load(config, sources.vocabulary_folder(workdir, config)))
     return (sources.read_tokenizer(workdir, config)[0],) * 2
 
 

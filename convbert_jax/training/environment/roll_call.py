@@ -23,10 +23,13 @@ from convbert_jax.training.environment.devices import look_for_devices
 
 _SOON = 120.0  # seconds to read a command line and the package
 _DEVICES = 300.0  # seconds to find devices: a TPU takes a minute
-_PREPARED = 86_400.0  # seconds: hosts that share no disk prepare each for itself
+_COPIED = 7_200.0  # seconds: each host copies what lies in a bucket
 _ACCELERATORS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 # What a host may have its own of: places on its disk, and how fast it reads them.
-_OF_HOST = ("data.directory", "data.workers", "data.prefetch", "train.compile_cache")
+_OF_HOST = (
+    *("data.directory", "data.cache", "data.workers", "data.prefetch"),
+    "train.compile_cache",
+)
 # What is compared, in this order, and what mends a difference.
 REMEDIES = {
     "versions": "install the same versions on every host",
@@ -83,7 +86,7 @@ def check_data(config: Config, fingerprint: str) -> None:
         "devices": _devices(),
         "data": {"data": fingerprint[:16]},
     }
-    _compare(record, _PREPARED)
+    _compare(record, _COPIED)
     if index == 0:
         logging.info(
             "%d processes: %d x %s devices, jax %s, same config, same data.",

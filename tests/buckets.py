@@ -1,0 +1,59 @@
+"""A fake bucket: a folder that only `epath` finds under gs://bucket.
+
+What goes past `epath`, as `open` and `os` do, ends at a path that does not exist.
+"""
+
+import pathlib
+
+import pytest
+from etils.epath import backend, gpath
+
+from convbert_jax import files
+
+
+class Bucket(backend._OsPathBackend):
+    """Objects of gs://bucket as files of a folder; counts what an object store cannot do."""
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def _on_disk(self, path):
+        path = str(path)
+        assert path.startswith("gs://bucket"), path
+        return f"{self._folder}{path.removeprefix('gs://bucket')}"
+
+    def open(self, path, mode):
+        assert "a" not in mode, "an object is written whole"
+        place = pathlib.Path(self._on_disk(path))
+        if "w" in mode:  # there are no folders to make first
+            place.parent.mkdir(parents=True, exist_ok=True)
+        return super().open(place, mode)
+
+    def glob(self, path):
+        found = super().glob(self._on_disk(path))
+        return [f"gs://bucket{name.removeprefix(str(self._folder))}" for name in found]
+
+    def rename(self, path, dst):
+        super().rename(self._on_disk(path), self._on_disk(dst))
+
+    def replace(self, path, dst):
+        raise AssertionError("a bucket cannot rename in one step")
+
+
+for _name in ("exists", "isdir", "listdir", "makedirs", "mkdir", "rmtree", "remove", "stat"):
+
+    def _translate(self, path, *, _name=_name, **options):
+        return getattr(backend._OsPathBackend, _name)(self, self._on_disk(path), **options)
+
+    setattr(Bucket, _name, _translate)
+
+
+@pytest.fixture
+def objects(tmp_path, monkeypatch):
+    """The folder whose files are the objects of gs://bucket."""
+    folder = tmp_path / "objects"
+    folder.mkdir()
+    monkeypatch.setattr(files, "_BUCKETS", {"gs": "numpy"})  # stands for the package that is absent
+    monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", Bucket(folder))
+    monkeypatch.setattr(gpath, "_is_tf_installed", lambda: False)
+    return folder
