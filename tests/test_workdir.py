@@ -223,7 +223,7 @@ MAY_CHANGE = {
     "": ("platform", "compute_dtype"),
     "model": ("attention", "convolution", "remat", "scan_unroll"),
     "generator": ("scan_unroll",),
-    "data": ("workers", "prefetch", "directory"),
+    "data": ("workers", "prefetch", "directory", "cache"),
     "train": (
         *("steps", "accumulation", "log_every", "eval_every", "eval_rows", "warn_health"),
         *("spike", "rollbacks", "hang_seconds", "tracker"),

@@ -10,7 +10,9 @@ from convbert_jax.data.corpus.metadata import read_metadata
 from convbert_jax.data.parallel import parallel_text
 from convbert_jax.data.parallel.metadata import read_metadata as read_metadata_of_pairs
 from convbert_jax.data.sources.source import REMOTE, open_source
+from convbert_jax.data.units import bucket
 from convbert_jax.doctor.finding import Finding, good
+from convbert_jax.files import is_remote
 from convbert_jax.interop.networks import abstract_params
 from convbert_jax.recipes import finetuning, start
 from convbert_jax.training import state

@@ -10,6 +10,7 @@ import pytest
 from convbert_jax import files
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.units import bucket
+from convbert_jax.doctor.start import Start
 from convbert_jax.interop import sources
 from convbert_jax.recipes import prepared
 from convbert_jax.training.environment import roll_call
@@ -158,6 +159,15 @@ def test_a_list_that_is_none(published, machine):
     (published / bucket.LIST).write_text(json.dumps(content))
     with pytest.raises(files.DamagedFileError, match=f"{SHARDS}/{bucket.LIST} is damaged"):
         open_data(machine("second"))
+
+
+def test_the_doctor_says_what_is_there(machine, objects, config):
+    at = Workdir("unused").data(machine("first"))
+    (before,) = Start(machine("first"), "unused", ()).check_data()
+    prepared.prepare(machine("first"), at)
+    (after,) = Start(machine("second"), "unused", ()).check_data()
+    assert config.data.source in before.text
+    assert f"{SHARDS} is prepared, 0.00 GB to copy to {machine('second').data.cache}" == after.text
 
 
 def test_runners_and_buckets(machine, objects):
