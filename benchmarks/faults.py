@@ -48,7 +48,8 @@ MODEL = (
     # A constant rate, so that a run told of its steps bit by bit has that of one told of all.
     *("--config.optimizer.warmup_steps=20", "--config.optimizer.schedule=constant"),
 )
-PATIENCE = 300  # seconds, for whatever should have ended long ago
+# Seconds, for whatever should have ended long ago: who waits for one that never came does so for 300.
+PATIENCE = 400
 
 
 @dataclasses.dataclass
