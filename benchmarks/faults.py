@@ -48,7 +48,7 @@ MODEL = (
     # A constant rate, so that a run told of its steps bit by bit has that of one told of all.
     *("--config.optimizer.warmup_steps=20", "--config.optimizer.schedule=constant"),
 )
-# Seconds, for whatever should have ended long ago: who waits for one that never came does so for 300.
+# Seconds, for whatever should have ended long ago: waiting for one that never comes takes 300.
 PATIENCE = 400
 
 
