@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from absl import app, logging
 
-from convbert_jax import command_line, console, files
+from convbert_jax import command_line, console, files, interrupts
 from convbert_jax.config import Config, ConfigError, UserError
 from convbert_jax.machine import allocator
 from convbert_jax.machine.accelerators import find_accelerators
@@ -28,6 +28,11 @@ _DOCTOR_PATIENCE = 60.0  # seconds that --mode=doctor waits for the other proces
 
 def main(request: command_line.Request) -> None:
     """Does what was asked for; a fault that the user can mend is one line and exit code 1."""
+    with interrupts.heard():
+        _answer(request)
+
+
+def _answer(request: command_line.Request) -> None:
     try:
         if request.mode == "train" and _computes_on_cpu(request.config):
             allocator.keep_memory()

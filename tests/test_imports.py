@@ -20,6 +20,7 @@ ALLOWED = {
     "files": {"config"},
     "workdir": {"config", "files"},
     "console": set(),
+    "interrupts": set(),
     "machine": set(),
     "drawing": {"files"},
     "html_page": {"config"},

@@ -1,0 +1,77 @@
+"""Ctrl-C and SIGTERM while the main thread is inside of a library, as a compiler is for minutes.
+
+Python calls what a program does about a signal between two of its own instructions, so a compiler
+or a step that does not return lets none of it happen, not even the end that a second Ctrl-C asks
+for. The number of a signal is heard by a thread all the same.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+from absl import logging
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_TOLD = 2.0  # seconds without an end after which a first signal is answered by a line
+_PATIENCE = 5.0  # seconds that a second one leaves the program to end by itself
+
+
+@contextlib.contextmanager
+def heard(told: float = _TOLD, patience: float = _PATIENCE) -> Iterator[None]:
+    """Context in which a first signal is told of, if what runs does not end for it, and a second
+    one ends the process, with 128 and its number, whatever runs. Of another thread than the main
+    one it does nothing, as Python hears no signals there.
+
+    Args:
+      told, patience: seconds from a first, and from a second signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_listen, args=(ours, told, patience), daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        theirs.close()  # ends the thread
+
+
+def _listen(ours: socket.socket, told: float, patience: float) -> None:
+    waiting: list[threading.Timer] = []
+
+    def after(seconds: float, do, *arguments) -> None:
+        timer = threading.Timer(seconds, do, arguments)
+        timer.daemon = True
+        timer.start()
+        waiting.append(timer)
+
+    with ours:
+        while numbers := ours.recv(16):
+            for number in numbers:
+                if number not in _SIGNALS:
+                    continue
+                after(*((patience, _end, number) if waiting else (told, _tell, number)))
+    for timer in waiting:
+        timer.cancel()
+
+
+def _tell(number: int) -> None:
+    name = signal.Signals(number).name
+    logging.info(
+        "%s is heard. What runs now ends first, which takes minutes where a program is compiled; "
+        "%s ends it at once; what was saved stays.",
+        name,
+        "Ctrl-C once more" if number == signal.SIGINT else "another one",
+    )
+
+
+def _end(number: int) -> None:
+    logging.info("Ended by a second %s.", signal.Signals(number).name)
+    logging.flush()
+    os._exit(128 + number)

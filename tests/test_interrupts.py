@@ -1,0 +1,84 @@
+"""Signals while the main thread is inside of a function that knows none, as a compiler is."""
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from convbert_jax import interrupts
+from tests.launch.hearing import hear
+
+# Minutes of hashing, in C, without a look at what Python has to do; and a handler as training has.
+INSIDE = """
+import hashlib, signal, threading
+from convbert_jax import console, interrupts
+console.set_up_logging()
+signal.signal(signal.SIGTERM, lambda *_: None)
+with interrupts.heard(told=0.3, patience=0.5):
+    threading.Timer(0.5, print, ("up",), {"flush": True}).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+"""
+QUICK = """
+import time
+from convbert_jax import interrupts
+with interrupts.heard(told=0.3, patience=0.5):
+    try:
+        print("up", flush=True)
+        time.sleep(100)
+    except KeyboardInterrupt:
+        print("saved")
+"""
+
+
+def start(code: str) -> subprocess.Popen:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear,
+    )
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_what_hears_none(number):
+    process = start(INSIDE)
+    process.send_signal(number)
+    line = process.stderr.readline()
+    assert f"{number.name} is heard. What runs now ends first" in line
+    assert process.poll() is None
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert said.endswith(f"Ended by a second {number.name}.\n")
+
+
+def test_what_ends_by_itself_is_left_alone():
+    process = start(QUICK)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == ("saved\n", "")
+    assert process.returncode == 0
+
+
+def test_what_was_there_before_comes_back():
+    assert signal.set_wakeup_fd(-1) == -1
+    with interrupts.heard():
+        pass
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_another_thread_than_the_main_one():
+    found = []
+
+    def run():
+        with interrupts.heard():
+            found.append(True)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [True]
