@@ -98,6 +98,32 @@ def test_eight_devices_equal_one(mesh):
     )
 
 
+def sent_in_bfloat16() -> Config:
+    config = small_config()
+    train = dataclasses.replace(config.train, gradient_dtype="bfloat16")
+    return dataclasses.replace(config, train=train)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", [MeshSection(data=1, fsdp=2, tensor=2, sequence=2), MeshSection(data=8)]
+)
+def test_gradients_sent_in_bfloat16_are_those_of_one_device_but_for_their_rounding(mesh):
+    one = two_steps(MeshSection(data=1), 1)
+    # Without a device to send to it is the same program.
+    jax.tree.map(
+        np.testing.assert_array_equal, two_steps(MeshSection(data=1), 1, sent_in_bfloat16), one
+    )
+    (vitals, params, *_), (wanted, expected, *_) = two_steps(mesh, 8, sent_in_bfloat16), one
+    np.testing.assert_allclose(vitals.loss, wanted.loss, rtol=1e-3)
+    np.testing.assert_allclose(vitals.grad_norm, wanted.grad_norm, rtol=1e-2)
+    assert vitals.grad_norm != wanted.grad_norm
+    moved = [  # a step of Adam changes every parameter by its rate, whatever its gradient
+        np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (params, expected)), strict=True)
+    ]
+    assert max(moved) < 5e-4
+
+
 @pytest.mark.slow
 def test_stages_with_a_mixer_from_outside_are_divided_and_equal_one_device():
     config = staged_config()
