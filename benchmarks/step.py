@@ -10,9 +10,9 @@ a size is ConvBERT's config with config.model.mixer=attention and nothing else c
 masks, dropout, batch, dtype and optimizer are the same (configs/electra.py has ELECTRA's own
 recipe, in float32). Shapes are rows x length; those of a size have equally many tokens.
 
-On TPU targets, which need no TPU, a row is what `--mode=plan` compiles and counts for one device,
-by the TPU compiler's model. The compiler prices its memory-bound operations at less than half of
-the memory's bandwidth (v5e: 222 bytes a cycle of 546), and a Pallas kernel counts as its traffic at
+On TPU targets, which need no TPU, a row is what `--mode=plan --topology=v5e:1x1` compiles and
+counts, by the TPU compiler's model. The compiler prices operations that memory limits at less than
+half of its bandwidth (v5e: 222 bytes a cycle of 546), and a Pallas kernel counts as its traffic at
 the full one: so beside the sum as it stands there are two with one bandwidth for both, the full one
 and the compiler's. Matrix products are as the compiler prices them in all three. On the CPU nothing
 runs either: the seconds are those of tracing, lowering and compiling, without a cache.
@@ -141,8 +141,9 @@ def price(config: Config, target: str) -> dict[str, Any]:
     from convbert_jax.analysis.tpu.topology import open_topology
     from convbert_jax.recipes.planning.tpu_slice import plan_slice
 
-    smallest = open_topology(chips.chip(target).topology)
-    one = dataclasses.replace(smallest, chips=1, devices=smallest.devices[:1])
+    kind, _, sides = chips.chip(target).topology.partition(":")
+    slice_of_one = open_topology(f"{kind}:{'x'.join('1' for _ in sides.split('x'))}")
+    one = dataclasses.replace(slice_of_one, devices=slice_of_one.devices[:1])  # of a v4 two
     started = time.perf_counter()
     plan = plan_slice(config, one, largest_batch=False, compare=False, price=None)
     return plan.numbers | {"compile_seconds": time.perf_counter() - started}
