@@ -37,8 +37,8 @@ def main() -> None:
         in_turn, together = _price(options)
         unit = "million cycles (compiler's model)"
     print(
-        f"{options.runs} runs: in turn {in_turn:.4g} {unit}, together {together:.4g} {unit}, "
-        f"in turn / together {in_turn / together:.2f}"
+        f"{options.config}, {options.runs} runs: in turn {in_turn:.4g} {unit}, together "
+        f"{together:.4g} {unit}, in turn / together {in_turn / together:.2f}"
     )
 
 

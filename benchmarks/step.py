@@ -203,8 +203,6 @@ def build(config: Config, target: str, runs: int | None = None):
     mesh = make_mesh(config.mesh, [device]) if on_cpu else tpu_pricing.make_mesh(target)
     program = make_program(make_task(config, device), config, mesh, runs=runs)
     batch = make_batch(config)
-    rows = batch["tokens"]
-    print(f"{config.name}, {rows.shape[0]} x {rows.shape[1]}, {dtype}, {target}")
     if runs is not None:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((runs, *x.shape), x.dtype), batch)
     return program, (program.abstract, batch)
@@ -222,8 +220,8 @@ def print_seconds(title: str, config: Config) -> None:
     total = time.perf_counter() - started
     memory = compiled.memory_analysis().temp_size_in_bytes / 1e9
     print(
-        f"{title}: traced and lowered in {seconds:.1f} s, compiled in {total - seconds:.1f} s; "
-        f"temporaries {memory:.2f} GB"
+        f"{title}, float32: traced and lowered in {seconds:.1f} s, compiled in "
+        f"{total - seconds:.1f} s; temporaries {memory:.2f} GB"
     )
 
 
