@@ -11,7 +11,9 @@ from sklearn.metrics import roc_auc_score
 
 from convbert_jax import recipes
 from convbert_jax.config import Config, MeshSection, from_config_dict, to_dict
+from convbert_jax.config.run import RECIPES
 from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.recipes.planning import traced
 from convbert_jax.training import sharding
 from convbert_jax.training.program import make_program
 from tests.models.mean_mixer import NAME
@@ -122,6 +124,23 @@ def test_gradients_sent_in_bfloat16_are_those_of_one_device_but_for_their_roundi
         np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (params, expected)), strict=True)
     ]
     assert max(moved) < 5e-4
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "finetune"])
+def test_every_recipe_can_send_gradients_in_bfloat16(recipe):
+    """Traced: rows of each are divided, and each reads its tables by the copies of devices."""
+    values = to_dict(sent_in_bfloat16()) | {"recipe": recipe}
+    values["parallel"] |= {"batch_tokens": 512, "max_length": 16}
+    values["model"] |= {"ffn_groups": 1, "embedding_size": 64}
+    config = from_config_dict(values)
+    mesh = sharding.make_mesh(MeshSection(data=4, fsdp=2), jax.devices())
+    shards = traced.count_shards(mesh)
+    task = traced.make_task(config, jax.devices()[0], shards=shards)
+    program = make_program(task, config, mesh)
+    batch = traced.make_batch(config, shards)
+    with jax.set_mesh(mesh):
+        text = str(program.train_step.trace(program.abstract, batch).jaxpr)
+    assert "bf16[8,512,64]" in text  # of each device, before they are added up
 
 
 @pytest.mark.slow
