@@ -304,15 +304,15 @@ def _copies(x, dtype, sizes):
     return jax.lax.with_sharding_constraint(copied, jax.P(names))
 
 
-def _forward(x, dtype, sizes):
+def _copies_forward(x, dtype, sizes):
     return _copies(x, dtype, sizes), None
 
 
-def _backward(dtype, sizes, saved, parts):
+def _copies_backward(dtype, sizes, saved, parts):
     return (add_up(parts.astype(dtype)).astype(parts.dtype),)
 
 
-_copies.defvjp(_forward, _backward)
+_copies.defvjp(_copies_forward, _copies_backward)
 
 
 def by_rows(function: Callable, arrays: Sequence[jax.Array]) -> jax.Array:
