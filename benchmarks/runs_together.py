@@ -12,13 +12,15 @@ cycles. A ratio above 1 says that together is faster.
 import argparse
 import statistics
 
-from benchmarks import timing, training_step
+from benchmarks import step as step_benchmark
+from benchmarks import timing
 from convbert_jax.analysis.tpu import pricing as tpu_pricing
+from convbert_jax.config import Config
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="cpu", choices=training_step.TARGETS)
+    parser.add_argument("--target", default="cpu", choices=step_benchmark.TARGETS)
     parser.add_argument("--config", default="tiny", help="as tiny or tiny:paper")
     parser.add_argument(
         "--batch", type=int, help="rows of a step of one run; default: the config's"
@@ -35,9 +37,14 @@ def main() -> None:
         in_turn, together = _price(options)
         unit = "million cycles (compiler's model)"
     print(
-        f"{options.runs} runs: in turn {in_turn:.4g} {unit}, together {together:.4g} {unit}, "
-        f"in turn / together {in_turn / together:.2f}"
+        f"{options.config}, {options.runs} runs: in turn {in_turn:.4g} {unit}, together "
+        f"{together:.4g} {unit}, in turn / together {in_turn / together:.2f}"
     )
+
+
+def _read_config(options: argparse.Namespace) -> Config:
+    rows = {} if options.batch is None else {"train.batch_size": options.batch}
+    return step_benchmark.read_config(options.config, None, rows)
 
 
 def _price(options: argparse.Namespace) -> tuple[float, float]:
@@ -46,7 +53,7 @@ def _price(options: argparse.Namespace) -> tuple[float, float]:
     jax.config.update("jax_default_prng_impl", "rbg")
     cycles = []
     for runs in (None, options.runs):
-        program, shapes = training_step.build(options, runs)
+        program, shapes = step_benchmark.build(_read_config(options), options.target, runs)
         cost = tpu_pricing.price(program.train_step, *shapes, target=options.target)
         cycles.append(cost.cycles / 1e6 * (options.runs if runs is None else 1))
         print(f"runs={runs}: {len(cost.unpriced)} operations not estimated", flush=True)
@@ -58,7 +65,7 @@ def _time(options: argparse.Namespace) -> tuple[float, float]:
     import numpy as np
 
     def start(runs):
-        program, (_, shapes) = training_step.build(options, runs)
+        program, (_, shapes) = step_benchmark.build(_read_config(options), options.target, runs)
         draws = np.random.default_rng(0)
         batch = {
             name: np.ones(shape.shape, np.int32)

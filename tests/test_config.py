@@ -217,6 +217,7 @@ def test_generator_heads_can_fit_its_width():
             "not divisible by config.optimizer.release_replicas=3",
         ),
         ("optimizer", "release_replicas", 0, "config.optimizer.release_replicas=0"),
+        ("train", "gradient_dtype", "float16", "did you mean 'bfloat16'"),
         ("mesh", "fsdp", -1, "at most once"),
     ],
 )

@@ -15,6 +15,7 @@ INITIALIZERS = ("release", "huggingface")
 TEXT_FORMATS = ("auto", "blank_lines", "lines", "jsonl", "wikiextractor", "file", "csv", "tsv")
 TOKENIZERS = ("sentencepiece", "wordpiece", "pieces")
 TRACKERS = ("", "wandb", "mlflow")
+GRADIENT_DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("adamw", "adafactor", "muon")
 SCHEDULES = ("linear", "cosine", "inverse_sqrt", "constant")
 SENTENCE_PAIRS = ("none", "next", "order")
@@ -323,6 +324,11 @@ class TrainSection:
     steps: Changeable[int] = 1_000_000
     batch_size: int = 128  # fixed: the position in the data counts batches
     accumulation: Changeable[int] = 1  # microbatches per step
+    # float32 | bfloat16: in which gradients of matrices and tables cross between the devices that
+    # divide rows, in pre-training. bfloat16 is half the bytes; what a device adds up of its own
+    # rows stays float32 and is rounded before it is sent, as is what the network adds up. Where
+    # rows are on one device nothing is rounded. The release computes, and sends, float32
+    gradient_dtype: Changeable[str] = "float32"
     log_every: Changeable[int] = 100
     eval_every: Changeable[int] = 5_000
     eval_rows: Changeable[int] = 8_192  # held-out rows per evaluation, 0 is all

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from convbert_jax.config import EmbeddingsConfig
 from convbert_jax.models.layers import Initializer, LayerNorm, dropout
 from convbert_jax.ops.lookup import look_up
-from convbert_jax.ops.products import einsum
+from convbert_jax.ops.products import attend
 
 
 class Table(nnx.Module):
@@ -45,7 +45,7 @@ class Embeddings(nnx.Module):
         Raises:
           ValueError: rows longer than the position table.
         """
-        rows = self.position.embedding.shape[0]
+        rows = self.position.embedding.shape[-2]
         if tokens.shape[1] > rows:
             raise ValueError(
                 f"Rows of {tokens.shape[1]} tokens are longer than the position table of {rows}; "
@@ -56,8 +56,7 @@ class Embeddings(nnx.Module):
 
     def attend(self, h: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Float32 logits: the product of each vector with every row of the word table."""
-        batch = "abcd"[: h.ndim - 1]
-        return einsum(f"{batch}e,ve->{batch}v", h, self.word.embedding[...], jnp.float32)
+        return attend(h, self.word.embedding[...])
 
 
 def add(shared: Embeddings, own: Embeddings) -> Embeddings:

@@ -7,10 +7,13 @@ the default devices. Deciding when it is lowered instead, by lax.platform_depend
 every kernel in every program and keep what each would need for its backward pass.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -245,6 +248,97 @@ def positions_here(length: int) -> int:
 def whole_rows(x: jax.Array) -> jax.Array:
     """`x` [B, L, H, ...] with all positions of a row on one device, as attention reads keys."""
     return _placed(x, ROWS_AND_HEADS, (SEQUENCE,))
+
+
+_SENT = contextvars.ContextVar("the dtype that gradients are sent in", default=None)
+
+
+@contextlib.contextmanager
+def gradients_sent_in(dtype: jnp.dtype | None) -> Iterator[None]:
+    """Context to trace a loss in, of which the gradients of matrices and tables cross between the
+    devices that divide rows in `dtype`; None: as they are, in float32. An op takes it as it is when
+    it is called, also for the backward pass that is traced later.
+    """
+    token = _SENT.set(None if dtype is None else jnp.dtype(dtype))
+    try:
+        yield
+    finally:
+        _SENT.reset(token)
+
+
+def sent_dtype() -> jnp.dtype | None:
+    """What `gradients_sent_in` says here; None too where rows are not divided: nothing is sent."""
+    return _SENT.get() if _dividing_rows() else None
+
+
+def sum_over_rows(
+    function: Callable, arrays: Sequence[jax.Array], dtype: jnp.dtype | None
+) -> jax.Array:
+    """A sum over the rows of arrays, axis 0 of each: what each device adds up of its own, by
+    `function`, is rounded to `dtype` and then sent and added up.
+
+    None, and rows that one device has all of, are `function` itself: left to itself the compiler
+    adds up over devices in the dtype that a product has, which is float32.
+    """
+    devices = math.prod(_dividing_rows().values())
+    if dtype is None or devices == 1 or any(len(x) % devices for x in arrays):
+        return function(*arrays)
+    return add_up(by_rows(lambda *own: function(*own).astype(dtype)[None], arrays))
+
+
+def copies(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`x` with a leading axis of the devices that divide rows, each of which has a copy of its own,
+    for `by_rows`; on one such device `x` itself.
+
+    What is read several times in a step, as a table of words, is sent once so: each device adds up
+    its gradients of all reads, and then they cross in `dtype`.
+    """
+    sizes = _dividing_rows()
+    return _copies(x, dtype, tuple(sizes.items())) if sizes else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _copies(x, dtype, sizes):
+    names, counts = zip(*sizes, strict=True)
+    copied = jnp.broadcast_to(x, (math.prod(counts), *x.shape))
+    return jax.lax.with_sharding_constraint(copied, jax.P(names))
+
+
+def _copies_forward(x, dtype, sizes):
+    return _copies(x, dtype, sizes), None
+
+
+def _copies_backward(dtype, sizes, saved, parts):
+    return (add_up(parts.astype(dtype)).astype(parts.dtype),)
+
+
+_copies.defvjp(_copies_forward, _copies_backward)
+
+
+def by_rows(function: Callable, arrays: Sequence[jax.Array]) -> jax.Array:
+    """`function` on each device with its part of axis 0 of every array, which the devices that
+    divide rows divide; the compiler goes on dividing by the other axes of the mesh.
+    """
+    rows = tuple(_dividing_rows())
+    return jax.shard_map(
+        function,
+        in_specs=(jax.P(rows),) * len(arrays),
+        out_specs=jax.P(rows),
+        axis_names=set(rows),
+        check_vma=False,
+    )(*arrays)
+
+
+def _dividing_rows() -> dict[str, int]:
+    sizes = _axes()
+    return {name: sizes[name] for name in BATCH if sizes.get(name, 1) > 1}
+
+
+def add_up(parts: jax.Array) -> jax.Array:
+    """The sum over axis 0, of which each device has a part, sent in the dtype of `parts`: jnp.sum
+    would make bfloat16 float32 before.
+    """
+    return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (0,))
 
 
 def _placed(x, spec, unless_alone):

@@ -7,9 +7,13 @@ from jaxtyping import Array, Float, Int
 from convbert_jax.ops import dispatch
 
 
-@jax.custom_vjp
-def look_up(table: Float[Array, "V E"], ids: Int[Array, "B *L"]) -> Float[Array, "B *L E"]:
+def look_up(
+    table: Float[Array, "V E"] | Float[Array, "D V E"], ids: Int[Array, "B *L"]
+) -> Float[Array, "B *L E"]:
     """The row of each id; NaN where there is none, as jnp.take has it.
+
+    Args:
+      table: with an axis in front as `dispatch.copies` makes it; each device then reads its own.
 
     The table of words is read several times in a step (generator, discriminator, output). By
     autodiff the compiler adds the gradient of the output, which it has summed over the devices for
@@ -17,12 +21,19 @@ def look_up(table: Float[Array, "V E"], ids: Int[Array, "B *L"]) -> Float[Array,
     libtpu 0.0.52). Here the gradient of a lookup is a sum over devices of arrays of their own,
     which it adds to the others' before it sends any.
     """
+    if table.ndim == 2:
+        return _look_up(table, ids)
+    return dispatch.by_rows(lambda own, ids: jnp.take(own[0], ids, axis=0), (table, ids))
+
+
+@jax.custom_vjp
+def _look_up(table, ids):
     return jnp.take(table, ids, axis=0)
 
 
 def _forward(table, ids):
     # An array without values tells its shape and dtype; the table itself need not be kept.
-    return look_up(table, ids), (ids, jnp.empty((len(table), 0, *table.shape[1:]), table.dtype))
+    return _look_up(table, ids), (ids, jnp.empty((len(table), 0, *table.shape[1:]), table.dtype))
 
 
 def _backward(saved, gradient):
@@ -38,4 +49,4 @@ def _backward(saved, gradient):
     return parts.sum(0), None
 
 
-look_up.defvjp(_forward, _backward)
+_look_up.defvjp(_forward, _backward)

@@ -19,37 +19,45 @@ from convbert_jax.ops import dispatch
 DENSE = "dense"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def einsum(
     equation: str, x: Float[Array, "..."], y: Float[Array, "..."], dtype: jnp.dtype
 ) -> Float[Array, "..."]:
     """jnp.einsum of two arrays: factors in the dtype of `x`, sums in float32, result in `dtype`.
 
     Gradients are in the dtypes of the arguments: that of a float32 parameter `y` is not rounded,
-    also where `x` is bfloat16.
+    also where `x` is bfloat16, but on its way between devices under `dispatch.gradients_sent_in`.
 
     Args:
       equation: each axis is in two of `x`, `y` and the result, by a letter.
     """
+    return _product(equation, x, y, dtype, dispatch.sent_dtype())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
+def _product(equation, x, y, dtype, sent):
     return _einsum(equation, x, y.astype(x.dtype), dtype)
 
 
-def _forward(equation, x, y, dtype):
-    return einsum(equation, x, y, dtype), (x, y)
+def _forward(equation, x, y, dtype, sent):
+    return _product(equation, x, y, dtype, sent), (x, y)
 
 
-def _backward(equation, dtype, saved, cotangent):
+def _backward(equation, dtype, sent, saved, cotangent):
     x, y = saved
     operands, result = equation.split("->")
     left, right = operands.split(",")
     cotangent = cotangent.astype(x.dtype)
-    return (
-        _einsum(f"{result},{right}->{left}", cotangent, y.astype(x.dtype), x.dtype),
-        _sum_over_rows(left, result, right, x, cotangent, y.dtype),
-    )
+    d_x = _einsum(f"{result},{right}->{left}", cotangent, y.astype(x.dtype), x.dtype)
+    if left[0] in right:  # `y` has rows as well, so it is no parameter
+        return d_x, _sum_over_rows(left, result, right, x, cotangent, y.dtype)
+
+    def of_rows(x, cotangent):
+        return _sum_over_rows(left, result, right, x, cotangent, y.dtype)
+
+    return d_x, dispatch.sum_over_rows(of_rows, (x, cotangent), sent).astype(y.dtype)
 
 
-einsum.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
 
 
 def _sum_over_rows(left, result, right, x, cotangent, dtype):
@@ -88,6 +96,24 @@ def _einsum(equation, x, y, dtype):
     return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32).astype(dtype)
 
 
+def attend(
+    h: Float[Array, "*B E"], table: Float[Array, "V E"] | Float[Array, "D V E"]
+) -> Float[Array, "*B V"]:
+    """The float32 product of each vector with every row of a table.
+
+    Args:
+      table: as `lookup.look_up` takes it.
+    """
+    batch = "abcd"[: h.ndim - 1]
+
+    def of_one(h, table):
+        return einsum(f"{batch}e,ve->{batch}v", h, table, jnp.float32)
+
+    if table.ndim == 2:
+        return of_one(h, table)
+    return dispatch.by_rows(lambda h, own: of_one(h, own[0]), (h, table))
+
+
 def dense(
     x: Float[Array, "*B C"],
     kernel: Float[Array, "C C_out"],
@@ -122,24 +148,22 @@ def dense_of_one(
     """
     if dispatch.platform() != "tpu" or dispatch.divides_parameters():
         return [dense(x, *each, dtype) for each in zip(kernels, biases, strict=True)]
-    return [
-        _finish(product, bias, dtype)
-        for product, bias in zip(_products_of_one(x, tuple(kernels)), biases, strict=True)
-    ]
+    products = _products_of_one(x, tuple(kernels), dispatch.sent_dtype())
+    return [_finish(product, bias, dtype) for product, bias in zip(products, biases, strict=True)]
 
 
-@jax.custom_vjp
-def _products_of_one(x, kernels):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _products_of_one(x, kernels, sent):
     return tuple(
         _einsum("...i,io->...o", x, kernel.astype(x.dtype), jnp.float32) for kernel in kernels
     )
 
 
-def _products_forward(x, kernels):
-    return _products_of_one(x, kernels), (x, kernels)
+def _products_forward(x, kernels, sent):
+    return _products_of_one(x, kernels, sent), (x, kernels)
 
 
-def _products_backward(saved, cotangents):
+def _products_backward(sent, saved, cotangents):
     x, kernels = saved
     cotangents = [cotangent.astype(x.dtype) for cotangent in cotangents]
     d_x = _einsum(
@@ -149,11 +173,14 @@ def _products_backward(saved, cotangents):
         x.dtype,
     )
     rows = "abcd"[: x.ndim - 1]
-    d_kernels = (
-        _einsum(f"{rows}i,{rows}o->io", x, cotangent, kernel.dtype)
-        for cotangent, kernel in zip(cotangents, kernels, strict=True)
-    )
-    return d_x, tuple(d_kernels)
+
+    def of_kernel(cotangent, kernel):
+        def of_rows(x, cotangent):
+            return _einsum(f"{rows}i,{rows}o->io", x, cotangent, kernel.dtype)
+
+        return dispatch.sum_over_rows(of_rows, (x, cotangent), sent).astype(kernel.dtype)
+
+    return d_x, tuple(map(of_kernel, cotangents, kernels))
 
 
 _products_of_one.defvjp(_products_forward, _products_backward)

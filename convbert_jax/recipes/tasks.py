@@ -26,11 +26,13 @@ from convbert_jax.objectives import (
     span_corruption,
     written_text,
 )
+from convbert_jax.ops import dispatch
 from convbert_jax.recipes import teaching
 from convbert_jax.recipes.prepared import Effort, effort_of_corpus
 from convbert_jax.training import sharding
 from convbert_jax.training.environment import devices
-from convbert_jax.training.task import Task
+from convbert_jax.training.state import parameter_path
+from convbert_jax.training.task import Params, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +96,18 @@ def build_task(
     if config.recipe == "span_corruption":
         check_sentinels(config, len(special.sentinels))
     effort = effort or effort_of_corpus(config)
+    sent = None if config.train.gradient_dtype == "float32" else config.train.gradient_dtype
 
     def loss(params, batch, key, *given):
+        if sent:
+            params = _copy_tables(params, sent)
         model, more = nnx.merge(graphdef, params), {}
         if teacher:
             more["teacher"] = teacher.over(given[0], config)
         elif first:
             more["masked_first"] = given[0]
-        return recipe.objective.loss(model, batch, key, train=True, **settings, **more)
+        with dispatch.gradients_sent_in(sent):
+            return recipe.objective.loss(model, batch, key, train=True, **settings, **more)
 
     def evaluate(params, batch, key):
         model = nnx.merge(graphdef, params)
@@ -124,6 +130,18 @@ def build_task(
         phase=(lambda step: (step < first,)) if first else (lambda step: ()),
         batch_shapes=effort.shapes,
         frozen=teacher.params if teacher else None,
+    )
+
+
+def _copy_tables(params: Params, dtype: str) -> Params:
+    """Each device that divides rows with tables of its own, see `dispatch.copies`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (
+            dispatch.copies(leaf, jnp.dtype(dtype))
+            if parameter_path(path).endswith("/embedding")
+            else leaf
+        ),
+        params,
     )
 
 

@@ -11,7 +11,9 @@ from sklearn.metrics import roc_auc_score
 
 from convbert_jax import recipes
 from convbert_jax.config import Config, MeshSection, from_config_dict, to_dict
+from convbert_jax.config.run import RECIPES
 from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.recipes.planning import traced
 from convbert_jax.training import sharding
 from convbert_jax.training.program import make_program
 from tests.models.mean_mixer import NAME
@@ -96,6 +98,49 @@ def test_eight_devices_equal_one(mesh):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, expected
     )
+
+
+def sent_in_bfloat16() -> Config:
+    config = small_config()
+    train = dataclasses.replace(config.train, gradient_dtype="bfloat16")
+    return dataclasses.replace(config, train=train)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", [MeshSection(data=1, fsdp=2, tensor=2, sequence=2), MeshSection(data=8)]
+)
+def test_gradients_sent_in_bfloat16_are_those_of_one_device_but_for_their_rounding(mesh):
+    one = two_steps(MeshSection(data=1), 1)
+    # Without a device to send to it is the same program.
+    jax.tree.map(
+        np.testing.assert_array_equal, two_steps(MeshSection(data=1), 1, sent_in_bfloat16), one
+    )
+    (vitals, params, *_), (wanted, expected, *_) = two_steps(mesh, 8, sent_in_bfloat16), one
+    np.testing.assert_allclose(vitals.loss, wanted.loss, rtol=1e-3)
+    np.testing.assert_allclose(vitals.grad_norm, wanted.grad_norm, rtol=1e-2)
+    assert vitals.grad_norm != wanted.grad_norm
+    moved = [  # a step of Adam changes every parameter by its rate, whatever its gradient
+        np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (params, expected)), strict=True)
+    ]
+    assert max(moved) < 5e-4
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "finetune"])
+def test_every_recipe_can_send_gradients_in_bfloat16(recipe):
+    """Traced: rows of each are divided, and each reads its tables by the copies of devices."""
+    values = to_dict(sent_in_bfloat16()) | {"recipe": recipe}
+    values["parallel"] |= {"batch_tokens": 512, "max_length": 16}
+    values["model"] |= {"ffn_groups": 1, "embedding_size": 64}
+    config = from_config_dict(values)
+    mesh = sharding.make_mesh(MeshSection(data=4, fsdp=2), jax.devices())
+    shards = traced.count_shards(mesh)
+    task = traced.make_task(config, jax.devices()[0], shards=shards)
+    program = make_program(task, config, mesh)
+    batch = traced.make_batch(config, shards)
+    with jax.set_mesh(mesh):
+        text = str(program.train_step.trace(program.abstract, batch).jaxpr)
+    assert "bf16[8,512,64]" in text  # of each device, before they are added up
 
 
 @pytest.mark.slow

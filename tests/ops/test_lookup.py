@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from convbert_jax.ops import dispatch
 from convbert_jax.ops.lookup import look_up
 from tests.running import needs_libtpu
 
@@ -38,6 +39,24 @@ def test_it_is_a_gather_and_its_gradient_a_sum_over_ids(sizes, rows, inner, ends
     wanted = np.zeros((32, 4))
     np.add.at(wanted, ids, cotangent.astype(np.float64))
     np.testing.assert_allclose(gradient, wanted, atol=1e-5)
+
+
+def test_its_gradient_is_sent_in_another_dtype_after_each_device_has_added_up_its_rows():
+    """A part of a device is 257 ones: bfloat16 has 256 and 258."""
+    ids = np.zeros((8, 257), np.int32)
+
+    def gradient(table):
+        def loss(table):
+            return look_up(dispatch.copies(table, jnp.dtype("bfloat16")), ids).sum()
+
+        return jax.grad(loss)(table)
+
+    with jax.set_mesh(jax.make_mesh((2, 4, 1), AXES, axis_types=AUTO)):
+        found = jax.jit(gradient)(jnp.ones((3, 2)))
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, [[8 * 256.0] * 2, [0.0] * 2, [0.0] * 2])
+    with jax.set_mesh(jax.make_mesh((1, 1, 8), AXES, axis_types=AUTO)):
+        assert jax.jit(gradient)(jnp.ones((3, 2)))[0, 0] == 8 * 257.0
 
 
 def test_an_id_that_is_no_row_gives_nan_and_no_gradient():

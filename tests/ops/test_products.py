@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from convbert_jax.ops import dispatch
-from convbert_jax.ops.products import dense, dense_of_one, einsum
+from convbert_jax.ops.lookup import look_up
+from convbert_jax.ops.products import attend, dense, dense_of_one, einsum
+from tests.running import needs_libtpu
 
 SIZES = {"a": 3, "b": 5, "i": 4, "o": 17, "h": 2, "v": 41, "e": 4}
 # Inputs wider than outputs and the other way round, a table read from either side, batched axes.
@@ -96,3 +98,125 @@ def test_layers_of_one_input_are_each_of_them(platform, rows, monkeypatch):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
     products = str(jax.make_jaxpr(back)(wanted)).count("dot_general")
     assert products == {"cpu": 6, "tpu": 4}[platform]
+
+
+MESH = (4, 2, 1), ("data", "fsdp", "tensor")
+
+
+@pytest.mark.parametrize("equation", ["abi,io->abo", "abe,ve->abv", "ai,io->ao"])
+def test_gradients_are_sent_in_another_dtype_after_each_device_has_added_up_its_rows(equation):
+    x, y, weights, want_whole = _rows_of_eight(equation)
+
+    def gradient(x, y, weights):
+        with dispatch.gradients_sent_in(jnp.bfloat16):
+            return jax.grad(lambda y: (einsum(equation, x, y, jnp.float32) * weights).sum())(y)
+
+    with jax.set_mesh(_mesh()):
+        found = jax.jit(gradient)(x, y, weights)
+        lowered = jax.jit(gradient).lower(x, y, weights).as_text()
+    assert found.dtype == jnp.float32
+    # It came through bfloat16, and is no more than the roundings of eight parts and their sum off.
+    np.testing.assert_array_equal(found, found.astype(jnp.bfloat16).astype(jnp.float32))
+    parts = np.abs([want_whole(x[i::8], weights[i::8]) for i in range(8)]).sum(0)
+    assert (np.abs(found - want_whole(x, weights)) <= parts * 2**-6).all()
+    assert np.abs(found - want_whole(x, weights)).max() > 0
+    assert f"8x{'x'.join(map(str, y.shape))}xbf16" in lowered
+
+
+def test_nothing_is_rounded_where_rows_are_on_one_device():
+    equation = "abi,io->abo"
+    x, y, weights, want_whole = _rows_of_eight(equation)
+
+    def gradient(x, y, weights):
+        with dispatch.gradients_sent_in(jnp.bfloat16):
+            return jax.grad(lambda y: (einsum(equation, x, y, jnp.float32) * weights).sum())(y)
+
+    axes = (jax.sharding.AxisType.Auto,) * 3
+    with jax.set_mesh(jax.make_mesh((1, 1, 8), MESH[1], axis_types=axes)):
+        found = jax.jit(gradient)(x, y, weights)
+    np.testing.assert_allclose(found, want_whole(x, weights), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.tpu_compile
+@needs_libtpu
+@pytest.mark.parametrize("mesh", [(4, 1), (1, 4), (2, 2)], ids=["data", "fsdp", "both"])
+def test_a_tpu_program_sends_half_the_bytes(mesh):
+    """Of a table that is read and written, and of products of one input, in a scan of two."""
+    from convbert_jax.analysis.tpu import collectives
+    from convbert_jax.analysis.tpu.topology import open_topology
+
+    devices = open_topology("v5e:2x2").devices
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh(mesh, MESH[1][:2], axis_types=axes, devices=devices)
+
+    def loss(params, ids):
+        table, kernels = params
+        if sent := dispatch.sent_dtype():
+            table = dispatch.copies(table, sent)
+
+        def layer(x, kernels):
+            return sum(jnp.tanh(y) for y in dense_of_one(x, kernels, (None,) * 2, x.dtype)), None
+
+        x, _ = jax.lax.scan(layer, look_up(table, ids).astype(jnp.bfloat16), kernels)
+        return jax.nn.logsumexp(attend(x, table), axis=-1).sum()
+
+    def sent(dtype):
+        def gradient(params, ids):
+            with dispatch.gradients_sent_in(dtype):
+                return jax.grad(loss)(params, ids)
+
+        rows = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
+        places = (
+            jax.NamedSharding(mesh, jax.P("fsdp", None)),
+            (jax.NamedSharding(mesh, jax.P(None, "fsdp", None)),) * 2,
+        )
+        shapes = (4_096, 128), ((2, 128, 128),) * 2
+        params = jax.tree.map(
+            lambda shape, place: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place),
+            shapes, places, is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], int),
+        )  # fmt: skip
+        ids = jax.ShapeDtypeStruct((64, 128), jnp.int32, sharding=rows)
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(gradient, out_shardings=places).lower(params, ids).compile()
+        found = collectives.find_collectives(compiled.as_text(), dict(mesh.shape))
+        return {
+            kind: sum(each.sent_bytes for each in found if each.kind == kind)
+            for kind in collectives.KINDS
+        }
+
+    as_ever, halved = sent(None), sent(jnp.bfloat16)
+    of_gradients = ("all-reduce", "reduce-scatter")
+    whole, half = (sum(each[kind] for kind in of_gradients) for each in (as_ever, halved))
+    assert whole > 0
+    assert whole / 4 < half <= 1.02 * whole / 2
+    assert sum(halved.values()) - half <= 1.02 * (sum(as_ever.values()) - whole)
+
+
+def test_what_is_called_after_the_context_is_sent_as_ever():
+    with dispatch.gradients_sent_in(jnp.bfloat16), jax.set_mesh(_mesh()):
+        assert dispatch.sent_dtype() == jnp.bfloat16
+        with dispatch.gradients_sent_in(None):
+            assert dispatch.sent_dtype() is None
+    with jax.set_mesh(_mesh()):
+        assert dispatch.sent_dtype() is None
+
+
+def _mesh():
+    return jax.make_mesh(*MESH, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+
+def _rows_of_eight(equation):
+    """Factors of 16 rows, weights of the product, and (x, weights) -> gradient of `y`, float64."""
+    operands, result = equation.split("->")
+    left, right = operands.split(",")
+    sizes = SIZES | {"a": 16}
+    random = np.random.default_rng(0)
+    x, y, weights = (
+        random.normal(size=[sizes[a] for a in axes]).astype(np.float32)
+        for axes in (left, right, result)
+    )
+
+    def whole(x, weights):
+        return np.einsum(f"{left},{result}->{right}", x.astype(np.float64), weights)
+
+    return x, y, weights, whole

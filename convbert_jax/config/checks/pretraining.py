@@ -16,6 +16,7 @@ from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
 from convbert_jax.config.network import list_stages
 from convbert_jax.config.run import DTYPES, PLATFORMS, RECIPES, Config
 from convbert_jax.config.sections import (
+    GRADIENT_DTYPES,
     INITIALIZERS,
     OPTIMIZERS,
     REMAT_POLICIES,
@@ -187,6 +188,7 @@ def _check_training(config: Config) -> None:
     rules.check_choice("optimizer.method", o.method, OPTIMIZERS)
     rules.check_choice("optimizer.schedule", o.schedule, SCHEDULES)
     rules.check_choice("train.tracker", t.tracker, TRACKERS)
+    rules.check_choice("train.gradient_dtype", t.gradient_dtype, GRADIENT_DTYPES)
     rules.check(
         o.decay_to == 0 or o.schedule in ("linear", "cosine"),
         f"config.optimizer.decay_to={o.decay_to} has no effect on config.optimizer.schedule="

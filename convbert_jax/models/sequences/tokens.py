@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from convbert_jax.config.sequences import TokensConfig
 from convbert_jax.models.embeddings import Table, positions
 from convbert_jax.models.layers import dropout
-from convbert_jax.ops.products import einsum
+from convbert_jax.ops.products import attend
 
 # The published code counts places from the one behind the id of padding, 1: the first token has 2.
 FIRST_PLACE = 2
@@ -81,5 +81,4 @@ def sinusoids(places: Int[Array, "*B"], size: int) -> Float[Array, "*B C"]:
 
 def to_words(h: Float[Array, "*B C"], table: Table) -> Float[Array, "*B V"]:
     """Float32 logits by the rows of a table."""
-    batch = "abcd"[: h.ndim - 1]
-    return einsum(f"{batch}e,ve->{batch}v", h, table.embedding[...], jnp.float32)
+    return attend(h, table.embedding[...])

@@ -1,0 +1,229 @@
+"""Whole training steps: what they cost on a TPU, ConvBERT beside ELECTRA, and how long a CPU
+compiles one.
+
+    python -m benchmarks.step --target=tpu:v5e
+    python -m benchmarks.step --configs base electra-base --shapes 256x128 --config.model.layers=2
+    python -m benchmarks.step --target=cpu --configs small --shapes 4x128
+
+A step is loss, gradients and update of a file in configs/, with dropout, for one device. ELECTRA of
+a size is ConvBERT's config with config.model.mixer=attention and nothing else changed: objective,
+masks, dropout, batch, dtype and optimizer are the same (configs/electra.py has ELECTRA's own
+recipe, in float32). Shapes are rows x length; those of a size have equally many tokens.
+
+On TPU targets, which need no TPU, a row is what `--mode=plan --topology=v5e:1x1` compiles and
+counts, by the TPU compiler's model. The compiler prices operations that memory limits at less than
+half of its bandwidth (v5e: 222 bytes a cycle of 546), and a Pallas kernel counts as its traffic at
+the full one: so beside the sum as it stands there are two with one bandwidth for both, the full one
+and the compiler's. Matrix products are as the compiler prices them in all three. On the CPU nothing
+runs either: the seconds are those of tracing, lowering and compiling, without a cache.
+"""
+
+import argparse
+import dataclasses
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import convbert_jax
+from convbert_jax.analysis.tpu import chips
+from convbert_jax.analysis.tpu import pricing as tpu_pricing
+from convbert_jax.command_line import overrides
+from convbert_jax.config import Config
+
+TARGETS = ("cpu", *(f"tpu:{name}" for name in chips.CHIPS))
+SHAPES = {"base": ("256x128", "64x512"), "small": ("128x128", "32x512")}  # of equally many tokens
+ELECTRA = "electra-"  # before the name of a config: the same with attention alone
+GIB = 2**30
+COLUMNS = (
+    *("step", "products", "kernels", "the rest", "sum", "full bandwidth", "compiler's bandwidth"),
+    *("share of peak", "temporaries, GiB", "s to compile"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cycles:
+    """Of one step on one device, by the compiler's model.
+
+    Attributes:
+      products: operations with a matrix product, as the compiler prices them.
+      kernels: Pallas kernels, as their traffic at full bandwidth.
+      rest: all other operations, with memory as slow as the compiler has it.
+      pessimism: how many times slower that is than the full bandwidth.
+    """
+
+    products: float
+    kernels: float
+    rest: float
+    pessimism: float
+
+    @property
+    def as_priced(self) -> float:
+        return self.products + self.kernels + self.rest
+
+    @property
+    def at_full_bandwidth(self) -> float:
+        return self.products + self.kernels + self.rest / self.pessimism
+
+    @property
+    def at_compilers_bandwidth(self) -> float:
+        return self.products + self.kernels * self.pessimism + self.rest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="tpu:v5e", choices=TARGETS)
+    parser.add_argument(
+        "--configs",
+        nargs="+",
+        default=["base", "electra-base", "small", "electra-small"],
+        help=f"as base or base:paper, and {ELECTRA}base for the same with attention alone",
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        help="rows x length, as 256x128; default: "
+        + "; ".join(f"{name} {' '.join(shapes)}" for name, shapes in SHAPES.items()),
+    )
+    parser.add_argument("--operations", type=int, default=0, help="print the dearest, at most 12")
+    options, rest = parser.parse_known_args()
+    fields, rest = overrides.take(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.target == "cpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    else:
+        tpu_pricing.use_compile_only_tpu()
+        print(f"million cycles of a step on one {options.target}, by the TPU compiler's model")
+        print(f"| {' | '.join(COLUMNS)} |\n|---{'|---:' * (len(COLUMNS) - 1)}|", flush=True)
+    for name in options.configs:
+        for shape in options.shapes or default_shapes(name):
+            config = read_config(name, shape, fields)
+            if options.target == "cpu":
+                print_seconds(f"{name}, {shape}", config)
+            else:
+                print_price(f"{name}, {shape}", config, options.target, options.operations)
+
+
+def default_shapes(name: str) -> tuple[str, ...]:
+    """Of a config by the name that `read_config` takes; one without any has those of `small`."""
+    return SHAPES.get(name.removeprefix(ELECTRA).partition(":")[0], SHAPES["small"])
+
+
+def read_config(name: str, shape: str | None, fields: Mapping[str, Any]) -> Config:
+    """A config of configs/ with rows x length and other fields in it.
+
+    Args:
+      name: as "base", "base:paper", or "electra-base", which is `base` with attention alone.
+      shape: as "256x128"; None: the config's.
+      fields: "model.layers" -> value; they come last.
+
+    Raises:
+      SystemExit: a shape that is none.
+      ConfigError: no such config, or one that contradicts itself.
+    """
+    given = {}
+    if shape is not None:
+        rows, _, length = shape.partition("x")
+        if not (rows.isdecimal() and length.isdecimal()):
+            raise SystemExit(f"--shapes {shape} is not rows x length; write it as 256x128.")
+        given |= {"train.batch_size": int(rows), "data.length": int(length)}
+    if name.startswith(ELECTRA):
+        name = name.removeprefix(ELECTRA)
+        given["model.mixer"] = "attention"
+    return convbert_jax.load_config(name, **{**given, **fields})
+
+
+def price(config: Config, target: str) -> dict[str, Any]:
+    """The numbers of a plan (analysis/tpu/plan_text.py) for one device of `target`, with the
+    seconds that it took as "compile_seconds".
+    """
+    from convbert_jax.analysis.tpu.topology import open_topology
+    from convbert_jax.recipes.planning.tpu_slice import plan_slice
+
+    kind, _, sides = chips.chip(target).topology.partition(":")
+    slice_of_one = open_topology(f"{kind}:{'x'.join('1' for _ in sides.split('x'))}")
+    one = dataclasses.replace(slice_of_one, devices=slice_of_one.devices[:1])  # of a v4 two
+    started = time.perf_counter()
+    plan = plan_slice(config, one, largest_batch=False, compare=False, price=None)
+    return plan.numbers | {"compile_seconds": time.perf_counter() - started}
+
+
+def count_cycles(numbers: Mapping[str, Any], target: str) -> Cycles:
+    """The groups of a plan that fits."""
+    from convbert_jax.analysis.tpu.plan import KERNELS, OTHER, PRODUCTS
+
+    groups = (numbers["cycles"][group] for group in (PRODUCTS, KERNELS, OTHER))
+    return Cycles(*groups, pessimism=chips.chip(target).memory_pessimism)
+
+
+def print_price(title: str, config: Config, target: str, operations: int) -> None:
+    """One line of the table, and the dearest operations below it."""
+    numbers = price(config, target)
+    print(f"| {' | '.join([title, *describe(numbers, target)])} |", flush=True)
+    for each in numbers["dearest"][:operations] if numbers["fits"] else ():
+        print(f"{each['cycles'] / 1e6:9.2f}  {each['times']} x {each['name']}  {each['source']}")
+
+
+def describe(numbers: Mapping[str, Any], target: str) -> list[str]:
+    """The cells of a step under COLUMNS, without its title."""
+    seconds = f"{numbers['compile_seconds']:.0f}"
+    if not numbers["fits"]:
+        needed = f"does not fit: {numbers['memory']['needed'] / GIB:.1f}"
+        return [*[""] * (len(COLUMNS) - 3), needed, seconds]
+    cycles = count_cycles(numbers, target)
+    of_peak = numbers["flops"] / chips.chip(target).flops_per_cycle  # cycles, were all at the peak
+    sums = cycles.as_priced, cycles.at_full_bandwidth, cycles.at_compilers_bandwidth
+    shares = [of_peak / each for each in (max(sums), min(sums))]
+    return [
+        *(f"{each / 1e6:,.1f}" for each in (cycles.products, cycles.kernels, cycles.rest, *sums)),
+        f"{shares[0]:.1%} to {shares[1]:.1%}",
+        f"{numbers['memory']['temporaries'] / GIB:.2f}",
+        seconds,
+    ]
+
+
+def build(config: Config, target: str, runs: int | None = None):
+    """(program of a step, (shapes of its state, shapes of its batch)) for one device, bfloat16 on
+    TPU targets and float32 on the CPU.
+
+    Args:
+      runs: how many are trained together, as `Program` takes it.
+    """
+    import jax
+
+    from convbert_jax.recipes.planning.traced import make_batch, make_task
+    from convbert_jax.training.program import make_program
+    from convbert_jax.training.sharding import make_mesh
+
+    on_cpu = target == "cpu"
+    dtype = "float32" if on_cpu else "bfloat16"
+    config = dataclasses.replace(config, compute_dtype=dtype)
+    device = jax.devices()[0]
+    mesh = make_mesh(config.mesh, [device]) if on_cpu else tpu_pricing.make_mesh(target)
+    program = make_program(make_task(config, device), config, mesh, runs=runs)
+    batch = make_batch(config)
+    if runs is not None:
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((runs, *x.shape), x.dtype), batch)
+    return program, (program.abstract, batch)
+
+
+def print_seconds(title: str, config: Config) -> None:
+    import jax
+
+    program, shapes = build(config, "cpu")
+    started = time.perf_counter()
+    with jax.set_mesh(program.mesh):
+        lowered = program.train_step.trace(*shapes).lower()
+        seconds = time.perf_counter() - started
+        compiled = lowered.compile()
+    total = time.perf_counter() - started
+    memory = compiled.memory_analysis().temp_size_in_bytes / 1e9
+    print(
+        f"{title}, float32: traced and lowered in {seconds:.1f} s, compiled in "
+        f"{total - seconds:.1f} s; temporaries {memory:.2f} GB"
+    )
+
+
+if __name__ == "__main__":
+    main()
