@@ -9,7 +9,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from absl import logging
 from etils import epath
@@ -95,9 +95,13 @@ def list_files(directory: epath.Path) -> Listed | None:
     """
     remedy = "delete it and prepare it again"
     try:
-        return read_record(directory / LIST, remedy=remedy, fields={"files": dict})["files"]
+        found = read_record(directory / LIST, remedy=remedy, fields={"files": dict})["files"]
     except FileNotFoundError:
         return None
+    for name in found:  # a list of a stranger's shall write nowhere else
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise files.damaged(directory / LIST, f"it names {name}", remedy)
+    return found
 
 
 def _has(path: Path, size: int) -> bool:

@@ -9,6 +9,7 @@ import pytest
 
 from convbert_jax import files
 from convbert_jax.data.errors import DataError
+from convbert_jax.data.records import write_record
 from convbert_jax.data.units import bucket
 from convbert_jax.doctor.start import Start
 from convbert_jax.interop import sources
@@ -158,6 +159,13 @@ def test_a_list_that_is_none(published, machine):
     content["files"]["metadata.json"][0] += 1
     (published / bucket.LIST).write_text(json.dumps(content))
     with pytest.raises(files.DamagedFileError, match=f"{SHARDS}/{bucket.LIST} is damaged"):
+        open_data(machine("second"))
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc/elsewhere", "a/../../elsewhere"])
+def test_a_list_names_no_other_place(published, machine, tmp_path, name):
+    write_record(published / bucket.LIST, {"files": {name: [1, 1]}})
+    with pytest.raises(files.DamagedFileError, match=f"it names {name}"):
         open_data(machine("second"))
 
 
