@@ -6,8 +6,9 @@ other machine copies what it lacks, once; the list has size and checksum of each
 """
 
 import hashlib
+import shutil
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from pathlib import Path, PurePosixPath
 
@@ -25,6 +26,7 @@ ROWS = ("train-", "validation-")  # how shards, and what lies beside them, are c
 _OF_THIS_MACHINE = ("units/", "attempts-", "lock", LIST)
 _AT_ONCE = 8  # files; a bucket serves several faster than one
 _CHUNK = 1 << 22  # bytes
+_REMEDY = "name a disk with room by --config.data.cache, then start again"
 
 Listed = Mapping[str, list[int]]  # name of a file -> its bytes, its CRC-32
 
@@ -56,6 +58,13 @@ def fetch(directory: epath.Path, cache: str, *, rows: bool = True) -> Path:
             return here
         if list_files(here) != listed:
             _clear(here)
+            try:
+                write_record(
+                    here / LIST, {"files": listed}
+                )  # first: a killed copy keeps what it had
+            except DataError as error:
+                fault = str(error).partition(";")[0]
+                raise DataError(f"{fault}; {_REMEDY}.") from None
         wanted = [name for name in listed if rows or not name.startswith(ROWS)]
         missing = {n: listed[n] for n in wanted if not _has(here / n, listed[n][0])}
         if missing:
@@ -64,7 +73,6 @@ def fetch(directory: epath.Path, cache: str, *, rows: bool = True) -> Path:
                 f"Copying {directory} to {here}",
                 lambda name: _bring(directory, here, name, listed[name]),
             )
-        write_record(here / LIST, {"files": listed})
     return here
 
 
@@ -145,23 +153,17 @@ def _bring(directory: epath.Path, here: Path, name: str, expected: list[int]) ->
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with source.open("rb") as read, files.replacing(target) as written:
-            for chunk in _chunks(read):
-                written.write(chunk)
+            shutil.copyfileobj(read, written, _CHUNK)
     except FileNotFoundError:
         raise DataError(f"{source} is missing; delete {directory} and prepare it again.") from None
     except OSError as error:
         raise DataError(
-            f"{source} could not be copied to {target} ({error.strerror or error}); name a disk "
-            "with room by --config.data.cache, then start again: what was copied is kept."
+            f"{source} could not be copied to {target} ({error.strerror or error}); {_REMEDY}: "
+            "what was copied is kept."
         ) from None
     if _measure(target) != expected:
         target.unlink()
         raise files.damaged(source, "its checksum is another", "prepare the folder again")
-
-
-def _chunks(file) -> Iterable[bytes]:
-    while chunk := file.read(_CHUNK):
-        yield chunk
 
 
 def _put(here: Path, directory: epath.Path, name: str) -> None:

@@ -135,6 +135,21 @@ def test_a_damaged_object_is_named_and_not_kept(published, machine, tmp_path):
         open_data(machine("second"))
 
 
+def test_what_a_stopped_copy_had_is_kept(published, machine, monkeypatch):
+    monkeypatch.setattr(bucket, "_AT_ONCE", 1)
+    missing = max(published.glob("validation-*record"))
+    whole = missing.read_bytes()
+    missing.unlink()
+    with pytest.raises(DataError, match="is missing"):
+        open_data(machine("second"))
+    missing.write_bytes(whole)
+    brought, bring = [], bucket._bring
+    monkeypatch.setattr(bucket, "_bring", lambda *a: (brought.append(a[2]), bring(*a)))
+    open_data(machine("second"))
+    assert missing.name in brought
+    assert len(brought) < len(list(published.iterdir())) - 1
+
+
 def test_a_cut_copy_is_copied_again(published, machine):
     config = machine("second")
     found = open_data(config).corpus
