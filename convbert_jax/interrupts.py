@@ -6,6 +6,7 @@ for. The number of a signal is heard by a thread all the same.
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -17,6 +18,24 @@ from absl import logging
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _TOLD = 2.0  # seconds without an end after which a first signal is answered by a line
 _PATIENCE = 5.0  # seconds that a second one leaves the program to end by itself
+_TRY_AGAIN = 75  # "temporary failure", on which a launcher starts the same command again
+
+
+@dataclasses.dataclass
+class _State:
+    """What the listening thread and the program tell each other; one for the process.
+
+    Attributes:
+      heard: the number of a first signal that did not end the program within its time.
+      free: whether the program has nothing to save.
+    """
+
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    heard: int | None = None
+    free: bool = False
+
+
+_state = _State()
 
 
 @contextlib.contextmanager
@@ -31,6 +50,7 @@ def heard(told: float = _TOLD, patience: float = _PATIENCE) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _state.heard = None
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
@@ -40,6 +60,24 @@ def heard(told: float = _TOLD, patience: float = _PATIENCE) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         theirs.close()  # ends the thread
+
+
+@contextlib.contextmanager
+def nothing_to_save() -> Iterator[None]:
+    """Context in which a first signal ends the process as well, within seconds: whoever started it
+    loses nothing by it. SIGTERM ends it with 75, on which launchers start again, Ctrl-C with 130.
+
+    It does nothing outside of `heard`.
+    """
+    with _state.lock:
+        _state.free = True
+        if _state.heard:
+            _end_for_nothing(_state.heard)
+    try:
+        yield
+    finally:
+        with _state.lock:
+            _state.free = False
 
 
 def _listen(ours: socket.socket, told: float, patience: float) -> None:
@@ -62,6 +100,10 @@ def _listen(ours: socket.socket, told: float, patience: float) -> None:
 
 
 def _tell(number: int) -> None:
+    with _state.lock:
+        if _state.free:
+            _end_for_nothing(number)
+        _state.heard = number
     name = signal.Signals(number).name
     logging.info(
         "%s is heard. What runs now ends first, which takes minutes where a program is compiled; "
@@ -75,3 +117,13 @@ def _end(number: int) -> None:
     logging.info("Ended by a second %s.", signal.Signals(number).name)
     logging.flush()
     os._exit(128 + number)
+
+
+def _end_for_nothing(number: int) -> None:
+    logging.info(
+        "Ended by %s, and nothing is lost: the same command goes on from what is saved, or begins "
+        "again where nothing is.",
+        signal.Signals(number).name,
+    )
+    logging.flush()
+    os._exit(_TRY_AGAIN if number == signal.SIGTERM else 128 + number)

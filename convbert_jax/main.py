@@ -91,16 +91,17 @@ def _run(request: command_line.Request) -> None:
     if request.mode == "show":
         print(recipes.show(config, workdir, request.given), flush=True)
     elif request.mode == "plan":
-        result = recipes.plan(
-            config,
-            workdir,
-            request.given,
-            topology=request.topology,
-            largest_batch=request.largest_batch,
-            compare=request.compare,
-            price=request.price,
-            output=request.output,
-        )
+        with interrupts.nothing_to_save():
+            result = recipes.plan(
+                config,
+                workdir,
+                request.given,
+                topology=request.topology,
+                largest_batch=request.largest_batch,
+                compare=request.compare,
+                price=request.price,
+                output=request.output,
+            )
     elif request.mode == "prepare":
         recipes.prepare(
             config,

@@ -119,6 +119,10 @@ def test_json_files_that_are_no_config(tmp_path, text):
             (TINY, "--mode=plan", "--topology=v5e:4x4", "--multihost"),
             "have no effect with --mode=plan",
         ),
+        (
+            (TINY, "--mode=prepare", "--multihost"),
+            "have no effect with --mode=prepare: one machine prepares for all",
+        ),
         ((TINY, "--mode=plan"), "--mode=plan needs --topology, as v5e:4x4"),
         ((TINY, "--mode=plan", "--topology="), "--topology= is empty"),
         (

@@ -27,7 +27,7 @@ ALLOWED = {
     "ops": {"config"},
     "data": {"config", "files", "interfaces"},
     "models": {"config", "interfaces", "ops"},
-    "training": {"config", "files", "workdir", "interfaces", "machine"},
+    "training": {"config", "files", "interrupts", "workdir", "interfaces", "machine"},
     "objectives": {"config", "interfaces"},
     "decoding": set(),
     "analysis": BELOW,

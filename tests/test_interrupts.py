@@ -20,6 +20,20 @@ with interrupts.heard(told=0.3, patience=0.5):
     threading.Timer(0.5, print, ("up",), {"flush": True}).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 """
+FREE = INSIDE.replace("    hashlib", "    with interrupts.nothing_to_save():\n        hashlib")
+# A signal before there is nothing to save, of which only then something is made.
+LATE = """
+import signal, time
+from convbert_jax import console, interrupts
+console.set_up_logging()
+signal.signal(signal.SIGTERM, lambda *_: None)
+signal.signal(signal.SIGINT, lambda *_: None)
+with interrupts.heard(told=0.1, patience=0.5):
+    print("up", flush=True)
+    time.sleep(3)
+    with interrupts.nothing_to_save():
+        time.sleep(100)
+"""
 QUICK = """
 import time
 from convbert_jax import interrupts
@@ -55,6 +69,25 @@ def test_a_second_signal_ends_what_hears_none(number):
     _, said = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert said.endswith(f"Ended by a second {number.name}.\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize("program", [FREE, LATE])
+def test_a_first_one_ends_what_has_nothing_to_save(program, number, code):
+    process = start(program)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert f"Ended by {number.name}, and nothing is lost" in said
+
+
+def test_having_nothing_to_save_ends():
+    with interrupts.heard(told=0.1):
+        with interrupts.nothing_to_save():
+            pass
+        interrupts._tell(signal.SIGTERM)  # would end the tests
+    with interrupts.heard(), interrupts.nothing_to_save():  # what an earlier program heard is over
+        pass
 
 
 def test_what_ends_by_itself_is_left_alone():

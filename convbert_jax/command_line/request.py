@@ -41,6 +41,11 @@ _MODES_OF_FLAG = {
 _WITHOUT_CONFIG = ("export", "predict", "inspect")
 # Modes that need no --config where --workdir has a run.
 _OF_A_RUN = ("train", "show", "plan", "prepare", "eval", "verify_resume")
+# Modes of which several processes have no use, and why.
+_OF_ONE_PROCESS = {
+    "plan": "one process compiles for all hosts",
+    "prepare": "one machine prepares for all; several do with --runner, which finds them by itself",
+}
 _OF_DECODING = "decoding."  # how the paths of such fields begin
 
 
@@ -188,10 +193,10 @@ def _check_flags() -> None:
     named = flags.SOURCE.value or flags.WORKDIR.value or flags.CONFIG.value
     if of_weights and not named:
         raise ConfigError(f"--mode={mode} needs --workdir, the folder of a run, or --source.")
-    if mode == "plan" and (flags.MULTIHOST.value or flags.COORDINATOR.value):
+    if mode in _OF_ONE_PROCESS and (flags.MULTIHOST.value or flags.COORDINATOR.value):
         raise ConfigError(
-            "--multihost and --coordinator have no effect with --mode=plan: one process compiles "
-            "for all hosts."
+            f"--multihost and --coordinator have no effect with --mode={mode}: "
+            f"{_OF_ONE_PROCESS[mode]}."
         )
     if mode == "plan" and not flags.TOPOLOGY.value:
         raise ConfigError("--mode=plan needs --topology, as v5e:4x4, gpu:h100x8 or cpu.")

@@ -274,7 +274,8 @@ class DataSection:
     encoding_errors: str = "error"
     # prepared shards, also in a bucket (gs://); "" is WORKDIR/data. Runs may share them
     directory: Changeable[str] = ""
-    # where the shards of a bucket are copied to, which are read from a disk of each machine
+    # where the shards of a bucket are copied to, which are read from a disk of each machine; kept
+    # until you delete them
     cache: Changeable[str] = "~/.cache/convbert_jax/shards"
     workers: Changeable[int] = 0  # processes that tokenize; 0 is one per core
     prefetch: Changeable[int] = 8  # batches read ahead

@@ -11,7 +11,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
-from convbert_jax import files
+from convbert_jax import files, interrupts
 from convbert_jax.config import Config
 from convbert_jax.interfaces.batch import Batch
 from convbert_jax.training import evaluation as evaluation_lib
@@ -71,9 +71,10 @@ def train(
 ) -> Result:
     """Trains up to `config.train.steps`, from the newest checkpoint in `workdir` if there is one.
 
-    SIGTERM and SIGINT finish the step, save and return. A run that is finished already returns what
-    it holds. The state at any step depends on config and data only, never on where a run was cut;
-    after a rollback on what `workdir.skipped` says besides.
+    SIGTERM and SIGINT finish the step, save and return; before the first step is done there is
+    nothing to save, and within `interrupts.heard` they end the process. A run that is finished
+    already returns what it holds. The state at any step depends on config and data only, never on
+    where a run was cut; after a rollback on what `workdir.skipped` says besides.
 
     Args:
       batches: closed at the end, however it ends; of at most `task.batch_shapes` shapes, whose rows
@@ -198,11 +199,12 @@ class _Run:
             "given weights" if self.initial_params else "scratch",
             f"{state_lib.count(self.program.abstract.params):,}",
         )
-        if self.initial_params:
-            self.state = self.program.start(self.initial_params())
-        else:
-            key = jax.random.key(self.config.seed)
-            self.state = self.program.init(state_lib.fold_in_name(key, "init"))
+        with interrupts.nothing_to_save():
+            if self.initial_params:
+                self.state = self.program.start(self.initial_params())
+            else:
+                key = jax.random.key(self.config.seed)
+                self.state = self.program.init(state_lib.fold_in_name(key, "init"))
 
     def to_the_end(self, stop: signals.StopSignals) -> Result:
         t, c = self.config.train, self.config.checkpoint
@@ -223,7 +225,11 @@ class _Run:
             # not looked at.
             while self.step < t.steps and not signal_name:
                 profiler.before(self.step + 1)
-                self._dispatch()
+                if self.clock.running:
+                    self._dispatch()
+                else:  # compiles, and is waited for
+                    with interrupts.nothing_to_save():
+                        self._dispatch()
                 profiler.after(self.step, self.state)
                 last = self.step == t.steps
                 signal_name = stop.requested(self.step)

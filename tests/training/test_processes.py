@@ -48,6 +48,13 @@ def wait_for_line(workdir, step: int, process) -> None:
     raise AssertionError(f"no line of step {step}: {finish(process)}")
 
 
+def wait_for_word(process, word: str) -> None:
+    for line in process.stderr:
+        if word in line:
+            return
+    raise AssertionError(f"{word} was not said: {finish(process)}")
+
+
 def wait_for_change(file, since: float, process) -> None:
     """Until `file` is written after `since`."""
     deadline = time.monotonic() + PATIENCE
@@ -93,6 +100,24 @@ def test_a_second_signal_kills(tmp_path):
     code, _ = finish(process)
     assert code == -signal.SIGTERM
     assert time.monotonic() - begin < 2.0
+
+
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
+    """The first batch does not come, as a program that is compiled for minutes does not."""
+    arguments = ("--steps=10", f"--cache={tmp_path / 'cache'}")
+    for step in (0, 5):
+        process = start(tmp_path, *arguments, f"--hold={step}")
+        wait_for_word(process, "Resuming from" if step else "Starting from")
+        process.send_signal(signal.SIGTERM)
+        code, text = finish(process)
+        assert code == 75, text
+        assert "nothing is lost" in text
+        if not step:
+            process = start(tmp_path, *arguments, "--steps=5")
+            assert finish(process)[0] == 0
+    code, text = finish(start(tmp_path, *arguments))
+    assert code == 0, text
+    assert "step 10 interrupted False" in text
 
 
 def test_a_full_disk_is_one_sentence_and_costs_nothing_saved(tmp_path):

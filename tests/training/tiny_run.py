@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from convbert_jax import console
+from convbert_jax import console, interrupts
 from convbert_jax.config import Config, UserError
 from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.training import loop, sharding
@@ -232,7 +232,7 @@ def main() -> None:
         poison=arguments.poison,
     )
     try:
-        with watched:
+        with interrupts.heard(), watched:
             result = run(
                 arguments.workdir,
                 config,
