@@ -9,6 +9,9 @@ import pytest
 from jax.sharding import AxisType
 
 from convbert_jax import recipes
+from convbert_jax.analysis.tpu.collectives import find_collectives
+from convbert_jax.analysis.tpu.compiling import compile_as_text
+from convbert_jax.analysis.tpu.program import scheduled
 from convbert_jax.config import MeshSection
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.training import sharding
@@ -90,6 +93,33 @@ def test_kernels_compile(chip, batch, length, heads, width, compute, packed):
         with jax.set_mesh(mesh):
             text = jax.jit(both).lower(ids, *arrays).compile().as_text()
         assert text.count('custom_call_target="tpu_custom_call"') == 2, name
+
+
+@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_a_large_lookup_can_be_read(chip):
+    """jaxlib cannot read how it is started on a SparseCore; the sum over devices is seen too."""
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=chip).devices
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+
+    def shape(*sizes, axis=None, dtype=jnp.float32):
+        place = jax.NamedSharding(mesh, jax.P(axis))
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
+
+    def function(table, ids, kernel):
+        return (jnp.take(table, ids, axis=0) @ kernel).sum(0)
+
+    ids = shape(1 << 16, axis="data", dtype=jnp.int32)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(function).lower(shape(30522, 128), ids, shape(128, 128))
+    _, text = compile_as_text(lowered)
+    operations = scheduled(text)
+    assert sum(o.times * o.cycles for o in operations if o.cycles) > 0
+    beside = [o for o in operations if o.name.startswith("gather_offload")]
+    assert len(beside) == (0 if chip.startswith("v5e") else 1)
+    (sent,) = find_collectives(text, dict(mesh.shape))
+    assert (sent.kind, sent.axes, sent.array_bytes) == ("all-reduce", "data", 4 * 128)
 
 
 @pytest.mark.parametrize("paper", [False, True], ids=["default", "paper"])

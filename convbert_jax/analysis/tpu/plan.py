@@ -148,6 +148,7 @@ class Plan:
 
 def describe_step(
     compiled: jax.stages.Compiled,
+    text: str,
     state: TrainState,
     chip: Chip,
     axes: Mapping[str, int],
@@ -157,12 +158,12 @@ def describe_step(
     """Reads a compiled step.
 
     Args:
+      text: the program, as `compile_as_text` gives it.
       state: abstract, with its places.
       axes: of the mesh, name -> size.
       slices: that its data axis goes over.
       shown: how many of the dearest operations are kept.
     """
-    text = compiled.as_text()
     stats = compiled.memory_analysis()
     parameters, optimizer = (_bytes_of_device(t) for t in (state.params, state.opt_state))
     memory = Memory(

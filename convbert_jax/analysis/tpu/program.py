@@ -34,11 +34,12 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.
 SHAPE = re.compile(r"([a-z]+\d*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 _BODIES = re.compile(r"(?:to_apply|calls|body|true_computation|false_computation)=%([\w.\-]+)")
 _ESTIMATE = re.compile(r'"window_config":\{[^}]*?"estimated_cycles":"(\d+)"')
+# What runs beside, on the SparseCores of v5p and v6e, as lookups in large tables do.
+_SPARSE_CORE = 'execution_thread="sparsecore"'
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_COLLECTIVE = re.compile(r"^(reduce-scatter|all-\w+(-\w+)?|collective-permute)(-start)?$")
 # Cost time, but the compiler gives no estimate for them.
-_UNESTIMATED = re.compile(
-    r"^(sort|scatter|gather|reduce-scatter|all-\w+(-\w+)?|collective-permute|rng[\w-]*)(-start)?$"
-)
+_UNESTIMATED = re.compile(rf"{_COLLECTIVE.pattern}|^(sort|scatter|gather|rng[\w-]*)(-start)?$")
 
 
 class Instruction(NamedTuple):
@@ -90,10 +91,21 @@ class Computations(dict[str, dict[str, Instruction]]):
                 branches = _BODIES.findall(rest) or _BRANCHES.search(rest)[1].split(", ")
                 paths = [list(self._walk(branch.lstrip("%"), times)) for branch in branches]
                 yield from max(paths, key=lambda path: sum(s.times * _cycles(s) for s in path))
+            elif _SPARSE_CORE in rest:
+                if opcode == "async-start":
+                    yield from self._beside(instruction, times, name)
             elif opcode in ("call", "async-start") and (body := _BODIES.search(rest)):
                 yield from self._walk(body[1], times)
             else:
                 yield Scheduled(instruction, times, name)
+
+    def _beside(self, start: Instruction, times: int, name: str) -> list[Scheduled]:
+        """What a SparseCore is sent: its collectives, which are counted as all others; anything
+        else as one.
+        """
+        inside = self._walk(_BODIES.search(start.rest)[1], times)
+        sent = [found for found in inside if _COLLECTIVE.match(found.instruction.opcode)]
+        return sent or [Scheduled(start, times, name)]
 
     def inside(self, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
         """What a fusion is made of, with the names of its computations, the innermost too."""
@@ -118,7 +130,7 @@ def scheduled(text: str) -> list[Operation]:
             found.append(Operation(name, times, None, source, kernel))
         elif cycles := _ESTIMATE.search(rest):
             found.append(Operation(name, times, float(cycles[1]), source))
-        elif _UNESTIMATED.match(opcode):
+        elif _UNESTIMATED.match(opcode) or _SPARSE_CORE in rest:
             found.append(Operation(name, times, None, source))
     return found
 

@@ -14,6 +14,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 from convbert_jax.analysis.tpu import plan_text
+from convbert_jax.analysis.tpu.compiling import compile_as_text
 from convbert_jax.analysis.tpu.plan import Plan, Shortage, Step, bytes_needed, describe_step
 from convbert_jax.analysis.tpu.topology import Topology
 from convbert_jax.config import Config, ConfigError, MeshSection
@@ -100,7 +101,7 @@ def _compile(program: Program, task: Task, batch, topology: Topology) -> Step | 
     with jax.set_mesh(program.mesh):
         lowered = program.train_step.lower(program.abstract, batch, *given)
         try:
-            compiled = lowered.compile()
+            compiled, text = compile_as_text(lowered)
         except jax.errors.JaxRuntimeError as error:
             short = bytes_needed(error)
             if short:
@@ -111,7 +112,7 @@ def _compile(program: Program, task: Task, batch, topology: Topology) -> Step | 
                 "config.mesh, config.model.scan_unroll or libtpu may do."
             ) from error
     axes = dict(program.mesh.shape)
-    return describe_step(compiled, program.abstract, topology.chip, axes, topology.slices)
+    return describe_step(compiled, text, program.abstract, topology.chip, axes, topology.slices)
 
 
 def _find_largest(first: Plan, teacher: teaching.Teacher | None) -> Plan | None:
