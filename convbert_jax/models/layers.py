@@ -4,6 +4,7 @@ Randomness is an argument: `key=None` means deterministic.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -178,9 +179,14 @@ def dropout(x: Array, rate: float, key: Array | None) -> Array:
 
 
 def draw_kept(shape: tuple[int, ...], rate: float, key: Array) -> tuple[Bool[Array, "..."], float]:
-    """What `dropout` keeps of an array of `shape`, and what it multiplies that by."""
+    """What `dropout` keeps of an array of `shape`, and what it multiplies that by.
+
+    With three axes and more the first is of rows, which devices may divide; filters that all rows
+    share have two.
+    """
     kept = min(max(round((1.0 - rate) * 256), 1), 255)
-    keep = _draw(kept, key, shape)
+    draw = functools.partial(_draw, kept)
+    keep = dispatch.draw_by_rows(draw, key, shape) if len(shape) > 2 else draw(key, shape)
     if dispatch.platform() == "cpu":
         # Else XLA:CPU computes the random bits again in every fusion that reads them: 28% of a
         # layer's forward and backward, instead of 9%.

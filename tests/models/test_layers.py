@@ -1,5 +1,7 @@
 """Layers against their formulas."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,6 +139,48 @@ def test_dropout_rates(rate, of_256):
     share = of_256 / 256
     expected = pytest.approx(share, abs=6 * (share * (1 - share) / 1e6) ** 0.5)
     assert float((out == 0).mean()) == expected
+
+
+@pytest.mark.parametrize("generator", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("mesh", [(4, 2, 1), (2, 2, 2), (1, 1, 8)])
+def test_dropout_of_rows_on_several_devices(generator, mesh):
+    """No two rows are dropped alike; threefry's numbers are those of one device, also of seeds
+    together; no device draws another's rows.
+    """
+    axes = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh(mesh, ("data", "fsdp", "tensor"), axis_types=axes)
+    devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    keys = jax.random.split(jax.random.key(0, impl=generator), 2)
+    x = jnp.ones((16, 8, 64))
+
+    @jax.jit
+    def gradients(x, keys):
+        return jax.vmap(lambda key: jax.grad(lambda x: layers.dropout(x, 0.25, key).sum())(x))(keys)
+
+    alone = np.asarray(gradients(x, keys))
+    with jax.set_mesh(mesh):
+        rows = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
+        program = jax.jit(gradients, out_shardings=jax.NamedSharding(mesh, jax.P(None, *rows.spec)))
+        lowered = program.lower(jax.device_put(x, rows), keys)
+        found = np.asarray(lowered.compile()(jax.device_put(x, rows), keys))
+    assert len({row.tobytes() for seed in found for row in seed}) == 32
+    assert (found > 0).mean() == pytest.approx(0.75, abs=0.02)
+    if generator == "threefry2x32":
+        np.testing.assert_array_equal(found, alone)
+    else:
+        drawn = re.findall(r"rng_bit_generator.*-> \(.*, tensor<(?:2x)?(\d+)x", lowered.as_text())
+        assert drawn
+        assert {int(size) for size in drawn} == {16 // devices}
+
+
+def test_filters_of_all_rows_are_dropped_as_one():
+    """Their first axis is of heads, which the devices of rows do not divide."""
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    key = jax.random.key(0, impl="rbg")
+    alone = layers.dropout(jnp.ones((8, 31)), 0.25, key)
+    with jax.set_mesh(jax.make_mesh((8, 1), ("data", "fsdp"), axis_types=axes)):
+        found = jax.jit(layers.dropout, static_argnums=1)(jnp.ones((8, 31)), 0.25, key)
+    np.testing.assert_array_equal(found, alone)
 
 
 def test_dropout_gradient_is_where_it_kept():
