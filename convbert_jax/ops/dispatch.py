@@ -225,18 +225,31 @@ def between_layers(x: jax.Array) -> jax.Array:
     """`x` [B, L, C] as it stands between layers: each device has some rows, along `sequence` some
     of their positions, and all channels.
 
-    Left to itself the compiler may cut channels too, along `tensor`, where a product before it
-    does, and then asks the next product for its result in that form; XLA for CPUs (jax 0.10.2 and
-    0.12.0) gets y @ w wrong where y and the result are split by (data x fsdp, -, tensor) and w by
-    (tensor, fsdp): it swaps rows between devices and does not swap them back.
+    Left to itself the compiler may cut channels too, along `fsdp` as it does parameters, or along
+    `tensor`, where a product before it does, and then asks the next product for its result in that
+    form; XLA for CPUs (jax 0.10.2 and 0.12.0) gets y @ w wrong where y and the result are split by
+    (data x fsdp, -, tensor) and w by (tensor, fsdp): it swaps rows between devices and does not
+    swap them back.
     """
-    return _placed(x, POSITIONS, (HEADS, SEQUENCE))
+    return _placed(x, POSITIONS, ("fsdp", HEADS, SEQUENCE))
 
 
-def divides_parameters() -> bool:
-    """Whether the mesh has several devices along an axis that a kernel may be cut by."""
+def divides_heads() -> bool:
+    """Whether the mesh has several devices along the axis that cuts what kernels make."""
+    return _axes().get(HEADS, 1) > 1
+
+
+def whole_parameter(x: jax.Array) -> jax.Array:
+    """A parameter that `fsdp` divides, with all of its values on each device, for a product.
+
+    Left to itself the compiler does not always fetch it: it multiplies with parts that go around,
+    writes activations bit by bit for that, or sends activations in place of parameters. On a mesh
+    with a `tensor` axis it is left to the compiler, which must keep what that divides.
+    """
     sizes = _axes()
-    return any(sizes.get(name, 1) > 1 for name in ("fsdp", HEADS))
+    if sizes.get("fsdp", 1) == 1 or divides_heads():
+        return x
+    return jax.lax.with_sharding_constraint(x, WHOLE)
 
 
 def positions_here(length: int) -> int:

@@ -28,7 +28,7 @@ def look_up(
 
 @jax.custom_vjp
 def _look_up(table, ids):
-    return jnp.take(table, ids, axis=0)
+    return jnp.take(dispatch.whole_parameter(table), ids, axis=0)
 
 
 def _forward(table, ids):

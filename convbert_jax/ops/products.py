@@ -35,7 +35,17 @@ def einsum(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def _product(equation, x, y, dtype, sent):
-    return _einsum(equation, x, y.astype(x.dtype), dtype)
+    return _einsum(equation, x, _factor(equation, x, y), dtype)
+
+
+def _factor(equation, x, y):
+    left, right = equation.split("->")[0].split(",")
+    return y.astype(x.dtype) if left[0] in right else _parameter(x, y)
+
+
+def _parameter(x, y):
+    """`y` in the dtype of `x`, in which it is fetched from the devices that divide it."""
+    return dispatch.whole_parameter(y.astype(x.dtype))
 
 
 def _forward(equation, x, y, dtype, sent):
@@ -47,7 +57,8 @@ def _backward(equation, dtype, sent, saved, cotangent):
     operands, result = equation.split("->")
     left, right = operands.split(",")
     cotangent = cotangent.astype(x.dtype)
-    d_x = _einsum(f"{result},{right}->{left}", cotangent, y.astype(x.dtype), x.dtype)
+    factor = _factor(equation, x, y)
+    d_x = _einsum(f"{result},{right}->{left}", cotangent, factor, x.dtype)
     if left[0] in right:  # `y` has rows as well, so it is no parameter
         return d_x, _sum_over_rows(left, result, right, x, cotangent, y.dtype)
 
@@ -146,7 +157,7 @@ def dense_of_one(
     On a TPU the gradient of `x` is one product of all kernels: of one each, the compiler writes out
     every result and then reads them to add them up (benchmarks/RESULTS.md, section 6).
     """
-    if dispatch.platform() != "tpu" or dispatch.divides_parameters():
+    if dispatch.platform() != "tpu" or dispatch.divides_heads():
         return [dense(x, *each, dtype) for each in zip(kernels, biases, strict=True)]
     products = _products_of_one(x, tuple(kernels), dispatch.sent_dtype())
     return [_finish(product, bias, dtype) for product, bias in zip(products, biases, strict=True)]
@@ -155,7 +166,7 @@ def dense_of_one(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _products_of_one(x, kernels, sent):
     return tuple(
-        _einsum("...i,io->...o", x, kernel.astype(x.dtype), jnp.float32) for kernel in kernels
+        _einsum("...i,io->...o", x, _parameter(x, kernel), jnp.float32) for kernel in kernels
     )
 
 
@@ -169,7 +180,7 @@ def _products_backward(sent, saved, cotangents):
     d_x = _einsum(
         "...o,io->...i",
         jnp.concatenate(cotangents, axis=-1),
-        jnp.concatenate([kernel.astype(x.dtype) for kernel in kernels], axis=-1),
+        jnp.concatenate([_parameter(x, kernel) for kernel in kernels], axis=-1),
         x.dtype,
     )
     rows = "abcd"[: x.ndim - 1]

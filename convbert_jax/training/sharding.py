@@ -30,7 +30,7 @@ class ShardingError(UserError):
 # heads are cut along their output, the one out of the heads along its input.
 RULES: Rules = (
     (r"(^|_|/)(bias|scale)$", REPLICATED),
-    (r"(^|/)embedding$", Split()),
+    (r"(^|/)embedding$", Split(table=True)),
     (r"/feed_forward/(intermediate|gate)/kernel$", Split(tensor=-1)),
     (r"/feed_forward/output/kernel$", Split(tensor=-2)),
     (r"(^|/)kernel$", Split()),
@@ -195,8 +195,8 @@ def put_params(params, shardings):
 def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> PartitionSpec:
     """How one parameter is divided.
 
-    Tensors below 16,384 values per layer stay whole on every device, and vectors, as those that
-    factored moments are kept in.
+    Tensors below 16,384 values per layer stay whole on every device, vectors, as those that
+    factored moments are kept in, and tables whose rows `fsdp` does not divide.
 
     Raises:
       ShardingError: no rule matches, or the mesh does not divide a large parameter.
@@ -216,7 +216,10 @@ def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) 
             )
         spec[rule.tensor] = "tensor"
     if fsdp > 1:
-        free = [i for i in range(first, len(shape)) if not spec[i] and shape[i] % fsdp == 0]
+        there = [len(shape) - 2] if rule.table else range(first, len(shape))
+        free = [i for i in there if not spec[i] and shape[i] % fsdp == 0]
+        if rule.table and not free:
+            return PartitionSpec()
         if not free:
             raise ShardingError(
                 f"config.mesh.fsdp={fsdp} divides no dimension of {path} of shape {shape}; choose "

@@ -28,11 +28,11 @@ RATIOS = 0.905, 0.877, 0.921
 
 
 @functools.cache
-def plan(name: str, gradient_dtype: str = "float32") -> dict:
+def plan(name: str, **changed) -> dict:
     if (version := importlib.metadata.version("libtpu")) != LIBTPU:
         pytest.skip(f"the prices are those of libtpu {LIBTPU}, this is {version}")
-    fields = {"model.layers": 2, "train.gradient_dtype": gradient_dtype}
-    config = step.read_config(name, "512x128", fields)
+    fields = {field.replace("__", "."): value for field, value in changed.items()}
+    config = step.read_config(name, "512x128", fields | {"model.layers": 2})
     settings = {"largest_batch": False, "compare": False, "price": None}
     return plan_slice(config, open_topology("v5e:2x2"), **settings).numbers
 
@@ -58,7 +58,7 @@ def test_a_step_costs_what_it_did(name):
 
 
 def test_gradients_in_bfloat16_are_half_of_what_is_sent():
-    numbers = plan("base", "bfloat16")
+    numbers = plan("base", train__gradient_dtype="bfloat16")
     half = bytes_of_gradients(numbers) / 2
     assert half <= sent_bytes(numbers) < 1.05 * half
     cycles = step.count_cycles(numbers, "tpu:v5e").as_priced / 1e6

@@ -149,7 +149,8 @@ def test_parameters_and_moments_are_split_not_copied():
 @pytest.mark.parametrize(
     ("path", "shape", "spec"),
     [
-        ("embeddings/word/embedding", (30_522, 768), P(None, "fsdp")),
+        ("embeddings/word/embedding", (30_522, 768), P()),
+        ("embeddings/word/embedding", (32_000, 768), P("fsdp", None)),
         ("embeddings/norm/scale", (2**20,), P()),
         ("discriminator/stages/0/mixer/query/kernel", (12, 768, 384), P(None, "fsdp", "tensor")),
         ("discriminator/stages/0/mixer/output/kernel", (12, 768, 768), P(None, "tensor", "fsdp")),
@@ -213,7 +214,7 @@ BASE = {
     "discriminator_head/output/kernel": P(),
     "embeddings/norm/bias": P(),
     "embeddings/norm/scale": P(),
-    "embeddings/position/embedding": P(None, "fsdp"),
+    "embeddings/position/embedding": P("fsdp", None),
     "embeddings/type/embedding": P(),
     "embeddings/word/embedding": P("fsdp", None),
     "generator/embeddings_project/bias": P(),
