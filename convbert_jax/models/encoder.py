@@ -20,7 +20,7 @@ from convbert_jax.models.layers import (
     residual,
 )
 from convbert_jax.ops import products
-from convbert_jax.ops.dispatch import between_layers
+from convbert_jax.ops.mesh.division import between_layers
 
 # What the backward pass keeps of a layer, by config.model.remat; None keeps what it needs.
 # "dots" keeps products with weights; attention, cheap to repeat and large, is computed again.

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from convbert_jax.models.functions import layer_norm, rms_norm
 from convbert_jax.ops import dispatch
+from convbert_jax.ops.mesh import division
 from convbert_jax.ops.products import dense, dense_of_one
 
 Initializer = jax.nn.initializers.Initializer
@@ -186,7 +187,7 @@ def draw_kept(shape: tuple[int, ...], rate: float, key: Array) -> tuple[Bool[Arr
     """
     kept = min(max(round((1.0 - rate) * 256), 1), 255)
     draw = functools.partial(_draw, kept)
-    keep = dispatch.draw_by_rows(draw, key, shape) if len(shape) > 2 else draw(key, shape)
+    keep = division.draw_by_rows(draw, key, shape) if len(shape) > 2 else draw(key, shape)
     if dispatch.platform() == "cpu":
         # Else XLA:CPU computes the random bits again in every fusion that reads them: 28% of a
         # layer's forward and backward, instead of 9%.

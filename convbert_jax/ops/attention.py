@@ -16,13 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from convbert_jax.ops import dispatch
-from convbert_jax.ops.dispatch import (
-    POSITIONS,
-    POSITIONS_AND_HEADS,
-    ROWS,
-    ROWS_AND_HEADS,
-    Implementation,
-)
+from convbert_jax.ops.dispatch import Implementation
+from convbert_jax.ops.mesh import division
+from convbert_jax.ops.mesh.division import POSITIONS, POSITIONS_AND_HEADS, ROWS, ROWS_AND_HEADS
 from convbert_jax.ops.products import einsum
 from convbert_jax.ops.softmax import softmax, softmax_backward
 
@@ -153,7 +149,7 @@ def xla(query, key, value, segment_ids, key_segment_ids, causal, *, drop=None):
     """Scores in memory, in the order heads, queries, keys. Where a mesh splits positions, each
     device has all keys and values of its rows.
     """
-    key, value = dispatch.whole_rows(key), dispatch.whole_rows(value)
+    key, value = division.whole_rows(key), division.whole_rows(value)
     if drop is not None:
         scores = _scores(query, key)
         visible = _visible(query, key, segment_ids, key_segment_ids, causal)
@@ -266,9 +262,9 @@ def splash(query, key, value, segment_ids, key_segment_ids, causal, *, interpret
 
     # A device's own queries, and all keys. A causal mask counts from the first position of a row,
     # and what no block divides cannot be split: there each has the whole.
-    splits = not causal and dispatch.positions_here(query.shape[1]) % LANES == 0
+    splits = not causal and division.positions_here(query.shape[1]) % LANES == 0
     queries, ids = (POSITIONS_AND_HEADS, POSITIONS) if splits else (ROWS_AND_HEADS, ROWS)
-    out = dispatch.over_mesh(
+    out = division.over_mesh(
         run,
         (query, key, value, _own_segment(segment_ids), key_segment_ids),
         (queries, ROWS_AND_HEADS, ROWS_AND_HEADS, ids, ROWS),
@@ -308,7 +304,7 @@ def _cudnn_refuses(query, key, value, segment_ids, *_, drop=None) -> str:
         return "it has no attention dropout"
     if "rocm" in jax.local_devices()[0].client.platform_version.lower():
         return "cuDNN is for NVIDIA's GPUs"
-    if dispatch.positions_here(query.shape[1]) < query.shape[1]:
+    if division.positions_here(query.shape[1]) < query.shape[1]:
         return "it does not divide positions over config.mesh.sequence"
     if query.dtype not in CUDNN_DTYPES:
         return f"it computes in bfloat16 and float16, not {query.dtype}"

@@ -4,12 +4,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.ops import dispatch, gpu, reference, taps, tpu, xla
-from convbert_jax.ops.dispatch import POSITIONS, WHOLE, Halo, Implementation
+from convbert_jax.ops.dispatch import Implementation
+from convbert_jax.ops.mesh import division
+from convbert_jax.ops.mesh.division import POSITIONS, WHOLE, Halo
 
 
 def _on_mesh(function, kernel=True):
     def run(x, filters, segment_ids, offsets):
-        return dispatch.over_mesh(
+        return division.over_mesh(
             lambda *arrays: function(*arrays, offsets),
             (x, filters, segment_ids),
             (POSITIONS, WHOLE, POSITIONS),

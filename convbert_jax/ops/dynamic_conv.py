@@ -6,18 +6,14 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.ops import depthwise_conv, dispatch, gpu, reference, taps, tpu, xla
 from convbert_jax.ops.depthwise_conv import not_measured, tpu_refuses
-from convbert_jax.ops.dispatch import (
-    HEADS,
-    POSITIONS,
-    POSITIONS_AND_HEADS,
-    Halo,
-    Implementation,
-)
+from convbert_jax.ops.dispatch import Implementation
+from convbert_jax.ops.mesh import division
+from convbert_jax.ops.mesh.division import HEADS, POSITIONS, POSITIONS_AND_HEADS, Halo
 
 
 def _on_mesh(function, kernel=True):
     def run(values, filters, segment_ids, offsets):
-        return dispatch.over_mesh(
+        return division.over_mesh(
             lambda *arrays: function(*arrays, offsets),
             (values, filters, segment_ids),
             (POSITIONS_AND_HEADS, POSITIONS_AND_HEADS, POSITIONS),
@@ -54,7 +50,7 @@ def _light_on_tpu(values, filters, segment_ids, offsets):
     if not tpu.light_suits(offsets):
         depthwise = depthwise_conv.IMPLEMENTATIONS["pallas_tpu"].function
         return _by_channel(depthwise)(values, filters, segment_ids, offsets)
-    return dispatch.over_mesh(
+    return division.over_mesh(
         lambda *arrays: tpu.light_conv(*arrays, offsets),
         (values, filters, segment_ids),
         (POSITIONS_AND_HEADS, jax.P(HEADS), POSITIONS),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.ops import dispatch
+from convbert_jax.ops.mesh import division
 
 
 def look_up(
@@ -13,7 +13,7 @@ def look_up(
     """The row of each id; NaN where there is none, as jnp.take has it.
 
     Args:
-      table: with an axis in front as `dispatch.copies` makes it; each device then reads its own.
+      table: with an axis in front as `sums.copies` makes it; each device then reads its own.
 
     The table of words is read several times in a step (generator, discriminator, output). By
     autodiff the compiler adds the gradient of the output, which it has summed over the devices for
@@ -23,12 +23,12 @@ def look_up(
     """
     if table.ndim == 2:
         return _look_up(table, ids)
-    return dispatch.by_rows(lambda own, ids: jnp.take(own[0], ids, axis=0), (table, ids))
+    return division.by_rows(lambda own, ids: jnp.take(own[0], ids, axis=0), (table, ids))
 
 
 @jax.custom_vjp
 def _look_up(table, ids):
-    return jnp.take(dispatch.whole_parameter(table), ids, axis=0)
+    return jnp.take(division.whole_parameter(table), ids, axis=0)
 
 
 def _forward(table, ids):
@@ -43,9 +43,9 @@ def _backward(saved, gradient):
     def of_device(ids, gradient):
         return jnp.zeros(shape, like.dtype).at[ids].add(gradient, mode="drop")[None]
 
-    spec = dispatch.POSITIONS if ids.ndim > 1 else dispatch.ROWS
-    each = jax.P((*dispatch.BATCH, dispatch.SEQUENCE))  # a sum of every device that has tokens
-    parts = dispatch.over_mesh(of_device, (ids, gradient), (spec, spec), each)
+    spec = division.POSITIONS if ids.ndim > 1 else division.ROWS
+    each = jax.P((*division.BATCH, division.SEQUENCE))  # a sum of every device that has tokens
+    parts = division.over_mesh(of_device, (ids, gradient), (spec, spec), each)
     return parts.sum(0), None
 
 

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from convbert_jax.ops import dispatch
+from convbert_jax.ops.mesh import division, sums
 
 DENSE = "dense"
 
@@ -25,12 +26,12 @@ def einsum(
     """jnp.einsum of two arrays: factors in the dtype of `x`, sums in float32, result in `dtype`.
 
     Gradients are in the dtypes of the arguments: that of a float32 parameter `y` is not rounded,
-    also where `x` is bfloat16, but on its way between devices under `dispatch.gradients_sent_in`.
+    also where `x` is bfloat16, but on its way between devices under `sums.gradients_sent_in`.
 
     Args:
       equation: each axis is in two of `x`, `y` and the result, by a letter.
     """
-    return _product(equation, x, y, dtype, dispatch.sent_dtype())
+    return _product(equation, x, y, dtype, sums.sent_dtype())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
@@ -45,7 +46,7 @@ def _factor(equation, x, y):
 
 def _parameter(x, y):
     """`y` in the dtype of `x`, in which it is fetched from the devices that divide it."""
-    return dispatch.whole_parameter(y.astype(x.dtype))
+    return division.whole_parameter(y.astype(x.dtype))
 
 
 def _forward(equation, x, y, dtype, sent):
@@ -65,7 +66,7 @@ def _backward(equation, dtype, sent, saved, cotangent):
     def of_rows(x, cotangent):
         return _sum_over_rows(left, result, right, x, cotangent, y.dtype)
 
-    return d_x, dispatch.sum_over_rows(of_rows, (x, cotangent), sent).astype(y.dtype)
+    return d_x, sums.sum_over_rows(of_rows, (x, cotangent), sent).astype(y.dtype)
 
 
 _product.defvjp(_forward, _backward)
@@ -122,7 +123,7 @@ def attend(
 
     if table.ndim == 2:
         return of_one(h, table)
-    return dispatch.by_rows(lambda h, own: of_one(h, own[0]), (h, table))
+    return division.by_rows(lambda h, own: of_one(h, own[0]), (h, table))
 
 
 def dense(
@@ -157,9 +158,9 @@ def dense_of_one(
     On a TPU the gradient of `x` is one product of all kernels: of one each, the compiler writes out
     every result and then reads them to add them up (benchmarks/RESULTS.md, section 6).
     """
-    if dispatch.platform() != "tpu" or dispatch.divides_heads():
+    if dispatch.platform() != "tpu" or division.divides_heads():
         return [dense(x, *each, dtype) for each in zip(kernels, biases, strict=True)]
-    products = _products_of_one(x, tuple(kernels), dispatch.sent_dtype())
+    products = _products_of_one(x, tuple(kernels), sums.sent_dtype())
     return [_finish(product, bias, dtype) for product, bias in zip(products, biases, strict=True)]
 
 
@@ -189,7 +190,7 @@ def _products_backward(sent, saved, cotangents):
         def of_rows(x, cotangent):
             return _einsum(f"{rows}i,{rows}o->io", x, cotangent, kernel.dtype)
 
-        return dispatch.sum_over_rows(of_rows, (x, cotangent), sent).astype(kernel.dtype)
+        return sums.sum_over_rows(of_rows, (x, cotangent), sent).astype(kernel.dtype)
 
     return d_x, tuple(map(of_kernel, cotangents, kernels))
 

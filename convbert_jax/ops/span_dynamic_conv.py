@@ -10,7 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.ops import dispatch, gpu, reference, taps, tpu, xla
 from convbert_jax.ops.depthwise_conv import not_measured, tpu_refuses
-from convbert_jax.ops.dispatch import POSITIONS, WHOLE, Halo, Implementation
+from convbert_jax.ops.dispatch import Implementation
+from convbert_jax.ops.mesh import division
+from convbert_jax.ops.mesh.division import POSITIONS, WHOLE, Halo
 
 
 def _on_mesh(function, kernel=True):
@@ -18,7 +20,7 @@ def _on_mesh(function, kernel=True):
         *arrays, heads, offsets = arguments
         values = 0 if arrays[2] is None else 2
         # The logits of a head need the channels of all heads: no part of them on `tensor`.
-        return dispatch.over_mesh(
+        return division.over_mesh(
             lambda *arrays: function(*arrays, heads, offsets),
             arrays,
             (POSITIONS, POSITIONS, POSITIONS, WHOLE, WHOLE, POSITIONS),

@@ -26,7 +26,7 @@ from convbert_jax.objectives import (
     span_corruption,
     written_text,
 )
-from convbert_jax.ops import dispatch
+from convbert_jax.ops.mesh import sums
 from convbert_jax.recipes import teaching
 from convbert_jax.recipes.prepared import Effort, effort_of_corpus
 from convbert_jax.training import sharding
@@ -106,7 +106,7 @@ def build_task(
             more["teacher"] = teacher.over(given[0], config)
         elif first:
             more["masked_first"] = given[0]
-        with dispatch.gradients_sent_in(sent):
+        with sums.gradients_sent_in(sent):
             return recipe.objective.loss(model, batch, key, train=True, **settings, **more)
 
     def evaluate(params, batch, key):
@@ -134,10 +134,10 @@ def build_task(
 
 
 def _copy_tables(params: Params, dtype: str) -> Params:
-    """Each device that divides rows with tables of its own, see `dispatch.copies`."""
+    """Each device that divides rows with tables of its own, see `sums.copies`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: (
-            dispatch.copies(leaf, jnp.dtype(dtype))
+            sums.copies(leaf, jnp.dtype(dtype))
             if parameter_path(path).endswith("/embedding")
             else leaf
         ),

@@ -8,14 +8,14 @@ import numpy as np
 from convbert_jax.config import MeshSection, OutputsSection
 from convbert_jax.data.tasks.labelled_text import LabelledTask
 from convbert_jax.inference.finetuned import Teacher
-from convbert_jax.ops import dispatch
+from convbert_jax.ops.mesh import division
 from convbert_jax.training import sharding
 
 
 def test_its_kernels_leave_all_rows_on_one_device_of_this_process():
     @jax.jit
     def run(rows):
-        return dispatch.over_mesh(lambda a: a + 1, [rows], [dispatch.ROWS], dispatch.ROWS)
+        return division.over_mesh(lambda a: a + 1, [rows], [division.ROWS], division.ROWS)
 
     def predict(examples):
         found = run(np.zeros((len(examples), 2), np.float32))

@@ -9,7 +9,9 @@ import pytest
 
 from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
 from convbert_jax.ops import attention, depthwise_conv, dispatch, dynamic_conv, span_dynamic_conv
-from convbert_jax.ops.dispatch import BATCH, HEADS, ROWS, SEQUENCE, WHOLE, Implementation
+from convbert_jax.ops.dispatch import Implementation
+from convbert_jax.ops.mesh import division
+from convbert_jax.ops.mesh.division import BATCH, HEADS, ROWS, SEQUENCE, WHOLE
 from convbert_jax.training import sharding
 
 
@@ -107,7 +109,7 @@ def parts(x, spec, out=None):
         seen.append(x.shape)
         return 2 * x
 
-    result = jax.jit(lambda x: dispatch.over_mesh(kernel, [x], [spec], out or spec))(x)
+    result = jax.jit(lambda x: division.over_mesh(kernel, [x], [spec], out or spec))(x)
     np.testing.assert_array_equal(result, 2 * x)
     return seen[0]
 
@@ -118,11 +120,11 @@ X = jnp.arange(8 * 3 * 4 * 2.0).reshape(8, 3, 4, 2)
 @pytest.mark.parametrize(
     ("sizes", "spec", "shape"),
     [
-        ({"data": 4, "tensor": 2}, dispatch.ROWS_AND_HEADS, (2, 3, 2, 2)),
+        ({"data": 4, "tensor": 2}, division.ROWS_AND_HEADS, (2, 3, 2, 2)),
         ({"data": 4, "tensor": 2}, ROWS, (2, 3, 4, 2)),
         ({"data": 4, "tensor": 2}, WHOLE, (8, 3, 4, 2)),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, dispatch.ROWS_AND_HEADS, (2, 3, 2, 2)),
-        ({"tensor": 8}, dispatch.ROWS_AND_HEADS, (8, 3, 4, 2)),  # 4 heads are not split in 8
+        ({"data": 2, "fsdp": 2, "tensor": 2}, division.ROWS_AND_HEADS, (2, 3, 2, 2)),
+        ({"tensor": 8}, division.ROWS_AND_HEADS, (8, 3, 4, 2)),  # 4 heads are not split in 8
         ({"data": 1}, ROWS, (8, 3, 4, 2)),
     ],
 )
@@ -133,7 +135,7 @@ def test_each_device_gets_its_part(sizes, spec, shape):
 
 def test_rows_are_widened_only_where_they_have_neighbors():
     """A mesh of one device along `sequence` padded every row."""
-    halo = dispatch.Halo(offsets=(-1, 0, 1), read=(0,))
+    halo = division.Halo(offsets=(-1, 0, 1), read=(0,))
     lengths = []
 
     def kernel(x):
@@ -141,8 +143,8 @@ def test_rows_are_widened_only_where_they_have_neighbors():
         return x
 
     def run(x):
-        rows = dispatch.POSITIONS
-        return dispatch.over_mesh(kernel, [x], [rows], rows, halo=halo)
+        rows = division.POSITIONS
+        return division.over_mesh(kernel, [x], [rows], rows, halo=halo)
 
     x = jnp.arange(64.0).reshape(4, 16, 1)
     for divided in (1, 2):
@@ -180,8 +182,8 @@ def test_between_layers_between_products_on_a_mesh():
     weights = [0.3 * jax.random.normal(k, shape) for k, shape in zip(keys[1:], shapes, strict=True)]
 
     def run(x, w, wi, wo):
-        x = dispatch.between_layers(x)
-        x = dispatch.between_layers(x + x @ w)
+        x = division.between_layers(x)
+        x = division.between_layers(x + x @ w)
         return x + jnp.tanh(x @ wi) @ wo
 
     wanted = run(x, *weights)
@@ -202,7 +204,7 @@ def test_between_layers_says_nothing_where_nothing_splits_heads(rows):
     for sizes, says in (((8, 1), False), ((4, 2), True)):
         mesh = jax.make_mesh(sizes, axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
         with jax.set_mesh(mesh):
-            jaxpr = str(jax.make_jaxpr(dispatch.between_layers)(x))
-            np.testing.assert_array_equal(jax.jit(dispatch.between_layers)(x), x)
+            jaxpr = str(jax.make_jaxpr(division.between_layers)(x))
+            np.testing.assert_array_equal(jax.jit(division.between_layers)(x), x)
         assert ("sharding_constraint" in jaxpr) == says
-    assert "sharding_constraint" not in str(jax.make_jaxpr(dispatch.between_layers)(x))
+    assert "sharding_constraint" not in str(jax.make_jaxpr(division.between_layers)(x))

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convbert_jax.ops import dispatch
 from convbert_jax.ops.lookup import look_up
+from convbert_jax.ops.mesh import sums
 from tests.running import needs_libtpu
 
 AXES = ("data", "fsdp", "tensor")
@@ -47,7 +47,7 @@ def test_its_gradient_is_sent_in_another_dtype_after_each_device_has_added_up_it
 
     def gradient(table):
         def loss(table):
-            return look_up(dispatch.copies(table, jnp.dtype("bfloat16")), ids).sum()
+            return look_up(sums.copies(table, jnp.dtype("bfloat16")), ids).sum()
 
         return jax.grad(loss)(table)
 

@@ -14,8 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from convbert_jax.ops import dispatch, reference, tpu, xla
-from convbert_jax.ops.dispatch import ROWS, ROWS_AND_HEADS
+from convbert_jax.ops import reference, tpu, xla
+from convbert_jax.ops.mesh import division
+from convbert_jax.ops.mesh.division import ROWS, ROWS_AND_HEADS
 from convbert_jax.ops.taps import offsets as offsets_of
 from convbert_jax.ops.tpu import bands, block_sizes, dealing, depthwise, windows
 from tests.ops.test_dynamic_conv import inputs, segments
@@ -444,7 +445,7 @@ def test_on_a_mesh(axes):
     ids = segments(8, 32)
 
     def kernel(values, filters, ids):
-        return dispatch.over_mesh(
+        return division.over_mesh(
             lambda *a: tpu.dynamic_conv(*a, offsets_of(9), True),
             (values, filters, ids),
             (ROWS_AND_HEADS, ROWS_AND_HEADS, ROWS),

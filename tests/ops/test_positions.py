@@ -11,11 +11,12 @@ import pytest
 
 from convbert_jax.analysis.tpu import collectives
 from convbert_jax.ops import attention as attention_op
-from convbert_jax.ops import dispatch, taps, tpu
+from convbert_jax.ops import taps, tpu
 from convbert_jax.ops.attention import attention
 from convbert_jax.ops.depthwise_conv import depthwise_conv
-from convbert_jax.ops.dispatch import POSITIONS, WHOLE, Halo
 from convbert_jax.ops.dynamic_conv import dynamic_conv
+from convbert_jax.ops.mesh import division
+from convbert_jax.ops.mesh.division import POSITIONS, WHOLE, Halo
 from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
 
 ROWS, LENGTH, HEADS, WIDTH = 2, 32, 2, 4
@@ -127,7 +128,7 @@ def test_a_tpu_kernel_reads_its_neighbors_positions():
     kernel = functools.partial(tpu.depthwise_conv, interpret=True)
 
     def over_mesh(x, filters):
-        return dispatch.over_mesh(
+        return division.over_mesh(
             lambda *a: kernel(*a, offsets), (x, filters, jnp.asarray(IDS)),
             (POSITIONS, WHOLE, POSITIONS), POSITIONS, halo=Halo(offsets, read=(0, 2)),
         )  # fmt: skip

@@ -7,6 +7,7 @@ import pytest
 
 from convbert_jax.ops import dispatch
 from convbert_jax.ops.lookup import look_up
+from convbert_jax.ops.mesh import sums
 from convbert_jax.ops.products import attend, dense, dense_of_one, einsum
 from tests.running import needs_libtpu
 
@@ -108,7 +109,7 @@ def test_gradients_are_sent_in_another_dtype_after_each_device_has_added_up_its_
     x, y, weights, want_whole = _rows_of_eight(equation)
 
     def gradient(x, y, weights):
-        with dispatch.gradients_sent_in(jnp.bfloat16):
+        with sums.gradients_sent_in(jnp.bfloat16):
             return jax.grad(lambda y: (einsum(equation, x, y, jnp.float32) * weights).sum())(y)
 
     with jax.set_mesh(_mesh()):
@@ -128,7 +129,7 @@ def test_nothing_is_rounded_where_rows_are_on_one_device():
     x, y, weights, want_whole = _rows_of_eight(equation)
 
     def gradient(x, y, weights):
-        with dispatch.gradients_sent_in(jnp.bfloat16):
+        with sums.gradients_sent_in(jnp.bfloat16):
             return jax.grad(lambda y: (einsum(equation, x, y, jnp.float32) * weights).sum())(y)
 
     axes = (jax.sharding.AxisType.Auto,) * 3
@@ -151,8 +152,8 @@ def test_a_tpu_program_sends_half_the_bytes(mesh):
 
     def loss(params, ids):
         table, kernels = params
-        if sent := dispatch.sent_dtype():
-            table = dispatch.copies(table, sent)
+        if sent := sums.sent_dtype():
+            table = sums.copies(table, sent)
 
         def layer(x, kernels):
             return sum(jnp.tanh(y) for y in dense_of_one(x, kernels, (None,) * 2, x.dtype)), None
@@ -162,7 +163,7 @@ def test_a_tpu_program_sends_half_the_bytes(mesh):
 
     def sent(dtype):
         def gradient(params, ids):
-            with dispatch.gradients_sent_in(dtype):
+            with sums.gradients_sent_in(dtype):
                 return jax.grad(loss)(params, ids)
 
         rows = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
@@ -193,12 +194,12 @@ def test_a_tpu_program_sends_half_the_bytes(mesh):
 
 
 def test_what_is_called_after_the_context_is_sent_as_ever():
-    with dispatch.gradients_sent_in(jnp.bfloat16), jax.set_mesh(_mesh()):
-        assert dispatch.sent_dtype() == jnp.bfloat16
-        with dispatch.gradients_sent_in(None):
-            assert dispatch.sent_dtype() is None
+    with sums.gradients_sent_in(jnp.bfloat16), jax.set_mesh(_mesh()):
+        assert sums.sent_dtype() == jnp.bfloat16
+        with sums.gradients_sent_in(None):
+            assert sums.sent_dtype() is None
     with jax.set_mesh(_mesh()):
-        assert dispatch.sent_dtype() is None
+        assert sums.sent_dtype() is None
 
 
 def _mesh():

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.ops import dispatch, xla
-from convbert_jax.ops.dispatch import ROWS, WHOLE
+from convbert_jax.ops import xla
+from convbert_jax.ops.mesh import division
+from convbert_jax.ops.mesh.division import ROWS, WHOLE
 from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
 from tests.ops.test_dynamic_conv import segments
 
@@ -147,7 +148,7 @@ def test_parts_of_a_mesh_add_up(axes):
         return jax.jit(lambda *a: jax.vjp(run, *a)[1](cotangent))(*arrays)
 
     def over_mesh(*arrays):
-        return dispatch.over_mesh(
+        return division.over_mesh(
             lambda *a: xla.span_dynamic_conv(*a, 2, tuple(range(-4, 5))),
             (*arrays, ids),
             (ROWS, ROWS, ROWS, WHOLE, WHOLE, ROWS),

@@ -12,7 +12,7 @@ from convbert_jax.config.sequences import DecoderConfig
 from convbert_jax.models.encoder import REMAT_POLICIES, FeedForward, inner_key
 from convbert_jax.models.layers import NORMS, State, dropout, initializers, residual
 from convbert_jax.models.sequences.source_attention import SourceAttention
-from convbert_jax.ops.dispatch import between_layers
+from convbert_jax.ops.mesh.division import between_layers
 
 
 class Source(NamedTuple):

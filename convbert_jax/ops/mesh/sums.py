@@ -1,0 +1,83 @@
+"""Sums over the rows of all devices, and the dtype that they are sent in: gradients."""
+
+import contextlib
+import contextvars
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from convbert_jax.ops.mesh import division
+
+_SENT = contextvars.ContextVar("the dtype that gradients are sent in", default=None)
+
+
+@contextlib.contextmanager
+def gradients_sent_in(dtype: jnp.dtype | None) -> Iterator[None]:
+    """Context to trace a loss in, of which the gradients of matrices and tables cross between the
+    devices that divide rows in `dtype`; None: as they are, in float32. An op takes it as it is when
+    it is called, also for the backward pass that is traced later.
+    """
+    token = _SENT.set(None if dtype is None else jnp.dtype(dtype))
+    try:
+        yield
+    finally:
+        _SENT.reset(token)
+
+
+def sent_dtype() -> jnp.dtype | None:
+    """What `gradients_sent_in` says here; None too where rows are not divided: nothing is sent."""
+    return _SENT.get() if division.dividing_rows() else None
+
+
+def sum_over_rows(
+    function: Callable, arrays: Sequence[jax.Array], dtype: jnp.dtype | None
+) -> jax.Array:
+    """A sum over the rows of arrays, axis 0 of each: what each device adds up of its own, by
+    `function`, is rounded to `dtype` and then sent and added up.
+
+    None, and rows that one device has all of, are `function` itself: left to itself the compiler
+    adds up over devices in the dtype that a product has, which is float32.
+    """
+    devices = math.prod(division.dividing_rows().values())
+    if dtype is None or devices == 1 or any(len(x) % devices for x in arrays):
+        return function(*arrays)
+    return add_up(division.by_rows(lambda *own: function(*own).astype(dtype)[None], arrays))
+
+
+def copies(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`x` with a leading axis of the devices that divide rows, each of which has a copy of its own,
+    for `division.by_rows`; on one such device `x` itself.
+
+    What is read several times in a step, as a table of words, is sent once so: each device adds up
+    its gradients of all reads, and then they cross in `dtype`.
+    """
+    sizes = division.dividing_rows()
+    return _copies(x, dtype, tuple(sizes.items())) if sizes else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _copies(x, dtype, sizes):
+    names, counts = zip(*sizes, strict=True)
+    copied = jnp.broadcast_to(x, (math.prod(counts), *x.shape))
+    return jax.lax.with_sharding_constraint(copied, jax.P(names))
+
+
+def _copies_forward(x, dtype, sizes):
+    return _copies(x, dtype, sizes), None
+
+
+def _copies_backward(dtype, sizes, saved, parts):
+    return (add_up(parts.astype(dtype)).astype(parts.dtype),)
+
+
+_copies.defvjp(_copies_forward, _copies_backward)
+
+
+def add_up(parts: jax.Array) -> jax.Array:
+    """The sum over axis 0, of which each device has a part, sent in the dtype of `parts`: jnp.sum
+    would make bfloat16 float32 before.
+    """
+    return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (0,))
