@@ -57,14 +57,13 @@ def main() -> None:
 @contextlib.contextmanager
 def _gathering():
     """While an op is traced, no device is told that it has but a part of its rows."""
-    from convbert_jax.ops import dispatch
     from convbert_jax.ops.mesh import division
 
     divide = division.over_mesh
 
     def whole(function, arrays, specs, out_spec, **_):
         def keep(spec):
-            return dispatch.jax.P(*(None if part == division.SEQUENCE else part for part in spec))
+            return division.jax.P(*(None if part == division.SEQUENCE else part for part in spec))
 
         return divide(function, arrays, [keep(spec) for spec in specs], keep(out_spec))
 
