@@ -18,7 +18,7 @@ from absl import logging
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _TOLD = 2.0  # seconds without an end after which a first signal is answered by a line
 _PATIENCE = 5.0  # seconds that a second one leaves the program to end by itself
-_TRY_AGAIN = 75  # "temporary failure", on which a launcher starts the same command again
+TRY_AGAIN = 75  # "temporary failure", on which a launcher starts the same command again
 
 
 @dataclasses.dataclass
@@ -126,4 +126,4 @@ def _end_for_nothing(number: int) -> None:
         signal.Signals(number).name,
     )
     logging.flush()
-    os._exit(_TRY_AGAIN if number == signal.SIGTERM else 128 + number)
+    os._exit(TRY_AGAIN if number == signal.SIGTERM else 128 + number)

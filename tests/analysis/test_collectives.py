@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convbert_jax.analysis.tpu import collectives
+from convbert_jax.analysis.tpu import collectives, program
 
 AXES = {"data": 2, "fsdp": 4, "tensor": 1}
 HEAD = """\
@@ -51,6 +51,32 @@ ENTRY %main (x: f32[8]) -> f32[8] {
   ROOT %alone = f32[10]{0} all-reduce(%x), channel_id=13, replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
 }
 """  # noqa: E501
+
+
+# What goes to a SparseCore: a lookup, which the rest of the program starts, feeds and waits for in
+# three places, and a sum over the devices.
+BESIDE = """\
+%looks_up (t: f32[100,8], i: s32[6]) -> f32[6,8] {
+  ROOT %custom-call = f32[6,8]{1,0} custom-call(%t, %i), custom_call_target="lookup"
+}, execution_thread="sparsecore"
+%adds (p: f32[100]) -> f32[100] {
+  ROOT %all-reduce.4 = f32[100]{0:T(128)} all-reduce(%p), channel_id=9, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+}, execution_thread="sparsecore"
+ENTRY %main (t: f32[100,8]) -> f32[100] {
+  %lookup-start = ((f32[100,8], s32[6]), f32[6,8], s32[]) async-start(), async_execution_thread="sparsecore", calls=%looks_up
+  %lookup-update = ((f32[100,8], s32[6]), f32[6,8], s32[]) async-update(%lookup-start, %t, %i)
+  %lookup-done = f32[6,8]{1,0} async-done(%lookup-update)
+  %sum-start = ((f32[100]), f32[100], s32[]) async-start(%x), async_execution_thread="sparsecore", calls=%adds
+  ROOT %sum-done = f32[100]{0} async-done(%sum-start), async_execution_thread="sparsecore"
+}
+"""  # noqa: E501
+
+
+def test_what_a_sparse_core_does_is_counted_once():
+    (sent,) = collectives.find_collectives(HEAD + BESIDE, AXES)
+    assert (sent.kind, sent.array_bytes, sent.group) == ("all-reduce", 400, 8)
+    found = [(one.name, one.cycles) for one in program.scheduled(HEAD + BESIDE)]
+    assert found == [("lookup-start", None), ("all-reduce.4", None)]
 
 
 def test_every_form_is_read():

@@ -30,6 +30,7 @@ class Operation:
 
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_END = re.compile(r'^\}(, execution_thread="\w+")?$')
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 SHAPE = re.compile(r"([a-z]+\d*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 _BODIES = re.compile(r"(?:to_apply|calls|body|true_computation|false_computation)=%([\w.\-]+)")
@@ -75,7 +76,7 @@ class Computations(dict[str, dict[str, Instruction]]):
             elif lines is not None and (found := _INSTRUCTION.match(line)):
                 last = found[1]
                 lines[last] = Instruction(*found.groups())
-            elif lines and line != "}":  # an attribute went over the end of the line
+            elif lines and not _END.match(line):  # an attribute went over the end of the line
                 lines[last] = lines[last]._replace(rest=lines[last].rest + line)
 
     def walk(self) -> Iterator[Scheduled]:
@@ -100,8 +101,8 @@ class Computations(dict[str, dict[str, Instruction]]):
                 yield Scheduled(instruction, times, name)
 
     def _beside(self, start: Instruction, times: int, name: str) -> list[Scheduled]:
-        """What a SparseCore is sent: its collectives, which are counted as all others; anything
-        else as one.
+        """What a SparseCore is sent: its collectives, as if the cores waited for them; else it
+        counts as one.
         """
         inside = self._walk(_BODIES.search(start.rest)[1], times)
         sent = [found for found in inside if _COLLECTIVE.match(found.instruction.opcode)]

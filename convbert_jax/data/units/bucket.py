@@ -58,10 +58,8 @@ def fetch(directory: epath.Path, cache: str, *, rows: bool = True) -> Path:
             return here
         if list_files(here) != listed:
             _clear(here)
-            try:
-                write_record(
-                    here / LIST, {"files": listed}
-                )  # first: a killed copy keeps what it had
+            try:  # the list first: a killed copy keeps what it had
+                write_record(here / LIST, {"files": listed})
             except DataError as error:
                 fault = str(error).partition(";")[0]
                 raise DataError(f"{fault}; {_REMEDY}.") from None

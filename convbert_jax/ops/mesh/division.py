@@ -194,20 +194,14 @@ def draw_by_rows(
     The compiler divides what threefry draws, and the numbers are those of one device. What RBG
     draws it does not: each of 256 devices drew the bits of all 32,768 rows, 2 GB for the weights of
     four heads of attention (XLA for TPUs, libtpu 0.0.52). Divided, they depend on how many devices
-    there are.
+    there are. Rows that the devices do not divide are drawn whole by each.
     """
-    sizes = dividing_rows()
-    devices = math.prod(sizes.values())
+    devices = math.prod(dividing_rows().values())
     if devices == 1 or shape[0] % devices or str(jax.random.key_impl(key)) != "rbg":
         return draw(key, shape)
     own = (shape[0] // devices, *shape[1:])
-    return jax.shard_map(
-        lambda key, place: draw(jax.random.fold_in(key, place[0]), own),
-        in_specs=(WHOLE, jax.P(tuple(sizes))),
-        out_specs=jax.P(tuple(sizes)),
-        axis_names=set(sizes),
-        check_vma=False,
-    )(key, jnp.arange(devices))
+    places = jnp.arange(devices)
+    return by_rows(lambda place: draw(jax.random.fold_in(key, place[0]), own), [places])
 
 
 def dividing_rows() -> dict[str, int]:

@@ -22,9 +22,10 @@ from absl import logging
 from jax._src import distributed  # its client keeps words for all processes; not public
 from jax.experimental import multihost_utils
 
+from convbert_jax import interrupts
 from convbert_jax.training.environment import exchange
 
-EXIT_CODE = 75  # "temporary failure": the same command goes on from the last checkpoint
+EXIT_CODE = interrupts.TRY_AGAIN  # the same command goes on from the last checkpoint
 _KEY = "convbert_jax/peers"  # where the first process says where it listens
 _START = 300  # seconds for the first process to come here, as jax gives it to come at all
 _PATIENCE = 10.0  # seconds for a connection, and for a death to be told before its consequences
