@@ -227,9 +227,9 @@ start_text() {
 }
 
 # A process that is gone without an exit code, as after a reboot, was lost, and one that a signal stopped, as before a machine is taken away, has
-# saved and is not done: 75.
+# saved and is not done: 75. The code is written a moment after the process is gone, so it is waited for, and looked for after the process.
 # shellcheck disable=SC2016
-state_text='cd ~/.convbert_jax 2>/dev/null || { echo "state=none"; exit 0; }; if [ -s exit ]; then if tail -n 20 log | grep -q "Stopped by SIG"; then echo "state=75"; else echo "state=$(cat exit)"; fi; elif kill -0 "$(cat process)" 2>/dev/null; then echo "state=running"; else echo "state=75"; fi; tail -n 1 log'
+state_text='cd ~/.convbert_jax 2>/dev/null || { echo "state=none"; exit 0; }; if [ ! -s exit ] && kill -0 "$(cat process)" 2>/dev/null; then echo "state=running"; else for i in 1 2 3 4 5 6 7 8 9 10; do [ -s exit ] && break; sleep 0.5; done; if [ ! -s exit ] || tail -n 20 log | grep -q "Stopped by SIG"; then echo "state=75"; else echo "state=$(cat exit)"; fi; fi; tail -n 1 log'
 # shellcheck disable=SC2016
 stop_text='cd ~/.convbert_jax 2>/dev/null || exit 0; kill -TERM "$(cat process)" 2>/dev/null; for i in $(seq 120); do [ -s exit ] && break; sleep 1; done'
 log_text='tail -n 20 ~/.convbert_jax/log'

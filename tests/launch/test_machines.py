@@ -1,6 +1,7 @@
 """launch/tpu_vm.sh and gce.sh against a cloud that is played: the way of a run, and its faults."""
 
 import signal
+import subprocess
 
 import pytest
 
@@ -241,6 +242,22 @@ def test_run_goes_on_when_it_is_no_longer_followed(cloud, script):
     result = cloud.run(script, "watch", SLICE, *HOST)
     assert result.returncode == 0, result.stderr
     assert len(cloud.started) == 2
+
+
+@both
+def test_an_exit_code_that_comes_late_is_waited_for(cloud, script):
+    assert cloud.run(script, "create", SLICE, *HOST).returncode == 0
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for host in (1, 2):
+        folder = cloud.folder / f"host-{host}" / ".convbert_jax"
+        folder.mkdir()
+        (folder / "process").write_text(f"{gone.pid}\n")
+        (folder / "log").write_text("Done.\n")
+        subprocess.Popen(["bash", "-c", f"sleep 2; echo 0 >{folder}/exit"])
+    result = cloud.run(script, "watch", SLICE, *HOST)
+    assert result.returncode == 0, result.stderr
+    assert not cloud.started
 
 
 def test_one_host_is_one_machine_without_a_group(tmp_path):
