@@ -1,7 +1,7 @@
 """Choosing positions, hiding them and putting sampled tokens in, on the device with static shapes.
 
-All randomness comes from the key; nothing here has parameters. Axes as in `ops/dynamic_conv.py`: B
-batch, L length, M masked slots, V vocabulary.
+All randomness comes from the key, and is the same on every platform and mesh; nothing here has
+parameters. Axes as in `ops/dynamic_conv.py`: B batch, L length, M masked slots, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,16 @@ class Masked(NamedTuple):
     positions: Int[Array, "B M"]  # of the chosen tokens; 0 in unused slots
     labels: Int[Array, "B M"]  # the tokens that stood there
     weights: Float[Array, "B M"]  # 1 in used slots, 0 in the rest
+
+
+def divided_key(key: Array) -> Array:
+    """`key` for numbers that the compiler divides among devices: of threefry.
+
+    On TPUs keys are of RBG, of which each device would draw the numbers of the whole batch. This
+    one, made from the same seed by the same splits, draws what CPUs and GPUs draw.
+    """
+    # A key of RBG is two of threefry side by side, which are split and folded each by itself.
+    return jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl="threefry2x32")
 
 
 def count_predictions(
@@ -121,7 +131,7 @@ def mask(
     Args:
       most: positions per row at the most; `slots`: M, that number rounded up for the hardware.
     """
-    position_key, branch_key, token_key = jax.random.split(key, 3)
+    position_key, branch_key, token_key = jax.random.split(divided_key(key), 3)
     candidates = segment_ids != 0
     for special_id in special.never_hidden:
         candidates &= tokens != special_id
@@ -159,6 +169,7 @@ def sample_tokens(
 
     `disallow_correct` takes the original token out of the draw.
     """
+    key = divided_key(key)
     logits = jax.lax.stop_gradient(logits) / objective.temperature
     if objective.disallow_correct:
         vocabulary = jnp.arange(logits.shape[-1])

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int
 from convbert_jax.config import Config
 from convbert_jax.interfaces.batch import Batch, SequenceBatch
 from convbert_jax.interfaces.special_ids import SpecialIds
-from convbert_jax.objectives import metrics, written_text
+from convbert_jax.objectives import masking, metrics, written_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ def corrupt(
 
 def _choose_spans(key, real, noise, spans, length) -> tuple[Bool[Array, "B L"], Bool[Array, "B L"]]:
     """Which tokens are noise, and which of them begin a span."""
-    stay_key, noise_key = jax.random.split(key)
+    stay_key, noise_key = jax.random.split(masking.divided_key(key))
     staying = _cut(stay_key, real - noise, spans, length)  # [B, L] lengths of parts, 0 behind
     taken = _cut(noise_key, noise, spans, length)
     # Parts in turn: what stays, a span, what stays, a span.

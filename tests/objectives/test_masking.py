@@ -102,6 +102,29 @@ def test_branches(hidden, swapped):
     assert np.mean(now == before) == pytest.approx(kept + swapped / VOCABULARY, abs=0.015)
 
 
+def test_what_is_hidden_does_not_depend_on_the_platform():
+    """On TPUs keys are of RBG, whose numbers are other ones and are not divided by the compiler."""
+    tokens, segments = rows([128, 60, 9])
+    logits = jax.random.normal(jax.random.key(1), (3, 24, VOCABULARY))
+
+    def draw():
+        key = jax.random.fold_in(jax.random.key(7), 3)
+        mask_key, sample_key = jax.random.split(key)
+        masked = masking.mask(
+            mask_key, tokens, segments, objective=ObjectiveSection(), special=SPECIAL,
+            vocab_size=VOCABULARY, most=19, slots=24,
+        )  # fmt: skip
+        settings = {"objective": ObjectiveSection()}
+        return *masked, masking.sample_tokens(sample_key, logits, masked.labels, **settings)
+
+    here = draw()
+    with jax.default_prng_impl("rbg"):
+        program = jax.make_jaxpr(draw)()
+        on_a_tpu = draw()
+    jax.tree.map(np.testing.assert_array_equal, on_a_tpu, here)
+    assert "rng_bit_generator" not in str(program)
+
+
 def scatter_update(sequence, values, positions):
     """The release's rule in plain Python: sum of ids // number of writes, never at position 0."""
     result = sequence.copy()
