@@ -8,12 +8,15 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
+from benchmarks import step
 from convbert_jax import recipes
-from convbert_jax.analysis.tpu.collectives import find_collectives
+from convbert_jax.analysis.tpu.collectives import BETWEEN_SLICES, find_collectives
 from convbert_jax.analysis.tpu.compiling import compile_as_text
 from convbert_jax.analysis.tpu.program import scheduled
+from convbert_jax.analysis.tpu.topology import open_topology
 from convbert_jax.config import MeshSection
 from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.recipes.planning.tpu_slice import plan_slice
 from convbert_jax.training import sharding
 from convbert_jax.training.program import make_program
 from tests.end_to_end.test_devices import small_config
@@ -151,3 +154,18 @@ def test_step_compiles_for_four_chips_of_v5e(paper):
     text = compiled.as_text()
     assert "tpu_custom_call" in text  # on a mesh too, the convolution is ours
     assert compiled.memory_analysis().temp_size_in_bytes < 16e9
+
+
+@pytest.mark.parametrize("topology", ["2xv5e:2x2", "2xv5p:2x2x1", "2xv6e:2x2"])
+def test_step_compiles_for_two_slices(topology):
+    """A chip sends the other slice its part of large gradients and all of small ones; tiny has
+    mostly small ones.
+    """
+    fields = {"model.layers": 1, "train.steps": 100, "optimizer.warmup_steps": 10}
+    config = step.read_config("tiny", "128x64", fields)
+    settings = {"largest_batch": False, "compare": False, "price": None}
+    numbers = plan_slice(config, open_topology(topology), **settings).numbers
+    between = [each for each in numbers["collectives"] if each["axes"] == BETWEEN_SLICES]
+    sent = sum(each["sent_bytes"] for each in between)
+    parameters = numbers["memory"]["parameters"]
+    assert parameters / 4 < sent < 0.95 * parameters
