@@ -21,6 +21,25 @@ _PATIENCE = 5.0  # seconds that a second one leaves the program to end by itself
 TRY_AGAIN = 75  # "temporary failure", on which a launcher starts the same command again
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal asked for a stop, and what was done is kept.
+
+    Attributes:
+      by: name of the signal.
+    """
+
+    def __init__(self, by: str):
+        super().__init__(by)
+        self.by = by
+
+
+def exit_code(by: str) -> int:
+    """Of a program that a signal of this name has stopped, and that lost nothing: `TRY_AGAIN` after
+    SIGTERM, which schedulers send and machines that are taken away; 130 after Ctrl-C.
+    """
+    return TRY_AGAIN if by == "SIGTERM" else 128 + signal.Signals[by]
+
+
 @dataclasses.dataclass
 class _State:
     """What the listening thread and the program tell each other; one for the process.
@@ -126,4 +145,4 @@ def _end_for_nothing(number: int) -> None:
         signal.Signals(number).name,
     )
     logging.flush()
-    os._exit(TRY_AGAIN if number == signal.SIGTERM else 128 + number)
+    os._exit(exit_code(signal.Signals(number).name))

@@ -27,12 +27,16 @@ _DOCTOR_PATIENCE = 60.0  # seconds that --mode=doctor waits for the other proces
 
 
 def main(request: command_line.Request) -> None:
-    """Does what was asked for; a fault that the user can mend is one line and exit code 1."""
+    """Does what was asked for; a fault that the user can mend is one line and exit code 1. A run
+    that SIGTERM stops ends with 75, "saved, not done", on which launchers start it again, one that
+    Ctrl-C stops with 130.
+    """
     with interrupts.heard():
         _answer(request)
 
 
 def _answer(request: command_line.Request) -> None:
+    stopped_by = None
     try:
         if request.mode == "train" and _computes_on_cpu(request.config):
             allocator.keep_memory()
@@ -43,17 +47,18 @@ def _answer(request: command_line.Request) -> None:
                 from convbert_jax.training.environment import roll_call
 
                 roll_call.check_start(request.config)
-                _run(request)
+                stopped_by = _run(request)
         else:
-            _run(request)
+            stopped_by = _run(request)
     except UserError as error:
         logging.flush()
         console.fail(str(error))
-    except KeyboardInterrupt:  # while training the loop saves first and ends by itself
+    except KeyboardInterrupt as error:  # pre-training saves first and ends by itself
         kept = "goes on from what is finished"
         if request.mode == "predict":
             kept = "goes on from there if it reads a file and writes JSON lines, else begins again"
-        console.fail(f"interrupted; the same command {kept}.", code=130)
+        by = error.by if isinstance(error, interrupts.Stopped) else "SIGINT"
+        console.fail(f"interrupted; the same command {kept}.", code=interrupts.exit_code(by))
     except BrokenPipeError:  # as of `| head`: who reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -65,6 +70,8 @@ def _answer(request: command_line.Request) -> None:
             f"{error.filename or 'writing'}: {error.strerror}; free some space or choose another "
             "--workdir, then start again: what was finished is kept."
         )
+    if stopped_by:
+        sys.exit(interrupts.exit_code(stopped_by))
 
 
 def _computes_on_cpu(config: Config) -> bool:
@@ -72,7 +79,8 @@ def _computes_on_cpu(config: Config) -> bool:
     return config.platform == "cpu" or not any(dataclasses.astuple(find_accelerators()))
 
 
-def _run(request: command_line.Request) -> None:
+def _run(request: command_line.Request) -> str | None:
+    """Returns the name of the signal that stopped pre-training, None if none did."""
     # Imported late: a wrong flag is answered before jax is loaded.
     if request.mode == "plan":
         from convbert_jax.analysis.tpu import pricing
@@ -87,7 +95,7 @@ def _run(request: command_line.Request) -> None:
     devices.prepare_platform(_platform(request))
     if request.mode in ("train", "eval", "predict", "inspect"):
         compilation.enable_compile_cache(_compile_cache(request))
-    result = None
+    result = stopped_by = None
     if request.mode == "show":
         print(recipes.show(config, workdir, request.given), flush=True)
     elif request.mode == "plan":
@@ -149,13 +157,16 @@ def _run(request: command_line.Request) -> None:
         sequences.import_run(request.source, config, workdir, request.given)
     elif request.mode == "import":
         importing.import_run(request.source, config, workdir, request.given)
+    elif config.recipe == "finetune":
+        result = recipes.finetune(config, workdir, request.given)
     else:
-        run = recipes.finetune if config.recipe == "finetune" else recipes.pretrain
-        result = run(config, workdir, request.given)
+        result = recipes.pretrain(config, workdir, request.given)
+        stopped_by = result.stopped_by
     if result and result.report:
         print(result.report, flush=True)
     if request.mode == "plan" and not result.fits:
         console.fail(f"{config.name} does not fit {request.topology}; see above what helps.")
+    return stopped_by
 
 
 def _examine(request: command_line.Request) -> None:

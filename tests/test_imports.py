@@ -32,7 +32,7 @@ ALLOWED = {
     "decoding": set(),
     "analysis": BELOW,
     "interop": BELOW,
-    "finetuning": BELOW,
+    "finetuning": {*BELOW, "interrupts"},
     "inference": {*BELOW, "interop", "finetuning"},
     "recipes": {*BELOW, "analysis", "interop", "finetuning", "inference"},
     "demo": {*BELOW, "console", "inference"},

@@ -26,6 +26,7 @@ from convbert_jax.finetuning.tasks.task import FinetuneTask
 from convbert_jax.finetuning.unfinished import Unfinished
 from convbert_jax.interfaces.batch import FinetuneBatch
 from convbert_jax.interfaces.evaluator import Evaluator
+from convbert_jax.interrupts import Stopped
 from convbert_jax.training import sharding
 from convbert_jax.training.environment.signals import StopSignals
 from convbert_jax.training.evaluation import fetch
@@ -102,7 +103,7 @@ def fit(
       unfinished: keeps what is done of it now and then, and has what an earlier start did.
 
     Raises:
-      KeyboardInterrupt: a signal asked for a stop; what is done is kept.
+      Stopped: a signal asked for a stop; what is done is kept.
     """
     start = time.perf_counter()
     program = programs.of(task, len(seeds) if vectorized else None)
@@ -137,7 +138,7 @@ def fit(
             unfinished.keep(state)
             unfinished.close()
             logging.info("Stopped by %s; step %d of %d is kept.", stopped, done, steps)
-        raise KeyboardInterrupt
+        raise Stopped(stopped)
     values = np.atleast_1d(np.asarray(jax.device_get(losses[-1])))
     seconds = time.perf_counter() - start
     return Fitted(state.params, values, steps, seconds, examples / seconds)

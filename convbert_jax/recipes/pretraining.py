@@ -200,7 +200,7 @@ def _conclude(
         step=result.step,
         metrics=metrics,
         evaluation=result.evaluation,
-        interrupted=result.interrupted,
+        stopped_by=result.stopped_by,
         curves=curves,
         report=text,
         scores=scoring.values_of(sets),

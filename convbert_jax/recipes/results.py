@@ -20,7 +20,8 @@ class PretrainingResult:
         or "validation") and the numbers by name, NaN where one was not finite;
         `pandas.DataFrame(run.metrics)` is a table of them. Of several processes, the first one's.
       evaluation: the held-out numbers of the last evaluation, by name; empty if there was none.
-      interrupted: stopped by a signal, with its state saved; the same call goes on.
+      stopped_by: name of the signal that stopped it, with its state saved, and the same call goes
+        on; None of one that reached its last step.
       curves: picture of `metrics`, if there was anything to draw.
       scores: of what the model wrote to held-out pairs, as {"validation": {"bleu": 28.5, …}}; empty
         where it wrote nothing.
@@ -32,10 +33,15 @@ class PretrainingResult:
     step: int
     metrics: list[dict[str, Any]]
     evaluation: dict[str, float]
-    interrupted: bool
+    stopped_by: str | None
     curves: epath.Path | None
     report: str
     scores: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal stopped it."""
+        return self.stopped_by is not None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -231,9 +231,7 @@ class _Runner:
         return code, asked
 
     def _judge(self, cell: Cell, record: Record, code: int, stopped: bool, log: int) -> Record:
-        """The record of a cell whose process has ended. The folder says whether it is finished: a
-        run that was stopped ends with 0 too.
-        """
+        """The record of a cell whose process has ended. The folder says whether it is finished."""
         try:
             values = self._read(cell, self._folder)
         except UserError as error:

@@ -46,7 +46,12 @@ class Result:
     state: TrainState
     train: dict[str, float]  # numbers of the last log interval
     evaluation: dict[str, float]  # held-out numbers of the last evaluation
-    interrupted: bool  # stopped by a signal, with its state saved
+    stopped_by: str | None  # name of the signal, if one stopped it, with its state saved
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal stopped it."""
+        return self.stopped_by is not None
 
 
 class _Dispatched(NamedTuple):
@@ -247,23 +252,23 @@ class _Run:
                         self.checkpoints.save(self.state, position, values)
                     saved = self.step
         self.checkpoints.wait()
-        interrupted = self.step < t.steps
-        if interrupted:
+        stopped_by = signal_name if self.step < t.steps else None
+        if stopped_by:
             logging.info(
                 "Stopped by %s after step %d; checkpoint %d is saved, the same command goes on "
                 "from there.",
-                signal_name,
+                stopped_by,
                 self.step,
                 saved,
             )
-        return Result(self.step, self.state, self.train_values, self.eval_values, interrupted)
+        return Result(self.step, self.state, self.train_values, self.eval_values, stopped_by)
 
     def finished(self) -> Result:
         logging.info("Nothing to do: the run is finished, at step %d.", self.step)
         train, validation = (
             reporting.read_last(self.workdir.metrics, split) for split in ("train", "validation")
         )
-        return Result(self.step, self.state, train, validation, interrupted=False)
+        return Result(self.step, self.state, train, validation, stopped_by=None)
 
     def _publish_if_due(self) -> None:
         every = self.config.checkpoint.huggingface_every

@@ -346,8 +346,10 @@ def test_a_run_killed_half_way_goes_on_from_its_checkpoint(
 
     monkeypatch.setattr(unfinished.Unfinished, "keep_if_due", dies_after)
     folder = tmp_path / "killed"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as stopped:
         start(folder, **fields, finetune__checkpoint_minutes=1e-9)
+    if by == signal.SIGTERM:
+        assert stopped.value.by == "SIGTERM"  # says the exit code
     monkeypatch.setattr(unfinished.Unfinished, "keep_if_due", keep)
     first = len(seen)
     result = start(folder, **fields)[0]

@@ -155,7 +155,7 @@ def test_an_interrupted_run_leaves_a_page_at_once(
     train = pretraining.loop.train
 
     def stopped(*arguments, **options):
-        return dataclasses.replace(train(*arguments, **options), interrupted=True)
+        return dataclasses.replace(train(*arguments, **options), stopped_by="SIGTERM")
 
     def fail(*arguments):
         raise AssertionError("there is no time")
@@ -194,7 +194,7 @@ def test_an_interrupted_run_leaves_a_page_and_the_end_another(
     with monkeypatch.context() as patch:
         stop_after(2, patch)
         stopped = recipes.pretrain(config, tmp_path)
-    assert (stopped.interrupted, stopped.step, stopped.report) == (True, 2, "")
+    assert (stopped.stopped_by, stopped.step, stopped.report) == ("SIGTERM", 2, "")
     page = Page((tmp_path / "report.html").read_text())
     assert "interrupted after step 2 of 4" in page.text
     assert "There was no evaluation yet." in page.text

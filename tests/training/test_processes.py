@@ -9,12 +9,16 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
+from absl.testing import flagsaver
 
+from convbert_jax import command_line, interrupts, main, recipes
 from convbert_jax.training.checkpoints import reading as checkpoint_reading
 from convbert_jax.training.checkpoints import saving as checkpoint
+from convbert_jax.training.environment import compilation
 from tests import compiling
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
@@ -76,18 +80,48 @@ def assert_same_run(first, second, step):
     assert curves[0] == curves[1]
 
 
-def test_a_signal_saves_and_ends(tmp_path):
+@pytest.mark.parametrize(("number", "ends"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_ends(tmp_path, number, ends):
+    """With a code that is not that of a finished run: a launcher starts it again after SIGTERM."""
     process = start(tmp_path, "--steps=100000", "--seconds=0.01")
     wait_for_line(tmp_path, 3, process)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     code, text = finish(process)
-    assert code == 0
+    assert code == ends, text
     assert "interrupted True" in text
-    assert "Stopped by SIGTERM" in text
+    assert f"Stopped by {number.name}" in text
     step = checkpoint.list_steps(tmp_path / "checkpoints")[-1]
     assert f"step {step} interrupted" in text
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] == step
+
+
+@pytest.mark.parametrize(("by", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        ("pretrain", "--config=configs/tiny.py"),
+        ("finetune", "--config=configs/glue.py:cola --config.init_from= --config.finetune.data=x"),
+    ],
+)
+def test_a_run_that_was_stopped_ends_with_a_code_of_its_own(
+    monkeypatch, tmp_path, recipe, flags, by, code
+):
+    """Not with 0, which a scheduler takes for finished."""
+
+    def run(*arguments):
+        if recipe == "finetune":
+            raise interrupts.Stopped(by)
+        return types.SimpleNamespace(stopped_by=by, report="")
+
+    monkeypatch.setattr(recipes, recipe, run)
+    monkeypatch.setattr(main, "_computes_on_cpu", lambda config: False)
+    monkeypatch.setattr(compilation, "enable_compile_cache", lambda folder: None)
+    with flagsaver.flagsaver():
+        request = command_line.read(["main.py", *flags.split(), f"--workdir={tmp_path}"])
+    with pytest.raises(SystemExit) as end:
+        main.main(request)
+    assert end.value.code == code
 
 
 def test_a_second_signal_kills(tmp_path):
@@ -197,7 +231,7 @@ def test_two_processes_are_one_run(tmp_path):
     step = checkpoint.list_steps(workdir / "checkpoints")[-1]
     assert 7 <= step < 300
     for code, text in ends:
-        assert code == 0, text
+        assert code == 75, text
         assert f"step {step} interrupted True" in text
     code, text = finish(start(workdir, *arguments))
     assert code == 0, text

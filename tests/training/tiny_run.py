@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import sys
 import time
 
 import jax
@@ -243,6 +244,8 @@ def main() -> None:
     except UserError as error:
         console.fail(str(error))
     print(f"step {result.step} interrupted {result.interrupted}")
+    if result.stopped_by:
+        sys.exit(interrupts.exit_code(result.stopped_by))
 
 
 if __name__ == "__main__":
