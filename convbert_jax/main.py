@@ -10,14 +10,15 @@ import contextlib
 import dataclasses
 import errno
 import os
+import re
+import shlex
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 
 from absl import app, logging
 
 from convbert_jax import command_line, console, files, interrupts
-from convbert_jax.config import Config, ConfigError, UserError
+from convbert_jax.config import Config, UserError
 from convbert_jax.machine import allocator
 from convbert_jax.machine.accelerators import find_accelerators
 
@@ -219,61 +220,37 @@ def _together(request: command_line.Request, patience: float = 300.0) -> Iterato
     """Context in which all processes are here, and one that ends, ends all.
 
     Args:
-      patience: as `_join_hosts` takes it.
+      patience: seconds until a wait in vain for the others is an error.
     """
-    _join_hosts(request.processes, _platform(request), patience)
-    from convbert_jax.training.environment import peers, roll_call
+    from convbert_jax.training.environment import devices, exchange, meeting, peers, roll_call
 
-    with peers.watch():
+    given = request.processes
+    if given:
+        place = meeting.Place(given.coordinator, given.count, given.index)
+    else:
+        place = meeting.find_place()
+    silence = (request.config or Config()).train.silence_seconds
+    advise = _command_of if given else _start_everywhere
+    with peers.together(place, patience=patience, silence=silence, advise=advise):
+        devices.prepare_platform(_platform(request))
+        logging.info("Process %d of %d.", *exchange.place())
         roll_call.check_flags({"--mode": request.mode, "--step": request.step})
         yield
 
 
-def _join_hosts(
-    processes: command_line.Processes | None, platform: str = "any", patience: float = 300.0
-) -> None:
-    """Waits for the other processes; jax finds them by what TPU slices, Slurm and Open MPI set, or
-    by explicit flags.
+def _command_of(missing: Sequence[int]) -> str:
+    """What starts the first of the processes that --coordinator waits for and that are missing."""
+    arguments = shlex.join(sys.argv[1:])
+    own = re.sub(r"--?process[= ]\S+", f"--process={missing[0]}", arguments)
+    return f"start it with: python -m convbert_jax.main {own}"
 
-    Args:
-      platform: `config.platform`.
-      patience: seconds until a wait in vain ends the program, before jax does that, with a trace.
-    """
-    import jax
 
-    settings, name = {}, "--multihost"
-    advice = (
-        "start the same command on every host of a TPU slice, with srun or with mpirun, name the "
-        "processes with --coordinator, or leave --multihost out"
+def _start_everywhere(missing: Sequence[int]) -> str:
+    del missing
+    return (
+        "start the same command on every host of the TPU slice, with srun or with mpirun, and look "
+        "at the logs of those that do not come"
     )
-    if processes:
-        name = f"--coordinator={processes.coordinator}"
-        settings = {
-            "coordinator_address": processes.coordinator,
-            "num_processes": processes.count,
-            "process_id": processes.index,
-        }
-        advice = (
-            f"start the same command once for each --process from 0 to {processes.count - 1}, with "
-            "a free port on the machine of the first"
-        )
-        logging.info("Waiting for %d processes at %s.", processes.count, processes.coordinator)
-    # Who is missing nobody can tell: see training/environment/exchange.py.
-    message = f"{name}: not all processes have come within {patience:.0f} s; {advice}."
-    in_vain = threading.Timer(patience, _give_up, (message,))
-    in_vain.daemon = True
-    in_vain.start()
-    try:
-        jax.distributed.initialize(**settings, initialization_timeout=int(2 * patience))
-    except (ValueError, RuntimeError) as error:
-        first = str(error).splitlines()[0].rstrip(".")
-        raise ConfigError(f"{name}: {first}; {advice}.") from error
-    finally:
-        in_vain.cancel()
-    from convbert_jax.training.environment import devices, exchange
-
-    devices.prepare_platform(platform)
-    logging.info("Process %d of %d.", *exchange.place())
 
 
 def _give_up(message: str) -> None:

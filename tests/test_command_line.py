@@ -444,6 +444,7 @@ def test_every_comment_of_a_field_is_found():
         (("--coordinator=localhost:1",), "add --processes and --process."),
         (("--process=0",), "add --coordinator and --processes."),
         (("--coordinator=here", "--processes=2", "--process=0"), "must be HOST:PORT"),
+        (("--coordinator=h:65536", "--processes=2", "--process=0"), "must be HOST:PORT"),
         (("--coordinator=h:1", "--processes=2", "--process=2"), "must be below --processes=2"),
         (("--coordinator=h:1", "--processes=2", "--process=0", "--multihost"), "leave out"),
         (("--coordinator=", "--processes=2", "--process=0"), "--coordinator= is empty"),
@@ -485,16 +486,32 @@ def test_processes_that_do_not_come_are_one_sentence(index):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
+    together = [f"--coordinator={address}", "--processes=2", f"--process={index}"]
     code = (
-        "from convbert_jax import command_line, main\n"
-        f"main._join_hosts(command_line.Processes({address!r}, 2, {index}), patience=1.0)"
+        "import sys\n"
+        "from convbert_jax import command_line, console, main\n"
+        "request = command_line.read(sys.argv)\n"
+        "try:\n"
+        "    with main._together(request, patience=1.0):\n"
+        "        pass\n"
+        "except main.UserError as error:\n"
+        "    console.fail(str(error))\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, "-c", code, TINY, *together],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
     )
     assert result.returncode == 1
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert f"--coordinator={address}: not all processes have come within 1 s; start" in line
+    assert f"process {1 - index} of 2 " in line
+    command = (
+        f"convbert_jax.main {TINY} --coordinator={address} --processes=2 --process={1 - index}"
+    )
+    assert " within 1 s" in line
+    assert line.endswith(f"; start it with: python -m {command}.")
     assert "Check failure" not in result.stderr
 
 

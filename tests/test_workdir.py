@@ -226,7 +226,8 @@ MAY_CHANGE = {
     "data": ("workers", "prefetch", "directory", "cache"),
     "train": (
         *("steps", "accumulation", "log_every", "eval_every", "eval_rows", "warn_health"),
-        *("gradient_dtype", "spike", "rollbacks", "hang_seconds", "tracker"),
+        *("gradient_dtype", "spike", "rollbacks", "hang_seconds", "silence_seconds"),
+        "tracker",
         *("profile_start", "profile_steps", "compile_cache"),
     ),
     "checkpoint": ("every", "keep", "keep_every", "best_metric", "best_mode", "huggingface_every"),

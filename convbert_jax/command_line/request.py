@@ -257,7 +257,7 @@ def _read_processes() -> Processes | None:
         )
     if flags.MULTIHOST.value:
         raise ConfigError("--multihost finds the processes by itself; leave out --coordinator.")
-    if not re.fullmatch(r"\S+:\d{1,5}", coordinator):
+    if not re.fullmatch(r"\S+:\d{1,5}", coordinator) or int(coordinator.rpartition(":")[2]) > 65535:
         raise ConfigError(f"--coordinator={coordinator} must be HOST:PORT.")
     if index >= count:
         raise ConfigError(

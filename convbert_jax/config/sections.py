@@ -342,8 +342,11 @@ class TrainSection:
     # is bad; then, and by default, it ends
     rollbacks: Changeable[int] = 0
     # a run of which nothing moves so long, after its first step, ends with exit code 75 and the
-    # stacks of its threads; 0 is never
+    # stacks of its threads, of all processes; 0 is never
     hang_seconds: Changeable[int] = 3_600
+    # a process of several that gives no sign of life so long, as one that is stopped or whose host
+    # is gone, ends all with exit code 75
+    silence_seconds: Changeable[int] = 60
     # "" | wandb (Weights & Biases) | mlflow: hears the numbers of metrics.jsonl too, where its own
     # variables say, as WANDB_MODE=offline and MLFLOW_TRACKING_URI; needs its package
     tracker: Changeable[str] = ""

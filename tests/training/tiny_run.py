@@ -19,7 +19,7 @@ from convbert_jax import console, interrupts
 from convbert_jax.config import Config, UserError
 from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.training import loop, sharding
-from convbert_jax.training.environment import compilation, peers
+from convbert_jax.training.environment import compilation, meeting, peers
 from convbert_jax.training.task import Task
 from convbert_jax.workdir import Workdir
 
@@ -215,8 +215,8 @@ def main() -> None:
     watched = contextlib.nullcontext()
     if arguments.processes > 1:
         address = f"localhost:{arguments.port}"
-        jax.distributed.initialize(address, arguments.processes, arguments.process)
-        watched = peers.watch()
+        place = meeting.Place(address, arguments.processes, arguments.process)
+        watched = peers.together(place, patience=60, silence=60, advise=lambda missing: "start it")
     if arguments.file_bytes:
         import resource
 

@@ -142,6 +142,7 @@ BOUNDS = {
     "train.spike": Range(0.0, 1e6, note="0 is never"),
     "train.rollbacks": Range(0, 1_000),
     "train.hang_seconds": Range(0, _INT32, note="0 is never"),
+    "train.silence_seconds": Range(10, _INT32),
     "train.profile_start": Range(0, _INT32, note="0 is never"),
     "train.profile_steps": _COUNT,
     "checkpoint.every": _COUNT,

@@ -1,9 +1,8 @@
 """Words between processes, through the coordination service that jax starts: no device is touched,
 nothing is compiled.
 
-It is there once all processes have connected. Before that jax has no client that may ask: its
-service refuses a process that writes or reads earlier, and ends it with a trace of C++. So of
-those that never connect nothing can be told but that they do not; of those that fall silent
+It is there once all processes have connected, which meeting.py brings about: jax's service refuses
+a process that writes or reads earlier, and ends it with a trace of C++. Of those that fall silent
 afterwards, everything here gives the number.
 """
 

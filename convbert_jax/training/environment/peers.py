@@ -1,58 +1,84 @@
 """When one of several processes ends, the others say so in one sentence and end too, at once.
 
 Left alone, jax notices after 0.4 to 100 seconds and aborts with a stack trace of C++. Here each
-process keeps a connection to the first one, which the system closes when either of them ends,
-however it ends; the first one tells the others.
+process keeps a connection to the first one, from before jax begins. The system closes it when
+either of them ends, however it ends; a thread of each says now and then that it is there, which a
+process that is stopped, or whose host is gone, does not. The first one tells the others.
 """
 
 import atexit
 import contextlib
+import faulthandler
 import os
-import secrets
-import socket
 import sys
 import threading
 import time
 import zlib
 from collections.abc import Iterator
+from typing import NoReturn
 
 import jax
 import numpy as np
 from absl import logging
-from jax._src import distributed  # its client keeps words for all processes; not public
 from jax.experimental import multihost_utils
 
 from convbert_jax import interrupts
-from convbert_jax.training.environment import exchange
+from convbert_jax.config import ConfigError, UserError
+from convbert_jax.training.environment import meeting
+from convbert_jax.training.environment.meeting import Advice, Link, Place, Word
 
 EXIT_CODE = interrupts.TRY_AGAIN  # the same command goes on from the last checkpoint
-_KEY = "convbert_jax/peers"  # where the first process says where it listens
-_START = 300  # seconds for the first process to come here, as jax gives it to come at all
-_PATIENCE = 10.0  # seconds for a connection, and for a death to be told before its consequences
+_PATIENCE = 10.0  # seconds for a death to be told before its consequences
 _GRACE = 1.0  # seconds for a process to say its own error before it ends for another's
-_LINGER = 3.0  # seconds that the first process stays with its error: jax aborts those it leaves
-_DONE, _FAILED, _ENDED = b".", b"!", b"-"  # one byte before a process's number
+_LINGER = 3.0  # seconds that the first process stays with an error: jax aborts those it leaves
+_BEAT = 2.0  # seconds between two signs of life
+_JAX_PATIENCE = 100  # seconds after which jax takes a process for dead, its default
+_LONGEST = 2_000  # characters of a sentence
+_here: "_Peers | None" = None  # of this process
 
 
 @contextlib.contextmanager
-def watch() -> Iterator[None]:
-    """Context in which the end of any other process ends this one, with `EXIT_CODE`.
+def together(place: Place, *, patience: float, silence: float, advise: Advice) -> Iterator[None]:
+    """Context in which all processes are here, jax has connected them, and the end of any other
+    ends this one: with the sentence and the code of what has failed there, else with `EXIT_CODE`.
 
-    Call it on all processes after `jax.distributed.initialize`. An error inside is told to the
-    others as well, and this process then ends without waiting for them.
+    An error inside is told to the others, and this process then ends without waiting for them.
+
+    Args:
+      patience: seconds to wait for all to come.
+      silence: seconds without a sign of life after which a process counts as lost.
+
+    Raises:
+      ConfigError: not all have come, or they do not fit together.
     """
-    peers = _Peers()
+    global _here
+    peers = _here = _Peers(place, silence)
     try:
-        peers.connect()
+        peers.meet(patience, advise)
+        _connect_jax(place, patience, silence)
         yield
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
             time.sleep(_PATIENCE)  # the consequence of a death, which is told any moment
-        peers.leave(_FAILED)
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        atexit.register(_exit, code)  # runs before jax's own, which waits for all processes
+        code = 1
+        if isinstance(error, KeyboardInterrupt):
+            by = error.by if isinstance(error, interrupts.Stopped) else "SIGINT"
+            code = interrupts.exit_code(by)
+        peers.leave(_describe(error) | {"process": place.index})
+        # Runs before jax's own, which waits for all processes.
+        atexit.register(_exit, code, _LINGER if place.index == 0 else 0.0)
         raise
-    peers.leave(_DONE)
+    finally:
+        _here = None
+    peers.leave({"kind": "done"})
+
+
+def end_of_a_hang() -> NoReturn:
+    """Ends this process and all others with `EXIT_CODE` and the stacks of all their threads."""
+    faulthandler.dump_traceback(sys.__stderr__)
+    if _here:
+        _here.tell_of_a_hang()
+    os._exit(EXIT_CODE)
 
 
 def wait_for_all(what: str) -> None:
@@ -83,115 +109,141 @@ def is_same_on_all(text: str) -> bool:
 class _Peers:
     """The connections of this process: of the first one to all, of the others to the first."""
 
-    def __init__(self):
-        self._index, self._count = exchange.place()  # jax itself would look for devices
+    def __init__(self, place: Place, silence: float):
+        self._place, self._silence = place, silence
         self._lock = threading.Lock()
-        self._connections: list[socket.socket] = []
-        self._server: socket.socket | None = None
+        self._links: list[Link] = []
+        self._all_here, self._over = threading.Event(), threading.Event()
         self._left = False
 
-    def connect(self) -> None:
-        if self._count == 1:
+    def meet(self, patience: float, advise: Advice) -> None:
+        """Returns when all processes have come; who ends meanwhile ends all, as later."""
+        place = self._place
+        if place.count == 1:
             return
-        client = distributed.global_state.client
-        if self._index == 0:
-            # A stranger's connection must not pass for a process: it does not know the word.
-            word = secrets.token_hex(16)
-            both = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if both else socket.AF_INET
-            self._server = socket.create_server(
-                ("", 0), family=family, backlog=self._count, dualstack_ipv6=both
-            )
-            threading.Thread(target=self._accept, args=(word,), daemon=True).start()
-            client.key_value_set(_KEY, f"{self._server.getsockname()[1]} {word}")
-            return
-        port, word = client.blocking_key_value_get(_KEY, 1000 * _START).split()
-        host = distributed.global_state.coordinator_address.rpartition(":")[0].strip("[]")
-        try:
-            connection = socket.create_connection((host, int(port)), _PATIENCE)
-            connection.sendall(f"{word} {self._index:8}".encode())
-        except OSError as error:
-            logging.warning(
-                "Process 0 cannot be reached at %s:%s (%s): when a process ends, jax alone will "
-                "tell, after 100 seconds.",
-                host,
-                port,
-                error.strerror or error,
-            )
-            return
-        self._listen(connection, 0)
+        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
+        logging.info("%d processes meet at %s.", place.count, place.coordinator)
+        if place.index:
+            self._watch(0, meeting.reach(place, patience, advise))
+            logging.info("Waiting for the others.")
+            self._all_here.wait()
+        else:
+            meeting.gather(place, patience, advise, self._watch)
+            self._tell({"kind": "all here"})
 
-    def leave(self, how: bytes) -> None:
-        """Says goodbye; from now on nobody's end ends this process."""
+    def leave(self, last: Word) -> None:
+        """Says a last word; from now on nobody's end ends this process."""
+        self._over.set()
         with self._lock:
             self._left = True
-            self._tell(how, self._index)
-            for connection in self._connections:
-                connection.close()
-        if self._server:
-            self._server.close()
+            self._tell(last)
+            for link in self._links:
+                link.finish()
 
-    def _accept(self, word: str) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-                connection.settimeout(_PATIENCE)
-                said, _, index = (
-                    connection.recv(len(word) + 9, socket.MSG_WAITALL).decode().partition(" ")
-                )
-            except (OSError, UnicodeDecodeError):
-                if self._left:
-                    return
-                continue
-            if secrets.compare_digest(said.encode(), word.encode()) and index.strip().isdecimal():
-                self._listen(connection, int(index))
-            else:
-                connection.close()
-
-    def _listen(self, connection: socket.socket, index: int) -> None:
-        connection.settimeout(None)
-        # A host that is gone closes nothing: after a minute without an answer it counts as ended.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    def tell_of_a_hang(self) -> None:
         with self._lock:
-            self._connections.append(connection)
-        threading.Thread(target=self._wait, args=(connection, index), daemon=True).start()
+            self._tell({"kind": "hangs", "process": self._place.index})
+            self._linger()
 
-    def _wait(self, connection: socket.socket, index: int) -> None:
-        try:
-            said = connection.recv(9, socket.MSG_WAITALL)
-        except OSError:
-            said = b""
-        how, number = said[:1] or _ENDED, said[1:].decode(errors="replace").strip()
-        if how == _DONE:
-            return
-        if how == _FAILED:  # an error of the data or the numbers comes to all at once
+    def _watch(self, index: int, link: Link) -> None:
+        with self._lock:
+            self._links.append(link)
+        threading.Thread(target=self._listen, args=(index, link), daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self._over.wait(_BEAT):
+            self._tell({"kind": "beat"})
+
+    def _listen(self, index: int, link: Link) -> None:
+        """Until the process of this number says its last word, or falls silent."""
+        missed = 0  # beats, and not the clock: a machine that sleeps has not been waiting
+        while missed * _BEAT < self._silence:
+            try:
+                word = link.hear(_BEAT)
+            except TimeoutError:
+                missed += 1
+                continue
+            except (OSError, ValueError):
+                word = None
+            missed = 0
+            match word and word["kind"]:
+                case "beat":
+                    pass
+                case "all here":
+                    self._all_here.set()
+                case "done":
+                    return
+                case _:
+                    self._end_with(word or {"kind": "ended", "process": index})
+                    return
+        self._end_with({"kind": "silent", "process": index})
+
+    def _end_with(self, word: Word) -> None:
+        """Ends this process for what has happened to another."""
+        self._tell(word)
+        if word["kind"] == "failed":  # an error of the data or the numbers comes to all at once
             time.sleep(_GRACE)
-        ended = int(number) if number.isdecimal() else index
-        sentence = (
-            f"error: process {ended} of {self._count} has ended, so this one ends too; its own "
-            "last lines say why; start all of them again, the run goes on from the last "
-            "checkpoint.\n"
-        )
         with self._lock:
             if self._left:
                 return
             # Straight to the file: other threads may hold what a stream waits for.
-            os.write(2, sentence.encode())
-            self._tell(_ENDED, ended)
-            os._exit(EXIT_CODE)
+            os.write(2, f"error: {self._explain(word)}\n".encode())
+            if word["kind"] == "hangs":
+                faulthandler.dump_traceback(2)
+            self._linger()
+            os._exit(word.get("code", EXIT_CODE))
 
-    def _tell(self, how: bytes, index: int) -> None:
-        for connection in self._connections:
+    def _explain(self, word: Word) -> str:
+        who = f"process {word['process']}"
+        if word["kind"] == "failed":
+            return f"{who}: {word['sentence']}"
+        happened, look = {
+            "hangs": ("hangs", "what every thread does is below"),
+            "silent": (
+                f"has given no sign of life for {self._silence:.0f} s",
+                "it is stopped, or its host or the network does not answer",
+            ),
+        }.get(word["kind"], ("has ended", "its own last lines say why"))
+        return (
+            f"{who} of {self._place.count} {happened}, so this one ends too; {look}; start all of "
+            "them again, the run goes on from the last checkpoint."
+        )
+
+    def _linger(self) -> None:
+        if self._place.index == 0 and self._place.count > 2:
+            time.sleep(_LINGER)
+
+    def _tell(self, word: Word) -> None:
+        for link in list(self._links):
             with contextlib.suppress(OSError):
-                connection.sendall(how + f"{index:8}".encode())
+                link.say(**word)
 
 
-def _exit(code: int) -> None:
-    if exchange.place()[0] == 0:
-        time.sleep(_LINGER)
+def _connect_jax(place: Place, patience: float, silence: float) -> None:
+    try:
+        jax.distributed.initialize(
+            *place,
+            initialization_timeout=int(patience) + 1,
+            heartbeat_timeout_seconds=max(_JAX_PATIENCE, int(2 * silence)),
+        )
+    except (ValueError, RuntimeError) as error:
+        first = str(error).partition("\n")[0].rstrip(".")
+        raise ConfigError(
+            f"jax cannot bring {place.count} processes together at {place.coordinator}: {first}; "
+            "start all of them again."
+        ) from error
+
+
+def _describe(error: BaseException) -> Word:
+    """What the others are told: an error comes again, so its code is that of all."""
+    if isinstance(error, (KeyboardInterrupt, jax.errors.JaxRuntimeError)):
+        return {"kind": "ended"}
+    sentence = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return {"kind": "failed", "code": 1, "sentence": " ".join(sentence.split())[:_LONGEST]}
+
+
+def _exit(code: int, linger: float) -> None:
+    time.sleep(linger)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

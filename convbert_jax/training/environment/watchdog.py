@@ -1,9 +1,6 @@
 """Ends a run that hangs, as one whose devices or network do not answer any more."""
 
 import contextlib
-import faulthandler
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +28,8 @@ class Watchdog:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Context in which silence ends the process with `peers.EXIT_CODE`, on which launchers
-        start again, with the stacks of all threads on standard error.
+        start again, with the stacks of all threads on standard error, and all other processes,
+        with theirs.
         """
         if not self._seconds:
             yield
@@ -55,5 +53,4 @@ class Watchdog:
                     self._seconds,
                 )
                 logging.flush()
-                faulthandler.dump_traceback(sys.__stderr__)
-                os._exit(peers.EXIT_CODE)
+                peers.end_of_a_hang()

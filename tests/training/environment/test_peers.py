@@ -16,33 +16,38 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
 PATIENCE = 120  # seconds
 # Arguments: port, processes, number of this one, and what it does once all are up.
 PROGRAM = """
-import sys, time, jax
+import sys, time
 from convbert_jax import console
 from convbert_jax.config import UserError
-from convbert_jax.training.environment import peers
+from convbert_jax.training.environment import meeting, peers
 from jax.experimental import multihost_utils
 port, count, index, does = sys.argv[1:]
-jax.distributed.initialize(f"localhost:{port}", int(count), int(index))
+console.set_up_logging()
+place = meeting.Place(f"localhost:{port}", int(count), int(index))
 try:
-    with peers.watch():
+    with peers.together(place, patience=60, silence=10, advise=lambda missing: "start it"):
         multihost_utils.sync_global_devices("up")
         print("up", flush=True)
         time.sleep(600 if does == "wait" else 1)
         if does == "fail":
             raise UserError("its own reason.")
+        if does == "be interrupted":
+            raise KeyboardInterrupt
+        if does == "hang":
+            peers.end_of_a_hang()
 except UserError as error:
     console.fail(str(error))
 """
 
 
-def start(*does: str) -> list[subprocess.Popen]:
-    """One process for each word, all up."""
+def launch(*does: str, count: int) -> list[subprocess.Popen]:
+    """The first ones of so many processes, one for each word."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    processes = [
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(port), str(len(does)), str(index), what],
+            [sys.executable, "-c", PROGRAM, str(port), str(count), str(index), what],
             cwd=REPOSITORY,
             env=os.environ | {"XLA_FLAGS": ""},
             stdout=subprocess.PIPE,
@@ -51,6 +56,11 @@ def start(*does: str) -> list[subprocess.Popen]:
         )
         for index, what in enumerate(does)
     ]
+
+
+def start(*does: str) -> list[subprocess.Popen]:
+    """One process for each word, all up."""
+    processes = launch(*does, count=len(does))
     for process in processes:
         while line := process.stdout.readline():
             if line == "up\n":
@@ -79,6 +89,17 @@ def test_a_killed_process_ends_the_others(killed):
     processes[killed].communicate()
 
 
+def test_a_process_killed_before_all_have_come_ends_who_is_there():
+    """Nobody waits out the time for the third one, which does not come either."""
+    first, second = launch("wait", "wait", count=3)
+    for line in second.stderr:
+        if "Waiting for the others" in line:
+            break
+    second.kill()
+    second.communicate()
+    check_ended(first, 1, 3)
+
+
 @pytest.mark.slow
 def test_the_first_process_tells_the_third_of_the_second():
     processes = start("wait", "wait", "wait")
@@ -88,17 +109,48 @@ def test_the_first_process_tells_the_third_of_the_second():
     processes[1].communicate()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_an_error_of_one_ends_the_others(failing):
     does = ["wait", "wait"]
     does[failing] = "fail"
     processes = start(*does)
-    check_ended(processes[1 - failing], failing, 2)
-    _, text = processes[failing].communicate(timeout=PATIENCE)
-    assert processes[failing].returncode == 1, text
-    assert "error: its own reason.\n" in text
-    assert "has ended" not in text
+    for index, process in enumerate(processes):
+        _, text = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 1, text  # it comes again: no launcher shall try
+        whose = "" if index == failing else f"process {failing}: "
+        assert f"error: {whose}its own reason.\n" in text
+        assert "has ended" not in text
+
+
+@pytest.mark.slow
+def test_an_interrupted_one_ends_the_others_for_another_try():
+    processes = start("wait", "be interrupted")
+    check_ended(processes[0], 1, 2)
+    _, text = processes[1].communicate(timeout=PATIENCE)
+    assert processes[1].returncode == 130, text
+
+
+def test_a_stopped_process_ends_the_others():
+    """Its connection stands; it only says nothing any more."""
+    processes = start("wait", "wait")
+    processes[1].send_signal(signal.SIGSTOP)
+    try:
+        _, text = processes[0].communicate(timeout=PATIENCE)
+    finally:
+        processes[1].kill()
+        processes[1].communicate()
+    assert processes[0].returncode == EXIT_CODE, text
+    assert "error: process 1 of 2 has given no sign of life for 10 s" in text
+
+
+@pytest.mark.slow
+def test_a_hang_of_one_shows_what_all_of_them_do():
+    processes = start("wait", "hang", "wait")
+    for index, process in enumerate(processes):
+        _, text = process.communicate(timeout=PATIENCE)
+        assert process.returncode == EXIT_CODE, text
+        assert 'File "<string>", line' in text  # where the program stands
+        assert ("error: process 1 of 3 hangs, so this one ends too" in text) == (index != 1)
 
 
 @pytest.mark.slow

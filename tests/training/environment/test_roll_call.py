@@ -17,16 +17,16 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
 PATIENCE = 120  # seconds
 # Arguments: port, processes, number of this one, and statements before all are called.
 PROGRAM = """
-import sys, dataclasses, jax
+import sys, dataclasses
 from convbert_jax import console
 from convbert_jax.config import Config, UserError
-from convbert_jax.training.environment import exchange, peers, roll_call
+from convbert_jax.training.environment import exchange, meeting, peers, roll_call
 port, count, index, does = sys.argv[1:]
 console.set_up_logging()
-jax.distributed.initialize(f"localhost:{port}", int(count), int(index))
+place = meeting.Place(f"localhost:{port}", int(count), int(index))
 config, versions = Config(), roll_call.versions()
 try:
-    with peers.watch():
+    with peers.together(place, patience=60, silence=60, advise=lambda missing: "start it"):
         exec(does)
         roll_call.versions = lambda: versions
         roll_call.check_flags({"--mode": "train"})
@@ -92,10 +92,10 @@ def test_another_config_is_told_on_all():
 
 @pytest.mark.slow
 def test_another_number_of_processes_is_told():
-    """Given to one of them only; jax connects the two."""
+    """Before jax, which would connect the two."""
     said = sentences(run("", "", count=(2, 3)))
     assert len(set(said)) == 1
-    assert "process 1 has processes=3, process 0 has 2; start the same" in said[0]
+    assert "process 1 is one of 3, process 0 one of 2; start the same" in said[0]
 
 
 @pytest.mark.slow
@@ -111,10 +111,10 @@ def test_a_process_that_falls_silent_is_told_by_its_number():
 def test_processes_that_are_the_same_are_one_line():
     (code, first), (other, second) = run("", "config = config")
     assert (code, other) == (0, 0), first + second
-    (line,) = [line for line in first.splitlines() if "processes" in line]
+    (line,) = [line for line in first.splitlines() if "2 processes: " in line]
     assert "2 processes: 2 x 1 cpu devices, jax " in line
     assert line.endswith(", same config, same data.")
-    assert "2 processes" not in second
+    assert "2 processes: " not in second
     (clocks,) = [line for line in first.splitlines() if line.startswith("clocks")]
     (ahead, within) = eval(clocks.removeprefix("clocks"))[1]
     assert abs(ahead) <= within + 0.05  # one clock
