@@ -1,11 +1,11 @@
-"""Stopping when asked: SIGTERM (preemption, schedulers) and SIGINT (Ctrl-C)."""
+"""Stopping when asked: SIGTERM (schedulers), SIGINT (Ctrl-C), notice that a machine goes."""
 
 import signal
 import threading
 
 from absl import logging
 
-from convbert_jax.training.environment import exchange
+from convbert_jax.training.environment import exchange, preemption
 from convbert_jax.training.environment.agreement import Agreement
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -14,6 +14,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopSignals:
     """Context in which the first signal asks for a stop; a second one does what it did before, at
     once: SIGTERM ends the process, Ctrl-C is KeyboardInterrupt, after which a notebook lives on.
+    A notice of preemption asks as SIGTERM does, and the SIGTERM that follows it is a first one.
     """
 
     def __init__(self):
@@ -21,6 +22,7 @@ class StopSignals:
         self._previous = {}
         self._agreement = Agreement() if exchange.place()[1] > 1 else None
         self._said = False
+        self._over = threading.Event()
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
@@ -29,9 +31,11 @@ class StopSignals:
             logging.warning("Not in the main thread: signals will not stop this run cleanly.")
         if self._agreement:
             self._agreement.__enter__()
+        preemption.listen(self._notice, self._over)
         return self
 
     def __exit__(self, *exception):
+        self._over.set()
         self._put_back()
         if self._agreement:
             if exception[0] is None:
@@ -42,6 +46,10 @@ class StopSignals:
         del frame
         self._received = signal.Signals(number).name
         self._put_back()
+
+    def _notice(self, what: str):
+        logging.info("Compute Engine takes this machine away (%s): stopping.", what)
+        self._received = self._received or signal.SIGTERM.name
 
     def _put_back(self):
         for number, handler in self._previous.items():
