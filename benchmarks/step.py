@@ -143,7 +143,7 @@ def price(config: Config, target: str) -> dict[str, Any]:
 
     kind, _, sides = chips.chip(target).topology.partition(":")
     slice_of_one = open_topology(f"{kind}:{'x'.join('1' for _ in sides.split('x'))}")
-    one = dataclasses.replace(slice_of_one, devices=slice_of_one.devices[:1])  # of a v4 two
+    one = dataclasses.replace(slice_of_one, devices=slice_of_one.devices[:1])  # of a TPU7x two
     started = time.perf_counter()
     plan = plan_slice(config, one, largest_batch=False, compare=False, price=None)
     return plan.numbers | {"compile_seconds": time.perf_counter() - started}

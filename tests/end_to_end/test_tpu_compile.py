@@ -13,7 +13,7 @@ from convbert_jax import recipes
 from convbert_jax.analysis.tpu.collectives import BETWEEN_SLICES, find_collectives
 from convbert_jax.analysis.tpu.compiling import compile_as_text
 from convbert_jax.analysis.tpu.program import scheduled
-from convbert_jax.analysis.tpu.topology import open_topology
+from convbert_jax.analysis.tpu.topology import make_devices, open_topology
 from convbert_jax.config import MeshSection
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.recipes.planning.tpu_slice import plan_slice
@@ -56,14 +56,11 @@ SHAPES = [
 @pytest.mark.parametrize("packed", [True, False])
 def test_kernels_compile(chip, batch, length, heads, width, compute, packed):
     """Forward and backward of each op are Mosaic kernels in the program, under `auto` too."""
-    from jax.experimental import topologies
-
     from convbert_jax.ops.depthwise_conv import depthwise_conv
     from convbert_jax.ops.dynamic_conv import dynamic_conv
     from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
 
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=chip)
-    devices = topology.devices[:1]
+    devices = make_devices(chip)[:1]
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     place = jax.NamedSharding(mesh, jax.P())
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from convbert_jax import recipes
 from convbert_jax.analysis.tpu import plan as tpu_plan
+from convbert_jax.analysis.tpu.chips import CHIPS
 from convbert_jax.analysis.tpu.topology import open_topology
 from convbert_jax.config import ConfigError, MeshSection
 from convbert_jax.interop.networks import abstract_params
@@ -173,6 +175,31 @@ def test_a_slice_is_compiled_for(tmp_path):
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 @needs_libtpu
+@pytest.mark.parametrize("kind", CHIPS)
+def test_every_kind_of_chip_is_planned_for(kind, tmp_path, capfd):
+    config = make_config(
+        recipe="masked_lm", train__batch_size=64, model__hidden_size=128,
+        model__embedding_size=128, compute_dtype="bfloat16",
+    )  # fmt: skip
+    sides = "2x2x1" if CHIPS[kind].ports == 6 else "2x2"
+    result = recipes.plan(config, tmp_path, topology=f"{kind}:{sides}")
+    assert "stack trace" not in capfd.readouterr().err
+    numbers = result.numbers
+    assert numbers["fits"]
+    assert numbers["memory"]["capacity"] == int(CHIPS[kind].hbm_bytes)
+    devices = math.prod(numbers["mesh"].values())
+    assert devices == (8 if kind == "tpu7x" else 4)
+    # The gradient is summed over all devices, by whatever part of a chip.
+    least = 2 * (devices - 1) / devices * 4 * state.count(abstract_params(config))
+    reduced = [c for c in numbers["collectives"] if c["kind"] == "all-reduce"]
+    assert {c["axes"] for c in reduced} == {"data"}
+    assert least <= sum(c["sent_bytes"] for c in reduced) < 1.05 * least
+    assert not any(name.startswith("all-reduce") for name in numbers["unestimated"])
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@needs_libtpu
 def test_what_does_not_fit_is_an_answer(tmp_path):
     config = make_config(
         recipe="masked_lm", train__batch_size=4 * 2**17, model__hidden_size=512,
@@ -186,7 +213,7 @@ def test_what_does_not_fit_is_an_answer(tmp_path):
 
 @needs_libtpu
 def test_a_slice_that_does_not_exist_is_a_sentence(tmp_path):
-    with pytest.raises(ConfigError, match="no slice that the TPU compiler knows"):
+    with pytest.raises(ConfigError, match="no slice of v5e is 3x7"):
         open_topology("v5e:3x7")
     config = dataclasses.replace(make_config(), mesh=MeshSection(data=3))
     with pytest.raises(sharding.ShardingError, match="do not divide the 4 devices"):

@@ -1,6 +1,6 @@
 """TPU chips as devices of a compiler: what they can do, and how its model prices memory.
 
-A device of v4 and TPU7x is one of the two cores of a chip, of the others a whole chip.
+A device of TPU7x is one of the two cores of a chip, of the others a whole chip.
 """
 
 import dataclasses
@@ -16,11 +16,12 @@ class Chip:
       hbm_bytes: that a program may use, as the compiler refuses larger ones.
       hbm_bytes_per_second, flops_per_second (bfloat16), link_bytes_per_second (both directions, all
         ports): Google Cloud's TPU documentation, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e",
-        "TPU7x"; those of a chip are halved where it is two devices.
+        "TPU7x"; those of a TPU7x chip are halved, as it is
+        two devices.
       ports: links to other chips.
-      flops_per_cycle: matrix units x side^2 x 2 (v5e: one core of 4 of 128 x 128; v5p: two such
-        cores; v6e and TPU7x: a core of 4 of 256 x 256, which is what estimates for large products
-        imply).
+      flops_per_cycle: matrix units x side^2 x 2 (v5e: one core of 4 of 128 x 128; v4 and v5p: two
+        such cores; v6e and TPU7x: a core of 4 of 256 x 256, which is what estimates for large
+        products imply).
       slice_bytes_per_second: to other slices, by the network of the data center: what a pod is said
         there to have, for a chip of its 256; None where it is not said.
       copied_bytes_per_cycle: what the compiler's estimate for an elementwise operation on a large
@@ -55,7 +56,7 @@ class Chip:
 _GIB = 2**30
 _SIDE_128, _SIDE_256 = 4 * 128**2 * 2, 4 * 256**2 * 2
 CHIPS = {
-    "v4": Chip("v4:2x2x1", 15.25 * _GIB, 614e9, 137.5e12, 300e9, 6, _SIDE_128, 226),
+    "v4": Chip("v4:2x2x1", 30.75 * _GIB, 1228e9, 275e12, 600e9, 6, 2 * _SIDE_128, 452),
     "v5e": Chip("v5e:2x2", 15.75 * _GIB, 819e9, 197e12, 400e9, 4, _SIDE_128, 222, 3.125e9),
     "v5p": Chip("v5p:2x2x1", 95.73 * _GIB, 2765e9, 459e12, 1200e9, 6, 2 * _SIDE_128, 573),
     "v6e": Chip(

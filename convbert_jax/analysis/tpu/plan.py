@@ -24,6 +24,7 @@ from convbert_jax.training.state import TrainState
 
 # Groups of cycles, as people ask for them.
 PRODUCTS, KERNELS, OTHER = "matrix products", "Pallas kernels", "everything else"
+_NUMBERED = re.compile(r"([.-](\d+|cloned|call|start))+$")  # what the compiler adds to a kind
 _PRODUCT = ("convolution", "dot")
 
 
@@ -224,8 +225,8 @@ def _count_operations(text: str, chip: Chip, shown: int) -> Operations:
         if operation.kernel is not None:
             cycles, group = chip.bandwidth_cycles(kernel_bytes(operation.kernel)), KERNELS
         elif cycles is None:
-            kind = re.sub(r"[.\d]+$", "", operation.name)
-            if kind.removesuffix("-start") in KINDS:
+            kind = _NUMBERED.sub("", operation.name)
+            if kind in KINDS:
                 continue  # the network is counted by bytes
             unestimated[kind] = unestimated.get(kind, 0) + operation.times
             continue

@@ -22,6 +22,7 @@ import tempfile
 
 from convbert_jax.analysis.tpu.chips import chip
 from convbert_jax.analysis.tpu.program import SHAPE, KernelCall, kernel_bytes, scheduled
+from convbert_jax.analysis.tpu.topology import make_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,13 +141,10 @@ def price_compiled(compiled, target: str, kernels: bool = True) -> Price:
 @functools.cache  # devices of another topology of the same name are others
 def make_mesh(target: str):
     """One chip of `target`, which is not here, as a mesh with the axes of training."""
-    from jax.experimental import topologies
-
     from convbert_jax.config import MeshSection
     from convbert_jax.training import sharding
 
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=chip(target).topology)
-    return sharding.make_mesh(MeshSection(), topology.devices[:1])
+    return sharding.make_mesh(MeshSection(), make_devices(chip(target).topology)[:1])
 
 
 def compile_for(function, *arguments, target: str):
@@ -207,7 +205,7 @@ def _profile(kernel: KernelCall, target: str) -> float:
 def _compile_alone(kernel: KernelCall, target: str) -> int:
     """Profiled cycles of `kernel`; only in a process with the profiler's flag."""
     import jax
-    from jax.experimental import layout, topologies
+    from jax.experimental import layout
 
     def struct(shape):
         dtype, dimensions, _ = SHAPE.match(shape).groups()
@@ -215,8 +213,7 @@ def _compile_alone(kernel: KernelCall, target: str) -> int:
         name = names.get(dtype) or names[dtype[0]] + dtype[1:]
         return jax.ShapeDtypeStruct([int(n) for n in dimensions.split(",") if n], name)
 
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=chip(target).topology)
-    here = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    here = jax.sharding.SingleDeviceSharding(make_devices(chip(target).topology)[0])
     operands = [struct(shape) for shape in kernel.operands]
     results = [struct(shape) for shape in kernel.results]
     call = jax.ffi.ffi_call(

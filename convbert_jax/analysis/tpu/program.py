@@ -37,6 +37,7 @@ _BODIES = re.compile(r"(?:to_apply|calls|body|true_computation|false_computation
 _ESTIMATE = re.compile(r'"window_config":\{[^}]*?"estimated_cycles":"(\d+)"')
 # What runs beside, on the SparseCores of v5p and v6e, as lookups in large tables do.
 _SPARSE_CORE = 'execution_thread="sparsecore"'
+_CALLED = re.compile(r"called_computations=\{%([\w.\-]+)\}")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _COLLECTIVE = re.compile(r"^(reduce-scatter|all-\w+(-\w+)?|collective-permute)(-start)?$")
 # Cost time, but the compiler gives no estimate for them.
@@ -102,9 +103,12 @@ class Computations(dict[str, dict[str, Instruction]]):
 
     def _beside(self, start: Instruction, times: int, name: str) -> list[Scheduled]:
         """What a SparseCore is sent: its collectives, as if the cores waited for them; else it
-        counts as one.
+        counts as one. On TPU7x a custom call stands around what it does.
         """
-        inside = self._walk(_BODIES.search(start.rest)[1], times)
+        inside = []
+        for found in self._walk(_BODIES.search(start.rest)[1], times):
+            called = _CALLED.search(found.instruction.rest)
+            inside += self._walk(called[1], found.times) if called else [found]
         sent = [found for found in inside if _COLLECTIVE.match(found.instruction.opcode)]
         return sent or [Scheduled(start, times, name)]
 

@@ -20,7 +20,7 @@ class Topology:
       name: as "v5e:4x4", or "2xv5e:4x4" of two slices.
       chip: of each device.
       chips: that are paid for, of all slices.
-      devices: that a mesh is made of; of v4 and TPU7x two for each chip.
+      devices: that a mesh is made of; of TPU7x two for each chip.
     """
 
     name: str
@@ -44,16 +44,26 @@ def open_topology(name: str) -> Topology:
         raise ConfigError(
             f"--topology={name} needs the TPU compiler, which needs no TPU: pip install libtpu."
         )
+    slices = int(count or 1)
+    try:
+        devices = make_devices(of_one, slices)
+    except Exception as error:  # of several kinds, in the compiler's own words
+        raise ConfigError(
+            f"--topology={name} has the name of a TPU slice, but no slice of {kind} is "
+            f"{sides}; name one as {_EXAMPLES}."
+        ) from error
+    return Topology(name, CHIPS[kind], slices * count_chips(of_one), devices, slices)
+
+
+def make_devices(name: str, slices: int = 1) -> Sequence[Any]:
+    """Devices that can be compiled for, of so many slices like "v5e:4x4".
+
+    Raises:
+      Exception: of several kinds; the compiler knows no such slice.
+    """
     from jax.experimental import topologies
 
-    try:
-        several = {"num_slices": int(count)} if count else {}
-        described = topologies.get_topology_desc(platform="tpu", topology_name=of_one, **several)
-    except Exception as error:  # of several kinds, the compiler's own words in all
-        first = str(error).splitlines()[0].rstrip(".")
-        raise ConfigError(
-            f"--topology={name} is no slice that the TPU compiler knows ({first}); name one as "
-            f"{_EXAMPLES}."
-        ) from error
-    slices = int(count or 1)
-    return Topology(name, CHIPS[kind], slices * count_chips(of_one), described.devices, slices)
+    chosen: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    if name.startswith("v4:"):  # whose two cores are one device, as they are on the machine
+        chosen["chip_config_name"] = "megacore"
+    return topologies.get_topology_desc(platform="tpu", topology_name=name, **chosen).devices
