@@ -6,14 +6,14 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convbert_jax.analysis import flops, overview
+from convbert_jax.analysis import flops, overview, planned
 from convbert_jax.config import Config, ConfigError
 from convbert_jax.machine.limits import free_memory
 
@@ -90,8 +90,13 @@ class ArithmeticPlan:
         return self.parameters + self.gradients + self.moments + self.kept
 
     @property
+    def capacity(self) -> float:
+        """Bytes of a device that a step may take."""
+        return _FREE * self.devices.bytes
+
+    @property
     def fits(self) -> bool:
-        return self.used <= _FREE * self.devices.bytes
+        return self.used <= self.capacity
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -100,8 +105,32 @@ class ArithmeticPlan:
         best, worst = (self.flops / peak / share for share in reversed(self.devices.reached))
         return best, worst
 
-    def to_json(self) -> dict[str, Any]:
-        """All numbers, and that they are arithmetic."""
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Times differ by nothing that arithmetic sees: the best computes least again, and then
+        divides least.
+        """
+        divided = self.axes["tensor"] * self.axes["sequence"]
+        return planned.REMAT.index(self.config.model.remat), divided, self.axes["fsdp"]
+
+    @property
+    def paid(self) -> int:
+        return self.devices.count
+
+    @property
+    def assumptions(self) -> str:
+        low, high = self.devices.reached
+        return (
+            f"a step reaches {low:.0%} to {high:.0%} of {self.devices.peak / 1e9:,.0f} GFLOP/s; "
+            f"from {self.devices.basis}"
+        )
+
+    def to_json(self, price: float | None = None) -> dict[str, Any]:
+        """All numbers, and that they are arithmetic.
+
+        Args:
+          price: of an hour of a device, in any currency.
+        """
         names = ("parameters", "gradients", "moments", "kept")
         return {
             "topology": self.devices.name,
@@ -112,11 +141,11 @@ class ArithmeticPlan:
             "rows": self.rows,
             "tokens": self.tokens,
             "flops": self.flops,
+            "remat": self.config.model.remat,
             "fits": self.fits,
             "memory": {name: getattr(self, name) for name in names}
             | {"used": self.used, "capacity": self.devices.bytes},
-            "seconds_of_a_step": list(self.seconds),
-        }
+        } | planned.outlook(self, price)
 
 
 def is_counted(topology: str) -> bool:
@@ -186,11 +215,20 @@ def _measure_products(rows: int, inputs: int, outputs: int) -> float:
     return 2 * rows * inputs * outputs / best
 
 
-def describe(plan: ArithmeticPlan, price: float | None = None) -> str:
+def describe(
+    plan: ArithmeticPlan,
+    price: float | None = None,
+    *,
+    largest: ArithmeticPlan | None = None,
+    compared: Sequence[ArithmeticPlan] = (),
+    searched: bool = False,
+) -> str:
     """A text for a person.
 
     Args:
       price: of an hour of a device, in any currency.
+      largest: with the largest batch that fits, if it was `searched` for and there is one.
+      compared: other meshes and the like.
     """
     devices = plan.devices
     unit = devices.platform.upper()
@@ -206,30 +244,58 @@ def describe(plan: ArithmeticPlan, price: float | None = None) -> str:
         "activations": plan.kept,
     }
     hours = [seconds * steps * devices.count / 3600 for seconds in (best, worst)]
-    cost = f"{hours[0]:,.1f} to {hours[1]:,.1f} {unit}-hours"
+    cost = f"{hours[0]:,.3g} to {hours[1]:,.3g} {unit}-hours"
     if price is not None:
         cost += f", {hours[0] * price:,.2f} to {hours[1] * price:,.2f} at {price:g} each"
-    mesh = " ".join(f"{name}={size}" for name, size in plan.axes.items())
     return "\n".join(
         [
             f"{plan.config.name} on {devices.name}, BY ARITHMETIC: nothing was compiled or run",
             f"from {devices.basis}",
             "",
-            f"mesh                    {mesh}",
+            f"mesh                    {planned.spell_mesh(plan)}",
             f"a step                  {plan.rows:,} rows, {plan.tokens:,} tokens, "
             f"{plan.flops:.3g} FLOPs",
             "",
             f"{f'memory of a {unit}':<24}{plan.used / _GIB:.2f} of {capacity:.2f} GiB, {state}; "
             "what operations need for themselves comes on top",
             *(f"  {name:<22}{size / _GIB:>8.2f}" for name, size in rows.items()),
+            *(() if plan.fits else planned.WHAT_HELPS),
             "",
             f"a step takes            {_spell(best)} to {_spell(worst)} ms, if it reaches "
             f"{low:.0%} to {high:.0%} of {devices.peak / 1e9:,.0f} GFLOP/s",
             f"  tokens a second       {plan.tokens / worst:,.0f} to {plan.tokens / best:,.0f}",
-            f"the run                 {steps:,} steps: {overview.spell_time(best * steps)} to "
-            f"{overview.spell_time(worst * steps)}, {cost}",
+            f"the run                 {steps:,} steps: "
+            f"{overview.spell_range(best * steps, worst * steps)}, {cost}",
+            *(_describe_largest(largest) if searched else ()),
+            *(_compare([plan, *compared]) if compared else ()),
         ]
     )
+
+
+def _describe_largest(largest: ArithmeticPlan | None) -> list[str]:
+    if largest is None:
+        return ["", "no batch was found that fits"]
+    return [
+        "",
+        f"the largest batch found: --config.train.batch_size={largest.rows}, "
+        f"{largest.used / _GIB:.2f} GiB",
+    ]
+
+
+def _compare(plans: Sequence[ArithmeticPlan]) -> list[str]:
+    lines = ["", "mesh and what is computed again                            GiB"]
+    for each in plans:
+        name = f"{planned.spell_mesh(each)} remat={each.config.model.remat}"
+        lines.append(
+            f"  {name:<54}{each.used / _GIB:>6.1f}{'' if each.fits else '    does not fit'}"
+        )
+    best = planned.recommend(plans)
+    if best is None:
+        return [*lines, "none of them fits"]
+    return [
+        *lines,
+        f"computes least again and divides least, of those that fit: {planned.flags_of(best)}",
+    ]
 
 
 def _spell(seconds: float) -> str:

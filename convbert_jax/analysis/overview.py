@@ -104,6 +104,11 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def spell_range(best: float, worst: float) -> str:
+    """As "3.2 days to 5.1 days"; of seconds that round to the same, that."""
+    return " to ".join(dict.fromkeys(map(spell_time, (best, worst))))
+
+
 def spell_time(seconds: float) -> str:
     """As "3.2 days"."""
     for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):

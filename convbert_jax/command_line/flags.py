@@ -64,10 +64,10 @@ TOPOLOGY = flags.DEFINE_string(
     "What --mode=plan is for: a TPU slice, as v5e:4x4 or v5p:4x4x4, gpu:h100x8, or cpu (here).",
 )
 LARGEST_BATCH = flags.DEFINE_boolean(
-    "largest_batch", False, "Whether --mode=plan looks for it, by up to four more compilations."
+    "largest_batch", False, "Whether --mode=plan looks for it, by up to four more plans."
 )
 COMPARE = flags.DEFINE_boolean(
-    "compare", False, "Whether --mode=plan compiles other meshes and config.model.remat too."
+    "compare", False, "Whether --mode=plan plans other meshes and config.model.remat too."
 )
 PRICE = flags.DEFINE_float(
     "price", None, "Of an hour of one chip, for --mode=plan to count with.", lower_bound=0.0

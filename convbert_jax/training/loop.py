@@ -15,7 +15,7 @@ from convbert_jax import files, interrupts
 from convbert_jax.config import Config
 from convbert_jax.interfaces.batch import Batch
 from convbert_jax.training import evaluation as evaluation_lib
-from convbert_jax.training import sharding
+from convbert_jax.training import memory, sharding
 from convbert_jax.training import state as state_lib
 from convbert_jax.training.checkpoints.saving import Checkpoints
 from convbert_jax.training.environment import compilation, peers, signals
@@ -105,7 +105,6 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(batches))
         stack.enter_context(jax.set_mesh(mesh))
-        stack.enter_context(compilation.explain_out_of_memory())
         stop = stack.enter_context(signals.StopSignals())
         checkpoints = stack.enter_context(
             contextlib.closing(Checkpoints(workdir.checkpoints, config.checkpoint))
@@ -132,6 +131,7 @@ def train(
                 rollbacks=rollbacks,
                 watchdog=watchdog,
             )
+            stack.enter_context(compilation.explain_out_of_memory(causes=run.spell_memory))
             run.restore_or_start()
             if run.step >= t.steps:
                 return run.finished()
@@ -179,6 +179,7 @@ class _Run:
     watch: compilation.RecompileWatch = dataclasses.field(init=False)
     guard: LossGuard = dataclasses.field(init=False)
     given: list[Params] = dataclasses.field(default_factory=list)  # to each step, on the devices
+    shapes: dict[str, jax.ShapeDtypeStruct] | None = None  # of the newest batch
 
     def __post_init__(self):
         self.watch = compilation.RecompileWatch(
@@ -288,10 +289,10 @@ class _Run:
                 f"the training data ended at step {self.step} of config.train.steps="
                 f"{self.config.train.steps}; give more data or fewer steps."
             ) from None
+        placed = self.program.put_batch(batch)
+        self.shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in placed.items()}
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
-            self.state, metrics, vitals = self.program.train_step(
-                self.state, self.program.put_batch(batch), *self.given
-            )
+            self.state, metrics, vitals = self.program.train_step(self.state, placed, *self.given)
         self.step += 1
         if self.cut_interval:
             self.totals = interval.from_json(self.cut_interval, metrics)
@@ -363,6 +364,13 @@ class _Run:
     def _put_heldout(self, batch: Batch) -> Batch:
         self.watchdog.beat()
         return self.program.put_batch(batch)
+
+    def spell_memory(self) -> str:
+        """What a step takes of a device, by cause."""
+        causes = memory.find_causes(
+            self.task, self.program, self.shapes, self.config.train.accumulation
+        )
+        return memory.spell_causes(causes)
 
     def _check_best_metric(self) -> None:
         """Refuses a name that no evaluation will give, now and not at the first one."""

@@ -87,13 +87,14 @@ def mesh_sizes(section: MeshSection, count: int) -> dict[str, int]:
     named = ", ".join(f"config.mesh.{axis}={size}" for axis, size in sizes.items())
     if count % fixed:
         raise ShardingError(
-            f"{named} do not divide the {count} devices here; choose sizes whose product "
+            f"{named} do not divide the {count} devices of this run; choose sizes whose product "
             f"is {count}, or -1 for one of them."
         )
     sizes = {axis: count // fixed if n == -1 else n for axis, n in sizes.items()}
     if math.prod(sizes.values()) != count:
         raise ShardingError(
-            f"{named} use {fixed} of the {count} devices here; set config.mesh.data=-1 to use all."
+            f"{named} use {fixed} of the {count} devices of this run; set config.mesh.data=-1 to "
+            "use all."
         )
     return sizes
 

@@ -86,10 +86,13 @@ def test_memory_adds_up_in_what_is_said():
 
 
 def test_what_does_not_fit_says_what_helps():
-    short = make_plan(plan.Shortage(24.5 * GIB, 15.75 * GIB))
+    short = make_plan(plan.Shortage(24.5 * GIB, 15.75 * GIB, 3 * GIB, 6 * GIB))
     text = plan_text.describe(short, None, (), None, searched=True)
     assert "24.5 GiB and has 15.75" in text
-    assert "7.0 GiB are activations" in text
+    assert (
+        "activations that wait for the backward pass 7.0 GiB, moments of adamw 6.0 GiB, "
+        "parameters 3.0 GiB, gradients 3.0 GiB" in text
+    )
     assert "--config.mesh.fsdp" in text
     assert "no batch was found" in text
 
@@ -100,14 +103,14 @@ def test_the_fastest_that_fits_is_recommended():
         OPERATIONS, groups={name: n / 2 for name, n in OPERATIONS.groups.items()}
     )
     fast = make_plan(make_step(operations=operations), axes={"data": 1, "fsdp": 16, "tensor": 1})
-    short = make_plan(plan.Shortage(17e9, 16e9), axes={"data": 2, "fsdp": 8, "tensor": 1})
+    short = make_plan(plan.Shortage(17e9, 16e9, 1, 2), axes={"data": 2, "fsdp": 8, "tensor": 1})
     text = plan_text.describe(slow, None, (short, fast), None, searched=False)
     last = text.splitlines()[-1]
     assert "--config.mesh.data=1 --config.mesh.fsdp=16" in last
     assert text.count("does not fit") == 1
 
 
-@pytest.mark.parametrize("step", [make_step(), plan.Shortage(2.0, 1.0)])
+@pytest.mark.parametrize("step", [make_step(), plan.Shortage(2.0, 1.0, 1, 2)])
 def test_numbers_are_json(step):
     numbers = json.loads(json.dumps(plan_text.to_json(make_plan(step))))
     assert numbers["fits"] == isinstance(step, plan.Step)
@@ -115,6 +118,18 @@ def test_numbers_are_json(step):
         assert numbers["memory"]["used"] == MEMORY.used
         assert [c["sent_bytes"] for c in numbers["collectives"]] == [225e6, 112.5e6]
         assert numbers["seconds_of_a_step"] == list(step.seconds)
+
+
+def test_numbers_say_what_the_run_takes():
+    made = make_plan()
+    steps, (best, worst) = made.config.train.steps, made.seconds
+    numbers = json.loads(json.dumps(plan_text.to_json(made, price=1.5)))
+    assert numbers["tokens_per_second"] == [524_288 / best, 524_288 / worst]
+    assert numbers["hours"] == pytest.approx([best * steps / 3600, worst * steps / 3600])
+    assert numbers["chip_hours"] == pytest.approx([16 * hours for hours in numbers["hours"]])
+    assert numbers["price"] == pytest.approx([1.5 * hours for hours in numbers["chip_hours"]])
+    assert "at worst" in numbers["assumptions"]
+    assert plan_text.to_json(made)["price"] is None
 
 
 @pytest.mark.parametrize(

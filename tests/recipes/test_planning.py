@@ -10,12 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from convbert_jax import recipes
+from convbert_jax.analysis import planned
 from convbert_jax.analysis.tpu import plan as tpu_plan
 from convbert_jax.analysis.tpu.chips import CHIPS
 from convbert_jax.analysis.tpu.topology import open_topology
 from convbert_jax.config import ConfigError, MeshSection
 from convbert_jax.interop.networks import abstract_params
-from convbert_jax.recipes.planning import tpu_slice, traced
+from convbert_jax.recipes.planning import candidates, traced
 from convbert_jax.training import sharding, state
 from tests.analysis.test_plan import make_plan, make_step
 from tests.recipes.conftest import make_config
@@ -29,14 +30,19 @@ from tests.running import needs_libtpu
 def test_the_search_ends_at_the_largest_batch(fixed, slope, batch, accumulation):
     """Where memory is a line, which it nearly is; every batch that is tried can be trained."""
     capacity, tried = 10_000, []
+    axes = {"data": 4, "fsdp": 1, "tensor": 1, "sequence": 1}
 
-    def fake(config, topology, teacher):
+    def fake(config):
         rows = config.train.batch_size
         tried.append(rows)
         used = fixed + slope * rows / accumulation
         memory = tpu_plan.Memory(0, 0, 0, int(used), 0, capacity)
-        step = make_step(memory=memory) if used <= capacity else tpu_plan.Shortage(used, capacity)
-        return make_plan(step, config=config, rows=rows)
+        step = (
+            make_step(memory=memory)
+            if used <= capacity
+            else tpu_plan.Shortage(used, capacity, 0, 0)
+        )
+        return make_plan(step, config=config, rows=rows, axes=axes)
 
     config = make_config(
         train__batch_size=4 * accumulation * batch, train__accumulation=accumulation
@@ -45,14 +51,9 @@ def test_the_search_ends_at_the_largest_batch(fixed, slope, batch, accumulation)
     # The largest that fits, by hand; there must be one, and not beyond all reason.
     most = int((capacity - fixed) / slope * accumulation) // unit * unit
     assume(0 < most < 2**20)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tpu_slice, "_plan", fake)
-        patch.setattr(
-            tpu_slice.sharding, "make_mesh", lambda *_: jax.make_mesh((4, 1, 1, 1), sharding.AXES)
-        )
-        found = tpu_slice._find_largest(fake(config, None, None), None)
+    found = candidates.find_largest(fake(config), fake)
     assert all(rows % unit == 0 for rows in tried)
-    assert len(tried) <= 1 + tpu_slice._SEARCHES
+    assert len(tried) <= 1 + candidates._SEARCHES
     assert found is not None
     assert found.fits
     assert found.rows >= most - unit
@@ -80,9 +81,7 @@ def test_gpus_are_counted(tmp_path):
     assert again["kept"] < copied["kept"] / 2
 
 
-def test_what_gpus_cannot_be_asked(tmp_path):
-    with pytest.raises(ConfigError, match="--largest_batch and --compare compile"):
-        recipes.plan(make_config(), tmp_path, topology="gpu:h100x8", compare=True)
+def test_a_batch_that_gpus_do_not_divide_is_a_sentence(tmp_path):
     with pytest.raises(sharding.ShardingError, match="does not split into 3 device shards"):
         recipes.plan(make_config(), tmp_path, topology="gpu:h100x3")
 
@@ -108,6 +107,68 @@ def test_this_machine_is_counted_from_its_own_speed(tmp_path):
     gpu = recipes.plan(config, tmp_path, topology="gpu:h100").numbers["memory"]
     same = ("parameters", "gradients", "moments")
     assert {n: numbers["memory"][n] for n in same} == {n: gpu[n] for n in same}
+
+
+def test_gpus_are_compared(tmp_path):
+    """The largest batch fits and one row a device more does not; other meshes and remat follow."""
+    config = make_config(train__batch_size=2**22, data__length=32, model__hidden_size=128)
+    asked = {"topology": "gpu:t4x8", "largest_batch": True, "compare": True, "price": 2.0}
+    result = recipes.plan(config, tmp_path, **asked)
+    numbers = json.loads(json.dumps(result.numbers))
+    assert not result.fits
+    assert "What helps, the cheapest first: --config.train.batch_size" in result.report
+    largest = numbers["largest_batch"]
+    assert largest["fits"]
+    used, capacity = largest["memory"]["used"], largest["memory"]["capacity"]
+    assert 0.9 * 0.92 * capacity < used <= 0.92 * capacity
+    meshes = [tuple(each["mesh"].values()) for each in numbers["compared"]]
+    assert {(2, 4, 1, 1), (1, 8, 1, 1), (4, 1, 2, 1), (4, 1, 1, 2)} <= set(meshes)
+    assert {each["remat"] for each in numbers["compared"]} == {"none", "dots", "full"}
+    assert numbers["recommended"] is None
+    assert "none of them fits" in result.report
+    small = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=64))
+    result = recipes.plan(small, tmp_path, **asked)
+    assert result.numbers["recommended"]["mesh"] == {
+        "data": 8, "fsdp": 1, "tensor": 1, "sequence": 1,
+    }  # fmt: skip
+    hours = [
+        seconds * config.train.steps * 8 / 3600 for seconds in result.numbers["seconds_of_a_step"]
+    ]
+    assert result.numbers["chip_hours"] == pytest.approx(hours)
+    assert result.numbers["price"] == pytest.approx([2.0 * each for each in hours])
+
+
+def test_other_meshes_keep_what_a_run_needs():
+    def sizes(*axes):
+        found = candidates.other_meshes(dict(zip(sharding.AXES, axes, strict=True)))
+        return [dataclasses.astuple(mesh) for mesh in found]
+
+    assert sizes(16, 1, 1, 1) == [
+        (4, 4, 1, 1), (2, 8, 1, 1), (1, 16, 1, 1), (8, 1, 2, 1), (8, 1, 1, 2),
+    ]  # fmt: skip
+    assert sizes(2, 1, 1, 8) == [(1, 2, 1, 8), (1, 1, 2, 8), (4, 1, 1, 4), (1, 1, 1, 16)]
+
+
+def test_what_is_computed_again_is_compared_on_the_best_mesh():
+    """The fastest that fits is recommended; a mesh that cannot be is left out."""
+
+    def fake(config):
+        m = config.mesh
+        axes = dict(zip(sharding.AXES, dataclasses.astuple(m), strict=True))
+        if m.tensor > 1:
+            raise sharding.ShardingError("it does not divide the heads")
+        fits = m.fsdp > 1
+        memory = tpu_plan.Memory(0, 0, 0, 90, 0, 100)
+        step = make_step(memory=memory) if fits else tpu_plan.Shortage(200, 100, 0, 0)
+        return make_plan(step, config=config, axes=axes)
+
+    first = fake(make_config(mesh__data=16))
+    compared = candidates.compare(first, fake)
+    again = [each for each in compared if each.config.model.remat != "none"]
+    assert [each.config.model.remat for each in again] == ["dots", "full"]
+    assert {each.axes["fsdp"] for each in again} == {4}
+    assert all(each.axes["tensor"] == 1 for each in compared)
+    assert planned.recommend([first, *compared]).axes["fsdp"] == 4
 
 
 @pytest.mark.parametrize("recipe", ["replaced_token", "masked_lm", "causal_lm", "span_corruption"])

@@ -340,6 +340,19 @@ def test_out_of_memory_names_the_settings():
     assert "\n" not in str(error.value)
 
 
+def test_out_of_memory_names_what_takes_it(tmp_path, monkeypatch):
+    """Where a step is too much for the device, the sentence has its causes in bytes."""
+
+    def too_much(self, *_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+
+    monkeypatch.setattr(loop._Run, "_look_at", too_much, raising=True)
+    with pytest.raises(compilation.OutOfMemoryError) as error:
+        run(tmp_path, make_config(4))
+    for cause in ("parameters", "gradients", "moments of the optimizer", "activations"):
+        assert re.search(rf"{cause}[a-z ]* [\d.]+ MiB", str(error.value)), cause
+
+
 def test_other_device_errors_pass():
     with pytest.raises(jax.errors.JaxRuntimeError), compilation.explain_out_of_memory():
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")

@@ -4,7 +4,6 @@ Read off the compiler's output, of one device of the mesh; all of them do the sa
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 
@@ -20,8 +19,14 @@ from convbert_jax.analysis.tpu.collectives import (
 from convbert_jax.analysis.tpu.program import Computations, kernel_bytes, scheduled
 from convbert_jax.analysis.tpu.topology import Topology
 from convbert_jax.config import Config
+from convbert_jax.training.memory import bytes_of_device
 from convbert_jax.training.state import TrainState
 
+ASSUMPTIONS = (
+    "the compiler's model: at best with memory at full bandwidth and the network hidden where it "
+    "can be, at worst with memory as the compiler prices it and all of the network on top; what "
+    "has no estimate (sorts, random bits) is in neither"
+)
 # Groups of cycles, as people ask for them.
 PRODUCTS, KERNELS, OTHER = "matrix products", "Pallas kernels", "everything else"
 _NUMBERED = re.compile(r"([.-](\d+|cloned|call|start))+$")  # what the compiler adds to a kind
@@ -114,10 +119,17 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-    """A step that does not fit into the memory of a device, in bytes."""
+    """A step that does not fit into the memory of a device, in bytes of it.
+
+    Attributes:
+      needed: of all, as the compiler says; capacity: that there are.
+      parameters, optimizer: what a step is given.
+    """
 
     needed: float
     capacity: float
+    parameters: int
+    optimizer: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +158,32 @@ class Plan:
     def fits(self) -> bool:
         return isinstance(self.step, Step)
 
+    @property
+    def used(self) -> float:
+        """Bytes of a device."""
+        return self.step.memory.used if self.fits else self.step.needed
+
+    @property
+    def capacity(self) -> float:
+        return self.step.memory.capacity if self.fits else self.step.capacity
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        return self.step.seconds
+
+    @property
+    def rank(self) -> float:
+        """The fastest is the best."""
+        return sum(self.seconds)
+
+    @property
+    def paid(self) -> int:
+        return self.topology.chips
+
+    @property
+    def assumptions(self) -> str:
+        return ASSUMPTIONS
+
 
 def describe_step(
     compiled: jax.stages.Compiled,
@@ -166,7 +204,7 @@ def describe_step(
       shown: how many of the dearest operations are kept.
     """
     stats = compiled.memory_analysis()
-    parameters, optimizer = (_bytes_of_device(t) for t in (state.params, state.opt_state))
+    parameters, optimizer = (bytes_of_device(t) for t in (state.params, state.opt_state))
     memory = Memory(
         parameters=parameters,
         optimizer=optimizer,
@@ -200,14 +238,6 @@ def bytes_needed(error: Exception) -> tuple[float, float] | None:
             needed, unit, capacity, of_capacity = found.groups()
             return float(needed) * 2 ** _POWERS[unit], float(capacity) * 2 ** _POWERS[of_capacity]
     return None
-
-
-def _bytes_of_device(tree) -> int:
-    """Of what lies on one device of arrays that know their places."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
 
 
 def _count_operations(text: str, chip: Chip, shown: int) -> Operations:

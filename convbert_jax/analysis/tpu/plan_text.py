@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from convbert_jax.analysis import overview
+from convbert_jax.analysis import overview, planned
 from convbert_jax.analysis.tpu.collectives import Collective
-from convbert_jax.analysis.tpu.plan import KERNELS, Plan, Shortage, Step
+from convbert_jax.analysis.tpu.plan import ASSUMPTIONS, KERNELS, Plan, Shortage, Step
+from convbert_jax.training.memory import spell_causes
 
 _GIB = 2**30
 _SMALL = 1e5  # bytes of a step that a line of collectives is not worth
@@ -33,7 +34,7 @@ def describe(
         f"{plan.config.name} on {t.name}: {t.chips} chips{of_slices}, the step compiled for them; "
         "nothing ran",
         "",
-        f"mesh                    {_mesh(plan)}",
+        f"mesh                    {planned.spell_mesh(plan)}",
         f"a step                  {plan.rows:,} rows, {plan.tokens:,} tokens, "
         f"{plan.flops:.3g} FLOPs",
         "",
@@ -52,8 +53,12 @@ def describe(
     return "\n".join(lines)
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
-    """All numbers of a plan; of one that does not fit, what it needs."""
+def to_json(plan: Plan, price: float | None = None) -> dict[str, Any]:
+    """All numbers of a plan; of one that does not fit, what it needs.
+
+    Args:
+      price: of an hour of one chip, in any currency.
+    """
     common = {
         "topology": plan.topology.name,
         "chips": plan.topology.chips,
@@ -70,26 +75,34 @@ def to_json(plan: Plan) -> dict[str, Any]:
         return common | {"memory": dataclasses.asdict(plan.step)}
     step = plan.step
     names = ("cycles", "times", "name", "source")
-    return common | {
-        "memory": dataclasses.asdict(step.memory) | {"used": step.memory.used},
-        "cycles": dict(step.operations.groups),
-        "dearest": [dict(zip(names, row, strict=True)) for row in step.operations.dearest],
-        "unestimated": dict(step.operations.unestimated),
-        "collectives": [
-            dataclasses.asdict(each) | {"sent_bytes": each.sent_bytes} for each in step.collectives
-        ],
-        "seconds_of_a_step": list(step.seconds),
-    }
+    return (
+        common
+        | {
+            "memory": dataclasses.asdict(step.memory) | {"used": step.memory.used},
+            "cycles": dict(step.operations.groups),
+            "dearest": [dict(zip(names, row, strict=True)) for row in step.operations.dearest],
+            "unestimated": dict(step.operations.unestimated),
+            "collectives": [
+                dataclasses.asdict(each) | {"sent_bytes": each.sent_bytes}
+                for each in step.collectives
+            ],
+        }
+        | planned.outlook(plan, price)
+    )
 
 
 def _describe_shortage(plan: Plan, step: Shortage) -> list[str]:
+    method = plan.config.optimizer.method
+    causes = {
+        "parameters": step.parameters,
+        "gradients": step.parameters,
+        f"moments of {method}": step.optimizer,
+        "activations that wait for the backward pass": plan.kept,
+    }
     return [
         f"DOES NOT FIT: a device needs some {step.needed / _GIB:.1f} GiB and has "
-        f"{step.capacity / _GIB:.2f}; of these {plan.kept / _GIB:.1f} GiB are activations that "
-        "wait for the backward pass.",
-        "What helps, the cheapest first: --config.train.batch_size smaller, or --config.train."
-        "accumulation larger; --config.mesh.fsdp larger, where parameters are much of it;",
-        "--config.model.remat=dots, then full; more chips.",
+        f"{step.capacity / _GIB:.2f}; by tracing {spell_causes(causes)}.",
+        *planned.WHAT_HELPS,
     ]
 
 
@@ -178,13 +191,10 @@ def _describe_time(plan: Plan, step: Step, price: float | None) -> list[str]:
     if price is not None:
         money = f", {_range(*(each * price for each in chip_hours))} at {price:g} each"
     return [
-        f"a step takes            {_range(best * 1e3, worst * 1e3)} ms by the compiler's model: at "
-        "best with memory at full bandwidth and the network hidden where it can be,",
-        "                        at worst with memory as the compiler prices it and all of the "
-        "network on top; what has no estimate (sorts, random bits) is in neither",
+        f"a step takes            {_range(best * 1e3, worst * 1e3)} ms by {ASSUMPTIONS}",
         f"  tokens a second       {_range(plan.tokens / worst, plan.tokens / best)}",
         f"  share of the peak     {shares[0]:.0%} to {shares[1]:.0%}",
-        f"the run                 {steps:,} steps: {' to '.join(map(overview.spell_time, whole))}, "
+        f"the run                 {steps:,} steps: {overview.spell_range(*whole)}, "
         f"{_range(*chip_hours)} chip-hours{money}",
     ]
 
@@ -204,24 +214,19 @@ def _describe_largest(largest: Plan | None) -> list[str]:
 def _compare(plans: Sequence[Plan]) -> list[str]:
     lines = ["", "mesh and what is computed again          GiB    ms a step          MB sent"]
     for each in plans:
-        name = f"{_mesh(each)} remat={each.config.model.remat}"
+        name = f"{planned.spell_mesh(each)} remat={each.config.model.remat}"
         if isinstance(each.step, Shortage):
             lines.append(f"  {name:<36}{each.step.needed / _GIB:>6.1f}    does not fit")
             continue
         sent = sum(c.sent_bytes for c in each.step.collectives) / 1e6
         times = _range(*(s * 1e3 for s in each.step.seconds))
         lines.append(f"  {name:<36}{each.step.memory.used / _GIB:>6.1f}    {times:<18} {sent:,.0f}")
-    fitting = [each for each in plans if each.fits]
-    if not fitting:
+    fastest = planned.recommend(plans)
+    if fastest is None:
         return [*lines, "none of them fits"]
-    fastest = min(fitting, key=lambda each: sum(each.step.seconds))
-    flags = [f"--config.mesh.{name}={size}" for name, size in fastest.axes.items()]
-    flags.append(f"--config.model.remat={fastest.config.model.remat}")
-    return [*lines, f"the fastest of these by the compiler's model: {' '.join(flags)}"]
-
-
-def _mesh(plan: Plan) -> str:
-    return " ".join(f"{name}={size}" for name, size in plan.axes.items())
+    return [
+        *lines, f"the fastest of these by the compiler's model: {planned.flags_of(fastest)}"
+    ]  # fmt: skip
 
 
 def _range(low: float, high: float) -> str:

@@ -3,6 +3,7 @@
 traced.py     the run as shapes
 tpu_slice.py  compiled for a slice
 counted.py    counted for GPUs, or for this CPU
+candidates.py other batches, meshes and `config.model.remat`
 """
 
 from collections.abc import Collection
@@ -12,7 +13,7 @@ from etils import epath
 from convbert_jax import files
 from convbert_jax.analysis.arithmetic_plan import is_counted
 from convbert_jax.analysis.tpu.topology import open_topology
-from convbert_jax.config import Config
+from convbert_jax.config import Config, ConfigError
 from convbert_jax.recipes import evaluation, start
 from convbert_jax.recipes.planning.counted import plan_by_arithmetic
 from convbert_jax.recipes.planning.tpu_slice import plan_slice
@@ -37,8 +38,8 @@ def plan(
     Args:
       given: as `start.read_start` takes it; files and weights that the config names are read.
       topology: as "v5e:4x4" or "gpu:h100x8", or "cpu" for this machine.
-      largest_batch: whether to look for it, by some more compilations.
-      compare: whether to compile other meshes and `config.model.remat` too.
+      largest_batch: whether to look for it, by some more plans.
+      compare: whether to plan other meshes and `config.model.remat` too.
       price: of an hour of one chip, in any currency.
       output: JSON file to write.
 
@@ -50,6 +51,11 @@ def plan(
     if output:
         evaluation.check_output(files.to_path(output))
     config, _ = start.read_start(config, Workdir(folder), given)
+    if largest_batch and config.reads_pairs:
+        raise ConfigError(
+            "--largest_batch is for rows of one length; of pairs of texts choose "
+            "config.parallel.batch_tokens and plan again."
+        )
     settings = {"largest_batch": largest_batch, "compare": compare, "price": price}
     if is_counted(topology):
         result = plan_by_arithmetic(config, topology, **settings)

@@ -6,12 +6,14 @@ import types
 
 import jax
 
-from convbert_jax.analysis import arithmetic_plan
-from convbert_jax.config import Config, ConfigError, MeshSection
+from convbert_jax.analysis import arithmetic_plan, planned
+from convbert_jax.config import Config, MeshSection
 from convbert_jax.recipes import prepared, teaching
-from convbert_jax.recipes.planning.traced import count_shards, kept_bytes, make_batch, make_task
+from convbert_jax.recipes.planning import candidates
+from convbert_jax.recipes.planning.traced import make_batch, make_task
 from convbert_jax.recipes.results import PlanResult
 from convbert_jax.training import sharding
+from convbert_jax.training.memory import count_shards, kept_bytes
 from convbert_jax.training.program import make_program
 
 
@@ -26,23 +28,33 @@ def plan_by_arithmetic(
     """As far as arithmetic goes: places of the state on an abstract mesh, activations by tracing on
     this machine's device.
     """
-    if largest_batch or compare:
-        raise ConfigError(
-            f"--largest_batch and --compare compile, and a plan for --topology={topology} is "
-            "arithmetic; leave them out."
-        )
     if topology == "cpu":
         rows, length = make_batch(config)["tokens"].shape
         layer = rows * length // config.train.accumulation
         devices = arithmetic_plan.this_cpu(layer, config.model.hidden_size, config.model.ffn_size)
     else:
         devices = arithmetic_plan.read_gpus(topology)
+    plan_one = functools.partial(_plan, devices=devices, teacher=teaching.open_teacher(config))
+    first = plan_one(config)
+    largest = candidates.find_largest(first, plan_one) if largest_batch else None
+    compared = candidates.compare(first, plan_one) if compare else []
+    to_json = functools.partial(arithmetic_plan.ArithmeticPlan.to_json, price=price)
+    numbers = planned.numbers_of_all(first, largest, compared, to_json)
+    report = arithmetic_plan.describe(
+        first, price, largest=largest, compared=compared, searched=largest_batch
+    )
+    return PlanResult(first.fits, numbers, report)
+
+
+def _plan(
+    config: Config, devices: arithmetic_plan.Devices, teacher: teaching.Teacher | None
+) -> arithmetic_plan.ArithmeticPlan:
     sizes = sharding.mesh_sizes(config.mesh, devices.count)
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
     prepared.check_batches(config, mesh)
     shards = count_shards(mesh)
     device = types.SimpleNamespace(platform=devices.platform, device_kind=devices.kind)
-    task = make_task(config, device, teaching.open_teacher(config), shards=shards)
+    task = make_task(config, device, teacher, shards=shards)
     here = sharding.make_mesh(MeshSection(), jax.devices()[:1])
     state = make_program(task, config, here).abstract
     places = sharding.tree_shardings(state, mesh, task.rules)
@@ -52,7 +64,7 @@ def plan_by_arithmetic(
         for tree, of_tree in ((state.params, places.params), (state.opt_state, places.opt_state))
     )
     batch = make_batch(config, shards)
-    plan = arithmetic_plan.ArithmeticPlan(
+    return arithmetic_plan.ArithmeticPlan(
         config,
         devices,
         axes=sizes,
@@ -60,11 +72,10 @@ def plan_by_arithmetic(
         parameters=parameters,
         gradients=parameters,
         moments=moments,
-        kept=kept_bytes(task, state.params, batch, config, mesh, here),
+        kept=kept_bytes(task, state.params, batch, config.train.accumulation, mesh, here),
         tokens=task.tokens_per_step,
         flops=task.flops_per_step,
     )
-    return PlanResult(plan.fits, plan.to_json(), arithmetic_plan.describe(plan, price))
 
 
 def _bytes_of_device(leaf: jax.ShapeDtypeStruct, place: jax.NamedSharding) -> int:

@@ -1,21 +1,17 @@
-"""A run as shapes: its task without a vocabulary, its batches without data, and what the backward
-pass keeps.
-"""
+"""A run as shapes: its task without a vocabulary, its batches without data."""
 
-import math
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 
 from convbert_jax.analysis import flops
 from convbert_jax.config import Config
 from convbert_jax.interfaces.special_ids import SpecialIds, sentinel_names
 from convbert_jax.objectives import span_corruption
 from convbert_jax.recipes import prepared, tasks, teaching
-from convbert_jax.training.task import Params, Task
+from convbert_jax.training.task import Task
 
 
 def make_batch(config: Config, shards: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
@@ -68,39 +64,3 @@ def make_task(
         tokenizer=types.SimpleNamespace(begins_word=np.ones(size, bool)),
         effort=effort,
     )
-
-
-def kept_bytes(
-    task: Task, params: Params, batch, config: Config, mesh: Mesh | AbstractMesh, one: Mesh
-) -> int:
-    """Activations of one device that wait for the backward pass, of one microbatch: what a step of
-    twice as many rows keeps more.
-
-    Args:
-      one: a device to trace on, of the kind of those of `mesh`.
-    """
-    rows = max(1, batch["tokens"].shape[0] // count_shards(mesh) // config.train.accumulation)
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-
-    # Without their places, which are of another mesh.
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-
-    def backward(params, batch, step, *given):
-        def loss(params):
-            return task.loss(params, batch, jax.random.key(0), *task.phase(step), *given)
-
-        return jax.vjp(loss, params, has_aux=True)[1]
-
-    def count(rows: int) -> int:
-        cut = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in batch.items()}
-        given = () if task.frozen is None else (task.frozen,)
-        with jax.set_mesh(one):
-            kept = jax.eval_shape(backward, shapes, cut, step, *given)
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(kept))
-
-    return (count(2 * rows) - count(rows)) // (mesh.shape["tensor"] * mesh.shape["sequence"])
-
-
-def count_shards(mesh: Mesh | AbstractMesh) -> int:
-    """Parts that rows are cut into."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]

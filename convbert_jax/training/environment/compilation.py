@@ -1,7 +1,7 @@
 """What was compiled, what the cache on disk saved, and out-of-memory errors in words."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 from absl import logging
@@ -104,16 +104,25 @@ LESS_MEMORY = (
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(advice: str = LESS_MEMORY) -> Iterator[None]:
-    """Turns the device's out-of-memory error into one sentence that names the settings."""
+def explain_out_of_memory(
+    advice: str = LESS_MEMORY, causes: Callable[[], str] = str
+) -> Iterator[None]:
+    """Turns the device's out-of-memory error into one sentence that names the settings.
+
+    Args:
+      causes: asked then: what takes the memory, in words; "" is not known.
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         first = str(error).strip().splitlines()[0][:200].rstrip(".")
+        named = causes()
         raise OutOfMemoryError(
-            f"out of memory on {jax.devices()[0].device_kind} ({first}); {advice}."
+            f"out of memory on {jax.devices()[0].device_kind} ({first}); "
+            + (f"a step needs of a device {named}; " if named else "")
+            + f"{advice}."
         ) from error
 
 
