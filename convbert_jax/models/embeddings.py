@@ -31,6 +31,7 @@ class Embeddings(nnx.Module):
         self.norm = LayerNorm(config.size, config.layer_norm_epsilon)
         self.dropout = config.dropout
 
+    @jax.named_scope("embeddings")
     def __call__(
         self,
         tokens: Int[Array, "B L"],

@@ -94,8 +94,10 @@ class Layer(nnx.Module):
         def feed(x):
             return dropout(self.feed_forward(x, inner_key(keys[2])), self.dropout, keys[2])
 
-        x = between_layers(residual(x, mix, self.mixer_norm, self.norm))
-        return between_layers(residual(x, feed, self.feed_forward_norm, self.norm))
+        with jax.named_scope("mixer"):
+            x = between_layers(residual(x, mix, self.mixer_norm, self.norm))
+        with jax.named_scope("feed_forward"):
+            return between_layers(residual(x, feed, self.feed_forward_norm, self.norm))
 
 
 class Encoder(nnx.Module):

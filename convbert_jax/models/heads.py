@@ -1,5 +1,6 @@
 """Heads that turn hidden states into logits."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -24,6 +25,7 @@ class MaskedLanguageHead(nnx.Module):
         self.norm = LayerNorm(config.size, config.layer_norm_epsilon)
         self.output_bias = nnx.Param(jnp.zeros(config.vocab_size))
 
+    @jax.named_scope("heads")
     def __call__(self, x: Float[Array, "*B C"], embeddings: Embeddings) -> Float[Array, "*B V"]:
         """Float32 logits. The table belongs to `embeddings`, which the caller owns."""
         return embeddings.attend(self.norm(gelu(self.dense(x)))) + self.output_bias[...]
@@ -36,6 +38,7 @@ class DiscriminatorHead(nnx.Module):
         self.dense = Dense(hidden_size, hidden_size, initializers.dense, rngs)
         self.output = Dense(hidden_size, 1, initializers.glorot, rngs)
 
+    @jax.named_scope("heads")
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B"]:
         """Float32 logits."""
         return self.output(gelu(self.dense(x)).astype(jnp.float32))[..., 0]
@@ -50,6 +53,7 @@ class PairHead(nnx.Module):
         self.dense = Dense(hidden_size, hidden_size, initializers.dense, rngs)
         self.output = Dense(hidden_size, 2, initializers.dense, rngs)
 
+    @jax.named_scope("heads")
     def __call__(self, x: Float[Array, "B L C"]) -> Float[Array, "B 2"]:
         """Float32 logits."""
         return self.output(jnp.tanh(self.dense(x[:, 0]).astype(jnp.float32)))

@@ -91,8 +91,9 @@ class PretrainingModel(nnx.Module):
         encoder = self.discriminator if c.kind == "shared" else self.generator
         untied = c.kind == "separate" and not c.tie_embeddings
         embeddings = self.generator_embeddings if untied else self.embeddings
-        hidden = _encode(embeddings, encoder, tokens, segment_ids, type_ids, dtype, key)
-        return self.generator_head(_pick(hidden, positions), embeddings)
+        with jax.named_scope("generator"):
+            hidden = _encode(embeddings, encoder, tokens, segment_ids, type_ids, dtype, key)
+            return self.generator_head(_pick(hidden, positions), embeddings)
 
     def discriminate(
         self,

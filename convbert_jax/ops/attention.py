@@ -32,6 +32,7 @@ CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
 Drop = Callable[[tuple[int, ...]], tuple[Bool[Array, "B H L S"], float]]
 
 
+@jax.named_scope("attention")
 def attention(
     query: Float[Array, "B L H D"],
     key: Float[Array, "B S H D"],

@@ -1,5 +1,6 @@
 """Depthwise convolution over time: one fixed filter per channel, taps as in `dynamic_conv`."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -44,6 +45,7 @@ IMPLEMENTATIONS = {
 }
 
 
+@jax.named_scope("convolution")
 def depthwise_conv(
     x: Float[Array, "B L C"],
     filters: Float[Array, "K C"],

@@ -71,6 +71,7 @@ LIGHT_IMPLEMENTATIONS = {
 }
 
 
+@jax.named_scope("convolution")
 def dynamic_conv(
     values: Float[Array, "B L H D"],
     filters: Float[Array, "*BL H K"],

@@ -5,6 +5,7 @@ projection, softmax and convolution on what is on the chip, and the backward pas
 filters again instead of reading them.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -53,6 +54,7 @@ IMPLEMENTATIONS = {
 }
 
 
+@jax.named_scope("convolution")
 def span_dynamic_conv(
     query: Float[Array, "B L C"],
     span_key: Float[Array, "B L C"] | None,

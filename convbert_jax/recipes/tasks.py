@@ -106,7 +106,7 @@ def build_task(
             more["teacher"] = teacher.over(given[0], config)
         elif first:
             more["masked_first"] = given[0]
-        with sums.gradients_sent_in(sent):
+        with sums.gradients_sent_in(sent), jax.named_scope("loss"):
             return recipe.objective.loss(model, batch, key, train=True, **settings, **more)
 
     def evaluate(params, batch, key):

@@ -92,10 +92,11 @@ def make_step(
             value, metrics, gradients = gradient(state.params, batch, drawn.key)
             norm = optax.tree.norm(gradients)
         vitals = Vitals(value, norm, drawn.learning_rate)
-        updates, opt_state = optimizer.update(
-            gradients, state.opt_state, state.params, learning_rate=drawn.learning_rate
-        )
-        params = optax.apply_updates(state.params, updates)
+        with jax.named_scope("update"):
+            updates, opt_state = optimizer.update(
+                gradients, state.opt_state, state.params, learning_rate=drawn.learning_rate
+            )
+            params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state), metrics, vitals
 
     return step

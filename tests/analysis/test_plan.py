@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import time
 
 import jax
@@ -20,6 +21,7 @@ GIB = 2**30
 MEMORY = plan.Memory(1 * GIB, 2 * GIB, GIB // 4, 8 * GIB, GIB // 4, 16 * GIB)
 OPERATIONS = plan.Operations(
     {plan.PRODUCTS: 300e6, plan.KERNELS: 20e6, plan.OTHER: 100e6},
+    {"attention": 300e6, plan.REST: 120e6},
     ((60e6, 12, "fusion.7", "jit(step)/mul"),),
     {"sort": 2},
 )
@@ -118,6 +120,35 @@ def test_numbers_are_json(step):
         assert numbers["memory"]["used"] == MEMORY.used
         assert [c["sent_bytes"] for c in numbers["collectives"]] == [225e6, 112.5e6]
         assert numbers["seconds_of_a_step"] == list(step.seconds)
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        ("jit(step)/jvp(loss)/generator/while/body/mixer/attention/dot_general", "attention"),
+        ("jit(step)/transpose(jvp(loss))/mixer/convolution/mul", "convolution branch"),
+        (
+            "jit(step)/transpose(jvp(loss/mixer))/abi,io->abo/dot_general",
+            "projections of the mixer",
+        ),
+        ("jit(step)/jvp(loss)/heads/convolution_like/add", "embeddings and heads"),
+        ("jit(step)/update/mul", "update"),
+        ("jit(step)/my_attention/add", plan.REST),
+        ("", plan.REST),
+    ],
+)
+def test_the_innermost_scope_says_which_part(source, part):
+    assert plan._part(source) == part
+
+
+def test_parts_and_what_is_waited_for_are_in_text_and_numbers():
+    made, chip = make_plan(), chips.CHIPS["v5e"]
+    waited = REDUCED.sent_bytes / 200e9 * chip.clock  # all four links, one way
+    assert plan_text.to_json(made)["cycles_by_part"] == {
+        "attention": 300e6, plan.REST: 120e6, plan.WAITING: pytest.approx(waited),
+    }  # fmt: skip
+    text = plan_text.describe(made, None, (), None, searched=False)
+    assert re.search(rf"{plan.WAITING} +{waited / 1e6:.2f}", text)
 
 
 def test_numbers_say_what_the_run_takes():

@@ -29,6 +29,19 @@ ASSUMPTIONS = (
 )
 # Groups of cycles, as people ask for them.
 PRODUCTS, KERNELS, OTHER = "matrix products", "Pallas kernels", "everything else"
+# Scopes of the model and of the step -> what people call them; the innermost one counts.
+_PARTS = {
+    "convolution": "convolution branch",
+    "attention": "attention",
+    "mixer": "projections of the mixer",
+    "feed_forward": "feed-forward",
+    "embeddings": "embeddings and heads",
+    "heads": "embeddings and heads",
+    "loss": "loss and sampling",
+    "update": "update",
+}
+REST, WAITING = "the rest", "collectives waited for"
+_SCOPE = re.compile(rf"(?<![^/(])({'|'.join(_PARTS)})(?![^/)])")
 _NUMBERED = re.compile(r"([.-](\d+|cloned|call|start))+$")  # what the compiler adds to a kind
 _PRODUCT = ("convolution", "dot")
 
@@ -67,11 +80,14 @@ class Operations:
     Attributes:
       groups: PRODUCTS, KERNELS, OTHER -> cycles. A kernel counts as the traffic of its operands at
         full bandwidth, which is less than it takes.
+      parts: the same cycles by the part of the model; a fusion of several counts as the one that
+        its last operation is of.
       dearest: (cycles, times, name, what the source calls it), the dearest first.
       unestimated: kinds of operations for which the compiler has no estimate -> how many.
     """
 
     groups: Mapping[str, float]
+    parts: Mapping[str, float]
     dearest: tuple[tuple[float, int, str, str], ...]
     unestimated: Mapping[str, int]
 
@@ -99,7 +115,7 @@ class Step:
         best = groups[PRODUCTS] + groups[KERNELS] + groups[OTHER] / chip.memory_pessimism
         worst = sum(groups.values())
         inside = [c for c in self.collectives if c.axes != BETWEEN_SLICES]
-        waiting = sum(c.sent_bytes for c in inside if not c.overlapped)
+        waiting = self._waiting
         hidden = sum(c.sent_bytes for c in inside) - waiting
         one_way = chip.link_bytes_per_second / 2
         of_one_axis = one_way * 2 / chip.ports
@@ -110,6 +126,18 @@ class Step:
             best / chip.clock + waiting / one_way,
             worst / chip.clock + (waiting + hidden) / of_one_axis + between,
         )
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Cycles by part of the model, and those in which cores wait for the network at best."""
+        seconds = self._waiting / (self.chip.link_bytes_per_second / 2)
+        return {**self.operations.parts, WAITING: seconds * self.chip.clock}
+
+    @property
+    def _waiting(self) -> float:
+        """Bytes that a device sends inside its slice while its cores wait."""
+        inside = (c for c in self.collectives if c.axes != BETWEEN_SLICES)
+        return sum(c.sent_bytes for c in inside if not c.overlapped)
 
     @property
     def sent_between_slices(self) -> float:
@@ -249,6 +277,7 @@ def _count_operations(text: str, chip: Chip, shown: int) -> Operations:
         or any(p.opcode in _PRODUCT for _, p in computations.inside(found.instruction))
     }
     groups = {PRODUCTS: 0.0, KERNELS: 0.0, OTHER: 0.0}
+    parts = dict.fromkeys([*_PARTS.values(), REST], 0.0)
     rows, unestimated = [], {}
     for operation in scheduled(text):
         cycles = operation.cycles
@@ -263,6 +292,13 @@ def _count_operations(text: str, chip: Chip, shown: int) -> Operations:
         else:
             group = PRODUCTS if operation.name in multiplies else OTHER
         groups[group] += operation.times * cycles
+        parts[_part(operation.source)] += operation.times * cycles
         rows.append((operation.times * cycles, operation.times, operation.name, operation.source))
     rows.sort(reverse=True)
-    return Operations(groups, tuple(rows[:shown]), unestimated)
+    return Operations(groups, parts, tuple(rows[:shown]), unestimated)
+
+
+def _part(source: str) -> str:
+    """Of the model, by what the program calls an operation."""
+    scopes = _SCOPE.findall(source)
+    return _PARTS[scopes[-1]] if scopes else REST

@@ -80,6 +80,7 @@ def to_json(plan: Plan, price: float | None = None) -> dict[str, Any]:
         | {
             "memory": dataclasses.asdict(step.memory) | {"used": step.memory.used},
             "cycles": dict(step.operations.groups),
+            "cycles_by_part": step.parts,
             "dearest": [dict(zip(names, row, strict=True)) for row in step.operations.dearest],
             "unestimated": dict(step.operations.unestimated),
             "collectives": [
@@ -137,6 +138,8 @@ def _describe_operations(step: Step) -> list[str]:
             f"  {name:<22}{cycles / 1e6:>8.2f} {cycles / whole:>5.0%}{notes.get(name, '')}"
             for name, cycles in o.groups.items()
         ),
+        "by part of the model, million cycles",
+        *(f"  {name:<26}{cycles / 1e6:>8.2f}" for name, cycles in step.parts.items() if cycles),
         "the dearest, million cycles",
         *(
             f"  {cycles / 1e6:>8.2f}  {times:>3} x {name:<42} {source[-60:]}"

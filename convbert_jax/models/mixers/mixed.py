@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -270,7 +271,8 @@ class MixedAttention(nnx.Module):
             implementation=c.attention, capture=capture,
         )  # fmt: skip
         ids = segment_ids if c.mask_convolution else None
-        convolved = self._convolve(x, query, value, own_value, ids, capture)
+        with jax.named_scope("convolution"):
+            convolved = self._convolve(x, query, value, own_value, ids, capture)
         return self.output(jnp.concatenate([join(attended), convolved], axis=-1))
 
     def _convolve(self, x, query, value, own_value, ids, capture):
