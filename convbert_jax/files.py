@@ -68,6 +68,11 @@ def expand(name: epath.PathLike) -> Path:
         ) from None
 
 
+def absolute(path: epath.Path) -> epath.Path:
+    """`path` wherever this process is started; one of a bucket is that as it stands."""
+    return path if is_remote(path) else path.absolute()
+
+
 def is_remote(path: epath.PathLike) -> bool:
     """Whether a path is of a bucket."""
     return "://" in os.fspath(path)

@@ -41,7 +41,8 @@ from convbert_jax.config import (
     to_dict,
 )
 
-_COMMITTED = "commit_success.txt"  # Orbax ends a checkpoint in a bucket, which cannot rename, so
+# Written last into a checkpoint in a bucket, which cannot rename: without it, it is not whole.
+_COMMITTED = "commit_success.txt"
 
 
 class WorkdirError(UserError):
@@ -339,9 +340,22 @@ def list_steps(checkpoints: epath.Path) -> list[int]:
     if not checkpoints.is_dir():
         return []
     found = (path for path in checkpoints.iterdir() if path.name.isdecimal())
-    if str(checkpoints).startswith("gs://"):
+    if files.is_remote(checkpoints):
         found = (path for path in found if (path / _COMMITTED).exists())
     return sorted(int(path.name) for path in found)
+
+
+def unfinished_steps(checkpoints: epath.Path) -> list[int]:
+    """Of a bucket: steps whose checkpoints were begun and never ended, in order."""
+    if not files.is_remote(checkpoints) or not checkpoints.is_dir():
+        return []
+    begun = {int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal()}
+    return sorted(begun.difference(list_steps(checkpoints)))
+
+
+def take_back(checkpoint: epath.Path) -> None:
+    """Of a bucket: makes a checkpoint one that was never ended, in one step."""
+    (checkpoint / _COMMITTED).unlink()
 
 
 def _read(file: epath.Path, remedy: str, *, check: bool = True) -> Config:

@@ -7,8 +7,10 @@ import pathlib
 
 import pytest
 from etils.epath import backend, gpath
+from orbax.checkpoint._src.path import gcs_utils
 
 from convbert_jax import files
+from tests import gcs_server
 
 
 class Bucket(backend._OsPathBackend):
@@ -57,3 +59,14 @@ def objects(tmp_path, monkeypatch):
     monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", Bucket(folder))
     monkeypatch.setattr(gpath, "_is_tf_installed", lambda: False)
     return folder
+
+
+@pytest.fixture
+def server(objects, monkeypatch):
+    """The same objects for TensorStore, which talks to Google by itself."""
+    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "anyone")
+    # asks google.cloud.storage, which comes with gcsfs, for a kind of bucket that has folders
+    monkeypatch.setattr(gcs_utils, "is_hierarchical_namespace_enabled", lambda path: False)
+    with gcs_server.serving(objects) as server:
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
+        yield server

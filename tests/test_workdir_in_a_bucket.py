@@ -12,13 +12,12 @@ from convbert_jax.config import Config, UserError
 from convbert_jax.finetuning import results
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.recipes.reports import run_page
-from convbert_jax.training.checkpoints.reading import list_steps
 from convbert_jax.training.reports import reporting
 from convbert_jax.workdir import Workdir, WorkdirError
-from tests.buckets import objects
+from tests.buckets import objects, server
 from tests.training import tiny_run
 
-__all__ = ["objects"]  # the fixture
+__all__ = ["objects", "server"]  # the fixtures
 
 
 @pytest.fixture
@@ -107,11 +106,9 @@ def write_a_trace(folder):
     (place / "host.xplane.pb").write_bytes(b"trace")
 
 
-def test_a_whole_run(bucket, tmp_path, monkeypatch):
-    """Its checkpoints alone, which Orbax writes without `epath`, lie on a disk."""
+def test_a_whole_run(bucket, server, tmp_path, monkeypatch):
     workdir, on_disk = bucket
-    local = tmp_path / "checkpoints"
-    monkeypatch.setattr(Workdir, "checkpoints", property(lambda self: local))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jax.profiler, "start_trace", write_a_trace)
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
     config = tiny_run.make_config(6, train={"profile_start": 2, "profile_steps": 1})
@@ -124,7 +121,9 @@ def test_a_whole_run(bucket, tmp_path, monkeypatch):
     assert all(path.stat().st_size > 100 for path in on_disk.glob("events.out.tfevents.*"))
     assert list((on_disk / "profile").rglob("*.xplane.pb"))
     assert tiny_run.run(workdir.path, tiny_run.make_config(8)).step == 8
-    assert list_steps(local)[-1] == 8
+    assert workdir.steps() == [4, 6, 8]
+    assert any("checkpoints/8/params" in name for name in server.written)
+    assert [path.name for path in tmp_path.iterdir()] == ["objects"], "nothing beside the bucket"
     steps = [line["step"] for line in reporting.read_metrics(workdir.metrics)]
     assert steps == [2, 4, 4, 6, 6, 8, 8]
 
@@ -142,3 +141,9 @@ def test_a_bucket_that_nothing_talks_to(name, says, monkeypatch):
     monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=says):
         Workdir(name)
+
+
+def test_a_path_from_the_root(bucket, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert files.absolute(pathlib.Path("run")) == tmp_path / "run"
+    assert files.absolute(bucket[0].path) == bucket[0].path

@@ -8,6 +8,7 @@ import jax
 from absl import logging
 from etils import epath
 
+from convbert_jax import files
 from convbert_jax.analysis import overview, pretraining_report
 from convbert_jax.config import Config, UserError, network
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ def prepare(
     workdir = Workdir(folder)
     config, _ = start.read_start(config, workdir, given)
     directory = workdir.data(config)
-    prepared.prepare(config, directory.absolute() if runner else directory, opened)
+    prepared.prepare(config, files.absolute(directory) if runner else directory, opened)
 
 
 def show(config: Config, folder: epath.PathLike, given: Collection[str] = ()) -> str:

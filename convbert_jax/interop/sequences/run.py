@@ -200,7 +200,7 @@ def _fields(found: Found) -> dict[str, Any]:
 
 def _paths(found: Found, workdir: Workdir) -> dict[str, str]:
     """Where the vocabularies will be."""
-    folder = workdir.path.absolute() / VOCABULARY
+    folder = files.absolute(workdir.path) / VOCABULARY
     source, *target = (str(folder / name) for name in found.vocabularies)
     return {
         "tokenizer.path": source,

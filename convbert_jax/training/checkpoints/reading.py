@@ -19,6 +19,7 @@ import numpy as np
 from absl import logging
 from orbax.checkpoint import v1 as ocp
 
+from convbert_jax import files
 from convbert_jax.config import UserError
 from convbert_jax.training.checkpoints import checksums
 from convbert_jax.training.task import Params
@@ -161,7 +162,7 @@ def first_line(error: BaseException) -> str:
 def _load(
     directory: pathlib.Path, names: Sequence[str], step: int | None
 ) -> tuple[int, dict[str, Any]]:
-    directory = directory.absolute()
+    directory = files.absolute(directory)
     steps = list_steps(directory)
     if not steps:
         raise CheckpointError(f"there is no checkpoint in {directory}; train one first.")

@@ -1,7 +1,8 @@
 """Checkpoints of one run: WORKDIR/checkpoints/STEP with the parts `params`, `opt_state` and `data`.
 
 Orbax writes them, on a thread of its own, under a temporary name that is changed when all is on
-disk. What it does not see, a bit that flipped later, the checksums find.
+disk; in a bucket, which cannot rename, a last object says that all is there. What it does not see,
+a bit that flipped later, the checksums find.
 """
 
 import contextlib
@@ -15,15 +16,14 @@ import numpy as np
 from absl import logging
 from orbax.checkpoint import v1 as ocp
 
+from convbert_jax import files
 from convbert_jax.config import CheckpointSection
-from convbert_jax.files import parse_json
 from convbert_jax.training.checkpoints import checksums
 from convbert_jax.training.checkpoints.reading import (
     DATA,
     CheckpointError,
     describe_arrays,
     first_line,
-    list_steps,
     make_context,
     none_whole,
     quiet_orbax,
@@ -31,6 +31,7 @@ from convbert_jax.training.checkpoints.reading import (
 )
 from convbert_jax.training.environment import peers
 from convbert_jax.training.state import TrainState
+from convbert_jax.workdir import list_steps, take_back, unfinished_steps
 
 
 class Checkpoints:
@@ -42,10 +43,12 @@ class Checkpoints:
         Raises:
           CheckpointError: the directory cannot be read or made.
         """
-        self._directory = directory.absolute()
+        self._directory = files.absolute(directory)
         self._section = section
         for path in sorted(self._directory.glob("*.orbax-checkpoint-tmp*")):
             logging.warning("Checkpoint %s was never finished; it is removed.", path.name)
+        for step in unfinished_steps(self._directory):
+            logging.warning("Checkpoint %d was never finished; it is removed.", step)
         for step in list_steps(self._directory):
             _put_away_damaged_metrics(self._directory / str(step))
         try:
@@ -137,7 +140,8 @@ class Checkpoints:
         """Newest checkpoint that is whole: (state, position of the input); None if there is none.
 
         A damaged one is named in a warning and, once an older one is found to be whole, renamed to
-        damaged-STEP, so that its step can be saved again.
+        damaged-STEP, so that its step can be saved again; in a bucket it becomes one that was never
+        finished, which the next start removes.
 
         Args:
           abstract: `jax.ShapeDtypeStruct`s with the shardings to restore onto, any mesh.
@@ -161,6 +165,9 @@ class Checkpoints:
             return
         if jax.process_index() == 0:
             for step in steps:
+                if files.is_remote(self._directory):
+                    take_back(self._directory / str(step))
+                    continue
                 target = self._directory / f"damaged-{step}"
                 tries = 1
                 while target.exists():
@@ -204,7 +211,7 @@ def _put_away_damaged_metrics(path: pathlib.Path) -> None:
     """
     file = path / "metrics" / "metrics"
     try:
-        found = parse_json(file.read_bytes())
+        found = files.parse_json(file.read_bytes())
     except FileNotFoundError:
         return
     except ValueError:
@@ -213,13 +220,12 @@ def _put_away_damaged_metrics(path: pathlib.Path) -> None:
         damaged = json.dumps(found) != json.dumps(_saved_metrics(path, found))  # NaN is NaN
     if damaged:
         logging.warning("%s is damaged; this checkpoint counts as not evaluated.", file)
-        with contextlib.suppress(FileNotFoundError):  # another process of this run was faster
-            file.rename(file.with_name("damaged"))
+        file.unlink(missing_ok=True)  # another process of this run may have been faster
 
 
 def _saved_metrics(path: pathlib.Path, default):
     try:
-        return parse_json((path / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"][
+        return files.parse_json((path / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"][
             "metrics"
         ]
     except (OSError, ValueError, KeyError, TypeError):  # an older one, or damaged as a whole
