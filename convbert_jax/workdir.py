@@ -1,7 +1,8 @@
 """The folder of one run: one process group at a time, one model and one corpus for good.
 
 WORKDIR/config.json     the resolved config of the last start
-WORKDIR/.lock           held while a run is alive; the system drops it when the process ends
+WORKDIR/.lock           held while a run is alive; the system drops it when the process ends; in a
+                        bucket, which has no locks, it is what `ownership.py` says
 WORKDIR/data            tokenizer and shards, unless config.data.directory names another folder
 WORKDIR/checkpoints     Orbax
 WORKDIR/metrics.jsonl   one line per log interval and evaluation; TensorBoard files beside it
@@ -18,19 +19,17 @@ The first checkpoint or result is what binds a folder to its config. Until then 
 change: a start that failed, or was stopped while it prepared, costs nothing but the next command.
 Shards are kept from being mixed by their own record, see `data/corpus/corpus.py`.
 
-A folder may lie in a bucket (gs://BUCKET/RUN). A bucket has no locks, and its files are written
-whole; tokenizer and shards are read from a local disk.
+A folder may lie in a bucket (gs://BUCKET/RUN), whose files are written whole; tokenizer and shards
+are read from a local disk.
 """
 
 import contextlib
-import os
-import socket
 from collections.abc import Iterator
 
 from absl import logging
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import files, ownership
 from convbert_jax.config import (
     Config,
     ConfigError,
@@ -54,6 +53,7 @@ class Workdir:
 
     def __init__(self, path: epath.PathLike):
         self.path = files.to_path(path)
+        self._owner: ownership.Owner | None = None  # of one in a bucket that is open for writing
 
     def __str__(self) -> str:
         return str(self.path)
@@ -233,6 +233,7 @@ class Workdir:
         Raises:
           WorkdirError: the folder is not writable, is in use, or holds a run of another model or
           corpus.
+          OwnershipError: it is in a bucket and in use.
         """
         if not writer:
             yield
@@ -243,9 +244,22 @@ class Workdir:
                 self._lock(stack)
             self._keep_config(config)
             if files.is_remote(self.path):
-                with self._writable():
-                    self._name_owner(stack)
-            yield
+                self._owner = ownership.Owner(self.path / ".lock")
+                with self._writable():  # not before: a start that is refused leaves the owner
+                    stack.enter_context(self._owner.holding())
+            try:
+                yield
+            finally:
+                self._owner = None
+
+    def check_owner(self) -> None:
+        """Call it before what others would overwrite, or be overwritten by: a bucket has no locks.
+
+        Raises:
+          OwnershipError: the folder is in a bucket and another run has taken it over.
+        """
+        if self._owner:
+            self._owner.check()
 
     @contextlib.contextmanager
     def _writable(self) -> Iterator[None]:
@@ -261,13 +275,7 @@ class Workdir:
     def _lock(self, stack: contextlib.ExitStack) -> None:
         place = self.path / ".lock"
         if files.is_remote(place):
-            if place.exists():
-                logging.warning(
-                    "--workdir=%s was in use by %s, which has not ended by itself; if it still "
-                    "runs, stop it: a bucket has no locks.",
-                    self,
-                    place.read_text().strip(),
-                )
+            ownership.wait_for_silence(place)
             return
         place.touch()
         lock = stack.enter_context(place.open("r+", encoding="utf-8", errors="replace"))
@@ -278,24 +286,8 @@ class Workdir:
                 "--workdir."
             )
         lock.truncate(0)
-        lock.write(_this_process())
+        lock.write(ownership.this_process())
         lock.flush()
-
-    def _name_owner(self, stack: contextlib.ExitStack) -> None:
-        """In a bucket: writes who has it, which a start that is refused must not; away at the end,
-        unless another run has written itself there.
-        """
-        place, me = self.path / ".lock", _this_process()
-
-        def release():
-            try:
-                if place.exists() and place.read_text() == me:
-                    place.unlink(missing_ok=True)
-            except OSError as error:
-                logging.warning("%s could not be removed (%s); the next start warns.", place, error)
-
-        place.write_text(me)
-        stack.callback(release)
 
     def _keep_config(self, config: Config) -> None:
         new = to_dict(config)
@@ -329,10 +321,6 @@ class Workdir:
         if touched or config.data.directory or not (self._shards / "metadata.json").is_file():
             return ""
         return f" with --config.data.directory={self._shards}, which uses the shards that are here"
-
-
-def _this_process() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def list_steps(checkpoints: epath.Path) -> list[int]:

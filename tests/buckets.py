@@ -3,7 +3,10 @@
 What goes past `epath`, as `open` and `os` do, ends at a path that does not exist.
 """
 
+import contextlib
+import os
 import pathlib
+import tempfile
 
 import pytest
 from etils.epath import backend, gpath
@@ -11,6 +14,14 @@ from orbax.checkpoint._src.path import gcs_utils
 
 from convbert_jax import files
 from tests import gcs_server
+
+
+@contextlib.contextmanager
+def _written_whole(place, mode, folder):
+    """A file to write that is an object at its end, and nothing before."""
+    with tempfile.NamedTemporaryFile(mode, delete=False, dir=folder) as file:
+        yield file
+    os.replace(file.name, place)
 
 
 class Bucket(backend._OsPathBackend):
@@ -27,9 +38,10 @@ class Bucket(backend._OsPathBackend):
     def open(self, path, mode):
         assert "a" not in mode, "an object is written whole"
         place = pathlib.Path(self._on_disk(path))
-        if "w" in mode:  # there are no folders to make first
-            place.parent.mkdir(parents=True, exist_ok=True)
-        return super().open(place, mode)
+        if "w" not in mode:
+            return super().open(place, mode)
+        place.parent.mkdir(parents=True, exist_ok=True)  # there are no folders to make first
+        return _written_whole(place, mode, pathlib.Path(self._folder).parent)
 
     def glob(self, path):
         found = super().glob(self._on_disk(path))

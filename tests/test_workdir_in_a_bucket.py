@@ -1,16 +1,20 @@
 """A workdir in a bucket: a fake one."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
+import threading
+import time
 
 import jax
 import pytest
 
-from convbert_jax import files
+from convbert_jax import files, ownership
 from convbert_jax.config import Config, UserError
-from convbert_jax.finetuning import results
+from convbert_jax.finetuning import results, unfinished
 from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.ownership import OwnershipError
 from convbert_jax.recipes.reports import run_page
 from convbert_jax.training.reports import reporting
 from convbert_jax.workdir import Workdir, WorkdirError
@@ -26,12 +30,21 @@ def bucket(objects):
     return Workdir("gs://bucket/run"), objects / "run"
 
 
-def test_config_and_owner(bucket, caplog):
+@pytest.fixture
+def short(monkeypatch):
+    """Signs of life every few hundredths of a second; silence is as long as ever."""
+    monkeypatch.setattr(ownership, "SIGN_EVERY", 0.02)
+
+
+@pytest.fixture
+def gone_at_once(monkeypatch):
+    monkeypatch.setattr(ownership, "GONE", 0.05)
+
+
+def test_config(bucket):
     workdir, on_disk = bucket
     with workdir.open(Config()):
         assert (on_disk / ".lock").read_text().startswith("process ")
-        with workdir.open(Config()):  # nothing can be locked: it is said
-            assert "a bucket has no locks" in caplog.text
     assert not (on_disk / ".lock").exists()
     assert workdir.read_config() == Config()
     (on_disk / "checkpoints" / "3").mkdir(parents=True)
@@ -43,7 +56,85 @@ def test_config_and_owner(bucket, caplog):
         workdir.open(other).__enter__()
 
 
-def test_a_start_that_is_refused_leaves_the_owner(bucket):
+def test_a_second_run_is_refused_while_the_first_lives(bucket, short):
+    workdir, on_disk = bucket
+    with workdir.open(Config()):
+        says = (
+            r"--workdir=gs://bucket/run is in use by process \d+ on .* since .* UTC, .*"
+            r"choose another --workdir: after 120 s of silence it counts as gone"
+        )
+        with pytest.raises(OwnershipError, match=says):
+            Workdir("gs://bucket/run").open(Config()).__enter__()
+        workdir.check_owner()
+    assert not (on_disk / ".lock").exists()
+
+
+def test_a_run_that_was_killed_leaves_the_folder_to_the_next(bucket, gone_at_once, caplog):
+    workdir, on_disk = bucket
+    on_disk.mkdir()
+    (on_disk / ".lock").write_text("process 1 on another since noon\n0 0\n")
+    with workdir.open(Config()):
+        assert "opened by process 1 on another since noon and never closed" in caplog.text
+        assert "process 1 on another" not in (on_disk / ".lock").read_text()
+        workdir.check_owner()
+
+
+def test_a_run_that_ends_while_the_next_one_waits(bucket, monkeypatch):
+    workdir, on_disk = bucket
+    on_disk.mkdir()
+    (on_disk / ".lock").write_text("process 1 on another since noon\n0 0\n")
+    monkeypatch.setattr(ownership.time, "sleep", lambda seconds: (on_disk / ".lock").unlink())
+    with workdir.open(Config()):
+        workdir.check_owner()
+
+
+def test_the_first_of_two_runs_ends_before_it_saves(bucket, server, gone_at_once):
+    """As after a pause so long that another start took it for gone."""
+    workdir, on_disk = bucket
+    second = Workdir("gs://bucket/run")
+
+    class Rows(tiny_run.Rows):
+        def __next__(self):
+            if self.position == 5:
+                stack.enter_context(second.open(Config()))
+            return super().__next__()
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(workdir.open(Config()))
+        says = r"--workdir=gs://bucket/run was taken over by process .*one run at a time"
+        with pytest.raises(OwnershipError, match=says):
+            tiny_run.run(workdir.path, workdir=workdir, batches=Rows())
+        assert workdir.steps() == [4]
+        second.check_owner()
+    assert not (on_disk / ".lock").exists()
+
+
+def test_fine_tuning_ends_before_it_keeps_a_run(bucket):
+    workdir, on_disk = bucket
+    with workdir.open(Config()):
+        (on_disk / ".lock").write_text("process 1 on another since noon\n0 0\n")
+        with pytest.raises(OwnershipError, match="taken over by process 1 on another"):
+            unfinished.Unfinished(workdir, {}, 1.0).keep(None)
+    assert (on_disk / ".lock").exists(), "another run has it by now"
+
+
+def test_signs_of_life_are_given_until_the_name_is_anothers(bucket, short):
+    workdir, on_disk = bucket
+    lock, seen = on_disk / ".lock", set()
+    with workdir.open(Config()):
+        deadline = time.monotonic() + 60
+        while len(seen) < 3 and time.monotonic() < deadline:
+            seen.add(lock.read_text())
+        assert len(seen) >= 3
+        assert len({len(text) for text in seen - {""}}) == 1
+        lock.write_text("process 1 on another since noon\n0 0\n")
+        (thread,) = [found for found in threading.enumerate() if found.name == "owner"]
+        thread.join(60)
+        assert not thread.is_alive()
+    assert lock.read_text().startswith("process 1 on another")
+
+
+def test_a_start_that_is_refused_leaves_the_owner(bucket, gone_at_once):
     workdir, on_disk = bucket
     (on_disk / "checkpoints" / "3").mkdir(parents=True)
     (on_disk / "checkpoints" / "3" / "commit_success.txt").touch()

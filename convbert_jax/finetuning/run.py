@@ -188,6 +188,7 @@ def _run_group(
         split: fitting.predict(programs, task, config, fitted.params, split, vectorized=vectorized)
         for split in task.evaluation
     }
+    workdir.check_owner()
     results = []
     for number, seed in enumerate(seeds):
         loss = float(fitted.losses[number])

@@ -33,7 +33,7 @@ class Unfinished:
           run: JSON, tells this run from all others of `workdir`.
           minutes: from one checkpoint to the next; 0 keeps none but where a signal asks for a stop.
         """
-        self._folder = workdir.unfinished
+        self._workdir, self._folder = workdir, workdir.unfinished
         self._run = dict(run)
         self._minutes = minutes
         self._last = time.perf_counter()
@@ -70,6 +70,7 @@ class Unfinished:
 
         Raises:
           CheckpointError: it cannot be written.
+          OwnershipError: another run has taken over the folder.
         """
         due = bool(self._minutes) and time.perf_counter() - self._last > 60 * self._minutes
         if jax.process_count() > 1:
@@ -82,6 +83,7 @@ class Unfinished:
 
     def keep(self, state: TrainState) -> None:
         """Starts to write a checkpoint; raises as `keep_if_due`."""
+        self._workdir.check_owner()
         if self._checkpoints is None:
             if jax.process_index() == 0:
                 self._folder.path.mkdir(parents=True, exist_ok=True)

@@ -94,6 +94,7 @@ def train(
     Raises:
       ShardingError: mesh and parameters do not fit together.
       CheckpointError: no checkpoint can be read, or one cannot be written.
+      OwnershipError: another run has taken over `workdir`.
       TrainingError: loss or gradient are no good and config.train.rollbacks are used up; the batch
         is kept in `workdir`.
       EvaluationError: no held-out rows.
@@ -250,6 +251,7 @@ class _Run:
                     with self.clock.paused():
                         position = self.batches.get_state() | interval.to_json(self.totals)
                         position |= self.guard.to_json()
+                        self.workdir.check_owner()
                         self.checkpoints.save(self.state, position, values)
                     saved = self.step
         self.checkpoints.wait()

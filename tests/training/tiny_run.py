@@ -178,14 +178,14 @@ def make_config(steps: int = 12, **changes) -> Config:
     return dataclasses.replace(config, **sections)
 
 
-def run(workdir: pathlib.Path, config: Config | None = None, **overrides) -> loop.Result:
-    """Trains the noisy linear model in `workdir` on all devices."""
+def run(folder: pathlib.Path, config: Config | None = None, **overrides) -> loop.Result:
+    """Trains the noisy linear model in `folder` on all devices."""
     config = config or make_config()
-    workdir.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     arguments = {
         "task": linear_task(),
         "config": config,
-        "workdir": Workdir(workdir),
+        "workdir": Workdir(folder),
         "mesh": sharding.make_mesh(config.mesh),
         "batches": Rows(),
         "evaluation": evaluation,

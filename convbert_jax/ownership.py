@@ -1,0 +1,145 @@
+"""Who has a folder in a bucket, which has no locks: one process, and it gives signs of life.
+
+FOLDER/.lock names the owner and has a word that changes every `SIGN_EVERY` seconds. A start that
+finds it looks for another word: there is an owner then, and the start is refused; silence of `GONE`
+seconds means that there is none any more. Nobody's clock is compared with another's.
+
+Two that start within the same moment both write; the one whose name is overwritten ends at its next
+sign of life or before its next checkpoint, whichever is first.
+"""
+
+import contextlib
+import datetime
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+from absl import logging
+from etils import epath
+
+from convbert_jax.config import UserError
+
+SIGN_EVERY = 15.0  # seconds
+GONE = 120.0  # seconds; a bucket that is out of reach for a minute costs no run its folder
+
+
+class OwnershipError(UserError):
+    """The folder is another process's."""
+
+
+def this_process() -> str:
+    """Of all machines."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def wait_for_silence(place: epath.Path) -> None:
+    """Returns when nobody has the folder in which `place` lies, after `GONE` seconds if need be.
+
+    Raises:
+      OwnershipError: somebody gives a sign of life.
+    """
+    found = _read(place)
+    if not found:
+        return
+    logging.warning(
+        "--workdir=%s was opened by %s and never closed; looking for a sign of life of it, for "
+        "%.0f s.",
+        place.parent,
+        _name_in(found),
+        GONE,
+    )
+    begin = time.monotonic()
+    while time.monotonic() - begin < GONE:
+        time.sleep(min(1.0, GONE / 10))
+        now = _read(place)
+        if not now:
+            return
+        if now != found:
+            raise OwnershipError(
+                f"--workdir={place.parent} is in use by {_name_in(now)}, which writes "
+                f"there every {SIGN_EVERY:.0f} s; wait for it, stop it, or choose another "
+                f"--workdir: after {GONE:.0f} s of silence it counts as gone."
+            )
+    logging.warning("It gave none: this run takes the folder over.")
+
+
+class Owner:
+    """This process, as the one that has the folder of `place`."""
+
+    def __init__(self, place: epath.Path):
+        self._place = place
+        self._id = secrets.token_hex(8)
+        now = datetime.datetime.now(datetime.UTC)
+        self._name = f"{this_process()} since {now:%Y-%m-%d %H:%M:%S} UTC"
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Context in which signs of life are given, by a thread; the folder is free at its end.
+
+        Raises:
+          OSError: the first one cannot be given.
+        """
+        self._give_sign()
+        over = threading.Event()
+        thread = threading.Thread(target=self._live, args=(over,), daemon=True, name="owner")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            try:
+                if self._is_named():
+                    self._place.unlink(missing_ok=True)
+            except Exception as error:  # of any library that talks to buckets
+                logging.warning(
+                    "%s could not be removed (%s); the next start will wait %.0f s.",
+                    self._place,
+                    error,
+                    GONE,
+                )
+
+    def check(self) -> None:
+        """
+        Raises:
+          OwnershipError: the folder was taken over.
+        """
+        found = _read(self._place)
+        if found and self._id not in found:
+            raise OwnershipError(
+                f"--workdir={self._place.parent} was taken over by {_name_in(found)}, "
+                f"as this process ({self._name}) had given no sign of life for {GONE:.0f} s or "
+                "both began at once; it writes no more checkpoints there: let one run at a time "
+                "use it."
+            )
+
+    def _live(self, over: threading.Event) -> None:
+        while not over.wait(SIGN_EVERY):
+            try:
+                if not self._is_named():
+                    return  # `check` will tell
+                self._give_sign()
+            except Exception as error:  # of any library that talks to buckets
+                logging.warning("%s cannot be renewed now (%s).", self._place, error)
+
+    def _give_sign(self) -> None:
+        # Always as long: a library that remembers sizes would read a part of a longer one.
+        self._place.write_text(f"{self._name}\n{self._id} {secrets.token_hex(8)}\n")
+
+    def _is_named(self) -> bool:
+        return self._id in _read(self._place)
+
+
+def _name_in(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _read(place: epath.Path) -> str:
+    """What is written there, "" if nothing is."""
+    try:
+        return place.read_text()
+    except FileNotFoundError:
+        return ""
