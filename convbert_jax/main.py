@@ -23,7 +23,7 @@ from convbert_jax.machine import allocator
 from convbert_jax.machine.accelerators import find_accelerators
 
 # Storage that gave out under a run, whichever library was writing.
-_STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+_STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 _DOCTOR_PATIENCE = 60.0  # seconds that --mode=doctor waits for the other processes
 
 
@@ -68,8 +68,8 @@ def _answer(request: command_line.Request) -> None:
             raise
         logging.flush()
         console.fail(
-            f"{error.filename or 'writing'}: {error.strerror}; free some space or choose another "
-            "--workdir, then start again: what was finished is kept."
+            f"{error.filename or 'writing'}: {error.strerror}; free some space, mend what "
+            "fails or choose another --workdir, then start again: what was finished is kept."
         )
     if stopped_by:
         sys.exit(interrupts.exit_code(stopped_by))

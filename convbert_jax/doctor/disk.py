@@ -48,7 +48,7 @@ def check_workdir(workdir: epath.Path) -> list[Finding]:
             return [wrong("workdir", f"{workdir} cannot be written ({fault})", fix)]
         findings = [good("workdir", f"{workdir} can be written")]
         if files.is_remote(workdir):
-            text = "a bucket has none; a run gives signs of life there, and a second start is refused"
+            text = "a bucket has none; a run gives signs of life there, which a second start heeds"
             return [*findings, good("locks", text)]
         return [*findings, _check_locks(workdir), _check_clock(workdir)]
 

@@ -244,7 +244,7 @@ def save_model(workdir: Workdir, config, task, tokenizer, params, steps: int, se
     checkpoints = Checkpoints(workdir.checkpoints, config.checkpoint)
     try:
         # Nothing goes on from here, so of the optimizer there is but its count of steps.
-        checkpoints.save(TrainState(count, params, {"count": count}), {})
+        checkpoints.save(TrainState(count, params, {"count": count}), {}, last=True)
     finally:
         checkpoints.close()
     if jax.process_index() == 0:

@@ -78,7 +78,7 @@ def import_run(
     with workdir.open(config):
         checkpoints = checkpoint.Checkpoints(workdir.checkpoints, config.checkpoint)
         try:
-            checkpoints.save(filled, {})  # the data begin at their first row
+            checkpoints.save(filled, {}, last=True)  # the data begin at their first row
         finally:
             checkpoints.close()
     logging.info("Wrote %s, step %d.", folder, int(filled.step))

@@ -93,7 +93,7 @@ def train(
 
     Raises:
       ShardingError: mesh and parameters do not fit together.
-      CheckpointError: no checkpoint can be read, or one cannot be written.
+      CheckpointError: no checkpoint can be read, or several in a row cannot be written.
       OwnershipError: another run has taken over `workdir`.
       TrainingError: loss or gradient are no good and config.train.rollbacks are used up; the batch
         is kept in `workdir`.
@@ -252,9 +252,9 @@ class _Run:
                         position = self.batches.get_state() | interval.to_json(self.totals)
                         position |= self.guard.to_json()
                         self.workdir.check_owner()
-                        self.checkpoints.save(self.state, position, values)
+                        ends = bool(last or signal_name)
+                        self.checkpoints.save(self.state, position, values, last=ends)
                     saved = self.step
-        self.checkpoints.wait()
         stopped_by = signal_name if self.step < t.steps else None
         if stopped_by:
             logging.info(
@@ -341,7 +341,7 @@ class _Run:
                 np.savez(file, **done.batch, step=done.step, seed=self.config.seed, **vitals)
         except OSError as error:
             kept = f"could not be kept in {place} ({error.strerror})"
-        self.checkpoints.wait()
+        self.checkpoints.settle()
         newest = self.checkpoints.newest
         good = f"the last good checkpoint is of step {newest}" if newest else "none was saved yet"
         raise BadStepError(

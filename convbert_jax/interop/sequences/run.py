@@ -99,7 +99,7 @@ def import_run(
         fresh = state.create(jax.tree.map(jax.numpy.asarray, found.params), transformation)
         checkpoints = Checkpoints(workdir.checkpoints, config.checkpoint)
         try:
-            checkpoints.save(fresh, {})  # the data begin at their first row
+            checkpoints.save(fresh, {}, last=True)  # the data begin at their first row
         finally:
             checkpoints.close()
     logging.info("Wrote %s, step 0: --mode=predict --workdir=%s writes.", folder, folder)

@@ -5,9 +5,11 @@ checkpoint was made. A part can be read without the others and is verified by it
 """
 
 import contextlib
+import errno
 import gc
 import json
 import logging as python_logging
+import os
 import pathlib
 import sys
 import warnings
@@ -30,8 +32,19 @@ DATA = "data"  # the part that is JSON
 _ORBAX = "orbax"  # folder of its source files
 
 
+# What TensorStore and the system say of storage that fails or refuses, whatever lies there.
+_OF_STORAGE = (
+    *("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED"),
+    os.strerror(errno.EIO),
+)
+
+
 class CheckpointError(UserError):
     """A checkpoint cannot be written or read."""
+
+
+class StorageError(CheckpointError):
+    """The storage fails: whether the checkpoint is whole cannot be told."""
 
 
 def load_params(
@@ -85,6 +98,9 @@ def read_newest(
       steps: in order; those there are.
       targets: as `read_parts`.
 
+    Raises:
+      StorageError: one may be whole and cannot be read now.
+
     Returns:
       its step, None if no one is whole; its parts; what is wrong with the newer ones, by step.
     """
@@ -92,6 +108,11 @@ def read_newest(
     for step in reversed(steps):
         try:
             return step, read_parts(directory / str(step), targets), damaged
+        except StorageError as error:
+            raise StorageError(
+                f"checkpoint {directory / str(step)} is out of reach ({error}); it is left as it "
+                "is: start again when the storage answers."
+            ) from error
         except CheckpointError as error:
             damaged[step] = str(error)
             older = "; trying the one before" if step != steps[0] else ""
@@ -107,7 +128,7 @@ def read_parts(path: pathlib.Path, targets: Mapping[str, Any]) -> dict[str, Any]
         host, with the shapes that were saved.
 
     Raises:
-      CheckpointError: what is wrong with it, in a few words.
+      CheckpointError: what is wrong with it, in a few words; a StorageError if it may be whole.
     """
     with quiet_orbax():
         try:
@@ -115,9 +136,10 @@ def read_parts(path: pathlib.Path, targets: Mapping[str, Any]) -> dict[str, Any]
         except jax.errors.JaxRuntimeError:  # the device's fault, out of memory for one
             raise
         except Exception as error:  # from any layer below: what it means is the same
+            kind = StorageError if _is_of_storage(error) else CheckpointError
             problem = first_line(error)
         gc.collect()
-    raise CheckpointError(problem)
+    raise kind(problem)
 
 
 def make_context() -> ocp.Context:
@@ -157,6 +179,17 @@ def first_line(error: BaseException) -> str:
     # Of what Orbax says about a part that it cannot load, the rest are its classes, for pages.
     lines = str(error).strip(" \n\"'").partition(" due to incompatible handler")[0].splitlines()
     return lines[0][:200].rstrip(".") if lines else type(error).__name__
+
+
+def _is_of_storage(error: BaseException | None) -> bool:
+    while error:
+        library = type(error).__module__.partition(".")[0]
+        if isinstance(error, TimeoutError | ConnectionError) or library in ("gcsfs", "aiohttp"):
+            return True
+        if any(word in str(error) for word in _OF_STORAGE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _load(

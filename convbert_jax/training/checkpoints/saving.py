@@ -33,6 +33,9 @@ from convbert_jax.training.environment import peers
 from convbert_jax.training.state import TrainState
 from convbert_jax.workdir import list_steps, take_back, unfinished_steps
 
+MOST_FAILURES = 3  # saves in a row that fail and end a run
+_FAULTS = (OSError, ValueError, RuntimeError)  # what Orbax raises, and TensorStore below it
+
 
 class Checkpoints:
     """The checkpoints in one directory; all processes call every method."""
@@ -45,6 +48,8 @@ class Checkpoints:
         """
         self._directory = files.absolute(directory)
         self._section = section
+        self._under_way: int | None = None  # step of the save that nobody has waited for
+        self._failures = 0  # in a row
         for path in sorted(self._directory.glob("*.orbax-checkpoint-tmp*")):
             logging.warning("Checkpoint %s was never finished; it is removed.", path.name)
         for step in unfinished_steps(self._directory):
@@ -84,17 +89,31 @@ class Checkpoints:
         return all(_rank(self._section, values) > rank for rank in ranks)
 
     def save(
-        self, state: TrainState, data: Mapping[str, Any], values: Mapping[str, float] | None = None
+        self,
+        state: TrainState,
+        data: Mapping[str, Any],
+        values: Mapping[str, float] | None = None,
+        *,
+        last: bool = False,
     ) -> None:
         """Starts to write a checkpoint of `state.step`; waits for the one before first.
+
+        One that cannot be written is named in a warning, and the next one is tried.
 
         Args:
           data: position of the input, JSON.
           values: evaluation of this step, if there was one; keeps the value of `best_metric`.
+          last: no other one follows: waits until it is whole, and tries again by itself.
 
         Raises:
-          CheckpointError: this one or the one before could not be written.
+          CheckpointError: `MOST_FAILURES` in a row could not be written; of several processes, one.
         """
+        self.settle()
+        self._begin(state, data, values)
+        while last and not self.settle():
+            self._begin(state, data, values)
+
+    def _begin(self, state, data, values) -> None:
         step = int(state.step)
         metric = self._section.best_metric
         metrics = {metric: float(values[metric])} if metric and values else None
@@ -112,28 +131,43 @@ class Checkpoints:
                 },
                 force=True,
             )
-        except (OSError, ValueError, RuntimeError) as error:
-            self._fail(error, step)
+        except _FAULTS as error:
+            self._count_failure(error, step)
+        else:
+            self._under_way = step
 
-    def wait(self) -> None:
-        """Returns when all is on disk.
+    def settle(self) -> bool:
+        """Waits for the save that is under way; whether there was one, and it is whole now.
 
         Raises:
-          CheckpointError: it could not be written.
+          CheckpointError: as `save`.
         """
+        step, self._under_way = self._under_way, None
+        if step is None:
+            return False
         try:
             self._checkpointer.wait()
-        except (OSError, ValueError, RuntimeError) as error:
-            self._fail(error, None)
+        except _FAULTS as error:
+            self._count_failure(error, step)
+            return False
+        self._failures = 0
+        return True
 
     def close(self) -> None:
-        """Waits, then gives up the directory; raises as `wait`."""
+        """Waits until all is on disk, then gives up the directory.
+
+        Raises:
+          CheckpointError: what was under way could not be written.
+        """
+        step, self._under_way = self._under_way, None
         try:
-            self.wait()
-        except Exception:
+            self._checkpointer.wait()
+        except _FAULTS as error:
             with contextlib.suppress(Exception):  # it tells again, on its way out, what `wait` told
                 self._checkpointer.close()
-            raise
+            if step is not None:
+                raise self._failure(error, step) from error
+            return
         self._checkpointer.close()
 
     def restore(self, abstract: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
@@ -177,16 +211,24 @@ class Checkpoints:
         peers.wait_for_all("damaged checkpoints")
         self._checkpointer.reload()
 
-    def _fail(self, error: Exception, step: int | None):
+    def _count_failure(self, error: Exception, step: int) -> None:
+        failure = self._failure(error, step)
+        self._failures += 1
+        # Others would wait in vain for what this process did not write: then all start again.
+        if self._failures == MOST_FAILURES or jax.process_count() > 1:
+            raise failure from error
+        logging.warning("%s Going on, and trying again with the next one.", failure)
+
+    def _failure(self, error: Exception, step: int) -> CheckpointError:
         if isinstance(error, jax.errors.JaxRuntimeError):
             raise error
-        whole = list_steps(self._directory)
-        rest = f"the one of step {whole[-1]} is whole" if whole else "there is none before it"
-        name = "the last checkpoint" if step is None else f"the checkpoint of step {step}"
-        raise CheckpointError(
-            f"{name} could not be written to {self._directory} ({first_line(error)}), {rest}; "
-            "free some space there and start again."
-        ) from error
+        whole = self.newest
+        rest = "there is none before it" if whole is None else f"the one of step {whole} is whole"
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written to {self._directory} "
+            f"({first_line(error)}), {rest}; free some space there, or mend what fails, and start "
+            "again."
+        )
 
 
 def _preservation_policy(section: CheckpointSection):

@@ -345,9 +345,10 @@ def test_checksums_see_any_bit_and_any_exchange(index, bit, other):
         assert int(checksums.sum_bits(exchanged.reshape(8, 64))) != before
 
 
-def test_a_full_disk_is_one_sentence_however_often_it_is_told(tmp_path, monkeypatch):
+def test_a_full_disk_is_one_sentence_however_often_it_is_told(tmp_path, mesh, monkeypatch):
     """Orbax raises the error of its thread from `wait`, and at times again from `close`."""
     saver = Checkpoints(tmp_path, SECTION)
+    saver.save(make_state(1, mesh), {})
 
     def fail():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

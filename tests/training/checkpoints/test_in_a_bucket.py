@@ -1,6 +1,8 @@
 """Checkpoints in a bucket, on a server that TensorStore takes for Google's."""
 
 import shutil
+import threading
+import time
 
 import pytest
 
@@ -61,3 +63,51 @@ def test_metrics_that_are_damaged_are_taken_away(workdir, server, caplog):
     (server.folder / "run" / "checkpoints" / "8" / "metrics" / "metrics").write_text("{")
     assert tiny_run.run(workdir.path, config).step == 8
     assert "gs://bucket/run/checkpoints/8/metrics/metrics is damaged" in caplog.text
+
+
+def test_a_save_that_the_bucket_refuses_costs_that_one(workdir, server, caplog):
+    server.fault = lambda method, name: 403 if method == "POST" and "/4/" in name else None
+    assert tiny_run.run(workdir.path).step == 12
+    assert "the checkpoint of step 4 could not be written" in caplog.text
+    assert workdir.steps() == [8, 12]
+
+
+def test_a_bucket_that_always_refuses_ends_the_run_in_a_sentence(workdir, server):
+    tiny_run.run(workdir.path, tiny_run.make_config(4))
+    server.fault = lambda method, name: 403 if method == "POST" else None
+    says = r"step 16 could not be written .*Forbidden.*the one of step 4 is whole"
+    with pytest.raises(reading.CheckpointError, match=says):
+        tiny_run.run(workdir.path, tiny_run.make_config(24))
+    server.fault = lambda method, name: None
+    assert tiny_run.run(workdir.path, tiny_run.make_config(8)).step == 8
+
+
+def test_a_bucket_that_cannot_be_read_now_keeps_its_newest(workdir, server):
+    tiny_run.run(workdir.path)
+    server.fault = lambda method, name: 403 if method == "GET" and "/12/" in name else None
+    with pytest.raises(reading.CheckpointError, match=r"checkpoints/12 is out of reach"):
+        tiny_run.run(workdir.path, tiny_run.make_config(16))
+    server.fault = lambda method, name: None
+    assert workdir.steps() == [4, 8, 12]
+
+
+def test_a_slow_save_stops_no_step_and_is_whole_at_the_end(workdir, server):
+    """Of step 4 nothing is written before batch 7 is drawn; of step 8, the last, not at once."""
+    drawn = threading.Event()
+
+    def slow(method, name):
+        if method == "POST" and "/4/" in name:
+            assert drawn.wait(60), "no step was made beside the save"
+        if method == "POST" and "/8/" in name:
+            time.sleep(0.1)
+
+    class Rows(tiny_run.Rows):
+        def __next__(self):
+            if self.position == 6:
+                assert workdir.steps() == []
+                drawn.set()
+            return super().__next__()
+
+    server.fault = slow
+    assert tiny_run.run(workdir.path, tiny_run.make_config(8), batches=Rows()).step == 8
+    assert workdir.steps() == [4, 8]

@@ -1,0 +1,97 @@
+"""Storage that fails now and then, or always, under checkpoints."""
+
+import errno
+import os
+
+import pytest
+from etils.epath import backend
+
+from convbert_jax.training.checkpoints import reading, saving
+from convbert_jax.training.checkpoints.saving import CheckpointError, Checkpoints
+from convbert_jax.workdir import list_steps
+from tests.training.checkpoints.test_checkpoint import (
+    SECTION,
+    assert_equal,
+    make_state,
+    mesh,
+    restore,
+)
+
+__all__ = ["mesh"]  # the fixture
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Steps whose checkpoints cannot be written, as on a disk that fails; fill it."""
+    steps = []
+    open_ = backend._OsPathBackend.open
+
+    def fail(self, path, mode):
+        if any(f"/{step}.orbax" in str(path) for step in steps) and str(path).endswith("data.json"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return open_(self, path, mode)
+
+    monkeypatch.setattr(backend._OsPathBackend, "open", fail)
+    return steps
+
+
+def test_a_save_that_fails_costs_that_one(tmp_path, mesh, failing, caplog):
+    failing.append(2)
+    checkpoints = Checkpoints(tmp_path, SECTION)
+    for step in (1, 2, 3):
+        checkpoints.save(make_state(step, mesh), {"position": step}, {"auc": 0.5})
+    checkpoints.close()
+    assert "the checkpoint of step 2 could not be written" in caplog.text
+    assert "Input/output error" in caplog.text
+    assert "the one of step 1 is whole" in caplog.text
+    assert list_steps(tmp_path) == [1, 3]
+    assert restore(tmp_path, mesh)[1] == {"position": 3}
+
+
+def test_saves_that_always_fail_end_in_a_sentence(tmp_path, mesh, failing, caplog):
+    failing.extend((2, 3, 4))
+    checkpoints = Checkpoints(tmp_path, SECTION)
+    for step in (1, 2, 3, 4):
+        checkpoints.save(make_state(step, mesh), {})
+    says = r"step 4 could not be written to .*\(.*Input/output error.*, the one of step 1 is whole"
+    with pytest.raises(CheckpointError, match=says):
+        checkpoints.save(make_state(5, mesh), {})
+    checkpoints.close()
+    assert caplog.text.count("Going on, and trying again with the next one") == 2
+    assert list_steps(tmp_path) == [1]
+
+
+def test_the_last_save_is_tried_again(tmp_path, mesh, failing, monkeypatch):
+    failing.append(2)
+    monkeypatch.setattr(saving.logging, "warning", lambda *words: failing.clear())
+    checkpoints = Checkpoints(tmp_path, SECTION)
+    checkpoints.save(make_state(2, mesh), {"position": 20}, last=True)
+    assert list_steps(tmp_path) == [2]
+    checkpoints.close()
+    assert_equal(restore(tmp_path, mesh)[0], make_state(2, mesh))
+
+
+def test_a_failure_that_nobody_asked_about_is_told_at_the_end(tmp_path, mesh, failing):
+    failing.append(2)
+    checkpoints = Checkpoints(tmp_path, SECTION)
+    checkpoints.save(make_state(2, mesh), {})
+    with pytest.raises(CheckpointError, match=r"step 2 could not .*there is none before it"):
+        checkpoints.close()
+
+
+def test_what_cannot_be_read_now_is_not_damaged(tmp_path, mesh, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, SECTION)
+    for step in (2, 3):
+        checkpoints.save(make_state(step, mesh), {})
+    checkpoints.close()
+
+    def fail(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = sorted(tmp_path.rglob("*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(reading.ocp, "load_checkpointables", fail)
+        with pytest.raises(CheckpointError, match=r"3 is out of reach .*it is left as it is"):
+            restore(tmp_path, mesh)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert int(restore(tmp_path, mesh)[0].step) == 3
