@@ -10,6 +10,7 @@ import tempfile
 
 import pytest
 from etils.epath import backend, gpath
+from orbax.checkpoint._src.multihost import multihost
 from orbax.checkpoint._src.path import gcs_utils
 
 from convbert_jax import files
@@ -79,6 +80,8 @@ def server(objects, monkeypatch):
     monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "anyone")
     # asks google.cloud.storage, which comes with gcsfs, for a kind of bucket that has folders
     monkeypatch.setattr(gcs_utils, "is_hierarchical_namespace_enabled", lambda path: False)
+    # After a save that failed Orbax's threads hold the process so long at its end: 5 minutes else.
+    monkeypatch.setattr(multihost, "coordination_timeout", lambda: 20)
     with gcs_server.serving(objects) as server:
         monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
         yield server

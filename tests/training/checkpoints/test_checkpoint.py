@@ -104,6 +104,32 @@ def test_eight_devices_to_one_and_back(saved, mesh, tmp_path):
     assert kernel.addressable_shards[0].data.size == kernel.size // 4
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"tensor": 4, "data": 2}, {"fsdp": 8}),
+        ({"sequence": 2, "fsdp": 4}, {"tensor": 2, "data": 4}),
+        ({"fsdp": 2, "tensor": 2, "sequence": 2}, {"data": 8}),
+        ({"data": 8}, {"sequence": 2, "tensor": 4}),
+    ],
+    ids=str,
+)
+def test_any_mesh_to_any_other(tmp_path, first, second):
+    """Bit for bit, and each array lies where the second mesh has it."""
+    before, after = (sharding.make_mesh(MeshSection(**{"data": 1} | m)) for m in (first, second))
+    checkpoints = Checkpoints(tmp_path, CheckpointSection())
+    checkpoints.save(make_state(3, before), {"position": 30}, last=True)
+    checkpoints.close()
+    found, position = restore(tmp_path, after)
+    assert position == {"position": 30}
+    assert_equal(found, make_state(3, before))
+    places = jax.tree.map(lambda x: x.sharding, found)
+    assert places == jax.tree.map(lambda x: x.sharding, make_state(3, after))
+    kernel = found.params["stages"]["0"]["feed_forward"]["intermediate"]["kernel"]
+    parts = second.get("fsdp", 1) * second.get("tensor", 1)
+    assert kernel.addressable_shards[0].data.size == kernel.size // parts
+
+
 def test_the_next_step_does_not_disturb_a_save(tmp_path, mesh):
     """The step donates its state while the checkpoint is still being written."""
     state = make_state(1, mesh)
