@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -237,6 +238,31 @@ def test_two_processes_are_one_run(tmp_path):
     assert code == 0, text
     one, two = (
         checkpoint_reading.load_arrays(tmp_path / w / "checkpoints", 300)[1]
+        for w in ("alone", "both")
+    )
+    assert one["data"].tobytes() == two["data"].tobytes()
+    for name in one:
+        np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_as_two(tmp_path):
+    code, text = finish(start(tmp_path / "alone", "--steps=10"))
+    assert code == 0, text
+    workdir = shutil.copytree(tmp_path / "alone", tmp_path / "both")
+    code, text = finish(start(tmp_path / "alone", "--steps=20"))
+    assert code == 0, text
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = ("--steps=20", "--processes=2", f"--port={port}")
+    both = [start(workdir, *shared, f"--process={index}", devices=4) for index in (0, 1)]
+    for code, text in map(finish, both):
+        assert code == 0, text
+        assert "Resuming from the checkpoint of step 10" in text
+        assert "step 20 interrupted False" in text
+    one, two = (
+        checkpoint_reading.load_arrays(tmp_path / w / "checkpoints", 20)[1]
         for w in ("alone", "both")
     )
     assert one["data"].tobytes() == two["data"].tobytes()
