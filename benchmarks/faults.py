@@ -1,6 +1,7 @@
 """Random kills of runs of several processes, and a run that changes its devices on the way.
 
     python -m benchmarks.faults kills --processes 2 --kills 50 --folder runs/faults
+    python -m benchmarks.faults kills --during save --kills 4 --folder runs/faults
     python -m benchmarks.faults elastic --folder runs/elastic
     python -m benchmarks.faults overhead --folder runs/overhead
 
@@ -10,6 +11,7 @@ process or to all. Each finished run is compared with one that nobody disturbed,
 parameters, moments, position in the data, and the numbers of every logged step, so rows that were
 lost or read twice would show. A line of JSON for each kill has what was going on, the seconds until
 the last process had ended, the exit codes, and the seconds from the next start to the next step.
+With --during all kills are in a save, in an evaluation or in the roll-call of a start.
 
 elastic: one run that goes on from its checkpoints on 8, 2 and 4 devices of one process and then as
 1, 2 and 4 processes, against the same steps on one device: the losses of both.
@@ -24,6 +26,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
 import socket
 import statistics
@@ -38,18 +41,25 @@ from convbert_jax.analysis import verify_resume
 from convbert_jax.training.checkpoints.reading import load_arrays
 from convbert_jax.workdir import list_steps
 
+EVAL_EVERY = 30
 MODEL = (
     *("--config=configs/tiny.py", "--config.platform=cpu", "--config.optimizer.method=adamw"),
     *("--config.model.layers=1", "--config.model.hidden_size=64", "--config.model.heads=2"),
     *("--config.model.embedding_size=32", "--config.model.ffn_size=128", "--config.data.length=32"),
     *("--config.tokenizer.vocab_size=1024", "--config.tokenizer.train_megabytes=1"),
-    *("--config.train.batch_size=8", "--config.train.log_every=5", "--config.train.eval_every=30"),
+    *(
+        "--config.train.batch_size=8",
+        "--config.train.log_every=5",
+        f"--config.train.eval_every={EVAL_EVERY}",
+    ),
     *("--config.train.eval_rows=16", "--config.checkpoint.every=15"),
     # A constant rate, so that a run told of its steps bit by bit has that of one told of all.
     *("--config.optimizer.warmup_steps=20", "--config.optimizer.schedule=constant"),
 )
 # Seconds, for whatever should have ended long ago: waiting for one that never comes takes 300.
 PATIENCE = 400
+# --during: about as many seconds as it takes.
+DURING = {"save": 0.1, "evaluation": 0.1, "roll-call": 2.0}
 
 
 @dataclasses.dataclass
@@ -59,7 +69,8 @@ class Kill:
     Attributes:
       signal, to: what was sent to which process, "all" or its number.
       after: seconds after the start of the processes.
-      during: the last line that process 0 had logged.
+      during: the last line that process 0 had logged; with --during save the folder that was being
+        written.
       ended: seconds until no process was left.
       codes: of the processes.
       back: seconds from the next start to its first step beyond what had been logged, or None where
@@ -124,9 +135,59 @@ class Cluster:
             time.sleep(0.05)
         return [process.returncode for process in self.processes]
 
+    def lines(self) -> list[str]:
+        """Of the log of process 0, without the time."""
+        return [line[9:80] for line in self.logs[0].read_text(errors="replace").splitlines()]
+
     def last_line(self) -> str:
-        lines = self.logs[0].read_text(errors="replace").splitlines()
-        return lines[-1][9:80] if lines else "nothing logged yet"
+        return (self.lines() or ["nothing logged yet"])[-1]
+
+
+class Moment:
+    """When to kill; to be asked again and again."""
+
+    def __init__(self, cluster: Cluster, whole: float, draw: random.Random):
+        # Later than the end in one of four starts, so that runs finish.
+        self._moment = cluster.started + draw.uniform(0, whole * 4 / 3)
+        self._cluster = cluster
+
+    def come(self) -> str:
+        """What is going on if it has come, else ""."""
+        return self._cluster.last_line() if time.monotonic() >= self._moment else ""
+
+
+class MomentDuring:
+    """Some time after the first or the second beginning of what --during names; a start that has
+    no second one, as of a roll-call, finishes the run.
+    """
+
+    def __init__(self, cluster: Cluster, workdir: pathlib.Path, what: str, draw: random.Random):
+        self._cluster, self._workdir, self._what = cluster, workdir, what
+        self._pass, self._delay = draw.randrange(2), draw.uniform(0, DURING[what])
+        self._began: float | None = None
+
+    def come(self) -> str:
+        seen, now = self._going_on(), time.monotonic()
+        if not seen:
+            self._pass -= self._began is not None
+            self._began = None
+        elif self._began is None:
+            self._began = now
+        is_due = seen and self._pass <= 0 and now - self._began >= self._delay
+        return seen if is_due else ""
+
+    def _going_on(self) -> str:
+        lines = self._cluster.lines()
+        if self._what == "save":  # what was left by the start before is gone at the first step
+            unfinished = (self._workdir / "checkpoints").glob("*.orbax-checkpoint-tmp*")
+            began = any("First step" in line for line in lines)
+            return next((path.name for path in unfinished), "") if began else ""
+        if self._what == "evaluation":
+            found = re.match(r"step (\d+)/", lines[-1]) if lines else None
+            return lines[-1] if found and int(found[1]) % EVAL_EVERY == 0 else ""
+        connected = any(line.startswith("Process 0 of") for line in lines)
+        agreed = any("same config, same data" in line for line in lines)
+        return lines[-1] if connected and not agreed else ""
 
 
 def main() -> None:
@@ -135,6 +196,7 @@ def main() -> None:
     parser.add_argument("--folder", type=pathlib.Path, required=True)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--during", choices=DURING, help="kill then, not at random moments")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=5, help="of overhead")
@@ -181,8 +243,8 @@ def kill_at_random(options: argparse.Namespace) -> None:
     kills: list[Kill] = []
     runs = differing = 0
     while len(kills) < options.kills:
-        name = f"killed-{count}-{options.seed}-{runs}"
-        for kill in _disturb(folder, name, count, steps, whole, draw):
+        name = f"killed-{options.during or 'anywhere'}-{count}-{options.seed}-{runs}"
+        for kill in _disturb(options, name, whole, draw):
             kills.append(kill)
             print(json.dumps(dataclasses.asdict(kill)), flush=True)
         runs += 1
@@ -197,29 +259,32 @@ def kill_at_random(options: argparse.Namespace) -> None:
 
 
 def _disturb(
-    folder: pathlib.Path, name: str, count: int, steps: int, whole: float, draw: random.Random
+    options: argparse.Namespace, name: str, whole: float, draw: random.Random
 ) -> Iterator[Kill]:
     """Starts the run until it has finished; about four kills on the way."""
+    folder, count, steps = options.folder, options.processes, options.steps
     arguments, logs = run_arguments(folder, name, steps), folder / "logs" / name
     kill: Kill | None = None
     for attempt in range(1_000):
         reached = logged_step(folder / name)
         cluster = Cluster(logs / str(attempt), count, arguments)
-        # Later than the end in one of four starts, so that runs finish.
-        moment = cluster.started + draw.uniform(0, whole * 4 / 3)
+        if options.during:
+            moment = MomentDuring(cluster, folder / name, options.during, draw)
+        else:
+            moment = Moment(cluster, whole, draw)
         number = draw.choice((signal.SIGKILL, signal.SIGTERM))
         to = draw.choice([[index] for index in range(count)] + [list(range(count))] * count)
-        while time.monotonic() < moment and cluster.running():
+        while not (during := moment.come()) and cluster.running():
             if kill and kill.back is None and logged_step(folder / name) > reached:
                 kill.back = time.monotonic() - cluster.started
-            time.sleep(0.02)
+            time.sleep(0.01)
         if kill:
             yield kill
         if not cluster.running():
             if any(codes := cluster.wait()):
                 sys.exit(f"error: {name} failed by itself with {codes}; see {cluster.logs[0]}.")
             return
-        during, sent = cluster.last_line(), time.monotonic()
+        sent = time.monotonic()
         cluster.send(number, to)
         codes = cluster.wait()
         kill = Kill(
