@@ -1,4 +1,4 @@
-"""Models that write text as runs: every recipe trains and goes on to the bit, on any mesh; one
+"""Models that write text as runs: every recipe trains and goes on to the bit; one
 starts from another's weights; what cannot be is a sentence.
 """
 
@@ -18,11 +18,10 @@ from convbert_jax.config import Config, ConfigError, UserError, from_config_dict
 from convbert_jax.interop import conversion, sources
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import ConversionError
-from convbert_jax.recipes import prepared, start, tasks
+from convbert_jax.recipes import prepared, start
 from convbert_jax.training import sharding
 from convbert_jax.training.checkpoints.reading import load_arrays
 from convbert_jax.training.environment import devices
-from convbert_jax.training.program import make_program
 from convbert_jax.training.reports.reporting import read_metrics
 from convbert_jax.training.state import flatten
 from convbert_jax.workdir import Workdir
@@ -135,41 +134,6 @@ def test_words_of_a_language_model_are_those_of_its_text(run):
     found = result.evaluation
     expected = math.exp(found["token_loss"] * tokens / words)
     assert found["word_perplexity"] == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("method", ["adamw", "adafactor", "muon"])
-def test_eight_devices_equal_one(make, run, recipe, method):
-    fields = {"model__hidden_size": 128, "model__embedding_size": 128, "model__ffn_size": 256}
-    config = make(recipe, **fields, optimizer__method=method, objective__label_smoothing=0.0)
-    config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, dropout=0.0, attention_dropout=0.0)
-    )
-    data = prepared.open_data(config, Workdir(run(recipe)[1].folder))
-
-    def two_steps(devices, **axes):
-        mesh = sharding.make_mesh(dataclasses.replace(config.mesh, **axes), devices)
-        task = tasks.build_task(
-            config, data.tokenizer.special, devices[0], tokenizer=data.tokenizer,
-            effort=data.effort(mesh),
-        )  # fmt: skip
-        program = make_program(task, config, mesh)
-        with jax.set_mesh(mesh):
-            state = program.init(jax.random.key(1))
-            for _ in range(2):
-                state, _, vitals = program.train_step(state, program.put_batch(batch))
-        kernel = state.params["decoder"]["stages"]["0"]["feed_forward"]["intermediate"]["kernel"]
-        return jax.device_get((vitals, state.params)), kernel.sharding.spec
-
-    divided = sharding.make_mesh(replace(config, {"mesh.data": 8}).mesh, jax.devices())
-    batch = next(iter(data.training(divided)))
-    expected, _ = two_steps(jax.devices()[:1])
-    actual, places = two_steps(jax.devices(), data=1, fsdp=2, tensor=2, sequence=2)
-    assert {"fsdp", "tensor"} <= set(places)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), actual, expected
-    )
 
 
 def test_translation_starts_from_span_corruption(make, run, tmp_path):

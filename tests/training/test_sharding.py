@@ -72,6 +72,14 @@ def test_eight_devices_do_what_one_does(mesh, accumulation):
     assert_close(on_one_device(accumulation), eight)
 
 
+@pytest.mark.parametrize("method", ["adafactor", "muon"])
+def test_other_optimizers_on_eight_devices_do_what_they_do_on_one(method):
+    """What a step sums over a whole matrix lies on several devices."""
+    one = train_three(sharding.make_mesh(ONE, jax.devices()[:1]), mlp_task(), method=method)
+    mesh = sharding.make_mesh(MeshSection(fsdp=2, tensor=2))
+    assert_close(one, train_three(mesh, mlp_task(), method=method))
+
+
 def test_accumulation_is_the_whole_batch():
     assert_close(on_one_device(1), on_one_device(2))
 
