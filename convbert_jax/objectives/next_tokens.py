@@ -37,7 +37,7 @@ def loss(
 
 
 def shift(tokens: Int[Array, "B L"], segment_ids: Int[Array, "B L"], *, pad: int) -> LanguageBatch:
-    """Packed rows as pairs of what is read and what comes next, T = L - 1.
+    """Packed rows as pairs of what is read and what comes next; T = L, which a mesh can divide.
 
     Each document of a row is told from its own [CLS] to its [SEP]. The [SEP] of one is not asked
     what comes next: its place is padding (segment 0), as the row's is. So B x (real tokens -
@@ -46,9 +46,10 @@ def shift(tokens: Int[Array, "B L"], segment_ids: Int[Array, "B L"], *, pad: int
     Args:
       pad: id of padding.
     """
-    same = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
+    following, ids = (jnp.pad(x, ((0, 0), (0, 1)))[:, 1:] for x in (tokens, segment_ids))
+    same = (ids == segment_ids) & (ids != 0)
     return {
-        "tokens": jnp.where(same, tokens[:, :-1], pad),
-        "segment_ids": jnp.where(same, segment_ids[:, 1:], 0),
-        "labels": jnp.where(same, tokens[:, 1:], pad),
+        "tokens": jnp.where(same, tokens, pad),
+        "segment_ids": jnp.where(same, ids, 0),
+        "labels": jnp.where(same, following, pad),
     }

@@ -25,7 +25,7 @@ def test_documents_come_back(documents):
     )
     batch = {name: np.asarray(a) for name, a in shift(tokens, segments, pad=0).items()}
     check_batch(batch, LanguageBatch)
-    assert batch["tokens"].shape == (len(rows), LENGTH - 1)
+    assert batch["tokens"].shape == (len(rows), LENGTH)
     real = batch["segment_ids"] != 0
     assert real.sum() == (segments != 0).sum() - (tokens == SPECIAL.cls).sum()
     assert (batch["labels"][~real] == 0).all()
