@@ -1,9 +1,10 @@
 """Two processes of which the second has something else than the first, as two hosts may: refused in
-one sentence on both, before anything is compiled.
+one sentence on both, before anything is compiled. And one that is stopped while they compare.
 """
 
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -39,16 +40,21 @@ def finish(*processes: subprocess.Popen) -> list[subprocess.CompletedProcess]:
     ]
 
 
-def start_together(hosts, run: pathlib.Path, *of_second: str) -> list[str]:
-    """What two processes are told, one on each host; `of_second` are flags of the second alone."""
+def start_both(hosts, run: pathlib.Path, *of_second: str) -> list[subprocess.Popen]:
+    """A process on each host; `of_second` are flags of the second alone."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     shared = (f"--workdir={run}", f"--coordinator=localhost:{port}", "--processes=2")
-    ends = finish(
+    return [
         start(hosts[0], *shared, "--process=0"),
         start(hosts[1], *shared, "--process=1", *of_second),
-    )
+    ]
+
+
+def both_refused(hosts, run: pathlib.Path, *of_second: str) -> list[str]:
+    """What each of them is told."""
+    ends = finish(*start_both(hosts, run, *of_second))
     for end in ends:
         refused(end)
         assert end.returncode == 1
@@ -71,7 +77,7 @@ def hosts(text_source, tmp_path_factory):
 
 @pytest.mark.slow
 def test_other_shards(hosts, tmp_path):
-    first, second = start_together(hosts, tmp_path / "run")
+    first, second = both_refused(hosts, tmp_path / "run")
     assert first == second
     assert "process 1 has data=" in first
     assert first.endswith("; let all of them read the same files.")
@@ -79,6 +85,18 @@ def test_other_shards(hosts, tmp_path):
 
 @pytest.mark.slow
 def test_another_config(hosts, tmp_path):
-    first, second = start_together(hosts, tmp_path / "run", "--config.seed=7")
+    first, second = both_refused(hosts, tmp_path / "run", "--config.seed=7")
     assert first == second
     assert "process 1 has config.seed=7, process 0 has 0; start the same command" in first
+
+
+@pytest.mark.slow
+def test_a_signal_during_the_roll_call_is_not_lost(hosts, tmp_path):
+    """jax's preemption service once kept it, and the run went on to its end."""
+    both = start_both(hosts, tmp_path / "run")
+    assert any("Running on 2 x cpu" in line for line in both[0].stderr)
+    both[0].send_signal(signal.SIGTERM)
+    first, second = finish(*both)
+    assert first.returncode == -signal.SIGTERM, first.stderr
+    assert second.returncode == 75, second.stderr
+    refused(second, "process 0 of 2 has ended")

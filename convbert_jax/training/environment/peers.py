@@ -220,6 +220,8 @@ class _Peers:
 
 
 def _connect_jax(place: Place, patience: float, silence: float) -> None:
+    # jax's own service would hear SIGTERM and keep it to itself until the run listens.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             *place,
