@@ -3,7 +3,7 @@
 #
 #   bash launch/gce.sh all --project=PROJECT --zone=ZONE --topology=v6e:4x4 --spot -- --config=configs/base.py --workdir=gs://BUCKET/base
 #
-# Verbs, exit codes and the order of things: launch/machines.sh. Options: --name, --project, --zone, --topology, --every (seconds between looks),
+# Verbs, exit codes and the order of things: launch/machines/command_line.sh. Options: --name, --project, --zone, --topology, --every (seconds between looks),
 # --restarts, --spot, --reservation=NAME, --no-plan, --keep (do not delete at the end), --dry-run.
 #
 # Never run against the real service: written from the pages on TPUs in Compute Engine (docs.cloud.google.com/compute/docs/tpus) and the reference
@@ -11,10 +11,11 @@
 # group by itself, as on TPU VMs, is not confirmed: if --multihost says that not all processes came, that is the place to look.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
-. launch/machines.sh
+. launch/machines/command_line.sh
+. launch/machines/hosts.sh
 
 options="name project zone topology every restarts reservation" switches="no-plan spot keep dry-run"
-read_command "plan create run watch delete all" "$@"
+read_command "plan create run watch stop delete all" "$@"
 check_names
 read_topology
 plan_only

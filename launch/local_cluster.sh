@@ -2,7 +2,8 @@
 # Runs the program as N processes on this machine, as N hosts would: bash launch/local_cluster.sh 2 --config=configs/tiny.py
 # One prepares what is to be learned from, then all begin. They compute on the CPU and speak by gloo. Process 0 is seen on the terminal, the others write into files in LOCAL_CLUSTER_LOGS (default: a new
 # temporary folder), whose last lines are shown when they fail. Ctrl-C and SIGTERM go to all; when one ends with an error, the others get 60
-# seconds to end too. The exit code is that of the run: 0; 75 if a process was lost, start again and the run goes on; else that of its error.
+# seconds to end too. The exit code is that of the run: that of its error, before all others; 75 if it was stopped or a process was lost, start
+# again and it goes on; 130 after Ctrl-C; 0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -32,10 +33,10 @@ end_all() { # SIGNAL: to all that run
   local pid
   for pid in "${pids[@]}"; do kill "-$1" "$pid" 2>/dev/null || true; done
 }
-interrupted=
+told=
 trap 'end_all KILL' EXIT
-trap 'interrupted=1; end_all INT' INT
-trap 'end_all TERM' TERM HUP
+trap 'told=INT; end_all INT' INT
+trap 'told=TERM; end_all TERM' TERM HUP
 
 echo "Starting $count processes at localhost:$port; what all but process 0 say: $logs" >&2
 set -m # a group for each process: a terminal's Ctrl-C comes to this script alone, which hands it on
@@ -86,10 +87,11 @@ for ((index = 0; index < count; index++)); do
   if ((code == 75 || code > 128)); then lost=1; elif ((result == 0)); then result=$code; fi
 done
 if ((result == 0)) && [ -n "$lost" ]; then
-  result=130
-  if [ -z "$interrupted" ]; then
+  result=75
+  if [ -z "$told" ]; then
     echo "error: a process was lost; start the same command again, the run goes on from its last checkpoint." >&2
-    result=75
+  elif [ "$told" = INT ]; then
+    result=130
   fi
 fi
 exit "$result"

@@ -3,18 +3,19 @@
 #
 #   bash launch/tpu_vm.sh all --project=PROJECT --zone=ZONE --topology=v5e:4x4 --spot -- --config=configs/base.py --workdir=gs://BUCKET/base
 #
-# Verbs, exit codes and the order of things: launch/machines.sh. Options: --name, --project, --zone, --topology, --every (seconds between looks),
+# Verbs, exit codes and the order of things: launch/machines/command_line.sh. Options: --name, --project, --zone, --topology, --every (seconds between looks),
 # --restarts, --spot, --reserved, --no-plan, --keep (do not delete at the end), --dry-run.
 #
 # Never run against the real service: written from the reference of gcloud (compute tpus queued-resources, compute tpus tpu-vm ssh and scp), and
 # tested with commands that play it. Google develops this API no further; tpu7x is not in it.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
-. launch/machines.sh
+. launch/machines/command_line.sh
+. launch/machines/hosts.sh
 
 reserved=0
 options="name project zone topology every restarts" switches="no-plan spot reserved keep dry-run"
-read_command "plan create run watch delete all" "$@"
+read_command "plan create run watch stop delete all" "$@"
 check_names
 read_topology
 plan_only

@@ -3,23 +3,24 @@
 #
 #   bash launch/xpk.sh all --project=PROJECT --zone=ZONE --topology=v5p:4x4x4 --spot -- --config=configs/base.py --workdir=gs://BUCKET/base
 #
-# Verbs and exit codes: launch/machines.sh. `create` makes a cluster, `delete` takes it away with the run; with --cluster=NAME the cluster is one that
-# is there, and both leave it alone. Options: --name, --project, --zone, --topology, --slices, --cluster, --restarts, --spot, --reservation=NAME,
+# Verbs and exit codes: launch/machines/command_line.sh. `create` makes a cluster, `stop` takes the run out of it, which saves first, `delete` takes
+# away both; with --cluster=NAME the cluster is one that is there, and stays. Options: --name, --project, --zone, --topology, --slices (of that
+# topology), --cluster, --restarts, --spot, --reservation=NAME,
 # --image (a container with the program; default: python:3.12, to which xpk adds this folder, installed when it starts), --no-plan, --keep, --dry-run.
 #
 # Never run against the real service: written from xpk's own parser and pages (github.com/AI-Hypercomputer/xpk), and tested with a command that
 # plays it.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
-. launch/machines.sh
+. launch/machines/command_line.sh
 
-cluster='' slices=1 image=''
+cluster='' image=''
 options="name project zone topology slices cluster restarts reservation image" switches="no-plan spot keep dry-run"
-read_command "plan create run watch delete all" "$@"
+read_command "plan create run watch stop delete all" "$@"
 check_names
 read_topology
-plan_only
 if [[ ! $slices =~ ^[1-9][0-9]*$ ]]; then fail 2 "--slices=$slices is not a number of slices"; fi
+plan_only
 hosts=$((hosts * slices))
 case $verb in run) hosts=2 check_workdir ;; all) check_workdir ;; esac # a container's disk never outlives it
 need_place
@@ -27,6 +28,7 @@ need_tool xpk "pip install xpk"
 ours=1
 if [ -n "$cluster" ]; then ours=0; else cluster=$name; fi
 place=(--cluster="$cluster" --zone="$zone" --project="$project")
+grace=120 # seconds for the program to save
 size=(--tpu-type="$(accelerator_type)" --num-slices="$slices")
 
 request_cluster() {
@@ -45,13 +47,12 @@ submit() {
     from=(--base-docker-image=python:3.12 --script-dir=.)
     install="grep -v '^libtpu==' requirements-3.12.lock >versions && pip install --quiet --constraint versions '.[tpu,buckets]' || exit; "
   fi
-  program=$(quote python -m convbert_jax.main ${arguments[@]+"${arguments[@]}"} --multihost)
-  # A node that is taken away sends TERM: the program saves and ends well, and yet the run is not done.
-  program="stopped=; trap 'stopped=1; kill -TERM \$program' TERM; $program & program=\$!; code=0; wait \$program || code=\$?"
-  program+="; while kill -0 \$program 2>/dev/null; do code=0; wait \$program || code=\$?; done; [ -z \"\$stopped\" ] || code=75; exit \$code"
-  # xpk starts again after 127 to 255 as it is, and saves take longer than the 30 seconds that a container gets.
+  # In place of the shell, so that the TERM of a node that is taken away comes to the program, and its exit code to the cluster.
+  program="exec $(quote python -m convbert_jax.main ${arguments[@]+"${arguments[@]}"} --multihost)"
+  # xpk starts again after 127 to 255 as it is, and saves take longer than the 30 seconds that a container gets. Of several codes the first counts:
+  # the program ends on all hosts with that of the one that has erred.
   if ! try xpk workload create --workload="$name" "${place[@]}" "${size[@]}" "${from[@]}" --max-restarts="$restarts" \
-    --restart-on-exit-codes=75 --termination-grace-period-seconds=120 --command="$install$program"; then
+    --restart-on-exit-codes=75 --termination-grace-period-seconds="$grace" --command="$install$program"; then
     if [ "$fault" = exists ]; then reason="a run of this name is in the cluster; follow it by the verb watch, or delete it"; fi
     fail 1 "$name: $reason"
   fi
@@ -78,18 +79,36 @@ follow_workload() { # xpk: 0 done, 125 it failed, 124 a week has passed
   esac
 }
 
+take_out() { try xpk workload delete --workload="$name" "${place[@]}" --force; }
+
+wait_for_end() { # of what was taken out: it is told by TERM, and has its time to save
+  try kubectl wait --for=delete pods --selector="jobset.sigs.k8s.io/jobset-name=$name" --timeout="$((grace + 60))s" ||
+    [[ $said == *"no matching resources"* ]]
+}
+
 delete_all() {
   local code=0
-  try xpk workload delete --workload="$name" "${place[@]}" --force || [ "$fault" = absent ] || code=1
+  if take_out; then
+    wait_for_end || say "What was learned since the last checkpoint may be lost: $reason."
+  elif [ "$fault" != absent ]; then
+    code=1
+  fi
   if ((ours)); then try xpk cluster delete "${place[@]}" --quiet || [ "$fault" = absent ] || code=1; fi
   if ((code)); then echo "error: $name could not be deleted and may cost money: $reason" >&2; fi
   return "$code"
 }
 
 case $verb in
-  create) request_cluster ;;
+  create)
+    plan_first
+    request_cluster
+    ;;
   run) submit && follow_workload ;;
   watch) follow_workload ;;
+  stop)
+    { take_out && wait_for_end; } || fail 1 "$name could not be stopped: $reason"
+    say "$name: nothing runs there any more; the verb run goes on from the last checkpoint."
+    ;;
   delete) delete_all ;;
   all)
     plan_first

@@ -26,7 +26,9 @@ def test_shellcheck():
         pytest.skip("needs shellcheck: apt-get install shellcheck")
     scripts = sorted(LAUNCH.glob("*.sh"))
     result = subprocess.run(
-        ["shellcheck", "--external-sources", *scripts], cwd=LAUNCH.parent, capture_output=True
+        ["shellcheck", "--external-sources", "--check-sourced", *scripts],
+        cwd=LAUNCH.parent,
+        capture_output=True,
     )
     assert result.returncode == 0, result.stdout.decode()
 
@@ -50,8 +52,9 @@ def refuse(cloud, script, *arguments, code=2) -> str:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "create, run, watch, delete"),
+        ((), "create, run, watch, stop, delete"),
         (("destroy",), "'destroy' is none of"),
+        (("destroy",), " run --dry-run shows what would be done"),
         (("run", "--nmae=x"), "--nmae=x is not understood; "),
         (("run", "--config=configs/base.py"), "what is for the program comes after a --"),
         (("run", "--dry-run=1"), "--dry-run=1 is not understood"),
@@ -101,7 +104,9 @@ def test_chips_that_a_service_has_not(cloud, script, chip):
     ],
 )
 def test_the_names_of_topologies(cloud, topology, name, hosts):
-    result = cloud.run("tpu_vm.sh", "create", f"--topology={topology}", *PLACE, "--dry-run")
+    result = cloud.run(
+        "tpu_vm.sh", "create", f"--topology={topology}", *PLACE, "--no-plan", "--dry-run"
+    )
     assert f"--accelerator-type={name} " in result.stdout
     assert f" {hosts} hosts" in result.stderr
 
@@ -117,7 +122,8 @@ def test_project_and_zone(cloud, script):
 
 def test_project_and_zone_of_gcloud(cloud):
     cloud.set(project="theirs", zone="us-west4-a")
-    result = cloud.run("tpu_vm.sh", "create", SCRIPTS["tpu_vm.sh"][0], "--every=0")
+    flags = (SCRIPTS["tpu_vm.sh"][0], "--no-plan", "--every=0")
+    result = cloud.run("tpu_vm.sh", "create", *flags)
     assert result.returncode == 0, result.stderr
     assert cloud.count("queued-resources create") == 1
     assert cloud.count("--zone=us-west4-a --project=theirs") > 3
@@ -147,6 +153,39 @@ def test_a_workdir_that_goes_with_the_machine(cloud, script, workdir):
     assert "no --workdir that outlives the machine" in says
 
 
+@of_google
+def test_a_machine_without_a_run_to_plan_it_for(cloud, script):
+    assert "no run to plan the machine for" in refuse(
+        cloud, script, "create", *SCRIPTS[script], "--dry-run"
+    )
+
+
+def test_slices_are_planned_and_asked_for(cloud):
+    flags = ("--topology=v5p:4x4x4", *PLACE)
+    for verb in ("plan", "create", "watch"):
+        says = refuse(cloud, "xpk.sh", verb, *flags, "--slices=two")
+        assert "--slices=two is not a number of slices" in says
+    result = cloud.run("xpk.sh", "all", *flags, "--slices=2", "--dry-run", *PROGRAM)
+    assert result.returncode == 0, result.stderr
+    plan, create, *_ = commands(result.stdout)
+    assert "--topology=2xv5p:4x4x4" in plan
+    assert {"--tpu-type=v5p-128", "--num-slices=2"} <= set(create)
+    result = cloud.run("xpk.sh", "plan", *flags, "--dry-run", *PROGRAM)
+    assert "--topology=v5p:4x4x4" in commands(result.stdout)[0]
+
+
+def test_slurm_plans_for_a_topology(cloud):
+    assert "add --topology=gpu:h100x8" in refuse(cloud, "slurm.sh", "plan", *PROGRAM)
+    flags = ("--topology=gpu:h100x16", "--dry-run", *PROGRAM)
+    for verb, count in (("plan", 1), ("run", 3)):
+        found = commands(cloud.run("slurm.sh", verb, *flags).stdout)
+        assert found[0][1:5] == [
+            *("-m", "convbert_jax.main", "--mode=plan"),
+            "--topology=gpu:h100x16",
+        ]
+        assert len(found) == count
+
+
 @each
 def test_a_dry_run_prints_commands_and_runs_none(cloud, script):
     verb = "run" if script == "slurm.sh" else "all"
@@ -164,7 +203,9 @@ def test_a_dry_run_prints_commands_and_runs_none(cloud, script):
         program = " ".join(shlex.split(program))
     assert "-m convbert_jax.main --config=configs/base.py" in program
     assert r"--workdir=gs://bucket/it'\''s a run' --multihost" in program
-    tools = {"slurm.sh": {"sbatch", "sacct"}, "xpk.sh": {"xpk"}}.get(script, {"gcloud", "git"})
+    tools = {"slurm.sh": {"sbatch", "sacct"}, "xpk.sh": {"xpk", "kubectl"}}.get(
+        script, {"gcloud", "git"}
+    )
     assert {words[0] for words in found} == tools
 
 

@@ -27,8 +27,8 @@ REAL = 'exec "{python}" "$@"'
 # Does what `does` says for its number, and notes the signals that it gets.
 PLAYED = """
   index="${{@: -1}}"; index=${{index##*=}}
-  trap 'echo "got INT"; exit 0' INT
-  trap 'echo "got TERM"; exit 0' TERM
+  trap 'echo "got INT"; exit 130' INT
+  trap 'echo "got TERM"; exit 75' TERM
   echo "$*" >"{environment}/arguments-$index"
   echo "up $index"
   case "$index" in {does} esac
@@ -147,10 +147,11 @@ def test_one_prepares_before_all_begin_and_its_error_ends_it(tmp_path, flags, pr
         (("exit 75", "kill -KILL $$"), 75),  # out of memory, for one
         (("exit 75", "echo 'error: its own reason'; exit 1"), 1),
         (("exit 2", "exit 75"), 2),
+        (("exit 75", "exit 75", "exit 1", "exit 75"), 1),
     ],
 )
 def test_the_exit_code_is_that_of_the_run(tmp_path, does, expected):
-    code, text = finish(start(play(tmp_path, *does), 2))
+    code, text = finish(start(play(tmp_path, *does), len(does)))
     assert code == expected, text
     assert "process 1 ended with exit code" in text
     if "its own reason" in does[1]:
@@ -159,15 +160,21 @@ def test_the_exit_code_is_that_of_the_run(tmp_path, does, expected):
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGINT, "INT"), (signal.SIGTERM, "TERM"), (signal.SIGHUP, "TERM")]
+    ("number", "name", "expected"),
+    [
+        (signal.SIGINT, "INT", 130),
+        (signal.SIGTERM, "TERM", 75),
+        (signal.SIGHUP, "TERM", 75),
+    ],
 )
-def test_a_signal_goes_to_all_once(tmp_path, number, name):
+def test_a_signal_goes_to_all_once(tmp_path, number, name, expected):
     process = start(play(tmp_path, "WAIT", "WAIT"), 2)
     pids = [tmp_path / "environment" / f"pid-{i}" for i in range(2)]
     wait_for(lambda: all(p.exists() and p.read_text().strip() for p in pids), process)
     process.send_signal(number)
     code, text = finish(process)
-    assert code == 0, text
+    assert code == expected, text
+    assert "a process was lost" not in text
     for said in (text, (tmp_path / "logs" / "process-1.log").read_text()):
         assert said.count(f"got {name}") == 1
     assert not any(is_running(int(p.read_text())) for p in pids)

@@ -43,7 +43,7 @@ def test_all_is_create_run_delete(cloud, script):
 @both
 def test_the_verbs_one_by_one(cloud, script):
     where = (SLICE, *HOST)
-    assert cloud.run(script, "create", *where).returncode == 0
+    assert cloud.run(script, "create", *where, "--no-plan").returncode == 0
     assert cloud.is_there
     for host in (1, 2):
         place = cloud.folder / f"host-{host}"
@@ -53,7 +53,7 @@ def test_the_verbs_one_by_one(cloud, script):
     result = cloud.run(script, "watch", *where)
     assert result.returncode == 1
     assert "no run was started" in errors(result)[0]
-    result = cloud.run(script, "create", *where)
+    result = cloud.run(script, "create", *where, "--no-plan")
     assert result.returncode == 0
     assert "is there already (ready)" in result.stderr
     assert cloud.run(script, "run", *where, *PROGRAM).returncode == 0
@@ -83,8 +83,8 @@ def test_a_machine_that_is_taken_away_is_made_again(cloud, script):
 @both
 def test_exit_code_75_starts_again_on_the_same_machine(cloud, script):
     """A process that was killed, a signal that stopped the run well, and peers that ended so."""
-    cloud.program(1, "exit 75", "echo 'Stopped by SIGTERM after step 5'; exit 0", "exit 0")
-    cloud.program(2, "kill -KILL $$", "echo 'Stopped by SIGTERM after step 5'; exit 0", "exit 0")
+    cloud.program(1, "exit 75", "exit 75", "exit 0")
+    cloud.program(2, "kill -KILL $$", "exit 75", "exit 0")
     result = cloud.run(script, "all", SLICE, *HOST, *PROGRAM)
     assert result.returncode == 0, result.stderr
     assert cloud.count(CREATE[script]) == 1
@@ -116,12 +116,12 @@ def test_restarts_have_a_limit(cloud, script):
 @pytest.mark.parametrize("keep", [False, True])
 def test_an_error_of_the_program_is_shown_and_not_tried_again(cloud, script, keep):
     cloud.program(1, "exit 75")
-    cloud.program(2, "echo 'error: its own reason'; exit 2")
+    cloud.program(2, "echo 'error: its own reason'; exit 1")
     flags = ("--keep",) if keep else ()
     result = cloud.run(script, "all", SLICE, *flags, *HOST, *PROGRAM)
-    assert result.returncode == 2
+    assert result.returncode == 1
     assert "error: its own reason" in result.stderr
-    assert "ended with exit code 2" in errors(result)[-1]
+    assert "ended with exit code 1" in errors(result)[-1]
     assert len(cloud.started) == 2
     assert cloud.is_there == keep
 
@@ -159,7 +159,7 @@ def test_a_machine_that_exists_after_all_is_waited_for(cloud, script):
     """Asked for by another, or by an answer that was lost."""
     cloud.tell("create", played_cloud.EXISTS)
     cloud.tell("parts", played_cloud.EXISTS, played_cloud.EXISTS)
-    result = cloud.run(script, "create", SLICE, *HOST, "--restarts=0")
+    result = cloud.run(script, "create", SLICE, *HOST, "--no-plan", "--restarts=0")
     assert result.returncode == 75  # it was never there, as it turns out
     assert "absent before it was ready" in result.stderr
 
@@ -168,7 +168,7 @@ def test_a_machine_that_exists_after_all_is_waited_for(cloud, script):
 @pytest.mark.parametrize("fault", [played_cloud.SSH, played_cloud.UNREACHABLE])
 def test_a_new_host_may_not_answer_yet(cloud, script, fault):
     cloud.tell("ssh", fault, fault)
-    result = cloud.run(script, "create", SLICE, *HOST)
+    result = cloud.run(script, "create", SLICE, *HOST, "--no-plan")
     assert result.returncode == 0, result.stderr
 
 
@@ -182,7 +182,7 @@ def test_a_new_host_may_not_answer_yet(cloud, script, fault):
 )
 def test_a_host_that_never_answers(cloud, script, fault, says):
     cloud.tell("ssh", *[fault] * 99)
-    result = cloud.run(script, "create", SLICE, *HOST)
+    result = cloud.run(script, "create", SLICE, *HOST, "--no-plan")
     assert result.returncode == 1
     (line,) = errors(result)
     assert says in line
@@ -217,7 +217,7 @@ def test_a_queue_is_waited_in_and_a_failed_request_asked_for_again(cloud, script
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_deletes(cloud, script, number):
     for host in (1, 2):
-        cloud.program(host, "trap 'echo saved >>$HOME/../saved; exit 0' TERM; sleep 600 & wait")
+        cloud.program(host, "trap 'echo saved >>$HOME/../saved; exit 75' TERM; sleep 600 & wait")
     process = cloud.start(script, "all", SLICE, *HOST, *PROGRAM)
     cloud.wait_for(lambda: len(cloud.started) == 2, process)
     process.send_signal(number)
@@ -229,7 +229,7 @@ def test_a_signal_saves_and_deletes(cloud, script, number):
 
 @both
 def test_run_goes_on_when_it_is_no_longer_followed(cloud, script):
-    assert cloud.run(script, "create", SLICE, *HOST).returncode == 0
+    assert cloud.run(script, "create", SLICE, *HOST, "--no-plan").returncode == 0
     for host in (1, 2):
         cloud.program(host, "until [ -e $HOME/../enough ]; do sleep 0.1; done; exit 0")
     process = cloud.start(script, "run", SLICE, *HOST, *PROGRAM)
@@ -244,9 +244,62 @@ def test_run_goes_on_when_it_is_no_longer_followed(cloud, script):
     assert len(cloud.started) == 2
 
 
+SAVES = "trap 'echo saved >>$HOME/../saved; exit 75' TERM; touch $HOME/../up-$$; sleep 600 & wait"
+
+
+def _start_run(cloud, script, *does) -> subprocess.Popen:
+    """A run that is followed, of which every host does the same."""
+    assert cloud.run(script, "create", SLICE, *HOST, "--no-plan").returncode == 0
+    for host in (1, 2):
+        cloud.program(host, *does)
+    process = cloud.start(script, "run", SLICE, *HOST, *PROGRAM)
+    cloud.wait_for(lambda: len(list(cloud.folder.glob("up-*"))) == 2, process)
+    return process
+
+
+@both
+def test_a_run_that_is_stopped_saves_and_keeps_the_machine(cloud, script):
+    """Who follows it in another terminal does not start it again; the verb run does."""
+    process = _start_run(cloud, script, SAVES, "exit 0")
+    result = cloud.run(script, "stop", SLICE, *HOST)
+    assert result.returncode == 0, result.stderr
+    assert (cloud.folder / "saved").read_text() == "saved\nsaved\n"
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 75, text
+    assert "the run was stopped; the verb run goes on" in text
+    assert len(cloud.started) == 2
+    assert cloud.is_there
+    assert cloud.run(script, "stop", SLICE, *HOST).returncode == 0
+    assert cloud.run(script, "run", SLICE, *HOST, *PROGRAM).returncode == 0
+    assert len(cloud.started) == 4
+
+
+@both
+def test_delete_saves_first(cloud, script):
+    process = _start_run(cloud, script, SAVES)
+    result = cloud.run(script, "delete", SLICE, *HOST)
+    assert result.returncode == 0, result.stderr
+    assert (cloud.folder / "saved").read_text() == "saved\nsaved\n"
+    assert not cloud.is_there
+    assert process.wait(timeout=60) == 75
+
+
+@both
+def test_delete_says_what_is_lost(cloud, script):
+    assert cloud.run(script, "create", SLICE, *HOST, "--no-plan").returncode == 0
+    cloud.tell("ssh", played_cloud.UNREACHABLE, played_cloud.UNREACHABLE)
+    result = cloud.run(script, "delete", SLICE, *HOST)
+    assert result.returncode == 0, result.stderr
+    assert "since the last checkpoint is lost: a host cannot be reached by ssh" in result.stderr
+    assert not cloud.is_there
+    result = cloud.run(script, "stop", SLICE, *HOST)
+    assert result.returncode == 1
+    assert "is not there, or not ready" in errors(result)[0]
+
+
 @both
 def test_an_exit_code_that_comes_late_is_waited_for(cloud, script):
-    assert cloud.run(script, "create", SLICE, *HOST).returncode == 0
+    assert cloud.run(script, "create", SLICE, *HOST, "--no-plan").returncode == 0
     gone = subprocess.Popen(["true"])
     gone.wait()
     for host in (1, 2):
@@ -300,13 +353,16 @@ def test_what_does_not_fit_is_not_asked_for(cloud, script):
     _plays_the_plan(cloud, 1)
     result = cloud.run(script, "all", SLICE, *HOST, *PROGRAM)
     assert result.returncode == 1
-    assert "nothing was asked of the cloud" in errors(result)[0]
+    assert "nothing was asked for" in errors(result)[0]
+    result = cloud.run(script, "create", SLICE, *HOST, *PROGRAM)
+    assert result.returncode == 1
     assert cloud.count(CREATE[script]) == 0
+    assert (cloud.folder / "planned").read_text() == 2 * PLANNED
     _plays_the_plan(cloud, 0)
     result = cloud.run(script, "all", SLICE, *HOST, *PROGRAM)
     assert result.returncode == 0, result.stderr
     assert cloud.count(CREATE[script]) == cloud.count(DELETE[script]) == 1
-    assert (cloud.folder / "planned").read_text() == 2 * PLANNED
+    assert (cloud.folder / "planned").read_text() == 3 * PLANNED
     result = cloud.run(script, "all", SLICE, "--no-plan", *HOST, *PROGRAM)
     assert result.returncode == 0, result.stderr
-    assert (cloud.folder / "planned").read_text() == 2 * PLANNED
+    assert (cloud.folder / "planned").read_text() == 3 * PLANNED

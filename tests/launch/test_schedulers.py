@@ -32,7 +32,7 @@ class Tools:
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
         (folder / "bin").mkdir()
-        for name in ("gcloud", "xpk", "sbatch", "squeue", "sacct", "scancel"):
+        for name in ("gcloud", "xpk", "kubectl", "sbatch", "squeue", "sacct", "scancel"):
             file = folder / "bin" / name
             file.write_text(TOOL.format(folder=folder))
             file.chmod(0o755)
@@ -140,20 +140,39 @@ def test_xpk_says_that_a_run_failed_and_what_it_cannot_delete(tools):
     assert "may cost money" in error(result)
 
 
+def test_xpk_stop_waits_until_the_run_has_saved(tools):
+    result = tools.run("xpk.sh", "stop", *PLACE)
+    assert result.returncode == 0, result.stderr
+    delete, wait = tools.asked()
+    assert delete.startswith("xpk workload delete --workload=convbert-jax")
+    assert wait.startswith("kubectl wait --for=delete pods --selector=")
+    tools.answer("kubectl", ("error: timed out waiting for the condition on pods/x", 1))
+    result = tools.run("xpk.sh", "stop", *PLACE)
+    assert result.returncode == 1
+    assert "could not be stopped: error: timed out waiting" in error(result)
+    result = tools.run("xpk.sh", "delete", *PLACE)
+    assert result.returncode == 0, result.stderr
+    assert "may be lost: error: timed out" in result.stderr
+    assert verbs(tools, "xpk")[-1] == "cluster delete"
+    tools.answer("kubectl", ("error: no matching resources found", 1))
+    assert tools.run("xpk.sh", "stop", *PLACE).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("does", "signal_sent", "expected"),
     [
         ("exit 0", False, 0),
-        ("exit 3", False, 3),
+        ("exit 1", False, 1),
         ("exit 75", False, 75),
-        ("trap 'echo saved; exit 0' TERM; sleep 20 & wait", True, 75),
+        ("trap 'echo saved; exit 75' TERM; touch {up}; sleep 20 & wait", True, 75),
     ],
 )
-def test_a_container_that_is_taken_away_is_not_done(tools, does, signal_sent, expected):
+def test_a_container_has_the_exit_code_of_the_program(tools, does, signal_sent, expected):
     """The script that xpk runs, with a Python that plays the program."""
     assert tools.run("xpk.sh", "run", *PLACE, "--image=mine", *PROGRAM).returncode == 0
+    up = tools.folder / "up"
     python = tools.folder / "bin" / "python"
-    python.write_text(f"#!/bin/bash\ntouch {tools.folder}/up\n{does}\n")
+    python.write_text(f"#!/bin/bash\n{does.format(up=up)}\n")
     python.chmod(0o755)
     process = subprocess.Popen(
         ["bash", "-c", tools.script],
@@ -163,13 +182,19 @@ def test_a_container_that_is_taken_away_is_not_done(tools, does, signal_sent, ex
         start_new_session=True,
     )
     if signal_sent:
-        while not (tools.folder / "up").exists():
-            time.sleep(0.05)
-        time.sleep(0.5)  # to its trap
+        wait_for(up, process)
         process.send_signal(signal.SIGTERM)
-    out = process.communicate(timeout=30)[0]
+    out = process.communicate(timeout=60)[0]
     assert process.returncode == expected
     assert ("saved" in out) == signal_sent
+
+
+def wait_for(file: pathlib.Path, process) -> None:
+    limit = time.monotonic() + 60
+    while not file.exists():
+        assert process.poll() is None
+        assert time.monotonic() < limit
+        time.sleep(0.05)
 
 
 def slurm(tools, verb: str, *arguments: str):
@@ -197,12 +222,40 @@ def test_slurm_ends_with_the_code_of_the_run(tools, state, code):
     log = tools.folder / "checkout" / "runs" / "slurm-t-slurm.log"
     log.parent.mkdir()
     log.write_text("error: its own reason\n")
-    tools.answer("squeue", ("7", 0))
+    tools.answer("squeue", ("7", 0), ("", 0))
     tools.answer("sacct", (state, 0))
     result = slurm(tools, "watch")
     assert result.returncode == code
     assert "error: its own reason" in result.stderr
     assert f"ended as {state.partition('|')[0]}" in result.stderr
+
+
+def test_slurm_follows_a_job_that_was_put_back(tools):
+    """After a lost node Slurm puts the job back by itself: it has not ended."""
+    tools.answer("squeue", *[("7", 0)] * 4, ("", 0))
+    states = ("RUNNING|0:0", "NODE_FAIL|1:0", "PREEMPTED|0:0", "COMPLETED|0:0")
+    tools.answer("sacct", *((state, 0) for state in states))
+    result = slurm(tools, "watch")
+    assert result.returncode == 0, result.stderr
+    assert [line for line in result.stderr.splitlines() if "error" in line] == []
+
+
+@pytest.mark.parametrize("verb", ["stop", "delete"])
+def test_slurm_ends_a_job_after_it_has_saved(tools, verb):
+    tools.answer("squeue", ("7", 0), ("", 0))
+    assert slurm(tools, verb).returncode == 0
+    asked = [line for line in tools.asked() if line.startswith("scancel")]
+    assert asked == [
+        "scancel --state=PENDING --me --name=t-slurm",
+        "scancel --batch --signal=USR2 --state=RUNNING --me --name=t-slurm",
+    ]
+    tools.answer("scancel", ("", 1), ("", 0))
+    result = slurm(tools, verb)
+    if verb == "stop":
+        assert "could not be stopped" in error(result)
+    else:
+        assert "checkpoint is lost" in result.stderr
+        assert tools.asked()[-1] == "scancel --me --name=t-slurm"
 
 
 def test_faults_of_slurm_are_one_sentence(tools):
@@ -213,50 +266,119 @@ def test_faults_of_slurm_are_one_sentence(tools):
     assert "no job t-slurm is in the queue" in error(slurm(tools, "watch"))
     tools.answer("squeue", ("7", 0))
     assert "is in the queue already" in error(slurm(tools, "run", *PROGRAM))
-    assert slurm(tools, "delete").returncode == 0
-    assert tools.asked()[-1] == "scancel --me --name=t-slurm"
+
+
+class Job:
+    """The script that sbatch is given, with commands that play srun, scancel and scontrol."""
+
+    def __init__(self, tools, *does: str, restarted: int = 0):
+        """Task i does `does[i]`, a line of shell in which {up} is to be made."""
+        tools.answer("sbatch", ("7", 0))
+        tools.answer("sacct", ("COMPLETED|0:0", 0))
+        assert slurm(tools, "run", *PROGRAM).returncode == 0
+        self.folder, checkout = tools.folder, tools.folder / "checkout"
+        self.tasks = [self.folder / f"up-{i}" for i in range(len(does))]
+        lines = [
+            f"( {does[i].format(up=self.tasks[i])} ) & pids+=($!)\necho $! >>{self.folder}/tasks"
+            for i in range(len(does))
+        ]
+        # As srun does: each code is told, the highest is its own.
+        highest = (
+            'for i in "${!pids[@]}"; do wait ${pids[i]}; code=$?\n'
+            'told="srun: error: node$i: task $i: Exited with exit code $code"\n'
+            '[ $code = 0 ] || echo "$told" >&2\n'
+            "[ $code -le $most ] || most=$code\ndone\nexit $most"
+        )
+        plays = {
+            "srun": "most=0\n" + "\n".join(lines) + f"\n{highest}",
+            "scancel": f"kill -TERM $(cat {self.folder}/tasks)",
+            "scontrol": f'echo "$*" >>{self.folder}/requeued',
+            "sleep": 'exec /bin/sleep "${1/60/0}"',
+        }
+        for name, text in plays.items():
+            (self.folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+            (self.folder / "bin" / name).chmod(0o755)
+        self.by_slurm("RUNNING")
+        with open(checkout / "runs" / "slurm-t-slurm.log", "a") as log:
+            log.write("srun: error: node0: task 0: Exited with exit code 2\n")  # an earlier start
+            log.flush()
+            self.process = subprocess.Popen(
+                ["sh", "-c", tools.script],  # sbatch's --wrap is for sh
+                cwd=checkout,
+                stdout=log,
+                stderr=log,
+                env={
+                    "PATH": f"{self.folder}/bin:/usr/bin:/bin",
+                    "SLURM_JOB_ID": "7",
+                    "SLURM_RESTART_COUNT": str(restarted),
+                },
+            )
+
+    def by_slurm(self, state: str) -> None:
+        (self.folder / "squeue").write_text(f"{state}\n0\n")
+
+    def send(self, number: signal.Signals, *, tasks: bool, script: bool) -> None:
+        """A signal, when all tasks are there to hear it."""
+        for task in self.tasks:
+            wait_for(task, self.process)
+        for pid in (self.folder / "tasks").read_text().split() if tasks else ():
+            os.kill(int(pid), number)
+        if script:
+            self.process.send_signal(number)
+
+    def end(self) -> tuple[int, bool]:
+        """Its exit code, and whether it has put itself back."""
+        code = self.process.wait(timeout=60)
+        requeued = self.folder / "requeued"
+        if requeued.exists():
+            assert requeued.read_text() == "requeue 7\n"
+        return code, requeued.exists()
+
+
+SAVES = "trap 'kill %1; exit 75' TERM; sleep 20 & touch {up}; wait"
 
 
 @pytest.mark.parametrize(
-    ("does", "signal_sent", "restarted", "requeued"),
+    ("does", "restarted", "expected"),
     [
-        ("exit 0", False, 0, False),
-        ("exit 2", False, 0, False),
-        ("exit 75", False, 0, True),
-        ("exit 75", False, 10, False),
-        ("exit 137", False, 9, True),
-        ("trap 'exit 0' TERM; sleep 20 & wait", True, 0, True),
+        (["exit 0"], 0, (0, False)),
+        (["exit 2"], 0, (2, False)),
+        (["exit 75"], 0, (75, True)),
+        (["exit 75"], 10, (75, False)),
+        (["exit 137"], 9, (137, True)),
+        (["exit 75", "exit 1", "exit 75"], 0, (1, False)),
+        (["exit 1", "exit 137"], 0, (1, False)),
+        (["exit 75", "exit 75"], 0, (75, True)),
     ],
 )
-def test_the_job_puts_itself_back(tools, does, signal_sent, restarted, requeued):
-    """The script that sbatch is given, with commands that play srun, scancel and scontrol."""
-    tools.answer("sbatch", ("7", 0))
-    tools.answer("sacct", ("COMPLETED|0:0", 0))
-    assert slurm(tools, "run", *PROGRAM).returncode == 0
-    folder = tools.folder
-    plays = {
-        "srun": f"echo $$ >{folder}/step\n{does}",
-        "scancel": f"kill -TERM $(cat {folder}/step)",
-        "scontrol": f'echo "$*" >{folder}/requeued',
-        "sleep": 'exec /bin/sleep "${1/60/0}"',
-    }
-    for name, text in plays.items():
-        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / "bin" / name).chmod(0o755)
-    process = subprocess.Popen(
-        ["bash", "-c", tools.script],
-        env={
-            "PATH": f"{folder}/bin:/usr/bin:/bin",
-            "SLURM_JOB_ID": "7",
-            "SLURM_RESTART_COUNT": str(restarted),
-        },
-    )
-    if signal_sent:
-        while not (folder / "step").exists():
-            time.sleep(0.05)
-        time.sleep(0.5)
-        os.kill(process.pid, signal.SIGUSR1)
-    process.wait(timeout=30)
-    assert (folder / "requeued").exists() == requeued
-    if requeued:
-        assert (folder / "requeued").read_text() == "requeue 7\n"
+def test_the_job_puts_itself_back(tools, does, restarted, expected):
+    """After 75 and a kill, unless a task ended with an error of its own."""
+    assert Job(tools, *does, restarted=restarted).end() == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "tasks", "script"),
+    [
+        (signal.SIGTERM, True, False),  # preemption, with GraceTime
+        (signal.SIGTERM, True, True),  # the same, where Slurm also tells the script
+        (signal.SIGUSR1, False, True),  # the time is almost up
+    ],
+)
+def test_a_job_that_is_told_to_end_puts_itself_back(tools, number, tasks, script):
+    job = Job(tools, SAVES, SAVES)
+    job.send(number, tasks=tasks, script=script)
+    assert job.end() == (75, True)
+
+
+def test_a_job_that_was_stopped_or_cancelled_stays_away(tools):
+    job = Job(tools, SAVES, SAVES)
+    job.send(signal.SIGUSR2, tasks=False, script=True)
+    assert job.end() == (75, False)
+    (tools.folder / "tasks").unlink()
+    for task in job.tasks:
+        task.unlink()
+    (tools.folder / "squeue").unlink()
+    job = Job(tools, SAVES)
+    job.by_slurm("COMPLETING")
+    job.send(signal.SIGTERM, tasks=True, script=True)
+    assert job.end() == (75, False)
