@@ -78,6 +78,10 @@ result=0 lost=
 for ((index = 0; index < count; index++)); do
   code=${codes[index]}
   if ((code == 0)); then continue; fi
+  if [ -n "$told" ] && ((code == 75 || code == 130)); then # as it was told to
+    lost=1
+    continue
+  fi
   if ((index > 0)); then
     echo "--- process $index ended with exit code $code; the last lines of $logs/process-$index.log:" >&2
     tail -n 5 "$logs/process-$index.log" >&2
