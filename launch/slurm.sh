@@ -56,7 +56,7 @@ submit() {
     fail 1 "sbatch: $(tail -n 1 <<<"$said")"
   fi
   job=${said%%;*}
-  say "Job ${job:-$name} is in the queue; its log: $log"
+  if ! ((dry_run)); then say "Job $job is in the queue; its log: $log"; fi
 }
 
 job_id() { squeue --noheader --me --name="$name" --format=%A | head -n 1; }

@@ -107,7 +107,7 @@ case $verb in
   watch) follow_workload ;;
   stop)
     { take_out && wait_for_end; } || fail 1 "$name could not be stopped: $reason"
-    say "$name: nothing runs there any more; the verb run goes on from the last checkpoint."
+    if ! ((dry_run)); then say "$name: nothing runs there any more; the verb run goes on from the last checkpoint."; fi
     ;;
   delete) delete_all ;;
   all)

@@ -55,8 +55,8 @@ def test_what_a_page_says_to_type_is_understood(page):
         if program == "-m":
             program, arguments = words[2], words[3:]
         if program == "convbert_jax.main":
-            with flagsaver.flagsaver():
-                command_line.read(["main.py", *arguments])
+            with flagsaver.flagsaver():  # a bucket would need its package here
+                command_line.read(["main.py", *(w.replace("gs:/", "") for w in arguments)])
         elif program == "launch/local_cluster.sh":
             with flagsaver.flagsaver():
                 command_line.read(["main.py", *arguments[1:]])
@@ -69,7 +69,7 @@ def test_what_a_page_says_to_type_is_understood(page):
             )
             assert result.returncode == 0, result.stderr
             of_program = arguments[arguments.index("--") + 1 :]
-            with flagsaver.flagsaver():  # a bucket would need its package here
+            with flagsaver.flagsaver():
                 command_line.read(["main.py", *(w.replace("gs:/", "") for w in of_program)])
         elif program == "launch/sweep.py":
             request.read(["sweep.py", *arguments])

@@ -214,7 +214,7 @@ run_verb() {
     stop)
       if ! is_ready; then fail 1 "$name is not there, or not ready: nothing runs there that could be stopped"; fi
       stop || fail 1 "$name: $reason; what was saved before stays"
-      say "$name: nothing runs there any more; the verb run goes on from the last checkpoint."
+      if ! ((dry_run)); then say "$name: nothing runs there any more; the verb run goes on from the last checkpoint."; fi
       ;;
     delete)
       stop_if_ready
