@@ -57,6 +57,9 @@ def together(place: Place, *, patience: float, silence: float, advise: Advice) -
         peers.meet(patience, advise)
         _connect_jax(place, patience, silence)
         yield
+        # Waits for all, which jax would do at the end of Python: there it aborts, with a trace,
+        # where one is lost meanwhile.
+        jax.distributed.shutdown()
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
             time.sleep(_PATIENCE)  # the consequence of a death, which is told any moment

@@ -89,6 +89,15 @@ def test_a_killed_process_ends_the_others(killed):
     processes[killed].communicate()
 
 
+def test_a_process_killed_while_the_others_are_done_already_ends_them():
+    """Else jax would abort them after 100 s, with a trace."""
+    processes = start("end", "wait")
+    time.sleep(3)  # the first one is done after one
+    processes[1].send_signal(signal.SIGKILL)
+    check_ended(processes[0], 1, 2)
+    processes[1].communicate()
+
+
 def test_a_process_killed_before_all_have_come_ends_who_is_there():
     """Nobody waits out the time for the third one, which does not come either."""
     first, second = launch("wait", "wait", count=3)
