@@ -168,14 +168,16 @@ def test_xpk_stop_waits_until_the_run_has_saved(tools):
     ],
 )
 def test_a_container_has_the_exit_code_of_the_program(tools, does, signal_sent, expected):
-    """The script that xpk runs, with a Python that plays the program."""
-    assert tools.run("xpk.sh", "run", *PLACE, "--image=mine", *PROGRAM).returncode == 0
+    """The script that xpk runs, as xpk runs it, with a Python that plays the program."""
+    assert tools.run("xpk.sh", "run", *PLACE, *PROGRAM).returncode == 0
     up = tools.folder / "up"
-    python = tools.folder / "bin" / "python"
-    python.write_text(f"#!/bin/bash\n{does.format(up=up)}\n")
-    python.chmod(0o755)
+    for name, text in (("python", does.format(up=up)), ("pip", "exit 0")):
+        (tools.folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tools.folder / "bin" / name).chmod(0o755)
+    (tools.folder / "requirements-3.12.lock").write_text("jax==1\n")
     process = subprocess.Popen(
-        ["bash", "-c", tools.script],
+        ["bash", "-c", XPK.replace("COMMAND", tools.script)],
+        cwd=tools.folder,
         env={"PATH": f"{tools.folder}/bin:/usr/bin:/bin"},
         stdout=subprocess.PIPE,
         text=True,
@@ -187,6 +189,16 @@ def test_a_container_has_the_exit_code_of_the_program(tools, does, signal_sent, 
     out = process.communicate(timeout=60)[0]
     assert process.returncode == expected
     assert ("saved" in out) == signal_sent
+
+
+# How a container of xpk starts a command and hands TERM on: to the shell that it begins.
+XPK = """
+handed_on() ( kill -TERM $!; )
+trap handed_on TERM
+(COMMAND) & first=$!
+while kill -0 $first 2>/dev/null; do sleep 0.1; done
+wait $first
+"""
 
 
 def wait_for(file: pathlib.Path, process) -> None:
