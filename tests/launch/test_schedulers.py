@@ -164,7 +164,7 @@ def test_xpk_stop_waits_until_the_run_has_saved(tools):
         ("exit 0", False, 0),
         ("exit 1", False, 1),
         ("exit 75", False, 75),
-        ("trap 'echo saved; exit 75' TERM; touch {up}; sleep 20 & wait", True, 75),
+        ("trap 'kill %1; echo saved; exit 75' TERM; sleep 20 & touch {up}; wait", True, 75),
     ],
 )
 def test_a_container_has_the_exit_code_of_the_program(tools, does, signal_sent, expected):
