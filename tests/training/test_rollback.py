@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -173,8 +174,12 @@ def test_a_run_that_hangs_ends_with_its_stacks():
     assert time.monotonic() - started < 60
 
 
-def test_the_watchdog_waits_for_the_first_beat():
-    """Compiling takes as long as it takes."""
-    dog = watchdog.Watchdog(0.1)
-    with dog.watching():
-        time.sleep(0.5)
+def test_a_first_step_has_longer_and_not_forever(monkeypatch):
+    """Compiling takes as long as it takes; restoring, and waiting for others, can hang too."""
+    ended = threading.Event()
+    monkeypatch.setattr(watchdog.peers, "end_of_a_hang", ended.set)
+    with watchdog.Watchdog(0.1).watching():
+        assert not ended.wait(0.5)
+    monkeypatch.setattr(watchdog, "_FIRST", 0.2)
+    with watchdog.Watchdog(0.1).watching():
+        assert ended.wait(60)

@@ -10,8 +10,11 @@ from absl import logging
 from convbert_jax.training.environment import peers
 
 
+_FIRST = 3_600.0  # seconds, at the least, for restoring, compiling and the first step
+
+
 class Watchdog:
-    """Wants to hear a `beat` every so often, from the first one on."""
+    """Wants to hear a `beat` every so often, and the first one within an hour at the latest."""
 
     def __init__(self, seconds: float):
         """
@@ -19,11 +22,12 @@ class Watchdog:
           seconds: `config.train.hang_seconds`; 0: it never bites.
         """
         self._seconds = seconds
-        self._last: float | None = None
+        self._last = 0.0
+        self._limit = max(seconds, _FIRST)
 
     def beat(self) -> None:
         """Says that the run goes on."""
-        self._last = time.monotonic()
+        self._last, self._limit = time.monotonic(), self._seconds
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -34,6 +38,7 @@ class Watchdog:
         if not self._seconds:
             yield
             return
+        self._last = time.monotonic()
         over = threading.Event()
         thread = threading.Thread(target=self._watch, args=(over,), daemon=True, name="watchdog")
         thread.start()
@@ -45,11 +50,12 @@ class Watchdog:
 
     def _watch(self, over: threading.Event) -> None:
         while not over.wait(min(10.0, self._seconds / 4)):
-            if self._last is not None and time.monotonic() - self._last > self._seconds:
+            if time.monotonic() - self._last > self._limit:
                 logging.error(
-                    "Nothing has moved for config.train.hang_seconds=%g: a device, another process "
-                    "or the storage does not answer. What every thread does is below; the same "
-                    "command goes on from the last checkpoint.",
+                    "Nothing has moved for %g s (config.train.hang_seconds=%g): a device, another "
+                    "process or the storage does not answer. What every thread does is below; the "
+                    "same command goes on from the last checkpoint.",
+                    self._limit,
                     self._seconds,
                 )
                 logging.flush()
