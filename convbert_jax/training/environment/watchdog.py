@@ -9,7 +9,6 @@ from absl import logging
 
 from convbert_jax.training.environment import peers
 
-
 _FIRST = 3_600.0  # seconds, at the least, for restoring, compiling and the first step
 
 
