@@ -22,6 +22,7 @@ from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.data.units import bucket
 from convbert_jax.data.units.work import Runner
 from convbert_jax.interfaces.batch import Batch
+from convbert_jax.objectives import span_corruption
 from convbert_jax.training import sharding
 from convbert_jax.training.environment import roll_call
 from convbert_jax.training.loop import Batches
@@ -139,6 +140,11 @@ def check_batches(config: Config, mesh: Mesh, *, training: bool = True) -> None:
         sharding.check_length(multiple, mesh, field="config.parallel.length_multiple")
     else:
         sharding.check_length(config.data.length, mesh)
+        if config.recipe == "span_corruption":
+            of_row = f"of rows of config.data.length={config.data.length}: length"
+            counts = span_corruption.count_spans(config)
+            sharding.check_length(counts.source, mesh, field=f"sources {of_row}")
+            sharding.check_length(counts.target, mesh, field=f"targets {of_row}")
         sharding.check_batch_size(
             config.train.batch_size,
             config.train.accumulation if training else 1,

@@ -276,3 +276,13 @@ def test_a_batch_that_does_not_split_is_refused_before_anything(make, tmp_path, 
     assert list(tmp_path.iterdir()) == []
     mesh = sharding.make_mesh(config.mesh, jax.devices())
     prepared.check_batches(dataclasses.replace(config, recipe="translation"), mesh)  # made to fit
+
+
+def test_spans_whose_lengths_do_not_split_are_refused(make):
+    config = make("span_corruption", data__length=64, train__batch_size=16)
+    axes = dataclasses.replace(config.mesh, sequence=2)
+    prepared.check_batches(config, sharding.make_mesh(axes, jax.devices()))
+    mesh = sharding.make_mesh(dataclasses.replace(axes, sequence=4), jax.devices())
+    says = r"sources of rows of config\.data\.length=64: length=58 does not split"
+    with pytest.raises(sharding.ShardingError, match=says):
+        prepared.check_batches(config, mesh)
