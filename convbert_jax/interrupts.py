@@ -59,9 +59,10 @@ _state = _State()
 
 @contextlib.contextmanager
 def heard(told: float = _TOLD, patience: float = _PATIENCE) -> Iterator[None]:
-    """Context in which a first signal is told of, if what runs does not end for it, and a second
-    one ends the process, with 128 and its number, whatever runs. Of another thread than the main
-    one it does nothing, as Python hears no signals there.
+    """Context in which SIGTERM raises `Stopped`, as Ctrl-C does KeyboardInterrupt; a first signal is
+    told of, if what runs does not end for it, and a second one ends the process, with 128 and its
+    number, whatever runs. Of another thread than the main one it does nothing, as Python hears no
+    signals there.
 
     Args:
       told, patience: seconds from a first, and from a second signal.
@@ -74,9 +75,11 @@ def heard(told: float = _TOLD, patience: float = _PATIENCE) -> Iterator[None]:
     theirs.setblocking(False)
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=_listen, args=(ours, told, patience), daemon=True).start()
+    terminated = signal.signal(signal.SIGTERM, _stop)
     try:
         yield
     finally:
+        signal.signal(signal.SIGTERM, terminated)
         signal.set_wakeup_fd(before)
         theirs.close()  # ends the thread
 
@@ -97,6 +100,11 @@ def nothing_to_save() -> Iterator[None]:
     finally:
         with _state.lock:
             _state.free = False
+
+
+def _stop(number, frame):
+    del frame
+    raise Stopped(signal.Signals(number).name)
 
 
 def _listen(ours: socket.socket, told: float, patience: float) -> None:

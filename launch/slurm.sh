@@ -29,6 +29,9 @@ job_text() { # what the first node runs, by sh. Slurm's own TERM goes to the pro
   printf 'before=$(wc -l <%s); srun --kill-on-bad-exit=0 --ntasks-per-node=1 %s & step=$!\n' "$log" "$(quote "$@")"
   # shellcheck disable=SC2016
   printf 'code=0; wait $step || code=$?; while kill -0 $step 2>/dev/null; do code=0; wait $step || code=$?; done\n'
+  # A signal to this script ends a wait with its own number, also where the step has just ended; 127: that was the code of the step.
+  # shellcheck disable=SC2016
+  printf 'if [ $code -gt 128 ]; then last=0; wait $step 2>/dev/null || last=$?; [ $last = 127 ] || code=$last; fi\n'
   # srun ends with the highest code, and says each: an error of one's own is not tried again, however the others have ended.
   # shellcheck disable=SC2016
   printf 'for one in $(tail -n +$((before + 1)) %s | sed -n "s/^srun: error: .*: Exited with exit code //p"); do\n' "$log"

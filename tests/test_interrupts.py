@@ -15,8 +15,8 @@ INSIDE = """
 import hashlib, signal, threading
 from convbert_jax import console, interrupts
 console.set_up_logging()
-signal.signal(signal.SIGTERM, lambda *_: None)
 with interrupts.heard(told=0.3, patience=0.5):
+    signal.signal(signal.SIGTERM, lambda *_: None)
     threading.Timer(0.5, print, ("up",), {"flush": True}).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 """
@@ -26,9 +26,9 @@ LATE = """
 import signal, time
 from convbert_jax import console, interrupts
 console.set_up_logging()
-signal.signal(signal.SIGTERM, lambda *_: None)
-signal.signal(signal.SIGINT, lambda *_: None)
 with interrupts.heard(told=0.1, patience=0.5):
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGINT, lambda *_: None)
     print("up", flush=True)
     time.sleep(3)
     with interrupts.nothing_to_save():
@@ -90,17 +90,20 @@ def test_having_nothing_to_save_ends():
         pass
 
 
-def test_what_ends_by_itself_is_left_alone():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_ends_by_itself_is_left_alone(number):
     process = start(QUICK)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert process.communicate(timeout=30) == ("saved\n", "")
     assert process.returncode == 0
 
 
 def test_what_was_there_before_comes_back():
     assert signal.set_wakeup_fd(-1) == -1
+    before = signal.getsignal(signal.SIGTERM)
     with interrupts.heard():
-        pass
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == -1
 
 

