@@ -59,10 +59,10 @@ _state = _State()
 
 @contextlib.contextmanager
 def heard(told: float = _TOLD, patience: float = _PATIENCE) -> Iterator[None]:
-    """Context in which SIGTERM raises `Stopped`, as Ctrl-C does KeyboardInterrupt; a first signal is
-    told of, if what runs does not end for it, and a second one ends the process, with 128 and its
-    number, whatever runs. Of another thread than the main one it does nothing, as Python hears no
-    signals there.
+    """Context in which SIGTERM raises `Stopped`, as Ctrl-C does KeyboardInterrupt. A first signal
+    is told of, if what runs does not end for it, and a second one ends the process, with 128 and
+    its number, whatever runs. Of another thread than the main one it does nothing, as Python hears
+    no signals there.
 
     Args:
       told, patience: seconds from a first, and from a second signal.
