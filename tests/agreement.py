@@ -22,4 +22,4 @@ def assert_agree(found: Params, expected: Params, tolerance: float = 1e-5) -> No
         error = np.abs(found[path] - leaf).max()
         if not error <= tolerance * max(largest[p] for p in beside):
             wrong[path] = f"{error:.1e}, of values up to {largest[path]:.1e}"
-    assert not wrong
+    assert not wrong, wrong
