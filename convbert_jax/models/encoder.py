@@ -20,7 +20,7 @@ from convbert_jax.models.layers import (
     residual,
 )
 from convbert_jax.ops import products
-from convbert_jax.ops.mesh.division import between_layers
+from convbert_jax.ops.mesh.division import whole_channels
 
 # What the backward pass keeps of a layer, by config.model.remat; None keeps what it needs.
 # "dots" keeps products with weights; attention, cheap to repeat and large, is computed again.
@@ -86,7 +86,7 @@ class Layer(nnx.Module):
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
-        x = between_layers(x)
+        x = whole_channels(x)
 
         def mix(x):
             return dropout(self.mixer(x, segment_ids, keys[0], capture), self.dropout, keys[1])
@@ -95,9 +95,9 @@ class Layer(nnx.Module):
             return dropout(self.feed_forward(x, inner_key(keys[2])), self.dropout, keys[2])
 
         with jax.named_scope("mixer"):
-            x = between_layers(residual(x, mix, self.mixer_norm, self.norm))
+            x = whole_channels(residual(x, mix, self.mixer_norm, self.norm))
         with jax.named_scope("feed_forward"):
-            return between_layers(residual(x, feed, self.feed_forward_norm, self.norm))
+            return whole_channels(residual(x, feed, self.feed_forward_norm, self.norm))
 
 
 class Encoder(nnx.Module):

@@ -174,7 +174,7 @@ def test_the_axes_are_those_of_training():
     assert (*BATCH, HEADS, SEQUENCE) == sharding.AXES
 
 
-def test_between_layers_between_products_on_a_mesh():
+def test_whole_channels_between_products_on_a_mesh():
     """Without it XLA:CPU swaps rows between devices, where both w and wo are cut by two axes."""
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (8, 4, 16))
@@ -182,8 +182,8 @@ def test_between_layers_between_products_on_a_mesh():
     weights = [0.3 * jax.random.normal(k, shape) for k, shape in zip(keys[1:], shapes, strict=True)]
 
     def run(x, w, wi, wo):
-        x = division.between_layers(x)
-        x = division.between_layers(x + x @ w)
+        x = division.whole_channels(x)
+        x = division.whole_channels(x + x @ w)
         return x + jnp.tanh(x @ wi) @ wo
 
     wanted = run(x, *weights)
@@ -198,13 +198,13 @@ def test_between_layers_between_products_on_a_mesh():
 
 
 @pytest.mark.parametrize("rows", [8, 3])
-def test_between_layers_says_nothing_where_nothing_splits_heads(rows):
+def test_whole_channels_says_nothing_where_nothing_splits_heads(rows):
     x = jnp.ones((rows, 2))
     axes = ("data", "tensor")
     for sizes, says in (((8, 1), False), ((4, 2), True)):
         mesh = jax.make_mesh(sizes, axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
         with jax.set_mesh(mesh):
-            jaxpr = str(jax.make_jaxpr(division.between_layers)(x))
-            np.testing.assert_array_equal(jax.jit(division.between_layers)(x), x)
+            jaxpr = str(jax.make_jaxpr(division.whole_channels)(x))
+            np.testing.assert_array_equal(jax.jit(division.whole_channels)(x), x)
         assert ("sharding_constraint" in jaxpr) == says
-    assert "sharding_constraint" not in str(jax.make_jaxpr(division.between_layers)(x))
+    assert "sharding_constraint" not in str(jax.make_jaxpr(division.whole_channels)(x))

@@ -21,6 +21,7 @@ from convbert_jax.models.mixers import convolution
 from convbert_jax.models.mixers.attention import Attention
 from convbert_jax.ops.depthwise_conv import depthwise_conv
 from convbert_jax.ops.dynamic_conv import dynamic_conv
+from convbert_jax.ops.mesh.division import whole_channels
 from convbert_jax.ops.one_step import depthwise_conv_step
 from convbert_jax.ops.softmax import softmax
 from convbert_jax.ops.span_dynamic_conv import span_filters
@@ -167,7 +168,7 @@ class GatedSeparableConv(nnx.Module):
 
     def _out(self, convolved):
         bias = self.depthwise_bias[...].astype(convolved.dtype)
-        return self.output(self.pointwise(convolved + bias))
+        return self.output(whole_channels(self.pointwise(convolved + bias)))
 
 
 def begins(segment_ids: Int[Array, "B L"]):

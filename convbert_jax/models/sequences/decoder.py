@@ -12,7 +12,7 @@ from convbert_jax.config.sequences import DecoderConfig
 from convbert_jax.models.encoder import REMAT_POLICIES, FeedForward, inner_key
 from convbert_jax.models.layers import NORMS, State, dropout, initializers, residual
 from convbert_jax.models.sequences.source_attention import SourceAttention
-from convbert_jax.ops.mesh.division import between_layers
+from convbert_jax.ops.mesh.division import whole_channels
 
 
 class Source(NamedTuple):
@@ -54,7 +54,7 @@ class DecoderLayer(nnx.Module):
         key: Array | None = None,
     ) -> Float[Array, "B L C"]:
         keys = [None] * 5 if key is None else jax.random.split(key, 5)
-        x = between_layers(x)
+        x = whole_channels(x)
         x = self._add(x, lambda x: self.mixer(x, segment_ids, keys[0]), "mixer", keys[1])
         if self.reads:
 
@@ -87,7 +87,7 @@ class DecoderLayer(nnx.Module):
         def drop(x):
             return dropout(inner(x), self.dropout, key)
 
-        return between_layers(residual(x, drop, getattr(self, f"{name}_norm"), self.norm))
+        return whole_channels(residual(x, drop, getattr(self, f"{name}_norm"), self.norm))
 
 
 class Decoder(nnx.Module):

@@ -129,9 +129,10 @@ def _widen(part: jax.Array, halo: Halo, read: bool) -> jax.Array:
     return jnp.concatenate([*reversed(before), part, *behind], axis=1)
 
 
-def between_layers(x: jax.Array) -> jax.Array:
-    """`x` [B, L, C] as it stands between layers: each device has some rows, along `sequence` some
-    of their positions, and all channels.
+def whole_channels(x: jax.Array) -> jax.Array:
+    """`x` [B, L, C] as it stands between layers, and between two products in one, as those that
+    make values and then filters of them: each device has some rows, along `sequence` some of their
+    positions, and all channels.
 
     Left to itself the compiler may cut channels too, along `fsdp` as it does parameters, or along
     `tensor`, where a product before it does, and then asks the next product for its result in that

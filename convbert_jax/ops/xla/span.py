@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from convbert_jax.ops.mesh import division
 from convbert_jax.ops.products import dense
 from convbert_jax.ops.softmax import softmax
 from convbert_jax.ops.xla import plain
@@ -16,5 +17,5 @@ def span_dynamic_conv(query, span_key, values, projection, bias, segment_ids, he
 def span_filters(query, span_key, projection, bias, heads, dtype):
     """[B, L, H, K] in `dtype`: softmax, in float32, over all taps of a head, visible or not."""
     products = query if span_key is None else query * span_key
-    logits = dense(products, projection, bias, jnp.float32)
+    logits = dense(division.whole_channels(products), projection, bias, jnp.float32)
     return softmax(logits.reshape(*query.shape[:2], heads, -1), None, dtype)
