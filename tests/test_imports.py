@@ -69,7 +69,7 @@ ROOMS = {
         "mesh_tensorflow": {"tensorflow1"},
         "sequences": {"tensorflow1", "fairseq", "mesh_tensorflow"},
     },
-    "ops": {"mesh": set(), "xla": set(), "tpu": {"xla"}, "gpu": set()},
+    "ops": {"mesh": set(), "xla": {"mesh"}, "tpu": {"xla"}, "gpu": set()},
 }
 MOST_FILES = 12
 

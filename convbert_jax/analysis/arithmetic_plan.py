@@ -243,16 +243,16 @@ def describe(
         f"moments of {plan.config.optimizer.method}": plan.moments,
         "activations": plan.kept,
     }
-    hours = [seconds * steps * devices.count / 3600 for seconds in (best, worst)]
-    cost = f"{hours[0]:,.3g} to {hours[1]:,.3g} {unit}-hours"
+    run = planned.outlook(plan, price)
+    cost = "{:,.3g} to {:,.3g}".format(*run["chip_hours"]) + f" {unit}-hours"
     if price is not None:
-        cost += f", {hours[0] * price:,.2f} to {hours[1] * price:,.2f} at {price:g} each"
+        cost += ", {:,.2f} to {:,.2f}".format(*run["price"]) + f" at {price:g} each"
     return "\n".join(
         [
             f"{plan.config.name} on {devices.name}, BY ARITHMETIC: nothing was compiled or run",
             f"from {devices.basis}",
             "",
-            f"mesh                    {planned.spell_mesh(plan)}",
+            f"mesh                    {planned.spell_mesh(plan.axes)}",
             f"a step                  {plan.rows:,} rows, {plan.tokens:,} tokens, "
             f"{plan.flops:.3g} FLOPs",
             "",
@@ -285,7 +285,7 @@ def _describe_largest(largest: ArithmeticPlan | None) -> list[str]:
 def _compare(plans: Sequence[ArithmeticPlan]) -> list[str]:
     lines = ["", "mesh and what is computed again                            GiB"]
     for each in plans:
-        name = f"{planned.spell_mesh(each)} remat={each.config.model.remat}"
+        name = f"{planned.spell_mesh(each.axes)} remat={each.config.model.remat}"
         lines.append(
             f"  {name:<54}{each.used / _GIB:>6.1f}{'' if each.fits else '    does not fit'}"
         )

@@ -82,8 +82,9 @@ def flags_of(plan: Planned) -> str:
     return " ".join([*flags, f"--config.model.remat={plan.config.model.remat}"])
 
 
-def spell_mesh(plan: Planned) -> str:
-    return " ".join(f"{name}={size}" for name, size in plan.axes.items())
+def spell_mesh(axes: Mapping[str, int]) -> str:
+    """As "data=4 fsdp=1 tensor=1 sequence=1"."""
+    return " ".join(f"{name}={size}" for name, size in axes.items())
 
 
 def numbers_of_all(

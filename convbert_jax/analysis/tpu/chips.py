@@ -16,8 +16,7 @@ class Chip:
       hbm_bytes: that a program may use, as the compiler refuses larger ones.
       hbm_bytes_per_second, flops_per_second (bfloat16), link_bytes_per_second (both directions, all
         ports): Google Cloud's TPU documentation, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e",
-        "TPU7x"; those of a TPU7x chip are halved, as it is
-        two devices.
+        "TPU7x"; those of a TPU7x chip are halved, as it is two devices.
       ports: links to other chips.
       flops_per_cycle: matrix units x side^2 x 2 (v5e: one core of 4 of 128 x 128; v4 and v5p: two
         such cores; v6e and TPU7x: a core of 4 of 256 x 256, which is what estimates for large

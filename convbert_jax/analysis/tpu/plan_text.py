@@ -34,7 +34,7 @@ def describe(
         f"{plan.config.name} on {t.name}: {t.chips} chips{of_slices}, the step compiled for them; "
         "nothing ran",
         "",
-        f"mesh                    {planned.spell_mesh(plan)}",
+        f"mesh                    {planned.spell_mesh(plan.axes)}",
         f"a step                  {plan.rows:,} rows, {plan.tokens:,} tokens, "
         f"{plan.flops:.3g} FLOPs",
         "",
@@ -187,18 +187,14 @@ def _describe_time(plan: Plan, step: Step, price: float | None) -> list[str]:
     count = len(plan.topology.devices)
     peak = plan.topology.chip.flops_per_second * count
     shares = sorted(plan.flops / seconds / peak for seconds in (best, worst))
-    steps = plan.config.train.steps
-    whole = [seconds * steps for seconds in (best, worst)]
-    chip_hours = [each * plan.topology.chips / 3600 for each in whole]
-    money = ""
-    if price is not None:
-        money = f", {_range(*(each * price for each in chip_hours))} at {price:g} each"
+    steps, run = plan.config.train.steps, planned.outlook(plan, price)
+    money = "" if price is None else f", {_range(*run['price'])} at {price:g} each"
     return [
         f"a step takes            {_range(best * 1e3, worst * 1e3)} ms by {ASSUMPTIONS}",
         f"  tokens a second       {_range(plan.tokens / worst, plan.tokens / best)}",
         f"  share of the peak     {shares[0]:.0%} to {shares[1]:.0%}",
-        f"the run                 {steps:,} steps: {overview.spell_range(*whole)}, "
-        f"{_range(*chip_hours)} chip-hours{money}",
+        f"the run                 {steps:,} steps: "
+        f"{overview.spell_range(best * steps, worst * steps)}, {_range(*run['chip_hours'])} chip-hours{money}",
     ]
 
 
@@ -217,7 +213,7 @@ def _describe_largest(largest: Plan | None) -> list[str]:
 def _compare(plans: Sequence[Plan]) -> list[str]:
     lines = ["", "mesh and what is computed again          GiB    ms a step          MB sent"]
     for each in plans:
-        name = f"{planned.spell_mesh(each)} remat={each.config.model.remat}"
+        name = f"{planned.spell_mesh(each.axes)} remat={each.config.model.remat}"
         if isinstance(each.step, Shortage):
             lines.append(f"  {name:<36}{each.step.needed / _GIB:>6.1f}    does not fit")
             continue

@@ -9,7 +9,6 @@ import time
 
 import jax
 from absl import logging
-from jax.sharding import Mesh
 
 from convbert_jax.analysis import planned
 from convbert_jax.analysis.tpu import plan_text
@@ -54,7 +53,7 @@ def _plan(config: Config, topology: Topology, teacher: teaching.Teacher | None) 
         "minutes.",
         batch["tokens"].shape[0],
         topology.name,
-        _spell(mesh),
+        planned.spell_mesh(mesh.shape),
         config.model.remat,
     )
     started = time.monotonic()
@@ -106,7 +105,3 @@ def _compile(program: Program, task: Task, batch, topology: Topology) -> Step | 
             ) from error
     axes = dict(program.mesh.shape)
     return describe_step(compiled, text, program.abstract, topology.chip, axes, topology.slices)
-
-
-def _spell(mesh: Mesh) -> str:
-    return " ".join(f"{name}={size}" for name, size in mesh.shape.items())
