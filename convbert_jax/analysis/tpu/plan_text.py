@@ -194,7 +194,8 @@ def _describe_time(plan: Plan, step: Step, price: float | None) -> list[str]:
         f"  tokens a second       {_range(plan.tokens / worst, plan.tokens / best)}",
         f"  share of the peak     {shares[0]:.0%} to {shares[1]:.0%}",
         f"the run                 {steps:,} steps: "
-        f"{overview.spell_range(best * steps, worst * steps)}, {_range(*run['chip_hours'])} chip-hours{money}",
+        f"{overview.spell_range(best * steps, worst * steps)}, "
+        f"{_range(*run['chip_hours'])} chip-hours{money}",
     ]
 
 
