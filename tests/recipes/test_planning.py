@@ -56,7 +56,11 @@ def test_the_search_ends_at_the_largest_batch(fixed, slope, batch, accumulation)
     assert len(tried) <= 1 + candidates._SEARCHES
     assert found is not None
     assert found.fits
-    assert found.rows >= most - unit
+    enough = [fixed + slope * rows / accumulation >= 0.97 * capacity for rows in tried]
+    fits = [rows <= most for rows in tried]
+    assert found.rows >= most - unit or found.used >= 0.97 * capacity
+    # A plan takes minutes: none is made after one that nearly fills the memory.
+    assert not any(a and b for a, b in zip(enough[:-1], fits[:-1], strict=True))
 
 
 def test_gpus_are_counted(tmp_path):

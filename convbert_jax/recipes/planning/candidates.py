@@ -10,13 +10,16 @@ from convbert_jax.interop.matching import replace
 from convbert_jax.training.sharding import ShardingError
 
 _SEARCHES = 4  # most plans after the first, in search of the largest batch
+_FULL = 0.97  # of the memory is taken: what is left is not worth a plan, which takes minutes
 _ROWS = 8  # a TPU computes with so many rows at least
 
 PlanOne = Callable[[Config], Planned]  # raises ShardingError where a mesh cannot be
 
 
 def find_largest(first: Planned, plan_one: PlanOne) -> Planned | None:
-    """The largest batch that fits, by lines through what was planned so far."""
+    """The largest batch that fits, or one that takes 97% of the memory, by lines through what was
+    planned so far.
+    """
     config = first.config
     shards = first.axes["data"] * first.axes["fsdp"]
     unit = shards * config.train.accumulation * config.optimizer.release_replicas
@@ -25,6 +28,8 @@ def find_largest(first: Planned, plan_one: PlanOne) -> Planned | None:
     best = first if first.fits else None
     plans = [first]
     for _ in range(_SEARCHES):
+        if best and best.used >= _FULL * best.capacity:
+            break
         batch = _next_batch(plans, unit)
         if batch is None:
             break
