@@ -63,6 +63,29 @@ def test_the_search_ends_at_the_largest_batch(fixed, slope, batch, accumulation)
     assert not any(a and b for a, b in zip(enough[:-1], fits[:-1], strict=True))
 
 
+def test_a_compiler_that_saves_memory_does_not_mislead_the_search():
+    """As `base` on v5e:2x4, GiB; a line through 1,792 and 1,920 rows leads to 9,216."""
+    tried = []
+
+    def fake(config):
+        rows = config.train.batch_size
+        tried.append(rows)
+        used = min(1.4 + 8.6 / 1024 * rows, 14.7 + rows / 80_000)
+        fits = rows <= 2_000
+        memory = tpu_plan.Memory(0, 0, 0, int(used * 2**30), 0, int(15.75 * 2**30))
+        step = (
+            make_step(memory=memory)
+            if fits
+            else tpu_plan.Shortage(15.8 * 2**30, 15.75 * 2**30, 0, 0)
+        )
+        axes = {"data": 8, "fsdp": 1, "tensor": 1, "sequence": 1}
+        return make_plan(step, config=config, rows=rows, axes=axes)
+
+    found = candidates.find_largest(fake(make_config(train__batch_size=1024)), fake)
+    assert 1_792 <= found.rows <= 2_000
+    assert max(tried) < 2_500
+
+
 def test_gpus_are_counted(tmp_path):
     config = make_config(model__hidden_size=128, model__embedding_size=128, train__batch_size=64)
     whole = 4 * state.count(abstract_params(config))

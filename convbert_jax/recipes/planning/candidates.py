@@ -51,8 +51,9 @@ def _next_batch(plans: list[Planned], unit: int) -> int | None:
     rows, used = near[0].rows, near[0].used
     slope = used / rows  # what does not grow with the batch is a small part
     if len(near) == 2:
-        slope = (used - near[1].used) / (rows - near[1].rows)
-    guess = rows + (capacity - used) / slope if slope > 0 else 2 * rows
+        # Where memory is short a compiler saves some of it, and the line through two plans is flat.
+        slope = max((used - near[1].used) / (rows - near[1].rows), slope / 2)
+    guess = rows + (capacity - used) / slope
     batch = int(min(max(guess, lower + unit), upper - unit)) // unit * unit
     return batch if lower < batch < upper else None
 
