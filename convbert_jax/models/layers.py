@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 from convbert_jax.models.functions import layer_norm, rms_norm
 from convbert_jax.ops import dispatch
 from convbert_jax.ops.mesh import division
-from convbert_jax.ops.products import dense, dense_of_one
+from convbert_jax.ops.products import dense, dense_of_groups, dense_of_one
 
 Initializer = jax.nn.initializers.Initializer
 State = Any  # what a decoder keeps of the positions before, see config/mixers.py
@@ -107,12 +107,8 @@ class GroupedDense(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(outputs))
 
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C_out"]:
-        kernel = self.kernel[...]
-        biases = [None] * len(kernel)
-        if hasattr(self, "bias"):
-            biases = jnp.split(self.bias[...], len(kernel))
-        groups = zip(jnp.split(x, len(kernel), axis=-1), kernel, biases, strict=True)
-        return jnp.concatenate([dense(*group, x.dtype) for group in groups], axis=-1)
+        bias = self.bias[...] if hasattr(self, "bias") else None
+        return dense_of_groups(x, self.kernel[...], bias, x.dtype)
 
 
 def feed_forward_dense(

@@ -18,6 +18,7 @@ from convbert_jax.ops import dispatch
 from convbert_jax.ops.mesh import division, sums
 
 DENSE = "dense"
+_LANES = 128  # channels that a TPU keeps side by side
 
 
 def einsum(
@@ -196,3 +197,56 @@ def _products_backward(sent, saved, cotangents):
 
 
 _products_of_one.defvjp(_products_forward, _products_backward)
+
+
+def dense_of_groups(
+    x: Float[Array, "*B C"],
+    kernel: Float[Array, "G C/G C_out/G"],
+    bias: Float[Array, " C_out"] | None,
+    dtype: jnp.dtype,
+) -> Float[Array, "*B C_out"]:
+    """`dense` of each of G groups of neighboring channels by a kernel of its own, side by side.
+
+    A TPU moves all of an array to cut it where no 128 channels end, which costs more than the zeros
+    of one product with all kernels on a diagonal (benchmarks/RESULTS.md, section 15).
+    """
+    cut = any(size % _LANES for size in kernel.shape[1:])
+    if dispatch.platform() == "tpu" and cut and not division.divides_heads():
+        product = _product_of_groups(x, kernel, sums.sent_dtype() or kernel.dtype)
+        return _finish(product, bias, dtype)
+    groups = len(kernel)
+    biases = [None] * groups if bias is None else jnp.split(bias, groups)
+    each = zip(jnp.split(x, groups, axis=-1), kernel, biases, strict=True)
+    return jnp.concatenate([dense(*group, dtype) for group in each], axis=-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product_of_groups(x, kernel, sent):
+    return _einsum("...i,io->...o", x, _on_diagonal(x, kernel), jnp.float32)
+
+
+def _on_diagonal(x, kernel):
+    return jax.scipy.linalg.block_diag(*_parameter(x, kernel))
+
+
+def _groups_forward(x, kernel, sent):
+    return _product_of_groups(x, kernel, sent), (x, kernel)
+
+
+def _groups_backward(sent, saved, cotangent):
+    x, kernel = saved
+    groups, inputs, outputs = kernel.shape
+    cotangent = cotangent.astype(x.dtype)
+    d_x = _einsum("...o,io->...i", cotangent, _on_diagonal(x, kernel), x.dtype)
+    rows = "abcd"[: x.ndim - 1]
+
+    def of_rows(x, cotangent):
+        whole = _einsum(f"{rows}i,{rows}o->io", x, cotangent, kernel.dtype)
+        blocks = whole.reshape(groups, inputs, groups, outputs)
+        return jnp.stack([blocks[group, :, group] for group in range(groups)])
+
+    # Of its own rows, so that what is not on the diagonal is sent nowhere.
+    return d_x, sums.sum_over_rows(of_rows, (x, cotangent), sent).astype(kernel.dtype)
+
+
+_product_of_groups.defvjp(_groups_forward, _groups_backward)

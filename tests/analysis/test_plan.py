@@ -133,6 +133,11 @@ def test_numbers_are_json(step):
         ),
         ("jit(step)/jvp(loss)/heads/convolution_like/add", "embeddings and heads"),
         ("jit(step)/update/mul", "update"),
+        (
+            "jit(step)/jvp(loss)/while/body/jit(dynamic_update_index_in_dim)/dynamic_update_slice",
+            "stacks of the scan over layers",
+        ),
+        ("jit(step)/jvp(loss)/while/body/closed_call/feed_forward/add", "feed-forward"),
         ("jit(step)/my_attention/add", plan.REST),
         ("", plan.REST),
     ],

@@ -36,13 +36,27 @@ def test_huggingface_initializers_are_normal_everywhere():
         assert float(jnp.abs(x).max()) > 0.06
 
 
-def test_grouped_dense_is_a_block_diagonal_dense():
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_grouped_dense_is_a_block_diagonal_dense(platform, monkeypatch):
+    monkeypatch.setattr(dispatch, "platform", lambda: platform)
     grouped = layers.GroupedDense(6, 8, 2, lambda key, shape: normal(shape), nnx.Rngs(0))
     grouped.bias[...] = normal((8,), 1)
     kernel = np.zeros((6, 8))
     kernel[:3, :4], kernel[3:, 4:] = grouped.kernel[...]
     x = normal((2, 5, 6), 2)
     np.testing.assert_allclose(grouped(x), x @ kernel + grouped.bias[...], atol=1e-5)
+
+    graphdef, _ = nnx.split(grouped)
+
+    def square(x, of_groups):
+        made = nnx.merge(graphdef, {"kernel": of_groups, "bias": grouped.bias[...]})
+        return (made(x) ** 2).sum()
+
+    d_x, d_kernel = jax.grad(square, (0, 1))(x, grouped.kernel[...])
+    cotangent = 2 * (x @ kernel + grouped.bias[...])
+    np.testing.assert_allclose(d_x, cotangent @ kernel.T, atol=1e-4)
+    whole = np.einsum("abi,abo->io", x, cotangent)
+    np.testing.assert_allclose(d_kernel, [whole[:3, :4], whole[3:, 4:]], atol=1e-4)
 
 
 def test_layer_norm_is_its_formula():

@@ -8,7 +8,7 @@ import pytest
 from convbert_jax.ops import dispatch
 from convbert_jax.ops.lookup import look_up
 from convbert_jax.ops.mesh import sums
-from convbert_jax.ops.products import attend, dense, dense_of_one, einsum
+from convbert_jax.ops.products import attend, dense, dense_of_groups, dense_of_one, einsum
 from tests.running import needs_libtpu
 
 SIZES = {"a": 3, "b": 5, "i": 4, "o": 17, "h": 2, "v": 41, "e": 4}
@@ -122,6 +122,29 @@ def test_gradients_are_sent_in_another_dtype_after_each_device_has_added_up_its_
     assert (np.abs(found - want_whole(x, weights)) <= parts * 2**-6).all()
     assert np.abs(found - want_whole(x, weights)).max() > 0
     assert f"8x{'x'.join(map(str, y.shape))}xbf16" in lowered
+
+
+@pytest.mark.parametrize("sent", [None, jnp.bfloat16])
+def test_of_a_product_of_groups_what_is_on_the_diagonal_is_sent(sent, monkeypatch):
+    """On a TPU groups are one product, whose kernel and gradient are as large as all of them."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, kernel = jax.random.normal(keys[0], (16, 5, 6)), jax.random.normal(keys[1], (2, 3, 4))
+
+    def gradients(x, kernel):
+        with sums.gradients_sent_in(sent):
+            return jax.grad(
+                lambda *both: jnp.square(dense_of_groups(*both, None, jnp.float32)).sum(), (0, 1)
+            )(x, kernel)
+
+    wanted = gradients(x, kernel)
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    with jax.set_mesh(_mesh()):
+        found = jax.jit(gradients)(x, kernel)
+        lowered = jax.jit(gradients).lower(x, kernel).as_text()
+    for one, other in zip(found, wanted, strict=True):
+        tolerance = 1e-5 if sent is None else 1e-2
+        np.testing.assert_allclose(one, other, atol=tolerance * np.abs(other).max())
+    assert f"8x2x3x4x{'bf16' if sent else 'f32'}" in lowered
 
 
 def test_nothing_is_rounded_where_rows_are_on_one_device():

@@ -37,6 +37,7 @@ _PARTS = {
     "feed_forward": "feed-forward",
     "embeddings": "embeddings and heads",
     "heads": "embeddings and heads",
+    "while/body": "stacks of the scan over layers",  # what it keeps and fetches, of no layer itself
     "loss": "loss and sampling",
     "update": "update",
 }

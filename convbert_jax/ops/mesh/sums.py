@@ -46,7 +46,7 @@ def sum_over_rows(
     sizes = division.dividing_rows()
     devices = math.prod(sizes.values())
     told = dtype is not None or "fsdp" in sizes
-    if not told or any(len(x) % devices for x in arrays):
+    if not sizes or not told or any(len(x) % devices for x in arrays):
         return function(*arrays)
 
     def of_own(*own):
