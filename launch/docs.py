@@ -30,9 +30,9 @@ def on_files(files, config):
 
     for name, file in _BESIDE.items():
         files.append(File.generated(config, name, abs_src_path=str(REPOSITORY / file)))
-    for file in sorted((REPOSITORY / "benchmarks").iterdir()):
+    for file in sorted((REPOSITORY / "benchmarks").rglob("*")):
         if file.suffix in (".md", ".png"):
-            name = f"benchmarks/{file.name}"
+            name = file.relative_to(REPOSITORY).as_posix()
             files.append(File.generated(config, name, abs_src_path=str(file)))
     return files
 

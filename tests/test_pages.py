@@ -114,5 +114,5 @@ def test_the_site_is_built_and_all_links_lead_somewhere(tmp_path):
     build(settings)  # strict: a link to nowhere is an error
     start = (tmp_path / "site" / "index.html").read_text()
     assert 'href="pretraining/"' in start
-    assert "benchmarks/quickstart.png" in start
-    assert (tmp_path / "site" / "benchmarks" / "quickstart.png").is_file()
+    assert "benchmarks/figures/quickstart.png" in start
+    assert (tmp_path / "site" / "benchmarks" / "figures" / "quickstart.png").is_file()

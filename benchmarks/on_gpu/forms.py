@@ -1,6 +1,6 @@
 """The convolutions by XLA, by their kernels for GPUs and by definition, as functions alike.
 
-Arrays are those of `benchmarks.dynamic_conv.inputs`, segment ids (or None) behind them.
+Arrays are those of `benchmarks.layers.dynamic_conv.inputs`, segment ids (or None) behind them.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def _by_head(function):
 def describe(
     batch: int, length: int, heads: int, width: int, taps: int, dtype: str, **more
 ) -> argparse.Namespace:
-    """A shape as `benchmarks.dynamic_conv` takes it."""
+    """A shape as `benchmarks.layers.dynamic_conv` takes it."""
     known = {"dilation": 1, "causal": False, "segments": False} | more
     return argparse.Namespace(
         batch=batch, length=length, heads=heads, width=width, taps=taps, dtype=dtype, **known

@@ -4,7 +4,7 @@ import argparse
 import functools
 import secrets
 
-from benchmarks import dynamic_conv
+from benchmarks.layers import dynamic_conv
 from benchmarks.on_gpu import forms
 from benchmarks.on_gpu.session import Session
 

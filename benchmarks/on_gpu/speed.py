@@ -3,7 +3,8 @@
 import functools
 import statistics
 
-from benchmarks import dynamic_conv, layer, timing
+from benchmarks import timing
+from benchmarks.layers import dynamic_conv, layer
 from benchmarks.on_gpu import clock, forms
 from benchmarks.on_gpu.session import Session
 
@@ -15,7 +16,7 @@ ROUNDS = 9
 IN_A_ROW = 4  # forward and backward of a layer before the host waits
 COPIED = 1 << 30  # bytes of the copy that is 100%
 TINY = {"hidden_size": 32, "embedding_size": 32, "heads": 4, "ffn_size": 64}
-LAYERS = {  # those of benchmarks/layer.py and of attention alone, by the attention they have
+LAYERS = {  # those of benchmarks/layers/layer.py and of attention alone, by the attention they have
     "attention, xla": layer.Layer("attention", "xla"),
     "attention, cudnn": layer.Layer("attention", "cudnn"),
     "convbert, xla": layer.Layer("mixed", "xla", "xla"),

@@ -155,7 +155,7 @@ def choose_vectorized(config: Config, seeds: int, platform: str) -> bool:
     """What `config.finetune.vectorize_seeds` comes to; `auto` is logged with its reason.
 
     On a CPU five runs of a `tiny` together are as fast as one after another in training and a
-    third slower in prediction (benchmarks/finetuning_speed.py). That one run of a small model
+    third slower in prediction (benchmarks/speed/finetuning_speed.py). That one run of a small model
     leaves an accelerator idle is a guess: nobody has measured it.
     """
     asked = config.finetune.vectorize_seeds

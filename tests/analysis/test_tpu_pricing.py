@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from benchmarks import dynamic_conv, layer, timing
+from benchmarks import timing
+from benchmarks.layers import dynamic_conv, layer
 from convbert_jax.analysis.tpu import chips
 from convbert_jax.analysis.tpu import pricing as tpu_pricing
 from convbert_jax.analysis.tpu import program as tpu_program
@@ -133,7 +134,7 @@ def test_a_kernel_in_a_loop_is_priced_alone():
 
 def _lines(module, *arguments):
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{module}", "--json", *arguments],
+        [sys.executable, "-m", f"benchmarks.layers.{module}", "--json", *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

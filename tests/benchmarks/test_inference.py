@@ -1,4 +1,4 @@
-"""The parts of benchmarks/inference.py on a tiny model, and what it says of a machine."""
+"""The parts of benchmarks/speed/inference.py on a tiny model, and what it says of a machine."""
 
 import os
 import subprocess
@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from benchmarks import inference, timing
-from benchmarks.inference_models import Models, prepare
+from benchmarks import timing
+from benchmarks.speed import inference
+from benchmarks.speed.inference_models import Models, prepare
 from tests.conftest import REPOSITORY
 from tests.finetuning.conftest import vocabulary  # noqa: F401
 

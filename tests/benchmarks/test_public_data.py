@@ -12,7 +12,7 @@ from tests.conftest import REPOSITORY
 
 def test_a_benchmark_without_data_ends_in_a_sentence(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.frozen_features", f"--init-from={tmp_path}"],
+        [sys.executable, "-m", "benchmarks.quality.frozen_features", f"--init-from={tmp_path}"],
         cwd=REPOSITORY,
         env={**os.environ, "CONVBERT_DATA": str(tmp_path / "nowhere")},
         capture_output=True,

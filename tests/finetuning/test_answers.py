@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import squad_evaluation
+from benchmarks.fidelity import squad_evaluation
 from convbert_jax.data.tasks import squad
 from convbert_jax.data.tasks.squad import Answer, Question
 from convbert_jax.data.tasks.squad_windows import Window, Windows
@@ -203,7 +203,7 @@ def test_real_dev_files(real_data, version, tmp_path):
     questions = squad.read_file(path)
     predictions = _spoil(questions, seed=1)
     (tmp_path / "predictions.json").write_text(json.dumps(predictions))
-    command = [sys.executable, "benchmarks/squad_evaluation.py", path, tmp_path]
+    command = [sys.executable, "benchmarks/fidelity/squad_evaluation.py", path, tmp_path]
     command[-1] = tmp_path / "predictions.json"
     printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     theirs = json.loads(printed.stdout)

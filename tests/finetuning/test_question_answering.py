@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import squad_evaluation
+from benchmarks.fidelity import squad_evaluation
 from configs import squad
 from convbert_jax.config import Config, ConfigError, from_config_dict
 from convbert_jax.data.errors import DataError

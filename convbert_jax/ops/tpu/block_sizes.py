@@ -33,7 +33,7 @@ ROWS = (8, 4, 2, 1)  # divisors of 8: the ids of 8 rows come at once
 TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 
 # (device kind, positions of a row, channels, kernel) -> rows a step, where
-# benchmarks/block_sizes.py found better than the rule below by the TPU compiler's model.
+# benchmarks/layers/block_sizes.py found better than the rule below by the TPU compiler's model.
 MEASURED: dict[tuple[str, int, int, str], int] = {}
 
 

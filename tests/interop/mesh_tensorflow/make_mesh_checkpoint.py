@@ -6,7 +6,8 @@
 
 No test needs it: what it wrote is committed, in mesh/ beside this file. Layers and sizes are those
 of google-research's pretrained_conv/gin/; weights are random, of a size at which no mistake is too
-small to see. With --size and --output other sizes, for benchmarks/mesh_tensorflow_parity.py.
+small to see. With --size and --output other sizes, for
+benchmarks/fidelity/mesh_tensorflow_parity.py.
 """
 
 import argparse

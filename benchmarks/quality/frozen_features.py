@@ -1,10 +1,10 @@
 """What a pre-trained encoder knows of whole texts before any fine-tuning, in a minute.
 
-    python -m benchmarks.frozen_features --init-from=runs/tiny --task TREC
+    python -m benchmarks.quality.frozen_features --init-from=runs/tiny --task TREC
 
 Logistic regression on features of frozen weights, pre-trained and random: [CLS] and the mean over
 tokens of the last layer, and the mean of the embeddings. 2,000 training rows and at most 2,000
-scored ones of a task of benchmarks/finetuning_gain.py, whose files are below CONVBERT_DATA, each
+scored ones of a task of finetuning_gain.py, whose files are below CONVBERT_DATA, each
 text cut to 64 tokens; features are standardized, the strength of the regression is not tuned.
 """
 
@@ -15,7 +15,7 @@ import sys
 
 import numpy as np
 
-from benchmarks.finetuning_gain import SOURCES, open_source
+from benchmarks.quality.finetuning_gain import SOURCES, open_source
 from convbert_jax.config import UserError
 
 FEATURES = ("[CLS]", "mean of the last layer", "mean of the embeddings")

@@ -1,9 +1,9 @@
-"""Bar chart of what the dynamic convolution costs on TPUs, from benchmarks/dynamic_conv.py --json.
+"""Bar chart of what the dynamic convolution costs on TPUs, from dynamic_conv.py --json.
 
 for chip in v5e v5p v6e; do
-    python -m benchmarks.dynamic_conv --target=tpu:$chip --json
+    python -m benchmarks.layers.dynamic_conv --target=tpu:$chip --json
 done > kernels.jsonl
-python benchmarks/draw_kernels.py kernels.jsonl benchmarks/kernels.png
+python benchmarks/layers/draw_kernels.py kernels.jsonl benchmarks/figures/kernels.png
 """
 
 import argparse

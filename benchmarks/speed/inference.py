@@ -1,7 +1,7 @@
 """Models in use on a CPU: ours, Hugging Face's PyTorch class and ONNX Runtime, of the same weights.
 
-    python -m benchmarks.inference --threads 1 2
-    python -m benchmarks.inference --parts texts --sizes small --reviews 128 --rounds 5
+    python -m benchmarks.speed.inference --threads 1 2
+    python -m benchmarks.speed.inference --parts texts --sizes small --reviews 128 --rounds 5
 
 A run with random weights is written, exported to Hugging Face and from there to ONNX by PyTorch's
 exporter (docs/weights.md); outputs are compared first. All run in turns in one process, with the
@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import public_data, timing
-from benchmarks.inference_models import Models, prepare
+from benchmarks.speed.inference_models import Models, prepare
 
 PARTS = ("forward", "texts", "startup")
 BATCHES = (1, 8, 32)  # rows that others are tried with
@@ -67,7 +67,7 @@ def main() -> None:
                 prepare(folder / size, size)
             for count in arguments.threads:
                 own = ["--threads", str(count), "--folder", str(folder)]
-                command = [sys.executable, "-m", "benchmarks.inference", *sys.argv[1:], *own]
+                command = [sys.executable, "-m", "benchmarks.speed.inference", *sys.argv[1:], *own]
                 subprocess.run(command, check=True)
             return
         timing.take_threads(arguments.threads[0])

@@ -3,7 +3,7 @@
     pip download --no-deps fairseq==0.12.2 && tar xzf fairseq-0.12.2.tar.gz
     pip install --target=deps --no-deps omegaconf==2.3.0 hydra-core==1.3.2 sacrebleu==2.4.3 \
         antlr4-python3-runtime==4.9.3 portalocker tabulate colorama bitarray lxml regex
-    PYTHONPATH=fairseq-0.12.2:deps python -m benchmarks.fairseq_parity
+    PYTHONPATH=fairseq-0.12.2:deps python -m benchmarks.fidelity.fairseq_parity
 
 Random weights (layer norms around 1), four pairs of random ids, sources padded on the left there
 and on the right here, float32 on the CPU. Texts are those of fairseq's SequenceGenerator, beam 4.

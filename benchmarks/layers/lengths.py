@@ -1,7 +1,7 @@
 """Time and memory of a layer against the length of its rows, for every mixer, as table and picture.
 
-    python -m benchmarks.lengths --target=cpu --config=small --picture=benchmarks/lengths-cpu.png
-    python -m benchmarks.lengths --target=tpu:v5e --config=base --lengths 128 512 2048
+    python -m benchmarks.layers.lengths --target=cpu --config=small --picture=lengths.png
+    python -m benchmarks.layers.lengths --target=tpu:v5e --config=base --lengths 128 512 2048
 
 One encoder layer of a config, each mixer with the config's taps, float32 parameters, no dropout,
 segment ids given; forward with the gradients of parameters and input, `--tokens` tokens at every
@@ -18,8 +18,9 @@ import json
 import pathlib
 import statistics
 
-from benchmarks import layer, timing
-from benchmarks.dynamic_conv import with_direction
+from benchmarks import timing
+from benchmarks.layers import layer
+from benchmarks.layers.dynamic_conv import with_direction
 from convbert_jax.analysis.tpu import pricing as tpu_pricing
 
 TARGETS = ("cpu", "tpu:v5e", "tpu:v5p", "tpu:v6e")

@@ -1,10 +1,10 @@
 """What a layer costs where it is trained: in a stack, with dropout, forward and backward.
 
-    python -m benchmarks.stacked_layers --target=tpu:v5e --layers 4 --unroll 1 2 4
-    python -m benchmarks.stacked_layers --layers 4 --config.model.remat=dots
+    python -m benchmarks.layers.stacked_layers --target=tpu:v5e --layers 4 --unroll 1 2 4
+    python -m benchmarks.layers.stacked_layers --layers 4 --config.model.remat=dots
 
 The stack is `models.encoder.Encoder` of configs/base.py in bfloat16, on states that are given, with
-the gradients of its parameters and of these; beside a bare layer (benchmarks/layer.py) it pays for
+the gradients of its parameters and of these; beside a bare layer (layer.py) it pays for
 dropout and for what a scan keeps of each layer for the backward pass. The figures are the TPU
 compiler's model (analysis/tpu/pricing.py) in thousand cycles a layer; no TPU is needed.
 """

@@ -3,7 +3,7 @@
 Reads the data set's own JSON (gzip or not) and {question id: answer}; standard library only, so
 that its numbers are a check on those that fine-tuning prints.
 
-    python benchmarks/squad_evaluation.py dev-v1.1.json.gz WORKDIR/.../predictions.json
+    python benchmarks/fidelity/squad_evaluation.py dev-v1.1.json.gz WORKDIR/.../predictions.json
 """
 
 import argparse

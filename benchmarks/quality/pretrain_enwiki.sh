@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The main job on real text: configs tiny and small, default and paper, on 102 MB of English Wikipedia, with vocabularies of 8,192
-# entries trained on it. Some 25 minutes on two CPU cores. Usage: bash benchmarks/pretrain_enwiki.sh [FOLDER FOR THE RUNS]
-# The text is CONVBERT_DATA/pretrain/enwiki-2015 (default ../shared/data). Curves end up in benchmarks/*.png; RESULTS.md has the numbers.
+# entries trained on it. Some 25 minutes on two CPU cores. Usage: bash benchmarks/quality/pretrain_enwiki.sh [FOLDER FOR THE RUNS]
+# The text is CONVBERT_DATA/pretrain/enwiki-2015 (default ../shared/data). Curves end up in benchmarks/figures; RESULTS.md has the numbers.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 text=${CONVBERT_DATA:-../shared/data}/pretrain/enwiki-2015
 runs=${1:-runs/enwiki}
 
@@ -13,7 +13,7 @@ pretrain() { # config, variant, folder of shards, then overrides
     --config.data.source="text:$text/train/*" --config.data.validation_source="text:$text/valid/*" \
     --config.data.directory="$runs/shards-$variant" --config.data.length=128 --config.tokenizer.vocab_size=8192 \
     --config.train.eval_rows=512 "$@" | tee "$runs/$name-$variant.txt"
-  cp "$runs/$name-$variant/curves.png" "benchmarks/$name-$variant.png"
+  cp "$runs/$name-$variant/curves.png" "benchmarks/figures/$name-$variant.png"
 }
 
 mkdir -p "$runs"

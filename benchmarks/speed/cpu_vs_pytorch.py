@@ -1,7 +1,7 @@
 """Our encoder and Hugging Face's PyTorch ConvBertModel on the same CPU, with the same weights.
 
-    python -m benchmarks.cpu_vs_pytorch --threads 1 2
-    python -m benchmarks.cpu_vs_pytorch --sizes base --rounds 15 --json result.json
+    python -m benchmarks.speed.cpu_vs_pytorch --threads 1 2
+    python -m benchmarks.speed.cpu_vs_pytorch --sizes base --rounds 15 --json result.json
 
 Runs both in one process in turn, with the same number of threads, in float32 without dropout, after
 checking that their outputs agree; each of several numbers of threads is a process of its own, as
@@ -39,7 +39,7 @@ def main() -> None:
             parser.error("--json has the figures of one number of threads; name one")
         for count in arguments.threads:
             own = ["--threads", str(count)]
-            command = [sys.executable, "-m", "benchmarks.cpu_vs_pytorch", *sys.argv[1:], *own]
+            command = [sys.executable, "-m", "benchmarks.speed.cpu_vs_pytorch", *sys.argv[1:], *own]
             subprocess.run(command, check=True)
         return
 

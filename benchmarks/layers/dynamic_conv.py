@@ -1,7 +1,7 @@
 """Cost of the dynamic convolution: the published formula, XLA's forms, ours, and the floor.
 
-    python -m benchmarks.dynamic_conv --target=tpu:v5e
-    python -m benchmarks.dynamic_conv --target=cpu --batch=8 --length=128
+    python -m benchmarks.layers.dynamic_conv --target=tpu:v5e
+    python -m benchmarks.layers.dynamic_conv --target=cpu --batch=8 --length=128
 
 TPU targets need no TPU: the figures are the TPU compiler's model (analysis/tpu/pricing.py), in
 thousand cycles; the floor is the smallest possible HBM traffic at full bandwidth. On cpu and gpu
@@ -16,7 +16,7 @@ What other mixers compute, by name (--ops): `token_dynamic_conv` makes the filte
 themselves (DynamicConv), `light_conv` has one filter for each head (LightConv), `depthwise_conv`
 one for each channel, --dilation positions apart.
 
-    python -m benchmarks.dynamic_conv --ops token_dynamic_conv light_conv depthwise_conv \
+    python -m benchmarks.layers.dynamic_conv --ops token_dynamic_conv light_conv depthwise_conv \
         --only pallas_tpu --heads=12 --taps=15 --segments
 """
 
@@ -109,7 +109,7 @@ def print_table(rows: list[Row], options: argparse.Namespace) -> None:
 
 def functions(options: argparse.Namespace) -> dict[tuple[str, str], Callable]:
     """(op, implementation) -> function of the op's arrays."""
-    from benchmarks.baselines import BASELINES, spanned
+    from benchmarks.layers.baselines import BASELINES, spanned
     from convbert_jax.ops import depthwise_conv, dynamic_conv, span_dynamic_conv
 
     def of_token(values, *arguments, **options):
@@ -358,7 +358,7 @@ def _pytorch(options, arrays, direction):
         return None
     import numpy as np
 
-    from benchmarks.baselines import pytorch_unfold
+    from benchmarks.layers.baselines import pytorch_unfold
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # what XLA takes
     device = "cuda" if options.target == "gpu" else "cpu"

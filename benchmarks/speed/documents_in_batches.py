@@ -1,6 +1,6 @@
 """How many documents a batch of 128 rows is of, as `:paper` reads it and as the default does.
 
-    python benchmarks/documents_in_batches.py --vocabulary=vocab.txt [--files=40] [--batches=2000]
+    python benchmarks/speed/documents_in_batches.py --vocabulary=vocab.txt [--files=40]
 
 On the Wikipedia text in CONVBERT_DATA (default ../shared/data), with a WordPiece vocabulary. The
 rows are made as in preparing a corpus, but only counted, by document.
@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from convbert_jax.config import DataSection, TokenizerSection
 from convbert_jax.data.corpus import shuffling
@@ -22,7 +22,7 @@ from convbert_jax.data.corpus.packing import ElectraRows
 from convbert_jax.data.sources.source import open_source
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 
-SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared" / "data"
+SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
 def rows_of_documents(source, tokenizer: Tokenizer) -> list[list[int]]:

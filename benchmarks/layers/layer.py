@@ -1,7 +1,7 @@
 """Cost of a whole encoder layer: attention only, and ConvBERT's with each form of its convolution.
 
-    python -m benchmarks.layer --target=tpu:v5e
-    python -m benchmarks.layer --target=tpu:v5e --lengths 512 --only attention "convbert, auto"
+    python -m benchmarks.layers.layer --target=tpu:v5e
+    python -m benchmarks.layers.layer --target=tpu:v5e --lengths 512 --only attention
 
 The layer is `models.encoder.Layer` at the shapes of the base size: bfloat16 compute (float32 on a
 CPU), float32 parameters, without dropout and outside of a scan; forward, and forward with the
@@ -19,7 +19,7 @@ import statistics
 from unittest import mock
 
 from benchmarks import timing
-from benchmarks.dynamic_conv import DIRECTIONS, TARGETS, with_direction
+from benchmarks.layers.dynamic_conv import DIRECTIONS, TARGETS, with_direction
 from convbert_jax.analysis.tpu import pricing as tpu_pricing
 
 BATCHES = {128: 64, 512: 16}  # 8,192 tokens
@@ -130,7 +130,7 @@ def build(layer: Layer, dtype: str, batch: int, length: int, sizes=BASE):
     import jax.numpy as jnp
     from flax import nnx
 
-    from benchmarks.baselines import BASELINES
+    from benchmarks.layers.baselines import BASELINES
     from convbert_jax.config import Config
     from convbert_jax.models import encoder
 
@@ -163,7 +163,7 @@ def build(layer: Layer, dtype: str, batch: int, length: int, sizes=BASE):
 @contextlib.contextmanager
 def _baseline(name: str):
     """While a layer is traced, its whole convolution branch is the named baseline, unmasked."""
-    from benchmarks.baselines import BASELINES, spanned
+    from benchmarks.layers.baselines import BASELINES, spanned
     from convbert_jax.models.mixers import convolution
 
     def branch(*arrays, heads, **_):

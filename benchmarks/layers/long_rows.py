@@ -1,7 +1,7 @@
 """A layer whose rows lie on eight devices: what it costs each, and what it sends.
 
-    python -m benchmarks.long_rows --target=tpu:v5e
-    python -m benchmarks.long_rows --target=cpu --length 512 --size tiny
+    python -m benchmarks.layers.long_rows --target=tpu:v5e
+    python -m benchmarks.layers.long_rows --target=cpu --length 512 --size tiny
 
 For every mixer, forward with the gradients of parameters and input, three ways: `one`, the whole
 rows on one device; `gathered`, rows divided over the devices (config.mesh.sequence), but each
@@ -24,8 +24,8 @@ import json
 import os
 from unittest import mock
 
-from benchmarks import layer
-from benchmarks.dynamic_conv import with_direction
+from benchmarks.layers import layer
+from benchmarks.layers.dynamic_conv import with_direction
 from convbert_jax.analysis.tpu import pricing as tpu_pricing
 
 DEVICES = 8

@@ -1,7 +1,7 @@
 """Largest difference between our outputs and those of the PyTorch classes, by size and direction.
 
     pip install torch==2.13.0 "transformers>=5"      # not in requirements.txt
-    python -m benchmarks.conversion
+    python -m benchmarks.fidelity.conversion
 
 Random weights of standard deviation --spread (layer norms around 1), 4 rows of 128 random tokens,
 full and padded to the right, float32. Beside it the largest difference that the Paddle port of the

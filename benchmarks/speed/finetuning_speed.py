@@ -1,8 +1,8 @@
 """Fine-tuning on CoLA: five seeds as one program against one after another, and our loop against a
 Trainer-style PyTorch loop, on the same machine.
 
-    python -m benchmarks.finetuning_speed --part seeds
-    python -m benchmarks.finetuning_speed --part pytorch --sizes tiny small
+    python -m benchmarks.speed.finetuning_speed --part seeds
+    python -m benchmarks.speed.finetuning_speed --part pytorch --sizes tiny small
 
 Everything alternates in one process. Texts are tokenized before, for both; compilation is done in a
 first round that is not counted. `seeds`: seconds to train five runs and to predict the dev set for

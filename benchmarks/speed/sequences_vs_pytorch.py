@@ -1,8 +1,8 @@
 """Our encoder-decoders and a Transformer in PyTorch (transformers' Marian) of the same shape, on
 the same CPU: training steps and decoding by beam search.
 
-    python -m benchmarks.sequences_vs_pytorch
-    python -m benchmarks.sequences_vs_pytorch --lengths 16 64 128 --rounds 9 --json result.json
+    python -m benchmarks.speed.sequences_vs_pytorch
+    python -m benchmarks.speed.sequences_vs_pytorch --lengths 16 64 --json result.json
 
 All run in one process in turn, with the same number of threads, in float32 without dropout; the two
 Transformers have the same weights, and their logits are compared first. A training step is forward,

@@ -1,7 +1,7 @@
 """What pre-training is worth: fine-tuned from a pre-trained model, from scratch, and bag of words.
 
-    python -m benchmarks.finetuning_gain --init-from=runs/tiny --folder=runs/gain
-    python -m benchmarks.finetuning_gain --init-from=runs/tiny --folder=runs/gain
+    python -m benchmarks.quality.finetuning_gain --init-from=runs/tiny --folder=runs/gain
+    python -m benchmarks.quality.finetuning_gain --init-from=runs/tiny --folder=runs/gain
     --tasks CoLA TREC --train-rows=500
 
 Eight tasks of CONVBERT_DATA (default ../shared/data). All three see the same training rows, drawn

@@ -1,6 +1,6 @@
 """How fast text becomes batches, and in how much memory.
 
-    python benchmarks/input_pipeline.py [--json] [--kinds sentencepiece wordpiece]
+    python benchmarks/speed/input_pipeline.py [--json] [--kinds sentencepiece wordpiece]
 
 For each kind of tokenizer, on the Wikipedia text in CONVBERT_DATA (default ../shared/data):
 training a vocabulary, then tokenizing and writing shards with it on all cores, then reading batches
@@ -20,14 +20,14 @@ import tempfile
 import time
 from concurrent import futures
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from convbert_jax.config import Config, DataSection, TokenizerSection
 from convbert_jax.data.corpus import batching, corpus, preparation
 from convbert_jax.data.sources.source import open_source
 from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
 
-SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared" / "data"
+SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
 def train(config: Config, folder: pathlib.Path) -> dict:

@@ -1,6 +1,6 @@
 """Finds how many rows a grid step of the TPU kernels should take, by the TPU compiler's model.
 
-    python -m benchmarks.block_sizes --target=tpu:v5e
+    python -m benchmarks.layers.block_sizes --target=tpu:v5e
 
 Compiles each kernel with 1, 2, 4 and 8 rows a step, at the shapes of the configs, and prints what
 each costs, then the lines of `MEASURED` in convbert_jax/ops/tpu/block_sizes.py where the best beats

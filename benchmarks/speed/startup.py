@@ -1,6 +1,6 @@
 """Seconds from process start to the end of the first step, cold and with the compile cache.
 
-    python benchmarks/startup.py [--config=configs/tiny.py] [--runs=3] [--json] [-- OVERRIDES]
+    python benchmarks/speed/startup.py [--config=configs/tiny.py] [--runs=3] [--json] [-- OVERRIDES]
 
 Each run is a fresh process on prepared data (made once, before the clock starts, in a temporary
 folder): cold runs have an empty compile cache, warm runs the one of the run before. The seconds are
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 FIRST_STEP = re.compile(r"First step ([\d.]+) s after")
 
 

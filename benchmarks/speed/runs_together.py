@@ -1,7 +1,7 @@
 """Several small pre-training runs as one program, vmapped, against one after another.
 
-    python -m benchmarks.runs_together --target=cpu --config=tiny --runs 8
-    python -m benchmarks.runs_together --target=tpu:v5e --config=tiny --runs 8
+    python -m benchmarks.speed.runs_together --target=cpu --config=tiny --runs 8
+    python -m benchmarks.speed.runs_together --target=tpu:v5e --config=tiny --runs 8
 
 The step is loss, gradients and update with dropout, as a run of the config makes it; batches are
 random. On a CPU both forms alternate in one process and the figures are medians of seconds for one

@@ -2,7 +2,7 @@
 
     mesh/bin/python tests/interop/mesh_tensorflow/make_mesh_checkpoint.py --size=small \
         --output=mesh-small
-    python -m benchmarks.mesh_tensorflow_parity mesh-small
+    python -m benchmarks.fidelity.mesh_tensorflow_parity mesh-small
 
 The first command is Mesh TensorFlow's own; how to get it is at the top of that script. Random
 weights, four pairs of random ids, float32 on the CPU. Without a folder: what the tests have.
