@@ -32,6 +32,7 @@ from convbert_jax.finetuning.results import (
 )
 from convbert_jax.finetuning.tasks.task import FinetuneTask, FinetuningError, Scores
 from convbert_jax.finetuning.unfinished import Unfinished
+from convbert_jax.training import memory
 from convbert_jax.training.checkpoints.saving import Checkpoints
 from convbert_jax.training.environment import peers, roll_call
 from convbert_jax.training.environment.compilation import describe_compile_cache
@@ -39,6 +40,13 @@ from convbert_jax.training.state import TrainState
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
 
+_LESS_TO_TRAIN = (
+    "set config.finetune.vectorize_seeds=false, so that seeds train in turn, or "
+    "config.model.remat=full, or lower config.finetune.batch_size or config.finetune.length"
+)
+_LESS_TO_PREDICT = (
+    "lower config.finetune.eval_batch_size, or set config.finetune.vectorize_seeds=false"
+)
 _SMALL = 384  # channels of an encoder that leaves an accelerator idle with one batch of 32 rows
 
 
@@ -174,20 +182,32 @@ def _run_group(
     """Trains, predicts, scores and keeps the runs of some seeds."""
     described = {"task": task.name, **dataclasses.asdict(setting), "seeds": list(seeds)}
     unfinished = Unfinished(workdir, described, config.finetune.checkpoint_minutes)
-    fitted = fitting.fit(
-        programs,
-        task,
-        config,
-        setting,
-        seeds,
-        weights,
-        vectorized=vectorized,
-        unfinished=unfinished,
-    )
-    states = {
-        split: fitting.predict(programs, task, config, fitted.params, split, vectorized=vectorized)
-        for split in task.evaluation
-    }
+    f, runs = config.finetune, len(seeds)
+    state = programs.of(task, runs if vectorized else None).abstract
+    title = f"training {task.name}, {runs} x {f.batch_size} rows of up to {f.length} tokens"
+    with memory.explain_out_of_memory(
+        title, _LESS_TO_TRAIN, lambda: memory.find_state(state.params, state.opt_state)
+    ):
+        fitted = fitting.fit(
+            programs,
+            task,
+            config,
+            setting,
+            seeds,
+            weights,
+            vectorized=vectorized,
+            unfinished=unfinished,
+        )
+    title = f"evaluating {task.name}, {runs} x {f.eval_batch_size} rows of up to {f.length} tokens"
+    with memory.explain_out_of_memory(
+        title, _LESS_TO_PREDICT, lambda: memory.find_state(fitted.params)
+    ):
+        states = {
+            split: fitting.predict(
+                programs, task, config, fitted.params, split, vectorized=vectorized
+            )
+            for split in task.evaluation
+        }
     workdir.check_owner()
     results = []
     for number, seed in enumerate(seeds):

@@ -15,9 +15,10 @@ from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.finetuning import fitting
 from convbert_jax.finetuning.predictions.answers import THRESHOLDS
 from convbert_jax.finetuning.tasks import question_answering
-from convbert_jax.inference.predictor import choose_batch_sizes
+from convbert_jax.inference.predictor import choose_batch_sizes, explain_out_of_memory
 from convbert_jax.models.build import build
 from convbert_jax.models.finetuned import FinetunedModel
+from convbert_jax.training import memory
 from convbert_jax.training.task import Params
 
 
@@ -39,8 +40,8 @@ class QuestionAnswerer:
             found = spans(nnx.merge(graphdef, params), batch, dtype=dtype)
             return jax.tree.map(lambda leaf: leaf[None], found)
 
-        params = jax.device_put(params)
-        self._run = lambda batch: run(params, batch)
+        self._params = memory.put_on_device(params)
+        self._run = lambda batch: run(self._params, batch)
 
     def answer(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
         """For each pair of a question and a context the answer as `prediction` ("" if there is
@@ -67,12 +68,13 @@ class QuestionAnswerer:
         questions = [Question(example.id, *example.texts) for example in examples]
         reading = question_answering.read_questions(questions, config, self._tokenizer, None)
         buckets, largest = fitting.buckets_of(config), config.finetune.eval_batch_size
-        found = fitting.predict_rows(
-            self._run,
-            reading.rows,
-            buckets=buckets,
-            batch_size=choose_batch_sizes(len(reading.rows), largest, buckets),
-        )
+        with explain_out_of_memory(self._params):
+            found = fitting.predict_rows(
+                self._run,
+                reading.rows,
+                buckets=buckets,
+                batch_size=choose_batch_sizes(len(reading.rows), largest, buckets),
+            )
         lines = []
         for answer in question_answering.collect(reading, found, config):
             text = answer.text(self._threshold)

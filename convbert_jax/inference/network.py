@@ -20,6 +20,7 @@ from convbert_jax.inference.predictor import choose_batch_sizes
 from convbert_jax.interop.modules import modules
 from convbert_jax.interop.networks import Network, stack, to_tree
 from convbert_jax.ops import dispatch
+from convbert_jax.training import memory
 
 PRETRAINING_HEADS = ("mlm_head", "rtd_head")
 # (parts of the network by name, hidden states [B, L, C], the batch, an option) -> [B, ...] by name
@@ -41,7 +42,7 @@ class NetworkOnDevice:
         parts = ("embeddings/", "encoder/", *(f"{name}/" for name in outputs))
         flat = stack(network.parameters, network.encoder)
         tree = to_tree({path: leaf for path, leaf in flat.items() if path.startswith(parts)})
-        self._params = jax.device_put(tree)
+        self._params = memory.put_on_device(tree)
         self._graphdef = graphdef
         self._reads_padding = encoder.reads_padding
 
@@ -97,11 +98,20 @@ class NetworkOnDevice:
           capture: as of `Encoder`; names that a layer offers.
         """
 
+        if not len(rows):
+            return {}
+        longest = int(rows.lengths.max())
+        with memory.explain_out_of_memory(
+            f"computing up to {batch_size} rows of up to {longest} tokens",
+            "give fewer or shorter texts at once, in Python by batch_size and length",
+            lambda: memory.find_state(self._params),
+        ):
+            return self._apply(rows, finish, option, batch_size, capture)
+
+    def _apply(self, rows, finish, option, batch_size, capture) -> dict[str, list[np.ndarray]]:
         def run(batch):
             return self.run(batch, finish, option, capture)
 
-        if not len(rows):
-            return {}
         if not self._reads_padding:
             buckets = _buckets(rows)
             sizes = choose_batch_sizes(len(rows), batch_size, buckets)

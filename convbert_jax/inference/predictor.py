@@ -1,5 +1,6 @@
 """Predictions of a fine-tuned model for new text."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from convbert_jax.machine.limits import available_threads
 from convbert_jax.models.build import build
 from convbert_jax.models.finetuned import FinetunedModel
 from convbert_jax.ops import dispatch
+from convbert_jax.training import memory
 from convbert_jax.training.task import Params
 
 # What a model says of texts: for each example a dict with "prediction" and more, or with "problem"
@@ -49,6 +51,15 @@ def choose_batch_sizes(count: int, largest: int, buckets: Sequence[int]) -> tupl
     return tuple(max(1, min(size, tokens // length)) for length in buckets)
 
 
+def explain_out_of_memory(params: Params) -> contextlib.AbstractContextManager[None]:
+    """Context in which a fine-tuned model, with its parameters on the device, predicts."""
+    advice = (
+        "lower finetune.eval_batch_size in the config.json of the model, or compute on the CPU "
+        "with JAX_PLATFORMS=cpu"
+    )
+    return memory.explain_out_of_memory("predicting", advice, lambda: memory.find_state(params))
+
+
 class Predictor:
     """A fine-tuned model for texts."""
 
@@ -67,8 +78,8 @@ class Predictor:
             found = classification.predict_logits(model, {**batch, **constants}, dtype=dtype)
             return jax.tree.map(lambda leaf: leaf[None], found)
 
-        params = jax.device_put(params)
-        self._run = lambda batch: run(params, batch)
+        self._params = memory.put_on_device(params)
+        self._run = lambda batch: run(self._params, batch)
 
     def predict(self, examples: Sequence[Example]) -> scoring.Outputs:
         """Outputs as `scoring.score` takes them, in the order of the examples."""
@@ -79,12 +90,13 @@ class Predictor:
         self._told_cut |= bool((rows.lengths >= self._config.finetune.length).any())
         buckets = fitting.buckets_of(self._config)
         largest = self._config.finetune.eval_batch_size
-        found = fitting.predict_rows(
-            self._run,
-            rows,
-            buckets=buckets,
-            batch_size=choose_batch_sizes(len(rows), largest, buckets),
-        )
+        with explain_out_of_memory(self._params):
+            found = fitting.predict_rows(
+                self._run,
+                rows,
+                buckets=buckets,
+                batch_size=choose_batch_sizes(len(rows), largest, buckets),
+            )
         words = [len(example.texts[0].split(" ")) for example in examples]
         return classification.in_label_units(self.outputs, rows, found, words)
 

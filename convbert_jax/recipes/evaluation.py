@@ -17,14 +17,11 @@ from convbert_jax.inference.writing.reading import read_mean
 from convbert_jax.recipes import prepared, start, tasks
 from convbert_jax.recipes.results import EvaluationResult
 from convbert_jax.recipes.writing import scoring
-from convbert_jax.training import evaluation, sharding
+from convbert_jax.training import evaluation, memory, sharding
 from convbert_jax.training.checkpoints import reading as checkpoint_reading
-from convbert_jax.training.environment import compilation, devices
+from convbert_jax.training.environment import devices
 from convbert_jax.training.program import make_program
 from convbert_jax.workdir import Workdir
-
-LESS_TO_WRITE = "lower config.decoding.batch_tokens or config.decoding.beam"
-_LESS_MEMORY = "lower config.train.batch_size or split parameters with config.mesh.fsdp"
 
 
 def evaluate(
@@ -67,28 +64,29 @@ def evaluate(
         scoring.check(config, tests=True)
     data = prepared.open_data(config, workdir)
     task = tasks.build_task(config, data.tokenizer.special, found[0], tokenizer=data.tokenizer)
-    with (
-        devices.random_numbers(found),
-        jax.set_mesh(mesh),
-        compilation.explain_out_of_memory(_LESS_MEMORY),
-    ):
+    with devices.random_numbers(found), jax.set_mesh(mesh):
         program = make_program(task, config, mesh)
         step, params = _read_params(workdir, config, program.abstract.params, step)
+        with memory.explain_out_of_memory(
+            "loading a checkpoint",
+            "split parameters over more devices with config.mesh.fsdp",
+            lambda: memory.find_state(program.abstract.params),
+        ):
+            placed = program.put_params(params)
         batches = data.heldout(mesh)()
         values = evaluation.run(
             task,
             program.eval_step,
-            program.put_params(params),
+            placed,
             map(program.put_batch, batches),
             seed=config.seed,
         )
     file = files.to_path(output) if output else workdir.evaluation(step)
     report, sets = "", []
     if scored:
-        with compilation.explain_out_of_memory(LESS_TO_WRITE):
-            sets = scoring.score_sets(
-                config, params, data.tokenizers, data.pairs, texts_folder(file), tests=True
-            )
+        sets = scoring.score_sets(
+            config, params, data.tokenizers, data.pairs, texts_folder(file), tests=True
+        )
     if jax.process_index() == 0:
         write_numbers(workdir, step, values, file, sets)
         report = _describe(config, step, values, file, sets)

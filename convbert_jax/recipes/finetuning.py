@@ -34,17 +34,13 @@ from convbert_jax.interop.networks import stack, to_tree
 from convbert_jax.recipes.reports import finetuning_page, run_page
 from convbert_jax.recipes.results import FinetuningResult
 from convbert_jax.training import sharding
-from convbert_jax.training.environment import compilation, devices
+from convbert_jax.training.environment import devices
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
 
 _OF_PRETRAINING = (
     *("generator", "objective", "distillation", "data", "train", "checkpoint", "outputs"),
     *("optimizer.learning_rate", "optimizer.warmup_steps"),
-)
-_LESS_MEMORY = (
-    "lower config.finetune.batch_size or eval_batch_size, or set config.model.remat=full or "
-    "config.finetune.vectorize_seeds=false"
 )
 
 
@@ -69,7 +65,7 @@ def finetune(
     with workdir.open(config, writer=jax.process_index() == 0):
         devices.print_config(config, leave_out=_OF_PRETRAINING)
         programs = Programs(config, devices.compute_dtype(config, found[0]), mesh)
-        with jax.set_mesh(mesh), compilation.explain_out_of_memory(_LESS_MEMORY):
+        with jax.set_mesh(mesh):
             try:
                 results = run.finetune(config, workdir, tasks, programs, tokenizer, weights)
             except KeyboardInterrupt:

@@ -28,7 +28,7 @@ from convbert_jax.recipes.reports.pretraining_text import PretrainingReport
 from convbert_jax.recipes.results import PretrainingResult
 from convbert_jax.recipes.writing import scoring
 from convbert_jax.training import loop, sharding
-from convbert_jax.training.environment import compilation, devices
+from convbert_jax.training.environment import devices
 from convbert_jax.training.reports import reporting, trackers
 from convbert_jax.training.rollback import Rollbacks, TrainingError
 from convbert_jax.training.task import Task
@@ -287,15 +287,14 @@ def _write_and_score(
         params = sharding.gather(result.state.params)
         if config.decoding.average > 1:
             _, params = read_mean(workdir, config, result.step)
-        with compilation.explain_out_of_memory(evaluation.LESS_TO_WRITE):
-            sets = scoring.score_sets(
-                config,
-                params,
-                data.tokenizers,
-                data.pairs,
-                evaluation.texts_folder(file),
-                tests=False,
-            )
+        sets = scoring.score_sets(
+            config,
+            params,
+            data.tokenizers,
+            data.pairs,
+            evaluation.texts_folder(file),
+            tests=False,
+        )
     except UserError as error:
         logging.warning("Nothing was written and scored: %s", error)
         return [], f"Nothing was written and scored: {error}"

@@ -132,7 +132,9 @@ def train(
                 rollbacks=rollbacks,
                 watchdog=watchdog,
             )
-            stack.enter_context(compilation.explain_out_of_memory(causes=run.spell_memory))
+            stack.enter_context(
+                memory.explain_out_of_memory("training", memory.LESS_TO_TRAIN, run.find_memory)
+            )
             run.restore_or_start()
             if run.step >= t.steps:
                 return run.finished()
@@ -359,6 +361,7 @@ class _Run:
                 self.state.params,
                 map(self._put_heldout, self.evaluation()),
                 seed=self.config.seed,
+                opt_state=self.state.opt_state,
             )
             self.reporter.validation(self.step, self.eval_values)
         return self.eval_values
@@ -367,12 +370,10 @@ class _Run:
         self.watchdog.beat()
         return self.program.put_batch(batch)
 
-    def spell_memory(self) -> str:
-        """What a step takes of a device, by cause."""
-        causes = memory.find_causes(
-            self.task, self.program, self.shapes, self.config.train.accumulation
-        )
-        return memory.spell_causes(causes)
+    def find_memory(self) -> dict[str, int]:
+        """What a step takes of a device."""
+        accumulation = self.config.train.accumulation
+        return memory.find_causes(self.task, self.program, self.shapes, accumulation)
 
     def _check_best_metric(self) -> None:
         """Refuses a name that no evaluation will give, now and not at the first one."""

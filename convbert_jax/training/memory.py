@@ -1,19 +1,80 @@
-"""What a training step takes of the memory of one device, by cause, from shapes alone."""
+"""What a run takes of the memory of one device, by cause, from shapes alone; and the sentence where
+that is too much.
+"""
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from convbert_jax.config import MeshSection
+from convbert_jax.config import MeshSection, UserError
 from convbert_jax.training import sharding
 from convbert_jax.training.program import Program
 from convbert_jax.training.task import Params, Task
 
 _GIB = 2**30
 _MIB = 2**20
+
+
+LESS_TO_TRAIN = (
+    "raise config.train.accumulation (same batch, less at a time), set config.model.remat=dots or "
+    "full, split parameters with config.mesh.fsdp, or lower config.train.batch_size"
+)
+
+
+class OutOfMemoryError(UserError):
+    """The device has too little memory for what runs on it."""
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(
+    work: str, advice: str, find_causes: Callable[[], Mapping[str, int]] = dict
+) -> Iterator[None]:
+    """Turns the device's out-of-memory error, which says how many bytes were asked for, into one
+    sentence.
+
+    Args:
+      work: what is being done, as "evaluating".
+      advice: the settings that lower what it takes.
+      find_causes: asked then: cause -> bytes of a device, as far as they are known.
+
+    Raises:
+      OutOfMemoryError: the device is too small.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        device = jax.local_devices()[0]
+        first = str(error).strip().splitlines()[0][:200].rstrip(".")
+        causes = find_causes()
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        raise OutOfMemoryError(
+            f"out of memory on {device.device_kind} while {work} ({first}); "
+            + (f"it takes of a device {spell_causes(causes)}; " if causes else "")
+            + (f"there are {_spell(limit)}; " if limit else "")
+            + f"{advice}."
+        ) from error
+
+
+def put_on_device(params: Params) -> Params:
+    """The parameters of a model in use, whole, on the first device.
+
+    Raises:
+      OutOfMemoryError: it is too small for them.
+    """
+
+    def find() -> dict[str, int]:
+        return {"parameters": sum(leaf.nbytes for leaf in jax.tree.leaves(params))}
+
+    advice = "take a device with more memory, or the CPU with JAX_PLATFORMS=cpu"
+    with explain_out_of_memory("loading a model", advice, find):
+        return jax.block_until_ready(jax.device_put(params))
 
 
 def bytes_of_device(tree) -> int:
@@ -70,16 +131,21 @@ def find_causes(
       accumulation: microbatches of a batch.
     """
     state, mesh = program.abstract, program.mesh
-    parameters = bytes_of_device(state.params)
-    causes = {
-        "parameters": parameters,
-        "gradients": parameters,
-        "moments of the optimizer": bytes_of_device(state.opt_state),
+    causes = find_state(state.params, state.opt_state) | {
+        "gradients": bytes_of_device(state.params)
     }
     if batch is not None:
         one = sharding.make_mesh(MeshSection(), list(mesh.devices.flat[:1]))
         kept = kept_bytes(task, state.params, batch, accumulation, mesh, one)
         causes["activations that wait for the backward pass"] = kept
+    return causes
+
+
+def find_state(params: Params, opt_state: Any = None) -> dict[str, int]:
+    """Cause -> bytes of one device that arrays, or shapes that know their places, take."""
+    causes = {"parameters": bytes_of_device(params)}
+    if opt_state is not None:
+        causes["moments of the optimizer"] = bytes_of_device(opt_state)
     return causes
 
 

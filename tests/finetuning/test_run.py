@@ -24,6 +24,7 @@ from convbert_jax.inference import finetuned
 from convbert_jax.inference.predictor import Predictor
 from convbert_jax.interop.networks import ConversionError
 from convbert_jax.recipes import finetuning as recipe
+from convbert_jax.training.memory import OutOfMemoryError
 from convbert_jax.training.sharding import ShardingError
 from convbert_jax.workdir import Workdir, WorkdirError
 from tests.finetuning.conftest import make_source
@@ -367,3 +368,24 @@ def test_a_run_of_other_seeds_does_not_go_on_from_it(start, tmp_path, monkeypatc
     start(tmp_path, finetune__seeds=1)
     assert seen[0] == 0
     assert not Workdir(tmp_path).unfinished.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("works", "work", "knob"),
+    [
+        ("put_whole_batch", "training toy, 1 x 8 rows", "config.finetune.batch_size"),
+        ("fetch", "evaluating toy, 1 x 16 rows", "config.finetune.eval_batch_size"),
+    ],
+)
+def test_out_of_memory_names_what_was_done_and_its_knob(
+    start, tmp_path, monkeypatch, works, work, knob
+):
+    def too_much(*_, **__):
+        return jnp.ones((2**50,), jnp.uint8).block_until_ready()
+
+    owner = fitting.sharding if works == "put_whole_batch" else fitting
+    monkeypatch.setattr(owner, works, too_much)
+    with pytest.raises(OutOfMemoryError, match=work) as error:
+        start(tmp_path)
+    assert f"lower {knob}" in str(error.value)
+    assert "parameters 0.0 MiB" in str(error.value)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from convbert_jax.config import MeshSection
-from convbert_jax.training import loop, sharding
+from convbert_jax.training import evaluation, loop, memory, sharding
 from convbert_jax.training.checkpoints import reading as checkpoint_reading
 from convbert_jax.training.checkpoints import saving as checkpoint
 from convbert_jax.training.environment import compilation
@@ -333,8 +333,8 @@ def test_profile(tmp_path):
 
 def test_out_of_memory_names_the_settings():
     with (
-        pytest.raises(compilation.OutOfMemoryError, match=r"config\.train\.accumulation") as error,
-        compilation.explain_out_of_memory(),
+        pytest.raises(memory.OutOfMemoryError, match=r"config\.train\.accumulation") as error,
+        memory.explain_out_of_memory("training", memory.LESS_TO_TRAIN),
     ):
         jnp.ones((2**50,), jnp.uint8).block_until_ready()
     assert "\n" not in str(error.value)
@@ -347,14 +347,30 @@ def test_out_of_memory_names_what_takes_it(tmp_path, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
 
     monkeypatch.setattr(loop._Run, "_look_at", too_much, raising=True)
-    with pytest.raises(compilation.OutOfMemoryError) as error:
+    with pytest.raises(memory.OutOfMemoryError) as error:
         run(tmp_path, make_config(4))
     for cause in ("parameters", "gradients", "moments of the optimizer", "activations"):
         assert re.search(rf"{cause}[a-z ]* [\d.]+ MiB", str(error.value)), cause
 
 
+def test_out_of_memory_in_an_evaluation_names_what_lowers_that(tmp_path, monkeypatch):
+    """Accumulation, the first knob of training, does nothing for it."""
+
+    def take_too_much(*_, **__):
+        return jnp.ones((2**50,), jnp.uint8).block_until_ready()
+
+    monkeypatch.setattr(evaluation, "fetch", take_too_much)
+    with pytest.raises(memory.OutOfMemoryError, match="while evaluating") as error:
+        run(tmp_path, make_config(4))
+    told = str(error.value)
+    assert re.search(r"moments of the optimizer [\d.]+ MiB", told)
+    assert "1125899906842624" in told  # bytes asked for
+    assert "config.mesh.data" in told
+    assert "raise config.train.accumulation" not in told
+
+
 def test_other_device_errors_pass():
-    with pytest.raises(jax.errors.JaxRuntimeError), compilation.explain_out_of_memory():
+    with pytest.raises(jax.errors.JaxRuntimeError), memory.explain_out_of_memory("", ""):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 

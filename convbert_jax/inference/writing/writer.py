@@ -18,8 +18,10 @@ from convbert_jax.inference.writing import dealing
 from convbert_jax.inference.writing.texts import Texts
 from convbert_jax.interop.networks import MODELS
 from convbert_jax.models.build import build
-from convbert_jax.training import evaluation
+from convbert_jax.training import evaluation, memory
 from convbert_jax.training.task import Params
+
+_LESS_MEMORY = "lower config.decoding.batch_tokens or config.decoding.beam"
 
 
 class Written(NamedTuple):
@@ -70,7 +72,7 @@ class Writer:
         """
         self.config, self.texts = config, Texts(config, *tokenizers)
         self._exact = not self.texts.goes_on and config.encoder_decoder.encoder.reads_padding
-        self._params = jax.device_put(params)
+        self._params = memory.put_on_device(params)
         graphdef, _ = build(MODELS[config.recipe], config)
         special, goes_on = self.texts.target.special, self.texts.goes_on
         never = self.texts.barred
@@ -158,7 +160,12 @@ class Writer:
         running = (self._start(batch, read, numbers[good], decoding) for batch in dealt)
         found = zip(dealt, evaluation.fetch(running, ahead=1), strict=True)
         hidden = None if title else True
-        with tqdm(desc=title, total=len(good), unit="text", leave=False, disable=hidden) as bar:
+        explained = memory.explain_out_of_memory(
+            f"writing to up to {decoding.batch_tokens} tokens at once", _LESS_MEMORY,
+            lambda: memory.find_state(self._params),
+        )  # fmt: skip
+        bar = tqdm(desc=title, total=len(good), unit="text", leave=False, disable=hidden)
+        with explained, bar:
             for batch, hypotheses in found:
                 used = np.flatnonzero(batch.places >= 0)
                 for row in used:

@@ -1,21 +1,13 @@
-"""What was compiled, what the cache on disk saved, and out-of-memory errors in words."""
-
-import contextlib
-from collections.abc import Callable, Iterator
+"""What was compiled, and what the cache on disk saved."""
 
 import jax
 from absl import logging
 from jax.experimental.compilation_cache import compilation_cache
 
 from convbert_jax import files
-from convbert_jax.config import UserError
 
 _events = {"cache_hits": 0, "cache_misses": 0}  # of the run
 _folder: str | None = None  # of compiled programs, where it is this module that named it to jax
-
-
-class OutOfMemoryError(UserError):
-    """The device has too little memory for the run."""
 
 
 def enable_compile_cache(path: str) -> None:
@@ -95,35 +87,6 @@ class RecompileWatch:
                 compiled,
             )
             self._known = compiled
-
-
-LESS_MEMORY = (
-    "raise config.train.accumulation (same batch, less at a time), set config.model.remat=dots or "
-    "full, split parameters with config.mesh.fsdp, or lower config.train.batch_size"
-)
-
-
-@contextlib.contextmanager
-def explain_out_of_memory(
-    advice: str = LESS_MEMORY, causes: Callable[[], str] = str
-) -> Iterator[None]:
-    """Turns the device's out-of-memory error into one sentence that names the settings.
-
-    Args:
-      causes: asked then: what takes the memory, in words; "" is not known.
-    """
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        first = str(error).strip().splitlines()[0][:200].rstrip(".")
-        named = causes()
-        raise OutOfMemoryError(
-            f"out of memory on {jax.devices()[0].device_kind} ({first}); "
-            + (f"a step needs of a device {named}; " if named else "")
-            + f"{advice}."
-        ) from error
 
 
 def _count_event(event: str, **_) -> None:

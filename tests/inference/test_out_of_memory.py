@@ -1,0 +1,58 @@
+"""A device that is too small for a model in use: one sentence with what was done and its knob."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import convbert_jax
+from convbert_jax.training import evaluation, memory
+from tests.inference.test_writing import make_writer, tokenizer  # noqa: F401
+
+
+def take_too_much(_):
+    return jnp.ones((2**50,), jnp.uint8).block_until_ready()
+
+
+@pytest.fixture
+def small_device(monkeypatch):
+    """One on which every batch takes more than there is, as it is told when it is fetched."""
+
+    monkeypatch.setattr(evaluation, "jax", SimpleNamespace(device_get=take_too_much))
+
+
+def check(error, work, knob):
+    told = str(error.value)
+    for part in (f"while {work}", knob, "1125899906842624"):  # the last: bytes asked for
+        assert part in told
+    assert "takes of a device parameters" in told
+
+
+@pytest.mark.parametrize(("kind", "options"), [("one", {"texts": ("said",)}), ("answers", {})])
+def test_predicting(kind, options, models, predict, small_device):
+    with pytest.raises(memory.OutOfMemoryError) as error:
+        predict(kind, "question\tcontext\tsaid\nsun\ta moon\tover\n", "in.tsv", **options)
+    check(error, "predicting", "finetune.eval_batch_size")
+
+
+def test_encoding(models, small_device):
+    model = convbert_jax.load(str(models["one"]))
+    with pytest.raises(memory.OutOfMemoryError) as error:
+        model.encode(["the sun", "a moon"])
+    check(error, "computing up to 64 rows", "batch_size")
+
+
+def test_writing(tokenizer, small_device):  # noqa: F811
+    writer = make_writer(tokenizer)
+    with pytest.raises(memory.OutOfMemoryError) as error:
+        writer.write(["a b c"])
+    check(error, "writing to up to 4096 tokens", "config.decoding.batch_tokens")
+
+
+def test_loading(monkeypatch):
+    monkeypatch.setattr(jax, "device_put", take_too_much)
+    with pytest.raises(memory.OutOfMemoryError) as error:
+        memory.put_on_device({"kernel": jnp.ones(2**20)})
+    assert "while loading a model" in str(error.value)
+    assert "parameters 4.0 MiB" in str(error.value)
