@@ -29,6 +29,7 @@ from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.interrupts import Stopped
 from convbert_jax.training import sharding
 from convbert_jax.training.environment.signals import StopSignals
+from convbert_jax.training.environment.watchdog import Watchdog
 from convbert_jax.training.evaluation import fetch
 from convbert_jax.training.optimizer import make_schedule
 from convbert_jax.training.reports.timing import format_seconds
@@ -119,7 +120,8 @@ def fit(
     done = int(state.step)
     batches = itertools.islice(_batches(task, config, seeds, steps), done, None)
     per_step, stopped = config.finetune.batch_size * len(seeds), None
-    with StopSignals() as stop:
+    watchdog = Watchdog(config.train.hang_seconds)
+    with StopSignals() as stop, watchdog.watching():
         for length, index in _report(batches, steps, title, per_step, done):
             index = index if vectorized else index[0]
             batch = sharding.put_whole_batch(task.train.batch(index, length), program.rows)
@@ -129,10 +131,12 @@ def fit(
             losses.append(vitals.loss)
             if len(losses) > _IN_FLIGHT:
                 jax.block_until_ready(losses.popleft())
+            watchdog.beat()
             if stopped := stop.requested(done):
                 break
             if unfinished and done < steps:
                 unfinished.keep_if_due(state, done)
+        jax.block_until_ready(list(losses))
     if stopped:
         if unfinished and done < steps:
             unfinished.keep(state)
@@ -158,20 +162,23 @@ def predict(
     """
     program = programs.of(task, len(jax.tree.leaves(params)[0]) if vectorized else None)
     constants = programs.put_constants(task)
+    watchdog = Watchdog(config.train.hang_seconds)
 
     def run(batch):
+        watchdog.beat()
         batch = sharding.put_whole_batch(batch, program.eval_rows)
         outputs = program.eval_step(params, batch, constants)
         return outputs if vectorized else jax.tree.map(lambda leaf: leaf[None], outputs)
 
-    return evaluate(
-        run,
-        task.evaluation[split],
-        task.evaluators[split],
-        buckets=buckets_of(config),
-        batch_size=config.finetune.eval_batch_size,
-        title=f"{task.name}, predicting",
-    )
+    with watchdog.watching():
+        return evaluate(
+            run,
+            task.evaluation[split],
+            task.evaluators[split],
+            buckets=buckets_of(config),
+            batch_size=config.finetune.eval_batch_size,
+            title=f"{task.name}, predicting",
+        )
 
 
 def evaluate(

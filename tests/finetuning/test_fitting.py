@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from convbert_jax.finetuning import fitting
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.programs import Programs, narrow_head, widen_head
 from convbert_jax.recipes.finetuning import make_mesh
+from convbert_jax.training.environment import watchdog
 
 ONCE = Setting(3e-3, 1.0)
 
@@ -206,6 +209,29 @@ def test_eight_devices_train_what_one_trains(fit_on, mesh, together):
     assert kernel.addressable_shards[0].data.size == kernel.size // parts
     if together:
         assert kernel.addressable_shards[0].data.shape[0] == 2, "the axis of runs must stay whole"
+
+
+@pytest.mark.parametrize("hangs", ["training", "evaluating"])
+def test_a_step_that_hangs_is_noticed(hangs, toy, monkeypatch):
+    config, programs, task, (run, _) = toy
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, hang_seconds=1))
+    program = programs.of(task, None)
+    ended, told, steps = threading.Event(), [], itertools.count()
+    monkeypatch.setattr(watchdog.peers, "end_of_a_hang", ended.set)
+    name = {"training": "train_step", "evaluating": "eval_step"}[hangs]
+    step = getattr(program, name)
+
+    def hang(*arguments):
+        if next(steps) == 1:
+            told.append(ended.wait(60))
+        return step(*arguments)
+
+    monkeypatch.setattr(program, name, hang)
+    if hangs == "training":
+        fitting.fit(programs, task, config, ONCE, [0], None, vectorized=False)
+    else:
+        predict(programs, task, config, run.params)
+    assert told == [True]
 
 
 def test_time_left_does_not_count_compilation(monkeypatch, caplog):
