@@ -186,7 +186,16 @@ def test_json_files_that_are_no_config(tmp_path, text):
         (("--mode=inspect", "--workdir=x", "--beside="), "--beside= is empty"),
         (("--mode=export", "--workdir=x", "--word=y"), "--word has no effect with --mode=export"),
         ((TINY, "extra"), "argument 'extra' is not understood"),
-        ((TINY, "--step=two", "--mode=export"), "--step"),
+        ((TINY, "--step=two"), "--step=two must be a whole number from 0, as --step=1000."),
+        ((TINY, "--price=abc"), "--price=abc must be a number from 0, as --price=1.2."),
+        ((TINY, "--price=-1"), "--price=-1 must be a number from 0, as --price=1.2."),
+        ((TINY, "--mode=plan", "--topology=cpu", "--price=nan"), "--price=nan must be a number"),
+        ((TINY, "--processes=x"), "--processes=x must be a whole number from 1, as --processes=4."),
+        ((TINY, "--process="), "--process= must be a whole number from 0, as --process=0."),
+        ((TINY, "--verify_steps=1"), "must be a whole number from 2, as --verify_steps=40."),
+        ((TINY, "--multihost=maybe"), "--multihost=maybe must be true or false"),
+        ((TINY, "--verbosity=x"), "flag --verbosity=x: "),
+        ((TINY, "--format=x"), "--format=x does not exist; choose one of: huggingface, tens"),
     ],
 )
 def test_flags_that_cannot_be_meant(arguments, says):

@@ -1,6 +1,7 @@
 """Every flag of the program. The fields of a config are no flags, see `overrides.py`."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ MODES = {
     "predict": "apply the fine-tuned model --workdir to each line or row of --input",
     "inspect": "draw attention maps and filters of --workdir, or of the weights at --source",
 }
+# Of what has no default.
+_EXAMPLES = {"processes": "4", "process": "0", "step": "1000", "price": "1.2"}
 FORMATS = ("huggingface", "tensorflow1", "stablehlo")
 
 CONFIG = flags.DEFINE_string(
@@ -139,11 +142,35 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
         rest = flags.FLAGS([argv[0], *arguments])
     except flags.UnrecognizedFlagError as error:
         raise ConfigError(_describe_unknown(error.flagname)) from error
+    except flags.IllegalFlagValueError as error:
+        raise ConfigError(_describe_value(str(error))) from error
     except (flags.Error, ValueError) as error:  # ValueError: --nomultihost=5
         raise ConfigError((str(error).splitlines() or ["a flag is wrong"])[0]) from error
     if len(rest) > 1:
         raise ConfigError(f"argument '{rest[1]}' is not understood; flags start with --.")
     return changed
+
+
+def _describe_value(message: str) -> str:
+    """What a flag takes in place of a value that it does not.
+
+    Args:
+      message: of absl, "flag --price=abc: could not convert string to float: 'abc'".
+    """
+    name, value = re.match(r"flag --(\w+)=(.*?): ", message, flags=re.DOTALL).groups()
+    flag = flags.FLAGS[name]
+    if flag not in own_flags():  # one of absl itself
+        return message.splitlines()[0]
+    if isinstance(flag.parser, flags.EnumParser):
+        return (
+            f"--{name}={value} does not exist; choose one of: {', '.join(flag.parser.enum_values)}."
+        )
+    if flag.boolean:
+        return f"--{name}={value} must be true or false, as --{name}=true."
+    kind = "whole number" if flag.flag_type() == "int" else "number"
+    example = _EXAMPLES.get(name, flag.default)
+    least = flag.parser.lower_bound
+    return f"--{name}={value} must be a {kind} from {least:g}, as --{name}={example}."
 
 
 def _describe_unknown(name: str) -> str:

@@ -1,6 +1,7 @@
 """What a command line asks for, checked before jax is loaded."""
 
 import dataclasses
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -180,6 +181,8 @@ def _check_flags() -> None:
     ):
         if absl_flags.FLAGS[name].value == "":
             raise ConfigError(f"--{name}= is empty; name one, or leave the flag out.")
+    if flags.PRICE.value is not None and not math.isfinite(flags.PRICE.value):
+        raise ConfigError(f"--price={flags.PRICE.value} must be a number from 0, as --price=1.2.")
     of_weights = mode in ("export", "inspect")
     if of_weights and flags.SOURCE.value and not flags.OUTPUT.value:
         raise ConfigError(f"--mode={mode} with --source needs --output=FOLDER.")
