@@ -6,7 +6,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from convbert_jax import files
 
-_events = {"cache_hits": 0, "cache_misses": 0}  # of the run
+# Of the run. What jax calls "cache_misses" are the programs that it wrote to the folder, and of
+# several processes only the first one writes.
+_events = {"cache_hits": 0, "compile_requests_use_cache": 0}
 _folder: str | None = None  # of compiled programs, where it is this module that named it to jax
 
 
@@ -35,14 +37,12 @@ def enable_compile_cache(path: str) -> None:
 
 
 def describe_compile_cache() -> str:
-    """Hits and misses of the run, in words; "off" without a cache."""
+    """Hits and misses of the run in this process, in words; "off" without a cache."""
     folder = jax.config.jax_compilation_cache_dir
     if not folder:
         return "compile cache off"
-    return (
-        f"compile cache {folder}: {_events['cache_hits']} programs found, "
-        f"{_events['cache_misses']} compiled"
-    )
+    found, asked = _events["cache_hits"], _events["compile_requests_use_cache"]
+    return f"compile cache {folder}: {found} programs found, {asked - found} compiled"
 
 
 # Parameters from which a CPU compiles the training step for half a minute and more.

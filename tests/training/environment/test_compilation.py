@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from jax._src import distributed
 from jax.experimental.compilation_cache import compilation_cache
 
 from convbert_jax.training.environment import compilation
@@ -37,6 +38,16 @@ def test_each_run_counts_its_own(tmp_path):
         compilation.enable_compile_cache(folder)
         said = compile_one(3)
         assert said == f"compile cache {folder}: {found} programs found, {compiled} compiled"
+
+
+def test_a_process_that_keeps_nothing_counts_what_it_compiles(tmp_path, monkeypatch):
+    """Of several processes jax lets the first one alone write to the folder."""
+    monkeypatch.setattr(distributed.global_state, "process_id", 1)
+    compilation.enable_compile_cache(str(tmp_path))
+    for _ in range(2):
+        said = compile_one(11)
+    assert said.endswith("0 programs found, 2 compiled")
+    assert not list(tmp_path.iterdir())
 
 
 def test_each_run_has_its_own_folder(tmp_path):
