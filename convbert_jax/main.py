@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from absl import app, logging
 
-from convbert_jax import command_line, console, files, interrupts
+from convbert_jax import command_line, console, ending, files, interrupts
 from convbert_jax.config import Config, UserError
 from convbert_jax.machine import allocator
 from convbert_jax.machine.accelerators import find_accelerators
@@ -274,4 +274,5 @@ def _read_command_line(argv: Sequence[str]) -> command_line.Request:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_read_command_line)
+    with ending.without_abandoned_threads():
+        app.run(main, flags_parser=_read_command_line)

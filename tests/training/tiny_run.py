@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from convbert_jax import console, interrupts
+from convbert_jax import console, ending, interrupts
 from convbert_jax.config import Config, UserError
 from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.training import loop, sharding
@@ -249,4 +249,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ending.without_abandoned_threads():
+        main()

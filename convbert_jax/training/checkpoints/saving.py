@@ -16,7 +16,7 @@ import numpy as np
 from absl import logging
 from orbax.checkpoint import v1 as ocp
 
-from convbert_jax import files
+from convbert_jax import ending, files
 from convbert_jax.config import CheckpointSection
 from convbert_jax.training.checkpoints import checksums
 from convbert_jax.training.checkpoints.reading import (
@@ -220,6 +220,7 @@ class Checkpoints:
         logging.warning("%s Going on, and trying again with the next one.", failure)
 
     def _failure(self, error: Exception, step: int) -> CheckpointError:
+        ending.abandon_threads()  # that wait for the rest of this save
         if isinstance(error, jax.errors.JaxRuntimeError):
             raise error
         whole = self.newest

@@ -2,6 +2,9 @@
 
 import errno
 import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 from etils.epath import backend
@@ -18,6 +21,7 @@ from tests.training.checkpoints.test_checkpoint import (
 )
 
 __all__ = ["mesh"]  # the fixture
+REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -95,3 +99,35 @@ def test_what_cannot_be_read_now_is_not_damaged(tmp_path, mesh, monkeypatch):
             restore(tmp_path, mesh)
     assert sorted(tmp_path.rglob("*")) == before
     assert int(restore(tmp_path, mesh)[0].step) == 3
+
+
+FULL_DISK = """
+import errno, os, runpy, sys
+from etils.epath import backend
+makedirs = backend._OsPathBackend.makedirs
+
+def fail(self, path, **options):
+    if any(f"/{{step}}.orbax" in str(path) for step in {steps}):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    return makedirs(self, path, **options)
+
+backend._OsPathBackend.makedirs = fail
+sys.argv[1:] = [{folder!r}, "--steps=20"]
+runpy.run_module("tests.training.tiny_run", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("failing", "code", "kept"), [((10,), 0, [5, 15, 20]), ((10, 15, 20), 1, [5])]
+)
+def test_threads_of_a_save_that_failed_do_not_hold_the_process(tmp_path, failing, code, kept):
+    """Orbax's wait five minutes for a folder that could not be made."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK.format(steps=failing, folder=str(tmp_path))],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert "step 10 could not be written" in done.stderr
+    assert ("error: the checkpoint of step 20" in done.stderr) == bool(code)
+    assert ("step 20 interrupted False" in done.stdout) == (not code)
+    assert list_steps(tmp_path / "checkpoints") == kept
