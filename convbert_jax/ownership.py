@@ -2,7 +2,9 @@
 
 FOLDER/.lock names the owner and has a word that changes every `SIGN_EVERY` seconds. A start that
 finds it looks for another word: there is an owner then, and the start is refused; silence of `GONE`
-seconds means that there is none any more. Nobody's clock is compared with another's.
+seconds means that there is none any more. Nobody's clock is compared with another's. An owner that
+is the only process of its run also says which process of which machine it is: a start on that
+machine sees at once when it is gone.
 
 Two that start within the same moment both write; the one whose name is overwritten ends at its next
 sign of life or before its next checkpoint, whichever is first.
@@ -11,6 +13,7 @@ sign of life or before its next checkpoint, whichever is first.
 import contextlib
 import datetime
 import os
+import pathlib
 import secrets
 import socket
 import threading
@@ -36,13 +39,22 @@ def this_process() -> str:
 
 
 def wait_for_silence(place: epath.Path) -> None:
-    """Returns when nobody has the folder in which `place` lies, after `GONE` seconds if need be.
+    """Returns when nobody has the folder in which `place` lies: at once where its owner was a
+    process of this machine and is gone, else after `GONE` seconds if need be.
 
     Raises:
       OwnershipError: somebody gives a sign of life.
     """
     found = _read(place)
     if not found:
+        return
+    if _is_gone_from_here(found):
+        logging.warning(
+            "--workdir=%s was opened by %s, which is gone from this machine: this run takes the "
+            "folder over.",
+            place.parent,
+            _name_in(found),
+        )
         return
     logging.warning(
         "--workdir=%s was opened by %s and never closed; looking for a sign of life of it, for "
@@ -69,8 +81,13 @@ def wait_for_silence(place: epath.Path) -> None:
 class Owner:
     """This process, as the one that has the folder of `place`."""
 
-    def __init__(self, place: epath.Path):
+    def __init__(self, place: epath.Path, *, alone: bool):
+        """
+        Args:
+          alone: whether no other process works for the same run, and may yet when this one is gone.
+        """
         self._place = place
+        self._here = _describe_here() if alone else ""
         self._id = secrets.token_hex(8)
         now = datetime.datetime.now(datetime.UTC)
         self._name = f"{this_process()} since {now:%Y-%m-%d %H:%M:%S} UTC"
@@ -127,7 +144,8 @@ class Owner:
 
     def _give_sign(self) -> None:
         # Always as long: a library that remembers sizes would read a part of a longer one.
-        self._place.write_text(f"{self._name}\n{self._id} {secrets.token_hex(8)}\n")
+        sign = f"{self._name}\n{self._id} {secrets.token_hex(8)}\n{self._here}\n"
+        self._place.write_text(sign)
 
     def _is_named(self) -> bool:
         return self._id in _read(self._place)
@@ -135,6 +153,44 @@ class Owner:
 
 def _name_in(text: str) -> str:
     return text.partition("\n")[0]
+
+
+def _is_gone_from_here(text: str) -> bool:
+    """Whether its owner was a process of this machine and is none any more."""
+    machine, _, of_process = "".join(text.splitlines()[2:3]).partition(", process ")
+    if not machine or machine != _describe_machine():
+        return False
+    pid, _, began = of_process.partition(" begun ")
+    try:
+        os.kill(int(pid), 0)
+        return _begin_of(int(pid)) != began  # the number was given again
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError):  # of another user, or not written by us
+        return False
+
+
+def _describe_here() -> str:
+    """This process, for others of this machine; "" where the system does not tell."""
+    machine = _describe_machine()
+    return machine and f"{machine}, process {os.getpid()} begun {_begin_of(os.getpid())}"
+
+
+def _describe_machine() -> str:
+    """Where a number means one process: a start of a machine, and a container of it."""
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _begin_of(pid: int) -> str:
+    """When a process began, in ticks since the start of the machine; of a dead one "", if only its
+    parent has not asked yet how it ended.
+    """
+    state, *fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return "" if state in "ZX" else fields[18]
 
 
 def _read(place: epath.Path) -> str:

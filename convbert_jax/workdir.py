@@ -224,11 +224,12 @@ class Workdir:
             ) from None
 
     @contextlib.contextmanager
-    def open(self, config: Config, *, writer: bool = True) -> Iterator[None]:
+    def open(self, config: Config, *, writer: bool = True, alone: bool = True) -> Iterator[None]:
         """Locks the folder for this run and keeps its config; releases it at the end.
 
         Args:
           writer: False on all processes but the first, which does the writing for them.
+          alone: whether this is the only process of the run.
 
         Raises:
           WorkdirError: the folder is not writable, is in use, or holds a run of another model or
@@ -244,7 +245,7 @@ class Workdir:
                 self._lock(stack)
             self._keep_config(config)
             if files.is_remote(self.path):
-                self._owner = ownership.Owner(self.path / ".lock")
+                self._owner = ownership.Owner(self.path / ".lock", alone=alone)
                 with self._writable():  # not before: a start that is refused leaves the owner
                     stack.enter_context(self._owner.holding())
             try:

@@ -3,7 +3,11 @@
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
+import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -77,6 +81,83 @@ def test_a_run_that_was_killed_leaves_the_folder_to_the_next(bucket, gone_at_onc
         assert "opened by process 1 on another since noon and never closed" in caplog.text
         assert "process 1 on another" not in (on_disk / ".lock").read_text()
         workdir.check_owner()
+
+
+LIVES = """
+from convbert_jax import ownership
+print(ownership._describe_here(), flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def another():
+    """A process of this machine that owns a folder, and what it says of itself there."""
+    command = [sys.executable, "-c", LIVES]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process, process.stdout.readline().strip()
+        process.kill()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells")
+@pytest.mark.parametrize("waited_for", [True, False])
+def test_the_folder_of_a_process_that_was_killed_here_is_free_at_once(
+    waited_for, another, bucket, monkeypatch, caplog
+):
+    workdir, on_disk = bucket
+    process, said = another
+    monkeypatch.setattr(ownership.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    process.kill()
+    if waited_for:
+        process.wait()
+    else:  # nobody has asked how it ended
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    on_disk.mkdir()
+    (on_disk / ".lock").write_text(f"process 1 on this since noon\n0 0\n{said}\n")
+    with workdir.open(Config()):
+        assert "process 1 on this since noon, which is gone from this machine" in caplog.text
+        workdir.check_owner()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells")
+@pytest.mark.parametrize("case", ["alive", "another machine", "another container"])
+def test_an_owner_that_may_live_is_waited_for(case, another, bucket, monkeypatch):
+    workdir, on_disk = bucket
+    process, said = another
+    if case != "alive":
+        process.kill()
+        process.wait()
+    text = f"process 1 on this since noon\n0 0\n{said}\n"
+    if case == "another machine":
+        text = text.replace(socket.gethostname(), "elsewhere")
+    elif case == "another container":
+        text = text.replace("pid:[", "pid:[1")
+    on_disk.mkdir()
+    (on_disk / ".lock").write_text(text)
+    waits = []
+    monkeypatch.setattr(ownership.time, "sleep", waits.append)
+    monkeypatch.setattr(ownership, "GONE", 0.05)
+    with workdir.open(Config()):
+        assert waits
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells")
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_of_several_processes_does_not_say_which_it_is(alone, bucket):
+    """The others may be at work yet when it is gone."""
+    workdir, on_disk = bucket
+    with workdir.open(Config(), alone=alone):
+        said = (on_disk / ".lock").read_text()
+    assert (f"process {os.getpid()} begun" in said) == alone
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells")
+def test_a_number_that_was_given_again_is_another_process(another):
+    _, said = another
+    assert not ownership._is_gone_from_here(f"\n\n{said}\n")
+    assert ownership._is_gone_from_here(f"\n\n{said}0\n")
 
 
 def test_a_run_that_ends_while_the_next_one_waits(bucket, monkeypatch):

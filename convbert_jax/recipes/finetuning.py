@@ -62,7 +62,8 @@ def finetune(
     config, tokenizer, weights = read_start(config, given)
     tasks = open_tasks(config, tokenizer)
     workdir = Workdir(folder)
-    with workdir.open(config, writer=jax.process_index() == 0):
+    alone = jax.process_count() == 1
+    with workdir.open(config, writer=jax.process_index() == 0, alone=alone):
         devices.print_config(config, leave_out=_OF_PRETRAINING)
         programs = Programs(config, devices.compute_dtype(config, found[0]), mesh)
         with jax.set_mesh(mesh):

@@ -101,7 +101,8 @@ def pretrain(
     if teacher and config.distillation.initialize and not workdir.is_bound():
         source = teaching.start_of(config, teacher)
     writer = jax.process_index() == 0
-    with devices.random_numbers(found), workdir.open(config, writer=writer):
+    opened = workdir.open(config, writer=writer, alone=jax.process_count() == 1)
+    with devices.random_numbers(found), opened:
         devices.print_config(config, leave_out=_unread(config))
         teaching.bind(workdir, config, teacher, writer=writer)
         if idle := network.idle_fields(config.model):
