@@ -8,6 +8,8 @@ import sys
 
 import pytest
 from etils.epath import backend
+from orbax.checkpoint._src.multihost import multihost as of_handlers
+from orbax.checkpoint.experimental.v1._src.synchronization import multihost as of_steps
 
 from convbert_jax.training.checkpoints import reading, saving
 from convbert_jax.training.checkpoints.saving import CheckpointError, Checkpoints
@@ -36,6 +38,9 @@ def failing(monkeypatch):
         return open_(self, path, mode)
 
     monkeypatch.setattr(backend._OsPathBackend, "open", fail)
+    # Orbax's threads would hold the process of the tests so long at its end: 5 minutes else.
+    for module in (of_handlers, of_steps):
+        monkeypatch.setattr(module, "coordination_timeout", lambda: 10)
     return steps
 
 
