@@ -16,6 +16,7 @@ import numpy as np
 from convbert_jax.analysis import flops, overview, planned
 from convbert_jax.config import Config, ConfigError
 from convbert_jax.machine.limits import free_memory
+from convbert_jax.training.memory import spell_bytes
 
 _GIB = 2**30
 # Memory in GB, from NVIDIA's data sheets; the name is a key of flops.PEAK_FLOPS.
@@ -283,12 +284,11 @@ def _describe_largest(largest: ArithmeticPlan | None) -> list[str]:
 
 
 def _compare(plans: Sequence[ArithmeticPlan]) -> list[str]:
-    lines = ["", "mesh and what is computed again                            GiB"]
+    lines = ["", f"{'mesh and what is computed again':<56}{'memory':>10}"]
     for each in plans:
         name = f"{planned.spell_mesh(each.axes)} remat={each.config.model.remat}"
-        lines.append(
-            f"  {name:<54}{each.used / _GIB:>6.1f}{'' if each.fits else '    does not fit'}"
-        )
+        used, fits = spell_bytes(each.used), "" if each.fits else "    does not fit"
+        lines.append(f"  {name:<54}{used:>10}{fits}")
     best = planned.recommend(plans)
     if best is None:
         return [*lines, "none of them fits"]

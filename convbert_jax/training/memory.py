@@ -57,7 +57,7 @@ def explain_out_of_memory(
         raise OutOfMemoryError(
             f"out of memory on {device.device_kind} while {work} ({first}); "
             + (f"it takes of a device {spell_causes(causes)}; " if causes else "")
-            + (f"there are {_spell(limit)}; " if limit else "")
+            + (f"there are {spell_bytes(limit)}; " if limit else "")
             + f"{advice}."
         ) from error
 
@@ -157,8 +157,9 @@ def count_shards(mesh: Mesh | AbstractMesh) -> int:
 def spell_causes(causes: Mapping[str, int]) -> str:
     """As "activations 12.1 GiB, parameters 0.4 GiB", the largest first."""
     ordered = sorted(causes.items(), key=lambda cause: -cause[1])
-    return ", ".join(f"{name} {_spell(size)}" for name, size in ordered)
+    return ", ".join(f"{name} {spell_bytes(size)}" for name, size in ordered)
 
 
-def _spell(size: int) -> str:
+def spell_bytes(size: float) -> str:
+    """As "12.1 GiB", or "4.0 MiB" where that is less than a tenth of one."""
     return f"{size / _GIB:.1f} GiB" if size >= _GIB / 10 else f"{size / _MIB:.1f} MiB"

@@ -87,6 +87,14 @@ def test_memory_adds_up_in_what_is_said():
     assert "2 sort" in text
 
 
+def test_of_a_long_source_the_end_is_told_and_that_it_is_one():
+    source = "jit(step)/" + 6 * "jvp(loss)/" + "feed_forward/dot_general"
+    told = plan_text._end_of(source)
+    assert told.startswith("…")
+    assert source.endswith(told[1:])
+    assert len(told) == 60
+
+
 def test_what_does_not_fit_says_what_helps():
     short = make_plan(plan.Shortage(24.5 * GIB, 15.75 * GIB, 3 * GIB, 6 * GIB))
     text = plan_text.describe(short, None, (), None, searched=True)
@@ -107,6 +115,8 @@ def test_the_fastest_that_fits_is_recommended():
     fast = make_plan(make_step(operations=operations), axes={"data": 1, "fsdp": 16, "tensor": 1})
     short = make_plan(plan.Shortage(17e9, 16e9, 1, 2), axes={"data": 2, "fsdp": 8, "tensor": 1})
     text = plan_text.describe(slow, None, (short, fast), None, searched=False)
+    title, *rows = text.splitlines()[-5:-1]
+    assert {row.index("iB") + 2 for row in rows} == {title.index("memory") + 6}
     last = text.splitlines()[-1]
     assert "--config.mesh.data=1 --config.mesh.fsdp=16" in last
     assert text.count("does not fit") == 1

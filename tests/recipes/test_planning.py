@@ -263,6 +263,27 @@ def test_a_slice_is_compiled_for(tmp_path):
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 @needs_libtpu
+def test_batches_and_meshes_of_a_slice_are_compared(tmp_path):
+    """Each of them compiled; the search ends where most of the memory is taken."""
+    config = make_config(recipe="masked_lm", train__batch_size=2**17, compute_dtype="bfloat16")
+    asked = {"topology": "v5e:2x2", "largest_batch": True, "compare": True, "price": 1.2}
+    result = recipes.plan(config, tmp_path, **asked)
+    numbers = json.loads(json.dumps(result.numbers))
+    assert numbers["fits"]
+    largest = numbers["largest_batch"]
+    assert largest["fits"]
+    assert largest["rows"] > 2**17
+    assert largest["memory"]["used"] > 0.9 * largest["memory"]["capacity"]
+    meshes = [tuple(each["mesh"].values()) for each in numbers["compared"]]
+    assert {(1, 4, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)} <= set(meshes)
+    assert {each["remat"] for each in numbers["compared"]} == {"none", "dots", "full"}
+    assert numbers["recommended"]["flags"] in result.report
+    assert f"{largest['rows']:,}" in result.report
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@needs_libtpu
 @pytest.mark.parametrize("kind", CHIPS)
 def test_every_kind_of_chip_is_planned_for(kind, tmp_path, capfd):
     config = make_config(

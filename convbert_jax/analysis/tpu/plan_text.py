@@ -7,9 +7,10 @@ from typing import Any
 from convbert_jax.analysis import overview, planned
 from convbert_jax.analysis.tpu.collectives import Collective
 from convbert_jax.analysis.tpu.plan import ASSUMPTIONS, KERNELS, Plan, Shortage, Step
-from convbert_jax.training.memory import spell_causes
+from convbert_jax.training.memory import spell_bytes, spell_causes
 
 _GIB = 2**30
+_WIDTH = 60  # characters of where an operation comes from
 _SMALL = 1e5  # bytes of a step that a line of collectives is not worth
 
 
@@ -114,14 +115,14 @@ def _describe_memory(plan: Plan, step: Step) -> list[str]:
         f"moments of {plan.config.optimizer.method}": (m.optimizer, ""),
         "temporaries": (
             m.temporaries,
-            f"   the backward pass asks for {plan.kept / _GIB:.2f} of activations, by tracing",
+            f"   the backward pass asks for {spell_bytes(plan.kept)} of activations, by tracing",
         ),
         "batch and program": (m.batch + m.program, ""),
         "left": (m.left, ""),
     }
     return [
         f"memory of a device      {m.used / _GIB:.2f} of {m.capacity / _GIB:.2f} GiB",
-        *(f"  {name:<22}{size / _GIB:>8.2f}{note}" for name, (size, note) in rows.items()),
+        *(f"  {name:<22}{spell_bytes(size):>10}{note}" for name, (size, note) in rows.items()),
         "",
     ]
 
@@ -142,11 +143,16 @@ def _describe_operations(step: Step) -> list[str]:
         *(f"  {name:<26}{cycles / 1e6:>8.2f}" for name, cycles in step.parts.items() if cycles),
         "the dearest, million cycles",
         *(
-            f"  {cycles / 1e6:>8.2f}  {times:>3} x {name:<42} {source[-60:]}"
+            f"  {cycles / 1e6:>8.2f}  {times:>3} x {name:<42} {_end_of(source)}"
             for cycles, times, name, source in o.dearest
         ),
         "",
     ]
+
+
+def _end_of(source: str) -> str:
+    """What says most of where an operation comes from."""
+    return source if len(source) <= _WIDTH else f"…{source[1 - _WIDTH :]}"
 
 
 def _describe_network(step: Step) -> list[str]:
@@ -212,15 +218,19 @@ def _describe_largest(largest: Plan | None) -> list[str]:
 
 
 def _compare(plans: Sequence[Plan]) -> list[str]:
-    lines = ["", "mesh and what is computed again          GiB    ms a step          MB sent"]
-    for each in plans:
-        name = f"{planned.spell_mesh(each.axes)} remat={each.config.model.remat}"
+    names = [f"{planned.spell_mesh(each.axes)} remat={each.config.model.remat}" for each in plans]
+    width = max(map(len, names))
+    title = "mesh and what is computed again"
+    lines = ["", f"{title:<{width + 2}}{'memory':>10}    {'ms a step':<18} MB sent"]
+    for name, each in zip(names, plans, strict=True):
         if isinstance(each.step, Shortage):
-            lines.append(f"  {name:<36}{each.step.needed / _GIB:>6.1f}    does not fit")
+            needed = spell_bytes(each.step.needed)
+            lines.append(f"  {name:<{width}}{needed:>10}    does not fit")
             continue
         sent = sum(c.sent_bytes for c in each.step.collectives) / 1e6
         times = _range(*(s * 1e3 for s in each.step.seconds))
-        lines.append(f"  {name:<36}{each.step.memory.used / _GIB:>6.1f}    {times:<18} {sent:,.0f}")
+        used = spell_bytes(each.step.memory.used)
+        lines.append(f"  {name:<{width}}{used:>10}    {times:<18} {sent:>7,.0f}")
     fastest = planned.recommend(plans)
     if fastest is None:
         return [*lines, "none of them fits"]
