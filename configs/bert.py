@@ -46,6 +46,7 @@ def get_config(size: str = "base"):
 
 
 def _make_small(config) -> None:
+    config.model.scan_unroll = 12
     config.model.hidden_size = 256
     config.model.embedding_size = 128
     config.model.heads = 4

@@ -19,6 +19,7 @@ def get_config(variant: str = "default"):
     config.model.heads = 8
     config.model.ffn_size = 1_536
     config.model.ffn_groups = 2
+    config.model.scan_unroll = 12
     config.generator.size = 0.25
     config.generator.scan_unroll = 12
     config.data.source = "hub:wikimedia/wikipedia/20231101.en/*.parquet"

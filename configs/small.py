@@ -24,6 +24,7 @@ def get_config(variant: str = "default"):
     config.model.embedding_size = 128
     config.model.heads = 4
     config.model.ffn_size = 1_024
+    config.model.scan_unroll = 12
     config.generator.size = 0.25
     config.generator.scan_unroll = 12
     config.data.source = "hub:wikimedia/wikipedia/20231101.en/*.parquet"
