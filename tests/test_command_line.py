@@ -114,6 +114,10 @@ def test_json_files_that_are_no_config(tmp_path, text):
         ((TINY, "--config.optimizer.learning_rate=1e39"), "at most 1000"),
         ((TINY, "--config.train.steps=-5"), "config.train.steps=-5 must be at least 1"),
         ((TINY, "--input=x.txt"), "--input has no effect with --mode=train"),
+        (
+            ("--config=configs/translation.py:tiny", "--config.decoding.top_p=0.9"),
+            "top_p=0.9 has no effect with config.decoding.method=beam",
+        ),
         ((TINY, "--topology=v5e:4x4"), "--topology has no effect with --mode=train"),
         (
             (TINY, "--mode=plan", "--topology=v5e:4x4", "--multihost"),

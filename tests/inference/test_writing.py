@@ -68,7 +68,7 @@ def decoding_of(**fields):
 METHODS = {
     "beam": decoding_of(),
     "greedy": decoding_of(method="greedy", n_best=1),
-    "sample": decoding_of(method="sample", n_best=1, temperature=1.5),
+    "sample": decoding_of(method="sample", temperature=1.5),
 }
 
 
@@ -118,9 +118,14 @@ def test_a_beam_of_one_is_greedy(tokenizer):
 
 def test_the_best_come_first_and_sampling_has_a_seed(tokenizer):
     writer = make_writer(tokenizer)
-    for answer in writer.write(TEXTS, METHODS["beam"]):
-        assert len(answer.texts) == 2
-        assert 0 > answer.texts[0].score >= answer.texts[1].score
+    draws = decoding_of(method="sample", n_best=5, temperature=1.5)
+    for decoding in (METHODS["beam"], draws):
+        for answer in writer.write(TEXTS, decoding):
+            scores = [written.score for written in answer.texts]
+            assert len(scores) == decoding.n_best
+            assert scores == sorted(scores, reverse=True)
+            assert scores[0] < 0
+            assert len({written.text for written in answer.texts}) > 1
     sampled = writer.write(["a b c"] * 4, METHODS["sample"])
     assert len({answer.texts[0].text for answer in sampled}) > 1
     for ours, wanted in zip(writer.write(["a b c"] * 4, METHODS["sample"]), sampled, strict=True):

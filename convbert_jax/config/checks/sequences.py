@@ -1,5 +1,7 @@
 """What models that write text must satisfy, their pairs, and how they write."""
 
+from collections.abc import Collection
+
 from convbert_jax.config.checks.rules import check, check_choice
 from convbert_jax.config.run import Config
 from convbert_jax.config.sequences.sections import (
@@ -11,6 +13,9 @@ from convbert_jax.config.sequences.sections import (
     POSITIONS,
     SCORE_WORDS,
 )
+
+# Fields of config.decoding that one method alone reads.
+_OF_METHOD = {"beam": "beam", "temperature": "sample", "top_k": "sample", "top_p": "sample"}
 
 
 def check_sequences(config: Config) -> None:
@@ -29,6 +34,19 @@ def check_sequences(config: Config) -> None:
     _check_decoding(config)
     if config.writes_text:
         _check_writing(config)
+
+
+def check_asked_decoding(config: Config, asked: Collection[str]) -> None:
+    """Raises ConfigError for a field that is `asked` for by its path, as "decoding.beam", and that
+    config.decoding.method does not read.
+    """
+    d = config.decoding
+    for name, method in _OF_METHOD.items():
+        check(
+            f"decoding.{name}" not in asked or d.method == method or not config.writes_text,
+            f"config.decoding.{name}={getattr(d, name)} has no effect with config.decoding.method="
+            f"{d.method}; leave it out, or set config.decoding.method={method}.",
+        )
 
 
 def check_sequence_model(config: Config) -> None:
@@ -87,8 +105,9 @@ def _check_decoding(config: Config) -> None:
         "raise the beam.",
     )
     check(
-        d.n_best == 1 or d.method == "beam",
-        f"config.decoding.n_best={d.n_best} needs a beam; set config.decoding.method=beam.",
+        d.n_best == 1 or d.method != "greedy",
+        f"config.decoding.n_best={d.n_best}, but config.decoding.method=greedy writes one text; "
+        "set method to beam or sample.",
     )
     smallest = min(config.vocabularies)
     check(

@@ -104,7 +104,9 @@ class DecodingSection:
     # LightConv on IWSLT: 1.2 and 10
     length_ratio: Changeable[float] = 1.5
     length_extra: Changeable[int] = 10
-    n_best: Changeable[int] = 1  # texts of a source that --mode=predict writes, at most the beam
+    # texts of a source that --mode=predict writes, the most probable first: of a beam, at most as
+    # many as that; of sample so many draws
+    n_best: Changeable[int] = 1
     # of sample: 1 is the model's distribution, less prefers what is probable anyway
     temperature: Changeable[float] = 1.0
     top_k: Changeable[int] = 0  # of sample: draw from so many most probable; 0 is all

@@ -8,11 +8,14 @@ import numpy as np
 from absl import logging
 
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
+from convbert_jax.config.checks.sequences import check_asked_decoding
 from convbert_jax.data.parallel import vocabularies
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.interop import matching, sources
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
+
+_OF_SCORES = ("test_sources", "score_words")  # fields of config.decoding
 
 
 def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokenizer]:
@@ -64,10 +67,17 @@ def change_decoding(config: Config, fields: Mapping[str, Any]) -> Config:
     """`config` with other fields of its section `decoding`, by name.
 
     Raises:
-      ConfigError: there is no such field, or values that cannot be.
+      ConfigError: there is no such field, one without effect, or values that cannot be.
     """
-    known = [name for name in to_dict(config)["decoding"] if name != "test_sources"]
+    known = [name for name in to_dict(config)["decoding"] if name not in _OF_SCORES]
+    if of_scores := [name for name in fields if name in _OF_SCORES]:
+        raise ConfigError(
+            f"config.decoding.{of_scores[0]} has no effect on what is written; it is of the scores "
+            "of --mode=eval."
+        )
     if unknown := [name for name in fields if name not in known]:
         raise ConfigError(f"decoding has no {unknown[0]}; it has {', '.join(known)}.")
     changed = {f"decoding.{name}": value for name, value in fields.items()}
-    return from_config_dict(to_dict(matching.replace(config, changed)))
+    config = from_config_dict(to_dict(matching.replace(config, changed)))
+    check_asked_decoding(config, changed)
+    return config

@@ -41,10 +41,14 @@ class Answer(NamedTuple):
 
 
 class _Method(NamedTuple):
-    """What a program is compiled for, besides the shapes."""
+    """What a program is compiled for, besides the shapes.
+
+    Attributes:
+      copies: texts that go on side by side for each source: the beam, or what is drawn.
+    """
 
     name: str
-    beam: int
+    copies: int
     alpha: float
     temperature: float
     top_k: int
@@ -80,7 +84,7 @@ class Writer:
 
         def run(params, batch, method, length):
             model, source = nnx.merge(graphdef, params), batch["source"]
-            rows, copies = len(source), method.beam if method.name == "beam" else 1
+            rows, copies = len(source), method.copies
             if goes_on:
                 state = model.start(rows * copies, length, dtype, copies)
                 prompt, lengths, read = source, batch["lengths"], ()
@@ -102,9 +106,8 @@ class Writer:
                 "never": never,
             }
             if method.name == "beam":
-                beam, alpha = method.beam, method.alpha
                 return methods.search(
-                    step, state, prompt, lengths, beam=beam, alpha=alpha, **options
+                    step, state, prompt, lengths, beam=copies, alpha=method.alpha, **options
                 )
             if method.name == "greedy":
                 found = methods.greedy(step, state, prompt, lengths, **options)
@@ -112,15 +115,22 @@ class Writer:
                 # threefry on any device: the same rows draw the same texts
                 key = jax.random.key(seed, impl="threefry2x32")
                 keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(batch["numbers"])
+                keys = jax.vmap(lambda key: jax.random.split(key, copies))(keys).reshape(-1)
+                options["limits"] = jnp.repeat(options["limits"], copies)
+                prompt = jnp.repeat(prompt, copies, axis=0)
+                lengths = None if lengths is None else jnp.repeat(lengths, copies)
                 cuts = {"top_k": method.top_k, "top_p": method.top_p}
                 found = methods.sample(
                     step, state, prompt, lengths, keys=keys, temperature=method.temperature,
                     **cuts, **options,
                 )  # fmt: skip
-            begun = jnp.ones(rows, jnp.int32) if lengths is None else lengths
+            begun = jnp.ones(rows * copies, jnp.int32) if lengths is None else lengths
             scores = found.scores / jnp.maximum(found.lengths - begun, 1) ** method.alpha
-            return methods.Hypotheses(
-                found.tokens[:, None], found.lengths[:, None], scores[:, None]
+            texts = methods.Hypotheses(found.tokens, found.lengths, scores)
+            texts = jax.tree.map(lambda x: x.reshape(rows, copies, *x.shape[1:]), texts)
+            best = jnp.argsort(-texts.scores, axis=1)
+            return jax.vmap(lambda of_row, best: jax.tree.map(lambda x: x[best], of_row))(
+                texts, best
             )
 
         self._run = jax.jit(run, static_argnames=("method", "length"))
@@ -213,12 +223,11 @@ class Writer:
         length = begun + dealing.most_written(batch.length, decoding) + 1
         if self.config.sequence.positions == "learned":
             length = min(length, self.config.model.positions)
+        copies = {"beam": decoding.beam, "greedy": 1, "sample": decoding.n_best}[decoding.method]
         method = _Method(
-            decoding.method, decoding.beam, decoding.length_penalty, decoding.temperature,
+            decoding.method, copies, decoding.length_penalty, decoding.temperature,
             decoding.top_k, decoding.top_p,
         )  # fmt: skip
-        if method.name != "beam":
-            method = method._replace(beam=1)
         batch = {"source": source, "lengths": lengths, "limits": limits, "numbers": drawn}
         return self._run(self._params, batch, method=method, length=length)
 
