@@ -66,7 +66,7 @@ class PairFiles:
             )
         total = sum(of_file[-1] for of_file in marks)
         if not total:
-            raise DataError(f"{self.paths[0]} is empty; check config.parallel.source.")
+            raise DataError(f"{self.paths[0]}, of the pairs '{self.name}', is empty; name another.")
         count = lines[0]
         blocks = -(-count // MARK_LINES)  # MARK_LINES lines each
         step = max(1, blocks * unit_bytes(total) // total)
@@ -205,7 +205,7 @@ def open_pairs(spec: str, section: ParallelSection) -> PairSource:
         )
     for path in paths:
         if not path.is_file():
-            raise DataError(f"{path} is no file; check config.parallel.source.")
+            raise DataError(f"{path}, of the pairs '{spec}', is no file; correct its name.")
     root = Path(os.path.commonpath([path.absolute().parent for path in paths]))
     prints = fingerprint_files([p.absolute() for p in paths], root, f"{kind} {','.join(columns)}")
     opened = PairFiles(spec, prints, paths, kind, columns)

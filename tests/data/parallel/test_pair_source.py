@@ -94,7 +94,7 @@ def test_unequal_line_counts_are_both_named(tmp_path):
         ("parallel:", "write parallel:FILE,FILE"),
         ("parallel:a.de", "names 1 files"),
         ("tsv:a,b", "names 2 files"),
-        ("parallel:no.de,no.en", "is no file"),
+        ("parallel:no.de,no.en", r"no\.de, of the pairs 'parallel:no\.de,no\.en', is no file"),
         ("tfds:nowhere", "no dataset_info.json"),
     ],
 )
