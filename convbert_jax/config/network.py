@@ -171,6 +171,7 @@ def _cut(model: ModelSection) -> list[dict[str, int]]:
 
 def idle_fields(model: ModelSection) -> list[str]:
     """Fields of config.model without effect: each stage has another value, or its mixer reads none.
+    Of one that only few mixers read, no word if nothing was asked for.
 
     Raises:
       ConfigError: a mixer is unknown or cannot be made.
@@ -184,8 +185,9 @@ def idle_fields(model: ModelSection) -> list[str]:
 
     layers = [stage.layer for stage in derive_encoder(model).stages]
     pairs = list(zip(list_stages(model), layers, strict=True))
-    names = ("heads", "head_ratio", "mixer", "kernel_size", "ffn_size", "ffn_groups")
-    names += ("dilation",) if model.dilation != ModelSection().dilation else ()
+    of_few, default = ("head_ratio", "dilation"), ModelSection()
+    asked = tuple(name for name in of_few if getattr(model, name) != getattr(default, name))
+    names = ("heads", *asked, "mixer", "kernel_size", "ffn_size", "ffn_groups")
     idle = [name for name in names if all(is_idle(name, *pair) for pair in pairs)]
     read = {name for layer in layers for name in layer.mixer.fields(layer.hidden_size)}
     return idle + [f"{name}s" for name in schedules(model) if name not in read]

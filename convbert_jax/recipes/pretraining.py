@@ -107,7 +107,7 @@ def pretrain(
         teaching.bind(workdir, config, teacher, writer=writer)
         if idle := network.idle_fields(config.model):
             logging.info(
-                "%s say nothing here: each stage has its own, or a mixer that does not read them.",
+                "Without effect, as each stage has its own or a mixer that does not read it: %s.",
                 ", ".join(f"config.model.{f}={getattr(config.model, f)}" for f in idle),
             )
         if not config.writes_text:

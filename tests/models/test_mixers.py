@@ -114,9 +114,9 @@ def test_a_stage_with_defaults_beside_one_without_comes_back(make_config):
     ("model", "idle"),
     [
         ({}, []),
-        ({"mixer": "attention"}, ["head_ratio", "kernel_size"]),
+        ({"mixer": "attention"}, ["kernel_size"]),
         ({"stages": (StageSection(layers=2, mixer="attention", heads=2),), "mixer": "nothere:X"},
-         ["heads", "head_ratio", "mixer", "kernel_size"]),
+         ["heads", "mixer", "kernel_size"]),
         ({"stages": (StageSection(layers=1, kernel_size=3), StageSection(mixer="attention"))},
          ["kernel_size"]),
         ({"stages": (StageSection(ffn_size=96), StageSection(layers=1, ffn_size=32))},

@@ -58,11 +58,11 @@ def test_on_the_command_line():
 
 
 def test_what_no_mixer_reads_is_known(make_config, scheduled):
-    assert network.idle_fields(scheduled.model) == ["heads", "head_ratio", "kernel_size"]
+    assert network.idle_fields(scheduled.model) == ["heads", "kernel_size"]
     config = make_config(layers=2, mixer="light", dilations=(1, 2), dilation=3)
-    assert network.idle_fields(config.model) == ["head_ratio", "dilation", "dilations"]
+    assert network.idle_fields(config.model) == ["dilation", "dilations"]
     config = make_config(layers=2, mixer="attention", kernel_sizes=(3, 5))
-    assert network.idle_fields(config.model) == ["head_ratio", "kernel_size", "kernel_sizes"]
+    assert network.idle_fields(config.model) == ["kernel_size", "kernel_sizes"]
 
 
 def test_a_run_with_a_schedule_is_a_source_of_weights(scheduled, make_config):
