@@ -31,13 +31,13 @@ class JsonLines:
 
 
 class Table:
-    """A header, then a row each: prediction, its probability and all of the input but for what its
+    """A header, then a row each: prediction, its `measure` and all of the input but for what its
     first row lacks. A cell with a separator, a line end or a quotation mark stands in quotation
     marks, as the csv module and pandas read it.
     """
 
-    def __init__(self, file: IO[bytes], delimiter: str):
-        self._file, self._delimiter = file, delimiter
+    def __init__(self, file: IO[bytes], delimiter: str, measure: str):
+        self._file, self._delimiter, self._measure = file, delimiter, measure
         self._header: list[str] = []
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -51,7 +51,7 @@ class Table:
         }
         if not self._header and rows:
             first = next((row for row in rows if "error" not in row), rows[0])
-            names = ("id", "prediction", "probability", "error", *first)
+            names = ("id", "prediction", self._measure, "error", *first)
             self._header = list(dict.fromkeys(names))
             writers[csv.QUOTE_MINIMAL].writerow(self._header)
         for row in rows:
@@ -94,11 +94,17 @@ class PlainLines:
         self._file.flush()
 
 
-def open_lines(file: IO[bytes], ending: str, *, plain: bool = False) -> Output:
-    """What writes into `file` by the ending of its name, or plain lines."""
+def open_lines(
+    file: IO[bytes], ending: str, *, plain: bool = False, measure: str = "probability"
+) -> Output:
+    """What writes into `file` by the ending of its name, or plain lines.
+
+    Args:
+      measure: column of a table that says how sure a prediction is.
+    """
     if plain:
         return PlainLines(file)
-    return Table(file, DELIMITERS[ending]) if ending in DELIMITERS else JsonLines(file)
+    return Table(file, DELIMITERS[ending], measure) if ending in DELIMITERS else JsonLines(file)
 
 
 def _flatten(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,7 +140,10 @@ def _predict(
                 path, model.config, model.params, model.tokenizers
             )
             done = prediction_resume.take_kept(kept, rows, identity, model.reads)
-        lines = prediction_output.open_lines(file, _ending(output), plain=model.plain)
+        measure = "score" if model.reads.kind == "writing" else "probability"
+        lines = prediction_output.open_lines(
+            file, _ending(output), plain=model.plain, measure=measure
+        )
         try:
             new = prediction_stream.predict_stream(
                 group(rows), model.answer, lines, model.reads, name, done

@@ -247,7 +247,16 @@ def test_predictions_of_a_table_keep_its_columns(predict, model, tmp_path):
     assert (line["id"], line["source"], line["target"]) == ("7", "bo ce", "x")
     assert (line["prediction"], line["input_score"]) == (model.translate("bo ce"), "9")
     predict(tmp_path / "in.csv", tmp_path / "out.tsv", texts=("target",))
-    assert (tmp_path / "out.tsv").read_text().startswith("id\tprediction\t")
+    assert (tmp_path / "out.tsv").read_text().startswith("id\tprediction\tscore\terror\ttarget\t")
+
+
+def test_a_source_of_several_sentences_is_one_text(predict, tmp_path):
+    rows = ({"source": ["bo ce", "ha"]}, {"source": ["bo", 3]})
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    predict(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    good, bad = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert good["source"] == "bo ce ha"
+    assert bad["error"] == "line 2 has list instead of text in 'source'"
 
 
 def test_predictions_go_on_where_they_were_stopped(predict, tmp_path):
@@ -315,6 +324,9 @@ def test_from_python(translated, model):
         (lambda: model.translate(["ha", ""]), r"texts\[1\] is empty"),
         (lambda: model.translate("ha", bem=3), "decoding has no bem; it has method, beam"),
         (lambda: model.translate("ha", average=3), r"convbert_jax\.load\(.*average=3\)"),
+        (lambda: model.translate("ha", top_k=3), "top_k=3 has no effect .*; leave it out, or set"),
+        (lambda: model.translate("ha", method="greedy", beam=3), "beam=3 has no effect with"),
+        (lambda: model.translate("ha", score_words="zh"), "score_words has no effect on what"),
         (lambda: model.encode("ha"), "writes text and has no vectors"),
     ):
         with pytest.raises(UserError, match=says):

@@ -171,6 +171,8 @@ def from_columns(
 def _checked(row: InputRow, names: Sequence[str], values: list, reads: ModelInput) -> InputRow:
     if reads.kind == "tagging" and isinstance(values[0], str):
         values = [values[0].split()]
+    if reads.kind == "writing":
+        values = [_joined(value) for value in values]
     if reads.may_be_empty and values == [""]:
         return dataclasses.replace(row, texts=("",))
     if problem := describe_problem(reads.kind, names, values):
@@ -179,6 +181,12 @@ def _checked(row: InputRow, names: Sequence[str], values: list, reads: ModelInpu
     if reads.kind != "span":  # whose answers are places in the context
         texts = tuple(text.strip() for text in texts)
     return _with_texts(row, texts)
+
+
+def _joined(value: Any) -> Any:
+    """A list of sentences as one text, as pairs to train on are read."""
+    sentences = isinstance(value, list) and all(isinstance(part, str) for part in value)
+    return " ".join(value) if sentences else value
 
 
 def _with_texts(row: InputRow, texts: tuple[str, ...]) -> InputRow:
