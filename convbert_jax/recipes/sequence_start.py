@@ -9,8 +9,8 @@ from typing import Any
 from absl import logging
 
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
-from convbert_jax.data.parallel import vocabularies
 from convbert_jax.data.tokenizer.tokenizer import follow_file
+from convbert_jax.inference.writing.reading import read_tokenizers
 from convbert_jax.interop import matching, sources
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
@@ -121,12 +121,9 @@ def _vocabulary_of(kept: Config, source: Workdir) -> dict[str, Any]:
     """Where the vocabularies are that lie with the run.
 
     Raises:
-      TokenizerError: they are not there any more.
+      TokenizerError: as `read_tokenizers`.
     """
-    if kept.reads_pairs:
-        made = vocabularies.load(kept, sources.vocabulary_folder(source, kept))
-    else:
-        made = (sources.read_tokenizer(source, kept)[0],) * 2
+    made = read_tokenizers(source, kept)
     fields = {"tokenizer.path": str(made[0].path.absolute())}
     if made[0] is not made[1]:
         fields["parallel.target_vocabulary"] = str(made[1].path.absolute())

@@ -9,8 +9,10 @@ from absl import logging
 
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
 from convbert_jax.config.checks.sequences import check_asked_decoding
+from convbert_jax.data.corpus import metadata as corpus
+from convbert_jax.data.parallel import metadata as pairs
 from convbert_jax.data.parallel import vocabularies
-from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer, TokenizerError
 from convbert_jax.interop import matching, sources
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
@@ -22,11 +24,24 @@ def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokeni
     """Of what the model reads and of what it writes; one object twice where they are one.
 
     Raises:
-      TokenizerError: they are not there any more.
+      TokenizerError: they are not there any more, or others than those that the run learned with.
+      DamagedFileError: what tells of these is not what was written.
     """
+    folder = sources.vocabulary_folder(workdir, config)
     if config.reads_pairs:
-        return tuple(vocabularies.load(config, sources.vocabulary_folder(workdir, config)))
-    return (sources.read_tokenizer(workdir, config)[0],) * 2
+        found, metadata = tuple(vocabularies.load(config, folder)), pairs.read_metadata(folder)
+        learned = metadata["tokenizers"] if metadata else ()
+    else:
+        found = (sources.read_tokenizer(workdir, config)[0],) * 2
+        metadata = corpus.read_metadata(folder)
+        learned = (metadata["tokenizer"],) if metadata else ()
+    for tokenizer, fingerprint in zip(found, learned, strict=False):
+        if tokenizer.fingerprint != fingerprint:
+            raise TokenizerError(
+                f"{tokenizer.path} is not the vocabulary that {workdir} learned with, as {folder} "
+                "tells; put that back."
+            )
+    return found
 
 
 def read_mean(workdir: Workdir, config: Config, step: int | None = None) -> tuple[int, Params]:
