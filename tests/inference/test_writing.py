@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convbert_jax.config import TokenizerSection
+from convbert_jax.config import TokenizerSection, UserError
 from convbert_jax.config.sequences.sections import DecodingSection
 from convbert_jax.data.inputs import reading
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
@@ -273,3 +273,23 @@ def test_lines_and_tables_that_a_writer_reads(recipe, columns, empty, tmp_path):
     rows = list(reading.open_input(tmp_path / "a.csv", "csv", reads))
     assert [bool(row.problem) for row in rows] == [False, not empty]
     assert rows[0].others == {"n": "1"}
+
+
+def test_a_tsv_without_a_header_is_read_as_in_training(tmp_path):
+    """By the number of the column, unless the first line names it."""
+    config = config_of("translation", parallel__source="tsv:train.tsv")
+    reads = reading.describe_model_input(config)
+    (tmp_path / "a.tsv").write_text("a b\tx\nc\ty\n")
+    rows = list(reading.open_input(tmp_path / "a.tsv", "tsv", reads))
+    assert [(row.texts, row.others) for row in rows] == [
+        (("a b",), {"1": "x"}),
+        (("c",), {"1": "y"}),
+    ]
+    (tmp_path / "named.tsv").write_text("id\tsource\n7\ta b\n")
+    (row,) = reading.open_input(tmp_path / "named.tsv", "tsv", reads)
+    assert (row.id, row.texts) == ("7", ("a b",))
+    second = reading.describe_model_input(config, texts=("1",))
+    rows = list(reading.open_input(tmp_path / "a.tsv", "tsv", second))
+    assert [row.texts for row in rows] == [("x",), ("y",)]
+    with pytest.raises(UserError, match=r"has no column '2' \(it has: 0, 1\)"):
+        reading.open_input(tmp_path / "a.tsv", "tsv", reading.describe_model_input(config, ("2",)))

@@ -27,6 +27,7 @@ class ModelInput:
       kind: as config.outputs.kind, or "writing" for a model that writes text.
       texts: of a row.
       columns: names that the texts may have; the first that are there count.
+      number: of the column that has the text in a table without a header, from 0.
       form: of the training files; its `format` may be "auto".
       id: column that names a row.
       label: column that a file without a header may lack.
@@ -42,6 +43,7 @@ class ModelInput:
     label: str = ""
     endings: tuple[str, ...] = ()
     may_be_empty: bool = False
+    number: int | None = None
 
     @property
     def wanted(self) -> str:

@@ -64,11 +64,24 @@ def _describe_source(config: Config, texts: Sequence[str]) -> ModelInput:
             "of each row; name that one."
         )
     of_language = config.recipe == "causal_lm"
-    names = [*texts, "prompt" if of_language else "source", "text"]
-    if not texts and config.reads_pairs and config.parallel.columns:
-        names[:0] = [name for name in config.parallel.columns[:1] if not name.isdecimal()]
-    columns = tuple((name,) for name in dict.fromkeys(names))
-    return ModelInput("writing", 1, columns, TableFormat("auto"), may_be_empty=of_language)
+    column = (*texts, _learned_column(config))[0]
+    number = int(column) if column.isdecimal() else None
+    usual = ("prompt" if of_language else "source", "text")
+    if texts and number is not None:
+        usual = ()  # asked for by number, it is no other
+    names = (column, *usual) if number is None else (*usual, column)
+    columns = tuple((name,) for name in dict.fromkeys(names) if name)
+    return ModelInput(
+        "writing", 1, columns, TableFormat("auto"), may_be_empty=of_language, number=number
+    )
+
+
+def _learned_column(config: Config) -> str:
+    """Name or number of the source's column in the pairs of training; "" where none has one."""
+    if not config.reads_pairs:
+        return ""
+    section = config.parallel
+    return (*section.columns, "0" if section.source.startswith("tsv:") else "")[0]
 
 
 def choose_format(name: str, asked: str, reads: ModelInput) -> str:
@@ -163,11 +176,14 @@ def _open_table(source: Source, form: TableFormat, reads: ModelInput, key: str):
     """As an opener; where the training files had no header, this one may have one, or no labels."""
     if form.format == "conll":
         return _open_sentences(source, form, reads, key)
-    if form.format not in ("tsv", "csv") or not form.columns or form.rest_in_last:
+    may_lack_header = bool(form.columns) or reads.number is not None
+    if form.format not in ("tsv", "csv") or not may_lack_header or form.rest_in_last:
         return OPENERS[form.format](source, form, key)
     first, rows = OPENERS[form.format](source, dataclasses.replace(form, columns=()), key)
     if any({_name(name, form) for name in names} <= set(first) for names in reads.columns):
         return first, rows
+    if reads.number is not None:
+        return [*map(str, range(len(first)))], _prepend((1, first), rows)
     for columns in (form.columns, _unlabelled(form, reads)):
         if len(columns) == len(first):
             return list(columns), _prepend((1, first), rows)
