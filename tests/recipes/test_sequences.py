@@ -206,6 +206,11 @@ def test_no_other_software_has_it(run):
         ("translation", {"decoding.beam": 101}, "more than the vocabulary's 200; make it at most"),
         ("translation", {"decoding.n_best": 5}, "than config.decoding.beam=4 finds"),
         ("translation", {"decoding.n_best": 2, "decoding.method": "greedy"}, "writes one text"),
+        (
+            "translation",
+            {"decoding.length_ratio": 0.0, "decoding.length_extra": 0},
+            "leave no room for a word",
+        ),
         ("translation", {"decoding.average": 4}, "checkpoint.keep=3 are kept"),
         ("translation", {"decoding.test_sources": ("a",)}, "must be NAME=SOURCE"),
         ("translation", {"checkpoint.huggingface_every": 2}, "no class in Hugging Face"),

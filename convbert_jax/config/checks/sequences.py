@@ -109,6 +109,11 @@ def _check_decoding(config: Config) -> None:
         f"config.decoding.n_best={d.n_best}, but config.decoding.method=greedy writes one text; "
         "set method to beam or sample.",
     )
+    check(
+        d.length_ratio > 0 or d.length_extra > 0,
+        "config.decoding.length_ratio=0 and config.decoding.length_extra=0 leave no room for a "
+        "word; raise one of them.",
+    )
     smallest = min(config.vocabularies)
     check(
         d.method != "beam" or 2 * d.beam <= smallest,
