@@ -1,11 +1,12 @@
 """What a config comes to, by arithmetic: parameters, tokens, operations, memory."""
 
 import math
+from collections.abc import Collection
 
 import jax
 
 from convbert_jax.analysis import flops
-from convbert_jax.config import Config
+from convbert_jax.config import Config, describe_fields
 from convbert_jax.training import state
 from convbert_jax.training.optimizer import make_optimizer
 from convbert_jax.training.task import Params
@@ -14,13 +15,18 @@ from convbert_jax.training.task import Params
 # such models reach (docs/pretraining.md), not one that was measured here.
 _CHIPS = ("TPU v4", "TPU v5e", "TPU v6e", "A100", "H100")
 _REACHED = 0.3
+_PLANS = (
+    "With activations, and the time of a step: --mode=plan --topology=cpu (this machine), "
+    "gpu:h100x1 or v5e:2x2."
+)
 
 
-def describe(config: Config, params: Params) -> str:
-    """A text for a person: a line for each of what the config decides.
+def describe(config: Config, params: Params, leave_out: Collection[str] = ()) -> str:
+    """A text for a person: every field, then a line for each of what they decide.
 
     Args:
       params: of the model, or their shapes alone.
+      leave_out: sections and fields that the recipe does not read.
 
     Memory is of what does not depend on the batch:
     parameters, gradients and the optimizer's moments in float32; activations come on top.
@@ -29,7 +35,13 @@ def describe(config: Config, params: Params) -> str:
         params = {name: part for name, part in params.items() if name != "head"}
     parts = count_parts(params)
     whole = sum(parts.values())
-    lines = [f"{config.name}: config.recipe={config.recipe}", "", "parameters"]
+    lines = [
+        *describe_fields(config, leave_out),
+        "",
+        f"{config.name}: config.recipe={config.recipe}",
+        "",
+        "parameters",
+    ]
     lines += [f"  {name:<28}{count:>15,}" for name, count in parts.items()]
     lines += [f"  {'all':<28}{whole:>15,}"]
     moments = jax.eval_shape(make_optimizer(config.optimizer, config.train.steps).init, params)
@@ -41,7 +53,7 @@ def describe(config: Config, params: Params) -> str:
     ]
     if config.recipe == "finetune":
         return "\n".join([*lines, *_describe_tasks(config)])
-    return "\n".join([*lines, *_describe_run(config)])
+    return "\n".join([*lines, *_describe_run(config), "", _PLANS])
 
 
 def count_parts(params: Params) -> dict[str, int]:

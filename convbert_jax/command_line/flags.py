@@ -15,7 +15,7 @@ from convbert_jax.config.own_task import INPUT_FORMATS
 # What each mode does.
 MODES = {
     "train": "prepare the data if needed, then pre-train or fine-tune, from where the run is",
-    "show": "what the config comes to: parameters, tokens, operations, memory; starts nothing",
+    "show": "every field and what they come to: parameters, rows, memory, time; starts nothing",
     "plan": "what the run would take of --topology: memory, time, network; needs no accelerator",
     "doctor": "check this machine, or with --config all that the run would need; starts nothing",
     "prepare": "only make the tokenizer and the shards",

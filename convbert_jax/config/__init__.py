@@ -31,7 +31,13 @@ from convbert_jax.config.network import (
     StageConfig,
 )
 from convbert_jax.config.own_task import TaskSection
-from convbert_jax.config.reading import from_config_dict, to_config_dict, to_dict, to_text
+from convbert_jax.config.reading import (
+    describe_fields,
+    from_config_dict,
+    to_config_dict,
+    to_dict,
+    to_text,
+)
 from convbert_jax.config.run import Config
 from convbert_jax.config.sections import (
     CheckpointSection,
@@ -81,6 +87,7 @@ __all__ = [
     "TokenizerSection",
     "TrainSection",
     "UserError",
+    "describe_fields",
     "fit_to_steps",
     "from_config_dict",
     "to_config_dict",

@@ -5,7 +5,7 @@ import difflib
 import json
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from convbert_jax.config.checks import pretraining as checks
@@ -27,6 +27,24 @@ def to_dict(config: Config) -> dict[str, Any]:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in pairs}
 
     return dataclasses.asdict(config, dict_factory=plain)
+
+
+def describe_fields(config: Config, leave_out: Collection[str] = ()) -> list[str]:
+    """Every field with its value, a line for each section, but those to `leave_out`: "section" or
+    "section.field".
+    """
+    sections = {name: value for name, value in to_dict(config).items() if name not in leave_out}
+    top = {name: value for name, value in sections.items() if not isinstance(value, dict)}
+    lines = []
+    for name, values in {"config": top, **sections}.items():
+        if isinstance(values, dict):
+            fields = (
+                f"{field}={value!r}"
+                for field, value in values.items()
+                if f"{name}.{field}" not in leave_out
+            )
+            lines.append(f"{name}: {' '.join(fields)}")
+    return lines
 
 
 def from_config_dict(values: Mapping[str, Any], *, check: bool = True) -> Config:

@@ -38,7 +38,8 @@ from convbert_jax.training.environment import devices
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
 
-_OF_PRETRAINING = (
+# What of a config fine-tuning does not read.
+UNREAD = (
     *("generator", "objective", "distillation", "data", "train", "checkpoint", "outputs"),
     *("optimizer.learning_rate", "optimizer.warmup_steps"),
 )
@@ -64,7 +65,7 @@ def finetune(
     workdir = Workdir(folder)
     alone = jax.process_count() == 1
     with workdir.open(config, writer=jax.process_index() == 0, alone=alone):
-        devices.print_config(config, leave_out=_OF_PRETRAINING)
+        devices.print_config(config, leave_out=UNREAD)
         programs = Programs(config, devices.compute_dtype(config, found[0]), mesh)
         with jax.set_mesh(mesh):
             try:
@@ -199,7 +200,7 @@ def _tell_of_interruption(config: Config, workdir: Workdir, mesh) -> None:
             config,
             workdir,
             read_results(workdir),
-            run_page.describe(config, mesh, _OF_PRETRAINING),
+            run_page.describe(config, mesh, UNREAD),
         ),
     ):
         logging.info("How far it came: %s", workdir.report)
@@ -232,7 +233,7 @@ def _conclude(
                 results,
                 columns,
                 table,
-                run_page.describe(config, mesh, _OF_PRETRAINING),
+                run_page.describe(config, mesh, UNREAD),
             ),
         ):
             report += f"\nAll of it for a browser, and what to do next: {workdir.report}"

@@ -71,9 +71,11 @@ def show(config: Config, folder: epath.PathLike, given: Collection[str] = ()) ->
     """
     if config.recipe == "finetune":
         config, *_ = finetuning.read_start(config, given)
+        unread = finetuning.UNREAD
     else:
         config, _ = start.read_start(config, Workdir(folder), given)
-    return overview.describe(config, abstract_params(config))
+        unread = _unread(config)
+    return overview.describe(config, abstract_params(config), unread)
 
 
 def pretrain(

@@ -67,3 +67,15 @@ def test_fine_tuning_names_its_runs():
     text = describe(convbert_jax.load_config("glue:cola"))
     assert re.search(r"tasks +cola", text)
     assert not re.search(r"^  head", text, re.MULTILINE)
+
+
+def test_every_field_is_shown_with_its_value():
+    config = convbert_jax.load_config("tiny", **{"train.batch_size": 48})
+    text = overview.describe(config, abstract_params(config), ["finetune", "model.remat"])
+    lines = dict(line.split(": ", 1) for line in text.split("\n\n")[0].splitlines())
+    assert "finetune" not in lines
+    assert "remat=" not in lines["model"]
+    assert "batch_size=48" in lines["train"].split()
+    for section in ("objective", "optimizer", "data"):
+        for field, value in to_dict(config)[section].items():
+            assert f"{field}={value!r}" in lines[section]

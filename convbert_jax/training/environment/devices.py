@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
-from convbert_jax.config import Config, ConfigError, to_dict
+from convbert_jax.config import Config, ConfigError, describe_fields
 from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
 from convbert_jax.machine.packages import installed, unmet
 
@@ -112,16 +112,6 @@ def compute_dtype(config: Config, device: jax.Device) -> jnp.dtype:
 
 
 def print_config(config: Config, leave_out: Sequence[str] = ()) -> None:
-    """Logs every field, a line for each section, but those to `leave_out`: "section" or
-    "section.field".
-    """
-    sections = {name: value for name, value in to_dict(config).items() if name not in leave_out}
-    top = {name: value for name, value in sections.items() if not isinstance(value, dict)}
-    for name, values in {"config": top, **sections}.items():
-        if isinstance(values, dict):
-            fields = " ".join(
-                f"{field}={value!r}"
-                for field, value in values.items()
-                if f"{name}.{field}" not in leave_out
-            )
-            logging.info("%s: %s", name, fields)
+    """Logs every field, as `describe_fields` gives them."""
+    for line in describe_fields(config, leave_out):
+        logging.info("%s", line)
