@@ -18,6 +18,7 @@ from convbert_jax.inference.model import Model
 from convbert_jax.inference.writing.model import TextModel
 
 _MOST_BYTES = 2**16  # of a request; texts are cut to the model's length besides
+_ASK = 'ask with {"texts": ["a text"]}'
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
@@ -51,6 +52,10 @@ def make_app(model: Model | TextModel) -> flask.Flask:
     @app.errorhandler(exceptions.HTTPException)
     def tell(error):
         return {"error": error.description}, error.code
+
+    @app.errorhandler(exceptions.RequestEntityTooLarge)
+    def tell_too_large(error):
+        return {"error": f"the text is too long; send at most {_MOST_BYTES:,} bytes"}, error.code
 
     @app.errorhandler(UserError)
     def tell_user(error):
@@ -94,6 +99,8 @@ def make_server(app: flask.Flask, port: int) -> werkzeug.serving.BaseWSGIServer:
 
 def _describe(model: Model | TextModel) -> dict[str, Any]:
     said: dict[str, Any] = {"name": repr(model).strip("<>"), "abilities": model.abilities}
+    if "write" not in model.abilities and model.config.outputs.kind != "span":
+        said["length"] = model.length  # what is behind it is not read
     if "predict" in model.abilities:
         outputs = model.config.outputs
         columns = outputs.columns or ("text", "second text")[: outputs.texts]
@@ -107,10 +114,13 @@ def _describe(model: Model | TextModel) -> dict[str, Any]:
 
 def _read_texts() -> list[str]:
     """Of the request at hand, as {"texts": [...]}."""
-    given = flask.request.get_json()  # 415 if it is none, 400 if it is broken
+    try:
+        given = flask.request.get_json()  # 415 if it is none, 400 if it is broken
+    except RecursionError:  # brackets within brackets, by the thousand
+        flask.abort(400, _ASK)
     texts = given.get("texts") if isinstance(given, dict) else None
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
-        flask.abort(400, 'ask with {"texts": ["a text"]}')
+        flask.abort(400, _ASK)
     if not any(text.strip() for text in texts):
         flask.abort(400, "there is no text; write one")
     return texts

@@ -2,7 +2,6 @@
 
 import contextlib
 import pathlib
-import shutil
 import socketserver
 import subprocess
 import threading
@@ -12,20 +11,11 @@ import pytest
 
 from convbert_jax.html_page import blocks, charts
 from convbert_jax.html_page.elements import element, foreign, render
+from tests.browser import CHROMIUM, FLAGS, needs_chromium
 from tests.html_page.parsed import Page
 from tests.pictures import shows_something
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        BROWSER is None, reason="no chromium is installed (apt-get install chromium)"
-    ),
-]
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
+pytestmark = [pytest.mark.slow, needs_chromium]
 ATTACK = '<img src="http://example.invalid/x"><script>document.title = "taken"</script>'
 
 
@@ -56,7 +46,7 @@ def browse(folder: pathlib.Path, html: str, *flags: str) -> tuple[str, Sequence[
     with proxy() as (address, asked):
         profile = f"--user-data-dir={folder / 'profile'}"
         done = subprocess.run(
-            [BROWSER, *FLAGS, f"--proxy-server={address}", profile, *flags, file.as_uri()],
+            [CHROMIUM, *FLAGS, f"--proxy-server={address}", profile, *flags, file.as_uri()],
             capture_output=True,
             text=True,
             timeout=120,

@@ -20,16 +20,33 @@ function table(rows) {
 function marked(text, tokens) {
   const characters = Array.from(text), parts = make("p", { dir: "auto" });
   let done = 0;
-  for (const token of tokens) {
-    parts.append(characters.slice(done, token.start).join(""));
-    const span = make("span", { className: "suspect", textContent: characters.slice(token.start, token.end).join(""),
-      title: `${token.token}: ${percent(token.probability)}` });
-    span.style.setProperty("--share", Math.min(1, token.probability).toFixed(3));
+  for (const { start, end, names, probability } of together(tokens)) {
+    parts.append(characters.slice(done, start).join(""));
+    const span = make("span", { className: "suspect", textContent: characters.slice(start, end).join(""),
+      title: `${names.join(" ")}: ${percent(probability)}` });
+    span.style.setProperty("--share", Math.min(1, probability).toFixed(3));
     parts.append(span);
-    done = Math.max(done, token.end);
+    done = end;
   }
-  parts.append(characters.slice(done).join(""));
+  const rest = characters.slice(done).join("");
+  if (rest.trim()) parts.append(make("span", { className: "unread", textContent: rest, title: "not read" }));
   return parts;
+}
+
+// Tokens may share a character, as those of one that the vocabulary does not have: they are one mark, of the likeliest.
+function together(tokens) {
+  const marks = [];
+  for (const { token, start, end, probability } of tokens) {
+    const last = marks.at(-1);
+    if (last && start < last.end) {
+      last.end = Math.max(last.end, end);
+      last.names.push(token);
+      last.probability = Math.max(last.probability, probability);
+    } else {
+      marks.push({ start, end, names: [token], probability });
+    }
+  }
+  return marks;
 }
 
 function predicted(answer) {
@@ -90,6 +107,7 @@ function panel(ability, { title, button, fields, show }) {
 
 fetch("/model").then((response) => response.json()).then((model) => {
   document.getElementById("model").textContent = model.name;
+  if (model.length) document.getElementById("model").append(`; it reads the first ${model.length} tokens of a text`);
   const panels = model.abilities.map((ability) => panel(ability, PANELS[ability](model)));
   if (!panels.length) panels.push(make("p", { textContent: "This model has no head: it encodes texts, from Python, and has nothing to show here." }));
   document.getElementById("panels").append(...panels);
