@@ -1,36 +1,43 @@
 """Pictures: matplotlib without a window, fonts for any script, files replaced as a whole."""
 
+import contextlib
 import functools
 import logging as python_logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from absl import logging
 from etils import epath
 
 from convbert_jax import files
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-def open_pyplot(texts: Iterable[str] = ()):
-    """`matplotlib.pyplot`, ready to draw `texts` in any script that an installed font has."""
+
+@contextlib.contextmanager
+def open_figure(
+    picture: epath.PathLike, size: tuple[float, float], texts: Iterable[str] = (), *, dpi: int = 120
+) -> Iterator["Figure"]:
+    """A figure to draw on, written as PNG at the end.
+
+    Backend and settings of matplotlib stay as they are: in a notebook pictures go on to be shown.
+
+    Args:
+      size: width and height in inches.
+      texts: what is written on it, in any script that an installed font has.
+    """
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    characters = frozenset(character for text in texts for character in text if character > "\x7f")
-    pyplot.rcParams["font.family"] = list(_find_fonts(characters))
     # Of a family with one weight it would say at every picture that this is not the normal one.
     python_logging.getLogger("matplotlib.font_manager").setLevel(python_logging.ERROR)
-    return pyplot
-
-
-def save(figure, picture: epath.PathLike, *, dpi: int = 120) -> None:
-    """Writes a figure as PNG and forgets it."""
-    from matplotlib import pyplot
-
-    with files.replacing(files.to_path(picture)) as file:
-        figure.savefig(file, format="png", dpi=dpi)
-    pyplot.close(figure)
+    characters = frozenset(character for text in texts for character in text if character > "\x7f")
+    with matplotlib.rc_context({"font.family": list(_find_fonts(characters))}):
+        figure = Figure(size, layout="constrained")
+        yield figure
+        with files.replacing(files.to_path(picture)) as file:
+            figure.savefig(file, format="png", dpi=dpi)
 
 
 @functools.cache

@@ -74,39 +74,36 @@ def plot_curves(curves: Curves, picture: epath.Path, title: str) -> bool:
     if not panels:
         logging.warning("%s: there are no numbers to draw.", title)
         return False
-    pyplot = drawing.open_pyplot([title])
     columns = min(3, len(panels))
     lines = math.ceil(len(panels) / columns)
-    figure, axes = pyplot.subplots(
-        lines, columns, figsize=(4.6 * columns, 3.2 * lines), squeeze=False, layout="constrained"
-    )
-    for axis, (heading, names, no_skill) in zip(axes.flat, panels, strict=False):
-        for index, name in enumerate(names):
-            label = name.replace("_", " ")
-            for split, style in (
-                ("train", {"lw": 1, "alpha": 0.55}),
-                ("validation", {"lw": 2, "marker": "o", "ms": 3}),
-            ):
-                points = curves.get(split, {}).get(name)
-                if points:
-                    held_out = ", held out" if split == "validation" else ""
-                    axis.plot(
-                        *zip(*points, strict=True),
-                        color=f"C{index}",
-                        label=label + held_out,
-                        **style,
-                    )
-        if no_skill is not None:
-            axis.axhline(no_skill, color="0.5", ls="--", lw=1, label="no skill")
-        axis.set_title(heading, fontsize=10)
-        axis.set_xlabel("step", fontsize=8)
-        axis.tick_params(labelsize=8)
-        axis.grid(alpha=0.25)
-        axis.legend(fontsize=7, frameon=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    figure.suptitle(title, fontsize=11)
-    drawing.save(figure, picture)
+    with drawing.open_figure(picture, (4.6 * columns, 3.2 * lines), [title]) as figure:
+        axes = figure.subplots(lines, columns, squeeze=False)
+        for axis, (heading, names, no_skill) in zip(axes.flat, panels, strict=False):
+            for index, name in enumerate(names):
+                label = name.replace("_", " ")
+                for split, style in (
+                    ("train", {"lw": 1, "alpha": 0.55}),
+                    ("validation", {"lw": 2, "marker": "o", "ms": 3}),
+                ):
+                    points = curves.get(split, {}).get(name)
+                    if points:
+                        held_out = ", held out" if split == "validation" else ""
+                        axis.plot(
+                            *zip(*points, strict=True),
+                            color=f"C{index}",
+                            label=label + held_out,
+                            **style,
+                        )
+            if no_skill is not None:
+                axis.axhline(no_skill, color="0.5", ls="--", lw=1, label="no skill")
+            axis.set_title(heading, fontsize=10)
+            axis.set_xlabel("step", fontsize=8)
+            axis.tick_params(labelsize=8)
+            axis.grid(alpha=0.25)
+            axis.legend(fontsize=7, frameon=False)
+        for axis in axes.flat[len(panels) :]:
+            axis.set_visible(False)
+        figure.suptitle(title, fontsize=11)
     return True
 
 

@@ -19,41 +19,40 @@ def draw_maps(layers: Sequence[LayerMaps], title: str, picture: epath.PathLike) 
     heads = max(len(layer.mean) for layer in layers)
     shown = min(SHOWN, layers[0].mean.shape[-1])
     side = float(np.clip(9.0 / heads, 0.9, 1.8))
-    pyplot = drawing.open_pyplot([title])
     from matplotlib import colors
 
-    figure, axes = pyplot.subplots(
-        len(layers),
-        heads,
-        figsize=(max(5.6, side * heads + 1.6), (side + 0.16) * len(layers) + 1.0),
-        squeeze=False,
-        layout="constrained",
-    )
-    cells = np.concatenate([layer.mean[:, :shown, :shown].ravel() for layer in layers])
-    most = float(np.nanpercentile(cells, 99.8))  # one token that all look at hides the rest else
-    scale = colors.PowerNorm(0.5, vmin=0, vmax=most)
-    image = None
-    for layer, row in zip(layers, axes, strict=True):
-        for head, axis in enumerate(row):
-            axis.set_xticks([])
-            axis.set_yticks([])
-            if head >= len(layer.mean):
-                axis.set_visible(False)
-                continue
-            image = axis.imshow(
-                layer.mean[head, :shown, :shown], cmap="viridis", norm=scale, interpolation="none"
-            )
-            axis.set_title(f"{layer.concentration[head]:.0%}", fontsize=7, pad=2)
-        row[0].set_ylabel(f"layer {layer.layer}", fontsize=8)
-    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=30, extend="max")
-    bar.set_label("mean attention (root scale)", fontsize=8)
-    bar.ax.tick_params(labelsize=7)
-    figure.suptitle(
-        f"{title}\na panel is a head: queries down, keys across, {shown} positions;\n"
-        "above it its diagonal concentration",
-        fontsize=9,
-    )
-    drawing.save(figure, picture)
+    with drawing.open_figure(
+        picture, (max(5.6, side * heads + 1.6), (side + 0.16) * len(layers) + 1.0), [title]
+    ) as figure:
+        axes = figure.subplots(len(layers), heads, squeeze=False)
+        cells = np.concatenate([layer.mean[:, :shown, :shown].ravel() for layer in layers])
+        # One token that all look at hides the rest else.
+        most = float(np.nanpercentile(cells, 99.8))
+        scale = colors.PowerNorm(0.5, vmin=0, vmax=most)
+        image = None
+        for layer, row in zip(layers, axes, strict=True):
+            for head, axis in enumerate(row):
+                axis.set_xticks([])
+                axis.set_yticks([])
+                if head >= len(layer.mean):
+                    axis.set_visible(False)
+                    continue
+                image = axis.imshow(
+                    layer.mean[head, :shown, :shown],
+                    cmap="viridis",
+                    norm=scale,
+                    interpolation="none",
+                )
+                axis.set_title(f"{layer.concentration[head]:.0%}", fontsize=7, pad=2)
+            row[0].set_ylabel(f"layer {layer.layer}", fontsize=8)
+        bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=30, extend="max")
+        bar.set_label("mean attention (root scale)", fontsize=8)
+        bar.ax.tick_params(labelsize=7)
+        figure.suptitle(
+            f"{title}\na panel is a head: queries down, keys across, {shown} positions;\n"
+            "above it its diagonal concentration",
+            fontsize=9,
+        )
 
 
 def draw_concentration(
@@ -62,38 +61,32 @@ def draw_concentration(
     """A panel for each model (its name, its layers, its chance level): dots are heads, side by side
     in their order, the line is their mean.
     """
-    pyplot = drawing.open_pyplot([name for name, _, _ in models])
     from matplotlib import ticker
 
-    figure, axes = pyplot.subplots(
-        1,
-        len(models),
-        figsize=(4.6 * len(models) + 0.4, 3.6),
-        squeeze=False,
-        sharey=True,
-        layout="constrained",
-    )
-    for axis, (name, layers, chance) in zip(axes[0], models, strict=True):
-        for layer in layers:
-            heads = layer.concentration
-            beside = np.linspace(-0.25, 0.25, len(heads)) if len(heads) > 1 else np.zeros(1)
-            axis.plot(layer.layer + beside, heads, "o", color="C0", alpha=0.6, ms=4, mew=0)
-        means = [layer.concentration.mean() for layer in layers]
-        axis.plot([layer.layer for layer in layers], means, "-", color="C0", lw=1.6)
-        axis.plot([], [], "o-", color="C0", lw=1.6, ms=4, label="heads, and their mean")
-        axis.axhline(chance, color="0.35", ls="--", lw=1.2, label=f"chance level, {chance:.0%}")
-        axis.set_title(name, fontsize=9)
-        axis.set_xlabel("layer", fontsize=9)
-        axis.set_xticks([layer.layer for layer in layers])
-        axis.set_xlim(layers[0].layer - 0.6, layers[-1].layer + 0.6)
-        axis.grid(alpha=0.25)
-        axis.tick_params(labelsize=8)
-        axis.legend(fontsize=8, frameon=False)
-    highest = max(layer.concentration.max() for _, layers, _ in models for layer in layers)
-    axes[0, 0].set_ylim(0, 1.3 * max(highest, *(chance for _, _, chance in models)))
-    axes[0, 0].yaxis.set_major_formatter(ticker.PercentFormatter(1))
-    axes[0, 0].set_ylabel(f"share of attention within {window} positions", fontsize=9)
-    drawing.save(figure, picture)
+    with drawing.open_figure(
+        picture, (4.6 * len(models) + 0.4, 3.6), [name for name, _, _ in models]
+    ) as figure:
+        axes = figure.subplots(1, len(models), squeeze=False, sharey=True)
+        for axis, (name, layers, chance) in zip(axes[0], models, strict=True):
+            for layer in layers:
+                heads = layer.concentration
+                beside = np.linspace(-0.25, 0.25, len(heads)) if len(heads) > 1 else np.zeros(1)
+                axis.plot(layer.layer + beside, heads, "o", color="C0", alpha=0.6, ms=4, mew=0)
+            means = [layer.concentration.mean() for layer in layers]
+            axis.plot([layer.layer for layer in layers], means, "-", color="C0", lw=1.6)
+            axis.plot([], [], "o-", color="C0", lw=1.6, ms=4, label="heads, and their mean")
+            axis.axhline(chance, color="0.35", ls="--", lw=1.2, label=f"chance level, {chance:.0%}")
+            axis.set_title(name, fontsize=9)
+            axis.set_xlabel("layer", fontsize=9)
+            axis.set_xticks([layer.layer for layer in layers])
+            axis.set_xlim(layers[0].layer - 0.6, layers[-1].layer + 0.6)
+            axis.grid(alpha=0.25)
+            axis.tick_params(labelsize=8)
+            axis.legend(fontsize=8, frameon=False)
+        highest = max(layer.concentration.max() for _, layers, _ in models for layer in layers)
+        axes[0, 0].set_ylim(0, 1.3 * max(highest, *(chance for _, _, chance in models)))
+        axes[0, 0].yaxis.set_major_formatter(ticker.PercentFormatter(1))
+        axes[0, 0].set_ylabel(f"share of attention within {window} positions", fontsize=9)
 
 
 def draw_filters(
@@ -108,31 +101,26 @@ def draw_filters(
     panels = [(layer, head) for layer in layers for head in range(layer.filters.shape[1])
               if head < HEADS]  # fmt: skip
     most = max(float(layer.filters[: len(occurrences), head].max()) for layer, head in panels)
-    pyplot = drawing.open_pyplot([title, *snippets])
-    figure, axes = pyplot.subplots(
-        1,
-        len(panels),
-        figsize=(0.95 * len(panels) + 4.4, 0.19 * len(occurrences) + 1.5),
-        squeeze=False,
-        layout="constrained",
-    )
-    image = None
-    for axis, (layer, head) in zip(axes[0], panels, strict=True):
-        taps, moved = layer.filters.shape[-1], spread(layer.filters)[head]
-        image = axis.imshow(
-            layer.filters[: len(occurrences), head],
-            cmap="viridis", vmin=0, vmax=most, aspect="auto", interpolation="none",
-        )  # fmt: skip
-        axis.set_title(f"layer {layer.layer}\nhead {head}: {moved:.0%}", fontsize=7, pad=3)
-        ticks = sorted({0, taps // 2, taps - 1})
-        axis.set_xticks(ticks, [str(tick - taps // 2) for tick in ticks], fontsize=7)
-        axis.set_yticks([])
-    axes[0, 0].set_yticks(range(len(snippets)), snippets, fontsize=7)
-    axes[0, 0].set_xlabel("tap", fontsize=8)
-    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=30)
-    bar.set_label("weight of the tap", fontsize=8)
-    bar.ax.tick_params(labelsize=7)
-    figure.suptitle(
-        f"{title}\n% is the share of a head's weight that the context moves", fontsize=9
-    )
-    drawing.save(figure, picture)
+    with drawing.open_figure(
+        picture, (0.95 * len(panels) + 4.4, 0.19 * len(occurrences) + 1.5), [title, *snippets]
+    ) as figure:
+        axes = figure.subplots(1, len(panels), squeeze=False)
+        image = None
+        for axis, (layer, head) in zip(axes[0], panels, strict=True):
+            taps, moved = layer.filters.shape[-1], spread(layer.filters)[head]
+            image = axis.imshow(
+                layer.filters[: len(occurrences), head],
+                cmap="viridis", vmin=0, vmax=most, aspect="auto", interpolation="none",
+            )  # fmt: skip
+            axis.set_title(f"layer {layer.layer}\nhead {head}: {moved:.0%}", fontsize=7, pad=3)
+            ticks = sorted({0, taps // 2, taps - 1})
+            axis.set_xticks(ticks, [str(tick - taps // 2) for tick in ticks], fontsize=7)
+            axis.set_yticks([])
+        axes[0, 0].set_yticks(range(len(snippets)), snippets, fontsize=7)
+        axes[0, 0].set_xlabel("tap", fontsize=8)
+        bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=30)
+        bar.set_label("weight of the tap", fontsize=8)
+        bar.ax.tick_params(labelsize=7)
+        figure.suptitle(
+            f"{title}\n% is the share of a head's weight that the context moves", fontsize=9
+        )

@@ -25,54 +25,48 @@ def draw_means(outcome: Outcome, lines: Sequence[Line], picture: epath.Path) -> 
     keys = outcome.shown()
     if not keys:
         return False
-    pyplot = drawing.open_pyplot(outcome.rows)
     columns = min(3, len(keys))
     height = 1.2 + 0.32 * len(outcome.rows)
     panels = math.ceil(len(keys) / columns)
-    figure, axes = pyplot.subplots(
-        panels,
-        columns,
-        figsize=(4.4 * columns + 1.0, height * panels),
-        squeeze=False,
-        sharey=True,
-        layout="constrained",
-    )
-    names = list(outcome.rows)
-    for axis, (stage, metric) in zip(axes.flat, keys, strict=False):
-        for line in lines:
-            if (line.stage, line.metric) != (stage, metric):
-                continue
-            place = names.index(line.row)
-            values = list(outcome.values(line.row, stage, metric).values())
-            axis.plot(values, [place] * len(values), "o", color="0.65", ms=3.5, zorder=2)
-            if not math.isnan(line.value.low):
+    with drawing.open_figure(
+        picture, (4.4 * columns + 1.0, height * panels), outcome.rows, dpi=110
+    ) as figure:
+        axes = figure.subplots(panels, columns, squeeze=False, sharey=True)
+        names = list(outcome.rows)
+        for axis, (stage, metric) in zip(axes.flat, keys, strict=False):
+            for line in lines:
+                if (line.stage, line.metric) != (stage, metric):
+                    continue
+                place = names.index(line.row)
+                values = list(outcome.values(line.row, stage, metric).values())
+                axis.plot(values, [place] * len(values), "o", color="0.65", ms=3.5, zorder=2)
+                if not math.isnan(line.value.low):
+                    axis.plot(
+                        [line.value.low, line.value.high], [place] * 2, color=f"C{place % 10}", lw=2
+                    )
                 axis.plot(
-                    [line.value.low, line.value.high], [place] * 2, color=f"C{place % 10}", lw=2
+                    line.value.mean,
+                    place,
+                    "D",
+                    color=f"C{place % 10}",
+                    mfc=f"C{place % 10}" if line.noise == OUTSIDE else "white",
+                    ms=7,
+                    zorder=3,
                 )
-            axis.plot(
-                line.value.mean,
-                place,
-                "D",
-                color=f"C{place % 10}",
-                mfc=f"C{place % 10}" if line.noise == OUTSIDE else "white",
-                ms=7,
-                zorder=3,
-            )
-            if line.row == outcome.baseline and not math.isnan(line.value.mean):
-                axis.axvline(line.value.mean, color="0.5", ls="--", lw=1)
-        axis.set_title(_title(stage, metric), fontsize=10)
-        axis.set_yticks(range(len(names)), names, fontsize=8)
-        axis.set_ylim(len(names) - 0.5, -0.5)
-        axis.tick_params(axis="x", labelsize=8)
-        axis.grid(alpha=0.25)
-    for axis in axes.flat[len(keys) :]:
-        axis.set_visible(False)
-    figure.suptitle(
-        f"{outcome.name}: seeds (dots), mean and 95% interval; filled: outside the noise of seeds "
-        f"against {outcome.baseline}",
-        fontsize=9,
-    )
-    drawing.save(figure, picture, dpi=110)
+                if line.row == outcome.baseline and not math.isnan(line.value.mean):
+                    axis.axvline(line.value.mean, color="0.5", ls="--", lw=1)
+            axis.set_title(_title(stage, metric), fontsize=10)
+            axis.set_yticks(range(len(names)), names, fontsize=8)
+            axis.set_ylim(len(names) - 0.5, -0.5)
+            axis.tick_params(axis="x", labelsize=8)
+            axis.grid(alpha=0.25)
+        for axis in axes.flat[len(keys) :]:
+            axis.set_visible(False)
+        figure.suptitle(
+            f"{outcome.name}: seeds (dots), mean and 95% interval; filled: outside the noise of "
+            f"seeds against {outcome.baseline}",
+            fontsize=9,
+        )
     return True
 
 
@@ -89,29 +83,23 @@ def draw_curves(outcome: Outcome, lines: Sequence[Line], picture: epath.Path) ->
     metrics = metrics[:_MOST_CURVES]
     if not metrics:
         return False
-    pyplot = drawing.open_pyplot(outcome.rows)
-    figure, axes = pyplot.subplots(
-        len(metrics),
-        len(AXES),
-        figsize=(3.7 * len(AXES) + 1.5, 3.2 * len(metrics)),
-        squeeze=False,
-        sharey="row",
-        layout="constrained",
-    )
-    for metric, panels in zip(metrics, axes, strict=True):
-        for place, row in enumerate(outcome.rows):
-            style = {"color": f"C{place % 10}", "ls": ("-", "--", ":")[place // 10 % 3]}
+    with drawing.open_figure(
+        picture, (3.7 * len(AXES) + 1.5, 3.2 * len(metrics)), outcome.rows, dpi=110
+    ) as figure:
+        axes = figure.subplots(len(metrics), len(AXES), squeeze=False, sharey="row")
+        for metric, panels in zip(metrics, axes, strict=True):
+            for place, row in enumerate(outcome.rows):
+                style = {"color": f"C{place % 10}", "ls": ("-", "--", ":")[place // 10 % 3]}
+                for along, axis in zip(AXES, panels, strict=True):
+                    _draw_row(axis, outcome, row, metric, along, style)
             for along, axis in zip(AXES, panels, strict=True):
-                _draw_row(axis, outcome, row, metric, along, style)
-        for along, axis in zip(AXES, panels, strict=True):
-            axis.set_xlabel(_TITLES[along], fontsize=8)
-            axis.tick_params(labelsize=8)
-            axis.grid(alpha=0.25)
-        panels[0].set_ylabel(f"{metric.replace('_', ' ')}, held out", fontsize=9)
-    handles, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside right center", fontsize=8, frameon=False)
-    figure.suptitle(f"{outcome.name}: mean over seeds, band from least to largest", fontsize=9)
-    drawing.save(figure, picture, dpi=110)
+                axis.set_xlabel(_TITLES[along], fontsize=8)
+                axis.tick_params(labelsize=8)
+                axis.grid(alpha=0.25)
+            panels[0].set_ylabel(f"{metric.replace('_', ' ')}, held out", fontsize=9)
+        handles, names = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside right center", fontsize=8, frameon=False)
+        figure.suptitle(f"{outcome.name}: mean over seeds, band from least to largest", fontsize=9)
     return True
 
 

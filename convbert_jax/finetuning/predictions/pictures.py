@@ -20,48 +20,49 @@ def draw_confusion(
     """Rows are labels, columns predictions; color is the share of the row, numbers are counts. With
     many labels the most frequent confusions are listed beside it.
     """
-    pyplot = drawing.open_pyplot([title, *task.labels])
     counts = count_confusions(task, scoring.predict(task, outputs), labels)
     size = len(task.labels)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     listed = size > NUMBERED
     side = float(np.clip(0.55 * size + 1.8, 3.6, 8.5))
     room = 0.09 * max(map(len, task.labels)) if size <= NAMED else 0.0
-    figure, axes = pyplot.subplots(
-        1,
-        2 if listed else 1,
-        figsize=(side + room + (4.2 if listed else 1.1), side + (room if size > 4 else 0.0)),
-        width_ratios=[side + room, 3.6] if listed else None,
-        squeeze=False,
-        layout="constrained",
-    )
-    axis = axes[0, 0]
-    image = axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(image, ax=axis, label="share of the label", fraction=0.046, pad=0.03)
-    axis.set_xlabel("predicted")
-    axis.set_ylabel("label")
-    if size <= NAMED:
-        font = 9 if size <= NUMBERED else 6
-        axis.set_xticks(range(size), task.labels, rotation=90 if size > 4 else 0, fontsize=font)
-        axis.set_yticks(range(size), task.labels, fontsize=font)
-    if not listed:
-        for row, column in np.ndindex(counts.shape):
-            axis.text(
-                column,
-                row,
-                f"{counts[row, column]:,}",
-                ha="center",
-                va="center",
-                fontsize=9,
-                color="white" if shares[row, column] > 0.5 else "black",
-            )
-    else:
-        axes[0, 1].axis("off")
-        axes[0, 1].set_title("most frequent confusions", fontsize=10, loc="left")
-        axes[0, 1].text(0, 0.99, _list_confusions(task, counts), fontsize=8, va="top")
-    accuracy = np.trace(counts) / max(counts.sum(), 1)
-    figure.suptitle(f"{title}: {accuracy:.1%} of {counts.sum():,} right", fontsize=11)
-    drawing.save(figure, path)
+    with drawing.open_figure(
+        path,
+        (side + room + (4.2 if listed else 1.1), side + (room if size > 4 else 0.0)),
+        [title, *task.labels],
+    ) as figure:
+        axes = figure.subplots(
+            1,
+            2 if listed else 1,
+            width_ratios=[side + room, 3.6] if listed else None,
+            squeeze=False,
+        )
+        axis = axes[0, 0]
+        image = axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+        figure.colorbar(image, ax=axis, label="share of the label", fraction=0.046, pad=0.03)
+        axis.set_xlabel("predicted")
+        axis.set_ylabel("label")
+        if size <= NAMED:
+            font = 9 if size <= NUMBERED else 6
+            axis.set_xticks(range(size), task.labels, rotation=90 if size > 4 else 0, fontsize=font)
+            axis.set_yticks(range(size), task.labels, fontsize=font)
+        if not listed:
+            for row, column in np.ndindex(counts.shape):
+                axis.text(
+                    column,
+                    row,
+                    f"{counts[row, column]:,}",
+                    ha="center",
+                    va="center",
+                    fontsize=9,
+                    color="white" if shares[row, column] > 0.5 else "black",
+                )
+        else:
+            axes[0, 1].axis("off")
+            axes[0, 1].set_title("most frequent confusions", fontsize=10, loc="left")
+            axes[0, 1].text(0, 0.99, _list_confusions(task, counts), fontsize=8, va="top")
+        accuracy = np.trace(counts) / max(counts.sum(), 1)
+        figure.suptitle(f"{title}: {accuracy:.1%} of {counts.sum():,} right", fontsize=11)
 
 
 def count_confusions(task: LabelledTask, predicted: list, labels: Sequence) -> np.ndarray:
@@ -91,27 +92,24 @@ def draw_calibration(
     path: Path, task: LabelledTask, outputs: scoring.Outputs, labels: Sequence, title: str
 ) -> None:
     """Share of right answers against the probability given to them, and how many answers had it."""
-    pyplot = drawing.open_pyplot([title])
     confidence, right = judge_answers(task, outputs, labels)
     means, shares, counts = bin_confidence(confidence, right)
-    figure, (above, below) = pyplot.subplots(
-        2, 1, figsize=(4.4, 5.4), height_ratios=[3, 1], sharex=True, layout="constrained"
-    )
-    above.plot([0, 1], [0, 1], color="0.5", ls="--", lw=1, label="calibrated")
-    there = counts > 0
-    above.plot(means[there], shares[there], marker="o", ms=4, color="C0", label="model")
-    above.set_ylabel("share right")
-    above.set_ylim(0, 1.02)
-    above.legend(frameon=False, fontsize=9, loc="upper left")
-    error = calibration_error(confidence, right)
-    above.set_title(f"{title}\nexpected calibration error {error:.3f}", fontsize=10)
-    below.bar((np.arange(BINS) + 0.5) / BINS, counts, width=0.9 / BINS, color="C0")
-    below.set_ylabel("answers")
-    below.set_xlabel("probability of the answer")
-    below.set_xlim(0, 1)
-    for axis in (above, below):
-        axis.grid(alpha=0.25)
-    drawing.save(figure, path)
+    with drawing.open_figure(path, (4.4, 5.4), [title]) as figure:
+        (above, below) = figure.subplots(2, 1, height_ratios=[3, 1], sharex=True)
+        above.plot([0, 1], [0, 1], color="0.5", ls="--", lw=1, label="calibrated")
+        there = counts > 0
+        above.plot(means[there], shares[there], marker="o", ms=4, color="C0", label="model")
+        above.set_ylabel("share right")
+        above.set_ylim(0, 1.02)
+        above.legend(frameon=False, fontsize=9, loc="upper left")
+        error = calibration_error(confidence, right)
+        above.set_title(f"{title}\nexpected calibration error {error:.3f}", fontsize=10)
+        below.bar((np.arange(BINS) + 0.5) / BINS, counts, width=0.9 / BINS, color="C0")
+        below.set_ylabel("answers")
+        below.set_xlabel("probability of the answer")
+        below.set_xlim(0, 1)
+        for axis in (above, below):
+            axis.grid(alpha=0.25)
 
 
 def judge_answers(
@@ -149,18 +147,17 @@ def draw_scatter(
     path: Path, task: LabelledTask, outputs: scoring.Outputs, labels: Sequence, title: str
 ) -> None:
     """Predicted numbers against the labels."""
-    pyplot = drawing.open_pyplot([title])
     predicted = scoring.predict(task, outputs)
     ends = min(labels), max(labels)
-    figure, axis = pyplot.subplots(figsize=(4.6, 4.4), layout="constrained")
-    axis.plot(ends, ends, color="0.5", ls="--", lw=1, label="equal")
-    axis.plot(labels, predicted, ".", ms=4, alpha=0.35, color="C0")
-    axis.set_xlabel("label")
-    axis.set_ylabel("predicted")
-    axis.set_title(title, fontsize=10)
-    axis.grid(alpha=0.25)
-    axis.legend(frameon=False, fontsize=9)
-    drawing.save(figure, path)
+    with drawing.open_figure(path, (4.6, 4.4), [title]) as figure:
+        axis = figure.subplots()
+        axis.plot(ends, ends, color="0.5", ls="--", lw=1, label="equal")
+        axis.plot(labels, predicted, ".", ms=4, alpha=0.35, color="C0")
+        axis.set_xlabel("label")
+        axis.set_ylabel("predicted")
+        axis.set_title(title, fontsize=10)
+        axis.grid(alpha=0.25)
+        axis.legend(frameon=False, fontsize=9)
 
 
 PICTURES = {
