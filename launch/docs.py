@@ -1,6 +1,9 @@
-"""The pages as a site: what MkDocs calls while it builds them, and the table of all fields.
+"""The pages as a site: what MkDocs calls while it builds them, the table of all fields, notebooks.
 
     python launch/docs.py --write       writes docs/fields.md from the dataclasses of the config
+    python launch/docs.py --repository=https://github.com/OWNER/NAME
+                                        where it is published: what the notebooks of launch/colab/
+                                        install in Colab, and their badges "Open in Colab"
     pip install mkdocs                  once; the extra `docs`
     mkdocs serve                        the pages in a browser; mkdocs build --strict: in site/
 
@@ -9,6 +12,7 @@ README.md is its first page, what else is beside docs/ and benchmarks/RESULTS.md
 are copied, and links to code become the names of the files.
 """
 
+import json
 import pathlib
 import re
 import sys
@@ -21,6 +25,8 @@ _BESIDE = {
     "contributing.md": "CONTRIBUTING.md",
     "changes.md": "CHANGELOG.md",
 }
+_ADDRESS = re.compile(r"--repository=(https://github\.com/[\w.-]+/[\w.-]+)")
+_COLAB = "https://colab.research.google.com"
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -114,8 +120,39 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] != ["--write"]:
+def publish(notebook: pathlib.Path, repository: str) -> None:
+    """Says in a notebook where the repository is: in its badge, which opens it in Colab from there,
+    and in the cell of parameters, from which it installs the package.
+
+    Args:
+      repository: https://github.com/OWNER/NAME.
+    """
+    content = json.loads(notebook.read_text(encoding="utf-8"))
+    first = content["cells"][0]
+    if first["source"][0].startswith("[!["):
+        del first["source"][:2]
+    name = repository.removeprefix("https://github.com/")
+    page = f"{_COLAB}/github/{name}/blob/main/launch/colab/{notebook.name}"
+    badge = f"[![Open in Colab]({_COLAB}/assets/colab-badge.svg)]({page})"
+    first["source"] = [f"{badge}\n", "\n", *first["source"]]
+    for cell in content["cells"]:
+        if "parameters" in cell["metadata"].get("tags", ()):
+            cell["source"][0] = re.sub(r'"[^"]*"', f'"{repository}"', cell["source"][0], count=1)
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    notebook.write_text(text, encoding="utf-8")
+
+
+def main(arguments: list[str]) -> None:
+    if arguments == ["--write"]:
+        FIELDS.write_text(describe_fields())
+        print(f"Wrote {FIELDS.relative_to(REPOSITORY)}.")
+    elif len(arguments) == 1 and (found := _ADDRESS.fullmatch(arguments[0])):
+        for notebook in sorted((REPOSITORY / "launch" / "colab").glob("*.ipynb")):
+            publish(notebook, found[1])
+            print(f"Wrote {notebook.relative_to(REPOSITORY)}.")
+    else:
         sys.exit(__doc__)
-    FIELDS.write_text(describe_fields())
-    print(f"Wrote {FIELDS.relative_to(REPOSITORY)}.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,7 +1,13 @@
 """The notebooks of launch/colab/: stored without outputs, and each cell runs, in small."""
 
+import html
+import importlib.metadata
+import importlib.util
 import json
 import pathlib
+import re
+import runpy
+import subprocess
 import sys
 import types
 
@@ -56,13 +62,83 @@ def test_it_is_stored_without_outputs_and_leaves_jax_alone(path):
     assert "jax.devices()" in "".join(code[0]["source"])
     assert [i for i, c in enumerate(code) if "parameters" in c["metadata"].get("tags", ())] == [1]
     text = "".join(line for cell in code for line in cell["source"])
-    assert "pip install" not in text
+    assert "upgrade" not in text
     assert str(REPOSITORY) not in text
+
+
+def exec_cell(notebook: str, contains: str, **names) -> dict:
+    """The names that it leaves."""
+    (cell,) = (
+        source
+        for c in cells(REPOSITORY / "launch" / "colab" / f"{notebook}.ipynb")
+        if c["cell_type"] == "code" and contains in (source := "".join(c["source"]))
+    )
+    exec(compile(cell, notebook, "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_a_machine_without_the_package_gets_it_and_keeps_its_jax(name, monkeypatch, tmp_path):
+    """As a fresh one in Colab; where the repository is nobody can guess."""
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: ran.append(command))
+    exec_cell(name, "find_spec", REPOSITORY="")  # it is here
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="name its REPOSITORY above"):
+        exec_cell(name, "find_spec", REPOSITORY="")
+    assert ran == []
+    for given, installed in (
+        ("https://example.org/it", "git+https://example.org/it"),
+        ("checkout", "checkout"),
+    ):
+        exec_cell(name, "find_spec", REPOSITORY=given)
+        assert ran[-1][1:4] == ["-m", "pip", "install"]
+        assert ran[-1][-3:-1] == ["--constraint", "keep.txt"]
+        assert installed in ran[-1][-1]
+        assert ("[text]" in ran[-1][-1]) == (name == "translate")
+        kept = (tmp_path / "keep.txt").read_text().splitlines()
+        assert f"jax=={importlib.metadata.version('jax')}" in kept
+
+
+def test_a_published_notebook_has_its_badge_once(tmp_path):
+    docs = runpy.run_path(str(REPOSITORY / "launch" / "docs.py"))
+    for path in NOTEBOOKS:
+        copy = tmp_path / path.name
+        copy.write_bytes(path.read_bytes())
+        for owner in ("first", "second"):
+            docs["publish"](copy, f"https://github.com/{owner}/it")
+        badge = "".join(cells(copy)[0]["source"]).partition("\n")[0]
+        place = f"github/second/it/blob/main/launch/colab/{path.name}"
+        assert badge.endswith(f"(https://colab.research.google.com/{place})")
+        assert "".join(cells(copy)[0]["source"]).count("colab-badge") == 1
+        assert copy.read_text().count('REPOSITORY = \\"https://github.com/second/it\\"') == 1
+        before, after = cells(path), cells(copy)
+        assert after[3:] == before[3:]
+
+
+def test_painted_text_is_no_markup(monkeypatch):
+    """Each character once, tokens may share one; as a page shows it, not as it runs it."""
+    text = "a <b> \U0001f600"
+    tokens = [(0, 1, 0.25), (2, 5, 0.5), (6, 7, 0.75), (6, 7, 0.5)]
+    suspects = [dict(zip(("start", "end", "probability"), token, strict=True)) for token in tokens]
+    model = types.SimpleNamespace(fill_mask=lambda text: [], replaced=lambda text: suspects)
+    package = types.SimpleNamespace(load=lambda folder: model)
+    names = {"convbert_jax": package, "FOLDER": "", "html": html, "HTML": str}
+    paint = exec_cell("pretrain", "def paint", **names, display=lambda shown: None)["paint"]
+    assert re.sub("<[^>]*>", "", paint(text)) == html.escape(text)
+    assert "<b>" not in paint(text)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("notebooks")
+
+
+def display(shown, display_id=False):
+    """As IPython's, but printed."""
+    print(shown)
+    return types.SimpleNamespace(update=display) if display_id else None
 
 
 @pytest.mark.slow
@@ -74,7 +150,7 @@ def test_each_cell_runs(name, folder, monkeypatch, capsys):
     monkeypatch.setattr(console, "set_up_logging", lambda: None)  # it would stay for other tests
     played, shown = types.ModuleType("IPython"), types.ModuleType("IPython.display")
     played.get_ipython, played.version_info = (lambda: None), (9, 0)
-    shown.HTML, shown.display = str, print
+    shown.HTML, shown.Image, shown.display = str, len, display
     monkeypatch.setitem(sys.modules, "IPython", played)
     monkeypatch.setitem(sys.modules, "IPython.display", shown)
     names = {}
