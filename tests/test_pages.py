@@ -115,4 +115,5 @@ def test_the_site_is_built_and_all_links_lead_somewhere(tmp_path):
     start = (tmp_path / "site" / "index.html").read_text()
     assert 'href="pretraining/"' in start
     assert "benchmarks/figures/quickstart.png" in start
+    assert not re.search(r'(?:src|href)="(?:https?:)?//[^"]*\.(?:js|css)', start)  # all is here
     assert (tmp_path / "site" / "benchmarks" / "figures" / "quickstart.png").is_file()
