@@ -103,7 +103,12 @@ TEXTS = flags.DEFINE_list(
 STEP = flags.DEFINE_integer(
     "step", None, "Checkpoint for --mode=export, eval, inspect; default the newest.", lower_bound=0
 )
-GENERATOR = flags.DEFINE_boolean("generator", True, "Whether --mode=export takes it along.")
+GENERATOR = flags.DEFINE_boolean(
+    "generator",
+    None,
+    "Whether --mode=export takes it along; default: where the format can hold it, else it says "
+    "why not.",
+)
 SOURCE = flags.DEFINE_string(
     "source",
     None,

@@ -92,7 +92,7 @@ class Request:
     input_format: str
     texts: tuple[str, ...]
     step: int | None
-    generator: bool
+    generator: bool | None
     source: str | None
     beside: str | None
     word: str | None

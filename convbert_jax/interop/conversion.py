@@ -34,11 +34,13 @@ def export(
     form: str = "huggingface",
     step: int | None = None,
     output: epath.Path | None = None,
-    with_generator: bool = True,
+    with_generator: bool | None = None,
 ) -> Path:
     """Writes a checkpoint of a run for other software.
 
     Args:
+      with_generator: whether it is written too; None: if the format can hold it, else a warning
+        says why it is left out.
       form: "huggingface", "tensorflow1" or "stablehlo".
       step: of the checkpoint; default the newest that is whole.
       output: default WORKDIR/FORM/step-STEP.
@@ -73,7 +75,7 @@ def export(
 
 
 def convert(
-    path: str, output: Path, *, form: str = "huggingface", with_generator: bool = True
+    path: str, output: Path, *, form: str = "huggingface", with_generator: bool | None = None
 ) -> Path:
     """Writes the weights at `path`, as `sources.read_source` takes it, in another format.
 
@@ -109,11 +111,11 @@ def _write(
     *,
     title: str,
     step: int,
-    generator: bool,
+    generator: bool | None,
     moments=None,
     texts: Sequence[Sequence[str]] = (),
 ) -> Path:
-    if not generator:
+    if generator is False or (generator is None and not _can_hold_generator(networks, form)):
         networks = {"main": networks["main"]}
     if form == "huggingface":
         return write_huggingface(output, networks, vocabulary, title=title, step=step, texts=texts)
@@ -139,6 +141,21 @@ def _write(
             "the same numbers come out of rows without padding only."
         )
     return output
+
+
+def _can_hold_generator(networks: Mapping[str, Network], form: str) -> bool:
+    """Whether a format can express the generator, if there is one; says why not."""
+    checks = {
+        "huggingface": huggingface_config.check_expressible,
+        "tensorflow1": tensorflow1.check_expressible,
+    }
+    try:
+        if "generator" in networks and form in checks:
+            checks[form](networks["generator"])
+    except ConversionError as error:
+        logging.warning("The generator is left out: %s", error)
+        return False
+    return True
 
 
 def write_huggingface(

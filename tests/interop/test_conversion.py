@@ -213,12 +213,15 @@ def test_a_step_that_is_not_there(run):
         conversion.export(run[0], step=4)
 
 
-def test_the_small_generator_needs_a_decision(make_run, tmp_path):
+def test_the_small_generator_is_left_out_unless_it_is_asked_for(make_run, tmp_path, caplog):
     folder, config = make_run(generator={"size": 0.25})
     with pytest.raises(ConversionError, match=r"the generator .*--generator=false.*release_heads"):
-        conversion.export(folder)
+        conversion.export(folder, with_generator=True)
     assert not (folder / "huggingface").exists()
-    out = conversion.export(folder, with_generator=False)
+    caplog.clear()
+    out = conversion.export(folder)
+    assert "The generator is left out: " in caplog.text
+    assert "release_heads=false" in caplog.text
     assert not (out / "generator").exists()
     _, report = importing.import_run(str(out), plain(config), tmp_path / "back")
     assert report.initialized

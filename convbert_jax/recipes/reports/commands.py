@@ -82,7 +82,7 @@ def after_finetuning(task: str, models: Iterable[Workdir]) -> list[Command]:
 
 def _export(config: Config, workdir: Workdir) -> list[Command]:
     try:
-        conversion.check_expressible(outline(config))
+        conversion.check_expressible({"main": outline(config)["main"]})
     except ConversionError:
         return []
     return [("Export it for transformers", go_on(workdir, "--mode=export"))]
