@@ -11,9 +11,10 @@ import pytest
 
 from convbert_jax.html_page import blocks, charts
 from convbert_jax.html_page.elements import element, foreign, render
-from tests.browser import CHROMIUM, FLAGS, needs_chromium
+from tests.browser import CHROMIUM, FLAGS, needs_chromium, open_tab
 from tests.html_page.parsed import Page
 from tests.pictures import shows_something
+from tests.recipes.test_reports import page_of_pretraining, page_of_tasks
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 ATTACK = '<img src="http://example.invalid/x"><script>document.title = "taken"</script>'
@@ -86,3 +87,19 @@ def test_it_is_drawn(page, tmp_path):
     picture = tmp_path / "page.png"
     browse(tmp_path, page, f"--screenshot={picture}", "--window-size=600,900")
     assert shows_something(picture)
+
+
+@pytest.mark.parametrize("make", [page_of_pretraining, page_of_tasks])
+def test_the_pages_of_runs(make, tmp_path):
+    """Of pre-training and of a sweep of fine-tuning: safe, whole, no wider than a telephone."""
+    html = make([ATTACK] * 19)
+    shown, asked = browse(tmp_path, html, "--dump-dom")
+    assert asked == []
+    assert Page(shown).text.strip() == Page(html).text.strip()
+    file = tmp_path / "page.html"
+    with open_tab(file.as_uri(), tmp_path / "tab", "--window-size=400,900") as tab:
+        width = tab.evaluate("document.documentElement.clientWidth")
+        assert width < 500
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        assert tab.evaluate("document.querySelectorAll('section').length") > 2
+        assert tab.errors == []
