@@ -53,8 +53,8 @@ SHAPES = [
         *(("v5e:2x2", *shape, "float32") for shape in SHAPES[:4]),  # the paper variants
     ],
 )
-@pytest.mark.parametrize("packed", [True, False])
-def test_kernels_compile(chip, batch, length, heads, width, compute, packed):
+@pytest.mark.parametrize(("packed", "causal"), [(True, False), (False, False), (True, True)])
+def test_kernels_compile(chip, batch, length, heads, width, compute, packed, causal):
     """Forward and backward of each op are Mosaic kernels in the program, under `auto` too."""
     from convbert_jax.ops.depthwise_conv import depthwise_conv
     from convbert_jax.ops.dynamic_conv import dynamic_conv
@@ -72,22 +72,25 @@ def test_kernels_compile(chip, batch, length, heads, width, compute, packed):
     wide, by_head = shape(batch, length, channels), shape(batch, length, heads, width)
     programs = {
         "dynamic_conv": (
-            lambda i, *a: dynamic_conv(*a, segment_ids=i), (by_head, shape(batch, length, heads, 9))
+            lambda i, *a, **o: dynamic_conv(*a, segment_ids=i, **o),
+            (by_head, shape(batch, length, heads, 9)),
         ),
         "span_dynamic_conv": (
-            lambda i, *a: span_dynamic_conv(*a, heads=heads, segment_ids=i),
+            lambda i, *a, **o: span_dynamic_conv(*a, heads=heads, segment_ids=i, **o),
             (wide, wide, wide, shape(channels, heads * 9), shape(heads * 9)),
         ),
         "depthwise_conv": (
-            lambda i, *a: depthwise_conv(*a, segment_ids=i), (wide, shape(9, channels))
+            lambda i, *a, **o: depthwise_conv(*a, segment_ids=i, **o), (wide, shape(9, channels))
         ),
-        "light": (lambda i, *a: dynamic_conv(*a, segment_ids=i), (by_head, shape(heads, 9))),
+        "light": (
+            lambda i, *a, **o: dynamic_conv(*a, segment_ids=i, **o), (by_head, shape(heads, 9))
+        ),
     }  # fmt: skip
     for name, (function, arrays) in programs.items():
 
         def both(ids, *arrays, function=function):
             ids = ids if packed else None
-            out, back = jax.vjp(functools.partial(function, ids), *arrays)
+            out, back = jax.vjp(functools.partial(function, ids, causal=causal), *arrays)
             return out, back(out)
 
         with jax.set_mesh(mesh):

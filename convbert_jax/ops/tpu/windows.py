@@ -164,7 +164,8 @@ def copy_row(bands: Bands, rows, r, real, memory, *, backwards: bool = False) ->
         if end - begin < LANES:
             x = jnp.concatenate([x, jnp.zeros((len(x), LANES - (end - begin)), F32)], axis=1)
         x = only(real, x)
-        x = jnp.concatenate([_zeros(bands.halo), x, _zeros(after)])
+        around = (_zeros(bands.halo), x, _zeros(after))
+        x = jnp.concatenate([part for part in around if len(part)])  # Mosaic knows no empty one
         if backwards:
             x = _backwards(x)
         memory[block] = pltpu.bitcast(x.astype(rows.dtype), I32)
