@@ -1,0 +1,171 @@
+"""What README and docs/ tell people to type runs, one page after the other, in small: the lines of
+the pages themselves, on files of their names. What cannot be run here is marked with the reason.
+"""
+
+import contextlib
+import gzip
+import os
+import pathlib
+import random
+import re
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from absl.testing import flagsaver
+
+from convbert_jax import command_line, console, main
+from tests.end_to_end.test_command_line import text_source
+from tests.test_pages import PAGES, commands
+
+__all__ = ["text_source"]  # a fixture
+pytestmark = pytest.mark.slow
+
+# What of a page is not run here, by what its line has: why, and what has it instead.
+NOT_HERE = {
+    r"gs://|launch/(tpu_vm|gce|xpk|slurm)\.sh": "a cloud, played in tests/launch/",
+    r"--topology=v": "minutes of the TPU compiler: test_tpu_compile.py",
+    r"--multihost": "several hosts: tests/launch/test_local_cluster.py",
+    r"DataflowRunner|DirectRunner": "Apache Beam, in an environment of its own: tests/data/units/",
+    r"model\.ckpt|joined-dict|runs/(wmt|conv|topics --input)": "weights of others: tests/interop/",
+    r"glue\.py|squad|runs/glue": "data sets: test_finetuning_commands.py, tests/parity/",
+    r"launch/sweep\.py(?!.*--plan)": "tables of many runs: tests/sweeps/",
+    r"launch/(quickstart|test|local_cluster)\.sh": "minutes: tests/launch/",
+    r"verify_resume": "test_command_line.py",
+    r"convbert_jax\.demo": "it serves until it is stopped: tests/demo/",
+    r"launch/docs\.py|launch/sweep\.py": "tests/test_pages.py, tests/sweeps/",
+    r"benchmarks": "figures: tests/benchmarks/",
+}
+ORDER = ("pretraining", "distillation", "inside", "mixers", "finetuning", "README", "weights",
+         "sequences", "accelerators", "faq")  # fmt: skip
+MODEL = (
+    "model.layers=1", "model.hidden_size=32", "model.embedding_size=32", "model.heads=2",
+    "model.ffn_size=64",
+)  # fmt: skip
+SHORT = (
+    "train.steps=2", "train.eval_rows=8", "train.log_every=1", "train.eval_every=2",
+    "checkpoint.every=2", "optimizer.warmup_steps=1", "train.compile_cache=",
+    "tokenizer.max_unknown_rate=0.5",
+)  # fmt: skip
+TEXT = ("data.length=32", "data.workers=1", "data.heldout_fraction=0.1", "train.batch_size=8")
+WRITING = ("parallel.shapes=1", "parallel.max_length=32", "decoding.average=1", "decoding.beam=2")
+FINETUNING = (
+    "finetune.epochs=1", "finetune.seeds=1", "finetune.buckets=", "finetune.length=16",
+    "finetune.learning_rates=1e-3", "train.compile_cache=",
+)  # fmt: skip
+
+
+def in_small(words: list[str]) -> list[str]:
+    """The command with fields at its end that make it short; the last of a field counts."""
+    line = " ".join(words)
+    if "--config=" not in line or re.search("--mode=(show|doctor|plan)", line):
+        return words
+    if "configs/text.py" in line:
+        return [*words, *(f"--config.{field}" for field in FINETUNING)]
+    fields = [*SHORT]
+    writes = re.search("translation|span_corruption|text_to_text|language_model", line)
+    if "init_from" not in line:
+        # Layers that the page counts or lists stay.
+        fields += [f for f in MODEL if "layers" not in f or "layers" not in line]
+        fields += ["tokenizer.vocab_size=300", "model.kernel_size=3"] if not writes else []
+        fields += ["tokenizer.vocab_size=300", "sequence.decoder_layers=1"] if writes else []
+    if "parallel.source" not in line:
+        fields += TEXT
+    if writes:
+        fields += WRITING
+    return [*words, *(f"--config.{field}" for field in fields)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, text_source):
+    """A folder with the files that the pages name."""
+    folder = tmp_path_factory.mktemp("home")
+    chosen = random.Random(0)
+    text = pathlib.Path(text_source.partition("text:")[2]).read_text()
+    words = re.findall("[a-z]+", text.lower())
+
+    def line(number):
+        return f"the bank {' '.join(chosen.choices(words, k=number))}."
+
+    def write(name, lines):
+        (folder / name).write_text("\n".join(lines) + "\n")
+
+    (folder / "corpus").mkdir()
+    paragraphs = "\n\n".join(f"{line(40)} {line(30)}" for _ in range(300))
+    (folder / "corpus" / "a.txt").write_text(paragraphs)
+    (folder / "corpus" / "a.txt.gz").write_bytes(gzip.compress(paragraphs.encode()))
+    for name, rows in (("train", 120), ("val", 12), ("test", 12)):
+        for language in ("en", "de"):
+            write(f"{name}.{language}", [line(6) for _ in range(rows)])
+        labelled = [f"{line(2)},{line(6)},{'new' if n % 2 else 'old'}" for n in range(rows)]
+        write(f"{name}.csv", ["title,body,topic", *labelled])
+        pairs = [f"{line(6)}\t{'new' if n % 2 else 'old'}" for n in range(rows)]
+        write("dev.tsv" if name == "val" else f"{name}.tsv", ["text\tlabel", *pairs])
+    write("new.csv", ["title,body", *(f"{line(2)},{line(5)}" for _ in range(4))])
+    write("texts.txt", [f"the {line(8)}" for _ in range(6)])
+    return folder
+
+
+@contextlib.contextmanager
+def standard_input(path: pathlib.Path) -> Iterator[None]:
+    """The file in place of descriptor 0, which --input=- reads."""
+    kept = os.dup(0)
+    try:
+        with open(path, "rb") as file:
+            os.dup2(file.fileno(), 0)
+        yield
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+
+
+def start(words: list[str]) -> None:
+    """What `python -m convbert_jax.main` does; a fault ends the test."""
+    with flagsaver.flagsaver(), standard_input(pathlib.Path("texts.txt")):
+        main.main(command_line.read(["main.py", *words]))
+
+
+@pytest.mark.parametrize("page", ORDER)
+def test_its_commands_run(page, home, monkeypatch):
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # it would stay for other tests
+    (file,) = (path for path in PAGES if path.stem == page)
+    for words in commands(file):
+        line = " ".join(words)
+        if any(re.search(pattern, line) for pattern in NOT_HERE):
+            continue
+        assert words[:3] == ["python", "-m", "convbert_jax.main"], line
+        words = [w.replace("FOLDER", "runs/small").replace("OUT", "inside") for w in words[3:]]
+        make_what_it_reads(words)
+        if "--mode" not in line and (made := flag(words, "workdir")):
+            shutil.rmtree(made, ignore_errors=True)  # another page's
+        if output := flag(words, "output"):
+            pathlib.Path(output).unlink(missing_ok=True)
+        start(in_small(words))
+        assert not output or pathlib.Path(output).exists(), line
+
+
+def flag(words: list[str], name: str) -> str | None:
+    return next((w.partition("=")[2] for w in words if w.startswith(f"--{name}=")), None)
+
+
+def make_what_it_reads(words: list[str]) -> None:
+    """The runs that a line goes on from, where no line before has made them."""
+    named = [flag(words, name) for name in ("config.init_from", "config.distillation.teacher")]
+    named += [flag(words, name) for name in ("source", "beside")]
+    named += [flag(words, "workdir")] if flag(words, "mode") in ("export", "inspect") else []
+    for folder in filter(None, named):
+        if not pathlib.Path(folder).exists():
+            run = ["--config=tiny", f"--workdir={folder}", "--config.data.source=text:corpus/a.txt"]
+            run += ["--config.data.directory=shards"]
+            run += [word for word in words if word.startswith("--config.recipe=")]  # a teacher's
+            start(in_small(run))
+
+
+def test_all_pages_are_here():
+    """A page without a command of the program needs none."""
+    ours = {p.stem for p in PAGES if any("convbert_jax.main" in w for c in commands(p) for w in c)}
+    assert ours - set(ORDER) == {"CONTRIBUTING"}  # verify_resume alone
+    lines = [" ".join(words) for page in PAGES for words in commands(page)]
+    for pattern in NOT_HERE:
+        assert any(re.search(pattern, line) for line in lines), pattern
