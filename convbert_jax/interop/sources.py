@@ -11,7 +11,8 @@ from absl import logging
 
 from convbert_jax import files
 from convbert_jax.config import Config, mixers, to_text
-from convbert_jax.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from convbert_jax.data.corpus import metadata as corpus
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from convbert_jax.data.units import bucket
 from convbert_jax.interop import mark, matching
 from convbert_jax.interop.claims import check_finite, shown
@@ -152,15 +153,23 @@ def read_tokenizer(workdir: Workdir, config: Config) -> tuple[Tokenizer, Any]:
     """(the vocabulary of a run, the settings to open its file with).
 
     Raises:
-      TokenizerError: it is not there any more.
+      TokenizerError: it is not there any more, or another than the one that the run learned with.
+      DamagedFileError: what tells of that is not what was written.
     """
     section = config.tokenizer
     own = workdir.path / section.path
     if section.path and own.is_file():  # a fine-tuned model has its own copy
         section = dataclasses.replace(section, path=str(files.local_copy(own)))
-    tokenizer = load_tokenizer(
-        section, Path() if section.path else vocabulary_folder(workdir, config)
-    )
+        learned = None
+    else:
+        folder = Path(workdir.data(config)) if section.path else vocabulary_folder(workdir, config)
+        learned = corpus.read_metadata(folder)
+    tokenizer = load_tokenizer(section, Path() if section.path else folder)
+    if learned and tokenizer.fingerprint != learned["tokenizer"]:
+        raise TokenizerError(
+            f"{tokenizer.path} is not the vocabulary that {workdir} learned with, as {folder} "
+            "tells; put that back."
+        )
     path = str(tokenizer.path.absolute())
     return tokenizer, dataclasses.replace(config.tokenizer, path=path)
 

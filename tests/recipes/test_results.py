@@ -11,11 +11,15 @@ import jax
 import pytest
 from absl.testing import flagsaver
 
+import convbert_jax
 from convbert_jax import command_line, recipes
+from convbert_jax.config import UserError
+from convbert_jax.interop import sources
 from convbert_jax.recipes import prediction, pretraining
 from convbert_jax.recipes.reports import pretraining_page
 from convbert_jax.training.environment import signals
 from convbert_jax.training.rollback import LossGuard, TrainingError
+from convbert_jax.workdir import Workdir
 from tests.html_page.parsed import Page
 
 
@@ -246,3 +250,12 @@ def test_the_page_says_that_a_run_went_back(pretraining_config, tmp_path):
     recipes.pretrain(pretraining_config, tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert "a bad step: went back to step 2 and past 1 batches" in page
+
+
+def test_a_vocabulary_of_the_same_size_from_elsewhere_is_refused(pretrained, tmp_path):
+    run = shutil.copytree(pretrained.folder, tmp_path / "run")
+    tokenizer, _ = sources.read_tokenizer(Workdir(run), Workdir(run).read_config())
+    assert run in tokenizer.path.parents
+    tokenizer.path.write_bytes(tokenizer.path.read_bytes() + b"\x1a\x00")  # the same pieces
+    with pytest.raises(UserError, match=r"is not the vocabulary that .* learned with"):
+        convbert_jax.load(run)

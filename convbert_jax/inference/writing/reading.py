@@ -9,7 +9,6 @@ from absl import logging
 
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
 from convbert_jax.config.checks.sequences import check_asked_decoding
-from convbert_jax.data.corpus import metadata as corpus
 from convbert_jax.data.parallel import metadata as pairs
 from convbert_jax.data.parallel import vocabularies
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, TokenizerError
@@ -27,14 +26,11 @@ def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokeni
       TokenizerError: they are not there any more, or others than those that the run learned with.
       DamagedFileError: what tells of these is not what was written.
     """
+    if not config.reads_pairs:
+        return (sources.read_tokenizer(workdir, config)[0],) * 2
     folder = sources.vocabulary_folder(workdir, config)
-    if config.reads_pairs:
-        found, metadata = tuple(vocabularies.load(config, folder)), pairs.read_metadata(folder)
-        learned = metadata["tokenizers"] if metadata else ()
-    else:
-        found = (sources.read_tokenizer(workdir, config)[0],) * 2
-        metadata = corpus.read_metadata(folder)
-        learned = (metadata["tokenizer"],) if metadata else ()
+    found, metadata = tuple(vocabularies.load(config, folder)), pairs.read_metadata(folder)
+    learned = metadata["tokenizers"] if metadata else ()
     for tokenizer, fingerprint in zip(found, learned, strict=False):
         if tokenizer.fingerprint != fingerprint:
             raise TokenizerError(
