@@ -115,7 +115,9 @@ def _write(
     moments=None,
     texts: Sequence[Sequence[str]] = (),
 ) -> Path:
-    if generator is False or (generator is None and not _can_hold_generator(networks, form)):
+    if generator is None:
+        networks = expressible(networks, form)
+    elif not generator:
         networks = {"main": networks["main"]}
     if form == "huggingface":
         return write_huggingface(output, networks, vocabulary, title=title, step=step, texts=texts)
@@ -143,8 +145,8 @@ def _write(
     return output
 
 
-def _can_hold_generator(networks: Mapping[str, Network], form: str) -> bool:
-    """Whether a format can express the generator, if there is one; says why not."""
+def expressible(networks: Mapping[str, Network], form: str) -> Mapping[str, Network]:
+    """`networks`, or where `form` cannot hold their generator, which a warning tells, the model."""
     checks = {
         "huggingface": huggingface_config.check_expressible,
         "tensorflow1": tensorflow1.check_expressible,
@@ -154,8 +156,8 @@ def _can_hold_generator(networks: Mapping[str, Network], form: str) -> bool:
             checks[form](networks["generator"])
     except ConversionError as error:
         logging.warning("The generator is left out: %s", error)
-        return False
-    return True
+        return {"main": networks["main"]}
+    return networks
 
 
 def write_huggingface(

@@ -165,7 +165,7 @@ def _tell_of_encoder(config: Config) -> None:
             first + 1,
         )
     if config.checkpoint.huggingface_every:
-        conversion.check_expressible(networks)
+        conversion.check_expressible(conversion.expressible(networks, "huggingface"))
 
 
 def _publish(config: Config, workdir: Workdir, tokenizer: Tokenizer, step: int, params):
@@ -174,7 +174,7 @@ def _publish(config: Config, workdir: Workdir, tokenizer: Tokenizer, step: int, 
     if jax.process_index() == 0:
         conversion.write_huggingface(
             workdir.export("huggingface", step),
-            split(config, params),
+            conversion.expressible(split(config, params), "huggingface"),
             (tokenizer, config.tokenizer),
             title=config.name,
             step=step,

@@ -15,6 +15,7 @@ import convbert_jax
 from convbert_jax import command_line, recipes
 from convbert_jax.config import UserError
 from convbert_jax.interop import sources
+from convbert_jax.interop.matching import replace
 from convbert_jax.recipes import prediction, pretraining
 from convbert_jax.recipes.reports import pretraining_page
 from convbert_jax.training.environment import signals
@@ -259,3 +260,22 @@ def test_a_vocabulary_of_the_same_size_from_elsewhere_is_refused(pretrained, tmp
     tokenizer.path.write_bytes(tokenizer.path.read_bytes() + b"\x1a\x00")  # the same pieces
     with pytest.raises(UserError, match=r"is not the vocabulary that .* learned with"):
         convbert_jax.load(run)
+
+
+def test_revisions_leave_out_a_generator_that_their_format_cannot_hold(
+    pretraining_config, tmp_path, caplog
+):
+    """One head is left for a small generator, half of each kind, as in configs/small.py."""
+    changed = {
+        "checkpoint.huggingface_every": 4,
+        "generator.release_heads": True,
+        "generator.size": 0.25,
+        "model.mixer": "mixed",
+        "model.heads": 4,
+        "train.steps": 4,
+    }
+    run = recipes.pretrain(replace(pretraining_config, changed), tmp_path / "run")
+    written = run.folder / "huggingface" / "step-4"
+    assert (written / "model.safetensors").is_file()
+    assert not (written / "generator").exists()
+    assert "The generator is left out" in caplog.text
