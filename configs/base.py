@@ -19,6 +19,7 @@ def get_config(variant: str = "default"):
     config.model.embedding_size = 768
     config.model.heads = 12
     config.model.ffn_size = 3_072
+    config.model.scan_unroll = 12
     config.generator.size = 1 / 3
     config.generator.scan_unroll = 12
     config.data.source = "hub:wikimedia/wikipedia/20231101.en/*.parquet"

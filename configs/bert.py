@@ -36,6 +36,7 @@ def get_config(size: str = "base"):
     config.variant = size
     variants.follow_bert(config)
     config.data.source = "hub:wikimedia/wikipedia/20231101.en/*.parquet"
+    config.model.scan_unroll = 12
     if size == "small":
         _make_small(config)
     else:
@@ -46,7 +47,6 @@ def get_config(size: str = "base"):
 
 
 def _make_small(config) -> None:
-    config.model.scan_unroll = 12
     config.model.hidden_size = 256
     config.model.embedding_size = 128
     config.model.heads = 4

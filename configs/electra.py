@@ -48,8 +48,7 @@ def get_config(size: str = "small"):
     variants.follow_electra(config)
     config.model.mixer = "attention"
     config.model.update(model)
-    if size != "base":  # which compiles much longer so
-        config.model.scan_unroll = 12
+    config.model.scan_unroll = 12
     config.generator.size = generator
     config.generator.scan_unroll = 12
     config.optimizer.learning_rate = rate
