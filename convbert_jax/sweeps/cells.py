@@ -8,7 +8,15 @@ from typing import Any
 from convbert_jax import config_files
 from convbert_jax.analysis import flops
 from convbert_jax.command_line.fields import field_types, nearest
-from convbert_jax.config import Config, UserError, changes, from_config_dict, to_dict
+from convbert_jax.config import (
+    Config,
+    ModelSection,
+    UserError,
+    changes,
+    from_config_dict,
+    network,
+    to_dict,
+)
 from convbert_jax.config.sequences.sections import OF_PAIRS
 from convbert_jax.data.parallel import parallel_text
 from convbert_jax.recipes import finetuning
@@ -290,13 +298,29 @@ def _cell(row, seed, stage, base, changed, what, after="") -> Cell:
 
 
 def _check_rows_differ(cells: list[Cell], seed: int) -> None:
-    seen: dict[str, str] = {}
+    seen: dict[str, Cell] = {}
     for cell in cells:
         if cell.seed != seed or cell.after:
             continue
-        text = repr(cell.config)
-        if text in seen:
-            raise SweepError(
-                f"rows {seen[text]} and {cell.row} are the same config; leave one out."
-            )
-        seen[text] = cell.row
+        other = seen.setdefault(what_is_read(cell.config), cell)
+        if other is cell:
+            continue
+        rows = f"rows {other.row} and {cell.row}"
+        found = changes.differences(to_dict(other.config), to_dict(cell.config))
+        if not found:
+            raise SweepError(f"{rows} are the same config; leave one out.")
+        fields = " and ".join(f"config.{path}" for path in found)
+        raise SweepError(f"{rows} are the same model: it does not read {fields}; leave one out.")
+
+
+def what_is_read(config: Config) -> str:
+    """What tells the runs of two configs apart: all fields but those without effect."""
+    if config.recipe not in ("replaced_token", "masked_lm"):
+        return repr(config)
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    default = ModelSection()
+    idle = {name: getattr(default, name) for name in network.idle_fields(config.model)}
+    fields["model"] = dataclasses.replace(config.model, **idle)
+    if config.recipe == "masked_lm":
+        del fields["generator"]  # it has none
+    return repr(fields)

@@ -14,7 +14,7 @@ from typing import Any
 
 from convbert_jax.config import UserError
 from convbert_jax.sweeps import describe, journal
-from convbert_jax.sweeps.cells import Cell, expand
+from convbert_jax.sweeps.cells import Cell, expand, what_is_read
 from convbert_jax.sweeps.folder import FINISHED, Folder, Record
 from convbert_jax.sweeps.table import Row, Sweep, SweepError
 
@@ -161,4 +161,4 @@ class Explorer:
 
 def _essence(cell: Cell) -> str:
     """What makes two rows the same; of any of their cells but for the seed."""
-    return repr(dataclasses.replace(cell.config, seed=0))
+    return what_is_read(dataclasses.replace(cell.config, seed=0))

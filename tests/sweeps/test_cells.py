@@ -149,6 +149,16 @@ def test_parts_of_the_steps_follow_them(folder):
             "row x: config.model.hidden_size=128 is not",
         ),
         ({"rows": {"x": Row(), "y": Row()}}, {}, "rows x and y are the same config"),
+        (
+            {"rows": {"x": Row(), "y": Row({"model.kernel_size": 3})}},
+            {"model.mixer": "attention"},
+            "rows x and y are the same model: it does not read config.model.kernel_size",
+        ),
+        (
+            {"rows": {"x": Row(), "y": Row({"generator.size": 1.0})}},
+            {"recipe": "masked_lm"},
+            "rows x and y are the same model: it does not read config.generator.size",
+        ),
         ({"rows": {"x": Row(flops_of="z")}}, {}, "row x has flops_of=z, which is no row"),
         ({"baseline": "z"}, {}, "baseline=z is no row; rows: attention, mixed"),
         ({}, {"model.mixer": "mixed"}, "--config.model.mixer is what the cells differ in"),
