@@ -22,6 +22,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
+import absl.logging
 import hypothesis
 import jax
 import pytest
@@ -50,6 +51,15 @@ def _forget_programs():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before():
+    """Flags that a test sets and gives back set the level of absl's log, and leave it there."""
+    logger = absl.logging.get_absl_logger()
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -163,7 +163,7 @@ def read_tokenizer(workdir: Workdir, config: Config) -> tuple[Tokenizer, Any]:
         learned = None
     else:
         folder = Path(workdir.data(config)) if section.path else vocabulary_folder(workdir, config)
-        learned = corpus.read_metadata(folder)
+        learned = None if config.reads_pairs else corpus.read_metadata(folder)
     tokenizer = load_tokenizer(section, Path() if section.path else folder)
     if learned and tokenizer.fingerprint != learned["tokenizer"]:
         raise TokenizerError(

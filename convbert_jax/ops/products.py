@@ -201,7 +201,7 @@ _products_of_one.defvjp(_products_forward, _products_backward)
 
 def dense_of_groups(
     x: Float[Array, "*B C"],
-    kernel: Float[Array, "G C/G C_out/G"],
+    kernel: Float[Array, "G I O"],
     bias: Float[Array, " C_out"] | None,
     dtype: jnp.dtype,
 ) -> Float[Array, "*B C_out"]:
