@@ -165,13 +165,28 @@ def read_tokenizer(workdir: Workdir, config: Config) -> tuple[Tokenizer, Any]:
         folder = Path(workdir.data(config)) if section.path else vocabulary_folder(workdir, config)
         learned = None if config.reads_pairs else corpus.read_metadata(folder)
     tokenizer = load_tokenizer(section, Path() if section.path else folder)
-    if learned and tokenizer.fingerprint != learned["tokenizer"]:
+    if learned:
+        check_vocabulary(tokenizer, learned["tokenizer"], workdir, folder)
+    path = str(tokenizer.path.absolute())
+    return tokenizer, dataclasses.replace(config.tokenizer, path=path)
+
+
+def check_vocabulary(
+    tokenizer: Tokenizer, fingerprint: str, workdir: Workdir, folder: Path
+) -> None:
+    """Refuses another vocabulary than the one that a run learned with.
+
+    Args:
+      fingerprint: of that one, as the metadata in `folder` tell.
+
+    Raises:
+      TokenizerError: it is another.
+    """
+    if tokenizer.fingerprint != fingerprint:
         raise TokenizerError(
             f"{tokenizer.path} is not the vocabulary that {workdir} learned with, as {folder} "
             "tells; put that back."
         )
-    path = str(tokenizer.path.absolute())
-    return tokenizer, dataclasses.replace(config.tokenizer, path=path)
 
 
 def check_fits(source: Source, config: Config) -> None:

@@ -315,7 +315,7 @@ def _check_rows_differ(cells: list[Cell], seed: int) -> None:
 
 def what_is_read(config: Config) -> str:
     """What tells the runs of two configs apart: all fields but those without effect."""
-    if config.recipe not in ("replaced_token", "masked_lm"):
+    if config.recipe == "finetune" or config.writes_text:
         return repr(config)
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     default = ModelSection()

@@ -11,7 +11,7 @@ from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
 from convbert_jax.config.checks.sequences import check_asked_decoding
 from convbert_jax.data.parallel import metadata as pairs
 from convbert_jax.data.parallel import vocabularies
-from convbert_jax.data.tokenizer.tokenizer import Tokenizer, TokenizerError
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.interop import matching, sources
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
@@ -32,11 +32,7 @@ def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokeni
     found, metadata = tuple(vocabularies.load(config, folder)), pairs.read_metadata(folder)
     learned = metadata["tokenizers"] if metadata else ()
     for tokenizer, fingerprint in zip(found, learned, strict=False):
-        if tokenizer.fingerprint != fingerprint:
-            raise TokenizerError(
-                f"{tokenizer.path} is not the vocabulary that {workdir} learned with, as {folder} "
-                "tells; put that back."
-            )
+        sources.check_vocabulary(tokenizer, fingerprint, workdir, folder)
     return found
 
 
