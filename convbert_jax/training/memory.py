@@ -47,7 +47,8 @@ def explain_out_of_memory(
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        # jaxlib's own error comes as the other one at times, with the same words.
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         device = jax.local_devices()[0]

@@ -56,3 +56,15 @@ def test_loading(monkeypatch):
         memory.put_on_device({"kernel": jnp.ones(2**20)})
     assert "while loading a model" in str(error.value)
     assert "parameters 4.0 MiB" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])
+def test_jaxlib_raises_one_of_two(kind):
+    """Seen in a process with many libraries, of the same call that raises the first elsewhere."""
+    with (
+        pytest.raises(memory.OutOfMemoryError, match=r"while counting .*allocating 7 bytes"),
+        memory.explain_out_of_memory("counting", "count less"),
+    ):
+        raise kind("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.")
+    with pytest.raises(kind, match="another"), memory.explain_out_of_memory("counting", ""):
+        raise kind("another fault")
