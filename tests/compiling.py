@@ -10,6 +10,9 @@ ANYWHERE = "--xla_backend_optimization_level=0"
 CHEAPLY = f"{ANYWHERE} --xla_cpu_parallel_codegen_split_count=1"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     CHEAPLY += " --xla_cpu_use_fusion_emitters=false"
+# XLA ends a process in which a device waits for another for 40 seconds: on a busy machine that is
+# no deadlock.
+PATIENTLY = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 
 
 def flags(devices: int, how: str = CHEAPLY) -> str:

@@ -11,7 +11,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", ""), compiling.flags(8, compiling.ANYWHERE)]
 )
 # Devices wait for each other in threads of a pool that is as large as the machine has cores: on two
-# of them, eight devices that gather wait forever. XLA ends the process after 40 seconds of that.
+# of them, eight devices that gather wait forever, and XLA ends the process.
 os.environ["PJRT_NPROC"] = "32"
 # No operation carries the hundred frames above it, of pytest and of jax: tracing is half the time.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
@@ -33,9 +33,11 @@ hypothesis.settings.load_profile("convbert_jax")
 
 PLATFORM = os.environ["JAX_PLATFORMS"]
 if PLATFORM == "cpu":
-    # XLA reads its flags once, here. What is loaded later finds those that it knows too.
+    # XLA reads its flags once, here. What is loaded later finds those that it knows too, and what
+    # is compiled is kept under those alone.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} {compiling.CHEAPLY}")
+        ours = f"{compiling.CHEAPLY} {compiling.PATIENTLY}"
+        patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} {ours}")
         jax.devices()
 
 pytest_plugins = ["tests.running"]
