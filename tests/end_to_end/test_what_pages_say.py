@@ -48,7 +48,7 @@ SHORT = (
     "tokenizer.max_unknown_rate=0.5",
 )  # fmt: skip
 TEXT = ("data.length=32", "data.workers=1", "data.heldout_fraction=0.1", "train.batch_size=8")
-WRITING = ("parallel.shapes=1", "parallel.max_length=32", "decoding.average=1", "decoding.beam=2")
+WRITING = ("parallel.shapes=1", "parallel.max_length=32", "decoding.average=1")
 FINETUNING = (
     "finetune.epochs=1", "finetune.seeds=1", "finetune.buckets=", "finetune.length=16",
     "finetune.learning_rates=1e-3", "train.compile_cache=",
@@ -73,6 +73,7 @@ def in_small(words: list[str]) -> list[str]:
         fields += TEXT
     if writes:
         fields += WRITING
+        fields += ["decoding.beam=2"] if "decoding.method" not in line else []
     return [*words, *(f"--config.{field}" for field in fields)]
 
 
