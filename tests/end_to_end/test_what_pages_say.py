@@ -73,7 +73,7 @@ def in_small(words: list[str]) -> list[str]:
         fields += TEXT
     if writes:
         fields += WRITING
-        fields += ["decoding.beam=2"] if "decoding.method" not in line else []
+        fields += ["decoding.beam=2"] if "text_to_text" not in line else []  # which is greedy
     return [*words, *(f"--config.{field}" for field in fields)]
 
 
