@@ -36,6 +36,10 @@ LIBRARIES = {
 }
 
 
+# recipes whose score is one of the whole set, for which each text has as many references
+OF_CORPUS = ("translation",)
+
+
 def check_library(recipe: str, score_words: str = "13a") -> None:
     """Raises ScoreError where what scores texts of the recipe is not installed."""
     needed = [LIBRARIES[recipe]] if recipe in LIBRARIES else []
@@ -52,14 +56,17 @@ def check_library(recipe: str, score_words: str = "13a") -> None:
 def score(
     recipe: str,
     written: Sequence[str],
-    references: Sequence[str],
+    references: Sequence[Sequence[str]],
     normalize: Callable[[str], str],
     score_words: str = "13a",
 ) -> Scores:
     """The scores of config.recipe.
 
     Args:
-      written, references: texts side by side.
+      written: texts.
+      references: of each text one or more, any of which is right: BLEU and chrF take all of them,
+        as sacreBLEU does, ROUGE the best one of each number, an exact match any. As many of each
+        text for `OF_CORPUS`.
       normalize: a text as the model's vocabulary would write it.
       score_words: config.decoding.score_words.
 
@@ -80,7 +87,8 @@ def _translation(written, references, tokenizer: str) -> Scores:
     values, signatures = {}, []
     bleu = sacrebleu.BLEU(tokenize=tokenizer)
     for name, metric in (("bleu", bleu), ("chrf", sacrebleu.CHRF())):
-        values[name] = metric.corpus_score(list(written), [list(references)]).score
+        streams = [list(texts) for texts in zip(*references, strict=True)]
+        values[name] = metric.corpus_score(list(written), streams).score
         signatures.append(f"{name} {metric.get_signature()}")
     return Scores(values, ", ".join(signatures))
 
@@ -99,8 +107,9 @@ def _counts(character: str) -> bool:
     return unicodedata.category(character)[0] in "LMN"  # letters, their marks, numbers
 
 
-def _warn_of_letters(references: Sequence[str]) -> None:
-    letters = [letter for text in references for letter in text.lower() if letter.isalpha()]
+def _warn_of_letters(references: Sequence[Sequence[str]]) -> None:
+    texts = [text.lower() for of_text in references for text in of_text]
+    letters = [letter for text in texts for letter in text if letter.isalpha()]
     unknown = sum(not letter.isascii() for letter in letters)
     if unknown > len(letters) / 10:
         log.warning(
@@ -112,7 +121,9 @@ def _warn_of_letters(references: Sequence[str]) -> None:
 
 
 def _summarization(written, references, words: str) -> Scores:
-    """F of ROUGE-1, 2 and L, means over texts (Lin 2004), with stemming where words are English."""
+    """F of ROUGE-1, 2 and L, means over texts (Lin 2004), with stemming where words are English. Of
+    several references the best one by each F, as rouge-score's `score_multi` has it.
+    """
     names = ("rouge1", "rouge2", "rougeL")
     english = words == "13a"
     if english:
@@ -120,7 +131,8 @@ def _summarization(written, references, words: str) -> Scores:
     scorer = importlib.import_module("rouge_score.rouge_scorer").RougeScorer(
         list(names), use_stemmer=english, tokenizer=None if english else _Words(words)
     )
-    found = [scorer.score(right, ours) for ours, right in zip(written, references, strict=True)]
+    pairs = zip(written, references, strict=True)
+    found = [scorer.score_multi(list(right), ours) for ours, right in pairs]
     values = {
         name.lower(): 100 * sum(each[name].fmeasure for each in found) / len(found)
         for name in names
@@ -128,21 +140,33 @@ def _summarization(written, references, words: str) -> Scores:
     how = "F with stemming"
     if not english:
         how = f"F of words of sacreBLEU {metadata.version('sacrebleu')} tok:{words}, lower case"
-    return Scores(values, f"rouge-score {metadata.version('rouge-score')}, {how}")
+    how = f"rouge-score {metadata.version('rouge-score')}, {how}"
+    return Scores(values, how + _of_several(references, ", the best of"))
 
 
 def _text_to_text(written, references, normalize) -> Scores:
-    """Share of texts that are the reference, but for blanks around: as it stands, and as the
+    """Share of texts that are a reference, but for blanks around: as it stands, and as the
     vocabulary would write it, without case and accents if it has none.
     """
     pairs = list(zip(written, references, strict=True))
-    exact = sum(ours.strip() == right.strip() for ours, right in pairs)
-    normalized = sum(normalize(ours).strip() == normalize(right).strip() for ours, right in pairs)
+
+    def count(alike):
+        return sum(any(alike(ours) == alike(text) for text in right) for ours, right in pairs)
+
     values = {
-        "exact_match": 100 * exact / len(pairs),
-        "exact_match_normalized": 100 * normalized / len(pairs),
+        "exact_match": 100 * count(str.strip) / len(pairs),
+        "exact_match_normalized": 100 * count(lambda text: normalize(text).strip()) / len(pairs),
     }
-    return Scores(values, "texts equal, but for blanks around")
+    how = "texts equal, but for blanks around"
+    return Scores(values, how + _of_several(references, ", to one of"))
+
+
+def _of_several(references: Sequence[Sequence[str]], how: str) -> str:
+    """What a signature says of further references."""
+    counts = sorted({len(right) for right in references})
+    if counts[-1] == 1:
+        return ""
+    return f"{how} {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} references"
 
 
 # names of scores -> what people call them

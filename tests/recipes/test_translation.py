@@ -35,6 +35,10 @@ def texts_of(folder, name):
     return (folder / f"{name}.txt").read_text().splitlines()
 
 
+def one_each(texts):
+    return [(text,) for text in texts]
+
+
 def test_after_training_the_heldout_pairs_are_written_and_scored(translated, pairs):
     folder = translated.folder / "evaluation" / "step-300"
     written, right = texts_of(folder, "validation"), texts_of(folder, "validation.reference")
@@ -150,44 +154,47 @@ def test_a_missing_library_is_told_before_any_work(
 )
 def test_what_is_right_has_all_points_and_what_is_wrong_none(recipe, wanted):
     right = ["The first of two sentences .", "And here is the second one ."]
-    assert text_scores.score(recipe, right, right, str.lower).values == pytest.approx(wanted)
-    wrong = text_scores.score(recipe, ["zzz"] * 2, right, str.lower).values
+    assert text_scores.score(recipe, right, one_each(right), str.lower).values == pytest.approx(
+        wanted
+    )
+    wrong = text_scores.score(recipe, ["zzz"] * 2, one_each(right), str.lower).values
     assert max(wrong.values()) < 1
     assert set(wrong) <= set(text_scores.TITLES)
 
 
 def test_words_of_chinese_are_counted_where_they_are_asked_for():
     right, ours = ["我们在河边看见一只很大的白色的鸟。"], ["我们在河边看见一只很大的黑色的鸟。"]
-    found = text_scores.score("translation", ours, right, str, "zh")
+    found = text_scores.score("translation", ours, one_each(right), str, "zh")
     assert found.values["bleu"] > 60
     assert "tok:zh" in found.signature
-    assert text_scores.score("translation", ours, right, str).values["bleu"] == 0
+    assert text_scores.score("translation", ours, one_each(right), str).values["bleu"] == 0
 
 
 def test_rouge_counts_words_of_any_script_where_they_are_asked_for(caplog):
     """rouge-score alone finds no word in them, which is said."""
     right = ["Дождь идёт, и ветер дует.", "Снег лежит во дворе."]
     ours = ["Дождь идёт, но ветер дует.", "Снег лежит на дворе."]
-    found = text_scores.score("summarization", ours, right, str, "intl")
+    found = text_scores.score("summarization", ours, one_each(right), str, "intl")
     assert found.values["rouge1"] == pytest.approx(100 * (4 / 5 + 3 / 4) / 2)
     assert found.values["rouge2"] == pytest.approx(100 * (2 / 4 + 1 / 3) / 2)
     assert "tok:intl" in found.signature
     assert not caplog.text
-    assert text_scores.score("summarization", right, right, str).values["rouge1"] == 0
+    assert text_scores.score("summarization", right, one_each(right), str).values["rouge1"] == 0
     assert "100% of the letters" in caplog.text
     assert "--config.decoding.score_words=intl" in caplog.text
     chinese = ["我们在河边看见鸟。"]
-    assert text_scores.score("summarization", chinese, chinese, str, "zh").values["rouge2"] == 100
+    found = text_scores.score("summarization", chinese, one_each(chinese), str, "zh")
+    assert found.values["rouge2"] == 100
 
 
 def test_rouge_of_few_other_letters_warns_of_nothing(caplog):
     right = ["The naïve guest of the café asks for a piece of bread."]
-    text_scores.score("summarization", right, right, str)
+    text_scores.score("summarization", right, one_each(right), str)
     assert not caplog.text
 
 
 def test_an_answer_in_another_case_is_equal_as_the_vocabulary_writes_it():
-    scores = text_scores.score("text_to_text", [" yes"], ["Yes"], str.lower).values
+    scores = text_scores.score("text_to_text", [" yes"], [["Yes"]], str.lower).values
     assert scores == {"exact_match": 0, "exact_match_normalized": 100}
 
 

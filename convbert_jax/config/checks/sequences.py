@@ -58,9 +58,15 @@ def _check_parallel(config: Config) -> None:
     p, t = config.parallel, config.tokenizer
     check_choice("parallel.bad_pairs", p.bad_pairs, BAD_PAIRS)
     check(
-        len(p.columns) in (0, 2),
+        len(p.columns) != 1,
         f"config.parallel.columns={','.join(p.columns)} must name two columns, the source's and "
-        "the target's.",
+        "the target's, and may name those of further references.",
+    )
+    check(
+        len(p.columns) <= 2 or p.validation_source != "" or config.decoding.tests != (),
+        f"config.parallel.columns={','.join(p.columns)} names further references, which are read "
+        "of config.parallel.validation_source and config.decoding.test_sources alone; name one of "
+        "these, or two columns.",
     )
     check(
         p.max_ratio == 0 or p.max_ratio >= 1,

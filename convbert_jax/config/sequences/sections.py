@@ -62,13 +62,17 @@ class ParallelSection:
     # to train on: parallel:FILE,FILE (of equal line count) | tsv:FILE | jsonl:FILE (.gz or not) |
     # tfds:DIR (or tfds:DIR#SPLIT)
     source: str = ""
-    validation_source: str = ""  # pairs to evaluate on; "" holds out some of `source`
+    # pairs to evaluate on; "" holds out some of `source`. They may have several references, all of
+    # which texts are scored by, the first one is the target: parallel:FILE,FILE,FILE…, further
+    # `columns`, or a list of texts in jsonl and TFDS
+    validation_source: str = ""
     # weights are random, only sizes and vocabulary are those of init_from: what pre-training is
     # worth
     from_scratch: bool = False
     heldout_fraction: float = 0.01  # of the pairs, chosen by a hash of their texts
     # the two texts: numbers from 0 of a tsv, or names, which its first line then has; names of
-    # jsonl and TFDS. (): 0,1 of a tsv, source,target of jsonl and TFDS
+    # jsonl and TFDS; behind them those of further references, which training does not read.
+    # (): 0,1 of a tsv, source,target of jsonl and TFDS
     columns: tuple[str, ...] = ()
     # where config.sequence.shared_vocabulary=False, config.tokenizer is the source's vocabulary and
     # this the size of the target's own; 0 is tokenizer.vocab_size
@@ -117,7 +121,8 @@ class DecodingSection:
     # 13a knows no words of languages that are written without blanks; for ROUGE it is the way of
     # rouge-score, stems of words of a to z and 0 to 9, and all else is nothing
     score_words: Changeable[str] = "13a"
-    # further sets of pairs that --mode=eval scores, each NAME=SOURCE as parallel.source has it
+    # further sets of pairs that --mode=eval scores, each NAME=SOURCE as parallel.validation_source
+    # has it
     test_sources: Changeable[tuple[str, ...]] = ()
 
     @property

@@ -1,6 +1,8 @@
 """Where pairs of texts come from: two files line by line, a table, or rows of TFDS.
 
-A source is cut into units of some 16 MB, which one process reads from beginning to end.
+A source is cut into units of some 16 MB, which one process reads from beginning to end. A pair may
+have further targets, all of them right, as sets to score by have: more files, more columns, or a
+list of texts in place of the target.
 """
 
 import dataclasses
@@ -11,6 +13,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from convbert_jax import files
 from convbert_jax.config import ParallelSection
@@ -25,7 +28,9 @@ DEFAULT_COLUMNS = {"tsv": ("0", "1"), "jsonl": ("source", "target"), "tfds": ("s
 KINDS = ("parallel", *DEFAULT_COLUMNS)
 MARK_LINES = 1_024  # between two places of a file that are noted
 ROWS_AT_ONCE = 1_024
-Pairs = Iterator[tuple[int, tuple[str, str] | Fault]]
+# What is made of a pair's targets: one alone is allowed, the first is taken, or all are.
+Targets = Literal["one", "first", "all"]
+Pairs = Iterator[tuple[int, tuple[str, ...] | Fault]]  # a source, its target and further ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +52,7 @@ class PairFiles:
     paths: tuple[Path, ...]
     format: str
     columns: tuple[str, ...]
+    targets: Targets
 
     @functools.cached_property
     def units(self) -> tuple[PairUnit, ...]:
@@ -120,10 +126,10 @@ class PairFiles:
         return self.format == "tsv" and not all(name.isdecimal() for name in self.columns)
 
     @functools.cached_property
-    def _places(self) -> tuple[int, int]:
+    def _places(self) -> tuple[int, ...]:
         """Columns of a tsv by number."""
         if not self._has_header:
-            return int(self.columns[0]), int(self.columns[1])
+            return tuple(map(int, self.columns))
         path = self.paths[0]
         with open_bytes(path) as file:
             header = file.readline().decode("utf-8-sig", "replace").rstrip("\r\n").split("\t")
@@ -133,24 +139,30 @@ class PairFiles:
                     f"{path} has no column '{name}' (its first line has: "
                     f"{shorten(', '.join(header))}); set config.parallel.columns."
                 )
-        return header.index(self.columns[0]), header.index(self.columns[1])
+        return tuple(map(header.index, self.columns))
 
-    def _parse_tsv(self, texts: list[str]) -> tuple[str, str] | Fault:
-        cells, (source, target) = texts[0].split("\t"), self._places
+    def _parse_tsv(self, texts: list[str]) -> tuple[str, ...] | Fault:
+        cells, (source, target, *further) = texts[0].split("\t"), self._places
         if len(cells) <= max(source, target):
             return Fault(f"has {len(cells)} columns, not the {max(source, target) + 1} it needs")
-        return cells[source], cells[target]
+        there = [cells[place] for place in further if place < len(cells)]
+        return cells[source], cells[target], *_of_words(there)
 
-    def _parse_jsonl(self, texts: list[str]) -> tuple[str, str] | Fault:
+    def _parse_jsonl(self, texts: list[str]) -> tuple[str, ...] | Fault:
         try:
             row = files.parse_json(texts[0])
         except ValueError as error:
             return Fault(f"is not JSON: {str(error).removeprefix('it is not JSON: ')}")
-        return _of_row(row, self.columns)
+        return _of_row(row, self.columns, self.targets)
 
 
-def _parse_parallel(texts: list[str]) -> tuple[str, str]:
-    return texts[0], texts[1]
+def _parse_parallel(texts: list[str]) -> tuple[str, ...]:
+    return texts[0], texts[1], *_of_words(texts[2:])
+
+
+def _of_words(texts: list) -> list[str]:
+    """Those of further targets that are any: a blank cell or line is none."""
+    return [text for text in texts if isinstance(text, str) and text.strip()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +174,7 @@ class PairRows:
     directory: str
     split: str
     columns: tuple[str, ...]
+    targets: Targets
     units: tuple[PairUnit, ...]
 
     def place(self, number: int) -> str:
@@ -175,17 +188,22 @@ class PairRows:
         for start in range(unit.first - 1, stop, ROWS_AT_ONCE):
             wanted = range(start, min(start + ROWS_AT_ONCE, stop))
             for i, row in zip(wanted, rows_at(rows, wanted, self.name), strict=True):
-                yield i + 1, _of_row(row, self.columns)
+                yield i + 1, _of_row(row, self.columns, self.targets)
 
 
 PairSource = PairFiles | PairRows
 
 
-def open_pairs(spec: str, section: ParallelSection) -> PairSource:
+def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") -> PairSource:
     """The pairs that `spec` names, e.g. "parallel:train.de,train.en"; nothing is read through yet.
 
+    Args:
+      targets: of "first" a source is what it would be without further targets, "all" hands them
+        out; columns beyond the second are of "all" alone.
+
     Raises:
-      DataError: an unknown kind, a file that is not there, or columns that are not.
+      DataError: an unknown kind, a file that is not there, or columns that are not; of "one" a
+        third file.
     """
     kind, _, rest = spec.partition(":")
     if kind not in KINDS or not rest:
@@ -194,27 +212,38 @@ def open_pairs(spec: str, section: ParallelSection) -> PairSource:
             "tfds:DIR."
         )
     columns = section.columns or DEFAULT_COLUMNS.get(kind, ())
+    columns = columns if targets == "all" else columns[:2]
     if kind == "tfds":
-        return _open_tfds(rest, columns)
+        return _open_tfds(rest, columns, targets)
     paths = tuple(Path(files.expand(name.strip())) for name in rest.split(","))
-    expected = 2 if kind == "parallel" else 1
-    if len(paths) != expected:
-        raise DataError(
-            f"'{spec}' names {len(paths)} files, but {kind} has "
-            f"{'two, with a comma between' if expected == 2 else 'one'}."
-        )
+    _check_files(spec, kind, len(paths), targets)
+    paths = paths if targets == "all" else paths[:2]
     for path in paths:
         if not path.is_file():
             raise DataError(f"{path}, of the pairs '{spec}', is no file; correct its name.")
     root = Path(os.path.commonpath([path.absolute().parent for path in paths]))
     prints = fingerprint_files([p.absolute() for p in paths], root, f"{kind} {','.join(columns)}")
-    opened = PairFiles(spec, prints, paths, kind, columns)
+    opened = PairFiles(spec, prints, paths, kind, columns, targets)
     if kind == "tsv":
         _ = opened._places  # refused here, not by a worker
     return opened
 
 
-def _open_tfds(rest: str, columns: tuple[str, ...]) -> PairRows:
+def _check_files(spec: str, kind: str, count: int, targets: Targets) -> None:
+    expected = 2 if kind == "parallel" else 1
+    if count < expected or (count > expected and kind != "parallel"):
+        raise DataError(
+            f"'{spec}' names {count} files, but {kind} has "
+            f"{'two, with a comma between' if expected == 2 else 'one'}."
+        )
+    if count > expected and targets == "one":
+        raise DataError(
+            f"'{spec}' names {count} files, but what is trained on has one target; further "
+            "references are of config.parallel.validation_source and config.decoding.test_sources."
+        )
+
+
+def _open_tfds(rest: str, columns: tuple[str, ...], targets: Targets) -> PairRows:
     directory, _, split = rest.partition("#")
     if not (Path(directory) / "dataset_info.json").is_file():
         raise DataError(
@@ -227,7 +256,7 @@ def _open_tfds(rest: str, columns: tuple[str, ...]) -> PairRows:
     if not count:
         raise DataError(f"{name} has no rows.")
     first = rows_at(rows, [0], name)[0]
-    pair = _of_row(first, columns)
+    pair = _of_row(first, columns, targets)
     if isinstance(pair, Fault):
         raise DataError(f"{name} row 1 {pair.problem}; set config.parallel.columns.")
     found = sorted(path for path in Path(directory).glob("*.array_record*") if path.is_file())
@@ -238,27 +267,43 @@ def _open_tfds(rest: str, columns: tuple[str, ...]) -> PairRows:
         PairUnit(start + 1, min(step, count - start), (), min(step, count - start) * average)
         for start in range(0, count, step)
     )
-    return PairRows(name, prints, directory, split, columns, units)
+    return PairRows(name, prints, directory, split, columns, targets, units)
 
 
-def _of_row(row, columns: tuple[str, ...]) -> tuple[str, str] | Fault:
-    """Source and target; a source that is a list of sentences is them with a space between."""
+def _of_row(row, columns: tuple[str, ...], targets: Targets) -> tuple[str, ...] | Fault:
+    """Source and targets. A source that is a list of sentences is them with a space between, a list
+    of targets are several.
+    """
     if not isinstance(row, dict):
         return Fault("is not a JSON object")
-    texts = []
-    for name in columns:
-        text = row.get(name)
-        parts = list(text) if isinstance(text, list | tuple) else [text]
-        try:
-            parts = [part.decode("utf-8") if isinstance(part, bytes) else part for part in parts]
-        except UnicodeDecodeError:
-            return Fault(f"has no UTF-8 in '{name}'")
-        if not parts or not all(isinstance(part, str) for part in parts):
-            return Fault(f"has no text in '{name}' (it has: {shorten(', '.join(map(str, row)))})")
-        if len(parts) > 1 and name == columns[1]:  # sentences of one, or several to choose from?
-            return Fault(f"has a list of {len(parts)} texts in '{name}', of which a target is one")
-        texts.append(" ".join(parts))
-    return texts[0], texts[1]
+    source = _texts_of(row, columns[0])
+    target = _texts_of(row, columns[1])
+    for name, found in zip(columns, (source, target), strict=False):
+        if isinstance(found, Fault):
+            return found
+        if not found:
+            known = shorten(", ".join(map(str, row)))
+            return Fault(f"has no text in '{name}' (it has: {known})")
+    if targets == "one" and len(target) > 1:  # sentences of one, or several to choose from?
+        return Fault(
+            f"has a list of {len(target)} texts in '{columns[1]}', of which a target is one"
+        )
+    if targets != "all":
+        return " ".join(source), target[0]
+    further = [_texts_of(row, name) for name in columns[2:]]
+    rest = [text for found in further if not isinstance(found, Fault) for text in found]
+    return " ".join(source), target[0], *_of_words([*target[1:], *rest])
+
+
+def _texts_of(row: dict, name: str) -> list[str] | Fault:
+    """The text or the texts of a column, [] where something there is none."""
+    text = row.get(name)
+    parts = list(text) if isinstance(text, list | tuple) else [text]
+    try:
+        parts = [part.decode("utf-8") if isinstance(part, bytes) else part for part in parts]
+    except UnicodeDecodeError:
+        return Fault(f"has no UTF-8 in '{name}'")
+    return parts if all(isinstance(part, str) for part in parts) else []
 
 
 def _mark_lines(path: Path) -> tuple[list[int], int]:

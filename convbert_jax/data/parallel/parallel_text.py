@@ -141,7 +141,7 @@ def open_sources(config: Config) -> dict[str, PairSource]:
         )
     sources = {"train": open_pairs(section.source, section)}
     if section.validation_source:
-        sources["validation"] = open_pairs(section.validation_source, section)
+        sources["validation"] = open_pairs(section.validation_source, section, "first")
     return sources
 
 

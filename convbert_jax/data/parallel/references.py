@@ -15,13 +15,14 @@ from convbert_jax.data.tables.table_formats import Fault
 
 @dataclasses.dataclass(frozen=True)
 class References:
-    """Pairs of a source and what is right for it.
+    """Texts and what is right for each.
 
     Attributes:
+      pairs: a source and its references, one or more.
       bad: how many more there are, that cannot be read, and what is wrong with the first.
     """
 
-    pairs: tuple[tuple[str, str], ...]
+    pairs: tuple[tuple[str, ...], ...]
     bad: tuple[int, str] = (0, "")
 
 
@@ -36,7 +37,10 @@ def read_heldout(config: Config, text: ParallelText, rows: int) -> References:
       DataError: the files are not there any more, or are others.
     """
     section, split = config.parallel, text.splits["validation"]
-    source = open_pairs(section.validation_source or section.source, section)
+    if section.validation_source:
+        source = open_pairs(section.validation_source, section, "all")
+    else:
+        source = open_pairs(section.source, section)
     job = make_job(config, text.directory, text.vocabularies)
     found = []
     for unit in source.units:
@@ -45,11 +49,11 @@ def read_heldout(config: Config, text: ParallelText, rows: int) -> References:
             pairs = [pair for _, pair in block if not isinstance(pair, Fault)]
             if not section.validation_source:
                 pairs = [pair for pair in pairs if pair_worker.is_heldout(job, pair)]
-            encoded = pair_worker.encode_pairs(text.vocabularies, pairs)
+            encoded = pair_worker.encode_pairs(text.vocabularies, [pair[:2] for pair in pairs])
             found += [
                 pair
                 for pair, ids in zip(pairs, encoded, strict=True)
-                if not pair_worker.judge(job, pair, ids)
+                if not pair_worker.judge(job, pair[:2], ids)
             ]
     if len(found) != split.rows:
         raise DataError(
@@ -60,13 +64,33 @@ def read_heldout(config: Config, text: ParallelText, rows: int) -> References:
     return References(tuple(found[place] for place in np.arange(used) * split.rows // used))
 
 
+def check_counts(spec: str, section: ParallelSection) -> None:
+    """Reads a source through and raises DataError where its pairs differ in how many references
+    they have: a corpus score of several takes as many for each text.
+    """
+    source = open_pairs(spec, section, "all")
+    first = None
+    for number, pair in itertools.chain.from_iterable(map(source.pairs, source.units)):
+        if isinstance(pair, Fault):
+            continue
+        count = len(pair) - 1
+        first = first or (number, count)
+        if count != first[1]:
+            few, many = sorted((first, (number, count)), key=lambda found: found[1])
+            raise DataError(
+                f"{source.place(few[0])} has {few[1]} reference{'s' * (few[1] != 1)} and "
+                f"{source.place(many[0])} has {many[1]}, but BLEU takes as many for each text; add "
+                "what is missing or leave the further ones out."
+            )
+
+
 def read_whole(spec: str, section: ParallelSection) -> References:
     """All pairs of a source, as `open_pairs` takes it, in order.
 
     Raises:
       DataError: it cannot be read, it has no pair, or a reference is empty.
     """
-    source = open_pairs(spec, section)
+    source = open_pairs(spec, section, "all")
     pairs, bad, first = [], 0, ""
     for number, pair in itertools.chain.from_iterable(map(source.pairs, source.units)):
         if isinstance(pair, Fault):

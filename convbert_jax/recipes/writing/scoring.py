@@ -1,7 +1,8 @@
 """Sets of pairs written by a model and scored beside their references, with files and a report.
 
 FOLDER/NAME.txt                                   what was written, a line for each pair
-FOLDER/NAME.source.txt, FOLDER/NAME.reference.txt what it was written to, and what is right
+FOLDER/NAME.source.txt, FOLDER/NAME.reference.txt what it was written to, and what is right; of
+                                                  several references .reference-2.txt and so on
 """
 
 import dataclasses
@@ -15,10 +16,16 @@ from etils import epath
 from convbert_jax import files
 from convbert_jax.analysis import text_scores
 from convbert_jax.analysis.text_scores import Scores
-from convbert_jax.config import Config
+from convbert_jax.config import Config, ParallelSection
+from convbert_jax.data.errors import DataError
 from convbert_jax.data.parallel.pair_source import open_pairs
 from convbert_jax.data.parallel.parallel_text import ParallelText
-from convbert_jax.data.parallel.references import References, read_heldout, read_whole
+from convbert_jax.data.parallel.references import (
+    References,
+    check_counts,
+    read_heldout,
+    read_whole,
+)
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference.writing.writer import Writer
 from convbert_jax.training.environment import devices
@@ -64,12 +71,29 @@ def check(config: Config, *, tests: bool) -> None:
 
     Raises:
       ScoreError: a library is missing.
-      DataError: a set is not there.
+      DataError: a set is not there, or has more references of one text than of another where the
+        score is one of the corpus.
     """
     text_scores.check_library(config.recipe, config.decoding.score_words)
+    section, specs = config.parallel, []
     if tests:
-        for _, spec in config.decoding.tests:
-            open_pairs(spec, config.parallel)
+        specs = [spec for _, spec in config.decoding.tests]
+        for spec in specs:
+            open_pairs(spec, section, "all")
+    if config.recipe not in text_scores.OF_CORPUS:
+        return
+    if section.validation_source and not _is_gone(section):  # prepared pairs outlive their files
+        specs.append(section.validation_source)
+    for spec in specs:
+        check_counts(spec, section)
+
+
+def _is_gone(section: ParallelSection) -> bool:
+    try:
+        open_pairs(section.validation_source, section, "all")
+    except DataError:
+        return True
+    return False
 
 
 def score_sets(
@@ -101,7 +125,8 @@ def score_sets(
 def _score(
     config: Config, writer: Writer, name: str, references: References, folder: epath.Path
 ) -> Set:
-    sources, right = zip(*references.pairs, strict=True)
+    sources = [source for source, *_ in references.pairs]
+    right = [of_pair[1:] for of_pair in references.pairs]
     answers = writer.write(sources, title=f"writing {name}")
     written = tuple(_line(a.texts[0].text) if a.texts else "" for a in answers)
     problems = [
@@ -120,11 +145,12 @@ def _score(
     )
     file = folder / f"{name}.txt"
     folder.mkdir(parents=True, exist_ok=True)
-    for path, texts in (
-        (file, written),
-        (folder / f"{name}.source.txt", sources),
-        (folder / f"{name}.reference.txt", right),
-    ):
+    columns = {"": written, ".source": sources}
+    for number in range(max(map(len, right))):
+        which = f"-{number + 1}" if number else ""
+        columns[f".reference{which}"] = ["".join(texts[number : number + 1]) for texts in right]
+    for of_file, texts in columns.items():
+        path = folder / f"{name}{of_file}.txt"
         files.write_text(path, "".join(_line(text) + "\n" for text in texts))
     found = Set(name, references, written, scores, (len(problems), "".join(problems[:1])), file)
     for line in list_warnings(found):
@@ -159,7 +185,7 @@ def choose_examples(found: Set) -> list[dict[str, str]]:
     count = len(found.written)
     examples = []
     for place in [n * count // _EXAMPLES for n in range(min(_EXAMPLES, count))]:
-        source, right = found.references.pairs[place]
+        source, right = found.references.pairs[place][:2]
         texts = {"source": source, "reference": right, "ours": found.written[place]}
         examples.append({name: _short(text) for name, text in texts.items()})
     return examples

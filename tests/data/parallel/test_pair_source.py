@@ -80,6 +80,36 @@ def test_a_source_may_be_a_list_of_sentences_and_a_target_is_one_text(tmp_path):
     assert found[4].problem == "has a list of 2 texts in 'target', of which a target is one"
 
 
+@pytest.mark.parametrize("kind", ["parallel", "tsv", "tsv with names", "jsonl", "jsonl, a list"])
+def test_further_references_are_of_all_targets_alone(kind, tmp_path):
+    """A blank one is none, whatever the format."""
+    rows = [("a", "b", "c"), ("d", "e", " ")]
+    columns = {"tsv": ("0", "1", "2"), "tsv with names": ("s", "t", "u")}.get(kind, ())
+    path = tmp_path / "a.tsv"
+    if kind == "parallel":
+        for name, texts in zip("xyz", zip(*rows, strict=True), strict=True):
+            (tmp_path / name).write_text("".join(text + "\n" for text in texts))
+        spec = f"parallel:{tmp_path}/x,{tmp_path}/y,{tmp_path}/z"
+    elif kind.startswith("tsv"):
+        header = "s\tt\tu\n" if "names" in kind else ""
+        path.write_text(header + "".join("\t".join(row) + "\n" for row in rows))
+        spec = f"tsv:{path}"
+    else:
+        names = ("source", "target", "more")
+        dicts = [dict(zip(names, row, strict=True)) for row in rows]
+        if kind == "jsonl":
+            columns = names
+        else:
+            dicts = [{"source": s, "target": targets} for s, *targets in rows]
+        path.write_text("".join(json.dumps(row) + "\n" for row in dicts))
+        spec = f"jsonl:{path}"
+    section = ParallelSection(columns=columns)
+    found = [pair for _, pair in read(open_pairs(spec, section, "all"))]
+    assert found == [("a", "b", "c"), ("d", "e")]
+    found = [pair for _, pair in read(open_pairs(spec, section, "first"))]
+    assert found == [("a", "b"), ("d", "e")]
+
+
 def test_unequal_line_counts_are_both_named(tmp_path):
     source = write_files(tmp_path, PAIRS)
     (tmp_path / "train.bb").write_text("one\ntwo\n")

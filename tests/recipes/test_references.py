@@ -1,0 +1,106 @@
+"""Sets with more than one reference of a text: read, held against each other, scored by all."""
+
+import json
+
+import pytest
+import sacrebleu
+
+from convbert_jax import recipes
+from convbert_jax.analysis import text_scores
+from convbert_jax.config import UserError, from_config_dict, to_dict
+from convbert_jax.data.parallel.parallel_text import prepare
+from convbert_jax.data.parallel.references import read_heldout
+from convbert_jax.interop.matching import replace
+from tests.recipes.conftest import write_pairs
+
+
+def one_each(texts):
+    return [(text,) for text in texts]
+
+
+def test_corpus_scores_take_all_references():
+    ours = ["a b c d e f g h", "one two three four five"]
+    right = [
+        ("a b c d x y z w", "p q r s e f g h"),
+        ("one two three four", "one two three four five"),
+    ]
+    found = text_scores.score("translation", ours, right, str)
+    streams = [list(texts) for texts in zip(*right, strict=True)]
+    assert found.values["bleu"] == sacrebleu.corpus_bleu(ours, streams).score
+    assert found.signature.count("nrefs:2") == 2
+    for texts in streams:
+        alone = text_scores.score("translation", ours, one_each(texts), str)
+        assert alone.values["bleu"] < found.values["bleu"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "metric", "says"),
+    [
+        ("summarization", "rougel", ", the best of 1 to 2 references"),
+        ("text_to_text", "exact_match", ", to one of 1 to 2 references"),
+    ],
+)
+def test_the_best_reference_counts_where_texts_are_scored_one_by_one(recipe, metric, says):
+    ours, right = ["the second", "the only"], [("another", "the second"), ("the only",)]
+    found = text_scores.score(recipe, ours, right, str)
+    assert found.values[metric] == 100
+    assert found.signature.endswith(says)
+    alone = text_scores.score(recipe, ours, one_each(["another", "the only"]), str)
+    assert alone.values[metric] == 50
+    assert "references" not in alone.signature
+
+
+def test_a_set_is_scored_by_all_of_its_references(translation_config, translated, tmp_path):
+    """The second file is what the model wrote, the first is wrong throughout."""
+    folder = translated.folder / "evaluation" / "step-300"
+    written = (folder / "validation.txt").read_text()
+    (tmp_path / "wrong").write_text("".join("no.\n" for _ in written.splitlines()))
+    spec = f"parallel:{folder}/validation.source.txt,{tmp_path}/wrong,{folder}/validation.txt"
+    config = replace(translation_config, {"decoding.test_sources": (f"mine={spec}",)})
+    result = recipes.evaluate(config, translated.folder, output=str(tmp_path / "n.json"))
+    assert result.scores["mine"]["bleu"] == pytest.approx(100)
+    assert "nrefs:2" in result.report
+    assert (tmp_path / "n" / "mine.reference-2.txt").read_text() == written
+    kept = json.loads((tmp_path / "n.json").read_text())
+    assert "nrefs:2" in kept["scores"]["mine"]["signature"]
+
+
+def test_counts_that_differ_are_refused_before_any_work(
+    translation_config, translated, tmp_path, monkeypatch
+):
+    rows = [{"source": "Ada", "target": ["un.", "un!"]}, {"source": "bo", "target": "do."}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = f"jsonl:{tmp_path / 'a.jsonl'}"
+    says = r"a\.jsonl line 2 has 1 reference and .*a\.jsonl line 1 has 2"
+    config = replace(translation_config, {"decoding.test_sources": (f"mine={spec}",)})
+    monkeypatch.setattr(recipes.evaluation.prepared, "open_data", None)  # never reached
+    with pytest.raises(UserError, match=says) as error:
+        recipes.evaluate(config, translated.folder)
+    assert "\n" not in str(error.value)
+    config = replace(translation_config, {"parallel.validation_source": spec})
+    with pytest.raises(UserError, match=says):
+        recipes.pretrain(config, tmp_path / "run")
+
+
+def test_heldout_pairs_with_several_references_are_those_of_the_first(translation_config, tmp_path):
+    """Rows to evaluate on and their fingerprint do not know of further references."""
+    spec = write_pairs(tmp_path, "valid", 12, seed=3)
+    third = tmp_path / "third"
+    third.write_text("".join(f"other {n}\n" for n in range(12)))
+    texts = []
+    for source in (spec, f"{spec},{third}"):
+        config = replace(translation_config, {"parallel.validation_source": source})
+        texts.append(prepare(config, tmp_path / "data"))
+    assert texts[0].fingerprint == texts[1].fingerprint
+    found = read_heldout(config, texts[1], 5).pairs
+    assert [len(pair) for pair in found] == [3] * 5
+    assert found[0][2] == "other 0"
+
+
+def test_training_has_one_target(translation_config, tmp_path):
+    config = replace(translation_config, {"parallel.source": "parallel:a.en,b.de,c.de"})
+    with pytest.raises(UserError, match="names 3 files, but what is trained on has one target"):
+        prepare(config, tmp_path / "data")
+    config = replace(translation_config, {"parallel.columns": ("en", "de", "de2")})
+    with pytest.raises(UserError, match="columns=en,de,de2 names further references"):
+        from_config_dict(to_dict(config))
