@@ -1,6 +1,7 @@
 """Summaries: a document is read, its summary written (Wu et al. 2019, whose CNN/DailyMail model of
 87M parameters has ROUGE-1 39.84 for `dynamic`, on 400 tokens of the document).
 
+What of a document is beyond config.parallel.max_length is not read.
 tiny: for a CPU, reproduces nothing published. wmt_en_de_big: the shape of the published model.
 
     python -m convbert_jax.main --config=configs/summarization.py:tiny,dynamic \\
@@ -19,6 +20,7 @@ def get_config(variant: str = "tiny,dynamic"):
     config.tokenizer.vocab_size = 8_000 if tiny else 30_000
     config.objective.label_smoothing = 0.1
     config.parallel.max_length = 512
+    config.parallel.cut_sources = True
     config.parallel.batch_tokens = 4_096 if tiny else 65_536
     config.parallel.shapes = 4 if tiny else 8
     config.optimizer.schedule = "cosine"

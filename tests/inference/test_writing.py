@@ -183,6 +183,17 @@ def test_learned_positions_are_enough_for_what_is_written(tokenizer):
         assert f"has {most + 1} tokens, more than the {most} of config." in found[1].problem
 
 
+def test_a_source_that_is_cut_is_written_to_as_its_beginning(tokenizer, caplog):
+    writer = make_writer(tokenizer, "summarization", parallel__cut_sources=True)
+    longest = "a b c " * 13  # 39 words and the end mark
+    decoding = decoding_of(length_extra=20, beam=2)
+    with caplog.at_level("INFO", logger="absl"):
+        whole, cut = writer.write([longest, longest + "a b"], decoding)
+    assert whole.texts == cut.texts != ()
+    assert (whole.cut, cut.cut, cut.problem) == (False, True, "")
+    assert "1 of 2 texts cut to the 40 tokens of config.parallel.max_length." in caplog.messages
+
+
 @pytest.mark.parametrize(
     ("recipe", "text", "problem"),
     [
@@ -196,7 +207,7 @@ def test_learned_positions_are_enough_for_what_is_written(tokenizer):
 )
 def test_texts_that_cannot_be_read(recipe, text, problem, tokenizer):
     texts = Texts(config_of(recipe), tokenizer, tokenizer)
-    ((ids, said),) = texts.encode([text])
+    ((ids, said, _),) = texts.encode([text])
     assert not ids
     assert problem in said
 
@@ -211,7 +222,7 @@ def test_what_a_language_model_writes_begins_with_the_prompt(tokenizer):
 
 def test_spans_are_filled_in_where_they_were_hidden(tokenizer):
     texts = Texts(config_of("span_corruption"), tokenizer, tokenizer)
-    ((read, problem),) = texts.encode(["a [MASK] c [MASK]"])
+    ((read, problem, _),) = texts.encode(["a [MASK] c [MASK]"])
     assert not problem
     entries = tokenizer.pieces(read)
     assert entries == ["[CLS]", "a", "[SPAN_0]", "c", "[SPAN_1]", "[SEP]", "[SEP]"]

@@ -42,6 +42,7 @@ def page_of_pretraining(t, *, interrupted=False, folder="runs/it") -> str:
         written=(t[9],),
         scores=Scores({"bleu": 12.5}, t[10]),
         unread=(0, ""),
+        cut=0,
         file=Workdir(folder).path / "validation.txt",
     )
     report = PretrainingReport(

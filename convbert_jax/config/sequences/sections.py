@@ -79,6 +79,9 @@ class ParallelSection:
     target_vocab_size: int = 0
     target_vocabulary: str = ""  # its file, see tokenizer.path; "" trains one
     max_length: int = 256  # most tokens of a text, the end mark included
+    # a source of more tokens is cut to them, with a count in the log, as recipes of T5 and BART cut
+    # documents; False: it is a bad pair. A target of more is a bad pair always
+    cut_sources: bool = False
     # most tokens of the longer text for each of the shorter; 0 is any. LightConv's sets: 1.5
     max_ratio: float = 0.0
     bad_pairs: str = "skip"  # empty, over-long, unreadable or uneven ones: skip | error

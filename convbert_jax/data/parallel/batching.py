@@ -239,7 +239,8 @@ class _Rows:
                 for side, tokenizer in enumerate(self._text.vocabularies):
                     room = int(self._split.lengths[row][side])
                     power = self._text.sampling
-                    drawn = draw(tokenizer, texts[side], power, room, *names, row, side)
+                    cut = side == 0 and room == self._text.cut_to
+                    drawn = draw(tokenizer, texts[side], power, room, *names, row, side, cut=cut)
                     ids[side] = drawn or ids[side]
             sources, targets = map(len, ids)
             batch["source"][place, :sources] = ids[0]

@@ -39,6 +39,8 @@ def origin(config: Config, sources: Mapping[str, PairSource] | None) -> dict[str
         "source": section.source,
         "validation_source": section.validation_source,
     }
+    if section.cut_sources:
+        result["cut_sources"] = True
     if sources:
         result["fingerprints"] = {name: source.fingerprint for name, source in sources.items()}
     return result
@@ -48,15 +50,16 @@ def refuse_other(wanted: dict, there: dict, directory: Path) -> None:
     """The place of files does not matter where their content is known; nor does that of a
     vocabulary, whose content is compared where it is read."""
     names = [name for name in wanted if name not in ("source", "validation_source", "vocabularies")]
+    names += {"cut_sources"} - set(names)  # said only where sources are cut
     if "fingerprints" not in wanted:
         names += ["source", "validation_source"]
     old, new = there.get("vocabularies", []), wanted["vocabularies"]
     if [_trained(one) for one in old] != [_trained(one) for one in new]:
         names.append("vocabularies")
     different = [
-        f"{name} ({there.get(name)!r} there, {wanted[name]!r} wanted)"
+        f"{name} ({there.get(name)!r} there, {wanted.get(name)!r} wanted)"
         for name in names
-        if there.get(name) != wanted[name]
+        if there.get(name) != wanted.get(name)
     ]
     if different:
         raise DataError(
@@ -112,4 +115,11 @@ def summary(records: list[dict]) -> dict[str, Any]:
         key: sum(record[key] for record in records)
         for key in ("bytes", "pieces", "unknown", "pairs")
     }
-    return {"splits": splits, "faults": faults, **totals}
+    cut = [record["cut"] for record in records if record.get("cut", [0])[0]]
+    first = cut[0][1] if cut else ""
+    return {
+        "splits": splits,
+        "faults": faults,
+        "cut": [sum(count for count, _ in cut), first],
+        **totals,
+    }

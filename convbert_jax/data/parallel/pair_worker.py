@@ -36,6 +36,7 @@ class Job:
     directory: Path
     vocabularies: Vocabularies
     max_length: int
+    cut_sources: bool
     max_ratio: float
     bad_pairs: str
     sampling: float
@@ -73,20 +74,27 @@ def process_pairs(
     counts, lengths = {name: Counter() for name in names}, {name: [] for name in names}
     tally: Counter = Counter()
     faults: dict[str, list] = {}
+    cut = [0, ""]
     found = source.pairs(unit)
     while block := list(itertools.islice(found, PAIRS_AT_ONCE)):
         texts = [pair for _, pair in block if not isinstance(pair, Fault)]
-        encoded = iter(encode_pairs(job.vocabularies, texts))
+        encoded = iter(encode_pairs(job, texts))
         for number, pair in block:
-            ids = None if isinstance(pair, Fault) else next(encoded)
+            ids, whole = (None, 0) if isinstance(pair, Fault) else next(encoded)
             if fault := judge(job, pair, ids):
                 _report(job, source, faults, number, *fault)
                 continue
+            name = split or ("validation" if is_heldout(job, pair) else "train")
+            if whole > len(ids[0]):
+                said = f"{source.place(number)} has a source of {whole + 1} tokens"
+                cut = [cut[0] + 1, cut[1] or said]
+                # what is cut anew in each epoch: the best ways of a whole document may all begin
+                # alike
+                pair = (job.vocabularies.source.decode(ids[0]), pair[1])
             tally["bytes"] += sum(len(text.encode()) for text in pair)
             tally["pieces"] += sum(map(len, ids))
             for tokenizer, part in zip(job.vocabularies, ids, strict=True):
                 tally["unknown"] += list(part).count(tokenizer.special.unknown)
-            name = split or ("validation" if is_heldout(job, pair) else "train")
             row = Pair(*ids, *(pair if job.sampling else ("", "")))
             writers[name].write([row])
             lengths[name].append(_room(job, pair, ids))
@@ -106,19 +114,23 @@ def process_pairs(
         **{name: tally[name] for name in ("bytes", "pieces", "unknown")},
         "pairs": unit.count,
         "faults": faults,
+        "cut": cut,
         "seconds": round(time.monotonic() - started, 3),
     }
     write_record(record_path(job.directory, index), record)
     return record
 
 
-def draw(tokenizer: Tokenizer, text: str, power: float, room: int, *names: object) -> list[int]:
+def draw(
+    tokenizer: Tokenizer, text: str, power: float, room: int, *names: object, cut: bool = False
+) -> list[int]:
     """Ids of a text that leave room for the end mark, cut anew by the seed that `names` make; []
-    where none of `TRIALS` draws is that short.
+    where none of `TRIALS` draws is that short, or what there is room for of the first if `cut`.
     """
     for trial in range(TRIALS):
         seed = int(heldout_hash(" ".join(map(str, (*names, trial)))) * 2**32)
         ids = tokenizer.sample(text, power, seed)
+        ids = ids[: room - 1] if cut else ids
         if 0 < len(ids) < room:
             return ids
     return []
@@ -129,13 +141,19 @@ def is_heldout(job: Job, pair: tuple[str, str]) -> bool:
     return heldout_hash("\t".join(pair)) < job.heldout_fraction
 
 
-def encode_pairs(vocabularies: Vocabularies, texts: Sequence[tuple[str, str]]) -> Iterator[tuple]:
-    """Token ids of both texts of each pair."""
-    sides = [
+def encode_pairs(
+    job: Job, texts: Sequence[tuple[str, str]]
+) -> Iterator[tuple[tuple[Sequence[int], Sequence[int]], int]]:
+    """Token ids of both texts of each pair, and how many the whole source has, of which
+    `job.cut_sources` keeps those that leave room for the end mark.
+    """
+    sources, targets = (
         tokenizer.encode([pair[side] for pair in texts]) if texts else []
-        for side, tokenizer in enumerate(vocabularies)
-    ]
-    return zip(*sides, strict=True)
+        for side, tokenizer in enumerate(job.vocabularies)
+    )
+    most = job.max_length - 1 if job.cut_sources else None
+    for source, target in zip(sources, targets, strict=True):
+        yield (source[:most], target), len(source)
 
 
 def judge(job: Job, pair: tuple[str, str] | Fault, ids) -> tuple[str, str] | None:

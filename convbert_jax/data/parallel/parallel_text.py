@@ -65,12 +65,14 @@ class PairSplit:
 class ParallelText:
     """Prepared pairs, ready for `batching`.
 
-    `fingerprint` identifies the pairs: sources, vocabularies, filters and splits.
+    `fingerprint` identifies the pairs: sources, vocabularies, filters and splits. `cut_to`: tokens
+    that longer sources were cut to, 0 where none may be longer.
     """
 
     directory: Path
     vocabularies: Vocabularies
     sampling: float
+    cut_to: int
     fingerprint: str
     splits: dict[str, PairSplit]  # "train", "validation"
 
@@ -152,6 +154,7 @@ def make_job(config: Config, directory: Path, made: Vocabularies) -> Job:
         directory=directory,
         vocabularies=made,
         max_length=section.max_length,
+        cut_sources=section.cut_sources,
         max_ratio=section.max_ratio,
         bad_pairs=section.bad_pairs,
         sampling=section.sampling,
@@ -238,7 +241,9 @@ def open_prepared(config: Config, directory: Path) -> ParallelText | None:
         {name: value for name, value in made_from.items() if name not in rest},
     ]
     fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    return ParallelText(directory, made, config.parallel.sampling, fingerprint, splits)
+    section = config.parallel
+    cut_to = section.max_length if section.cut_sources else 0
+    return ParallelText(directory, made, section.sampling, cut_to, fingerprint, splits)
 
 
 def _read_lengths(path: Path, shard: Mapping[str, int], gone: object) -> np.ndarray:
@@ -290,6 +295,11 @@ def _log_summary(metadata: dict[str, Any], directory: Path, seconds: float) -> N
         seconds,
         metadata["pairs"] / max(0.001, seconds),
     )
+    if metadata["cut"][0]:
+        logging.info(
+            "%d of %d sources cut to config.parallel.max_length; the first: %s.",
+            metadata["cut"][0], metadata["pairs"], metadata["cut"][1],
+        )  # fmt: skip
     for kind, (count, first) in metadata["faults"].items():
         logging.warning(
             "%d of %d pairs left out (%s); the first: %s.", count, metadata["pairs"], kind, first

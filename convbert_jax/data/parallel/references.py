@@ -49,10 +49,10 @@ def read_heldout(config: Config, text: ParallelText, rows: int) -> References:
             pairs = [pair for _, pair in block if not isinstance(pair, Fault)]
             if not section.validation_source:
                 pairs = [pair for pair in pairs if pair_worker.is_heldout(job, pair)]
-            encoded = pair_worker.encode_pairs(text.vocabularies, [pair[:2] for pair in pairs])
+            encoded = pair_worker.encode_pairs(job, [pair[:2] for pair in pairs])
             found += [
                 pair
-                for pair, ids in zip(pairs, encoded, strict=True)
+                for pair, (ids, _) in zip(pairs, encoded, strict=True)
                 if not pair_worker.judge(job, pair[:2], ids)
             ]
     if len(found) != split.rows:

@@ -7,10 +7,21 @@ causal_lm        [CLS] text            -> what follows, [SEP]
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from convbert_jax.config import Config
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference import masked_text
+
+
+class Encoded(NamedTuple):
+    """What a model reads of a text: its ids, or none and why, to follow "line N"; and whether it is
+    cut there, as config.parallel.cut_sources says.
+    """
+
+    ids: list[int]
+    problem: str = ""
+    cut: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +60,8 @@ class Texts:
             kept |= set(special.sentinels)
         return tuple(sorted(set(special.by_name.values()) - kept))
 
-    def encode(self, texts: Sequence[str]) -> list[tuple[list[int], str]]:
-        """Of each text the ids that the model reads, or () and why it reads none, to follow "line
-        N".
-        """
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """What the model reads of each text."""
         if self.config.recipe == "span_corruption":
             found = [self._with_sentinels(text) for text in texts]
         else:
@@ -65,13 +74,17 @@ class Texts:
                 else ([], "is empty, or has no character that the vocabulary knows")
                 for ids in encoded
             ]
+        return [self._fit(ids, problem) for ids, problem in found]
+
+    def _fit(self, ids: list[int], problem: str) -> Encoded:
         most, field = self.longest
-        return [
-            ([], f"has {len(ids)} tokens, more than the {most} of {field} that this model reads")
-            if len(ids) > most
-            else (ids, problem)
-            for ids, problem in found
-        ]
+        if len(ids) <= most:
+            return Encoded(ids, problem)
+        if self.config.reads_pairs and self.config.parallel.cut_sources:
+            return Encoded([*ids[: most - 1], self.source.special.sep], problem, cut=True)
+        return Encoded(
+            [], f"has {len(ids)} tokens, more than the {most} of {field} that this model reads"
+        )
 
     def decode(self, read: Sequence[int], written: Sequence[int]) -> str:
         """The text of what was written, without [CLS] and [SEP] around, to what was read."""

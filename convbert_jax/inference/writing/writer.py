@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from flax import nnx
 from tqdm import tqdm
 
@@ -34,10 +35,13 @@ class Written(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What was written to one text, the best first; or the `problem`, to follow "line N"."""
+    """What was written to one text, the best first; or the `problem`, to follow "line N". And
+    whether the text was cut to what the model reads.
+    """
 
     texts: tuple[Written, ...] = ()
     problem: str = ""
+    cut: bool = False
 
 
 class _Method(NamedTuple):
@@ -157,10 +161,13 @@ class Writer:
         """
         decoding = decoding or self.config.decoding
         encoded = self.texts.encode(texts)
-        good = [place for place, (_, problem) in enumerate(encoded) if not problem]
-        read = [encoded[place][0] for place in good]
+        good = [place for place, text in enumerate(encoded) if not text.problem]
+        read = [encoded[place].ids for place in good]
+        if cut := sum(text.cut for text in encoded):
+            most, field = self.texts.longest
+            logging.info("%d of %d texts cut to the %d tokens of %s.", cut, len(texts), most, field)
         numbers = np.arange(len(texts)) if numbers is None else np.asarray(numbers)
-        answers = [Answer(problem=problem) for _, problem in encoded]
+        answers = [Answer(problem=text.problem, cut=text.cut) for text in encoded]
         dealt = list(
             dealing.deal(
                 list(map(len, read)), self.texts.longest[0], decoding.batch_tokens,
@@ -181,7 +188,8 @@ class Writer:
                 for row in used:
                     place = batch.places[row]
                     of_row = jax.tree.map(lambda leaf, row=row: leaf[row], hypotheses)
-                    answers[good[place]] = self._spell(read[place], of_row, decoding.n_best)
+                    answer = self._spell(read[place], of_row, decoding.n_best)
+                    answers[good[place]] = answer._replace(cut=encoded[good[place]].cut)
                 bar.update(len(used))
         return answers
 

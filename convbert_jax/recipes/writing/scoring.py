@@ -43,6 +43,7 @@ class Set:
     Attributes:
       unread: sources that the model did not read, as too long ones; their texts are empty and
         scored so. And why, of the first.
+      cut: sources of which config.parallel.cut_sources had the model read the beginning.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Set:
     written: tuple[str, ...]
     scores: Scores
     unread: tuple[int, str]
+    cut: int
     file: epath.Path
 
 
@@ -152,7 +154,9 @@ def _score(
     for of_file, texts in columns.items():
         path = folder / f"{name}{of_file}.txt"
         files.write_text(path, "".join(_line(text) + "\n" for text in texts))
-    found = Set(name, references, written, scores, (len(problems), "".join(problems[:1])), file)
+    unread = len(problems), "".join(problems[:1])
+    cut = sum(answer.cut for answer in answers)
+    found = Set(name, references, written, scores, unread, cut, file)
     for line in list_warnings(found):
         logging.warning("%s", line)
     return found
@@ -210,6 +214,7 @@ def to_json(sets: Sequence[Set]) -> dict[str, dict[str, Any]]:
             "pairs": len(found.written),
             "bad_pairs": found.references.bad[0],
             "unread_sources": found.unread[0],
+            "cut_sources": found.cut,
         }
         for found in sets
     }

@@ -124,6 +124,23 @@ def test_evaluation_can_take_some_rows(prepared):
     assert found.total() == 7
 
 
+def test_documents_that_are_too_long_are_drawn_anew_too(pairs, make_config, tmp_path):
+    document = " ".join(source for source, _ in pairs[:40])
+    spec = write_files(tmp_path, [*pairs[:60], (document, "only this")])
+    config = make_config(spec, sampling=0.3, max_length=64, cut_sources=True, heldout_fraction=0.05)
+    text = prepare(config, tmp_path / "prepared")
+    count = batches_an_epoch(text, config.parallel)
+    drawn = []
+    for batch in take(training_batches(text, config.parallel, seed=1), 3 * count):
+        for row, ids in zip(batch["source"], batch["source_ids"], strict=True):
+            if ids.sum() == 64:
+                drawn.append(tuple(row))
+    assert len(drawn) == 3
+    assert len(set(drawn)) > 1
+    for row in drawn:
+        assert document.startswith(text.vocabularies.source.decode(row[:63]))
+
+
 def test_texts_are_cut_anew_in_each_epoch(pairs, make_config, tmp_path):
     config = make_config(write_files(tmp_path, pairs), sampling=0.3)
     text = prepare(config, tmp_path / "prepared")

@@ -144,6 +144,30 @@ def test_bad_pairs_are_counted_and_the_first_is_named(pairs, make_config, change
         prepare(strict, tmp_path / "elsewhere")
 
 
+def test_long_sources_are_cut_where_that_is_asked_for_and_targets_never(
+    pairs, make_config, change, tmp_path, caplog
+):
+    more = [("ba " * 200, "ba di"), ("ba", "di " * 200), ("du " * 150, "ba do")]
+    config = make_config(write_files(tmp_path, pairs + more), max_length=100, cut_sources=True)
+    with caplog.at_level("INFO", logger="absl"):
+        text = prepare(config, tmp_path / "prepared")
+    rows = [row for split in text.splits for row in rows_of(text, split)]
+    longest = [row for row in rows if len(row.source) == 99]
+    found = {text.vocabularies.target.decode(row.target): row.source for row in longest}
+    assert set(found) == {"ba di", "ba do"}
+    whole = text.vocabularies.source.encode(["ba " * 200])[0]
+    np.testing.assert_array_equal(found["ba di"], whole[:99])
+    assert len(rows) == len(pairs) + 2
+    (said,) = (line for line in caplog.messages if "sources cut" in line)
+    assert f"2 of {len(pairs) + 3} sources cut to config.parallel.max_length; the first:" in said
+    assert f"line {len(pairs) + 1} has a source of {len(whole) + 1} tokens" in said
+    (long,) = (line for line in caplog.messages if "(long)" in line)
+    assert f"1 of {len(pairs) + 3} pairs left out" in long
+    assert f"line {len(pairs) + 2} has a target of" in long
+    with pytest.raises(DataError, match=r"cut_sources \(True there, None wanted\)"):
+        prepare(change(config, cut_sources=False), tmp_path / "prepared")
+
+
 def test_two_vocabularies(pairs, make_config, tmp_path):
     config = make_config(
         write_files(tmp_path, pairs), shared_vocabulary=False, target_vocab_size=120
@@ -165,6 +189,7 @@ def test_two_vocabularies(pairs, make_config, tmp_path):
         ({"max_ratio": 2.0}, r"max_ratio \(0.0 there, 2.0 wanted\)"),
         ({"shared_vocabulary": False}, "vocabularies"),
         ({"sampling": 0.1}, r"sampling \(0.0 there, 0.1 wanted\)"),
+        ({"cut_sources": True}, r"cut_sources \(None there, True wanted\)"),
     ],
 )
 def test_a_folder_of_other_pairs_is_refused(prepared, change, fields, says):
