@@ -66,7 +66,8 @@ def evaluate(
     task = tasks.build_task(config, data.tokenizer.special, found[0], tokenizer=data.tokenizer)
     with devices.random_numbers(found), jax.set_mesh(mesh):
         program = make_program(task, config, mesh)
-        step, params = _read_params(workdir, config, program.abstract.params, step)
+        steps, params = _read_params(workdir, config, program.abstract.params, step)
+        step = steps[-1]
         with memory.explain_out_of_memory(
             "loading a checkpoint",
             "split parameters over more devices with config.mesh.fsdp",
@@ -85,7 +86,13 @@ def evaluate(
     report, sets = "", []
     if scored:
         sets = scoring.score_sets(
-            config, params, data.tokenizers, data.pairs, texts_folder(file), tests=True
+            config,
+            params,
+            data.tokenizers,
+            data.pairs,
+            texts_folder(file),
+            steps=steps,
+            tests=True,
         )
     if jax.process_index() == 0:
         write_numbers(workdir, step, values, file, sets)
@@ -115,9 +122,11 @@ def write_numbers(
 
 
 def _read_params(workdir: Workdir, config: Config, abstract, step: int | None):
+    """(steps of the checkpoints, parameters), the mean of several."""
     if config.writes_text and config.decoding.average > 1:
         return read_mean(workdir, config, step)
-    return checkpoint_reading.load_params(workdir.checkpoints, abstract, step)
+    step, params = checkpoint_reading.load_params(workdir.checkpoints, abstract, step)
+    return (step,), params
 
 
 def check_output(file: epath.Path) -> None:

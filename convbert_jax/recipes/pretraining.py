@@ -287,15 +287,16 @@ def _write_and_score(
         return [], scoring.NOT_SCORED
     file = workdir.evaluation(result.step)
     try:
-        params = sharding.gather(result.state.params)
+        steps, params = (result.step,), sharding.gather(result.state.params)
         if config.decoding.average > 1:
-            _, params = read_mean(workdir, config, result.step)
+            steps, params = read_mean(workdir, config, result.step)
         sets = scoring.score_sets(
             config,
             params,
             data.tokenizers,
             data.pairs,
             evaluation.texts_folder(file),
+            steps=steps,
             tests=False,
         )
     except UserError as error:

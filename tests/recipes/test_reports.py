@@ -22,6 +22,7 @@ from convbert_jax.finetuning.results import RunResult, TaskResult
 from convbert_jax.finetuning.scores import score_table
 from convbert_jax.recipes.reports import commands, finetuning_page, pretraining_page, run_page
 from convbert_jax.recipes.reports.pretraining_text import PretrainingReport
+from convbert_jax.recipes.writing import settings
 from convbert_jax.recipes.writing.scoring import Set
 from convbert_jax.training.reports.reporting import HealthWatch
 from convbert_jax.workdir import Workdir
@@ -43,6 +44,7 @@ def page_of_pretraining(t, *, interrupted=False, folder="runs/it") -> str:
         scores=Scores({"bleu": 12.5}, t[10]),
         unread=(0, ""),
         cut=0,
+        decoding=settings.collect(config, (40,), "float32"),
         file=Workdir(folder).path / "validation.txt",
     )
     report = PretrainingReport(

@@ -54,6 +54,7 @@ def test_after_training_the_heldout_pairs_are_written_and_scored(translated, pai
     kept = json.loads((translated.folder / "evaluation" / "step-300.json").read_text())
     assert kept["scores"]["validation"]["bleu"] == scores["bleu"]
     assert "version:" in kept["scores"]["validation"]["signature"]
+    assert kept["scores"]["validation"]["decoding"]["checkpoints"] == [300]
     assert kept["token_loss"] == translated.evaluation["token_loss"]
     for said in (f"BLEU {scores['bleu']:.1f}", "nrefs:1", "  reference  ", "  ours  ", str(folder)):
         assert said in translated.report
@@ -100,6 +101,19 @@ def test_an_evaluation_scores_test_sets_too_by_the_mean_of_checkpoints(
     kept = json.loads(output.read_text())["scores"]["mine"]
     assert (kept["pairs"], kept["bad_pairs"], kept["unread_sources"]) == (6, 0, 1)
     assert "1 scored as empty; the first: pair 6 has 41 tokens, more than the 32" in result.report
+    assert kept["decoding"] == {
+        "method": "beam",
+        "beam": 3,
+        "length_penalty": 1.0,
+        "length_ratio": 1.5,
+        "length_extra": 10,
+        "checkpoints": [200, 300],
+        "dtype": "float32",
+    }
+    assert (
+        "  beam 3, score / length^1; at most 1.5 times the source's tokens and 10 more; "
+        "the mean of 2 checkpoints, 200 to 300; float32\n"
+    ) in result.report
     assert result.values != translated.evaluation  # by the mean
 
 
@@ -109,14 +123,14 @@ def test_the_mean_of_checkpoints(translation_config, translated):
     parts = {s: sources.read_params(workdir, config, s)[1] for s in (100, 200, 300)}
     for step, used in ((None, (200, 300)), (200, (100, 200))):
         found, mean = reading.read_mean(workdir, config, step)
-        assert found == used[-1]
+        assert found == used
         wanted = jax.tree.map(
             lambda a, b: ((a.astype(np.float64) + b) / 2).astype(a.dtype), *(parts[s] for s in used)
         )
         jax.tree.map(np.testing.assert_array_equal, mean, wanted)
-    assert reading.read_mean(workdir, translation_config)[0] == 300
+    assert reading.read_mean(workdir, translation_config)[0] == (300,)
     found, alone = reading.read_mean(workdir, config, 100)  # of a short trial: what there is
-    assert found == 100
+    assert found == (100,)
     jax.tree.map(np.testing.assert_array_equal, alone, parts[100])
 
 

@@ -36,7 +36,7 @@ class TextModel:
         workdir = Workdir(path)
         self.path, self.config = path, config
         self.tokenizers: tuple[Tokenizer, Tokenizer] = read_tokenizers(workdir, config)
-        self.step, params = read_mean(workdir, config, step)
+        (*_, self.step), params = read_mean(workdir, config, step)
         self._writer = Writer(config, params, self.tokenizers, dtype)
 
     def __repr__(self) -> str:

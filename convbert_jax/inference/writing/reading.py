@@ -36,8 +36,10 @@ def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokeni
     return found
 
 
-def read_mean(workdir: Workdir, config: Config, step: int | None = None) -> tuple[int, Params]:
-    """(step, parameters on the host): the mean of the config.decoding.average newest checkpoints,
+def read_mean(
+    workdir: Workdir, config: Config, step: int | None = None
+) -> tuple[tuple[int, ...], Params]:
+    """(steps, parameters on the host): the mean of the config.decoding.average newest checkpoints,
     summed in float64; of all, which is logged, where there are fewer, as in a short trial.
 
     Args:
@@ -54,7 +56,8 @@ def read_mean(workdir: Workdir, config: Config, step: int | None = None) -> tupl
         logging.info("config.decoding.average=%d, but there are %d checkpoints.", count, len(steps))
         count = len(steps)
     if count <= 1:
-        return sources.read_params(workdir, config, step)
+        step, params = sources.read_params(workdir, config, step)
+        return (step,), params
     total = None
     for number in steps:
         _, params = sources.read_params(workdir, config, number)
@@ -67,7 +70,7 @@ def read_mean(workdir: Workdir, config: Config, step: int | None = None) -> tupl
             )
     logging.info("The mean of the checkpoints %s.", ", ".join(map(str, steps)))
     mean = jax.tree.map(lambda sums, kind: (sums / count).astype(kind), total, kinds)
-    return steps[-1], mean
+    return tuple(steps), mean
 
 
 def change_decoding(config: Config, fields: Mapping[str, Any]) -> Config:

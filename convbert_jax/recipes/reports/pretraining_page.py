@@ -136,7 +136,8 @@ def _written(report: PretrainingReport) -> list[Element]:
     for found in report.written:
         title = element("h3", f"{len(found.written):,} pairs of ", foreign(found.name))
         scores = blocks.table(("", "score"), scoring.list_scores(found), names=1)
-        parts += [title, scores, element("p", found.scores.signature, class_="note")]
+        parts += [title, scores]
+        parts += [element("p", line, class_="note") for line in scoring.list_settings(found)]
         parts += [element("p", line, class_="warning") for line in scoring.list_warnings(found)]
         for example in scoring.choose_examples(found):
             lines = [

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from absl import logging
 from etils import epath
 
@@ -28,6 +29,7 @@ from convbert_jax.data.parallel.references import (
 )
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference.writing.writer import Writer
+from convbert_jax.recipes.writing import settings
 from convbert_jax.training.environment import devices
 from convbert_jax.training.task import Params
 
@@ -44,6 +46,7 @@ class Set:
       unread: sources that the model did not read, as too long ones; their texts are empty and
         scored so. And why, of the first.
       cut: sources of which config.parallel.cut_sources had the model read the beginning.
+      decoding: how, as `settings.collect` has it.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Set:
     scores: Scores
     unread: tuple[int, str]
     cut: int
+    decoding: Mapping[str, Any]
     file: epath.Path
 
 
@@ -105,6 +109,7 @@ def score_sets(
     text: ParallelText,
     folder: epath.Path,
     *,
+    steps: Sequence[int],
     tests: bool,
 ) -> list[Set]:
     """Writes to the held-out pairs, and to those of config.decoding.test_sources if `tests`.
@@ -112,6 +117,7 @@ def score_sets(
     Args:
       params: whole, on the host.
       folder: of the files.
+      steps: of the checkpoints whose mean `params` are.
 
     Raises:
       DataError: pairs cannot be read.
@@ -120,12 +126,19 @@ def score_sets(
     if tests:
         sets |= {name: read_whole(spec, config.parallel) for name, spec in config.decoding.tests}
     device = jax.local_devices()[0]
-    writer = Writer(config, params, tokenizers, devices.compute_dtype(config, device))
-    return [_score(config, writer, name, found, folder) for name, found in sets.items()]
+    dtype = devices.compute_dtype(config, device)
+    writer = Writer(config, params, tokenizers, dtype)
+    how = settings.collect(config, steps, jnp.dtype(dtype).name)
+    return [_score(config, writer, name, found, how, folder) for name, found in sets.items()]
 
 
 def _score(
-    config: Config, writer: Writer, name: str, references: References, folder: epath.Path
+    config: Config,
+    writer: Writer,
+    name: str,
+    references: References,
+    how: Mapping[str, Any],
+    folder: epath.Path,
 ) -> Set:
     sources = [source for source, *_ in references.pairs]
     right = [of_pair[1:] for of_pair in references.pairs]
@@ -156,7 +169,7 @@ def _score(
         files.write_text(path, "".join(_line(text) + "\n" for text in texts))
     unread = len(problems), "".join(problems[:1])
     cut = sum(answer.cut for answer in answers)
-    found = Set(name, references, written, scores, unread, cut, file)
+    found = Set(name, references, written, scores, unread, cut, how, file)
     for line in list_warnings(found):
         logging.warning("%s", line)
     return found
@@ -169,12 +182,20 @@ def describe(sets: Sequence[Set]) -> list[str]:
         numbers = ", ".join(" ".join(number) for number in list_scores(found))
         lines += [
             f"Written to {len(found.written):,} pairs of {found.name}: {numbers}",
-            f"  {found.scores.signature}",
+            *(f"  {line}" for line in list_settings(found)),
             *(f"  {line}" for line in list_warnings(found)),
         ]
     for example in choose_examples(sets[0]):
         lines += ["", *(f"  {name:<11}{text}" for name, text in example.items())]
     return [*lines, "", f"Texts: {sets[0].file.parent}"]
+
+
+def list_settings(found: Set) -> list[str]:
+    """What made the scores: what counted, how the texts were written, what was read of them."""
+    lines = [found.scores.signature, settings.describe(found.decoding)]
+    if found.cut:
+        lines.append(f"{found.cut} of {len(found.written)} sources cut to what the model reads")
+    return lines
 
 
 def list_scores(found: Set) -> list[tuple[str, str]]:
@@ -211,6 +232,7 @@ def to_json(sets: Sequence[Set]) -> dict[str, dict[str, Any]]:
         found.name: {
             **found.scores.values,
             "signature": found.scores.signature,
+            "decoding": dict(found.decoding),
             "pairs": len(found.written),
             "bad_pairs": found.references.bad[0],
             "unread_sources": found.unread[0],
