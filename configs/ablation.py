@@ -16,12 +16,13 @@ DeBERTaV3's sharing of embeddings (gdes). generator_size: ELECTRA's figure, and 
 pretrained_convolutions: whether convolutions profit of pre-training as attention does (Tay et al.,
 2021); needs --finetune. pretrained_sequences: the same of encoder-decoders, by span corruption and
 text to text, as that paper has it. translation: attention, light, dynamic and span-based dynamic
-convolution in encoder and decoder (Wu et al., 2019), scored by BLEU; needs
---config.parallel.source. length: time and memory of rows of 64 to 4,096 tokens. search: head ratio,
+convolution in encoder and decoder (Wu et al., 2019), scored by BLEU; small is iwslt_de_en, base
+wmt_en_de_big of configs/translation.py; needs --config.parallel.source. length: time and memory of rows of 64 to 4,096 tokens. search: head ratio,
 kernel size, groups and feed-forward, chosen by Optuna among encoders no larger than the config's.
 """
 
 from convbert_jax.config.mixers import MIXERS
+from convbert_jax.config.sequences.sizes import DECODER_KERNELS, ENCODER_KERNELS
 from convbert_jax.sweeps import Row, Search, Sweep, SweepError
 
 # The second width of bnk_gl_sdconv, as fields of config.model. A generator of heads that head_ratio
@@ -217,18 +218,31 @@ def _of_size(size: str, rows: dict[str, Row], **fields) -> Sweep:
 
 
 def _translation(size: str) -> Sweep:
-    """Of the sizes of configs/translation.py."""
+    """Of the sizes of configs/translation.py. Beyond tiny, light and dynamic convolutions have the
+    published windows and one more layer in the encoder, with which parameters are about equal.
+    """
     sizes = {"tiny": "tiny", "small": "iwslt_de_en", "base": "wmt_en_de_big"}
+
+    def row(mixer, layers):
+        if size == "tiny":
+            return Row({"model.mixer": mixer, "model.kernel_size": 7})
+        windows = {
+            "model.layers": layers,
+            "model.kernel_sizes": ENCODER_KERNELS[-layers:],
+            "sequence.decoder_kernel_sizes": DECODER_KERNELS,
+        }
+        return Row({"model.mixer": mixer, **windows})
+
     return Sweep(
         config=f"configs/translation.py:{sizes[size]},attention",
         rows={
             "attention": Row({}),
-            **{
-                mixer: Row({"model.mixer": mixer, "model.kernel_size": 7})
-                for mixer in ("light", "dynamic", "span_dynamic")
-            },
+            "light": row("light", 7),
+            "dynamic": row("dynamic", 7),
+            "span_dynamic": row("span_dynamic", 6),
         },
-        purpose="Do convolutions translate as well as attention, at the same depth and width?",
+        purpose="Do convolutions translate as well as attention, of equal width and about as many "
+        "parameters?",
     )
 
 

@@ -10,7 +10,7 @@ from convbert_jax.analysis import flops
 from convbert_jax.config import UserError, to_dict
 from convbert_jax.sweeps import Row, Sweep, SweepError, Task, request
 from convbert_jax.sweeps.cells import check_tasks, check_unchanged, expand
-from convbert_jax.sweeps.describe import describe
+from convbert_jax.sweeps.describe import count_parameters, describe
 from convbert_jax.sweeps.folder import FINISHED, Folder, Record
 
 ROWS = {"attention": Row({"model.mixer": "attention"}), "mixed": Row()}
@@ -232,6 +232,18 @@ def test_the_named_sweeps_can_run(folder, name, size):
         sweep = dataclasses.replace(sweep, tasks={"trec": task})
     assert expand(sweep, folder)
     assert sweep.purpose
+
+
+@pytest.mark.parametrize("size", ["small", "base"])
+def test_mixers_that_translate_have_about_equal_parameters(folder, tmp_path, size):
+    for name in ("de", "en"):
+        (tmp_path / name).write_text("text\n")
+    sweep = NAMED["get_sweep"](f"translation,{size}")
+    source = f"parallel:{tmp_path}/de,{tmp_path}/en"
+    cells = expand(dataclasses.replace(sweep, seeds=(0,)), folder, {"parallel.source": source})
+    counts = {cell.row: count_parameters(cell) for cell in cells}
+    for count in counts.values():
+        assert count == pytest.approx(counts["attention"], rel=0.03), counts
 
 
 def test_the_plan_says_what_cells_cost(folder):
