@@ -17,8 +17,9 @@ pretrained_convolutions: whether convolutions profit of pre-training as attentio
 2021); needs --finetune. pretrained_sequences: the same of encoder-decoders, by span corruption and
 text to text, as that paper has it. translation: attention, light, dynamic and span-based dynamic
 convolution in encoder and decoder (Wu et al., 2019), scored by BLEU; small is iwslt_de_en, base
-wmt_en_de_big of configs/translation.py; needs --config.parallel.source. length: time and memory of rows of 64 to 4,096 tokens. search: head ratio,
-kernel size, groups and feed-forward, chosen by Optuna among encoders no larger than the config's.
+wmt_en_de_big of configs/translation.py; needs --config.parallel.source. length: time and memory of
+rows of 64 to 4,096 tokens. search: head ratio, kernel size, groups and feed-forward, chosen by
+Optuna among encoders no larger than the config's.
 """
 
 from convbert_jax.config.mixers import MIXERS
