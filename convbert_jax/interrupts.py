@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 from absl import logging
@@ -18,6 +19,9 @@ from absl import logging
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _TOLD = 2.0  # seconds without an end after which a first signal is answered by a line
 _PATIENCE = 5.0  # seconds that a second one leaves the program to end by itself
+# Seconds in which a second SIGTERM is the first one: schedulers signal every process of a job, and
+# one that has started another passes on what it hears.
+ECHO = 2.0
 TRY_AGAIN = 75  # "temporary failure", on which a launcher starts the same command again
 
 
@@ -65,7 +69,8 @@ def heard(told: float = _TOLD, patience: float = _PATIENCE) -> Iterator[None]:
     no signals there.
 
     Args:
-      told, patience: seconds from a first, and from a second signal.
+      told, patience: seconds from a first, and from a second signal. Until then a second SIGTERM is
+        the first one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -102,6 +107,11 @@ def nothing_to_save() -> Iterator[None]:
             _state.free = False
 
 
+def is_echo(first: int, second: int, seconds: float, within: float = ECHO) -> bool:
+    """Whether a second signal, so many seconds after the first, is that one passed on."""
+    return first == second == signal.SIGTERM and seconds < within
+
+
 def _stop(number, frame):
     del frame
     raise Stopped(signal.Signals(number).name)
@@ -109,6 +119,7 @@ def _stop(number, frame):
 
 def _listen(ours: socket.socket, told: float, patience: float) -> None:
     waiting: list[threading.Timer] = []
+    first, by = 0.0, 0
 
     def after(seconds: float, do, *arguments) -> None:
         timer = threading.Timer(seconds, do, arguments)
@@ -120,6 +131,10 @@ def _listen(ours: socket.socket, told: float, patience: float) -> None:
         while numbers := ours.recv(16):
             for number in numbers:
                 if number not in _SIGNALS:
+                    continue
+                if not waiting:
+                    first, by = time.monotonic(), number
+                elif is_echo(by, number, time.monotonic() - first, told):
                     continue
                 after(*((patience, _end, number) if waiting else (told, _tell, number)))
     for timer in waiting:

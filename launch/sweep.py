@@ -2,6 +2,7 @@
 
     python launch/sweep.py --config=configs/ablation.py:kernel_size --plan
     python launch/sweep.py --config=configs/ablation.py:kernel_size --workdir=runs/kernel_size
+    python launch/sweep.py … --slurm=8 --sbatch='--partition=gpu --gpus=1 --time=24:00:00'
 
 The same command goes on where it was stopped. Several of them at once, on machines that share the
 folder, share the work. What the table, the folder and the report mean: docs/family/sweeps.md.
@@ -20,6 +21,7 @@ from convbert_jax import console
 from convbert_jax.config import UserError
 from convbert_jax.sweeps import cells as cells_lib
 from convbert_jax.sweeps import request as request_lib
+from convbert_jax.sweeps.slurm import job, submission
 
 _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
@@ -29,6 +31,8 @@ def main() -> None:
     logging.set_verbosity(logging.WARNING)  # what a run says of its config is in its own log
     try:
         request = request_lib.read(sys.argv, __doc__)
+        if request.do == "submit":
+            submission.check_installed()
         cells = cells_lib.expand(request.sweep, request.folder, request.overrides)
     except UserError as error:
         console.fail(str(error), code=2)
@@ -45,6 +49,9 @@ def main() -> None:
             explorer = Explorer(request.sweep, request.folder, request.overrides)
             cells = _expand(request, explorer)
         new, gone = cells_lib.check_unchanged(cells, request.folder)
+        if request.do == "submit":
+            _submit(request, cells)
+            return
         if request.do == "plan":
             from convbert_jax.sweeps import describe
 
@@ -98,6 +105,24 @@ def _run(request: request_lib.Request, cells, explorer, new: int, gone: list[str
     for cell, why in summary.failed.items():
         _tell(f"failed: {cell}: {why}")
     return len(summary.failed)
+
+
+def _submit(request: request_lib.Request, cells) -> None:
+    cells_lib.check_tasks(cells)
+    runner = (sys.executable, str(pathlib.Path(__file__).resolve()), *request.arguments)
+    jobs = submission.submit(
+        f"sweep-{request.name}",
+        request.folder,
+        job.Job(runner, str(pathlib.Path.cwd())),
+        request.runners,
+        request.sbatch,
+    )
+    logs = request.folder.path / "slurm"
+    print(
+        f"{len(jobs)} runners of {len(cells)} cells are in the queue: job "
+        f"{jobs[0].partition('_')[0]}; they print to {logs}/JOB_0_log.out. "
+        "--report writes what there is at any time."
+    )
 
 
 def _tell(text: str) -> None:

@@ -16,7 +16,9 @@ import convbert_jax
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 OURS = {"convbert_jax", "configs"}
 # Imported where they are found, with a sentence that says how to get them where they are not.
-OPTIONAL = {"torch", "transformers", "datasets", "optuna", "mlflow", "wandb", "apache_beam"}
+OPTIONAL = {
+    *("torch", "transformers", "datasets", "optuna", "submitit", "mlflow", "wandb", "apache_beam"),
+}
 LOCK = runpy.run_path(str(REPOSITORY / "launch" / "lock.py"))
 LOCKS = sorted(REPOSITORY.glob("requirements-*.lock"))
 

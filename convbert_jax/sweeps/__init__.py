@@ -9,6 +9,7 @@ queue.py    who does what, among them
 search.py   rows that Optuna chooses, under a budget
 runner.py   one runner: takes a cell, starts it as a process, keeps what came out
 child.py    that process
+slurm/      many runners, as jobs of a cluster
 describe.py the cells as a text; parameters and FLOPs
 results.py  what came out, for analysis/sweep_report
 

@@ -10,9 +10,10 @@ from convbert_jax import config_files
 from convbert_jax.command_line import overrides
 from convbert_jax.config import ConfigError
 from convbert_jax.sweeps.folder import Folder
+from convbert_jax.sweeps.slurm import submission
 from convbert_jax.sweeps.table import Sweep, SweepError, Task
 
-_MOST_SEEDS = 1000
+_MOST_SEEDS, _MOST_RUNNERS = 1000, 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,10 @@ class Request:
     Attributes:
       name: of the sweep, as --config has it.
       overrides: path of a field -> value, for all cells.
-      do: "run"; "plan" to print the cells; "report" to write what there is.
+      do: "run"; "submit" to have runners of a cluster run it; "plan" to print the cells; "report"
+        to write what there is.
+      arguments: of launch/sweep.py, with which a runner elsewhere does the same.
+      runners, sbatch: how many are submitted, and what sbatch is told of their machines.
     """
 
     name: str
@@ -30,6 +34,9 @@ class Request:
     folder: Folder
     overrides: Mapping[str, Any]
     do: str
+    arguments: tuple[str, ...] = ()
+    runners: int = 0
+    sbatch: Mapping[str, str | bool] = dataclasses.field(default_factory=dict)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,13 +72,38 @@ def read(argv: Sequence[str], description: str = "") -> Request:
         tasks[name] = task
     sweep = dataclasses.replace(sweep, tasks=tasks)
     name = flags.config.rpartition(":")[2].removesuffix(".py").rpartition("/")[2]
+    folder = Folder(flags.workdir or f"runs/{name.replace(',', '-')}")
     return Request(
         name=name,
         sweep=sweep,
-        folder=Folder(flags.workdir or f"runs/{name.replace(',', '-')}"),
+        folder=folder,
         overrides=changed,
-        do="plan" if flags.plan else "report" if flags.report else "run",
+        do=_what_to_do(flags),
+        arguments=(*_to_arguments(flags, folder), *overrides.to_flags(changed)),
+        runners=flags.slurm or 0,
+        sbatch={} if flags.slurm is None else submission.read_options(flags.sbatch),
     )
+
+
+def _what_to_do(flags: argparse.Namespace) -> str:
+    if flags.slurm is None:
+        if flags.sbatch:
+            raise ConfigError("--sbatch is of --slurm; add --slurm=N, the number of runners.")
+        return "plan" if flags.plan else "report" if flags.report else "run"
+    if not 0 < flags.slurm <= _MOST_RUNNERS:
+        raise ConfigError(f"--slurm={flags.slurm} must be from 1 to {_MOST_RUNNERS}.")
+    return "submit"
+
+
+def _to_arguments(flags: argparse.Namespace, folder: Folder) -> list[str]:
+    """Of a runner on another machine, which shares the disk."""
+    chosen = {"rows": flags.rows, "seeds": flags.seeds}
+    return [
+        f"--config={flags.config}",
+        f"--workdir={folder.path.absolute()}",
+        *(f"--{name}={value}" for name, value in chosen.items() if value is not None),
+        *(f"--finetune={text}" for text in flags.finetune),
+    ]
 
 
 def _parser(description: str) -> _Parser:
@@ -99,6 +131,13 @@ def _parser(description: str) -> _Parser:
     add = do.add_argument
     add("--plan", action="store_true", help="print the cells and what they cost, run nothing")
     add("--report", action="store_true", help="write the report of what there is, run nothing")
+    add("--slurm", type=int, metavar="N", help="put N runners into the queue of a Slurm cluster")
+    parser.add_argument(
+        "--sbatch",
+        default="",
+        metavar="OPTIONS",
+        help="machine of each: '--partition=gpu --gpus=1 --time=24:00:00'",
+    )
     return parser
 
 

@@ -13,6 +13,8 @@ import time
 import numpy as np
 import pytest
 
+from convbert_jax.sweeps.slurm import submission
+from convbert_jax.sweeps.slurm.job import Job
 from convbert_jax.training.checkpoints.reading import load_arrays
 from convbert_jax.workdir import Workdir
 from tests import compiling
@@ -186,3 +188,30 @@ def test_faults_of_a_sweep_are_sentences(table, tmp_path):
     printed = end(begin(table, tmp_path), 1)
     assert "error: 1 of 4 cells failed" in printed
     assert re.search(r"failed: wide/seed-0/own: .*wide/seed-0/pretrain", printed)
+
+
+@pytest.mark.slow
+def test_jobs_of_submitit_share_the_work_and_are_put_back(table, tmp_path, monkeypatch):
+    """Its executor for one machine starts a job again that was put back, as Slurm does."""
+    submitit = pytest.importorskip("submitit")
+    monkeypatch.setenv("XLA_FLAGS", compiling.flags(1))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    executor = submitit.LocalExecutor(tmp_path / "slurm")
+    executor.update_parameters(timeout_min=30, setup=[submission.set_path()], stderr_to_stdout=True)
+    command = (sys.executable, str(SCRIPT), f"--config={table}", f"--workdir={tmp_path}")
+    jobs = executor.submit_array([Job(command, str(table.parent))] * 2)
+    lock = tmp_path / "cells/wide/seed-0/pretrain.lock"
+    while not list(tmp_path.glob("cells/wide/seed-0/pretrain/checkpoints/[0-9]*")):
+        assert not all(job.done() for job in jobs), [job.stdout() for job in jobs]
+        time.sleep(0.05)
+    runner = int(lock.read_text().split()[1])
+    parent = int(pathlib.Path(f"/proc/{runner}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(parent, signal.SIGUSR2)
+    assert [job.results() for job in jobs] == [[None], [None]]
+    printed = [job.stdout() for job in jobs]
+    assert "Requeued job" in "".join(printed)
+    assert "wide/seed-0/pretrain is stopped, its state is saved" in "".join(printed)
+    assert "4 of 4 done" in "".join(printed)
+    began = [cell for text in printed for cell in re.findall(r": (\S+) begins", text)]
+    assert sorted(began) == sorted(CELLS)
+    assert starts(tmp_path, CELLS[0]) == 2

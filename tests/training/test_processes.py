@@ -126,15 +126,27 @@ def test_a_run_that_was_stopped_ends_with_a_code_of_its_own(
 
 
 def test_a_second_signal_kills(tmp_path):
-    process = start(tmp_path, "--steps=100000", "--seconds=2")
+    process = start(tmp_path, "--steps=100000", "--seconds=5")
     wait_for_line(tmp_path, 1, process)
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    time.sleep(interrupts.ECHO + 0.3)
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     code, _ = finish(process)
     assert code == -signal.SIGTERM
     assert time.monotonic() - begin < 2.0
+
+
+def test_a_signal_that_is_passed_on_does_not_kill(tmp_path):
+    """A scheduler signals every process of a job, and the one that started this one passes it on."""
+    process = start(tmp_path, "--steps=100000", "--seconds=1")
+    wait_for_line(tmp_path, 1, process)
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+    code, text = finish(process)
+    assert code == 75, text
+    assert "interrupted True" in text
 
 
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path):

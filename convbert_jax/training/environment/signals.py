@@ -2,9 +2,11 @@
 
 import signal
 import threading
+import time
 
 from absl import logging
 
+from convbert_jax import interrupts
 from convbert_jax.training.environment import exchange, preemption
 from convbert_jax.training.environment.agreement import Agreement
 
@@ -13,7 +15,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 class StopSignals:
     """Context in which the first signal asks for a stop; a second one is not saved for: SIGTERM
-    ends the process at once, Ctrl-C is KeyboardInterrupt, after which a notebook lives on.
+    ends the process at once, but for one that only echoes the first (`interrupts.ECHO`); Ctrl-C is
+    KeyboardInterrupt, after which a notebook lives on.
     A notice of preemption asks as SIGTERM does, and the SIGTERM that follows it is a first one.
     """
 
@@ -46,7 +49,15 @@ class StopSignals:
         del frame
         self._received = signal.Signals(number).name
         self._put_back()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        began = time.monotonic()
+
+        def end(second, frame):
+            if interrupts.is_echo(number, second, time.monotonic() - began):
+                return
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+
+        signal.signal(signal.SIGTERM, end)
 
     def _notice(self, what: str):
         logging.info("Compute Engine takes this machine away (%s): stopping.", what)

@@ -1,0 +1,233 @@
+"""Runners of a sweep as jobs of Slurm, which is played: commands on PATH that note what they are
+asked for, and the script that sbatch got, run as Slurm runs it.
+"""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from convbert_jax.config import UserError
+from convbert_jax.sweeps import SweepError, request
+from convbert_jax.sweeps.folder import Folder
+from convbert_jax.sweeps.slurm import submission
+from convbert_jax.sweeps.slurm.job import Job
+from tests.launch.hearing import hear
+
+pytest.importorskip("submitit")
+
+OPTIONS = "--partition=gpu --gpus=1 --time=1-02 --cpus-per-task=4 --exclusive"
+# Note their arguments; sbatch keeps the script, srun runs its command without a cluster.
+TOOLS = {
+    "sbatch": 'cp "$1" {folder}/script; echo Submitted batch job 77',
+    "srun": 'while [ "${{1#--}}" != "$1" ]; do case $1 in --output) shift;; esac; shift; done\n'
+    'exec "$@"',
+    "squeue": "cat {folder}/state",
+    "scontrol": "",
+}
+# As launch/sweep.py: stops for a signal, once, when its cell is saved.
+RUNNER = """
+import pathlib, signal, sys, time
+asked = []
+def stop(number, frame):
+    asked.append(number)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGTERM, stop)
+assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+with open("starts", "a") as file:
+    file.write("started\\n")
+while not asked and not pathlib.Path("done").exists():
+    time.sleep(0.02)
+if asked:
+    time.sleep(0.3)
+    pathlib.Path("saved").touch()
+    sys.exit(130)
+sys.exit(int(pathlib.Path("done").read_text() or 0))
+"""
+
+
+class Cluster:
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        (folder / "bin").mkdir()
+        for name, what in TOOLS.items():
+            file = folder / "bin" / name
+            text = f'#!/bin/bash\necho "{name} $*" >>{{folder}}/asked\n{what}\n'
+            file.write_text(text.format(folder=folder))
+            file.chmod(0o755)
+        self.path = f"{folder}/bin:{os.environ['PATH']}"
+
+    def asked(self, tool: str) -> list[str]:
+        lines = (self.folder / "asked").read_text().splitlines()
+        return [line.removeprefix(f"{tool} ") for line in lines if line.startswith(f"{tool} ")]
+
+    def begin(self) -> subprocess.Popen:
+        """The first task of the array, on a node, until its runner is there."""
+        before = self.starts()
+        process = subprocess.Popen(
+            ["bash", str(self.folder / "script")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={
+                **os.environ,
+                "PATH": self.path,
+                **{"SLURM_JOB_ID": "78", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "0"},
+            },
+            preexec_fn=hear,
+        )
+        while self.starts() == before:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+        return process
+
+    def starts(self) -> int:
+        file = self.folder / "starts"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def of_job(self, process: subprocess.Popen) -> int:
+        """The task's own process, the child of the script's shell."""
+        file = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        return int(file.read_text().split()[0])
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch) -> Cluster:
+    cluster = Cluster(tmp_path)
+    monkeypatch.setenv("PATH", cluster.path)
+    return cluster
+
+
+@pytest.fixture
+def submitted(cluster) -> Cluster:
+    (cluster.folder / "runner.py").write_text(RUNNER)
+    job = Job((sys.executable, "runner.py"), str(cluster.folder))
+    options = submission.read_options(OPTIONS)
+    ids = submission.submit("sweep-x", Folder(cluster.folder / "work"), job, 2, options)
+    assert ids == ["77_0", "77_1"]
+    return cluster
+
+
+def test_what_slurm_is_asked_for(submitted):
+    script = (submitted.folder / "script").read_text()
+    for line in (
+        *("array=0-1%2", "cpus-per-task=4", "gpus=1", "job-name=sweep-x", "partition=gpu"),
+        *("requeue", "exclusive", "signal=USR2@120", "time=1560", "open-mode=append"),
+        f"output={submitted.folder}/work/slurm/%A_%a_0_log.out",
+    ):
+        assert f"#SBATCH --{line}\n" in script
+    assert "--cpus-per-task=4" in script.partition("srun ")[2]
+    assert len(submitted.asked("sbatch")) == 1
+
+
+def test_a_runner_ends_with_its_code(submitted):
+    process = submitted.begin()
+    (submitted.folder / "done").touch()
+    printed, _ = process.communicate(timeout=60)
+    assert (process.returncode, submitted.starts()) == (0, 1), printed
+    (submitted.folder / "done").write_text("1")
+    process = submitted.begin()
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert submitted.asked("scontrol") == []
+
+
+@pytest.mark.parametrize("how", ["time is up", "preempted", "preempted, with both signals"])
+def test_a_runner_is_put_back_when_its_cell_is_saved(submitted, how):
+    (submitted.folder / "state").write_text("RUNNING\n")
+    process = submitted.begin()
+    number = signal.SIGUSR2 if how == "time is up" else signal.SIGTERM
+    os.kill(submitted.of_job(process), number)
+    if how == "preempted, with both signals":
+        os.kill(submitted.of_job(process), signal.SIGUSR2)
+    printed, _ = process.communicate(timeout=60)
+    assert (submitted.folder / "saved").exists(), printed
+    assert submitted.asked("scontrol") == ["requeue 77_0"]
+    process = submitted.begin()  # as Slurm does then
+    (submitted.folder / "done").touch()
+    process.communicate(timeout=60)
+    assert (process.returncode, submitted.starts()) == (0, 2)
+
+
+def test_a_cancelled_runner_saves_and_is_not_put_back(submitted):
+    (submitted.folder / "state").write_text("COMPLETING\n")
+    process = submitted.begin()
+    os.kill(submitted.of_job(process), signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert (submitted.folder / "saved").exists()
+    assert process.returncode == 130
+    assert submitted.asked("scontrol") == []
+
+
+def test_what_slurm_refuses_is_a_sentence(cluster):
+    (cluster.folder / "bin" / "sbatch").write_text(
+        "#!/bin/bash\necho 'sbatch: error: invalid partition specified: gpu' >&2; exit 1\n"
+    )
+    with pytest.raises(SweepError) as caught:
+        submission.submit(
+            "x", Folder(cluster.folder / "work"), Job(("true",), "."), 2, {"time": "1:00"}
+        )
+    assert str(caught.value) == (
+        "sbatch: error: invalid partition specified: gpu; nothing was submitted."
+    )
+
+
+@pytest.mark.parametrize(
+    ("time", "minutes"),
+    [("90", 90), ("90:30", 90), ("2:30:00", 150), ("1-02", 1560), ("1-02:03", 1563), ("0:60", 1)],
+)
+def test_times_as_slurm_has_them(time, minutes):
+    assert submission.read_options(f"--time={time}") == {"time": time}
+    assert submission._minutes(time) == minutes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--slurm=0"], "--slurm=0 must be from 1"),
+        (["--slurm=x"], "invalid int value: 'x'"),
+        (["--slurm=2"], "has no --time, before whose end"),
+        (["--slurm=2", "--plan"], "not allowed with argument"),
+        (["--sbatch=--time=1:00"], "--sbatch is of --slurm; add --slurm=N"),
+        (["--slurm=2", "--sbatch=time=1:00"], "'time=1:00' is no option"),
+        (["--slurm=2", "--sbatch=--time="], "'--time=' is no option"),
+        (["--slurm=2", "--sbatch=--time=soon"], "--time=soon is no time"),
+        (["--slurm=2", "--sbatch=--time=0:10"], "--time=0:10 is no time of a minute"),
+        (["--slurm=2", "--sbatch=--time"], "--time=True is no time"),
+        (["--slurm=2", "--sbatch=--time=9 --array=0-3"], "--slurm sets --array=0-3 itself"),
+        (["--slurm=2", "--sbatch=--time='9"], "no closing quotation"),
+    ],
+)
+def test_a_command_line_that_cannot_be_is_refused(arguments, says):
+    with pytest.raises(UserError) as caught:
+        request.read(["sweep.py", "--config=ablation:kernel_size", *arguments])
+    assert says in str(caught.value)
+
+
+def test_runners_elsewhere_get_the_same_command(tmp_path):
+    asked = request.read(
+        [
+            *("sweep.py", "--config", "ablation:kernel_size", "--seeds=2", f"--workdir={tmp_path}"),
+            *("--slurm=2", f"--sbatch={OPTIONS}", "--config.train.steps=1k", "--rows=k9,k3"),
+            "--finetune=text:trec --config.task.folder='a b'",
+        ]
+    )
+    assert (asked.do, asked.runners, asked.sbatch["gpus"]) == ("submit", 2, "1")
+    again = request.read(["sweep.py", *asked.arguments])
+    assert again.do == "run"
+    for name in ("name", "sweep", "overrides"):
+        assert getattr(again, name) == getattr(asked, name)
+    assert again.folder.path == asked.folder.path
+
+
+def test_what_is_missing_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SweepError, match="needs sbatch, which is not on PATH; start this on a log"):
+        submission.check_installed()
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(SweepError, match="needs submitit, .*: pip install submitit"):
+        submission.check_installed()
