@@ -18,8 +18,9 @@ pretrained_convolutions: whether convolutions profit of pre-training as attentio
 text to text, as that paper has it. translation: attention, light, dynamic and span-based dynamic
 convolution in encoder and decoder (Wu et al., 2019), scored by BLEU; small is iwslt_de_en, base
 wmt_en_de_big of configs/translation.py; needs --config.parallel.source. length: time and memory of
-rows of 64 to 4,096 tokens. search: head ratio, kernel size, groups and feed-forward, chosen by
-Optuna among encoders no larger than the config's.
+rows of 64 to 4,096 tokens, of every mixer. search: head ratio, share of convolution heads, kernel
+size, groups and feed-forward, chosen by Optuna among encoders of no more parameters and FLOPs than
+the config's.
 """
 
 from convbert_jax.config.mixers import MIXERS
@@ -163,7 +164,6 @@ def _pretrained_sequences(size: str) -> Sweep:
 def _length(size: str) -> Sweep:
     """Batches of 8,192 tokens each, some steps for the clock; nothing is learned."""
     lengths = [2**power for power in range(6, 13)]
-    mixers = ("attention", "mixed")
     return Sweep(
         config=f"configs/{size}.py",
         rows={
@@ -176,7 +176,7 @@ def _length(size: str) -> Sweep:
                 }
             )
             for length in lengths
-            for mixer in mixers
+            for mixer in MIXERS
         },
         changes={
             "train.steps": 20,
@@ -193,14 +193,15 @@ def _length(size: str) -> Sweep:
 
 
 def _search(size: str) -> Sweep:
-    trained = {"tiny": 1_396_882, "small": 14_019_903, "base": 115_836_059}  # the config's own
     width = {"tiny": 512, "small": 1_024, "base": 3_072}[size]
+    shares = {0.25: ("convolution_share=0.25",), 0.5: (), 0.75: ("convolution_share=0.75",)}
     return _of_size(
         size,
         {"as-published": Row()},
         search=Search(
             space={
                 "model.head_ratio": (1, 2, 4),
+                "model.mixer_fields": tuple(shares.values()),
                 "model.kernel_size": tuple(range(3, 18, 2)),
                 "model.ffn_groups": (1, 2, 4),
                 "model.ffn_size": tuple(width * part // 4 for part in (2, 4, 6, 8)),
@@ -208,9 +209,9 @@ def _search(size: str) -> Sweep:
             rows=30,
             metric="discriminator_auc",
             maximize=True,
-            most_parameters=trained[size],
+            within="as-published",
         ),
-        purpose="Is there a better encoder of at most as many parameters?",
+        purpose="Is there a better encoder of at most as many parameters and FLOPs?",
     )
 
 

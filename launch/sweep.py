@@ -21,6 +21,7 @@ from convbert_jax import console
 from convbert_jax.config import UserError
 from convbert_jax.sweeps import cells as cells_lib
 from convbert_jax.sweeps import request as request_lib
+from convbert_jax.sweeps.checks.files import check_files
 from convbert_jax.sweeps.slurm import job, submission
 
 _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
@@ -97,7 +98,7 @@ def _run(request: request_lib.Request, cells, explorer, new: int, gone: list[str
         _tell(f"no longer in the table, kept and left out: {', '.join(gone)}")
     if new < len(cells):
         _tell(f"{new} cells are new.")
-    cells_lib.check_tasks(cells)
+    check_files(cells, request.folder)
     metrics = results.choose_metrics(request.sweep, cells[0].config)
     summary = runner.run(cells, request.folder, tell=_tell, metrics=metrics, explorer=explorer)
     if summary.stopped:
@@ -108,7 +109,7 @@ def _run(request: request_lib.Request, cells, explorer, new: int, gone: list[str
 
 
 def _submit(request: request_lib.Request, cells) -> None:
-    cells_lib.check_tasks(cells)
+    check_files(cells, request.folder)
     runner = (sys.executable, str(pathlib.Path(__file__).resolve()), *request.arguments)
     jobs = submission.submit(
         f"sweep-{request.name}",

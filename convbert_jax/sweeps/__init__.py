@@ -2,6 +2,7 @@
 
 table.py    what a sweep is: `Sweep`, `Row`, `Task`, as configs/ablation.py writes them
 cells.py    the runs that it makes, each with its config, checked as a whole
+checks/     what cannot be, whose fault it is, and what is not there
 request.py  what a command line of launch/sweep.py asks for
 folder.py   where everything of a sweep is, and what it keeps of each cell
 journal.py  studies of Optuna in a file that runners share

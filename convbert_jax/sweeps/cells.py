@@ -1,6 +1,5 @@
 """The runs that a sweep makes, each with its config; all of them are checked before any begins."""
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,18 +9,15 @@ from convbert_jax.analysis import flops
 from convbert_jax.command_line.fields import field_types, nearest
 from convbert_jax.config import (
     Config,
-    ModelSection,
     UserError,
     changes,
     from_config_dict,
-    network,
     to_dict,
 )
 from convbert_jax.config.sequences.sections import OF_PAIRS
-from convbert_jax.data.parallel import parallel_text
-from convbert_jax.recipes import finetuning
+from convbert_jax.sweeps.checks import rows as rows_lib
 from convbert_jax.sweeps.folder import FINISHED, Folder, Record
-from convbert_jax.sweeps.table import Row, Search, Sweep, SweepError, Task
+from convbert_jax.sweeps.table import Cell, Row, Sweep, SweepError, Task
 
 PRETRAIN, FINETUNE, SCRATCH = "pretrain", "finetune", "-scratch"
 _NAME = re.compile(r"[A-Za-z0-9][\w.,=+-]*", re.ASCII)
@@ -38,30 +34,6 @@ _BOTH_TOO = ("train.compile_cache",)
 _FOLLOW = {"span_corruption": OF_PAIRS, "causal_lm": ()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One run of a sweep.
-
-    Attributes:
-      stage: PRETRAIN, FINETUNE, or the name of the task that follows pre-training.
-      base: config file, and `changed`, path -> value: what main.py is started with.
-      after: id of the cell whose weights it starts from; "" is none.
-    """
-
-    row: str
-    seed: int
-    stage: str
-    base: str
-    changed: Mapping[str, Any]
-    config: Config
-    after: str = ""
-
-    @property
-    def id(self) -> str:
-        """Its name in the sweep, and of its folder."""
-        return f"{self.row}/seed-{self.seed}/{self.stage}"
-
-
 def expand(sweep: Sweep, folder: Folder, overrides: Mapping[str, Any] | None = None) -> list[Cell]:
     """All cells, seed by seed, pre-training before the tasks that follow it.
 
@@ -76,12 +48,18 @@ def expand(sweep: Sweep, folder: Folder, overrides: Mapping[str, Any] | None = N
     _check_table(sweep, overrides)
     of_rows, of_tasks = _deal(sweep, overrides)
     shared = {**sweep.changes, **of_rows}
-    rows = {name: _steps_of_row(sweep, name, shared) for name in sweep.rows}
     cells = []
-    for seed in sweep.seeds:
-        for name, changed in rows.items():
-            cells += _cells_of(sweep, folder, name, seed, changed, of_tasks)
-    _check_rows_differ(cells, sweep.seeds[0])
+    try:
+        rows = {name: _steps_of_row(sweep, name, shared) for name in sweep.rows}
+        for seed in sweep.seeds:
+            for name, changed in rows.items():
+                cells += _cells_of(sweep, folder, name, seed, changed, of_tasks)
+    except rows_lib.RowError as error:
+        raise rows_lib.explain(error, sweep, of_rows) from error
+    if cells[0].config.recipe != FINETUNE:
+        _check_tasks_are_named(sweep, overrides)
+    rows_lib.check_differ(cells, sweep, of_rows)
+    rows_lib.check_shards(cells, folder, of_rows)
     return cells
 
 
@@ -120,28 +98,6 @@ def _read_config(record: Record, folder: Folder) -> dict[str, Any]:
             f"{folder.record(record.cell)}: {error} It is of another version of convbert_jax; use "
             "that one, or another --workdir."
         ) from None
-
-
-def check_tasks(cells: Iterable[Cell]) -> None:
-    """Refuses tasks whose files are not here, before hours of pre-training.
-
-    Raises:
-      SweepError: it names the task.
-    """
-    seen = set()
-    for cell in cells:
-        which = (cell.stage, cell.row if cell.stage == FINETUNE else "")
-        if cell.stage == PRETRAIN or which in seen:
-            continue
-        seen.add(which)
-        try:
-            if cell.config.reads_pairs:
-                parallel_text.open_sources(cell.config)
-            else:
-                finetuning.check_tasks(cell.config)
-        except UserError as error:
-            name = f"row {cell.row}" if cell.stage == FINETUNE else f"task {cell.stage}"
-            raise SweepError(f"{name}: {error}") from error
 
 
 def _is_fixed(path: str, cell: Cell) -> bool:
@@ -183,7 +139,7 @@ def _check_table(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
     varied = {path for row in rows for path in (*row.changes, *row.parts)} | {"seed"}
     if sweep.search:
         varied |= sweep.search.space.keys()
-        _check_search(sweep.search)
+        _check_search(sweep)
     for path in overrides:
         if path in varied:
             what = "--seeds=N" if path == "seed" else "another sweep for another table"
@@ -192,13 +148,27 @@ def _check_table(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
             )
 
 
-def _check_search(search: Search) -> None:
+def _check_search(sweep: Sweep) -> None:
+    search = sweep.search
+    if search.within and search.within not in sweep.rows:
+        raise SweepError(
+            f"the search is within={search.within}, which is no row; rows: {', '.join(sweep.rows)}."
+        )
     if search.rows < 1 or not search.space or not all(search.space.values()):
         raise SweepError("the search has no rows, no fields or a field without values.")
     for path in search.space:
         near = nearest(path, field_types())
         if path not in field_types():
             raise SweepError(f"the search varies config.{path}, which is no field; is it {near}?")
+
+
+def _check_tasks_are_named(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
+    of_tasks = [path for path in overrides if path.startswith(("finetune.", "task."))]
+    if of_tasks and not sweep.tasks:
+        raise SweepError(
+            f"--config.{of_tasks[0]} is of fine-tuning, and no task follows the pre-training of "
+            "this sweep; add --finetune='text:trec --config.task.folder=FOLDER', for one."
+        )
 
 
 def _deal(sweep: Sweep, overrides: Mapping[str, Any]) -> tuple[dict, dict]:
@@ -226,15 +196,15 @@ def _steps_of_row(sweep: Sweep, name: str, shared: Mapping[str, Any]) -> dict[st
     if row.parts and row.flops_of:
         raise SweepError(f"row {name} has parts and flops_of; leave one out.")
     if row.parts:
-        steps = _make(f"row {name}", sweep.config, changed).train.steps
+        steps = rows_lib.make_row(name, sweep.config, changed).train.steps
         changed |= {path: round(steps * part) for path, part in row.parts.items()}
     if not row.flops_of:
         return changed
     like = sweep.rows[row.flops_of]
     if "train.steps" in row.changes:
         raise SweepError(f"row {name} has train.steps and flops_of; leave one out.")
-    config = _make(f"row {name}", sweep.config, changed)
-    of_like = _make(f"row {row.flops_of}", sweep.config, {**shared, **like.changes})
+    config = rows_lib.make_row(name, sweep.config, changed)
+    of_like = rows_lib.make_row(row.flops_of, sweep.config, {**shared, **like.changes})
     if config.recipe == FINETUNE:
         raise SweepError(f"row {name} has flops_of, which is of pre-training; leave it out.")
     ratio = flops.training_flops(of_like) / flops.training_flops(config)
@@ -247,18 +217,19 @@ def _steps_of_row(sweep: Sweep, name: str, shared: Mapping[str, Any]) -> dict[st
 
 def _cells_of(sweep, folder, name, seed, changed, of_tasks) -> list[Cell]:
     """One row with one seed: its run, and the tasks after it."""
-    what = f"row {name}"
     changed = {**changed, "seed": seed}
-    config = _make(what, sweep.config, changed)
+    config = rows_lib.make_row(name, sweep.config, changed)
     if sweep.tasks and (config.recipe == FINETUNE or config.reads_pairs):
         raise SweepError(f"{sweep.config} is fine-tuning, after which no tasks can come.")
     if config.recipe == FINETUNE:
         changed["finetune.seeds"] = 1
         changed.setdefault("finetune.save_models", False)
-        return [_cell(name, seed, FINETUNE, sweep.config, changed, what)]
+        config = rows_lib.make_row(name, sweep.config, changed)
+        return [Cell(name, seed, FINETUNE, sweep.config, changed, config)]
     if not config.data.directory:
         changed["data.directory"] = str(folder.data(config))
-    pretrained = _cell(name, seed, PRETRAIN, sweep.config, changed, what)
+        config = rows_lib.make_row(name, sweep.config, changed)
+    pretrained = Cell(name, seed, PRETRAIN, sweep.config, changed, config)
     cells = [pretrained]
     for task_name, task in sweep.tasks.items():
         ways = {"": False, SCRATCH: True} if sweep.from_scratch else {"": None}
@@ -288,39 +259,12 @@ def _after(folder, pretrained: Cell, name: str, task: Task, overrides, scratch) 
         changed[f"{section}.from_scratch"] = scratch
     # no fine-tuning seed comes twice, and all rows have the same
     changed["seed"] = pretrained.seed * seeds
-    return _cell(
-        pretrained.row, pretrained.seed, name, task.config, changed, what, after=pretrained.id
+    return Cell(
+        pretrained.row,
+        pretrained.seed,
+        name,
+        task.config,
+        changed,
+        _make(what, task.config, changed),
+        after=pretrained.id,
     )
-
-
-def _cell(row, seed, stage, base, changed, what, after="") -> Cell:
-    return Cell(row, seed, stage, base, changed, _make(what, base, changed), after)
-
-
-def _check_rows_differ(cells: list[Cell], seed: int) -> None:
-    seen: dict[str, Cell] = {}
-    for cell in cells:
-        if cell.seed != seed or cell.after:
-            continue
-        other = seen.setdefault(what_is_read(cell.config), cell)
-        if other is cell:
-            continue
-        rows = f"rows {other.row} and {cell.row}"
-        found = changes.differences(to_dict(other.config), to_dict(cell.config))
-        if not found:
-            raise SweepError(f"{rows} are the same config; leave one out.")
-        fields = " and ".join(f"config.{path}" for path in found)
-        raise SweepError(f"{rows} are the same model: it does not read {fields}; leave one out.")
-
-
-def what_is_read(config: Config) -> str:
-    """What tells the runs of two configs apart: all fields but those without effect."""
-    if config.recipe == "finetune" or config.writes_text:
-        return repr(config)
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    default = ModelSection()
-    idle = {name: getattr(default, name) for name in network.idle_fields(config.model)}
-    fields["model"] = dataclasses.replace(config.model, **idle)
-    if config.recipe == "masked_lm":
-        del fields["generator"]  # it has none
-    return repr(fields)

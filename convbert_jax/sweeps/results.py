@@ -66,6 +66,11 @@ def read_values(cell: Cell, folder: Folder) -> dict[str, float] | None:
     return values | written
 
 
+def name_values(config: Config) -> tuple[str, ...]:
+    """What `read_values` has of pre-training; () where more comes from what is written."""
+    return () if config.writes_text else (*config.heldout_metrics, *_OF_TRAINING)
+
+
 def choose_metrics(sweep: Sweep, config: Config) -> tuple[str, ...]:
     """What a report shows of pre-training, and the line of a finished cell."""
     if sweep.metrics or not config.writes_text:

@@ -9,14 +9,15 @@ which rows there are: with a search the journal must be kept.
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from convbert_jax.config import UserError
-from convbert_jax.sweeps import describe, journal
-from convbert_jax.sweeps.cells import Cell, expand, what_is_read
+from convbert_jax.sweeps import describe, journal, results
+from convbert_jax.sweeps.cells import PRETRAIN, Cell, expand
+from convbert_jax.sweeps.checks.rows import what_is_read
 from convbert_jax.sweeps.folder import FINISHED, Folder, Record
-from convbert_jax.sweeps.table import Row, Sweep, SweepError
+from convbert_jax.sweeps.table import Row, Search, Sweep, SweepError
 
 _STUDY, _ROW = "search", "row"
 _TRIES = 60  # choices in vain, over the budget or known, until the search is at its end
@@ -30,7 +31,10 @@ class Explorer:
         self._sweep, self._folder, self._overrides = sweep, folder, overrides
         self._search = sweep.search
         self._study = journal.open_study(folder, _STUDY, maximize=self._search.maximize)
-        self._known = {_essence(cell) for cell in expand(sweep, folder, overrides)}
+        given = expand(sweep, folder, overrides)
+        _check_metric(self._search, given[0])
+        self._known = {_essence(cell) for cell in given}
+        self._most = _find_limits(self._search, given)
         self._trials: dict[int, str] = {}  # number -> row, of those that are adopted
         self._rows: dict[str, Row] = {}
         self._cells: dict[str, list[Cell]] = {}
@@ -110,7 +114,6 @@ class Explorer:
         return False
 
     def _is_new(self, name: str, row: Row) -> bool:
-        search = self._search
         one_seed = dataclasses.replace(self._sweep, seeds=self._sweep.seeds[:1])
         try:
             first = self._expand(name, row, one_seed)[0]
@@ -118,10 +121,7 @@ class Explorer:
             return False
         if _essence(first) in self._known:
             return False
-        if search.most_flops and (describe.count_flops(first) or 0) > search.most_flops:
-            return False
-        most = search.most_parameters
-        return not (most and (describe.count_parameters(first) or 0) > most)
+        return all((count(first) or 0) <= most for count, most in self._most)
 
     def _learn(self, records: Mapping[str, Record | None], failed: set[str]) -> None:
         """Tells Optuna of rows whose cells have all come to an end."""
@@ -155,8 +155,32 @@ class Explorer:
         return {path: self._search.space[path][index] for path, index in params.items()}
 
     def _expand(self, name: str, row: Row, sweep: Sweep | None = None) -> list[Cell]:
-        alone = dataclasses.replace(sweep or self._sweep, rows={name: row}, baseline=name)
+        alone = dataclasses.replace(
+            sweep or self._sweep, rows={name: row}, baseline=name, search=None
+        )
         return expand(alone, self._folder, self._overrides)
+
+
+def _check_metric(search: Search, cell: Cell) -> None:
+    """Of pre-training it is known what will be there; of tasks when the first one is finished."""
+    known = results.name_values(cell.config)
+    if search.stage == cell.stage == PRETRAIN and known and search.metric not in known:
+        raise SweepError(
+            f"the search goes by {search.metric}, which config.recipe='{cell.config.recipe}' does "
+            f"not measure; it has: {', '.join(known)}."
+        )
+
+
+def _find_limits(search: Search, given: list[Cell]) -> list[tuple[Callable, float]]:
+    """What a row is counted by, and the most that there may be of it."""
+    limits = [
+        (describe.count_flops, search.most_flops),
+        (describe.count_parameters, search.most_parameters),
+    ]
+    if search.within:
+        like = next(cell for cell in given if cell.row == search.within)
+        limits += [(count, count(like)) for count, _ in limits]
+    return [(count, most) for count, most in limits if most]
 
 
 def _essence(cell: Cell) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from convbert_jax.config import UserError
+from convbert_jax.config import Config, UserError
 
 
 class SweepError(UserError):
@@ -53,6 +53,8 @@ class Search:
       metric: that decides, of the cells of `stage`, mean over seeds.
       most_parameters, most_flops: of a pre-training cell; 0 is no limit. Configs that cannot be are
         left out as those over the budget are.
+      within: a row of the table: none that is found has more parameters or training FLOPs than it;
+        "" is no limit.
     """
 
     space: Mapping[str, Sequence[Any]]
@@ -62,6 +64,7 @@ class Search:
     stage: str = "pretrain"
     most_parameters: int = 0
     most_flops: float = 0.0
+    within: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,3 +101,27 @@ class Sweep:
     def compared_with(self) -> str:
         """The row that the others are compared with."""
         return self.baseline or next(iter(self.rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run of a sweep.
+
+    Attributes:
+      stage: "pretrain", "finetune", or the name of the task that follows pre-training.
+      base: config file, and `changed`, path -> value: what main.py is started with.
+      after: id of the cell whose weights it starts from; "" is none.
+    """
+
+    row: str
+    seed: int
+    stage: str
+    base: str
+    changed: Mapping[str, Any]
+    config: Config
+    after: str = ""
+
+    @property
+    def id(self) -> str:
+        """Its name in the sweep, and of its folder."""
+        return f"{self.row}/seed-{self.seed}/{self.stage}"

@@ -9,8 +9,14 @@ from convbert_jax import config_files
 from convbert_jax.analysis import flops
 from convbert_jax.config import UserError, to_dict
 from convbert_jax.sweeps import Row, Sweep, SweepError, Task, request
+<<<<<<< HEAD
 from convbert_jax.sweeps.cells import check_tasks, check_unchanged, expand
 from convbert_jax.sweeps.describe import count_parameters, describe
+=======
+from convbert_jax.sweeps.cells import check_unchanged, expand
+from convbert_jax.sweeps.checks.files import check_files
+from convbert_jax.sweeps.describe import describe
+>>>>>>> c8d0a82 (Sweeps: the search varies the share of convolution heads and spends no more FLOPs than its row, length has all mixers, what is set for all rows is blamed for itself, weights and text are looked for before any run begins)
 from convbert_jax.sweeps.folder import FINISHED, Folder, Record
 
 ROWS = {"attention": Row({"model.mixer": "attention"}), "mixed": Row()}
@@ -82,9 +88,9 @@ def test_pairs_of_texts_follow_span_corruption(folder, tmp_path):
     assert (before.train.steps, before.parallel.source) == (50, "")
     assert (tuned.train.steps, tuned.parallel.source) == (3_000, overrides["parallel.source"])
     with pytest.raises(SweepError, match=r"^task topics: .*train\.tsv"):
-        check_tasks(cells.values())
+        check_files(cells.values(), folder)
     (tmp_path / "train.tsv").write_text("text\tlabel\na b\tc\n")
-    check_tasks(cells.values())
+    check_files(cells.values(), folder)
     for task, config in (("t", "text:trec"), ("t", "tiny")):
         with pytest.raises(SweepError, match="after 'span_corruption' comes translation or"):
             expand(dataclasses.replace(sweep, tasks={task: Task(config)}), folder)
@@ -95,12 +101,12 @@ def test_files_of_tasks_are_looked_for_before_anything_runs(folder, tmp_path):
     for name in ("train.txt", "test.txt"):
         (tmp_path / name).write_text(lines)
     sweep = dataclasses.replace(TABLE, tasks={"trec": TREC})
-    check_tasks(expand(sweep, folder, {"task.folder": str(tmp_path)}))
+    check_files(expand(sweep, folder, {"task.folder": str(tmp_path)}), folder)
     with pytest.raises(SweepError, match=r"^task trec: "):
-        check_tasks(expand(sweep, folder, {"task.folder": str(tmp_path / "elsewhere")}))
+        check_files(expand(sweep, folder, {"task.folder": str(tmp_path / "elsewhere")}), folder)
     alone = Sweep("text:trec", {"row": Row()}, changes={"init_from": "somewhere"})
     with pytest.raises(SweepError, match=r"^row row: "):
-        check_tasks(expand(alone, folder))
+        check_files(expand(alone, folder), folder)
 
 
 def test_fine_tuning_alone_is_one_run_a_cell(folder):
@@ -135,6 +141,67 @@ def test_parts_of_the_steps_follow_them(folder):
 
 
 @pytest.mark.parametrize(
+    ("name", "flags", "says"),
+    [
+        # of all rows: none of them is named, least of all one that only comes first
+        ("mixers", {"model.stages": [{"layers": 2}]}, "config.model.stages has 2 layers, but"),
+        (
+            "mixers",
+            {"model.stages": [{"layers": 4, "mixer": "mixed"}]},
+            "rows attention and mixed are the same model with --config.model.stages=[{",
+        ),
+        (
+            "kernel_size",
+            {"model.kernel_sizes": (3, 3, 5, 7), "train.steps": 50},
+            "rows k1 and k9 are the same model with --config.model.kernel_sizes=3,3,5,7: it",
+        ),
+        # of one row and what all have, together
+        (
+            "bnk_gl_sdconv",
+            {"model.head_ratio": 4, "train.steps": 50},
+            "row attention with --config.model.head_ratio=4: config.model.head_ratio=4 does",
+        ),
+        (
+            "length",
+            {"data.directory": "x"},
+            "--config.data.directory=x cannot have the rows of tokens of mixed-64 and of mixed-128",
+        ),
+        ("mixers", {"finetune.seeds": 3}, "--config.finetune.seeds is of fine-tuning, and no task"),
+        ("mixers", {"task.folder": "x"}, "--config.task.folder is of fine-tuning, and no task"),
+    ],
+)
+def test_what_is_set_for_all_rows_is_blamed_for_itself(folder, name, flags, says):
+    with pytest.raises(SweepError) as caught:
+        expand(config_files.load_sweep(f"ablation:{name}"), folder, flags)
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"init_from": "nowhere"}, "row attention: .*nowhere"),
+        ({"distillation.teacher": "nowhere"}, "row attention: .*nowhere"),
+        ({"tokenizer.path": "nowhere.txt"}, r"row attention: .*nowhere\.txt"),
+        ({"data.source": "text:nowhere/*.txt"}, r"row attention: .*nowhere/\*\.txt"),
+    ],
+)
+def test_what_runs_start_from_is_looked_for_before_any_begins(folder, overrides, says):
+    cells = expand(TABLE, folder, overrides)
+    with pytest.raises(SweepError, match=f"^{says}"):
+        check_files(cells, folder)
+    for cell in cells:  # a finished cell needs nothing any more
+        folder.write(Record(cell.id, FINISHED, to_dict(cell.config), ("main",)))
+    check_files(cells, folder)
+
+
+def test_texts_of_pairs_are_looked_for_before_any_run_begins(folder):
+    sweep = config_files.load_sweep("ablation:translation")
+    cells = expand(sweep, folder, {"parallel.source": "tsv:nowhere.tsv"})
+    with pytest.raises(SweepError, match=r"^row attention: .*nowhere\.tsv"):
+        check_files(cells, folder)
+
+
+@pytest.mark.parametrize(
     ("changes", "overrides", "says"),
     [
         ({"rows": {}}, {}, "has no rows or no seeds"),
@@ -152,12 +219,25 @@ def test_parts_of_the_steps_follow_them(folder):
         (
             {"rows": {"x": Row(), "y": Row({"model.kernel_size": 3})}},
             {"model.mixer": "attention"},
-            "rows x and y are the same model: it does not read config.model.kernel_size",
+            "rows x and y are the same model with --config.model.mixer=attention: it does not read "
+            "config.model.kernel_size; leave out one row or --config.model.mixer.",
         ),
         (
             {"rows": {"x": Row(), "y": Row({"generator.size": 1.0})}},
             {"recipe": "masked_lm"},
-            "rows x and y are the same model: it does not read config.generator.size",
+            "rows x and y are the same model with --config.recipe=masked_lm: it does not read "
+            "config.generator.size; leave out one row or --config.recipe.",
+        ),
+        (
+            {
+                "rows": {
+                    "x": Row({"model.mixer": "attention"}),
+                    "y": Row({"model.mixer": "attention", "model.kernel_size": 3}),
+                }
+            },
+            {},
+            "rows x and y are the same model: it does not read config.model.kernel_size; leave out "
+            "one row.",
         ),
         ({"rows": {"x": Row(flops_of="z")}}, {}, "row x has flops_of=z, which is no row"),
         ({"baseline": "z"}, {}, "baseline=z is no row; rows: attention, mixed"),

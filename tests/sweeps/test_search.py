@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from convbert_jax.sweeps import Row, Search, Sweep, SweepError, describe, runner
+from convbert_jax import config_files
+from convbert_jax.sweeps import Row, Search, Sweep, SweepError, Task, describe, runner
 from convbert_jax.sweeps.cells import check_unchanged, expand
 from convbert_jax.sweeps.folder import Folder
 from convbert_jax.sweeps.search import Explorer
@@ -14,7 +15,7 @@ from tests.sweeps.machine import Machine
 TAPS = tuple(range(3, 18, 2))
 # heads of 4: a ratio of 3 cannot be
 SPACE = {"model.kernel_size": TAPS, "model.head_ratio": (2, 3), "model.ffn_size": (256, 512, 1024)}
-SEARCH = Search(SPACE, rows=6, metric="auc", maximize=True)
+SEARCH = Search(SPACE, rows=6, metric="discriminator_auc", maximize=True)
 TABLE = Sweep("tiny", {"given": Row()}, seeds=(0, 1), search=SEARCH)
 
 
@@ -22,7 +23,7 @@ class Judge(Machine):
     """More taps are better, and seeds differ."""
 
     def values(self, cell):
-        return {"auc": cell.config.model.kernel_size + 0.1 * cell.seed}
+        return {"discriminator_auc": cell.config.model.kernel_size + 0.1 * cell.seed}
 
 
 @pytest.fixture(autouse=True)
@@ -113,9 +114,53 @@ def test_a_row_that_fails_teaches_and_stops_nothing(machine):
     assert all(trial.value is None for trial in trials(explorer))
 
 
+def test_a_task_without_the_metric_is_a_sentence(machine):
+    task = {"trec": Task("text:trec", {"finetune.seeds": 1})}
+    asked = dataclasses.replace(SEARCH, metric="test acc", stage="trec")
+    table = dataclasses.replace(TABLE, search=asked, tasks=task)
+    with pytest.raises(SweepError, match=r"goes by test acc, which .* does not have; it has: disc"):
+        search(machine, table)
+
+
+def test_a_search_within_a_row_spends_no_more_than_it(machine):
+    """Whatever is overridden: of other steps a fixed number of FLOPs would be wrong."""
+    budget = dataclasses.replace(SEARCH, within="given")
+    changed = {"train.steps": 200}
+    table = dataclasses.replace(TABLE, search=budget, changes=changed)
+    explorer, _ = search(machine, table)
+    cells = {cell.row: cell for cell in expand(explorer.sweep, machine.folder)}
+    given = cells.pop("given")
+    assert given.config.model.kernel_size == 9
+    assert cells
+    for cell in cells.values():
+        assert describe.count_parameters(cell) <= describe.count_parameters(given)
+        assert describe.count_flops(cell) <= describe.count_flops(given)
+    lost = dataclasses.replace(TABLE, search=dataclasses.replace(SEARCH, within="nobody"))
+    with pytest.raises(SweepError, match="within=nobody, which is no row; rows: given"):
+        expand(lost, machine.folder)
+
+
+def test_the_named_search_varies_the_share_of_heads(machine):
+    """Whatever is found has convolution and attention, of shares that its heads allow."""
+    table = dataclasses.replace(config_files.load_sweep("ablation:search"), seeds=(0,))
+    shares = table.search.space["model.mixer_fields"]
+    assert len(shares) == 3
+    # what more heads of one kind cost is saved elsewhere
+    space = {"model.mixer_fields": shares, "model.ffn_size": (256, 512)}
+    table = dataclasses.replace(table, search=dataclasses.replace(table.search, space=space))
+    explorer, summary = search(machine, table)
+    assert summary.failed == {}
+    cells = expand(explorer.sweep, machine.folder)
+    mixers = [cell.config.encoder.stages[0].layer.mixer for cell in cells]
+    assert {(m.attention_heads, m.convolution_heads) for m in mixers} == {(2, 2), (1, 3), (3, 1)}
+
+
 def test_a_metric_that_is_not_there_is_a_sentence(machine):
     table = dataclasses.replace(TABLE, search=dataclasses.replace(SEARCH, metric="acu"))
-    with pytest.raises(SweepError, match=r"goes by acu, which .* does not have; it has: auc"):
+    with pytest.raises(
+        SweepError,
+        match=r"goes by acu, which .*'replaced_token' does not measure; it has: .*discriminator",
+    ):
         search(machine, table)
 
 

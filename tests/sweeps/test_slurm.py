@@ -229,5 +229,5 @@ def test_what_is_missing_is_a_sentence(tmp_path, monkeypatch):
     with pytest.raises(SweepError, match="needs sbatch, which is not on PATH; start this on a log"):
         submission.check_installed()
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(SweepError, match="needs submitit, .*: pip install submitit"):
+    with pytest.raises(SweepError, match=r"needs submitit, .*: pip install submitit"):
         submission.check_installed()

@@ -138,7 +138,7 @@ def test_a_second_signal_kills(tmp_path):
 
 
 def test_a_signal_that_is_passed_on_does_not_kill(tmp_path):
-    """A scheduler signals every process of a job, and the one that started this one passes it on."""
+    """A scheduler signals every process of a job, and one that started another tells it too."""
     process = start(tmp_path, "--steps=100000", "--seconds=1")
     wait_for_line(tmp_path, 1, process)
     for _ in range(2):
