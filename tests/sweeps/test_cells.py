@@ -9,14 +9,9 @@ from convbert_jax import config_files
 from convbert_jax.analysis import flops
 from convbert_jax.config import UserError, to_dict
 from convbert_jax.sweeps import Row, Sweep, SweepError, Task, request
-<<<<<<< HEAD
-from convbert_jax.sweeps.cells import check_tasks, check_unchanged, expand
-from convbert_jax.sweeps.describe import count_parameters, describe
-=======
 from convbert_jax.sweeps.cells import check_unchanged, expand
 from convbert_jax.sweeps.checks.files import check_files
-from convbert_jax.sweeps.describe import describe
->>>>>>> c8d0a82 (Sweeps: the search varies the share of convolution heads and spends no more FLOPs than its row, length has all mixers, what is set for all rows is blamed for itself, weights and text are looked for before any run begins)
+from convbert_jax.sweeps.describe import count_parameters, describe
 from convbert_jax.sweeps.folder import FINISHED, Folder, Record
 
 ROWS = {"attention": Row({"model.mixer": "attention"}), "mixed": Row()}
