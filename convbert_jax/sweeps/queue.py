@@ -34,7 +34,7 @@ class Queue:
         """Opens the journal, or begins it; raises as `journal.open_study`."""
         self._folder = folder
         self._study = journal.open_study(folder, _STUDY)
-        self._first = len(self._trials())  # trial of this session
+        self._before = {trial.number for trial in self._trials("FAIL")}  # of earlier sessions
 
     def _trials(self, *states: str) -> list[Any]:
         from optuna.trial import TrialState
@@ -80,7 +80,7 @@ class Queue:
         return {
             trial.user_attrs[_CELL]
             for trial in self._trials("FAIL")
-            if _WHY in trial.user_attrs and trial.number >= self._first
+            if _WHY in trial.user_attrs and trial.number not in self._before
         }
 
     def finish(self, taken: Taken, seconds: float) -> None:

@@ -82,6 +82,21 @@ def test_a_failed_cell_says_why_and_the_rest_go_on(machine, cells):
     assert len(machine.started) == 7 + 1 + 2
 
 
+def test_a_cell_fails_once_in_a_session_also_where_a_killed_one_had_offered_it(machine, cells):
+    bad = cells[0].id
+    killed = Queue(machine.folder)
+    killed.offer([bad], lambda name: False)
+    machine.ends[bad] = "error: no."
+    machine.run(cells[:1])
+    assert machine.started == [bad]
+    # a runner that began before it failed does not try it either, one that begins later does
+    early = Queue(machine.folder)
+    machine.run(cells[:1])
+    assert early.failed() == {bad}
+    assert machine.started == [bad] * 2
+    assert Queue(machine.folder).failed() == set()
+
+
 def test_numbers_that_cannot_be_read_are_a_failed_cell(machine, cells):
     def read(cell, folder):
         raise UserError("metrics.jsonl is damaged; remove it.")

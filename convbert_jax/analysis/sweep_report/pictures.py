@@ -39,7 +39,7 @@ def draw_means(outcome: Outcome, lines: Sequence[Line], picture: epath.Path) -> 
                     continue
                 place = names.index(line.row)
                 values = list(outcome.values(line.row, stage, metric).values())
-                axis.plot(values, [place] * len(values), "o", color="0.65", ms=3.5, zorder=2)
+                axis.plot(values, [place] * len(values), "o", color="0.2", ms=3, zorder=4)
                 if not math.isnan(line.value.low):
                     axis.plot(
                         [line.value.low, line.value.high], [place] * 2, color=f"C{place % 10}", lw=2
