@@ -96,8 +96,8 @@ def _run(request: request_lib.Request, cells, explorer, new: int, gone: list[str
 
     if gone:
         _tell(f"no longer in the table, kept and left out: {', '.join(gone)}")
-    if new < len(cells):
-        _tell(f"{new} cells are new.")
+    if 0 < new < len(cells):
+        _tell(f"{new} of {len(cells)} cells have not begun.")
     check_files(cells, request.folder)
     metrics = results.choose_metrics(request.sweep, cells[0].config)
     summary = runner.run(cells, request.folder, tell=_tell, metrics=metrics, explorer=explorer)

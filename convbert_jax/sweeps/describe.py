@@ -12,7 +12,7 @@ from convbert_jax.config import to_text
 from convbert_jax.interop import networks
 from convbert_jax.sweeps.cells import PRETRAIN, Cell
 from convbert_jax.sweeps.folder import Folder
-from convbert_jax.sweeps.table import Sweep
+from convbert_jax.sweeps.table import Row, Sweep
 
 
 def count_parameters(cell: Cell) -> int | None:
@@ -38,6 +38,13 @@ def count_flops(cell: Cell) -> float | None:
     return None if count_tokens(cell) is None else flops.training_flops(cell.config)
 
 
+def describe_changes(row: Row, cell: Cell) -> str:
+    """What a row changes, PATH=VALUE, with what follows for one of its cells: steps."""
+    follows = [*(["train.steps"] if row.flops_of else []), *row.parts]
+    changes = {**row.changes, **{path: cell.changed[path] for path in follows}}
+    return " ".join(f"{path}={to_text(value)}" for path, value in changes.items())
+
+
 def describe(sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> str:
     """A line for each row and stage, with the state of its cells; then what all cost together."""
     groups: dict[tuple[str, str], list[Cell]] = collections.defaultdict(list)
@@ -47,10 +54,6 @@ def describe(sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> str:
     for (row, stage), group in groups.items():
         first = group[0]
         states = collections.Counter(_state(folder, cell) for cell in group)
-        changes = dict(sweep.rows[row].changes)
-        if sweep.rows[row].flops_of:
-            changes["train.steps"] = first.config.train.steps
-        text = " ".join(f"{path}={to_text(value)}" for path, value in changes.items())
         table.append(
             [
                 row,
@@ -59,7 +62,7 @@ def describe(sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> str:
                 _show(count_tokens(first), ".3g"),
                 _show(count_flops(first), ".3g"),
                 ", ".join(f"{count} {state}" for state, count in states.items()),
-                text if not first.after else first.base,
+                first.base if first.after else describe_changes(sweep.rows[row], first),
             ]
         )
     widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]

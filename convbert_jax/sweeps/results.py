@@ -9,7 +9,7 @@ import numpy as np
 from convbert_jax import files
 from convbert_jax.analysis import flops
 from convbert_jax.analysis.sweep_report import CellOutcome, Outcome, RowFacts
-from convbert_jax.config import Config, UserError, to_text
+from convbert_jax.config import Config, UserError
 from convbert_jax.finetuning.results import RunResult, read_results, runs_of
 from convbert_jax.sweeps import describe
 from convbert_jax.sweeps.cells import FINETUNE, PRETRAIN, Cell
@@ -134,7 +134,7 @@ def collect(name: str, sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> O
     first = {cell.row: cell for cell in reversed(cells) if not cell.after}
     rows = {
         row: RowFacts(
-            " ".join(f"{path}={to_text(v)}" for path, v in sweep.rows[row].changes.items()),
+            describe.describe_changes(sweep.rows[row], cell),
             describe.count_parameters(cell),
             describe.count_tokens(cell),
             describe.count_flops(cell),

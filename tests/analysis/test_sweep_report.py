@@ -132,6 +132,7 @@ def test_the_files_of_a_report(tmp_path):
     assert "- broken/seed-0/pretrain: no room; make some." in text
     assert "12 cells: 11 finished, 1 failed." in text
     assert "for the 3 rows" in text
+    assert "## What the rows change\n\n- plain: model.mixer=plain\n- better: model.mi" in text
     with (tmp_path / "rows.csv").open() as file:
         table = {(r["row"], r["metric"]): r for r in csv.DictReader(file)}
     assert float(table["better", "discriminator_auc"]["difference"]) == pytest.approx(0.1)

@@ -11,7 +11,7 @@ from convbert_jax.config import UserError, to_dict
 from convbert_jax.sweeps import Row, Sweep, SweepError, Task, request
 from convbert_jax.sweeps.cells import check_unchanged, expand
 from convbert_jax.sweeps.checks.files import check_files
-from convbert_jax.sweeps.describe import count_parameters, describe
+from convbert_jax.sweeps.describe import count_parameters, describe, describe_changes
 from convbert_jax.sweeps.folder import FINISHED, Folder, Record
 
 ROWS = {"attention": Row({"model.mixer": "attention"}), "mixed": Row()}
@@ -330,6 +330,24 @@ def test_the_plan_says_what_cells_cost(folder):
     assert line.split()[:4] == ["attention", "pretrain", "1,421,825", "1.64e+06"]
     assert "1 finished, 1 new" in line
     assert "4 cells: 2 rows x seeds (0, 1); " in text
+
+
+def test_what_a_row_changes_is_said_with_the_steps_that_follow(folder):
+    rows = {
+        "plain": Row({"model.mixer": "attention"}),
+        "equal": Row({"model.kernel_size": 3}, flops_of="plain"),
+        "both": Row(parts={"objective.masked_lm_steps": 0.5}),
+    }
+    sweep = Sweep("tiny", rows, seeds=(0,))
+    cells = {cell.row: cell for cell in expand(sweep, folder, {"train.steps": 50})}
+    said = {name: describe_changes(row, cells[name]) for name, row in rows.items()}
+    steps = cells["equal"].config.train.steps
+    assert steps != 50
+    assert said == {
+        "plain": "model.mixer=attention",
+        "equal": f"model.kernel_size=3 train.steps={steps}",
+        "both": "objective.masked_lm_steps=25",
+    }
 
 
 @pytest.mark.parametrize(

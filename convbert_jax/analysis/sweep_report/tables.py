@@ -15,8 +15,8 @@ from convbert_jax.analysis.sweep_report.outcome import Outcome
 _TEST = (
     "± is the 95% interval of the mean over seeds (Student's t). Differences are from "
     "**{baseline}**, paired by seed, with their 95% interval; *outside* the noise of seeds: p of "
-    "the two-sided paired t-test, raised after Holm for the {rows} rows of its column, is below "
-    "{level}; else *inside*, which with {seeds} seeds is not the same as equal."
+    "the two-sided paired t-test, raised after Holm for the {rows} of its column, is below "
+    "{level}; else *inside*, which with {seeds} is not the same as equal."
 )
 
 
@@ -38,11 +38,14 @@ def write_markdown(
         parts.append(
             _TEST.format(
                 baseline=outcome.baseline,
-                rows=len(outcome.rows) - 1,
+                rows=_count(len(outcome.rows) - 1, "row"),
                 level=LEVEL,
-                seeds=max(line.value.count for line in lines),
+                seeds=_count(max(line.value.count for line in lines), "seed"),
             )
         )
+    changed = [f"- {row}: {facts.changes}" for row, facts in outcome.rows.items() if facts.changes]
+    if changed:
+        parts.append("\n\n".join(["## What the rows change", "\n".join(changed)]))
     failed = [cell for cell in outcome.cells if cell.why]
     if failed:
         parts.append("## Failed")
@@ -51,6 +54,10 @@ def write_markdown(
     text = "\n\n".join(parts) + "\n"
     files.write_text(folder / "report.md", text)
     return text
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def write_csv(outcome: Outcome, lines: Sequence[Line], folder: epath.Path) -> None:
