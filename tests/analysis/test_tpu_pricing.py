@@ -14,6 +14,7 @@ from benchmarks.layers import dynamic_conv, layer
 from convbert_jax.analysis.tpu import chips
 from convbert_jax.analysis.tpu import pricing as tpu_pricing
 from convbert_jax.analysis.tpu import program as tpu_program
+from convbert_jax.ops.dynamic_conv import dynamic_conv as dynamic_conv_op
 from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
 from tests.conftest import REPOSITORY
 from tests.running import needs_libtpu
@@ -110,6 +111,26 @@ def test_filters_of_float32_parameters_pass_the_profilers_checks():
         )
 
     found = tpu_pricing.price(run, tokens, projection, bias, ids, target="tpu:v5e")
+    assert found.kernels
+
+
+@pytest.mark.tpu_compile
+@needs_libtpu
+def test_the_backward_pass_with_segments_passes_the_profilers_checks():
+    """A selection that a product read out of memory became a masked product, which it refused."""
+    values = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    filters = jax.ShapeDtypeStruct((1, 128, 2, 7), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+
+    def run(values, filters, ids, cotangent):
+        def convolve(values, filters):
+            return dynamic_conv_op(
+                values, filters, segment_ids=ids, causal=True, implementation="pallas_tpu"
+            )
+
+        return jax.vjp(convolve, values, filters)[1](cotangent)
+
+    found = tpu_pricing.price(run, values, filters, ids, values, target="tpu:v5e")
     assert found.kernels
 
 

@@ -177,8 +177,9 @@ def _backward_kernel(
             row = only(visible, windows.dot(filters[r], placing[:, part]))
             windows.fill_edges(slots.at[v], row)
         windows.gradients_of_row(
-            bands, ids, r, values, cotangent, slots, d_values, gradients, backwards, copy
-        )
+            bands, ids, r, values, cotangent, slots, d_values, gradients, backwards, copy,
+            keep=windows.only_by_bits,
+        )  # fmt: skip
         total = 0.0
         for v, part in enumerate(lanes):
             given = gradients[v].astype(d_filters.dtype)
