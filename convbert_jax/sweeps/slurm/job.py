@@ -50,7 +50,7 @@ class Job:
         signal.signal(signal.SIGTERM, lambda number, frame: self._tell())
         self._wait()
         code = self._process.wait()
-        if code in _STOPPED and _is_running_by_the_books():
+        if code in _STOPPED and _is_still_wanted():
             signal.raise_signal(_OF_SUBMITIT)  # preempted without it: put back all the same
         if code:
             sys.exit(code)
@@ -83,7 +83,7 @@ class Job:
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
 
 
-def _is_running_by_the_books() -> bool:
+def _is_still_wanted() -> bool:
     """Whether this job is neither cancelled nor put back by Slurm itself."""
     job = os.environ.get("SLURM_JOB_ID")
     if not job:
