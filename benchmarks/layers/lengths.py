@@ -22,12 +22,10 @@ from benchmarks import timing
 from benchmarks.layers import layer
 from benchmarks.layers.dynamic_conv import with_direction
 from convbert_jax.analysis.tpu import pricing as tpu_pricing
+from convbert_jax.config import mixers
 
 TARGETS = ("cpu", "tpu:v5e", "tpu:v5p", "tpu:v6e")
-MIXERS = (
-    *("attention", "bottleneck", "mixed", "span_dynamic"),
-    *("dynamic", "light", "dilated", "separable"),
-)
+MIXERS = ("attention", *(name for name in mixers.MIXERS if name != "attention"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +87,7 @@ def measure(options: argparse.Namespace, length: int) -> list[Row]:
 def show(row: Row) -> str:
     shape = f"{row.batch} x {row.length}"
     return (
-        f"{row.mixer:14}{shape:>11}{row.cost:12,.5g} {row.unit}"
+        f"{row.mixer:16}{shape:>11}{row.cost:12,.5g} {row.unit}"
         f"{row.ratio_to_attention:8.2f}{row.memory_mb:10,.0f} MB"
     )
 
