@@ -44,7 +44,8 @@ def main() -> None:
 
         devices.prepare_platform("cpu")  # accelerators are for the cells, which are processes
         explorer = None
-        if request.sweep.search and (request.do == "run" or request.folder.journal.exists()):
+        begins = request.do in ("run", "submit")
+        if request.sweep.search and (begins or request.folder.journal.exists()):
             from convbert_jax.sweeps.search import Explorer
 
             explorer = Explorer(request.sweep, request.folder, request.overrides)

@@ -18,7 +18,7 @@ from convbert_jax.sweeps.slurm import submission
 from convbert_jax.sweeps.slurm.job import Job
 from tests.launch.hearing import hear
 
-pytest.importorskip("submitit")
+DelayedSubmission = pytest.importorskip("submitit.helpers").DelayedSubmission
 
 OPTIONS = "--partition=gpu --gpus=1 --time=1-02 --cpus-per-task=4 --exclusive"
 # Note their arguments; sbatch keeps the script, srun runs its command without a cluster.
@@ -228,6 +228,34 @@ def test_what_is_missing_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SweepError, match="needs sbatch, which is not on PATH; start this on a log"):
         submission.check_installed()
-    monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(SweepError, match=r"needs submitit, .*: pip install submitit"):
-        submission.check_installed()
+    for package in ("optuna", "submitit"):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(SweepError, match=f"needs {package}, .*: pip install {package}"):
+            submission.check_installed()
+
+
+def test_the_whole_command_submits_and_begins_nothing(cluster):
+    """By launch/sweep.py, with what it refuses before: data that is not there."""
+    script = pathlib.Path(submission.__file__).parents[3] / "launch" / "sweep.py"
+    command = [
+        *(sys.executable, str(script), "--config=ablation:kernel_size", "--rows=k3,k9"),
+        *("--workdir=work", "--slurm=2", "--sbatch=--time=60"),
+    ]
+
+    def run(*more: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [*command, *more], cwd=cluster.folder, capture_output=True, text=True, timeout=120
+        )
+
+    refused = run("--config.data.source=text:nowhere/*.txt")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: row k3: No file matches 'nowhere/*.txt'")
+    assert not (cluster.folder / "asked").exists()
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert "2 runners of 6 cells are in the queue: job 77; they print to work/slurm/" in done.stdout
+    assert not (cluster.folder / "work" / "cells").exists()
+    pickled = cluster.folder / "work" / "slurm" / "77_0_submitted.pkl"
+    task = DelayedSubmission.load(pickled).function
+    assert task.folder == str(cluster.folder)
+    assert f"--workdir={cluster.folder}/work" in task.command

@@ -16,6 +16,10 @@ from convbert_jax.sweeps.table import SweepError
 
 _NOTICE = 120  # seconds before the end of --time, for the cell to save
 _RESTARTS = 1_000  # by the time limit; each goes on from what was saved
+_PACKAGES = {
+    "submitit": "puts runners into the queue",
+    "optuna": "deals the cells to their runners",
+}
 # What submitit, or one runner a job, decides.
 _TAKEN = (
     *("array", "error", "input", "nodes", "ntasks", "ntasks_per_node", "open_mode", "output"),
@@ -74,13 +78,14 @@ def _minutes(time: str | bool) -> int:
 
 
 def check_installed() -> None:
-    """Raises SweepError where submitit or Slurm is missing."""
-    try:
-        importlib.import_module("submitit")
-    except ImportError:
-        raise SweepError(
-            "--slurm needs submitit, which puts runners into the queue: pip install submitit."
-        ) from None
+    """Raises SweepError where a package or Slurm is missing."""
+    for package, what in _PACKAGES.items():
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            raise SweepError(
+                f"--slurm needs {package}, which {what}: pip install {package}."
+            ) from None
     for tool in ("sbatch", "srun"):
         if shutil.which(tool) is None:
             raise SweepError(
