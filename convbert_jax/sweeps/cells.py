@@ -206,7 +206,10 @@ def _steps_of_row(sweep: Sweep, name: str, shared: Mapping[str, Any]) -> dict[st
     config = rows_lib.make_row(name, sweep.config, changed)
     of_like = rows_lib.make_row(row.flops_of, sweep.config, {**shared, **like.changes})
     if config.recipe == FINETUNE:
-        raise SweepError(f"row {name} has flops_of, which is of pre-training; leave it out.")
+        raise SweepError(
+            f"row {name} has flops_of, which is of pre-training, and config.recipe=finetune is "
+            "not; leave one of them out."
+        )
     ratio = flops.training_flops(of_like) / flops.training_flops(config)
     steps = max(1, round(config.train.steps * ratio))
     return changed | {

@@ -235,6 +235,11 @@ def test_texts_of_pairs_are_looked_for_before_any_run_begins(folder):
             "one row.",
         ),
         ({"rows": {"x": Row(flops_of="z")}}, {}, "row x has flops_of=z, which is no row"),
+        (
+            {"config": "text:own", "rows": {"x": Row(), "y": Row(flops_of="x")}},
+            {},
+            "flops_of, which is of pre-training, and config.recipe=finetune is not",
+        ),
         ({"baseline": "z"}, {}, "baseline=z is no row; rows: attention, mixed"),
         ({}, {"model.mixer": "mixed"}, "--config.model.mixer is what the cells differ in"),
         ({}, {"seed": 4}, "take --seeds=N"),
