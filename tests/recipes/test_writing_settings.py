@@ -6,7 +6,7 @@ from convbert_jax.config import Config
 from convbert_jax.interop.matching import replace
 from convbert_jax.recipes.writing import settings
 
-REST = "at most 0 times the source's tokens and 90 more; checkpoint 7; bfloat16"
+REST = "at most 90 tokens; checkpoint 7; bfloat16"
 
 
 @pytest.mark.parametrize(

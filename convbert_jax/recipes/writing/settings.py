@@ -53,5 +53,7 @@ def describe(settings: Mapping[str, Any]) -> str:
     checkpoints = f"checkpoint {steps[0]}"
     if len(steps) > 1:
         checkpoints = f"the mean of {len(steps)} checkpoints, {steps[0]} to {steps[-1]}"
-    most = f"at most {d.length_ratio:g} times the source's tokens and {d.length_extra} more"
+    most = f"at most {d.length_extra} tokens"
+    if d.length_ratio:
+        most = f"at most {d.length_ratio:g} times the source's tokens and {d.length_extra} more"
     return f"{how}; {most}; {checkpoints}; {settings['dtype']}"
