@@ -107,7 +107,7 @@ def submitted(cluster) -> Cluster:
     (cluster.folder / "runner.py").write_text(RUNNER)
     job = Job((sys.executable, "runner.py"), str(cluster.folder))
     options = submission.read_options(OPTIONS)
-    ids = submission.submit("sweep-x", Folder(cluster.folder / "work"), job, 2, options)
+    ids = submission.submit("sweep-x", Folder(cluster.folder / "swept"), job, 2, options)
     assert ids == ["77_0", "77_1"]
     return cluster
 
@@ -117,7 +117,7 @@ def test_what_slurm_is_asked_for(submitted):
     for line in (
         *("array=0-1%2", "cpus-per-task=4", "gpus=1", "job-name=sweep-x", "partition=gpu"),
         *("requeue", "exclusive", "signal=USR2@120", "time=1560", "open-mode=append"),
-        f"output={submitted.folder}/work/slurm/%A_%a_0_log.out",
+        f"output={submitted.folder}/swept/slurm/%A_%a_0_log.out",
     ):
         assert f"#SBATCH --{line}\n" in script
     assert "--cpus-per-task=4" in script.partition("srun ")[2]
@@ -169,7 +169,7 @@ def test_what_slurm_refuses_is_a_sentence(cluster):
     )
     with pytest.raises(SweepError) as caught:
         submission.submit(
-            "x", Folder(cluster.folder / "work"), Job(("true",), "."), 2, {"time": "1:00"}
+            "x", Folder(cluster.folder / "swept"), Job(("true",), "."), 2, {"time": "1:00"}
         )
     assert str(caught.value) == (
         "sbatch: error: invalid partition specified: gpu; nothing was submitted."
@@ -239,7 +239,7 @@ def test_the_whole_command_submits_and_begins_nothing(cluster):
     script = pathlib.Path(submission.__file__).parents[3] / "launch" / "sweep.py"
     command = [
         *(sys.executable, str(script), "--config=ablation:kernel_size", "--rows=k3,k9"),
-        *("--workdir=work", "--slurm=2", "--sbatch=--time=60"),
+        *("--workdir=swept", "--slurm=2", "--sbatch=--time=60"),
     ]
 
     def run(*more: str) -> subprocess.CompletedProcess:
@@ -253,9 +253,11 @@ def test_the_whole_command_submits_and_begins_nothing(cluster):
     assert not (cluster.folder / "asked").exists()
     done = run()
     assert done.returncode == 0, done.stderr
-    assert "2 runners of 6 cells are in the queue: job 77; they print to work/slurm/" in done.stdout
-    assert not (cluster.folder / "work" / "cells").exists()
-    pickled = cluster.folder / "work" / "slurm" / "77_0_submitted.pkl"
+    assert "2 runners of 6 cells are in the queue: job 77; they print to swept/slurm/" in (
+        done.stdout
+    )
+    assert not (cluster.folder / "swept" / "cells").exists()
+    pickled = cluster.folder / "swept" / "slurm" / "77_0_submitted.pkl"
     task = DelayedSubmission.load(pickled).function
     assert task.folder == str(cluster.folder)
-    assert f"--workdir={cluster.folder}/work" in task.command
+    assert f"--workdir={cluster.folder}/swept" in task.command
