@@ -112,7 +112,8 @@ class ModelSection:
     # none | dots (keep matmul outputs) | full (keep layer inputs only): memory against speed
     remat: Changeable[str] = "none"
     # layers per scan iteration: 1, or as many as there are, which compiles longer and runs faster;
-    # a part of them costs a TPU more than either, by its compiler's model
+    # a part of them costs a TPU more than either, by its compiler's model. A mesh of several CPUs
+    # always takes all: XLA mixes up what its loops send.
     scan_unroll: Changeable[int] = 1
 
 

@@ -20,7 +20,7 @@ from convbert_jax.models.layers import (
     residual,
 )
 from convbert_jax.ops import products
-from convbert_jax.ops.mesh.division import whole_channels
+from convbert_jax.ops.mesh.division import layers_at_once, whole_channels
 
 # What the backward pass keeps of a layer, by config.model.remat; None keeps what it needs.
 # "dots" keeps products with weights; attention, cheap to repeat and large, is computed again.
@@ -176,7 +176,7 @@ class Encoder(nnx.Module):
             keys = (
                 None if key is None else jax.random.split(jax.random.fold_in(key, i), stage.depth)
             )
-            unroll = min(c.scan_unroll, stage.depth)
+            unroll = layers_at_once(stage.depth, c.scan_unroll)
             x, of_stage = jax.lax.scan(run, x, (self.stages[str(i)], keys), unroll=unroll)
             seen.append(of_stage)
         if c.stages[-1].layer.norm == "pre":

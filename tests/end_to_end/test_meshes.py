@@ -16,6 +16,7 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
+from convbert_jax.analysis.tpu.collectives import find_collectives
 from convbert_jax.config import Config, MeshSection, from_config_dict, to_dict
 from convbert_jax.config.mixers import MIXERS
 from convbert_jax.finetuning import programs as finetuning
@@ -231,3 +232,17 @@ def test_it_is_the_step_of_one_device(name, mesh):
     assert axes == {axis for axis in ("fsdp", "tensor") if getattr(section, axis) > 1}
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
     assert_agree(gradients, expected)
+
+
+def test_cpus_send_nothing_in_a_loop_over_layers():
+    """XLA for CPUs does not keep what a loop sends apart from what is sent beside it."""
+    section = MESHES["data 2, sequence 2"]
+    mesh = sharding.make_mesh(section, jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        fields = TAUGHT | {"model.layers": 2}
+        case = make_pretraining(make_config("masked_lm", **fields), mesh)
+        program, batch = case.program, jax.eval_shape(case.program.put_batch, case.batch)
+        lowered = program.train_step.lower(program.abstract, batch, *case.given)
+    text = lowered.compile().as_text()
+    sent = find_collectives(text, dataclasses.asdict(section))
+    assert {each.times for each in sent} == {1}

@@ -12,7 +12,7 @@ from convbert_jax.config.sequences import DecoderConfig
 from convbert_jax.models.encoder import REMAT_POLICIES, FeedForward, inner_key
 from convbert_jax.models.layers import NORMS, State, dropout, initializers, residual
 from convbert_jax.models.sequences.source_attention import SourceAttention
-from convbert_jax.ops.mesh.division import whole_channels
+from convbert_jax.ops.mesh.division import layers_at_once, whole_channels
 
 
 class Source(NamedTuple):
@@ -128,7 +128,7 @@ class Decoder(nnx.Module):
             keys = (
                 None if key is None else jax.random.split(jax.random.fold_in(key, i), stage.depth)
             )
-            unroll = min(c.scan_unroll, stage.depth)
+            unroll = layers_at_once(stage.depth, c.scan_unroll)
             x, _ = jax.lax.scan(run, x, (self.stages[str(i)], keys), unroll=unroll)
         return dropout(self._finish(x), c.last_dropout, inner_key(key))
 

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from convbert_jax.ops import dispatch
+
 BATCH = ("data", "fsdp")  # the mesh axes that split rows
 HEADS = "tensor"  # the one that splits heads
 SEQUENCE = "sequence"  # the one that splits the positions of a row
@@ -141,6 +143,18 @@ def whole_channels(x: jax.Array) -> jax.Array:
     swap them back.
     """
     return _placed(x, POSITIONS, ("fsdp", HEADS, SEQUENCE))
+
+
+def layers_at_once(depth: int, wanted: int) -> int:
+    """How many of `depth` equal layers an iteration of a loop over them is made of: as `wanted`,
+    but all of them where several CPUs share the work.
+
+    XLA for CPUs (jax 0.10.2) does not wait for the end of a loop before it sends something else, if
+    neither needs the other: each device then sends in an order of its own, and what arrives is what
+    another wanted, without a word, or all wait for ever. A teacher beside its student did both.
+    """
+    alone = math.prod(_axes().values()) == 1
+    return min(wanted, depth) if alone or dispatch.platform() != "cpu" else depth
 
 
 def divides_heads() -> bool:
