@@ -1,5 +1,5 @@
 """A run whose stages differ, one with a mixer from outside of the package, and one with every mixer
-of the package: trained, resumed to the bit, fine-tuned, exported or refused.
+of the package: trained, resumed to the bit and on a mesh, fine-tuned, exported or refused.
 """
 
 import dataclasses
@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 from convbert_jax import recipes
-from convbert_jax.config import StageSection, UserError
+from convbert_jax.config import MeshSection, StageSection, UserError
 from convbert_jax.config.mixers import MIXERS
 from convbert_jax.interop import conversion, sources
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import ConversionError
+from convbert_jax.training import sharding
+from convbert_jax.training.environment import devices
 from convbert_jax.workdir import Workdir
+from tests.agreement import assert_agree
 from tests.models.mean_mixer import NAME
 
 STAGES = (
@@ -55,6 +58,19 @@ def test_it_goes_on_to_the_bit(trained, config, tmp_path):
     others = replace(config, {"model.stages": (StageSection(layers=config.model.layers),)})
     with pytest.raises(UserError, match=r"another config: config\.model\.stages was"):
         recipes.pretrain(others, again.folder)
+
+
+def test_it_goes_on_on_another_mesh(trained, config, tmp_path, monkeypatch):
+    shutil.copytree(trained.folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    monkeypatch.setattr(sharding, "_SMALL", 2**10)  # what is divided of a real model is so here
+    monkeypatch.setattr(devices, "find_devices", lambda _: jax.devices())
+    mesh = MeshSection(data=2, fsdp=2, tensor=2)
+    again = recipes.pretrain(dataclasses.replace(config, mesh=mesh), tmp_path / "run")
+    assert again.step == 4
+    folders = [Workdir(run.folder) for run in (trained, again)]
+    (_, expected), (_, params) = (sources.read_params(folder, config) for folder in folders)
+    assert_agree(params, expected)
 
 
 def test_it_is_fine_tuned(trained, config, finetuning_config, tmp_path):
