@@ -118,7 +118,7 @@ def _parser(description: str) -> _Parser:
     add("--config", required=True, metavar="FILE:NAME", help="configs/ablation.py:kernel_size")
     add("--workdir", help="folder of the sweep, shared by its runners; default runs/NAME")
     add("--rows", help="which, with commas: attention,mixed; default all of the sweep")
-    add("--seeds", help="how many, or which: 5, or 0,3,7; default those of the sweep")
+    add("--seeds", help="how many, or which: 5, or 0,3,7, or 2, (one); default those of the sweep")
     add(
         "--finetune",
         action="append",
@@ -157,10 +157,10 @@ def _choose_rows(sweep: Sweep, text: str) -> Sweep:
 
 
 def _read_seeds(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
+    parts = [part.strip() for part in text.removesuffix(",").split(",")]
     if not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
         raise ConfigError(f"--seeds={text} must be a number of seeds, or seeds with commas.")
-    if len(parts) > 1:
+    if "," in text:
         return tuple(map(int, parts))
     if not 0 < int(text) <= _MOST_SEEDS:
         raise ConfigError(f"--seeds={text} must be from 1 to {_MOST_SEEDS}.")

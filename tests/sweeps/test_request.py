@@ -15,6 +15,7 @@ from convbert_jax.sweeps import Task, request
         (["--config=ablation:mixers,huge"], "mixers has no size huge"),
         (["--config=tiny"], "has no function get_sweep; take one of: configs/ablation.py"),
         (["--config=ablation:mixers", "--seeds=x"], "--seeds=x must be a number"),
+        (["--config=ablation:mixers", "--seeds=,"], "--seeds=, must be a number"),
         (["--config=ablation:mixers", "--rows=attention,lihgt"], "there is no row 'lihgt'"),
         (["--config=ablation:kernel_size", "--rows=k1,k3"], "leaves out k9"),
         (
@@ -50,6 +51,14 @@ def test_a_command_line():
         "other": Task("text:trec,paper", {}),
     }
     assert asked.do == "plan"
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("3", (0, 1, 2)), ("3,5", (3, 5)), ("3,", (3,)), ("0, 2,", (0, 2))]
+)
+def test_seeds_are_a_number_or_those_with_commas(text, seeds):
+    asked = request.read(["sweep.py", "--config=ablation:kernel_size", f"--seeds={text}"])
+    assert asked.sweep.seeds == seeds
 
 
 def test_rows_are_chosen_in_the_order_of_the_table():
