@@ -30,7 +30,7 @@ ALLOWED = {
     "data": {"config", "files", "interfaces"},
     "models": {"config", "interfaces", "ops"},
     "training": {*("config", "files", "interrupts", "ending", "workdir", "interfaces", "machine")},
-    "objectives": {"config", "interfaces"},
+    "objectives": {"config", "interfaces", "ops"},
     "decoding": set(),
     "analysis": BELOW,
     "interop": BELOW,

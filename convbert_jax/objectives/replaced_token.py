@@ -11,6 +11,7 @@ from convbert_jax.interfaces.batch import Batch
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.objectives import distillation, masked_lm, masking, metrics
 from convbert_jax.objectives.cross_entropy import cross_entropy
+from convbert_jax.ops.mesh.division import several_cpus
 
 
 def corrupt(
@@ -179,7 +180,11 @@ def _one_of(first: Bool[Array, ""], one, other, hidden) -> metrics.Metrics:
         )
         return lambda hidden: nothing | run(hidden)
 
-    return jax.lax.cond(first, alone(one, other), alone(other, one), hidden)
+    branches = alone(one, other), alone(other, one)
+    if several_cpus():
+        both = (branch(hidden) for branch in branches)
+        return jax.tree.map(lambda a, b: jnp.where(first, a, b), *both)
+    return jax.lax.cond(first, *branches, hidden)
 
 
 def _weighted(factor: float, sums: tuple[Array, Array]) -> Array:

@@ -234,15 +234,17 @@ def test_it_is_the_step_of_one_device(name, mesh):
     assert_agree(gradients, expected)
 
 
-def test_cpus_send_nothing_in_a_loop_over_layers():
-    """XLA for CPUs does not keep what a loop sends apart from what is sent beside it."""
+@pytest.mark.parametrize("name", ["masked_lm, taught", "replaced_token, masked words first"])
+def test_cpus_send_nothing_in_a_loop_over_layers_or_a_branch(name):
+    """XLA for CPUs does not keep what these send apart from what is sent beside them."""
+    recipe, fields = STEPS[name]
     section = MESHES["data 2, sequence 2"]
     mesh = sharding.make_mesh(section, jax.devices()[:4])
     with jax.set_mesh(mesh):
-        fields = TAUGHT | {"model.layers": 2}
-        case = make_pretraining(make_config("masked_lm", **fields), mesh)
+        case = make_pretraining(make_config(recipe, **(fields | {"model.layers": 2})), mesh)
         program, batch = case.program, jax.eval_shape(case.program.put_batch, case.batch)
         lowered = program.train_step.lower(program.abstract, batch, *case.given)
     text = lowered.compile().as_text()
     sent = find_collectives(text, dataclasses.asdict(section))
     assert {each.times for each in sent} == {1}
+    assert " conditional(" not in text

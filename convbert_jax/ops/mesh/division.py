@@ -145,16 +145,21 @@ def whole_channels(x: jax.Array) -> jax.Array:
     return _placed(x, POSITIONS, ("fsdp", HEADS, SEQUENCE))
 
 
-def layers_at_once(depth: int, wanted: int) -> int:
-    """How many of `depth` equal layers an iteration of a loop over them is made of: as `wanted`,
-    but all of them where several CPUs share the work.
+def several_cpus() -> bool:
+    """Whether CPUs share the work, which then must send nothing in a loop or a branch.
 
-    XLA for CPUs (jax 0.10.2) does not wait for the end of a loop before it sends something else, if
+    XLA for CPUs (jax 0.10.2) does not wait for the end of either before it sends something else, if
     neither needs the other: each device then sends in an order of its own, and what arrives is what
     another wanted, without a word, or all wait for ever. A teacher beside its student did both.
     """
-    alone = math.prod(_axes().values()) == 1
-    return min(wanted, depth) if alone or dispatch.platform() != "cpu" else depth
+    return math.prod(_axes().values()) > 1 and dispatch.platform() == "cpu"
+
+
+def layers_at_once(depth: int, wanted: int) -> int:
+    """How many of `depth` equal layers an iteration of a loop over them is made of: as `wanted`,
+    but all of them on several CPUs.
+    """
+    return depth if several_cpus() else min(wanted, depth)
 
 
 def divides_heads() -> bool:
