@@ -309,14 +309,12 @@ def test_every_kind_of_chip_is_planned_for(kind, tmp_path, capfd):
     assert not any(name.startswith("all-reduce") for name in numbers["unestimated"])
 
 
-@pytest.mark.slow
 @pytest.mark.tpu_compile
 @needs_libtpu
 def test_what_does_not_fit_is_an_answer(tmp_path):
-    config = make_config(
-        recipe="masked_lm", train__batch_size=4 * 2**17, model__hidden_size=512,
-        model__ffn_size=2048, compute_dtype="bfloat16",
-    )  # fmt: skip
+    # Weights alone are too much: where activations are, the compiler tries for ten minutes.
+    fields = {"tokenizer__vocab_size": 2**20, "model__hidden_size": 2048, "model__ffn_size": 64}
+    config = make_config(recipe="masked_lm", model__embedding_size=2048, **fields)
     result = recipes.plan(config, tmp_path, topology="v5e:2x2")
     assert not result.fits
     assert result.numbers["memory"]["needed"] > result.numbers["memory"]["capacity"]
