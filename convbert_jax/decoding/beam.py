@@ -140,7 +140,7 @@ def search(
     def unfinished(beams):
         return (beams.place < length - 1) & ~is_done(beams).all()
 
-    return states.loop(unfinished, go_on, start, length).ended
+    return states.loop(unfinished, go_on, start).ended
 
 
 def _best(old: Hypotheses, new: Hypotheses, pad: int) -> Hypotheses:

@@ -164,5 +164,5 @@ def _write(
 
     texts = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
     start = _Rows(jnp.int32(0), state, tokens, texts, jnp.zeros(rows, bool))
-    written = states.loop(unfinished, go_on, start, length)
+    written = states.loop(unfinished, go_on, start)
     return Texts(written.tokens, *written.texts)

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from convbert_jax.decoding.top_k import top_k
@@ -73,13 +72,16 @@ def best(
     that has to be is one though it is among `never`.
     """
     logits = logits.astype(jnp.float32)
-    total, ends = jax.nn.logsumexp(logits, axis=-1), logits[:, end]
+    # Others in place of those among `never`, instead of a copy of all logits without these.
+    found, tokens = top_k(logits, min(count + len(never), logits.shape[1]))
+    largest = found[:, :1]
+    total = largest[:, 0] + jnp.log(jnp.exp(logits - largest).sum(axis=-1))
+    ends = logits[:, end]
     if len(never):
-        words = np.zeros(logits.shape[1], bool)
-        words[list(never)] = True
-        logits = jnp.where(words, -jnp.inf, logits)
-    scores, tokens = top_k(logits, count)
-    scores -= total[:, None]
+        found = jnp.where(jnp.isin(tokens, jnp.asarray(never)), -jnp.inf, found)
+        found, order = jax.lax.top_k(found, count)
+        tokens = jnp.take_along_axis(tokens, order, axis=1)
+    scores = found - total[:, None]
     said, is_said = _said(prompt, lengths, place)
     only = jnp.where(is_said, said, end).astype(tokens.dtype)
     score = jnp.where(is_said, 0.0, ends - total)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from convbert_jax.config import MixerError
 from convbert_jax.config.mixers import check_causal
-from convbert_jax.decoding.state import move
+from convbert_jax.decoding.state import move, pack
 from convbert_jax.models.layers import initializers
 from convbert_jax.ops.depthwise_conv import depthwise_conv
 from convbert_jax.ops.dynamic_conv import dynamic_conv
@@ -62,15 +62,15 @@ def test_step_by_step_it_is_what_it_is_as_a_whole(causal, kind):
     np.testing.assert_allclose(steps, whole, atol=1e-5)
     roomy, _ = jax.jit(functools.partial(by_steps, module, length=LENGTH + 3))(x)
     np.testing.assert_allclose(roomy, whole, atol=1e-5)
-    assert all(leaf.shape[0] == ROWS for leaf in jax.tree.leaves(state))
+    assert all(leaf.shape[0] == ROWS for leaf in jax.tree.leaves(state) if leaf.ndim)
     rounded = jax.eval_shape(lambda x: by_steps(module, x.astype(jnp.bfloat16)), x)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(rounded)}
-    assert {d for d in dtypes if d != jnp.int32} == {jnp.dtype(jnp.bfloat16)}
+    assert dtypes - {jnp.dtype(bool), jnp.dtype(jnp.int32)} == {jnp.dtype(jnp.bfloat16)}
 
 
 @every_kind
 def test_rows_in_another_order_go_on_as_they_began(causal, kind):
-    """What a beam search does: a row takes the state of another."""
+    """What a beam search does: a row takes the state of another; what none reads is dropped."""
     module, x = causal(kind)
     order = jnp.asarray([2, 0, 2, 3, 5, 4])  # of two groups of three
     x = jnp.concatenate([x, x[::-1] + 1])
@@ -79,13 +79,31 @@ def test_rows_in_another_order_go_on_as_they_began(causal, kind):
     def run(x):
         _, state = by_steps(module, x[:, :-2], copies=3)
         for place in (LENGTH - 2, LENGTH - 1):  # moved twice, with a step between
-            state = move(state, order)
+            state = pack(move(state, order))
             x = x[order]
             out, state = module.step(x[:, place, None], state, jnp.int32(place))
         return out[:, 0]
 
     whole = jax.jit(lambda x: by_steps(module, x)[0])(x[order][order])
     np.testing.assert_allclose(run(x), whole[:, -1], atol=1e-5)
+
+
+def test_what_the_rows_of_a_group_have_in_common_is_kept_once(causal):
+    module, x = causal("attention")
+    x = jnp.broadcast_to(x[1], x.shape)
+    _, state = by_steps(module, x[:, :-2], length=LENGTH, copies=ROWS)
+    assert state.used == ROWS * (LENGTH - 2)
+    state = pack(move(state, jnp.asarray([1, 1, 1])))
+    assert state.used == LENGTH - 2
+    state = pack(module.step(x[:, :1], state, jnp.int32(LENGTH - 2))[1])
+    assert state.used == LENGTH - 2 + ROWS  # the last ones differ
+    state = pack(move(state, jnp.asarray([0, 2, 0])))
+    assert state.used == LENGTH - 2 + 2
+    state = state.resize(LENGTH + 3)  # no more than it needs
+    out, _ = module.step(x[:, -1:], state, jnp.int32(LENGTH - 1))
+    read = jnp.concatenate([x[:, :-2], x[:, :1], x[:, -1:]], axis=1)
+    whole = module(read, jnp.ones(read.shape[:2], jnp.int32))
+    np.testing.assert_allclose(out[:, 0], whole[:, -1], atol=1e-5)
 
 
 @every_kind

@@ -134,7 +134,7 @@ class SelfAttention(nnx.Module):
     ) -> tuple[Float[Array, "B 1 C"], Cache]:
         heads = self.config.attention_heads
         query, keys, value = project(x, heads, self.query, self.key, self.value)
-        attended, state = state.attend(query, keys, value, place)
+        attended, state = state.attend(query, keys, value)
         return self.output(join(attended)), state
 
 

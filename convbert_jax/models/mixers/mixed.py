@@ -318,7 +318,7 @@ class MixedAttention(nnx.Module):
         value = split(self.value(x), c.value_heads)
         kept = {}
         attended, kept["attention"] = state["attention"].attend(
-            query[:, :, : c.attention_heads], keys, value[:, :, : c.attention_heads], place
+            query[:, :, : c.attention_heads], keys, value[:, :, : c.attention_heads]
         )
         if c.filters == "light":
             filters = softmax(self.conv_filters[...], None, jnp.float32)
