@@ -72,11 +72,9 @@ def best(
     that has to be is one though it is among `never`.
     """
     logits = logits.astype(jnp.float32)
+    total, ends = jax.nn.logsumexp(logits, axis=-1), logits[:, end]
     # Others in place of those among `never`, instead of a copy of all logits without these.
     found, tokens = top_k(logits, min(count + len(never), logits.shape[1]))
-    largest = found[:, :1]
-    total = largest[:, 0] + jnp.log(jnp.exp(logits - largest).sum(axis=-1))
-    ends = logits[:, end]
     if len(never):
         found = jnp.where(jnp.isin(tokens, jnp.asarray(never)), -jnp.inf, found)
         found, order = jax.lax.top_k(found, count)
