@@ -16,15 +16,18 @@ from convbert_jax.ops.mesh.division import layers_at_once, whole_channels
 
 
 class Source(NamedTuple):
-    """What decoding reads of the source and never changes.
+    """What decoding reads besides its state and never changes.
 
     Attributes:
       kept: keys and values, for each layer.
       segment_ids: of the source's rows, 0 is padding.
+      layers: of the decoder, each for itself: taken out of their stacks in each step they cost a
+        CPU 3% of a beam search.
     """
 
     kept: tuple[State, ...]
     segment_ids: Int[Array, "B S"]
+    layers: tuple["DecoderLayer", ...]
 
 
 class DecoderLayer(nnx.Module):
@@ -139,9 +142,10 @@ class Decoder(nnx.Module):
         return tuple(layer.mixer.start(rows, length, dtype, copies) for layer in self._layers())
 
     def read(self, source: Float[Array, "B S C"], source_ids: Int[Array, "B S"]) -> Source:
-        """What all steps read of the source."""
-        kept = tuple(layer.source.keep(source) for layer in self._layers())
-        return Source(kept, source_ids)
+        """What all steps read, of the source and of the decoder."""
+        layers = self._layers()
+        kept = tuple(layer.source.keep(source) for layer in layers)
+        return Source(kept, source_ids, layers)
 
     def step(
         self,
@@ -157,19 +161,19 @@ class Decoder(nnx.Module):
         """
         # Not a scan: its state would have layers before rows, and it copies each layer's weights.
         after = []
-        for i, layer in enumerate(self._layers()):
+        for i, layer in enumerate(self._layers() if source is None else source.layers):
             kept, ids = (None, None) if source is None else (source.kept[i], source.segment_ids)
             x, layer_state = layer.step(x, state[i], place, kept, ids)
             after.append(layer_state)
         return self._finish(x), tuple(after)
 
-    def _layers(self) -> list[DecoderLayer]:
+    def _layers(self) -> tuple[DecoderLayer, ...]:
         """Each layer for itself, out of the stacks."""
-        return [
+        return tuple(
             jax.tree.map(lambda leaf, n=n: leaf[n], self.stages[str(i)])
             for i, stage in enumerate(self.config.stages)
             for n in range(stage.depth)
-        ]
+        )
 
     def _finish(self, x):
         return self.norm(x) if self.config.last_norm else x
