@@ -58,7 +58,8 @@ def search(
     Args:
       step: of B K rows, the beams of a row side by side.
       state: of these, before the first of `length` tokens: a pytree of arrays with rows first, or
-        of what has their `take(rows, axis=0)`; what has `resize(positions)` gets room as it needs.
+        of what has their `take(rows, axis=0)`; what has `resize(room)` gets room as it needs, as
+        `state.loop` says.
       prompt, prompt_lengths, length, end, pad, limits, never: as in `one_by_one.greedy`.
       beam: K.
       alpha: of the length penalty, at least 0; 0 is none.

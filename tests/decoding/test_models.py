@@ -89,7 +89,9 @@ def test_with_what_is_kept_as_without_it(mixer, room, monkeypatch):
 
 
 @pytest.mark.parametrize("mixer", ["attention", "dynamic", "light"])
-def test_a_row_alone_and_with_more_padding_is_the_same(mixer):
+def test_a_row_alone_and_with_more_padding_is_the_same(mixer, monkeypatch):
+    """Also where room is given, to all rows at once, as the row beside it needs it."""
+    monkeypatch.setattr(states, "FIRST", 4)
     model, _ = models(mixer)
     run = jax.jit(functools.partial(translate, model))
     together = run(SOURCE, SOURCE_IDS)
