@@ -153,6 +153,22 @@ def test_a_runner_is_put_back_when_its_cell_is_saved(submitted, how):
     assert (process.returncode, submitted.starts()) == (0, 2)
 
 
+def test_two_signals_at_once_wait_for_no_runner_that_nobody_told(monkeypatch):
+    job = Job(("sleep", "20"), ".")
+    job._process = subprocess.Popen(job.command)
+    kill, signals = os.kill, []
+
+    def kill_later(*arguments):
+        signals.append(arguments)
+        if len(signals) == 1:  # SIGUSR2 comes while SIGTERM is passed on
+            job.checkpoint()
+        kill(*arguments)
+
+    monkeypatch.setattr(os, "kill", kill_later)
+    job._tell()
+    assert job._process.wait() == -signal.SIGTERM
+
+
 def test_a_cancelled_runner_saves_and_is_not_put_back(submitted):
     (submitted.folder / "state").write_text("COMPLETING\n")
     process = submitted.begin()

@@ -69,11 +69,15 @@ class Job:
         return DelayedSubmission(Job(self.command, self.folder))
 
     def _tell(self) -> None:
-        """Has the runner stop; once, for the second time it would not wait for its cell."""
+        """Has the runner stop; once, for the second time it would not wait for its cell.
+
+        Told before it is noted: a signal's handler may run between the two, and would wait for a
+        runner that nobody told. Told twice in an instant is told once (`StopSignals`).
+        """
         if not self._told:
-            self._told = True
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGTERM)
+            self._told = True
 
     def _wait(self) -> None:
         """Until the runner is dead. Not by `Popen.wait`, whose lock a signal's handler, where
