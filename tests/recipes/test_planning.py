@@ -312,13 +312,21 @@ def test_every_kind_of_chip_is_planned_for(kind, tmp_path, capfd):
 @pytest.mark.tpu_compile
 @needs_libtpu
 def test_what_does_not_fit_is_an_answer(tmp_path):
-    # Weights alone are too much: where activations are, the compiler tries for ten minutes.
-    fields = {"tokenizer__vocab_size": 2**20, "model__hidden_size": 2048, "model__ffn_size": 64}
-    config = make_config(recipe="masked_lm", model__embedding_size=2048, **fields)
+    """Of a batch whose arrays are each larger than the memory the compiler says so in seconds; what
+    takes a few times too much it tries to make smaller first, for minutes.
+    """
+    config = make_config(
+        recipe="masked_lm", train__batch_size=2**20, model__ffn_size=2**15,
+        compute_dtype="bfloat16",
+    )  # fmt: skip
     result = recipes.plan(config, tmp_path, topology="v5e:2x2")
+    memory = result.numbers["memory"]
     assert not result.fits
-    assert result.numbers["memory"]["needed"] > result.numbers["memory"]["capacity"]
+    assert memory["capacity"] == 15.75 * 2**30
+    # One array behind the first half of a feed-forward block.
+    assert memory["needed"] > 2**20 / 4 * 32 * 2**15 * 2 > memory["capacity"]
     assert "DOES NOT FIT" in result.report
+    assert "by tracing activations that wait for the backward pass" in result.report
 
 
 @needs_libtpu
