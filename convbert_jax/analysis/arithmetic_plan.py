@@ -96,6 +96,14 @@ class ArithmeticPlan:
         return _FREE * self.devices.bytes
 
     @property
+    def fixed(self) -> int:
+        return self.used - self.kept
+
+    @property
+    def growing(self) -> int:
+        return self.kept
+
+    @property
     def fits(self) -> bool:
         return self.used <= self.capacity
 
@@ -220,15 +228,14 @@ def describe(
     plan: ArithmeticPlan,
     price: float | None = None,
     *,
-    largest: ArithmeticPlan | None = None,
+    largest: planned.Largest | None = None,
     compared: Sequence[ArithmeticPlan] = (),
-    searched: bool = False,
 ) -> str:
     """A text for a person.
 
     Args:
       price: of an hour of a device, in any currency.
-      largest: with the largest batch that fits, if it was `searched` for and there is one.
+      largest: if it was searched for.
       compared: other meshes and the like.
     """
     devices = plan.devices
@@ -267,19 +274,20 @@ def describe(
             f"  tokens a second       {plan.tokens / worst:,.0f} to {plan.tokens / best:,.0f}",
             f"the run                 {steps:,} steps: "
             f"{overview.spell_range(best * steps, worst * steps)}, {cost}",
-            *(_describe_largest(largest) if searched else ()),
+            *(_describe_largest(largest) if largest else ()),
             *(_compare([plan, *compared]) if compared else ()),
         ]
     )
 
 
-def _describe_largest(largest: ArithmeticPlan | None) -> list[str]:
-    if largest is None:
-        return ["", "no batch was found that fits"]
+def _describe_largest(largest: planned.Largest) -> list[str]:
+    if largest.plan is None:
+        return ["", "no batch was found that fits", *planned.describe_search(largest, "counted")]
     return [
         "",
-        f"the largest batch found: --config.train.batch_size={largest.rows}, "
-        f"{largest.used / _GIB:.2f} GiB",
+        f"the largest batch found: --config.train.batch_size={largest.plan.rows}, "
+        f"{largest.plan.used / _GIB:.2f} GiB",
+        *planned.describe_search(largest, "counted"),
     ]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import convbert_jax
-from convbert_jax.analysis import arithmetic_plan
+from convbert_jax.analysis import arithmetic_plan, planned
 from convbert_jax.analysis.tpu import chips, plan, plan_text
 from convbert_jax.analysis.tpu.collectives import BETWEEN_SLICES, Collective
 from convbert_jax.analysis.tpu.topology import Topology, open_topology
@@ -68,14 +68,14 @@ def test_what_leaves_a_slice_goes_over_another_network():
     unknown = dataclasses.replace(step, chip=chips.CHIPS["v4"])
     assert unknown.seconds == dataclasses.replace(alone, chip=chips.CHIPS["v4"]).seconds
     topology = dataclasses.replace(make_plan().topology, chips=32, slices=2)
-    text = plan_text.describe(make_plan(unknown, topology=topology), None, (), None, searched=False)
+    text = plan_text.describe(make_plan(unknown, topology=topology), None, (), None)
     assert "32 chips in 2 slices" in text
     assert "10.0 MB of it between slices, whose network is not known" in text
     assert "all-reduce over slices" in text
 
 
 def test_memory_adds_up_in_what_is_said():
-    text = plan_text.describe(make_plan(), None, (), 1.5, searched=False)
+    text = plan_text.describe(make_plan(), None, (), 1.5)
     assert "11.50 of 16.00 GiB" in text
     assert MEMORY.left == 4.5 * GIB
     low, high = make_step().seconds
@@ -97,7 +97,10 @@ def test_of_a_long_source_the_end_is_told_and_that_it_is_one():
 
 def test_what_does_not_fit_says_what_helps():
     short = make_plan(plan.Shortage(24.5 * GIB, 15.75 * GIB, 3 * GIB, 6 * GIB))
-    text = plan_text.describe(short, None, (), None, searched=True)
+    search = planned.Largest(
+        None, (planned.Trial(short, None),), 4096, 24.5 * GIB, True, 1.0, False
+    )
+    text = plan_text.describe(short, search, (), None)
     assert "24.5 GiB and has 15.75" in text
     assert (
         "activations that wait for the backward pass 7.0 GiB, moments of adamw 6.0 GiB, "
@@ -107,6 +110,28 @@ def test_what_does_not_fit_says_what_helps():
     assert "no batch was found" in text
 
 
+def test_a_search_says_what_was_compiled_and_what_predicted():
+    first = make_plan(rows=1024)
+    memory = dataclasses.replace(MEMORY, temporaries=12 * GIB)
+    dear = dataclasses.replace(
+        OPERATIONS, groups={name: 10 * n for name, n in OPERATIONS.groups.items()}
+    )
+    most = make_plan(make_step(memory=memory, operations=dear), rows=2048)
+    trials = planned.Trial(first, None), planned.Trial(most, 15.8 * GIB)
+    search = planned.Largest(most, trials, 2176, 16.1 * GIB, False, 4.5, True)
+    text = plan_text.describe(first, search, (), None)
+    assert "largest batch found: --config.train.batch_size=2048, 15.50 of 16.00 GiB" in text
+    assert "compiled: 1,024 rows, 11.5 GiB\n" in text
+    assert "compiled: 2,048 rows, 15.5 GiB; predicted from those before: 15.8 GiB\n" in text
+    assert "beyond: 2,176 rows do not fit, 16.1 GiB, PREDICTED, not compiled" in text
+    assert "4.50 times a row of the cheapest" in text
+    assert "larger ones may fit and were not looked for" in text
+    numbers = json.loads(json.dumps(planned.numbers_of_all(first, search, (), plan_text.to_json)))
+    assert numbers["largest_batch"]["rows"] == 2048
+    assert numbers["search"]["does_not_fit"]["by"] == "prediction"
+    assert [trial["predicted"] for trial in numbers["search"]["trials"]] == [None, 15.8 * GIB]
+
+
 def test_the_fastest_that_fits_is_recommended():
     slow = make_plan(axes={"data": 4, "fsdp": 4, "tensor": 1})
     operations = dataclasses.replace(
@@ -114,7 +139,7 @@ def test_the_fastest_that_fits_is_recommended():
     )
     fast = make_plan(make_step(operations=operations), axes={"data": 1, "fsdp": 16, "tensor": 1})
     short = make_plan(plan.Shortage(17e9, 16e9, 1, 2), axes={"data": 2, "fsdp": 8, "tensor": 1})
-    text = plan_text.describe(slow, None, (short, fast), None, searched=False)
+    text = plan_text.describe(slow, None, (short, fast), None)
     title, *rows = text.splitlines()[-5:-1]
     assert {row.index("iB") + 2 for row in rows} == {title.index("memory") + 6}
     last = text.splitlines()[-1]
@@ -162,7 +187,7 @@ def test_parts_and_what_is_waited_for_are_in_text_and_numbers():
     assert plan_text.to_json(made)["cycles_by_part"] == {
         "attention": 300e6, plan.REST: 120e6, plan.WAITING: pytest.approx(waited),
     }  # fmt: skip
-    text = plan_text.describe(made, None, (), None, searched=False)
+    text = plan_text.describe(made, None, (), None)
     assert re.search(rf"{plan.WAITING} +{waited / 1e6:.2f}", text)
 
 

@@ -42,7 +42,8 @@ def test_the_search_ends_at_the_largest_batch(fixed, slope, batch, accumulation)
             if used <= capacity
             else tpu_plan.Shortage(used, capacity, 0, 0)
         )
-        return make_plan(step, config=config, rows=rows, axes=axes)
+        kept = 1.3 * slope * rows / accumulation  # what is asked for is more than what is kept
+        return make_plan(step, config=config, rows=rows, axes=axes, kept=kept)
 
     config = make_config(
         train__batch_size=4 * accumulation * batch, train__accumulation=accumulation
@@ -51,10 +52,14 @@ def test_the_search_ends_at_the_largest_batch(fixed, slope, batch, accumulation)
     # The largest that fits, by hand; there must be one, and not beyond all reason.
     most = int((capacity - fixed) / slope * accumulation) // unit * unit
     assume(0 < most < 2**20)
-    found = candidates.find_largest(fake(config), fake)
+    search = candidates.find_largest(fake(config), fake)
     assert all(rows % unit == 0 for rows in tried)
     assert len(tried) <= 1 + candidates._SEARCHES
+    assert [trial.plan.rows for trial in search.trials] == tried
+    found = search.plan
     assert found is not None
+    assert search.next_rows > most
+    assert search.next_planned == (search.next_rows in tried)
     assert found.fits
     enough = [fixed + slope * rows / accumulation >= 0.97 * capacity for rows in tried]
     fits = [rows <= most for rows in tried]
@@ -81,9 +86,63 @@ def test_a_compiler_that_saves_memory_does_not_mislead_the_search():
         axes = {"data": 8, "fsdp": 1, "tensor": 1, "sequence": 1}
         return make_plan(step, config=config, rows=rows, axes=axes)
 
-    found = candidates.find_largest(fake(make_config(train__batch_size=1024)), fake)
+    found = candidates.find_largest(fake(make_config(train__batch_size=1024)), fake).plan
     assert 1_792 <= found.rows <= 2_000
     assert max(tried) < 2_500
+
+
+def test_the_search_ends_where_rows_are_dear():
+    """As `small` on v5e:2x4: what would nearly fill the memory takes 85% of it, since some of it is
+    computed twice.
+    """
+    tried = []
+
+    def fake(config):
+        rows = config.train.batch_size
+        tried.append(rows)
+        squeezed = rows > 5_600
+        memory = tpu_plan.Memory(
+            0, int(0.45 * 2**30), 0, int((12.93 if squeezed else 2.31 * rows / 1024) * 2**30), 0,
+            int(15.75 * 2**30),
+        )  # fmt: skip
+        cycles = rows * (536e3 if squeezed else 395e3)
+        operations = tpu_plan.Operations(
+            {tpu_plan.PRODUCTS: cycles, tpu_plan.KERNELS: 0.0, tpu_plan.OTHER: 0.0}, {}, (), {}
+        )
+        step = make_step(memory=memory, operations=operations, collectives=())
+        axes = {"data": 8, "fsdp": 1, "tensor": 1, "sequence": 1}
+        return make_plan(step, config=config, rows=rows, axes=axes)
+
+    search = candidates.find_largest(fake(make_config(train__batch_size=1024)), fake)
+    assert tried == [1024, search.plan.rows]
+    first, second = search.trials
+    assert first.predicted is None
+    # By what grows alone: parameters lie there once.
+    assert second.predicted == pytest.approx(15.75 * 2**30, rel=0.01)
+    assert search.dearer == pytest.approx(536 / 395)
+    assert search.gave_up
+    assert search.next_rows > search.plan.rows
+    assert not search.next_planned
+
+
+def test_what_does_not_fit_leads_to_what_does():
+    """By tracing, where the compiler only tells what was left when it gave up."""
+    tried = []
+
+    def fake(config):
+        rows = config.train.batch_size
+        tried.append(rows)
+        fits = rows <= 2_000
+        memory = tpu_plan.Memory(100, 200, 0, 4 * rows, 0, 8_300)
+        step = make_step(memory=memory) if fits else tpu_plan.Shortage(8_400, 8_300, 100, 200)
+        axes = {"data": 8, "fsdp": 1, "tensor": 1, "sequence": 1}
+        return make_plan(step, config=config, rows=rows, axes=axes, kept=5 * rows)
+
+    search = candidates.find_largest(fake(make_config(train__batch_size=8192)), fake)
+    assert tried[:2] == [8192, 1600]  # (8,300 - 300) / 5
+    assert search.plan.rows >= 1_900
+    assert search.next_rows in tried
+    assert search.next_planned
 
 
 def test_gpus_are_counted(tmp_path):

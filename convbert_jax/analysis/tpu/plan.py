@@ -197,6 +197,22 @@ class Plan:
         return self.step.memory.capacity if self.fits else self.step.capacity
 
     @property
+    def fixed(self) -> float:
+        """Gradients are in `growing`: where memory is fullest there are none yet."""
+        if self.fits:
+            return self.used - self.growing
+        return self.step.parameters + self.step.optimizer
+
+    @property
+    def growing(self) -> float:
+        """Of what does not fit the compiler tells what was left when it gave up; tracing, what the
+        backward pass asks for, of which the compiler keeps less.
+        """
+        if self.fits:
+            return self.step.memory.temporaries + self.step.memory.batch
+        return max(self.kept, self.used - self.fixed)
+
+    @property
     def seconds(self) -> tuple[float, float]:
         return self.step.seconds
 

@@ -16,16 +16,14 @@ _SMALL = 1e5  # bytes of a step that a line of collectives is not worth
 
 def describe(
     plan: Plan,
-    largest: Plan | None,
+    largest: planned.Largest | None,
     compared: Sequence[Plan],
     price: float | None,
-    *,
-    searched: bool,
 ) -> str:
     """A text for a person.
 
     Args:
-      largest: with the largest batch that fits, if it was `searched` for and there is one.
+      largest: if it was searched for.
       compared: other meshes and the like.
       price: of an hour of one chip, in any currency.
     """
@@ -47,7 +45,7 @@ def describe(
         lines += _describe_operations(plan.step)
         lines += _describe_network(plan.step)
         lines += _describe_time(plan, plan.step, price)
-    if searched:
+    if largest:
         lines += _describe_largest(largest)
     if compared:
         lines += _compare([plan, *compared])
@@ -205,15 +203,17 @@ def _describe_time(plan: Plan, step: Step, price: float | None) -> list[str]:
     ]
 
 
-def _describe_largest(largest: Plan | None) -> list[str]:
-    if largest is None:
-        return ["", "no batch was found that fits"]
-    memory = largest.step.memory
+def _describe_largest(largest: planned.Largest) -> list[str]:
+    search = planned.describe_search(largest, "compiled")
+    if largest.plan is None:
+        return ["", "no batch was found that fits", *search]
+    step = largest.plan.step
     return [
         "",
-        f"the largest batch found: --config.train.batch_size={largest.rows}, "
-        f"{memory.used / _GIB:.2f} of {memory.capacity / _GIB:.2f} GiB, "
-        f"{_range(*(s * 1e3 for s in largest.step.seconds))} ms",
+        f"the largest batch found: --config.train.batch_size={largest.plan.rows}, "
+        f"{step.memory.used / _GIB:.2f} of {step.memory.capacity / _GIB:.2f} GiB, "
+        f"{_range(*(s * 1e3 for s in step.seconds))} ms",
+        *search,
     ]
 
 

@@ -4,58 +4,111 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
-from convbert_jax.analysis.planned import REMAT, Planned, recommend
+from convbert_jax.analysis.planned import (
+    REMAT,
+    Largest,
+    Planned,
+    Trial,
+    price_of_row,
+    recommend,
+)
 from convbert_jax.config import Config, MeshSection
 from convbert_jax.interop.matching import replace
 from convbert_jax.training.sharding import ShardingError
 
 _SEARCHES = 4  # most plans after the first, in search of the largest batch
 _FULL = 0.97  # of the memory is taken: what is left is not worth a plan, which takes minutes
+_DEAR = 1.1  # times the seconds of a row where memory is plenty: more of such rows serve nobody
 _ROWS = 8  # a TPU computes with so many rows at least
 
 PlanOne = Callable[[Config], Planned]  # raises ShardingError where a mesh cannot be
 
 
-def find_largest(first: Planned, plan_one: PlanOne) -> Planned | None:
-    """The largest batch that fits, or one that takes 97% of the memory, by lines through what was
-    planned so far.
+def find_largest(first: Planned, plan_one: PlanOne) -> Largest:
+    """The largest batch that fits, or one that takes 97% of the memory, or whose rows are dear as
+    the compiler computes some of it again to save memory.
+
+    Where the next plan is made is predicted from those before; every answer is a plan.
     """
-    config = first.config
-    shards = first.axes["data"] * first.axes["fsdp"]
-    unit = shards * config.train.accumulation * config.optimizer.release_replicas
-    if config.train.batch_size % (_ROWS * unit) == 0:
-        unit *= _ROWS
-    best = first if first.fits else None
-    plans = [first]
+    unit = _unit(first)
+    trials = [Trial(first, None)]
     for _ in range(_SEARCHES):
-        if best and best.used >= _FULL * best.capacity:
+        plans = [trial.plan for trial in trials]
+        best = _best(plans)
+        if best and (best.used >= _FULL * best.capacity or _dearer(best, plans) > _DEAR):
             break
         batch = _next_batch(plans, unit)
         if batch is None:
             break
-        found = plan_one(replace(config, {"train.batch_size": batch}))
-        plans.append(found)
-        if found.fits and (not best or found.rows > best.rows):
-            best = found
-    return best
+        found = plan_one(replace(first.config, {"train.batch_size": batch}))
+        trials.append(Trial(found, _Line(plans).bytes_of(batch)))
+    plans = [trial.plan for trial in trials]
+    best = _best(plans)
+    dearer = _dearer(best, plans) if best else 1.0
+    return Largest(
+        best, tuple(trials), *_find_next(plans, best, unit), dearer, gave_up=dearer > _DEAR
+    )
+
+
+def _unit(plan: Planned) -> int:
+    """What a batch is a multiple of."""
+    shards = plan.axes["data"] * plan.axes["fsdp"]
+    unit = shards * plan.config.train.accumulation * plan.config.optimizer.release_replicas
+    return unit * _ROWS if plan.config.train.batch_size % (_ROWS * unit) == 0 else unit
+
+
+def _best(plans: list[Planned]) -> Planned | None:
+    return max((plan for plan in plans if plan.fits), key=lambda plan: plan.rows, default=None)
+
+
+def _dearer(best: Planned, plans: list[Planned]) -> float:
+    return price_of_row(best) / min(price_of_row(plan) for plan in plans if plan.fits)
+
+
+class _Line:
+    """Bytes of a device as a function of rows: through the two plans next to the capacity that fit,
+    or of one by what of it grows; where none fits, by what the smallest of them takes at most.
+    """
+
+    def __init__(self, plans: list[Planned]):
+        fit = sorted((plan for plan in plans if plan.fits), key=lambda plan: -plan.used)[:2]
+        nearest = fit[0] if fit else min(plans, key=lambda plan: plan.rows)
+        self._rows, self._used = nearest.rows, nearest.fixed + nearest.growing
+        self._slope = nearest.growing / self._rows
+        if len(fit) == 2:
+            # Where memory is short a compiler saves some of it, and the line through two is flat.
+            line = (fit[0].used - fit[1].used) / (fit[0].rows - fit[1].rows)
+            self._slope = max(line, self._slope / 2)
+
+    def bytes_of(self, rows: int) -> float:
+        return self._used + self._slope * (rows - self._rows)
+
+    def rows_of(self, size: float) -> float:
+        return self._rows + (size - self._used) / self._slope
 
 
 def _next_batch(plans: list[Planned], unit: int) -> int | None:
     """A multiple of `unit` between the largest that fits and the smallest that does not; None where
     there is none left.
     """
-    capacity = plans[0].capacity
     lower = max((plan.rows for plan in plans if plan.fits), default=0)
     upper = min((plan.rows for plan in plans if not plan.fits), default=math.inf)
-    near = sorted(plans, key=lambda plan: abs(plan.used - capacity))[:2]
-    rows, used = near[0].rows, near[0].used
-    slope = used / rows  # what does not grow with the batch is a small part
-    if len(near) == 2:
-        # Where memory is short a compiler saves some of it, and the line through two plans is flat.
-        slope = max((used - near[1].used) / (rows - near[1].rows), slope / 2)
-    guess = rows + (capacity - used) / slope
-    batch = int(min(max(guess, lower + unit), upper - unit)) // unit * unit
+    guess = _Line(plans).rows_of(plans[0].capacity)
+    if guess >= upper:
+        guess = (lower + upper) / 2
+    batch = int(max(guess, lower + unit)) // unit * unit
     return batch if lower < batch < upper else None
+
+
+def _find_next(plans: list[Planned], best: Planned | None, unit: int) -> tuple[int, float, bool]:
+    """(rows, bytes, whether it was planned) of the smallest batch that does not fit."""
+    short = min((plan for plan in plans if not plan.fits), key=lambda p: p.rows, default=None)
+    if short:
+        return short.rows, short.used, True
+    line = _Line(plans)
+    rows = (int(line.rows_of(best.capacity)) // unit + 1) * unit
+    rows = max(rows, best.rows + unit)
+    return rows, line.bytes_of(rows), False
 
 
 def compare(first: Planned, plan_one: PlanOne) -> list[Planned]:

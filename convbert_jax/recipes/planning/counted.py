@@ -40,9 +40,7 @@ def plan_by_arithmetic(
     compared = candidates.compare(first, plan_one) if compare else []
     to_json = functools.partial(arithmetic_plan.ArithmeticPlan.to_json, price=price)
     numbers = planned.numbers_of_all(first, largest, compared, to_json)
-    report = arithmetic_plan.describe(
-        first, price, largest=largest, compared=compared, searched=largest_batch
-    )
+    report = arithmetic_plan.describe(first, price, largest=largest, compared=compared)
     return PlanResult(first.fits, numbers, report)
 
 

@@ -38,7 +38,7 @@ def plan_slice(
         compared = candidates.compare(first, plan_one) if compare else []
     to_json = functools.partial(plan_text.to_json, price=price)
     numbers = planned.numbers_of_all(first, largest, compared, to_json)
-    report = plan_text.describe(first, largest, compared, price, searched=largest_batch)
+    report = plan_text.describe(first, largest, compared, price)
     return PlanResult(first.fits, numbers, report)
 
 
