@@ -76,7 +76,8 @@ class Largest:
     Attributes:
       plan: of the largest batch that was planned and fits, if one does.
       trials: all that were planned, in order.
-      next_rows: the smallest batch known not to fit, or predicted not to.
+      next_rows: the smallest batch that was planned and does not fit; where all fit, the smallest
+        that is predicted not to, which it may, as a compiler saves memory where it is short.
       next_bytes: of a device, that it takes.
       next_planned: whether it was planned, not predicted.
       dearer: a row of `plan` divided by a row of the batch whose rows are cheapest, in seconds.
@@ -132,14 +133,20 @@ def describe_search(largest: Largest, did: str) -> list[str]:
         if trial.predicted is not None:
             line += f"; predicted from those before: {spell_bytes(trial.predicted)}"
         lines.append(line if trial.plan.fits else f"{line}; does not fit")
-    how = f"{did}" if largest.next_planned else f"PREDICTED, not {did}"
-    lines.append(
-        f"  beyond: {largest.next_rows:,} rows do not fit, {spell_bytes(largest.next_bytes)}, {how}"
-    )
-    if largest.plan and largest.dearer > 1:
+    size = spell_bytes(largest.next_bytes)
+    if largest.next_planned:
+        lines.append(f"  beyond: {largest.next_rows:,} rows do not fit, {did}")
+    else:
         lines.append(
-            f"  a row of it costs {largest.dearer:.2f} times a row of the cheapest batch above"
-            + ("; larger ones may fit and were not looked for" if largest.gave_up else "")
+            f"  beyond: {largest.next_rows:,} rows would take {size}, PREDICTED, not {did}; where "
+            "memory ends less may be kept and more computed, so that they fit"
+        )
+    if largest.plan and largest.dearer > 1:
+        cheapest = f"a row costs {largest.dearer:.2f} times a row of the cheapest batch above"
+        lines.append(
+            f"  ended there: {cheapest}; config.train.accumulation has the cheaper rows"
+            if largest.gave_up
+            else f"  {cheapest}"
         )
     return lines
 

@@ -207,6 +207,11 @@ def test_gpus_are_compared(tmp_path):
     assert largest["fits"]
     used, capacity = largest["memory"]["used"], largest["memory"]["capacity"]
     assert 0.9 * 0.92 * capacity < used <= 0.92 * capacity
+    # Arithmetic is a line, so that the second plan is where it was predicted.
+    _, second = numbers["search"]["trials"]
+    assert second["used"] == pytest.approx(second["predicted"])
+    assert f"counted: {second['rows']:,} rows" in result.report
+    assert numbers["search"]["does_not_fit"]["rows"] > second["rows"]
     meshes = [tuple(each["mesh"].values()) for each in numbers["compared"]]
     assert {(2, 4, 1, 1), (1, 8, 1, 1), (4, 1, 2, 1), (4, 1, 1, 2)} <= set(meshes)
     assert {each["remat"] for each in numbers["compared"]} == {"none", "dots", "full"}

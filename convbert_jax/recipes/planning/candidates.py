@@ -18,15 +18,15 @@ from convbert_jax.training.sharding import ShardingError
 
 _SEARCHES = 4  # most plans after the first, in search of the largest batch
 _FULL = 0.97  # of the memory is taken: what is left is not worth a plan, which takes minutes
-_DEAR = 1.1  # times the seconds of a row where memory is plenty: more of such rows serve nobody
+_DEAR = 1.1  # times the seconds of a row of a smaller batch: accumulation makes cheaper ones of it
 _ROWS = 8  # a TPU computes with so many rows at least
 
 PlanOne = Callable[[Config], Planned]  # raises ShardingError where a mesh cannot be
 
 
 def find_largest(first: Planned, plan_one: PlanOne) -> Largest:
-    """The largest batch that fits, or one that takes 97% of the memory, or whose rows are dear as
-    the compiler computes some of it again to save memory.
+    """The largest batch that fits, or one that takes 97% of the memory, or whose rows are dear:
+    where memory ends the compiler computes some of the step again.
 
     Where the next plan is made is predicted from those before; every answer is a plan.
     """
