@@ -16,7 +16,7 @@ from convbert_jax.analysis.tpu.chips import CHIPS
 from convbert_jax.analysis.tpu.topology import open_topology
 from convbert_jax.config import ConfigError, MeshSection
 from convbert_jax.interop.networks import abstract_params
-from convbert_jax.recipes.planning import candidates, traced
+from convbert_jax.recipes.planning import candidates, tpu_slice, traced
 from convbert_jax.training import sharding, state
 from tests.analysis.test_plan import make_plan, make_step
 from tests.recipes.conftest import make_config
@@ -346,6 +346,35 @@ def test_meshes_of_a_slice_are_compared(tmp_path, monkeypatch):
     assert numbers["recommended"]["mesh"] == fastest["mesh"]
     assert numbers["recommended"]["flags"] in result.report.splitlines()[-1]
     assert len([line for line in result.report.splitlines() if " remat=" in line]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@needs_libtpu
+def test_the_largest_batch_of_a_slice_is_compiled(monkeypatch):
+    """One compilation after the first, of a chip that is said to have 4 GiB: near the end of the
+    real memory a compilation takes many minutes.
+    """
+    monkeypatch.setattr(candidates, "_SEARCHES", 1)
+    config = make_config(
+        recipe="masked_lm", train__batch_size=2**14, model__hidden_size=128,
+        model__embedding_size=128, compute_dtype="bfloat16",
+    )  # fmt: skip
+    topology = open_topology("v5e:2x2")
+    chip = dataclasses.replace(topology.chip, hbm_bytes=4.0 * 2**30)
+    small = dataclasses.replace(topology, chip=chip)
+    numbers = tpu_slice.plan_slice(
+        config, small, largest_batch=True, compare=False, price=None
+    ).numbers
+    first, second = numbers["search"]["trials"]
+    assert first["used"] == numbers["memory"]["used"]
+    assert second["fits"]
+    assert second["predicted"] == pytest.approx(4 * 2**30, rel=0.05)
+    assert second["used"] == pytest.approx(second["predicted"], rel=0.15)
+    largest = numbers["largest_batch"]
+    assert largest["rows"] == second["rows"] > 2**14
+    assert largest["memory"]["used"] == second["used"]
+    assert numbers["search"]["does_not_fit"]["rows"] > second["rows"]
 
 
 @pytest.mark.slow
