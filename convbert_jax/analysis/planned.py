@@ -138,10 +138,9 @@ def describe_search(largest: Largest, did: str) -> list[str]:
         lines.append(f"  beyond: {largest.next_rows:,} rows do not fit, {did}")
     else:
         lines.append(
-            f"  beyond: {largest.next_rows:,} rows would take {size}, PREDICTED, not {did}; where "
-            "memory ends less may be kept and more computed, so that they fit"
+            f"  beyond: {largest.next_rows:,} rows would take {size}, PREDICTED, not {did}"
         )
-    if largest.plan and largest.dearer > 1:
+    if largest.plan and largest.dearer >= 1.005:  # two decimals are shown
         cheapest = f"a row costs {largest.dearer:.2f} times a row of the cheapest batch above"
         lines.append(
             f"  ended there: {cheapest}; config.train.accumulation has the cheaper rows"

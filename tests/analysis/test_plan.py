@@ -110,6 +110,7 @@ def test_what_does_not_fit_says_what_helps():
     assert "no batch was found" in text
     assert "beyond: 4,096 rows do not fit, compiled" in text
     assert "PREDICTED" not in text
+    assert "may keep less" not in text
 
 
 def test_a_search_says_what_was_compiled_and_what_predicted():
@@ -126,6 +127,7 @@ def test_a_search_says_what_was_compiled_and_what_predicted():
     assert "compiled: 1,024 rows, 11.5 GiB\n" in text
     assert "compiled: 2,048 rows, 15.5 GiB; predicted from those before: 15.8 GiB\n" in text
     assert "beyond: 2,176 rows would take 16.1 GiB, PREDICTED, not compiled" in text
+    assert "may keep less and compute more" in text
     assert "ended there: a row costs 4.50 times a row of the cheapest" in text
     numbers = json.loads(json.dumps(planned.numbers_of_all(first, search, (), plan_text.to_json)))
     assert numbers["largest_batch"]["rows"] == 2048

@@ -6,7 +6,7 @@ import math
 
 import jax
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from convbert_jax import recipes
@@ -24,6 +24,7 @@ from tests.running import needs_libtpu
 
 
 @settings(max_examples=60)
+@example(197, 49, 49, 1)  # nearly full at once: what is predicted beyond does fit
 @given(
     st.integers(0, 900), st.integers(1, 60), st.integers(1, 64), st.sampled_from((1, 2, 4)),
 )  # fmt: skip
@@ -58,7 +59,8 @@ def test_the_search_ends_at_the_largest_batch(fixed, slope, batch, accumulation)
     assert [trial.plan.rows for trial in search.trials] == tried
     found = search.plan
     assert found is not None
-    assert search.next_rows > most
+    # What is planned is a bound; of one plan it is not known how much of it grows.
+    assert search.next_rows > (most if search.next_planned else found.rows)
     assert search.next_planned == (search.next_rows in tried)
     assert found.fits
     enough = [fixed + slope * rows / accumulation >= 0.97 * capacity for rows in tried]
@@ -212,6 +214,7 @@ def test_gpus_are_compared(tmp_path):
     assert second["used"] == pytest.approx(second["predicted"])
     assert f"counted: {second['rows']:,} rows" in result.report
     assert numbers["search"]["does_not_fit"]["rows"] > second["rows"]
+    assert "times a row of the cheapest" not in result.report  # rows cost the same
     meshes = [tuple(each["mesh"].values()) for each in numbers["compared"]]
     assert {(2, 4, 1, 1), (1, 8, 1, 1), (4, 1, 2, 1), (4, 1, 1, 2)} <= set(meshes)
     assert {each["remat"] for each in numbers["compared"]} == {"none", "dots", "full"}

@@ -205,6 +205,10 @@ def _describe_time(plan: Plan, step: Step, price: float | None) -> list[str]:
 
 def _describe_largest(largest: planned.Largest) -> list[str]:
     search = planned.describe_search(largest, "compiled")
+    if not largest.next_planned:
+        search.append(
+            "  where memory ends the compiler may keep less and compute more, so that it fits"
+        )
     if largest.plan is None:
         return ["", "no batch was found that fits", *search]
     step = largest.plan.step
