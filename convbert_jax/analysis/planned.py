@@ -133,10 +133,10 @@ def describe_search(largest: Largest, did: str) -> list[str]:
         if trial.predicted is not None:
             line += f"; predicted from those before: {spell_bytes(trial.predicted)}"
         lines.append(line if trial.plan.fits else f"{line}; does not fit")
-    size = spell_bytes(largest.next_bytes)
     if largest.next_planned:
         lines.append(f"  beyond: {largest.next_rows:,} rows do not fit, {did}")
     else:
+        size = spell_bytes(largest.next_bytes)
         lines.append(
             f"  beyond: {largest.next_rows:,} rows would take {size}, PREDICTED, not {did}"
         )

@@ -66,7 +66,7 @@ def choose(
             reason = _reason(one, here, arguments, options)
             reason = reason or one.left_by_auto(*arguments, **options)
             if not reason:
-                _say(f"{op}: auto takes {name} on {here}{left}.")
+                say(f"{op}: auto takes {name} on {here}{left}.")
                 return one.function
             left += f"; not {name}: {reason}"
         raise ValueError(f"{op}: no implementation can do this on {here}{left}.")
@@ -94,5 +94,6 @@ def platform() -> str:
 
 
 @functools.cache
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """Logs it, once in a process."""
     log.info("%s", message)

@@ -166,7 +166,7 @@ def test_auto_says_once_what_it_takes(
     platform, version, length, dropping, taken, said, monkeypatch, caplog
 ):
     on(monkeypatch, platform, version)
-    dispatch._say.cache_clear()
+    dispatch.say.cache_clear()
     query = jax.ShapeDtypeStruct((2, length, 2, 64), jnp.bfloat16)
     arguments = (query, query, query, None, None, False)
     given = {"drop": lambda weights: weights} if dropping else {}

@@ -44,7 +44,7 @@ TABLE = {
 
 @pytest.fixture(autouse=True)
 def _say_again():
-    dispatch._say.cache_clear()
+    dispatch.say.cache_clear()
 
 
 def test_auto_takes_the_first_that_can_and_says_why_not_the_others(caplog):
@@ -208,3 +208,13 @@ def test_whole_channels_says_nothing_where_nothing_splits_heads(rows):
             np.testing.assert_array_equal(jax.jit(division.whole_channels)(x), x)
         assert ("sharding_constraint" in jaxpr) == says
     assert "sharding_constraint" not in str(jax.make_jaxpr(division.whole_channels)(x))
+
+
+@pytest.mark.parametrize(("devices", "found"), [(1, 1), (2, 6)])
+def test_several_cpus_take_all_layers_at_once_and_say_so(devices, found, caplog):
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((devices,), ("data",), kinds, devices=jax.devices()[:devices])
+    with caplog.at_level("INFO"), jax.set_mesh(mesh):
+        assert division.layers_at_once(6, 1) == found
+        assert division.layers_at_once(6, 9) == 6
+    assert ("all 6 layers in one iteration" in caplog.text) == (devices > 1)

@@ -277,7 +277,7 @@ def test_one_filter_for_all_positions(implementation, taps, dilation, causal):
 
 
 def test_auto_says_what_it_takes(caplog):
-    dispatch._say.cache_clear()
+    dispatch.say.cache_clear()
     with caplog.at_level("INFO", logger="convbert_jax.ops.dispatch"):
         dynamic_conv(VALUES, FILTERS)
         dynamic_conv(VALUES, FILTERS)
@@ -289,7 +289,7 @@ def test_auto_says_what_it_takes(caplog):
 
 def test_auto_names_the_kernel_that_is_taken_by_name_only(caplog, monkeypatch):
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
-    dispatch._say.cache_clear()
+    dispatch.say.cache_clear()
     with caplog.at_level("INFO", logger="convbert_jax.ops.dispatch"):
         dynamic_conv(VALUES, FILTERS)
     assert "not pallas_gpu: it has not been measured yet" in caplog.text

@@ -159,7 +159,14 @@ def layers_at_once(depth: int, wanted: int) -> int:
     """How many of `depth` equal layers an iteration of a loop over them is made of: as `wanted`,
     but all of them on several CPUs.
     """
-    return depth if several_cpus() else min(wanted, depth)
+    if not several_cpus():
+        return min(wanted, depth)
+    if wanted < depth:
+        dispatch.say(
+            f"Several CPUs: all {depth} layers in one iteration, not config.model.scan_unroll="
+            f"{wanted}, for XLA mixes up what loops on CPUs send."
+        )
+    return depth
 
 
 def divides_heads() -> bool:
