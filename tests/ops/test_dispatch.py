@@ -212,9 +212,7 @@ def test_whole_channels_says_nothing_where_nothing_splits_heads(rows):
 
 @pytest.mark.parametrize(("devices", "found"), [(1, 1), (2, 6)])
 def test_several_cpus_take_all_layers_at_once_and_say_so(devices, found, caplog):
-    kinds = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((devices,), ("data",), kinds, devices=jax.devices()[:devices])
-    with caplog.at_level("INFO"), jax.set_mesh(mesh):
+    with caplog.at_level("INFO"), mesh(data=devices):
         assert division.layers_at_once(6, 1) == found
         assert division.layers_at_once(6, 9) == 6
     assert ("all 6 layers in one iteration" in caplog.text) == (devices > 1)
