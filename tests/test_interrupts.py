@@ -37,7 +37,7 @@ with interrupts.heard(told=0.1, patience=0.5):
 QUICK = """
 import time
 from convbert_jax import interrupts
-with interrupts.heard(told=0.3, patience=0.5):
+with interrupts.heard(told=60, patience=60):
     try:
         print("up", flush=True)
         time.sleep(100)

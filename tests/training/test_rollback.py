@@ -164,12 +164,12 @@ with watchdog.watching():
 def test_a_run_that_hangs_ends_with_its_stacks():
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", HANGS.format(seconds=1.0)],
+        [sys.executable, "-c", HANGS.format(seconds=3.0)],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=90,
     )  # fmt: skip
     assert done.stdout == "alive\n"
     assert done.returncode == peers.EXIT_CODE
-    assert "config.train.hang_seconds=1" in done.stderr
+    assert "config.train.hang_seconds=3" in done.stderr
     assert 'File "<string>", line 11' in done.stderr
     assert time.monotonic() - started < 60
 
