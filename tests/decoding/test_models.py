@@ -109,8 +109,12 @@ def test_a_language_model_goes_on_from_prompts_of_its_own():
     keys = jax.random.split(jax.random.key(0), 2)
 
     def write(prompt, lengths, keys):
-        state = model.start(len(prompt), LENGTH)
-        return sample(model.step, state, prompt, lengths, keys=keys, length=LENGTH, end=END)
+        state, read = model.start(len(prompt), LENGTH)
+
+        def step(tokens, state, place):
+            return model.step(tokens, state, place, read)
+
+        return sample(step, state, prompt, lengths, keys=keys, length=LENGTH, end=END)
 
     together = jax.jit(write)(prompt, lengths, keys)
     alone = jax.jit(write)(prompt[1:, :1], lengths[1:], keys[1:])

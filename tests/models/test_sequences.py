@@ -251,10 +251,10 @@ def test_a_language_model_step_by_step_is_what_it_is_as_a_whole(models, form):
     @jax.jit
     def both(params, tokens):
         model = nnx.merge(graphdef, params)
-        state = model.start(3, LENGTH)
+        state, read = model.start(3, LENGTH)
 
         def step(state, given):
-            logits, state = model.step(given[1], state, given[0])
+            logits, state = model.step(given[1], state, given[0], read)
             return state, logits
 
         _, steps = jax.lax.scan(step, state, (jnp.arange(LENGTH), tokens.T))

@@ -90,17 +90,17 @@ class Writer:
             model, source = nnx.merge(graphdef, params), batch["source"]
             rows, copies = len(source), method.copies
             if goes_on:
-                state = model.start(rows * copies, length, dtype, copies)
-                prompt, lengths, read = source, batch["lengths"], ()
+                state, read = model.start(rows * copies, length, dtype, copies)
+                prompt, lengths = source, batch["lengths"]
             else:
                 inside = jnp.arange(source.shape[1]) < batch["lengths"][:, None]
                 state, read = model.start(
                     source, inside.astype(jnp.int32), copies=copies, length=length, dtype=dtype
                 )
-                prompt, lengths, read = jnp.full((rows, 1), special.cls), None, (read,)
+                prompt, lengths = jnp.full((rows, 1), special.cls), None
 
             def step(tokens, state, place):
-                return model.step(tokens, state, place, *read, dtype)
+                return model.step(tokens, state, place, read, dtype)
 
             options = {
                 "length": length,

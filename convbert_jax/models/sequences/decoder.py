@@ -15,19 +15,19 @@ from convbert_jax.models.sequences.source_attention import SourceAttention
 from convbert_jax.ops.mesh.division import layers_at_once, whole_channels
 
 
-class Source(NamedTuple):
+class Read(NamedTuple):
     """What decoding reads besides its state and never changes.
 
     Attributes:
-      kept: keys and values, for each layer.
-      segment_ids: of the source's rows, 0 is padding.
       layers: of the decoder, each for itself: taken out of their stacks in each step they cost a
-        CPU 3% of a beam search.
+        CPU 3% of a beam search, and more where rows are few.
+      kept: keys and values of the source for each layer, None without one.
+      segment_ids: of the source's rows, 0 is padding.
     """
 
-    kept: tuple[State, ...]
-    segment_ids: Int[Array, "B S"]
     layers: tuple["DecoderLayer", ...]
+    kept: tuple[State | None, ...]
+    segment_ids: Int[Array, "B S"] | None
 
 
 class DecoderLayer(nnx.Module):
@@ -72,9 +72,14 @@ class DecoderLayer(nnx.Module):
         return self._add(x, feed, "feed_forward", keys[4])
 
     def step(
-        self, x: Float[Array, "R 1 C"], state: State, place: Int[Array, ""], kept: State, source_ids
+        self,
+        x: Float[Array, "R 1 C"],
+        state: State,
+        place: Int[Array, ""],
+        kept: State | None,
+        source_ids: Int[Array, "B S"] | None,
     ) -> tuple[Float[Array, "R 1 C"], State]:
-        """`kept` and `source_ids` are of no use in a layer that reads no source."""
+        """`kept` and `source_ids` are None in a layer that reads no source."""
 
         def mix(x):
             nonlocal state
@@ -141,29 +146,32 @@ class Decoder(nnx.Module):
         """
         return tuple(layer.mixer.start(rows, length, dtype, copies) for layer in self._layers())
 
-    def read(self, source: Float[Array, "B S C"], source_ids: Int[Array, "B S"]) -> Source:
-        """What all steps read, of the source and of the decoder."""
+    def read(
+        self,
+        source: Float[Array, "B S C"] | None = None,
+        source_ids: Int[Array, "B S"] | None = None,
+    ) -> Read:
+        """What all steps read, of the decoder and of the source if there is one."""
         layers = self._layers()
-        kept = tuple(layer.source.keep(source) for layer in layers)
-        return Source(kept, source_ids, layers)
+        kept = tuple(None if source is None else layer.source.keep(source) for layer in layers)
+        return Read(layers, kept, source_ids)
 
     def step(
         self,
         x: Float[Array, "R 1 C"],
         state: tuple[State, ...],
         place: Int[Array, ""],
-        source: Source | None = None,
+        read: Read,
     ) -> tuple[Float[Array, "R 1 C"], tuple[State, ...]]:
         """What the whole form gives at one place, and the state behind it.
 
         Args:
-          source: of B rows, of which each has R / B rows here, side by side.
+          read: a source of B rows has R / B rows here for each, side by side.
         """
         # Not a scan: its state would have layers before rows, and it copies each layer's weights.
         after = []
-        for i, layer in enumerate(self._layers() if source is None else source.layers):
-            kept, ids = (None, None) if source is None else (source.kept[i], source.segment_ids)
-            x, layer_state = layer.step(x, state[i], place, kept, ids)
+        for layer, layer_state, kept in zip(read.layers, state, read.kept, strict=True):
+            x, layer_state = layer.step(x, layer_state, place, kept, read.segment_ids)
             after.append(layer_state)
         return self._finish(x), tuple(after)
 

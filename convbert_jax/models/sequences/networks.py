@@ -1,7 +1,7 @@
 """The models themselves: one decoder, or an encoder and a decoder, between tables of words.
 
-    state, source = model.start(source, source_ids, copies=4, length=64)
-    logits, state = model.step(tokens, state, place, source)  # of position `place`, then place + 1
+    state, read = model.start(source, source_ids, copies=4, length=64)
+    logits, state = model.step(tokens, state, place, read)  # of position `place`, then place + 1
 
 gives what the model as a whole gives for the tokens up to there.
 """
@@ -15,7 +15,7 @@ from convbert_jax.config.sequences import EncoderDecoderConfig, LanguageModelCon
 from convbert_jax.models.embeddings import Table
 from convbert_jax.models.encoder import Encoder
 from convbert_jax.models.layers import State
-from convbert_jax.models.sequences.decoder import Decoder, Source
+from convbert_jax.models.sequences.decoder import Decoder, Read
 from convbert_jax.models.sequences.tokens import Tokens, to_words
 
 
@@ -50,8 +50,8 @@ class LanguageModel(nnx.Module):
 
     def start(
         self, rows: int, length: int, dtype: jnp.dtype = jnp.float32, copies: int = 1
-    ) -> tuple[State, ...]:
-        """The state before the first of at most `length` tokens.
+    ) -> tuple[tuple[State, ...], Read]:
+        """The state before the first of at most `length` tokens, and what steps read besides.
 
         Args:
           copies: so many of the rows go on from one text, side by side, as of a beam.
@@ -60,18 +60,19 @@ class LanguageModel(nnx.Module):
           ValueError: there are no positions for so many.
         """
         self.target.check_length(length)
-        return self.decoder.start(rows, length, dtype, copies)
+        return self.decoder.start(rows, length, dtype, copies), self.decoder.read()
 
     def step(
         self,
         tokens: Int[Array, " R"],
         state: tuple[State, ...],
         place: Int[Array, ""],
+        read: Read,
         dtype: jnp.dtype = jnp.float32,
     ) -> tuple[Float[Array, "R V"], tuple[State, ...]]:
         """Logits of the token behind the one at `place`, and the state behind it."""
         x = self.target.at(tokens[:, None], place, dtype)
-        x, state = self.decoder.step(x, state, place)
+        x, state = self.decoder.step(x, state, place, read)
         return self._words(x)[:, 0], state
 
     def _words(self, x):
@@ -135,8 +136,8 @@ class EncoderDecoder(nnx.Module):
         copies: int,
         length: int,
         dtype: jnp.dtype = jnp.float32,
-    ) -> tuple[tuple[State, ...], Source]:
-        """The state before the first of at most `length` tokens, and what steps read of the source.
+    ) -> tuple[tuple[State, ...], Read]:
+        """The state before the first of at most `length` tokens, and what steps read besides.
 
         Args:
           source_ids: 1, and 0 for padding: one text a row.
@@ -155,12 +156,12 @@ class EncoderDecoder(nnx.Module):
         tokens: Int[Array, " R"],
         state: tuple[State, ...],
         place: Int[Array, ""],
-        source: Source,
+        read: Read,
         dtype: jnp.dtype = jnp.float32,
     ) -> tuple[Float[Array, "R V"], tuple[State, ...]]:
         """Logits of the token behind the one at `place`, and the state behind it."""
         x = self.target.at(tokens[:, None], place, dtype)
-        x, state = self.decoder.step(x, state, place, source)
+        x, state = self.decoder.step(x, state, place, read)
         return self._words(x)[:, 0], state
 
     def _words(self, x):
