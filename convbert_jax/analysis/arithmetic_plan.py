@@ -115,12 +115,13 @@ class ArithmeticPlan:
         return best, worst
 
     @property
-    def rank(self) -> tuple[int, int, int]:
+    def rank(self) -> tuple[int, int, int, int]:
         """Times differ by nothing that arithmetic sees: the best computes least again, and then
         divides least.
         """
+        again = planned.REMAT.index(self.config.model.remat)
         divided = self.axes["tensor"] * self.axes["sequence"]
-        return planned.REMAT.index(self.config.model.remat), divided, self.axes["fsdp"]
+        return again, divided, self.axes["fsdp"], self.config.train.accumulation
 
     @property
     def paid(self) -> int:
@@ -151,6 +152,7 @@ class ArithmeticPlan:
             "tokens": self.tokens,
             "flops": self.flops,
             "remat": self.config.model.remat,
+            "accumulation": self.config.train.accumulation,
             "fits": self.fits,
             "memory": {name: getattr(self, name) for name in names}
             | {"used": self.used, "capacity": self.devices.bytes},
@@ -292,11 +294,13 @@ def _describe_largest(largest: planned.Largest) -> list[str]:
 
 
 def _compare(plans: Sequence[ArithmeticPlan]) -> list[str]:
-    lines = ["", f"{'mesh and what is computed again':<56}{'memory':>10}"]
-    for each in plans:
-        name = f"{planned.spell_mesh(each.axes)} remat={each.config.model.remat}"
+    names = list(map(planned.spell_choice, plans))
+    title = "mesh, what is computed again, microbatches"
+    width = max(map(len, (*names, title[2:])))
+    lines = ["", f"{title:<{width + 2}}{'memory':>10}"]
+    for name, each in zip(names, plans, strict=True):
         used, fits = spell_bytes(each.used), "" if each.fits else "    does not fit"
-        lines.append(f"  {name:<54}{used:>10}{fits}")
+        lines.append(f"  {name:<{width}}{used:>10}{fits}")
     best = planned.recommend(plans)
     if best is None:
         return [*lines, "none of them fits"]

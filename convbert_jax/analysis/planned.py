@@ -177,9 +177,19 @@ def recommend(plans: Sequence[Planned]) -> Planned | None:
 
 
 def flags_of(plan: Planned) -> str:
-    """Mesh and what is computed again, as on a command line."""
+    """Mesh, what is computed again and microbatches, as on a command line."""
     flags = [f"--config.mesh.{name}={size}" for name, size in plan.axes.items()]
-    return " ".join([*flags, f"--config.model.remat={plan.config.model.remat}"])
+    flags.append(f"--config.model.remat={plan.config.model.remat}")
+    if plan.config.train.accumulation > 1:
+        flags.append(f"--config.train.accumulation={plan.config.train.accumulation}")
+    return " ".join(flags)
+
+
+def spell_choice(plan: Planned) -> str:
+    """The same as "data=4 fsdp=1 tensor=1 sequence=1 remat=none accumulation=2"."""
+    choice = f"{spell_mesh(plan.axes)} remat={plan.config.model.remat}"
+    accumulation = plan.config.train.accumulation
+    return f"{choice} accumulation={accumulation}" if accumulation > 1 else choice
 
 
 def spell_mesh(axes: Mapping[str, int]) -> str:
@@ -204,5 +214,10 @@ def numbers_of_all(
         "search": largest and largest.numbers,
         "compared": [to_json(each) for each in compared],
         "recommended": best
-        and {"mesh": dict(best.axes), "remat": best.config.model.remat, "flags": flags_of(best)},
+        and {
+            "mesh": dict(best.axes),
+            "remat": best.config.model.remat,
+            "accumulation": best.config.train.accumulation,
+            "flags": flags_of(best),
+        },
     }

@@ -173,6 +173,35 @@ def test_what_is_computed_again_is_compared_on_the_best_mesh():
     assert planned.recommend([first, *compared]).axes["fsdp"] == 4
 
 
+def test_fewer_rows_at_once_are_compared_as_long_as_they_are_better():
+    """As `base` on one v5e: half of 256 rows at once are cheaper, a quarter is not."""
+    tried = []
+
+    def fake(config):
+        rows, accumulation = config.train.batch_size, config.train.accumulation
+        tried.append((accumulation, config.model.remat))
+        cycles = {1: 413e6, 2: 336e6, 4: 340e6}[accumulation]
+        cycles *= 1.0 if config.model.remat == "none" else 1.3
+        operations = tpu_plan.Operations(
+            {tpu_plan.PRODUCTS: cycles, tpu_plan.KERNELS: 0.0, tpu_plan.OTHER: 0.0}, {}, (), {}
+        )
+        step = make_step(operations=operations, collectives=())
+        axes = {"data": 1, "fsdp": 1, "tensor": 1, "sequence": 1}
+        return make_plan(step, config=config, rows=rows, axes=axes)
+
+    first = fake(make_config(train__batch_size=256))
+    plans = [first, *candidates.compare(first, fake)]
+    assert tried == [(1, "none"), (2, "none"), (4, "none"), (2, "dots"), (2, "full")]
+    best = planned.recommend(plans)
+    assert best.config.train.accumulation == 2
+    assert planned.flags_of(best).endswith(
+        " --config.model.remat=none --config.train.accumulation=2"
+    )
+    tried.clear()
+    candidates.compare(fake(make_config(train__batch_size=24)), fake)  # halves of 24 are not 8s
+    assert {accumulation for accumulation, _ in tried} == {1}
+
+
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 @needs_libtpu

@@ -67,6 +67,7 @@ def to_json(plan: Plan, price: float | None = None) -> dict[str, Any]:
         "tokens": plan.tokens,
         "flops": plan.flops,
         "remat": plan.config.model.remat,
+        "accumulation": plan.config.train.accumulation,
         "fits": plan.fits,
         "traced_activation_bytes": plan.kept,
     }
@@ -222,9 +223,9 @@ def _describe_largest(largest: planned.Largest) -> list[str]:
 
 
 def _compare(plans: Sequence[Plan]) -> list[str]:
-    names = [f"{planned.spell_mesh(each.axes)} remat={each.config.model.remat}" for each in plans]
-    width = max(map(len, names))
-    title = "mesh and what is computed again"
+    names = list(map(planned.spell_choice, plans))
+    title = "mesh, what is computed again, microbatches"
+    width = max(map(len, (*names, title[2:])))
     lines = ["", f"{title:<{width + 2}}{'memory':>10}    {'ms a step':<18} MB sent"]
     for name, each in zip(names, plans, strict=True):
         if isinstance(each.step, Shortage):

@@ -1,4 +1,4 @@
-"""Other batches, meshes and `config.model.remat`, planned one after the other."""
+"""Other batches, meshes, `config.model.remat` and microbatches, planned one after the other."""
 
 import dataclasses
 import math
@@ -20,6 +20,7 @@ _SEARCHES = 4  # most plans after the first, in search of the largest batch
 _FULL = 0.97  # of the memory is taken: what is left is not worth a plan, which takes minutes
 _DEAR = 1.1  # times the seconds of a row of a smaller batch: accumulation makes cheaper ones of it
 _ROWS = 8  # a TPU computes with so many rows at least
+_HALVES = 3  # most times that a comparison doubles the microbatches
 
 PlanOne = Callable[[Config], Planned]  # raises ShardingError where a mesh cannot be
 
@@ -52,9 +53,14 @@ def find_largest(first: Planned, plan_one: PlanOne) -> Largest:
 
 def _unit(plan: Planned) -> int:
     """What a batch is a multiple of."""
-    shards = plan.axes["data"] * plan.axes["fsdp"]
-    unit = shards * plan.config.train.accumulation * plan.config.optimizer.release_replicas
+    unit = _parts(plan)
     return unit * _ROWS if plan.config.train.batch_size % (_ROWS * unit) == 0 else unit
+
+
+def _parts(plan: Planned) -> int:
+    """Into how many a batch is cut, by devices and in time."""
+    shards = plan.axes["data"] * plan.axes["fsdp"]
+    return shards * plan.config.train.accumulation * plan.config.optimizer.release_replicas
 
 
 def _best(plans: list[Planned]) -> Planned | None:
@@ -112,19 +118,36 @@ def _find_next(plans: list[Planned], best: Planned | None, unit: int) -> tuple[i
 
 
 def compare(first: Planned, plan_one: PlanOne) -> list[Planned]:
-    """Plans of other meshes, then of the best mesh with other `config.model.remat`."""
+    """Plans of other meshes, then of the best mesh with twice as many microbatches, again as long
+    as that is better, then of the best of these with other `config.model.remat`.
+
+    Fewer rows at once take less memory, and what a layer makes of them may stay in the fast memory
+    of a chip.
+    """
     compared = []
     for mesh in other_meshes(first.axes):
         try:
             compared.append(plan_one(dataclasses.replace(first.config, mesh=mesh)))
         except ShardingError:
             continue
-    plans = [first, *compared]
-    best = recommend(plans) or min(plans, key=lambda plan: plan.used)
+    best = _better(first, *compared)
+    for _ in range(_HALVES):
+        if best.rows % (2 * _ROWS * _parts(best)):
+            break
+        accumulation = 2 * best.config.train.accumulation
+        compared.append(plan_one(replace(best.config, {"train.accumulation": accumulation})))
+        if _better(best, compared[-1]) is best:
+            break
+        best = compared[-1]
     for remat in REMAT:
         if remat != best.config.model.remat:
             compared.append(plan_one(replace(best.config, {"model.remat": remat})))
     return compared
+
+
+def _better(*plans: Planned) -> Planned:
+    """The best that fits, or the one that is nearest to it."""
+    return recommend(plans) or min(plans, key=lambda plan: plan.used)
 
 
 def other_meshes(axes: dict[str, int]) -> Iterator[MeshSection]:
