@@ -121,8 +121,8 @@ def compare(first: Planned, plan_one: PlanOne) -> list[Planned]:
     """Plans of other meshes, then of the best mesh with twice as many microbatches, again as long
     as that is better, then of the best of these with other `config.model.remat`.
 
-    Fewer rows at once take less memory, and what a layer makes of them may stay in the fast memory
-    of a chip.
+    Fewer rows at once take less memory, and more of what a layer makes of them may stay in the fast
+    memory of a chip.
     """
     compared = []
     for mesh in other_meshes(first.axes):
