@@ -109,7 +109,7 @@ def _price(options, mixer):
 
     from convbert_jax.analysis.tpu.chips import chip
     from convbert_jax.analysis.tpu.collectives import find_collectives
-    from convbert_jax.analysis.tpu.program import kernel_bytes, scheduled
+    from convbert_jax.analysis.tpu.program import kernel_traffic
 
     found = topologies.get_topology_desc(
         platform="tpu", topology_name=TOPOLOGIES[options.target]
@@ -125,10 +125,9 @@ def _price(options, mixer):
             yield {"mixer": mixer, "way": way, "shape": shape, "note": note}
             continue
         price = tpu_pricing.price_compiled(compiled, options.target, kernels=False)
-        calls = [one for one in scheduled(compiled.as_text()) if one.kernel is not None]
-        traffic = sum(one.times * kernel_bytes(one.kernel) for one in calls)
-        cycles = price.cycles + kind.bandwidth_cycles(traffic)
-        sent = find_collectives(compiled.as_text(), dict(mesh.shape))
+        program = compiled.as_text()
+        cycles = price.cycles + kind.bandwidth_cycles(kernel_traffic(program))
+        sent = find_collectives(program, dict(mesh.shape))
         summed = sum(one.sent_bytes for one in sent if one.kind == "all-reduce")
         size = sum(one.sent_bytes for one in sent)
         network = size / (kind.link_bytes_per_second / kind.ports)

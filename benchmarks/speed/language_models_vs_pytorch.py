@@ -12,12 +12,10 @@ transformers.
 """
 
 import argparse
-import json
 import os
-import platform
 from collections.abc import Callable
 
-from benchmarks.speed.sequences_vs_pytorch import END, MIXERS, PAD, WORDS, race
+from benchmarks.speed.beside_pytorch import END, MIXERS, PAD, WORDS, race, report
 from convbert_jax.machine.allocator import keep_memory
 
 
@@ -33,19 +31,8 @@ def main() -> None:
 
     os.environ["JAX_PLATFORMS"] = "cpu"
     keep_memory()
-    figures = compare(arguments)
-    cores = len(os.sched_getaffinity(0))
-    print(
-        f"{arguments.layers} layers of {arguments.width}, float32, {cores} threads, "
-        f"{platform.processor() or platform.machine()}"
-    )
-    print(f"{'':24}{'PyTorch, ms':>12}" + "".join(f"{m + ', ms':>15}{'ratio':>7}" for m in MIXERS))
-    for name, figure in figures.items():
-        ours = "".join(f"{figure[m]['ms']:15.1f}{figure[m]['ratio']:7.2f}" for m in MIXERS)
-        print(f"{name:24}{figure['pytorch_ms']:12.1f}{ours}")
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(vars(arguments) | {"results": figures}, file)
+    title = f"{arguments.layers} layers of {arguments.width}"
+    report(title, compare(arguments), arguments)
 
 
 def compare(arguments: argparse.Namespace) -> dict:

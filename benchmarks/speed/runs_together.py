@@ -52,7 +52,7 @@ def _read_config(options: argparse.Namespace) -> Config:
 def _price(options: argparse.Namespace) -> tuple[float, float]:
     import jax
 
-    from convbert_jax.analysis.tpu.program import kernel_bytes, scheduled
+    from convbert_jax.analysis.tpu.program import kernel_traffic
 
     jax.config.update("jax_default_prng_impl", "rbg")
     kind, cycles = chips.chip(options.target), []
@@ -60,9 +60,8 @@ def _price(options: argparse.Namespace) -> tuple[float, float]:
         program, shapes = step_benchmark.build(_read_config(options), options.target, runs)
         compiled = tpu_pricing.compile_for(program.train_step, *shapes, target=options.target)
         found = tpu_pricing.price_compiled(compiled, options.target, kernels=False)
-        calls = (one for one in scheduled(compiled.as_text()) if one.kernel is not None)
-        traffic = sum(one.times * kernel_bytes(one.kernel) for one in calls)
-        of_all = (found.cycles + kind.bandwidth_cycles(traffic)) / 1e6
+        traffic = kind.bandwidth_cycles(kernel_traffic(compiled.as_text()))
+        of_all = (found.cycles + traffic) / 1e6
         cycles.append(of_all * (options.runs if runs is None else 1))
         print(f"runs={runs}: {len(found.unpriced)} operations not estimated", flush=True)
     return cycles[0], cycles[1]

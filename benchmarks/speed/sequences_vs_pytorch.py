@@ -16,17 +16,11 @@ faster. Needs torch and transformers.
 import argparse
 import dataclasses
 import functools
-import json
 import os
-import platform
-import statistics
-import time
 from collections.abc import Callable
 
+from benchmarks.speed.beside_pytorch import END, MIXERS, PAD, START, WORDS, race, report
 from convbert_jax.machine.allocator import keep_memory
-
-MIXERS = ("attention", "light", "dynamic")
-WORDS, PAD, START, END = 8_000, 0, 2, 3
 
 
 def main() -> None:
@@ -42,16 +36,7 @@ def main() -> None:
 
     os.environ["JAX_PLATFORMS"] = "cpu"
     keep_memory()
-    figures = compare(arguments)
-    cores = len(os.sched_getaffinity(0))
-    print(f"tiny, float32, {cores} threads, {platform.processor() or platform.machine()}")
-    print(f"{'':34}{'PyTorch, ms':>12}" + "".join(f"{m + ', ms':>15}{'ratio':>7}" for m in MIXERS))
-    for name, figure in figures.items():
-        ours = "".join(f"{figure[m]['ms']:15.1f}{figure[m]['ratio']:7.2f}" for m in MIXERS)
-        print(f"{name:34}{figure['pytorch_ms']:12.1f}{ours}")
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(vars(arguments) | {"results": figures}, file)
+    report("tiny", compare(arguments), arguments)
 
 
 def compare(arguments: argparse.Namespace) -> dict:
@@ -243,32 +228,6 @@ def make_search(graph, params, source, length: int, beam: int) -> Callable:
     found = find(params, source)
     assert (found.lengths == length).all()
     return lambda: jax.block_until_ready(find(params, source))
-
-
-def race(ours: dict[str, Callable], theirs: Callable, rounds: int) -> dict:
-    """Medians of runs in turn; `ratio` is the median of PyTorch / ours over the rounds."""
-
-    def clock(run):
-        start = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start)
-
-    for one in (*ours.values(), theirs):  # compile, warm up
-        one()
-    times = {name: [] for name in (*ours, "theirs")}
-    for _ in range(rounds):
-        for name, one in (*ours.items(), ("theirs", theirs)):
-            times[name].append(clock(one))
-    found = {"pytorch_ms": statistics.median(times["theirs"])}
-    for name in ours:
-        pairs = [b / a for a, b in zip(times[name], times["theirs"], strict=True)]
-        found[name] = {
-            "ms": statistics.median(times[name]),
-            "ratio": statistics.median(pairs),
-            "low": min(pairs),
-            "high": max(pairs),
-        }
-    return found
 
 
 if __name__ == "__main__":

@@ -90,9 +90,14 @@ def test_gpus_are_compared(tmp_path):
     meshes = [tuple(each["mesh"].values()) for each in numbers["compared"]]
     assert {(2, 4, 1, 1), (1, 8, 1, 1), (4, 1, 2, 1), (4, 1, 1, 2)} <= set(meshes)
     assert {each["remat"] for each in numbers["compared"]} == {"none", "dots", "full"}
-    # Fewer rows at once before anything is computed again.
+    # Fewer rows at once before anything is computed again, and no fewer than must be.
     assert numbers["recommended"]["remat"] == "none"
-    assert numbers["recommended"]["accumulation"] in (2, 4, 8)
+    fits = {
+        each["accumulation"]: each["fits"]
+        for each in numbers["compared"]
+        if each["remat"] == "none"
+    }
+    assert numbers["recommended"]["accumulation"] == min(n for n, fit in fits.items() if fit) > 1
     assert numbers["recommended"]["flags"] in result.report
     best, worst = numbers["seconds_of_a_step"]
     hours = [seconds * config.train.steps * 8 / 3600 for seconds in (best, worst)]

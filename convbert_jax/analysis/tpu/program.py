@@ -199,6 +199,12 @@ def kernel_bytes(kernel: KernelCall) -> int:
     return sum(laid_out_bytes(shape) for shape in shapes if VMEM not in shape)
 
 
+def kernel_traffic(program: str) -> int:
+    """The same of all kernels of a compiled program's text, as often as each runs."""
+    calls = (each for each in scheduled(program) if each.kernel is not None)
+    return sum(each.times * kernel_bytes(each.kernel) for each in calls)
+
+
 def array_bytes(shape: str) -> int:
     """Bytes of the values of an array like "bf16[32,54]{1,0:T(8,128)(2,1)}", without padding."""
     dtype, dimensions, _ = SHAPE.match(shape).groups()
