@@ -102,14 +102,32 @@ def trace_sequences() -> None:
 
     from convbert_jax.config import ModelSection
     from convbert_jax.config.mixers import MIXERS
-    from convbert_jax.config.sequences import SequenceSection, derive_encoder_decoder
+    from convbert_jax.config.sequences import (
+        SequenceSection,
+        derive_encoder_decoder,
+        derive_language_model,
+    )
     from convbert_jax.decoding import search
-    from convbert_jax.models.sequences.networks import EncoderDecoder
+    from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
 
     ids = jnp.ones((2, 8), jnp.int32)
     for mixer in MIXERS:
         model = ModelSection(layers=2, hidden_size=32, embedding_size=32, mixer=mixer)
         config = derive_encoder_decoder(model, SequenceSection(norm="pre"), 20, 20)
+
+        alone = derive_language_model(model, SequenceSection(norm="pre"), 20)
+
+        def go_on(config=alone):
+            made = LanguageModel(config, nnx.Rngs(0))
+            begun, first = ids[:, :5], jnp.asarray([0, 3])
+            state, read = made.start(begun, first, copies=2, length=9, dtype=jnp.bfloat16)
+
+            def step(tokens, state, place):
+                return made.step(tokens, state, place, read, jnp.bfloat16)
+
+            return search(step, state, begun, first, beam=2, length=9, end=1)
+
+        jax.eval_shape(go_on)
 
         def run(config=config):
             made = EncoderDecoder(config, nnx.Rngs(0))

@@ -2,13 +2,13 @@
 the most probable token, again and again.
 
     python -m benchmarks.speed.language_models_vs_pytorch
-    python -m benchmarks.speed.language_models_vs_pytorch --rows 1 8 --length 256 --json result.json
+    python -m benchmarks.speed.language_models_vs_pytorch --rows 1 8 --given 224 --length 256
 
 All run in one process in turn, with the same number of threads, in float32; the two Transformers
-have the same weights, and their logits are compared first. Each text is one token, to which tokens
-are written until there are `--length`. Prints medians in milliseconds, and PyTorch's time divided
-by ours over the pairs of runs that follow each other: above 1 ours is faster. Needs torch and
-transformers.
+have the same weights, and their logits are compared first. Of each text `--given` tokens are there,
+to which tokens are written until there are `--length`. Prints medians in milliseconds, and
+PyTorch's time divided by ours over the pairs of runs that follow each other: above 1 ours is
+faster. Needs torch and transformers.
 """
 
 import argparse
@@ -24,7 +24,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512, help="channels; heads have 64")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="written together")
-    parser.add_argument("--length", type=int, default=64, help="tokens, the first one given")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a text")
+    parser.add_argument("--given", type=int, default=1, help="of these, read and not written")
     parser.add_argument("--rounds", type=int, default=9, help="timed runs of each")
     parser.add_argument("--json", help="file to write the figures to")
     arguments = parser.parse_args()
@@ -53,7 +54,7 @@ def compare(arguments: argparse.Namespace) -> dict:
         raise SystemExit(f"logits differ by {difference:.1e}; the timings mean nothing.")
     figures = {}
     for rows in arguments.rows:
-        begun = np.full((rows, 1), 5)
+        begun = np.random.default_rng(1).integers(5, WORDS, (rows, arguments.given))
         runs = {mixer: make_writer(*made, begun, arguments.length) for mixer, made in ours.items()}
 
         def write(begun=begun):
@@ -67,7 +68,7 @@ def compare(arguments: argparse.Namespace) -> dict:
                 )
 
         assert write().shape == (rows, arguments.length)
-        name = f"{rows} x {arguments.length} tokens"
+        name = f"{rows} x {arguments.length} tokens, {arguments.given} given"
         figures[name] = race(runs, write, arguments.rounds)
     return figures
 
@@ -159,7 +160,7 @@ def make_writer(graph, params, begun, length: int) -> Callable:
     @jax.jit
     def write(params, begun):
         model = nnx.merge(graph, params)
-        state, read = model.start(len(begun), length)
+        state, read = model.start(begun, copies=1, length=length)
 
         def step(tokens, state, place):
             return model.step(tokens, state, place, read)

@@ -145,11 +145,16 @@ class Mixer(Protocol):
         A causal one reads nothing behind a position, and makes rows one position at a time:
 
             state = module.start(rows, length, dtype, copies)  # of up to `length` positions
-            out, state = module.step(x, state, place)  # x, out [B, 1, C], place 0, 1, ...
+            out, state = module.step(x, state, places)  # x, out [R, 1, C], places 0, 1, ... [R]
 
-        which is what it gives out for the row as a whole. A beam search puts its rows, `copies` of
-        each text side by side, in another order: the state is a pytree of arrays with an axis of
-        rows first, or of what has their `take(rows, axis=0)`. The place is the same for all rows.
+        which is what it gives out for the row as a whole. What is given of rows is read at once,
+
+            out, state = module.prefill(x, segment_ids, length, copies)  # x, out [B, P, C]
+
+        with padding, segment 0, in front of shorter ones, which is never read; the state is of
+        B x `copies` rows. A beam search puts its rows, `copies` of each text side by side, in
+        another order: the state is a pytree of arrays with an axis of rows first, or of what has
+        their `take(rows, axis=0)`.
 
         Args:
           initializers: `models.layers.Initializers`.

@@ -5,8 +5,9 @@ All is on the device with static shapes, as functions of a step function
     step(tokens [R], state, place) -> (logits [R, V] of the next token, state)
 
 whose state is a pytree of arrays with an axis of rows first, or of what is moved and given room in
-its own way (state.py); nothing here knows a model. A loop ends when every row has, and what a row
-gives out does not depend on its neighbors.
+its own way (state.py); nothing here knows a model, which reads what is given of a text itself, all
+but the last token. A loop ends when every row has, and what a row gives out does not depend on its
+neighbors.
 
 Axes: B rows, K beams, P tokens of a prompt, L length, V vocabulary.
 

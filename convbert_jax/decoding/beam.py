@@ -39,7 +39,7 @@ def search(
     step: Step,
     state: Any,
     prompt: Int[Array, "B P"],
-    prompt_lengths: Int[Array, " B"] | None = None,
+    first: Int[Array, " B"] | None = None,
     *,
     beam: int,
     length: int,
@@ -57,10 +57,10 @@ def search(
 
     Args:
       step: of B K rows, the beams of a row side by side.
-      state: of these, before the first of `length` tokens: a pytree of arrays with rows first, or
-        of what has their `take(rows, axis=0)`; what has `resize(room)` gets room as it needs, as
-        `state.loop` says.
-      prompt, prompt_lengths, length, end, pad, limits, never: as in `one_by_one.greedy`.
+      state: of these, behind all of the prompt but its last token: a pytree of arrays with rows
+        first, or of what has their `take(rows, axis=0)`; what has `resize(room)` gets room as it
+        needs, as `state.loop` says.
+      prompt, first, length, end, pad, limits, never: as in `one_by_one.greedy`.
       beam: K.
       alpha: of the length penalty, at least 0; 0 is none.
       early: a row ends when K texts of it have, as in fairseq; with 1 beam this is `greedy`. False:
@@ -74,11 +74,10 @@ def search(
         raise ValueError(
             f"search: beam={beam}, alpha={alpha}, but beam must be at least 1 and alpha at least 0."
         )
-    rows = len(prompt)
-    if prompt_lengths is None:
-        prompt_lengths = jnp.full(rows, prompt.shape[1], jnp.int32)
-    most = prompts.most_tokens(limits, prompt_lengths, length)
-    *of_beams, most_of_beams = (jnp.repeat(x, beam, axis=0) for x in (prompt, prompt_lengths, most))
+    rows, begun = prompt.shape
+    first = jnp.zeros(rows, jnp.int32) if first is None else first
+    last = prompts.last_places(limits, first, begun, length)
+    last_of_beams = jnp.repeat(last, beam, axis=0)
 
     def is_done(beams):
         """[B]: K texts have ended, and none can come that is better."""
@@ -87,7 +86,7 @@ def search(
         if early:
             return full | hopeless
         # A log probability only falls, and no text has more tokens to divide it by than this.
-        longest = (most - prompt_lengths).astype(jnp.float32)
+        longest = (last - begun + 1).astype(jnp.float32)
         hope = beams.scores[:, 0] / longest**alpha
         return (full & (hope <= beams.ended.scores[:, -1])) | hopeless
 
@@ -96,9 +95,8 @@ def search(
         logits, state = step(beams.tokens[:, :, place].reshape(-1), beams.state, place)
         # The 2 K best of all are among the 2 K best of each beam.
         following, words = prompts.best(
-            logits, min(2 * beam, logits.shape[1]), *of_beams, place, end,
-            place >= most_of_beams - 2, never,
-        )  # fmt: skip
+            logits, min(2 * beam, logits.shape[1]), end, place + 1 >= last_of_beams, never
+        )
         each = following.shape[1]
         sums = (beams.scores.reshape(-1, 1) + following).reshape(rows, -1)
         scores, found = jax.lax.top_k(sums, 2 * beam)
@@ -107,16 +105,10 @@ def search(
         chosen = chosen.astype(beams.tokens.dtype)
         tokens = jnp.take_along_axis(beams.tokens, parents[:, :, None], axis=1)
         tokens = tokens.at[:, :, place + 1].set(chosen)
-        written = place + 2 - prompt_lengths[:, None]  # behind the prompt
-        ends = (chosen == end) & (written > 0)
-
-        new = Hypotheses(
-            tokens[:, :beam],
-            jnp.full((rows, beam), place + 2, jnp.int32),
-            jnp.where(ends & ~done[:, None], scores / jnp.maximum(written, 1) ** alpha, -jnp.inf)[
-                :, :beam
-            ],
-        )
+        ends, written = chosen == end, (place + 2 - begun).astype(jnp.float32)
+        found = jnp.where(ends & ~done[:, None], scores / written**alpha, -jnp.inf)
+        lengths = jnp.broadcast_to(place + 2 - first[:, None], (rows, beam))
+        new = Hypotheses(tokens[:, :beam], lengths, found[:, :beam])
         ended = _best(beams.ended, new, pad)
 
         alive, order = jax.lax.top_k(jnp.where(ends, -jnp.inf, scores), beam)
@@ -130,18 +122,19 @@ def search(
             ended,
         )
 
-    tokens = prompts.start_tokens(prompt, prompt_lengths, length, pad)
+    tokens = prompts.start_tokens(prompt, length, pad)
     tokens = jnp.repeat(tokens[:, None], beam, axis=1)
     none = jnp.full((rows, beam), -jnp.inf)
     start = _Beams(
-        jnp.int32(0), state, tokens, none.at[:, 0].set(0.0),
+        jnp.int32(begun - 1), state, tokens, none.at[:, 0].set(0.0),
         Hypotheses(jnp.full_like(tokens, pad), jnp.zeros((rows, beam), jnp.int32), none),
     )  # fmt: skip
 
     def unfinished(beams):
         return (beams.place < length - 1) & ~is_done(beams).all()
 
-    return states.loop(unfinished, go_on, start).ended
+    ended = states.loop(unfinished, go_on, start, begun - 1).ended
+    return ended._replace(tokens=prompts.to_front(ended.tokens, first, pad))
 
 
 def _best(old: Hypotheses, new: Hypotheses, pad: int) -> Hypotheses:

@@ -39,7 +39,7 @@ def greedy(
     step: Step,
     state: Any,
     prompt: Int[Array, "B P"],
-    prompt_lengths: Int[Array, " B"] | None = None,
+    first: Int[Array, " B"] | None = None,
     *,
     length: int,
     end: int,
@@ -50,30 +50,32 @@ def greedy(
     """The most probable token at each place, until the end.
 
     Args:
-      state: of `step`, before the first of `length` tokens, as in `beam.search`.
-      prompt: what rows begin with, at least one token; behind `prompt_lengths` anything.
-      prompt_lengths: from 1 to P; None: all are P long.
-      length: L, the most tokens of a row with prompt and end; the last can only be the end.
+      state: of `step`, behind all of the prompt but its last token, as in `beam.search`: the first
+        step is that of this token, at place P - 1.
+      prompt: what rows begin with, at least one token, so that all end at place P - 1; before
+        `first` anything.
+      first: the place of each row's first token, from 0 to P - 1; None: 0.
+      length: L, the most places with prompt and end; the last can only be the end.
       end, pad: ids.
-      limits: of each row what `length` is of all, where it is less; so a row may be with longer
-        ones and still end where it would alone. None: `length`.
+      limits: of each row, the most tokens with prompt and end; so a row may be with longer ones and
+        still end where it would alone. None: `length`.
       never: ids that no text has, as padding, which a model need not have learned not to write.
 
     Raises:
       ValueError: a prompt without room behind it.
     """
 
-    def choose(scores, place):
+    def choose(scores, places):
         return scores.argmax(axis=-1)
 
-    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad, limits, never)
+    return _write(step, state, prompt, first, choose, length, end, pad, limits, never)
 
 
 def sample(
     step: Step,
     state: Any,
     prompt: Int[Array, "B P"],
-    prompt_lengths: Int[Array, " B"] | None = None,
+    first: Int[Array, " B"] | None = None,
     *,
     keys: Array,
     length: int,
@@ -103,12 +105,12 @@ def sample(
             "must be above 0, top_k at least 0 and top_p above 0 and at most 1."
         )
 
-    def choose(scores, place):
+    def choose(scores, places):
         logits = cut(scores / temperature, top_k, top_p)
-        drawn = jax.vmap(lambda key: jax.random.fold_in(key, place))(keys)
+        drawn = jax.vmap(jax.random.fold_in)(keys, places)
         return jax.vmap(jax.random.categorical)(drawn, logits)
 
-    return _write(step, state, prompt, prompt_lengths, choose, length, end, pad, limits, never)
+    return _write(step, state, prompt, first, choose, length, end, pad, limits, never)
 
 
 def cut(logits: Float[Array, "B V"], top_k: int, top_p: float) -> Float[Array, "B V"]:
@@ -130,7 +132,7 @@ def _write(
     step: Step,
     state: Any,
     prompt: Array,
-    prompt_lengths: Array | None,
+    first: Array | None,
     choose: Callable[[Array, Array], Array],
     length: int,
     end: int,
@@ -139,11 +141,9 @@ def _write(
     never: Sequence[int],
 ) -> Texts:
     prompts.check(prompt, length)
-    rows = len(prompt)
-    if prompt_lengths is None:
-        prompt_lengths = jnp.full(rows, prompt.shape[1], jnp.int32)
-    tokens = prompts.start_tokens(prompt, prompt_lengths, length, pad)
-    most = prompts.most_tokens(limits, prompt_lengths, length)
+    rows, begun = prompt.shape
+    first = jnp.zeros(rows, jnp.int32) if first is None else first
+    last = prompts.last_places(limits, first, begun, length)
 
     def unfinished(carry):
         return (carry.place < length - 1) & ~carry.done.all()
@@ -151,18 +151,17 @@ def _write(
     def go_on(carry):
         place, state, tokens, texts, done = carry
         logits, state = step(tokens[:, place], state, place)
-        last = place >= most - 2
         scores = prompts.log_probabilities(logits, never)
-        scores = prompts.force(scores, prompt, prompt_lengths, place, end, last)
-        chosen = jnp.where(done, pad, choose(scores, place)).astype(tokens.dtype)
+        scores = prompts.only_end(scores, end, place + 1 >= last)
+        chosen = jnp.where(done, pad, choose(scores, place - first)).astype(tokens.dtype)
         score = jnp.take_along_axis(scores, chosen[:, None], axis=1)[:, 0]
         tokens = tokens.at[:, place + 1].set(chosen)
-        lengths = jnp.where(done, texts[0], place + 2)
+        lengths = jnp.where(done, texts[0], place + 2 - first)
         texts = lengths, jnp.where(done, texts[1], texts[1] + score)
-        done |= (chosen == end) & (place + 1 >= prompt_lengths)
-        return _Rows(place + 1, state, tokens, texts, done)
+        return _Rows(place + 1, state, tokens, texts, done | (chosen == end))
 
     texts = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
-    start = _Rows(jnp.int32(0), state, tokens, texts, jnp.zeros(rows, bool))
-    written = states.loop(unfinished, go_on, start)
-    return Texts(written.tokens, *written.texts)
+    tokens = prompts.start_tokens(prompt, length, pad)
+    start = _Rows(jnp.int32(begun - 1), state, tokens, texts, jnp.zeros(rows, bool))
+    written = states.loop(unfinished, go_on, start, begun - 1)
+    return Texts(prompts.to_front(written.tokens, first, pad), *written.texts)

@@ -1,4 +1,6 @@
-"""What a text begins with, given: of each row another number of tokens."""
+"""What a text begins with, given: of each row another number of tokens, which all end at one place;
+and the best tokens behind it.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,54 +23,47 @@ def check(prompt: Int[Array, "B P"], length: int) -> None:
         )
 
 
-def most_tokens(
-    limits: Int[Array, " B"] | None, lengths: Int[Array, " B"], length: int
+def last_places(
+    limits: Int[Array, " B"] | None, first: Int[Array, " B"], begun: int, length: int
 ) -> Int[Array, " B"]:
-    """The most tokens of each row: `length`, or its own limit, with room for an end at least."""
-    if limits is None:
-        return jnp.full_like(lengths, length)
-    return jnp.clip(limits, jnp.minimum(lengths + 1, length), length)
-
-
-def start_tokens(
-    prompt: Int[Array, "B P"], lengths: Int[Array, " B"], length: int, pad: int
-) -> Int[Array, "B L"]:
-    """The prompts, and `pad` behind them."""
-    inside = jnp.arange(prompt.shape[1]) < lengths[:, None]
-    width = ((0, 0), (0, length - prompt.shape[1]))
-    return jnp.pad(jnp.where(inside, prompt, pad), width, constant_values=pad)
-
-
-def force(
-    scores: Float[Array, "B V"],
-    prompt: Int[Array, "B P"],
-    lengths: Int[Array, " B"],
-    place: Int[Array, ""],
-    end: int,
-    last: Bool[Array, " B"],
-) -> Float[Array, "B V"]:
-    """Log probabilities of the token behind `place` where the prompt says it, which costs nothing;
-    and where it is the `last` one of its row, which can but be the end.
+    """Of each row the place that only an end may have: the last of `length`, or of its own limit,
+    at the earliest the one behind its prompt.
     """
-    words = jnp.arange(scores.shape[1])
-    scores = jnp.where(last[:, None] & (words != end), -jnp.inf, scores)
-    said, is_said = _said(prompt, lengths, place)
-    certain = jnp.where(words == said[:, None], 0.0, -jnp.inf)
-    return jnp.where(is_said[:, None], certain, scores)
+    if limits is None:
+        return jnp.full_like(first, length - 1)
+    return jnp.clip(first + limits - 1, begun, length - 1)
+
+
+def start_tokens(prompt: Int[Array, "B P"], length: int, pad: int) -> Int[Array, "B L"]:
+    """The prompts, and `pad` behind them."""
+    width = ((0, 0), (0, length - prompt.shape[1]))
+    return jnp.pad(prompt, width, constant_values=pad)
+
+
+def to_front(
+    tokens: Int[Array, "B *K L"], first: Int[Array, " B"], pad: int
+) -> Int[Array, "B *K L"]:
+    """Rows without what is before their first tokens, and `pad` behind them instead."""
+    places = jnp.arange(tokens.shape[-1]) + first[:, None]
+    places = places.reshape(len(first), *[1] * (tokens.ndim - 2), -1)
+    moved = jnp.take_along_axis(tokens, jnp.minimum(places, tokens.shape[-1] - 1), axis=-1)
+    return jnp.where(places < tokens.shape[-1], moved, pad)
+
+
+def only_end(scores: Float[Array, "B V"], end: int, last: Bool[Array, " B"]) -> Float[Array, "B V"]:
+    """The scores, of all but the end -inf in rows whose next token is the `last` one."""
+    return jnp.where(last[:, None] & (jnp.arange(scores.shape[1]) != end), -jnp.inf, scores)
 
 
 def best(
     logits: Float[Array, "B V"],
     count: int,
-    prompt: Int[Array, "B P"],
-    lengths: Int[Array, " B"],
-    place: Int[Array, ""],
     end: int,
     last: Bool[Array, " B"],
     never: Sequence[int] = (),
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """The `count` most probable tokens behind `place`, with their log probabilities: the largest
-    entries of `force(log_probabilities(logits, never), ...)`, of which no other is written. An end
+    """The `count` most probable next tokens, with their log probabilities: the largest entries of
+    `only_end(log_probabilities(logits, never), end, last)`, of which no other is written. An end
     that has to be is one though it is among `never`.
     """
     logits = logits.astype(jnp.float32)
@@ -79,21 +74,9 @@ def best(
         found = jnp.where(jnp.isin(tokens, jnp.asarray(never)), -jnp.inf, found)
         found, order = jax.lax.top_k(found, count)
         tokens = jnp.take_along_axis(tokens, order, axis=1)
-    scores = found - total[:, None]
-    said, is_said = _said(prompt, lengths, place)
-    only = jnp.where(is_said, said, end).astype(tokens.dtype)
-    score = jnp.where(is_said, 0.0, ends - total)
-    first = jnp.arange(count) == 0
-    certain = (is_said | last)[:, None]
-    return (
-        jnp.where(certain, jnp.where(first, score[:, None], -jnp.inf), scores),
-        jnp.where(certain, only[:, None], tokens),
-    )
-
-
-def _said(prompt, lengths, place):
-    """([B] the token behind `place` by the prompt, [B] whether the prompt goes so far)."""
-    return prompt[:, jnp.minimum(place + 1, prompt.shape[1] - 1)], place + 1 < lengths
+    scores, last = found - total[:, None], last[:, None]
+    only = jnp.where(jnp.arange(count) == 0, (ends - total)[:, None], -jnp.inf)
+    return jnp.where(last, only, scores), jnp.where(last, jnp.asarray(end, tokens.dtype), tokens)
 
 
 def log_probabilities(

@@ -32,7 +32,10 @@ def pack(state: Any) -> Any:
 
 
 def loop(
-    unfinished: Callable[[Carry], Array], go_on: Callable[[Carry], Carry], start: Carry
+    unfinished: Callable[[Carry], Array],
+    go_on: Callable[[Carry], Carry],
+    start: Carry,
+    used: int = 0,
 ) -> Carry:
     """`jax.lax.while_loop`, in parts where the state can be given room.
 
@@ -41,12 +44,13 @@ def loop(
         that they hold, `used`, how many of these are written, `growth`, by how many in each step,
         and `pack()`, which keeps only those that are of use. All have room for all steps, and are
         given less at first.
+      used: the entries that are written at the start.
     """
     parts = _parts(start.state)
     if not parts:
         return jax.lax.while_loop(unfinished, go_on, start)
     carry = start
-    for room in _rooms(parts[0]):
+    for room in _rooms(parts[0], used):
         carry = carry._replace(state=_each(lambda part, room=room: part.resize(room), carry.state))
         if room < parts[0].room:
             carry = _while_it_fits(unfinished, go_on, carry)
@@ -75,8 +79,8 @@ def _while_it_fits(unfinished, go_on, start):
     return jax.lax.while_loop(lambda carry: has_free(carry, least), steps_and_pack, start)
 
 
-def _rooms(part: Any) -> list[int]:
-    rooms, room = [], max(FIRST, part.growth)
+def _rooms(part: Any, used: int) -> list[int]:
+    rooms, room = [], used + max(FIRST, part.growth)
     while room < part.room:
         rooms.append(room)
         room *= TIMES

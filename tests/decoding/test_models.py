@@ -102,23 +102,58 @@ def test_a_row_alone_and_with_more_padding_is_the_same(mixer, monkeypatch):
         np.testing.assert_allclose(alone.scores[0], together.scores[1], atol=1e-5)
 
 
-def test_a_language_model_goes_on_from_prompts_of_its_own():
-    _, model = models("dynamic")
-    prompt = jnp.asarray([[5, 6, 7], [8, 0, 0]])
-    lengths = jnp.asarray([3, 1])
-    keys = jax.random.split(jax.random.key(0), 2)
+@pytest.mark.parametrize("room", [LENGTH, 2])
+@pytest.mark.parametrize("mixer", ["attention", "dynamic", "light", "mixed"])
+def test_what_is_given_is_read_at_once_as_token_by_token(mixer, room, monkeypatch):
+    """By a beam, behind beginnings of three, one and two tokens; also where room is short."""
+    monkeypatch.setattr(states, "FIRST", room)
+    _, model = models(mixer)
+    prompt, first = jnp.asarray([[5, 6, 7], [0, 0, 8], [0, 9, 4]]), jnp.asarray([0, 2, 1])
 
-    def write(prompt, lengths, keys):
-        state, read = model.start(len(prompt), LENGTH)
+    def write(prompt, first):
+        state, read = model.start(prompt, first, copies=BEAM, length=LENGTH)
 
         def step(tokens, state, place):
             return model.step(tokens, state, place, read)
 
-        return sample(step, state, prompt, lengths, keys=keys, length=LENGTH, end=END)
+        return search(step, state, prompt, first, beam=BEAM, length=LENGTH, end=END)
 
-    together = jax.jit(write)(prompt, lengths, keys)
-    alone = jax.jit(write)(prompt[1:, :1], lengths[1:], keys[1:])
-    np.testing.assert_array_equal(together.tokens[1], alone.tokens[0])
+    def write_without_memory(prompt):
+        begun = prompt.shape[1]
+        tokens = jnp.zeros((BEAM, LENGTH), jnp.int32).at[:, :begun].set(prompt)
+
+        def step(tokens, state, place):
+            state = state.at[:, place].set(tokens)
+            return model(state, jnp.ones_like(state))[:, place], state
+
+        return search(step, tokens, prompt, beam=BEAM, length=begun + 6, end=END)
+
+    found = jax.jit(write)(prompt, first)
+    for row in range(3):
+        alone = jax.jit(write_without_memory)(prompt[row : row + 1, int(first[row]) :])
+        length = alone.tokens.shape[2]
+        np.testing.assert_array_equal(found.tokens[row, :, :length], alone.tokens[0])
+        np.testing.assert_allclose(found.scores[row], alone.scores[0], atol=1e-5)
+
+
+def test_a_language_model_goes_on_from_prompts_of_its_own():
+    _, model = models("dynamic")
+    prompt = jnp.asarray([[5, 6, 7], [0, 0, 8]])
+    first = jnp.asarray([0, 2])
+    keys = jax.random.split(jax.random.key(0), 2)
+
+    def write(prompt, first, keys, length):
+        state, read = model.start(prompt, first, copies=1, length=length)
+
+        def step(tokens, state, place):
+            return model.step(tokens, state, place, read)
+
+        return sample(step, state, prompt, first, keys=keys, length=length, end=END)
+
+    write = jax.jit(write, static_argnames="length")
+    together = write(prompt, first, keys, LENGTH)
+    alone = write(prompt[1:, 2:], first[:1], keys[1:], LENGTH - 2)
+    np.testing.assert_array_equal(together.tokens[1, : LENGTH - 2], alone.tokens[0])
     np.testing.assert_allclose(together.scores[1], alone.scores[0], atol=1e-5)
     np.testing.assert_array_equal(together.tokens[0, :3], prompt[0])
     length = int(together.lengths[0])

@@ -22,31 +22,43 @@ TELL = jnp.asarray(1.5 * rng.standard_normal((6, WORDS)), jnp.float32)
 
 
 def step(tokens, state, place):
-    """A recurrent network whose state starts different for each row."""
-    state = jnp.tanh(READ[tokens] + state @ MIX + 0.1 * place)
-    return state @ TELL, state
+    """A recurrent network whose state starts different for each row, and counts what it read."""
+    count, state = state[:, :1], state[:, 1:]
+    state = jnp.tanh(READ[tokens] + state @ MIX + 0.1 * count)
+    return state @ TELL, jnp.concatenate([count + 1, state], axis=1)
 
 
 def starts(rows, seed=0):
     drawn = np.random.default_rng(seed).standard_normal((rows, 6))
-    return jnp.asarray(2 * drawn, jnp.float32)
+    return jnp.pad(jnp.asarray(2 * drawn, jnp.float32), ((0, 0), (1, 0)))
 
 
 def prompt_of(rows):
     return jnp.full((rows, 1), START)
 
 
-def run_greedy(state, prompt=None, lengths=None, length=LENGTH):
+def behind(state, prompt, first):
+    """The state behind all of each prompt but its last token."""
+    for place in range(prompt.shape[1] - 1):
+        _, after = step(prompt[:, place], state, place)
+        state = jnp.where((place >= first)[:, None], after, state)
+    return state
+
+
+def run_greedy(state, prompt=None, first=None, length=LENGTH):
     prompt = prompt_of(len(state)) if prompt is None else prompt
-    return greedy(step, state, prompt, lengths, length=length, end=END, pad=PAD)
+    first = jnp.zeros(len(state), int) if first is None else first
+    state = behind(state, prompt, first)
+    return greedy(step, state, prompt, first, length=length, end=END, pad=PAD)
 
 
 @functools.partial(jax.jit, static_argnames=("beam", "length", "alpha", "early"))
-def run_beam(state, prompt=None, lengths=None, *, beam, length=LENGTH, alpha=1.0, early=True):
+def run_beam(state, prompt=None, first=None, *, beam, length=LENGTH, alpha=1.0, early=True):
     prompt = prompt_of(len(state)) if prompt is None else prompt
-    state = jnp.repeat(state, beam, axis=0)
+    first = jnp.zeros(len(state), int) if first is None else first
+    state = jnp.repeat(behind(state, prompt, first), beam, axis=0)
     return search(
-        step, state, prompt, lengths, beam=beam, length=length, end=END, pad=PAD, alpha=alpha,
+        step, state, prompt, first, beam=beam, length=length, end=END, pad=PAD, alpha=alpha,
         early=early,
     )  # fmt: skip
 
@@ -167,23 +179,39 @@ def test_what_is_never_written_leaves_the_others_as_probable_as_they_were():
             assert one.scores[row] / (len(text) - 1) == pytest.approx(wanted[text], abs=1e-5)
 
 
-def test_a_row_does_not_depend_on_its_neighbors_or_on_the_room_behind_its_prompt():
-    """Rows with prompts of one to three tokens, in one batch and each alone."""
+def test_a_row_does_not_depend_on_its_neighbors_or_on_what_is_before_its_prompt():
+    """Rows with prompts of one to three tokens, in one batch and each alone: each has room for five
+    tokens more.
+    """
     state = starts(4)
-    prompt = jnp.asarray([[START, 0, 0], [START, 0, 1], [START, END, 0], [START, 3, 2]])
-    lengths = jnp.asarray([1, 2, 3, 3])
-    options = {"beam": 3, "length": 8, "alpha": 0.7}
-    together = run_beam(state, prompt, lengths, **options)
-    greedily = jax.jit(lambda *a: run_greedy(*a, length=8))(state, prompt, lengths)
+    prompt = jnp.asarray([[0, 0, START], [1, START, 0], [START, END, 0], [START, 3, 2]])
+    first = jnp.asarray([2, 1, 0, 0])
+    options = {"beam": 3, "alpha": 0.7}
+    together = run_beam(state, prompt, first, length=8, **options)
+    greedily = jax.jit(lambda *a: run_greedy(*a, length=8))(state, prompt, first)
+    keys = jax.random.split(jax.random.key(0), 4)
+
+    def draw_texts(state, prompt, first, keys, length):
+        state = behind(state, prompt, first)
+        return sample(step, state, prompt, first, keys=keys, length=length, end=END, pad=PAD)
+
+    drawn = draw_texts(state, prompt, first, keys, 8)
     for row in range(4):
-        own = slice(row, row + 1)
-        alone = run_beam(state[own], prompt[own, : int(lengths[row])], **options)
-        assert_same(texts_of(alone, 0), texts_of(together, row))
-        texts = run_greedy(state[own], prompt[own, : int(lengths[row])], length=8)
-        np.testing.assert_array_equal(texts.tokens[0], greedily.tokens[row])
-        np.testing.assert_allclose(texts.scores[0], greedily.scores[row], atol=1e-5)
-        head = tuple(np.asarray(prompt[row, : int(lengths[row])]))
-        assert all(text[: len(head)] == head for text, _ in texts_of(together, row))
+        own, head = slice(row, row + 1), prompt[row, int(first[row]) :]
+        alone = state[own], head[None]
+        length = len(head) + 5
+        texts = texts_of(run_beam(*alone, length=length, **options), 0)
+        assert_same(texts, texts_of(together, row))
+        assert all(text[: len(head)] == tuple(head.tolist()) for text, _ in texts)
+        first_alone = draw_texts(*alone, jnp.zeros(1, int), keys[own], length)
+        for ours, wanted in (
+            (greedily, run_greedy(*alone, length=length)),
+            (drawn, first_alone),
+        ):
+            np.testing.assert_array_equal(ours.tokens[row, :length], wanted.tokens[0])
+            assert (ours.tokens[row, length:] == PAD).all()
+            np.testing.assert_array_equal(ours.lengths[row], wanted.lengths[0])
+            np.testing.assert_allclose(ours.scores[row], wanted.scores[0], atol=1e-5)
 
 
 def test_the_loop_ends_with_the_last_row():

@@ -81,12 +81,18 @@ def assert_same(ours, wanted):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "method"),
-    [("translation", "beam"), ("translation", "sample"), ("causal_lm", "beam")],
+    ("recipe", "method", "fields"),
+    [
+        ("translation", "beam", {}),
+        ("translation", "sample", {}),
+        ("causal_lm", "beam", {}),
+        ("causal_lm", "sample", {"sequence__positions": "learned", "model__positions": 48}),
+        ("causal_lm", "greedy", {"model__mixer": "mixed"}),
+    ],
 )
-def test_a_text_in_a_batch_is_as_alone(recipe, method, tokenizer):
+def test_a_text_in_a_batch_is_as_alone(recipe, method, fields, tokenizer):
     """The longest is beside shorter ones, which must not write more for it."""
-    writer, decoding = make_writer(tokenizer, recipe), METHODS[method]
+    writer, decoding = make_writer(tokenizer, recipe, **fields), METHODS[method]
     together = writer.write(TEXTS, decoding)
     assert len({answer.texts[0].text for answer in together}) >= 3
     for number, text in enumerate(TEXTS):

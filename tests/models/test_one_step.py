@@ -44,7 +44,7 @@ def by_steps(module, x, length=LENGTH, copies=1):
 
     def step(state, given):
         place, x = given
-        out, state = module.step(x[:, None], state, place)
+        out, state = module.step(x[:, None], state, jnp.full(len(x), place))
         return state, out[:, 0]
 
     state = module.start(len(x), length, x.dtype, copies)
@@ -81,11 +81,36 @@ def test_rows_in_another_order_go_on_as_they_began(causal, kind):
         for place in (LENGTH - 2, LENGTH - 1):  # moved twice, with a step between
             state = pack(move(state, order))
             x = x[order]
-            out, state = module.step(x[:, place, None], state, jnp.int32(place))
+            out, state = module.step(x[:, place, None], state, jnp.full(len(x), place))
         return out[:, 0]
 
     whole = jax.jit(lambda x: by_steps(module, x)[0])(x[order][order])
     np.testing.assert_allclose(run(x), whole[:, -1], atol=1e-5)
+
+
+@every_kind
+@pytest.mark.parametrize("begun", [2, LENGTH - 1])
+def test_what_is_given_is_read_at_once(causal, kind, begun):
+    """Padding is before shorter rows; each goes on in two ways, which then change places."""
+    module, x = causal(kind)
+    first = jnp.asarray([0, begun - 1, 1])
+    ids = (jnp.arange(begun) >= first[:, None]).astype(jnp.int32)
+    behind = jnp.stack([x[:, begun], x[:, begun] + 1], axis=1).reshape(2 * ROWS, 1, -1)
+
+    @jax.jit
+    def run(x):
+        given, state = module.prefill(x[:, :begun], ids, LENGTH, copies=2)
+        state = move(state, jnp.asarray([1, 0, 2, 2, 5, 4]))
+        places = begun - jnp.repeat(first, 2)
+        return given, module.step(behind, state, places)[0]
+
+    given, out = run(x)
+    for row in range(2 * ROWS):
+        begins = int(first[row // 2])
+        own = jnp.concatenate([x[row // 2, begins:begun], behind[row]])[None]
+        whole = module(own, jnp.ones(own.shape[:2], jnp.int32))[0]
+        np.testing.assert_allclose(given[row // 2, begins:], whole[:-1], atol=1e-5)
+        np.testing.assert_allclose(out[row, 0], whole[-1], atol=1e-5)
 
 
 def test_what_the_rows_of_a_group_have_in_common_is_kept_once(causal):
@@ -95,12 +120,12 @@ def test_what_the_rows_of_a_group_have_in_common_is_kept_once(causal):
     assert state.used == ROWS * (LENGTH - 2)
     state = pack(move(state, jnp.asarray([1, 1, 1])))
     assert state.used == LENGTH - 2
-    state = pack(module.step(x[:, :1], state, jnp.int32(LENGTH - 2))[1])
+    state = pack(module.step(x[:, :1], state, jnp.full(ROWS, LENGTH - 2))[1])
     assert state.used == LENGTH - 2 + ROWS  # the last ones differ
     state = pack(move(state, jnp.asarray([0, 2, 0])))
     assert state.used == LENGTH - 2 + 2
     state = state.resize(LENGTH + 3)  # no more than it needs
-    out, _ = module.step(x[:, -1:], state, jnp.int32(LENGTH - 1))
+    out, _ = module.step(x[:, -1:], state, jnp.full(ROWS, LENGTH - 1))
     read = jnp.concatenate([x[:, :-2], x[:, :1], x[:, -1:]], axis=1)
     whole = module(read, jnp.ones(read.shape[:2], jnp.int32))
     np.testing.assert_allclose(out[:, 0], whole[:, -1], atol=1e-5)

@@ -251,7 +251,7 @@ def test_a_language_model_step_by_step_is_what_it_is_as_a_whole(models, form):
     @jax.jit
     def both(params, tokens):
         model = nnx.merge(graphdef, params)
-        state, read = model.start(3, LENGTH)
+        state, read = model.start(tokens[:, :1], copies=1, length=LENGTH)
 
         def step(state, given):
             logits, state = model.step(given[1], state, given[0], read)
@@ -356,7 +356,7 @@ def test_rows_longer_than_the_table_of_positions(models):
     with pytest.raises(ValueError, match=r"Rows of 17 tokens .* config.sequence.positions=sinus"):
         model.start(long[:, :3], ones[:, :3], copies=1, length=17)
     with pytest.raises(ValueError, match="Rows of 17 tokens"):
-        lm.start(1, 17)
+        lm.start(long[:, :16], copies=1, length=17)
 
 
 @pytest.mark.parametrize(

@@ -89,15 +89,14 @@ class Writer:
         def run(params, batch, method, length):
             model, source = nnx.merge(graphdef, params), batch["source"]
             rows, copies = len(source), method.copies
+            room = {"copies": copies, "length": length, "dtype": dtype}
             if goes_on:
-                state, read = model.start(rows * copies, length, dtype, copies)
-                prompt, lengths = source, batch["lengths"]
+                prompt, first = source, source.shape[1] - batch["lengths"]
+                state, read = model.start(prompt, first, **room)
             else:
+                prompt, first = jnp.full((rows, 1), special.cls), None
                 inside = jnp.arange(source.shape[1]) < batch["lengths"][:, None]
-                state, read = model.start(
-                    source, inside.astype(jnp.int32), copies=copies, length=length, dtype=dtype
-                )
-                prompt, lengths = jnp.full((rows, 1), special.cls), None
+                state, read = model.start(source, inside.astype(jnp.int32), **room)
 
             def step(tokens, state, place):
                 return model.step(tokens, state, place, read, dtype)
@@ -111,10 +110,10 @@ class Writer:
             }
             if method.name == "beam":
                 return methods.search(
-                    step, state, prompt, lengths, beam=copies, alpha=method.alpha, **options
+                    step, state, prompt, first, beam=copies, alpha=method.alpha, **options
                 )
             if method.name == "greedy":
-                found = methods.greedy(step, state, prompt, lengths, **options)
+                found = methods.greedy(step, state, prompt, first, **options)
             else:
                 # threefry on any device: the same rows draw the same texts
                 key = jax.random.key(seed, impl="threefry2x32")
@@ -122,13 +121,13 @@ class Writer:
                 keys = jax.vmap(lambda key: jax.random.split(key, copies))(keys).reshape(-1)
                 options["limits"] = jnp.repeat(options["limits"], copies)
                 prompt = jnp.repeat(prompt, copies, axis=0)
-                lengths = None if lengths is None else jnp.repeat(lengths, copies)
+                first = None if first is None else jnp.repeat(first, copies)
                 cuts = {"top_k": method.top_k, "top_p": method.top_p}
                 found = methods.sample(
-                    step, state, prompt, lengths, keys=keys, temperature=method.temperature,
+                    step, state, prompt, first, keys=keys, temperature=method.temperature,
                     **cuts, **options,
                 )  # fmt: skip
-            begun = jnp.ones(rows * copies, jnp.int32) if lengths is None else lengths
+            begun = prompt.shape[1] - (0 if first is None else first)
             scores = found.scores / jnp.maximum(found.lengths - begun, 1) ** method.alpha
             texts = methods.Hypotheses(found.tokens, found.lengths, scores)
             texts = jax.tree.map(lambda x: x.reshape(rows, copies, *x.shape[1:]), texts)
@@ -217,20 +216,24 @@ class Writer:
         source = np.full((rows, batch.length), self.texts.source.special.pad, np.int32)
         lengths, limits = np.ones(rows, np.int32), np.full(rows, 2, np.int32)
         drawn = np.zeros(rows, np.int32)
-        source[:, 0] = self.texts.source.special.cls
-        begun = 0
+        filler = -1 if self.texts.goes_on else 0
+        source[:, filler] = self.texts.source.special.cls
         for row, place in enumerate(batch.places):
             if place < 0:
                 continue
             ids = read[place]
-            source[row, : len(ids)], lengths[row] = ids, len(ids)
+            # Given beginnings end together, as what is written behind them begins.
+            own = slice(-len(ids), None) if self.texts.goes_on else slice(len(ids))
+            source[row, own], lengths[row] = ids, len(ids)
             begun = len(ids) if self.texts.goes_on else 1
             limits[row] = begun + dealing.most_written(len(ids), decoding) + 1
             drawn[row] = numbers[place]
         begun = batch.length if self.texts.goes_on else 1
         length = begun + dealing.most_written(batch.length, decoding) + 1
         if self.config.sequence.positions == "learned":
-            length = min(length, self.config.model.positions)
+            limits = np.minimum(limits, self.config.model.positions)
+            if not self.texts.goes_on:
+                length = min(length, self.config.model.positions)
         copies = {"beam": decoding.beam, "greedy": 1, "sample": decoding.n_best}[decoding.method]
         method = _Method(
             decoding.method, copies, decoding.length_penalty, decoding.temperature,

@@ -117,25 +117,35 @@ class SelfAttention(nnx.Module):
         key: Array | None = None,
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
+        return self._attend(x, segment_ids, key, capture)[0]
+
+    def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> Cache:
+        c = self.config
+        return Cache.start(rows, copies, length, c.attention_heads, c.head_size, dtype)
+
+    def prefill(
+        self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int = 1
+    ) -> tuple[Float[Array, "B P C"], Cache]:
+        out, keys, value = self._attend(x, segment_ids)
+        return out, Cache.prefill(keys, value, segment_ids, copies, length)
+
+    def step(
+        self, x: Float[Array, "R 1 C"], state: Cache, places: Int[Array, " R"]
+    ) -> tuple[Float[Array, "R 1 C"], Cache]:
+        heads = self.config.attention_heads
+        query, keys, value = project(x, heads, self.query, self.key, self.value)
+        attended, state = state.attend(query, keys, value)
+        return self.output(join(attended)), state
+
+    def _attend(self, x, segment_ids, key=None, capture=None):
+        """The output, and the keys and values."""
         c = self.config
         query, keys, value = project(x, c.attention_heads, self.query, self.key, self.value)
         attended = attend(
             query, keys, value, segment_ids, dropout_rate=c.attention_dropout, dropout_key=key,
             causal=self.causal, implementation=c.attention, capture=capture,
         )  # fmt: skip
-        return self.output(join(attended))
-
-    def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> Cache:
-        c = self.config
-        return Cache.start(rows, copies, length, c.attention_heads, c.head_size, dtype)
-
-    def step(
-        self, x: Float[Array, "B 1 C"], state: Cache, place: Int[Array, ""]
-    ) -> tuple[Float[Array, "B 1 C"], Cache]:
-        heads = self.config.attention_heads
-        query, keys, value = project(x, heads, self.query, self.key, self.value)
-        attended, state = state.attend(query, keys, value)
-        return self.output(join(attended)), state
+        return self.output(join(attended)), keys, value
 
 
 def attend(

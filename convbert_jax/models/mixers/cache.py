@@ -43,6 +43,23 @@ class Cache:
             jnp.int32(0),
         )
 
+    @classmethod
+    def prefill(
+        cls,
+        key: Float[Array, "B P H D"],
+        value: Float[Array, "B P H D"],
+        segment_ids: Int[Array, "B P"],
+        copies: int,
+        length: int,
+    ) -> "Cache":
+        """Of B x `copies` rows that go on from B prompts, to at most `length` positions: each entry
+        of a prompt is there once, for all of its group, and that of padding is seen by none.
+        """
+        groups, begun = segment_ids.shape
+        seen = jnp.broadcast_to((segment_ids != 0)[:, None], (groups, copies, begun))
+        kept = cls(key.transpose(0, 2, 3, 1), value.swapaxes(1, 2), seen, jnp.int32(begun))
+        return kept.resize(begun + (length - begun) * copies)
+
     @property
     def room(self) -> int:
         """N, the most entries of a group."""

@@ -99,6 +99,12 @@ class SeparableConv(nnx.Module):
         )  # fmt: skip
         return self._over_channels(mixed)
 
+    def keep(
+        self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], copies: int
+    ) -> Float[Array, "R T C"]:
+        """The inputs that the one behind prompts needs; as `keep_past`."""
+        return keep_past(x, segment_ids, self.depthwise[...].shape[0], copies)
+
     def start(self, rows: int, dtype: jnp.dtype) -> Float[Array, "B P C"]:
         """The inputs that the next one needs, before the first."""
         return start_past(rows, *self.depthwise[...].shape, dtype)
@@ -159,23 +165,31 @@ class GatedConv(nnx.Module):
         key: Array | None = None,
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
-        c = self.config
-        ids = segment_ids if c.mask_convolution else None
-        parameter = getattr(self, self.name)[...]
-        return self.output(
-            self.convolve(c, parameter, self._gated(x), ids, self.causal, key, capture)
-        )
+        ids = segment_ids if self.config.mask_convolution else None
+        return self._convolve(self._gated(x), ids, key, capture)
 
     def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> State:
         c, channels = self.config, self.output.kernel[...].shape[0]
         return start_past(rows, c.kernel_size, channels, dtype, self.dilation)
 
+    def prefill(
+        self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int = 1
+    ) -> tuple[Float[Array, "B P C"], State]:
+        gated = self._gated(x)
+        state = keep_past(gated, segment_ids, self.config.kernel_size, copies, self.dilation)
+        return self._convolve(gated, segment_ids), state
+
     def step(
-        self, x: Float[Array, "B 1 C"], state: State, place: Int[Array, ""]
-    ) -> tuple[Float[Array, "B 1 C"], State]:
+        self, x: Float[Array, "R 1 C"], state: State, places: Int[Array, " R"]
+    ) -> tuple[Float[Array, "R 1 C"], State]:
         parameter = getattr(self, self.name)[...]
         convolved, state = self.convolve_step(self.config, parameter, state, self._gated(x))
         return self.output(convolved), state
+
+    def _convolve(self, gated, ids, key=None, capture=None):
+        parameter = getattr(self, self.name)[...]
+        convolved = self.convolve(self.config, parameter, gated, ids, self.causal, key, capture)
+        return self.output(convolved)
 
     def _gated(self, x):
         values = self.value(x)
@@ -228,6 +242,23 @@ def start_past(
 ) -> Float[Array, "B P C"]:
     """What a causal convolution has read before the first position: zeros."""
     return jnp.zeros((rows, (taps - 1) * dilation, channels), dtype)
+
+
+def keep_past(
+    inputs: Float[Array, "B P C"],
+    segment_ids: Int[Array, "B P"],
+    taps: int,
+    copies: int,
+    dilation: int = 1,
+) -> Float[Array, "R T C"]:
+    """What a causal convolution reads of prompts for the position behind them, of B x `copies`
+    rows; zeros where there is padding, or nothing.
+    """
+    span = (taps - 1) * dilation
+    inputs = jnp.where((segment_ids != 0)[..., None], inputs, 0)
+    begun = inputs.shape[1]
+    past = jnp.pad(inputs, ((0, 0), (max(0, span - begun), 0), (0, 0)))[:, max(0, begun - span) :]
+    return jnp.repeat(past, copies, axis=0)
 
 
 def move(

@@ -113,14 +113,15 @@ class GatedSeparableConv(nnx.Module):
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
         """Nothing is dropped out."""
+        gated, ids = self._gated(x), segment_ids if self.config.mask_convolution else None
+        return self._convolve(gated, self._read(gated, begins(segment_ids)), ids, capture)
+
+    def _convolve(self, gated, read, ids, capture=None):
         c = self.config
-        ids = segment_ids if c.mask_convolution else None
-        gated = self._gated(x)
-        read = gated if self._reads_all() else jnp.where(begins(segment_ids), 0, gated)
         if c.filters == "light":
             filters = softmax(self.filters[...], None, jnp.float32)
             if capture is not None:
-                capture.offer("filters", lambda: convolution.at_all_positions(filters, x))
+                capture.offer("filters", lambda: convolution.at_all_positions(filters, gated))
             convolved = depthwise_conv(
                 read, filters.T, segment_ids=ids, causal=self.causal, implementation=c.convolution
             )
@@ -140,11 +141,19 @@ class GatedSeparableConv(nnx.Module):
         channels = self.output.kernel[...].shape[0]
         return convolution.start_past(rows, self.config.kernel_size, channels, dtype)
 
-    def step(
-        self, x: Float[Array, "B 1 C"], state: State, place: Int[Array, ""]
-    ) -> tuple[Float[Array, "B 1 C"], State]:
+    def prefill(
+        self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int = 1
+    ) -> tuple[Float[Array, "B P C"], State]:
         gated = self._gated(x)
-        read = gated if self._reads_all() else jnp.where(place == 0, 0, gated)
+        read = self._read(gated, begins(segment_ids))
+        state = convolution.keep_past(read, segment_ids, self.config.kernel_size, copies)
+        return self._convolve(gated, read, segment_ids), state
+
+    def step(
+        self, x: Float[Array, "R 1 C"], state: State, places: Int[Array, " R"]
+    ) -> tuple[Float[Array, "R 1 C"], State]:
+        gated = self._gated(x)
+        read = self._read(gated, (places == 0)[:, None, None])
         if self.config.filters == "dynamic":
             filters = self._filters_of(gated)[:, 0]
             convolved, state = convolution.convolve_step(state, read, filters)
@@ -154,8 +163,11 @@ class GatedSeparableConv(nnx.Module):
             convolved = depthwise_conv_step(window, filters.T)[:, None]
         return self._out(convolved), state
 
-    def _reads_all(self) -> bool:
-        return self.config.reads_begin or not self.causal
+    def _read(self, gated, first):
+        """What the convolution reads, given where a row begins."""
+        if self.config.reads_begin or not self.causal:
+            return gated
+        return jnp.where(first, 0, gated)
 
     def _gated(self, x):
         gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32))

@@ -23,6 +23,7 @@ from convbert_jax.models.mixers.convolution import (
     at_all_positions,
     convolve,
     convolve_step,
+    keep_past,
     of_nobody_else,
     start_filters,
     start_past,
@@ -257,7 +258,12 @@ class MixedAttention(nnx.Module):
         key: Array | None = None,
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
-        c = self.config
+        ids = segment_ids if self.config.mask_convolution else None
+        return self._mix(x, segment_ids, ids, key, capture)[0]
+
+    def _mix(self, x, segment_ids, ids, key=None, capture=None):
+        """The output; keys and values of attention; and the values of the convolution."""
+        c, heads = self.config, self.config.convolution_heads
         layers = [self.query, self.key, self.value]
         if c.own_value:
             layers.append(self.conv_value)
@@ -265,19 +271,20 @@ class MixedAttention(nnx.Module):
         query = split(query, c.query_heads)
         keys = split(keys, c.attention_heads)
         value = split(value, c.value_heads)
+        values = own_value[0] if c.own_value else join(value[:, :, :heads])
+        value = value[:, :, : c.attention_heads]
         attended = attend(
-            query[:, :, : c.attention_heads], keys, value[:, :, : c.attention_heads], segment_ids,
+            query[:, :, : c.attention_heads], keys, value, segment_ids,
             dropout_rate=c.attention_dropout, dropout_key=key, causal=self.causal,
             implementation=c.attention, capture=capture,
         )  # fmt: skip
-        ids = segment_ids if c.mask_convolution else None
         with jax.named_scope("convolution"):
-            convolved = self._convolve(x, query, value, own_value, ids, capture)
-        return self.output(jnp.concatenate([join(attended), convolved], axis=-1))
+            convolved = self._convolve(x, query, values, ids, capture)
+        out = self.output(jnp.concatenate([join(attended), convolved], axis=-1))
+        return out, (keys, value), values
 
-    def _convolve(self, x, query, value, own_value, ids, capture):
+    def _convolve(self, x, query, values, ids, capture):
         c, heads = self.config, self.config.convolution_heads
-        values = own_value[0] if c.own_value else join(value[:, :, :heads])
         if c.filters == "light":
             filters = softmax(self.conv_filters[...], None, jnp.float32)
             if capture is not None:
@@ -309,9 +316,21 @@ class MixedAttention(nnx.Module):
             state["span"] = self.key_conv.start(rows, dtype)
         return state
 
+    def prefill(
+        self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int = 1
+    ) -> tuple[Float[Array, "B P C"], State]:
+        out, attended, values = self._mix(x, segment_ids, segment_ids)
+        state = {
+            "attention": Cache.prefill(*attended, segment_ids, copies, length),
+            "value": keep_past(values, segment_ids, self.config.kernel_size, copies),
+        }
+        if self.config.filters == "span_dynamic":
+            state["span"] = self.key_conv.keep(x, segment_ids, copies)
+        return out, state
+
     def step(
-        self, x: Float[Array, "B 1 C"], state: State, place: Int[Array, ""]
-    ) -> tuple[Float[Array, "B 1 C"], State]:
+        self, x: Float[Array, "R 1 C"], state: State, places: Int[Array, " R"]
+    ) -> tuple[Float[Array, "R 1 C"], State]:
         c, heads = self.config, self.config.convolution_heads
         query = split(self.query(x), c.query_heads)
         keys = split(self.key(x), c.attention_heads)

@@ -76,7 +76,13 @@ class SeparableMixer(nnx.Module):
     def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> State:
         return self.conv.start(rows, dtype)
 
+    def prefill(
+        self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int = 1
+    ) -> tuple[Float[Array, "B P C"], State]:
+        out = self.conv(x, segment_ids, self.config.convolution)
+        return out, self.conv.keep(x, segment_ids, copies)
+
     def step(
-        self, x: Float[Array, "B 1 C"], state: State, place: Int[Array, ""]
-    ) -> tuple[Float[Array, "B 1 C"], State]:
+        self, x: Float[Array, "R 1 C"], state: State, places: Int[Array, " R"]
+    ) -> tuple[Float[Array, "R 1 C"], State]:
         return self.conv.step(x, state)

@@ -12,7 +12,12 @@ from convbert_jax.models.capture import Capture
 from convbert_jax.models.layers import Dense, Initializers, State
 from convbert_jax.models.mixers import convolution
 from convbert_jax.models.mixers.attention import Attention
-from convbert_jax.models.mixers.convolution import SeparableConv, convolve_step, start_past
+from convbert_jax.models.mixers.convolution import (
+    SeparableConv,
+    convolve_step,
+    keep_past,
+    start_past,
+)
 from convbert_jax.ops.span_dynamic_conv import span_filters
 
 
@@ -90,10 +95,13 @@ class SpanDynamicConv(nnx.Module):
         key: Array | None = None,
         capture: Capture | None = None,
     ) -> Float[Array, "B L C"]:
+        ids = segment_ids if self.config.mask_convolution else None
+        return self._convolve(x, self.conv_value(x), ids, capture)
+
+    def _convolve(self, x, values, ids, capture=None):
         c = self.config
-        ids = segment_ids if c.mask_convolution else None
         convolved = convolution.convolve(
-            self.query(x), self.key_conv(x, ids, c.convolution), self.conv_value(x),
+            self.query(x), self.key_conv(x, ids, c.convolution), values,
             self.conv_kernel.kernel[...], self.conv_kernel.bias[...],
             heads=c.heads, segment_ids=ids, causal=self.causal, implementation=c.convolution,
             capture=capture,
@@ -108,9 +116,19 @@ class SpanDynamicConv(nnx.Module):
             ),
         }
 
+    def prefill(
+        self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int = 1
+    ) -> tuple[Float[Array, "B P C"], State]:
+        values = self.conv_value(x)
+        state = {
+            "key": self.key_conv.keep(x, segment_ids, copies),
+            "value": keep_past(values, segment_ids, self.config.kernel_size, copies),
+        }
+        return self._convolve(x, values, segment_ids), state
+
     def step(
-        self, x: Float[Array, "B 1 C"], state: State, place: Int[Array, ""]
-    ) -> tuple[Float[Array, "B 1 C"], State]:
+        self, x: Float[Array, "R 1 C"], state: State, places: Int[Array, " R"]
+    ) -> tuple[Float[Array, "R 1 C"], State]:
         key, of_key = self.key_conv.step(x, state["key"])
         kernel = self.conv_kernel
         filters = span_filters(

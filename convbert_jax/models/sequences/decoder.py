@@ -23,11 +23,13 @@ class Read(NamedTuple):
         CPU 3% of a beam search, and more where rows are few.
       kept: keys and values of the source for each layer, None without one.
       segment_ids: of the source's rows, 0 is padding.
+      first: where each text begins: what is given of texts ends at one place for all.
     """
 
     layers: tuple["DecoderLayer", ...]
     kept: tuple[State | None, ...]
     segment_ids: Int[Array, "B S"] | None
+    first: Int[Array, " B"]
 
 
 class DecoderLayer(nnx.Module):
@@ -71,11 +73,25 @@ class DecoderLayer(nnx.Module):
 
         return self._add(x, feed, "feed_forward", keys[4])
 
+    def prefill(
+        self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int
+    ) -> tuple[Float[Array, "B P C"], State]:
+        """Of a layer that reads no source: all that is given of texts, and the state behind it."""
+        state = None
+
+        def mix(x):
+            nonlocal state
+            out, state = self.mixer.prefill(x, segment_ids, length, copies)
+            return out
+
+        x = self._add(whole_channels(x), mix, "mixer")
+        return self._add(x, self.feed_forward, "feed_forward"), state
+
     def step(
         self,
         x: Float[Array, "R 1 C"],
         state: State,
-        place: Int[Array, ""],
+        places: Int[Array, " R"],
         kept: State | None,
         source_ids: Int[Array, "B S"] | None,
     ) -> tuple[Float[Array, "R 1 C"], State]:
@@ -83,7 +99,7 @@ class DecoderLayer(nnx.Module):
 
         def mix(x):
             nonlocal state
-            out, state = self.mixer.step(x, state, place)
+            out, state = self.mixer.step(x, state, places)
             return out
 
         x = self._add(x, mix, "mixer")
@@ -146,32 +162,46 @@ class Decoder(nnx.Module):
         """
         return tuple(layer.mixer.start(rows, length, dtype, copies) for layer in self._layers())
 
+    def prefill(
+        self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int = 1
+    ) -> tuple[State, ...]:
+        """For each layer, the state behind all that is given of texts, P positions at once; with
+        padding, segment 0, in front of shorter ones. It is of B x `copies` rows, as in `start`.
+        """
+        states = []
+        for layer in self._layers():
+            x, state = layer.prefill(x, segment_ids, length, copies)
+            states.append(state)
+        return tuple(states)
+
     def read(
         self,
+        first: Int[Array, " B"],
         source: Float[Array, "B S C"] | None = None,
         source_ids: Int[Array, "B S"] | None = None,
     ) -> Read:
         """What all steps read, of the decoder and of the source if there is one."""
         layers = self._layers()
         kept = tuple(None if source is None else layer.source.keep(source) for layer in layers)
-        return Read(layers, kept, source_ids)
+        return Read(layers, kept, source_ids, first)
 
     def step(
         self,
         x: Float[Array, "R 1 C"],
         state: tuple[State, ...],
-        place: Int[Array, ""],
+        places: Int[Array, " R"],
         read: Read,
     ) -> tuple[Float[Array, "R 1 C"], tuple[State, ...]]:
-        """What the whole form gives at one place, and the state behind it.
+        """What the whole form gives at one position, and the state behind it.
 
         Args:
+          places: of the position, in the text of each row.
           read: a source of B rows has R / B rows here for each, side by side.
         """
         # Not a scan: its state would have layers before rows, and it copies each layer's weights.
         after = []
         for layer, layer_state, kept in zip(read.layers, state, read.kept, strict=True):
-            x, layer_state = layer.step(x, layer_state, place, kept, read.segment_ids)
+            x, layer_state = layer.step(x, layer_state, places, kept, read.segment_ids)
             after.append(layer_state)
         return self._finish(x), tuple(after)
 

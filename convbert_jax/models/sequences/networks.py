@@ -1,7 +1,7 @@
 """The models themselves: one decoder, or an encoder and a decoder, between tables of words.
 
     state, read = model.start(source, source_ids, copies=4, length=64)
-    logits, state = model.step(tokens, state, place, read)  # of position `place`, then place + 1
+    logits, state = model.step(tokens, state, place, read)  # of place 0, then 1, ...
 
 gives what the model as a whole gives for the tokens up to there.
 """
@@ -49,18 +49,35 @@ class LanguageModel(nnx.Module):
         return self._words(self.decoder(x, segment_ids, key=keys[1]))
 
     def start(
-        self, rows: int, length: int, dtype: jnp.dtype = jnp.float32, copies: int = 1
+        self,
+        prompt: Int[Array, "B P"],
+        first: Int[Array, " B"] | None = None,
+        *,
+        copies: int,
+        length: int,
+        dtype: jnp.dtype = jnp.float32,
     ) -> tuple[tuple[State, ...], Read]:
-        """The state before the first of at most `length` tokens, and what steps read besides.
+        """The state behind all but the last token of each prompt, which are read at once, and what
+        steps read besides; the first step is that of the last one, at place P - 1.
 
         Args:
-          copies: so many of the rows go on from one text, side by side, as of a beam.
+          prompt: at least one token a row, the last one at place P - 1 of all rows.
+          first: the place of each row's first token; what is before it is not read. None: 0.
+          copies: rows that go on from each prompt, side by side, as of a beam.
+          length: most places in all. With learned positions a text may have no more tokens than
+            there are positions, wherever it begins.
 
         Raises:
-          ValueError: there are no positions for so many.
+          ValueError: there are no positions for the prompt and a token behind it.
         """
-        self.target.check_length(length)
-        return self.decoder.start(rows, length, dtype, copies), self.decoder.read()
+        self.target.check_length(prompt.shape[1] + 1)
+        first = jnp.zeros(len(prompt), jnp.int32) if first is None else first
+        read, before = self.decoder.read(first), prompt[:, :-1]
+        if not before.shape[1]:
+            return self.decoder.start(len(prompt) * copies, length, dtype, copies), read
+        segment_ids = (jnp.arange(before.shape[1]) >= first[:, None]).astype(jnp.int32)
+        x = self.target(before, segment_ids, dtype=dtype)
+        return self.decoder.prefill(x, segment_ids, length, copies), read
 
     def step(
         self,
@@ -71,8 +88,9 @@ class LanguageModel(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
     ) -> tuple[Float[Array, "R V"], tuple[State, ...]]:
         """Logits of the token behind the one at `place`, and the state behind it."""
-        x = self.target.at(tokens[:, None], place, dtype)
-        x, state = self.decoder.step(x, state, place, read)
+        places = _of_rows(place, read, len(tokens))
+        x = self.target.at(tokens, places, dtype)
+        x, state = self.decoder.step(x, state, places, read)
         return self._words(x)[:, 0], state
 
     def _words(self, x):
@@ -149,7 +167,8 @@ class EncoderDecoder(nnx.Module):
         self.target.check_length(length)
         encoded = self.encode(source, source_ids, dtype=dtype)
         state = self.decoder.start(len(source) * copies, length, dtype, copies)
-        return state, self.decoder.read(encoded, source_ids)
+        first = jnp.zeros(len(source), jnp.int32)
+        return state, self.decoder.read(first, encoded, source_ids)
 
     def step(
         self,
@@ -160,12 +179,18 @@ class EncoderDecoder(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
     ) -> tuple[Float[Array, "R V"], tuple[State, ...]]:
         """Logits of the token behind the one at `place`, and the state behind it."""
-        x = self.target.at(tokens[:, None], place, dtype)
-        x, state = self.decoder.step(x, state, place, read)
+        places = _of_rows(place, read, len(tokens))
+        x = self.target.at(tokens, places, dtype)
+        x, state = self.decoder.step(x, state, places, read)
         return self._words(x)[:, 0], state
 
     def _words(self, x):
         return to_words(x, self.target.word if self.config.tied_output else self.output)
+
+
+def _of_rows(place: Int[Array, ""], read: Read, rows: int) -> Int[Array, " R"]:
+    """The place in each row's own text."""
+    return place - jnp.repeat(read.first, rows // len(read.first))
 
 
 def _output(tokens, rngs: nnx.Rngs) -> Table:

@@ -43,10 +43,10 @@ class Tokens(nnx.Module):
         return self._embed(tokens, positions(segment_ids), dtype, key)
 
     def at(
-        self, tokens: Int[Array, "B 1"], place: Int[Array, ""], dtype: jnp.dtype
-    ) -> Float[Array, "B 1 C"]:
-        """The same at one place of rows of one segment."""
-        return self._embed(tokens, jnp.broadcast_to(place, tokens.shape), dtype, None)
+        self, tokens: Int[Array, " R"], places: Int[Array, " R"], dtype: jnp.dtype
+    ) -> Float[Array, "R 1 C"]:
+        """The same at one position of each row."""
+        return self._embed(tokens[:, None], places[:, None], dtype, None)
 
     def check_length(self, length: int) -> None:
         """Raises ValueError for rows longer than the table of positions."""

@@ -121,9 +121,10 @@ def test_a_language_model_gives_the_same(form, tmp_path):
     @jax.jit
     def run(params):
         ours = merge(params)
-        state, read = ours.start(ROWS, 12)
+        prompt = jnp.full((ROWS, 1), found.special.cls)
+        state, read = ours.start(prompt, copies=1, length=12)
         texts = greedy(
-            lambda *step: ours.step(*step, read), state, jnp.full((ROWS, 1), found.special.cls),
+            lambda *step: ours.step(*step, read), state, prompt,
             length=12, end=found.special.sep, pad=found.special.pad, never=[found.special.pad],
         )  # fmt: skip
         return ours(jnp.asarray(tokens), real.astype(jnp.int32)), texts.tokens
