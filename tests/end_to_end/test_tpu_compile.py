@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 
 from benchmarks import step
@@ -14,8 +15,11 @@ from convbert_jax.analysis.tpu.collectives import BETWEEN_SLICES, find_collectiv
 from convbert_jax.analysis.tpu.compiling import compile_as_text
 from convbert_jax.analysis.tpu.program import scheduled
 from convbert_jax.analysis.tpu.topology import make_devices, open_topology
-from convbert_jax.config import MeshSection
+from convbert_jax.config import MeshSection, ModelSection
+from convbert_jax.config.sequences import SequenceSection, derive_language_model
+from convbert_jax.decoding import search
 from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.models.sequences.networks import LanguageModel
 from convbert_jax.recipes.planning.tpu_slice import plan_slice
 from convbert_jax.training import sharding
 from convbert_jax.training.program import make_program
@@ -169,3 +173,35 @@ def test_step_compiles_for_two_slices(topology):
     sent = sum(each["sent_bytes"] for each in between)
     parameters = numbers["memory"]["parameters"]
     assert parameters / 4 < sent < 0.95 * parameters
+
+
+@pytest.mark.parametrize("mixer", ["attention", "mixed", "dynamic", "light", "dilated"])
+def test_a_language_model_goes_on_from_prompts(mixer):
+    """Given tokens are read at once, by the kernels where there is a convolution, then a beam."""
+    model = ModelSection(layers=2, hidden_size=128, embedding_size=128, heads=2, mixer=mixer)
+    config = derive_language_model(model, SequenceSection(norm="pre"), 1_000)
+    devices = make_devices("v5e:2x2")[:1]
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+    place = jax.NamedSharding(mesh, jax.P())
+    abstract = nnx.eval_shape(lambda: LanguageModel(config, nnx.Rngs(0)))
+    graphdef, params = nnx.graphdef(abstract), nnx.to_pure_dict(nnx.state(abstract))
+    prompt, first = (jax.ShapeDtypeStruct(sizes, jnp.int32) for sizes in ((4, 64), (4,)))
+
+    def write(params, prompt, first):
+        made = nnx.merge(graphdef, params)
+        state, read = made.start(prompt, first, copies=2, length=96, dtype=jnp.bfloat16)
+
+        def step(tokens, state, place):
+            return made.step(tokens, state, place, read, jnp.bfloat16)
+
+        return search(step, state, prompt, first, beam=2, length=96, end=1)
+
+    def put(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+    arguments = jax.tree.map(put, (params, prompt, first))
+    with jax.set_mesh(mesh):
+        text = jax.jit(write).lower(*arguments).compile().as_text()
+    kernels = text.count('custom_call_target="tpu_custom_call"')
+    # Of the last layer the state alone is wanted, which asks for no convolution.
+    assert kernels == (0 if mixer == "attention" else {"mixed": 2}.get(mixer, 1))
