@@ -111,6 +111,7 @@ def test_what_does_not_fit_says_what_helps():
     assert "beyond: 4,096 rows do not fit, compiled" in text
     assert "PREDICTED" not in text
     assert "may keep less" not in text
+    assert plan_text.outcome(short) == "needs 24.50 of 15.75 GiB, and does not fit"
 
 
 def test_a_search_says_what_was_compiled_and_what_predicted():
@@ -124,6 +125,7 @@ def test_a_search_says_what_was_compiled_and_what_predicted():
     search = planned.Largest(most, trials, 2176, 16.1 * GIB, False, 4.5, True)
     text = plan_text.describe(first, search, (), None)
     assert "largest batch found: --config.train.batch_size=2048, 15.50 of 16.00 GiB" in text
+    assert text.count(plan_text.outcome(most)) == 1  # what the log says once it is compiled
     assert "compiled: 1,024 rows, 11.5 GiB\n" in text
     assert "compiled: 2,048 rows, 15.5 GiB; predicted from those before: 15.8 GiB\n" in text
     assert "beyond: 2,176 rows would take 16.1 GiB, PREDICTED, not compiled" in text

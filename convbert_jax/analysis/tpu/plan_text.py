@@ -212,14 +212,20 @@ def _describe_largest(largest: planned.Largest) -> list[str]:
         )
     if largest.plan is None:
         return ["", "no batch was found that fits", *search]
-    step = largest.plan.step
+    rows = largest.plan.rows
     return [
         "",
-        f"the largest batch found: --config.train.batch_size={largest.plan.rows}, "
-        f"{step.memory.used / _GIB:.2f} of {step.memory.capacity / _GIB:.2f} GiB, "
-        f"{_range(*(s * 1e3 for s in step.seconds))} ms",
+        f"the largest batch found: --config.train.batch_size={rows}, {outcome(largest.plan)}",
         *search,
     ]
+
+
+def outcome(plan: Plan) -> str:
+    """A line: memory of a device and the range of a step, or that it does not fit."""
+    memory = f"{plan.used / _GIB:.2f} of {plan.capacity / _GIB:.2f} GiB"
+    if not plan.fits:
+        return f"needs {memory}, and does not fit"
+    return f"{memory}, {_range(*(s * 1e3 for s in plan.seconds))} ms"
 
 
 def _compare(plans: Sequence[Plan]) -> list[str]:

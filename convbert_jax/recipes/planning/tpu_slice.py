@@ -58,11 +58,11 @@ def _plan(config: Config, topology: Topology, teacher: teaching.Teacher | None) 
     )
     started = time.monotonic()
     step = _compile(program, task, batch, topology)
-    logging.info("Compiled in %.0f s.", time.monotonic() - started)
+    seconds = time.monotonic() - started
     one = sharding.make_mesh(MeshSection(), topology.devices[:1])
     accumulation = config.train.accumulation
     kept = kept_bytes(task, program.abstract.params, batch, accumulation, mesh, one)
-    return Plan(
+    plan = Plan(
         config,
         topology,
         axes=dict(mesh.shape),
@@ -72,6 +72,9 @@ def _plan(config: Config, topology: Topology, teacher: teaching.Teacher | None) 
         tokens=task.tokens_per_step,
         flops=task.flops_per_step,
     )
+    # A search takes an hour of such compilations, and its report comes at the end.
+    logging.info("Compiled in %.0f s: %s.", seconds, plan_text.outcome(plan))
+    return plan
 
 
 def _compile(program: Program, task: Task, batch, topology: Topology) -> Step | Shortage:
