@@ -9,11 +9,12 @@ selects a variant. --workdir alone goes on with the run that is there. The flags
 import contextlib
 import dataclasses
 import errno
+import functools
 import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from absl import app, logging
 
@@ -27,11 +28,25 @@ _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.
 _DOCTOR_PATIENCE = 60.0  # seconds that --mode=doctor waits for the other processes
 
 
-def main(request: command_line.Request) -> None:
+def start(beside: Callable[[], None] | None = None) -> None:
+    """The whole program, of the words of the command line.
+
+    Args:
+      beside: begins what else the process does in threads of its own.
+    """
+    with ending.without_abandoned_threads():
+        app.run(functools.partial(main, beside=beside), flags_parser=_read_command_line)
+
+
+def main(request: command_line.Request, beside: Callable[[], None] | None = None) -> None:
     """Does what was asked for; a fault that the user can mend is one line and exit code 1. A run
     that SIGTERM stops ends with 75, "saved, not done", on which launchers start it again, one that
     Ctrl-C stops with 130.
     """
+    if request.mode in ("train", "eval", "predict") and _computes_on_cpu(_platform(request)):
+        allocator.keep_memory()  # has to come before any thread, and the next lines begin some
+    if beside:
+        beside()
     with interrupts.heard():
         _answer(request)
 
@@ -39,8 +54,6 @@ def main(request: command_line.Request) -> None:
 def _answer(request: command_line.Request) -> None:
     stopped_by = None
     try:
-        if request.mode == "train" and _computes_on_cpu(request.config):
-            allocator.keep_memory()
         if request.mode == "doctor":
             _examine(request)
         elif request.multihost or request.processes:
@@ -75,9 +88,9 @@ def _answer(request: command_line.Request) -> None:
         sys.exit(interrupts.exit_code(stopped_by))
 
 
-def _computes_on_cpu(config: Config) -> bool:
+def _computes_on_cpu(platform: str) -> bool:
     """Whether a run has nothing else, as far as can be told before jax is loaded."""
-    return config.platform == "cpu" or not any(dataclasses.astuple(find_accelerators()))
+    return platform == "cpu" or not any(dataclasses.astuple(find_accelerators()))
 
 
 def _run(request: command_line.Request) -> str | None:
@@ -274,5 +287,4 @@ def _read_command_line(argv: Sequence[str]) -> command_line.Request:
 
 
 if __name__ == "__main__":
-    with ending.without_abandoned_threads():
-        app.run(main, flags_parser=_read_command_line)
+    start()

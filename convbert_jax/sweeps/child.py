@@ -5,10 +5,15 @@ input and never writes: what comes is the end of it.
 """
 
 import os
-import runpy
 import signal
 import sys
 import threading
+
+from convbert_jax import main
+
+
+def _watch_runner() -> None:
+    threading.Thread(target=_stop_with_runner, daemon=True).start()
 
 
 def _stop_with_runner() -> None:
@@ -18,5 +23,4 @@ def _stop_with_runner() -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_stop_with_runner, daemon=True).start()
-    runpy.run_module("convbert_jax.main", run_name="__main__", alter_sys=True)
+    main.start(beside=_watch_runner)

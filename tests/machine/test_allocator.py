@@ -1,15 +1,15 @@
 """How a process takes memory."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-_FAULTS = """
-import ctypes, resource, sys
-from convbert_jax.machine import allocator
-if "keep" in sys.argv:
-    assert allocator.keep_memory()
+from tests.conftest import REPOSITORY
+
+_USE = """
+import ctypes, resource
 libc, size = ctypes.CDLL(None), 200 * 2**20
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
@@ -19,6 +19,13 @@ def use():
     ctypes.memset(place, 1, size)
     libc.free(place)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+"""
+_FAULTS = f"""
+import sys
+from convbert_jax.machine import allocator
+if "keep" in sys.argv:
+    assert allocator.keep_memory()
+{_USE}
 use()
 print(use())
 """
@@ -36,3 +43,42 @@ def test_memory_that_was_freed_is_used_again_without_asking_the_system():
     if anew < 1_000:
         pytest.skip(f"200 MB are {anew} page faults here")
     assert faults_of_second_use("keep") < anew / 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
+@pytest.mark.parametrize("program", ["convbert_jax.main", "convbert_jax.sweeps.child"])
+def test_the_threads_of_a_program_keep_memory_too(tmp_path, program):
+    # The first thread that asks for memory fixes how many heaps there may be: one before
+    # `keep_memory`, and each has its own, which gives back what is large.
+    code = f"""
+import runpy, sys, threading
+from convbert_jax import main
+{_USE}
+def look(request):
+    thread = threading.Thread(target=lambda: (use(), print(use(), flush=True)))
+    thread.start()
+    thread.join()
+    sys.exit(3)
+main._answer = look
+sys.argv = ["{program}", "--config=configs/tiny.py", "--workdir={tmp_path}"]
+sys.argv.append("--config.platform=cpu")
+if sys.argv[0] == "convbert_jax.main":
+    main.start()
+else:
+    runpy.run_module("{program}", run_name="__main__")
+"""
+    read, write = os.pipe()  # a runner's, whose end would end its cell
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=REPOSITORY,
+            stdin=read,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(read)
+        os.close(write)
+    assert result.returncode == 3, result.stderr
+    assert int(result.stdout) < 500  # of 51,200
