@@ -5,10 +5,10 @@
 
 Runs both in one process in turn, with the same number of threads, in float32 without dropout, after
 checking that their outputs agree; each of several numbers of threads is a process of its own, as
-XLA counts its cores once. The process keeps the memory that it frees, for both, as training from the
-command line does; with --memory asked it asks the system for it anew, as a program does that loads
-a model. Prints medians in milliseconds and PyTorch's time divided by
-ours: above 1 ours is faster. Needs torch and transformers.
+XLA counts its cores once. The process keeps the memory that it frees, for both, as training from
+the command line does; with --memory asked it asks the system for it anew, as a program does that
+loads a model. Prints medians in milliseconds and PyTorch's time divided by ours: above 1 ours is
+faster. Needs torch and transformers.
 """
 
 import argparse
