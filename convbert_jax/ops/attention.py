@@ -19,7 +19,7 @@ from convbert_jax.ops import dispatch
 from convbert_jax.ops.dispatch import Implementation
 from convbert_jax.ops.mesh import division
 from convbert_jax.ops.mesh.division import POSITIONS, POSITIONS_AND_HEADS, ROWS, ROWS_AND_HEADS
-from convbert_jax.ops.products import einsum
+from convbert_jax.ops.products import SUBLANES, einsum
 from convbert_jax.ops.softmax import softmax, softmax_backward
 
 # Below this length splash costs more than XLA's form, by the TPU compiler's model
@@ -114,9 +114,12 @@ def attention_to_kept(
     """`attention` of a few positions to keys and values that many steps of decoding read: in the
     order in which a product reads them, so that no step turns them over.
     """
+    count = query.shape[2]
+    if dispatch.platform() == "tpu" and count == 1:  # to both products a vector: see products.py
+        query = jnp.broadcast_to(query, (*query.shape[:2], SUBLANES, query.shape[3]))
     scores = einsum("bhqd,bhdk->bhqk", query, key, jnp.float32) * query.shape[-1] ** -0.5
     weights = softmax(scores, visible, value.dtype)
-    return einsum("bhqk,bhkd->bhqd", weights, value, value.dtype)
+    return einsum("bhqk,bhkd->bhqd", weights, value, value.dtype)[:, :, :count]
 
 
 def _check(query, key, value, segment_ids, key_segment_ids):

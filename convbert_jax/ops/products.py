@@ -19,6 +19,7 @@ from convbert_jax.ops.mesh import division, sums
 
 DENSE = "dense"
 _LANES = 128  # channels that a TPU keeps side by side
+SUBLANES = 8  # and rows of them
 
 
 def einsum(
@@ -106,7 +107,31 @@ def _sum_over_rows(left, result, right, x, cotangent, dtype):
 def _einsum(equation, x, y, dtype):
     if dispatch.platform() == "cpu":  # which lacks some shapes of bfloat16 factors, float32 sums
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32).astype(dtype)
+    product = functools.partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
+    if dispatch.platform() == "tpu" and (row := _only_row(equation, x)):
+        return _as_of_many(product, *row, x, y).astype(dtype)
+    return product(x, y).astype(dtype)
+
+
+def _only_row(equation, x):
+    """The last axis of `x` that is in the result and not in the other factor, and its place there,
+    where `x` is a vector by the other factor; None where it is a matrix.
+    """
+    operands, result = equation.split("->")
+    left, right = operands.split(",")
+    own = [axis for axis, letter in enumerate(left) if letter not in right]
+    if not own or any(x.shape[axis] > 1 for axis in own):
+        return None
+    return own[-1], result.index(left[own[-1]])
+
+
+def _as_of_many(product, axis, place, x, y):
+    """The product of a vector as that of a matrix. XLA multiplies a vector on a TPU's vector unit,
+    which by its own model takes four to eight times as long as the matrix unit: as long as a token
+    is read or written, every product of one text is of that kind, and all of attention's.
+    """
+    pads = [(0, SUBLANES - 1 if at == axis else 0) for at in range(x.ndim)]
+    return jax.lax.slice_in_dim(product(jnp.pad(x, pads), y), 0, 1, axis=place)
 
 
 def attend(

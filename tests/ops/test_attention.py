@@ -323,3 +323,16 @@ def test_errors_name_the_argument(name, change):
     query, key, value, _ = inputs(length=16)
     with pytest.raises(ValueError, match=f"attention: {name} is "):
         attention(**{"query": query, "key": key, "value": value} | change)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_a_query_to_what_is_kept_is_the_same_on_a_tpu(queries, monkeypatch):
+    keys = jax.random.split(jax.random.key(0), 4)
+    query = jax.random.normal(keys[0], (3, 2, queries, 8))
+    key = jax.random.normal(keys[1], (3, 2, 8, 11))
+    value = jax.random.normal(keys[2], (3, 2, 11, 8))
+    visible = jax.random.bernoulli(keys[3], 0.6, (3, 1, queries, 11)).at[..., 0].set(True)
+    wanted = op.attention_to_kept(query, key, value, visible)
+    on(monkeypatch, "tpu")
+    found = op.attention_to_kept(query, key, value, visible)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

@@ -44,6 +44,33 @@ def test_gradients_are_those_of_the_product(equation, dtype):
     np.testing.assert_allclose(found[1], wanted[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("equation", "x_shape", "y_shape"),
+    [
+        ("abi,io->abo", (1, 1, 6), (6, 5)),  # a dense layer of one position of one text
+        ("abe,ve->abv", (1, 1, 6), (9, 6)),
+        ("ai,io->ao", (1, 6), (6, 5)),
+        ("bhqd,bhdk->bhqk", (3, 2, 1, 4), (3, 2, 4, 7)),  # a query to the positions before
+        ("bhqk,bhkd->bhqd", (3, 2, 1, 7), (3, 2, 7, 4)),
+        ("bgi,gio->bgo", (1, 2, 3), (2, 3, 4)),
+    ],
+)
+def test_on_a_tpu_a_vector_is_multiplied_as_a_matrix(equation, x_shape, y_shape, monkeypatch):
+    keys = jax.random.split(jax.random.key(0))
+    x, y = (jax.random.normal(k, s) for k, s in zip(keys, (x_shape, y_shape), strict=True))
+    wanted = jnp.einsum(equation, x, y)
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    np.testing.assert_allclose(einsum(equation, x, y, x.dtype), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "pads"), [(1, True), (2, False)])
+def test_a_matrix_is_multiplied_as_it_is(rows, pads, monkeypatch):
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    x, y = jnp.ones((1, rows, 6)), jnp.ones((6, 5))
+    program = jax.jit(lambda x, y: einsum("abi,io->abo", x, y, x.dtype)).lower(x, y)
+    assert ("stablehlo.pad" in program.as_text()) == pads
+
+
 def test_on_a_cpu_the_smaller_factor_is_turned_over():
     """Of hidden states [1536, 128] and logits [1536, 8000] it is the hidden states."""
     if jax.default_backend() != "cpu":
