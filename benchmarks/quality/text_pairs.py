@@ -5,8 +5,8 @@
 Writes below CONVBERT_DATA's sets, as .tsv files with a header:
 
 trec, agnews, sst2, imdb (text, label): labels in words, TREC's 46 fine ones as `LOC:city`; of a
-review of IMDb the first 100 words, and 2,000 of its test rows, drawn with seed 0. AG News' train is
-the 10,001 rows that CONVBERT_DATA has of it.
+review of IMDb the first 100 words; of the test rows of AG News and IMDb 2,000, drawn with seed 0.
+AG News' train is the 10,001 rows that CONVBERT_DATA has of it.
 cogs (source, target, type): variable-free forms. The sets dev and test come with logical forms
 alone, so theirs are written by `variable_free`, which has to give those of all sentences of
 the training set first. gen.tsv is whole, gen-CASE.tsv one case, gen-2100.tsv the first 100 of each.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks import public_data
 
-REVIEW_WORDS, REVIEWS = 100, 2_000
+REVIEW_WORDS, TEST_ROWS = 100, 2_000
 POLARITY = ("negative", "positive")
 ACTIONS = {
     "I_TURN_LEFT": "L",
@@ -62,17 +62,15 @@ def classification():
         rows = (line.split(" ", 1) for line in _lines(f"classification/TREC/{split}.txt", "latin1"))
         yield f"trec-{split}", columns, [(text, label) for label, text in rows]
     for split, file in (("train", "dev"), ("test", "test")):
-        yield f"agnews-{split}", columns, _table(f"classification/AGNews/{file}.tsv")
+        rows = _table(f"classification/AGNews/{file}.tsv")
+        yield f"agnews-{split}", columns, _draw(rows) if split == "test" else rows
     for split in ("train", "dev"):
         rows = _table(f"glue/SST-2/{split}.tsv")[1:]
         yield f"sst2-{split}", columns, [(text, POLARITY[int(label)]) for text, label in rows]
     for split in ("train", "test"):
         rows = [line.split("\t", 2) for line in _lines(f"classification/IMDb/{split}.tsv")]
         rows = [(_first_words(review), POLARITY[int(label)]) for _, label, review in rows]
-        if split == "test":  # sorted by label
-            random.Random(0).shuffle(rows)
-            rows = rows[:REVIEWS]
-        yield f"imdb-{split}", columns, rows
+        yield f"imdb-{split}", columns, _draw(rows) if split == "test" else rows
 
 
 def cogs():
@@ -145,6 +143,12 @@ def variable_free(form: str) -> str:
     if len(outermost) != 1:
         raise ValueError(f"{form!r} has {len(outermost)} outermost events in place of one.")
     return write(outermost[0])
+
+
+def _draw(rows: list) -> list:
+    """Some of the rows, which may be sorted by label."""
+    random.Random(0).shuffle(rows)
+    return rows[:TEST_ROWS]
 
 
 def _first_words(review: str) -> str:
