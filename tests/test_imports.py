@@ -41,7 +41,7 @@ ALLOWED = {
     "doctor": {*BELOW, "interop", "recipes"},
     "sweeps": {
         *(*BELOW, "analysis", "interop", "finetuning", "recipes"),
-        *("config_files", "command_line"),
+        *("config_files", "command_line", "main"),
     },
 }
 # The same between the rooms of a package; what stands outside of them is free.
