@@ -114,8 +114,8 @@ def _einsum(equation, x, y, dtype):
 
 
 def _only_row(equation, x):
-    """The last axis of `x` that is in the result and not in the other factor, and its place there,
-    where `x` is a vector by the other factor; None where it is a matrix.
+    """The last axis of `x` that the other factor lacks, and its place in the result, where `x` has
+    one row; None where it has more.
     """
     operands, result = equation.split("->")
     left, right = operands.split(",")
@@ -126,9 +126,9 @@ def _only_row(equation, x):
 
 
 def _as_of_many(product, axis, place, x, y):
-    """The product of a vector as that of a matrix. XLA multiplies a vector on a TPU's vector unit,
-    which by its own model takes four to eight times as long as the matrix unit: as long as a token
-    is read or written, every product of one text is of that kind, and all of attention's.
+    """The product of a vector as that of a matrix whose other rows are zero. On a TPU XLA multiplies
+    a vector on the vector unit, which by its own model takes four to eight times as long as the
+    matrix unit. Where one text is written a token at a time every product is of that kind.
     """
     pads = [(0, SUBLANES - 1 if at == axis else 0) for at in range(x.ndim)]
     return jax.lax.slice_in_dim(product(jnp.pad(x, pads), y), 0, 1, axis=place)
