@@ -126,9 +126,9 @@ def _only_row(equation, x):
 
 
 def _as_of_many(product, axis, place, x, y):
-    """The product of a vector as that of a matrix whose other rows are zero. On a TPU XLA multiplies
-    a vector on the vector unit, which by its own model takes four to eight times as long as the
-    matrix unit. Where one text is written a token at a time every product is of that kind.
+    """The product of a vector as that of a matrix whose other rows are zero. On a TPU XLA takes the
+    vector unit for a vector, which by its own model is four to eight times as slow as the matrix
+    unit. Where one text is written a token at a time every product is of that kind.
     """
     pads = [(0, SUBLANES - 1 if at == axis else 0) for at in range(x.ndim)]
     return jax.lax.slice_in_dim(product(jnp.pad(x, pads), y), 0, 1, axis=place)
