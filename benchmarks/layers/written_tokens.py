@@ -12,7 +12,6 @@ token, divided by `prompt`.
 """
 
 import argparse
-from types import SimpleNamespace
 
 from benchmarks.speed.beside_pytorch import MIXERS, WORDS
 from benchmarks.speed.language_models_vs_pytorch import make_ours
@@ -50,8 +49,7 @@ def measure(mixer: str, rows: int, options: argparse.Namespace) -> tuple[float, 
     made = {}
 
     def parameters():
-        sizes = SimpleNamespace(layers=options.layers, width=options.width)
-        made["graph"], params = make_ours(mixer, sizes)
+        made["graph"], params = make_ours(mixer, options)
         return params
 
     params = jax.eval_shape(parameters)
