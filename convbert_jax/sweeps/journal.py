@@ -42,9 +42,14 @@ def open_study(folder: Folder, name: str, *, maximize: bool = False) -> Any:
 
 @contextlib.contextmanager
 def explain(folder: Folder) -> Iterator[None]:
-    """Context in which what Optuna makes of a damaged journal is a SweepError of one sentence."""
+    """Context in which what Optuna makes of a damaged journal, or of none, is one sentence."""
     try:
         yield
+    except FileNotFoundError as error:
+        raise SweepError(
+            f"{folder.journal} was deleted while a runner worked; start again: "
+            "what is finished is kept in the folders of the cells."
+        ) from error
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, AssertionError) as error:
         raise SweepError(
             f"{folder.journal} is damaged ({type(error).__name__}); delete it and start again: "

@@ -64,6 +64,18 @@ def test_the_journal_may_be_deleted(machine, cells):
     assert len(machine.started) == 8
 
 
+def test_a_journal_deleted_under_a_runner_is_a_sentence_and_loses_nothing(machine, cells):
+    def start(cell, folder, lock):
+        folder.journal.unlink(missing_ok=True)
+        return machine.start(cell, folder, lock)
+
+    with pytest.raises(SweepError, match=r"journal\.log was deleted while a runner worked; start"):
+        runner.run(cells, machine.folder, tell=print, start=start, read=machine.read)
+    assert machine.folder.read(machine.started[0]).state == FINISHED
+    machine.run(cells)
+    assert sorted(machine.started) == sorted(cell.id for cell in cells)
+
+
 def test_a_failed_cell_says_why_and_the_rest_go_on(machine, cells):
     bad = "attention/seed-0/pretrain"
     machine.ends[bad] = "error: the disk is full; free some."
