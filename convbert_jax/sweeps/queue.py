@@ -2,8 +2,8 @@
 
 A trial of it is one try of a cell. What Optuna gives is that no two runners take one trial, on a
 disk of one machine or of several. Whether a cell is done, and whether its runner lives, says the
-folder (`folder.py`): the journal may be deleted at any time, at no loss, though runners that work then have
-to be started again.
+folder (`folder.py`): the journal may be deleted at any time, at no loss; runners at work then end
+with a sentence, and are started again.
 """
 
 import contextlib
