@@ -2,21 +2,27 @@
 model; needs no TPU.
 
     python -m benchmarks.layers.written_tokens --target=tpu:v5e --rows 1 32
+    python -m benchmarks.layers.written_tokens --target=tpu:v5e --rows 32 --beam=4 --steps=31
 
 A decoder of pre-norm in bfloat16 from float32 parameters, windows of 7. `prompt`: `--given` tokens
 read at once. `token`: one of `--steps` tokens, of which each is the most probable one behind the
-one before, in a loop with room for all of them; what a search does besides is not in it. Thousand
+one before, in a loop with room for all of them; what a search does besides is not in it. With
+--beam it is a step of the whole beam search, but for sorts, of which the compiler has no price
+(they are named), and `packing` is to throw out of the state what no beam reads any more. Thousand
 cycles, Pallas kernels as their traffic at full bandwidth. The floor of a token is what of it has to
 be read once: parameters in bfloat16 and the state. `saved` is what the same prompt costs token by
 token, divided by `prompt`.
 """
 
 import argparse
+import contextlib
+from unittest import mock
 
 from benchmarks.speed.beside_pytorch import MIXERS, WORDS
 from benchmarks.speed.language_models_vs_pytorch import make_ours
 from convbert_jax.analysis.tpu import chips
 from convbert_jax.analysis.tpu import pricing as tpu_pricing
+from convbert_jax.decoding.state import FIRST
 
 TARGETS = ("tpu:v5e", "tpu:v5p", "tpu:v6e")
 
@@ -30,21 +36,32 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32], help="written together")
     parser.add_argument("--given", type=int, default=448, help="tokens of a prompt")
     parser.add_argument("--steps", type=int, default=64, help="tokens written")
+    parser.add_argument("--beam", type=int, default=1, help="texts of a row that are written on")
     options = parser.parse_args()
+    entries = options.beam * (options.steps + 1)
+    if options.beam > 1 and entries > FIRST:
+        parser.error(
+            f"--beam={options.beam} --steps={options.steps} makes {entries} entries, but there is "
+            f"room for {FIRST} before they are packed: at most "
+            f"--steps={FIRST // options.beam - 1}."
+        )
     tpu_pricing.use_compile_only_tpu()
     print(f"{options.layers} layers of {options.width}, {WORDS:,} words, {options.target}")
-    names = f"{'prompt':>10}{'token':>9}{'floor':>9}{'token / floor':>15}{'saved':>7}"
+    names = f"{'prompt':>10}{'token':>9}{'floor':>9}{'token / floor':>15}{'saved':>7}{'packing':>9}"
     print(f"{'':12}{'rows':>5}{names}")
     for mixer in options.mixers:
         for rows in options.rows:
-            print(show(mixer, rows, *measure(mixer, rows, options), options.given), flush=True)
+            print(show(mixer, rows, options.given, *measure(mixer, rows, options)), flush=True)
 
 
-def measure(mixer: str, rows: int, options: argparse.Namespace) -> tuple[float, float, float]:
-    """Cycles of the prompt, of a token, and the floor of a token."""
+def measure(mixer: str, rows: int, options: argparse.Namespace) -> tuple[float, ...]:
+    """Cycles of the prompt, of a token, the floor of a token, and cycles of packing."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
+
+    from convbert_jax.decoding import beam
+    from convbert_jax.decoding import state as states
 
     made = {}
 
@@ -58,7 +75,7 @@ def measure(mixer: str, rows: int, options: argparse.Namespace) -> tuple[float, 
 
     def begin(params, prompt):
         model = nnx.merge(made["graph"], params)
-        return model.start(prompt, copies=1, length=length, dtype=jnp.bfloat16)
+        return model.start(prompt, copies=options.beam, length=length, dtype=jnp.bfloat16)
 
     def write(params, tokens, state, read):
         model = nnx.merge(made["graph"], params)
@@ -70,14 +87,47 @@ def measure(mixer: str, rows: int, options: argparse.Namespace) -> tuple[float, 
 
         return jax.lax.fori_loop(0, options.steps, one, (tokens, state))[0]
 
+    def search(params, prompt, state, read):
+        model = nnx.merge(made["graph"], params)
+
+        def step(tokens, state, place):
+            return model.step(tokens, state, place, read, jnp.bfloat16)
+
+        with _as_many_steps(options.steps):
+            return beam.search(step, state, prompt, beam=options.beam, length=length, end=2)
+
     state, read = jax.eval_shape(begin, params, prompt)
     tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)
     of_prompt = _cycles(options.target, begin, params, prompt)
-    of_tokens = _cycles(options.target, write, params, tokens, state, read)
+    if options.beam > 1:
+        of_tokens = _cycles(options.target, search, params, prompt, state, read)
+        packs = any(map(_has_pack, jax.tree.leaves(state, is_leaf=_has_pack)))
+        of_packing = _cycles(options.target, states.pack, state) if packs else 0.0
+    else:
+        of_tokens = _cycles(options.target, write, params, tokens, state, read)
+        of_packing = 0.0
     least = sum(2 * leaf.size for leaf in jax.tree.leaves(params))
     least += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     floor = chips.chip(options.target).bandwidth_cycles(least)
-    return of_prompt, of_tokens / options.steps, floor
+    return of_prompt, of_tokens / options.steps, floor, of_packing
+
+
+def _has_pack(part) -> bool:
+    return hasattr(part, "pack")
+
+
+@contextlib.contextmanager
+def _as_many_steps(count: int):
+    """Context in which a loop runs `count` times: when a search ends the program does not say, and
+    a price needs it.
+    """
+    import jax
+
+    def loop(_, body, carry):
+        return jax.lax.fori_loop(0, count, lambda _, carry: body(carry), carry)
+
+    with mock.patch.object(jax.lax, "while_loop", loop):
+        yield
 
 
 def _cycles(target: str, function, *arguments) -> float:
@@ -91,11 +141,11 @@ def _cycles(target: str, function, *arguments) -> float:
     return found.cycles + chips.chip(target).bandwidth_cycles(traffic)
 
 
-def show(mixer: str, rows: int, prompt: float, token: float, floor: float, given: int) -> str:
+def show(mixer, rows, given, prompt: float, token: float, floor: float, packing: float) -> str:
     saved = (given - 1) * token / prompt
     return (
         f"{mixer:12}{rows:5}{prompt / 1e3:10.1f}{token / 1e3:9.1f}{floor / 1e3:9.1f}"
-        f"{token / floor:15.2f}{saved:7.1f}"
+        f"{token / floor:15.2f}{saved:7.1f}{packing / 1e3:9.1f}"
     )
 
 
