@@ -51,11 +51,13 @@ class _State:
     Attributes:
       heard: the number of a first signal that did not end the program within its time.
       free: whether the program has nothing to save.
+      first: number and `time.monotonic()` of a first signal that a handler got.
     """
 
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     heard: int | None = None
     free: bool = False
+    first: tuple[int, float] | None = None
 
 
 _state = _State()
@@ -66,7 +68,7 @@ def heard(told: float = _TOLD, patience: float = _PATIENCE) -> Iterator[None]:
     """Context in which SIGTERM raises `Stopped`, as Ctrl-C does KeyboardInterrupt. A first signal
     is told of, if what runs does not end for it, and a second one ends the process, with 128 and
     its number, whatever runs. Of another thread than the main one it does nothing, as Python hears
-    no signals there.
+    no signals there. An echo of SIGTERM that comes behind the context is none of its end either.
 
     Args:
       told, patience: seconds from a first, and from a second signal. Until then a second SIGTERM is
@@ -75,7 +77,7 @@ def heard(told: float = _TOLD, patience: float = _PATIENCE) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _state.heard = None
+    _state.heard = _state.first = None
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
@@ -84,7 +86,7 @@ def heard(told: float = _TOLD, patience: float = _PATIENCE) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, terminated)
+        signal.signal(signal.SIGTERM, _unless_echo(terminated) if _state.first else terminated)
         signal.set_wakeup_fd(before)
         theirs.close()  # ends the thread
 
@@ -112,9 +114,28 @@ def is_echo(first: int, second: int, seconds: float, within: float = ECHO) -> bo
     return first == second == signal.SIGTERM and seconds < within
 
 
+def is_first(number: int) -> bool:
+    """Whether a signal that a handler got is a first one and no echo; it is remembered."""
+    if _state.first and is_echo(_state.first[0], number, time.monotonic() - _state.first[1]):
+        return False
+    _state.first = number, time.monotonic()
+    return True
+
+
 def _stop(number, frame):
     del frame
-    raise Stopped(signal.Signals(number).name)
+    if is_first(number):
+        raise Stopped(signal.Signals(number).name)
+
+
+def _unless_echo(handler):
+    def handle(number, frame):
+        del frame
+        if is_first(number):
+            signal.signal(number, handler)
+            signal.raise_signal(number)
+
+    return handle
 
 
 def _listen(ours: socket.socket, told: float, patience: float) -> None:

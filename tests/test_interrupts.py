@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -42,7 +43,7 @@ with interrupts.heard(told=60, patience=60):
         print("up", flush=True)
         time.sleep(100)
     except KeyboardInterrupt:
-        print("saved")
+        print("saved", flush=True)
 """
 
 
@@ -96,6 +97,25 @@ def test_what_ends_by_itself_is_left_alone(number):
     process.send_signal(number)
     assert process.communicate(timeout=30) == ("saved\n", "")
     assert process.returncode == 0
+
+
+def test_an_echo_behind_the_end_does_not_kill():
+    """A launcher may pass a signal on when the program that heard it has ended but for its exit."""
+    process = start(QUICK + "time.sleep(1)\nprint('through', flush=True)\ntime.sleep(1.5)")
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "saved\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "through\n"
+    assert process.wait(30) == 0
+
+
+def test_a_later_one_behind_the_end_kills():
+    process = start(QUICK + "time.sleep(100)")
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "saved\n"
+    time.sleep(interrupts.ECHO + 0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == -signal.SIGTERM
 
 
 def test_what_was_there_before_comes_back():

@@ -2,7 +2,6 @@
 
 import signal
 import threading
-import time
 
 from absl import logging
 
@@ -49,13 +48,12 @@ class StopSignals:
         del frame
         self._received = signal.Signals(number).name
         self._put_back()
-        began = time.monotonic()
+        interrupts.is_first(number)
 
         def end(second, frame):
-            if interrupts.is_echo(number, second, time.monotonic() - began):
-                return
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGTERM)
+            if interrupts.is_first(second):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.raise_signal(signal.SIGTERM)
 
         signal.signal(signal.SIGTERM, end)
 
