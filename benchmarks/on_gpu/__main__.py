@@ -15,6 +15,8 @@ Sections, in this order:
     pytorch    Hugging Face's ConvBERT and BERT, forward and backward
 
 Each runs in processes of its own: what fails, hangs or breaks the device takes nothing else along.
+The parts of a section compile at the same time, as many as there are cores for, and are timed one
+after the other, while nothing compiles.
 A section that is not through at its limit is ended, and what it did not come to is named; lines are
 in the file as soon as they are known (`session.py` has their keys). Programs are kept compiled for
 one call, or where JAX_COMPILATION_CACHE_DIR says. `--smoke` is all of it at tiny shapes on a CPU,
@@ -31,12 +33,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
-from benchmarks.on_gpu import session
+from benchmarks.on_gpu import pytorch, session, steps
 
-# name -> (module, function of (session, part, smoke), parts, seconds by default). Parts have
-# processes of their own and share the limit; what a section leaves of its seconds, later ones may
-# take.
+# name -> (module, function of (session, part, smoke), parts or function of smoke that names them,
+# seconds by default). Parts have processes of their own and share the limit; what a section leaves
+# of its seconds, later ones may take.
 SECTIONS = {
     "versions": ("machine", "versions", ("",), 10),
     "ceilings": ("machine", "ceilings", ("",), 25),
@@ -46,10 +49,10 @@ SECTIONS = {
         ("dynamic_conv", "span_dynamic_conv", "depthwise_conv", "attention"),
         130,
     ),
-    "op": ("speed", "ops", ("",), 80),
-    "layer": ("speed", "layers", ("",), 65),
-    "step": ("steps", "run", ("",), 140),
-    "pytorch": ("pytorch", "run", ("",), 75),
+    "op": ("speed", "ops", ("",), 70),
+    "layer": ("speed", "layers", ("",), 55),
+    "step": ("steps", "run", steps.parts, 150),
+    "pytorch": ("pytorch", "run", pytorch.parts, 85),
 }
 CALL, MOST = 525, 180  # seconds of all sections by default, and of one
 UNOPTIMIZED = "--xla_backend_optimization_level=0"
@@ -133,7 +136,7 @@ def _missing(pytorch: bool, smoke: bool) -> list[str]:
 def _run_here(name: str, options: argparse.Namespace) -> None:
     """One part, in this process, which ends with status 1 where it fails as a whole."""
     module, function, *_ = SECTIONS[name]
-    lines = session.Session(name, options.json, options.until)
+    lines = session.Session(name, options.json, options.until, options.part)
     try:
         run = getattr(importlib.import_module(f"benchmarks.on_gpu.{module}"), function)
         run(lines, options.part, options.smoke)
@@ -144,40 +147,62 @@ def _run_here(name: str, options: argparse.Namespace) -> None:
 
 def _run_section(name: str, limit: float, smoke: bool, path: str) -> None:
     _, _, parts, _ = SECTIONS[name]
-    end = time.time() + limit
-    lines = session.Session(name, path, end)
-    for place, part in enumerate(parts):
-        left = end - time.time()
-        if left <= 0:
+    parts = parts(smoke) if callable(parts) else parts
+    until = time.time() + limit
+    count = session.at_once()
+    for first in range(0, len(parts), count):
+        _run_together(name, parts[first : first + count], smoke, path, until)
+
+
+def _run_together(name: str, parts: Sequence[str], smoke: bool, path: str, until: float) -> None:
+    lines = session.Session(name, path, until)
+    if not lines.has_time():
+        for part in parts:
             lines.write("left_out", part or name, error="the time limit of the section is over")
-            continue
-        until = time.time() + left / (len(parts) - place)
-        start = os.path.getsize(path)
-        ended = _run_part(name, part, smoke, path, until)
-        for case in session.missing_cases(path, start):
-            lines.write("left_out", case, error=ended or "the time limit of the section is over")
-            # Only the first was running.
-            ended = ended and f"behind a case that failed: {ended}"[: session.LONGEST]
-        if ended and os.path.getsize(path) == start:
-            lines.write("error", part or name, error=ended)
+        return
+    start = os.path.getsize(path)
+    running = {part: _start_part(name, part, smoke, path, until) for part in parts}
+    try:
+        for part, process in running.items():
+            ended = _why_ended(process, until)
+            missing = session.missing_cases(path, start, part)
+            for case in missing:
+                lines.write(
+                    "left_out", case, error=ended or "the time limit of the section is over"
+                )
+                # Only the first was running.
+                ended = ended and f"behind a case that failed: {ended}"[: session.LONGEST]
+            if ended and not missing:
+                lines.write("error", part or name, error=ended)
+    finally:
+        for process in running.values():
+            _kill(process)
 
 
-def _run_part(name: str, part: str, smoke: bool, path: str, until: float) -> str:
-    """Why its process ended as it should not, or ""."""
+def _start_part(name: str, part: str, smoke: bool, path: str, until: float) -> subprocess.Popen:
     command = [sys.executable, "-m", "benchmarks.on_gpu", f"--sections={name}", f"--part={part}"]
     command += [f"--json={path}", f"--until={until}", *(["--smoke"] if smoke else [])]
-    process = subprocess.Popen(command, start_new_session=True)
+    # None may take the whole memory of the device before the others come.
+    room = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return subprocess.Popen(command, start_new_session=True, env=os.environ | room)
+
+
+def _why_ended(process: subprocess.Popen, until: float) -> str:
+    """Why it ended as it should not, or ""."""
     try:
         code = process.wait(max(0, until - time.time()))
     except subprocess.TimeoutExpired:
+        _kill(process)
         return "it was still running at the time limit and was ended"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
     if code < 0:
         return f"its process ended by {signal.Signals(-code).name}"
     return f"its process ended with status {code}" if code else ""
+
+
+def _kill(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 if __name__ == "__main__":

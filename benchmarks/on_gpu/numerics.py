@@ -29,7 +29,11 @@ TINY = {
 
 
 def check(session: Session, part: str, smoke: bool) -> None:
-    cases = TINY if smoke else CASES
+    with session.together():
+        _check(session, part, TINY if smoke else CASES, smoke)
+
+
+def _check(session: Session, part: str, cases: dict[str, argparse.Namespace], smoke: bool) -> None:
     if part == "attention":
         return _check_attention(session, cases)
     plan = [(case, "kernel") for case in cases] + [(case, "xla") for case in list(cases)[:2]]

@@ -6,7 +6,6 @@ are not shared by the two. BERT learns masked words at the size of the discrimin
 multiplied in bfloat16 by autocast; there is no padding and no mask.
 """
 
-import functools
 import importlib.util
 import statistics
 import time
@@ -28,30 +27,36 @@ SMOKED = (("tiny", "convbert", False), ("tiny", "bert", False), ("tiny", "convbe
 ROUNDS, IN_A_ROW = 5, 4
 
 
+def parts(smoke: bool) -> list[str]:
+    return list(_names(smoke))
+
+
+def _names(smoke: bool) -> dict[str, tuple[str, str, bool]]:
+    return {
+        f"{size}, {model}, {'torch.compile' if compiles else 'eager'}": (size, model, compiles)
+        for size, model, compiles in (SMOKED if smoke else CASES)
+    }
+
+
 def run(session: Session, part: str, smoke: bool) -> None:
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:
-            session.write("left_out", "all", error=f"{name} is not installed")
+            session.write("left_out", part, error=f"{name} is not installed")
             return
     import torch
 
     if not smoke and not torch.cuda.is_available():
-        session.write("left_out", "all", error=f"this torch, {torch.__version__}, finds no CUDA")
+        session.write("left_out", part, error=f"this torch, {torch.__version__}, finds no CUDA")
         return
-    cases = SMOKED if smoke else CASES
-    names = {
-        case: f"{case[0]}, {case[1]}, {'torch.compile' if case[2] else 'eager'}" for case in cases
-    }
-    session.plan(names.values())
-    for (size, model, compiles), name in names.items():
-        if smoke and compiles:
-            session.write("left_out", name, error="torch.compile has no smoke")
-            continue
-        measure = functools.partial(_with_memory, size, model, compiles, smoke)
-        session.run(name, measure)
+    size, model, compiles = _names(smoke)[part]
+    session.plan([part])
+    if smoke and compiles:
+        session.write("left_out", part, error="torch.compile has no smoke")
+        return
+    session.run(part, lambda: _with_memory(session, size, model, compiles, smoke))
 
 
-def _with_memory(size: str, model: str, compiles: bool, smoke: bool) -> dict:
+def _with_memory(session: Session, size: str, model: str, compiles: bool, smoke: bool) -> dict:
     """With the batch of the config, or half of it until it fits, which `batch` then says."""
     import torch
 
@@ -59,7 +64,7 @@ def _with_memory(size: str, model: str, compiles: bool, smoke: bool) -> dict:
     batch = config.train.batch_size
     while True:
         try:
-            return _measure(config, model, batch, compiles, "cpu" if smoke else "cuda")
+            return _measure(session, config, model, batch, compiles, "cpu" if smoke else "cuda")
         except torch.OutOfMemoryError:
             if batch // 2 < steps.LEAST:
                 raise
@@ -67,7 +72,7 @@ def _with_memory(size: str, model: str, compiles: bool, smoke: bool) -> dict:
         torch.cuda.empty_cache()
 
 
-def _measure(config, model: str, batch: int, compiles: bool, device: str) -> dict:
+def _measure(session: Session, config, model: str, batch: int, compiles: bool, device: str) -> dict:
     import torch
 
     torch.manual_seed(0)
@@ -92,16 +97,22 @@ def _measure(config, model: str, batch: int, compiles: bool, device: str) -> dic
             torch.cuda.synchronize()
 
     started = time.perf_counter()
-    step(), wait()
-    first = time.perf_counter() - started
-    step(), wait()
+    with session.together():
+        step(), wait()
+        first = time.perf_counter() - started
+        step(), wait()
+        network.zero_grad(set_to_none=True)
+        if device == "cuda":  # the others compile yet, and one after the other has it all
+            torch.cuda.empty_cache()
     seconds = []
-    for _ in range(ROUNDS):
-        started = time.perf_counter()
-        for _ in range(IN_A_ROW):
-            loss = step()
-        wait()
-        seconds.append((time.perf_counter() - started) / IN_A_ROW)
+    with session.alone():
+        step(), wait()
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
+            for _ in range(IN_A_ROW):
+                loss = step()
+            wait()
+            seconds.append((time.perf_counter() - started) / IN_A_ROW)
     rate = batch * length / statistics.median(seconds)
     return {
         "tokens_per_s": rate,

@@ -1,9 +1,13 @@
 """What a section says as it goes: lines of JSON in a file, the same readably on stdout."""
 
+import concurrent.futures
+import contextlib
+import fcntl
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 LONGEST = 400  # characters of an error
 
@@ -19,17 +23,36 @@ class Session:
       left_out: a case of the plan that did not come, and why: `error`.
 
     Args:
+      part: of the section.
       until: `time.time()` after which no further case begins.
     """
 
-    def __init__(self, section: str, path: str, until: float):
-        self.section = section
+    def __init__(self, section: str, path: str, until: float, part: str = ""):
+        self.section, self.part = section, part
         self._path = path
         self._until = until
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """While something is compiled or compared: other parts may do so as well."""
+        with self._locked(fcntl.LOCK_SH):
+            yield
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While something is timed: no other part compiles or runs anything."""
+        with self._locked(fcntl.LOCK_EX):
+            yield
+
+    @contextlib.contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        with open(self._path, "rb") as file:  # which every part has; a lock ends with its process
+            fcntl.flock(file, how)
+            yield
+
     def plan(self, names: Iterable[str]) -> None:
         """What is to follow; whoever started this process says which of it did not come."""
-        self.write("plan", "plan", cases=list(names))
+        self.write("plan", self.part, cases=list(names))
 
     def has_time(self) -> bool:
         return time.time() < self._until
@@ -45,17 +68,23 @@ class Session:
             self.write("error", name, error=sentence(error))
 
     def prepare(self, cases: dict[str, Callable[[], Callable]]) -> dict[str, Callable]:
-        """What each case makes, ready to be timed; errors are written, and none begins too late."""
-        made = {}
-        for name, make in cases.items():
+        """What each case makes, ready to be timed, several being made at the same time; errors are
+        written, and none begins too late.
+        """
+
+        def make(name):
             if not self.has_time():
-                break
+                return None
             print(f"... {self.section}: {name}", file=sys.stderr, flush=True)
             try:
-                made[name] = make()
+                return cases[name]()
             except Exception as error:
                 self.write("error", name, error=sentence(error))
-        return made
+                return None
+
+        with concurrent.futures.ThreadPoolExecutor(at_once()) as pool:
+            made = dict(zip(cases, pool.map(make, cases), strict=True))
+        return {name: run for name, run in made.items() if run}
 
     def write(self, kind: str, name: str, **more) -> None:
         line = {"section": self.section, "kind": kind, "name": name, **more}
@@ -63,6 +92,11 @@ class Session:
             file.write(json.dumps(line) + "\n")
         if kind != "plan":
             print(readable(line), flush=True)
+
+
+def at_once() -> int:
+    """How many programs are compiled at the same time; each compiler has threads of its own."""
+    return max(1, (os.cpu_count() or 1) // 2)
 
 
 def readable(line: dict) -> str:
@@ -80,15 +114,15 @@ def sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:LONGEST]
 
 
-def missing_cases(path: str, start: int) -> Sequence[str]:
-    """The planned cases of the lines behind the byte `start` that have no line."""
+def missing_cases(path: str, start: int, part: str = "") -> Sequence[str]:
+    """The planned cases of a part, of the lines behind the byte `start`, that have no line."""
     planned, there = [], set()
     with open(path, "rb") as file:
         file.seek(start)
         for text in file:
             line = json.loads(text)
-            if line["kind"] == "plan":
-                planned += line["cases"]
-            else:
+            if line["kind"] != "plan":
                 there.add(line["name"])
+            elif line["name"] == part:
+                planned += line["cases"]
     return [name for name in planned if name not in there]

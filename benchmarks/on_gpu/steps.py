@@ -1,7 +1,6 @@
 """Whole pre-training steps of small and base, in the variants that matter on a GPU."""
 
 import contextlib
-import functools
 import importlib
 import statistics
 import time
@@ -55,12 +54,14 @@ ROUNDS, IN_A_ROW = 5, 4  # steps before the host waits, as in a run
 LEAST = 8  # rows
 
 
+def parts(smoke: bool) -> list[str]:
+    return [f"{size}, {variant}" for size, variant in (SMOKED if smoke else CASES)]
+
+
 def run(session: Session, part: str, smoke: bool) -> None:
-    cases = SMOKED if smoke else CASES
-    session.plan(f"{size}, {variant}" for size, variant in cases)
-    for size, variant in cases:
-        measure = functools.partial(_with_memory, size, variant, SMOKE if smoke else {})
-        session.run(f"{size}, {variant}", measure)
+    size, variant = part.split(", ", 1)
+    session.plan([part])
+    session.run(part, lambda: _with_memory(session, size, variant, SMOKE if smoke else {}))
 
 
 def read_config(size: str, overrides: dict):
@@ -72,20 +73,20 @@ def read_config(size: str, overrides: dict):
     return from_config_dict(fields)
 
 
-def _with_memory(size: str, variant: str, overrides: dict) -> dict:
+def _with_memory(session: Session, size: str, variant: str, overrides: dict) -> dict:
     """With the batch of the config, or half of it until it fits, which `batch` then says."""
     batch = read_config(size, overrides).train.batch_size
     while True:
         given = {**VARIANTS[variant], **overrides, "train.batch_size": batch}
         try:
-            return _measure(read_config(size, given), variant)
+            return _measure(session, read_config(size, given), variant)
         except Exception as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or batch // 2 < LEAST:
                 raise
             batch //= 2
 
 
-def _measure(config, variant: str) -> dict:
+def _measure(session: Session, config, variant: str) -> dict:
     import jax
 
     from convbert_jax.analysis import flops
@@ -100,19 +101,26 @@ def _measure(config, variant: str) -> dict:
     with numbers, jax.set_mesh(mesh):
         task = traced.make_task(config, device)
         program = make_program(task, config, mesh)
-        state = program.init(jax.random.key(config.seed))
-        batch = program.put_batch(_draw(config))
-        step = _gradient(task, state.params, batch) if variant == GRADIENT else _step(program)
-        state, loss = step(state, batch)
-        jax.block_until_ready((state, loss))
-        compiled = time.perf_counter() - started
-        seconds = []
-        for _ in range(ROUNDS):
-            started = time.perf_counter()
-            for _ in range(IN_A_ROW):
-                state, loss = step(state, batch)
-            jax.block_until_ready((state, loss))
-            seconds.append((time.perf_counter() - started) / IN_A_ROW)
+        shapes = traced.make_batch(config)
+        with session.together():
+            prepare = _gradient if variant == GRADIENT else _step
+            step = prepare(program, task, shapes)
+            key = jax.random.key(config.seed)
+            start = program.init.lower(key).compile()
+            compiled = time.perf_counter() - started
+        with session.alone():
+            state = start(key)
+            batch = program.put_batch(_draw(config, shapes))
+            state, loss = step(state, batch)
+            seconds = []
+            for _ in range(ROUNDS):
+                jax.block_until_ready((state, loss))
+                started = time.perf_counter()
+                for _ in range(IN_A_ROW):
+                    state, loss = step(state, batch)
+                jax.block_until_ready((state, loss))
+                seconds.append((time.perf_counter() - started) / IN_A_ROW)
+            most = (device.memory_stats() or {}).get("peak_bytes_in_use")
     rows, length = config.train.batch_size, config.data.length
     rate = rows * length / statistics.median(seconds)
     peak = flops.peak_flops(device.device_kind)
@@ -125,39 +133,43 @@ def _measure(config, variant: str) -> dict:
         "length": length,
         "flops_per_token": needed,
         "loss": float(loss),
-        "seconds_to_first_step": compiled,
+        "most_bytes": most,
+        "seconds_to_compile": compiled,
     }
 
 
-def _draw(config) -> dict:
+def _draw(config, shapes) -> dict:
     """Rows of one document without padding, of random words."""
     import numpy as np
 
-    from convbert_jax.recipes.planning import traced
-
-    shapes = traced.make_batch(config)
     batch = {name: np.zeros(shape.shape, np.int32) for name, shape in shapes.items()}
     words = np.random.default_rng(0).integers(5, config.tokenizer.vocab_size, batch["tokens"].shape)
     return batch | {"tokens": words.astype(np.int32), "segment_ids": batch["segment_ids"] + 1}
 
 
-def _step(program):
+def _step(program, task, shapes):
+    compiled = program.train_step.lower(program.abstract, shapes).compile()
+
     def step(state, batch):
-        state, _, vitals = program.train_step(state, batch)
+        state, _, vitals = compiled(state, batch)
         return state, vitals.loss
 
     return step
 
 
-def _gradient(task, params, batch):
+def _gradient(program, task, shapes):
     """Loss and gradients of the parameters as they are; every one is computed and kept."""
     import jax
 
-    key = jax.random.key(0)
     both = jax.jit(jax.value_and_grad(task.loss, has_aux=True))
+    key = jax.random.key(0)
+    compiled = both.lower(program.abstract.params, shapes, key).compile()
+    kept = []
 
     def step(state, batch):
-        (loss, _), gradients = both(params, batch, key)
+        if not kept:
+            kept.append(state.params)
+        (loss, _), gradients = compiled(kept[0], batch, key)
         return gradients, loss
 
     return step
