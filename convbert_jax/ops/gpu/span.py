@@ -1,8 +1,13 @@
-"""Span-based dynamic convolution for GPUs: one kernel forward, three backward.
+"""Span-based dynamic convolution for GPUs: filters, then the convolution of plain.py.
 
 Without a span key, None everywhere, the same kernels make the filters of the query alone.
 
-Built from the parts of triton.py, which alone knows the backend, and of plain.py.
+Forward, one kernel makes the filters of several heads at once from one reading of query and span
+key; they go through memory, a power of two of taps for each head, so that rows of them are read in
+whole words (16 of 64 channels at K = 9). Backward, plain.py's kernel gives the gradient of the
+logits beside that of the values, and a last one what made the logits. Each array of [B, L, C] is
+read and written as often as the arithmetic asks for, 4 times forward and 7 backward, and twice more
+where a position has more than one head's taps: out of the cache.
 """
 
 import functools
@@ -14,206 +19,167 @@ import jax.numpy as jnp
 from convbert_jax.ops.gpu import plain, triton
 
 CHUNK = 64  # channels of one step of a product
-WARPS = 8  # with 4, ptxas runs out of registers for sm_90
+WARPS = 8
+COLUMNS = 256  # logits that a program makes for each position
 # Sums of the projection's gradient over positions are split over so many programs per chunk.
 SPLITS = 64
 # A program of that gradient holds so many sums; more would spill registers.
 MOST_SUMS = 64 * 128
+NOT_A_TAP = -1e30  # logit of a column that is none: weighs 0, and is no NaN where all are such
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
 def span_dynamic_conv(
     query, span_key, values, projection, bias, segment_ids, heads, offsets, interpret=False
 ):
-    """The backward pass computes the filters again. `interpret`: without a GPU."""
-    _, length, channels = values.shape
-    body = functools.partial(
-        _span_forward_kernel, heads=heads, offsets=offsets, length=length, channels=channels
-    )
-    return triton.call(
-        body,
-        triton.blocks(values),
-        [query, span_key, values, projection, bias],
-        segment_ids,
-        jax.ShapeDtypeStruct(values.shape, values.dtype),
-        interpret,
-        WARPS,
-    )
+    """`interpret`: run in Pallas' interpreter, on any device."""
+    arrays = (query, span_key, values, projection, bias, segment_ids)
+    return _forward(*arrays, heads, offsets, interpret)[0]
 
 
 def _forward(query, span_key, values, projection, bias, segment_ids, heads, offsets, interpret):
-    arrays = (query, span_key, values, projection, bias, segment_ids)
-    return span_dynamic_conv(*arrays, heads, offsets, interpret), arrays
+    filters = _make_filters(query, span_key, projection, bias, heads, interpret)
+    by_head = values.reshape(*values.shape[:2], heads, -1)
+    out = plain.convolve(by_head, filters, segment_ids, offsets, interpret)
+    saved = (query, span_key, values, projection, bias, segment_ids, filters)
+    return out.reshape(values.shape), saved
 
 
 def _backward(heads, offsets, interpret, saved, cotangent):
-    """Three kernels: filters again and the logits' gradient; the values'; what made the logits.
-
-    The filters go through memory here, in the dtype of the values: K / D of one more array, for the
-    gradient of a position's value needs the filters of its neighbors.
-    """
-    query, span_key, values, projection, bias, segment_ids = saved
-    batch, length, channels = values.shape
-    width, outputs = channels // heads, heads * len(offsets)
-    blocks = triton.blocks(values)
-    size = {"heads": heads, "offsets": offsets, "length": length, "channels": channels}
-    filters, d_logits = triton.call(
-        functools.partial(_span_logits_kernel, **size),
-        blocks,
-        [query, span_key, values, projection, bias, cotangent],
-        segment_ids,
-        [jax.ShapeDtypeStruct((batch, length, outputs), values.dtype)] * 2,
-        interpret,
-        WARPS,
-    )
-    by_head = (batch, length, heads, -1)
-    d_values = triton.call(
-        functools.partial(plain.values_kernel, offsets=offsets, length=length, width=width),
-        (*blocks, heads),
-        [filters.reshape(by_head), cotangent.reshape(by_head)],
-        segment_ids,
-        jax.ShapeDtypeStruct((batch, length, heads, width), values.dtype),
-        interpret,
-    )
-    rows = batch * length
-    columns = triton.power_of_two(max(triton.TENSOR_CORE, outputs))
-    chunk = max(triton.TENSOR_CORE, min(CHUNK, MOST_SUMS // columns))
-    splits = min(SPLITS, math.ceil(rows / triton.BLOCK))
-    partial_projections = jax.ShapeDtypeStruct((splits, channels, outputs), jnp.float32)
-    flat = jax.ShapeDtypeStruct((rows, channels), values.dtype)
-    keyed = span_key is not None
-    d_query, d_span_key, d_projection = triton.call(
-        functools.partial(
-            _products_kernel, rows=rows, channels=channels, outputs=outputs, chunk=chunk,
-            splits=splits,
-        ),
-        (math.ceil(channels / chunk), splits),
-        [
-            query.reshape(flat.shape),
-            span_key.reshape(flat.shape) if keyed else None,
-            projection,
-            d_logits.reshape(rows, outputs),
-        ],
-        None if segment_ids is None else segment_ids.reshape(rows),
-        (flat, flat if keyed else None, partial_projections),
-        interpret,
-        WARPS,
+    query, span_key, values, projection, bias, segment_ids, filters = saved
+    by_head = (*values.shape[:2], heads, -1)
+    d_values, d_logits = plain.convolve_backward(
+        values.reshape(by_head), filters, segment_ids, cotangent.reshape(by_head), offsets,
+        interpret, of_logits=True,
     )  # fmt: skip
-    return (
-        d_query.reshape(query.shape),
-        d_span_key.reshape(query.shape) if keyed else None,
-        d_values.reshape(values.shape),
-        d_projection.sum(axis=0).astype(projection.dtype),
-        d_logits.astype(jnp.float32).sum(axis=(0, 1)).astype(bias.dtype),
-        None,
+    d_query, d_span_key, d_projection = _through_product(
+        query, span_key, projection, segment_ids, d_logits, interpret
     )
+    taps = len(offsets)
+    d_bias = d_logits[..., :taps].astype(jnp.float32).sum(axis=(0, 1)).reshape(bias.shape)
+    return (
+        d_query, d_span_key, d_values.reshape(values.shape),
+        d_projection.astype(projection.dtype), d_bias.astype(bias.dtype), None,
+    )  # fmt: skip
 
 
 span_dynamic_conv.defvjp(_forward, _backward)
 
 
-# --- Kernels. A program is (block of positions, row) and goes through the heads, so that query and
-# span key come from memory once and for the other heads from the cache ---
+def _make_filters(query, span_key, projection, bias, heads, interpret):
+    """softmax((query * span_key) projection + bias) over the taps of each head: [B, L, H, T], T the
+    power of two from K on; 0 behind the taps. In the dtype of the query.
+    """
+    *rows, channels = query.shape
+    count = math.prod(rows)
+    taps = triton.power_of_two(projection.shape[1] // heads)
+    # Heads of a program; all but the last have as many.
+    group = min(triton.power_of_two(heads), max(1, COLUMNS // taps))
+    group = max(group, math.ceil(triton.TENSOR_CORE / taps))
+    groups = math.ceil(heads / group)
+    matrix = _by_tap(projection, heads, taps, groups * group, 0).astype(query.dtype)
+    logits = _by_tap(bias[None].astype(jnp.float32), heads, taps, groups * group, NOT_A_TAP)
+    return triton.call(
+        functools.partial(
+            _filters_kernel, count=count, channels=channels, heads=heads, group=group, taps=taps
+        ),
+        (groups, math.ceil(count / triton.BLOCK)),
+        [query.reshape(count, channels), _flat(span_key), matrix, logits[0]],
+        None,
+        jax.ShapeDtypeStruct((count, heads, taps), query.dtype),
+        interpret,
+        WARPS,
+    ).reshape(*rows, heads, taps)
 
 
-def _head_filters(
-    query, span_key, projection, bias, row, positions, head, *, offsets, length, channels
-):
-    """Softmax of one head's logits, [positions, taps]; unused columns 0."""
-    taps = triton.taps_range(offsets)
-    used = taps < len(offsets)
-    columns = head * len(offsets) + taps
+def _by_tap(matrix, heads: int, taps: int, all_heads: int, fill: float):
+    """[N, H K] as [N, all_heads * taps], `fill` behind the taps and the heads that there are."""
+    by_head = matrix.reshape(len(matrix), heads, -1)
+    behind = ((0, 0), (0, all_heads - heads), (0, taps - by_head.shape[2]))
+    return jnp.pad(by_head, behind, constant_values=fill).reshape(len(matrix), -1)
+
+
+def _flat(x):
+    return None if x is None else x.reshape(-1, x.shape[-1])
+
+
+def _through_product(query, span_key, projection, segment_ids, d_logits, interpret):
+    """Gradients of query, span key and projection, this one in float32."""
+    *rows, channels = query.shape
+    count = math.prod(rows)
+    heads, taps = d_logits.shape[-2:]
+    outputs = heads * taps
+    columns = triton.power_of_two(max(triton.TENSOR_CORE, outputs))
+    chunk = max(triton.TENSOR_CORE, min(CHUNK, MOST_SUMS // columns))
+    splits = min(SPLITS, math.ceil(count / triton.BLOCK))
+    flat = jax.ShapeDtypeStruct((count, channels), query.dtype)
+    keyed = span_key is not None
+    d_query, d_span_key, sums = triton.call(
+        functools.partial(
+            _products_kernel, count=count, channels=channels, outputs=outputs, chunk=chunk,
+            splits=splits,
+        ),
+        (math.ceil(channels / chunk), splits),
+        [
+            _flat(query),
+            _flat(span_key),
+            _by_tap(projection, heads, taps, heads, 0).astype(query.dtype),
+            d_logits.reshape(count, outputs),
+        ],
+        None if segment_ids is None else segment_ids.reshape(count),
+        (
+            flat,
+            flat if keyed else None,
+            jax.ShapeDtypeStruct((splits, channels, outputs), jnp.float32),
+        ),
+        interpret,
+        WARPS,
+    )  # fmt: skip
+    d_projection = sums.sum(axis=0).reshape(channels, heads, taps)
+    d_projection = d_projection[..., : projection.shape[1] // heads].reshape(projection.shape)
+    d_span_key = d_span_key.reshape(query.shape) if keyed else None
+    return d_query.reshape(query.shape), d_span_key, d_projection
+
+
+# --- Kernels. Rows and positions are one axis here ---
+
+
+def _filters_kernel(_, query, span_key, matrix, bias, out, *, count, channels, heads, group, taps):
+    """Programs: (group of heads, block of positions)."""
+    positions = triton.padded_range(triton.BLOCK, triton.program_id(1) * triton.BLOCK)
+    columns = triton.program_id(0) * group * taps + triton.padded_range(group * taps)
+    real = (positions < count)[:, None]
 
     def step(i, logits):
         lanes = triton.padded_range(CHUNK, i * CHUNK)
-        place = (row, positions[:, None], lanes[None, :])
-        mask = (positions < length)[:, None] & (lanes < channels)[None, :]
+        inside = lanes < channels
+        place = (positions[:, None], lanes[None, :])
+        mask = real & inside[None, :]
         product = triton.load(query.at[place], mask)
         if span_key is not None:
             product *= triton.load(span_key.at[place], mask)
-        mask = (lanes < channels)[:, None] & used[None, :]
-        factor = triton.load(projection.at[lanes[:, None], columns[None, :]], mask)
-        return logits + triton.dot(product, factor.astype(product.dtype))
+        factor = triton.load(matrix.at[lanes[:, None], columns[None, :]], inside[:, None])
+        return logits + triton.dot(product, factor)
 
-    logits = jnp.zeros((len(positions), len(taps)), jnp.float32)
+    logits = jnp.zeros((len(positions), len(columns)), jnp.float32)
     logits = jax.lax.fori_loop(0, math.ceil(channels / CHUNK), step, logits)
-    logits += triton.load_f32(bias.at[columns], used)[None, :]
-    logits = jnp.where(used[None, :], logits, -jnp.inf)
-    powers = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
-    return powers / jnp.sum(powers, axis=1, keepdims=True)
-
-
-def _span_forward_kernel(
-    ids, query, span_key, values, projection, bias, out, *, heads, offsets, length, channels
-):
-    positions = triton.padded_range(triton.BLOCK, triton.program_id(0) * triton.BLOCK)
-    row, width = triton.program_id(1), channels // heads
-    lanes, taps = triton.padded_range(width), triton.taps_range(offsets)
-    inside = (lanes < width)[None, :]
-
-    def one(head, _):
-        filters = _head_filters(
-            query, span_key, projection, bias, row, positions, head,
-            offsets=offsets, length=length, channels=channels,
-        )  # fmt: skip
-        own = head * width + lanes[None, :]
-        total = jnp.zeros((len(positions), len(lanes)), jnp.float32)
-        for tap, offset in enumerate(offsets):
-            reads, seen = triton.visible(ids, row, positions, offset, length)
-            factor = jnp.sum(jnp.where((taps == tap)[None, :], filters, 0), axis=1)
-            factor = jnp.where(seen, factor, 0)
-            value = triton.load_f32(values.at[row, reads[:, None], own], seen[:, None] & inside)
-            total += value * factor[:, None]
-        mask = (positions < length)[:, None] & inside
-        triton.store(out.at[row, positions[:, None], own], total, mask)
-        return 0
-
-    jax.lax.fori_loop(0, heads, one, 0)
-
-
-def _span_logits_kernel(
-    ids, query, span_key, values, projection, bias, cotangent, filters_out, d_logits,
-    *, heads, offsets, length, channels,
-):  # fmt: skip
-    positions = triton.padded_range(triton.BLOCK, triton.program_id(0) * triton.BLOCK)
-    row, width = triton.program_id(1), channels // heads
-    lanes, taps = triton.padded_range(width), triton.taps_range(offsets)
-    inside = (lanes < width)[None, :]
-    _, real = triton.visible(ids, row, positions, 0, length)
-
-    def one(head, _):
-        filters = _head_filters(
-            query, span_key, projection, bias, row, positions, head,
-            offsets=offsets, length=length, channels=channels,
-        )  # fmt: skip
-
-        def read(source, at, mask):
-            place = source.at[row, at[:, None], head * width + lanes[None, :]]
-            return triton.load_f32(place, mask[:, None] & inside)
-
-        gradient = plain.filters_gradient(
-            ids, row, positions, read(cotangent, positions, real),
-            functools.partial(read, values), offsets, length,
-        )  # fmt: skip
-        along = jnp.sum(filters * gradient, axis=1, keepdims=True)
-        gradient = jnp.where(real[:, None], filters * (gradient - along), 0)
-        columns = head * len(offsets) + taps
-        place = (row, positions[:, None], columns[None, :])
-        mask = (positions < length)[:, None] & (taps < len(offsets))[None, :]
-        triton.store(filters_out.at[place], filters, mask)
-        triton.store(d_logits.at[place], gradient, mask)
-        return 0
-
-    jax.lax.fori_loop(0, heads, one, 0)
+    logits += triton.load_f32(bias.at[columns], columns >= 0)[None, :]
+    by_head = logits.reshape(len(positions), group, taps)
+    powers = jnp.exp(by_head - jnp.max(by_head, axis=2, keepdims=True))
+    filters = powers / jnp.sum(powers, axis=2, keepdims=True)
+    own = triton.program_id(0) * group + triton.padded_range(group)
+    tap = triton.padded_range(taps)
+    place = out.at[positions[:, None, None], own[None, :, None], tap[None, None, :]]
+    triton.store(place, filters, real[:, :, None] & (own < heads)[None, :, None])
 
 
 def _products_kernel(
     ids, query, span_key, projection, d_logits, d_query, d_span_key, d_projection,
-    *, rows, channels, outputs, chunk, splits,
+    *, count, channels, outputs, chunk, splits,
 ):  # fmt: skip
     """Back through logits = (query * span_key) projection; programs: (chunk of channels, split).
 
-    Rows and positions are one axis here. Padding is masked: 0 times a NaN in it would be one.
+    Padding is masked: 0 times a NaN in it would be one.
     """
     split = triton.program_id(1)
     lanes = triton.padded_range(chunk, triton.program_id(0) * chunk)
@@ -221,26 +187,26 @@ def _products_kernel(
     inside, used = lanes < channels, columns < outputs
     place = projection.at[lanes[None, :], columns[:, None]]
     transposed = triton.load(place, inside[None, :] & used[:, None])
-    steps = math.ceil(math.ceil(rows / triton.BLOCK) / splits)
+    steps = math.ceil(math.ceil(count / triton.BLOCK) / splits)
 
     def step(i, sums):
         positions = triton.padded_range(triton.BLOCK, (split * steps + i) * triton.BLOCK)
-        real = positions < rows
+        real = positions < count
         if ids is not None:
             real &= triton.load(ids.at[positions], real) != 0
         mask = real[:, None] & used[None, :]
         gradient = triton.load(d_logits.at[positions[:, None], columns[None, :]], mask)
-        d_product = triton.dot(gradient, transposed.astype(gradient.dtype))
+        d_product = triton.dot(gradient, transposed)
         place = (positions[:, None], lanes[None, :])
         mask = real[:, None] & inside[None, :]
         product = triton.load(query.at[place], mask)
-        inside_rows = (positions < rows)[:, None] & inside[None, :]
+        stored = (positions < count)[:, None] & inside[None, :]
         if span_key is not None:
             one, other = product, triton.load(span_key.at[place], mask)
-            triton.store(d_span_key.at[place], d_product * one.astype(jnp.float32), inside_rows)
+            triton.store(d_span_key.at[place], d_product * one.astype(jnp.float32), stored)
             d_product *= other.astype(jnp.float32)
             product = one * other
-        triton.store(d_query.at[place], d_product, inside_rows)
+        triton.store(d_query.at[place], d_product, stored)
         return sums + triton.dot(product.T, gradient)
 
     sums = jnp.zeros((len(lanes), len(columns)), jnp.float32)
