@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -37,6 +38,25 @@ class Session:
         """While something is compiled or compared: other parts may do so as well."""
         with self._locked(fcntl.LOCK_SH):
             yield
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """`together`, for three fifths of the time at most: those who are through wait to be timed.
+        What compiles longer ends this process.
+        """
+
+        def give_up():
+            self.write("error", self.part or self.section, error="it compiled for too long")
+            os._exit(1)
+
+        watch = threading.Timer(0.6 * (self._until - time.time()), give_up)
+        watch.daemon = True
+        watch.start()
+        try:
+            with self.together():
+                yield
+        finally:
+            watch.cancel()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

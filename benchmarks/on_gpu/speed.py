@@ -46,7 +46,8 @@ def ops(session: Session, part: str, smoke: bool) -> None:
     }
     session.plan(f"{name}, {form}" for name in groups for form in FORMS)
     chained = 1 if smoke else clock.TIMES  # Pallas' interpreter compiles for seconds
-    copied = clock.copy_bandwidth(1 << 16 if smoke else COPIED, jnp.bfloat16)
+    with session.alone():
+        copied = clock.copy_bandwidth(1 << 16 if smoke else COPIED, jnp.bfloat16)
     cases, sizes = {}, {}
     for name, (op, shape, direction) in groups.items():
         structs, cotangent, gradients = dynamic_conv.inputs(shape, op)
@@ -64,10 +65,12 @@ def ops(session: Session, part: str, smoke: bool) -> None:
 
         for form in FORMS:
             cases[f"{name}, {form}"] = functools.partial(make, found[form])
-    made = session.prepare(cases)
+    with session.compiling():
+        made = session.prepare(cases)
     for name, size in sizes.items():
         turns = {case: made[case] for form in FORMS if (case := f"{name}, {form}") in made}
-        times = timing.alternate(turns, 1 if smoke else ROUNDS)
+        with session.alone():
+            times = timing.alternate(turns, 1 if smoke else ROUNDS)
         for case, values in times.items():
             milliseconds = clock.application(values, chained)
             rate = size / (milliseconds / 1e3)
@@ -105,11 +108,13 @@ def layers(session: Session, part: str, smoke: bool) -> None:
         for batch, length in shapes
         for name in LAYERS
     }
-    made = session.prepare(cases)
+    with session.compiling():
+        made = session.prepare(cases)
     for batch, length in shapes:
         ending = f", {batch} x {length}"
         turns = {name + ending: made[name + ending] for name in LAYERS if name + ending in made}
-        times = timing.alternate(turns, 1 if smoke else ROUNDS)
+        with session.alone():
+            times = timing.alternate(turns, 1 if smoke else ROUNDS)
         for case, values in times.items():
             figures = {"ms": statistics.median(values) / IN_A_ROW}
             for name in ("attention, xla", "attention, cudnn"):

@@ -9,37 +9,40 @@ from benchmarks.on_gpu.session import Session
 
 NO_DROPOUT = {"model.attention_dropout": 0.0}
 CUDNN = {**NO_DROPOUT, "model.attention": "cudnn"}
-KERNELS = {"model.convolution": "pallas_gpu"}
+XLA = {"model.convolution": "xla"}
 SCANNED, UNROLLED = {"model.scan_unroll": 1}, {"model.scan_unroll": 12}
 RBG, GRADIENT = "rbg", "forward and backward"  # what no field of a config says
-# Overrides of configs/base.py or small.py, whose computation is in bfloat16 on a GPU, with
-# XLA's convolutions, XLA's attention with its dropout and keys of threefry. Layers are scanned
+# Overrides of configs/base.py or small.py, whose computation is in bfloat16 on a GPU, with the
+# kernels of ops/gpu, XLA's attention with its dropout and keys of threefry. Layers are scanned
 # where nothing else is said.
 VARIANTS = {
     "default": SCANNED,
     GRADIENT: SCANNED,  # without clipping and update: what section pytorch measures
+    f"{GRADIENT}, cudnn": {**SCANNED, **CUDNN},
     "xla, no attention dropout": {**SCANNED, **NO_DROPOUT, "model.attention": "xla"},
     "cudnn, no attention dropout": {**SCANNED, **CUDNN},
-    "kernels": {**SCANNED, **KERNELS},
+    "convolutions by xla": {**SCANNED, **XLA},
+    "cudnn, convolutions by xla": {**SCANNED, **CUDNN, **XLA},
     "rbg": SCANNED,
     "unrolled": UNROLLED,
-    "cudnn, kernels, rbg, unrolled": {**CUDNN, **KERNELS, **UNROLLED},
+    "cudnn, rbg, unrolled": {**CUDNN, **UNROLLED},
     "float32": {**SCANNED, "compute_dtype": "float32"},
 }
 # The most telling first: the time may not do for all.
 CASES = (
     ("base", "default"),
-    ("small", "default"),
     ("base", "cudnn, no attention dropout"),
-    ("base", "kernels"),
-    ("base", "rbg"),
     ("base", GRADIENT),
-    ("base", "cudnn, kernels, rbg, unrolled"),
-    ("small", "cudnn, kernels, rbg, unrolled"),
+    ("base", "cudnn, convolutions by xla"),
+    ("small", "default"),
     ("small", "cudnn, no attention dropout"),
-    ("small", "kernels"),
-    ("small", "rbg"),
+    ("base", f"{GRADIENT}, cudnn"),
+    ("base", "cudnn, rbg, unrolled"),
     ("small", GRADIENT),
+    ("small", "cudnn, rbg, unrolled"),
+    ("base", "rbg"),
+    ("base", "convolutions by xla"),
+    ("small", "cudnn, convolutions by xla"),
     ("base", "xla, no attention dropout"),
     ("base", "unrolled"),
     ("base", "float32"),
@@ -102,8 +105,8 @@ def _measure(session: Session, config, variant: str) -> dict:
         task = traced.make_task(config, device)
         program = make_program(task, config, mesh)
         shapes = traced.make_batch(config)
-        with session.together():
-            prepare = _gradient if variant == GRADIENT else _step
+        with session.compiling():
+            prepare = _gradient if variant.startswith(GRADIENT) else _step
             step = prepare(program, task, shapes)
             key = jax.random.key(config.seed)
             start = program.init.lower(key).compile()
