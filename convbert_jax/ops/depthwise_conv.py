@@ -31,15 +31,29 @@ def tpu_refuses(x, *_) -> str:
     return f"it computes in bfloat16 and float32, not {x.dtype}"
 
 
-def not_measured(*_) -> str:
-    """Why "auto" leaves the GPU kernels, which no GPU has run yet."""
-    return "it has not been measured yet"
+def gpu_refuses(*_) -> str:
+    """Why Triton cannot compile the GPU kernels for the devices at hand."""
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
+    # AMD's, as "gfx90a", are no number.
+    older = capability.replace(".", "").isdigit() and float(capability) < 8
+    return f"it needs compute capability 8.0 or newer, not {capability}" if older else ""
+
+
+def left_on_gpu(x, *_) -> str:
+    """Why "auto" leaves the GPU kernels where they were not measured (benchmarks/RESULTS.md)."""
+    if x.dtype.itemsize != 2:
+        return f"it was measured in bfloat16, not in {x.dtype}"
+    if "rocm" in jax.local_devices()[0].client.platform_version.lower():
+        return "it was measured on NVIDIA's GPUs alone"
+    return ""
 
 
 # name -> f(x, filters, segment_ids or None, offsets)
 IMPLEMENTATIONS = {
     "pallas_tpu": Implementation(_on_mesh(tpu.depthwise_conv), "tpu", tpu_refuses),
-    "pallas_gpu": Implementation(_on_mesh(gpu.depthwise_conv), "gpu", left_by_auto=not_measured),
+    "pallas_gpu": Implementation(
+        _on_mesh(gpu.depthwise_conv), "gpu", gpu_refuses, left_by_auto=left_on_gpu
+    ),
     "xla": Implementation(_on_mesh(xla.depthwise_conv, kernel=False)),
     "reference": Implementation(_on_mesh(reference.depthwise_conv, kernel=False)),
 }

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.ops import depthwise_conv, dispatch, gpu, reference, taps, tpu, xla
-from convbert_jax.ops.depthwise_conv import not_measured, tpu_refuses
+from convbert_jax.ops.depthwise_conv import gpu_refuses, left_on_gpu, tpu_refuses
 from convbert_jax.ops.dispatch import Implementation
 from convbert_jax.ops.mesh import division
 from convbert_jax.ops.mesh.division import HEADS, POSITIONS, POSITIONS_AND_HEADS, Halo
@@ -28,7 +28,9 @@ def _on_mesh(function, kernel=True):
 # name -> f(values, filters [B, L, H, K], segment_ids or None, offsets)
 IMPLEMENTATIONS = {
     "pallas_tpu": Implementation(_on_mesh(tpu.dynamic_conv), "tpu", tpu_refuses),
-    "pallas_gpu": Implementation(_on_mesh(gpu.dynamic_conv), "gpu", left_by_auto=not_measured),
+    "pallas_gpu": Implementation(
+        _on_mesh(gpu.dynamic_conv), "gpu", gpu_refuses, left_by_auto=left_on_gpu
+    ),
     "xla": Implementation(_on_mesh(xla.dynamic_conv, kernel=False)),
     "reference": Implementation(_on_mesh(reference.dynamic_conv, kernel=False)),
 }

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from convbert_jax.ops import dispatch, gpu, reference, taps, tpu, xla
-from convbert_jax.ops.depthwise_conv import not_measured, tpu_refuses
+from convbert_jax.ops.depthwise_conv import gpu_refuses, left_on_gpu, tpu_refuses
 from convbert_jax.ops.dispatch import Implementation
 from convbert_jax.ops.mesh import division
 from convbert_jax.ops.mesh.division import POSITIONS, WHOLE, Halo
@@ -47,7 +47,7 @@ def _with_values(implementation):
 IMPLEMENTATIONS = {
     "pallas_tpu": Implementation(_on_mesh(tpu.span_dynamic_conv), "tpu", tpu_refuses),
     "pallas_gpu": Implementation(
-        _with_values(_on_mesh(gpu.span_dynamic_conv)), "gpu", left_by_auto=not_measured
+        _with_values(_on_mesh(gpu.span_dynamic_conv)), "gpu", gpu_refuses, left_on_gpu
     ),
     "xla": Implementation(_with_values(_on_mesh(xla.span_dynamic_conv, kernel=False))),
     "reference": Implementation(_with_values(_on_mesh(reference.span_dynamic_conv, kernel=False))),

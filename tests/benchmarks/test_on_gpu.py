@@ -144,7 +144,7 @@ def test_variants_are_configs(size, variant):
     config = steps.read_config(size, steps.VARIANTS[variant])
     assert config.name == size
     assert (config.model.attention == "cudnn") == ("cudnn" in variant)
-    assert (config.model.convolution == "pallas_gpu") == ("kernels" in variant)
+    assert (config.model.convolution == "xla") == ("by xla" in variant)
     assert config.model.scan_unroll == (config.model.layers if "unrolled" in variant else 1)
     assert (config.compute_dtype == "float32") == (variant == "float32")
 

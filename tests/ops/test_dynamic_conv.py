@@ -1,6 +1,7 @@
 """Dynamic convolution: every form against the definition, the definition against loops."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convbert_jax.ops import dispatch, reference
-from convbert_jax.ops.dynamic_conv import dynamic_conv
+from convbert_jax.ops import depthwise_conv, dispatch, reference, span_dynamic_conv
+from convbert_jax.ops.dynamic_conv import IMPLEMENTATIONS, dynamic_conv
 from convbert_jax.ops.taps import offsets as offsets_of
 
 # The kernels run on their own devices only: tests/ops/test_pallas_tpu.py and test_pallas_gpu.py.
@@ -287,12 +288,34 @@ def test_auto_says_what_it_takes(caplog):
     ]
 
 
-def test_auto_names_the_kernel_that_is_taken_by_name_only(caplog, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "capability", "version", "said"),
+    [
+        (jnp.bfloat16, "9.0", "cuda 13000", "auto takes pallas_gpu on gpu"),
+        (jnp.float32, "9.0", "cuda 13000", "not pallas_gpu: it was measured in bfloat16, not in"),
+        (jnp.bfloat16, "7.5", "cuda 13000", "it needs compute capability 8.0 or newer, not 7.5"),
+        (jnp.bfloat16, "gfx90a", "rocm 6", "it was measured on NVIDIA's GPUs alone"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("dynamic_conv", IMPLEMENTATIONS),
+        ("span_dynamic_conv", span_dynamic_conv.IMPLEMENTATIONS),
+        ("depthwise_conv", depthwise_conv.IMPLEMENTATIONS),
+    ],
+)
+def test_auto_takes_the_kernels_where_a_gpu_has_measured_them(
+    caplog, monkeypatch, name, table, dtype, capability, version, said
+):
+    client = types.SimpleNamespace(platform_version=version)
+    device = types.SimpleNamespace(client=client, compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     dispatch.say.cache_clear()
     with caplog.at_level("INFO", logger="convbert_jax.ops.dispatch"):
-        dynamic_conv(VALUES, FILTERS)
-    assert "not pallas_gpu: it has not been measured yet" in caplog.text
+        dispatch.choose(name, "auto", table, jnp.zeros((1, 4, 2, 8), dtype))
+    assert said in caplog.text
 
 
 def test_vmap_and_checkpoint():

@@ -181,7 +181,7 @@ def test_filters_of_the_query_alone(dtype):
 
 
 def test_fused_operation_with_more_blocks_than_splits(monkeypatch):
-    monkeypatch.setattr(span, "SPLITS", 2)
+    monkeypatch.setattr(span, "PROGRAMS", 2)
     arrays = span_arrays(3, 129, 2, 16, 3, jnp.float32)
     given = {"ids": documents(3, 129), "heads": 2, "offsets": offsets_of(3)}
     close(run_span(*arrays, **given), span_by_definition(*arrays, **given), jnp.float32, scale=3)
@@ -245,6 +245,21 @@ def test_operations_lower_for_cuda(heads, width, packed, dtype):
         lowered = jax.jit(spanned).trace((fused[0], None, *fused[2:]), ids)
         text = lowered.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("__gpu$xla.gpu.triton") == 4
+
+
+def test_seeds_as_an_axis_lower_for_cuda():
+    """As fine-tuning trains them on a GPU."""
+    arrays = jax.eval_shape(lambda: span_arrays(2, 512, 6, 64, 9, jnp.bfloat16))
+    many = [jax.ShapeDtypeStruct((5, *x.shape), x.dtype) for x in arrays]
+    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)
+
+    def run(ids, *arrays):
+        return run_span(*arrays, ids=ids, heads=6, offsets=offsets_of(9), interpret=False)
+
+    with abstract_gpu():
+        lowered = jax.jit(jax.vmap(run, (None, *[0] * len(many)))).trace(ids, *many)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 4
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from convbert_jax.ops.gpu import triton
+from convbert_jax.ops.gpu.triton import both, column
 
 CHUNK = 64  # channels of a program
 
@@ -63,36 +64,39 @@ def _grid(x):
 
 def _forward_kernel(ids, x, filters, out, *, offsets, length, channels):
     positions, row, lanes, used = _place(channels)
+    inside = None if used is None else used[None, :]
     total = jnp.zeros((len(positions), len(lanes)), jnp.float32)
     for tap, offset in enumerate(offsets):
         reads, seen = triton.visible(ids, row, positions, offset, length)
         factor = triton.load_f32(filters.at[tap, lanes], used)
         place = x.at[row, reads[:, None], lanes[None, :]]
-        total += triton.load_f32(place, seen[:, None] & used[None, :]) * factor[None, :]
-    mask = (positions < length)[:, None] & used[None, :]
+        total += triton.load_f32(place, both(column(seen), inside)) * factor[None, :]
+    mask = both(column(triton.within(positions, length)), inside)
     triton.store(out.at[row, positions[:, None], lanes[None, :]], total, mask)
 
 
 def _backward_kernel(ids, x, filters, cotangent, d_x, sums, *, offsets, length, channels):
     positions, row, lanes, used = _place(channels)
+    inside = None if used is None else used[None, :]
     _, real = triton.visible(ids, row, positions, 0, length)
     place = x.at[row, positions[:, None], lanes[None, :]]
-    own = triton.load_f32(place, real[:, None] & used[None, :])
+    own = triton.load_f32(place, both(column(real), inside))
     total = jnp.zeros((len(positions), len(lanes)), jnp.float32)
     for tap, offset in enumerate(offsets):
         # What the positions that read this one through the tap got; for both gradients.
         readers, seen = triton.visible(ids, row, positions, -offset, length)
         place = cotangent.at[row, readers[:, None], lanes[None, :]]
-        given = triton.load_f32(place, seen[:, None] & used[None, :])
+        given = triton.load_f32(place, both(column(seen), inside))
         total += given * triton.load_f32(filters.at[tap, lanes], used)[None, :]
         place = sums.at[row, triton.program_id(0), tap, lanes]
         triton.store(place, jnp.sum(own * given, axis=0), used)
-    mask = (positions < length)[:, None] & used[None, :]
+    mask = both(column(triton.within(positions, length)), inside)
     triton.store(d_x.at[row, positions[:, None], lanes[None, :]], total, mask)
 
 
 def _place(channels):
-    """Positions, row and lanes of a program, and which lanes hold channels."""
-    positions = triton.padded_range(triton.BLOCK, triton.program_id(0) * triton.BLOCK)
+    """Positions, row and lanes of a program, and which lanes hold channels; None: all."""
+    positions = triton.block_range(triton.program_id(0))
     lanes = triton.padded_range(CHUNK, triton.program_id(2) * CHUNK)
-    return positions, triton.program_id(1), lanes, lanes < channels
+    used = None if channels % CHUNK == 0 else lanes < channels
+    return positions, triton.program_id(1), lanes, used

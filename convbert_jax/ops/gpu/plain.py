@@ -1,7 +1,4 @@
-"""The dynamic convolution for GPUs: a program is (head, block of positions, row).
-
-Heads are the fastest axis of the grid: what runs at the same time then reads whole lines of memory.
-"""
+"""The dynamic convolution for GPUs: a program is (block of positions, row, head)."""
 
 import functools
 
@@ -9,6 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from convbert_jax.ops.gpu import triton
+from convbert_jax.ops.gpu.triton import both, column
+
+# Small programs, many of which a multiprocessor has at once: on an H100 a tenth faster than of 64.
+BLOCK = 16  # positions
+WARPS = 2
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -38,11 +40,12 @@ def convolve(values, filters, segment_ids, offsets, interpret):
     _, length, heads, width = values.shape
     return triton.call(
         functools.partial(_forward_kernel, offsets=offsets, length=length, width=width),
-        (heads, *triton.blocks(values)),
+        (*triton.blocks(values, BLOCK), heads),
         [values, filters],
         segment_ids,
         jax.ShapeDtypeStruct(values.shape, values.dtype),
         interpret,
+        WARPS,
     )
 
 
@@ -55,11 +58,12 @@ def convolve_backward(values, filters, segment_ids, cotangent, offsets, interpre
         functools.partial(
             _backward_kernel, offsets=offsets, length=length, width=width, of_logits=of_logits
         ),
-        (heads, *triton.blocks(values)),
+        (*triton.blocks(values, BLOCK), heads),
         [values, filters, cotangent],
         segment_ids,
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (values, filters)),
         interpret,
+        WARPS,
     )
 
 
@@ -72,30 +76,30 @@ def _forward_kernel(ids, values, filters, out, *, offsets, length, width):
     for tap, offset in enumerate(offsets):
         reads, seen = triton.visible(ids, row, positions, offset, length)
         factor = triton.load_f32(filters.at[row, positions, head, tap], seen)
-        mask = seen[:, None] & inside
-        value = triton.load_f32(values.at[row, reads[:, None], head, lanes[None, :]], mask)
-        total += value * factor[:, None]
-    mask = (positions < length)[:, None] & inside
-    triton.store(out.at[row, positions[:, None], head, lanes[None, :]], total, mask)
+        value = values.at[row, reads[:, None], head, lanes[None, :]]
+        total += triton.load_f32(value, both(column(seen), inside)) * factor[:, None]
+    place = out.at[row, positions[:, None], head, lanes[None, :]]
+    triton.store(place, total, both(column(triton.within(positions, length)), inside))
 
 
 def _backward_kernel(
     ids, values, filters, cotangent, d_values, d_filters, *, offsets, length, width, of_logits
 ):
     positions, row, head, lanes, inside = _place(width)
+    in_row = triton.within(positions, length)
 
     def read(source, at, mask):
         place = source.at[row, at[:, None], head, lanes[None, :]]
-        return triton.load_f32(place, mask[:, None] & inside)
+        return triton.load_f32(place, both(column(mask), inside))
 
     # d values[t] = sum over i of filters[t - offsets[i], i] * cotangent[t - offsets[i]]
     total = jnp.zeros((len(positions), len(lanes)), jnp.float32)
     for tap, offset in enumerate(offsets):
         readers, seen = triton.visible(ids, row, positions, -offset, length)
-        factor = triton.load_f32(filters.at[row, readers, head, tap], seen)[:, None]
-        total += read(cotangent, readers, seen) * factor
+        factor = triton.load_f32(filters.at[row, readers, head, tap], seen)
+        total += read(cotangent, readers, seen) * factor[:, None]
     place = d_values.at[row, positions[:, None], head, lanes[None, :]]
-    triton.store(place, total, (positions < length)[:, None] & inside)
+    triton.store(place, total, both(column(in_row), inside))
     # d filters[t, i] = values[t + offsets[i]] . cotangent[t], 0 for a tap that sees nothing
     _, real = triton.visible(ids, row, positions, 0, length)
     own = read(cotangent, positions, real)
@@ -103,20 +107,25 @@ def _backward_kernel(
     gradient = jnp.zeros((len(positions), len(taps)), jnp.float32)
     for tap, offset in enumerate(offsets):
         reads, seen = triton.visible(ids, row, positions, offset, length)
-        dots = jnp.where(seen, jnp.sum(read(values, reads, seen) * own, axis=1), 0)
+        dots = jnp.sum(read(values, reads, seen) * own, axis=1)
+        if seen is not None:  # the cotangent may be no number
+            dots = jnp.where(seen, dots, 0)
         gradient = jnp.where((taps == tap)[None, :], dots[:, None], gradient)
     place = (row, positions[:, None], head, taps[None, :])
-    stored = (positions < length)[:, None] & (taps < filters.shape[-1])[None, :]
+    stored = both(column(in_row), triton.lanes_within(taps, filters.shape[-1]))
     if of_logits:
-        weights = triton.load_f32(filters.at[place], stored & (taps < len(offsets))[None, :])
+        used = triton.lanes_within(taps, len(offsets))
+        weights = triton.load_f32(filters.at[place], both(column(in_row), used))
         along = jnp.sum(weights * gradient, axis=1, keepdims=True)
-        gradient = jnp.where(real[:, None], weights * (gradient - along), 0)
+        gradient = weights * (gradient - along)
+        if real is not None:
+            gradient = jnp.where(real[:, None], gradient, 0)
     triton.store(d_filters.at[place], gradient, stored)
 
 
 def _place(width):
     """Positions, row, head and lanes of a program, and which lanes hold channels."""
-    positions = triton.padded_range(triton.BLOCK, triton.program_id(1) * triton.BLOCK)
-    row, head = triton.program_id(2), triton.program_id(0)
+    positions = triton.block_range(triton.program_id(0), BLOCK)
+    row, head = triton.program_id(1), triton.program_id(2)
     lanes = triton.padded_range(width)
-    return positions, row, head, lanes, (lanes < width)[None, :]
+    return positions, row, head, lanes, triton.lanes_within(lanes, width)

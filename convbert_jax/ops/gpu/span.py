@@ -4,10 +4,9 @@ Without a span key, None everywhere, the same kernels make the filters of the qu
 
 Forward, one kernel makes the filters of several heads at once from one reading of query and span
 key; they go through memory, a power of two of taps for each head, so that rows of them are read in
-whole words (16 of 64 channels at K = 9). Backward, plain.py's kernel gives the gradient of the
-logits beside that of the values, and a last one what made the logits. Each array of [B, L, C] is
-read and written as often as the arithmetic asks for, 4 times forward and 7 backward, and twice more
-where a position has more than one head's taps: out of the cache.
+whole words (16 for 64 channels at K = 9), and stay for the backward pass. There plain.py's kernel
+gives the gradient of the logits beside that of the values, and a last one what made the logits. So
+arrays of [B, L, C] go through memory as often as the arithmetic asks for: 4 forward, 7 backward.
 """
 
 import functools
@@ -19,12 +18,16 @@ import jax.numpy as jnp
 from convbert_jax.ops.gpu import plain, triton
 
 CHUNK = 64  # channels of one step of a product
-WARPS = 8
-COLUMNS = 256  # logits that a program makes for each position
-# Sums of the projection's gradient over positions are split over so many programs per chunk.
-SPLITS = 64
-# A program of that gradient holds so many sums; more would spill registers.
+# Logits that a program makes for each position; of float32, whose products are no tensor core's, it
+# holds a quarter of them.
+COLUMNS = 256
+WARPS = 4  # for at most half as many columns, else twice as many
+# A program of the projection's gradient holds so many sums (of float32 half of them); more would
+# spill registers.
 MOST_SUMS = 64 * 128
+# Programs of that gradient, which split the positions: two on each multiprocessor of an H100. A few
+# more, and most of it would wait for them.
+PROGRAMS = 264
 NOT_A_TAP = -1e30  # logit of a column that is none: weighs 0, and is no NaN where all are such
 
 
@@ -74,7 +77,8 @@ def _make_filters(query, span_key, projection, bias, heads, interpret):
     count = math.prod(rows)
     taps = triton.power_of_two(projection.shape[1] // heads)
     # Heads of a program; all but the last have as many.
-    group = min(triton.power_of_two(heads), max(1, COLUMNS // taps))
+    most = COLUMNS if query.dtype.itemsize == 2 else COLUMNS // 4
+    group = min(triton.power_of_two(heads), max(1, most // taps))
     group = max(group, math.ceil(triton.TENSOR_CORE / taps))
     groups = math.ceil(heads / group)
     matrix = _by_tap(projection, heads, taps, groups * group, 0).astype(query.dtype)
@@ -88,7 +92,7 @@ def _make_filters(query, span_key, projection, bias, heads, interpret):
         None,
         jax.ShapeDtypeStruct((count, heads, taps), query.dtype),
         interpret,
-        WARPS,
+        WARPS if group * taps < COLUMNS else 2 * WARPS,
     ).reshape(*rows, heads, taps)
 
 
@@ -110,8 +114,10 @@ def _through_product(query, span_key, projection, segment_ids, d_logits, interpr
     heads, taps = d_logits.shape[-2:]
     outputs = heads * taps
     columns = triton.power_of_two(max(triton.TENSOR_CORE, outputs))
-    chunk = max(triton.TENSOR_CORE, min(CHUNK, MOST_SUMS // columns))
-    splits = min(SPLITS, math.ceil(count / triton.BLOCK))
+    most = MOST_SUMS if query.dtype.itemsize == 2 else MOST_SUMS // 2
+    chunk = max(triton.TENSOR_CORE, min(CHUNK, most // columns))
+    chunks = math.ceil(channels / chunk)
+    splits = max(1, min(PROGRAMS // chunks, math.ceil(count / triton.BLOCK)))
     flat = jax.ShapeDtypeStruct((count, channels), query.dtype)
     keyed = span_key is not None
     d_query, d_span_key, sums = triton.call(
@@ -119,7 +125,7 @@ def _through_product(query, span_key, projection, segment_ids, d_logits, interpr
             _products_kernel, count=count, channels=channels, outputs=outputs, chunk=chunk,
             splits=splits,
         ),
-        (math.ceil(channels / chunk), splits),
+        (chunks, splits),
         [
             _flat(query),
             _flat(span_key),
@@ -133,7 +139,7 @@ def _through_product(query, span_key, projection, segment_ids, d_logits, interpr
             jax.ShapeDtypeStruct((splits, channels, outputs), jnp.float32),
         ),
         interpret,
-        WARPS,
+        WARPS if columns < COLUMNS and query.dtype.itemsize == 2 else 2 * WARPS,
     )  # fmt: skip
     d_projection = sums.sum(axis=0).reshape(channels, heads, taps)
     d_projection = d_projection[..., : projection.shape[1] // heads].reshape(projection.shape)
@@ -146,7 +152,7 @@ def _through_product(query, span_key, projection, segment_ids, d_logits, interpr
 
 def _filters_kernel(_, query, span_key, matrix, bias, out, *, count, channels, heads, group, taps):
     """Programs: (group of heads, block of positions)."""
-    positions = triton.padded_range(triton.BLOCK, triton.program_id(1) * triton.BLOCK)
+    positions = triton.block_range(triton.program_id(1))
     columns = triton.program_id(0) * group * taps + triton.padded_range(group * taps)
     real = (positions < count)[:, None]
 
@@ -190,7 +196,7 @@ def _products_kernel(
     steps = math.ceil(math.ceil(count / triton.BLOCK) / splits)
 
     def step(i, sums):
-        positions = triton.padded_range(triton.BLOCK, (split * steps + i) * triton.BLOCK)
+        positions = triton.block_range(split * steps + i)
         real = positions < count
         if ids is not None:
             real &= triton.load(ids.at[positions], real) != 0
