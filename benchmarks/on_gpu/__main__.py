@@ -15,8 +15,9 @@ Sections, in this order:
     pytorch    Hugging Face's ConvBERT and BERT, forward and backward
 
 Each runs in processes of its own: what fails, hangs or breaks the device takes nothing else along.
-The parts of a section compile at the same time, as many as there are cores for, and are timed one
-after the other, while nothing compiles.
+The parts of `numerics` and `pytorch` compile at the same time, as many as there are cores for, and
+are timed one after the other, while nothing compiles; those of `step` come one after the other, as
+XLA measures products on the device while it compiles them.
 A section that is not through at its limit is ended, and what it did not come to is named; lines are
 in the file as soon as they are known (`session.py` has their keys). Programs are kept compiled for
 one call, or where JAX_COMPILATION_CACHE_DIR says. `--smoke` is all of it at tiny shapes on a CPU,
@@ -54,6 +55,7 @@ SECTIONS = {
     "step": ("steps", "run", steps.parts, 150),
     "pytorch": ("pytorch", "run", pytorch.parts, 85),
 }
+IN_TURN = ("step",)  # whose parts do not run together
 CALL, MOST = 525, 180  # seconds of all sections by default, and of one
 UNOPTIMIZED = "--xla_backend_optimization_level=0"
 NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy", "jaxtyping", "ml_collections")
@@ -149,7 +151,7 @@ def _run_section(name: str, limit: float, smoke: bool, path: str) -> None:
     _, _, parts, _ = SECTIONS[name]
     parts = parts(smoke) if callable(parts) else parts
     until = time.time() + limit
-    count = session.at_once()
+    count = 1 if name in IN_TURN else session.at_once()
     for first in range(0, len(parts), count):
         _run_together(name, parts[first : first + count], smoke, path, until)
 

@@ -87,9 +87,13 @@ class Session:
         except Exception as error:
             self.write("error", name, error=sentence(error))
 
-    def prepare(self, cases: dict[str, Callable[[], Callable]]) -> dict[str, Callable]:
-        """What each case makes, ready to be timed, several being made at the same time; errors are
-        written, and none begins too late.
+    def prepare(
+        self, cases: dict[str, Callable[[], Callable]], count: int | None = None
+    ) -> dict[str, Callable]:
+        """What each case makes, ready to be timed; errors are written, and none begins too late.
+
+        Args:
+          count: of those that are made at the same time; None: as many as the cores can.
         """
 
         def make(name):
@@ -102,7 +106,7 @@ class Session:
                 self.write("error", name, error=sentence(error))
                 return None
 
-        with concurrent.futures.ThreadPoolExecutor(at_once()) as pool:
+        with concurrent.futures.ThreadPoolExecutor(count or at_once()) as pool:
             made = dict(zip(cases, pool.map(make, cases), strict=True))
         return {name: run for name, run in made.items() if run}
 

@@ -109,7 +109,7 @@ def layers(session: Session, part: str, smoke: bool) -> None:
         for name in LAYERS
     }
     with session.compiling():
-        made = session.prepare(cases)
+        made = session.prepare(cases, 1)  # XLA measures their products
     for batch, length in shapes:
         ending = f", {batch} x {length}"
         turns = {name + ending: made[name + ending] for name in LAYERS if name + ending in made}

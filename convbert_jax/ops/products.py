@@ -6,6 +6,7 @@ functions never depends on what a compiler makes of a bfloat16 sum.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -20,6 +21,7 @@ from convbert_jax.ops.mesh import division, sums
 DENSE = "dense"
 _LANES = 128  # channels that a TPU keeps side by side
 SUBLANES = 8  # and rows of them
+_FILLS_A_GPU = 1 << 21  # numbers: a tile of 128 x 128 for each of an H100's multiprocessors
 
 
 def einsum(
@@ -107,10 +109,26 @@ def _sum_over_rows(left, result, right, x, cotangent, dtype):
 def _einsum(equation, x, y, dtype):
     if dispatch.platform() == "cpu":  # which lacks some shapes of bfloat16 factors, float32 sums
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    product = functools.partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
+    written = _written(equation, x, y, dtype)
+    product = functools.partial(jnp.einsum, equation, preferred_element_type=written)
     if dispatch.platform() == "tpu" and (row := _only_row(equation, x)):
         return _as_of_many(product, *row, x, y).astype(dtype)
     return product(x, y).astype(dtype)
+
+
+def _written(equation, x, y, dtype):
+    """The dtype in which a product leaves the matrix unit; what it adds up is float32 in both.
+
+    On a GPU a product is a program of its own, which writes its result: as it is wanted, not twice
+    as wide. But one with so small a result may be split into sums of parts, which would be rounded
+    before they are added up.
+    """
+    if dispatch.platform() != "gpu":
+        return jnp.float32
+    factors, result = equation.split("->")
+    sizes = dict(zip(factors.replace(",", ""), (*x.shape, *y.shape), strict=True))
+    fills = math.prod(sizes[axis] for axis in result) >= _FILLS_A_GPU
+    return dtype if fills else jnp.float32
 
 
 def _only_row(equation, x):
@@ -163,14 +181,38 @@ def dense(
     Rematerialization can keep the result by the name DENSE.
     """
     batch = "abcd"[: x.ndim - 1]
-    product = einsum(f"{batch}i,io->{batch}o", x, kernel, jnp.float32)
+    # A GPU adds the bias before it rounds and writes the product, if both have its dtype.
+    written = dtype if dispatch.platform() == "gpu" else jnp.float32
+    product = einsum(f"{batch}i,io->{batch}o", x, kernel, written)
     return _finish(product, bias, dtype)
 
 
 def _finish(product, bias, dtype):
-    if bias is not None:
+    if bias is not None and product.dtype.itemsize == 2:
+        product = _add_bias(product, bias)
+    elif bias is not None:
         product = product + bias.astype(jnp.float32)
     return checkpoint_name(product.astype(dtype), DENSE)
+
+
+@jax.custom_vjp
+def _add_bias(product, bias):
+    """In the 16 bits of the product. The gradient of the bias is a float32 sum all the same."""
+    return product + bias.astype(product.dtype)
+
+
+def _add_bias_forward(product, bias):
+    return _add_bias(product, bias), bias
+
+
+def _add_bias_backward(bias, cotangent):
+    shape = (1,) * (cotangent.ndim - bias.ndim) + bias.shape
+    axes = [axis for axis, size in enumerate(shape) if size == 1]
+    d_bias = cotangent.astype(jnp.float32).sum(axes)
+    return cotangent, d_bias.reshape(bias.shape).astype(bias.dtype)
+
+
+_add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
 def dense_of_one(

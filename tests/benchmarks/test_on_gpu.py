@@ -145,7 +145,7 @@ def test_variants_are_configs(size, variant):
     assert config.name == size
     assert (config.model.attention == "cudnn") == ("cudnn" in variant)
     assert (config.model.convolution == "xla") == ("by xla" in variant)
-    assert config.model.scan_unroll == (config.model.layers if "unrolled" in variant else 1)
+    assert config.model.scan_unroll == (1 if variant == "scanned" else config.model.layers)
     assert (config.compute_dtype == "float32") == (variant == "float32")
 
 

@@ -1,11 +1,13 @@
 """Products and their gradients, in whatever order a platform multiplies."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.ops import dispatch
+from convbert_jax.ops import dispatch, products
 from convbert_jax.ops.lookup import look_up
 from convbert_jax.ops.mesh import sums
 from convbert_jax.ops.products import attend, dense, dense_of_groups, dense_of_one, einsum
@@ -42,6 +44,45 @@ def test_gradients_are_those_of_the_product(equation, dtype):
     rounded = 1e-2 if dtype == jnp.bfloat16 else 1e-5
     np.testing.assert_allclose(found[0], wanted[0], rtol=rounded, atol=rounded)
     np.testing.assert_allclose(found[1], wanted[1], rtol=1e-4, atol=1e-4)
+
+
+def test_on_a_gpu_a_large_product_is_written_as_it_is_wanted(monkeypatch):
+    """And adds up in float32 what may be split into parts: small results, and sums over rows."""
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(products, "_FILLS_A_GPU", 32 * 8)
+    x, kernel, bias = jnp.ones((4, 8, 16), jnp.bfloat16), jnp.ones((16, 8)), jnp.ones(8)
+
+    def written(function, *arguments):
+        found = str(jax.make_jaxpr(function)(*arguments))
+        return re.findall(r"(\w+)\[[\d,]*\] = dot_general", found)
+
+    def loss(x, kernel, bias):
+        return dense(x, kernel, bias, x.dtype).astype(jnp.float32).sum()
+
+    assert written(lambda x: dense(x, kernel, bias, x.dtype), x) == ["bf16"]
+    assert written(lambda x: dense(x[:2], kernel, bias, x.dtype), x) == ["f32"]
+    # the product, the gradient of x, the gradient of the kernel
+    assert sorted(written(jax.grad(loss, (0, 1, 2)), x, kernel, bias)) == ["bf16", "bf16", "f32"]
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 1, 8), (1, 8)])
+def test_on_a_gpu_the_gradient_of_a_bias_is_a_float32_sum(shape, monkeypatch):
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (4, 1024, 16)).astype(jnp.bfloat16)
+    kernel, bias = jax.random.normal(keys[1], (16, 8)), jax.random.normal(keys[2], shape)
+
+    def gradient(dtype):
+        def loss(bias):
+            out = dense(x.astype(dtype), kernel, bias, dtype).astype(jnp.float32)
+            return (out * out.shape[1] ** 0.5).sum()
+
+        return jax.grad(loss)(bias)
+
+    found = gradient(jnp.bfloat16)
+    assert found.dtype == jnp.float32
+    # in bfloat16 1,024 ones add up to 256
+    np.testing.assert_allclose(found, gradient(jnp.float32), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

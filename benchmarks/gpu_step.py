@@ -1,0 +1,235 @@
+"""Whole training steps as XLA compiles them for an H100: how many programs, how many bytes.
+
+    pip install "jax[cuda13]"                       # its compiler; no GPU and no driver
+    python -m benchmarks.gpu_step
+    python -m benchmarks.gpu_step --configs small --config.model.scan_unroll=1 --operations 20
+
+Nothing runs. A step of a narrow model is bound by how fast a host starts programs, one for each
+line that is counted here; a wide one by products and by the bytes of everything else. Bytes are
+those of operands and results, of slices what is read or written. Nothing is autotuned, as that
+needs a GPU to measure on: products are cuBLAS's, which on a GPU XLA may replace by Triton's.
+"""
+
+import argparse
+import collections
+import dataclasses
+import importlib.util
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+
+from convbert_jax.command_line import overrides
+
+# What XLA asks a GPU for; of NVIDIA's data sheet and programming guide for compute capability 9.0.
+H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 l2_cache_size: 52428800
+  memory_bandwidth: 3352320000000 device_memory_size: 84929347584
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 19 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+NO_DROPOUT = {"model.attention_dropout": 0.0}  # with which attention is cuDNN's
+KINDS = ("products", "kernels", "cuDNN", "sums", "the rest")
+# Instructions that start nothing on the device.
+FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all")
+FREE += ("fusion-done", "copy-done")
+SIZES = {"pred": 1, "bf16": 2}  # bytes; of others the bits are in the name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--configs", nargs="+", default=["small", "base"])
+    parser.add_argument("--operations", type=int, default=0, help="the dearest to show")
+    options, rest = parser.parse_known_args()
+    fields, rest = overrides.take(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        sys.exit('The compiler for GPUs is not installed: pip install "jax[cuda13]".')
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}",
+    }
+    heads = ("programs", *KINDS, "GB", "GiB", "s")
+    print(f"{'':16}" + "".join(f"{head:>10}" for head in heads))
+    for name in options.configs:
+        text, temporaries, seconds = compile_step(name, NO_DROPOUT | fields)
+        programs = list(read_programs(text))
+        counts = collections.Counter(
+            program.kind for program in programs for _ in range(program.times)
+        )
+        moved = sum(program.times * program.size for program in programs)
+        cells = [f"{sum(counts.values()):,}", *(f"{counts[kind]:,}" for kind in KINDS)]
+        cells += [f"{moved / 1e9:.1f}", f"{temporaries / 2**30:.2f}", f"{seconds:.0f}"]
+        print(f"{name:16}" + "".join(f"{cell:>10}" for cell in cells), flush=True)
+        dearest = sorted(programs, key=lambda one: -one.times * one.size)
+        for one in dearest[: options.operations]:
+            size = f"{one.times:4} x {one.size / 1e6:9.2f} MB"
+            print(f"    {size}  {one.kind:9} {one.source}")
+
+
+def compile_step(name: str, fields: dict) -> tuple[str, int, float]:
+    """A compiled step, its temporary bytes, the seconds to compile it.
+
+    Args:
+      name: of a config, as `benchmarks.step.read_config` takes it.
+      fields: "model.layers" -> value.
+    """
+    import jax
+    from jax.experimental import topologies
+
+    from benchmarks.step import read_config
+    from convbert_jax.recipes.planning import traced
+    from convbert_jax.training.program import make_program
+    from convbert_jax.training.sharding import make_mesh
+
+    device, *_ = topologies.get_topology_desc(
+        platform="cuda", target_config=H100, topology="1x1x1"
+    ).devices
+    config = read_config(name, None, fields)
+    mesh = make_mesh(config.mesh, [device])
+    with jax.set_mesh(mesh):
+        program = make_program(traced.make_task(config, device), config, mesh)
+        step = program.train_step.trace(program.abstract, traced.make_batch(config))
+        started = time.perf_counter()
+        compiled = step.lower(lowering_platforms=("cuda",)).compile()
+    seconds = time.perf_counter() - started
+    return compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes, seconds
+
+
+# --- Reading what was compiled ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What the host starts.
+
+    Attributes:
+      times: in one step: as often as the loops around it turn.
+      size: bytes that it reads and writes each time.
+      source: where it comes from, in the names of the code.
+    """
+
+    kind: str
+    times: int
+    size: int
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    text: str
+
+
+def read_programs(text: str) -> Iterator[Program]:
+    """The programs of an HLO module that was optimized for a GPU."""
+    computations, entry = _parse(text)
+    yield from _walk(computations, entry, 1)
+
+
+def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+    computations, entry, inside = {}, "", None
+    for line in text.splitlines():
+        if line.startswith("}"):
+            inside = None
+        elif inside is None and (head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*-> .*\{$", line)):
+            inside = computations[head[2]] = []
+            entry = head[2] if head[1] else entry
+        elif inside is not None and (
+            found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)", line)
+        ):
+            name, shape, opcode, operands = found.groups()
+            operands = tuple(re.findall(r"%([\w.\-]+)", operands))
+            inside.append(_Instruction(name, shape, opcode, operands, line))
+    return computations, entry
+
+
+def _walk(computations, name: str, times: int) -> Iterator[Program]:
+    shapes = {one.name: one.shape for one in computations[name]}
+    for one in computations[name]:
+        if one.opcode in FREE:
+            continue
+        called = re.search(r"(?:body|to_apply|calls)=%?([\w.\-]+)", one.text)
+        if one.opcode == "while":
+            turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.text)
+            yield from _walk(computations, called[1], times * int(turns[1] if turns else 1))
+        elif one.opcode == "call":
+            yield from _walk(computations, called[1], times)
+        else:
+            fused = computations[called[1]] if called and "fusion" in one.opcode else None
+            source = re.search(r'op_name="([^"]*)"', one.text)
+            yield Program(
+                _kind(one, fused),
+                times,
+                _moved(one, fused, shapes),
+                source[1] if source else one.name,
+            )
+
+
+def _kind(one: _Instruction, fused: list[_Instruction] | None) -> str:
+    texts = " ".join(inner.text for inner in [one, *(fused or [])])
+    if "__cublas" in texts or "__triton_gemm" in texts:
+        return "products"
+    if "__gpu$xla.gpu.triton" in texts:
+        return "kernels"
+    if "__cudnn" in texts:
+        return "cuDNN"
+    return "sums" if "kind=kInput" in one.text else "the rest"
+
+
+def _moved(one: _Instruction, fused: list[_Instruction] | None, shapes: dict[str, str]) -> int:
+    if fused is None or any("__cublas" in inner.text for inner in fused):
+        return _size(one.shape) + sum(_size(shapes.get(name, "")) for name in one.operands)
+    inner = {each.name: each for each in fused}
+    total, written_into = 0, set()
+    root = fused[-1]
+    for result in [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]:
+        last = result
+        while last.opcode in ("bitcast", "copy", "convert") and last.operands:
+            last = inner[last.operands[0]]
+        if last.opcode == "dynamic-update-slice":
+            total += _size(inner[last.operands[1]].shape)
+            written_into.add(last.operands[0])
+        else:
+            total += _size(result.shape)
+    for parameter in (each for each in fused if each.opcode == "parameter"):
+        readers = [each for each in fused if parameter.name in each.operands]
+        if parameter.name in written_into and len(readers) == 1:
+            continue  # in place
+        cut = [
+            r for r in readers if r.opcode == "dynamic-slice" and r.operands[0] == parameter.name
+        ]
+        whole = not cut or len(cut) < len(readers)
+        total += _size(parameter.shape) if whole else sum(_size(each.shape) for each in cut)
+    return total
+
+
+def _size(shape: str) -> int:
+    """Bytes of an array, or of all arrays of a tuple but those of 8 bits, a product's workspace."""
+    total = 0
+    for dtype, sides in re.findall(r"\b(pred|bf16|[fsu](?:16|32|64))\[([\d,]*)\]", shape):
+        count = 1
+        for side in sides.split(","):
+            count *= int(side or 1)
+        total += count * (SIZES.get(dtype) or int(dtype[1:]) // 8)
+    return total
+
+
+if __name__ == "__main__":
+    main()
