@@ -1,5 +1,5 @@
-"""What a step takes by arithmetic alone: of GPUs, for which there is no compiler without one, and
-of this machine's CPU, whose speed is measured.
+"""What a step takes by arithmetic alone: of GPUs, whose compiler is gigabytes to install, and of
+this machine's CPU, whose speed is measured.
 """
 
 import dataclasses
@@ -19,20 +19,25 @@ from convbert_jax.machine.limits import free_memory
 from convbert_jax.training.memory import spell_bytes
 
 _GIB = 2**30
-# Memory in GB, from NVIDIA's data sheets; the name is a key of flops.PEAK_FLOPS.
+# Memory in GB and its bandwidth in GB/s, from NVIDIA's data sheets; the name is a key of
+# flops.PEAK_FLOPS.
 _GPUS = {
-    "b200": ("B200", 180),
-    "h200": ("H200", 141),
-    "h100": ("H100", 80),
-    "a100": ("A100", 40),
-    "l40s": ("L40S", 48),
-    "l4": ("L4", 24),
-    "a10g": ("A10G", 24),
-    "t4": ("T4", 16),
-    "v100": ("V100", 16),
+    "b200": ("B200", 180, 7700),
+    "h200": ("H200", 141, 4800),
+    "h100": ("H100", 80, 3350),
+    "a100": ("A100", 40, 1555),
+    "l40s": ("L40S", 48, 864),
+    "l4": ("L4", 24, 300),
+    "a10g": ("A10G", 24, 600),
+    "t4": ("T4", 16, 320),
+    "v100": ("V100", 16, 900),
 }
-# Shares of the peak between which large runs of such models lie; not measured here.
-_REACHED_BY_GPUS = (0.25, 0.5)
+# What an H100 reached of both in a large product and a large copy, and what a step moves: so many
+# times the activations that it keeps, as XLA compiles `small` and `base` for one, with layers in a
+# loop and without (benchmarks/RESULTS.md, section 9).
+_PRODUCTS_REACH, _COPIES_REACH = 0.68, 0.88
+MOVED, MOVED_IN_LOOPS = 9, 16
+_AT_WORST = 2.5  # times that: programs that wait for the host, products that fill no GPU
 # Shares of the speed of its matrix products that steps of `tiny` and `base` reach on a CPU
 # (benchmarks/RESULTS.md).
 _REACHED_BY_CPUS = (0.2, 0.65)
@@ -50,7 +55,9 @@ class Devices:
       kind: as jax calls it.
       bytes: memory of one.
       peak: FLOP/s of one.
-      reached: least and largest share of the peak that a step is expected to reach.
+      reached: least and largest share of the peak that a step is expected to reach; of a GPU that
+        of its products.
+      bandwidth: of the memory of one, in bytes a second; None where `reached` has it all.
       basis: what these numbers rest on, for a person.
     """
 
@@ -62,6 +69,7 @@ class Devices:
     peak: float
     reached: tuple[float, float]
     basis: str
+    bandwidth: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +80,7 @@ class ArithmeticPlan:
       axes: of the mesh, name -> size.
       parameters, gradients, moments: bytes.
       kept: bytes of activations that the backward pass asks for, by tracing.
+      moved: bytes that a step reads and writes of the memory of a device, roughly.
       tokens, flops: of a step, of all devices.
     """
 
@@ -83,6 +92,7 @@ class ArithmeticPlan:
     gradients: int
     moments: int
     kept: int
+    moved: int
     tokens: int
     flops: float
 
@@ -109,10 +119,13 @@ class ArithmeticPlan:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of a step, if it reached as much of the peak as is expected at best and at worst."""
+        """Of a step, as is expected at best and at worst; nothing is sent between devices."""
         peak = self.devices.peak * self.devices.count
         best, worst = (self.flops / peak / share for share in reversed(self.devices.reached))
-        return best, worst
+        if self.devices.bandwidth is None:
+            return best, worst
+        best += self.moved / (_COPIES_REACH * self.devices.bandwidth)
+        return best, _AT_WORST * best
 
     @property
     def rank(self) -> tuple[int, int, int, int]:
@@ -129,10 +142,19 @@ class ArithmeticPlan:
 
     @property
     def assumptions(self) -> str:
-        low, high = self.devices.reached
+        return f"a step takes {self.takes}; from {self.devices.basis}"
+
+    @property
+    def takes(self) -> str:
+        """What the seconds of a step are made of, the rest of a sentence."""
+        devices = self.devices
+        (low, high), peak = devices.reached, f"{devices.peak / 1e9:,.0f} GFLOP/s"
+        if devices.bandwidth is None:
+            return f"as it reaches {low:.0%} to {high:.0%} of {peak}"
         return (
-            f"a step reaches {low:.0%} to {high:.0%} of {self.devices.peak / 1e9:,.0f} GFLOP/s; "
-            f"from {self.devices.basis}"
+            f"once to {_AT_WORST:g} times what its products do at {high:.0%} of {peak} and some "
+            f"{self.moved / 1e9:,.3g} GB at {_COPIES_REACH:.0%} of "
+            f"{devices.bandwidth / 1e9:,.0f} GB/s"
         )
 
     def to_json(self, price: float | None = None) -> dict[str, Any]:
@@ -151,6 +173,7 @@ class ArithmeticPlan:
             "rows": self.rows,
             "tokens": self.tokens,
             "flops": self.flops,
+            "moved": self.moved,
             "remat": self.config.model.remat,
             "accumulation": self.config.train.accumulation,
             "fits": self.fits,
@@ -176,7 +199,7 @@ def read_gpus(topology: str) -> Devices:
             f"--topology={topology} names no GPUs; take one of {', '.join(_GPUS)} and how many, as "
             "gpu:h100x8."
         )
-    kind, size = _GPUS[found[1]]
+    kind, size, bandwidth = _GPUS[found[1]]
     return Devices(
         topology,
         platform="gpu",
@@ -184,8 +207,9 @@ def read_gpus(topology: str) -> Devices:
         count=int(found[2] or 1),
         bytes=size * 1e9,
         peak=flops.peak_flops(kind),
-        reached=_REACHED_BY_GPUS,
-        basis="the peak of NVIDIA's data sheets, and a share of it which nobody has measured",
+        reached=(_PRODUCTS_REACH, _PRODUCTS_REACH),
+        basis="NVIDIA's data sheets, what one H100 reached of them, and what XLA makes of a step",
+        bandwidth=bandwidth * 1e9,
     )
 
 
@@ -246,7 +270,6 @@ def describe(
     state = "fits" if plan.fits else "DOES NOT FIT"
     best, worst = plan.seconds
     steps = plan.config.train.steps
-    low, high = devices.reached
     rows = {
         "parameters": plan.parameters,
         "gradients": plan.gradients,
@@ -271,8 +294,7 @@ def describe(
             *(f"  {name:<22}{size / _GIB:>8.2f}" for name, size in rows.items()),
             *(() if plan.fits else planned.WHAT_HELPS),
             "",
-            f"a step takes            {_spell(best)} to {_spell(worst)} ms, if it reaches "
-            f"{low:.0%} to {high:.0%} of {devices.peak / 1e9:,.0f} GFLOP/s",
+            f"a step takes            {_spell(best)} to {_spell(worst)} ms, {plan.takes}",
             f"  tokens a second       {plan.tokens / worst:,.0f} to {plan.tokens / best:,.0f}",
             f"the run                 {steps:,} steps: "
             f"{overview.spell_range(best * steps, worst * steps)}, {cost}",

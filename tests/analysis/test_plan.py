@@ -246,6 +246,7 @@ def test_a_name_that_is_no_gpu_is_refused(name):
 def test_gpus_by_name():
     one = arithmetic_plan.read_gpus("gpu:l4")
     assert (one.kind, one.count, one.bytes, one.peak) == ("L4", 1, 24e9, 121e12)
+    assert one.bandwidth == 300e9
     assert arithmetic_plan.read_gpus("gpu:h100x16").count == 16
 
 

@@ -7,6 +7,7 @@ import math
 import jax
 import pytest
 
+import convbert_jax
 from convbert_jax import recipes
 from convbert_jax.analysis.tpu import plan as tpu_plan
 from convbert_jax.analysis.tpu.chips import CHIPS
@@ -103,6 +104,27 @@ def test_gpus_are_compared(tmp_path):
     hours = [seconds * config.train.steps * 8 / 3600 for seconds in (best, worst)]
     assert numbers["chip_hours"] == pytest.approx(hours)
     assert numbers["price"] == pytest.approx([2.0 * each for each in hours])
+
+
+@pytest.mark.parametrize(
+    ("name", "loops", "gigabytes"), [("small", 12, 27.3), ("small", 1, 48.8), ("base", 12, 150.8)]
+)
+def test_a_gpu_moves_about_what_xla_compiles_for_one(tmp_path, name, loops, gigabytes):
+    """The bytes are those of benchmarks/RESULTS.md, section 9, on one H100."""
+    fields = {"model.attention_dropout": 0.0, "model.scan_unroll": loops}
+    config = convbert_jax.load_config(name, **fields)
+    plan = recipes.plan(config, tmp_path, topology="gpu:h100")
+    numbers = plan.numbers
+    assert numbers["moved"] / 1e9 == pytest.approx(gigabytes, rel=0.1)
+    best, worst = numbers["seconds_of_a_step"]
+    assert best > numbers["flops"] / numbers["peak_flops"] + numbers["moved"] / 3.35e12
+    assert worst == pytest.approx(2.5 * best)
+    assert f"{numbers['moved'] / 1e9:,.3g} GB" in plan.report
+    # What is computed again is written again.
+    again = convbert_jax.load_config(name, **fields, **{"model.remat": "full"})
+    remade = recipes.plan(again, tmp_path, topology="gpu:h100").numbers
+    assert remade["moved"] == numbers["moved"]
+    assert remade["memory"]["kept"] < numbers["memory"]["kept"]
 
 
 @pytest.mark.parametrize("recipe", ["replaced_token", "masked_lm", "causal_lm", "span_corruption"])

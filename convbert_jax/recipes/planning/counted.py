@@ -1,5 +1,6 @@
 """For GPUs and for this machine's CPU: arithmetic."""
 
+import dataclasses
 import functools
 import math
 import types
@@ -62,6 +63,16 @@ def _plan(
         for tree, of_tree in ((state.params, places.params), (state.opt_state, places.opt_state))
     )
     batch = make_batch(config, shards)
+    parts = config.train.accumulation
+    kept = kept_bytes(task, state.params, batch, parts, mesh, here)
+    moved = 0
+    if devices.bandwidth is not None:
+        model = dataclasses.replace(config.model, remat="none")  # which moves as much, or more
+        whole = dataclasses.replace(config, model=model)
+        whole_task = make_task(whole, device, teacher, shards=shards)
+        looped = config.model.scan_unroll < config.model.layers
+        moved = (arithmetic_plan.MOVED_IN_LOOPS if looped else arithmetic_plan.MOVED) * parts
+        moved *= kept_bytes(whole_task, state.params, batch, parts, mesh, here)
     return arithmetic_plan.ArithmeticPlan(
         config,
         devices,
@@ -70,7 +81,8 @@ def _plan(
         parameters=parameters,
         gradients=parameters,
         moments=moments,
-        kept=kept_bytes(task, state.params, batch, config.train.accumulation, mesh, here),
+        kept=kept,
+        moved=moved,
         tokens=task.tokens_per_step,
         flops=task.flops_per_step,
     )
