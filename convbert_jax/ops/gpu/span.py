@@ -87,7 +87,7 @@ def _make_filters(query, span_key, projection, bias, heads, interpret):
         functools.partial(
             _filters_kernel, count=count, channels=channels, heads=heads, group=group, taps=taps
         ),
-        (groups, math.ceil(count / triton.BLOCK)),
+        (math.ceil(count / triton.BLOCK), groups),
         [query.reshape(count, channels), _flat(span_key), matrix, logits[0]],
         None,
         jax.ShapeDtypeStruct((count, heads, taps), query.dtype),
@@ -151,9 +151,9 @@ def _through_product(query, span_key, projection, segment_ids, d_logits, interpr
 
 
 def _filters_kernel(_, query, span_key, matrix, bias, out, *, count, channels, heads, group, taps):
-    """Programs: (group of heads, block of positions)."""
-    positions = triton.block_range(triton.program_id(1))
-    columns = triton.program_id(0) * group * taps + triton.padded_range(group * taps)
+    """Programs: (block of positions, group of heads)."""
+    positions = triton.block_range(triton.program_id(0))
+    columns = triton.program_id(1) * group * taps + triton.padded_range(group * taps)
     real = (positions < count)[:, None]
 
     def step(i, logits):
@@ -169,11 +169,11 @@ def _filters_kernel(_, query, span_key, matrix, bias, out, *, count, channels, h
 
     logits = jnp.zeros((len(positions), len(columns)), jnp.float32)
     logits = jax.lax.fori_loop(0, math.ceil(channels / CHUNK), step, logits)
-    logits += triton.load_f32(bias.at[columns], columns >= 0)[None, :]
+    logits += triton.load_f32(bias.at[columns], None)[None, :]
     by_head = logits.reshape(len(positions), group, taps)
     powers = jnp.exp(by_head - jnp.max(by_head, axis=2, keepdims=True))
     filters = powers / jnp.sum(powers, axis=2, keepdims=True)
-    own = triton.program_id(0) * group + triton.padded_range(group)
+    own = triton.program_id(1) * group + triton.padded_range(group)
     tap = triton.padded_range(taps)
     place = out.at[positions[:, None, None], own[None, :, None], tap[None, None, :]]
     triton.store(place, filters, real[:, :, None] & (own < heads)[None, :, None])

@@ -57,11 +57,6 @@ def padded_range(size: int, start=0):
     return start + jnp.arange(power_of_two(size), dtype=jnp.int32)
 
 
-def taps_range(offsets):
-    """The taps and as many more as a side of a product on tensor cores needs."""
-    return padded_range(max(len(offsets), TENSOR_CORE))
-
-
 def within(positions, length):
     """Which positions of a program are in the row; None: all."""
     return None if length % len(positions) == 0 else positions < length
