@@ -121,9 +121,9 @@ def _written(equation, x, y, dtype):
 
     On a GPU a product is a program of its own, which writes its result: as it is wanted, not twice
     as wide. But one with so small a result may be split into sums of parts, which would be rounded
-    before they are added up.
+    before they are added up, and so would be those of devices that divide channels.
     """
-    if dispatch.platform() != "gpu":
+    if dispatch.platform() != "gpu" or division.divides_heads():
         return jnp.float32
     factors, result = equation.split("->")
     sizes = dict(zip(factors.replace(",", ""), (*x.shape, *y.shape), strict=True))

@@ -61,6 +61,11 @@ def test_on_a_gpu_a_large_product_is_written_as_it_is_wanted(monkeypatch):
 
     assert written(lambda x: dense(x, kernel, bias, x.dtype), x) == ["bf16"]
     assert written(lambda x: dense(x[:2], kernel, bias, x.dtype), x) == ["f32"]
+    monkeypatch.setattr(products.division, "divides_heads", lambda: True)  # sums of devices
+    assert set(written(jax.grad(loss, (0, 1, 2)), x, kernel, bias)) == {"f32"}
+    monkeypatch.undo()
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(products, "_FILLS_A_GPU", 32 * 8)
     # the product, the gradient of x, the gradient of the kernel
     assert sorted(written(jax.grad(loss, (0, 1, 2)), x, kernel, bias)) == ["bf16", "bf16", "f32"]
 
