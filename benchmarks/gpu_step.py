@@ -4,8 +4,8 @@
     python -m benchmarks.gpu_step
     python -m benchmarks.gpu_step --configs small --config.model.scan_unroll=1 --operations 20
 
-Nothing runs. A step of a narrow model is bound by how fast a host starts programs, one for each
-line that is counted here; a wide one by products and by the bytes of everything else. Bytes are
+Nothing runs. A step of a narrow model is likely bound by how fast a host starts programs, which are
+counted here; a wide one by products and by the bytes of everything else. Bytes are
 those of operands and results, of slices what is read or written. Nothing is autotuned, as that
 needs a GPU to measure on: products are cuBLAS's, which on a GPU XLA may replace by Triton's.
 """
@@ -18,8 +18,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from convbert_jax.analysis.tpu.program import SHAPE, Computations, Instruction, array_bytes
 from convbert_jax.command_line import overrides
 
 # What XLA asks a GPU for; of NVIDIA's data sheet and programming guide for compute capability 9.0.
@@ -45,7 +46,6 @@ KINDS = ("products", "kernels", "cuDNN", "sums", "the rest")
 # Instructions that start nothing on the device.
 FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all")
 FREE += ("fusion-done", "copy-done")
-SIZES = {"pred": 1, "bf16": 2}  # bytes; of others the bits are in the name
 
 
 def main() -> None:
@@ -128,107 +128,68 @@ class Program:
     source: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    text: str
-
-
 def read_programs(text: str) -> Iterator[Program]:
     """The programs of an HLO module that was optimized for a GPU."""
-    computations, entry = _parse(text)
-    yield from _walk(computations, entry, 1)
-
-
-def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    computations, entry, inside = {}, "", None
-    for line in text.splitlines():
-        if line.startswith("}"):
-            inside = None
-        elif inside is None and (head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*-> .*\{$", line)):
-            inside = computations[head[2]] = []
-            entry = head[2] if head[1] else entry
-        elif inside is not None and (
-            found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)", line)
-        ):
-            name, shape, opcode, operands = found.groups()
-            operands = tuple(re.findall(r"%([\w.\-]+)", operands))
-            inside.append(_Instruction(name, shape, opcode, operands, line))
-    return computations, entry
-
-
-def _walk(computations, name: str, times: int) -> Iterator[Program]:
-    shapes = {one.name: one.shape for one in computations[name]}
-    for one in computations[name]:
+    computations = Computations(text)
+    for one, times, computation in computations.walk():
         if one.opcode in FREE:
             continue
-        called = re.search(r"(?:body|to_apply|calls)=%?([\w.\-]+)", one.text)
-        if one.opcode == "while":
-            turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.text)
-            yield from _walk(computations, called[1], times * int(turns[1] if turns else 1))
-        elif one.opcode == "call":
-            yield from _walk(computations, called[1], times)
-        else:
-            fused = computations[called[1]] if called and "fusion" in one.opcode else None
-            source = re.search(r'op_name="([^"]*)"', one.text)
-            yield Program(
-                _kind(one, fused),
-                times,
-                _moved(one, fused, shapes),
-                source[1] if source else one.name,
-            )
+        called = re.search(r"calls=%([\w.\-]+)", one.rest) if "fusion" in one.opcode else None
+        fused = computations[called[1]] if called else {}
+        source = re.search(r'op_name="([^"]*)"', one.rest)
+        moved = _moved(one, fused, computations[computation])
+        yield Program(_kind(one, fused), times, moved, source[1] if source else one.name)
 
 
-def _kind(one: _Instruction, fused: list[_Instruction] | None) -> str:
-    texts = " ".join(inner.text for inner in [one, *(fused or [])])
+def _kind(one: Instruction, fused: Mapping[str, Instruction]) -> str:
+    texts = " ".join(each.rest for each in [one, *fused.values()])
     if "__cublas" in texts or "__triton_gemm" in texts:
         return "products"
     if "__gpu$xla.gpu.triton" in texts:
         return "kernels"
     if "__cudnn" in texts:
         return "cuDNN"
-    return "sums" if "kind=kInput" in one.text else "the rest"
+    return "sums" if "kind=kInput" in one.rest else "the rest"
 
 
-def _moved(one: _Instruction, fused: list[_Instruction] | None, shapes: dict[str, str]) -> int:
-    if fused is None or any("__cublas" in inner.text for inner in fused):
-        return _size(one.shape) + sum(_size(shapes.get(name, "")) for name in one.operands)
-    inner = {each.name: each for each in fused}
+def _moved(
+    one: Instruction, fused: Mapping[str, Instruction], around: Mapping[str, Instruction]
+) -> int:
+    if not fused or any("__cublas" in each.rest for each in fused.values()):
+        return _size(one.shape) + sum(_size(around[name].shape) for name in _operands(one))
     total, written_into = 0, set()
-    root = fused[-1]
-    for result in [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]:
+    root = list(fused.values())[-1]
+    results = [fused[name] for name in _operands(root)] if root.opcode == "tuple" else [root]
+    for result in results:
         last = result
-        while last.opcode in ("bitcast", "copy", "convert") and last.operands:
-            last = inner[last.operands[0]]
+        while last.opcode in ("bitcast", "copy", "convert"):
+            last = fused[_operands(last)[0]]
         if last.opcode == "dynamic-update-slice":
-            total += _size(inner[last.operands[1]].shape)
-            written_into.add(last.operands[0])
+            stack, update, *_ = _operands(last)
+            total += _size(fused[update].shape)
+            written_into.add(stack)
         else:
             total += _size(result.shape)
-    for parameter in (each for each in fused if each.opcode == "parameter"):
-        readers = [each for each in fused if parameter.name in each.operands]
-        if parameter.name in written_into and len(readers) == 1:
+    for name, parameter in fused.items():
+        if parameter.opcode != "parameter":
+            continue
+        readers = [each for each in fused.values() if name in _operands(each)]
+        if name in written_into and len(readers) == 1:
             continue  # in place
-        cut = [
-            r for r in readers if r.opcode == "dynamic-slice" and r.operands[0] == parameter.name
-        ]
+        cut = [r for r in readers if r.opcode == "dynamic-slice" and _operands(r)[0] == name]
         whole = not cut or len(cut) < len(readers)
         total += _size(parameter.shape) if whole else sum(_size(each.shape) for each in cut)
     return total
 
 
+def _operands(one: Instruction) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", one.rest.partition(")")[0])
+
+
 def _size(shape: str) -> int:
     """Bytes of an array, or of all arrays of a tuple but those of 8 bits, a product's workspace."""
-    total = 0
-    for dtype, sides in re.findall(r"\b(pred|bf16|[fsu](?:16|32|64))\[([\d,]*)\]", shape):
-        count = 1
-        for side in sides.split(","):
-            count *= int(side or 1)
-        total += count * (SIZES.get(dtype) or int(dtype[1:]) // 8)
-    return total
+    arrays = (found for found in SHAPE.finditer(shape) if found[1] not in ("s8", "u8"))
+    return sum(array_bytes(found[0]) for found in arrays)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class ArithmeticPlan:
       axes: of the mesh, name -> size.
       parameters, gradients, moments: bytes.
       kept: bytes of activations that the backward pass asks for, by tracing.
-      moved: bytes that a step reads and writes of the memory of a device, roughly.
+      moved: bytes that a step reads and writes of the memory of a GPU, roughly; None of a CPU.
       tokens, flops: of a step, of all devices.
     """
 
@@ -92,7 +92,7 @@ class ArithmeticPlan:
     gradients: int
     moments: int
     kept: int
-    moved: int
+    moved: int | None
     tokens: int
     flops: float
 

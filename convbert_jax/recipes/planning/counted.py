@@ -65,7 +65,7 @@ def _plan(
     batch = make_batch(config, shards)
     parts = config.train.accumulation
     kept = kept_bytes(task, state.params, batch, parts, mesh, here)
-    moved = 0
+    moved = None
     if devices.bandwidth is not None:
         model = dataclasses.replace(config.model, remat="none")  # which moves as much, or more
         whole = dataclasses.replace(config, model=model)
