@@ -26,7 +26,7 @@ ALLOWED = {
     "machine": set(),
     "drawing": {"files"},
     "html_page": {"config"},
-    "ops": {"config"},
+    "ops": {"config", "machine"},
     "data": {"config", "files", "interfaces"},
     "models": {"config", "interfaces", "ops"},
     "training": {*("config", "files", "interrupts", "ending", "workdir", "interfaces", "machine")},

@@ -2,13 +2,15 @@
 
     python -m benchmarks.speed.cpu_vs_pytorch --threads 1 2
     python -m benchmarks.speed.cpu_vs_pytorch --sizes base --rounds 15 --json result.json
+    python -m benchmarks.speed.cpu_vs_pytorch --dtype bfloat16
 
-Runs both in one process in turn, with the same number of threads, in float32 without dropout, after
-checking that their outputs agree; each of several numbers of threads is a process of its own, as
-XLA counts its cores once. The process keeps the memory that it frees, for both, as training from
-the command line does; with --memory asked it asks the system for it anew, as a program does that
-loads a model. Prints medians in milliseconds and PyTorch's time divided by ours: above 1 ours is
-faster. Needs torch and transformers.
+Runs both in one process in turn, with the same number of threads, without dropout, after checking
+that their outputs agree: in float32, or both with float32 parameters and bfloat16 products, as
+config.compute_dtype and torch.autocast have them. Each of several numbers of threads is a process
+of its own, as XLA counts its cores once. The process keeps the memory that it frees, for both, as
+training from the command line does; with --memory asked it asks the system for it anew, as a
+program does that loads a model. Prints medians in milliseconds and PyTorch's time divided by ours:
+above 1 ours is faster. Needs torch and transformers.
 """
 
 import argparse
@@ -35,6 +37,7 @@ def main() -> None:
     parser.add_argument("--unroll", type=int, default=1, help="config.model.scan_unroll")
     here = len(os.sched_getaffinity(0))
     parser.add_argument("--threads", nargs="+", type=int, default=[here], help="default: all cores")
+    parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
     parser.add_argument("--memory", choices=("kept", "asked"), default="kept")
     parser.add_argument("--json", help="file to write the figures to")
     arguments = parser.parse_args()
@@ -52,7 +55,8 @@ def main() -> None:
     timing.take_threads(arguments.threads[0])
     os.environ["JAX_PLATFORMS"] = "cpu"
     results = [compare(size, arguments) for size in arguments.sizes]
-    print(f"batch {arguments.batch} x {arguments.length}, float32, {timing.describe_processor()}")
+    shape = f"{arguments.batch} x {arguments.length}"
+    print(f"batch {shape}, {arguments.dtype}, {timing.describe_processor()}")
     print(f"{'':30}{'ours, ms':>10}{'PyTorch, ms':>13}{'ratio':>8}{'of pairs':>16}")
     for size, rows in zip(arguments.sizes, results, strict=True):
         for name, row in rows.items():
@@ -66,6 +70,8 @@ def main() -> None:
             json.dump(vars(arguments) | {"results": rows}, file)
 
 
+# How far outputs may be apart, which are about 1.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.3}
 SIZES = {
     "small": dict(hidden_size=256, embedding_size=128, heads=4, ffn_size=1024),
     "base": dict(hidden_size=768, embedding_size=768, heads=12, ffn_size=3072),
@@ -119,31 +125,38 @@ def compare(size: str, arguments: argparse.Namespace) -> dict:
         )
 
     graphdef = nnx.graphdef(nnx.eval_shape(build))
+    dtype = jnp.dtype(arguments.dtype)
     shape = (arguments.batch, arguments.length)
     tokens = np.random.default_rng(0).integers(5, config.tokenizer.vocab_size, shape)
     ids, types = jnp.ones(shape, jnp.int32), jnp.zeros(shape, jnp.int32)
 
-    @jax.jit
-    def forward(params, tokens):
+    def encode(params, tokens):
         parts = nnx.merge(graphdef, params)
-        return parts["encoder"](parts["embeddings"](tokens, ids, types), ids)
+        embedded = parts["embeddings"](tokens, ids, types, dtype=dtype)
+        return parts["encoder"](embedded, ids).astype(jnp.float32)
 
+    # A jit in a jit would put together what the backward pass needs of all layers.
+    forward = jax.jit(encode)
     gradient = jax.jit(
-        jax.value_and_grad(lambda params, tokens: jnp.square(forward(params, tokens)).mean())
+        jax.value_and_grad(lambda params, tokens: jnp.square(encode(params, tokens)).mean())
     )
     ours_tokens, their_tokens = jnp.asarray(tokens), torch.tensor(tokens)
     mask = torch.ones(shape, dtype=torch.int64)
 
+    def their_output():
+        with torch.autocast("cpu", torch.bfloat16, enabled=arguments.dtype == "bfloat16"):
+            return theirs(their_tokens, attention_mask=mask).last_hidden_state.float()
+
     def their_forward():
         with torch.no_grad():
-            return theirs(their_tokens, attention_mask=mask).last_hidden_state
+            return their_output()
 
     def their_gradient():
         theirs.zero_grad(set_to_none=True)
-        theirs(their_tokens, attention_mask=mask).last_hidden_state.square().mean().backward()
+        their_output().square().mean().backward()
 
     difference = np.abs(forward(params, ours_tokens) - their_forward().numpy()).max()
-    if difference > 1e-4:
+    if difference > TOLERANCES[arguments.dtype]:
         raise SystemExit(f"{size}: outputs differ by {difference:.1e}; the timings mean nothing.")
     return {
         "forward": race(

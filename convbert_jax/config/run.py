@@ -61,8 +61,8 @@ class Config:
     # checkpoint; "" starts from random ones
     init_from: str = ""
     platform: Changeable[str] = "any"  # stop unless the run finds this: any | cpu | gpu | tpu
-    # auto: bfloat16 on accelerators, float32 on a CPU. Parameters and optimizer stay float32.
-    # Release: float32.
+    # auto: bfloat16 on accelerators, float32 on a CPU, where bfloat16 is faster if it has a matrix
+    # unit (Intel's AMX), slower if not. Parameters and optimizer stay float32. Release: float32.
     compute_dtype: Changeable[str] = "auto"
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     generator: GeneratorSection = dataclasses.field(default_factory=GeneratorSection)

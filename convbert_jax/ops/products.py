@@ -15,12 +15,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from convbert_jax.machine import processor
 from convbert_jax.ops import dispatch
 from convbert_jax.ops.mesh import division, sums
 
 DENSE = "dense"
 _LANES = 128  # channels that a TPU keeps side by side
 SUBLANES = 8  # and rows of them
+_MUCH_LARGER = 8  # than another array, whose product is a matrix unit's
 _FILLS_A_GPU = 1 << 21  # numbers: a tile of 128 x 128 for each of an H100's multiprocessors
 
 
@@ -79,14 +81,16 @@ _product.defvjp(_forward, _backward)
 def _sum_over_rows(left, result, right, x, cotangent, dtype):
     """The gradient of a parameter. XLA's product on a CPU turns over its first factor to add up
     over rows, so there this is the smaller one, and the result is turned over where it must be: a
-    vocabulary of 8,000 has logits 60 times as large as the hidden states.
+    vocabulary of 8,000 has logits 60 times as large as the hidden states. Where the matrix unit
+    makes the product, turning a result costs as much as turning a factor of a few times its size.
     """
     first, second = (left, x), (result, cotangent)
     if x.size > cotangent.size:
         first, second = second, first
     batched = set(left) & set(result) & set(right)
     order = "".join(a for axes, _ in (first, second) for a in axes if a in right)
-    if dispatch.platform() != "cpu" or batched or order == right:
+    alike = _on_matrix_unit(x, cotangent) and second[1].size < _MUCH_LARGER * first[1].size
+    if dispatch.platform() != "cpu" or batched or order == right or alike:
         return _einsum(f"{left},{result}->{right}", x, cotangent, dtype)
 
     @jax.custom_batching.custom_vmap
@@ -107,13 +111,43 @@ def _sum_over_rows(left, result, right, x, cotangent, dtype):
 
 
 def _einsum(equation, x, y, dtype):
-    if dispatch.platform() == "cpu":  # which lacks some shapes of bfloat16 factors, float32 sums
-        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    if dispatch.platform() == "cpu":
+        return _on_a_cpu(equation, x, y).astype(dtype)
     written = _written(equation, x, y, dtype)
     product = functools.partial(jnp.einsum, equation, preferred_element_type=written)
     if dispatch.platform() == "tpu" and (row := _only_row(equation, x)):
         return _as_of_many(product, *row, x, y).astype(dtype)
     return product(x, y).astype(dtype)
+
+
+def _on_a_cpu(equation, x, y):
+    """In float32. XLA for CPUs lacks some products of bfloat16 factors with float32 sums and ends
+    the program there (bgi,gio->bgo, jax 0.10.2 to 0.12.0). Those of two matrices it has, and gives
+    to the matrix unit of a processor that has one.
+    """
+
+    def widened(x, y):
+        return jnp.einsum(equation, x.astype(jnp.float32), y.astype(jnp.float32))
+
+    left, right, result = equation.replace("->", ",").split(",")
+    matrices = not set(left) & set(right) & set(result)
+    if not (matrices and _on_matrix_unit(x, y)):
+        return widened(x, y)
+
+    @jax.custom_batching.custom_vmap
+    def product(x, y):
+        return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+
+    @product.def_vmap
+    def together(size, are_batched, x, y):
+        axes = tuple(0 if batched else None for batched in are_batched)
+        return jax.vmap(widened, axes, axis_size=size)(x, y), True
+
+    return product(x, y)
+
+
+def _on_matrix_unit(x, y):
+    return x.dtype == y.dtype == jnp.bfloat16 and processor.multiplies_bfloat16()
 
 
 def _written(equation, x, y, dtype):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from convbert_jax.machine import processor
 from convbert_jax.ops import dispatch, products
 from convbert_jax.ops.lookup import look_up
 from convbert_jax.ops.mesh import sums
@@ -128,6 +129,56 @@ def test_on_a_cpu_the_smaller_factor_is_turned_over():
 
     program = jax.jit(jax.grad(loss, argnums=1)).lower(x, y).compile().as_text()
     assert "f32[8000,1536]" not in program
+
+
+@pytest.mark.parametrize("unit", [True, False])
+@pytest.mark.parametrize(
+    ("equation", "of_matrices"), [("ai,io->ao", True), ("abi,bio->abo", False)]
+)
+def test_a_cpu_multiplies_bfloat16_where_it_has_a_matrix_unit(
+    equation, of_matrices, unit, monkeypatch
+):
+    """Matrices alone, and not seeds together: XLA for CPUs lacks other products of bfloat16."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("of CPUs alone")
+    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: unit)
+    shapes = {"a": 5, "b": 2, "i": 4, "o": 3}
+    operands = equation.split("->")[0].split(",")
+    x, y = (jnp.ones([shapes[a] for a in axes], jnp.bfloat16) for axes in operands)
+
+    def product(x, y):
+        return einsum(equation, x, y, jnp.float32)
+
+    def multiplies_bfloat16(function, *arguments):
+        lowered = jax.jit(function).lower(*arguments).as_text()
+        factors = [line.split(":")[-1] for line in lowered.splitlines() if "dot_general" in line]
+        assert factors
+        assert all("xf32>" in line.split("->")[1] for line in factors)
+        return {"xbf16>" in line.split("->")[0] for line in factors}
+
+    assert multiplies_bfloat16(product, x, y) == {unit and of_matrices}
+    seeds = multiplies_bfloat16(jax.vmap(product), jnp.stack([x, x]), jnp.stack([y, y]))
+    assert seeds == {False}
+
+
+@pytest.mark.parametrize("rows", [7, 300])
+def test_products_of_a_matrix_unit_add_up_in_float32(rows):
+    """Forward, and gradients turned over and not, against float64."""
+    if jax.default_backend() != "cpu" or not processor.multiplies_bfloat16():
+        pytest.skip("needs a CPU with a matrix unit for bfloat16 (AMX)")
+    keys = jax.random.split(jax.random.key(0), 3)
+    for width in (40, 600):
+        x, y, g = (
+            jax.random.normal(key, shape).astype(jnp.bfloat16)
+            for key, shape in zip(keys, ((2, rows, 40), (40, width), (2, rows, width)), strict=True)
+        )
+        out, back = jax.vjp(lambda x, y: einsum("abi,io->abo", x, y, jnp.float32), x, y)
+        d_x, d_y = back(g.astype(jnp.float32))
+        wide = [np.asarray(array, np.float64) for array in (x, y, g)]
+        np.testing.assert_allclose(out, wide[0] @ wide[1], rtol=1e-5, atol=1e-4)
+        exact = np.einsum("abi,abo->io", wide[0], wide[2])
+        np.testing.assert_allclose(np.float64(d_y), exact, rtol=1e-2, atol=1e-2)
+        np.testing.assert_allclose(np.float64(d_x), wide[2] @ wide[1].T, rtol=1e-2, atol=1e-2)
 
 
 def test_gradients_of_seeds_together_are_those_of_each():

@@ -11,6 +11,7 @@ from absl import logging
 
 from convbert_jax.config import Config, ConfigError, describe_fields
 from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
+from convbert_jax.machine import processor
 from convbert_jax.machine.packages import installed, unmet
 
 
@@ -89,6 +90,12 @@ def find_devices(config: Config) -> list[jax.Device]:
     found = devices[0]
     check_devices(config, found)
     logging.info("Running on %s.", describe_devices(devices))
+    choice = found.platform == "cpu" and config.compute_dtype == "auto"
+    if choice and processor.multiplies_bfloat16():
+        logging.info(
+            "This processor has a matrix unit for bfloat16 (AMX), of which float32 makes no use; "
+            "--config.compute_dtype=bfloat16 trains up to twice as fast."
+        )
     return devices
 
 

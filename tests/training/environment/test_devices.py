@@ -61,3 +61,15 @@ def test_one_that_fits_or_is_not_loaded_is_not(libtpu, platforms, names, version
     libtpu(version)
     platforms(names)
     assert devices.fault_of_profiler() == ""
+
+
+@pytest.mark.parametrize(("dtype", "unit", "said"), [
+    ("auto", True, True), ("auto", False, False), ("float32", True, False),
+])  # fmt: skip
+def test_a_matrix_unit_that_nobody_asked_for_is_named(dtype, unit, said, caplog, monkeypatch):
+    if jax.default_backend() != "cpu":
+        pytest.skip("of CPUs alone")
+    monkeypatch.setattr(devices.processor, "multiplies_bfloat16", lambda: unit)
+    with caplog.at_level("INFO"):
+        devices.find_devices(dataclasses.replace(Config(), compute_dtype=dtype))
+    assert ("--config.compute_dtype=bfloat16" in caplog.text) == said
