@@ -82,6 +82,17 @@ class EncoderConfig:
         """Whether padding, or a document packed behind, changes the outputs of real tokens."""
         return any(stage.layer.mixer.reads_padding for stage in self.stages)
 
+    @property
+    def reads_whole_row(self) -> bool:
+        """Whether some layer shows every token all others: a token then costs more in a longer row,
+        where a convolution's price stays.
+        """
+
+        def price(length):
+            return sum(s.layer.mixer.products(self.hidden_size, length) for s in self.stages)
+
+        return price(2_048) > price(1_024)
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:

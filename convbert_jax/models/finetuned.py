@@ -62,13 +62,22 @@ class FinetunedModel(nnx.Module):
         """
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         hidden = self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=keys[0])
-        if self.kind != "token":
+        if self.kind == "mean":
+            hidden = _mean(hidden, segment_ids)
+        elif self.kind != "token":
             hidden = hidden[:, :1]
         hidden = dropout(hidden, self.dropout, keys[1])
-        if self.kind == "sequence":
+        if self.kind in ("sequence", "mean"):
             return self.head(hidden, self.dropout, keys[2])
         logits = self.head(hidden)
         return logits if self.kind == "token" else logits[:, 0]
+
+
+def _mean(hidden, segment_ids):
+    """Of the tokens of each row, padding left out: [B, L, C] -> [B, 1, C]."""
+    real = (segment_ids > 0)[..., None].astype(jnp.float32)
+    total = (hidden.astype(jnp.float32) * real).sum(1, keepdims=True)
+    return (total / jnp.maximum(real.sum(1, keepdims=True), 1.0)).astype(hidden.dtype)
 
 
 def _sequence_head(config: Config, starts, rngs) -> SequenceHead:
@@ -91,6 +100,7 @@ def _span_beam_head(config: Config, starts, rngs) -> SpanBeamHead:
 # config.outputs.head -> (config, initializers, rngs) -> the module
 HEADS = {
     "sequence": _sequence_head,
+    "mean": _sequence_head,
     "first_token": _release_head,
     "token": _token_head,
     "span": _token_head,

@@ -9,8 +9,8 @@ from convbert_jax.config.run import Config
 
 # kind of task -> heads that it may have
 HEADS_OF_KIND = {
-    "classification": ("sequence", "first_token"),
-    "regression": ("sequence", "first_token"),
+    "classification": ("sequence", "mean", "first_token"),
+    "regression": ("sequence", "mean", "first_token"),
     "tagging": ("token",),
     "span": ("span", "span_beam"),
 }
@@ -62,15 +62,18 @@ def check_finetuning(config: Config) -> None:
     )
 
 
-def choose_head(head: str, kind: str, task: str) -> str:
+def choose_head(head: str, kind: str, task: str, reads_whole_row: bool) -> str:
     """The head that `config.finetune.head` stands for with a task of this kind.
+
+    Args:
+      reads_whole_row: whether [CLS] can know of all tokens, as `EncoderConfig` has it.
 
     Raises:
       ConfigError: a head that this kind of task cannot have.
     """
     allowed = HEADS_OF_KIND[kind]
     if head == "auto":
-        return allowed[0]
+        return allowed[0] if reads_whole_row or "mean" not in allowed else "mean"
     if head not in allowed:
         raise ConfigError(
             f"config.finetune.head={head} is not for the task {task}, a {kind}; set it to auto or "

@@ -130,12 +130,31 @@ def outputs_of(source: LabelledTask, config: Config) -> OutputsSection:
     return OutputsSection(
         task=source.name,
         kind=source.kind,
-        head=choose_head(config.finetune.head, source.kind, source.name),
+        head=_choose_head(source, config),
         labels=source.labels or (NUMBER,),
         scale=source.scale,
         texts=source.texts,
         columns=source.columns,
     )
+
+
+def _choose_head(source, config):
+    whole = config.encoder.reads_whole_row
+    head = choose_head(config.finetune.head, source.kind, source.name, whole)
+    if source.kind != "tagging" and not whole:
+        if head == "mean":
+            logging.info(
+                "%s: finetune.head=mean, as no layer of this encoder reads the whole row.",
+                source.name,
+            )
+        else:
+            logging.warning(
+                "%s: config.finetune.head=%s reads [CLS], to which this encoder shows the "
+                "beginning of a text alone; --config.finetune.head=mean reads all of it.",
+                source.name,
+                head,
+            )
+    return head
 
 
 def compiled_width(labels: int) -> int:

@@ -103,7 +103,7 @@ def outputs_of(name: str, config: Config) -> OutputsSection:
             f"(config.model.types={config.model.types}), which cannot tell them apart; use other "
             "weights."
         )
-    head = choose_head(config.finetune.head, "span", name)
+    head = choose_head(config.finetune.head, "span", name, config.encoder.reads_whole_row)
     columns = ("question", "context")
     return OutputsSection(
         task=name, kind="span", head=head, labels=LABELS, texts=2, columns=columns

@@ -71,7 +71,7 @@ def to_tensors(network: Network) -> dict[str, np.ndarray]:
     except KeyError as error:
         raise ConversionError(
             f"{name} has no name for {error.args[0]}; fine-tune with --config.finetune.head=auto, "
-            "whose heads Hugging Face has."
+            "which with an encoder that Hugging Face has takes heads that it has."
         ) from None
     return {
         place.name: place.layout.write(np.asarray(network.parameters[path]))
