@@ -3,6 +3,7 @@ this machine's CPU, whose speed is measured.
 """
 
 import dataclasses
+import functools
 import math
 import re
 import time
@@ -15,7 +16,9 @@ import numpy as np
 
 from convbert_jax.analysis import flops, overview, planned
 from convbert_jax.config import Config, ConfigError
+from convbert_jax.machine import processor
 from convbert_jax.machine.limits import free_memory
+from convbert_jax.ops import products
 from convbert_jax.training.memory import spell_bytes
 
 _GIB = 2**30
@@ -41,6 +44,7 @@ _AT_WORST = 2.5  # times that: programs that wait for the host, products that fi
 # Shares of the speed of its matrix products that steps of `tiny` and `base` reach on a CPU
 # (benchmarks/RESULTS.md).
 _REACHED_BY_CPUS = (0.2, 0.65)
+_REACHED_WITH_MATRIX_UNITS = (0.1, 0.55)  # where products are bfloat16 and the rest is as slow
 _MOST_ROWS = 4_096  # of a product that is measured: enough for its speed, and little memory
 _FREE = 0.92  # of the memory: the rest is the driver's and what the allocator cannot use
 
@@ -213,15 +217,17 @@ def read_gpus(topology: str) -> Devices:
     )
 
 
-def this_cpu(rows: int, inputs: int, outputs: int) -> Devices:
+def this_cpu(rows: int, inputs: int, outputs: int, dtype: jnp.dtype = jnp.float32) -> Devices:
     """The CPU of this machine, all of its cores one device as jax has it; multiplies for a second.
 
     Args:
       rows, inputs, outputs: of the matrices that are multiplied, those of a feed-forward layer;
         of rows at most 4,096.
+      dtype: of the computation.
     """
     rows = min(rows, _MOST_ROWS)
-    speed = _measure_products(rows, inputs, outputs)
+    speed = _measure_products(rows, inputs, outputs, dtype)
+    in_matrix_unit = dtype == jnp.bfloat16 and processor.multiplies_bfloat16()
     return Devices(
         "cpu",
         platform="cpu",
@@ -229,18 +235,18 @@ def this_cpu(rows: int, inputs: int, outputs: int) -> Devices:
         count=1,
         bytes=float(free_memory()),
         peak=speed,
-        reached=_REACHED_BY_CPUS,
+        reached=_REACHED_WITH_MATRIX_UNITS if in_matrix_unit else _REACHED_BY_CPUS,
         basis=f"the memory that is free here, and {speed / 1e9:,.0f} GFLOP/s that this machine "
-        f"reached just now in matrix products of {rows:,} x {inputs:,} x {outputs:,}",
+        f"reached just now in {jnp.dtype(dtype)} products of {rows:,} x {inputs:,} x {outputs:,}",
     )
 
 
-def _measure_products(rows: int, inputs: int, outputs: int) -> float:
-    """FLOP/s of float32 products on the CPU, the best of those of a second."""
+def _measure_products(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> float:
+    """FLOP/s of a model's products on the CPU, the best of those of a second."""
     on_cpu = jax.devices("cpu")[0]
-    x, y = (jax.device_put(np.ones(shape, np.float32), on_cpu)
+    x, y = (jax.device_put(np.ones(shape, dtype), on_cpu)
             for shape in ((rows, inputs), (inputs, outputs)))  # fmt: skip
-    multiply = jax.jit(jnp.matmul)
+    multiply = jax.jit(functools.partial(products.einsum, "ri,io->ro", dtype=dtype))
     jax.block_until_ready(multiply(x, y))
     best, end = math.inf, time.perf_counter() + 1.0
     while time.perf_counter() < end:

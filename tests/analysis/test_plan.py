@@ -262,3 +262,13 @@ def test_the_speed_of_products_is_that_of_this_machine():
     # The best of many, so at least as fast as their mean, and no faster than any CPU.
     assert 2 * 256 * 128 * 512 / mean * 0.5 < here.peak < 1e14
     assert here.bytes > 2**28
+
+
+@pytest.mark.parametrize(("unit", "least"), [(True, 0.1), (False, 0.2)])
+def test_a_matrix_unit_waits_for_the_rest_of_a_step(unit, least, monkeypatch):
+    monkeypatch.setattr(arithmetic_plan.processor, "multiplies_bfloat16", lambda: unit)
+    monkeypatch.setattr(arithmetic_plan, "_measure_products", lambda *_: 1e12)
+    here = arithmetic_plan.this_cpu(256, 128, 512, jnp.bfloat16)
+    assert here.reached[0] == least
+    assert "1,000 GFLOP/s that this machine reached just now in bfloat16 products" in here.basis
+    assert arithmetic_plan.this_cpu(256, 128, 512).reached[0] == 0.2

@@ -14,6 +14,7 @@ from convbert_jax.recipes.planning import candidates
 from convbert_jax.recipes.planning.traced import make_batch, make_task
 from convbert_jax.recipes.results import PlanResult
 from convbert_jax.training import sharding
+from convbert_jax.training.environment.devices import compute_dtype
 from convbert_jax.training.memory import count_shards, kept_bytes
 from convbert_jax.training.program import make_program
 
@@ -32,7 +33,9 @@ def plan_by_arithmetic(
     if topology == "cpu":
         rows, length = make_batch(config)["tokens"].shape
         layer = rows * length // config.train.accumulation
-        devices = arithmetic_plan.this_cpu(layer, config.model.hidden_size, config.model.ffn_size)
+        shape = (layer, config.model.hidden_size, config.model.ffn_size)
+        device = types.SimpleNamespace(platform="cpu")
+        devices = arithmetic_plan.this_cpu(*shape, compute_dtype(config, device))
     else:
         devices = arithmetic_plan.read_gpus(topology)
     plan_one = functools.partial(_plan, devices=devices, teacher=teaching.open_teacher(config))
