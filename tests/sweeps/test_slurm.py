@@ -29,13 +29,17 @@ TOOLS = {
     "squeue": "cat {folder}/state",
     "scontrol": "",
 }
-# As launch/sweep.py: stops for a signal, once, when its cell is saved.
+# As launch/sweep.py: stops for a signal when its cell is saved, and for a second one at once, if
+# that is none passed on.
 RUNNER = """
 import pathlib, signal, sys, time
+from convbert_jax import interrupts
 asked = []
 def stop(number, frame):
-    asked.append(number)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if interrupts.is_first(number):
+        asked.append(number)
+        if len(asked) == 2:
+            sys.exit("a second signal")
 signal.signal(signal.SIGTERM, stop)
 assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
 with open("starts", "a") as file:
@@ -167,6 +171,31 @@ def test_two_signals_at_once_wait_for_no_runner_that_nobody_told(monkeypatch):
     monkeypatch.setattr(os, "kill", kill_later)
     job._tell()
     assert job._process.wait() == -signal.SIGTERM
+
+
+def test_a_second_signal_while_the_first_is_noted_costs_no_cell(submitted, monkeypatch):
+    job = Job((sys.executable, "runner.py"), str(submitted.folder))
+    job._process = subprocess.Popen(job.command, cwd=job.folder, preexec_fn=_deaf_to_submitit)
+    while not submitted.starts():
+        time.sleep(0.02)
+    kill, signals = os.kill, []
+
+    def kill_and_interrupt(*arguments):
+        kill(*arguments)
+        signals.append(arguments)
+        if len(signals) == 1:  # SIGUSR2 comes before it is noted that SIGTERM was passed on
+            time.sleep(0.1)
+            job.checkpoint()
+
+    monkeypatch.setattr(os, "kill", kill_and_interrupt)
+    job._tell()
+    assert len(signals) == 2
+    assert (submitted.folder / "saved").exists()
+
+
+def _deaf_to_submitit():
+    hear()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def test_a_cancelled_runner_saves_and_is_not_put_back(submitted):
