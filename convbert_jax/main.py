@@ -102,7 +102,7 @@ def _run(request: command_line.Request) -> str | None:
         pricing.use_compile_only_tpu()
     from convbert_jax import recipes
     from convbert_jax.interop import conversion, importing
-    from convbert_jax.interop.sequences import run as sequences
+    from convbert_jax.interop.runs import sequences
     from convbert_jax.training.environment import compilation, devices
 
     config, workdir = request.config, request.workdir

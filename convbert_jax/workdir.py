@@ -5,6 +5,7 @@ WORKDIR/.lock           held while a run is alive; the system drops it when the 
                         bucket, which has no locks, it is what `ownership.py` says
 WORKDIR/data            tokenizer and shards, unless config.data.directory names another folder
 WORKDIR/checkpoints     Orbax
+WORKDIR/vocabulary      copies of the vocabularies, with which the folder may be moved anywhere
 WORKDIR/metrics.jsonl   one line per log interval and evaluation; TensorBoard files beside it
 WORKDIR/curves.png      a picture of them; evaluation/, huggingface/, inside/, profile/ if asked for
 WORKDIR/report.html     what the run came to, of any recipe, for a browser
@@ -13,7 +14,7 @@ Of fine-tuning:
 
 WORKDIR/results.jsonl   one line for each finished run; table.md of all, glue_server/seed-N
 WORKDIR/unfinished      the run that is under way
-WORKDIR/TASK/seed-N     a model: a run's folder of its own, with predictions/ and vocabulary/
+WORKDIR/TASK/seed-N     a model: a run's folder of its own, with predictions/
 
 The first checkpoint or result is what binds a folder to its config. Until then every field may
 change: a start that failed, or was stopped while it prepared, costs nothing but the next command.
@@ -24,7 +25,7 @@ are read from a local disk.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from absl import logging
 from etils import epath
@@ -169,8 +170,38 @@ class Workdir:
 
     @property
     def vocabulary(self) -> epath.Path:
-        """Folder with a copy of the vocabulary's file, beside a fine-tuned model."""
+        """Folder with a copy of each vocabulary's file; what reads it is `interop`."""
         return self.path / "vocabulary"
+
+    @property
+    def _fingerprints(self) -> epath.Path:
+        return self.vocabulary / "fingerprints.json"
+
+    def keep_vocabularies(
+        self, paths: Mapping[str, epath.Path], fingerprints: Mapping[str, str]
+    ) -> None:
+        """Makes `vocabulary` copies of these files alone, and notes what they are known by.
+
+        Args:
+          paths: folder in `vocabulary`, "" for itself -> file.
+
+        Raises:
+          WorkdirError: it cannot be written.
+        """
+        with self._writable():
+            files.remove_tree(self.vocabulary)
+            for name, path in paths.items():
+                folder = self.vocabulary / name
+                folder.mkdir(parents=True, exist_ok=True)
+                files.copy(path, folder / path.name)
+            files.write_json(self._fingerprints, dict(fingerprints))
+
+    def read_fingerprints(self) -> dict[str, str]:
+        """Of `keep_vocabularies`, if it was called; DamagedFileError: it is not what it wrote."""
+        if not self._fingerprints.is_file():
+            return {}
+        remedy = "put it back from a copy of the run"
+        return files.read_json(self._fingerprints, remedy=remedy, fields={})
 
     # What is there
 

@@ -68,7 +68,7 @@ ROOMS = {
         "pytorch": set(),
         "fairseq": {"pytorch"},
         "mesh_tensorflow": {"tensorflow1"},
-        "sequences": {"tensorflow1", "fairseq", "mesh_tensorflow"},
+        "runs": {"tensorflow1", "fairseq", "mesh_tensorflow"},
     },
     "ops": {"mesh": set(), "xla": {"mesh"}, "tpu": {"xla"}, "gpu": set()},
 }

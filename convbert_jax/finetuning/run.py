@@ -249,13 +249,11 @@ def save_model(workdir: Workdir, config, task, tokenizer, params, steps: int, se
 
     All processes call it, with the whole of `params` on the host.
     """
-    vocabulary = workdir.vocabulary / tokenizer.path.name
     if jax.process_index() == 0:
         files.remove_tree(workdir.path)
-        vocabulary.parent.mkdir(parents=True)
-        files.copy(tokenizer.path, vocabulary)
+        workdir.keep_vocabularies({"": tokenizer.path}, {"": tokenizer.fingerprint})
     peers.wait_for_all("model's folder emptied")  # not its path, which hosts may spell differently
-    inside = str(vocabulary.relative_to(workdir.path))
+    inside = str((workdir.vocabulary / tokenizer.path.name).relative_to(workdir.path))
     section = dataclasses.replace(config.tokenizer, path=inside)
     own = dataclasses.replace(
         config, name=task.name, seed=seed, tokenizer=section, outputs=task.outputs

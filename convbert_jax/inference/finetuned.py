@@ -19,6 +19,7 @@ from convbert_jax.inference.answering import QuestionAnswerer
 from convbert_jax.inference.predictor import Predictor
 from convbert_jax.interop import matching, sources
 from convbert_jax.interop.networks import Network, join
+from convbert_jax.interop.runs.vocabulary import read_tokenizer
 from convbert_jax.training import sharding
 from convbert_jax.training.environment import devices
 from convbert_jax.workdir import Workdir
@@ -64,7 +65,7 @@ def read_finetuned(path: str, texts: int | None = None) -> tuple[Config, Any, To
             )
         _check_texts(path, config, texts)
         _, params = sources.read_params(workdir, config)
-        return config, params, sources.read_tokenizer(workdir, config)[0]
+        return config, params, read_tokenizer(workdir, config)[0]
     refuse_several(path)
     return from_source(path, sources.read_source(path), texts)
 

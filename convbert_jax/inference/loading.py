@@ -15,6 +15,7 @@ from convbert_jax.inference.writing.model import TextModel
 from convbert_jax.inference.writing.reading import change_decoding
 from convbert_jax.interop import matching, sources
 from convbert_jax.interop.networks import split
+from convbert_jax.interop.runs.vocabulary import read_tokenizer
 from convbert_jax.training.environment import compilation, devices
 from convbert_jax.workdir import Workdir
 
@@ -69,7 +70,7 @@ def _load_run(
         path,
         config,
         split(config, params),
-        sources.read_tokenizer(workdir, config)[0],
+        read_tokenizer(workdir, config)[0],
         step=step,
         length=config.finetune.length if is_finetuned else config.data.length,
         dtype=_choose_dtype(config, dtype),

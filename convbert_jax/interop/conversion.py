@@ -22,6 +22,7 @@ from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.huggingface import model_card
 from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
 from convbert_jax.interop.networks import ConversionError, Network, split
+from convbert_jax.interop.runs.vocabulary import read_tokenizer
 from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
 from convbert_jax.workdir import Workdir
 
@@ -57,7 +58,7 @@ def export(
     if form == "tensorflow1":
         step, moments = sources.read_moments(workdir, config, step)
     step, params = sources.read_params(workdir, config, step)
-    tokenizer, section = sources.read_tokenizer(workdir, config)
+    tokenizer, section = read_tokenizer(workdir, config)
     networks = split(config, params)
     output = output or workdir.export(form, step)
     _check_apart(output, workdir.path)

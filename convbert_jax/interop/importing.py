@@ -26,12 +26,12 @@ from convbert_jax.interop import certificate, matching
 from convbert_jax.interop.huggingface import config as huggingface_config
 from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.networks import ConversionError, Report, join
+from convbert_jax.interop.runs.vocabulary import keep_vocabularies, trained_folder
 from convbert_jax.interop.sources import (
     Source,
     check_fits,
     initialize,
     read_source,
-    vocabulary_folder,
 )
 from convbert_jax.training import state
 from convbert_jax.training.checkpoints import saving as checkpoint
@@ -68,7 +68,7 @@ def import_run(
     fields |= tokenizer_fields(source, config, given)
     logging.info("%s", _describe(fields, config))
     config = from_config_dict(to_dict(matching.replace(config, fields)))
-    tokenizer = load_tokenizer(config.tokenizer, vocabulary_folder(workdir, config))
+    tokenizer = load_tokenizer(config.tokenizer, trained_folder(workdir, config))
     check_tokenizer(tokenizer, config.tokenizer, [])
     params, report = initialize(config, source)
     for line in report.lines():
@@ -81,6 +81,7 @@ def import_run(
             checkpoints.save(filled, {}, last=True)  # the data begin at their first row
         finally:
             checkpoints.close()
+        keep_vocabularies(workdir, config, [tokenizer])
     logging.info("Wrote %s, step %d.", folder, int(filled.step))
     if filled.step >= config.train.steps:
         logging.warning(

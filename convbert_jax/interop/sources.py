@@ -11,9 +11,6 @@ from absl import logging
 
 from convbert_jax import files
 from convbert_jax.config import Config, mixers, to_text
-from convbert_jax.data.corpus import metadata as corpus
-from convbert_jax.data.tokenizer.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from convbert_jax.data.units import bucket
 from convbert_jax.interop import mark, matching
 from convbert_jax.interop.claims import check_finite, shown
 from convbert_jax.interop.huggingface import config as huggingface_config
@@ -29,6 +26,7 @@ from convbert_jax.interop.networks import (
     split,
     to_tree,
 )
+from convbert_jax.interop.runs.vocabulary import read_tokenizer
 from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
 from convbert_jax.training import state
 from convbert_jax.training.checkpoints import reading as checkpoint_reading
@@ -142,51 +140,6 @@ def read_moments(workdir: Workdir, config: Config, step: int | None = None):
         return split(config, tree, fold=lambda shared, own: own)
 
     return step, (networks("mu"), networks("nu"))
-
-
-def vocabulary_folder(workdir: Workdir, config: Config) -> Path:
-    """Where the vocabularies lie that were trained for a run: of shards in a bucket, their copy."""
-    return bucket.fetch(workdir.data(config), config.data.cache, rows=False)
-
-
-def read_tokenizer(workdir: Workdir, config: Config) -> tuple[Tokenizer, Any]:
-    """(the vocabulary of a run, the settings to open its file with).
-
-    Raises:
-      TokenizerError: it is not there any more, or another than the one that the run learned with.
-      DamagedFileError: what tells of that is not what was written.
-    """
-    section = config.tokenizer
-    own = workdir.path / section.path
-    if section.path and own.is_file():  # a fine-tuned model has its own copy
-        section = dataclasses.replace(section, path=str(files.local_copy(own)))
-        learned = None
-    else:
-        folder = Path(workdir.data(config)) if section.path else vocabulary_folder(workdir, config)
-        learned = None if config.reads_pairs else corpus.read_metadata(folder)
-    tokenizer = load_tokenizer(section, Path() if section.path else folder)
-    if learned:
-        check_vocabulary(tokenizer, learned["tokenizer"], workdir, folder)
-    path = str(tokenizer.path.absolute())
-    return tokenizer, dataclasses.replace(config.tokenizer, path=path)
-
-
-def check_vocabulary(
-    tokenizer: Tokenizer, fingerprint: str, workdir: Workdir, folder: Path
-) -> None:
-    """Refuses another vocabulary than the one that a run learned with.
-
-    Args:
-      fingerprint: of that one, as the metadata in `folder` tell.
-
-    Raises:
-      TokenizerError: it is another.
-    """
-    if tokenizer.fingerprint != fingerprint:
-        raise TokenizerError(
-            f"{tokenizer.path} is not the vocabulary that {workdir} learned with, as {folder} "
-            "tells; put that back."
-        )
 
 
 def check_fits(source: Source, config: Config) -> None:

@@ -23,9 +23,10 @@ from convbert_jax.inference import output as prediction_output
 from convbert_jax.inference import resume as prediction_resume
 from convbert_jax.inference import stream as prediction_stream
 from convbert_jax.inference.predictor import Answer
-from convbert_jax.inference.writing.reading import change_decoding, read_mean, read_tokenizers
+from convbert_jax.inference.writing.reading import change_decoding, read_mean
 from convbert_jax.inference.writing.writer import Writer
 from convbert_jax.interop import matching
+from convbert_jax.interop.runs.vocabulary import read_tokenizers
 from convbert_jax.recipes.results import PredictionResult
 from convbert_jax.training.environment import devices
 from convbert_jax.training.task import Params

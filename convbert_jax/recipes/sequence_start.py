@@ -10,8 +10,8 @@ from absl import logging
 
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
 from convbert_jax.data.tokenizer.tokenizer import follow_file
-from convbert_jax.inference.writing.reading import read_tokenizers
 from convbert_jax.interop import matching, sources
+from convbert_jax.interop.runs.vocabulary import read_tokenizers
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
 

@@ -10,10 +10,17 @@ import pytest
 
 from convbert_jax.config import UserError, from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
-from convbert_jax.interop import certificate, conversion, importing, matching, sources
+from convbert_jax.interop import (
+    certificate,
+    conversion,
+    importing,
+    matching,
+    sources,
+)
 from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
 from convbert_jax.interop.networks import ConversionError, split
+from convbert_jax.interop.runs.vocabulary import read_tokenizer
 from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
 from convbert_jax.recipes import start as recipes
 from convbert_jax.training.checkpoints import reading as checkpoint_reading
@@ -83,8 +90,8 @@ def test_there_and_back(run, tmp_path, form):
     assert imported.tokenizer.vocab_size == config.tokenizer.vocab_size
     for name, network in networks_of(tmp_path / "back").items():
         assert_same(networks_of(folder)[name], network)
-    tokenizer, _ = sources.read_tokenizer(Workdir(tmp_path / "back"), imported)
-    assert tokenizer.entries == sources.read_tokenizer(Workdir(folder), config)[0].entries
+    tokenizer, _ = read_tokenizer(Workdir(tmp_path / "back"), imported)
+    assert tokenizer.entries == read_tokenizer(Workdir(folder), config)[0].entries
 
 
 @pytest.mark.parametrize(
@@ -141,7 +148,7 @@ def test_an_official_run_goes_on(run, tmp_path):
     parts = networks_of(folder)
     moments = tuple(split(config, random_params(config, seed)) for seed in (1, 2))
     tensorflow1.write_checkpoint(tmp_path / "ckpt" / "m", parts, step=70, moments=moments)
-    path = str(sources.read_tokenizer(Workdir(folder), config)[0].path)
+    path = str(read_tokenizer(Workdir(folder), config)[0].path)
     start = plain(config, **{"tokenizer.path": path})
     importing.import_run(str(tmp_path / "ckpt"), start, tmp_path / "run")
     _, arrays = checkpoint_reading.load_arrays(tmp_path / "run" / "checkpoints", 70)
@@ -395,7 +402,7 @@ def test_a_run_starts_from_a_folder(run, exported, tmp_path):
 
 def test_a_run_starts_from_a_run(run, tmp_path):
     folder, config = run
-    path = str(sources.read_tokenizer(Workdir(folder), config)[0].path)
+    path = str(read_tokenizer(Workdir(folder), config)[0].path)
     start = start_from(config, folder, **{"tokenizer.path": path})
     params = recipes.fill(*recipes.read_start(start, Workdir(tmp_path)))
     jax.tree.map(
@@ -421,7 +428,7 @@ def test_another_number_of_entries_is_refused(run, exported, tmp_path):
 def test_another_vocabulary_is_refused(run, exported):
     folder, config = run
     source = sources.read_source(str(exported))
-    tokenizer, _ = sources.read_tokenizer(Workdir(folder), config)
+    tokenizer, _ = read_tokenizer(Workdir(folder), config)
     importing.check_vocabulary(source, tokenizer)
     tokenizer._vocabulary.entries[10] += "x"
     with pytest.raises(ConversionError, match="differ from entry 10 on"):

@@ -8,14 +8,15 @@ import shlex
 import shutil
 
 import jax
+import numpy as np
 import pytest
 from absl.testing import flagsaver
 
 import convbert_jax
 from convbert_jax import command_line, recipes
 from convbert_jax.config import UserError
-from convbert_jax.interop import sources
 from convbert_jax.interop.matching import replace
+from convbert_jax.interop.runs.vocabulary import read_tokenizer
 from convbert_jax.recipes import prediction, pretraining
 from convbert_jax.recipes.reports import pretraining_page
 from convbert_jax.training.environment import signals
@@ -255,11 +256,38 @@ def test_the_page_says_that_a_run_went_back(pretraining_config, tmp_path):
 
 def test_a_vocabulary_of_the_same_size_from_elsewhere_is_refused(pretrained, tmp_path):
     run = shutil.copytree(pretrained.folder, tmp_path / "run")
-    tokenizer, _ = sources.read_tokenizer(Workdir(run), Workdir(run).read_config())
+    tokenizer, _ = read_tokenizer(Workdir(run), Workdir(run).read_config())
     assert run in tokenizer.path.parents
     tokenizer.path.write_bytes(tokenizer.path.read_bytes() + b"\x1a\x00")  # the same pieces
     with pytest.raises(UserError, match=r"is not the vocabulary that .* learned with"):
         convbert_jax.load(run)
+
+
+def test_a_run_is_all_that_its_model_needs(pretraining_config, tmp_path, monkeypatch):
+    """Shards and the working directory it began in are gone; it is moved and used from there."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    recipes.pretrain(replace(pretraining_config, {"data.directory": "shards"}), "runs/first")
+    before = convbert_jax.load("runs/first").encode(["The cat sat."])
+    run = shutil.copytree("runs/first", tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    shutil.rmtree(tmp_path / "here")
+    np.testing.assert_array_equal(convbert_jax.load(run).encode(["The cat sat."]), before)
+    second = dataclasses.replace(pretraining_config, init_from=str(run))
+    recipes.pretrain(second, tmp_path / "second")
+    shutil.rmtree(run)
+    convbert_jax.load(tmp_path / "second")
+
+
+def test_the_copy_is_of_the_vocabulary_that_was_learned_with(pretraining_config, tmp_path):
+    """A start that is refused leaves it as it is."""
+    recipes.pretrain(pretraining_config, tmp_path)
+    (copy,) = (tmp_path / "vocabulary").glob("*.model")
+    before = copy.read_bytes()
+    shutil.rmtree(tmp_path / "data")
+    with pytest.raises(UserError, match=r"another (config|corpus)"):
+        recipes.pretrain(replace(pretraining_config, {"tokenizer.vocab_size": 190}), tmp_path)
+    assert copy.read_bytes() == before
 
 
 def test_revisions_leave_out_a_generator_that_their_format_cannot_hold(

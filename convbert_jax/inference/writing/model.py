@@ -9,8 +9,9 @@ from convbert_jax.config import Config
 from convbert_jax.data.inputs.arguments import ArgumentError, as_single_texts
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.inference.model import ModelError
-from convbert_jax.inference.writing.reading import change_decoding, read_mean, read_tokenizers
+from convbert_jax.inference.writing.reading import change_decoding, read_mean
 from convbert_jax.inference.writing.writer import Writer
+from convbert_jax.interop.runs.vocabulary import read_tokenizers
 from convbert_jax.workdir import Workdir
 
 

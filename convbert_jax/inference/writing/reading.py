@@ -1,4 +1,4 @@
-"""The writer of a run: its vocabularies, and the mean of its newest checkpoints."""
+"""The writer of a run: the mean of its newest checkpoints, and how it decodes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,31 +9,11 @@ from absl import logging
 
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
 from convbert_jax.config.checks.sequences import check_asked_decoding
-from convbert_jax.data.parallel import metadata as pairs
-from convbert_jax.data.parallel import vocabularies
-from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.interop import matching, sources
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
 
 _OF_SCORES = ("test_sources", "score_words")  # fields of config.decoding
-
-
-def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokenizer]:
-    """Of what the model reads and of what it writes; one object twice where they are one.
-
-    Raises:
-      TokenizerError: they are not there any more, or others than those that the run learned with.
-      DamagedFileError: what tells of these is not what was written.
-    """
-    if not config.reads_pairs:
-        return (sources.read_tokenizer(workdir, config)[0],) * 2
-    folder = sources.vocabulary_folder(workdir, config)
-    found, metadata = tuple(vocabularies.load(config, folder)), pairs.read_metadata(folder)
-    learned = metadata["tokenizers"] if metadata else ()
-    for tokenizer, fingerprint in zip(found, learned, strict=False):
-        sources.check_vocabulary(tokenizer, fingerprint, workdir, folder)
-    return found
 
 
 def read_mean(

@@ -12,7 +12,7 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.records import write_record
 from convbert_jax.data.units import bucket
 from convbert_jax.doctor.start import Start
-from convbert_jax.interop import sources
+from convbert_jax.interop.runs.vocabulary import read_tokenizer
 from convbert_jax.recipes import prepared
 from convbert_jax.training.environment import roll_call
 from convbert_jax.workdir import Workdir
@@ -69,7 +69,7 @@ def test_nothing_is_measured_again(published, machine, monkeypatch):
 
 
 def test_a_vocabulary_comes_without_shards(published, machine, tmp_path):
-    tokenizer, _ = sources.read_tokenizer(Workdir("unused"), machine("second"))
+    tokenizer, _ = read_tokenizer(Workdir("unused"), machine("second"))
     assert tokenizer.vocab_size == 300
     here = tokenizer.path.parent
     assert here.is_relative_to(tmp_path / "second")

@@ -14,7 +14,7 @@ from convbert_jax.decoding import search
 from convbert_jax.interop.fairseq.model import read
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import ConversionError
-from convbert_jax.interop.sequences import run
+from convbert_jax.interop.runs import sequences
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def imported(folder, tmp_path_factory):
     place = tmp_path_factory.mktemp("imported") / "run"
-    return run.import_run(str(folder), config_of(), place), place
+    return sequences.import_run(str(folder), config_of(), place), place
 
 
 def test_it_translates_as_it_is(folder, imported):
@@ -76,7 +76,7 @@ def test_another_run_trains_on_from_it(imported, tmp_path):
     _, place = imported
     rng = np.random.default_rng(0)
     for name in ("source", "target"):
-        entries = (place / "vocabulary" / f"{name}.pieces").read_text().split()[4:]
+        entries = (place / "vocabulary" / name / f"{name}.pieces").read_text().split()[4:]
         lines = [" ".join(rng.choice(entries, rng.integers(2, 8))) for _ in range(60)]
         (tmp_path / name).write_text("\n".join(lines) + "\n")
     fields = {
@@ -103,18 +103,18 @@ def test_another_run_trains_on_from_it(imported, tmp_path):
 def test_what_does_not_fit_is_refused(folder, imported, tmp_path):
     _, place = imported
     with pytest.raises(ConversionError, match="holds a run already"):
-        run.import_run(str(folder), config_of(), place)
+        sequences.import_run(str(folder), config_of(), place)
     with pytest.raises(ConversionError, match=r"is an encoder-decoder .*translation\.py"):
-        run.import_run(str(folder), config_of("causal_lm"), tmp_path / "a")
+        sequences.import_run(str(folder), config_of("causal_lm"), tmp_path / "a")
     asked = config_of(model__ffn_size=48)
     with pytest.raises(ConversionError, match=r"--config\.model\.ffn_size=48, but .* has"):
-        run.import_run(str(folder), asked, tmp_path / "a", {"model.ffn_size"})
+        sequences.import_run(str(folder), asked, tmp_path / "a", {"model.ffn_size"})
     assert not (tmp_path / "a").exists()
 
 
 def test_pieces_are_a_vocabulary(imported, tmp_path):
     _, place = imported
-    path = place / "vocabulary" / "source.pieces"
+    path = place / "vocabulary" / "source" / "source.pieces"
     section = follow_file(dataclasses.replace(config_of().tokenizer, path=str(path)))
     assert (section.kind, section.vocab_size) == ("pieces", SIZES[0])
     tokenizer = Tokenizer(section, path)

@@ -15,7 +15,7 @@ from convbert_jax.interop.matching import replace
 from convbert_jax.interop.mesh_tensorflow.model import END, PAD, read
 from convbert_jax.interop.mesh_tensorflow.vocabulary import fill_up
 from convbert_jax.interop.networks import ConversionError
-from convbert_jax.interop.sequences import run
+from convbert_jax.interop.runs import sequences
 
 torch = pytest.importorskip("torch")
 
@@ -63,7 +63,7 @@ def checkpoint(vocabulary, tmp_path_factory):
 def imported(checkpoint, vocabulary, tmp_path_factory):
     place = tmp_path_factory.mktemp("imported") / "run"
     config = config_of(**{"tokenizer.path": str(vocabulary)})
-    return run.import_run(str(checkpoint), config, place, {"tokenizer.path"}), place
+    return sequences.import_run(str(checkpoint), config, place, {"tokenizer.path"}), place
 
 
 def test_it_writes_as_it_is(checkpoint, imported):
@@ -143,7 +143,7 @@ def test_it_may_write_as_mesh_tensorflow_does(checkpoint, vocabulary, tmp_path):
         **{"tokenizer.path": str(vocabulary), "sequence.decoder_mixer_fields": fields}
     )
     given = {"tokenizer.path", "sequence.decoder_mixer_fields"}
-    config = run.import_run(str(checkpoint), config, tmp_path / "run", given)
+    config = sequences.import_run(str(checkpoint), config, tmp_path / "run", given)
     assert config.sequence.decoder_mixer_fields == fields
     assert config.encoder_decoder.decoder.stages[0].layer.mixer.reads_begin
 
@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused(checkpoint, vocabulary, imported, tmp_path
 
     def refused(sentence, config, path=tmp_path / "a", given=()):
         with pytest.raises(ConversionError, match=sentence):
-            run.import_run(str(checkpoint), config, path, given)
+            sequences.import_run(str(checkpoint), config, path, given)
         assert path == place or not path.exists()
 
     refused("holds a run already", config_of(**there), place)

@@ -14,6 +14,7 @@ from etils import epath
 from convbert_jax import files
 from convbert_jax.config import Config, ModelSection, from_config_dict, to_dict
 from convbert_jax.config.sequences import SequenceSection
+from convbert_jax.data.parallel.vocabularies import SIDES
 from convbert_jax.data.tokenizer.pieces_model import SUFFIX
 from convbert_jax.data.tokenizer.tokenizer import follow_file
 from convbert_jax.interop import matching
@@ -28,7 +29,6 @@ from convbert_jax.training.checkpoints.saving import Checkpoints
 from convbert_jax.training.optimizer import make_optimizer
 from convbert_jax.workdir import Workdir
 
-VOCABULARY = "vocabulary"  # folder of the run
 _MODEL = "words.model"
 
 
@@ -93,7 +93,7 @@ def import_run(
         logging.info("%s", note)
     with workdir.open(config):
         for name, content in found.vocabularies.items():
-            _write(workdir.path / VOCABULARY / name, content)
+            _write(_place(workdir, name), content)
         follow_file(config.tokenizer)  # what was written is a vocabulary
         transformation = make_optimizer(config.optimizer, config.train.steps)
         fresh = state.create(jax.tree.map(jax.numpy.asarray, found.params), transformation)
@@ -200,12 +200,17 @@ def _fields(found: Found) -> dict[str, Any]:
 
 def _paths(found: Found, workdir: Workdir) -> dict[str, str]:
     """Where the vocabularies will be."""
-    folder = files.absolute(workdir.path) / VOCABULARY
-    source, *target = (str(folder / name) for name in found.vocabularies)
+    source, *target = (str(files.absolute(_place(workdir, n))) for n in found.vocabularies)
     return {
         "tokenizer.path": source,
         "parallel.target_vocabulary": target[0] if target else "",
     }
+
+
+def _place(workdir: Workdir, name: str) -> epath.Path:
+    """Of a vocabulary, as `vocabulary.read_tokenizers` looks for it."""
+    side = Path(name).stem
+    return workdir.vocabulary / (side if side in SIDES else "") / name
 
 
 def _check_same(found: Found, config: Config) -> None:

@@ -1,1 +1,0 @@
-"""Models of others that write text, as runs."""

@@ -1,0 +1,85 @@
+"""Copies of the vocabularies in the folder of a run."""
+
+import dataclasses
+import shutil
+
+import pytest
+
+from convbert_jax.config import UserError
+from convbert_jax.data.parallel import vocabularies
+from convbert_jax.files import DamagedFileError
+from convbert_jax.interop.runs.vocabulary import (
+    keep_vocabularies,
+    read_tokenizer,
+    read_tokenizers,
+)
+from convbert_jax.recipes import prepared
+from convbert_jax.workdir import Workdir, WorkdirError
+from tests.data.parallel import conftest as pairs
+
+
+@pytest.fixture
+def translation(tmp_path):
+    source = pairs.write_files(tmp_path, pairs.make_pairs(200))
+    made = pairs.make_config.__wrapped__()(source, shared_vocabulary=False)
+    return dataclasses.replace(made, recipe="translation")
+
+
+def test_of_two_texts(translation, tmp_path):
+    workdir = Workdir(tmp_path / "run")
+    text = prepared.prepare(translation, workdir.data(translation))
+    keep_vocabularies(workdir, translation, text.vocabularies)
+    shutil.rmtree(workdir.data(translation))
+    found = read_tokenizers(workdir, translation)
+    assert [t.fingerprint for t in found] == [t.fingerprint for t in text.vocabularies]
+    assert found[0].fingerprint != found[1].fingerprint
+    one, other = (workdir.vocabulary / side / "tokenizer.model" for side in vocabularies.SIDES)
+    swapped = one.read_bytes(), other.read_bytes()
+    for path, content in zip((other, one), swapped, strict=True):
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=r"is not the vocabulary that .* learned with"):
+        read_tokenizers(workdir, translation)
+
+
+def test_of_a_run_that_began_before_there_were_copies(make_run):
+    folder, config = make_run()
+    assert not (folder / "vocabulary").exists()
+    tokenizer, section = read_tokenizer(Workdir(folder), config)
+    assert section.path == str(tokenizer.path)
+    assert tokenizer.path.parent == folder / "data"
+
+
+def test_old_ones_are_no_more(make_run):
+    folder, config = make_run()
+    workdir = Workdir(folder)
+    tokenizer, _ = read_tokenizer(workdir, config)
+    workdir.vocabulary.mkdir()
+    (workdir.vocabulary / "vocab.txt").write_text("of another start")
+    keep_vocabularies(workdir, config, [tokenizer])
+    assert {path.name for path in workdir.vocabulary.iterdir()} == {
+        tokenizer.path.name,
+        "fingerprints.json",
+    }
+    assert read_tokenizer(workdir, config)[0].path.parent == workdir.vocabulary
+
+
+def test_a_damaged_note_is_named(make_run):
+    folder, config = make_run()
+    workdir = Workdir(folder)
+    keep_vocabularies(workdir, config, [read_tokenizer(workdir, config)[0]])
+    (workdir.vocabulary / "fingerprints.json").write_text("[]")
+    with pytest.raises(DamagedFileError, match="put it back from a copy of the run"):
+        read_tokenizer(workdir, config)
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(make_run, monkeypatch):
+    folder, config = make_run()
+    workdir = Workdir(folder)
+    tokenizer, _ = read_tokenizer(workdir, config)
+
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("convbert_jax.files.copy", full)
+    with pytest.raises(WorkdirError, match=r"cannot be written \(No space left on device\)"):
+        keep_vocabularies(workdir, config, [tokenizer])
