@@ -10,7 +10,7 @@ import dataclasses
 from convbert_jax.config.changes import Changeable
 
 KINDS = ("classification", "regression", "tagging", "span")
-HEADS = ("auto", "sequence", "mean", "first_token", "token", "span", "span_beam")
+HEADS = ("auto", "sequence", "first_and_mean", "first_token", "token", "span", "span_beam")
 VECTORIZE = ("auto", "true", "false")
 
 
@@ -27,10 +27,10 @@ class FinetuneSection:
     from_scratch: bool = False
     # auto: sequence for classification and regression, token for tagging, span for answers.
     # sequence: dense, GELU, dense on [CLS], as ConvBertForSequenceClassification has it, so that
-    # an exported folder loads there. mean: the same on the mean of all tokens, which auto takes
-    # where no layer reads the whole row: a convolution shows [CLS] the beginning of a text alone.
-    # Release: first_token, one dense (Glorot) on [CLS], and span_beam, whose ends depend on the
-    # start.
+    # an exported folder loads there. first_and_mean: the same on [CLS] beside the mean of all
+    # tokens, which auto takes where no layer reads the whole row: a convolution shows [CLS] the
+    # beginning of a text alone. Release: first_token, one dense (Glorot) on [CLS], and span_beam,
+    # whose ends depend on the start.
     head: str = "auto"
     # tokens of a row, special ones counted; longer texts lose the end of the longer one of a pair,
     # and the log says how many did

@@ -62,12 +62,12 @@ class FinetunedModel(nnx.Module):
         """
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         hidden = self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=keys[0])
-        if self.kind == "mean":
-            hidden = _mean(hidden, segment_ids)
+        if self.kind == "first_and_mean":
+            hidden = jnp.concatenate([hidden[:, :1], _mean(hidden, segment_ids)], -1)
         elif self.kind != "token":
             hidden = hidden[:, :1]
         hidden = dropout(hidden, self.dropout, keys[1])
-        if self.kind in ("sequence", "mean"):
+        if self.kind in ("sequence", "first_and_mean"):
             return self.head(hidden, self.dropout, keys[2])
         logits = self.head(hidden)
         return logits if self.kind == "token" else logits[:, 0]
@@ -82,6 +82,11 @@ def _mean(hidden, segment_ids):
 
 def _sequence_head(config: Config, starts, rngs) -> SequenceHead:
     return SequenceHead(config.encoder.hidden_size, len(config.outputs.labels), starts, rngs)
+
+
+def _first_and_mean_head(config: Config, starts, rngs) -> SequenceHead:
+    size = config.encoder.hidden_size
+    return SequenceHead(size, len(config.outputs.labels), starts, rngs, inputs=2 * size)
 
 
 def _token_head(config: Config, starts, rngs) -> TokenHead:
@@ -100,7 +105,7 @@ def _span_beam_head(config: Config, starts, rngs) -> SpanBeamHead:
 # config.outputs.head -> (config, initializers, rngs) -> the module
 HEADS = {
     "sequence": _sequence_head,
-    "mean": _sequence_head,
+    "first_and_mean": _first_and_mean_head,
     "first_token": _release_head,
     "token": _token_head,
     "span": _token_head,

@@ -62,10 +62,20 @@ class PairHead(nnx.Module):
 class SequenceHead(nnx.Module):
     """Logits of a whole text from its first token: dense, GELU, dense (Hugging Face's ConvBert and
     Electra classes; the release has one dense, `TokenHead` on the first token).
+
+    Args:
+      inputs: channels of the token, if not `hidden_size`.
     """
 
-    def __init__(self, hidden_size: int, labels: int, initializers: Initializers, rngs: nnx.Rngs):
-        self.dense = Dense(hidden_size, hidden_size, initializers.dense, rngs)
+    def __init__(
+        self,
+        hidden_size: int,
+        labels: int,
+        initializers: Initializers,
+        rngs: nnx.Rngs,
+        inputs: int | None = None,
+    ):
+        self.dense = Dense(inputs or hidden_size, hidden_size, initializers.dense, rngs)
         self.output = Dense(hidden_size, labels, initializers.dense, rngs)
 
     def __call__(

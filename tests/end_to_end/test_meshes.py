@@ -65,7 +65,7 @@ STAGES = (  # three kinds of layers, one from outside of the package
 )
 LOSSES = {
     "sequence": classification.text_losses,
-    "mean": classification.text_losses,
+    "first_and_mean": classification.text_losses,
     "token": classification.tag_losses,
     "span": span_extraction.plain_losses,
     "span_beam": span_extraction.beam_losses,

@@ -16,7 +16,7 @@ from convbert_jax.objectives import classification, span_extraction
 
 LOSSES = {
     "sequence": classification.text_losses,
-    "mean": classification.text_losses,
+    "first_and_mean": classification.text_losses,
     "first_token": classification.text_losses,
     "token": classification.tag_losses,
     "span": span_extraction.plain_losses,

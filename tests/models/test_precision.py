@@ -173,7 +173,9 @@ def test_layers_keep_nothing_in_float32_for_the_backward_pass(step, remat, accel
         assert array.dtype != F32 or array.shape[-1] in (1, 9, 18)
 
 
-@pytest.mark.parametrize("head", ["sequence", "mean", "first_token", "token", "span", "span_beam"])
+@pytest.mark.parametrize(
+    "head", ["sequence", "first_and_mean", "first_token", "token", "span", "span_beam"]
+)
 def test_finetuning_sums_in_float32(make_config, head, accelerator):
     config = make_config()
     outputs = dataclasses.replace(config.outputs, head=head, labels=("a", "b"))

@@ -9,8 +9,8 @@ from convbert_jax.config.run import Config
 
 # kind of task -> heads that it may have
 HEADS_OF_KIND = {
-    "classification": ("sequence", "mean", "first_token"),
-    "regression": ("sequence", "mean", "first_token"),
+    "classification": ("sequence", "first_and_mean", "first_token"),
+    "regression": ("sequence", "first_and_mean", "first_token"),
     "tagging": ("token",),
     "span": ("span", "span_beam"),
 }
@@ -73,7 +73,8 @@ def choose_head(head: str, kind: str, task: str, reads_whole_row: bool) -> str:
     """
     allowed = HEADS_OF_KIND[kind]
     if head == "auto":
-        return allowed[0] if reads_whole_row or "mean" not in allowed else "mean"
+        whole = reads_whole_row or "first_and_mean" not in allowed
+        return allowed[0] if whole else "first_and_mean"
     if head not in allowed:
         raise ConfigError(
             f"config.finetune.head={head} is not for the task {task}, a {kind}; set it to auto or "

@@ -142,15 +142,16 @@ def _choose_head(source, config):
     whole = config.encoder.reads_whole_row
     head = choose_head(config.finetune.head, source.kind, source.name, whole)
     if source.kind != "tagging" and not whole:
-        if head == "mean":
+        if head == "first_and_mean":
             logging.info(
-                "%s: finetune.head=mean, as no layer of this encoder reads the whole row.",
+                "%s: finetune.head=%s, as no layer of this encoder reads the whole row.",
                 source.name,
+                head,
             )
         else:
             logging.warning(
                 "%s: config.finetune.head=%s reads [CLS], to which this encoder shows the "
-                "beginning of a text alone; --config.finetune.head=mean reads all of it.",
+                "beginning of a text alone; --config.finetune.head=first_and_mean reads all of it.",
                 source.name,
                 head,
             )

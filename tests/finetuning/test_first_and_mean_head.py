@@ -1,4 +1,4 @@
-"""The head on the mean of all tokens, which an encoder of convolutions alone needs."""
+"""The head on [CLS] and the mean of all tokens, which an encoder of convolutions alone needs."""
 
 import dataclasses
 
@@ -62,9 +62,9 @@ def test_convolutions_see_the_end_of_a_text_by_its_mean(
     config = make_config(**CONVOLUTION, **fields)
     with caplog.at_level("INFO"):
         task = classification.make_task(source, config, vocabulary)
-    assert task.outputs.head == {"auto": "mean"}.get(head, head)
+    assert task.outputs.head == {"auto": "first_and_mean"}.get(head, head)
     assert ("no layer of this encoder reads the whole row" in caplog.text) == learns
-    assert ("--config.finetune.head=mean" in caplog.text) != learns
+    assert ("--config.finetune.head=first_and_mean" in caplog.text) != learns
     programs = make_programs(config)
     (result,) = run.finetune(config, Workdir(tmp_path), [lambda: task], programs, vocabulary, None)
     accuracy = result.chosen_runs[0].scores["validation"]["accuracy"]
@@ -92,7 +92,7 @@ def test_one_layer_of_attention_is_enough(make_config):
 @pytest.fixture(scope="module")
 def model(make_config):
     config = make_config(**CONVOLUTION)
-    outputs = dataclasses.replace(config.outputs, head="mean", labels=("a", "b"))
+    outputs = dataclasses.replace(config.outputs, head="first_and_mean", labels=("a", "b"))
     return FinetunedModel(dataclasses.replace(config, outputs=outputs), nnx.Rngs(0))
 
 
@@ -108,7 +108,8 @@ def test_padding_is_not_in_the_mean(model):
     beside = model.classify(padded(tokens, 7), padded(ones, 0), padded(types, 0))
     np.testing.assert_allclose(beside, alone, atol=1e-6)
     hidden = model.encode(tokens, ones, types)
-    np.testing.assert_allclose(model.head(hidden.mean(1, keepdims=True)), alone, atol=1e-6)
+    both = jnp.concatenate([hidden[:, 0], hidden.mean(1)], -1)
+    np.testing.assert_allclose(model.head(both[:, None]), alone, atol=1e-6)
 
 
 def test_an_empty_row_is_finite(model):
@@ -119,5 +120,6 @@ def test_an_empty_row_is_finite(model):
 
 def test_tags_have_no_mean(make_config, source, vocabulary):
     tagging = dataclasses.replace(source, kind="tagging")
-    with pytest.raises(ConfigError, match=r"finetune\.head=mean is not for the task last"):
-        classification.make_task(tagging, make_config(finetune__head="mean"), vocabulary)
+    config = make_config(finetune__head="first_and_mean")
+    with pytest.raises(ConfigError, match="head=first_and_mean is not for the task last"):
+        classification.make_task(tagging, config, vocabulary)
