@@ -1,10 +1,10 @@
 """Whole pre-training steps of small and base, in the variants that matter on a GPU."""
 
 import contextlib
-import importlib
 import statistics
 import time
 
+import convbert_jax
 from benchmarks.on_gpu.session import Session
 
 NO_DROPOUT = {"model.attention_dropout": 0.0}
@@ -63,22 +63,13 @@ def run(session: Session, part: str, smoke: bool) -> None:
     session.run(part, lambda: _with_memory(session, size, variant, SMOKE if smoke else {}))
 
 
-def read_config(size: str, overrides: dict):
-    """The config of the package, as the command line reads it, with other values in some fields."""
-    from convbert_jax.config import from_config_dict
-
-    fields = importlib.import_module(f"configs.{size}").get_config()
-    fields.update_from_flattened_dict(overrides)
-    return from_config_dict(fields)
-
-
 def _with_memory(session: Session, size: str, variant: str, overrides: dict) -> dict:
     """With the batch of the config, or half of it until it fits, which `batch` then says."""
-    batch = read_config(size, overrides).train.batch_size
+    batch = convbert_jax.load_config(size, **overrides).train.batch_size
     while True:
         given = {**VARIANTS[variant], **overrides, "train.batch_size": batch}
         try:
-            return _measure(session, read_config(size, given), variant)
+            return _measure(session, convbert_jax.load_config(size, **given), variant)
         except Exception as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or batch // 2 < LEAST:
                 raise

@@ -10,6 +10,7 @@ import time
 import jax
 import pytest
 
+import convbert_jax
 from benchmarks.on_gpu import pytorch, session, steps
 from convbert_jax.recipes.planning import traced
 from tests import compiling
@@ -141,7 +142,7 @@ def test_a_section_is_ended_at_its_limit_and_says_what_is_missing(tmp_path):
 
 @pytest.mark.parametrize(("size", "variant"), steps.CASES)
 def test_variants_are_configs(size, variant):
-    config = steps.read_config(size, steps.VARIANTS[variant])
+    config = convbert_jax.load_config(size, **steps.VARIANTS[variant])
     assert config.name == size
     assert (config.model.attention == "cudnn") == ("cudnn" in variant)
     assert (config.model.convolution == "xla") == ("by xla" in variant)
@@ -154,7 +155,7 @@ def test_variants_are_configs(size, variant):
 def test_pytorch_has_models_of_our_sizes(size):
     """ConvBERT's discriminator with its head has as many parameters as ours."""
     torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    config = steps.read_config(size, {})
+    config = convbert_jax.load_config(size)
     with torch.device("meta"):
         network, _ = pytorch._convbert(config, "meta")
     found = sum(p.numel() for n in ("discriminator", "head") for p in network[n].parameters())
