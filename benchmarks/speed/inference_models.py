@@ -73,9 +73,11 @@ def _write_onnx(folder: Path) -> None:
 
 
 class Models:
-    """The three, each with the threads that this process may run."""
+    """The three, each with the threads that this process may run; ours and PyTorch's compute in
+    `dtype`, ONNX Runtime in the float32 of the file.
+    """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, dtype: str = "float32"):
         import onnxruntime
         import torch
         import transformers
@@ -85,9 +87,10 @@ class Models:
         threads = len(os.sched_getaffinity(0))
         torch.set_num_threads(threads)
         self.folder = folder
-        self.ours = convbert_jax.load(folder / "run")
+        self.dtype = dtype
+        self.ours = convbert_jax.load(folder / "run", dtype=dtype)
         self.torch = transformers.AutoModel.from_pretrained(
-            folder / "exported", attn_implementation="eager"
+            folder / "exported", attn_implementation="eager", dtype=dtype
         ).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "exported")
         options = onnxruntime.SessionOptions()
@@ -104,4 +107,4 @@ class Models:
         import torch
 
         with torch.inference_mode():
-            return self.torch(*map(torch.from_numpy, arrays)).last_hidden_state.numpy()
+            return self.torch(*map(torch.from_numpy, arrays)).last_hidden_state.float().numpy()
