@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from convbert_jax.data.corpus import position
 from convbert_jax.data.corpus.corpus import Corpus, Split
 from convbert_jax.data.corpus.pairs import UNLABELLED
 from convbert_jax.data.corpus.rows import ShardReader
@@ -130,7 +131,7 @@ class Batches:
 
     def get_state(self) -> dict[str, Any]:
         """What `set_state` needs to go on with the next batch; plain JSON."""
-        return {"next_batch": self._next_batch, **self._identity}
+        return position.write(self._next_batch, self._identity)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to where `get_state` was called.
@@ -138,13 +139,7 @@ class Batches:
         Raises:
           DataError: the state is of another corpus, seed, batch size or kind of shuffling.
         """
-        for name, here in self._identity.items():
-            if state.get(name) != here:
-                raise DataError(
-                    f"The position in the data was saved with {name}={state.get(name)!r} but this "
-                    f"run has {name}={here!r}; set it back, or start a new run."
-                )
-        self._start(int(state["next_batch"]))
+        self._start(position.read(state, self._identity))
 
     def close(self) -> None:
         """Ends the threads and closes the files."""

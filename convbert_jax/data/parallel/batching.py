@@ -13,6 +13,7 @@ import numpy as np
 from absl import logging
 
 from convbert_jax.config import ParallelSection
+from convbert_jax.data.corpus import position
 from convbert_jax.data.corpus.rows import ShardReader
 from convbert_jax.data.corpus.shards import Verification
 from convbert_jax.data.errors import DataError
@@ -147,7 +148,7 @@ class PairBatches:
 
     def get_state(self) -> dict[str, Any]:
         """What `set_state` needs to go on with the next batch; plain JSON."""
-        return {"next_batch": self._next_batch, **self._identity}
+        return position.write(self._next_batch, self._identity)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to where `get_state` was called.
@@ -155,15 +156,10 @@ class PairBatches:
         Raises:
           DataError: the state is of other pairs, another seed or other shapes.
         """
-        for name, here in self._identity.items():
-            if state.get(name) != here:
-                raise DataError(
-                    f"The position in the data was saved with {name}={state.get(name)!r} but this "
-                    f"run has {name}={here!r}; set it back, or start a new run."
-                )
+        next_batch = position.read(state, self._identity)
         while self._pending:
             self._pending.pop().cancel()
-        self._next_batch = int(state["next_batch"])
+        self._next_batch = next_batch
 
     def close(self) -> None:
         """Ends the threads and closes the files."""
