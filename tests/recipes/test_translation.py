@@ -323,7 +323,7 @@ def test_predictions_that_cannot_be_are_one_sentence(predict, output, options, s
 
 def test_a_vocabulary_of_the_same_size_from_elsewhere_is_refused(translated, tmp_path):
     run = shutil.copytree(translated.folder, tmp_path / "run")
-    model = run / "data" / "tokenizer.model"
+    model = run / "vocabulary" / "tokenizer.model"
     model.write_bytes(model.read_bytes() + b"\x1a\x00")  # the same pieces, as other bytes
     with pytest.raises(UserError, match=r"is not the vocabulary that .* learned with"):
         convbert_jax.load(run)
