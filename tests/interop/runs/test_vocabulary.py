@@ -2,12 +2,15 @@
 
 import dataclasses
 import shutil
+import types
 
 import pytest
 
-from convbert_jax.config import UserError
+from convbert_jax.config import OutputsSection, UserError
 from convbert_jax.data.parallel import vocabularies
 from convbert_jax.files import DamagedFileError
+from convbert_jax.finetuning.run import save_model
+from convbert_jax.inference.finetuned import read_finetuned
 from convbert_jax.interop.runs.vocabulary import (
     keep_vocabularies,
     read_tokenizer,
@@ -16,6 +19,7 @@ from convbert_jax.interop.runs.vocabulary import (
 from convbert_jax.recipes import prepared
 from convbert_jax.workdir import Workdir, WorkdirError
 from tests.data.parallel import conftest as pairs
+from tests.interop.conftest import make_config, random_params
 
 
 @pytest.fixture
@@ -83,3 +87,22 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(make_run, monkeypatch):
     monkeypatch.setattr("convbert_jax.files.copy", full)
     with pytest.raises(WorkdirError, match=r"cannot be written \(No space left on device\)"):
         keep_vocabularies(workdir, config, [tokenizer])
+
+
+def test_of_a_fine_tuned_model(make_run, tmp_path):
+    """One flipped bit in it is not read as another word."""
+    folder, config = make_run(layers=1)
+    outputs = OutputsSection(task="t", kind="classification", head="sequence", labels=("a", "b"))
+    model = dataclasses.replace(make_config(recipe="finetune", layers=1), outputs=outputs)
+    task = types.SimpleNamespace(name="t", outputs=outputs)
+    tokenizer, _ = read_tokenizer(Workdir(folder), config)
+    place = tmp_path / "seed-0"
+    save_model(Workdir(place), model, task, tokenizer, random_params(model, seed=4), 4, 0)
+    _, _, found = read_finetuned(str(place))
+    assert found.path.parent == place / "vocabulary"
+    damaged = bytearray(found.path.read_bytes())
+    word = max(found.entries, key=len).encode()
+    damaged[damaged.index(word) + len(word) - 1] ^= 1
+    found.path.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"is not the vocabulary that .* learned with"):
+        read_finetuned(str(place))
