@@ -10,13 +10,7 @@ import pytest
 
 from convbert_jax.config import UserError, from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
-from convbert_jax.interop import (
-    certificate,
-    conversion,
-    importing,
-    matching,
-    sources,
-)
+from convbert_jax.interop import certificate, conversion, importing, matching, sources
 from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
 from convbert_jax.interop.networks import ConversionError, split

@@ -280,13 +280,19 @@ def test_a_run_is_all_that_its_model_needs(pretraining_config, tmp_path, monkeyp
 
 
 def test_the_copy_is_of_the_vocabulary_that_was_learned_with(pretraining_config, tmp_path):
-    """A start that is refused leaves it as it is."""
-    recipes.pretrain(pretraining_config, tmp_path)
-    (copy,) = (tmp_path / "vocabulary").glob("*.model")
+    """The corpus and its vocabulary are made anew from other text: refused, and it stays."""
+    text = tmp_path / "text.txt"
+    shutil.copy(pretraining_config.data.source.removeprefix("text:"), text)
+    config = replace(pretraining_config, {"data.source": f"text:{text}"})
+    recipes.pretrain(config, tmp_path / "run")
+    (copy,) = (tmp_path / "run" / "vocabulary").glob("*.model")
     before = copy.read_bytes()
-    shutil.rmtree(tmp_path / "data")
-    with pytest.raises(UserError, match=r"another (config|corpus)"):
-        recipes.pretrain(replace(pretraining_config, {"tokenizer.vocab_size": 190}), tmp_path)
+    shutil.rmtree(tmp_path / "run" / "data")
+    text.write_text(text.read_text().replace("e", "o"))
+    with pytest.raises(UserError, match="position in the data was saved with corpus="):
+        recipes.pretrain(replace(config, {"train.steps": 6}), tmp_path / "run")
+    made = tmp_path / "run" / "data" / copy.name
+    assert made.read_bytes() != before
     assert copy.read_bytes() == before
 
 
