@@ -55,9 +55,11 @@ class Embeddings(nnx.Module):
         x = self.word(tokens) + self.position(positions(segment_ids)) + self.type(type_ids)
         return dropout(self.norm(x).astype(dtype), self.dropout, key)
 
-    def attend(self, h: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
-        """Float32 logits: the product of each vector with every row of the word table."""
-        return attend(h, self.word.embedding[...])
+    def attend(self, h: Float[Array, "*B E"], bias: Float[Array, " V"]) -> Float[Array, "*B V"]:
+        """Float32 logits: the product of each vector with every row of the word table, plus the
+        bias of the word.
+        """
+        return attend(h, self.word.embedding[...], bias)
 
 
 def add(shared: Embeddings, own: Embeddings) -> Embeddings:

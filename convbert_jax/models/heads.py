@@ -28,7 +28,7 @@ class MaskedLanguageHead(nnx.Module):
     @jax.named_scope("heads")
     def __call__(self, x: Float[Array, "*B C"], embeddings: Embeddings) -> Float[Array, "*B V"]:
         """Float32 logits. The table belongs to `embeddings`, which the caller owns."""
-        return embeddings.attend(self.norm(gelu(self.dense(x)))) + self.output_bias[...]
+        return embeddings.attend(self.norm(gelu(self.dense(x))), self.output_bias[...])
 
 
 class DiscriminatorHead(nnx.Module):

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from convbert_jax.config import ObjectiveSection
 from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.objectives.cross_entropy import BLOCK, add_up_blocks, add_up_marked, weigh
 
 
 class Masked(NamedTuple):
@@ -181,7 +182,10 @@ def sample_tokens(
     return _sample_by_inverse_cdf(key, logits)
 
 
-_BLOCK = 256  # entries of the vocabulary that the sampler looks at together
+def adds_up_blocks(objective: ObjectiveSection) -> bool:
+    """Whether `sample_tokens` adds up blocks of the very logits that it is given."""
+    as_they_are = objective.temperature == 1.0 and not objective.disallow_correct
+    return as_they_are and not objective.release_gumbel
 
 
 def _sample_by_inverse_cdf(key: Array, logits: Float[Array, "B M V"]) -> Int[Array, "B M"]:
@@ -199,9 +203,9 @@ def _search_by_slices(
     logits: Float[Array, "B M V"], points: Float[Array, "B M"]
 ) -> Int[Array, "B M"]:
     """Blocks by cutting the vocabulary, padded, into them."""
-    weights = _weigh(logits)
-    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, -weights.shape[-1] % _BLOCK)))
-    weights = weights.reshape(*weights.shape[:-1], -1, _BLOCK)
+    weights = weigh(logits)
+    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, -weights.shape[-1] % BLOCK)))
+    weights = weights.reshape(*weights.shape[:-1], -1, BLOCK)
 
     def cut(chosen):
         return jnp.take_along_axis(weights, chosen[..., None, None], axis=-2)[..., 0, :]
@@ -213,28 +217,17 @@ def _search_by_products(
     logits: Float[Array, "B M V"], points: Float[Array, "B M"]
 ) -> Int[Array, "B M"]:
     """Blocks by products with tables of zeros and ones, which read the logits and write sums alone.
-    A TPU keeps rows of V in tiles that no block is a part of, so cutting moves all of them, and it
-    takes a slice at an unknown place of each row by a loop over rows.
+    A TPU takes a slice at an unknown place of each row by a loop over rows.
     """
     entry = jnp.arange(logits.shape[-1])
-    blocks = -(-logits.shape[-1] // _BLOCK)
-
-    def gather(weights, places, count):  # exact to 16 bits and more: three passes in bfloat16
-        table = places[:, None] == jnp.arange(count)
-        return jnp.einsum(
-            "bmv,vn->bmn", weights, table.astype(weights.dtype), precision=jax.lax.Precision.HIGH
-        )
 
     def cut(chosen):
-        inside = jnp.where(entry // _BLOCK == chosen[..., None], _weigh(logits), 0.0)
-        return gather(inside, entry % _BLOCK, _BLOCK)
+        is_inside = entry // BLOCK == chosen[..., None]
+        inside = jnp.where(is_inside, weigh(logits), 0.0)
+        places = entry % BLOCK
+        return add_up_marked(inside, places[:, None] == jnp.arange(BLOCK))
 
-    sums = gather(_weigh(logits), entry // _BLOCK, blocks)
-    return _search(sums, cut, points, logits.shape[-1])
-
-
-def _weigh(logits: Float[Array, "B M V"]) -> Float[Array, "B M V"]:
-    return jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+    return _search(add_up_blocks(weigh(logits)), cut, points, logits.shape[-1])
 
 
 def _search(
@@ -268,4 +261,4 @@ def _search(
     last = inside.shape[-1] - 1 - jnp.argmax(inside[..., ::-1] > 0, axis=-1)
     rest = share * within[..., -1]
     offset = jnp.minimum((within <= rest[..., None]).sum(axis=-1), last)
-    return jnp.minimum(chosen * _BLOCK + offset, size - 1).astype(jnp.int32)
+    return jnp.minimum(chosen * BLOCK + offset, size - 1).astype(jnp.int32)

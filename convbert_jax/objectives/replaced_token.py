@@ -79,7 +79,8 @@ def loss(
     masked, mlm_logits, sampled, corrupted = corrupt(
         model, batch, corrupt_key, train=train, dtype=dtype, config=config, special=special
     )
-    mlm_losses = cross_entropy(mlm_logits, masked.labels)
+    by_blocks = masking.adds_up_blocks(o)
+    mlm_losses = cross_entropy(mlm_logits, masked.labels, by_blocks=by_blocks)
     result = masked_lm.prediction_metrics(mlm_logits, mlm_losses, masked)
     others = batch["segment_ids"], batch["type_ids"]
     settings = {"dtype": dtype, "key": dropout_key if train else None}

@@ -187,21 +187,65 @@ def _as_of_many(product, axis, place, x, y):
 
 
 def attend(
-    h: Float[Array, "*B E"], table: Float[Array, "V E"] | Float[Array, "D V E"]
+    h: Float[Array, "*B E"],
+    table: Float[Array, "V E"] | Float[Array, "D V E"],
+    bias: Float[Array, " V"] | None = None,
 ) -> Float[Array, "*B V"]:
-    """The float32 product of each vector with every row of a table.
+    """The float32 product of each vector with every row of a table, plus the bias of that row.
 
     Args:
       table: as `lookup.look_up` takes it.
     """
-    batch = "abcd"[: h.ndim - 1]
-
-    def of_one(h, table):
-        return einsum(f"{batch}e,ve->{batch}v", h, table, jnp.float32)
-
     if table.ndim == 2:
-        return of_one(h, table)
-    return division.by_rows(lambda h, own: of_one(h, own[0]), (h, table))
+        return _attend(h, table, bias)
+    if bias is None:
+        return division.by_rows(lambda h, own: _attend(h, own[0], None), (h, table))
+
+    def of_own(h, table, bias):
+        return _attend(h, table[0], bias[0])
+
+    return division.by_rows(of_own, (h, table, sums.copies(bias, bias.dtype)))
+
+
+def _attend(h, table, bias):
+    if bias is None:
+        return _of_all_rows(h, table)
+    beside = dispatch.platform() == "tpu" and h.dtype == jnp.bfloat16
+    if beside and not division.dividing_rows():
+        return _of_all_rows_with_bias(h, table, bias)
+    return _of_all_rows(h, table) + bias
+
+
+def _of_all_rows(h, table):
+    batch = "abcd"[: h.ndim - 1]
+    return einsum(f"{batch}e,ve->{batch}v", h, table, jnp.float32)
+
+
+@jax.custom_vjp
+def _of_all_rows_with_bias(h, table, bias):
+    """Whose gradient of the bias is made in the product that makes the table's, by ones beside the
+    vectors: a sum of its own reads all of the logits once more (RESULTS, section 6).
+    """
+    return _of_all_rows(h, table) + bias
+
+
+def _with_bias_forward(h, table, bias):
+    return _of_all_rows_with_bias(h, table, bias), (h, table, bias)
+
+
+def _with_bias_backward(saved, cotangent):
+    h, table, bias = saved
+    batch = "abcd"[: h.ndim - 1]
+    cotangent = cotangent.astype(h.dtype)
+    d_h = _einsum(f"{batch}v,ve->{batch}e", cotangent, _parameter(h, table), h.dtype)
+    ones = jnp.ones((*h.shape[:-1], SUBLANES), h.dtype)
+    beside = jnp.concatenate([h, ones], axis=-1)
+    sums_of_rows = _einsum(f"{batch}e,{batch}v->ve", beside, cotangent, jnp.float32)
+    d_table, d_bias = sums_of_rows[:, : h.shape[-1]], sums_of_rows[:, h.shape[-1]]
+    return d_h, d_table.astype(table.dtype), d_bias.astype(bias.dtype)
+
+
+_of_all_rows_with_bias.defvjp(_with_bias_forward, _with_bias_backward)
 
 
 def dense(

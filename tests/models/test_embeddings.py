@@ -66,13 +66,14 @@ def test_gradient_reaches_each_table(make_config, packed):
     assert not gradients["position"]["embedding"][16:].any()  # no position beyond 15 occurs
 
 
-def test_attend_is_the_product_with_the_table(make_config):
+def test_attend_is_the_product_with_the_table_plus_the_bias(make_config):
     embeddings = make(make_config)
     h = jax.random.normal(jax.random.key(0), (2, 3, 16))
     table = np.asarray(embeddings.word.embedding[...], np.float64)
-    wanted = [[[sum(x * row) for row in table] for x in vectors] for vectors in np.float64(h)]
-    np.testing.assert_allclose(embeddings.attend(h), wanted, atol=1e-5)
-    assert embeddings.attend(h.astype(jnp.bfloat16)).dtype == jnp.float32
+    bias = jax.random.normal(jax.random.key(1), (len(table),))
+    products = [[[sum(x * row) for row in table] for x in vectors] for vectors in np.float64(h)]
+    np.testing.assert_allclose(embeddings.attend(h, bias), products + np.float64(bias), atol=1e-5)
+    assert embeddings.attend(h.astype(jnp.bfloat16), bias).dtype == jnp.float32
 
 
 def test_rows_longer_than_the_table_are_refused(make_config):

@@ -43,15 +43,17 @@ def deal_ids(ids, r, columns, halo) -> None:
 
 
 def deal(rows, r, dealt, words, halo) -> None:
-    """Row r, [L, C], to dealt [C / 128, halo + Q + halo, 8, 128] in float32.
+    """Row r, [L, C], to dealt [C / 128, halo + Q + halo, 8, 128] in float32. Of fewer channels than
+    128 the lanes behind them hold anything.
 
     By way of words of 32 bits, which hold one position or the two of a 16-bit type.
     """
     size = rows.shape[1] * rows.dtype.itemsize // 4
     run = size // SUBLANES
     for block in range(dealt.shape[0]):
-        lanes = slice(block * LANES, (block + 1) * LANES)
-        words[block * size : (block + 1) * size] = _bitcast(rows[r, :, lanes], I32)
+        lanes = slice(block * LANES, min((block + 1) * LANES, rows.shape[2]))
+        own = slice(block * size, (block + 1) * size), slice(lanes.stop - lanes.start)
+        words[own] = _bitcast(rows[r, :, lanes], I32)
 
         def spread(index, block=block):
             place = pl.ds(block * size + index, SUBLANES, stride=run)
@@ -77,8 +79,9 @@ def collect(results, rows, r, words) -> None:
 
     for_each(run, gather)
     for start in range(0, rows.shape[2], LANES):
-        block = words[start // LANES * size : (start // LANES + 1) * size]
-        rows[r, :, start : start + LANES] = _bitcast(block, rows.dtype)
+        lanes = min(LANES, rows.shape[2] - start)
+        block = words[start // LANES * size : (start // LANES + 1) * size, :lanes]
+        rows[r, :, start : start + lanes] = _bitcast(block, rows.dtype)
 
 
 def _bitcast(x, dtype):

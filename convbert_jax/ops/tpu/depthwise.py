@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from convbert_jax.ops.tpu import block_sizes
-from convbert_jax.ops.tpu.bands import LANES, SUBLANES
+from convbert_jax.ops.tpu.bands import LANES, SUBLANES, round_up
 from convbert_jax.ops.tpu.dealing import collect, deal, deal_ids
 from convbert_jax.ops.tpu.rows import Rows, in_pieces
 from convbert_jax.ops.tpu.rows import halo as halo_of
@@ -131,13 +131,15 @@ def _masks(columns, q, offsets):
 class _Rows(Rows):
     """Rows that share one are kept apart by their ids, which are made even if none are given.
 
-    Channels are padded to whole vectors.
+    Channels are padded to whole vectors, but for those of one: a block has all of them, and what
+    memory holds behind them is in no result.
     """
 
     def __init__(self, x, segment_ids):
         batch, length, channels = x.shape
         super().__init__(batch, length)
         self.channels = channels
+        self.padding = -channels % LANES if channels > LANES else 0
         if segment_ids is None and self.together > 1:
             segment_ids = jnp.ones((batch, length), I32)
         self.segment_ids = None
@@ -149,7 +151,7 @@ class _Rows(Rows):
             self.segment_ids = jnp.pad(ids, ((0, 0), (0, 0), (0, -ids.shape[2] % LANES)))
 
     def out(self, array):
-        array = jnp.pad(array, ((0, 0), (0, 0), (0, -self.channels % LANES)))
+        array = jnp.pad(array, ((0, 0), (0, 0), (0, self.padding)))
         return super().out(array)
 
     def back(self, array):
@@ -159,17 +161,19 @@ class _Rows(Rows):
 def _call(kernel, rows, offsets, arrays, filters, dtype, interpret, *, sums=False):
     """pallas_call over the rows; outputs are [rows, L, C] and, with `sums`, each step's sums."""
     batch, length, channels = arrays[0].shape
-    filters = jnp.pad(filters.astype(F32), ((0, 0), (0, channels - filters.shape[1])))
-    filters = jnp.broadcast_to(filters[:, None], (len(filters), SUBLANES, channels))
+    lanes = round_up(channels, LANES)
+    filters = jnp.pad(filters.astype(F32), ((0, 0), (0, lanes - filters.shape[1])))
+    filters = jnp.broadcast_to(filters[:, None], (len(filters), SUBLANES, lanes))
     size = dtype.itemsize
     halo, count = halo_of(offsets), length // SUBLANES
-    together, block = _choose_block(batch, length, channels, len(arrays), size, halo)
-    grid = (batch // together, channels // block)
-    row = pl.BlockSpec((together, length, block), lambda step, part: (step, 0, part))
+    together, block = _choose_block(batch, length, lanes, len(arrays), size, halo)
+    grid = (batch // together, lanes // block)
+    of_row = (together, length, min(block, channels))
+    row = pl.BlockSpec(of_row, lambda step, part: (step, 0, part))
     taps = pl.BlockSpec((len(offsets), SUBLANES, block), lambda step, part: (0, 0, part))
     outputs, output_specs = [jax.ShapeDtypeStruct(arrays[0].shape, dtype)], [row]
     if sums:
-        outputs.append(jax.ShapeDtypeStruct((grid[0], len(offsets), SUBLANES, channels), F32))
+        outputs.append(jax.ShapeDtypeStruct((grid[0], len(offsets), SUBLANES, lanes), F32))
         output_specs.append(
             pl.BlockSpec((1, len(offsets), SUBLANES, block), lambda step, part: (step, 0, 0, part))
         )
