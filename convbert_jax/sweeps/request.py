@@ -60,6 +60,8 @@ def read(argv: Sequence[str], description: str = "") -> Request:
             f"--config={flags.config}: get_sweep returns a {type(sweep).__name__}; let it return "
             "a Sweep."
         )
+    if flags.baseline is not None:
+        sweep = _compare_with(sweep, flags.baseline)
     if flags.rows is not None:
         sweep = _choose_rows(sweep, flags.rows)
     if flags.seeds is not None:
@@ -97,7 +99,7 @@ def _what_to_do(flags: argparse.Namespace) -> str:
 
 def _to_arguments(flags: argparse.Namespace, folder: Folder) -> list[str]:
     """Of a runner on another machine, which shares the disk."""
-    chosen = {"rows": flags.rows, "seeds": flags.seeds}
+    chosen = {"rows": flags.rows, "seeds": flags.seeds, "baseline": flags.baseline}
     return [
         f"--config={flags.config}",
         f"--workdir={folder.path.absolute()}",
@@ -119,6 +121,7 @@ def _parser(description: str) -> _Parser:
     add("--workdir", help="folder of the sweep, shared by its runners; default runs/NAME")
     add("--rows", help="which, with commas: attention,mixed; default all of the sweep")
     add("--seeds", help="how many, or which: 5, or 0,3,7, or 2, (one); default those of the sweep")
+    add("--baseline", metavar="ROW", help="the row that the report compares the others with")
     add(
         "--finetune",
         action="append",
@@ -141,6 +144,14 @@ def _parser(description: str) -> _Parser:
     return parser
 
 
+def _compare_with(sweep: Sweep, row: str) -> Sweep:
+    if row not in sweep.rows:
+        raise ConfigError(
+            f"--baseline={row}: there is no such row; choose one of: {', '.join(sweep.rows)}."
+        )
+    return dataclasses.replace(sweep, baseline=row)
+
+
 def _choose_rows(sweep: Sweep, text: str) -> Sweep:
     names = {name.strip() for name in text.split(",")}
     for name in names - sweep.rows.keys():
@@ -151,7 +162,8 @@ def _choose_rows(sweep: Sweep, text: str) -> Sweep:
     needed = {sweep.compared_with} | {row.flops_of for row in rows.values()} - {""}
     for name in needed - rows.keys():
         raise ConfigError(
-            f"--rows={text} leaves out {name}, with which others are compared; add it."
+            f"--rows={text} leaves out {name}, with which others are compared; add it, or name "
+            "another one by --baseline."
         )
     return dataclasses.replace(sweep, rows=rows)
 

@@ -18,6 +18,8 @@ from convbert_jax.sweeps import Task, request
         (["--config=ablation:mixers", "--seeds=,"], "--seeds=, must be a number"),
         (["--config=ablation:mixers", "--rows=attention,lihgt"], "there is no row 'lihgt'"),
         (["--config=ablation:kernel_size", "--rows=k1,k3"], "leaves out k9"),
+        (["--config=ablation:kernel_size", "--baseline=k2"], "--baseline=k2: there is no such row"),
+        (["--config=ablation:kernel_size", "--baseline=k3", "--rows=k9,k1"], "leaves out k3"),
         (
             ["--config=ablation:mixers", "--rows=attention,light,mixed-equal-flops,"],
             "there is no row ''",
@@ -51,6 +53,16 @@ def test_a_command_line():
         "other": Task("text:trec,paper", {}),
     }
     assert asked.do == "plan"
+
+
+def test_the_report_compares_with_another_row_if_asked():
+    """Rows without the sweep's own baseline are then a table, and a runner elsewhere is told."""
+    flags = ["--config=ablation:kernel_size", "--rows=k3,k5", "--baseline=k5"]
+    asked = request.read(["sweep.py", *flags])
+    assert list(asked.sweep.rows) == ["k3", "k5"]
+    assert asked.sweep.compared_with == "k5"
+    assert "--baseline=k5" in asked.arguments
+    assert request.read(["sweep.py", *asked.arguments]).sweep == asked.sweep
 
 
 @pytest.mark.parametrize(
