@@ -20,8 +20,11 @@ def softmax(
     if visible is None:
         powers = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
         return (powers / powers.sum(axis=-1, keepdims=True)).astype(dtype)
-    largest = logits.max(axis=-1, keepdims=True, where=visible, initial=_LOWEST)
-    powers = jnp.where(visible, jnp.exp(logits - largest), 0.0)
+    # Hidden once: with the mask in each of three passes over the logits of one head, a TPU reads
+    # and compares as much for it as for them. Where nothing is visible each power is still 0.
+    logits = jnp.where(visible, logits, _LOWEST)
+    largest = jnp.maximum(logits.max(axis=-1, keepdims=True), 0.5 * _LOWEST)
+    powers = jnp.exp(logits - largest)
     total = jnp.maximum(powers.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
     return (powers / total).astype(dtype)
 

@@ -229,6 +229,15 @@ def test_softmax_is_its_formula(masked):
         np.testing.assert_array_equal(our_back(cotangent)[0][1, 2], 0)
 
 
+@pytest.mark.parametrize("hidden", [jnp.nan, jnp.inf, -jnp.inf, 3e38])
+def test_what_is_not_visible_may_be_anything(hidden):
+    """And what is may be as small as float32 has it, or minus infinity."""
+    logits = jnp.array([[hidden, 1.0, 2.0], [hidden, -1e37, -1e37], [hidden, -jnp.inf, 0.0]])
+    visible = jnp.array([False, True, True])
+    wanted = [[0, 1 / (1 + np.e), np.e / (1 + np.e)], [0, 0.5, 0.5], [0, 0, 1]]
+    np.testing.assert_allclose(softmax(logits, visible, jnp.float32), wanted, rtol=1e-6)
+
+
 def test_softmax_in_bfloat16_computes_in_float32():
     logits = jnp.asarray([80.0, 81.0, 82.5], jnp.bfloat16)
     out = softmax(logits, None, jnp.bfloat16)
