@@ -210,8 +210,7 @@ def attend(
 def _attend(h, table, bias):
     if bias is None:
         return _of_all_rows(h, table)
-    beside = dispatch.platform() == "tpu" and h.dtype == jnp.bfloat16
-    if beside and not division.dividing_rows():
+    if dispatch.platform() == "tpu" and h.dtype == jnp.bfloat16:
         return _of_all_rows_with_bias(h, table, bias)
     return _of_all_rows(h, table) + bias
 
@@ -238,10 +237,14 @@ def _with_bias_backward(saved, cotangent):
     batch = "abcd"[: h.ndim - 1]
     cotangent = cotangent.astype(h.dtype)
     d_h = _einsum(f"{batch}v,ve->{batch}e", cotangent, _parameter(h, table), h.dtype)
-    ones = jnp.ones((*h.shape[:-1], SUBLANES), h.dtype)
-    beside = jnp.concatenate([h, ones], axis=-1)
-    sums_of_rows = _einsum(f"{batch}e,{batch}v->ve", beside, cotangent, jnp.float32)
-    d_table, d_bias = sums_of_rows[:, : h.shape[-1]], sums_of_rows[:, h.shape[-1]]
+
+    def of_rows(h, cotangent):
+        ones = jnp.ones((*h.shape[:-1], SUBLANES), h.dtype)
+        beside = jnp.concatenate([h, ones], axis=-1)
+        both = _einsum(f"{batch}e,{batch}v->ve", beside, cotangent, jnp.float32)
+        return both[:, : h.shape[-1]], both[:, h.shape[-1]]
+
+    d_table, d_bias = sums.sum_over_rows(of_rows, (h, cotangent), None, told=True)
     return d_h, d_table.astype(table.dtype), d_bias.astype(bias.dtype)
 
 

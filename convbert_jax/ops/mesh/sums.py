@@ -5,6 +5,7 @@ import contextvars
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +34,17 @@ def sent_dtype() -> jnp.dtype | None:
 
 
 def sum_over_rows(
-    function: Callable, arrays: Sequence[jax.Array], dtype: jnp.dtype | None
-) -> jax.Array:
-    """A sum over the rows of arrays, axis 0 of each: what each device adds up of its own, by
-    `function`, is rounded to `dtype` and then sent and added up; None: as it is.
+    function: Callable,
+    arrays: Sequence[jax.Array],
+    dtype: jnp.dtype | None,
+    *,
+    told: bool = False,
+) -> Any:
+    """A sum over the rows of arrays, axis 0 of each, or several: what each device adds up of its
+    own, by `function`, is rounded to `dtype` and then sent and added up; None: as it is.
+
+    Args:
+      told: where parts are made of what is added up: no device sends more than them.
 
     Left to itself the compiler does the same where each device has all of a parameter. Where `fsdp`
     divides parameters it sends activations around instead, so there it is told (two layers of base
@@ -45,15 +53,16 @@ def sum_over_rows(
     """
     sizes = division.dividing_rows()
     devices = math.prod(sizes.values())
-    told = dtype is not None or "fsdp" in sizes
+    told |= dtype is not None or "fsdp" in sizes
     if not sizes or not told or any(len(x) % devices for x in arrays):
         return function(*arrays)
 
     def of_own(*own):
-        part = function(*own)[None]
-        return part if dtype is None else part.astype(dtype)
+        return jax.tree.map(
+            lambda part: part[None] if dtype is None else part[None].astype(dtype), function(*own)
+        )
 
-    return add_up(division.by_rows(of_own, arrays))
+    return jax.tree.map(add_up, division.by_rows(of_own, arrays))
 
 
 def copies(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
