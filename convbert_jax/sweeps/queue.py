@@ -8,7 +8,7 @@ with a sentence, and are started again.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from convbert_jax.sweeps import journal
@@ -65,14 +65,21 @@ class Queue:
             with journal.explain(self._folder):
                 self._study.enqueue_trial({}, user_attrs={_CELL: cell})
 
-    def take(self) -> Taken | None:
-        """A cell that waits, for this runner alone; None if none does."""
-        while self._trials("WAITING"):
+    def take(self, first: Collection[str] = ()) -> Taken | None:
+        """A cell that waits, for this runner alone; None if none does.
+
+        Args:
+          first: cells that are taken before all others. Optuna deals in the order of the queue, and
+            those that stand before them there are put out of it, until they are offered again.
+        """
+        while waiting := self._trials("WAITING"):
+            wanted = {trial.user_attrs.get(_CELL) for trial in waiting} & set(first)
             with journal.explain(self._folder):
                 trial = self._study.ask()
-            if _CELL in trial.user_attrs:
-                return Taken(trial.user_attrs[_CELL], trial)
-            # the last one was taken in between, and Optuna made up another
+            cell = trial.user_attrs.get(_CELL)
+            if cell is not None and (not wanted or cell in wanted):
+                return Taken(cell, trial)
+            # not among the first, or made up by Optuna, as the last one was taken in between
             self._end(trial, "PRUNED")
         return None
 

@@ -126,7 +126,7 @@ class _Runner:
             if not ready:
                 break
             self._queue.offer(ready, lambda name: bool(self._folder.holder(name)))
-            taken = self._queue.take()
+            taken = self._queue.take(first=[name for name in ready if self._is_open(name)])
             if taken is None:
                 self._wait_for_others(ready)
             elif taken.cell in ready:
@@ -163,6 +163,10 @@ class _Runner:
         if self._state(name) == FINISHED:
             return False
         return not cell.after or self._state(cell.after) == FINISHED
+
+    def _is_open(self, name: str) -> bool:
+        """Whether a cell was begun, and stopped or killed."""
+        return self._state(name) == STARTED and not self._folder.holder(name)
 
     def _count(self, state: str) -> int:
         return sum(self._state(name) == state for name in self._cells)

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from convbert_jax.config import UserError
+from convbert_jax.config import UserError, to_dict
 from convbert_jax.sweeps import Row, Sweep, SweepError, Task, runner
 from convbert_jax.sweeps.cells import expand
-from convbert_jax.sweeps.folder import FAILED, FINISHED, STARTED, Folder
+from convbert_jax.sweeps.folder import FAILED, FINISHED, STARTED, Folder, Record
 from convbert_jax.sweeps.queue import Queue
 from tests.sweeps.machine import Machine
 
@@ -266,3 +266,19 @@ def test_a_stop_is_passed_on_once_and_keeps_the_cell(machine, cells, monkeypatch
     assert machine.folder.read(cells[0].id).state == STARTED
     monkeypatch.undo()
     assert machine.run(cells).finished == 8
+
+
+def test_what_was_stopped_goes_on_before_anything_begins(machine, cells):
+    """Whatever stands before it in the queue: here the cells that had been offered with it."""
+    queue = Queue(machine.folder)
+    queue.offer([cell.id for cell in cells if not cell.after], lambda name: False)
+    stopped = queue.take()
+    config = to_dict(next(cell for cell in cells if cell.id == stopped.cell).config)
+    record = Record(cell=stopped.cell, state=STARTED, config=config, command=(), seconds=1.0)
+    machine.folder.write(record)
+    queue.let_go(stopped)
+    told = []
+    assert machine.run(cells, told).finished == 8
+    assert machine.started[0] == stopped.cell
+    assert any(f"{stopped.cell} goes on" in line for line in told)
+    assert sorted(machine.started) == sorted(cell.id for cell in cells)
