@@ -23,6 +23,7 @@ DENSE = "dense"
 _LANES = 128  # channels that a TPU keeps side by side
 SUBLANES = 8  # and rows of them
 _MUCH_LARGER = 8  # than another array, whose product is a matrix unit's
+_MANY_VECTORS = 5  # times their width; 3.2 times is a loss
 _FILLS_A_GPU = 1 << 21  # numbers: a tile of 128 x 128 for each of an H100's multiprocessors
 
 
@@ -210,7 +211,10 @@ def attend(
 def _attend(h, table, bias):
     if bias is None:
         return _of_all_rows(h, table)
-    if dispatch.platform() == "tpu" and h.dtype == jnp.bfloat16:
+    devices = math.prod(division.dividing_rows().values())
+    vectors, width = h.size // h.shape[-1] // devices, h.shape[-1]
+    many = vectors >= _MANY_VECTORS * width
+    if dispatch.platform() == "tpu" and h.dtype == jnp.bfloat16 and many:
         return _of_all_rows_with_bias(h, table, bias)
     return _of_all_rows(h, table) + bias
 
@@ -223,7 +227,8 @@ def _of_all_rows(h, table):
 @jax.custom_vjp
 def _of_all_rows_with_bias(h, table, bias):
     """Whose gradient of the bias is made in the product that makes the table's, by ones beside the
-    vectors: a sum of its own reads all of the logits once more (RESULTS, section 6).
+    vectors: a sum of its own reads all of the logits once more. What it costs is to cut the table's
+    gradient out, so there must be many more logits than numbers in the table (RESULTS, section 6).
     """
     return _of_all_rows(h, table) + bias
 
