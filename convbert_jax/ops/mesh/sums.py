@@ -44,7 +44,8 @@ def sum_over_rows(
     own, by `function`, is rounded to `dtype` and then sent and added up; None: as it is.
 
     Args:
-      told: where parts are made of what is added up: no device sends more than them.
+      told: each device adds up its own rows also where the compiler could be left to do it: where
+        `function` cuts what it adds up, which would else be sent whole and cut then.
 
     Left to itself the compiler does the same where each device has all of a parameter. Where `fsdp`
     divides parameters it sends activations around instead, so there it is told (two layers of base
