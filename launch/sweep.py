@@ -67,10 +67,10 @@ def main() -> None:
         sweep = request.sweep
         if explorer:
             sweep, cells = explorer.sweep, _expand(request, explorer)
-        with request.folder.reporting() as place:
+        with request.folder.alone("report"):  # runners end together
             outcome = results.collect(request.name, sweep, cells, request.folder)
-            report = sweep_report.write(outcome, place)
-        print(f"\n{report}\nReport: {place}", flush=True)
+            report = sweep_report.write(outcome, request.folder.report)
+        print(f"\n{report}\nReport: {request.folder.report}", flush=True)
     except UserError as error:
         console.fail(str(error))
     except KeyboardInterrupt:  # the second one, or while a report is drawn

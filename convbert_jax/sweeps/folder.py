@@ -158,14 +158,14 @@ class Folder:
             yield file
 
     @contextlib.contextmanager
-    def reporting(self) -> Iterator[pathlib.Path]:
-        """The folder of the report, for one process at a time: runners end together."""
-        path = self.path / "report.lock"
+    def alone(self, task: str) -> Iterator[None]:
+        """Context of what one runner at a time may do; the others wait."""
+        path = self.path / f"{task}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             while not files.try_lock(file, f"{path} cannot be locked; start one runner at a time."):
                 time.sleep(0.1)
-            yield self.report
+            yield
 
     def holder(self, cell: str) -> str:
         """Who has a cell, in words; "" if nobody has."""

@@ -62,8 +62,11 @@ class Explorer:
         self._learn(records, failed)
         new = self._adopt()
         if not new and idle and not self._ended and len(self._rows) < self._search.rows:
-            self._ended = not self._propose()
-            new = self._adopt()
+            with self._folder.alone("search"):
+                new = self._adopt()  # what another proposed in between, and would be proposed again
+                if not new:
+                    self._ended = not self._propose()
+                    new = self._adopt()
         return new
 
     def _adopt(self) -> list[Cell]:
@@ -77,7 +80,7 @@ class Explorer:
             row = Row(self._changes(trial.params))
             cells = self._expand(trial.user_attrs[_ROW], row)
             self._trials[trial.number] = trial.user_attrs[_ROW]
-            if _essence(cells[0]) in self._known:  # two runners chose the same at once
+            if _essence(cells[0]) in self._known:  # the table has it too by now
                 journal.end(self._study, trial.number, "PRUNED")
                 continue
             self._known.add(_essence(cells[0]))

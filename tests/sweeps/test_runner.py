@@ -191,8 +191,8 @@ def test_one_runner_at_a_time_writes_the_report(machine):
     inside, most = [], []
 
     def write():
-        with machine.folder.reporting() as place:
-            inside.append(place)
+        with machine.folder.alone("report"):
+            inside.append(threading.get_ident())
             most.append(len(inside))
             time.sleep(0.02)
             inside.pop()
