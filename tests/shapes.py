@@ -51,8 +51,8 @@ def trace_ops() -> None:
     from convbert_jax.ops.attention import attention
     from convbert_jax.ops.depthwise_conv import depthwise_conv
     from convbert_jax.ops.dynamic_conv import dynamic_conv
-    from convbert_jax.ops.lookup import look_up
     from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
+    from convbert_jax.ops.tables import look_up
 
     ids = jnp.ones((2, 24), jnp.int32)
     for dtype, segment_ids, causal in itertools.product(

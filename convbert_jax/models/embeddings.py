@@ -7,8 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from convbert_jax.config import EmbeddingsConfig
 from convbert_jax.models.layers import Initializer, LayerNorm, dropout
-from convbert_jax.ops.lookup import look_up
-from convbert_jax.ops.products import attend
+from convbert_jax.ops.tables import attend, look_up
 
 
 class Table(nnx.Module):

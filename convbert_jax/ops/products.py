@@ -23,7 +23,6 @@ DENSE = "dense"
 _LANES = 128  # channels that a TPU keeps side by side
 SUBLANES = 8  # and rows of them
 _MUCH_LARGER = 8  # than another array, whose product is a matrix unit's
-_MANY_VECTORS = 5  # times their width; 3.2 times is a loss
 _FILLS_A_GPU = 1 << 21  # numbers: a tile of 128 x 128 for each of an H100's multiprocessors
 
 
@@ -43,7 +42,7 @@ def einsum(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def _product(equation, x, y, dtype, sent):
-    return _einsum(equation, x, _factor(equation, x, y), dtype)
+    return multiply(equation, x, _factor(equation, x, y), dtype)
 
 
 def _factor(equation, x, y):
@@ -66,7 +65,7 @@ def _backward(equation, dtype, sent, saved, cotangent):
     left, right = operands.split(",")
     cotangent = cotangent.astype(x.dtype)
     factor = _factor(equation, x, y)
-    d_x = _einsum(f"{result},{right}->{left}", cotangent, factor, x.dtype)
+    d_x = multiply(f"{result},{right}->{left}", cotangent, factor, x.dtype)
     if left[0] in right:  # `y` has rows as well, so it is no parameter
         return d_x, _sum_over_rows(left, result, right, x, cotangent, y.dtype)
 
@@ -92,11 +91,11 @@ def _sum_over_rows(left, result, right, x, cotangent, dtype):
     order = "".join(a for axes, _ in (first, second) for a in axes if a in right)
     alike = _on_matrix_unit(x, cotangent) and second[1].size < _MUCH_LARGER * first[1].size
     if dispatch.platform() != "cpu" or batched or order == right or alike:
-        return _einsum(f"{left},{result}->{right}", x, cotangent, dtype)
+        return multiply(f"{left},{result}->{right}", x, cotangent, dtype)
 
     @jax.custom_batching.custom_vmap
     def turned(x, y):
-        product = _einsum(f"{first[0]},{second[0]}->{order}", x, y, dtype)
+        product = multiply(f"{first[0]},{second[0]}->{order}", x, y, dtype)
         # Without it XLA takes the transposition back into the product.
         product = jax.lax.optimization_barrier(product)
         return jnp.einsum(f"{order}->{right}", product)
@@ -104,14 +103,19 @@ def _sum_over_rows(left, result, right, x, cotangent, dtype):
     @turned.def_vmap
     def together(size, are_batched, x, y):
         """Seeds as an axis: of such a product turned over, XLA (jax 0.10.2) ends the process."""
-        plain = functools.partial(_einsum, f"{first[0]},{second[0]}->{right}", dtype=dtype)
+        plain = functools.partial(multiply, f"{first[0]},{second[0]}->{right}", dtype=dtype)
         axes = tuple(0 if batched else None for batched in are_batched)
         return jax.vmap(plain, axes, axis_size=size)(x, y), True
 
     return turned(first[1], second[1])
 
 
-def _einsum(equation, x, y, dtype):
+def multiply(
+    equation: str, x: Float[Array, "..."], y: Float[Array, "..."], dtype: jnp.dtype
+) -> Float[Array, "..."]:
+    """`einsum` for a pass that has its gradients elsewhere, or needs none: autodiff's would be sums
+    in the dtypes of the factors. It takes factors as they are, and any axes.
+    """
     if dispatch.platform() == "cpu":
         return _on_a_cpu(equation, x, y).astype(dtype)
     written = _written(equation, x, y, dtype)
@@ -187,75 +191,6 @@ def _as_of_many(product, axis, place, x, y):
     return jax.lax.slice_in_dim(product(jnp.pad(x, pads), y), 0, 1, axis=place)
 
 
-def attend(
-    h: Float[Array, "*B E"],
-    table: Float[Array, "V E"] | Float[Array, "D V E"],
-    bias: Float[Array, " V"] | None = None,
-) -> Float[Array, "*B V"]:
-    """The float32 product of each vector with every row of a table, plus the bias of that row.
-
-    Args:
-      table: as `lookup.look_up` takes it.
-    """
-    if table.ndim == 2:
-        return _attend(h, table, bias)
-    if bias is None:
-        return division.by_rows(lambda h, own: _attend(h, own[0], None), (h, table))
-
-    def of_own(h, table, bias):
-        return _attend(h, table[0], bias[0])
-
-    return division.by_rows(of_own, (h, table, sums.copies(bias, bias.dtype)))
-
-
-def _attend(h, table, bias):
-    if bias is None:
-        return _of_all_rows(h, table)
-    devices = math.prod(division.dividing_rows().values())
-    vectors, width = h.size // h.shape[-1] // devices, h.shape[-1]
-    many = vectors >= _MANY_VECTORS * width
-    if dispatch.platform() == "tpu" and h.dtype == jnp.bfloat16 and many:
-        return _of_all_rows_with_bias(h, table, bias)
-    return _of_all_rows(h, table) + bias
-
-
-def _of_all_rows(h, table):
-    batch = "abcd"[: h.ndim - 1]
-    return einsum(f"{batch}e,ve->{batch}v", h, table, jnp.float32)
-
-
-@jax.custom_vjp
-def _of_all_rows_with_bias(h, table, bias):
-    """Whose gradient of the bias is made in the product that makes the table's, by ones beside the
-    vectors: a sum of its own reads all of the logits once more. What it costs is to cut the table's
-    gradient out, so there must be many more logits than numbers in the table (RESULTS, section 6).
-    """
-    return _of_all_rows(h, table) + bias
-
-
-def _with_bias_forward(h, table, bias):
-    return _of_all_rows_with_bias(h, table, bias), (h, table, bias)
-
-
-def _with_bias_backward(saved, cotangent):
-    h, table, bias = saved
-    batch = "abcd"[: h.ndim - 1]
-    cotangent = cotangent.astype(h.dtype)
-    d_h = _einsum(f"{batch}v,ve->{batch}e", cotangent, _parameter(h, table), h.dtype)
-
-    def of_rows(h, cotangent):
-        ones = jnp.ones((*h.shape[:-1], SUBLANES), h.dtype)
-        beside = jnp.concatenate([h, ones], axis=-1)
-        both = _einsum(f"{batch}e,{batch}v->ve", beside, cotangent, jnp.float32)
-        return both[:, : h.shape[-1]], both[:, h.shape[-1]]
-
-    d_table, d_bias = sums.sum_over_rows(of_rows, (h, cotangent), None, told=True)
-    return d_h, d_table.astype(table.dtype), d_bias.astype(bias.dtype)
-
-
-_of_all_rows_with_bias.defvjp(_with_bias_forward, _with_bias_backward)
-
-
 def dense(
     x: Float[Array, "*B C"],
     kernel: Float[Array, "C C_out"],
@@ -321,7 +256,7 @@ def dense_of_one(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _products_of_one(x, kernels, sent):
     return tuple(
-        _einsum("...i,io->...o", x, _parameter(x, kernel), jnp.float32) for kernel in kernels
+        multiply("...i,io->...o", x, _parameter(x, kernel), jnp.float32) for kernel in kernels
     )
 
 
@@ -332,7 +267,7 @@ def _products_forward(x, kernels, sent):
 def _products_backward(sent, saved, cotangents):
     x, kernels = saved
     cotangents = [cotangent.astype(x.dtype) for cotangent in cotangents]
-    d_x = _einsum(
+    d_x = multiply(
         "...o,io->...i",
         jnp.concatenate(cotangents, axis=-1),
         jnp.concatenate([_parameter(x, kernel) for kernel in kernels], axis=-1),
@@ -342,7 +277,7 @@ def _products_backward(sent, saved, cotangents):
 
     def of_kernel(cotangent, kernel):
         def of_rows(x, cotangent):
-            return _einsum(f"{rows}i,{rows}o->io", x, cotangent, kernel.dtype)
+            return multiply(f"{rows}i,{rows}o->io", x, cotangent, kernel.dtype)
 
         return sums.sum_over_rows(of_rows, (x, cotangent), sent).astype(kernel.dtype)
 
@@ -375,7 +310,7 @@ def dense_of_groups(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product_of_groups(x, kernel, sent):
-    return _einsum("...i,io->...o", x, _on_diagonal(x, kernel), jnp.float32)
+    return multiply("...i,io->...o", x, _on_diagonal(x, kernel), jnp.float32)
 
 
 def _on_diagonal(x, kernel):
@@ -390,11 +325,11 @@ def _groups_backward(sent, saved, cotangent):
     x, kernel = saved
     groups, inputs, outputs = kernel.shape
     cotangent = cotangent.astype(x.dtype)
-    d_x = _einsum("...o,io->...i", cotangent, _on_diagonal(x, kernel), x.dtype)
+    d_x = multiply("...o,io->...i", cotangent, _on_diagonal(x, kernel), x.dtype)
     rows = "abcd"[: x.ndim - 1]
 
     def of_rows(x, cotangent):
-        whole = _einsum(f"{rows}i,{rows}o->io", x, cotangent, kernel.dtype)
+        whole = multiply(f"{rows}i,{rows}o->io", x, cotangent, kernel.dtype)
         blocks = whole.reshape(groups, inputs, groups, outputs)
         return jnp.stack([blocks[group, :, group] for group in range(groups)])
 

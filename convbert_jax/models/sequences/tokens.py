@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from convbert_jax.config.sequences import TokensConfig
 from convbert_jax.models.embeddings import Table, positions
 from convbert_jax.models.layers import dropout
-from convbert_jax.ops.products import attend
+from convbert_jax.ops.tables import attend
 
 # The published code counts places from the one behind the id of padding, 1: the first token has 2.
 FIRST_PLACE = 2

@@ -1,4 +1,4 @@
-"""Rows of a table and their gradient, on one device and on several."""
+"""Rows of a table and products with them, their gradients, on one device and on several."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convbert_jax.ops.lookup import look_up
+from convbert_jax.ops import dispatch
 from convbert_jax.ops.mesh import sums
+from convbert_jax.ops.tables import attend, look_up
 from tests.running import needs_libtpu
 
 AXES = ("data", "fsdp", "tensor")
@@ -71,6 +72,68 @@ def test_the_gradient_has_the_dtype_of_the_table():
     gradient = jax.grad(lambda t: look_up(t, jnp.zeros(4096, jnp.int32)).sum())
     assert gradient(jnp.ones((2, 1), jnp.float32)).dtype == jnp.float32
     assert gradient(jnp.ones((2, 1), jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def _bias_of_a_table(rows=16):
+    keys = jax.random.split(jax.random.key(0), 4)
+    h = jax.random.normal(keys[0], (rows, 3, 8)).astype(jnp.bfloat16)
+    table, bias = jax.random.normal(keys[1], (300, 8)), jax.random.normal(keys[2], (300,))
+    weights = jax.random.normal(keys[3], (rows, 3, 300)).astype(jnp.bfloat16).astype(jnp.float32)
+
+    def loss(h, table, bias):
+        return (attend(h, table, bias) * weights).sum()
+
+    return loss, (h, table, bias), weights
+
+
+def test_on_a_tpu_the_bias_of_a_table_has_its_gradient_from_the_table_s_product(monkeypatch):
+    """And is neither rounded when it is added nor summed by reading all logits once more."""
+    loss, arrays, weights = _bias_of_a_table()
+    exact = [np.asarray(x, np.float64) for x in arrays]
+    gradient = jax.grad(loss, (0, 1, 2))
+    plain = gradient(*arrays)
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    wanted = np.einsum("abe,ve->abv", exact[0], np.float64(arrays[1].astype(jnp.bfloat16)))
+    np.testing.assert_allclose(attend(*arrays), wanted + exact[2], rtol=1e-5, atol=1e-5)
+    found = gradient(*arrays)
+    for one, other in zip(found, plain, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(
+            one.astype(jnp.float32), other.astype(jnp.float32), rtol=1e-2, atol=1e-3
+        )
+    np.testing.assert_allclose(found[2], np.float64(weights).sum((0, 1)), rtol=1e-5, atol=1e-5)
+    sums_of_logits = [
+        line for line in str(jax.make_jaxpr(gradient)(*arrays)).splitlines()
+        if "reduce_sum" in line and "300" in line
+    ]  # fmt: skip
+    assert not sums_of_logits
+
+    few, arrays, _ = _bias_of_a_table(rows=13)
+    assert "concatenate" not in str(jax.make_jaxpr(jax.grad(few))(*arrays))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("copied", [True, False], ids=["copies", "one table"])
+def test_the_bias_of_a_table_is_summed_over_devices(copied, platform, monkeypatch):
+    loss, arrays, weights = _bias_of_a_table(rows=112)  # 42 vectors of 8 on each of 8 devices
+    wanted = jax.grad(loss, (0, 1, 2))(*arrays)
+    monkeypatch.setattr(dispatch, "platform", lambda: platform)
+
+    def gradients(h, table, bias):
+        def of_copies(h, table, bias):
+            return loss(h, sums.copies(table, jnp.float32) if copied else table, bias)
+
+        return jax.grad(of_copies, (0, 1, 2))(h, table, bias)
+
+    with jax.set_mesh(jax.make_mesh((4, 2, 1), AXES, axis_types=AUTO)):
+        found = jax.jit(gradients)(*arrays)
+        beside = "concatenate" in str(jax.make_jaxpr(gradients)(*arrays))
+    assert beside == (platform == "tpu")
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(
+            one.astype(jnp.float32), other.astype(jnp.float32), rtol=1e-2, atol=1e-3
+        )
+    np.testing.assert_allclose(found[2], np.float64(weights).sum((0, 1)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.tpu_compile
