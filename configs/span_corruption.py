@@ -35,7 +35,7 @@ def get_config(variant: str = "tiny,dynamic"):
     else:
         config.tokenizer.vocab_size = 32_128
         config.tokenizer.sentinels = 100
-        config.data.source = "hub:allenai/c4/en/*.json.gz"
+        config.data.source = "datasets:allenai/c4/en"
         config.data.length = 512
         config.optimizer.method = "adafactor"
         config.optimizer.learning_rate = 1e-2

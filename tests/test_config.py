@@ -73,7 +73,7 @@ def test_bert_is_its_recipe():
     ],
 )
 def test_electra_is_its_recipe(size, width, rate, steps, batch, length, generator):
-    """Table 6 of its paper; papers.md 6.1."""
+    """Table 6 of its paper."""
     config = load("electra", size)
     assert from_config_dict(to_dict(config)) == config
     assert config.name == f"electra-{size}"
@@ -168,7 +168,7 @@ RELEASE = {
     ],
 )
 def test_release_hyper_parameters(name, rate, batch, generator):
-    """papers.md 1.5 and 2.6."""
+    """As the release's `configure_pretraining.py` has them."""
     config = load(name, "paper")
     assert (config.optimizer.learning_rate, config.train.batch_size) == (rate, batch)
     assert (config.train.steps, config.optimizer.warmup_steps) == (1_000_000, 10_000)

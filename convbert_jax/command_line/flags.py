@@ -23,7 +23,7 @@ MODES = {
     "verify_resume": "train twice, once killed in the middle, and compare both bit for bit",
     "export": "write a checkpoint of --workdir, or the weights at --source, for other software",
     "import": "make --workdir a run from the weights at --source",
-    "predict": "apply the fine-tuned model --workdir to each line or row of --input",
+    "predict": "apply --workdir, fine-tuned or a model that writes, to each line or row of --input",
     "inspect": "draw attention maps and filters of --workdir, or of the weights at --source",
 }
 # Of what has no default.
@@ -70,7 +70,9 @@ LARGEST_BATCH = flags.DEFINE_boolean(
     "largest_batch", False, "Whether --mode=plan looks for it, by up to four more plans."
 )
 COMPARE = flags.DEFINE_boolean(
-    "compare", False, "Whether --mode=plan plans other meshes and config.model.remat too."
+    "compare",
+    False,
+    "Whether --mode=plan plans other meshes, microbatches and config.model.remat too.",
 )
 PRICE = flags.DEFINE_float(
     "price", None, "Of an hour of one chip, for --mode=plan to count with.", lower_bound=0.0
@@ -112,7 +114,8 @@ GENERATOR = flags.DEFINE_boolean(
 SOURCE = flags.DEFINE_string(
     "source",
     None,
-    "For import, export, inspect: a run, a Hugging Face folder or a TensorFlow 1 checkpoint.",
+    "For import, export, inspect: a run, a Hugging Face folder, a TensorFlow 1 checkpoint; for "
+    "import also one of fairseq or Mesh TensorFlow.",
 )
 BESIDE = flags.DEFINE_string(
     "beside", None, "Another run, folder or checkpoint, drawn by --mode=inspect beside the first."

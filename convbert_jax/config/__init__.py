@@ -15,8 +15,9 @@ network.py     what the model code is built from, and how it follows from the se
 mixers.py      token mixers by name, and what each must say
 implementations.py  of ops, by name
 reading.py     from and to mappings
-checks/        pretraining.py, distillation.py, finetuning.py and parallel.py what must hold between
-               fields, stages.py in stages,
+errors.py      what every check raises
+checks/        pretraining.py, distillation.py, finetuning.py and sequences.py what must hold
+               between fields, stages.py in stages,
                bounds.py of single numbers; rules.py what checks are made of
 short_runs.py  intervals that fit into fewer steps than a config file is made for
 """

@@ -50,7 +50,8 @@ class Config:
     """One run, whole."""
 
     name: str = "run"  # workdir defaults to runs/NAME
-    # as given after the colon of --config: default | paper | bert, or a size
+    # as given after the colon of --config: default, or what the config file offers, as paper or
+    # bert, a size, a mixer
     variant: str = "default"
     # replaced_token (ELECTRA) | masked_lm (masked words alone) | finetune. Models that write text:
     # causal_lm (the next word) and span_corruption (T5) of a corpus; translation, summarization and

@@ -68,7 +68,8 @@ def _direction(section: OptimizerSection) -> list[optax.GradientTransformation]:
 
 
 def layer_multipliers(params, decay: float):
-    """Learning rate of each parameter relative to the head's (papers.md 2.7).
+    """Learning rate of each parameter relative to the head's, as in the releases of ELECTRA and
+    ConvBERT (`model/optimization.py`).
 
     decay^(n + 2 - depth) for an encoder of n layers: depth 0 for the embeddings and their
     projection, i + 1 for layer i, n + 2 for the head. As in the release there is no depth n + 1:

@@ -99,7 +99,7 @@ def test_published_baselines(sizes, recipe, steps, batch, total):
     ],
 )
 def test_configs_of_baselines(file, size, total):
-    """What ELECTRA's script prints for its sizes; papers.md 1.6 for medium_small."""
+    """What ELECTRA's script prints for its sizes; for medium_small by its formulas."""
     module = importlib.import_module(f"configs.{file}")
     config = from_config_dict(module.get_config(size).to_dict())
     assert flops.training_flops(config, "paper") == pytest.approx(total, rel=0.002)

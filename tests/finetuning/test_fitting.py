@@ -129,7 +129,7 @@ def test_a_toy_task_is_learned(toy):
 
 
 def test_steps_are_those_of_the_release(make_config, make_task):
-    """int(n // batch * epochs), n filled up to whole batches (papers.md 2.8)."""
+    """int(n // batch * epochs), n filled up to whole batches."""
     config = make_config()
     task = make_task(config, train=37)
     assert fitting.count_steps(task, config, 3.0) == 15
@@ -137,7 +137,7 @@ def test_steps_are_those_of_the_release(make_config, make_task):
 
 
 def test_rates_warm_up_and_decay(make_config):
-    """Release: both at once, 0 at step 0 (papers.md 2.7). Default: the peak is reached."""
+    """Release: both at once, 0 at step 0. Default: the peak is reached."""
     setting = Setting(1.0, 1.0)
     default = fitting.learning_rates(make_config(), setting, 100)
     paper = fitting.learning_rates(make_config(optimizer__decay_during_warmup=True), setting, 100)

@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 
 from convbert_jax.data.tasks.glue import GLUE
 from convbert_jax.finetuning.scores import published
-from convbert_jax.finetuning.scores.score_table import Column, format_table, summarize
+from convbert_jax.finetuning.scores.score_table import Column, make_table, summarize, to_markdown
+
+
+def markdown(columns, **options):
+    return to_markdown(make_table(columns, **options))
 
 
 def rows_with(average_is):
@@ -88,7 +92,7 @@ def test_table_of_some_tasks():
         Column("MRPC", "validation", "accuracy", (0.7, 0.7, 0.8)),
         Column("MRPC", "validation", "f1", (0.8, 0.81, 0.82)),
     ]
-    table = format_table(columns)
+    table = markdown(columns)
     rows = cells(table)
     ours = rows["this run, median"]
     assert ours["split, runs"] == "dev, 3 seeds"
@@ -97,7 +101,7 @@ def test_table_of_some_tasks():
     assert rows["spread (best - worst)"]["CoLA Matthews"] == "20.0"
     assert rows["worst"]["CoLA Matthews"] == "10.0"
     assert "best" not in rows
-    assert cells(format_table(columns, show_best=True))["best"]["CoLA Matthews"] == "30.0"
+    assert cells(markdown(columns, show_best=True))["best"]["CoLA Matthews"] == "30.0"
     paper = rows["ConvBERT-small, 1M steps (ConvBERT, table 3)"]
     assert (paper["split, runs"], paper["CoLA Matthews"]) == ("test, GLUE server", "54.8")
     assert paper["mean of 2"] == "69.0"  # (54.8 + 83.3) / 2, not its 78.9
@@ -111,7 +115,7 @@ def test_table_of_all_eight_names_the_papers_mean():
         for name, metric in published.GLUE_COLUMNS.items()
     ]
     columns += [Column("MNLI", "validation_mismatched", "accuracy", (0.9, 0.9))]
-    table = format_table(columns)
+    table = markdown(columns)
     rows = cells(table)
     assert rows["this run, median"]["mean of 8"] == "55.0"  # without the mismatched part
     assert rows["ConvBERT-base, 1M steps (ConvBERT, table 3)"]["mean of 8"] == "84.9"
@@ -121,17 +125,17 @@ def test_table_of_all_eight_names_the_papers_mean():
 
 
 def test_tables_of_other_tasks():
-    table = format_table([Column("imdb", "test", "accuracy", (0.5, math.nan, 0.6))])
+    table = markdown([Column("imdb", "test", "accuracy", (0.5, math.nan, 0.6))])
     assert cells(table)["this run, median"]["split, runs"] == "test, 3 seeds"
     assert cells(table)["worst"]["imdb test acc"] == "diverged"
     assert "Diverged runs, counted as the worst: imdb (1 of 3)." in table
     assert "ConvBERT" not in table
-    squad = cells(format_table([Column("squad_v1", "validation", "exact_match", (0.5,))]))
+    squad = cells(markdown([Column("squad_v1", "validation", "exact_match", (0.5,))]))
     assert squad["this run"]["split, runs"] == "dev, 1 seed"
     assert squad["ConvBERT-small, 1M steps (ConvBERT, table 4)"]["squad_v1 EM"] == "77.1"
 
 
 def test_one_seed_has_no_spread():
-    table = format_table([Column("toy", "validation", "accuracy", (0.5,))], show_best=True)
+    table = markdown([Column("toy", "validation", "accuracy", (0.5,))], show_best=True)
     assert "this run " in table
     assert not any(word in table for word in ("spread", "worst", "best", "median"))

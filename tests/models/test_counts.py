@@ -54,7 +54,7 @@ def mlm_head_on_paper(hidden, embedding):
     return (hidden + 1) * embedding + 2 * embedding + VOCABULARY
 
 
-# Encoder with embeddings (papers.md 1.5), its width, width of embeddings, width of the generator.
+# Encoder with embeddings (of the releases' code); widths of it, the embeddings, the generator.
 BASELINES = {
     ("electra", "small"): (13_483_008, 256, 128, 64),
     ("electra", "small_plus_plus"): (13_483_008, 256, 128, 256),
@@ -87,7 +87,7 @@ def test_baselines(file, size):
     assert count(params) == trained
 
 
-# Encoder with embeddings. attention: papers.md 1.5, ungrouped; bottleneck, a layer of base by hand:
+# Encoder with embeddings. attention: ELECTRA's, ungrouped; bottleneck, a layer of base by hand:
 # q, k, v 3 * (768 * 384 + 384), output 384 * 768 + 768, feed-forward 4,722,432, norms 3,072.
 ABLATIONS = {
     ("small", "attention", 2): 13_483_008,

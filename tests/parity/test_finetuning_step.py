@@ -97,7 +97,7 @@ def classification_loss(hidden, head, batch):
 
 
 def span_loss(hidden, head, batch):
-    """papers.md 2.8: joint start and end, and answerability."""
+    """As `finetune/qa/qa_tasks.py` has it: joint start and end, and answerability."""
     rows = torch.arange(len(hidden))
     gelu = torch.nn.functional.gelu
     allowed = batch["segment_ids"] * batch["type_ids"]
@@ -130,7 +130,7 @@ CASES = {
 
 
 def multiplier(name):
-    """Table of papers.md 2.7 for three layers: 0.8^(n + 2 - depth)."""
+    """As `model/optimization.py`, for three layers: 0.8^(n + 2 - depth)."""
     if name.startswith("head."):
         return 1.0
     layer = re.search(r"layer\.(\d+)\.", name)
@@ -246,7 +246,7 @@ def compare(ours, theirs):
 
 
 def test_rates_are_those_of_the_table():
-    """papers.md 2.7, for twelve layers: head 1, layer 11 0.64, layer 0 0.055, embeddings 0.044."""
+    """Of twelve layers, by `model/optimization.py`: head 1, 11 0.64, 0 0.055, embeddings 0.044."""
     from convbert_jax.training.optimizer import layer_multipliers
 
     one = np.zeros((12, 2, 2))

@@ -1,4 +1,4 @@
-"""The optimizer against papers.md's description of the release, written out in numpy."""
+"""The optimizer against what the release's `model/optimization.py` computes, in numpy."""
 
 import re
 
@@ -213,7 +213,7 @@ def test_state_has_one_structure_for_all_settings():
 
 
 def test_layer_wise_rates_are_those_of_the_release():
-    """The table of papers.md 2.7: 12 layers, decay 0.8; stages count their layers on."""
+    """As `model/optimization.py` has them: 12 layers, decay 0.8; stages count their layers on."""
     shapes = {
         "embeddings": {"word": {"embedding": (5, 3)}},
         "encoder": {

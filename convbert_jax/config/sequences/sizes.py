@@ -76,7 +76,7 @@ SIZES: dict[str, Callable[[str], Sections]] = {
 
 
 def _taps(mixer: str, kernels: tuple[int, ...]) -> tuple[int, ...]:
-    """None where nothing convolves: layers are then one stage."""
+    """Empty where nothing convolves: layers are then one stage."""
     return () if mixer in ("attention", "bottleneck") else kernels
 
 

@@ -73,7 +73,8 @@ def open_hub(rest: str, section: DataSection) -> ParquetFiles:
     """Parquet files of OWNER/NAME/GLOB, downloaded into the hub's cache on first use.
 
     Raises:
-      DataError: no such data set or file, or no network and nothing in the cache.
+      DataError: no such data set or file, files of another kind, or no network and nothing in the
+        cache.
     """
     import huggingface_hub
 
@@ -83,6 +84,11 @@ def open_hub(rest: str, section: DataSection) -> ParquetFiles:
         raise DataError(
             f"config.data.source='hub:{rest}' must be hub:OWNER/NAME/FILE-GLOB, for example "
             "hub:wikimedia/wikipedia/20231101.en/*.parquet."
+        )
+    if not pattern.endswith(("*", ".parquet")):  # a corpus would come first, then the refusal
+        raise DataError(
+            f"config.data.source='hub:{rest}' names files that are not parquet, which hub: reads; "
+            f"try datasets:{owner}/{name}, or download them and name them as text:GLOB."
         )
     try:
         folder = huggingface_hub.snapshot_download(

@@ -15,15 +15,11 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.sources import docstrings, indexed_rows, parquet_files, text_files
 
 
-class Unit(Protocol):
-    """A part of a source: small, picklable, the same on every run."""
-
-    size: int  # bytes of text, estimated where compressed
-
-
 class Source(Protocol):
     """A corpus as units of documents; picklable.
 
+    A unit is small and picklable, the same on every run; its `size` is in bytes of text, estimated
+    where compressed.
     `fingerprint` depends on the content and how it is read, not on where it lies or when it was
     written. `documents` adds to `tally` what it had to mend: "undecodable" places in the text and
     documents "skipped" for them.

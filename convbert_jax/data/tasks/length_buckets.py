@@ -41,8 +41,8 @@ def evaluation_batches(
 def release_batches(
     count: int, length: int, batch_size: int, *, seed: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Endless batches in the release's order (papers.md 2.8): rows and fillers up to whole batches
-    are shuffled once, repeated, and drawn from a buffer of 100.
+    """Endless batches in the order of ConvBERT's release (`finetune/`): rows and fillers up to
+    whole batches are shuffled once, repeated, and drawn from a buffer of 100.
     """
     random = np.random.default_rng(seed)
     total = -(-count // batch_size) * batch_size

@@ -77,28 +77,12 @@ def summarize(values: Sequence[float]) -> Summary:
     return Summary(*(number if math.isfinite(number) else math.nan for number in numbers))
 
 
-def format_table(
-    columns: Sequence[Column],
-    *,
-    show_best: bool = False,
-    rows: Sequence[published.PublishedRow] = published.PUBLISHED,
-) -> str:
-    """What `make_table` makes, as Markdown."""
-    return to_markdown(make_table(columns, show_best=show_best, rows=rows))
-
-
-def make_table(
-    columns: Sequence[Column],
-    *,
-    show_best: bool = False,
-    rows: Sequence[published.PublishedRow] = published.PUBLISHED,
-) -> Table:
+def make_table(columns: Sequence[Column], *, show_best: bool = False) -> Table:
     """This run's rows, then published ones, and what each average is of.
 
     Args:
       columns: in the order to show; the first one of each task and split goes into the mean, the
         matched part of MNLI alone.
-      rows: published ones; those with a score of any column and `shown` are printed.
     """
     summaries = [summarize(column.values) for column in columns]
     averaged = _averaged(columns)
@@ -122,7 +106,11 @@ def make_table(
         table.append(
             [title, runs, *(_show(100 * value) for value in values), *_mean(averaged, mean)]
         )
-    shown = [row for row in rows if row.shown and any(c.published in row.scores for c in columns)]
+    shown = [
+        row
+        for row in published.PUBLISHED
+        if row.shown and any(c.published in row.scores for c in columns)
+    ]
     for row in shown:
         values = [row.scores.get(column.published) for column in columns]
         mean = [values[place] for place in averaged]

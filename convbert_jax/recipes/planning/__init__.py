@@ -3,7 +3,7 @@
 traced.py     the run as shapes
 tpu_slice.py  compiled for a slice
 counted.py    counted for GPUs, or for this CPU
-candidates.py other batches, meshes and `config.model.remat`
+candidates.py other batches, meshes, microbatches and `config.model.remat`
 """
 
 from collections.abc import Collection
@@ -39,7 +39,7 @@ def plan(
       given: as `start.read_start` takes it; files and weights that the config names are read.
       topology: as "v5e:4x4" or "gpu:h100x8", or "cpu" for this machine.
       largest_batch: whether to look for it, by some more plans.
-      compare: whether to plan other meshes and `config.model.remat` too.
+      compare: whether to plan other meshes, microbatches and `config.model.remat` too.
       price: of an hour of one chip, in any currency.
       output: JSON file to write.
 

@@ -128,6 +128,8 @@ def test_hub_without_network(monkeypatch):
         open_source(DataSection(), "hub:wikimedia/wikipedia/20231101.en/*.parquet")
     with pytest.raises(DataError, match="hub:OWNER/NAME/FILE-GLOB"):
         open_source(DataSection(), "hub:wikimedia/wikipedia")
+    with pytest.raises(DataError, match=r"not parquet, which hub: reads; try datasets:allenai/c4"):
+        open_source(DataSection(), "hub:allenai/c4/en/*.json.gz")
 
 
 # --- TFDS ---
