@@ -57,7 +57,7 @@ def expand(sweep: Sweep, folder: Folder, overrides: Mapping[str, Any] | None = N
     except rows_lib.RowError as error:
         raise rows_lib.explain(error, sweep, of_rows) from error
     if cells[0].config.recipe != FINETUNE:
-        _check_tasks_are_named(sweep, overrides)
+        _check_overrides_of_tasks(sweep, overrides)
     rows_lib.check_differ(cells, sweep, of_rows)
     rows_lib.check_shards(cells, folder, of_rows)
     return cells
@@ -162,13 +162,19 @@ def _check_search(sweep: Sweep) -> None:
             raise SweepError(f"the search varies config.{path}, which is no field; is it {near}?")
 
 
-def _check_tasks_are_named(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
+def _check_overrides_of_tasks(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
     of_tasks = [path for path in overrides if path.startswith(("finetune.", "task."))]
     if of_tasks and not sweep.tasks:
         raise SweepError(
             f"--config.{of_tasks[0]} is of fine-tuning, and no task follows the pre-training of "
             "this sweep; add --finetune='text:trec --config.task.folder=FOLDER', for one."
         )
+    for path in overrides:
+        own = [path in task.changes for task in sweep.tasks.values()]
+        if path.startswith(_OF_TASKS) and own and all(own):
+            raise SweepError(
+                f"--config.{path} is for all tasks, and each of them has its own; leave it out."
+            )
 
 
 def _deal(sweep: Sweep, overrides: Mapping[str, Any]) -> tuple[dict, dict]:
@@ -245,7 +251,7 @@ def _cells_of(sweep, folder, name, seed, changed, of_tasks) -> list[Cell]:
 
 def _after(folder, pretrained: Cell, name: str, task: Task, overrides, scratch) -> Cell:
     what = f"task {name}"
-    changed = {**task.changes, **overrides, "init_from": str(folder.run(pretrained.id))}
+    changed = {**overrides, **task.changes, "init_from": str(folder.run(pretrained.id))}
     config = _make(what, task.config, changed)
     before = pretrained.config.recipe
     follow = _FOLLOW.get(before, (FINETUNE,))

@@ -36,7 +36,7 @@ class Task:
     Attributes:
       config: as --config takes it, "text:trec" or "glue:cola"; after span corruption one of pairs
         of texts, "text_to_text:tiny".
-      changes: as of `Row`; `init_from` is the pre-trained cell.
+      changes: as of `Row`, before what is said for all tasks; `init_from` is the pre-trained cell.
     """
 
     config: str

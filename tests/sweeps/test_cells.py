@@ -69,6 +69,19 @@ def test_tasks_follow_each_pretraining(folder):
     assert before.platform == tuned.config.platform == "cpu"
 
 
+def test_what_a_task_has_of_its_own_comes_before_what_all_have(folder):
+    tasks = {"trec": TREC, "long": Task("text:trec", {"finetune.epochs": (12.0,)})}
+    sweep = dataclasses.replace(TABLE, tasks=tasks)
+    overrides = {"task.folder": "D", "finetune.epochs": (4.0,), "finetune.seeds": 2}
+    cells = {cell.id: cell.config for cell in expand(sweep, folder, overrides)}
+    trec, long = cells["mixed/seed-1/trec"].finetune, cells["mixed/seed-1/long"].finetune
+    assert (trec.epochs, long.epochs) == ((4.0,), (12.0,))
+    assert (trec.seeds, long.seeds) == (3, 2)
+    alone = dataclasses.replace(TABLE, tasks={"trec": TREC})
+    with pytest.raises(SweepError, match=r"--config.finetune.seeds is for all tasks, and each"):
+        expand(alone, folder, overrides)
+
+
 def test_pairs_of_texts_follow_span_corruption(folder, tmp_path):
     sweep = config_files.load_sweep("ablation:pretrained_sequences")
     sweep = dataclasses.replace(sweep, seeds=(0, 1), tasks={"topics": PAIRS})
