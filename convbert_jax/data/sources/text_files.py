@@ -20,6 +20,7 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.sources.documents import LONGEST, clean, decode, unit_bytes
 from convbert_jax.data.sources.text_formats import (
     FORMATS,
+    TABLES,
     describe_bad_text,
     detect_format,
     read_lines,
@@ -29,7 +30,6 @@ from convbert_jax.data.tables.table_files import read_table
 from convbert_jax.data.tables.table_formats import BadRows, TableFormat
 from convbert_jax.data.tables.text_lines import open_bytes
 
-TABLES = ("csv", "tsv")
 GZIP_RATIO = 3  # estimated bytes of text per compressed byte
 LONGEST_JSON = 64_000_000  # bytes of one jsonl line
 HEAD = 65_536  # bytes at both ends of a file that enter the fingerprint
@@ -110,7 +110,10 @@ class TextFiles:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} has no JSON object at byte {offset}: {error}.") from None
+            raise DataError(
+                f"{path} has no JSON object at byte {offset}: {error}; mend it, or set "
+                "config.data.format if it is not jsonl."
+            ) from None
         if not isinstance(record, dict) or not isinstance(record.get(self.text_field), str):
             names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
             raise DataError(
@@ -124,7 +127,7 @@ def open_text(rest: str, section: DataSection) -> TextFiles:
     """Files of comma-separated globs; a folder stands for all files below it.
 
     Raises:
-      DataError: a glob without a file.
+      DataError: a glob without a file, a file that is no text, or files of different formats.
     """
     paths = find_files(rest)
     root = Path(os.path.commonpath([path.parent for path in paths]))
@@ -132,8 +135,7 @@ def open_text(rest: str, section: DataSection) -> TextFiles:
         refuse_other_kinds(path)
     kind = section.format
     if kind == "auto":
-        kind = _table_kind(paths, rest) or detect_format(paths[0])
-        logging.info("config.data.format=auto: %s reads as '%s'.", paths[0].name, kind)
+        kind = _format_of_all(paths, rest)
     if kind in TABLES:
         for path in paths:
             next(read_column(path, kind, section.text_field))
@@ -149,20 +151,30 @@ def open_text(rest: str, section: DataSection) -> TextFiles:
     )
 
 
-def _table_kind(paths: list[Path], rest: str) -> str:
-    """Format csv or tsv if the names of all files say so, "" if none does."""
-    found = {}
+def _format_of_all(paths: list[Path], rest: str) -> str:
+    """The format that all files agree in; of blank lines and none the former."""
+    found: dict[str, str] = {}
     for path in paths:
-        ending = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-        kind = ending[1:].lower()
-        found.setdefault(kind if kind in TABLES else "", path.name)
+        if kind := detect_format(path):
+            found.setdefault(kind, path.name)
+    if found.keys() == {"blank_lines", "lines"}:
+        logging.warning(
+            "%s has blank lines between its texts and %s has none; both are read as "
+            "'blank_lines', so that the second is one text. config.data.format=lines makes a text "
+            "of each line, =file of each file.",
+            found["blank_lines"],
+            found.pop("lines"),
+        )
     if len(found) > 1:
+        names = ", ".join(f"{name}: {kind}" for kind, name in found.items())
         raise DataError(
-            f"config.data.source='text:{rest}' has tables and other files "
-            f"({', '.join(found.values())}), which are read differently; name one kind, or set "
+            f"config.data.source='text:{rest}' has files of several formats ({names}), which are "
+            "read differently; name those of one, as text:FOLDER/*.jsonl, or set "
             "config.data.format."
         )
-    return next(iter(found))
+    kind, name = next(iter(found.items()), ("lines", paths[0].name))
+    logging.info("config.data.format=auto: %s reads as '%s'.", name, kind)
+    return kind
 
 
 def read_column(path: Path, kind: str, field: str) -> Iterator[tuple[int, tuple[str]]]:

@@ -1,5 +1,6 @@
 """Formats of text files: lines to documents, both as (byte offset, bytes), in bounded memory."""
 
+import json
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from convbert_jax.data.sources.documents import LONGEST, bad_places
 from convbert_jax.data.tables.text_lines import open_bytes
 
 BOM = b"\xef\xbb\xbf"
+TABLES = ("csv", "tsv")
 BEGINNINGS = {
     b"PAR1": "parquet",
     b"\x1f\x8b": "gzip",
@@ -66,29 +68,43 @@ FORMATS = {
 
 
 def detect_format(path: Path) -> str:
-    """The format of a file by its name and its beginning."""
-    suffixes = path.suffixes[:-1] if path.suffix == ".gz" else path.suffixes
-    if suffixes and suffixes[-1] in (".jsonl", ".ndjson", ".json"):
-        return "jsonl"
+    """The format of a file by its name and its beginning, "" of one that is empty."""
+    ending = (path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix).lower()
+    if ending[1:] in TABLES:
+        return ending[1:]
     with open_bytes(path) as file:
         try:
             head = file.read(LONGEST).removeprefix(BOM).strip()
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{path} cannot be read: {error}.") from None
+    if not head:
+        return ""
+    if ending in (".jsonl", ".ndjson", ".json") or _begins_as_jsonl(head):
+        return "jsonl"
     if head.startswith(b"<doc "):
         return "wikiextractor"
     blank = any(not line.strip() for line in head.split(b"\n"))
     return "blank_lines" if blank else "lines"
 
 
+def _begins_as_jsonl(head: bytes) -> bool:
+    line, end, _ = head.partition(b"\n")
+    if not line.startswith(b"{") or (not end and len(head) > LONGEST // 2):  # cut off, maybe
+        return False
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def refuse_other_kinds(path: Path) -> None:
-    """Raises DataError for a file that begins as parquet or packed files do.
+    """Raises DataError for a file that begins as parquet or packed files do, or as no text does.
 
     Decoded with replacements, as the advice for bad text goes, it would be a corpus of noise.
     """
     try:
         with open(path, "rb") as file:
-            head = file.read(8)
+            head = file.read(4_096)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
     kind = next((kind for start, kind in BEGINNINGS.items() if head.startswith(start)), "")
@@ -100,6 +116,12 @@ def refuse_other_kinds(path: Path) -> None:
             "gzip": "give it a name that ends in .gz",
         }.get(kind, "unpack it")
         raise DataError(f"{path} is a {kind} file and no text; {advice}.")
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(f"{path} is UTF-16, not UTF-8; convert it (iconv -f UTF-16).")
+    if head.count(0) > len(head) // 8:  # ASCII in UTF-16 is half of zeros, and valid UTF-8
+        raise DataError(
+            f"{path} is no text, or UTF-16 without its mark; convert it (iconv -f UTF-16LE)."
+        )
 
 
 def read_lines(file, start: int, stop: int, limit: int) -> Lines:

@@ -270,12 +270,47 @@ def test_a_table_without_the_column_is_refused_when_it_is_opened(tmp_path, name)
 def test_tables_and_texts_are_not_mixed(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     (tmp_path / "b.csv").write_text(TABLE)
-    with pytest.raises(DataError, match=r"tables and other files \(a\.txt, b\.csv\)"):
+    with pytest.raises(DataError, match=r"formats \(a\.txt: blank_lines, b\.csv: csv\)"):
         open_source(DataSection(), f"text:{tmp_path}")
     assert read(f"text:{tmp_path}/a.txt") == ["one", "two"]
     (tmp_path / "a.txt").rename(tmp_path / "a.tsv")
-    with pytest.raises(DataError, match=r"tables and other files"):
+    with pytest.raises(DataError, match=r"formats \(a\.tsv: tsv, b\.csv: csv\)"):
         open_source(DataSection(), f"text:{tmp_path}")
+
+
+JSONL = '{"text": "one"}\n{"text": "two"}\n'
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"README.md": "# Mine\n\ntext\n", "a.jsonl": JSONL}, "README.md: blank_lines, a.jsonl: j"),
+        ({"AA": "<doc id=1>\nT\n</doc>\n", "novel.txt": "a\n\nb\n"}, "AA: wikiextractor, novel.t"),
+        ({"a.JSONL": JSONL, "b.txt": "one\ntwo\n"}, "a.JSONL: jsonl, b.txt: lines"),
+    ],
+)
+def test_formats_are_not_mixed(tmp_path, files, says):
+    """The first file alone once decided: a wiki dump lost all the others, without a word."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=f"several formats .{says}"):
+        open_source(DataSection(), f"text:{tmp_path}")
+    assert open_source(DataSection(format="file"), f"text:{tmp_path}").format == "file"
+
+
+def test_empty_files_have_no_format_and_jsonl_is_known_by_its_content(tmp_path):
+    (tmp_path / "_SUCCESS").write_text("")
+    (tmp_path / "part-0.txt").write_text(JSONL)
+    assert read(f"text:{tmp_path}") == ["one", "two"]
+    (tmp_path / "part-0.txt").write_text("{x} is a set.\n{y} too.\n")
+    assert read(f"text:{tmp_path}") == ["{x} is a set.", "{y} too."]
+
+
+def test_of_files_with_and_without_blank_lines_the_former_decide(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("a line\nand its end\n")
+    (tmp_path / "b.txt").write_text("one\n\ntwo\n")
+    assert read(f"text:{tmp_path}") == ["a line\nand its end", "one", "two"]
+    assert "b.txt has blank lines between its texts and a.txt has none" in caplog.text
 
 
 def test_faults_of_tables(tmp_path):
@@ -313,6 +348,7 @@ def test_deep_json_is_named(tmp_path):
         ),
         ("a.zip", b"PK\x03\x04", "is a zip file and no text; unpack it"),
         ("a.zst", b"\x28\xb5\x2f\xfd", "is a zstd file"),
+        ("a.txt", "hello world".encode("utf-16-le"), "is no text, or UTF-16 without its mark"),
     ],
 )
 def test_files_that_are_no_text_are_refused(tmp_path, name, head, advice):
