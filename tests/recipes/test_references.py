@@ -101,6 +101,9 @@ def test_training_has_one_target(translation_config, tmp_path):
     config = replace(translation_config, {"parallel.source": "parallel:a.en,b.de,c.de"})
     with pytest.raises(UserError, match="names 3 files, but what is trained on has one target"):
         prepare(config, tmp_path / "data")
+    config = replace(translation_config, {"parallel.columns": ("en", "en")})
+    with pytest.raises(UserError, match="columns=en,en names one column twice"):
+        from_config_dict(to_dict(config))
     config = replace(translation_config, {"parallel.columns": ("en", "de", "de2")})
     with pytest.raises(UserError, match="columns=en,de,de2 names further references"):
         from_config_dict(to_dict(config))

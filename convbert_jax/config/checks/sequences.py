@@ -63,6 +63,10 @@ def _check_parallel(config: Config) -> None:
         "the target's, and may name those of further references.",
     )
     check(
+        len(set(p.columns)) == len(p.columns),
+        f"config.parallel.columns={','.join(p.columns)} names one column twice; name each once.",
+    )
+    check(
         len(p.columns) <= 2 or p.validation_source != "" or config.decoding.tests != (),
         f"config.parallel.columns={','.join(p.columns)} names further references, which are read "
         "of config.parallel.validation_source and config.decoding.test_sources alone; name one of "

@@ -21,6 +21,7 @@ from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.sources.documents import unit_bytes
 from convbert_jax.data.sources.indexed_rows import open_prepared, rows_at
 from convbert_jax.data.sources.text_files import fingerprint_files
+from convbert_jax.data.sources.text_formats import refuse_other_kinds
 from convbert_jax.data.tables.table_formats import Fault
 from convbert_jax.data.tables.text_lines import open_bytes
 
@@ -202,8 +203,8 @@ def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") ->
         out; columns beyond the second are of "all" alone.
 
     Raises:
-      DataError: an unknown kind, a file that is not there, or columns that are not; of "one" a
-        third file.
+      DataError: an unknown kind, a file that is not there or no text, or columns that are not
+        there; of "one" a third file.
     """
     kind, _, rest = spec.partition(":")
     if kind not in KINDS or not rest:
@@ -221,6 +222,7 @@ def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") ->
     for path in paths:
         if not path.is_file():
             raise DataError(f"{path}, of the pairs '{spec}', is no file; correct its name.")
+        refuse_other_kinds(path)
     root = Path(os.path.commonpath([path.absolute().parent for path in paths]))
     prints = fingerprint_files([p.absolute() for p in paths], root, f"{kind} {','.join(columns)}")
     opened = PairFiles(spec, prints, paths, kind, columns, targets)

@@ -72,7 +72,7 @@ def make(config: Config, directory: Path, source: PairSource) -> Vocabularies:
         if not checked:
             raise DataError(
                 f"config.parallel.source='{config.parallel.source}' has no text to make a "
-                "vocabulary of; check it and config.parallel.columns."
+                f"vocabulary of{_first_fault(source)}; check it and config.parallel.columns."
             )
         if section.path:
             tokenizer = load_tokenizer(section, directory)
@@ -86,6 +86,17 @@ def make(config: Config, directory: Path, source: PairSource) -> Vocabularies:
         check_tokenizer(tokenizer, section, checked)
         made.append(tokenizer)
     return Vocabularies(made[0], made[-1])
+
+
+def _first_fault(source: PairSource) -> str:
+    """Where and what it is, for an error; "" if there is none."""
+    pairs = ((source, *each) for unit in source.units for each in source.pairs(unit))
+    faults = (
+        f" ({source.place(number)} {pair.problem})"
+        for source, number, pair in pairs
+        if isinstance(pair, Fault)
+    )
+    return next(faults, "")
 
 
 def _sample(source: PairSource, size: int, sides: tuple[int, ...]) -> Iterator[str]:

@@ -195,7 +195,8 @@ def find_files(globs: str) -> list[Path]:
         expanded = os.path.expanduser(pattern.strip())
         if os.path.isdir(expanded):
             expanded = os.path.join(glob.escape(expanded), "**", "*")
-        files = [name for name in glob.glob(expanded, recursive=True) if os.path.isfile(name)]
+        names = [expanded] if os.path.isfile(expanded) else glob.glob(expanded, recursive=True)
+        files = [name for name in names if os.path.isfile(name)]
         if not files:
             raise DataError(f"No file matches '{pattern.strip()}'; check config.data.source.")
         found.update(os.path.abspath(name) for name in files)

@@ -56,7 +56,8 @@ def read_table(
             yield line, tuple(None if place is None else cells[place] for place in places)
     bad_rows.summarize(count)
     if not count:
-        raise DataError(f"{shown} has no rows; check the file.")
+        first = f" that can be used; {bad_rows.first}" if bad_rows.count else ""
+        raise DataError(f"{shown} has no rows{first}; check the file.")
 
 
 def _usable(rows: TableRows, bad_rows: BadRows) -> TableRows:
@@ -77,6 +78,9 @@ def find_column(name: str, header: Sequence[str], form: TableFormat) -> int | No
 
 
 def _find_all(names: Sequence[str], header, form: TableFormat, path: Path) -> list[int | None]:
+    twice = [name for name in names if list(header).count(name) > 1]
+    if twice:
+        raise DataError(f"{path} has the column '{twice[0]}' twice; give one another name.")
     places = [find_column(name, header, form) for name in names]
     if None in places:
         missing, shown = names[places.index(None)], shorten(", ".join(header))

@@ -141,5 +141,7 @@ def spell(value: Any) -> str:
 
 
 def is_unlabelled(value: Any) -> bool:
-    """Nothing stands where a label could."""
+    """Nothing stands where a label could; NaN is what pandas writes for that."""
+    if isinstance(value, float):
+        return math.isnan(value)
     return value is None or (isinstance(value, str) and not value.strip())

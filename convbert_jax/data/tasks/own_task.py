@@ -92,8 +92,15 @@ def _check(section: TaskSection) -> None:
     if not 1 <= texts <= (1 if section.kind == "tagging" else 2):
         allowed = "one column of words" if section.kind == "tagging" else "one or two columns"
         raise DataError(f"config.task.texts={','.join(section.texts)} must name {allowed}.")
+    if len(set(section.texts)) < texts:
+        raise DataError(f"config.task.texts={','.join(section.texts)} names one column twice.")
     if not section.label:
         raise DataError("config.task.label is empty; name the column with the labels.")
+    if section.label in section.texts:
+        raise DataError(
+            f"config.task.label={section.label} is one of config.task.texts, so the text would be "
+            "its own label; name another column."
+        )
     if section.swap_pairs and texts != 2:
         raise DataError("config.task.swap_pairs needs two columns in config.task.texts.")
     if not 0 <= section.heldout_fraction < 1:
@@ -115,8 +122,11 @@ def _find(section: TaskSection, value: str) -> tuple[_Part, ...]:
     found = []
     for name in _list(value):
         name, _, key = name.partition("#")
-        pattern = os.path.join(os.path.expanduser(section.folder), os.path.expanduser(name))
-        paths = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+        folder, name = os.path.expanduser(section.folder), os.path.expanduser(name)
+        pattern = os.path.join(folder, name)
+        paths = [pattern]
+        if glob.has_magic(name) and not os.path.isfile(pattern):
+            paths = sorted(glob.glob(os.path.join(glob.escape(folder), name)))
         if paths == [pattern] and not os.path.isfile(pattern):
             paths = [f"{pattern}.gz"]  # the same table, packed
         if not paths or not all(map(os.path.isfile, paths)):
@@ -159,18 +169,14 @@ def _find_labels(section: TaskSection, parts: Mapping[str, tuple[_Part, ...]]) -
         )
     found = set()
     for part in parts["train"]:
-        rows = read_table(
-            part.path,
-            (section.label,),
-            _form(section, part),
-            BadRows(part.shown, "skip", quiet=True),
-            key=part.key,
-        )
-        for _, (value,) in rows:
-            values = (value,)
-            if section.kind == "tagging":  # what is no list is an error when the row is read
-                values = value if isinstance(value, list) else ()
-            found.update(spell(value) for value in values if not is_unlabelled(value))
+        bad_rows = BadRows(part.shown, section.bad_rows, quiet=True)
+        wanted = (*section.texts, section.label)
+        rows = read_table(part.path, wanted, _form(section, part), bad_rows, key=part.key)
+        for line, (*texts, label) in rows:
+            if problem := _problem(section, texts, label, optional=False):
+                bad_rows.report(line, problem)
+            else:
+                found.update(map(spell, label if section.kind == "tagging" else (label,)))
     labels = tuple(sorted(found))
     if len(labels) < 2:
         raise DataError(
@@ -309,6 +315,8 @@ def _problem(section: TaskSection, fields, label, optional: bool) -> str:
         return problem
     if is_unlabelled(label):
         return "" if optional else f"has no label in '{section.label}'"
+    if section.kind != "tagging" and isinstance(label, list | dict):
+        return f"has a {type(label).__name__} in '{section.label}', where one label is wanted"
     if section.kind == "tagging":
         if not isinstance(label, list):
             return f"has no list of tags in '{section.label}'"

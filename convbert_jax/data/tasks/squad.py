@@ -80,6 +80,11 @@ def check_present(version: str, folder: str) -> None:
     if not folder:
         raise DataError(f"config.finetune.data is empty: {_how_to_name(version)}")
     if not folder.startswith("tfds:"):
+        if expand(folder).is_file():  # which would be trained on and scored
+            raise DataError(
+                f"config.finetune.data={folder} is one file, and training and scoring need two: "
+                f"{_how_to_name(version)}"
+            )
         for split in STEMS:
             find_file(version, split, expand(folder))
 
@@ -191,7 +196,7 @@ def _questions(articles: Iterable[Mapping[str, Any]]) -> Iterator[Question]:
         for paragraph in article["paragraphs"]:
             context = _require(paragraph, "context", str)
             for entry in paragraph["qas"]:
-                impossible = bool(entry.get("is_impossible", False))
+                impossible = "is_impossible" in entry and _require(entry, "is_impossible", bool)
                 answers = () if impossible else _require(entry, "answers", list)
                 yield Question(
                     id=str(_require(entry, "id", (str, int))),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from convbert_jax.config import ParallelSection
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.parallel import pair_source
+from convbert_jax.data.parallel import pair_source, vocabularies
 from convbert_jax.data.parallel.pair_source import open_pairs
 from convbert_jax.data.sources import documents
 from convbert_jax.data.tables.table_formats import Fault
@@ -156,6 +156,23 @@ def test_bad_lines_are_faults_in_their_place(tmp_path):
     (_, pair), (_, fault) = read(open_pairs(f"tsv:{tmp_path / 'a.tsv'}", SECTION))
     assert pair == ("a", "b")
     assert "has 1 columns" in fault.problem
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_files_that_are_no_text_are_refused(encoding, tmp_path):
+    """Half of the lines of such a file are valid UTF-8, with zeros between the letters."""
+    (tmp_path / "a.en").write_bytes("one word\nand two\n".encode(encoding))
+    (tmp_path / "a.de").write_text("ein Wort\nund zwei\n")
+    with pytest.raises(DataError, match=r"a\.en is .*UTF-16"):
+        open_pairs(f"parallel:{tmp_path}/a.en,{tmp_path}/a.de", ParallelSection())
+
+
+def test_what_is_wrong_with_all_lines_is_told(tmp_path, make_config):
+    (tmp_path / "a.tsv").write_text("one\tein\ntwo\tzwei\n")
+    config = make_config(f"jsonl:{tmp_path}/a.tsv")
+    source = open_pairs(config.parallel.source, config.parallel)
+    with pytest.raises(DataError, match=r"to make a vocabulary of .*tsv line 1 is not JSON"):
+        vocabularies.make(config, tmp_path, source)
 
 
 def test_a_cut_gzip_file_is_one_sentence(tmp_path):

@@ -97,6 +97,13 @@ def test_gzip_files_globs_and_folders(tmp_path):
     assert read(f"text:{tmp_path}/a/b/*.gz,{tmp_path}/a/*.txt,{tmp_path}/a/1.txt") == everything
 
 
+def test_a_name_with_brackets_is_a_name(tmp_path):
+    folder = tmp_path / "run [1]"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one\n\ntwo\n")
+    assert read(f"text:{folder}/a.txt") == read(f"text:{folder}") == ["one", "two"]
+
+
 def test_missing_files_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
     for pattern in ("*.txt", "absent/file.txt", "empty"):

@@ -264,6 +264,8 @@ def test_faults_of_a_section(tmp_path):
         ({"texts": ("a", "b", "c")}, "config.task.texts=a,b,c must name one or two columns"),
         ({"kind": "tagging", "texts": ("a", "b")}, "must name one column of words"),
         ({"label": ""}, r"config\.task\.label is empty"),
+        ({"label": "text"}, "config.task.label=text is one of config.task.texts"),
+        ({"texts": ("text", "text")}, "config.task.texts=text,text names one column twice"),
         ({"swap_pairs": True}, "swap_pairs needs two columns"),
         ({"heldout_fraction": 1.0}, "must be from 0 to below 1"),
         ({"scale": 0.0}, "must be greater than 0"),
@@ -278,6 +280,56 @@ def test_faults_of_a_section(tmp_path):
     write(tmp_path, "one.tsv", HEADER + "x\ta\ny\ta\n")
     with pytest.raises(DataError, match="training rows of toy have 1 label in column 'label'"):
         open_task(section(tmp_path, train="one.tsv"))
+
+
+LISTS = '{"text": ["a", "b"], "label": ["X", "Y"]}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fields", "words"),
+    [
+        ("a.jsonl", '{"text": "x", "lab": "1"}\n', {}, r"line 1 has no 'label' .it has: text, lab"),
+        ("a.jsonl", '[\n{"text": "x"}\n', {}, "line 1 is not JSON"),
+        ("a.tsv", "1\tx\ty\n", {"columns": ("label", "text")}, "line 1 has 3 columns instead of 2"),
+        ("a.csv", "text,label\na,b\nhello, world,a\n", {}, "line 3 has 3 columns instead of 2"),
+        (
+            "a.txt",
+            "x\n",
+            {"format": "pattern", "pattern": "(?P<label>.):(?P<text>.*)"},
+            "line 1 does not match the pattern",
+        ),
+        ("a.jsonl", '{"text": "x", "label": ["2"]}\n', {}, "line 1 has a list in 'label', where"),
+        ("a.jsonl", '{"text": "x", "label": NaN}\n', {}, "line 1 has no label in 'label'"),
+        ("a.jsonl", LISTS.replace("[", "").replace("]", ""), {}, "line 1 is not JSON"),
+        (
+            "a.jsonl",
+            '{"text": "a b", "label": "X Y"}\n',
+            {"kind": "tagging"},
+            "line 1 has no list of words in 'text'",
+        ),
+        ("a.csv", "text,label,label\na,b,c\n", {}, "has the column 'label' twice"),
+    ],
+)
+def test_faults_are_told_where_the_labels_are_of_the_rows(tmp_path, name, text, fields, words):
+    """They once were left out in silence, and what came of that was blamed."""
+    write(tmp_path, name, text)
+    with pytest.raises(DataError, match=words):
+        open_task(section(tmp_path, train=name, **fields))
+
+
+def test_skipped_rows_are_told_where_none_is_left(tmp_path):
+    write(tmp_path, "a.jsonl", '{"text": "x", "lab": "1"}\n')
+    with pytest.raises(DataError, match="has no rows that can be used; line 1 has no 'label'"):
+        open_task(section(tmp_path, train="a.jsonl", bad_rows="skip"))
+
+
+def test_names_with_brackets_are_names(tmp_path):
+    folder = tmp_path / "run [1]"
+    folder.mkdir()
+    write(folder, "a[b].tsv", HEADER + "x\ta\ny\tb\n")
+    for name in ("a[b].tsv", "*.tsv"):
+        fields = {"train": name, "heldout_fraction": 0.0}
+        assert [example.texts[0] for example in read(folder, **fields)] == ["x", "y"]
 
 
 def test_rows_may_be_skipped(tmp_path, caplog):

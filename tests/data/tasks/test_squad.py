@@ -130,6 +130,9 @@ def test_without_data_the_flag_the_download_and_the_files_are_named(tmp_path):
             assert part in str(refused.value)
     with pytest.raises(DataError, match=r"has no train-v2\.0\.json"):
         squad.check_present("v2", str(tmp_path))
+    write(tmp_path / "train-v2.0.json", QUESTIONS)
+    with pytest.raises(DataError, match=r"json is one file, and training and scoring need two"):
+        squad.check_present("v2", str(tmp_path / "train-v2.0.json"))
 
 
 def test_bad_files(tmp_path):
@@ -164,6 +167,7 @@ def test_bad_files(tmp_path):
         ("answers", [{"text": "x", "answer_start": 1e999}]),
         ("answers", [{"text": "\ud800", "answer_start": 0}]),
         *[("id", value) for value in (None, [1])],
+        ("is_impossible", "false"),
     ],
 )
 def test_fields_of_another_type(tmp_path, field, value):
