@@ -61,13 +61,14 @@ def export(
     tokenizer, section = read_tokenizer(workdir, config)
     networks = split(config, params)
     output = output or workdir.export(form, step)
-    _check_apart(output, workdir.path)
+    _check_output(output, workdir.path)
     return _write(
         output,
         form,
         networks,
         (tokenizer, section),
         title=config.name,
+        source=workdir.path,
         step=step,
         generator=with_generator,
         moments=moments,
@@ -82,7 +83,7 @@ def convert(
 
     A vocabulary goes along if there is one beside the weights. Arguments and errors as `export`.
     """
-    _check_apart(output, Path(path))
+    _check_output(output, Path(path))
     source = sources.read_source(path)
     if source.ignored:
         logging.info("Ignored %d: %s.", len(source.ignored), ", ".join(source.ignored))
@@ -98,6 +99,7 @@ def convert(
         source.networks,
         vocabulary,
         title=Path(path).name,
+        source=Path(path),
         step=source.step,
         generator=with_generator,
         moments=source.moments,
@@ -111,6 +113,7 @@ def _write(
     vocabulary,
     *,
     title: str,
+    source: Path,
     step: int,
     generator: bool | None,
     moments=None,
@@ -121,7 +124,9 @@ def _write(
     elif not generator:
         networks = {"main": networks["main"]}
     if form == "huggingface":
-        return write_huggingface(output, networks, vocabulary, title=title, step=step, texts=texts)
+        return write_huggingface(
+            output, networks, vocabulary, title=title, step=step, texts=texts, source=source
+        )
     if form == "tensorflow1":
         check_expressible(networks, tensorflow1.check_expressible)
 
@@ -136,7 +141,8 @@ def _write(
             huggingface_tokenizer.write_vocabulary(folder, vocabulary[0])
 
     main = networks["main"]
-    replace_folder(output, write, mask_convolution=not main.encoder.reads_padding)
+    masked = not main.encoder.reads_padding
+    replace_folder(output, write, source=str(_place(source)), mask_convolution=masked)
     logging.info("Wrote %s.", output)
     if form == "tensorflow1" and main.masked:
         logging.warning(
@@ -170,6 +176,7 @@ def write_huggingface(
     step: int,
     compare: bool = True,
     texts: Sequence[Sequence[str]] = (),
+    source: Path | None = None,
 ) -> Path:
     """Writes the folder of a model, its generator inside, and certifies both.
 
@@ -178,6 +185,7 @@ def write_huggingface(
       title: for the model card, the name of the run.
       compare: with PyTorch, if it is installed; else only reads back.
       texts: examples, see `certificate.certify`.
+      source: where the weights are, of which the folder keeps a number.
 
     Raises:
       ConversionError, ParityError: as `export`.
@@ -209,7 +217,7 @@ def write_huggingface(
             )
             (place / model_card.FILE).write_text(card, encoding="utf-8")
 
-    replace_folder(output, write)
+    replace_folder(output, write, source=str(_place(source)) if source else "")
     logging.info("Wrote %s.", output)
     return output
 
@@ -234,11 +242,13 @@ def check_expressible(
             raise ConversionError(f"the {_role(networks, name)}{hint}: {error}") from None
 
 
-def replace_folder(output: Path, write: Callable[[Path], None], **said: bool) -> None:
+def replace_folder(
+    output: Path, write: Callable[[Path], None], *, source: str, **said: bool
+) -> None:
     """Makes `output` by `write`, whole or not at all; replaces only what was made here.
 
     Args:
-      said: kept beside it, for `sources.read_source`.
+      source, said: kept beside it, see `mark.write`.
 
     Raises:
       ConversionError: `output` is somebody else's, or cannot be written.
@@ -251,7 +261,7 @@ def replace_folder(output: Path, write: Callable[[Path], None], **said: bool) ->
         files.remove_tree(output)
         with files.written_locally(output) as place:
             write(place)
-            mark.write(place, **said)
+            mark.write(place, source, **said)
         return
     unfinished = output.with_name(output.name + ".unfinished")
     try:
@@ -262,17 +272,19 @@ def replace_folder(output: Path, write: Callable[[Path], None], **said: bool) ->
             f"{output} cannot be written ({error.strerror}); name another --output."
         ) from error
     write(unfinished)
-    mark.write(unfinished, **said)
+    mark.write(unfinished, source, **said)
     shutil.rmtree(output, ignore_errors=True)
     unfinished.rename(output)
 
 
-def _check_apart(output: Path, source: Path) -> None:
-    """Refuses an output that would replace what is to be read."""
-    output, place = (
-        path if files.is_remote(path) else Path(os.path.realpath(os.path.expanduser(path)))
-        for path in (output, source)
-    )
+def _place(path: Path) -> Path:
+    return path if files.is_remote(path) else Path(os.path.realpath(os.path.expanduser(path)))
+
+
+def _check_output(output: Path, source: Path) -> None:
+    """Refuses an output that would replace what is to be read, or is of something else."""
+    output, place = _place(output), _place(source)
+    mark.check_own(output, str(place))
     if output in (place, *place.parents):
         raise ConversionError(
             f"--output={output} is where the weights are, and would replace them; name another "

@@ -14,7 +14,8 @@ from convbert_jax.interop.claims import read_json, shown
 from convbert_jax.interop.networks import ConversionError
 
 FILE = "exported_by_convbert_jax.json"
-_CHECKSUMS = "crc32c"
+_CHECKSUMS, _SOURCE = "crc32c", "source"
+_FORMAT = 2
 _CHUNK = 1 << 24  # bytes
 
 
@@ -22,15 +23,40 @@ def is_in(folder: Path) -> bool:
     return (folder / FILE).is_file()
 
 
-def write(folder: Path, **said: Any) -> None:
+def write(folder: Path, source: str = "", **said: Any) -> None:
     """Marks a folder that is complete.
 
     Args:
+      source: where it was made from, of which a number is kept; "" is not known.
       said: JSON, for `read`.
     """
-    sums = {path.relative_to(folder).as_posix(): _checksum(path) for path in _files(folder)}
-    content = {"format": 1, _CHECKSUMS: sums, **said}
+    sums = {path.relative_to(folder).as_posix(): _checksum(path) for path in _all_files(folder)}
+    content = {"format": _FORMAT, _CHECKSUMS: sums, **said}
+    if source:
+        content[_SOURCE] = google_crc32c.value(source.encode())
     (folder / FILE).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def check_own(folder: Path, source: str) -> None:
+    """Raises ConversionError if `folder` has what would be lost: the export of another source, or
+    files that were put there, or changed, since it was written.
+    """
+    if not is_in(folder):
+        return
+    said, own = read_json(folder / FILE), google_crc32c.value(source.encode())
+    if said.get(_SOURCE, own) != own:
+        raise ConversionError(
+            f"{folder} has the export of another model; remove it or name another --output."
+        )
+    sums = said.get(_CHECKSUMS, {})
+    # Format 1 has no checksums of what is for people.
+    for path in _all_files(folder) if said.get("format") == _FORMAT else _files(folder):
+        name = path.relative_to(folder).as_posix()
+        if sums.get(name) != _checksum(path):
+            raise ConversionError(
+                f"{folder} has {name}, which is not as it was written there; keep it elsewhere and "
+                "remove the folder, or name another --output."
+            )
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -63,8 +89,12 @@ def read(folder: Path) -> dict[str, Any]:
 def _files(folder: Path) -> list[Path]:
     """What a reader reads, not what is for people."""
     kinds = (".json", ".safetensors", ".model", ".txt")
+    return [path for path in _all_files(folder) if path.suffix in kinds]
+
+
+def _all_files(folder: Path) -> list[Path]:
     found = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
-    return sorted(p for p in found if p.suffix in kinds and p.name != FILE and p.is_file())
+    return sorted(path for path in found if path.name != FILE and path.is_file())
 
 
 def _checksum(path: Path) -> int:

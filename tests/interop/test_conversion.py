@@ -198,6 +198,17 @@ def test_folders_are_replaced_only_if_they_are_ours(run, tmp_path):
     for _ in range(2):
         conversion.export(folder, output=out)
     assert not list(tmp_path.glob("*.unfinished"))
+    (out / "model.onnx").write_text("made of it")
+    with pytest.raises(ConversionError, match=r"has model.onnx, which is not as it was written"):
+        conversion.export(folder, output=out)
+    (out / "model.onnx").unlink()
+    (out / "README.md").write_text("a better card")
+    with pytest.raises(ConversionError, match=r"has README.md, which is not as it was written"):
+        conversion.export(folder, output=out)
+    shutil.copytree(folder, tmp_path / "other")
+    with pytest.raises(ConversionError, match="has the export of another model"):
+        conversion.export(tmp_path / "other", output=out)
+    assert (out / "README.md").read_text() == "a better card"
     with pytest.raises(ConversionError, match="cannot be written"):
         conversion.export(folder, output=folder / "config.json" / "out")
 
