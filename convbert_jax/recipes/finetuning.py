@@ -59,6 +59,7 @@ def finetune(
       UserError: weights, vocabulary, data and config do not fit together; see the kinds of it.
     """
     found = devices.find_devices(config)
+    devices.advise_dtype(config, found[0])
     mesh = make_mesh(config, found)
     config, tokenizer, weights = read_start(config, given)
     tasks = open_tasks(config, tokenizer)

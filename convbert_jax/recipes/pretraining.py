@@ -92,6 +92,7 @@ def pretrain(
     """
     trackers.check_tracker(config.train.tracker)
     found = devices.find_devices(config)
+    devices.advise_dtype(config, found[0])
     mesh = sharding.make_mesh(config.mesh, found)
     prepared.check_batches(config, mesh)
     workdir = Workdir(folder)

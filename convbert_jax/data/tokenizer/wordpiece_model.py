@@ -68,6 +68,8 @@ def open_vocabulary(path: Path, section: TokenizerSection) -> WordPieceVocabular
             f"{path} is not UTF-8 (first bad byte at {error.start}); use the standard "
             "bert-base-uncased vocabulary."
         ) from None
+    if text.startswith("\ufeff"):
+        raise TokenizerError(f"{path} begins with a byte order mark; save it without one.")
     return WordPieceVocabulary(split_entries(text), section, path)
 
 

@@ -90,13 +90,17 @@ def find_devices(config: Config) -> list[jax.Device]:
     found = devices[0]
     check_devices(config, found)
     logging.info("Running on %s.", describe_devices(devices))
+    return devices
+
+
+def advise_dtype(config: Config, found: jax.Device) -> None:
+    """Says what a run that trains could make use of."""
     choice = found.platform == "cpu" and config.compute_dtype == "auto"
     if choice and processor.multiplies_bfloat16():
         logging.info(
             "This processor has a matrix unit for bfloat16 (AMX), of which float32 makes no use; "
             "--config.compute_dtype=bfloat16 trains 1.6 to 2.6 times as fast."
         )
-    return devices
 
 
 def describe_devices(devices: Sequence[jax.Device]) -> str:

@@ -202,6 +202,9 @@ def test_a_broken_file_is_named(tmp_path):
     (tmp_path / "vocab.txt").write_bytes(b"[PAD]\n\xff\n")
     with pytest.raises(TokenizerError, match="not UTF-8"):
         Tokenizer(TokenizerSection(kind="wordpiece"), tmp_path / "vocab.txt")
+    (tmp_path / "vocab.txt").write_text("\ufeff[PAD]\n")
+    with pytest.raises(TokenizerError, match="begins with a byte order mark"):
+        Tokenizer(TokenizerSection(kind="wordpiece"), tmp_path / "vocab.txt")
     with pytest.raises(TokenizerError, match=r"cannot be read.*config\.tokenizer\.path"):
         Tokenizer(TokenizerSection(), tmp_path / "absent.model")
     with pytest.raises(TokenizerError, match="holds no trained vocabulary"):

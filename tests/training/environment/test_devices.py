@@ -71,5 +71,6 @@ def test_a_matrix_unit_that_nobody_asked_for_is_named(dtype, unit, said, caplog,
         pytest.skip("of CPUs alone")
     monkeypatch.setattr(devices.processor, "multiplies_bfloat16", lambda: unit)
     with caplog.at_level("INFO"):
-        devices.find_devices(dataclasses.replace(Config(), compute_dtype=dtype))
+        config = dataclasses.replace(Config(), compute_dtype=dtype)
+        devices.advise_dtype(config, devices.find_devices(config)[0])
     assert ("--config.compute_dtype=bfloat16" in caplog.text) == said
