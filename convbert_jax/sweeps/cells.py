@@ -111,14 +111,27 @@ def _is_fixed(path: str, cell: Cell) -> bool:
 def _check_table(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
     if not isinstance(sweep, Sweep):
         raise SweepError(f"get_sweep returns a {type(sweep).__name__}; let it return a Sweep.")
+    for field, kind in (("rows", Mapping), ("changes", Mapping), ("tasks", Mapping)):
+        if not isinstance(getattr(sweep, field), kind):
+            raise SweepError(
+                f"{field} is a {type(getattr(sweep, field)).__name__}; make it a dict."
+            )
+    for field, kind in (("seeds", int), ("metrics", str)):
+        values = getattr(sweep, field)
+        if not isinstance(values, tuple | list) or not all(type(v) is kind for v in values):
+            raise SweepError(f"{field}={values!r} must be a tuple of {kind.__name__}.")
     if not sweep.rows or not sweep.seeds:
         raise SweepError("the sweep has no rows or no seeds; give it one of each at least.")
     for name in (*sweep.rows, *sweep.tasks):
-        if not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise SweepError(f"'{name}' is no name of a folder; use letters, digits and .,=+-_.")
     for name, row in sweep.rows.items():
         if not isinstance(row, Row):
             raise SweepError(f"row {name} is a {type(row).__name__}; make it a Row.")
+        if not isinstance(row.changes, Mapping) or not isinstance(row.parts, Mapping):
+            raise SweepError(f"row {name} has changes or parts that are no dict; make them one.")
+        if not all(isinstance(part, int | float) for part in row.parts.values()):
+            raise SweepError(f"row {name} has parts={row.parts}; each is a number, as 0.5.")
         if row.flops_of and (row.flops_of not in sweep.rows or sweep.rows[row.flops_of].flops_of):
             raise SweepError(
                 f"row {name} has flops_of={row.flops_of}, which is no row with steps of its own."
@@ -127,7 +140,15 @@ def _check_table(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
         raise SweepError(f"seeds={sweep.seeds} has one twice; leave one out.")
     if sweep.compared_with not in sweep.rows:
         raise SweepError(f"baseline={sweep.baseline} is no row; rows: {', '.join(sweep.rows)}.")
-    for name in sweep.tasks:
+    for name, task in sweep.tasks.items():
+        if not isinstance(task, Task):
+            raise SweepError(f"task {name} is a {type(task).__name__}; make it a Task.")
+        for path in ("seed", "init_from"):
+            if path in task.changes:
+                raise SweepError(
+                    f"task {name} has config.{path}, which follows from the pre-training; leave "
+                    "it out."
+                )
         if name in (PRETRAIN, FINETUNE) or (sweep.from_scratch and name.endswith(SCRATCH)):
             raise SweepError(f"a task cannot be called {name}; give it another name.")
     if sweep.from_scratch and not sweep.tasks:
@@ -140,6 +161,8 @@ def _check_table(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
     if sweep.search:
         varied |= sweep.search.space.keys()
         _check_search(sweep)
+    if any("seed" in changes for changes in (sweep.changes, *(row.changes for row in rows))):
+        raise SweepError("a row or the sweep changes config.seed; use the seeds of the sweep.")
     for path in overrides:
         if path in varied:
             what = "--seeds=N" if path == "seed" else "another sweep for another table"
@@ -206,17 +229,23 @@ def _steps_of_row(sweep: Sweep, name: str, shared: Mapping[str, Any]) -> dict[st
         changed |= {path: round(steps * part) for path, part in row.parts.items()}
     if not row.flops_of:
         return changed
-    like = sweep.rows[row.flops_of]
     if "train.steps" in row.changes:
         raise SweepError(f"row {name} has train.steps and flops_of; leave one out.")
     config = rows_lib.make_row(name, sweep.config, changed)
-    of_like = rows_lib.make_row(row.flops_of, sweep.config, {**shared, **like.changes})
-    if config.recipe == FINETUNE:
+    of_like = _steps_of_row(sweep, row.flops_of, shared)
+    wanted = rows_lib.make_row(row.flops_of, sweep.config, of_like)
+    if config.recipe == FINETUNE or config.reads_pairs:
         raise SweepError(
-            f"row {name} has flops_of, which is of pre-training, and config.recipe=finetune is "
-            "not; leave one of them out."
+            f"row {name} has flops_of, which is of pre-training on a corpus, and "
+            f"config.recipe={config.recipe} is not; leave one of them out."
         )
-    ratio = flops.training_flops(of_like) / flops.training_flops(config)
+    if config.objective.masked_lm_steps:
+        raise SweepError(
+            f"row {name} has flops_of and config.objective.masked_lm_steps="
+            f"{config.objective.masked_lm_steps}, which costs another part of other steps; leave "
+            "one of them out."
+        )
+    ratio = flops.training_flops(wanted) / flops.training_flops(config)
     steps = max(1, round(config.train.steps * ratio))
     return changed | {
         "train.steps": steps,
@@ -231,6 +260,11 @@ def _cells_of(sweep, folder, name, seed, changed, of_tasks) -> list[Cell]:
     if sweep.tasks and (config.recipe == FINETUNE or config.reads_pairs):
         raise SweepError(f"{sweep.config} is fine-tuning, after which no tasks can come.")
     if config.recipe == FINETUNE:
+        if changed.get("finetune.seeds", 1) != 1:
+            raise SweepError(
+                f"row {name} has config.finetune.seeds={changed['finetune.seeds']}, but each cell "
+                "of a sweep of fine-tuning is one seed; use the seeds of the sweep (--seeds=N)."
+            )
         changed["finetune.seeds"] = 1
         changed.setdefault("finetune.save_models", False)
         config = rows_lib.make_row(name, sweep.config, changed)

@@ -14,7 +14,7 @@ from convbert_jax.finetuning.results import RunResult, read_results, runs_of
 from convbert_jax.sweeps import describe
 from convbert_jax.sweeps.cells import FINETUNE, PRETRAIN, Cell
 from convbert_jax.sweeps.folder import FINISHED, Folder
-from convbert_jax.sweeps.table import Sweep
+from convbert_jax.sweeps.table import Sweep, SweepError
 from convbert_jax.training.reports.reporting import read_metrics
 from convbert_jax.workdir import Workdir
 
@@ -43,6 +43,7 @@ def read_values(cell: Cell, folder: Folder) -> dict[str, float] | None:
 
     Raises:
       DamagedFileError: the file that has them.
+      SweepError: the run is at its end, and they are not there.
     """
     run = folder.run(cell.id)
     if cell.config.recipe == FINETUNE:
@@ -51,14 +52,21 @@ def read_values(cell: Cell, folder: Folder) -> dict[str, float] | None:
         return None
     values: dict[str, float] = {}
     trained: dict[str, list[float]] = {}
+    last = -1
     for record in read_metrics(run.metrics):
         split = record.pop("split")
         if split == "validation":
+            last = record["step"]
             values = {name: value for name, value in record.items() if name != "step"}
             continue
         for name in _OF_TRAINING:
             if name in record:
                 trained.setdefault(name, []).append(record[name])
+    if last < cell.config.train.steps:  # every run ends with them
+        raise SweepError(
+            f"{run.metrics} lacks the held-out numbers of step {cell.config.train.steps}: put a "
+            f"copy of it back, or delete {run.path} to run the cell again."
+        )
     values |= {name: _OF_TRAINING[name](found) for name, found in trained.items()}
     written = _of_written(run, max(run.steps()))
     if cell.after:

@@ -82,7 +82,13 @@ def test_the_order_of_seeds_and_the_side_of_the_difference_do_not_matter():
 
 @pytest.mark.parametrize(
     ("differences", "p"),
-    [([], math.nan), ([1.0], math.nan), ([0.0, 0.0], 1.0), ([0.5, 0.5, 0.5], 0.0)],
+    [
+        ([], math.nan),
+        ([1.0], math.nan),
+        ([0.0, 0.0], 1.0),
+        ([0.5, 0.5, 0.5], math.nan),
+        ([0.625 - 0.5, 0.750000000001 - 0.625], math.nan),  # two of sixteen texts, twice
+    ],
 )
 def test_differences_without_noise(differences, p):
     assert comparison.test(differences) == pytest.approx(p, nan_ok=True)
@@ -90,10 +96,33 @@ def test_differences_without_noise(differences, p):
 
 def test_p_values_are_raised_after_holm():
     # 0.01 x 3; 0.03 x 2; and 0.04 x 1, which may not be less than the one before
-    assert comparison.holm([0.01, math.nan, 0.04, 0.03]) == pytest.approx(
+    assert comparison.holm([0.01, math.nan, 0.04, 0.03], 3) == pytest.approx(
         [0.03, math.nan, 0.06, 0.06], nan_ok=True
     )
-    assert comparison.holm([0.9, 0.8]) == [1.0, 1.0]
+    assert comparison.holm([0.9, 0.8], 2) == [1.0, 1.0]
+
+
+def test_a_row_that_is_not_there_yet_counts():
+    """So that what is outside stays so when the other rows are finished."""
+    assert comparison.holm([0.03, math.nan], 2) == pytest.approx([0.06, math.nan], nan_ok=True)
+    cells = [cell for cell in make_outcome().cells if cell.row != "noisy"]
+    part, whole = (
+        {(line.row, line.metric): line.p_holm for line in comparison.compare_all(outcome)}
+        for outcome in (make_outcome(cells=tuple(cells)), make_outcome())
+    )
+    key = "better", "discriminator_auc"
+    assert part[key] == pytest.approx(whole[key])
+
+
+def test_of_scores_in_steps_two_seeds_give_few_false_alarms():
+    """Of 277 texts; equal differences once were outside with p 0, and raised alarms in a third."""
+    random, alarms, tries = np.random.default_rng(0), 0, 300
+    for _ in range(tries):
+        right = np.round(277 * (0.7 + 0.01 * random.normal(size=(9, 2)))) / 277
+        p = [comparison.test(list(row - right[0])) for row in right[1:]]
+        raised = [value for value in comparison.holm(p, 8) if not math.isnan(value)]
+        alarms += min(raised, default=1.0) < comparison.LEVEL
+    assert alarms / tries < comparison.LEVEL + 0.03
 
 
 def test_rows_without_a_difference_seldom_are_outside():
@@ -105,7 +134,7 @@ def test_rows_without_a_difference_seldom_are_outside():
             comparison.compare("r", "s", "m", dict(enumerate(row)), dict(enumerate(values[0])))
             for row in values[1:]
         ]
-        alarms += min(comparison.holm([line.p for line in lines])) < comparison.LEVEL
+        alarms += min(comparison.holm([line.p for line in lines], 5)) < comparison.LEVEL
     assert alarms / tries < comparison.LEVEL + 0.03
 
 

@@ -4,8 +4,10 @@ A row is compared with the baseline seed by seed: the same seed draws the same i
 the networks are alike, the same batches and the same masks, so the difference of a pair has less
 noise than the two numbers. The test is Student's paired t-test, two-sided, of the differences
 (`scipy.stats.ttest_rel`); a metric is tested in as many rows as there are, so its p-values are
-raised after Holm (1979), which keeps the chance of any false alarm among them at `LEVEL`. A
-difference is *outside* the noise of seeds where the raised p is below `LEVEL`, else *inside*.
+raised after Holm (1979) for all of them, those that are not there yet too, which keeps the chance
+of any false alarm among them at `LEVEL`. A difference is *outside* the noise of seeds where the
+raised p is below `LEVEL`, else *inside*. Differences that are the same in all seeds, as two of an
+accuracy of few texts often are, show no noise to be tested against, and have no test.
 
 It speaks of seeds alone, of this text, this many steps and these rates. It assumes that differences
 are near to normal, and with three seeds it finds only large ones: inside is not "equal".
@@ -22,6 +24,7 @@ from convbert_jax.analysis.sweep_report.outcome import Outcome
 
 LEVEL = 0.05
 INSIDE, OUTSIDE = "inside", "outside"
+_ROUNDING = 1e-9  # relative, of differences that are the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Line:
     Attributes:
       diverged: seeds whose number is not finite; they are in no mean.
       difference: from the baseline, over the seeds that both have; None of the baseline itself.
-      p: of the paired test, and `p_holm` raised; NaN with less than two pairs.
+      p: of the paired test, and `p_holm` raised; NaN where there is no test.
     """
 
     row: str
@@ -72,7 +75,7 @@ def compare_all(outcome: Outcome) -> list[Line]:
             if found:
                 against = None if row == outcome.baseline else baseline
                 of_metric.append(compare(row, stage, metric, found, against))
-        raised = holm([line.p for line in of_metric])
+        raised = holm([line.p for line in of_metric], len(outcome.rows) - 1)
         lines += [
             dataclasses.replace(line, p_holm=p) for line, p in zip(of_metric, raised, strict=True)
         ]
@@ -108,19 +111,19 @@ def summarize(values: Sequence[float]) -> Interval:
 
 
 def test(differences: Sequence[float]) -> float:
-    """p of the paired t-test; NaN of less than two."""
+    """p of the paired t-test; NaN of less than two, and of several that are the same."""
     if len(differences) < 2:
         return math.nan
-    if np.ptp(differences) == 0.0:  # no noise at all, where t has no value
-        return 1.0 if differences[0] == 0.0 else 0.0
+    if np.ptp(differences) <= _ROUNDING * np.abs(differences).max():
+        return math.nan if any(differences) else 1.0
     return float(stats.ttest_1samp(differences, 0.0).pvalue)
 
 
-def holm(p: Sequence[float]) -> list[float]:
-    """p-values raised for their number (Holm 1979), NaN left out and kept."""
+def holm(p: Sequence[float], tests: int) -> list[float]:
+    """p-values raised for the number of `tests` (Holm 1979); NaN, of no test yet, is kept."""
     tested = sorted((value, place) for place, value in enumerate(p) if not math.isnan(value))
     raised, highest = list(p), 0.0
     for rank, (value, place) in enumerate(tested):
-        highest = max(highest, min(1.0, (len(tested) - rank) * value))
+        highest = max(highest, min(1.0, (tests - rank) * value))
         raised[place] = highest
     return raised
