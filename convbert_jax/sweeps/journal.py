@@ -51,9 +51,15 @@ def explain(folder: Folder) -> Iterator[None]:
             "what is finished is kept in the folders of the cells."
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, AssertionError) as error:
+        searched = any((folder.path / "cells").glob("search-*"))
+        advice = (
+            "put a copy of it back, as the rows of a search are in it alone, or choose another "
+            "--workdir."
+            if searched
+            else "delete it and start again: what is finished is kept in the folders of the cells."
+        )
         raise SweepError(
-            f"{folder.journal} is damaged ({type(error).__name__}); delete it and start again: "
-            "what is finished is kept in the folders of the cells."
+            f"{folder.journal} is damaged ({type(error).__name__}); {advice}"
         ) from error
 
 

@@ -99,7 +99,9 @@ class Explorer:
                 for path, values in self._search.space.items():
                     trial.suggest_categorical(path, tuple(range(len(values))))
             name = f"search-{trial.number:03d}"
-            if self._fits(name, Row(self._changes(trial.params))):
+            # A folder without its row is of a journal that is lost: its numbers are another row's.
+            lost = (self._folder.path / "cells" / name).exists()
+            if not lost and self._fits(name, Row(self._changes(trial.params))):
                 trial.set_user_attr(_ROW, name)
                 return True
             journal.end(self._study, trial, "PRUNED")

@@ -115,6 +115,19 @@ def search_twice(machine, table=TABLE):
     return found
 
 
+def test_without_its_journal_no_row_takes_the_folder_of_another(machine):
+    search(machine)
+    before = list(machine.started)
+    text = machine.folder.journal.read_text()
+    machine.folder.journal.write_text("{\n" + text)
+    with pytest.raises(SweepError, match="put a copy of it back, as the rows of a search"):
+        search(machine)
+    machine.folder.journal.unlink()
+    machine.started.clear()
+    search(machine)
+    assert not {cell for cell in machine.started if cell.startswith("search")} & set(before)
+
+
 def test_a_small_space_comes_to_its_end(machine):
     space = {"model.kernel_size": (3, 5, 9)}  # 9 is what the given row has
     table = dataclasses.replace(TABLE, search=dataclasses.replace(SEARCH, space=space))
