@@ -77,6 +77,14 @@ def test_a_pretraining_without_its_last_checkpoint_is_not_finished(folder, cells
     assert results.read_values(cell, folder) is None
 
 
+def test_a_finished_pretraining_without_its_numbers_is_a_sentence(folder, cells):
+    cell = cells["plain/seed-0/pretrain"]
+    pretrain(folder, cell)
+    folder.run(cell.id).metrics.unlink()
+    with pytest.raises(UserError, match=r"lacks the held-out numbers of step 40: put a copy"):
+        results.read_values(cell, folder)
+
+
 def test_a_curve_has_every_axis(folder, cells):
     cell = cells["mixed/seed-0/pretrain"]
     pretrain(folder, cell)
