@@ -90,13 +90,11 @@ def make(config: Config, directory: Path, source: PairSource) -> Vocabularies:
 
 def _first_fault(source: PairSource) -> str:
     """Where and what it is, for an error; "" if there is none."""
-    pairs = ((source, *each) for unit in source.units for each in source.pairs(unit))
-    faults = (
-        f" ({source.place(number)} {pair.problem})"
-        for source, number, pair in pairs
-        if isinstance(pair, Fault)
-    )
-    return next(faults, "")
+    for unit in source.units:
+        for number, pair in source.pairs(unit):
+            if isinstance(pair, Fault):
+                return f" ({source.place(number)} {pair.problem})"
+    return ""
 
 
 def _sample(source: PairSource, size: int, sides: tuple[int, ...]) -> Iterator[str]:
