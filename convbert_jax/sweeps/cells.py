@@ -111,11 +111,10 @@ def _is_fixed(path: str, cell: Cell) -> bool:
 def _check_table(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
     if not isinstance(sweep, Sweep):
         raise SweepError(f"get_sweep returns a {type(sweep).__name__}; let it return a Sweep.")
-    for field, kind in (("rows", Mapping), ("changes", Mapping), ("tasks", Mapping)):
-        if not isinstance(getattr(sweep, field), kind):
-            raise SweepError(
-                f"{field} is a {type(getattr(sweep, field)).__name__}; make it a dict."
-            )
+    for field in ("rows", "changes", "tasks"):
+        found = getattr(sweep, field)
+        if not isinstance(found, Mapping):
+            raise SweepError(f"{field} is a {type(found).__name__}; make it a dict.")
     for field, kind in (("seeds", int), ("metrics", str)):
         values = getattr(sweep, field)
         if not isinstance(values, tuple | list) or not all(type(v) is kind for v in values):
