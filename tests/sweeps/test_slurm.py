@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+import convbert_jax
 from convbert_jax.config import UserError
 from convbert_jax.sweeps import SweepError, request
 from convbert_jax.sweeps.folder import Folder
@@ -31,8 +32,9 @@ TOOLS = {
 }
 # As launch/sweep.py: stops for a signal when its cell is saved, and for a second one at once, if
 # that is none passed on.
-RUNNER = """
+RUNNER = f"""
 import pathlib, signal, sys, time
+sys.path.insert(0, {str(pathlib.Path(convbert_jax.__file__).parent.parent)!r})
 from convbert_jax import interrupts
 asked = []
 def stop(number, frame):
@@ -177,6 +179,7 @@ def test_a_second_signal_while_the_first_is_noted_costs_no_cell(submitted, monke
     job = Job((sys.executable, "runner.py"), str(submitted.folder))
     job._process = subprocess.Popen(job.command, cwd=job.folder, preexec_fn=_deaf_to_submitit)
     while not submitted.starts():
+        assert job._process.poll() is None
         time.sleep(0.02)
     kill, signals = os.kill, []
 
