@@ -284,12 +284,12 @@ def _place(path: Path) -> Path:
 def _check_output(output: Path, source: Path) -> None:
     """Refuses an output that would replace what is to be read, or is of something else."""
     output, place = _place(output), _place(source)
-    mark.check_own(output, str(place))
     if output in (place, *place.parents):
         raise ConversionError(
             f"--output={output} is where the weights are, and would replace them; name another "
             "--output."
         )
+    mark.check_own(output, str(place))
 
 
 def _examples(workdir: Workdir) -> list[list[str]]:
