@@ -132,8 +132,13 @@ def installed(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("installed")
     source = folder / "source"  # pip builds in the folder that it is given
-    kept = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", "benchmarks", "build")
-    shutil.copytree(REPOSITORY, source, ignore=kept)
+    source.mkdir()
+    for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py", "requirements.txt"):
+        shutil.copy(REPOSITORY / name, source)
+    for name in ("convbert_jax", "configs"):
+        shutil.copytree(
+            REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True)
     python = folder / "env" / "bin" / "python"
     quiet = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

@@ -229,5 +229,6 @@ def test_the_largest_batch_of_a_slice_is_compiled(monkeypatch):
     assert second["used"] == pytest.approx(second["predicted"], rel=0.15)
     largest = numbers["largest_batch"]
     assert largest["rows"] == second["rows"] > 2**14
+    assert largest["rows"] % (4 * 128) == 0
     assert largest["memory"]["used"] == second["used"]
     assert numbers["search"]["does_not_fit"]["rows"] > second["rows"]
