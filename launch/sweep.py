@@ -21,10 +21,12 @@ from convbert_jax import console
 from convbert_jax.config import UserError
 from convbert_jax.sweeps import cells as cells_lib
 from convbert_jax.sweeps import request as request_lib
+from convbert_jax.sweeps import results
 from convbert_jax.sweeps.checks.files import check_files
 from convbert_jax.sweeps.slurm import job, submission
 
 _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+_MISPLACED = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # a file for a folder, or a folder for one
 
 
 def main() -> None:
@@ -35,6 +37,7 @@ def main() -> None:
         if request.do == "submit":
             submission.check_installed()
         cells = cells_lib.expand(request.sweep, request.folder, request.overrides)
+        results.check_metrics(request.sweep, cells)
     except UserError as error:
         console.fail(str(error), code=2)
     except KeyboardInterrupt:
@@ -62,7 +65,6 @@ def main() -> None:
             return
         failed = 0 if request.do == "report" else _run(request, cells, explorer, new, gone)
         from convbert_jax.analysis import sweep_report
-        from convbert_jax.sweeps import results
 
         sweep = request.sweep
         if explorer:
@@ -76,6 +78,8 @@ def main() -> None:
     except KeyboardInterrupt:  # the second one, or while a report is drawn
         console.fail("interrupted; the same command goes on from what is finished.", code=130)
     except OSError as error:
+        if error.errno in _MISPLACED:
+            console.fail(f"{error.filename}: {error.strerror}; move it away, then start again.")
         if error.errno not in _STORAGE_FAULTS:
             raise
         console.fail(
@@ -93,7 +97,7 @@ def _expand(request: request_lib.Request, explorer) -> list[cells_lib.Cell]:
 
 def _run(request: request_lib.Request, cells, explorer, new: int, gone: list[str]) -> int:
     """How many cells failed."""
-    from convbert_jax.sweeps import results, runner
+    from convbert_jax.sweeps import runner
 
     if gone:
         _tell(f"no longer in the table, kept and left out: {', '.join(gone)}")

@@ -65,12 +65,12 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike):
         """Raises SweepError for a bucket, which has no locks."""
-        self.path = pathlib.Path(files.to_path(path))
         if files.is_remote(path):
             raise SweepError(
                 f"--workdir={path} is in a bucket, which has no locks; name a folder on a disk "
                 "that the runners share."
             )
+        self.path = pathlib.Path(files.to_path(path))
 
     def __str__(self) -> str:
         return str(self.path)
@@ -132,6 +132,9 @@ class Folder:
         kept = {name: value for name, value in values.items() if name in names}
         if kept["state"] not in (FINISHED, FAILED, STARTED):
             raise files.damaged(path, f"its 'state' is {kept['state']!r}", remedy)
+        for metric, value in kept["values"].items():
+            if not (value is None or type(value) in (int, float)):
+                raise files.damaged(path, f"its {metric!r} is {value!r}", remedy)
         return Record(**kept | {"command": tuple(kept["command"])})
 
     def write(self, record: Record) -> None:

@@ -9,6 +9,12 @@ from typing import Any
 from convbert_jax.sweeps.folder import Folder
 from convbert_jax.sweeps.table import SweepError
 
+# What Optuna raises of a journal whose lines are no JSON, or JSON of something else.
+_DAMAGE = (
+    *(json.JSONDecodeError, UnicodeDecodeError, KeyError, AssertionError),
+    *(TypeError, AttributeError, IsADirectoryError),
+)
+
 
 def open_study(folder: Folder, name: str, *, maximize: bool = False) -> Any:
     """The study of this name (`optuna.Study`), begun if it is not there.
@@ -50,7 +56,7 @@ def explain(folder: Folder) -> Iterator[None]:
             f"{folder.journal} was deleted while a runner worked; start again: "
             "what is finished is kept in the folders of the cells."
         ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, AssertionError) as error:
+    except _DAMAGE as error:
         searched = any((folder.path / "cells").glob("search-*"))
         advice = (
             "put a copy of it back, as the rows of a search are in it alone, or choose another "

@@ -74,7 +74,16 @@ def read(argv: Sequence[str], description: str = "") -> Request:
         tasks[name] = task
     sweep = dataclasses.replace(sweep, tasks=tasks)
     name = flags.config.rpartition(":")[2].removesuffix(".py").rpartition("/")[2]
+    if flags.workdir == "":
+        raise ConfigError("--workdir= names no folder; leave it out for runs/NAME.")
     folder = Folder(flags.workdir or f"runs/{name.replace(',', '-')}")
+    there = next(path for path in (folder.path, *folder.path.parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"--workdir={folder}: {there} is a file; name a folder.")
+    if flags.report and not folder.path.exists():
+        raise ConfigError(
+            f"--report: there is no --workdir={folder}; name the folder of a sweep that has begun."
+        )
     return Request(
         name=name,
         sweep=sweep,

@@ -79,6 +79,18 @@ def name_values(config: Config) -> tuple[str, ...]:
     return () if config.writes_text else (*config.heldout_metrics, *_OF_TRAINING)
 
 
+def check_metrics(sweep: Sweep, cells: Sequence[Cell]) -> None:
+    """Raises SweepError where the report shall show of pre-training what no cell will have."""
+    named = [name_values(cell.config) for cell in cells if cell.stage == PRETRAIN]
+    known = dict.fromkeys(name for names in named for name in names)
+    for metric in sweep.metrics:
+        if named and all(named) and metric not in known:
+            raise SweepError(
+                f"metrics has {metric!r}, which no row measures in pre-training; they have: "
+                f"{', '.join(known)}."
+            )
+
+
 def choose_metrics(sweep: Sweep, config: Config) -> tuple[str, ...]:
     """What a report shows of pre-training, and the line of a finished cell."""
     if sweep.metrics or not config.writes_text:

@@ -12,14 +12,14 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from convbert_jax.config import UserError
+from convbert_jax.config import UserError, to_text
 from convbert_jax.sweeps import describe, journal, results
-from convbert_jax.sweeps.cells import PRETRAIN, Cell, expand
+from convbert_jax.sweeps.cells import PRETRAIN, Cell, check_unchanged, expand
 from convbert_jax.sweeps.checks.rows import what_is_read
 from convbert_jax.sweeps.folder import FINISHED, Folder, Record
 from convbert_jax.sweeps.table import Row, Search, Sweep, SweepError
 
-_STUDY, _ROW = "search", "row"
+_STUDY, _ROW, _AGAIN, _SOUGHT = "search", "row", "again", "sought"
 _TRIES = 60  # choices in vain, over the budget or known, until the search is at its end
 
 
@@ -30,9 +30,10 @@ class Explorer:
         """Opens the journal; raises as `expand` and `journal.open_study`."""
         self._sweep, self._folder, self._overrides = sweep, folder, overrides
         self._search = sweep.search
-        self._study = journal.open_study(folder, _STUDY, maximize=self._search.maximize)
         given = expand(sweep, folder, overrides)
-        _check_metric(self._search, given[0])
+        _check_metric(self._search, given)
+        self._study = journal.open_study(folder, _STUDY, maximize=self._search.maximize)
+        _check_unchanged(self._search, self._study, folder)
         self._known = {_essence(cell) for cell in given}
         self._most = _find_limits(self._search, given)
         self._trials: dict[int, str] = {}  # number -> row, of those that are adopted
@@ -57,7 +58,8 @@ class Explorer:
           idle: whether this runner has nothing to do; then a row is proposed if one is left.
 
         Raises:
-          SweepError: what is finished does not have the metric that decides.
+          SweepError: what is finished does not have the metric that decides, or another runner
+            began a new cell with another config.
         """
         self._learn(records, failed)
         new = self._adopt()
@@ -67,6 +69,8 @@ class Explorer:
                 if not new:
                     self._ended = not self._propose()
                     new = self._adopt()
+        if new:
+            check_unchanged(new, self._folder)
         return new
 
     def _adopt(self) -> list[Cell]:
@@ -133,18 +137,40 @@ class Explorer:
         from optuna.trial import TrialState
 
         with journal.explain(self._folder):
-            running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        for trial in running:
+            trials = self._study.get_trials(deepcopy=False)
+        again = {trial.user_attrs.get(_AGAIN) for trial in trials}
+        for trial in trials:
             cells = self._cells.get(self._trials.get(trial.number, ""), ())
             cells = [cell for cell in cells if cell.stage == self._search.stage]
             found = [records.get(cell.id) for cell in cells]
-            if any(cell.id in failed or cell.after in failed for cell in cells):
+            value = None
+            if cells and all(record and record.state == FINISHED for record in found):
+                value = statistics.fmean(self._value(record) for record in found)
+            done = value is not None and math.isfinite(value)
+            lost = value is not None or any({cell.id, cell.after} & failed for cell in cells)
+            if trial.state == TrialState.RUNNING and done:
+                journal.end(self._study, trial.number, "COMPLETE", value)
+            elif trial.state == TrialState.RUNNING and lost:
                 journal.end(self._study, trial.number, "FAIL")
-            elif cells and all(record and record.state == FINISHED for record in found):
-                values = [self._value(record) for record in found]
-                state = "COMPLETE" if all(map(math.isfinite, values)) else "FAIL"
-                value = statistics.fmean(values) if state == "COMPLETE" else None
-                journal.end(self._study, trial.number, state, value)
+            elif trial.state == TrialState.FAIL and done and trial.number not in again:
+                self._tell_again(trial, value)
+
+    def _tell_again(self, trial: Any, value: float) -> None:
+        """Of a row that failed, and was done when it was tried again: what Optuna has of a trial
+        that has ended stays, so it gets another one.
+        """
+        import optuna
+
+        told = optuna.trial.create_trial(
+            params=trial.params,
+            distributions=trial.distributions,
+            value=value,
+            user_attrs={_AGAIN: trial.number},
+        )
+        with self._folder.alone("search"), journal.explain(self._folder):
+            trials = self._study.get_trials(deepcopy=False)
+            if trial.number not in {known.user_attrs.get(_AGAIN) for known in trials}:
+                self._study.add_trial(told)
 
     def _value(self, record: Record) -> float:
         metric = self._search.metric
@@ -166,14 +192,40 @@ class Explorer:
         return expand(alone, self._folder, self._overrides)
 
 
-def _check_metric(search: Search, cell: Cell) -> None:
+def _check_metric(search: Search, given: list[Cell]) -> None:
     """Of pre-training it is known what will be there; of tasks when the first one is finished."""
-    known = results.name_values(cell.config)
-    if search.stage == cell.stage == PRETRAIN and known and search.metric not in known:
+    stages = dict.fromkeys(cell.stage for cell in given)
+    if search.stage not in stages:
         raise SweepError(
-            f"the search goes by {search.metric}, which config.recipe='{cell.config.recipe}' does "
-            f"not measure; it has: {', '.join(known)}."
+            f"the search goes by stage={search.stage!r}, which no row has; stages: "
+            f"{', '.join(stages)}."
         )
+    config = given[0].config
+    known = results.name_values(config)
+    if search.stage == PRETRAIN and known and search.metric not in known:
+        raise SweepError(
+            f"the search goes by {search.metric}, which config.recipe='{config.recipe}' does not "
+            f"measure; it has: {', '.join(known)}."
+        )
+
+
+def _check_unchanged(search: Search, study: Any, folder: Folder) -> None:
+    """What is in the journal are places in the space, and numbers of one metric."""
+    sought = {
+        f"space of {path}": " | ".join(map(to_text, values))
+        for path, values in search.space.items()
+    } | {name: str(getattr(search, name)) for name in ("metric", "maximize", "stage")}
+    with journal.explain(folder):
+        kept = study.user_attrs.get(_SOUGHT)
+        if kept is None:
+            study.set_user_attr(_SOUGHT, sought)
+            return
+    for name in sought | kept:
+        if sought.get(name) != kept.get(name):
+            raise SweepError(
+                f"--workdir={folder} holds a search whose {name} was {kept.get(name, 'not there')},"
+                f" now {sought.get(name, 'not there')}; choose another --workdir, or set it back."
+            )
 
 
 def _find_limits(search: Search, given: list[Cell]) -> list[tuple[Callable, float]]:

@@ -179,6 +179,25 @@ def test_the_files_of_a_report(tmp_path):
     assert not list(tmp_path.glob("*.unfinished"))
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (3.2e-5, "0.0000320"),
+        (0.0, "0.0000"),
+        (0.74, "0.7400"),
+        (-2e-3, "-0.00200"),
+        (2e5, "200,000"),
+    ],
+)
+def test_a_small_number_keeps_its_figures(tmp_path, value, shown):
+    cells = (CellOutcome("plain", 0, "pretrain", "finished", values={"discriminator_auc": value}),)
+    line = next(
+        line for line in sweep_report.write(make_outcome(cells=cells), tmp_path).splitlines()
+        if line.startswith("| plain ")
+    )  # fmt: skip
+    assert line.split(" | ")[5].strip() == shown
+
+
 def test_a_report_of_nothing_yet(tmp_path):
     cells = (CellOutcome("plain", 0, "pretrain", "not begun"),)
     text = sweep_report.write(make_outcome(cells=cells), tmp_path)

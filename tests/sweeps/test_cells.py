@@ -315,7 +315,10 @@ def test_a_damaged_record_is_named(folder):
     cells = expand(TABLE, folder)
     folder.write(Record(cells[0].id, FINISHED, to_dict(cells[0].config), ("main",)))
     path = next(folder.path.rglob("*.json"))
-    for content in ("{", '{"state": "finished"}', path.read_text().replace("finished", "odd")):
+    whole = path.read_text()
+    text = whole.replace('"values": {}', '"values": {"acc": "0.5"}')
+    assert text != whole
+    for content in ("{", '{"state": "finished"}', whole.replace("finished", "odd"), text):
         path.write_text(content)
         with pytest.raises(UserError, match=r"pretrain\.json is damaged .*; delete it"):
             check_unchanged(cells, folder)

@@ -26,6 +26,12 @@ from convbert_jax.sweeps import Task, request
         ),
         (["--config=ablation:mixers", "--seeds=0"], "--seeds=0 must be from 1"),
         (["--config=ablation:mixers", "--workdir=gs://b/c"], "gs://b/c is in a bucket"),
+        (["--config=ablation:mixers", "--workdir="], "--workdir= names no folder"),
+        (["--config=ablation:mixers", f"--workdir={__file__}/x"], "is a file; name a folder"),
+        (
+            ["--config=ablation:mixers", "--workdir=nowhere/at-all", "--report"],
+            "there is no --workdir=nowhere/at-all",
+        ),
         (["--config=ablation:mixers", "--finetune=--x"], "must begin with a config"),
         (["--config=ablation:mixers", "--finetune=text:trec --y"], "'--y' is no --config."),
         (["--config=ablation:mixers", "--config.modle.heads=4"], "did you mean"),

@@ -10,7 +10,7 @@ from convbert_jax.analysis import flops
 from convbert_jax.config import UserError, to_dict
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.results import RunResult, append_result
-from convbert_jax.sweeps import Row, Sweep, Task, results
+from convbert_jax.sweeps import Row, Sweep, SweepError, Task, results
 from convbert_jax.sweeps.cells import expand
 from convbert_jax.sweeps.folder import FAILED, FINISHED, Folder, Record
 
@@ -157,6 +157,13 @@ def test_what_a_sweep_shows_is_its_choice(folder, cells):
     assert results.collect("t", sweep, list(cells.values()), folder).metrics == (
         "tokens_per_second",
     )
+
+
+def test_a_metric_that_no_row_measures_is_refused(folder, cells):
+    sweep = dataclasses.replace(TABLE, metrics=("mlm_loss", "mlm_los"))
+    with pytest.raises(SweepError, match=r"metrics has 'mlm_los', which no row measures .*: mlm"):
+        results.check_metrics(sweep, list(cells.values()))
+    results.check_metrics(TABLE, list(cells.values()))
 
 
 def test_what_a_translator_writes_counts(folder):

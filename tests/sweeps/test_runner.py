@@ -212,11 +212,18 @@ def test_a_journal_cut_off_by_a_full_disk_is_mended(machine, cells):
     assert machine.run(cells).finished == 8
 
 
-def test_a_damaged_journal_is_a_sentence(machine, cells):
+@pytest.mark.parametrize("line", ["{", "null\n", "7\n", "[]\n", '"x"\n', "{}\n"])
+def test_a_damaged_journal_is_a_sentence(machine, cells, line):
     machine.run(cells[:1])
     text = machine.folder.journal.read_text()
-    machine.folder.journal.write_text("{" + text)
+    machine.folder.journal.write_text(line + text)
     with pytest.raises(SweepError, match=r"journal\.log is damaged .*; delete it"):
+        machine.run(cells)
+
+
+def test_a_folder_in_place_of_a_journal_is_a_sentence(machine, cells):
+    machine.folder.journal.mkdir(parents=True)
+    with pytest.raises(SweepError, match=r"journal\.log is damaged"):
         machine.run(cells)
 
 

@@ -7,9 +7,10 @@ import time
 import pytest
 
 from convbert_jax import config_files
+from convbert_jax.config import to_dict
 from convbert_jax.sweeps import Row, Search, Sweep, SweepError, Task, describe, runner
 from convbert_jax.sweeps.cells import check_unchanged, expand
-from convbert_jax.sweeps.folder import Folder
+from convbert_jax.sweeps.folder import FINISHED, Folder, Record
 from convbert_jax.sweeps.search import Explorer
 from tests.sweeps.machine import Machine
 
@@ -198,6 +199,74 @@ def test_a_metric_that_is_not_there_is_a_sentence(machine):
         match=r"goes by acu, which .*'replaced_token' does not measure; it has: .*discriminator",
     ):
         search(machine, table)
+
+
+def test_a_search_by_a_stage_that_no_cell_has_is_refused(machine):
+    """It had nothing to learn from, and searched at random."""
+    table = dataclasses.replace(TABLE, search=dataclasses.replace(SEARCH, stage="pretraining"))
+    with pytest.raises(SweepError, match="stage='pretraining', which no row has; stages: pretrain"):
+        search(machine, table)
+    assert not machine.folder.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"space": {**SPACE, "model.kernel_size": (3, 5)}},
+            "whose space of model.kernel_size was 3 | 5 | 7 | 9 | 11 | 13 | 15 | 17, now 3 | 5;",
+        ),
+        (
+            {"space": {"model.kernel_size": TAPS, "model.layers": (1, 2)}},
+            "whose space of model.layers was not there, now 1 | 2;",
+        ),
+        ({"space": {"model.kernel_size": TAPS}}, "model.head_ratio was 2 | 3, now not there;"),
+        ({"metric": "mlm_loss"}, "whose metric was discriminator_auc, now mlm_loss;"),
+        ({"maximize": False}, "whose maximize was True, now False;"),
+    ],
+)
+def test_a_search_that_has_begun_keeps_what_it_seeks(machine, changes, says):
+    few = dataclasses.replace(SEARCH, rows=2)
+    search(machine, dataclasses.replace(TABLE, search=few))
+    other = dataclasses.replace(TABLE, search=dataclasses.replace(SEARCH, **changes))
+    with pytest.raises(SweepError) as caught:
+        search(machine, other)
+    assert says in str(caught.value)
+    explorer, _ = search(machine)  # more rows are the same search
+    assert len(explorer.sweep.rows) == 7
+
+
+def test_a_row_that_another_runner_began_otherwise_is_refused(machine):
+    explorer = Explorer(TABLE, machine.folder, {})
+    other = Explorer(TABLE, machine.folder, {"train.steps": 50})
+    cell = other.grow({}, set(), idle=True)[0]
+    config = to_dict(cell.config)
+    machine.folder.write(Record(cell.id, FINISHED, config, ("main",)))
+    with pytest.raises(
+        SweepError,
+        match=r"search-\d+/seed-0/pretrain has another config: .*train\.steps was 50, now 800",
+    ):
+        explorer.grow({}, set(), idle=True)
+
+
+def test_a_row_that_was_done_after_it_failed_is_learned_from(machine):
+    few = dataclasses.replace(TABLE, search=dataclasses.replace(SEARCH, rows=1))
+    start = machine.start
+
+    def fail(cell, folder, lock):
+        machine.ends[cell.id] = "error: no room." if cell.row != "given" else ""
+        return start(cell, folder, lock)
+
+    machine.start = fail
+    search(machine, few)
+    machine.start = start
+    machine.ends.clear()
+    for _ in range(2):  # told once
+        explorer, summary = search(machine, few)
+        assert summary.failed == {}
+        row = next(r for name, r in explorer.sweep.rows.items() if name != "given")
+        told = [trial.value for trial in trials(explorer) if trial.value is not None]
+        assert told == [pytest.approx(row.changes["model.kernel_size"] + 0.05)]
 
 
 @pytest.mark.parametrize(

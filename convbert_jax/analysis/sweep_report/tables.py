@@ -148,9 +148,11 @@ def _three(line: Line) -> list[str]:
 
 
 def _digits(line: Line) -> int:
-    """Decimals: four of what is near to 1, fewer of what is large."""
+    """Decimals: four of what is near to 1, fewer of what is large, three figures of small ones."""
     size = abs(line.value.mean)
-    return 0 if size >= 1000 else 1 if size >= 100 else 4
+    if not 0 < size < 0.01:  # nan too
+        return 0 if size >= 1000 else 1 if size >= 100 else 4
+    return min(12, 2 - math.floor(math.log10(size)))
 
 
 def _number(value: float, digits: int, *, sign: bool = False) -> str:

@@ -57,7 +57,11 @@ def read_options(text: str) -> dict[str, str | bool]:
             f"--sbatch={text!r} has no --time, before whose end a runner is put back into the "
             "queue; add --time=24:00:00, or what the partition allows."
         )
-    _minutes(options["time"])
+    if 60 * _minutes(options["time"]) <= 2 * _NOTICE:
+        raise ConfigError(
+            f"--sbatch: --time={options['time']} leaves next to nothing beside the "
+            f"{_NOTICE // 60} minutes before its end in which a cell saves; ask for more."
+        )
     return options
 
 
