@@ -107,14 +107,20 @@ def refuse_other_kinds(path: Path) -> None:
             head = file.read(4_096)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+    packed = path.suffix == ".gz" and head.startswith(b"\x1f\x8b")
+    if packed:
+        try:
+            with open_bytes(path) as file:
+                head = file.read(4_096)
+        except (OSError, EOFError, zlib.error):
+            return  # damaged, which its reader says with the place
     kind = next((kind for start, kind in BEGINNINGS.items() if head.startswith(start)), "")
-    if kind == "gzip" and path.suffix == ".gz":
-        return
     if kind:
         advice = {
             "parquet": f"name it as parquet:{path}",
             "gzip": "give it a name that ends in .gz",
-        }.get(kind, "unpack it")
+        }
+        advice = "unpack it" if packed else advice.get(kind, "unpack it")
         raise DataError(f"{path} is a {kind} file and no text; {advice}.")
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{path} is UTF-16, not UTF-8; convert it (iconv -f UTF-16).")

@@ -344,22 +344,29 @@ def test_deep_json_is_named(tmp_path):
         read(f"text:{path}")
 
 
+def packed(content: bytes) -> bytes:
+    return gzip.compress(content, mtime=0)
+
+
 @pytest.mark.parametrize(
     ("name", "head", "advice"),
     [
         ("a.parquet", b"PAR1", "is a parquet file and no text; name it as parquet:"),
         (
             "a.txt",
-            gzip.compress(b"one", mtime=0),
+            packed(b"one"),
             "is a gzip file and no text; give it a name that ends in",
         ),
         ("a.zip", b"PK\x03\x04", "is a zip file and no text; unpack it"),
         ("a.zst", b"\x28\xb5\x2f\xfd", "is a zstd file"),
         ("a.txt", "hello world".encode("utf-16-le"), "is no text, or UTF-16 without its mark"),
+        ("a.txt.gz", packed("hello world".encode("utf-16-le")), "is no text, or UTF-16 without"),
+        ("a.txt.gz", packed("hello world".encode("utf-16")), "is UTF-16, not UTF-8"),
+        ("a.txt.gz", packed(packed(b"one")), "is a gzip file and no text; unpack it"),
     ],
 )
 def test_files_that_are_no_text_are_refused(tmp_path, name, head, advice):
     (tmp_path / "0.txt").write_text("one\n\ntwo\n")
-    (tmp_path / name).write_bytes(head + b"\x00\x01")
+    (tmp_path / name).write_bytes(head)
     with pytest.raises(DataError, match=advice):
         open_source(DataSection(encoding_errors="replace"), f"text:{tmp_path}")
