@@ -40,14 +40,17 @@ def shift(tokens: Int[Array, "B L"], segment_ids: Int[Array, "B L"], *, pad: int
     """Packed rows as pairs of what is read and what comes next; T = L, which a mesh can divide.
 
     Each document of a row is told from its own [CLS] to its [SEP]. The [SEP] of one is not asked
-    what comes next: its place is padding (segment 0), as the row's is. So B x (real tokens -
-    documents) labels come out, every token but the [CLS].
+    what comes next: its place is padding (segment 0), as the row's is. Nor is the [SEP] told that
+    ends a full row: there the document was cut (`data.corpus.packing`), and a model that learned it
+    would end every text at the length of a row. So every token but the [CLS] and that [SEP] is a
+    label.
 
     Args:
       pad: id of padding.
     """
     following, ids = (jnp.pad(x, ((0, 0), (0, 1)))[:, 1:] for x in (tokens, segment_ids))
     same = (ids == segment_ids) & (ids != 0)
+    same &= jnp.arange(tokens.shape[1]) < tokens.shape[1] - 2
     return {
         "tokens": jnp.where(same, tokens, pad),
         "segment_ids": jnp.where(same, ids, 0),

@@ -36,7 +36,9 @@ class Learning:
     """How a step learns.
 
     With `accumulation` > 1 the batch is cut into as many microbatches, run one after another: the
-    gradient is the mean of theirs, metrics add up, and each draws its own randomness.
+    gradient is the mean of theirs by the weight of their loss (of models that write text their
+    tokens, so that it is that of the batch; 1 elsewhere), metrics add up, and each draws its own
+    randomness.
 
     With `replicas` > 1 the batch is cut into as many parts before that, each a batch of its own:
     its loss is divided by its own tokens and its gradient clipped at the norm `clip_norm` (0: not).
@@ -106,12 +108,16 @@ def _accumulate(value_and_grad, params, batch, key, accumulation: int, mesh: Mes
     def add(total, microbatch):
         rows, index = microbatch
         (loss, metrics), gradients = value_and_grad(params, rows, jax.random.fold_in(key, index))
-        return jax.tree.map(jnp.add, total, gradients), (loss, metrics)
+        weight = metrics["loss"][1] if "loss" in metrics else jnp.ones(())
+        total = jax.tree.map(lambda t, g: t + weight * g, total, gradients)
+        return total, (loss, weight, metrics)
 
     zeros = jax.tree.map(jnp.zeros_like, params)
-    gradients, (losses, metrics) = jax.lax.scan(add, zeros, _cut(batch, accumulation, mesh))
-    gradients = jax.tree.map(lambda g: g / accumulation, gradients)
-    return losses.mean(), _add_up(metrics), gradients
+    parts = _cut(batch, accumulation, mesh)
+    gradients, (losses, weights, metrics) = jax.lax.scan(add, zeros, parts)
+    whole = jnp.maximum(weights.sum(), 1e-6)  # of a batch of padding there is none
+    gradients = jax.tree.map(lambda g: g / whole, gradients)
+    return (losses * weights).sum() / whole, _add_up(metrics), gradients
 
 
 def _sum_of_replicas(gradient, params, batch, key, learning: Learning, mesh: Mesh):

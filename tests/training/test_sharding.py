@@ -86,6 +86,20 @@ def test_accumulation_is_the_whole_batch():
     assert_close(on_one_device(1), on_one_device(2))
 
 
+def test_parts_of_a_batch_count_by_the_weight_of_their_loss():
+    """A part with few tokens, or none, counts for as many as it has."""
+    task = mlp_task()
+
+    def loss(params, batch, key):
+        weight = batch["weight"] * (batch["x"][:, 0] > 0)
+        total, count = task.loss(params, batch | {"weight": weight}, key)[1]["error"]
+        return total / jnp.maximum(count, 1e-6), {"loss": (total, count)}
+
+    uneven = dataclasses.replace(task, loss=loss)
+    one = sharding.make_mesh(ONE, jax.devices()[:1])
+    assert_close(train_three(one, uneven), train_three(one, uneven, 4))
+
+
 def weighted_task():
     """A loss that is divided by the weight of its rows, which differs from part to part."""
     task = mlp_task()

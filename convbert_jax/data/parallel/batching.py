@@ -101,6 +101,7 @@ def training_batches(
     return PairBatches(
         rows=_Rows(text, "train", shapes, process_index, process_count),
         plan=plan,
+        row_multiple=row_multiple,
         seed=seed,
         verification=Verification(shards[process_index::process_count]),
         prefetch=prefetch,
@@ -119,13 +120,14 @@ class PairBatches:
         *,
         rows: "_Rows",
         plan: Plan,
+        row_multiple: int,
         seed: int,
         verification: Verification,
         prefetch: int,
         identity: dict[str, Any],
     ):
         self._rows, self._plan, self._seed = rows, plan, seed
-        self.batches_in_epoch = plan.batches
+        self._row_multiple = row_multiple
         self._verification, self._identity, self._ahead = verification, identity, prefetch
         self._thread = futures.ThreadPoolExecutor(1, "read_ahead") if prefetch else None
         self._pending: collections.deque = collections.deque()
@@ -133,6 +135,10 @@ class PairBatches:
 
     def __iter__(self) -> "PairBatches":
         return self
+
+    @property
+    def batches_in_epoch(self) -> int:
+        return self._plan.batches
 
     def __next__(self) -> SequenceBatch:
         self._verification.check()
@@ -151,15 +157,40 @@ class PairBatches:
         return position.write(self._next_batch, self._identity)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where `get_state` was called.
+        """Goes to where `get_state` was called, with the batches that there were: another number of
+        devices or microbatches would make others.
 
         Raises:
-          DataError: the state is of other pairs, another seed or other shapes.
+          DataError: the state is of other pairs, another seed or other lengths, or its batches
+            cannot be divided.
         """
-        next_batch = position.read(state, self._identity)
         while self._pending:
             self._pending.pop().cancel()
-        self._next_batch = next_batch
+        self._keep_rows(state.get("shapes"))
+        self._next_batch = position.read(state, self._identity)
+
+    def _keep_rows(self, saved: Any) -> None:
+        shapes = self._plan.shapes
+        if saved == self._identity["shapes"] or not isinstance(saved, list):
+            return
+        if [one[1:] for one in saved] != [[s.source, s.target] for s in shapes]:
+            return  # of another text or section, which `position.read` refuses
+        for rows, *_ in saved:
+            if rows % self._row_multiple:
+                raise DataError(
+                    f"The run began with batches of {rows} pairs, which {self._row_multiple}, the "
+                    "devices along the axes data and fsdp times config.train.accumulation, does "
+                    "not divide; go on with numbers that do, or start a new run."
+                )
+        kept = tuple(Shape(*one) for one in saved)
+        logging.info(
+            "Going on with the batches that the run began with, of %s pairs, not %s.",
+            ", ".join(str(shape.rows) for shape in kept),
+            ", ".join(str(shape.rows) for shape in shapes),
+        )
+        self._plan = self._plan.with_rows(kept)
+        self._rows.shapes = kept
+        self._identity = self._identity | {"shapes": saved}
 
     def close(self) -> None:
         """Ends the threads and closes the files."""
@@ -208,7 +239,7 @@ class _Rows:
     def __init__(
         self, text: ParallelText, split: str, shapes: tuple[Shape, ...], index: int, count: int
     ):
-        self._text, self._split, self._shapes = text, text.splits[split], shapes
+        self._text, self._split, self.shapes = text, text.splits[split], shapes
         self._index, self._count = index, count
         self._reader = ShardReader(
             self._split.shards, text.id_dtype, from_records, returned=np.dtype(object)
@@ -216,7 +247,7 @@ class _Rows:
 
     def batch(self, number: int, rows: np.ndarray, names: tuple[int, int] | None) -> SequenceBatch:
         """The batch of `rows`, -1 for padding; `names` begin the seed that cuts texts anew."""
-        shape = self._shapes[number]
+        shape = self.shapes[number]
         local = shape.rows // self._count
         rows = rows[self._index * local : (self._index + 1) * local]
         source, target = (tokenizer.special for tokenizer in self._text.vocabularies)

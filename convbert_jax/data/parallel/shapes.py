@@ -4,12 +4,15 @@ A batch is (number of its shape, rows by their number, -1 for a filler).
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from convbert_jax.data.corpus.shuffling import shuffled
 from convbert_jax.data.errors import DataError
+
+_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +31,8 @@ def choose_shapes(
 
     A pair is of the first shape whose longer text is no shorter than its own. Which lengths these
     are is found by dynamic programming over all multiples of `length_multiple`; then each text is
-    as long as its pairs, or those of a shorter shape, need.
+    as long as its pairs, or those of a shorter shape, need. Rows are a multiple of 8, as fairseq
+    has them by default, where so many fit: then 1, 2, 4 and 8 devices have the same batches.
 
     Args:
       lengths: tokens of each source and target, [rows, 2].
@@ -48,7 +52,8 @@ def choose_shapes(
         needed = -(-members.max(axis=0) // length_multiple) * length_multiple
         source, target = np.maximum((source, target), needed)
         longest = int(edge) * length_multiple
-        rows = batch_tokens // longest // row_multiple * row_multiple
+        room, even = batch_tokens // longest, math.lcm(row_multiple, _ROWS)
+        rows = room // even * even or room // row_multiple * row_multiple
         if not rows:
             raise DataError(
                 f"config.parallel.batch_tokens={batch_tokens} holds no {row_multiple} pairs of "
@@ -93,6 +98,10 @@ class Plan:
             whole, left = divmod(int(count) + left, shape.rows)
             self.batches += whole
         self.batches += left > 0
+
+    def with_rows(self, shapes: Sequence[Shape]) -> "Plan":
+        """The same pairs in batches of other numbers of rows."""
+        return Plan(self._shape_of, shapes, self._seed)
 
     def batch(self, number: int) -> tuple[int, np.ndarray, int]:
         """(shape, rows [B], epoch) of batch `number` of an endless stream of epochs."""

@@ -1,6 +1,7 @@
 """Batches of pairs: as described, resumed exactly, the same for any number of processes."""
 
 import collections
+import dataclasses
 import itertools
 
 import numpy as np
@@ -95,6 +96,37 @@ def test_resumed_batches_are_those_that_would_have_come(prepared, prefetch):
     with pytest.raises(DataError, match="seed=5 but this run has seed=6"):
         other.set_state(states[0])
     assert not same(take(other, 4), whole[:4])
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_other_devices_go_on_with_the_batches_that_there_were(prepared, prefetch):
+    config, text = prepared
+    # As batches of a multiple of 8 rows could not be told apart, those of an older run.
+    began = training_batches(text, config.parallel, seed=5, prefetch=0)
+    shapes = [[s.rows - 2, s.source, s.target] for s in began._plan.shapes]
+    state = began.get_state() | {"shapes": shapes}
+    began.set_state(state)
+    whole = list(itertools.islice(began, 5))
+    later = began.get_state()
+    assert {len(batch["tokens"]) for batch in whole} <= {rows for rows, *_ in shapes}
+    assert later["shapes"] == shapes
+    batches = training_batches(text, config.parallel, seed=5, row_multiple=2, prefetch=prefetch)
+    batches.set_state(state)
+    assert same(list(itertools.islice(batches, 5)), whole)
+    assert batches.get_state() == later
+    batches.close()
+    many = training_batches(text, config.parallel, seed=5, row_multiple=4, prefetch=prefetch)
+    with pytest.raises(DataError, match=r"began with batches of \d+ pairs, which 4, the devices"):
+        many.set_state(state)
+    many.close()
+    began.close()
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_up_to_eight_devices_have_the_batches_of_one(prepared, devices):
+    config, text = prepared
+    section = dataclasses.replace(config.parallel, batch_tokens=1_000)  # 8 of the longest fit
+    assert list_shapes(text, section, devices) == list_shapes(text, section)
 
 
 def test_processes_share_the_rows_of_a_batch(prepared):

@@ -1,0 +1,218 @@
+"""Does a run of masked words learn as transformers' own class does in PyTorch?
+
+    python -m convbert_jax.main --config=configs/tiny.py --workdir=runs/ours \
+        --config.recipe=masked_lm --config.data.layout=electra --config.optimizer.method=adamw \
+        --config.model.mixer=attention
+    python -m benchmarks.quality.learning_beside_pytorch --run=runs/ours --seeds 0 1
+
+Of a run with config.model.mixer=attention its class is BERT's, with mixed (the default) ConvBERT's.
+It has the sizes, the schedule and the rows of the run, in their order, and everything else of its
+own: weights as transformers draws them, masks by numpy, AdamW, clipping and autograd by PyTorch,
+float32. Prints held-out losses of masked words beside those that the run logged. Losses of two
+seeds of one program differ too: how much, `--seeds` shows. Needs torch and transformers.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from convbert_jax.config import Config, ConfigError, UserError
+
+IGNORED = -100  # a label that PyTorch's cross entropy leaves out
+_HELD_OUT = 1_000_003  # seed of the masks of held-out rows, which stay
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", required=True, help="workdir of ours, finished")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of PyTorch's runs")
+    arguments = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    try:
+        compare(arguments.run, arguments.seeds)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def compare(folder: str, seeds: list[int]) -> None:
+    from convbert_jax.recipes import prepared
+    from convbert_jax.training.reports.reporting import read_metrics
+    from convbert_jax.workdir import Workdir
+
+    workdir = Workdir(folder)
+    config = workdir.read_config()
+    check(config)
+    data = prepared.open_data(config, workdir)
+    ours = {
+        record["step"]: record["mlm_loss"]
+        for record in read_metrics(workdir.metrics)
+        if record["split"] == "validation"
+    }
+    print(f"held-out loss of masked words, mixer {config.model.mixer}, rows of the run's seed")
+    print(f"| step | ours | {' | '.join(f'PyTorch, seed {seed}' for seed in seeds)} |")
+    print(f"|---:|{'---:|' * (1 + len(seeds))}")
+    for losses in zip(*(learn(config, data, seed) for seed in seeds), strict=True):
+        step = losses[0][0]
+        cells = [f"{ours[step]:.3f}" if step in ours else "", *(f"{v:.3f}" for _, v in losses)]
+        print(f"| {step:,} | {' | '.join(cells)} |", flush=True)
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for a run that PyTorch's classes and `learn` cannot follow."""
+    wanted = {
+        "recipe": "masked_lm",
+        "data.layout": "electra",  # packed rows hold several texts, which their attention mixes
+        "optimizer.method": "adamw",
+        "optimizer.schedule": "linear",
+        "optimizer.bias_correction": True,
+        "optimizer.decay_embeddings": True,
+        "optimizer.decay_during_warmup": False,
+        "train.accumulation": 1,
+        "objective.sentence_pairs": "none",
+    }
+    for path, value in wanted.items():
+        section, _, name = path.rpartition(".")
+        found = getattr(getattr(config, section) if section else config, name)
+        if found != value:
+            raise ConfigError(f"the run has config.{path}={found!r}; only {value!r} is compared.")
+    if config.model.mixer not in ("attention", "mixed"):
+        raise ConfigError(
+            f"the run has config.model.mixer={config.model.mixer!r}; transformers has models of "
+            "attention and mixed."
+        )
+
+
+def learn(config: Config, data, seed: int) -> Iterator[tuple[int, float]]:
+    """(step, held-out loss) of one run in PyTorch, whenever ours would evaluate."""
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.manual_seed(seed)
+    model = make_model(config)
+    section = config.optimizer
+    plain = [p for n, p in model.named_parameters() if n.endswith("bias") or "LayerNorm" in n]
+    kept = {id(parameter) for parameter in plain}
+    decayed = [p for p in model.parameters() if id(p) not in kept]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": section.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ],
+        lr=section.learning_rate,
+        betas=(section.beta1, section.beta2),
+        eps=section.epsilon,
+    )
+    special = np.fromiter(data.tokenizer.special.by_name.values(), int)
+    mask = Mask(config, special, data.tokenizer.special.mask, data.tokenizer.vocab_size)
+    rng = np.random.default_rng(seed)
+    batches = data.training(None)
+    for step in range(config.train.steps):
+        rate = section.learning_rate * scale_of_rate(config, step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = loss_of(model, mask(next(batches), rng)).mean()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if section.clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip_norm)
+        optimizer.step()
+        if (step + 1) % config.train.eval_every == 0 or step + 1 == config.train.steps:
+            yield step + 1, evaluate(model, mask, data.heldout(None)())
+    batches.close()
+
+
+def scale_of_rate(config: Config, step: int) -> float:
+    """Linear warm-up, then linear decay to `decay_to` after the last step."""
+    section, steps = config.optimizer, config.train.steps
+    if step < section.warmup_steps:
+        return step / section.warmup_steps
+    progress = (step - section.warmup_steps) / max(1, steps - section.warmup_steps)
+    return 1.0 - (1.0 - section.decay_to) * progress
+
+
+def make_model(config: Config):
+    """BertForMaskedLM or ConvBertForMaskedLM, with weights as transformers draws them."""
+    import transformers
+
+    model = config.model
+    sizes = {
+        "vocab_size": config.tokenizer.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "intermediate_size": model.ffn_size,
+        "max_position_embeddings": model.positions,
+        "type_vocab_size": model.types,
+        "hidden_dropout_prob": model.dropout,
+        "attention_probs_dropout_prob": model.attention_dropout,
+        "layer_norm_eps": model.layer_norm_epsilon,
+        "initializer_range": model.initializer_range,
+    }
+    if model.mixer == "attention":
+        return transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    of_convolution = {
+        "embedding_size": model.embedding_size,
+        "head_ratio": model.head_ratio,
+        "conv_kernel_size": model.kernel_size,
+        "num_groups": model.ffn_groups,
+    }
+    return transformers.ConvBertForMaskedLM(transformers.ConvBertConfig(**sizes | of_convolution))
+
+
+class Mask:
+    """Masked words of a batch, as `config.objective` has them, drawn here."""
+
+    def __init__(self, config: Config, special: np.ndarray, mask_id: int, words: int):
+        self._objective, self._special = config.objective, special
+        self._mask_id, self._words = mask_id, words
+
+    def __call__(self, batch, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """tokens, types, real (1 where there is no padding), labels; all [B, L]."""
+        objective, tokens = self._objective, np.array(batch["tokens"])
+        real = np.array(batch["segment_ids"]) > 0
+        free = real & ~np.isin(tokens, self._special)
+        wanted = np.maximum(1, np.round(objective.mask_fraction * real.sum(1))).astype(int)
+        rank = np.argsort(np.argsort(np.where(free, rng.random(tokens.shape), 2.0), 1), 1)
+        chosen = free & (rank < wanted[:, None])
+        what = rng.random(tokens.shape)
+        masks = what < objective.mask_token_fraction
+        random = ~masks & (what < objective.mask_token_fraction + objective.random_token_fraction)
+        labels = np.where(chosen, tokens, IGNORED)
+        tokens[chosen & masks] = self._mask_id
+        drawn = rng.integers(0, self._words, tokens.shape)
+        tokens[chosen & random] = drawn[chosen & random]
+        return {
+            "tokens": tokens,
+            "types": np.array(batch["type_ids"]),
+            "real": real.astype(int),
+            "labels": labels,
+        }
+
+
+def loss_of(model, batch: dict[str, np.ndarray]):
+    """Cross entropy in nats of each masked word of a batch."""
+    import torch
+
+    tokens, types, real, labels = (torch.as_tensor(a, dtype=torch.long) for a in batch.values())
+    logits = model(input_ids=tokens, token_type_ids=types, attention_mask=real).logits
+    chosen = labels != IGNORED
+    return torch.nn.functional.cross_entropy(logits[chosen], labels[chosen], reduction="none")
+
+
+def evaluate(model, mask: Mask, batches) -> float:
+    """Mean loss of masked words of held-out rows, with the same masks each time."""
+    import torch
+
+    rng = np.random.default_rng(_HELD_OUT)
+    model.eval()
+    with torch.no_grad():
+        losses = [loss_of(model, mask(batch, rng)) for batch in batches]
+    model.train()
+    return float(torch.cat(losses).mean())
+
+
+if __name__ == "__main__":
+    main()
