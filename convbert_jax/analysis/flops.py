@@ -12,6 +12,8 @@ paper: what ELECTRA and ConvBERT print. Backward counts as much as forward, a ta
   15.625% of the tokens (the counter in ELECTRA's repository, extended to the mixed block).
 """
 
+import re
+
 from convbert_jax.config import Config, EmbeddingsConfig, EncoderConfig, LayerConfig
 from convbert_jax.config.sequences import DecoderConfig
 from convbert_jax.models import costs
@@ -32,14 +34,18 @@ PEAK_FLOPS = {
     "TPU v6 lite": 918e12,
     "TPU v6e": 918e12,
     "TPU7x": 1153.5e12,
+    "GB200": 2500e12,
     "B200": 2250e12,
+    "GH200": 989e12,
     "H200": 989e12,
     "H100": 989e12,
+    "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "A100": 312e12,
     "A10G": 70e12,
     "A10": 125e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "T4": 65e12,
     "V100": 125e12,
@@ -52,7 +58,9 @@ CONVENTIONS = ("model", "paper")
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak FLOP/s of a device by `jax.Device.device_kind`; None for a CPU or an unknown one."""
-    fitting = [name for name in PEAK_FLOPS if name in device_kind]
+    fitting = [  # of whole words: an L40 is no L4, an A1000 no A100
+        name for name in PEAK_FLOPS if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", device_kind)
+    ]
     return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
 
 

@@ -65,6 +65,13 @@ def pair_metrics(logits: Float[Array, "B 2"], labels: Int[Array, " B"]) -> metri
     }
 
 
+def terms(config: Config) -> dict[str, float]:
+    """What the loss of an evaluation, which has no teacher, is the sum of, with weights."""
+    return {"mlm_loss": 1.0} | (
+        {} if config.objective.sentence_pairs == "none" else {"pair_loss": 1.0}
+    )
+
+
 def loss(
     model: nnx.Module,
     batch: Batch | PairBatch,

@@ -6,7 +6,7 @@ whose pairs in order and pairs in all add up; an evaluation keeps the scores of 
 (`Scores`) and ranks them exactly. Neither has bins, so that no scale or shift of scores is lost.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -85,10 +85,16 @@ def summarize(sums: Metrics) -> dict[str, float]:
     return {name: divide(total, weight) for name, (total, weight) in sums.items()}
 
 
-def heldout(names: Collection[str]) -> Evaluator[dict[str, Any]]:
+def heldout(
+    names: Collection[str], terms: Mapping[str, float] | None = None
+) -> Evaluator[dict[str, Any]]:
     """Means over all rows, and areas under the ROC curve of all their scores.
 
     Outputs are metrics, `Scores` among them; sums are added in float64.
+
+    Args:
+      terms: of the loss, by name, with their weights: "loss" is the sum of their means over all
+        rows. The mean of its batches would count the last one, filled up with padding, as a whole.
     """
 
     def update(state, outputs: Metrics):
@@ -97,7 +103,11 @@ def heldout(names: Collection[str]) -> Evaluator[dict[str, Any]]:
         return {name: _join(state.get(name), part) for name, part in outputs.items()}
 
     def finish(state):
-        return {name: _number(state.get(name, (0.0, 0.0))) for name in sorted(names)}
+        values = {name: _number(state.get(name, (0.0, 0.0))) for name in sorted(names)}
+        counted = [name for name in terms or () if name in state and state[name][1] > 0]
+        if counted:
+            values["loss"] = sum(terms[name] * values[name] for name in counted)
+        return values
 
     return Evaluator(tuple(sorted(names)), dict, update, finish)
 

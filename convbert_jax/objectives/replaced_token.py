@@ -47,6 +47,12 @@ def corrupt(
     return masked, logits, sampled, corrupted
 
 
+def terms(config: Config) -> dict[str, float]:
+    """What the loss of an evaluation, which has no teacher, is the sum of, with weights."""
+    o = config.objective
+    return {"mlm_loss": o.generator_weight, "discriminator_loss": o.discriminator_weight}
+
+
 def loss(
     model: nnx.Module,
     batch: Batch,

@@ -113,13 +113,16 @@ def build_task(
         model = nnx.merge(graphdef, params)
         return recipe.objective.loss(model, batch, key, train=False, **settings)[1]
 
-    heldout = written_text.heldout if config.writes_text else metrics.heldout
+    if config.writes_text:
+        evaluator = written_text.heldout(config.heldout_metrics)
+    else:
+        evaluator = metrics.heldout(config.heldout_metrics, recipe.objective.terms(config))
     return Task(
         init=init,
         loss=loss,
         summarize=metrics.summarize,
         evaluate=evaluate,
-        evaluator=heldout(config.heldout_metrics),
+        evaluator=evaluator,
         # The teacher's stages may have other mixers than those of the same number in the student.
         rules=(*(teacher.rules if teacher else ()), *_rules(config), *sharding.RULES),
         health=functools.partial(_warn, recipe, first),

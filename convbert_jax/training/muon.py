@@ -9,7 +9,7 @@ import optax.contrib
 from convbert_jax.training.state import parameter_path
 
 # Matrices that take hidden states to hidden states; leading axes are layers and groups.
-_MATRIX = re.compile(r"(^|/)stages/.*/(kernel|pointwise)$")
+_MATRIX = re.compile(r"(^|/)stages/.*/(kernel|pointwise|conv_kernel)$")
 _UPDATE_SIZE = 0.2  # root mean square of Adam's updates, near which Muon's are brought
 
 

@@ -123,7 +123,8 @@ def make_schedule(
     def schedule(step):
         step = jnp.asarray(step, jnp.float32)
         if section.schedule == "inverse_sqrt":
-            decayed = jnp.sqrt(warmup / jnp.maximum(step, warmup))
+            begun = max(warmup, 1.0)  # fine-tuning of few steps has no warm-up
+            decayed = jnp.sqrt(begun / jnp.maximum(step, begun))
         elif section.schedule == "constant":
             decayed = 1.0
         else:

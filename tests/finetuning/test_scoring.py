@@ -142,6 +142,7 @@ def test_wrong_metrics_are_named():
         (make_task(metrics=("pearson",)), "'pearson', which is not for classification"),
         (make_task(labels=("a", "b", "c"), metrics=("f1",)), "needs two labels, but toy has 3"),
         (make_task("tagging", ("DET", "O"), ("span_f1",)), "but toy has 'DET'"),
+        (make_task("tagging", ("B-", "I-", "O"), ("span_f1",)), "but toy has 'B-'"),
     ):
         with pytest.raises(ConfigError, match=words):
             scoring.check_metrics(task)

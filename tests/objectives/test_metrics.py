@@ -56,6 +56,17 @@ def test_narrow_shifted_and_wide_logits_rank_alike(scale, shift):
         assert of(moved) == pytest.approx(of(plain), abs=1e-4)
 
 
+def test_a_held_out_loss_is_of_all_rows_however_they_are_cut_into_batches():
+    evaluator = metrics.heldout(("loss", "mlm_loss", "pair_loss"), {"mlm_loss": 1, "pair_loss": 2})
+    state = evaluator.init()
+    for total, weight in ((16.0, 8.0), (9.0, 1.0), (0.0, 0.0)):  # the last one is of padding
+        parts = {"mlm_loss": (total, weight), "pair_loss": (total, 2 * weight)}
+        state = evaluator.update(state, parts | {"loss": (5.0, 1.0)})
+    found = evaluator.finish(state)
+    assert found == {"loss": 25 / 9 + 2 * 25 / 18, "mlm_loss": 25 / 9, "pair_loss": 25 / 18}
+    assert np.isnan(evaluator.finish(evaluator.init())["loss"])
+
+
 def test_infinite_scores_rank_at_the_ends():
     values = np.array([[np.inf, 1e9, -np.inf, -1e9, -np.inf]], np.float32)
     scores = Scores(values, values > 0, np.ones_like(values, bool))

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convbert_jax.config import OptimizerSection
+from convbert_jax.config import Config, OptimizerSection, from_config_dict, to_config_dict
+from convbert_jax.models.build import build
+from convbert_jax.models.pretraining import MaskedLanguageModel
 from convbert_jax.training.muon import find_matrices, scale_by_muon
 from convbert_jax.training.optimizer import make_optimizer
 from convbert_jax.training.state import flatten
@@ -112,6 +114,33 @@ def test_the_rest_is_adams():
     for name, update in ours.items():
         same = np.allclose(update, theirs[name], rtol=1e-6)
         assert same == (name not in matrices), name
+
+
+@pytest.mark.parametrize(
+    ("mixer", "fields", "filters"),
+    [
+        ("dynamic", (), {"conv_kernel"}),
+        ("span_dynamic", (), {"conv_kernel/kernel"}),
+        ("mixed", ("filters=dynamic",), {"conv_kernel/kernel"}),
+        ("light", (), set()),
+        ("mixed", ("filters=light",), set()),
+    ],
+)
+def test_what_makes_filters_of_tokens_is_a_matrix_in_every_mixer(mixer, fields, filters):
+    config = to_config_dict(Config(recipe="masked_lm")).unlock()
+    config.model.update(
+        {"layers": 2, "hidden_size": 32, "embedding_size": 16, "ffn_size": 64, "heads": 4}
+    )
+    config.model.mixer, config.model.mixer_fields = mixer, fields
+    config.tokenizer.vocab_size = 50
+    _, init = build(MaskedLanguageModel, from_config_dict(config))
+    found = flatten(find_matrices(jax.eval_shape(init, jax.random.key(0))))
+    of_filters = {
+        name.rpartition("mixer/")[2]
+        for name, is_one in found.items()
+        if is_one and "/conv_" in name
+    }
+    assert of_filters & {"conv_kernel", "conv_kernel/kernel", "conv_filters"} == filters
 
 
 def test_an_update_is_as_large_as_adams():

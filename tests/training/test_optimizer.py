@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax.config import OptimizerSection
+from convbert_jax.config.sections import SCHEDULES
 from convbert_jax.training.optimizer import (
     decay_mask,
     layer_multipliers,
@@ -134,6 +135,15 @@ def test_schedule_stays_between_zero_and_peak(steps, warmup, decay_to, at, durin
     assert float(schedule(steps)) == pytest.approx(
         1.0 if steps == section.warmup_steps and not during else decay_to, abs=1e-6
     )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_without_a_warm_up_every_rate_is_a_number(name):
+    """As of a fine-tuning of few steps, whatever the schedule of its config."""
+    schedule = make_schedule(OptimizerSection(schedule=name), 8, warmup_steps=0)
+    rates = np.asarray(schedule(np.arange(8)))
+    assert np.isfinite(rates).all()
+    assert (rates > 0).all()
 
 
 @settings(deadline=None, max_examples=40)

@@ -5,6 +5,7 @@ predicts one, so that its recall is its precision; it reports it nowhere.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -80,7 +81,7 @@ def check_metrics(task: LabelledTask) -> None:
             f"{len(task.labels)}; choose macro_f1."
         )
     if "span_f1" in task.metrics:
-        odd = [tag for tag in task.labels if tag != "O" and tag[:2] not in ("B-", "I-")]
+        odd = [tag for tag in task.labels if tag != "O" and not re.fullmatch("[BI]-.+", tag)]
         if odd:
             raise ConfigError(
                 f"config.task.metrics has 'span_f1', which needs the tags O, B-… and I-…, but "

@@ -1,4 +1,4 @@
-"""Rows of two texts: no token is lost, labels are true, and nothing but the text tells them."""
+"""Rows of two texts: no token is lost, labels are true, and lengths tell little of them."""
 
 import itertools
 import json
@@ -117,6 +117,26 @@ def test_lengths_do_not_tell(pairs):
         error = (true.var() / len(true) + false.var() / len(false)) ** 0.5
         assert abs(true.mean() - false.mean()) < 4 * error
         assert error < 0.6  # tokens of 128
+
+
+@pytest.mark.parametrize("pairs", ["next", "order"])
+def test_the_first_sentence_of_the_second_text_tells_little(pairs):
+    """A text cut by tokens is followed by a sentence that is a third longer than the mean here; so
+    is one of another document.
+    """
+    rng = random.Random(2)
+    documents = number(
+        [[min(99, 1 + int(rng.expovariate(1 / 15))) for _ in range(30)] for _ in range(1_500)]
+    )
+    size = {line[0]: len(line) for lines in documents for line in lines}
+    means = [
+        np.mean([size[texts(row)[1][0]] for row in rows if len(texts(row)[1]) > 0])
+        for rows in (
+            [row for row in pack(documents, pairs=pairs) if row.pair_label == label]
+            for label in (FOLLOWS, OTHER)
+        )
+    ]
+    assert abs(means[0] / means[1] - 1) < 0.15
 
 
 def test_a_document_alone_has_no_label_for_next():
