@@ -21,7 +21,7 @@ _MIB = 2**20
 
 
 LESS_TO_TRAIN = (
-    "raise config.train.accumulation (the same rows, fewer at a time), set config.model.remat=dots or "
+    "raise config.train.accumulation (as many rows, fewer at once), set config.model.remat=dots or "
     "full, split parameters with config.mesh.fsdp, or lower config.train.batch_size"
 )
 
