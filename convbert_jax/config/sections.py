@@ -325,7 +325,8 @@ class TrainSection:
     """The loop. `batch_size` is global: the same run on 1 or 256 chips."""
 
     steps: Changeable[int] = 1_000_000
-    batch_size: int = 128  # fixed: the position in the data counts batches
+    # fixed: the position in the data counts batches. Not of pairs, which have parallel.batch_tokens
+    batch_size: int = 128
     accumulation: Changeable[int] = 1  # microbatches per step
     # float32 | bfloat16: in which gradients of matrices and tables cross between the devices that
     # divide rows, in pre-training. bfloat16 is half the bytes; what a device adds up of its own
