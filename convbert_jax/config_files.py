@@ -21,7 +21,7 @@ from etils import epath
 
 from convbert_jax import files
 from convbert_jax.config import Config, ConfigError, UserError, fit_to_steps, from_config_dict
-from convbert_jax.config.checks.sequences import check_asked_decoding
+from convbert_jax.config.checks.sequences import check_asked
 
 _PACKAGE = "configs"
 _OF_CONFIGS, _OF_SWEEPS = "get_config", "get_sweep"  # what a file is asked for
@@ -44,14 +44,14 @@ def make_config(value: str, changed: Mapping[str, Any]) -> Config:
     from_config_dict(change({}, changed), check=False)  # wrong ones by themselves, before any use
     if value.endswith(".json"):  # of a run: it has what was chosen
         config = from_config_dict(change(values, changed))
-        check_asked_decoding(config, changed)
+        check_asked(config, changed)
         if "train.steps" in changed and config.recipe != "finetune":
             _tell_intervals(config, value, changed)
         return config
     of_file = from_config_dict(values, check=False)
     fitted = fit_to_steps(of_file, changed)
     config = from_config_dict(change(values, {**fitted, **changed}))
-    check_asked_decoding(config, changed)
+    check_asked(config, changed)
     if fitted:
         logging.info(
             "For %s steps, not the %s of %s: %s. Name any of them to choose it.",

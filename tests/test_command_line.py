@@ -118,6 +118,10 @@ def test_json_files_that_are_no_config(tmp_path, text):
             ("--config=configs/translation.py:tiny", "--config.decoding.top_p=0.9"),
             "top_p=0.9 has no effect with config.decoding.method=beam",
         ),
+        (
+            ("--config=configs/translation.py:tiny", "--config.train.batch_size=8"),
+            "batch_size=8 has no effect on pairs of texts; leave it out and set config.parallel.",
+        ),
         ((TINY, "--topology=v5e:4x4"), "--topology has no effect with --mode=train"),
         (
             (TINY, "--mode=plan", "--topology=v5e:4x4", "--multihost"),

@@ -230,6 +230,13 @@ def test_faults_are_one_sentence(section, field, value, says):
     assert "\n" not in str(error.value)
 
 
+def test_pairs_split_into_any_number_of_microbatches():
+    """Their batches are made to; config.train.batch_size is not read."""
+    values = to_dict(load("translation", "tiny"))
+    values["train"] |= {"accumulation": 3, "batch_size": 128}
+    assert from_config_dict(values).train.accumulation == 3
+
+
 def test_a_head_ratio_without_effect_is_refused():
     values = to_dict(load("small"))
     values["model"] |= {"mixer": "attention", "head_ratio": 4}

@@ -163,6 +163,7 @@ class Config:
             "release": self.objective.release_metrics,
             "pair": self.objective.sentence_pairs != "none",
             "encoder": self.objective.masked_lm_steps > 0,
+            "word": self.tokenizer.kind != "wordpiece",  # begins one at each sign of punctuation
         }
         return tuple(name for name in names if asked.get(name.split("_")[0], True))
 

@@ -20,7 +20,8 @@ OPTIMIZERS = ("adamw", "adafactor", "muon")
 SCHEDULES = ("linear", "cosine", "inverse_sqrt", "constant")
 SENTENCE_PAIRS = ("none", "next", "order")
 # What an evaluation measures, by recipe; release_* only with objective.release_metrics, pair_* only
-# with objective.sentence_pairs, encoder_* only with objective.masked_lm_steps.
+# with objective.sentence_pairs, encoder_* only with objective.masked_lm_steps, word_* not of
+# WordPiece.
 _OF_MASKED_LM = ("mlm_loss", "mlm_accuracy", "loss")
 _OF_WRITING = ("loss", "token_loss", "token_accuracy", "perplexity")
 HELDOUT_METRICS = {
@@ -324,7 +325,8 @@ class TrainSection:
     """The loop. `batch_size` is global: the same run on 1 or 256 chips."""
 
     steps: Changeable[int] = 1_000_000
-    batch_size: int = 128  # fixed: the position in the data counts batches
+    # fixed: the position in the data counts batches. Not of pairs, which have parallel.batch_tokens
+    batch_size: int = 128
     accumulation: Changeable[int] = 1  # microbatches per step
     # float32 | bfloat16: in which gradients of matrices and tables cross between the devices that
     # divide rows, in pre-training. bfloat16 is half the bytes; what a device adds up of its own
@@ -369,7 +371,7 @@ class CheckpointSection:
     # objective.release_metrics: release_discriminator_loss | release_auc; of
     # objective.sentence_pairs: pair_loss | pair_accuracy; of objective.masked_lm_steps:
     # encoder_mlm_loss | encoder_mlm_accuracy; of models that write text: loss | token_loss |
-    # token_accuracy | perplexity, and of causal_lm word_perplexity
+    # token_accuracy | perplexity, and of causal_lm word_perplexity, but of WordPiece
     best_metric: Changeable[str] = ""
     best_mode: Changeable[str] = "max"  # max | min, which a loss needs
     # steps; writes a Hugging Face folder WORKDIR/huggingface/step-N, at step 0 too; 0 is never

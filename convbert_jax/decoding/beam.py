@@ -55,6 +55,10 @@ def search(
     At each place, of all texts of the beam and the tokens behind them the 2 K most probable: an end
     among the first K finishes its text, and the first K of the others are the new beam.
 
+    Where more texts end at a place than are missing to K, the K best of all stay here; fairseq
+    keeps those that ended before and fills up with the most probable ones. The best text is the
+    same, the last of the n best may be others.
+
     Args:
       step: of B K rows, the beams of a row side by side.
       state: of these, behind all of the prompt but its last token: a pytree of arrays with rows

@@ -1,12 +1,14 @@
-"""A checkpoint of a long run on its held-out text, without training; of models of pairs, also on
-what they write.
+"""A checkpoint of a long run on its held-out text, without training, or the mean of several; of
+models of pairs, also on what they write.
 """
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
 
@@ -32,16 +34,19 @@ def evaluate(
     step: int | None = None,
     output: str | None = None,
 ) -> EvaluationResult:
-    """The numbers that training would log for this checkpoint; keeps them in a file. A model of
+    """The held-out numbers of a checkpoint, as training would log them, kept in a file. A model of
     pairs writes to the held-out ones and to config.decoding.test_sources, and is scored by that.
 
-    The run itself is left as it is, and may be under way.
+    With config.decoding.average above 1 all of it is of the mean of so many checkpoints, where
+    training logs the numbers of one; file and report say of which. The run itself is left as it is,
+    and may be under way.
 
     Args:
       folder: workdir of the run.
       given: as `start.read_start` takes it.
       step: of the checkpoint, default the newest.
-      output: JSON file to write, default WORKDIR/evaluation/step-N.json.
+      output: JSON file to write, default WORKDIR/evaluation/step-N.json. Sets that it has scores of
+        already stay in it.
 
     Raises:
       EvaluationError: no held-out text, or `output` cannot be written.
@@ -60,14 +65,12 @@ def evaluate(
     prepared.check_batches(config, mesh, training=False)
     config, _ = start.read_start(config, workdir, given)
     scored = config.reads_pairs and scoring.can_score()
-    if scored:
-        scoring.check(config, tests=True)
+    tests = scoring.check(config, tests=True) if scored else {}
     data = prepared.open_data(config, workdir)
     task = tasks.build_task(config, data.tokenizer.special, found[0], tokenizer=data.tokenizer)
     with devices.random_numbers(found), jax.set_mesh(mesh):
         program = make_program(task, config, mesh)
         steps, params = _read_params(workdir, config, program.abstract.params, step)
-        step = steps[-1]
         with memory.explain_out_of_memory(
             "loading a checkpoint",
             "split parameters over more devices with config.mesh.fsdp",
@@ -82,21 +85,24 @@ def evaluate(
             map(program.put_batch, batches),
             seed=config.seed,
         )
+    step = steps[-1]
     file = files.to_path(output) if output else workdir.evaluation(step)
-    report, sets = "", []
+    report, sets, unwritten = "", [], ""
     if scored:
-        sets = scoring.score_sets(
+        sets, unwritten = scoring.score_sets(
             config,
             params,
             data.tokenizers,
             data.pairs,
             texts_folder(file),
             steps=steps,
-            tests=True,
+            tests=tests,
         )
+    elif config.reads_pairs:
+        unwritten = scoring.NOT_SCORED
     if jax.process_index() == 0:
-        write_numbers(workdir, step, values, file, sets)
-        report = _describe(config, step, values, file, sets)
+        write_numbers(workdir, steps, values, file, sets)
+        report = _describe(config, steps, values, file, sets, unwritten)
     return EvaluationResult(workdir.path, step, values, file, report, scoring.values_of(sets))
 
 
@@ -107,18 +113,39 @@ def texts_folder(file: epath.Path) -> epath.Path:
 
 def write_numbers(
     workdir: Workdir,
-    step: int,
+    steps: Sequence[int],
     values: Mapping[str, float],
     file: epath.Path,
     sets: Sequence[scoring.Set] = (),
 ) -> None:
-    """Keeps the numbers of a checkpoint, null in place of NaN, and the scores of what it wrote."""
+    """Keeps the numbers of a checkpoint, null in place of NaN, and the scores of what it wrote,
+    beside those of other sets that are in the file.
+
+    Args:
+      steps: of the checkpoints whose mean has these numbers, or of the one.
+    """
     finite = {
         name: float(value) if math.isfinite(value) else None for name, value in values.items()
     }
-    scores = {"scores": scoring.to_json(sets)} if sets else {}
+    scores = _read_scores(workdir, steps[-1], file) | scoring.to_json(sets)
+    of_file = {"workdir": str(workdir), "step": steps[-1], "checkpoints": list(steps), **finite}
     file.parent.mkdir(parents=True, exist_ok=True)
-    files.write_json(file, {"workdir": str(workdir), "step": step, **finite, **scores})
+    files.write_json(file, of_file | ({"scores": scores} if scores else {}))
+
+
+def _read_scores(workdir: Workdir, step: int, file: epath.Path) -> dict[str, Any]:
+    """What a file of this step of this run has of sets, by name; {} of another one's."""
+    try:
+        found = files.read_json(file, remedy="it is written anew", fields={})
+    except FileNotFoundError:
+        return {}
+    except files.DamagedFileError as error:
+        logging.warning("%s", error)
+        return {}
+    own = file == workdir.evaluation(step)  # also where the run has been moved
+    same = own or (found.get("workdir"), found.get("step")) == (str(workdir), step)
+    scores = found.get("scores")
+    return scores if same and isinstance(scores, dict) else {}
 
 
 def _read_params(workdir: Workdir, config: Config, abstract, step: int | None):
@@ -140,12 +167,17 @@ def check_output(file: epath.Path) -> None:
         raise evaluation.EvaluationError(f"--output={file} is a folder; name a file in it.")
 
 
-def _describe(config: Config, step: int, values, file: epath.Path, sets) -> str:
+def _describe(
+    config: Config, steps: Sequence[int], values, file: epath.Path, sets, unwritten: str
+) -> str:
     numbers = pretraining_report.list_numbers(values, config.vocabularies[1])
     shown = pretraining_report.describe_numbers(numbers)
-    lines = [f"{config.name}, step {step:,}, on held-out text:", *(f"  {n}" for n in shown)]
+    which = f"step {steps[-1]:,}"
+    if len(steps) > 1:
+        which = f"the mean of checkpoints {steps[0]:,} to {steps[-1]:,}"
+    lines = [f"{config.name}, {which}, on held-out text:", *(f"  {n}" for n in shown)]
     if sets:
         lines += ["", *scoring.describe(sets)]
-    elif config.reads_pairs:
-        lines += ["", scoring.NOT_SCORED]
+    if unwritten:
+        lines += ["", unwritten]
     return "\n".join([*lines, f"All numbers: {file}"])

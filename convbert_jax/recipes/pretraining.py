@@ -294,17 +294,18 @@ def _write_and_score(
         steps, params = (result.step,), sharding.gather(result.state.params)
         if config.decoding.average > 1:
             steps, params = read_mean(workdir, config, result.step)
-        sets = scoring.score_sets(
+        sets, unwritten = scoring.score_sets(
             config,
             params,
             data.tokenizers,
             data.pairs,
             evaluation.texts_folder(file),
             steps=steps,
-            tests=False,
+            tests={},
         )
     except UserError as error:
         logging.warning("Nothing was written and scored: %s", error)
         return [], f"Nothing was written and scored: {error}"
-    evaluation.write_numbers(workdir, result.step, result.evaluation, file, sets)
-    return sets, ""
+    if sets:
+        evaluation.write_numbers(workdir, (result.step,), result.evaluation, file, sets)
+    return sets, unwritten

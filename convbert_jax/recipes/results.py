@@ -46,9 +46,10 @@ class PretrainingResult:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationResult:
-    """A checkpoint on held-out text.
+    """A checkpoint on held-out text, or the mean of several.
 
     Attributes:
+      step: of the last one that counts.
       values: by name; NaN where there is no number.
       file: JSON with the same, null in place of NaN.
       report: what `main.py` prints; "" on all processes but the first.

@@ -96,7 +96,14 @@ def build_task(
     if config.recipe == "span_corruption":
         check_sentinels(config, len(special.sentinels))
     effort = effort or effort_of_corpus(config)
+    of_words = "word_perplexity" in config.heldout_metrics
     sent = None if config.train.gradient_dtype == "float32" else config.train.gradient_dtype
+
+    def judge(*given, **more):
+        value, found = recipe.objective.loss(*given, **settings, **more)
+        if not of_words:
+            found = {name: pair for name, pair in found.items() if name != "word_loss"}
+        return value, found
 
     def loss(params, batch, key, *given):
         if sent:
@@ -107,11 +114,11 @@ def build_task(
         elif first:
             more["masked_first"] = given[0]
         with sums.gradients_sent_in(sent), jax.named_scope("loss"):
-            return recipe.objective.loss(model, batch, key, train=True, **settings, **more)
+            return judge(model, batch, key, train=True, **more)
 
     def evaluate(params, batch, key):
         model = nnx.merge(graphdef, params)
-        return recipe.objective.loss(model, batch, key, train=False, **settings)[1]
+        return judge(model, batch, key, train=False)[1]
 
     if config.writes_text:
         evaluator = written_text.heldout(config.heldout_metrics)

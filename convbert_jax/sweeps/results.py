@@ -95,7 +95,7 @@ def choose_metrics(sweep: Sweep, config: Config) -> tuple[str, ...]:
     """What a report shows of pre-training, and the line of a finished cell."""
     if sweep.metrics or not config.writes_text:
         return sweep.metrics or METRICS
-    more = ("word_perplexity",) if config.recipe == "causal_lm" else ()
+    more = ("word_perplexity",) if "word_perplexity" in config.heldout_metrics else ()
     return (*_OF_PAIRS.get(config.recipe, more), "perplexity", "tokens_per_second")
 
 

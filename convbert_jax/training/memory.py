@@ -22,7 +22,8 @@ _MIB = 2**20
 
 LESS_TO_TRAIN = (
     "raise config.train.accumulation (as many rows, fewer at once), set config.model.remat=dots or "
-    "full, split parameters with config.mesh.fsdp, or lower config.train.batch_size"
+    "full, split parameters with config.mesh.fsdp, or lower config.train.batch_size, for pairs of "
+    "texts config.parallel.batch_tokens"
 )
 
 

@@ -1,6 +1,9 @@
 """Sets with more than one reference of a text: read, held against each other, scored by all."""
 
+import contextlib
+import dataclasses
 import json
+import shutil
 
 import pytest
 import sacrebleu
@@ -80,6 +83,82 @@ def test_counts_that_differ_are_refused_before_any_work(
     config = replace(translation_config, {"parallel.validation_source": spec})
     with pytest.raises(UserError, match=says):
         recipes.pretrain(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("recipe", ["translation", "text_to_text"])
+def test_a_further_reference_that_cannot_be_read_is_refused_before_any_work(
+    translation_config, recipe, tmp_path
+):
+    """The pair without it is one to evaluate on: found after training it would be missed."""
+    spec = write_pairs(tmp_path, "valid", 3)
+    (tmp_path / "more").write_bytes(b"one.\ntr\xe8s.\nthree.\n")
+    fields = {"parallel.validation_source": f"{spec},{tmp_path}/more"}
+    config = dataclasses.replace(replace(translation_config, fields), recipe=recipe)
+    with pytest.raises(
+        UserError, match=r"/more line 2 is not UTF-8 \(byte 2 of .*; mend it"
+    ) as error:
+        recipes.pretrain(config, tmp_path / "run")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_reference_is_refused_before_any_work(
+    translation_config, translated, tmp_path, monkeypatch
+):
+    spec = write_pairs(tmp_path, "test", 3)
+    (tmp_path / "test.bb").write_text("un.\n \nDO.\n")
+    config = replace(translation_config, {"decoding.test_sources": (f"mine={spec}",)})
+    monkeypatch.setattr(recipes.evaluation.prepared, "open_data", None)  # never reached
+    with pytest.raises(UserError, match=r"test\.bb line 2 has an empty reference"):
+        recipes.evaluate(config, translated.folder)
+
+
+@pytest.fixture
+def without_pairs(pairs, tmp_path):
+    """The files that `translated` was prepared from are gone, but for this test alone."""
+    there, *_ = pairs.removeprefix("parallel:").split(",")
+
+    @contextlib.contextmanager
+    def remove():
+        kept = shutil.move(there, tmp_path / "kept")
+        try:
+            yield
+        finally:
+            shutil.move(kept, there)
+
+    return remove
+
+
+def test_scores_stay_beside_those_of_other_sets(
+    translation_config, translated, without_pairs, tmp_path
+):
+    """Of a run that was moved; numbers say of which checkpoints they are."""
+    run = shutil.copytree(translated.folder, tmp_path / "run")
+    tests = [f"{n}={write_pairs(tmp_path, n, 3, seed=int(n))}" for n in ("2016", "2017")]
+
+    def kept():
+        found = json.loads((run / "evaluation" / "step-300.json").read_text())
+        return set(found["scores"]), found["checkpoints"]
+
+    fields = {"decoding.test_sources": (tests[0],), "decoding.average": 2}
+    mean = recipes.evaluate(replace(translation_config, fields), run)
+    assert kept() == ({"validation", "2016"}, [200, 300])
+    assert "the mean of checkpoints 200 to 300, on held-out text:" in mean.report
+    recipes.pretrain(translation_config, run)  # which is at its end
+    assert kept() == ({"validation", "2016"}, [300])
+    output = tmp_path / "other.json"
+    output.write_text(json.dumps({"workdir": "another", "step": 300, "scores": {"x": {}}}))
+    fields = {"decoding.test_sources": (tests[1],)}
+    with without_pairs():
+        alone = recipes.evaluate(replace(translation_config, fields), run)
+        recipes.evaluate(translation_config, run, output=str(output))
+    assert "scores" not in json.loads(output.read_text())
+    assert kept() == ({"validation", "2016", "2017"}, [300])
+    assert set(alone.scores) == {"2017"}
+    assert alone.values == pytest.approx(translated.evaluation, rel=1e-5)
+    for says in ("step 300, on held-out text:", "3 pairs of 2017: BLEU"):
+        assert says in alone.report
+    assert "Nothing was written to the held-out pairs and scored: " in alone.report
 
 
 def test_heldout_pairs_with_several_references_are_those_of_the_first(translation_config, tmp_path):

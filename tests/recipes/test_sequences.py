@@ -138,6 +138,16 @@ def test_words_of_a_language_model_are_those_of_its_text(run):
     assert found["word_perplexity"] == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_vocabulary_that_marks_no_blanks_counts_no_words(make, tmp_path):
+    """WordPiece begins one at each sign of punctuation, which no other vocabulary does."""
+    config = make("causal_lm", tokenizer__kind="wordpiece", train__steps=2, train__eval_every=2)
+    result = recipes.pretrain(config, tmp_path / "run")
+    assert result.evaluation.keys() == {"loss", "token_loss", "token_accuracy", "perplexity"}
+    assert not any("word_loss" in record for record in result.metrics)
+    assert "perplexity, per token" in result.report
+    assert "per word" not in result.report
+
+
 def test_translation_starts_from_span_corruption(make, run, tmp_path):
     config, source = run("span_corruption")
     asked = make("translation", init_from=str(source.folder), model__ffn_size=48)
@@ -221,6 +231,11 @@ def test_no_other_software_has_it(run):
         ("translation", {"optimizer.schedule": "root"}, "is unknown; choose one of"),
         ("translation", {"optimizer.decay_to": 0.5}, "has no effect"),
         ("translation", {"optimizer.schedule": "inverse_sqrt"}, "warmup_steps above 0"),
+        (
+            "causal_lm",
+            {"tokenizer.kind": "wordpiece", "checkpoint.best_metric": "word_perplexity"},
+            r"checkpoint\.best_metric='word_perplexity'",
+        ),
         ("causal_lm", {"sequence.shared_vocabulary": False}, "one text and one vocabulary"),
         ("causal_lm", {"data.layout": "electra"}, "reads whole documents"),
         ("causal_lm", {"sequence.decoder_layers": 3}, "of an encoder-decoder"),

@@ -205,13 +205,13 @@ def _check_training(config: Config) -> None:
         f"config.train.steps={t.steps}; shorten the warm-up.",
     )
     rules.check(
-        t.batch_size % t.accumulation == 0,
+        config.reads_pairs or t.batch_size % t.accumulation == 0,  # whose batches are made to
         f"config.train.batch_size={t.batch_size} is not divisible by "
         f"config.train.accumulation={t.accumulation}.",
     )
     parts = t.accumulation * o.release_replicas
     rules.check(
-        t.batch_size % parts == 0,
+        config.reads_pairs or t.batch_size % parts == 0,
         f"config.train.batch_size={t.batch_size} is not divisible by "
         f"config.optimizer.release_replicas={o.release_replicas} times "
         f"config.train.accumulation={t.accumulation}; use a multiple of {parts}, or 1 replica.",

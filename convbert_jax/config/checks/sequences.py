@@ -36,6 +36,19 @@ def check_sequences(config: Config) -> None:
         _check_writing(config)
 
 
+def check_asked(config: Config, asked: Collection[str]) -> None:
+    """Raises ConfigError for a field that is `asked` for by its path and that nothing reads: one of
+    the decoding, or the batch of rows where it reads pairs.
+    """
+    check(
+        "train.batch_size" not in asked or not config.reads_pairs,
+        f"config.train.batch_size={config.train.batch_size} has no effect on pairs of texts; leave "
+        "it out and set config.parallel.batch_tokens, the rows of a batch times the tokens of the "
+        "longer text.",
+    )
+    check_asked_decoding(config, asked)
+
+
 def check_asked_decoding(config: Config, asked: Collection[str]) -> None:
     """Raises ConfigError for a field that is `asked` for by its path, as "decoding.beam", and that
     config.decoding.method does not read.

@@ -86,9 +86,9 @@ class PairFiles:
             units.append(PairUnit(first + 1, min(stop * MARK_LINES, count) - first, starts, size))
         return tuple(units)
 
-    def place(self, number: int) -> str:
-        """A pair by its number, for errors."""
-        return f"{self.paths[0]} line {number}"
+    def place(self, number: int, text: int = 0) -> str:
+        """A pair by its number, for errors: where its source is, or another of its texts."""
+        return f"{self.paths[min(text, len(self.paths) - 1)]} line {number}"
 
     def pairs(self, unit: PairUnit) -> Pairs:
         """(line, texts), or what is wrong with a line.
@@ -100,10 +100,13 @@ class PairFiles:
         for number, lines in enumerate(self._lines(unit), start=unit.first):
             if number == 1:
                 lines = [line.removeprefix(b"\xef\xbb\xbf") for line in lines]
+            texts = []
             try:
-                texts = [line.decode("utf-8").rstrip("\r\n") for line in lines]
+                for line in lines:
+                    texts.append(line.decode("utf-8").rstrip("\r\n"))
             except UnicodeDecodeError as error:
-                yield number, Fault(f"is not UTF-8 (byte {error.start} of the line)")
+                problem = f"is not UTF-8 (byte {error.start} of the line)"
+                yield number, Fault(problem, file=len(texts))
                 continue
             if number == 1 and self._has_header:
                 continue
@@ -178,8 +181,9 @@ class PairRows:
     targets: Targets
     units: tuple[PairUnit, ...]
 
-    def place(self, number: int) -> str:
+    def place(self, number: int, text: int = 0) -> str:
         """A pair by its number, for errors."""
+        del text  # all of them are in the row
         return f"{self.name} row {number}"
 
     def pairs(self, unit: PairUnit) -> Pairs:

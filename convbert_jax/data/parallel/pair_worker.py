@@ -18,7 +18,7 @@ from convbert_jax.data.corpus.unit_worker import heldout_hash
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.parallel.pair_source import PairSource
 from convbert_jax.data.parallel.records import Pair, id_dtype, to_records
-from convbert_jax.data.parallel.vocabularies import Vocabularies
+from convbert_jax.data.parallel.vocabularies import SIDES, Vocabularies
 from convbert_jax.data.records import write_record
 from convbert_jax.data.tables.table_formats import Fault
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ def process_pairs(
         for number, pair in block:
             ids, whole = (None, 0) if isinstance(pair, Fault) else next(encoded)
             if fault := judge(job, pair, ids):
-                _report(job, source, faults, number, *fault)
+                _report(job, source, faults, number, fault)
                 continue
             name = split or ("validation" if is_heldout(job, pair) else "train")
             if whole > len(ids[0]):
@@ -156,26 +156,29 @@ def encode_pairs(
         yield (source[:most], target), len(source)
 
 
-def judge(job: Job, pair: tuple[str, str] | Fault, ids) -> tuple[str, str] | None:
-    """(kind, what is wrong) of a pair that cannot be used."""
+def judge(job: Job, pair: tuple[str, str] | Fault, ids) -> tuple[str, str, int] | None:
+    """(kind, what is wrong, in which text) of a pair that cannot be used."""
     if isinstance(pair, Fault):
-        return "unreadable", pair.problem
-    for side, part in zip(("source", "target"), ids, strict=True):
+        return "unreadable", pair.problem, pair.file
+    for text, part in enumerate(ids):
         if not len(part):
-            return "empty", f"has an empty {side}"
+            return "empty", f"has an empty {SIDES[text]}", text
     sizes = [len(part) + 1 for part in ids]
-    for side, size in zip(("source", "target"), sizes, strict=True):
+    for text, size in enumerate(sizes):
         if size > job.max_length:
             most = f"config.parallel.max_length={job.max_length}"
-            return "long", f"has a {side} of {size} tokens, more than {most}"
+            return "long", f"has a {SIDES[text]} of {size} tokens, more than {most}", text
     if job.max_ratio and max(sizes) > job.max_ratio * min(sizes):
         most = f"config.parallel.max_ratio={job.max_ratio:g}"
-        return "uneven", f"has texts of {sizes[0]} and {sizes[1]} tokens, beyond {most}"
+        return "uneven", f"has texts of {sizes[0]} and {sizes[1]} tokens, beyond {most}", 0
     return None
 
 
-def _report(job: Job, source: PairSource, faults: dict, number: int, kind: str, what: str) -> None:
-    said = f"{source.place(number)} {what}"
+def _report(
+    job: Job, source: PairSource, faults: dict, number: int, fault: tuple[str, str, int]
+) -> None:
+    kind, what, text = fault
+    said = f"{source.place(number, text)} {what}"
     if job.bad_pairs == "error":
         raise DataError(f"{said}; mend it, or leave such out by config.parallel.bad_pairs=skip.")
     count, first = faults.get(kind, (0, said))

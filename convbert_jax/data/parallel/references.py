@@ -64,18 +64,30 @@ def read_heldout(config: Config, text: ParallelText, rows: int) -> References:
     return References(tuple(found[place] for place in np.arange(used) * split.rows // used))
 
 
-def check_counts(spec: str, section: ParallelSection) -> None:
-    """Reads a source through and raises DataError where its pairs differ in how many references
-    they have: a corpus score of several takes as many for each text.
+def check_references(spec: str, section: ParallelSection, *, alike: bool) -> None:
+    """Reads a source through for what keeps its pairs from being scored.
+
+    Args:
+      alike: whether each pair must have as many references: a corpus score of several takes as many
+        for each text.
+
+    Raises:
+      DataError: a further reference that cannot be read, as the pair without it could be trained
+        on, files of unequal line count, or references that are not `alike`.
     """
     source = open_pairs(spec, section, "all")
     first = None
     for number, pair in itertools.chain.from_iterable(map(source.pairs, source.units)):
         if isinstance(pair, Fault):
+            if pair.file > 1:
+                raise DataError(
+                    f"{source.place(number, pair.file)} {pair.problem}; mend it, or leave that "
+                    "file of further references out."
+                )
             continue
         count = len(pair) - 1
         first = first or (number, count)
-        if count != first[1]:
+        if alike and count != first[1]:
             few, many = sorted((first, (number, count)), key=lambda found: found[1])
             raise DataError(
                 f"{source.place(few[0])} has {few[1]} reference{'s' * (few[1] != 1)} and "
@@ -95,11 +107,11 @@ def read_whole(spec: str, section: ParallelSection) -> References:
     for number, pair in itertools.chain.from_iterable(map(source.pairs, source.units)):
         if isinstance(pair, Fault):
             bad += 1
-            first = first or f"{source.place(number)} {pair.problem}"
+            first = first or f"{source.place(number, pair.file)} {pair.problem}"
         elif not pair[1].strip():
             raise DataError(
-                f"{source.place(number)} has an empty reference, which nothing can be compared to; "
-                "mend it or leave the pair out."
+                f"{source.place(number, 1)} has an empty reference, which nothing can be compared "
+                "to; mend it or leave the pair out."
             )
         else:
             pairs.append(pair)

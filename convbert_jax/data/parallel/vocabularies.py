@@ -93,7 +93,7 @@ def _first_fault(source: PairSource) -> str:
     for unit in source.units:
         for number, pair in source.pairs(unit):
             if isinstance(pair, Fault):
-                return f" ({source.place(number)} {pair.problem})"
+                return f" ({source.place(number, pair.file)} {pair.problem})"
     return ""
 
 

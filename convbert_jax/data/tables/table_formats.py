@@ -32,9 +32,14 @@ Source = Path | Stream
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What is wrong with a row, to follow "FILE line N"."""
+    """What is wrong with a row, to follow "FILE line N".
+
+    Attributes:
+      file: which one it is in, from 0, of rows that lie in several files side by side.
+    """
 
     problem: str
+    file: int = 0
 
 
 TableRows = Iterator[tuple[int, Sequence[Any] | dict[str, Any] | Fault]]

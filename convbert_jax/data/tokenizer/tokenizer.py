@@ -153,7 +153,8 @@ class Tokenizer:
     def begins_word(self) -> np.ndarray:
         """[vocab_size] int32, 1 for what begins a word: SentencePiece marks that, WordPiece what
         goes on with one; of pieces, which are marked where their word goes on, for what ends it.
-        Special tokens are no words.
+        Special tokens are no words. WordPiece does not know of blanks: each sign of punctuation is
+        a word there, so that its counts are not those of the others.
         """
         special = set(self.special.by_name.values()) - {self.special.unknown}
         if self.kind == "sentencepiece":

@@ -23,7 +23,7 @@ from convbert_jax.data.parallel.pair_source import open_pairs
 from convbert_jax.data.parallel.parallel_text import ParallelText
 from convbert_jax.data.parallel.references import (
     References,
-    check_counts,
+    check_references,
     read_heldout,
     read_whole,
 )
@@ -69,29 +69,29 @@ NOT_SCORED = (
 )
 
 
-def check(config: Config, *, tests: bool) -> None:
+def check(config: Config, *, tests: bool) -> dict[str, References]:
     """Refuses, before any long work, what could not be scored after it.
 
     Args:
       tests: whether those of config.decoding.test_sources will be.
 
+    Returns:
+      These sets, by name; {} without `tests`.
+
     Raises:
       ScoreError: a library is missing.
-      DataError: a set is not there, or has more references of one text than of another where the
-        score is one of the corpus.
+      DataError: a set is not there, a reference in it is empty or, of further ones, cannot be read,
+        or it has more of one text than of another where the score is one of the corpus.
     """
     text_scores.check_library(config.recipe, config.decoding.score_words)
-    section, specs = config.parallel, []
-    if tests:
-        specs = [spec for _, spec in config.decoding.tests]
-        for spec in specs:
-            open_pairs(spec, section, "all")
-    if config.recipe not in text_scores.OF_CORPUS:
-        return
+    section, alike = config.parallel, config.recipe in text_scores.OF_CORPUS
+    found = {}
+    for name, spec in config.decoding.tests if tests else ():
+        found[name] = read_whole(spec, section)
+        check_references(spec, section, alike=alike)
     if section.validation_source and not _is_gone(section):  # prepared pairs outlive their files
-        specs.append(section.validation_source)
-    for spec in specs:
-        check_counts(spec, section)
+        check_references(section.validation_source, section, alike=alike)
+    return found
 
 
 def _is_gone(section: ParallelSection) -> bool:
@@ -110,26 +110,35 @@ def score_sets(
     folder: epath.Path,
     *,
     steps: Sequence[int],
-    tests: bool,
-) -> list[Set]:
-    """Writes to the held-out pairs, and to those of config.decoding.test_sources if `tests`.
+    tests: Mapping[str, References],
+) -> tuple[list[Set], str]:
+    """Writes to the held-out pairs and to `tests`.
 
     Args:
       params: whole, on the host.
       folder: of the files.
       steps: of the checkpoints whose mean `params` are.
+      tests: further sets by name, as `check` has them.
 
-    Raises:
-      DataError: pairs cannot be read.
+    Returns:
+      What was written and scored, and why the held-out pairs were not, "" if they were: prepared
+      pairs outlive their files.
     """
-    sets = {HELDOUT: read_heldout(config, text, config.train.eval_rows)}
-    if tests:
-        sets |= {name: read_whole(spec, config.parallel) for name, spec in config.decoding.tests}
+    sets, unwritten = {}, ""
+    try:
+        sets[HELDOUT] = read_heldout(config, text, config.train.eval_rows)
+    except DataError as error:
+        unwritten = f"Nothing was written to the held-out pairs and scored: {error}"
+        logging.warning("%s", unwritten)
+    sets |= tests
+    if not sets:
+        return [], unwritten
     device = jax.local_devices()[0]
     dtype = devices.compute_dtype(config, device)
     writer = Writer(config, params, tokenizers, dtype)
     how = settings.collect(config, steps, jnp.dtype(dtype).name)
-    return [_score(config, writer, name, found, how, folder) for name, found in sets.items()]
+    scored = [_score(config, writer, name, found, how, folder) for name, found in sets.items()]
+    return scored, unwritten
 
 
 def _score(

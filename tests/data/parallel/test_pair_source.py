@@ -158,6 +158,18 @@ def test_bad_lines_are_faults_in_their_place(tmp_path):
     assert "has 1 columns" in fault.problem
 
 
+def test_a_fault_names_the_file_that_it_is_in(tmp_path):
+    source = write_files(tmp_path, PAIRS[:2])
+    (tmp_path / "train.bb").write_bytes(b"one\nl\xe0\n")
+    source = open_pairs(source, SECTION)
+    _, (number, fault) = read(source)
+    assert (number, fault.file) == (2, 1)
+    assert source.place(number, fault.file) == f"{tmp_path / 'train.bb'} line 2"
+    assert source.place(number) == f"{tmp_path / 'train.aa'} line 2"
+    table = open_pairs(write_tsv(tmp_path), SECTION)
+    assert table.place(3, 1) == table.place(3) == f"{tmp_path / 'a.tsv'} line 3"
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
 def test_files_that_are_no_text_are_refused(encoding, tmp_path):
     """Half of the lines of such a file are valid UTF-8, with zeros between the letters."""

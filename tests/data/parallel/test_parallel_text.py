@@ -117,8 +117,8 @@ def test_what_a_killed_run_finished_is_kept(pairs, make_config, small_units, tmp
 def test_bad_pairs_are_counted_and_the_first_is_named(pairs, make_config, change, tmp_path, caplog):
     bad = [
         *pairs[:50],
-        ("", "ba"),
         ("ba", "  "),
+        ("", "ba"),
         ("ba " * 200, "ba"),
         ("ba", "di do du de da di do du"),
         *pairs[50:],
@@ -129,7 +129,7 @@ def test_bad_pairs_are_counted_and_the_first_is_named(pairs, make_config, change
     said = [record.getMessage() for record in caplog.records]
     (empty,) = (line for line in said if "(empty)" in line)
     assert f"2 of {len(bad)} pairs left out" in empty
-    assert "line 51 has an empty source" in empty
+    assert "train.bb line 51 has an empty target" in empty  # the file that it is in
     (long,) = (line for line in said if "(long)" in line)
     assert "line 53 has a source of" in long
     (uneven,) = (line for line in said if "(uneven)" in line)
@@ -138,9 +138,9 @@ def test_bad_pairs_are_counted_and_the_first_is_named(pairs, make_config, change
     assert lengths.max() <= 100
     assert (lengths.max(axis=1) <= 6 * lengths.min(axis=1)).all()
     strict = change(config, bad_pairs="error")
-    with pytest.raises(DataError, match=r"line 51 has an empty source"):
+    with pytest.raises(DataError, match=r"line 51 has an empty target"):
         prepare(strict, tmp_path / "prepared")
-    with pytest.raises(DataError, match=r"line 51 has an empty source; mend it"):
+    with pytest.raises(DataError, match=r"train\.bb line 51 has an empty target; mend it"):
         prepare(strict, tmp_path / "elsewhere")
 
 
