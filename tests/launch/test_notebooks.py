@@ -118,11 +118,15 @@ def test_a_published_notebook_has_its_badge_once(tmp_path):
 
 
 def test_the_table_of_an_ablation_is_that_of_a_report(capsys):
-    rows = {"a": {0: 1.0, 1: 2.0, 2: 3.0}, "b": {0: 2.0, 1: 3.01, 2: 3.99}, "c": {0: 1, 1: 2, 2: 3}}
+    rows = {
+        "a": {0: 1.0, 1: 2.0, 2: 3.0},
+        "b": {0: 2.0, 1: 3.01, 2: 3.99},
+        "c": {0: 1.5, 1: 2.5, 2: 3.5},
+    }
     exec_cell("ablation", "comparison.holm", ROWS=rows, METRIC="loss", values=rows)
     lines = capsys.readouterr().out.splitlines()
     assert "+1.000 to a, outside the noise (p = 0.000)" in lines[1]
-    assert lines[2].endswith("+0.000 to a, no test")
+    assert lines[2].endswith("+0.500 to a, no test")
 
 
 def test_painted_text_is_no_markup(monkeypatch):
