@@ -141,8 +141,18 @@ def test_what_the_guard_remembers_is_kept():
     assert again.judge(9.0, 1.0) == whole.judge(9.0, 1.0) != ""
 
 
-def test_a_damaged_record_is_told(tmp_path):
-    (tmp_path / "skipped_batches.json").write_text("[1")
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[1",
+        '{"skipped": [4]}',
+        '{"skipped": [{"aftes": 4, "batches": 1}]}',
+        '{"skipped": [{"after": 4, "batches": "1"}]}',
+        '{"skipped": [{"after": 4, "batches": true}]}',
+    ],
+)
+def test_a_damaged_record_is_told(tmp_path, content):
+    (tmp_path / "skipped_batches.json").write_text(content)
     with pytest.raises(DamagedFileError, match=r"skipped_batches\.json"):
         rollback.Rollbacks(Workdir(tmp_path).skipped, 1)
 
