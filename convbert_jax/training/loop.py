@@ -353,7 +353,8 @@ class _Run:
         )
 
     def _evaluate(self) -> dict[str, float]:
-        with self.clock.paused():
+        patient = contextlib.nullcontext() if self.eval_values else self.watchdog.patient()
+        with self.clock.paused(), patient:
             self.eval_values = evaluation_lib.run(
                 self.task,
                 self.program.eval_step,

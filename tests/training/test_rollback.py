@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from convbert_jax.files import DamagedFileError
-from convbert_jax.training import rollback
+from convbert_jax.training import loop, rollback
 from convbert_jax.training.environment import peers, watchdog
 from convbert_jax.workdir import Workdir
 from tests.conftest import REPOSITORY
@@ -169,6 +169,23 @@ with watchdog.watching():
     a_place_to_find = time.sleep
     a_place_to_find(60)
 """
+
+
+def test_the_first_evaluation_may_compile_as_long_as_the_first_step(tmp_path, monkeypatch):
+    told, silences = [], []
+    monkeypatch.setattr(peers, "end_of_a_hang", lambda: told.append("hangs"))
+    evaluate = loop.evaluation_lib.run
+
+    def slow(task, step, params, batches, **options):
+        batches = list(batches)  # beats, before anything is compiled
+        if not silences:
+            silences.append(time.sleep(3))
+        return evaluate(task, step, params, batches, **options)
+
+    monkeypatch.setattr(loop.evaluation_lib, "run", slow)
+    run(tmp_path, config_of(hang_seconds=1))
+    assert silences
+    assert told == []
 
 
 def test_a_run_that_hangs_ends_with_its_stacks():
