@@ -269,6 +269,14 @@ def test_a_run_that_an_error_ends_leaves_a_page(
     assert "There was no evaluation yet." in page.text
     assert page.texts("pre") == [f"python -m convbert_jax.main --workdir={tmp_path}"]
 
+    def fail(*arguments, **options):
+        raise KeyError("mlm_loss")
+
+    seen.clear()
+    monkeypatch.setattr(pretraining, "_begin_report", fail)
+    with pytest.raises(TrainingError, match="the loss is not finite"):  # all the same
+        recipes.pretrain(config, tmp_path)
+
 
 @pytest.mark.slow
 def test_interrupted_tasks_leave_a_page(finetuning_config, tmp_path, monkeypatch):
