@@ -24,7 +24,10 @@ from convbert_jax.machine import allocator
 from convbert_jax.machine.accelerators import find_accelerators
 
 # Storage that gave out under a run, whichever library was writing.
-_STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+_STORAGE_FAULTS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.EIO, errno.ESTALE),
+)
 _DOCTOR_PATIENCE = 60.0  # seconds that --mode=doctor waits for the other processes
 
 

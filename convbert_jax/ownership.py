@@ -125,7 +125,13 @@ class Owner:
           OwnershipError: the folder was taken over.
         """
         found = _read(self._place)
-        if found and self._id not in found:
+        if not found:  # whoever took the folder over has written there, and is done
+            raise OwnershipError(
+                f"--workdir={self._place.parent} is no longer this process's ({self._name}): its "
+                f"{self._place.name} is gone, as when another run took the folder over and ended; "
+                "start again, it goes on from what is there."
+            )
+        if self._id not in found:
             raise OwnershipError(
                 f"--workdir={self._place.parent} was taken over by {_name_in(found)}, "
                 f"as this process ({self._name}) had given no sign of life for {GONE:.0f} s or "

@@ -36,7 +36,7 @@ ALLOWED = {
     "interop": BELOW,
     "finetuning": {*BELOW, "interrupts"},
     "inference": {*BELOW, "interop", "finetuning"},
-    "recipes": {*BELOW, "analysis", "interop", "finetuning", "inference"},
+    "recipes": {*BELOW, "interrupts", "analysis", "interop", "finetuning", "inference"},
     "demo": {*BELOW, "console", "inference"},
     "doctor": {*BELOW, "interop", "recipes"},
     "sweeps": {

@@ -199,6 +199,15 @@ def test_fine_tuning_ends_before_it_keeps_a_run(bucket):
     assert (on_disk / ".lock").exists(), "another run has it by now"
 
 
+def test_a_run_whose_successor_has_ended_writes_nothing_over_it(bucket):
+    workdir, on_disk = bucket
+    with workdir.open(Config()):
+        workdir.check_owner()
+        (on_disk / ".lock").unlink()
+        with pytest.raises(OwnershipError, match=r"gs://bucket/run is no longer .* is gone"):
+            workdir.check_owner()
+
+
 def test_signs_of_life_are_given_until_the_name_is_anothers(bucket, short):
     workdir, on_disk = bucket
     lock, seen = on_disk / ".lock", set()

@@ -1,9 +1,11 @@
 """Is a resumed run the same run? Trains twice, once killed in the middle, and compares all bits."""
 
+import contextlib
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import numpy as np
 from absl import logging
@@ -14,6 +16,7 @@ from convbert_jax.config import UserError
 from convbert_jax.training.checkpoints.reading import load_arrays
 from convbert_jax.workdir import Workdir
 
+_TO_SAVE = 60.0  # seconds that a run which is to stop has for its last checkpoint
 _PATIENCE = 1_800  # seconds for one run to show a new checkpoint
 
 
@@ -50,13 +53,15 @@ def run(arguments: list[str], workdir: epath.PathLike, *, steps: int) -> str:
         f"--config.data.directory={workdir.trial('data')}",
     ]
     logging.info("Preparing the data and training %d steps without a break.", steps)
-    _wait(_start(shared, straight), "the straight run")
+    with _started(shared, straight) as process:
+        _wait(process, "the straight run")
 
     logging.info("Training again, to be killed in the middle.")
-    process = _start(shared, killed)
-    killed_at = _kill_after(process, killed, steps // 2, steps)
+    with _started(shared, killed) as process:
+        killed_at = _kill_after(process, killed, steps // 2, steps)
     logging.info("Killed after the checkpoint of step %d; resuming.", killed_at)
-    _wait(_start(shared, killed), "the resumed run")
+    with _started(shared, killed) as process:
+        _wait(process, "the resumed run")
 
     expected, resumed = (load_arrays(w.checkpoints, steps)[1] for w in (straight, killed))
     differing = compare(expected, resumed)
@@ -86,11 +91,23 @@ def compare(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> list
     ]
 
 
-def _start(arguments: list[str], workdir: Workdir) -> subprocess.Popen:
-    return subprocess.Popen(
+@contextlib.contextmanager
+def _started(arguments: list[str], workdir: Workdir) -> Iterator[subprocess.Popen]:
+    """Context with a run, which does not outlive it: SIGTERM is for this process alone."""
+    process = subprocess.Popen(
         [sys.executable, "-m", "convbert_jax.main", *arguments, f"--workdir={workdir}"],
         stdout=subprocess.DEVNULL,
     )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_TO_SAVE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _wait(process: subprocess.Popen, name: str) -> None:
@@ -115,5 +132,4 @@ def _kill_after(process: subprocess.Popen, killed: Workdir, middle: int, steps: 
             process.wait()
             return max(done)
         time.sleep(0.02)
-    process.kill()
     raise ResumeError(f"no checkpoint of step {middle} within {_PATIENCE} s; the run was stopped.")

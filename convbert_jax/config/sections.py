@@ -344,8 +344,9 @@ class TrainSection:
     # times that the run may go back to its last checkpoint and past the batches since when a step
     # is bad; then, and by default, it ends
     rollbacks: Changeable[int] = 0
-    # a run of which nothing moves so long, or until its first step an hour if that is longer, ends
-    # with exit code 75 and the stacks of its threads, of all processes; 0 is never
+    # a run of which nothing moves so long, or until its first step and in its first evaluation an
+    # hour if that is longer, ends with exit code 75 and the stacks of its threads, of all
+    # processes; 0 is never
     hang_seconds: Changeable[int] = 3_600
     # a process of several that gives no sign of life so long, as one that is stopped or whose host
     # is gone, ends all with exit code 75

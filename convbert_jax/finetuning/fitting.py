@@ -22,7 +22,7 @@ from convbert_jax.data.tasks.length_buckets import (
 )
 from convbert_jax.finetuning.predictions.collected import ROW, Predicted, rows_evaluator
 from convbert_jax.finetuning.programs import Programs, narrow_head, widen_head
-from convbert_jax.finetuning.tasks.task import FinetuneTask
+from convbert_jax.finetuning.tasks.task import FinetuneTask, FinetuningError
 from convbert_jax.finetuning.unfinished import Unfinished
 from convbert_jax.interfaces.batch import FinetuneBatch
 from convbert_jax.interfaces.evaluator import Evaluator
@@ -105,6 +105,7 @@ def fit(
 
     Raises:
       Stopped: a signal asked for a stop; what is done is kept.
+      FinetuningError: what an earlier start did is more than there is to do.
     """
     start = time.perf_counter()
     program = programs.of(task, len(seeds) if vectorized else None)
@@ -118,6 +119,11 @@ def fit(
     if state is None:
         state = program.start(_start_params(programs, task, seeds, weights, vectorized))
     done = int(state.step)
+    if done >= steps:  # no step would be left to take a loss of; every kept state has one
+        raise FinetuningError(
+            f"the run of {title} that was stopped had done {done} steps, and the rows that are "
+            f"here now make {steps}; put its rows back, or name another --workdir."
+        )
     batches = itertools.islice(_batches(task, config, seeds, steps), done, None)
     per_step, stopped = config.finetune.batch_size * len(seeds), None
     watchdog = Watchdog(config.train.hang_seconds)

@@ -18,7 +18,7 @@ from absl import logging
 from convbert_jax import files
 from convbert_jax.config import Config, to_dict
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
-from convbert_jax.finetuning import fitting
+from convbert_jax.finetuning import fitting, origin
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.programs import Programs
 from convbert_jax.finetuning.results import (
@@ -69,7 +69,8 @@ def finetune(
       weights: `embeddings` and `encoder`; None: every run starts from random ones.
 
     Raises:
-      FinetuningError: every run of a task diverged, or the processes share no `workdir`.
+      FinetuningError: every run of a task diverged, the processes share no `workdir`, or what is
+        there began with other weights or rows.
       DamagedFileError: the record of finished runs, or of the one under way.
     """
     if jax.process_index() == 0:
@@ -81,10 +82,13 @@ def finetune(
             f"the processes find different results in {workdir.results}; give all of them the same "
             "--workdir, on storage that they share."
         )
+    began_with = origin.Origin(workdir, config, done)
+    began_with.bind_weights(weights)
     results = []
     for make in tasks:
         task = make()
         _check_task(task)
+        began_with.bind_task(task)
         if jax.process_count() > 1:
             roll_call.check_data(config, fingerprint(task))
         results.append(_finetune_task(config, workdir, task, programs, tokenizer, weights, done))
@@ -93,17 +97,8 @@ def finetune(
 
 
 def fingerprint(task: FinetuneTask) -> str:
-    """Of all rows of a task, as they are encoded; not of what a teacher says of them, which is made
-    on each process' device and may differ in the last bit.
-    """
-    digest = hashlib.sha256()
-    for split, rows in (("train", task.train), *sorted(task.evaluation.items())):
-        arrays = {"lengths": rows.lengths, **rows.by_token, **rows.by_row}
-        arrays.pop("teacher", None)
-        for name, array in sorted(arrays.items()):
-            array = np.ascontiguousarray(array)
-            digest.update(f"{split} {name} {array.dtype} {array.shape}".encode() + array.data)
-    return digest.hexdigest()
+    """Of all rows of a task, as they are encoded."""
+    return hashlib.sha256(repr(sorted(origin.of_task(task).items())).encode()).hexdigest()
 
 
 def settings_of(config: Config, task: FinetuneTask) -> list[Setting]:

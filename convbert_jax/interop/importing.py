@@ -76,12 +76,12 @@ def import_run(
     certify(path, source)
     filled = _state(config, source, params)
     with workdir.open(config):
+        keep_vocabularies(workdir, config, [tokenizer])  # first: a checkpoint makes it a run
         checkpoints = checkpoint.Checkpoints(workdir.checkpoints, config.checkpoint)
         try:
             checkpoints.save(filled, {}, last=True)  # the data begin at their first row
         finally:
             checkpoints.close()
-        keep_vocabularies(workdir, config, [tokenizer])
     logging.info("Wrote %s, step %d.", folder, int(filled.step))
     if filled.step >= config.train.steps:
         logging.warning(

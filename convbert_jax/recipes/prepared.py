@@ -10,7 +10,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 
-from convbert_jax import files
+from convbert_jax import files, interrupts
 from convbert_jax.analysis import flops
 from convbert_jax.config import Config, UserError
 from convbert_jax.data.corpus import batching as of_corpus
@@ -85,7 +85,10 @@ def prepare(
             f"{directory} is a bucket, and the workers of a runner write to a disk that they "
             "share; name a folder there with --config.data.directory."
         )
-    with _on_disk(config, directory) as here:
+    # What is finished is on disk, and what trains a vocabulary hears no signal for many minutes; a
+    # runner has processes of its own, which it ends itself.
+    stoppable = contextlib.nullcontext() if runner else interrupts.nothing_to_save()
+    with _on_disk(config, directory) as here, stoppable:
         found = _kind(config).prepare(config, here, runner)
     if files.is_remote(directory):
         bucket.publish(here, directory)

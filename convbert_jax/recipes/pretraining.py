@@ -140,7 +140,10 @@ def pretrain(
             )
         except TrainingError as error:
             if writer:
-                _tell_of_failure(config, workdir, task, str(error), mesh)
+                try:
+                    _tell_of_failure(config, workdir, task, str(error), mesh)
+                except Exception as another:  # it must not hide the one that is to be told
+                    logging.warning("There is no page of the run: %s", another)
             raise
         return _conclude(config, workdir, data, task, result, mesh)
 
@@ -192,7 +195,7 @@ def _conclude(
     """What the run came to, told by the first process."""
     metrics, curves, sets, text = [], None, (), ""
     if jax.process_index() == 0:
-        metrics = reporting.read_metrics(workdir.metrics)
+        metrics = reporting.read_undamaged(workdir.metrics)
         report = _report(config, workdir, data, result, metrics, mesh)
         written = run_page.write(
             workdir, lambda: _make_page(report, task, result.state.params, metrics, mesh)
@@ -217,7 +220,7 @@ def _conclude(
 
 def _tell_of_failure(config, workdir, task: Task, failed: str, mesh) -> None:
     """Leaves the page of a run that an error has ended, with its curves up to there."""
-    metrics = reporting.read_metrics(workdir.metrics)
+    metrics = reporting.read_undamaged(workdir.metrics)
     if not metrics:
         return  # there is nothing to look at but the error, which is told anyway
     step = metrics[-1]["step"]
@@ -253,7 +256,11 @@ def _report(config, workdir, data: Data, result: loop.Result, metrics, mesh) -> 
     with jax.set_mesh(mesh):
         cloze = held_out_text.fill_in(config, data.corpus, result.state.params)
         suspects = held_out_text.detect(config, data.corpus, result.state.params)
-    picture = pretraining_report.plot_curves(report.curves, workdir.curves, report.title)
+    try:
+        picture = pretraining_report.plot_curves(report.curves, workdir.curves, report.title)
+    except Exception as error:  # as with the page: the run itself is done
+        picture = False
+        logging.warning("%s could not be drawn (%s); the run is kept.", workdir.curves, error)
     sets, unwritten = [], ""
     if config.reads_pairs:
         sets, unwritten = _write_and_score(config, workdir, data, result)

@@ -270,9 +270,8 @@ class _Run:
 
     def finished(self) -> Result:
         logging.info("Nothing to do: the run is finished, at step %d.", self.step)
-        train, validation = (
-            reporting.read_last(self.workdir.metrics, split) for split in ("train", "validation")
-        )
+        lines = reporting.read_undamaged(self.workdir.metrics)
+        train, validation = (reporting.last_of(lines, split) for split in ("train", "validation"))
         return Result(self.step, self.state, train, validation, stopped_by=None)
 
     def _publish_if_due(self) -> None:
@@ -354,7 +353,8 @@ class _Run:
         )
 
     def _evaluate(self) -> dict[str, float]:
-        with self.clock.paused():
+        patient = contextlib.nullcontext() if self.eval_values else self.watchdog.patient()
+        with self.clock.paused(), patient:
             self.eval_values = evaluation_lib.run(
                 self.task,
                 self.program.eval_step,

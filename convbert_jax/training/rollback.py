@@ -85,6 +85,10 @@ class Rollbacks:
             self._skipped = files.read_json(file, remedy=remedy, fields={"skipped": list})[
                 "skipped"
             ]
+            for each in self._skipped:
+                found = each if isinstance(each, dict) else {}
+                if any(type(found.get(name)) is not int for name in ("after", "batches")):
+                    raise files.damaged(file, f"{each!r} is no place to pass over", remedy)
 
     def batches_after(self, step: int) -> int:
         """How many are passed over between `step` and the next one."""

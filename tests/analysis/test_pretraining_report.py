@@ -1,12 +1,17 @@
 """The report reads what the loop writes and says what it sees."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import numpy as np
+import pytest
 
 from convbert_jax.analysis import pretraining_report, verify_resume
 from convbert_jax.files import DamagedFileError
 from convbert_jax.training.reports.reporting import read_metrics
+from convbert_jax.workdir import Workdir
 
 
 def write_metrics(path):
@@ -72,3 +77,15 @@ def test_a_run_without_numbers_has_no_picture(tmp_path):
     picture = tmp_path / "curves.png"
     assert not pretraining_report.plot_curves({}, picture, "a run without numbers")
     assert not (tmp_path / "curves.png").exists()
+
+
+def test_a_run_does_not_outlive_who_verifies_it(tmp_path, monkeypatch):
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **options: start(sleeps, **options))
+    with (
+        pytest.raises(KeyboardInterrupt),
+        verify_resume._started([], Workdir(tmp_path)) as process,
+    ):
+        raise KeyboardInterrupt  # as SIGTERM does
+    assert process.returncode == -signal.SIGTERM

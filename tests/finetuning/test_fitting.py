@@ -5,6 +5,7 @@ import functools
 import itertools
 import re
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 from convbert_jax.finetuning import fitting
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.programs import Programs, narrow_head, widen_head
+from convbert_jax.finetuning.tasks.task import FinetuningError
 from convbert_jax.recipes.finetuning import make_mesh
 from convbert_jax.training.environment import watchdog
 
@@ -209,6 +211,15 @@ def test_eight_devices_train_what_one_trains(fit_on, mesh, together):
     assert kernel.addressable_shards[0].data.size == kernel.size // parts
     if together:
         assert kernel.addressable_shards[0].data.shape[0] == 2, "the axis of runs must stay whole"
+
+
+def test_a_run_whose_rows_are_fewer_than_its_steps_is_refused(toy):
+    """No step would be left, and no loss to tell."""
+    config, programs, task, _ = toy
+    state = programs.of(task, None).start(programs.new_params(task, 0))
+    kept = types.SimpleNamespace(resume=lambda _: dataclasses.replace(state, step=jnp.asarray(5)))
+    with pytest.raises(FinetuningError, match=r"had done 5 steps, and the rows .* make 5"):
+        fitting.fit(programs, task, config, ONCE, [0], None, vectorized=False, unfinished=kept)
 
 
 @pytest.mark.parametrize("hangs", ["training", "evaluating"])

@@ -1,11 +1,15 @@
 """The run that is under way: gone on with, left for another one, or damaged in words."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from convbert_jax.files import DamagedFileError
+from convbert_jax.finetuning.origin import Origin
+from convbert_jax.finetuning.tasks.task import FinetuningError
 from convbert_jax.finetuning.unfinished import Unfinished
 from convbert_jax.training.environment import peers
 from convbert_jax.training.state import TrainState
@@ -67,3 +71,64 @@ def test_the_first_process_decides_what_is_here(kept, monkeypatch, seen):
     found.close()
     assert (state is not None) == seen
     assert Workdir(kept).unfinished.path.is_dir()
+
+
+# --- What a folder began with ---
+
+
+WEIGHTS = {"embeddings": {"word": np.ones((3, 4))}, "encoder": {"0": np.zeros(2)}}
+
+
+def bind(folder, config, task, weights):
+    origin = Origin(Workdir(folder), config, [])
+    origin.bind_weights(weights)
+    origin.bind_task(task)
+
+
+@pytest.fixture
+def toy(kept, make_config, make_task):
+    """bind(**what is other than it was) in a folder whose run of the task toy was stopped."""
+    config = make_config()
+    task = make_task(config)
+    Workdir(kept).unfinished.unfinished_run.write_text('{"task": "toy"}')
+
+    def begin(weights=WEIGHTS, **fields):
+        bind(kept, config, dataclasses.replace(task, **fields), weights)
+
+    return begin, task, kept
+
+
+def test_a_run_goes_on_with_the_weights_it_began_with(toy):
+    begin, *_ = toy
+    begin()  # a folder of a version that kept no record
+    begin()
+    changed = {**WEIGHTS, "encoder": {"0": np.asarray([0, 1e-9])}}
+    with pytest.raises(FinetuningError, match=r"other weights than config\.init_from="):
+        begin(changed)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_run_goes_on_with_the_rows_it_began_with(toy, split):
+    begin, task, _ = toy
+    begin()
+    rows = {"train": task.train, **task.evaluation}[split]
+    labels = rows.by_row["label"].copy()
+    labels[3] = 1 - labels[3]
+    rows = rows.with_columns(label=labels)
+    fields = {"train": rows} if split == "train" else {"evaluation": {split: rows}}
+    with pytest.raises(FinetuningError, match=f"runs of toy with other rows than its {split}"):
+        begin(**fields)
+    begin()
+    begin(name="another", **fields)  # nothing of it is here
+
+
+def test_rows_may_be_mended_until_something_is_trained_on_them(toy):
+    begin, task, folder = toy
+    Unfinished(Workdir(folder), {}, 5.0).remove()
+    begin()
+    begin({"embeddings": {}, "encoder": {}}, train=task.evaluation["validation"])
+    Workdir(folder).unfinished.checkpoints.joinpath("7").mkdir(parents=True)
+    Workdir(folder).unfinished.unfinished_run.write_text('{"task": "toy"}')
+    (folder / "began_with.json").write_text('{"weights": null, "tasks": {"toy": []}}')
+    with pytest.raises(DamagedFileError, match=r"began_with\.json is damaged"):
+        begin()

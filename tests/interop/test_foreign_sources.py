@@ -87,6 +87,21 @@ def test_a_cased_checkpoint_is_imported_cased(tmp_path):
     assert not config.tokenizer.strip_accents
 
 
+def test_a_killed_import_leaves_no_run_without_its_vocabulary(tmp_path, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    start, place = write_checkpoint(tmp_path, CASED), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(importing, "keep_vocabularies", killed)
+        with pytest.raises(KeyboardInterrupt):
+            importing.import_run(str(tmp_path), start, place)
+    assert Workdir(place).steps() == []
+    importing.import_run(str(tmp_path), start, place)  # begins again
+    assert Workdir(place).steps() == [0]
+    assert (place / "vocabulary" / "vocab.txt").is_file()
+
+
 def test_named_settings_of_a_vocabulary_stay(tmp_path):
     start = write_checkpoint(tmp_path, UNCASED)
     fields = {"tokenizer.lowercase": False, "tokenizer.strip_accents": False}

@@ -1,6 +1,7 @@
 """Each recipe, as Python calls it: it returns what its folder holds, and prints nothing."""
 
 import dataclasses
+import errno
 import itertools
 import json
 import math
@@ -13,11 +14,11 @@ import pytest
 from absl.testing import flagsaver
 
 import convbert_jax
-from convbert_jax import command_line, recipes
-from convbert_jax.config import UserError
+from convbert_jax import command_line, interrupts, recipes
+from convbert_jax.config import Config, UserError
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.runs.vocabulary import read_tokenizer
-from convbert_jax.recipes import prediction, pretraining
+from convbert_jax.recipes import prediction, prepared, pretraining
 from convbert_jax.recipes.reports import pretraining_page
 from convbert_jax.training.environment import signals
 from convbert_jax.training.rollback import LossGuard, TrainingError
@@ -131,6 +132,42 @@ def test_a_run_without_its_page_is_told_of_all_the_same(
     assert any("report.html" in line for line in pretrained.report.splitlines())
 
 
+def test_a_finished_run_does_not_fail_for_its_picture_or_a_damaged_line(
+    pretrained, pretraining_config, tmp_path, monkeypatch, caplog
+):
+    def fail(*arguments):
+        raise OSError(errno.EFBIG, "File too large")
+
+    folder = tmp_path / "run"
+    shutil.copytree(pretrained.folder, folder)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[0] = lines[0].replace('"split"', '"sqlit"')
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    own = dataclasses.replace(pretraining_config.data, directory=str(pretrained.folder / "data"))
+    with monkeypatch.context() as patch:
+        patch.setattr(pretraining.pretraining_report, "plot_curves", fail)
+        for name in ("fill_in", "detect"):
+            patch.setattr(pretraining.held_out_text, name, lambda *arguments: None)
+        result = recipes.pretrain(dataclasses.replace(pretraining_config, data=own), folder)
+    assert result.evaluation == pretrained.evaluation
+    assert result.curves is None
+    assert "curves.png could not be drawn" in caplog.text
+    assert "metrics.jsonl is damaged (line 1: it has no 'split')" in caplog.text
+
+
+def test_a_stop_while_data_is_prepared_waits_for_nothing(tmp_path, monkeypatch):
+    """A trainer of vocabularies hears no signal for minutes."""
+    free = []
+
+    def prepare(*_):
+        free.append(interrupts._state.free)
+
+    monkeypatch.setattr(prepared.corpora, "prepare", prepare)
+    prepared.prepare(Config(), tmp_path)
+    prepared.prepare(Config(), tmp_path, runner=object())
+    assert free == [True, False]  # a runner ends its processes itself
+
+
 def test_pages_of_real_runs(pretrained, finetuned, monkeypatch):
     for run, recipe in ((pretrained, "replaced_token"), (finetuned, "finetune")):
         file = run.folder / "report.html"
@@ -231,6 +268,14 @@ def test_a_run_that_an_error_ends_leaves_a_page(
     assert str(raised.value) in page.text
     assert "There was no evaluation yet." in page.text
     assert page.texts("pre") == [f"python -m convbert_jax.main --workdir={tmp_path}"]
+
+    def fail(*arguments, **options):
+        raise KeyError("mlm_loss")
+
+    seen.clear()
+    monkeypatch.setattr(pretraining, "_begin_report", fail)
+    with pytest.raises(TrainingError, match="the loss is not finite"):  # all the same
+        recipes.pretrain(config, tmp_path)
 
 
 @pytest.mark.slow

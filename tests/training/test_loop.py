@@ -383,7 +383,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     task = dataclasses.replace(linear_task(), summarize=lambda sums: unknown, evaluator=evaluator)
     run(tmp_path, make_config(4), task=task)
     assert all(line["error"] is None for line in read_lines(tmp_path))
-    assert math.isnan(reporting.read_last(tmp_path / "metrics.jsonl", "validation")["error"])
+    assert math.isnan(reporting.read_metrics(tmp_path / "metrics.jsonl")[-1]["error"])
 
 
 @pytest.mark.parametrize(

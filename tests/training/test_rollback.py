@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from convbert_jax.files import DamagedFileError
-from convbert_jax.training import rollback
+from convbert_jax.training import loop, rollback
 from convbert_jax.training.environment import peers, watchdog
 from convbert_jax.workdir import Workdir
 from tests.conftest import REPOSITORY
@@ -141,8 +141,18 @@ def test_what_the_guard_remembers_is_kept():
     assert again.judge(9.0, 1.0) == whole.judge(9.0, 1.0) != ""
 
 
-def test_a_damaged_record_is_told(tmp_path):
-    (tmp_path / "skipped_batches.json").write_text("[1")
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[1",
+        '{"skipped": [4]}',
+        '{"skipped": [{"aftes": 4, "batches": 1}]}',
+        '{"skipped": [{"after": 4, "batches": "1"}]}',
+        '{"skipped": [{"after": 4, "batches": true}]}',
+    ],
+)
+def test_a_damaged_record_is_told(tmp_path, content):
+    (tmp_path / "skipped_batches.json").write_text(content)
     with pytest.raises(DamagedFileError, match=r"skipped_batches\.json"):
         rollback.Rollbacks(Workdir(tmp_path).skipped, 1)
 
@@ -159,6 +169,23 @@ with watchdog.watching():
     a_place_to_find = time.sleep
     a_place_to_find(60)
 """
+
+
+def test_the_first_evaluation_may_compile_as_long_as_the_first_step(tmp_path, monkeypatch):
+    told, silences = [], []
+    monkeypatch.setattr(peers, "end_of_a_hang", lambda: told.append("hangs"))
+    evaluate = loop.evaluation_lib.run
+
+    def slow(task, step, params, batches, **options):
+        batches = list(batches)  # beats, before anything is compiled
+        if not silences:
+            silences.append(time.sleep(3))
+        return evaluate(task, step, params, batches, **options)
+
+    monkeypatch.setattr(loop.evaluation_lib, "run", slow)
+    run(tmp_path, config_of(hang_seconds=1))
+    assert silences
+    assert told == []
 
 
 def test_a_run_that_hangs_ends_with_its_stacks():

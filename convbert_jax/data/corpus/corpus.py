@@ -28,9 +28,11 @@ from convbert_jax.data.corpus import preparation
 from convbert_jax.data.corpus.metadata import (
     METADATA,
     elsewhere,
+    has_finished_units,
     origin,
     read_metadata,
     refuse_other,
+    refuse_units_of_unknown,
     summary,
 )
 from convbert_jax.data.corpus.rows import row_dtype
@@ -126,17 +128,18 @@ def _go_on(
     """Metadata and vocabulary of what was begun in `directory`; None where nothing is to be kept.
 
     Raises:
-      DataError: it has finished shards, of another corpus.
+      DataError: it has finished shards, of another corpus or of nobody knows which.
     """
     metadata = read_metadata(directory)
     if metadata is None:
+        refuse_units_of_unknown(directory)
         return None, None
     try:
         refuse_other(made_from, metadata["made_from"], directory)
         tokenizer = load_tokenizer(config.tokenizer, directory)
         _refuse_changed_tokenizer(tokenizer, metadata["tokenizer"], directory)
     except DataError:
-        if any((directory / "units").glob("*.json")):
+        if has_finished_units(directory):
             raise
         logging.info("No shard in %s is finished: it begins anew, with other settings.", directory)
         return None, None

@@ -93,6 +93,23 @@ def refuse_other(wanted: dict, there: dict, directory: Path) -> None:
         )
 
 
+def has_finished_units(directory: Path) -> bool:
+    return any((directory / "units").glob("*.json"))
+
+
+def refuse_units_of_unknown(directory: Path) -> None:
+    """For a folder without metadata, which are written before its first unit.
+
+    Raises:
+      DataError: it has finished units all the same.
+    """
+    if has_finished_units(directory):
+        raise DataError(
+            f"{directory} has finished units but no {METADATA}, which says of what; put a copy "
+            "back, or delete the folder to prepare anew."
+        )
+
+
 def elsewhere(directory: Path) -> str:
     """The flag that leaves `directory` as it is."""
     names = (directory.with_name(f"{directory.name}-{number}") for number in range(2, 1000))

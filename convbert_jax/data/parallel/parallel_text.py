@@ -18,7 +18,12 @@ from absl import logging
 
 from convbert_jax import files
 from convbert_jax.config import Config
-from convbert_jax.data.corpus.metadata import METADATA, elsewhere
+from convbert_jax.data.corpus.metadata import (
+    METADATA,
+    elsewhere,
+    has_finished_units,
+    refuse_units_of_unknown,
+)
 from convbert_jax.data.corpus.shards import damaged_shard, shard_path
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.parallel import vocabularies
@@ -105,7 +110,9 @@ def prepare(config: Config, directory: Path, runner: Runner | None = None) -> Pa
             _ = source.units  # counts lines: unequal ones are refused before anything is made
         made_from = origin(config, sources)
         metadata = read_metadata(directory)
-        if metadata and any((directory / "units").glob("*.json")):
+        if metadata is None:
+            refuse_units_of_unknown(directory)
+        if metadata and has_finished_units(directory):
             refuse_other(made_from, metadata["made_from"], directory)
             made = vocabularies.load(config, directory)
             refuse_changed(made, metadata["tokenizers"], directory)

@@ -64,12 +64,12 @@ class SentencePieceVocabulary:
         self._path = path
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except (RuntimeError, OSError) as error:
+            self.entries = [self._model.id_to_piece(i) for i in range(self._model.get_piece_size())]
+        except (RuntimeError, OSError, UnicodeDecodeError) as error:
             raise TokenizerError(
                 f"{path} is not a SentencePiece model ({_first_line(error)}); check "
                 "config.tokenizer.path."
             ) from None
-        self.entries = [self._model.id_to_piece(i) for i in range(self._model.get_piece_size())]
         # Of the text in hand: several draws are made of it.
         self._ways = functools.lru_cache(maxsize=1)(self._list_ways)
 

@@ -13,7 +13,9 @@ _FIRST = 3_600.0  # seconds, at the least, for restoring, compiling and the firs
 
 
 class Watchdog:
-    """Wants to hear a `beat` every so often, and the first one within an hour at the latest."""
+    """Wants to hear a `beat` every so often, and the first one within an hour at the latest; so
+    within `patient`.
+    """
 
     def __init__(self, seconds: float):
         """
@@ -23,10 +25,21 @@ class Watchdog:
         self._seconds = seconds
         self._last = 0.0
         self._limit = max(seconds, _FIRST)
+        self._patient = False
 
     def beat(self) -> None:
         """Says that the run goes on."""
         self._last, self._limit = time.monotonic(), self._seconds
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """Context in which something is compiled: silence may last as long as at the beginning."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self.beat()
+            self._patient = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -49,12 +62,13 @@ class Watchdog:
 
     def _watch(self, over: threading.Event) -> None:
         while not over.wait(min(10.0, self._seconds / 4)):
-            if time.monotonic() - self._last > self._limit:
+            limit = max(self._seconds, _FIRST) if self._patient else self._limit
+            if time.monotonic() - self._last > limit:
                 logging.error(
                     "Nothing has moved for %g s (config.train.hang_seconds=%g): a device, another "
                     "process or the storage does not answer. What every thread does is below; the "
                     "same command goes on from the last checkpoint.",
-                    self._limit,
+                    limit,
                     self._seconds,
                 )
                 logging.flush()

@@ -7,10 +7,9 @@ numbers; one that is not finite is null. Only process 0 writes.
 import contextlib
 import json
 import math
-import operator
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from etils import epath
 
 from convbert_jax import files
 from convbert_jax.config import UserError
-from convbert_jax.files import damaged, parse_json, read_json_lines, replacing
+from convbert_jax.files import DamagedFileError, damaged, parse_json, read_json_lines, replacing
 from convbert_jax.training.reports.tensorboard import EventFile
 from convbert_jax.training.reports.timing import format_seconds
 from convbert_jax.training.reports.trackers import Tracker
@@ -220,18 +219,31 @@ def read_metrics(path: epath.Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     for number, line in enumerate(lines, start=1):
-        for name, value in line.items():
-            if name != "split" and not isinstance(value, int | float | None):
-                raise damaged(path, f"line {number}: its '{name}' is no number", remedy)
-    return [{n: math.nan if v is None else v for n, v in line.items()} for line in lines]
+        if fault := _fault_in(line):
+            raise damaged(path, f"line {number}: {fault}", remedy)
+    return [_with_nan(line) for line in lines]
 
 
-def read_last(path: epath.Path, split: str) -> dict[str, float]:
-    """The last numbers of `split` in a metrics file; empty if there are none. As `read_metrics`."""
-    for line in reversed(read_metrics(path)):
-        if line.pop("split") == split:
-            del line["step"]
-            return line
+def read_undamaged(path: epath.Path) -> list[dict[str, Any]]:
+    """As `read_metrics`, but damaged lines are left out, with a warning: nothing that a run has
+    come to may fail for them.
+    """
+    try:
+        return read_metrics(path)
+    except DamagedFileError as error:
+        logging.warning("%s The other lines are used.", error)
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError:
+        return []
+    return [_with_nan(parse_json(line)) for line in lines if _step_of(line) is not None]
+
+
+def last_of(lines: Sequence[Mapping[str, Any]], split: str) -> dict[str, float]:
+    """The last numbers of `split` in the lines of a metrics file; empty if there are none."""
+    for line in reversed(lines):
+        if line["split"] == split:
+            return {name: v for name, v in line.items() if name not in ("step", "split")}
     return {}
 
 
@@ -250,9 +262,28 @@ def measure_memory() -> dict[str, float]:
 def _step_of(line: bytes) -> int | None:
     """None for what is no whole line of ours."""
     try:
-        return operator.index(parse_json(line)["step"]) if line.endswith(b"\n") else None
-    except (ValueError, KeyError, TypeError, IndexError):
+        values = parse_json(line) if line.endswith(b"\n") else None
+    except ValueError:
         return None
+    return None if _fault_in(values) else values["step"]
+
+
+def _fault_in(values: Any) -> str:
+    """What tells that these were never written by `Reporter`, "" if nothing does."""
+    if not isinstance(values, dict):
+        return f"it holds a {type(values).__name__}, not an object"
+    if type(values.get("step")) is not int:  # True is an int of another type
+        return "its 'step' is no whole number"
+    if not isinstance(values.get("split"), str):
+        return "its 'split' is no name"
+    for name, value in values.items():
+        if name != "split" and type(value) not in (int, float, type(None)):
+            return f"its '{name}' is no number"
+    return ""
+
+
+def _with_nan(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: math.nan if v is None else v for name, v in values.items()}
 
 
 def _format_memory(rates: Mapping[str, float]) -> str:

@@ -41,6 +41,14 @@ def test_another_corpus_is_refused(
     assert contents(folder) == before
 
 
+def test_units_of_which_nothing_says_of_what_are_refused(config, prepared, contents):
+    (prepared / "metadata.json").unlink()
+    before = contents(prepared)
+    with pytest.raises(DataError, match=r"has finished units but no metadata\.json"):
+        prepare(config, prepared)
+    assert contents(prepared) == before
+
+
 def test_changed_source_and_changed_tokenizer_are_refused(config, corpus_file, prepared):
     folder = prepared
     text = corpus_file.read_text()

@@ -198,6 +198,16 @@ def test_a_folder_of_other_pairs_is_refused(prepared, change, fields, says):
         prepare(change(config, **fields), text.directory)
 
 
+def test_units_of_which_nothing_says_of_what_are_refused(pairs, make_config, tmp_path):
+    config = make_config(write_files(tmp_path, pairs))
+    vocabulary = prepare(config, tmp_path / "prepared").vocabularies.source.path
+    (tmp_path / "prepared" / "metadata.json").unlink()
+    before = vocabulary.stat().st_mtime_ns
+    with pytest.raises(DataError, match=r"has finished units but no metadata\.json"):
+        prepare(config, tmp_path / "prepared")
+    assert vocabulary.stat().st_mtime_ns == before
+
+
 def test_prepared_pairs_outlive_their_files(pairs, make_config, tmp_path):
     config = make_config(write_files(tmp_path, pairs))
     text = prepare(config, tmp_path / "prepared")

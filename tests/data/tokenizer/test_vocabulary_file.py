@@ -88,6 +88,17 @@ def test_a_sentencepiece_model_says_its_case(tmp_path, documents, cased):
     check_tokenizer(load_tokenizer(found, tmp_path), found, documents[:5])
 
 
+def test_a_flipped_bit_in_a_sentencepiece_model_is_one_sentence(tmp_path, documents):
+    """In a piece, which the library hands out as it is, and Python then cannot decode."""
+    trained = train_tokenizer(documents, TokenizerSection(vocab_size=300), tmp_path)
+    content = bytearray(trained.path.read_bytes())
+    content[content.index(b"[MASK]") + 1] ^= 128
+    trained.path.write_bytes(content)
+    section = TokenizerSection(vocab_size=300)
+    with pytest.raises(TokenizerError, match="is not a SentencePiece model"):
+        load_tokenizer(section, tmp_path)
+
+
 @pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json", "spiece.model"])
 @pytest.mark.parametrize("section", [DEFAULT, WORDPIECE])
 def test_a_missing_file_is_no_such_file(tmp_path, name, section):

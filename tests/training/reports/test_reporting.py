@@ -190,22 +190,30 @@ def test_a_full_disk_never_hangs(small_disk, moment):
 
 def test_the_last_numbers(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    assert reporting.read_last(file, "train") == {}
+    assert reporting.last_of(reporting.read_metrics(file), "train") == {}
     file.write_text('{"step": 1, "split": "train", "loss": null}\n{"step": 2, "sp')
-    (value,) = reporting.read_last(file, "train").values()
+    (value,) = reporting.last_of(reporting.read_metrics(file), "train").values()
     assert math.isnan(value)
-    file.write_text('{"step": 1, "split": "train", "loss": "low"}\n')
-    with pytest.raises(DamagedFileError, match=r"line 1: its 'loss' is no number.*remove it"):
-        reporting.read_last(file, "train")
 
 
-@pytest.mark.parametrize(
-    "damage", [b"\xff\xfe\n", b"[]\n", b"{\n", b'{"step": "1"}\n', b"[" * 9999]
-)
+DAMAGED = [
+    *(b"\xff\xfe\n", b"[]\n", b"{\n", b'{"step": "1"}\n', b"[" * 9999),
+    b'{"step": 1, "sqlit": "train"}\n',
+    b'{"step": true, "split": "train"}\n',
+    b'{"step": 1, "split": "train", "loss": "low"}\n',
+    b'{"step": 1, "split": "train", "loss": [1.0]}\n',
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
 def test_damaged_lines_go_where_a_run_resumes(tmp_path, caplog, damage):
     file = tmp_path / "metrics.jsonl"
     first, second = (f'{{"step": {n}, "split": "train"}}\n'.encode() for n in (1, 2))
     file.write_bytes(first + damage.rstrip() + b"\n" + second + b'{"step": 3, "sp')
+    with pytest.raises(DamagedFileError, match=r"line 2: .*remove it"):
+        reporting.read_metrics(file)
+    assert [line["step"] for line in reporting.read_undamaged(file)] == [1, 2]
+    assert "The other lines are used" in caplog.text
     reporting.drop_later_lines(file, 2)
     assert file.read_bytes() == first + second
     assert "1 damaged lines" in caplog.text
