@@ -166,7 +166,9 @@ def test_text_is_not_taken_for_json(predict, caplog):
 
 
 def test_as_many_columns_as_the_model_reads(predict):
-    with pytest.raises(ConfigError, match=r"names 1 columns, but .* reads 2 .* \(said, meant\)"):
+    with pytest.raises(
+        ConfigError, match=r"texts=1 is asked for .* reads 2 of each row \(said, meant\)"
+    ):
         predict("pair", "a\tb", texts=("said",))
 
 
