@@ -105,6 +105,11 @@ def from_source(
     heads = [head for head in _KINDS if main.has(head)]
     if not heads:
         raise ConfigError(f"{path} has no head for labels; fine-tune it first.")
+    if source.not_read and not source.tokenizer:
+        raise ConfigError(
+            f"{source.not_read}; if they are to be split as BERT does all the same, copy "
+            "config.json, the weights and vocab.txt alone to another folder and name that."
+        )
     if not source.tokenizer:
         raise ConfigError(f"{path} has no vocabulary beside its weights; copy it there.")
     section = dataclasses.replace(Config().tokenizer, **source.tokenizer)

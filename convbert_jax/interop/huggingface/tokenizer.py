@@ -24,6 +24,7 @@ from convbert_jax.config import TokenizerSection
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, follow_file
 from convbert_jax.data.tokenizer.wordpiece_model import build_pipeline
 from convbert_jax.interop.claims import read_json, shown
+from convbert_jax.interop.huggingface.tokenizer_rules import check_rules
 from convbert_jax.interop.networks import ConversionError
 
 VOCABULARY = {"wordpiece": "vocab.txt", "sentencepiece": "spiece.model"}
@@ -105,15 +106,17 @@ def describe_vocabulary(folder: Path, path: Path) -> dict[str, object]:
     whether it is cased, its entries do.
 
     Raises:
+      OtherTokenizerError: it goes with a tokenizer that ours is not.
       ConversionError: a file that says it is damaged.
       TokenizerError: only its entries can tell, and it is no vocabulary.
     """
-    fields: dict[str, object] = {"kind": "sentencepiece", "path": str(path)}
-    if path.suffix == ".model":
+    kind = "sentencepiece" if path.suffix == ".model" else "wordpiece"
+    fields: dict[str, object] = {"kind": kind, "path": str(path)}
+    names = ("tokenizer_config.json", "tokenizer.json", "config.json", "added_tokens.json")
+    settings, pipeline, *others = (_read(folder / name) for name in names)
+    check_rules(folder, kind, settings, pipeline, *others)
+    if kind == "sentencepiece":
         return fields
-    fields["kind"] = "wordpiece"
-    settings = _read(folder / "tokenizer_config.json")
-    pipeline = _read(folder / "tokenizer.json")
     normalizer, model = _part(pipeline, "normalizer"), _part(pipeline, "model")
     lowercase = normalizer.get("lowercase", settings.get("do_lower_case"))
     accents = normalizer.get("strip_accents", settings.get("strip_accents"))
