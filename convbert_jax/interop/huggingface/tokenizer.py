@@ -36,6 +36,7 @@ _ROLES = {
     "mask_token": "mask",
 }
 SPACE = "\u2581"  # SentencePiece's mark in front of a word
+_BEGIN, _END = r"(?<![\s\S])", r"(?![\s\S])"  # of a text; ^ and $ are those of each line there
 _UNIGRAM, _BPE = 1, 2  # model types of SentencePiece
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # types of its pieces
 
@@ -221,12 +222,15 @@ def _normalization(path: Path, rules) -> list[normalizers.Normalizer]:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
     if rules.remove_extra_whitespaces:
         steps += [
-            normalizers.Replace(tokenizers.Regex(r"^ +| +$"), ""),
+            normalizers.Replace(tokenizers.Regex(f"{_BEGIN} +| +{_END}"), ""),
             normalizers.Replace(tokenizers.Regex(r" {2,}"), " "),
         ]
     if rules.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
-    return [*steps, normalizers.Replace(" ", SPACE)]
+    steps.append(normalizers.Replace(" ", SPACE))
+    if rules.remove_extra_whitespaces:  # marks that stand in the text count as blanks at its end
+        steps.append(normalizers.Replace(tokenizers.Regex(f"{SPACE}+{_END}"), ""))
+    return steps
 
 
 def _character_class(characters: list[str]) -> str:
