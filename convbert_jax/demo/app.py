@@ -13,7 +13,7 @@ import flask
 import werkzeug.serving
 from werkzeug import exceptions
 
-from convbert_jax.config import UserError
+from convbert_jax.config import OutputsSection, UserError
 from convbert_jax.inference.model import Model
 from convbert_jax.inference.writing.model import TextModel
 
@@ -103,13 +103,20 @@ def _describe(model: Model | TextModel) -> dict[str, Any]:
         said["length"] = model.length  # what is behind it is not read
     if "predict" in model.abilities:
         outputs = model.config.outputs
-        columns = outputs.columns or ("text", "second text")[: outputs.texts]
-        said |= {"task": outputs.task, "columns": columns}
+        said |= {"task": outputs.task, "columns": _name_fields(outputs)}
     if "fill_mask" in model.abilities:
         said["mask"] = model.mask_token
     if "write" in model.abilities:
         said["recipe"] = model.config.recipe
     return said
+
+
+def _name_fields(outputs: OutputsSection) -> list[str]:
+    """What the texts are called: as in training, where they had a name and no number."""
+    named = {"tagging": ["words"], "span": ["question", "context"]}
+    usual = named.get(outputs.kind, ["text", "second text"])[: outputs.texts]
+    found = zip(outputs.columns or usual, usual, strict=True)
+    return [name if column.lstrip("-").isdecimal() else column for column, name in found]
 
 
 def _read_texts() -> list[str]:

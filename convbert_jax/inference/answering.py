@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from flax import nnx
 
 from convbert_jax.config import Config
@@ -30,6 +31,7 @@ class QuestionAnswerer:
         head = config.outputs.head
         self._config = config
         self._tokenizer = tokenizer
+        self._told_cut = False
         second = question_answering.VERSIONS.get(config.outputs.task) == "v2"
         self._threshold = THRESHOLDS[head] if second else None
         graphdef, _ = build(FinetunedModel, config)
@@ -67,6 +69,15 @@ class QuestionAnswerer:
         config = self._config
         questions = [Question(example.id, *example.texts) for example in examples]
         reading = question_answering.read_questions(questions, config, self._tokenizer, None)
+        if reading.windows.cut_questions and not self._told_cut:
+            self._told_cut = True  # not again for every line of a pipe
+            logging.warning(
+                "%s: %d of %d questions are cut to %d tokens; of later ones no more is said.",
+                config.outputs.task,
+                reading.windows.cut_questions,
+                len(questions),
+                config.finetune.query_length,
+            )
         buckets, largest = fitting.buckets_of(config), config.finetune.eval_batch_size
         with explain_out_of_memory(self._params):
             found = fitting.predict_rows(

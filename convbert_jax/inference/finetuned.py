@@ -80,8 +80,9 @@ def _check_texts(path: str, config: Config, texts: int | None) -> None:
     if texts not in (None, config.outputs.texts):
         known = ", ".join(config.outputs.columns)
         raise ConfigError(
-            f"--texts names {texts} columns, but {path} reads {config.outputs.texts} of each row"
-            f"{f' ({known})' if known else ''}; name as many."
+            f"texts={texts} is asked for (the columns of --texts on a command line), but {path} "
+            f"reads {config.outputs.texts} of each row{f' ({known})' if known else ''}; name as "
+            "many."
         )
     if config.outputs.texts > config.model.types:
         raise ConfigError(f"{path} has one segment type, which cannot tell two texts apart.")
@@ -104,6 +105,11 @@ def from_source(
     heads = [head for head in _KINDS if main.has(head)]
     if not heads:
         raise ConfigError(f"{path} has no head for labels; fine-tune it first.")
+    if source.not_read and not source.tokenizer:
+        raise ConfigError(
+            f"{source.not_read}; if they are to be split as BERT does all the same, copy "
+            "config.json, the weights and vocab.txt alone to another folder and name that."
+        )
     if not source.tokenizer:
         raise ConfigError(f"{path} has no vocabulary beside its weights; copy it there.")
     section = dataclasses.replace(Config().tokenizer, **source.tokenizer)
@@ -112,14 +118,55 @@ def from_source(
     config = matching.replace(start, matching.derive_fields({"main": main}, start))
     config = dataclasses.replace(config, outputs=_outputs(path, main, heads[0], texts))
     _check_texts(path, config, texts)
-    f, m = config.finetune, config.model
-    buckets = () if config.encoder.reads_padding else f.buckets
-    length = _SPAN_LENGTH if heads[0] == "span_head" else f.length
-    fields = {"finetune.length": length, "finetune.buckets": buckets}
-    fields |= {path: value for path, value in main.use.items() if path.startswith("finetune.")}
-    fields["finetune.length"] = min(fields["finetune.length"], m.positions)
-    config = matching.replace(config, fields)
+    config = matching.replace(config, _finetune_fields(config, main, heads[0]))
+    _tell_assumed(path, config, main)
     return config, join(config, {"main": main})[0], tokenizer
+
+
+def _finetune_fields(config: Config, network: Network, head: str) -> dict[str, Any]:
+    """How long the rows are, as far as their config.json says it."""
+    f = config.finetune
+    buckets = () if config.encoder.reads_padding else f.buckets
+    length = _SPAN_LENGTH if head == "span_head" else f.length
+    told = {path: value for path, value in network.use.items() if path.startswith("finetune.")}
+    fields = {"finetune.length": length, "finetune.buckets": buckets} | told
+    length = fields["finetune.length"] = min(fields["finetune.length"], config.model.positions)
+    if head == "span_head":  # a short row has room for a context too
+        fields.setdefault("finetune.query_length", min(f.query_length, length // 2))
+    return fields
+
+
+def _tell_assumed(path: str, config: Config, network: Network) -> None:
+    """Says what a folder leaves open and what it was taken for."""
+    outputs, length = config.outputs, config.finetune.length
+    if outputs.head == "sequence" and "outputs.texts" not in network.use:
+        logging.warning(
+            "%s does not say how many texts it reads, nor how long: taken as %d of up to %d "
+            "tokens. If that is wrong, name as many columns to --mode=predict, as "
+            '--texts=FIRST,SECOND, or write {"convbert_jax": {"use": {"outputs.texts": 2, '
+            '"finetune.length": %d}}} into its config.json.',
+            path,
+            outputs.texts,
+            length,
+            length,
+        )
+    elif "finetune.length" not in network.use:
+        behind = {"tagging": "; words behind them get no prediction", "span": " a window"}
+        logging.warning(
+            "%s does not say how long its texts are: taken as up to %d tokens%s. If that is "
+            'wrong, write {"convbert_jax": {"use": {"finetune.length": %d}}} into its config.json.',
+            path,
+            length,
+            behind.get(outputs.kind, ""),
+            config.model.positions,
+        )
+    if config.encoder.reads_padding and "finetune.length" not in network.use:
+        logging.warning(
+            "%s was trained to read padding, so its predictions depend on it: they are those of "
+            "texts padded to %d tokens; of a text alone, as encode() reads it, others.",
+            path,
+            length,
+        )
 
 
 def _outputs(path: str, network: Network, head: str, texts: int | None) -> OutputsSection:
@@ -143,16 +190,6 @@ def _outputs(path: str, network: Network, head: str, texts: int | None) -> Outpu
         )
     if outputs.kind == "regression" and len(labels) != 1:
         raise ConfigError(f"{path} gives {len(labels)} numbers for a text; one can be predicted.")
-    if name == "sequence" and "texts" not in told:
-        logging.warning(
-            "%s does not say how many texts it reads, nor how long: taken as %d of up to %d "
-            "tokens. If that is wrong, name as many columns to --mode=predict, as "
-            '--texts=FIRST,SECOND, or write {"convbert_jax": {"use": {"outputs.texts": 2, '
-            '"finetune.length": 128}}} into its config.json.',
-            path,
-            outputs.texts,
-            Config().finetune.length,
-        )
     return outputs
 
 

@@ -83,6 +83,11 @@ def _load_source(path: str, vocabulary: str | None, texts: int | None, dtype: st
     if vocabulary:
         section = follow_file(dataclasses.replace(Config().tokenizer, path=vocabulary))
         source = dataclasses.replace(source, tokenizer=dataclasses.asdict(section))
+    if source.not_read and not source.tokenizer:
+        raise ModelError(
+            f"{source.not_read}; if texts are to be split as BERT does all the same, say so: "
+            f"load({path!r}, vocabulary='vocab.txt')."
+        )
     if not source.tokenizer:
         raise ModelError(
             f"{path} has no vocabulary beside its weights; name theirs: "

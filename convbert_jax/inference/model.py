@@ -149,7 +149,7 @@ class Model:
         >>> model.encode("a text", pooling="none").shape == (len(model.tokenize("a text")), 32)
         True
         """
-        if pooling not in readouts.POOLINGS:
+        if not isinstance(pooling, str) or pooling not in readouts.POOLINGS:
             raise ModelError(
                 f"pooling={pooling!r} is unknown; choose from {', '.join(readouts.POOLINGS)}."
             )

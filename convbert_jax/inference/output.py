@@ -121,9 +121,10 @@ def _flatten(line: Mapping[str, Any]) -> dict[str, Any]:
         if row.keys().isdisjoint(("text", "text1", "text2", *names)):
             del row["texts"]
             row |= zip(names, texts, strict=True)
-    for name in ("words", "prediction"):
-        if _are_texts(row.get(name)):
-            row[name] = " ".join(row[name])
+    if isinstance(row.get("prediction"), list):  # of words, of which the last may have none
+        row["prediction"] = " ".join(tag for tag in row["prediction"] if tag is not None)
+    if _are_texts(row.get("words")):
+        row["words"] = " ".join(row["words"])
     return row
 
 

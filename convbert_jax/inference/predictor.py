@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from flax import nnx
 
 from convbert_jax.config import Config
+from convbert_jax.data.tasks.encoding import Encoded, Rows
 from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.finetuning import fitting
@@ -83,11 +85,16 @@ class Predictor:
 
     def predict(self, examples: Sequence[Example]) -> scoring.Outputs:
         """Outputs as `scoring.score` takes them, in the order of the examples."""
-        title = None if self._told_cut else "the first texts"  # not again for every line of a pipe
-        rows = classification.encode_examples(
-            examples, self.outputs, self._config, self._tokenizer, title
+        return self._predict(examples)[1]
+
+    def _predict(self, examples: Sequence[Example]) -> tuple[Rows, scoring.Outputs]:
+        encoded = classification.encode_examples(
+            examples, self.outputs, self._config, self._tokenizer
         )
-        self._told_cut |= bool((rows.lengths >= self._config.finetune.length).any())
+        rows = encoded.rows
+        if encoded.truncated and not self._told_cut:  # not again for every line of a pipe
+            self._told_cut = True
+            self._tell_cut(encoded, examples)
         buckets = fitting.buckets_of(self._config)
         largest = self._config.finetune.eval_batch_size
         with explain_out_of_memory(self._params):
@@ -98,10 +105,37 @@ class Predictor:
                 batch_size=choose_batch_sizes(len(rows), largest, buckets),
             )
         words = [len(example.texts[0].split(" ")) for example in examples]
-        return classification.in_label_units(self.outputs, rows, found, words)
+        return rows, classification.in_label_units(self.outputs, rows, found, words)
+
+    def _tell_cut(self, encoded: Encoded, examples: Sequence[Example]) -> None:
+        task, length = self.outputs.task, self._config.finetune.length
+        if self.outputs.kind != "tagging":
+            logging.warning(
+                "%s: %d of %d texts are cut to %d tokens; of later ones no more is said.",
+                task,
+                encoded.truncated,
+                len(examples),
+                length,
+            )
+            return
+        for example, read in zip(examples, classification.words_read(encoded.rows), strict=True):
+            words = len(example.texts[0].split(" "))
+            if read < words:
+                logging.warning(
+                    "%s: %d of the %d words of row %s lie beyond the %d tokens that are read; "
+                    "their prediction and probability are null, and of other rows no more is said.",
+                    task,
+                    words - read,
+                    words,
+                    example.id,
+                    length,
+                )
+                return
 
     def answer(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
-        """For each example its `prediction` and, but for a number, `probabilities`."""
+        """For each example its `prediction` and, but for a number, `probabilities`; of tagging
+        lists, with None for words that have no place in the row.
+        """
         outputs = self.outputs
         regression = outputs.kind == "regression"
         task = LabelledTask(
@@ -113,6 +147,12 @@ class Predictor:
             splits=(),
             reader=lambda split: [],
         )
-        described = prediction_files.describe_examples(task, examples, self.predict(examples))
-        said = ("prediction", "probabilities")
-        return [{name: line[name] for name in said if name in line} for line in described]
+        rows, found = self._predict(examples)
+        described = prediction_files.describe_examples(task, examples, found)
+        names = ("prediction", "probabilities")
+        said = [{name: line[name] for name in names if name in line} for line in described]
+        if outputs.kind == "tagging":
+            for line, read in zip(said, classification.words_read(rows), strict=True):
+                for values in line.values():
+                    values[read:] = [None] * (len(values) - read)
+        return said

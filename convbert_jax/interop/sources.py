@@ -17,6 +17,7 @@ from convbert_jax.interop.huggingface import config as huggingface_config
 from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
 from convbert_jax.interop.huggingface import weight_files
+from convbert_jax.interop.huggingface.tokenizer_rules import OtherTokenizerError
 from convbert_jax.interop.networks import (
     ConversionError,
     Network,
@@ -43,7 +44,9 @@ class Source:
       ignored: what the source has besides, by its own names.
       step: steps it was trained for, 0 if it does not say.
       moments: Adam's first and second moments as networks, if the source has them.
-      tokenizer: fields of config.tokenizer for the vocabulary beside the weights, if there is one.
+      tokenizer: fields of config.tokenizer for the vocabulary beside the weights, if there is one
+        that our tokenizers read.
+      not_read: why one that is there is not, as the beginning of a sentence.
     """
 
     kind: str
@@ -52,6 +55,7 @@ class Source:
     step: int = 0
     moments: tuple[Mapping[str, Network], Mapping[str, Network]] | None = None
     tokenizer: Mapping[str, Any] | None = None
+    not_read: str = ""
 
 
 def read_source(path: str) -> Source:
@@ -91,7 +95,7 @@ def _read_source(path: str) -> Source:
             found.networks,
             found.ignored,
             step=_step_of(found.extra["main"]),
-            tokenizer=_vocabulary_fields(folder),
+            **_describe_vocabulary(folder),
         )
     prefix = tensorflow1.find_prefix(folder)
     if prefix is None:
@@ -108,7 +112,7 @@ def _read_source(path: str) -> Source:
         read.ignored,
         step=read.step,
         moments=read.moments,
-        tokenizer=_vocabulary_fields(prefix.parent),
+        **_describe_vocabulary(prefix.parent),
     )
 
 
@@ -211,8 +215,14 @@ def _with_masking(networks: Mapping[str, Network], folder: Path) -> Mapping[str,
     return {name: change(network) for name, network in networks.items()}
 
 
-def _vocabulary_fields(folder: Path) -> dict[str, Any] | None:
+def _describe_vocabulary(folder: Path) -> dict[str, Any]:
+    """What `Source` says of it; who needs one and may name one in its place decides."""
     vocabulary = huggingface_tokenizer.find_vocabulary(folder)
     if vocabulary is None:
-        return None
-    return huggingface_tokenizer.describe_vocabulary(folder, vocabulary.absolute())
+        return {}
+    try:
+        fields = huggingface_tokenizer.describe_vocabulary(folder, vocabulary.absolute())
+    except OtherTokenizerError as error:
+        logging.warning("%s; it is not read.", error)
+        return {"not_read": str(error)}
+    return {"tokenizer": fields}

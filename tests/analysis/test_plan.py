@@ -228,8 +228,10 @@ def test_the_compilers_word_for_too_much_memory(message, bytes_):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "v5e", "v5e:", "v5e:4xx4", "h100:8", "v9:2x2", "tpu:v5e:2x2", "v5e:4X4"]
-)
+    "name",
+    ["", "v5e", "v5e:", "v5e:4xx4", "h100:8", "v9:2x2", "tpu:v5e:2x2", "v5e:4X4", "v5e:0x0",
+     "v5p:2x0x2"],  # a side of nothing would end the whole process in the compiler
+)  # fmt: skip
 def test_a_name_that_is_no_slice_is_refused(name):
     with pytest.raises(ConfigError, match=r"is no TPU slice; name one as .*v5e:4x4"):
         open_topology(name)

@@ -1,6 +1,7 @@
 """The demo page: what it answers, and whom it does not."""
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import re
@@ -71,6 +72,31 @@ def test_fine_tuned_models_predict(models, kind):  # noqa: F811
     texts = ["the sun", "a moon under the tree"][: len(said["columns"])]
     answer = client.post("/predict", json={"texts": texts}).get_json()["answer"]
     assert "prediction" in answer, answer
+
+
+@pytest.mark.parametrize("kind", ["one", "tags", "answers"])
+def test_half_of_a_surrogate_pair_is_a_sentence(models, kind):  # noqa: F811
+    client = demo.make_app(convbert_jax.load(str(models[kind]))).test_client()
+    texts = '"b\\ud800", "a"' if kind == "answers" else '"b\\ud800"'
+    said = client.post(
+        "/predict", data=f'{{"texts": [{texts}]}}', content_type="application/json"
+    ).get_json()["answer"]
+    assert said["error"].startswith("line 1 has half of a surrogate pair at character 1")
+
+
+def test_columns_without_a_name_are_called_by_their_kind(models):  # noqa: F811
+    model = convbert_jax.load(str(models["tags"]))
+    for kind, texts, columns, names in (
+        ("tagging", 1, ("0",), ["words"]),
+        ("tagging", 1, ("tokens",), ["tokens"]),
+        ("classification", 2, ("-2", "b"), ["text", "b"]),
+        ("span", 2, (), ["question", "context"]),
+    ):
+        fields = {"kind": kind, "texts": texts, "columns": columns}
+        outputs = dataclasses.replace(model.config.outputs, **fields)
+        model.config = dataclasses.replace(model.config, outputs=outputs)
+        said = demo.make_app(model).test_client().get("/model").get_json()
+        assert said["columns"] == names
 
 
 @pytest.mark.parametrize(

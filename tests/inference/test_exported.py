@@ -55,7 +55,7 @@ def test_a_folder_that_does_not_say_what_it_reads(
     (folder / "config.json").write_text(json.dumps(content | {"convbert_jax": {}}))
     monkeypatch.setitem(models, "pair", folder)
     assert [len(line["texts"]) for line in predict("pair", lines)] == [1, 1, 1]
-    assert "taken as 1 of up to 128 tokens. If that is wrong, name as many columns" in caplog.text
+    assert "taken as 1 of up to 32 tokens. If that is wrong, name as many columns" in caplog.text
     assert "line 1 has a tab; this model reads one text a line" in caplog.text
     with pytest.raises(DataError, match="2 texts in 'texts'; this model reads a text"):
         predict("pair", '{"texts": ["the sun", "a moon"]}')
@@ -66,3 +66,20 @@ def test_a_folder_that_does_not_say_what_it_reads(
         assert theirs["probabilities"] == pytest.approx(ours["probabilities"], abs=2e-5)
     table = predict("pair", as_table(",", PAIRS, ("a", "b")), "a.csv", texts=("a", "b"))
     assert [line["probabilities"] for line in table] == [line["probabilities"] for line in found]
+
+
+def test_taggers_and_answerers_that_do_not_say_how_long(
+    predict, models, exported, monkeypatch, tmp_path, caplog
+):
+    """What is assumed is said; rows as short as the model's have room for a context."""
+    for name in ("tags", "answers"):
+        shutil.copytree(exported[name], tmp_path / name)
+        file = tmp_path / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"convbert_jax": {}}))
+        monkeypatch.setitem(models, name, tmp_path / name)
+    (line,) = predict("tags", "a b " * 20)
+    assert line["prediction"].index(None) == 30
+    assert "taken as up to 32 tokens; words behind them get no prediction. If" in caplog.text
+    (line,) = predict("answers", "the " * 20 + "\tthe sun and a moon")
+    assert "prediction" in line
+    assert "taken as up to 32 tokens a window. If that is wrong, write" in caplog.text

@@ -317,6 +317,16 @@ def test_a_run_of_another_machine_is_loaded_here(make_run, caplog):  # noqa: F81
 
 # --- Fine-tuned models ---
 
+
+class Table:
+    """As those of pandas and polars, which give the names of their columns one by one."""
+
+    columns = ("text", "label")
+
+    def __iter__(self):
+        return iter(self.columns)
+
+
 QUESTIONS = [("the sun", "the moon and the sun"), ("fire", "water fire star")]
 INPUTS = {
     "one": ["the sun", "small moon", " ", {"review": "over under", "key": "c", "other": 1}],
@@ -346,7 +356,10 @@ def test_predictions_are_those_of_the_command_line(name, models, predict):
         assert ours.get("start") == theirs.get("start")
         assert ("error" in ours) == ("error" in theirs)
         assert ours["id"] == theirs["id"]
-    assert model.predict(INPUTS[name][0] if name == "one" else {}) != []
+    assert model.predict([]) == []
+    alone = model.predict({} if name != "one" else INPUTS[name][0])  # a dict, as it is one row
+    assert alone["id"] == 0
+    assert ("error" in alone) == (name != "one")
     assert model.encode("the sun").shape == (16,)
 
 
@@ -358,6 +371,8 @@ def test_a_single_row_and_rows_that_cannot_be_predicted(models):
     assert wrong == {"id": 0, "error": wrong["error"]}
     assert wrong["error"].startswith("line 1 has int, not a text; this model reads a text")
     assert model.predict([("a", "b")])[0]["error"].startswith("line 1 has 2 texts")
+    with pytest.raises(UserError, match="rows is a table; give one column of it, or its rows as"):
+        model.predict(Table())
 
 
 # --- What a model does not have ---
@@ -372,6 +387,13 @@ def test_a_single_row_and_rows_that_cannot_be_predicted(models):
         ("separate", lambda m: m.encode([3]), r"texts\[0\] is 3; it must be a text"),
         ("separate", lambda m: m.encode([("a", "b", "c")]), r"texts\[0\] is \('a', 'b', 'c'\)"),
         ("separate", lambda m: m.encode(["a"], pooling="max"), "pooling='max' is unknown"),
+        ("separate", lambda m: m.encode(["a"], pooling=["cls"]), r"pooling=\['cls'\] is unknown"),
+        (
+            "separate",
+            lambda m: m.encode(np.array("a")),
+            r"texts is array\('a'.* must be a text, or",
+        ),
+        ("separate", lambda m: m.encode(Table()), "texts is a table; give one column of it, or"),
         ("separate", lambda m: m.fill_mask("the sun"), r"'the sun' does not have a \[MASK\] in it"),
         (
             "separate",

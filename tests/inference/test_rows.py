@@ -6,11 +6,12 @@ import logging
 
 import pytest
 
+import convbert_jax
 from convbert_jax.config import ConfigError
 from convbert_jax.data.errors import DataError
 from convbert_jax.inference import finetuned
 from convbert_jax.interop.matching import replace
-from tests.inference.conftest import PAIRS, as_table
+from tests.inference.conftest import MODELS, PAIRS, as_table
 
 REVIEWS = [("the sun", "good", "a"), ('a "moon", small', "bad", "b"), ("over under", "good", "c")]
 NAMES = ("review", "label", "key")
@@ -166,7 +167,9 @@ def test_text_is_not_taken_for_json(predict, caplog):
 
 
 def test_as_many_columns_as_the_model_reads(predict):
-    with pytest.raises(ConfigError, match=r"names 1 columns, but .* reads 2 .* \(said, meant\)"):
+    with pytest.raises(
+        ConfigError, match=r"texts=1 is asked for .* reads 2 of each row \(said, meant\)"
+    ):
         predict("pair", "a\tb", texts=("said",))
 
 
@@ -191,6 +194,30 @@ def test_each_row_has_its_answer(predict, caplog):
     )
     alone = predict("one", "a moon")
     assert found[6]["probabilities"] == pytest.approx(alone[0]["probabilities"])
+
+
+def test_an_empty_line_of_json_lines_is_called_that(predict):
+    found = predict("one", '{"text": "sun"}\n \n{"text": "a\\ud800"}\n5', "a.jsonl")
+    assert [line.get("error") for line in found] == [
+        None,
+        "line 2 is empty",
+        "line 3 is not JSON: it has half of a surrogate pair, which is no character",
+        "line 4 is not a JSON object",
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_half_of_a_surrogate_pair_stops_no_other_row(name, models):
+    model = convbert_jax.load(models[name])
+    good = {"tags": ["a"], "one": "a"}.get(name, ("a", "b"))
+    bad = {"tags": ["a", "\ud800"], "one": "\ud800"}.get(name, ("a", "\ud800"))
+    others = dict(zip(("said", "meant"), ("a", "b"), strict=True)) | {"note": [{"a": "\ud800"}]}
+    found = model.predict([bad, good, {"texts": ["\udc7f", "a"], "note": "b"}, others])
+    assert "prediction" in found[1]
+    assert found[1]["prediction"] == model.predict([good])[0]["prediction"]
+    assert "line 1 has half of a surrogate pair at character 0, which is no text" in str(found[0])
+    assert ["error" in line for line in found] == [True, False, True, True]
+    json.dumps(found, ensure_ascii=False).encode("utf-8")  # can be written and sent
 
 
 def test_a_context_without_a_token_stops_no_other(predict):

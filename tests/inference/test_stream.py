@@ -90,10 +90,53 @@ def test_what_is_kept_is_compared_as_it_was_written(predict, monkeypatch, caplog
 def test_texts_that_are_cut_are_told_once(models, caplog):
     predictor = finetuned.make_predictor(*finetuned.read_finetuned(str(models["one"]), None), "f4")
     predictor._told_cut = False
-    with caplog.at_level(logging.INFO):
-        for words in (3, 30, 30):
-            predictor.answer([Example("0", ("sun " * words,), None)])
-    assert caplog.text.count("1 of 1 texts (100.0%) are cut to 16 tokens") == 1
+    full = predictor._config.finetune.length - 2  # words of a token each
+    with caplog.at_level(logging.WARNING):
+        for words in (3, full):
+            predictor.answer([Example("0", ("a " * words,), None)])
+        assert not caplog.text
+        for words in (full + 1, 30):
+            predictor.answer([Example("0", ("a " * words,), None)])
+    assert caplog.text.count("own: 1 of 1 texts are cut to 16 tokens") == 1
+    assert len(caplog.records) == 1
+
+
+def test_questions_that_are_cut_are_told_once(predict, models, caplog):
+    predictor = finetuned.make_predictor(
+        *finetuned.read_finetuned(str(models["answers"]), None), "f4"
+    )
+    predictor._told_cut = False
+    with caplog.at_level(logging.WARNING):
+        for words in (4, 5, 6):
+            predictor.answer([Example("0", ("a " * words, "the moon"), None)])
+    assert [record.getMessage() for record in caplog.records] == [
+        "squad_v2: 1 of 1 questions are cut to 4 tokens; of later ones no more is said."
+    ]
+
+
+def test_words_that_are_not_read_have_no_tag(predict, models, caplog):
+    """Neither a label nor a probability is made up for them; what is read is as without them."""
+    predictor = finetuned.make_predictor(*finetuned.read_finetuned(str(models["tags"]), None), "f4")
+    predictor._told_cut = False
+    words, count = ["a", "b"] * 10, 14  # of a token each, beside [CLS] and [SEP]
+    rows = [{"words": words}, {"words": words[:count]}, {"words": ["e" * 40]}]
+    content = "\n".join(map(json.dumps, rows))
+    with caplog.at_level(logging.WARNING):
+        long, short, none = predict("tags", content)
+    assert long["prediction"] == short["prediction"] + [None] * 6
+    assert long["probabilities"][:count] == pytest.approx(short["probabilities"])
+    assert long["probabilities"][count:] == [None] * 6
+    assert (none["prediction"], none["probabilities"]) == ([None], [None])
+    cut = [record.getMessage() for record in caplog.records]
+    assert cut == [
+        "own: 6 of the 20 words of row 0 lie beyond the 16 tokens that are read; their prediction "
+        "and probability are null, and of other rows no more is said."
+    ]
+    table = predict("tags", content, output="out.tsv").splitlines()
+    found = [dict(zip(table[0].split("\t"), row.split("\t"), strict=True)) for row in table[1:]]
+    assert found[0]["prediction"].split(" ") == short["prediction"]
+    assert found[0]["words"].split(" ") == words
+    assert found[2]["prediction"] == ""
 
 
 def test_long_files_keep_their_order(predict, monkeypatch):

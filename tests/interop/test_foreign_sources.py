@@ -6,7 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-from convbert_jax.config import from_config_dict, to_dict
+import convbert_jax
+from convbert_jax.config import UserError, from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
 from convbert_jax.interop import certificate, conversion, importing, matching, sources
 from convbert_jax.interop.huggingface import folder as huggingface
@@ -71,6 +72,90 @@ def test_settings_beside_a_vocabulary_win(tmp_path):
     settings.write_text('{"strip_accents": false}')
     fields = huggingface_tokenizer.describe_vocabulary(tmp_path, path)
     assert (fields["lowercase"], fields["strip_accents"]) == (True, False)
+
+
+# --- a tokenizer that ours is not ---
+
+CHINESE = {"type": "BertNormalizer", "lowercase": True, "handle_chinese_chars": False}
+ADDED = {"content": "NEW", "id": 60, "special": False}
+CLASS = "tokenizer_class"
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"tokenizer_config.json": {"tokenize_chinese_chars": False}}, "tokenize_chinese_chars"),
+        ({"tokenizer_config.json": {CLASS: "BertJapaneseTokenizer"}}, "'BertJapaneseTokenizer'"),
+        ({"config.json": {CLASS: "RoFormerTokenizer"}}, "tokenizer_class='RoFormerTokenizer'"),
+        ({"tokenizer.json": {"normalizer": CHINESE}}, "handle_chinese_chars=false"),
+        ({"tokenizer.json": {"normalizer": {"type": "Sequence"}}}, "the normalizer 'Sequence'"),
+        ({"tokenizer.json": {"pre_tokenizer": {"type": "Whitespace"}}}, "pre_tokenizer 'Whitesp"),
+        ({"tokenizer.json": {"added_tokens": [ADDED]}}, "the added token 'NEW'"),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"60": ADDED}}}, "token 'NEW'"),
+        ({"added_tokens.json": {"NEW": 60}}, "the added token 'NEW'"),
+    ],
+)
+def test_a_tokenizer_that_ours_is_not_is_refused(tmp_path, files, says):
+    """Its vocabulary would give other ids without a word."""
+    path = write_entries(tmp_path, UNCASED)
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ConversionError, match=f"has a tokenizer with .*{says}"):
+        huggingface_tokenizer.describe_vocabulary(tmp_path, path)
+
+
+@pytest.mark.parametrize("suffix", ["", "Fast"])
+@pytest.mark.parametrize("name", ["BertTokenizer", "ElectraTokenizer", "ConvBertTokenizer", None])
+def test_the_usual_tokenizers_are_read(tmp_path, name, suffix):
+    """As versions 4 and 5 of transformers write them, quick and slow."""
+    path = write_entries(tmp_path, UNCASED)
+    special = [{"content": entry, "id": i, "special": True} for i, entry in enumerate(SPECIAL)]
+    special.append({"content": "<e>", "id": 60, "special": True})
+    settings = {
+        CLASS: name and name + suffix,
+        "tokenize_chinese_chars": True,
+        "do_basic_tokenize": False,  # what the quick ones, which all take, do not read
+        "never_split": None,
+        "mask_token": {"content": "[MASK]", "__type": "AddedToken"},
+        "additional_special_tokens": ["<f>"],
+        "added_tokens_decoder": {str(token["id"]): token for token in special},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "added_tokens.json").write_text('{"<e>": 60, "<f>": 61, "[MASK]": 4}')
+    if suffix:
+        normalizer = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True}
+        pipeline = {
+            "added_tokens": special,
+            "normalizer": normalizer | {"strip_accents": None, "lowercase": True},
+            "pre_tokenizer": {"type": "BertPreTokenizer"},
+        }
+        (tmp_path / "tokenizer.json").write_text(json.dumps(pipeline))
+    fields = huggingface_tokenizer.describe_vocabulary(tmp_path, path)
+    assert (fields["kind"], fields["lowercase"]) == ("wordpiece", True)
+
+
+@pytest.mark.parametrize("name", [None, "PreTrainedTokenizerFast", "TokenizersBackend"])
+def test_sentencepiece_beside_usual_classes_is_read(tmp_path, name):
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps({CLASS: name, "mask_token": "<m>"}))
+    (tmp_path / "added_tokens.json").write_text('{"<m>": 60}')
+    path = tmp_path / "spiece.model"
+    assert huggingface_tokenizer.describe_vocabulary(tmp_path, path)["kind"] == "sentencepiece"
+    settings.write_text(json.dumps({CLASS: "BertJapaneseTokenizer"}))
+    with pytest.raises(ConversionError, match="tokenizer_class='BertJapaneseTokenizer'"):
+        huggingface_tokenizer.describe_vocabulary(tmp_path, path)
+
+
+def test_another_vocabulary_may_be_named(tmp_path):
+    """The way out of the refusals above, for who knows better."""
+    start = write_checkpoint(tmp_path, UNCASED)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenize_chinese_chars": false}')
+    with pytest.raises(UserError, match=r"tokenize_chinese_chars=false.*vocabulary='vocab.txt'"):
+        convbert_jax.load(tmp_path)
+    with pytest.raises(UserError, match=r"no vocabulary.*--config.tokenizer.path"):
+        importing.import_run(str(tmp_path), start, tmp_path / "run")
+    model = convbert_jax.load(tmp_path, vocabulary=str(tmp_path / "vocab.txt"))
+    assert model.tokenizer.entries == UNCASED
 
 
 def test_a_cased_checkpoint_is_exported_cased(tmp_path):

@@ -38,7 +38,7 @@ def open_topology(name: str) -> Topology:
     """
     count, of_one = re.fullmatch(r"(?:([1-9]\d{0,2})x)?(.*)", name, re.DOTALL).groups()
     kind, _, sides = of_one.partition(":")
-    if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", sides):
+    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sides):
         raise ConfigError(f"--topology={name} is no TPU slice; name one as {_EXAMPLES}.")
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(

@@ -48,9 +48,17 @@ def as_rows(name: str, values: Any) -> Iterable:
     """`values` if they are several of something.
 
     Raises:
-      ArgumentError: they are not, as a number; or are a dict or bytes, whose parts are no texts.
+      ArgumentError: they are not, as a number; or are a dict, bytes or a table, whose parts are no
+        texts.
     """
-    if isinstance(values, Mapping | bytes | bytearray) or not isinstance(values, Iterable):
+    if hasattr(values, "columns"):  # it would give the names of these
+        raise ArgumentError(
+            f"{name} is a table; give one column of it, or its rows as dicts, as "
+            "table.to_dict('records') of pandas or table.to_dicts() of polars."
+        )
+    single = getattr(values, "ndim", 1) == 0  # of NumPy, whose iter() fails
+    is_parts = isinstance(values, Mapping | bytes | bytearray)
+    if single or is_parts or not isinstance(values, Iterable):
         raise ArgumentError(
             f"{name} is {shorten(repr(values), 60)}; it must be a text, or a list of them."
         )

@@ -132,6 +132,8 @@ def from_object(record: dict, number: int, line: int, reads: ModelInput) -> Inpu
         found = _count_texts(len(values)) if many else f"{type(values).__name__}, not a list,"
         problem = f"has {found} in 'texts'; this model reads {reads.wanted}"
         return dataclasses.replace(row, problem=problem)
+    if problem := _find_escapes(record, reads):
+        return InputRow(number, line, problem=problem)
     others = {name: value for name, value in record.items() if name not in ("texts", "id")}
     return _checked(dataclasses.replace(row, others=others), ["texts"] * reads.texts, values, reads)
 
@@ -150,6 +152,9 @@ def from_value(value: Any, number: int, reads: ModelInput) -> InputRow:
         problem = f"has {found}; this model reads {reads.wanted}"
         return dataclasses.replace(row, problem=problem)
     values = [list(part) if isinstance(part, tuple) else part for part in values]
+    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+    if problem := _find_escapes([part for part in parts if isinstance(part, str)], reads):
+        return dataclasses.replace(row, problem=problem)
     names = ["words" if reads.kind == "tagging" else "texts"] * reads.texts
     return _checked(row, names, values, reads)
 
@@ -160,13 +165,10 @@ def from_columns(
     """Columns by name, of which `names` have the texts."""
     if _is_too_deep(record):
         return InputRow(number, line, problem=_TOO_DEEP)
+    if problem := _find_escapes(record, reads):
+        return InputRow(number, line, problem=problem)
     others = {name: v for name, v in record.items() if name not in names and name != "id"}
     row = InputRow(number, line, _find_id(record, reads), names=tuple(names), others=others)
-    for value in (*record, *record.values()):
-        cells = value if isinstance(value, list) else [value]  # a sentence's words
-        for cell in cells:
-            if isinstance(cell, str) and (problem := describe_escapes(cell, reads.form.encoding)):
-                return InputRow(number, line, problem=problem)
     return _checked(row, names, [record[name] for name in names], reads)
 
 
@@ -197,6 +199,20 @@ def _with_texts(row: InputRow, texts: tuple[str, ...]) -> InputRow:
         problem = f"has {size:,} characters; at most {LONGEST:,} are read"
         return dataclasses.replace(row, problem=problem)
     return dataclasses.replace(row, texts=texts)
+
+
+def _find_escapes(value: Mapping | Sequence, reads: ModelInput) -> str:
+    """What of a row is no text, wherever it stands, as all of the row comes out again; or ""."""
+    waiting: list[Any] = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            waiting += (*part, *part.values())
+        elif isinstance(part, list):
+            waiting += part
+        elif isinstance(part, str) and (problem := describe_escapes(part, reads.form.encoding)):
+            return problem
+    return ""
 
 
 def _is_too_deep(value: Any) -> bool:

@@ -143,7 +143,8 @@ def _open_jsonl(source: Source, form: TableFormat, key: str):
             try:
                 record = parse_json(text)
             except ValueError as error:
-                record = Fault(describe_escapes(text, form.encoding) or _no_json(error))
+                no_json = _no_json(error) if text.strip() else "is empty"
+                record = Fault(describe_escapes(text, form.encoding) or no_json)
             if not isinstance(record, dict | Fault):
                 record = Fault("is not a JSON object")
             yield line, record

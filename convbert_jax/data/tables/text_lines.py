@@ -80,12 +80,17 @@ def without_last_blanks(lines: Lines) -> Lines:
 
 
 def describe_escapes(text: str, encoding: str = "utf-8") -> str:
-    """Where `text` has a byte that is not of `encoding`, to follow "FILE line N"; "" if nowhere."""
+    """Where `text` has a byte that is not of `encoding`, or half of a surrogate pair, as JSON may
+    spell one; to follow "FILE line N"; "" if nowhere.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        if not 0xDC80 <= code <= 0xDCFF:  # what an undecodable byte becomes
+            return f"has half of a surrogate pair at character {error.start}, which is no text"
         place = len(text[: error.start].encode("utf-8"))
-        return f"is not {encoding} (byte {place} is 0x{ord(text[error.start]) & 0xFF:02X})"
+        return f"is not {encoding} (byte {place} is 0x{code & 0xFF:02X})"
     return ""
 
 

@@ -1,5 +1,6 @@
 """Classification, regression and tagging as values of `FinetuneTask`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -63,7 +64,13 @@ def make_task(
             require_labels(source, name, splits[name])
     width = compiled_width(len(outputs.labels))
     constants = constants_of(outputs, width)
-    rows = encode_examples(train, outputs, config, tokenizer, f"{source.name}, train")
+
+    def encode(split: str, examples: Sequence[Example]) -> Rows:
+        encoded = encode_examples(examples, outputs, config, tokenizer)
+        _log_truncated(encoded, len(examples), f.length, f"{source.name}, {split}")
+        return encoded.rows
+
+    rows = encode("train", train)
     losses = {"tagging": classification.tag_losses}.get(source.kind, classification.text_losses)
     if teacher:
         if source.kind == "tagging":
@@ -78,10 +85,7 @@ def make_task(
             "temperature": np.float32(f.distill_temperature),
             "teacher_weight": np.float32(f.distill_weight),
         }
-    evaluation = {
-        name: encode_examples(examples, outputs, config, tokenizer, f"{source.name}, {name}")
-        for name, examples in splits.items()
-    }
+    evaluation = {name: encode(name, examples) for name, examples in splits.items()}
 
     def convert(split: str, found: Predicted):
         words = [len(example.texts[0].split(" ")) for example in splits[split]]
@@ -181,29 +185,27 @@ def encode_examples(
     outputs: OutputsSection,
     config: Config,
     tokenizer: Tokenizer,
-    title: str | None,
-) -> Rows:
-    """Rows with their labels, zeros where there are none; logs how many lost tokens, with the
-    title of them, if there is one.
-    """
+) -> Encoded:
+    """Rows with their labels, zeros where there are none."""
     length = config.finetune.length
     labels = [example.label for example in examples]
     if outputs.kind == "tagging":
         words = [example.texts[0].split(" ") for example in examples]
-        encoded = encode_words(tokenizer, words, labels, length=length)
-        rows = encoded.rows
-    else:
-        texts = [example.texts for example in examples]
-        encoded = encode_texts(tokenizer, texts, length=length, types=config.model.types)
-        numbers = np.asarray([0 if label is None else label for label in labels], np.float32)
-        is_number = outputs.kind == "regression"
-        rows = encoded.rows.with_columns(
-            label=np.zeros_like(numbers, np.int32) if is_number else numbers.astype(np.int32),
-            value=numbers / outputs.scale if is_number else np.zeros_like(numbers),
-        )
-    if title:
-        _log_truncated(encoded, len(examples), length, title)
-    return rows
+        return encode_words(tokenizer, words, labels, length=length)
+    texts = [example.texts for example in examples]
+    encoded = encode_texts(tokenizer, texts, length=length, types=config.model.types)
+    numbers = np.asarray([0 if label is None else label for label in labels], np.float32)
+    is_number = outputs.kind == "regression"
+    rows = encoded.rows.with_columns(
+        label=np.zeros_like(numbers, np.int32) if is_number else numbers.astype(np.int32),
+        value=numbers / outputs.scale if is_number else np.zeros_like(numbers),
+    )
+    return dataclasses.replace(encoded, rows=rows)
+
+
+def words_read(rows: Rows) -> np.ndarray:
+    """[N], how many words of each row of `encode_words` have a place in it: its first ones."""
+    return (rows.by_token["words"] != IGNORED).sum(1)
 
 
 def in_label_units(outputs: OutputsSection, rows: Rows, found: Predicted, words: Sequence[int]):
@@ -211,7 +213,7 @@ def in_label_units(outputs: OutputsSection, rows: Rows, found: Predicted, words:
 
     Args:
       words: of each example, for tagging. Words that had no place in the row get the logits of
-        the label O, or of the first label.
+        the label O, or of the first label, as scores count all words; see `words_read`.
     """
     logits, count = found["logits"], len(outputs.labels)
     if outputs.kind == "classification":

@@ -14,7 +14,7 @@ import numpy as np
 
 from convbert_jax.config import LayerConfig
 from convbert_jax.interop import mark
-from convbert_jax.interop.claims import LEAST_PARAMETERS, check_finite
+from convbert_jax.interop.claims import LEAST_PARAMETERS, check_finite, shown
 from convbert_jax.interop.huggingface import config as huggingface_config
 from convbert_jax.interop.huggingface import weight_files
 from convbert_jax.interop.modules import HEADS, shapes
@@ -203,9 +203,37 @@ def _find_heads(
 
 
 def _label_names(id2label, heads: Mapping[str, int]) -> tuple[str, ...]:
+    """Names of the logits; theirs leaves out LABEL_0 and LABEL_1, and a list is as good.
+
+    Raises:
+      ConversionError: names that are not those of so many logits, each its own.
+    """
     count = heads.get("sequence_head") or heads.get("token_head") or 0
-    names = id2label if isinstance(id2label, dict) else {}  # theirs leaves out LABEL_0 and LABEL_1
-    return tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(count))
+    if not count or not id2label:
+        return tuple(f"LABEL_{i}" for i in range(count))
+    is_list = isinstance(id2label, list)
+    listed = {str(i): name for i, name in enumerate(id2label)} if is_list else id2label
+    places = [str(i) for i in range(count)]
+    known = isinstance(listed, dict) and not set(listed) - set(places)
+    if not known or (is_list and len(listed) < count):
+        raise ConversionError(
+            f"config.json has id2label={shown(id2label)}, but the head gives {count} logits; name "
+            "as many."
+        )
+    found: dict[str, str] = {}  # name -> its first place
+    for place in places:
+        name = listed.get(place, f"LABEL_{place}")
+        if name is None or isinstance(name, list | dict):
+            raise ConversionError(
+                f"config.json has {shown(name)} as label {place} in id2label; write its name."
+            )
+        first = found.setdefault(str(name), place)
+        if first != place:
+            raise ConversionError(
+                f"config.json calls the labels {first} and {place} both {shown(name)} in id2label; "
+                "give each a name of its own."
+            )
+    return tuple(found)
 
 
 def _modern_name(name: str) -> str:

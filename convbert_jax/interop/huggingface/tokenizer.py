@@ -24,6 +24,7 @@ from convbert_jax.config import TokenizerSection
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, follow_file
 from convbert_jax.data.tokenizer.wordpiece_model import build_pipeline
 from convbert_jax.interop.claims import read_json, shown
+from convbert_jax.interop.huggingface.tokenizer_rules import check_rules
 from convbert_jax.interop.networks import ConversionError
 
 VOCABULARY = {"wordpiece": "vocab.txt", "sentencepiece": "spiece.model"}
@@ -35,6 +36,7 @@ _ROLES = {
     "mask_token": "mask",
 }
 SPACE = "\u2581"  # SentencePiece's mark in front of a word
+_BEGIN, _END = r"(?<![\s\S])", r"(?![\s\S])"  # of a text; ^ and $ are those of each line there
 _UNIGRAM, _BPE = 1, 2  # model types of SentencePiece
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # types of its pieces
 
@@ -105,15 +107,17 @@ def describe_vocabulary(folder: Path, path: Path) -> dict[str, object]:
     whether it is cased, its entries do.
 
     Raises:
+      OtherTokenizerError: it goes with a tokenizer that ours is not.
       ConversionError: a file that says it is damaged.
       TokenizerError: only its entries can tell, and it is no vocabulary.
     """
-    fields: dict[str, object] = {"kind": "sentencepiece", "path": str(path)}
-    if path.suffix == ".model":
+    kind = "sentencepiece" if path.suffix == ".model" else "wordpiece"
+    fields: dict[str, object] = {"kind": kind, "path": str(path)}
+    names = ("tokenizer_config.json", "tokenizer.json", "config.json", "added_tokens.json")
+    settings, pipeline, *others = (_read(folder / name) for name in names)
+    check_rules(folder, kind, settings, pipeline, *others)
+    if kind == "sentencepiece":
         return fields
-    fields["kind"] = "wordpiece"
-    settings = _read(folder / "tokenizer_config.json")
-    pipeline = _read(folder / "tokenizer.json")
     normalizer, model = _part(pipeline, "normalizer"), _part(pipeline, "model")
     lowercase = normalizer.get("lowercase", settings.get("do_lower_case"))
     accents = normalizer.get("strip_accents", settings.get("strip_accents"))
@@ -218,12 +222,15 @@ def _normalization(path: Path, rules) -> list[normalizers.Normalizer]:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
     if rules.remove_extra_whitespaces:
         steps += [
-            normalizers.Replace(tokenizers.Regex(r"^ +| +$"), ""),
+            normalizers.Replace(tokenizers.Regex(f"{_BEGIN} +| +{_END}"), ""),
             normalizers.Replace(tokenizers.Regex(r" {2,}"), " "),
         ]
     if rules.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
-    return [*steps, normalizers.Replace(" ", SPACE)]
+    steps.append(normalizers.Replace(" ", SPACE))
+    if rules.remove_extra_whitespaces:  # marks that stand in the text count as blanks at its end
+        steps.append(normalizers.Replace(tokenizers.Regex(f"{SPACE}+{_END}"), ""))
+    return steps
 
 
 def _character_class(characters: list[str]) -> str:

@@ -116,6 +116,19 @@ def test_folders_that_do_not_say_it(exported, tmp_path, caplog):
     assert "does not say how many texts" in caplog.text
 
 
+def test_folders_that_read_padding(make_run, tmp_path, caplog, monkeypatch):
+    """Their predictions are of padded texts, which is said where the length is a guess."""
+    monkeypatch.setattr(certificate, "pytorch_is_there", lambda: False)
+    finetune = {"length": 20, "buckets": []}
+    run, _ = make_run(recipe="finetune", outputs=NUMBER, finetune=finetune, mask_convolution=False)
+    folder = conversion.export(run, output=tmp_path / "a")
+    says = "they are those of texts padded to 24 tokens"
+    finetuned.read_finetuned(str(folder))
+    assert says not in caplog.text
+    finetuned.read_finetuned(edit(folder, tmp_path / "b", convbert_jax={}))
+    assert says in caplog.text
+
+
 def test_kinds_that_cannot_be_predicted(exported, tmp_path):
     what, _, folder, _ = exported
     fields = {"problem_type": "multi_label_classification", "convbert_jax": {}}

@@ -96,6 +96,33 @@ def test_heads_of_fine_tuned_models(tmp_path, family, head):
     assert back.labels == (() if head == "span_head" else LABELS)
 
 
+@pytest.mark.parametrize(
+    ("id2label", "says"),
+    [
+        (["no", "may be", 1], ("no", "may be", "1")),
+        ({"0": "no", "2": False}, ("no", "LABEL_1", "False")),
+        (None, ("LABEL_0", "LABEL_1", "LABEL_2")),
+        ({"0": "no", "1": "yes", "2": "no"}, "calls the labels 0 and 2 both 'no'"),
+        ({"0": "LABEL_1"}, "calls the labels 0 and 1 both 'LABEL_1'"),
+        ({"0": "a", "1": None, "2": "c"}, "has None as label 1 in id2label; write its name"),
+        ({"0": "a", "1": "b", "2": "c", "3": "d"}, "'d'}, but the head gives 3 logits; name as"),
+        (["a", "b"], r"id2label=\['a', 'b'\], but the head gives 3 logits"),
+        ("abc", "id2label='abc', but the head gives 3 logits"),
+    ],
+)
+def test_names_of_labels(tmp_path, id2label, says):
+    """Each logit has a name of its own, or what is wrong is said."""
+    tuned = with_head(random_network(), "sequence_head", LABELS)
+    folder = write(tmp_path / "it", tuned)
+    content = json.loads((folder / "config.json").read_text()) | {"id2label": id2label}
+    (folder / "config.json").write_text(json.dumps(content))
+    if isinstance(says, tuple):
+        assert huggingface.read_folder(folder).networks["main"].labels == says
+    else:
+        with pytest.raises(ConversionError, match=says):
+            huggingface.read_folder(folder)
+
+
 def test_what_config_json_must_say(tmp_path):
     folder = write(tmp_path / "it", random_network())
     content = json.loads((folder / "config.json").read_text())

@@ -24,7 +24,7 @@ NASTY = [
     "\u0000null\u0001ctl", "日本語テキスト", "x" * 300, "\u202eright to left\u202c",
     "a\u0300\u0301\u0302b", "Ω Ω ℵ K Å", "\ufeffbom", "مرحبا بِكَ", "שָׁלוֹם", "ก็ไก่", "Ǆ ǅ ǆ",
     "½ ⅓ ²", "…‥ --- ——", "\u1e9b\u0323", "q\u0307\u0323", "▁under ▁▁ x▁y", " lead and trail ",
-    "\u0603\u169d", "co\u0308operate nai\u0308ve",
+    "ends ▁", "▁", "a▁▁", "\u0603\u169d", "co\u0308operate nai\u0308ve",
 ]  # fmt: skip
 KINDS = {
     "wordpiece": dict(kind="wordpiece"),
@@ -177,13 +177,14 @@ def test_models_that_their_library_lacks(tmp_path, options, says):
 
 
 def test_a_foreign_model(tmp_path):
-    """Another normalization, no mark in front of a text."""
+    """Another normalization, which keeps line ends, no mark in front of a text."""
     tokenizer, section = train_sentencepiece(
         tmp_path, add_dummy_prefix=False, normalization_rule_name="nfkc"
     )
     huggingface_tokenizer.write_tokenizer(tmp_path, tokenizer, section, max_length=8)
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert differing(tokenizer, theirs, [WORDS, " river", "stone  light", "Übergröße ①"]) == []
+    texts = [WORDS, " river", "stone  light", "Übergröße ①", "a \n b", "river▁\nstone ▁", "▁\n "]
+    assert differing(tokenizer, theirs, texts) == []
 
 
 @given(st.text(max_size=60))

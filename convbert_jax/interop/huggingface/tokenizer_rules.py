@@ -1,0 +1,92 @@
+"""Whether the tokenizer of a folder splits text as ours would with its vocabulary.
+
+A vocabulary alone does not tell: the files beside it may name another class, other rules or more
+tokens, with which the same text becomes other ids, silently.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from convbert_jax.interop.claims import shown
+from convbert_jax.interop.networks import ConversionError
+
+# Classes of transformers that split as BERT's, without "Fast", and those that say nothing.
+_AS_BERT = {"BertTokenizer", "ElectraTokenizer", "ConvBertTokenizer", "DistilBertTokenizer"}
+_AS_BERT |= {"MobileBertTokenizer", "LxmertTokenizer", "SqueezeBertTokenizer"}
+_AS_BERT |= {"PreTrainedTokenizer", "TokenizersBackend"}
+# Classes that read a SentencePiece model, but cut words first or count ids from elsewhere.
+_NOT_SENTENCEPIECE = {"BertJapaneseTokenizer", "CamembertTokenizer", "XLMRobertaTokenizer"}
+_NOT_SENTENCEPIECE |= {"BarthezTokenizer", "MBartTokenizer"}
+# Tokens that need not be called special to be it.
+_ROLES = {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<pad>", "<unk>", "<s>", "</s>", "<mask>"}
+
+
+class OtherTokenizerError(ConversionError):
+    """The vocabulary of a folder goes with a tokenizer that ours is not."""
+
+
+def check_rules(
+    folder: Path,
+    kind: str,
+    settings: Mapping[str, Any],
+    pipeline: Mapping[str, Any],
+    config: Mapping[str, Any],
+    added: Mapping[str, Any],
+) -> None:
+    """
+    Args:
+      folder: for the error.
+      kind: of our tokenizer, "wordpiece" or "sentencepiece".
+      settings, pipeline, config, added: tokenizer_config.json, tokenizer.json, config.json and
+        added_tokens.json; {} where there is none.
+
+    Raises:
+      OtherTokenizerError: with what differs.
+    """
+    name = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    own = str(name).removesuffix("Fast")
+    if name and (own in _NOT_SENTENCEPIECE if kind == "sentencepiece" else own not in _AS_BERT):
+        _refuse(folder, f"tokenizer_class={shown(name)}")
+    if kind == "wordpiece":
+        if settings.get("tokenize_chinese_chars") is False:
+            _refuse(folder, "tokenize_chinese_chars=false in tokenizer_config.json")
+        for part, usual in (
+            ("normalizer", "BertNormalizer"),
+            ("pre_tokenizer", "BertPreTokenizer"),
+        ):
+            rules = pipeline.get(part)
+            if isinstance(rules, dict) and rules.get("type") != usual:
+                _refuse(folder, f"the {part} {shown(rules.get('type'))} in tokenizer.json")
+            for field in ("handle_chinese_chars", "clean_text"):
+                if isinstance(rules, dict) and rules.get(field) is False:
+                    _refuse(folder, f"{field}=false in tokenizer.json")
+    for token in _added_tokens(settings, pipeline, added):
+        _refuse(folder, f"the added token {shown(token)}")
+
+
+def _refuse(folder: Path, what: str):
+    raise OtherTokenizerError(
+        f"{folder} has a tokenizer with {what}, so that texts become other ids there than here "
+        "with its vocabulary"
+    )
+
+
+def _added_tokens(settings, pipeline, added) -> Iterator[str]:
+    """Tokens that were added to a vocabulary and are looked for in texts, as words are."""
+    decoder = settings.get("added_tokens_decoder")
+    tokens = [*decoder.values()] if isinstance(decoder, dict) else []
+    there = pipeline.get("added_tokens")
+    tokens += there if isinstance(there, list) else []
+    tokens = [token for token in tokens if isinstance(token, dict)]
+    special = {str(token.get("content")) for token in tokens if token.get("special") is True}
+    named = [value for name, value in settings.items() if name.endswith("_token")]
+    several = settings.get("additional_special_tokens")
+    named += several if isinstance(several, list) else []
+    for value in named:
+        special.add(str(value.get("content") if isinstance(value, dict) else value))
+    yield from (
+        name
+        for name in dict.fromkeys([*(str(token.get("content")) for token in tokens), *added])
+        if name not in special | _ROLES
+    )
