@@ -155,7 +155,7 @@ def test_run_resume_and_refuse(tmp_path, text_source):
     found = json.loads((tmp_path / "run/evaluation/step-4.json").read_text())
     (line,) = [json.loads(li) for li in lines if '"step": 4, "split": "validation"' in li]
     assert line.pop("split") == "validation"
-    assert found == {"workdir": f"{tmp_path}/run", **line}
+    assert found == {"workdir": f"{tmp_path}/run", "checkpoints": [4], **line}
     folder = run(f"--workdir={tmp_path}/run", "--mode=eval", f"--output={tmp_path}/run")
     refused(folder, "is a folder; name a file in it")
 
