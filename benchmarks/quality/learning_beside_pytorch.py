@@ -66,10 +66,8 @@ def check(config: Config) -> None:
         "recipe": "masked_lm",
         "data.layout": "electra",  # packed rows hold several texts, which their attention mixes
         "optimizer.method": "adamw",
-        "optimizer.schedule": "linear",
         "optimizer.bias_correction": True,
         "optimizer.decay_embeddings": True,
-        "optimizer.decay_during_warmup": False,
         "train.accumulation": 1,
         "objective.sentence_pairs": "none",
     }
@@ -88,6 +86,8 @@ def check(config: Config) -> None:
 def learn(config: Config, data, seed: int) -> Iterator[tuple[int, float]]:
     """(step, held-out loss) of one run in PyTorch, whenever ours would evaluate."""
     import torch
+
+    from convbert_jax.training.optimizer import make_schedule
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(seed)
@@ -109,8 +109,8 @@ def learn(config: Config, data, seed: int) -> Iterator[tuple[int, float]]:
     mask = Mask(config, special, data.tokenizer.special.mask, data.tokenizer.vocab_size)
     rng = np.random.default_rng(seed)
     batches = data.training(None)
-    for step in range(config.train.steps):
-        rate = section.learning_rate * scale_of_rate(config, step)
+    rates = np.asarray(make_schedule(section, config.train.steps)(np.arange(config.train.steps)))
+    for step, rate in enumerate(rates.tolist()):
         for group in optimizer.param_groups:
             group["lr"] = rate
         loss = loss_of(model, mask(next(batches), rng)).mean()
@@ -122,15 +122,6 @@ def learn(config: Config, data, seed: int) -> Iterator[tuple[int, float]]:
         if (step + 1) % config.train.eval_every == 0 or step + 1 == config.train.steps:
             yield step + 1, evaluate(model, mask, data.heldout(None)())
     batches.close()
-
-
-def scale_of_rate(config: Config, step: int) -> float:
-    """Linear warm-up, then linear decay to `decay_to` after the last step."""
-    section, steps = config.optimizer, config.train.steps
-    if step < section.warmup_steps:
-        return step / section.warmup_steps
-    progress = (step - section.warmup_steps) / max(1, steps - section.warmup_steps)
-    return 1.0 - (1.0 - section.decay_to) * progress
 
 
 def make_model(config: Config):

@@ -1,14 +1,11 @@
 """What PyTorch's runs are given: masks as the objective has them, and runs that it can follow."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from benchmarks.quality import learning_beside_pytorch as learning
 from convbert_jax.config import ConfigError
 from convbert_jax.interop.matching import replace
-from convbert_jax.training.optimizer import make_schedule
 from tests.recipes.conftest import make_config
 
 SPECIAL, MASK, WORDS = np.arange(5), 4, 1_000
@@ -36,15 +33,6 @@ def test_masks_are_those_of_the_objective():
     kept = (found["tokens"] == tokens)[chosen].mean()
     assert masked == pytest.approx(0.8, abs=0.02)
     assert kept == pytest.approx(0.1, abs=0.02)
-
-
-@pytest.mark.parametrize("warmup", [0, 10])
-def test_rates_are_those_of_ours(warmup):
-    config = make_config(train__steps=40, optimizer__warmup_steps=warmup)
-    section = dataclasses.replace(config.optimizer, learning_rate=1.0)
-    ours = np.asarray(make_schedule(section, 40)(np.arange(40)))
-    theirs = [learning.scale_of_rate(config, step) for step in range(40)]
-    np.testing.assert_allclose(theirs, ours, atol=1e-6)
 
 
 def test_what_pytorch_cannot_follow_is_refused():

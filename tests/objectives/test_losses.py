@@ -68,18 +68,19 @@ class Fixed:
 
 def run(objective, *, train=True, **changes):
     """(loss, {name: number}, the model that was asked, tokens)."""
-    model, batch = Fixed(), make_batch()
+    model, batch, config = Fixed(), make_batch(), make_config(**changes)
     value, sums = objective.loss(
         model,
         batch,
         jax.random.key(3),
         train=train,
         dtype=jnp.float32,
-        config=make_config(**changes),
+        config=config,
         special=SPECIAL,
     )
     sums = jax.tree.map(np.asarray, sums)
-    numbers = metrics.summarize(sums) if train else metrics.heldout(sums).over([sums])
+    heldout = metrics.heldout(sums, objective.terms(config))
+    numbers = metrics.summarize(sums) if train else heldout.over([sums])
     assert all((key is not None) == train for key in model.keys), "dropout where it trains alone"
     return float(value), numbers, model, np.asarray(batch["tokens"])
 

@@ -74,7 +74,7 @@ def trained(config, tmp_path_factory):
 def test_order_is_told(trained):
     assert trained.evaluation["pair_accuracy"] > 0.95
     total = trained.evaluation["mlm_loss"] + trained.evaluation["pair_loss"]
-    assert trained.evaluation["loss"] == pytest.approx(total, rel=0.1)  # means of batches
+    assert trained.evaluation["loss"] == pytest.approx(total, rel=1e-6)
     assert "pairs of texts, accuracy" in trained.report
 
 

@@ -41,7 +41,7 @@ class PairRows:
     where one would have been cut and is filled up by the same rule as a true one. For "order" every
     other document, by chance, is read from its end: else the earlier text would be the shorter one.
     What is left: a sentence that did not fit begins the next row, so that sentences at some ends of
-    texts are longer than others; from all lengths together a classifier has 50 to 53% right.
+    texts are longer than others.
 
     A row has no label where there is no pair to judge: a sentence whose neighbor does not fit
     beside it, a document of one sentence, and with "next" a row beside which no text of another

@@ -6,7 +6,7 @@ tokens, with which the same text becomes other ids, silently.
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from convbert_jax.interop.claims import shown
 from convbert_jax.interop.networks import ConversionError
@@ -65,7 +65,7 @@ def check_rules(
         _refuse(folder, f"the added token {shown(token)}")
 
 
-def _refuse(folder: Path, what: str):
+def _refuse(folder: Path, what: str) -> NoReturn:
     raise OtherTokenizerError(
         f"{folder} has a tokenizer with {what}, so that texts become other ids there than here "
         "with its vocabulary"
