@@ -131,7 +131,9 @@ def fit(
         for length, index in _report(batches, steps, title, per_step, done):
             index = index if vectorized else index[0]
             batch = sharding.put_whole_batch(task.train.batch(index, length), program.rows)
-            state, _, vitals = program.train_step(state, batch, seed, rates[done], constants)
+            state, _, vitals = watchdog.call(
+                program.train_step, state, batch, seed, rates[done], constants, batch=batch
+            )
             done += 1
             examples += int((index >= 0).sum())
             losses.append(vitals.loss)
@@ -171,9 +173,9 @@ def predict(
     watchdog = Watchdog(config.train.hang_seconds)
 
     def run(batch):
-        watchdog.beat()
         batch = sharding.put_whole_batch(batch, program.eval_rows)
-        outputs = program.eval_step(params, batch, constants)
+        outputs = watchdog.call(program.eval_step, params, batch, constants, batch=batch)
+        watchdog.beat()
         return outputs if vectorized else jax.tree.map(lambda leaf: leaf[None], outputs)
 
     with watchdog.watching():

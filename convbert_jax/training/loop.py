@@ -295,7 +295,9 @@ class _Run:
         placed = self.program.put_batch(batch)
         self.shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in placed.items()}
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
-            self.state, metrics, vitals = self.program.train_step(self.state, placed, *self.given)
+            self.state, metrics, vitals = self.watchdog.call(
+                self.program.train_step, self.state, placed, *self.given, batch=placed
+            )
         self.step += 1
         if self.cut_interval:
             self.totals = interval.from_json(self.cut_interval, metrics)

@@ -3,8 +3,10 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import jax
 from absl import logging
 
 from convbert_jax.training.environment import peers
@@ -26,6 +28,7 @@ class Watchdog:
         self._last = 0.0
         self._limit = max(seconds, _FIRST)
         self._patient = False
+        self._compiled: set[tuple] = set()  # shapes of batches
 
     def beat(self) -> None:
         """Says that the run goes on."""
@@ -40,6 +43,18 @@ class Watchdog:
         finally:
             self.beat()
             self._patient = False
+
+    def call(self, program: Callable, *arguments: Any, batch: Any) -> Any:
+        """What `program(*arguments)` gives. The first `batch` of its shapes among them compiles it:
+        that call is waited for, also until the other processes have compiled theirs.
+        """
+        shapes = tuple(x.shape for x in jax.tree.leaves(batch))
+        if shapes in self._compiled:
+            return program(*arguments)
+        with self.patient():
+            outputs = jax.block_until_ready(program(*arguments))
+        self._compiled.add(shapes)
+        return outputs
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
