@@ -1,6 +1,6 @@
-"""What the runs of a folder began with, weights and rows, known again by checksums.
+"""What the runs of a folder began with, weights, rows and teachers, known again by checksums.
 
-WORKDIR/began_with.json   {"weights": checksum, "tasks": {TASK: {SPLIT: checksum}}}
+WORKDIR/began_with.json   {"weights": checksum, "tasks": {TASK: {SPLIT or "teacher": checksum}}}
 
 The names of files are in the config; their content may change between two starts, as the newest
 checkpoint of a run that still trains. Folders without the record, of older versions, go on, and get
@@ -21,6 +21,7 @@ from convbert_jax.finetuning.tasks.task import FinetuneTask, FinetuningError
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
 
+_TEACHER = "teacher"
 _FIELDS = {"weights": (str, type(None)), "tasks": dict}
 
 
@@ -37,8 +38,10 @@ def of_rows(rows: Rows) -> str:
 
 
 def of_task(task: FinetuneTask) -> dict[str, str]:
-    """Split -> checksum of its rows."""
-    return {name: of_rows(rows) for name, rows in {**task.evaluation, "train": task.train}.items()}
+    """Split -> checksum of its rows; "teacher" -> that of its weights, where there is one."""
+    splits = {**task.evaluation, "train": task.train}
+    found = {name: of_rows(rows) for name, rows in splits.items()}
+    return found | ({_TEACHER: task.teacher} if task.teacher else {})
 
 
 def of_weights(weights: Params) -> str:
@@ -86,15 +89,19 @@ class Origin:
     def bind_task(self, task: FinetuneTask) -> None:
         """
         Raises:
-          FinetuningError: a run of this task here had other rows.
+          FinetuningError: a run of this task here had other rows, or another teacher.
         """
         found, kept = of_task(task), self._kept["tasks"].get(task.name, {})
         if task.name in self._begun:
             changed = [name for name in found if kept.get(name, found[name]) != found[name]]
             if changed:
+                now = f"other rows than its {changed[0]} split has now"
+                if changed[0] == _TEACHER:
+                    path = self._config.finetune.distill_from
+                    now = f"another teacher than config.finetune.distill_from={path} is now"
                 raise FinetuningError(
-                    f"--workdir={self._workdir} holds runs of {task.name} with other rows than "
-                    f"its {changed[0]} split has now; put those back, or name another --workdir."
+                    f"--workdir={self._workdir} holds runs of {task.name} with {now}; put it back "
+                    "as it was, or name another --workdir."
                 )
             found = kept | found
         self._keep({"tasks": {**self._kept["tasks"], task.name: found}})

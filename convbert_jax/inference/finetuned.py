@@ -13,6 +13,7 @@ from convbert_jax.config import Config, ConfigError, MeshSection, OutputsSection
 from convbert_jax.config.checks.finetuning import HEADS_OF_KIND
 from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.finetuning import origin
 from convbert_jax.finetuning.tasks import classification
 from convbert_jax.finetuning.tasks.task import FinetuningError
 from convbert_jax.inference.answering import QuestionAnswerer
@@ -206,7 +207,7 @@ def open_teacher(path: str) -> "Teacher":
             "classifies texts or gives them numbers."
         )
     dtype = devices.compute_dtype(config, jax.devices()[0])
-    return Teacher(path, Predictor(config, params, tokenizer, dtype))
+    return Teacher(path, Predictor(config, params, tokenizer, dtype), origin.of_weights(params))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,10 +216,10 @@ class Teacher:
 
     path: str
     predictor: Predictor
+    checksum: str  # of its weights
 
     def for_task(self, task: LabelledTask) -> classification.Teacher:
-        """Texts -> logits [N, labels] in the order of the task's labels, or numbers [N, 1] in the
-        unit that its model learns.
+        """What it says of a task: logits, or numbers [N, 1] in the unit that its model learns.
 
         Raises:
           FinetuningError: the teacher is for something else.
@@ -245,4 +246,4 @@ class Teacher:
                 return found[:, None] / task.scale
             return found[:, list(order)]
 
-        return teach
+        return classification.Teacher(teach, self.checksum)

@@ -220,8 +220,7 @@ class _Run:
         if self.task.frozen is not None:
             (places,) = self.program.given_places
             self.given = [sharding.put_params(self.task.frozen, places)]
-        saved = self.step
-        signal_name = None
+        saved, signal_name = self.step, None
         if self.step == 0:
             self._publish_if_due()
         compilation.announce_long_compilation(
@@ -284,9 +283,8 @@ class _Run:
     def _dispatch(self) -> None:
         """Draws a batch and starts its step; looks at the step before while this one runs."""
         try:
-            for _ in range(self.rollbacks.batches_after(self.step)):
-                next(self.batches)
-            batch = next(self.batches)
+            for _ in range(self.rollbacks.batches_after(self.step) + 1):
+                batch = next(self.batches)
         except StopIteration:
             raise TrainingError(
                 f"the training data ended at step {self.step} of config.train.steps="

@@ -23,7 +23,8 @@ def test_texts_with_a_teacher(make_config, vocabulary):
     def teach(texts):
         return np.zeros((len(texts), 2), np.float64)
 
-    task = classification.make_task(make_source(), make_config(), vocabulary, teacher=teach)
+    teacher = classification.Teacher(teach, "of its weights")
+    task = classification.make_task(make_source(), make_config(), vocabulary, teacher=teacher)
     batch = task.train.batch(INDEX, 16) | task.constants
     check_batch(batch, TextBatch)
     assert {"teacher", "temperature", "teacher_weight"} < batch.keys()

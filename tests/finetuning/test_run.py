@@ -199,12 +199,12 @@ def test_a_teacher_is_what_a_student_learns(finished, make_config, make_programs
     path = str(finished[1].folders[0])
     config = make_config(finetune__distill_from=path, finetune__buckets=())
     source = make_source("student")
-    teach = finetuned.open_teacher(path).for_task(source)
+    teacher = finetuned.open_teacher(path).for_task(source)
     texts = [example.texts for example in source.read("train")]
     shuffled = dataclasses.replace(source, labels=source.labels[::-1])
-    swapped = finetuned.open_teacher(path).for_task(shuffled)(texts)
-    np.testing.assert_allclose(swapped, teach(texts)[:, ::-1])
-    task = recipe.classification.make_task(source, config, vocabulary, teacher=teach)
+    swapped = finetuned.open_teacher(path).for_task(shuffled).logits_of(texts)
+    np.testing.assert_allclose(swapped, teacher.logits_of(texts)[:, ::-1])
+    task = recipe.classification.make_task(source, config, vocabulary, teacher=teacher)
     assert task.train.by_row["teacher"].shape == (37, 4)
     fitted = fitting.fit(
         make_programs(config), task, config, Setting(1e-2, 6.0), [0], None, vectorized=False
@@ -219,7 +219,7 @@ def test_a_teacher_is_what_a_student_learns(finished, make_config, make_programs
     def shares(logits):
         return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
 
-    assert np.abs(shares(found) - shares(teach(texts))).mean() < 0.1
+    assert np.abs(shares(found) - shares(teacher.logits_of(texts))).mean() < 0.1
 
 
 def test_a_teacher_of_another_task_is_refused(finished):

@@ -122,6 +122,14 @@ def test_a_run_goes_on_with_the_rows_it_began_with(toy, split):
     begin(name="another", **fields)  # nothing of it is here
 
 
+def test_a_run_goes_on_with_the_teacher_it_began_with(toy):
+    begin, *_ = toy
+    begin(teacher="one")
+    begin(teacher="one")
+    with pytest.raises(FinetuningError, match=r"toy with another teacher than config\.finetune"):
+        begin(teacher="another")
+
+
 def test_rows_may_be_mended_until_something_is_trained_on_them(toy):
     begin, task, folder = toy
     Unfinished(Workdir(folder), {}, 5.0).remove()

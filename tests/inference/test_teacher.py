@@ -33,6 +33,7 @@ def test_its_kernels_leave_all_rows_on_one_device_of_this_process():
         splits=(),
         reader=lambda split: [],
     )
-    teach = Teacher("here", SimpleNamespace(outputs=outputs, predict=predict)).for_task(task)
+    predictor = SimpleNamespace(outputs=outputs, predict=predict)
+    teacher = Teacher("here", predictor, "of its weights").for_task(task)
     with jax.set_mesh(sharding.make_mesh(MeshSection(data=8))):
-        np.testing.assert_array_equal(teach([("the sun",)] * 16), np.ones((16, 2)))
+        np.testing.assert_array_equal(teacher.logits_of([("the sun",)] * 16), np.ones((16, 2)))

@@ -27,7 +27,18 @@ _LEAST_WIDTH = 4
 _EPOCHS = {"RTE": 10.0, "STS-B": 10.0}
 NUMBER = "value"  # name of the one output of a regression
 
-Teacher = Callable[[Sequence[tuple[str, ...]]], np.ndarray]  # texts -> logits [N, labels]
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A model of the same task that a smaller one learns from.
+
+    Attributes:
+      logits_of: texts -> logits [N, labels] in the order of the task's labels.
+      checksum: of its weights.
+    """
+
+    logits_of: Callable[[Sequence[tuple[str, ...]]], np.ndarray]
+    checksum: str
 
 
 def make_task(
@@ -38,9 +49,6 @@ def make_task(
     teacher: Teacher | None = None,
 ) -> FinetuneTask:
     """Reads and encodes a labelled task.
-
-    Args:
-      teacher: says what its logits are, in the order of the task's labels.
 
     Raises:
       DataError: files that cannot be used, or no labels to train or select with.
@@ -78,7 +86,7 @@ def make_task(
                 f"{source.name} is tagging, which config.finetune.distill_from does not teach; "
                 "leave it out."
             )
-        said = teacher([example.texts for example in train])
+        said = teacher.logits_of([example.texts for example in train])
         rows = rows.with_columns(teacher=_widen(said, width))
         losses = classification.distilled_losses
         constants |= {
@@ -117,6 +125,7 @@ def make_task(
         evaluation=evaluation,
         evaluators={name: evaluator(name) for name in splits},
         write=write,
+        teacher=teacher.checksum if teacher else None,
     )
 
 

@@ -40,6 +40,7 @@ class FinetuneTask:
         "row" [B] which rows these are, below 0 for fillers. Without names, the split has no labels.
       write: (folder, split, state of its evaluator, pictures=) -> nothing; writes predictions, and
         pictures of them if asked to.
+      teacher: checksum of the model that `train` learns from besides its labels.
     """
 
     name: str
@@ -53,6 +54,7 @@ class FinetuneTask:
     evaluation: Mapping[str, Rows]
     evaluators: Mapping[str, Evaluator]
     write: Callable[..., None]
+    teacher: str | None = None
 
     @property
     def scored(self) -> tuple[str, ...]:
