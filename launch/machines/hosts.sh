@@ -58,6 +58,20 @@ patience=300 # seconds for the program to save
 stop_text='cd ~/.convbert_jax 2>/dev/null || exit 0; is_running() { [ ! -s exit ] && kill -0 "$(cat process)"; } 2>/dev/null; if is_running && [ ! -e stopped ]; then touch stopped; kill -TERM "$(cat process)"; fi; for i in $(seq '$patience'); do is_running || break; sleep 1; done'
 log_text='tail -n 20 ~/.convbert_jax/log'
 
+check_checkout() { # what the hosts are given is what git lists; told before anything is asked for
+  local word file
+  if ((dry_run)); then return; fi
+  if ! git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
+    fail 1 "$PWD is no git checkout, by which the program is packed for the hosts; clone the repository, or: git init && git add ."
+  fi
+  for word in ${arguments[@]+"${arguments[@]}"}; do
+    file=${word#--config=} file=${file%%:*}
+    if [[ $word == --config=* && $file != /* && -e $file ]] && ! git ls-files --error-unmatch -- "$file" >/dev/null 2>&1; then
+      fail 2 "$word: git does not list $file, so the hosts would not get it; git add $file first"
+    fi
+  done
+}
+
 create() { # 75: it was taken away meanwhile
   local state archive code=0
   state=$(if ((dry_run)); then echo absent; else machine_state; fi)
@@ -201,6 +215,7 @@ give_back() { # at the end of `all`
 }
 
 run_verb() {
+  case $verb in create | all) check_checkout ;; esac
   case $verb in
     create)
       plan_first

@@ -1,5 +1,6 @@
 """launch/tpu_vm.sh and gce.sh against a cloud that is played: the way of a run, and its faults."""
 
+import shutil
 import signal
 import subprocess
 
@@ -368,3 +369,29 @@ def test_what_does_not_fit_is_not_asked_for(cloud, script):
     result = cloud.run(script, "all", SLICE, "--no-plan", *HOST, *PROGRAM)
     assert result.returncode == 0, result.stderr
     assert (cloud.folder / "planned").read_text() == 3 * PLANNED
+
+
+@both
+def test_a_config_that_the_hosts_would_not_get_is_told_first(cloud, script):
+    """They get what git lists; without this a machine is waited and paid for first."""
+    (cloud.checkout / "my configs").mkdir()
+    (cloud.checkout / "my configs" / "mine.py").touch()
+    program = ("--", "--config=my configs/mine.py:large", "--workdir=gs://bucket/run")
+    for verb in ("create", "all"):
+        result = cloud.run(script, verb, SLICE, *HOST, *program)
+        assert result.returncode == 2
+        assert "git add my configs/mine.py first" in errors(result)[0]
+    assert cloud.asked() == []
+    subprocess.run(["git", "add", "."], cwd=cloud.checkout, check=True)
+    assert cloud.run(script, "all", SLICE, *HOST, *program).returncode == 0
+    (host, _) = cloud.started
+    assert "--config=my configs/mine.py:large" in host
+
+
+@both
+def test_a_folder_that_is_no_checkout_is_told_first(cloud, script):
+    shutil.rmtree(cloud.checkout / ".git")
+    result = cloud.run(script, "all", SLICE, *HOST, *PROGRAM)
+    assert result.returncode == 1
+    assert "is no git checkout" in errors(result)[0]
+    assert cloud.asked() == []
