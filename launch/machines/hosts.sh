@@ -26,10 +26,10 @@ try_once() {
 }
 
 # What the hosts are told. They keep the program in ~/convbert_jax, and of a run its process, log and exit code in ~/.convbert_jax.
-install_text() { # libtpu is of the version that jax asks for, and not that of the lock
+install_text() { # libtpu is of the version that jax asks for, and not that of the lock. pip of Ubuntu 24.04 has to be told that uv may lie there
   # shellcheck disable=SC2016 # for the host to expand
   echo 'set -e; cd; mkdir -p convbert_jax; tar -xzf convbert_jax.tar.gz -C convbert_jax; cd convbert_jax;' \
-    'PATH=$HOME/.local/bin:$PATH; command -v uv >/dev/null || python3 -m pip install --quiet --user uv;' \
+    'PATH=$HOME/.local/bin:$PATH; command -v uv >/dev/null || PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv;' \
     '[ -x .venv/bin/python ] || uv venv --quiet --python 3.12 .venv;' \
     'grep -v "^libtpu==" requirements-3.12.lock >.venv/versions;' \
     'VIRTUAL_ENV=$PWD/.venv uv pip install --quiet --constraint .venv/versions ".[tpu,buckets]"'
@@ -58,16 +58,21 @@ patience=300 # seconds for the program to save
 stop_text='cd ~/.convbert_jax 2>/dev/null || exit 0; is_running() { [ ! -s exit ] && kill -0 "$(cat process)"; } 2>/dev/null; if is_running && [ ! -e stopped ]; then touch stopped; kill -TERM "$(cat process)"; fi; for i in $(seq '$patience'); do is_running || break; sleep 1; done'
 log_text='tail -n 20 ~/.convbert_jax/log'
 
-check_checkout() { # what the hosts are given is what git lists; told before anything is asked for
+check_checkout() { # the hosts get what git lists; said before anything is asked for. What lies elsewhere they may see or not
   local word file
   if ((dry_run)); then return; fi
   if ! git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
     fail 1 "$PWD is no git checkout, by which the program is packed for the hosts; clone the repository, or: git init && git add ."
   fi
   for word in ${arguments[@]+"${arguments[@]}"}; do
-    file=${word#--config=} file=${file%%:*}
-    if [[ $word == --config=* && $file != /* && -e $file ]] && ! git ls-files --error-unmatch -- "$file" >/dev/null 2>&1; then
-      fail 2 "$word: git does not list $file, so the hosts would not get it; git add $file first"
+    file=${word#*=}
+    case $word in
+      --config=*) file=${file%%:*} ;;
+      --config.init_from=* | --config.tokenizer.path=* | --config.parallel.target_vocabulary=* | --config.distillation.teacher=*) ;;
+      *) continue ;;
+    esac
+    if [[ $file != /* && -e $file ]] && ! git ls-files --error-unmatch -- "$file" >/dev/null 2>&1; then
+      fail 2 "$word: git does not list $file, so the hosts would not get it; git add $file first, or name a path that they see"
     fi
   done
 }

@@ -376,16 +376,22 @@ def test_a_config_that_the_hosts_would_not_get_is_told_first(cloud, script):
     """They get what git lists; without this a machine is waited and paid for first."""
     (cloud.checkout / "my configs").mkdir()
     (cloud.checkout / "my configs" / "mine.py").touch()
+    (cloud.checkout / "vocab.txt").touch()
     program = ("--", "--config=my configs/mine.py:large", "--workdir=gs://bucket/run")
+    vocabulary = "--config.tokenizer.path=vocab.txt"
     for verb in ("create", "all"):
         result = cloud.run(script, verb, SLICE, *HOST, *program)
         assert result.returncode == 2
         assert "git add my configs/mine.py first" in errors(result)[0]
+        result = cloud.run(script, verb, SLICE, *HOST, *PROGRAM, vocabulary)
+        assert result.returncode == 2
+        assert f"{vocabulary}: git does not list vocab.txt" in errors(result)[0]
     assert cloud.asked() == []
     subprocess.run(["git", "add", "."], cwd=cloud.checkout, check=True)
-    assert cloud.run(script, "all", SLICE, *HOST, *program).returncode == 0
-    (host, _) = cloud.started
-    assert "--config=my configs/mine.py:large" in host
+    assert cloud.run(script, "all", SLICE, *HOST, *program, vocabulary).returncode == 0
+    assert f"--config=my configs/mine.py:large --workdir=gs://bucket/run {vocabulary}" in (
+        cloud.started[0]
+    )
 
 
 @both
@@ -395,3 +401,32 @@ def test_a_folder_that_is_no_checkout_is_told_first(cloud, script):
     assert result.returncode == 1
     assert "is no git checkout" in errors(result)[0]
     assert cloud.asked() == []
+
+
+# As on Ubuntu 24.04: pip installs nothing beside the system's packages unless it is told to.
+MANAGED = """#!/bin/bash
+[ "$PIP_BREAK_SYSTEM_PACKAGES" = 1 ] || { echo "error: externally-managed-environment" >&2; exit 1; }
+cp "$HOME/uv" "$HOME/.local/bin"
+"""
+
+
+def test_a_host_whose_python_is_the_systems_gets_uv(cloud):
+    host = cloud.folder / "host"
+    (host / ".local" / "bin").mkdir(parents=True)
+    (host / "convbert_jax").mkdir()
+    shutil.copy(cloud.folder / "uv", host)
+    python = host / ".local" / "bin" / "python3"
+    python.write_text(MANAGED)
+    python.chmod(0o755)
+    archive = ["tar", "-czf", host / "convbert_jax.tar.gz", "-C", cloud.checkout, "."]
+    subprocess.run(archive, check=True)
+    sourced = ". launch/machines/command_line.sh; . launch/machines/hosts.sh; "
+    result = subprocess.run(
+        ["bash", "-c", sourced + 'eval "$(install_text)"'],
+        cwd=cloud.checkout,
+        env={"HOME": str(host), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert (host / "convbert_jax" / ".venv" / "versions").exists()
