@@ -1,5 +1,6 @@
 """README and docs/: what they tell people to type exists, their links lead somewhere."""
 
+import ast
 import dataclasses
 import itertools
 import pathlib
@@ -78,6 +79,23 @@ def test_what_a_page_says_to_type_is_understood(page):
         elif not (program == "pytest" and (REPOSITORY / arguments[0]).exists()):
             place = program if "/" in program else program.replace(".", "/") + ".py"
             assert (REPOSITORY / place).is_file(), words
+
+
+@pytest.mark.parametrize(
+    "file", sorted((REPOSITORY / "configs").glob("*.py")), ids=lambda file: file.stem
+)
+def test_what_a_config_says_to_type_is_understood(file):
+    """As it stands, for it is copied: a line that goes on ends with a backslash, or what is on the
+    next one is left out of a run that may take days.
+    """
+    lines = ast.get_docstring(ast.parse(file.read_text())).replace("\\\n", " ").splitlines()
+    assert [line for line in lines if line.lstrip().startswith("--config") and line[0] == " "] == []
+    for line in lines:
+        if line.startswith("    python "):
+            words = shlex.split(line, comments=True)
+            read = request.read if words[1] == "launch/sweep.py" else command_line.read
+            with flagsaver.flagsaver():
+                read(["program", *words[2 if words[1] != "-m" else 3 :]])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -138,7 +138,9 @@ def test_another_thing_of_that_name_is_left_alone(checkout):
     (checkout / ".venv" / "notes").touch()
     result = start(checkout, ["launch/quickstart.sh"])
     assert result.returncode == 1
-    assert result.stderr.startswith(f"error: {checkout}/.venv is there and is no virtual environment")
+    assert result.stderr.startswith(
+        f"error: {checkout}/.venv is there and is no virtual environment"
+    )
     assert (checkout / ".venv" / "notes").exists()
 
 

@@ -389,8 +389,9 @@ def test_a_config_that_the_hosts_would_not_get_is_told_first(cloud, script):
     assert cloud.asked() == []
     subprocess.run(["git", "add", "."], cwd=cloud.checkout, check=True)
     assert cloud.run(script, "all", SLICE, *HOST, *program, vocabulary).returncode == 0
-    assert f"--config=my configs/mine.py:large --workdir=gs://bucket/run {vocabulary}" in (
-        cloud.started[0]
+    assert (
+        f"--config=my configs/mine.py:large --workdir=gs://bucket/run {vocabulary}"
+        in (cloud.started[0])
     )
 
 
@@ -405,7 +406,7 @@ def test_a_folder_that_is_no_checkout_is_told_first(cloud, script):
 
 # As on Ubuntu 24.04: pip installs nothing beside the system's packages unless it is told to.
 MANAGED = """#!/bin/bash
-[ "$PIP_BREAK_SYSTEM_PACKAGES" = 1 ] || { echo "error: externally-managed-environment" >&2; exit 1; }
+if [ "$PIP_BREAK_SYSTEM_PACKAGES" != 1 ]; then echo externally-managed-environment >&2; exit 1; fi
 cp "$HOME/uv" "$HOME/.local/bin"
 """
 

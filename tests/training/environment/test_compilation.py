@@ -70,7 +70,9 @@ def test_a_folder_that_cannot_be_made_is_said_once(tmp_path, caplog):
     compilation.enable_compile_cache(str(tmp_path / "file" / "cache"))
     with warnings.catch_warnings(action="error"):
         assert compile_one(13) == compile_one(15) == "compile cache off"
-    assert caplog.text.count(f"config.train.compile_cache={tmp_path}/file/cache cannot be made") == 1
+    assert (
+        caplog.text.count(f"config.train.compile_cache={tmp_path}/file/cache cannot be made") == 1
+    )
 
 
 def test_a_folder_that_somebody_else_named_goes_first(tmp_path):
