@@ -105,6 +105,22 @@ def test_fields_that_a_page_names_exist(page):
         assert name in known | {"section.field", "json"}, name
 
 
+def test_fields_that_a_message_names_exist():
+    """Errors and logs say what to set; of an f-string counts what stands there."""
+    known = {path[: end.start()] for path in field_types() for end in re.finditer(r"\.|$", path)}
+    wrong = []
+    for file in sorted((REPOSITORY / "convbert_jax").rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        docstrings = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named = re.findall(r"\bconfig\.([a-z]\w*(?:\.[a-z]\w*)*)", node.value)
+                if id(node) not in docstrings:
+                    wrong += [(file.name, name) for name in named if name not in known]
+    files = {"json", "gin", "section.field"}
+    assert [found for found in wrong if found[1] not in files] == []
+
+
 def test_the_table_of_fields_is_that_of_the_code():
     docs = runpy.run_path(str(REPOSITORY / "launch" / "docs.py"))
     assert docs["FIELDS"].read_text() == docs["describe_fields"](), (

@@ -129,7 +129,7 @@ start() {
 }
 
 follow() { # until it has ended; its exit code, or 75 when the machine was taken away
-  local states code again shown='' line
+  local states code again shown='' line seen=0 unseen=0 looks=60
   if ((dry_run)); then
     on_hosts "$state_text"
     return
@@ -141,7 +141,15 @@ follow() { # until it has ended; its exit code, or 75 when the machine was taken
         return 75
         ;;
     esac
-    try_hosts on_hosts "$state_text" || return
+    if ! ((seen)); then
+      try_hosts on_hosts "$state_text" || return
+    elif ! try_once on_hosts "$state_text"; then # it goes on whether it is seen or not: a network here that is down ends nothing there
+      if ((++unseen > looks)); then fail 1 "$name: $looks looks at it in a row have failed: $reason"; fi
+      say "$name cannot be seen now: $reason"
+      sleep "$every"
+      continue
+    fi
+    seen=1 unseen=0
     states=$(grep -o 'state=[a-z0-9]*' <<<"$said")
     line=$(grep -v "state=" <<<"$said" | tail -n 1)
     if [ "$line" != "$shown" ]; then say "$line"; fi

@@ -101,6 +101,46 @@ def test_a_host_that_was_made_anew_starts_again(cloud, script):
     assert len(cloud.started) == 4
 
 
+TOKENS = "ERROR: (gcloud) There was a problem refreshing your tokens. Run: gcloud auth login"
+
+
+@both
+@pytest.mark.parametrize("fault", [TOKENS, played_cloud.UNREACHABLE, "ERROR: (gcloud) HTTP 503"])
+def test_a_look_that_fails_ends_no_run(cloud, script, fault):
+    """A network that is down where this is started, say: the machine would be deleted for it."""
+    for host in (1, 2):
+        cloud.program(host, "until [ -e $HOME/../enough ]; do sleep 0.1; done")
+    process = cloud.start(script, "all", SLICE, *HOST, *PROGRAM)
+    cloud.wait_for(lambda: len(cloud.started) == 2, process)
+    told = cloud.folder / "told-ssh"
+    looks = cloud.count(" ssh ")
+    cloud.wait_for(lambda: cloud.count(" ssh ") > looks + 4, process)  # it was seen
+    cloud.tell("ssh", *[fault] * 20)
+    cloud.wait_for(lambda: not told.read_text(), process)
+    cloud.set(enough="")
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "convbert-jax cannot be seen now: " in said
+    assert cloud.count(CREATE[script]) == cloud.count(DELETE[script]) == 1
+
+
+@both
+def test_a_machine_that_is_never_seen_again_is_told(cloud, script):
+    for host in (1, 2):
+        cloud.program(host, "sleep 120")
+    assert cloud.run(script, "create", SLICE, *HOST, "--no-plan").returncode == 0
+    process = cloud.start(script, "run", SLICE, *HOST, *PROGRAM)
+    cloud.wait_for(lambda: len(cloud.started) == 2, process)
+    looks = cloud.count(" ssh ")
+    cloud.wait_for(lambda: cloud.count(" ssh ") > looks + 4, process)
+    cloud.tell("ssh", *[TOKENS] * 1_000)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "60 looks at it in a row have failed: gcloud knows no account" in said
+    cloud.tell("ssh")
+    assert cloud.run(script, "delete", SLICE, *HOST).returncode == 0
+
+
 @both
 def test_restarts_have_a_limit(cloud, script):
     for host in (1, 2):
