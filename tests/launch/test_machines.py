@@ -124,6 +124,22 @@ def test_a_look_that_fails_ends_no_run(cloud, script, fault):
     assert cloud.count(CREATE[script]) == cloud.count(DELETE[script]) == 1
 
 
+def test_why_the_hosts_of_a_group_cannot_be_listed_is_said(cloud):
+    """And not what the command before has said."""
+    for host in (1, 2):
+        cloud.program(host, "until [ -e $HOME/../enough ]; do sleep 0.1; done")
+    process = cloud.start("gce.sh", "all", SLICE, *HOST, *PROGRAM)
+    cloud.wait_for(lambda: len(cloud.started) == 2, process)
+    looks = cloud.count(" ssh ")
+    cloud.wait_for(lambda: cloud.count(" ssh ") > looks + 4, process)
+    cloud.tell("list", *["ERROR: (gcloud) HTTP 503"] * 8)
+    cloud.wait_for(lambda: not (cloud.folder / "told-list").read_text(), process)
+    cloud.set(enough="")
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "cannot be seen now: ERROR: (gcloud) HTTP 503" in said
+
+
 @both
 def test_a_machine_that_is_never_seen_again_is_told(cloud, script):
     for host in (1, 2):
