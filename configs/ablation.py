@@ -5,8 +5,8 @@ is NAME, or NAME,SIZE with a size of SIZES; tiny is what two CPU cores can do in
 
     python launch/sweep.py --config=configs/ablation.py:kernel_size --plan
     python launch/sweep.py --config=configs/ablation.py:kernel_size --workdir=runs/kernel_size
-    python launch/sweep.py --config=configs/ablation.py:mixers,small
-    --config.data.source='text:FOLDER/*.txt' --finetune='text:trec --config.task.folder=FOLDER'
+    python launch/sweep.py --config=configs/ablation.py:mixers,small \\
+        --config.data.source='text:FOLDER/*.txt' --finetune='text:trec --config.task.folder=FOLDER'
 
 bnk_gl_sdconv: table 1 of the ConvBERT paper, whose numbers are not public in text: bottleneck,
 grouped feed-forward, dynamic or span-based convolution, hidden size. kernel_size: its figure of 1

@@ -15,8 +15,8 @@ ELECTRA against ConvBERT at equal everything, data, optimizer, size and seed, is
 with another mixer, on the same shards:
 
     python -m convbert_jax.main --config=configs/electra.py:small --config.data.directory=shards
-    python -m convbert_jax.main --config=configs/electra.py:small --config.data.directory=shards
-    --config.model.mixer=mixed --workdir=runs/electra-small-mixed
+    python -m convbert_jax.main --config=configs/electra.py:small --config.data.directory=shards \\
+        --config.model.mixer=mixed --workdir=runs/electra-small-mixed
 
 Corpus: as small.py says; the paper's was that of BERT, and of XLNet for small_plus_plus. Left out,
 as in variants.py: the thresholds of its AUC, and its evaluation on training data; on how many TPU

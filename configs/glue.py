@@ -5,8 +5,8 @@ The variant names the task: cola, sst-2, mrpc, sts-b, qqp, mnli, qnli, rte, wnli
 after a comma (`:cola,paper`) is the release's recipe in every detail. Published for ConvBERT-small
 after 1M steps: test mean 78.9, for base 84.9 (ConvBERT table 3).
 
-    python -m convbert_jax.main --config=configs/glue.py:all --config.init_from=runs/small
-    --config.finetune.data=FOLDER
+    python -m convbert_jax.main --config=configs/glue.py:all --config.init_from=runs/small \\
+        --config.finetune.data=FOLDER
 
 FOLDER has the official download (https://gluebenchmark.com/tasks), a folder a task: CoLA/train.tsv,
 CoLA/dev.tsv, CoLA/test.tsv, … (.gz too), or is tfds:DIR, prepared by TensorFlow Datasets.

@@ -4,8 +4,8 @@ Published for this size after 1M steps on OpenWebText: GLUE test mean 79.7, SQuA
 86.0 EM / F1 (ConvBERT tables 3 and 4). 16.4 G tokens, 1.6e18 FLOPs. For the corpus see small.py.
 
     python -m convbert_jax.main --config=configs/medium_small.py
-    python -m convbert_jax.main --config=configs/medium_small.py:paper
-    --config.tokenizer.path=vocab.txt
+    python -m convbert_jax.main --config=configs/medium_small.py:paper \\
+        --config.tokenizer.path=vocab.txt
 """
 
 from configs import variants

@@ -5,8 +5,8 @@ Published for dev after 1M steps, EM / F1 of 1.1 and of 2.0 (ConvBERT table 4): 
 and 68.7 / 70.5, base 84.7 / 90.9 and 80.6 / 83.1. `v1,paper` and `v2,paper` are the recipe of the
 release: its head predicts the end from the start, and all rows are 512 tokens long.
 
-    python -m convbert_jax.main --config=configs/squad.py:v1 --config.init_from=runs/small
-    --config.finetune.data=FOLDER
+    python -m convbert_jax.main --config=configs/squad.py:v1 --config.init_from=runs/small \\
+        --config.finetune.data=FOLDER
 
 FOLDER has train-v1.1.json and dev-v1.1.json (.gz too; https://rajpurkar.github.io/SQuAD-explorer/),
 or is tfds:DIR, a prepared squad or squad_v2. Pre-training at length 128 leaves later positions

@@ -5,11 +5,11 @@ Reproduces nothing published: no ConvBERT score on these is known. Each public s
 --config.task.folder=FOLDER, which has the files named below (.gz too). `paper` after a comma
 (`:sick,paper`) is the release's recipe.
 
-    python -m convbert_jax.main --config=configs/text.py:sick --config.init_from=runs/small
-    --config.task.folder=FOLDER
-    python -m convbert_jax.main --config=configs/text.py:own --config.init_from=runs/small
-    --config.task.train=train.csv --config.task.test=test.csv --config.task.texts=review
-    --config.task.label=stars
+    python -m convbert_jax.main --config=configs/text.py:sick --config.init_from=runs/small \\
+        --config.task.folder=FOLDER
+    python -m convbert_jax.main --config=configs/text.py:own --config.init_from=runs/small \\
+        --config.task.train=train.csv --config.task.test=test.csv --config.task.texts=review \\
+        --config.task.label=stars
 
 imdb: film reviews, 2 labels, one table a split. trec: questions, 6 (its train_5500.label and
 TREC_10.label as train.txt and test.txt). agnews: news, 4, trained on a sample of 10,001 rows.

@@ -38,7 +38,7 @@ def to_path(name: epath.PathLike) -> epath.Path:
     """A path on a disk, "~" spelled out, or of a bucket; its methods are those that both have.
 
     Raises:
-      UserError: nothing here talks to such a bucket; there is no such user as "~name" says.
+      UserError: nothing here talks to such a bucket; and as `expand`.
     """
     scheme, _, rest = os.fspath(name).partition("://")
     if not rest:
@@ -56,12 +56,17 @@ def expand(name: epath.PathLike) -> Path:
     """A path on a disk, "~" spelled out.
 
     Raises:
-      UserError: there is no such user as "~name" says.
+      UserError: there is no such user as "~name" says, or this one has no home.
     """
     try:
         return Path(name).expanduser()
     except RuntimeError:
         user = os.fspath(name).partition("/")[0]
+        if user == "~":  # as in a container that runs as a number nobody has
+            raise UserError(
+                f"{name}: this user has no home folder here; set the environment variable HOME to "
+                "a folder, or write the path out."
+            ) from None
         raise UserError(
             f"{name}: the home folder of {user} is unknown here; write the path "
             f"out, or ./{name} for one that begins with ~."

@@ -16,12 +16,15 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from absl import app, logging
+from convbert_jax import absent
 
-from convbert_jax import command_line, console, ending, files, interrupts
-from convbert_jax.config import Config, UserError
-from convbert_jax.machine import allocator
-from convbert_jax.machine.accelerators import find_accelerators
+with absent.told():
+    from absl import app, logging
+
+    from convbert_jax import command_line, console, ending, files, interrupts
+    from convbert_jax.config import Config, UserError
+    from convbert_jax.machine import allocator
+    from convbert_jax.machine.accelerators import find_accelerators
 
 # Storage that gave out under a run, whichever library was writing.
 _STORAGE_FAULTS = (
@@ -103,10 +106,11 @@ def _run(request: command_line.Request) -> str | None:
         from convbert_jax.analysis.tpu import pricing
 
         pricing.use_compile_only_tpu()
-    from convbert_jax import recipes
-    from convbert_jax.interop import conversion, importing
-    from convbert_jax.interop.runs import sequences
-    from convbert_jax.training.environment import compilation, devices
+    with absent.told():
+        from convbert_jax import recipes
+        from convbert_jax.interop import conversion, importing
+        from convbert_jax.interop.runs import sequences
+        from convbert_jax.training.environment import compilation, devices
 
     config, workdir = request.config, request.workdir
     devices.prepare_platform(_platform(request))

@@ -96,13 +96,13 @@ host_names() {
   if ((dry_run)); then
     if ((hosts == 1)); then echo "$name"; else echo "EACH-OF-$hosts"; fi
   else
-    instances && cut -d, -f1 <<<"$said"
+    if instances; then cut -d, -f1 <<<"$said"; else echo "$said" && return 1; fi
   fi
 }
 
 at_each_host() { # FUNCTION ARGUMENT: at all of them at once
   local host folder code=0 pids=() names
-  names=$(host_names) || { echo "$said" && return 1; }
+  names=$(host_names) || { echo "$names" && return 1; }
   folder=$(mktemp -d "${TMPDIR:-/tmp}/convbert_jax.XXXXXX")
   for host in $names; do
     "$1" "$host" "$2" >"$folder/$host" 2>&1 &

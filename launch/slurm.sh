@@ -19,6 +19,17 @@ options="name nodes topology sbatch restarts every" switches="dry-run"
 read_command "plan create run watch stop delete" "$@"
 check_names
 if [[ ! $nodes =~ ^[1-9][0-9]*$ ]]; then fail 2 "--nodes=$nodes is not a number of nodes"; fi
+if [[ $sbatch == *[\"\']* ]]; then fail 2 "--sbatch=$sbatch: its words are told apart by blanks; leave quotation marks out"; fi
+read -r -d '' -a more <<<"$sbatch" || true # lines too
+for word in ${more[@]+"${more[@]}"}; do # what is set below: sbatch takes the last of two, and several nodes without --multihost are several runs
+  case $word in
+    --nodes | --nodes=* | -N*) fail 2 "--sbatch: $word is --nodes=N of launch/slurm.sh; say it there" ;;
+    --job-name | --job-name=* | -J*) fail 2 "--sbatch: $word is --name=NAME of launch/slurm.sh; say it there" ;;
+    --ntasks* | -n* | --output | --output=* | -o* | --open-mode* | --signal | --signal=* | --requeue | --no-requeue | --array | --array=* | -a* | --wrap*)
+      fail 2 "--sbatch: $word is set by launch/slurm.sh itself; leave it out"
+      ;;
+  esac
+done
 log=runs/slurm-$name.log
 
 job_text() { # what the first node runs, by sh. Slurm's own TERM goes to the program too; USR1: the time is almost up; USR2: the verb
@@ -47,11 +58,10 @@ job_text() { # what the first node runs, by sh. Slurm's own TERM goes to the pro
 }
 
 submit() {
-  local more program=(python -m convbert_jax.main ${arguments[@]+"${arguments[@]}"})
+  local program=(python -m convbert_jax.main ${arguments[@]+"${arguments[@]}"})
   need_tool sbatch "start this on a login node of the cluster"
   if [ -x .venv/bin/python ]; then program[0]=$PWD/.venv/bin/python; fi
   if ((nodes > 1)); then program+=(--multihost); fi
-  read -r -a more <<<"$sbatch"
   if ! ((dry_run)) && [ -n "$(job_id)" ]; then fail 1 "$name is in the queue already; follow it by the verb watch, or delete it"; fi
   if ! ((dry_run)); then mkdir -p runs; fi
   if ! try sbatch --parsable --job-name="$name" --nodes="$nodes" --ntasks-per-node=1 --requeue --signal=B:USR1@120 --output="$log" \

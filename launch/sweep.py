@@ -15,15 +15,18 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from absl import logging
+from convbert_jax import absent
 
-from convbert_jax import console
-from convbert_jax.config import UserError
-from convbert_jax.sweeps import cells as cells_lib
-from convbert_jax.sweeps import request as request_lib
-from convbert_jax.sweeps import results
-from convbert_jax.sweeps.checks.files import check_files
-from convbert_jax.sweeps.slurm import job, submission
+with absent.told():
+    from absl import logging
+
+    from convbert_jax import console
+    from convbert_jax.config import UserError
+    from convbert_jax.sweeps import cells as cells_lib
+    from convbert_jax.sweeps import request as request_lib
+    from convbert_jax.sweeps import results
+    from convbert_jax.sweeps.checks.files import check_files
+    from convbert_jax.sweeps.slurm import job, submission
 
 _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _MISPLACED = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # a file for a folder, or a folder for one

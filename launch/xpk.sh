@@ -5,7 +5,7 @@
 #
 # Verbs and exit codes: launch/machines/command_line.sh. `create` makes a cluster, `stop` takes the run out of it, which saves first, `delete` takes
 # away both; with --cluster=NAME the cluster is one that is there, and stays. Options: --name, --project, --zone, --topology, --slices (of that
-# topology), --cluster, --restarts, --spot, --reservation=NAME,
+# topology), --cluster, --every (seconds between looks after one has failed), --restarts, --spot, --reservation=NAME,
 # --image (a container with the program; default: python:3.12, to which xpk adds this folder, installed when it starts), --no-plan, --keep, --dry-run.
 #
 # Never run against the real service: written from xpk's own parser and pages (github.com/AI-Hypercomputer/xpk), and tested with a command that
@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.." || exit 1
 . launch/machines/command_line.sh
 
 cluster='' image=''
-options="name project zone topology slices cluster restarts reservation image" switches="no-plan spot keep dry-run"
+options="name project zone topology slices cluster every restarts reservation image" switches="no-plan spot keep dry-run"
 read_command "plan create run watch stop delete all" "$@"
 check_names
 read_topology
@@ -59,24 +59,35 @@ submit() {
   if ! ((dry_run)); then say "$name is in the queue of $cluster; Ctrl-C stops following, not the run."; fi
 }
 
-follow_workload() { # xpk: 0 done, 125 it failed, 124 a week has passed
-  local code=0 list=(xpk workload list "${place[@]}" --wait-for-job-completion="$name")
+follow_workload() { # xpk: 0 done, 125 it failed, 124 a week has passed; else it cannot tell, and what was just submitted goes on all the same
+  local code looks=60 tries=0 list=(xpk workload list "${place[@]}" --wait-for-job-completion="$name")
   if ((dry_run)); then
     show "${list[@]}"
     return
   fi
-  "${list[@]}" || code=$?
-  case $code in
-    0) say "$name: the run has ended." ;;
-    125)
-      echo "error: $name: the run failed, after $restarts restarts if they could help; its log is in the cluster's, or: kubectl logs -l jobset.sigs.k8s.io/jobset-name=$name" >&2
-      return 1
-      ;;
-    *)
-      echo "error: $name: xpk cannot follow it (exit code $code); the run goes on, follow it by the verb watch." >&2
-      return 1
-      ;;
-  esac
+  while :; do
+    code=0
+    "${list[@]}" || code=$?
+    case $code in
+      0)
+        say "$name: the run has ended."
+        return
+        ;;
+      124) tries=0 ;;
+      125)
+        echo "error: $name: the run failed, after $restarts restarts if they could help; its log is in the cluster's, or: kubectl logs -l jobset.sigs.k8s.io/jobset-name=$name" >&2
+        return 1
+        ;;
+      *)
+        if [ "$verb" = watch ] || ((++tries >= looks)); then
+          echo "error: $name: xpk cannot follow it (exit code $code)." >&2
+          return 1
+        fi
+        say "$name cannot be seen now (exit code $code of xpk)."
+        sleep "$every"
+        ;;
+    esac
+  done
 }
 
 take_out() { try xpk workload delete --workload="$name" "${place[@]}" --force; }

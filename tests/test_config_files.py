@@ -1,6 +1,7 @@
 """Config files from any folder: the package's, the user's own, and what they import."""
 
 import concurrent.futures
+import os
 import sys
 import time
 
@@ -98,6 +99,14 @@ def test_a_home_of_nobody_is_one_sentence():
         seed("~nobody-here/mine.py")
     with pytest.raises(UserError, match="home folder of ~nobody-here is unknown"):
         config_files.choose_workdir("~nobody-here/run", None)
+
+
+def test_a_user_without_a_home_is_one_sentence(monkeypatch):
+    """As in a container that runs as a number that no account has."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 123_456_789)
+    with pytest.raises(UserError, match=r"^~/mine\.py: this user has no home .* set .* HOME to a"):
+        seed("~/mine.py")
 
 
 @pytest.mark.parametrize("value", ["tny", "configs/tny.py", "other/tiny.py", "tiny.py", ""])

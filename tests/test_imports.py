@@ -20,6 +20,7 @@ ALLOWED = {
     "files": {"config"},
     "workdir": {"config", "files", "ownership"},
     "ownership": {"config"},
+    "absent": set(),
     "console": set(),
     "interrupts": set(),
     "ending": set(),
@@ -37,7 +38,7 @@ ALLOWED = {
     "finetuning": {*BELOW, "interrupts"},
     "inference": {*BELOW, "interop", "finetuning"},
     "recipes": {*BELOW, "interrupts", "analysis", "interop", "finetuning", "inference"},
-    "demo": {*BELOW, "console", "inference"},
+    "demo": {*BELOW, "absent", "console", "inference"},
     "doctor": {*BELOW, "interop", "recipes"},
     "sweeps": {
         *(*BELOW, "analysis", "interop", "finetuning", "recipes"),

@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import pathlib
+import re
 import runpy
 import subprocess
 import sys
@@ -95,3 +96,22 @@ def test_importing_the_package_loads_no_jax():
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     assert said.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "program", ["-m convbert_jax.main --help", "-m convbert_jax.demo --help", "launch/sweep.py"]
+)
+def test_a_checkout_into_which_nothing_was_installed(program):
+    """-S: without any site-packages."""
+    said = subprocess.run(
+        [sys.executable, "-S", *program.split()],
+        cwd=REPOSITORY,
+        env={},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 1
+    (line,) = said.stderr.splitlines()
+    assert re.match(r"error: the package (absl|tqdm) is not installed in ", line)
+    assert "pip install -r requirements.txt" in line

@@ -1,8 +1,8 @@
 """What pre-training is worth: fine-tuned from a pre-trained model, from scratch, and bag of words.
 
     python -m benchmarks.quality.finetuning_gain --init-from=runs/tiny --folder=runs/gain
-    python -m benchmarks.quality.finetuning_gain --init-from=runs/tiny --folder=runs/gain
-    --tasks CoLA TREC --train-rows=500
+    python -m benchmarks.quality.finetuning_gain --init-from=runs/tiny --folder=runs/gain \\
+        --tasks CoLA TREC --train-rows=500
 
 Eight tasks of CONVBERT_DATA (default ../shared/data). All three see the same training rows, drawn
 once, and are scored on the same rows: dev where GLUE hides its test labels, test else. The first

@@ -67,7 +67,7 @@ class ModelSection:
     hidden_size: int = 256
     embedding_size: int = 128  # a dense projection follows if this differs from hidden_size
     heads: int = 4  # nominal heads; head width = hidden_size // heads
-    # gamma of mixed and bottleneck; the others have all heads, whatever this is
+    # gamma of mixed and bottleneck; the others have all heads, and refuse any but 1 and 2
     head_ratio: int = 2
     # mixed (ConvBERT): heads // head_ratio heads of attention, as many of convolution.
     # attention (BERT, ELECTRA): heads of attention. bottleneck (ConvBERT's ablation, "noconv" in
@@ -98,7 +98,7 @@ class ModelSection:
     # auto: the fastest per platform, xla if there is attention dropout, and the log says which. One
     # that is named never gives way to another.
     attention: Changeable[str] = "auto"  # auto | xla | cudnn (GPU) | splash (TPU)
-    # the same, of the span's convolution and of its key's
+    # the same, of the span's convolution and of its key's:
     convolution: Changeable[str] = "auto"  # auto | xla | pallas_tpu | pallas_gpu | reference
     layer_norm_epsilon: float = 1e-12
     # True: no convolution tap reads padding or another document. Release: the convolution branch

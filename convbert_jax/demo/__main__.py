@@ -6,8 +6,11 @@ python -m convbert_jax.demo --workdir=runs/mine
 import argparse
 import sys
 
-from convbert_jax import console
-from convbert_jax.config import UserError
+from convbert_jax import absent
+
+with absent.told():
+    from convbert_jax import console
+    from convbert_jax.config import UserError
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -32,9 +35,9 @@ def main() -> None:
         if error.name != "flask":
             raise
         console.fail("The demo page needs Flask: pip install flask, or the extra demo.")
-    try:
+    with absent.told():
         from convbert_jax.inference.loading import load
-
+    try:
         model = load(options.workdir)
         server = app.make_server(app.make_app(model), options.port)
     except UserError as error:

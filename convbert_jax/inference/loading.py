@@ -90,8 +90,8 @@ def _load_source(path: str, vocabulary: str | None, texts: int | None, dtype: st
         )
     if not source.tokenizer:
         raise ModelError(
-            f"{path} has no vocabulary beside its weights; name theirs: "
-            f"load({path!r}, vocabulary='vocab.txt')."
+            f"{path} has no vocabulary beside its weights; copy theirs there, as vocab.txt, or "
+            f"name it in Python: load({path!r}, vocabulary='vocab.txt')."
         )
     compilation.enable_compile_cache(Config().train.compile_cache)
     config, params, length = Config(), None, source.networks["main"].embeddings.positions

@@ -26,10 +26,10 @@ try_once() {
 }
 
 # What the hosts are told. They keep the program in ~/convbert_jax, and of a run its process, log and exit code in ~/.convbert_jax.
-install_text() { # libtpu is of the version that jax asks for, and not that of the lock
+install_text() { # libtpu is of the version that jax asks for, and not that of the lock. pip of Ubuntu 24.04 has to be told that uv may lie there
   # shellcheck disable=SC2016 # for the host to expand
   echo 'set -e; cd; mkdir -p convbert_jax; tar -xzf convbert_jax.tar.gz -C convbert_jax; cd convbert_jax;' \
-    'PATH=$HOME/.local/bin:$PATH; command -v uv >/dev/null || python3 -m pip install --quiet --user uv;' \
+    'PATH=$HOME/.local/bin:$PATH; command -v uv >/dev/null || PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv;' \
     '[ -x .venv/bin/python ] || uv venv --quiet --python 3.12 .venv;' \
     'grep -v "^libtpu==" requirements-3.12.lock >.venv/versions;' \
     'VIRTUAL_ENV=$PWD/.venv uv pip install --quiet --constraint .venv/versions ".[tpu,buckets]"'
@@ -57,6 +57,25 @@ patience=300 # seconds for the program to save
 # shellcheck disable=SC2016
 stop_text='cd ~/.convbert_jax 2>/dev/null || exit 0; is_running() { [ ! -s exit ] && kill -0 "$(cat process)"; } 2>/dev/null; if is_running && [ ! -e stopped ]; then touch stopped; kill -TERM "$(cat process)"; fi; for i in $(seq '$patience'); do is_running || break; sleep 1; done'
 log_text='tail -n 20 ~/.convbert_jax/log'
+
+check_checkout() { # the hosts get what git lists; said before anything is asked for. What lies elsewhere they may see or not
+  local word file
+  if ((dry_run)); then return; fi
+  if ! git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
+    fail 1 "$PWD is no git checkout, by which the program is packed for the hosts; clone the repository, or: git init && git add ."
+  fi
+  for word in ${arguments[@]+"${arguments[@]}"}; do
+    file=${word#*=}
+    case $word in
+      --config=*) file=${file%%:*} ;;
+      --config.init_from=* | --config.tokenizer.path=* | --config.parallel.target_vocabulary=* | --config.distillation.teacher=*) ;;
+      *) continue ;;
+    esac
+    if [[ $file != /* && -e $file ]] && ! git ls-files --error-unmatch -- "$file" >/dev/null 2>&1; then
+      fail 2 "$word: git does not list $file, so the hosts would not get it; git add $file first, or name a path that they see"
+    fi
+  done
+}
 
 create() { # 75: it was taken away meanwhile
   local state archive code=0
@@ -110,7 +129,7 @@ start() {
 }
 
 follow() { # until it has ended; its exit code, or 75 when the machine was taken away
-  local states code again shown='' line
+  local states code again shown='' line seen=0 unseen=0 looks=60
   if ((dry_run)); then
     on_hosts "$state_text"
     return
@@ -122,7 +141,15 @@ follow() { # until it has ended; its exit code, or 75 when the machine was taken
         return 75
         ;;
     esac
-    try_hosts on_hosts "$state_text" || return
+    if ! ((seen)); then
+      try_hosts on_hosts "$state_text" || return
+    elif ! try_once on_hosts "$state_text"; then # it goes on whether it is seen or not: a network here that is down ends nothing there
+      if ((++unseen > looks)); then fail 1 "$name: $looks looks at it in a row have failed: $reason"; fi
+      say "$name cannot be seen now: $reason"
+      sleep "$every"
+      continue
+    fi
+    seen=1 unseen=0
     states=$(grep -o 'state=[a-z0-9]*' <<<"$said")
     line=$(grep -v "state=" <<<"$said" | tail -n 1)
     if [ "$line" != "$shown" ]; then say "$line"; fi
@@ -201,6 +228,7 @@ give_back() { # at the end of `all`
 }
 
 run_verb() {
+  case $verb in create | all) check_checkout ;; esac
   case $verb in
     create)
       plan_first

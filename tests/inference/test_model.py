@@ -285,11 +285,18 @@ def test_a_tensorflow_checkpoint_needs_its_vocabulary(opened, make_run, tmp_path
         file.unlink()
     for file in (tmp_path / "tf").glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(UserError, match="has no vocabulary beside its weights"):
+    with pytest.raises(
+        UserError, match=r"no vocabulary beside .* copy theirs there, as vocab\.txt"
+    ):
         convbert_jax.load(tmp_path / "tf")
     theirs = convbert_jax.load(tmp_path / "tf", vocabulary=model.tokenizer.path)
     texts = ["the a of", "stone"]
     np.testing.assert_allclose(theirs.encode(texts), model.encode(texts), atol=2e-5)
+    beside = tmp_path / "tf" / "vocab.txt"  # all that the demo and --mode=inspect can be told
+    beside.write_text("\n".join(model.tokenizer.entries) + "\n")
+    np.testing.assert_allclose(
+        convbert_jax.load(tmp_path / "tf").encode(texts), model.encode(texts), atol=2e-5
+    )
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join([*model.tokenizer.entries, "one", "more"]) + "\n")
     with pytest.raises(UserError, match=r"has 62 entries, but .* of a vocabulary of 60"):

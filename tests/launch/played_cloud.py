@@ -62,6 +62,7 @@ case "$*" in
   *"tpu-vm describe"*) is_there; state PREEMPTED; told node READY;;
   *"instances describe"*|*list-instances*)
     is_there
+    line=$(told list) || exit 1
     for i in $(seq {hosts}); do echo "host-$i,$(state STOPPED; told node RUNNING)"; done;;
   *" delete "*)
     line=$(told delete) || exit 1

@@ -66,6 +66,30 @@ def test_wrong_command_lines(cloud, script, arguments, says):
     assert says in refuse(cloud, script, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--gpus-per-node=8 --nodes=4", "--nodes=4 is --nodes=N of launch/slurm.sh; say it there"),
+        ("-N 4", "-N is --nodes=N"),
+        ("--job-name=mine", "--job-name=mine is --name=NAME"),
+        ("--output=my.log", "--output=my.log is set by launch/slurm.sh itself; leave it out"),
+        ("--ntasks-per-node=8", "set by launch/slurm.sh itself"),
+        ("--comment='my run'", "told apart by blanks; leave quotation marks out"),
+    ],
+)
+def test_what_slurm_sh_says_to_sbatch_itself(cloud, words, says):
+    """Four nodes that the program is not told of would be four runs in one folder."""
+    assert says in refuse(cloud, "slurm.sh", "run", f"--sbatch={words}", "--", "--config=tiny")
+
+
+def test_other_words_for_sbatch_are_handed_on(cloud):
+    words = "--nodelist=a,b --nice=5 --exclusive --time=1:00:00 -p gpu"
+    lines = words.replace(" --time", "\n--time")
+    result = cloud.run("slurm.sh", "run", "--dry-run", f"--sbatch={lines}", "--", "--config=tiny")
+    assert result.returncode == 0, result.stderr
+    assert f" {words} '--wrap=" in result.stdout
+
+
 @of_google
 @pytest.mark.parametrize(
     ("topology", "says"),

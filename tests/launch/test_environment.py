@@ -22,6 +22,7 @@ here=$(dirname "$0")
 case "$*" in
   --version) echo Python 3.11.0;;
   *sys.prefix*) dirname "$here";;
+  *version_info*) echo 3.11;;
   *cpu_count*) echo 3;;
   "-m pip "*) echo "$*" >>"$here/../../asked"; test ! -e "$here/../../offline";;
   *) echo "$*" >>"$here/../../asked";;
@@ -86,6 +87,69 @@ def test_a_python_that_cannot_be_used(checkout, script, says):
     assert line.startswith(f"error: {python} ")
     assert says in line
     assert not (checkout / ".venv").exists()
+
+
+def test_an_active_environment_of_an_old_python(checkout, tmp_path_factory):
+    """The base environment of conda, say, which is active without being asked for."""
+    active = tmp_path_factory.mktemp("conda")
+    make_environment(active)
+    (active / "bin" / "python").write_text(OLD)
+    path = f"{active}/bin:{os.environ['PATH']}"
+    result = start(checkout, ["launch/quickstart.sh"], CONDA_PREFIX=str(active), PATH=path)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: python, with {active} active, is Python 3.9, not 3.11 or newer")
+
+
+# Makes an environment that answers as NOTES.
+MAKES = """#!/bin/sh
+case "$*" in
+  *version_info*) echo 3.11;;
+  --version) echo Python 3.11.0;;
+  "-m venv --clear .venv") rm -rf .venv; cp -r whole .venv;;
+  *) exit 1;;
+esac
+"""
+
+
+@pytest.mark.parametrize("left", ["no activate", "a dead link"])
+def test_what_a_failed_venv_left_is_made_anew(checkout, left):
+    """As on Debian without python3-venv, at the start after that was installed; and of a Python
+    that the system has replaced since.
+    """
+    make_environment(checkout / "whole")
+    make_environment(checkout / ".venv")
+    (checkout / ".venv" / "pyvenv.cfg").touch()
+    if left == "no activate":
+        (checkout / ".venv" / "bin" / "activate").unlink()
+    else:
+        (checkout / ".venv" / "bin" / "python").unlink()
+        (checkout / ".venv" / "bin" / "python").symlink_to("/no/such/python")
+    (checkout / "maker").write_text(MAKES)
+    (checkout / "maker").chmod(0o755)
+    result = start(checkout, ["launch/quickstart.sh"], PYTHON=str(checkout / "maker"))
+    assert result.returncode == 0, result.stderr
+    assert asked(checkout)[-1] == "-m convbert_jax.main --config=configs/tiny.py"
+
+
+def test_another_thing_of_that_name_is_left_alone(checkout):
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / "notes").touch()
+    result = start(checkout, ["launch/quickstart.sh"])
+    assert result.returncode == 1
+    assert result.stderr.startswith(
+        f"error: {checkout}/.venv is there and is no virtual environment"
+    )
+    assert (checkout / ".venv" / "notes").exists()
+
+
+def test_a_checkout_that_was_moved_keeps_its_environment(checkout):
+    make_environment(checkout / ".venv")
+    (checkout / ".venv" / "bin" / "activate").write_text("PATH=/where/it/was/bin:$PATH")
+    result = start(checkout, ["launch/quickstart.sh"])
+    assert result.returncode == 0, result.stderr
+    assert asked(checkout)[-1] == "-m convbert_jax.main --config=configs/tiny.py"
 
 
 def test_requirements_are_installed_once_and_again_when_they_change(checkout):

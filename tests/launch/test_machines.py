@@ -1,5 +1,6 @@
 """launch/tpu_vm.sh and gce.sh against a cloud that is played: the way of a run, and its faults."""
 
+import shutil
 import signal
 import subprocess
 
@@ -98,6 +99,62 @@ def test_a_host_that_was_made_anew_starts_again(cloud, script):
     assert result.returncode == 0, result.stderr
     assert "a host was made anew" in result.stderr
     assert len(cloud.started) == 4
+
+
+TOKENS = "ERROR: (gcloud) There was a problem refreshing your tokens. Run: gcloud auth login"
+
+
+@both
+@pytest.mark.parametrize("fault", [TOKENS, played_cloud.UNREACHABLE, "ERROR: (gcloud) HTTP 503"])
+def test_a_look_that_fails_ends_no_run(cloud, script, fault):
+    """A network that is down where this is started, say: the machine would be deleted for it."""
+    for host in (1, 2):
+        cloud.program(host, "until [ -e $HOME/../enough ]; do sleep 0.1; done")
+    process = cloud.start(script, "all", SLICE, *HOST, *PROGRAM)
+    cloud.wait_for(lambda: len(cloud.started) == 2, process)
+    told = cloud.folder / "told-ssh"
+    looks = cloud.count(" ssh ")
+    cloud.wait_for(lambda: cloud.count(" ssh ") > looks + 4, process)  # it was seen
+    cloud.tell("ssh", *[fault] * 20)
+    cloud.wait_for(lambda: not told.read_text(), process)
+    cloud.set(enough="")
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "convbert-jax cannot be seen now: " in said
+    assert cloud.count(CREATE[script]) == cloud.count(DELETE[script]) == 1
+
+
+def test_why_the_hosts_of_a_group_cannot_be_listed_is_said(cloud):
+    """And not what the command before has said."""
+    for host in (1, 2):
+        cloud.program(host, "until [ -e $HOME/../enough ]; do sleep 0.1; done")
+    process = cloud.start("gce.sh", "all", SLICE, *HOST, *PROGRAM)
+    cloud.wait_for(lambda: len(cloud.started) == 2, process)
+    looks = cloud.count(" ssh ")
+    cloud.wait_for(lambda: cloud.count(" ssh ") > looks + 4, process)
+    cloud.tell("list", *["ERROR: (gcloud) HTTP 503"] * 8)
+    cloud.wait_for(lambda: not (cloud.folder / "told-list").read_text(), process)
+    cloud.set(enough="")
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "cannot be seen now: ERROR: (gcloud) HTTP 503" in said
+
+
+@both
+def test_a_machine_that_is_never_seen_again_is_told(cloud, script):
+    for host in (1, 2):
+        cloud.program(host, "sleep 120")
+    assert cloud.run(script, "create", SLICE, *HOST, "--no-plan").returncode == 0
+    process = cloud.start(script, "run", SLICE, *HOST, *PROGRAM)
+    cloud.wait_for(lambda: len(cloud.started) == 2, process)
+    looks = cloud.count(" ssh ")
+    cloud.wait_for(lambda: cloud.count(" ssh ") > looks + 4, process)
+    cloud.tell("ssh", *[TOKENS] * 1_000)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "60 looks at it in a row have failed: gcloud knows no account" in said
+    cloud.tell("ssh")
+    assert cloud.run(script, "delete", SLICE, *HOST).returncode == 0
 
 
 @both
@@ -368,3 +425,65 @@ def test_what_does_not_fit_is_not_asked_for(cloud, script):
     result = cloud.run(script, "all", SLICE, "--no-plan", *HOST, *PROGRAM)
     assert result.returncode == 0, result.stderr
     assert (cloud.folder / "planned").read_text() == 3 * PLANNED
+
+
+@both
+def test_a_config_that_the_hosts_would_not_get_is_told_first(cloud, script):
+    """They get what git lists; without this a machine is waited and paid for first."""
+    (cloud.checkout / "my configs").mkdir()
+    (cloud.checkout / "my configs" / "mine.py").touch()
+    (cloud.checkout / "vocab.txt").touch()
+    program = ("--", "--config=my configs/mine.py:large", "--workdir=gs://bucket/run")
+    vocabulary = "--config.tokenizer.path=vocab.txt"
+    for verb in ("create", "all"):
+        result = cloud.run(script, verb, SLICE, *HOST, *program)
+        assert result.returncode == 2
+        assert "git add my configs/mine.py first" in errors(result)[0]
+        result = cloud.run(script, verb, SLICE, *HOST, *PROGRAM, vocabulary)
+        assert result.returncode == 2
+        assert f"{vocabulary}: git does not list vocab.txt" in errors(result)[0]
+    assert cloud.asked() == []
+    subprocess.run(["git", "add", "."], cwd=cloud.checkout, check=True)
+    assert cloud.run(script, "all", SLICE, *HOST, *program, vocabulary).returncode == 0
+    assert (
+        f"--config=my configs/mine.py:large --workdir=gs://bucket/run {vocabulary}"
+        in (cloud.started[0])
+    )
+
+
+@both
+def test_a_folder_that_is_no_checkout_is_told_first(cloud, script):
+    shutil.rmtree(cloud.checkout / ".git")
+    result = cloud.run(script, "all", SLICE, *HOST, *PROGRAM)
+    assert result.returncode == 1
+    assert "is no git checkout" in errors(result)[0]
+    assert cloud.asked() == []
+
+
+# As on Ubuntu 24.04: pip installs nothing beside the system's packages unless it is told to.
+MANAGED = """#!/bin/bash
+if [ "$PIP_BREAK_SYSTEM_PACKAGES" != 1 ]; then echo externally-managed-environment >&2; exit 1; fi
+cp "$HOME/uv" "$HOME/.local/bin"
+"""
+
+
+def test_a_host_whose_python_is_the_systems_gets_uv(cloud):
+    host = cloud.folder / "host"
+    (host / ".local" / "bin").mkdir(parents=True)
+    (host / "convbert_jax").mkdir()
+    shutil.copy(cloud.folder / "uv", host)
+    python = host / ".local" / "bin" / "python3"
+    python.write_text(MANAGED)
+    python.chmod(0o755)
+    archive = ["tar", "-czf", host / "convbert_jax.tar.gz", "-C", cloud.checkout, "."]
+    subprocess.run(archive, check=True)
+    sourced = ". launch/machines/command_line.sh; . launch/machines/hosts.sh; "
+    result = subprocess.run(
+        ["bash", "-c", sourced + 'eval "$(install_text)"'],
+        cwd=cloud.checkout,
+        env={"HOME": str(host), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert (host / "convbert_jax" / ".venv" / "versions").exists()

@@ -142,6 +142,22 @@ def test_painted_text_is_no_markup(monkeypatch):
     assert "<b>" not in paint(text)
 
 
+def test_curves_of_a_run_without_a_discriminator(monkeypatch):
+    """MORE = {"recipe": "masked_lm"}, as docs/pretraining.md advises for minutes."""
+    matplotlib.use("Agg")
+    shown = types.ModuleType("IPython.display")
+    shown.HTML, shown.Image, shown.display = str, len, display
+    monkeypatch.setitem(sys.modules, "IPython.display", shown)
+    draw = exec_cell("pretrain", "def draw")["draw"]
+    records = [
+        {"step": step, "split": split, "mlm_loss": 5.0, "mlm_accuracy": 0.2}
+        for step in (10, 20)
+        for split in ("train", "validation")
+    ]
+    assert draw(records) > 1_000  # bytes of a picture
+    assert draw([r | {"discriminator_auc": 0.6} for r in records]) > draw(records)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("notebooks")

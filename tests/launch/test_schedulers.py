@@ -140,6 +140,23 @@ def test_xpk_says_that_a_run_failed_and_what_it_cannot_delete(tools):
     assert "may cost money" in error(result)
 
 
+def test_a_look_by_xpk_that_fails_deletes_nothing(tools):
+    """Nor does a week, after which xpk waits no more."""
+    looks = [("no network", 1), ("a week", 124), ("no network", 1), ("the table", 0)]
+    tools.answer("xpk workload list", *looks)
+    result = tools.run("xpk.sh", "all", *PLACE, "--every=0", *PROGRAM)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("cannot be seen now") == 2
+    assert verbs(tools, "xpk")[2:] == [*["workload list"] * 4, "workload delete", "cluster delete"]
+    tools.answer("xpk workload list", ("no such cluster", 1))
+    result = tools.run("xpk.sh", "watch", *PLACE)
+    assert result.returncode == 1
+    assert "xpk cannot follow it (exit code 1)" in error(result)
+    result = tools.run("xpk.sh", "run", *PLACE, "--every=0", *PROGRAM)
+    assert result.returncode == 1
+    assert result.stderr.count("cannot be seen now") == 59
+
+
 def test_xpk_stop_waits_until_the_run_has_saved(tools):
     result = tools.run("xpk.sh", "stop", *PLACE)
     assert result.returncode == 0, result.stderr

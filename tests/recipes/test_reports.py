@@ -154,6 +154,22 @@ def test_what_to_do_next_is_understood(name, tmp_path):
     assert ("Teach it a task, from pairs of texts" in typed) == (config.recipe == "span_corruption")
 
 
+@pytest.mark.parametrize("name", ["tiny", "translation:tiny"])
+def test_a_run_on_text_of_ones_own_has_nothing_of_this_ones(name, tmp_path):
+    """Shards of another corpus in the folder are refused, and its held-out text says nothing."""
+    section = "parallel" if "translation" in name else "data"
+    old = {f"{section}.source": "text:a", f"{section}.validation_source": "text:b"}
+    config = convbert_jax.load_config(name, **old, **{"data.directory": "shards"})
+    workdir = Workdir(tmp_path)
+    files.write_json(workdir.config, to_dict(config))
+    command = dict(commands.after_pretraining(config, workdir, 40))
+    (typed,) = (line for what, line in command.items() if "on your own" in what)
+    with flagsaver.flagsaver():
+        other = command_line.read(shlex.split(typed)[2:]).config
+    assert other.data.directory == getattr(other, section).validation_source == ""
+    assert "FILE" in getattr(other, section).source or "FOLDER" in getattr(other, section).source
+
+
 def test_only_what_can_be_exported_is_to_be_exported():
     own = dataclasses.replace(Config().model, mixer="dynamic")
     config = dataclasses.replace(Config(), model=own)

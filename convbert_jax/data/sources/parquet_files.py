@@ -1,6 +1,7 @@
 """Parquet files, read by row groups: local ones, and public data sets of the Hugging Face hub."""
 
 import dataclasses
+import errno
 import fnmatch
 import os
 from collections import Counter
@@ -13,6 +14,8 @@ from convbert_jax.data.sources.documents import clean, decode, unit_bytes
 from convbert_jax.data.sources.text_files import find_files, fingerprint_files
 
 ROWS_AT_ONCE = 128
+_FULL = os.strerror(errno.ENOSPC)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +76,8 @@ def open_hub(rest: str, section: DataSection) -> ParquetFiles:
     """Parquet files of OWNER/NAME/GLOB, downloaded into the hub's cache on first use.
 
     Raises:
-      DataError: no such data set or file, files of another kind, or no network and nothing in the
-        cache.
+      DataError: no such data set or file, files of another kind, no network and nothing in the
+        cache, or a cache that cannot be written.
     """
     import huggingface_hub
 
@@ -96,6 +99,12 @@ def open_hub(rest: str, section: DataSection) -> ParquetFiles:
         )
     # The hub's client raises errors of its own, of its transport and of the file system.
     except Exception as error:
+        if _is_of_the_disk(error):
+            raise DataError(
+                f"hub:{rest} could not be kept in {huggingface_hub.constants.HF_HUB_CACHE} "
+                f"({getattr(error, 'strerror', '') or _FULL}); make room there, or name a folder "
+                "on another disk with the environment variable HF_HOME."
+            ) from error
         raise DataError(
             f"hub:{rest} could not be downloaded ({type(error).__name__}); check the name and the "
             "network, or download the files elsewhere and name them as parquet:GLOB."
@@ -105,6 +114,13 @@ def open_hub(rest: str, section: DataSection) -> ParquetFiles:
     if not paths:
         raise DataError(f"No file of {owner}/{name} matches '{pattern}'; check config.data.source.")
     return _open(f"hub:{rest}", paths, section)
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    """Whether the cache cannot be written; of errors of the transport, some are OSErrors too."""
+    if isinstance(error, OSError):
+        return error.errno in _DISK
+    return _FULL in str(error)  # hf_xet, in Rust, says it in words
 
 
 def _open(name: str, paths: list[Path], section: DataSection) -> ParquetFiles:

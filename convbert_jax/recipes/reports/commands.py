@@ -27,11 +27,18 @@ def more_steps(step: int) -> str:
 
 
 def own_text(config: Config) -> str:
-    """The flags that make a run learn from other text, elsewhere."""
-    source = "--config.data.source='text:FOLDER/*.txt'"
+    """The flags that make a run learn from other text, elsewhere: not beside the shards that the
+    config names, and held out of that text, not of what this run was measured by.
+    """
+    name, section, source = "data", config.data, "'text:FOLDER/*.txt'"
     if config.reads_pairs:
-        source = "--config.parallel.source=parallel:FILE,FILE"
-    return f"{source} --workdir=runs/mine"
+        name, section, source = "parallel", config.parallel, "parallel:FILE,FILE"
+    flags = [f"--config.{name}.source={source}"]
+    if section.validation_source:
+        flags.append(f"--config.{name}.validation_source=")
+    if config.data.directory:
+        flags.append("--config.data.directory=")
+    return " ".join((*flags, "--workdir=runs/mine"))
 
 
 def after_pretraining(config: Config, workdir: Workdir, step: int) -> list[Command]:

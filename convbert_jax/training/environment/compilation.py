@@ -18,13 +18,17 @@ def enable_compile_cache(path: str) -> None:
     To be called when a run begins: `describe_compile_cache` counts from here on. What this process
     compiled before stays in its memory. Several hosts need one path that all can read. A folder
     that somebody else named goes first, by the environment variable JAX_COMPILATION_CACHE_DIR for
-    one.
+    one. A folder that cannot be made is a warning, and nothing is kept: jax would take every
+    program for one that may be there, and say of each why not.
+
+    Raises:
+      UserError: as `files.to_path`.
     """
     global _folder
     _events.update(dict.fromkeys(_events, 0))
     if jax.config.jax_compilation_cache_dir != _folder:
         return
-    wanted = str(files.to_path(path)) if path else None
+    wanted = _make_folder(path) if path else None
     if wanted == _folder:
         return
     _folder = wanted
@@ -34,6 +38,22 @@ def enable_compile_cache(path: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # jax asks for the folder once, when it first compiles.
     compilation_cache.reset_cache()
+
+
+def _make_folder(path: str) -> str | None:
+    """The folder as jax wants it; None where it is not there and cannot be made."""
+    folder = files.to_path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logging.warning(
+            "config.train.compile_cache=%s cannot be made (%s): the next start compiles everything "
+            "anew; name a folder that can be written.",
+            path,
+            error.strerror or error,
+        )
+        return None
+    return str(folder)
 
 
 def describe_compile_cache() -> str:

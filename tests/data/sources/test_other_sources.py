@@ -1,5 +1,7 @@
 """Sources besides text files: docstrings, parquet, the hub, TFDS and `datasets`."""
 
+import errno
+import os
 import pickle
 import random
 import shutil
@@ -130,6 +132,27 @@ def test_hub_without_network(monkeypatch):
         open_source(DataSection(), "hub:wikimedia/wikipedia")
     with pytest.raises(DataError, match=r"not parquet, which hub: reads; try datasets:allenai/c4"):
         open_source(DataSection(), "hub:allenai/c4/en/*.json.gz")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        PermissionError(errno.EACCES, os.strerror(errno.EACCES)),
+        RuntimeError("File reconstruction error: IO Error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_hub_cache_that_cannot_be_written(error, monkeypatch):
+    """The default corpus has tens of GB, and the cache is in the home folder."""
+    import huggingface_hub
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    says = r"could not be kept in .* \((No space|Permission).*HF_HOME"
+    with pytest.raises(DataError, match=says):
+        open_source(DataSection(), "hub:wikimedia/wikipedia/20231101.en/*.parquet")
 
 
 # --- TFDS ---

@@ -1,5 +1,7 @@
 """Runs in one process, each with its own folder of compiled programs."""
 
+import warnings
+
 import jax
 import pytest
 from jax._src import distributed
@@ -60,6 +62,17 @@ def test_each_run_has_its_own_folder(tmp_path):
     compilation.enable_compile_cache("")
     assert compile_one(7) == "compile cache off"
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_cannot_be_made_is_said_once(tmp_path, caplog):
+    """jax would warn at every program, and the log would name a folder that later starts use."""
+    (tmp_path / "file").touch()
+    compilation.enable_compile_cache(str(tmp_path / "file" / "cache"))
+    with warnings.catch_warnings(action="error"):
+        assert compile_one(13) == compile_one(15) == "compile cache off"
+    assert (
+        caplog.text.count(f"config.train.compile_cache={tmp_path}/file/cache cannot be made") == 1
+    )
 
 
 def test_a_folder_that_somebody_else_named_goes_first(tmp_path):
