@@ -30,6 +30,11 @@ class ParquetFiles:
     encoding_errors: str
     units: tuple[RowGroups, ...]
 
+    @property
+    def files(self) -> set[Path]:
+        """All files that it reads."""
+        return {self.root / file for unit in self.units for file, _ in unit.parts}
+
     def documents(self, unit: RowGroups, tally: Counter | None = None) -> Iterator[str]:
         """Texts of the rows of `unit`; null and blank ones are left out."""
         for file, group in unit.parts:

@@ -61,6 +61,11 @@ class TextFiles:
     encoding_errors: str
     units: tuple[TextUnit, ...]
 
+    @property
+    def files(self) -> set[Path]:
+        """All files that it reads."""
+        return {self.root / part.file for unit in self.units for part in unit.parts}
+
     def documents(self, unit: TextUnit, tally: Counter | None = None) -> Iterator[str]:
         """Documents of `unit` in the order of the files.
 
@@ -114,6 +119,8 @@ class TextFiles:
                 f"{path} has no JSON object at byte {offset}: {error}; mend it, or set "
                 "config.data.format if it is not jsonl."
             ) from None
+        if isinstance(record, dict) and record.get(self.text_field, "") is None:
+            return ""  # null, which is left out as in parquet
         if not isinstance(record, dict) or not isinstance(record.get(self.text_field), str):
             names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
             raise DataError(

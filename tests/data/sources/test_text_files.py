@@ -53,6 +53,8 @@ def test_jsonl(tmp_path):
     assert read(f"text:{path}") == ["one\n\ntwo", "three"]
     path.write_text('{"body": "one"}\n')
     assert read(f"text:{path}", text_field="body") == ["one"]
+    path.write_text('{"text": null}\n{"text": "one"}\n')  # as parquet has it
+    assert read(f"text:{path}") == ["one"]
 
 
 @pytest.mark.parametrize(
