@@ -5,8 +5,9 @@ tokenizer_config.json    special tokens and the longest input
 vocab.txt, spiece.model  the vocabulary as older software and our own reader take it
 
 One difference is meant: Hugging Face reads "[MASK]" written in a text as the special token (that
-is how masks are given to a pipeline), ours never does. One is not: of SentencePiece splits with
-equal scores theirs may take the other, and of Korean letters that conjoin with those of a keyboard.
+is how masks are given to a pipeline), ours never does. Two are not: of SentencePiece splits with
+equal scores theirs may take the other, and theirs may leave apart Korean letters of a keyboard and
+conjoining ones that ours makes a syllable of.
 """
 
 import functools

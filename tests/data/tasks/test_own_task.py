@@ -344,6 +344,19 @@ def test_another_separator_is_named(tmp_path, name, first, words):
         read(tmp_path, train=name)
 
 
+def test_json_under_the_name_of_the_other_kind(tmp_path):
+    write(tmp_path, "a.json", FILES["d.jsonl"])
+    with pytest.raises(DataError, match=r"line 2 column 1; an object a line is the format jsonl"):
+        read(tmp_path, train="a.json")
+    assert len(read(tmp_path, train="a.json", format="jsonl", heldout_fraction=0.0)) == len(ROWS)
+    write(tmp_path, "a.json", "")
+    with pytest.raises(DataError, match=r"a\.json is not JSON"):
+        read(tmp_path, train="a.json")
+    write(tmp_path, "a.jsonl", json.dumps(OBJECTS, indent=1))
+    with pytest.raises(DataError, match=r"line 1 is not JSON: .*several lines is the format json,"):
+        read(tmp_path, train="a.jsonl")
+
+
 def test_a_header_is_no_row(tmp_path):
     """With the columns named it was one, and its label a label of its own."""
     write(tmp_path, "a.tsv", HEADER + "x\ta\ny\tb\n")
