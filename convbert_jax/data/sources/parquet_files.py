@@ -155,10 +155,17 @@ def _group_sizes(path: Path, field: str) -> list[int]:
             "config.data.text_field."
         )
     kind = metadata.schema.to_arrow_schema().field(field).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    if not _is_text(kind.value_type if pyarrow.types.is_dictionary(kind) else kind):
         raise DataError(
             f"Column '{field}' of {path} is {kind}, not text; set config.data.text_field."
         )
     column = names.index(field)
     groups = [metadata.row_group(i).column(column) for i in range(metadata.num_row_groups)]
     return [group.total_uncompressed_size for group in groups]
+
+
+def _is_text(kind) -> bool:
+    """Whether an arrow type is one of text."""
+    from pyarrow import types
+
+    return any(is_(kind) for is_ in (types.is_string, types.is_large_string, types.is_string_view))

@@ -68,6 +68,19 @@ def test_parquet_by_row_groups(tmp_path, documents, monkeypatch):
     assert read(pickle.loads(pickle.dumps(source))) == documents[:100]
 
 
+@pytest.mark.parametrize("kind", [
+    pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(),
+    pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+])  # fmt: skip
+def test_parquet_text_of_any_kind(kind, tmp_path):
+    """Categories of pandas and views of polars were refused as no text."""
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pyarrow.table({"text": pyarrow.array(["one", None, "two"]).cast(kind)}), path
+    )
+    assert read(open_source(DataSection(), f"parquet:{path}")) == ["one", "two"]
+
+
 def test_parquet_faults_are_named(tmp_path, documents):
     write_parquet(tmp_path / "a.parquet", documents[:5], field="body")
     with pytest.raises(DataError, match=r"no column 'text' \(it has: id, body\)"):
