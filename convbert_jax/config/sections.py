@@ -232,7 +232,9 @@ class TokenizerSection:
     # vocab.txt, tokenizer.json, a SentencePiece .model or a .pieces; "" trains one
     path: str = ""
     lowercase: bool = True
-    strip_accents: bool = True  # wordpiece and sentencepiece; BERT's uncased vocabularies expect it
+    # wordpiece and sentencepiece; BERT's uncased vocabularies expect it. False for Hindi, Thai,
+    # Japanese and their kin, whose vowel signs and voicing are marks too
+    strip_accents: bool = True
     algorithm: str = "unigram"  # of SentencePiece: unigram | bpe
     # longer words become [UNK] (wordpiece). Release: 200; Hugging Face: 100
     max_word_chars: int = 200
@@ -249,14 +251,14 @@ class DataSection:
     """The corpus and how it becomes rows of `length` tokens."""
 
     # docstrings | text:GLOB | tfds:NAME or tfds:DIR | parquet:GLOB | hub:OWNER/NAME/FILE-GLOB |
-    # datasets:NAME[/CONFIG]
+    # datasets:NAME[/CONFIG] or datasets:DIR
     source: str = "docstrings"
     # of text files: auto | blank_lines | lines | jsonl | wikiextractor | file (each one document) |
     # csv | tsv (with a first line of names)
     format: str = "auto"
     text_field: str = "text"  # column of csv, tsv, jsonl, parquet, TFDS and datasets
     split: str = "train"  # of TFDS and datasets
-    # a corpus of its own for evaluation; "" holds out documents of `source`
+    # a corpus of its own for evaluation, of other files; "" holds out documents of `source`
     validation_source: str = ""
     heldout_fraction: float = 0.01  # of the documents, chosen by a hash of their text
     length: int = 128

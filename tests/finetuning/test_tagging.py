@@ -68,3 +68,21 @@ def test_tags_are_learned_and_written(source, make_config, make_programs, vocabu
 def test_a_head_for_texts_is_refused(source, make_config, vocabulary):
     with pytest.raises(ConfigError, match="head=sequence is not for the task names, a tagging"):
         classification.make_task(source, make_config(finetune__head="sequence"), vocabulary)
+
+
+def test_words_that_the_vocabulary_has_not_are_told(tmp_path, make_config, vocabulary, caplog):
+    """A model of one language was fine-tuned on unknown tokens of another, without a word."""
+    for name, words in (("a", ["river"]), ("b", ["\u5ddd", "\u706b"])):
+        line = {"words": ["the", "moon", *words], "tags": ["O", "B-X", *"O" * len(words)]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
+    section = TaskSection(
+        kind="tagging",
+        folder=str(tmp_path),
+        train="a.jsonl",
+        validation="b.jsonl",
+        texts=("words",),
+        label="tags",
+    )
+    classification.make_task(own_task.open_task(section), make_config(), vocabulary)
+    assert "own, train:" not in caplog.text
+    assert "own, validation: 33.3% of the tokens are unknown to the vocabulary" in caplog.text

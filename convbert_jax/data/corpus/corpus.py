@@ -39,7 +39,12 @@ from convbert_jax.data.corpus.rows import row_dtype
 from convbert_jax.data.corpus.shards import damaged_shard
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.records import write_record
-from convbert_jax.data.sources.source import REMOTE, Source, open_source
+from convbert_jax.data.sources.source import (
+    REMOTE,
+    Source,
+    open_source,
+    refuse_shared_text,
+)
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from convbert_jax.data.units.lock import lock
 from convbert_jax.data.units.processes import Processes
@@ -93,6 +98,8 @@ def prepare(config: Config, directory: Path, runner: Runner | None = None) -> Co
             return opened
         started = time.monotonic()
         sources = _open_sources(config.data)
+        if "validation" in sources:
+            refuse_shared_text(sources["train"], sources["validation"])
         made_from = origin(config, sources)
         metadata, tokenizer = _go_on(config, made_from, directory)
         if metadata is None:

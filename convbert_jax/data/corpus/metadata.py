@@ -11,7 +11,8 @@ from convbert_jax.data.records import read_record
 from convbert_jax.data.sources.source import Source
 from convbert_jax.data.tokenizer.tokenizer import training_settings
 
-VERSION = 1  # of the rows and their order; raise it when the same config gives other rows
+# Of the rows and their order, by layout; raise it when the same config gives other rows.
+VERSIONS = {"packed": 1, "electra": 1, "pairs": 2}  # 1: sentences ended as in English and Chinese
 METADATA = "metadata.json"
 METADATA_FIELDS = {
     "complete": bool,
@@ -46,7 +47,7 @@ def origin(config: Config, sources: dict[str, Source] | None) -> dict[str, Any]:
     layout += f" ({config.objective.sentence_pairs})" if data.layout == "pairs" else ""
     layout += " of shuffled documents" if data.shuffle_documents else ""
     result = {
-        "version": VERSION,
+        "version": VERSIONS[data.layout],
         "layout": layout,
         "length": data.length,
         "tokenizer": {"path": tokenizer.path} if tokenizer.path else training_settings(tokenizer),

@@ -18,15 +18,24 @@ FOLLOWS, OTHER, UNLABELLED = 0, 1, -1  # of a row: as Hugging Face's next_senten
 POOL_TOKENS = 1_000_000  # of documents in memory, to take second texts from; some 40 MB
 SHORT_SHARE = 0.1  # of rows that are made short on purpose, as in BERT's release
 DRAWS = 10  # places tried for a second text of another document, as in BERT's release
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"')\]])\s+|(?<=[\u3002\uff01\uff1f])")
+# Ends that need no blank behind them: of Chinese and Japanese, Hindi and its kin, Urdu and Arabic,
+# Amharic, Burmese, Khmer. And what closes a quotation behind an end.
+_ENDS = "\u3002\uff01\uff1f\uff61\u0964\u0965\u06d4\u061f\u1362\u104b\u17d4\u17d5"
+_CLOSING = r"\"')\]\u2019\u201d\u00bb\u300d\u300f\uff09\u3011\u3015\u3009\u300b"
+_SENTENCE_END = re.compile(rf"[.!?][{_CLOSING}]*(\s+)|[{_ENDS}][{_ENDS}.!?]*[{_CLOSING}]*(\s*)")
 
 
 def split_sentences(line: str) -> list[str]:
-    """A line behind every . ! or ? that a blank follows, and behind their full-width kin.
+    """A line behind every . ! or ? that a blank follows, and behind their kin of other scripts;
+    what closes a quotation there belongs to its sentence.
 
     So "Mr. X" is cut too: what an abbreviation cuts is a shorter sentence, here no harm.
     """
-    return [part for part in _SENTENCE_END.split(line) if part.strip()]
+    parts, start = [], 0
+    for end in _SENTENCE_END.finditer(line):
+        parts.append(line[start : end.start(end.lastindex)])
+        start = end.end()
+    return [part for part in [*parts, line[start:]] if part.strip()]
 
 
 class PairRows:

@@ -19,6 +19,7 @@ from convbert_jax.data.tokenizer.tokenizer import (
     Tokenizer,
     check_tokenizer,
     load_tokenizer,
+    refuse_lost_letters,
     train_tokenizer,
 )
 from convbert_jax.data.units.work import Runner, Work, do_units, record_path
@@ -63,6 +64,7 @@ def prepare_tokenizer(config: Config, directory: Path, source: Source) -> Tokeni
     if section.path:
         tokenizer = load_tokenizer(section, directory)
     else:
+        refuse_lost_letters(section, texts)
         started = time.monotonic()
         logging.info("Training a %s vocabulary of %d.", section.kind, section.vocab_size)
         tokenizer = train_tokenizer(

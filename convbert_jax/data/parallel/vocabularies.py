@@ -16,6 +16,7 @@ from convbert_jax.data.tokenizer.tokenizer import (
     Tokenizer,
     check_tokenizer,
     load_tokenizer,
+    refuse_lost_letters,
     train_tokenizer,
     training_settings,
 )
@@ -77,6 +78,7 @@ def make(config: Config, directory: Path, source: PairSource) -> Vocabularies:
         if section.path:
             tokenizer = load_tokenizer(section, directory)
         else:
+            refuse_lost_letters(section, checked)
             what = f"the {name}" if name else "both texts"
             logging.info(
                 "Training a %s vocabulary of %d, of %s.", section.kind, section.vocab_size, what

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from convbert_jax.config import DataSection
@@ -18,6 +18,7 @@ from convbert_jax.data.sources.text_files import fingerprint_files
 
 ROWS_AT_ONCE = 128
 SAMPLED_ROWS = 64  # to estimate how much text there is
+SAVED = ("state.json", "dataset_dict.json")  # of these `save_to_disk` leaves one in a folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class IndexedRows:
     units: tuple[RowRange, ...]
 
     def documents(self, unit: RowRange, tally: Counter | None = None) -> Iterator[str]:
-        """Texts of the rows of `unit`; blank ones are left out."""
+        """Texts of the rows of `unit`; null and blank ones are left out."""
         rows = OPEN_ROWS[self.opener](*self.arguments)
         for start in range(unit.start, unit.stop, ROWS_AT_ONCE):
             indices = range(start, min(start + ROWS_AT_ONCE, unit.stop))
@@ -83,9 +84,11 @@ def open_tfds(rest: str, section: DataSection) -> IndexedRows:
 
 
 def open_datasets(rest: str, section: DataSection) -> IndexedRows:
-    """A data set of the `datasets` package, NAME or NAME/CONFIG as `load_dataset` takes them.
+    """A data set of the `datasets` package: NAME, OWNER/NAME or OWNER/NAME/CONFIG as `load_dataset`
+    takes them, or a folder, of files that it reads or as `save_to_disk` writes one.
 
-    With two slashes the last part is the configuration: OWNER/NAME/CONFIG.
+    Raises:
+      DataError: the package is not installed, nothing can be loaded, or no such split or field.
     """
     try:
         import datasets  # noqa: F401
@@ -107,12 +110,13 @@ def _indexed(name, fingerprint, opener, arguments, rows, section: DataSection) -
         raise DataError(f"{name} has no rows in split '{section.split}'; check config.data.split.")
     sampled = sorted({i * count // SAMPLED_ROWS for i in range(SAMPLED_ROWS)})
     sample = rows_at(rows, sampled, name)
-    if field not in sample[0] or not isinstance(sample[0][field], str | bytes):
+    texts = [text for row in sample if (text := row.get(field)) is not None]
+    if not texts or not all(isinstance(text, str | bytes) for text in texts):
         raise DataError(
             f"{name} has no text in '{field}' (it has: {', '.join(sample[0])}); set "
             "config.data.text_field."
         )
-    average = max(1, sum(len(row[field]) for row in sample) // len(sample))
+    average = max(1, sum(map(len, texts)) // len(sample))
     step = max(1, unit_bytes(average * count) // average)
     return IndexedRows(
         name=name,
@@ -219,16 +223,28 @@ def open_prepared(directory: str, split: str):
 def _datasets_rows(name: str, split: str):
     import datasets
 
-    parts = name.split("/")
+    folder = os.path.expanduser(name)
+    parts = [folder] if os.path.isdir(folder) else name.split("/")
     configuration = parts.pop() if len(parts) == 3 else None
     try:
-        return datasets.load_dataset("/".join(parts), configuration, split=split)
+        if any(os.path.isfile(os.path.join(folder, file)) for file in SAVED):
+            rows = datasets.load_from_disk(folder)
+        else:
+            rows = datasets.load_dataset("/".join(parts), configuration, split=split)
     # The package raises errors of its own, of the hub's client and of the file system.
     except Exception as error:
         raise DataError(
             f"datasets:{name} could not be loaded ({_reason(error)}); check the "
             "name, config.data.split and the network."
         ) from error
+    if isinstance(rows, Mapping):  # several splits in one folder
+        if split not in rows:
+            names = ", ".join(rows)
+            raise DataError(
+                f"{folder} has no split '{split}' (it has: {names}); name one of these."
+            )
+        rows = rows[split]
+    return rows
 
 
 OPEN_ROWS = {"tfds": _tfds_rows, "datasets": _datasets_rows}

@@ -33,6 +33,11 @@ class ParquetFiles:
     encoding_errors: str
     units: tuple[RowGroups, ...]
 
+    @property
+    def files(self) -> set[Path]:
+        """All files that it reads."""
+        return {self.root / file for unit in self.units for file, _ in unit.parts}
+
     def documents(self, unit: RowGroups, tally: Counter | None = None) -> Iterator[str]:
         """Texts of the rows of `unit`; null and blank ones are left out."""
         for file, group in unit.parts:
@@ -166,10 +171,17 @@ def _group_sizes(path: Path, field: str) -> list[int]:
             "config.data.text_field."
         )
     kind = metadata.schema.to_arrow_schema().field(field).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    if not _is_text(kind.value_type if pyarrow.types.is_dictionary(kind) else kind):
         raise DataError(
             f"Column '{field}' of {path} is {kind}, not text; set config.data.text_field."
         )
     column = names.index(field)
     groups = [metadata.row_group(i).column(column) for i in range(metadata.num_row_groups)]
     return [group.total_uncompressed_size for group in groups]
+
+
+def _is_text(kind) -> bool:
+    """Whether an arrow type is one of text."""
+    from pyarrow import types
+
+    return any(is_(kind) for is_ in (types.is_string, types.is_large_string, types.is_string_view))

@@ -61,3 +61,22 @@ def open_source(section: DataSection, spec: str) -> Source:
     if not source.units:
         raise DataError(f"Source '{spec}' has no text; check it and its files.")
     return source
+
+
+def refuse_shared_text(source: Source, validation: Source) -> None:
+    """Raises DataError where what is evaluated on is trained on too: held-out numbers would not be
+    of held-out text. A glob for all files takes those for evaluation along.
+    """
+    trained, held = (
+        {os.path.realpath(path) for path in getattr(each, "files", ())}
+        for each in (source, validation)
+    )
+    shared = sorted(trained & held)
+    if not shared and source.fingerprint != validation.fingerprint:
+        return
+    what = f"reads {shared[0]}, which" if shared else "is the text that"
+    raise DataError(
+        f"config.data.validation_source='{validation.name}' {what} "
+        f"config.data.source='{source.name}' trains on; name files that are not among those, or "
+        "leave it empty to hold out a part by config.data.heldout_fraction."
+    )

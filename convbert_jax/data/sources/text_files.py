@@ -16,7 +16,7 @@ from pathlib import Path
 from absl import logging
 
 from convbert_jax.config import DataSection
-from convbert_jax.data.errors import DataError
+from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.sources.documents import LONGEST, clean, decode, unit_bytes
 from convbert_jax.data.sources.text_formats import (
     FORMATS,
@@ -60,6 +60,11 @@ class TextFiles:
     text_field: str
     encoding_errors: str
     units: tuple[TextUnit, ...]
+
+    @property
+    def files(self) -> set[Path]:
+        """All files that it reads."""
+        return {self.root / part.file for unit in self.units for part in unit.parts}
 
     def documents(self, unit: TextUnit, tally: Counter | None = None) -> Iterator[str]:
         """Documents of `unit` in the order of the files.
@@ -110,17 +115,36 @@ class TextFiles:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
+            if not offset and line.lstrip().startswith("["):
+                raise DataError(_describe_list(path)) from None
             raise DataError(
                 f"{path} has no JSON object at byte {offset}: {error}; mend it, or set "
                 "config.data.format if it is not jsonl."
             ) from None
-        if not isinstance(record, dict) or not isinstance(record.get(self.text_field), str):
+        if isinstance(record, list) and not offset:
+            raise DataError(_describe_list(path))
+        field = self.text_field
+        if not isinstance(record, dict) or field not in record:
             names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
             raise DataError(
-                f"{path} has no text in '{self.text_field}' at byte {offset} (it has: {names}); "
+                f"{path} has no text in '{field}' at byte {offset} (it has: {names}); "
                 "set config.data.text_field."
             )
+        if record[field] is None:
+            return ""  # left out, as in parquet
+        if not isinstance(record[field], str):
+            raise DataError(
+                f"{path} has no text in '{field}' at byte {offset} but "
+                f"{shorten(repr(record[field]), 40)}; mend it, or set config.data.text_field."
+            )
         return record[self.text_field]
+
+
+def _describe_list(path: Path) -> str:
+    return (
+        f"{path} is a JSON list, and what is read has one object a line: write it so, for example "
+        f"with jq -c '.[]' {path.name}."
+    )
 
 
 def open_text(rest: str, section: DataSection) -> TextFiles:
@@ -189,9 +213,12 @@ def read_column(path: Path, kind: str, field: str) -> Iterator[tuple[int, tuple[
 
 
 def find_files(globs: str) -> list[Path]:
-    """Absolute paths of all files that comma-separated globs name, sorted, each once."""
+    """Absolute paths of all files that comma-separated globs name, sorted; each file once, however
+    many links lead to it: those of a folder into itself would repeat all of it 40 times.
+    """
     found = set()
-    for pattern in globs.split(","):
+    whole = os.path.exists(os.path.expanduser(globs))  # a name with a comma in it
+    for pattern in [globs] if whole else globs.split(","):
         expanded = os.path.expanduser(pattern.strip())
         if os.path.isdir(expanded):
             expanded = os.path.join(glob.escape(expanded), "**", "*")
@@ -200,7 +227,17 @@ def find_files(globs: str) -> list[Path]:
         if not files:
             raise DataError(f"No file matches '{pattern.strip()}'; check config.data.source.")
         found.update(os.path.abspath(name) for name in files)
-    return sorted(map(Path, found))
+    once: dict[str, str] = {}
+    for name in sorted(found, key=lambda name: (len(name), name)):
+        once.setdefault(os.path.realpath(name), name)
+    if len(once) < len(found):
+        logging.warning(
+            "%s names %d files by %d links too; each is read once.",
+            globs,
+            len(once),
+            len(found) - len(once),
+        )
+    return sorted(map(Path, once.values()))
 
 
 def fingerprint_files(paths: list[Path], root: Path, how: str) -> str:

@@ -52,6 +52,11 @@ def read_table(
         if optional:
             places.append(find_column(optional, header, form))
         for line, cells in rows:
+            if not count and form.columns and list(cells) == list(form.columns):
+                raise DataError(
+                    f"{shown} line {line} is not a row but the names of the columns, which are "
+                    f"named in the config too: {', '.join(cells)}; leave one of the two out."
+                )
             count += 1
             yield line, tuple(None if place is None else cells[place] for place in places)
     bad_rows.summarize(count)
@@ -84,5 +89,16 @@ def _find_all(names: Sequence[str], header, form: TableFormat, path: Path) -> li
     places = [find_column(name, header, form) for name in names]
     if None in places:
         missing, shown = names[places.index(None)], shorten(", ".join(header))
-        raise DataError(f"{path} has no column '{missing}' (it has: {shown}); {form.hint}.")
+        hint = _other_separator(header, form) or form.hint
+        raise DataError(f"{path} has no column '{missing}' (it has: {shown}); {hint}.")
     return places
+
+
+def _other_separator(header: Sequence[str], form: TableFormat) -> str:
+    """What to do where a first line has another separator than its format, "" where it has not."""
+    ours = {"csv": ("a comma", ","), "tsv": ("a tab", "\t")}.get(form.format)
+    if not ours or len(header) > 1 or form.columns:
+        return ""
+    others = {";": "';'", "\t": "tabs", ",": "commas", "|": "'|'"}
+    found = next((name for sign, name in others.items() if sign in header[0]), "")
+    return found and f"its columns seem to have {found} between them: save it with {ours[0]} there"

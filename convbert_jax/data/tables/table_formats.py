@@ -144,6 +144,8 @@ def _open_jsonl(source: Source, form: TableFormat, key: str):
                 record = parse_json(text)
             except ValueError as error:
                 no_json = _no_json(error) if text.strip() else "is empty"
+                if line == 1 and text.startswith("["):
+                    no_json += "; a list over several lines is the format json, a name in .json"
                 record = Fault(describe_escapes(text, form.encoding) or no_json)
             if not isinstance(record, dict | Fault):
                 record = Fault("is not a JSON object")
@@ -154,10 +156,14 @@ def _open_jsonl(source: Source, form: TableFormat, key: str):
 
 def _open_json(source: Source, form: TableFormat, key: str):
     """Rows count from 1, in the place of lines."""
+    lines = [line for _, line in _read_lines(source, form)]
     try:
-        document = parse_json("\n".join(line for _, line in _read_lines(source, form)))
+        document = parse_json("\n".join(lines))
     except ValueError as error:
-        raise DataError(f"{source} {_no_json(error)}.") from None
+        hint = "; an object a line is the format jsonl, a name in .jsonl"
+        first = lines[0] if lines else ""
+        hint = hint if first.startswith("{") and first.endswith("}") else ""
+        raise DataError(f"{source} {_no_json(error)}{hint}.") from None
     if key:
         if not isinstance(document, dict) or key not in document:
             names = ", ".join(document) if isinstance(document, dict) else type(document).__name__

@@ -50,6 +50,7 @@ def open_task(section: TaskSection) -> LabelledTask:
     _check(section)
     files = {split: getattr(section, split) for split in SPLITS}
     parts = {split: _find(section, files[split]) for split in SPLITS if files[split]}
+    _refuse_shared_files(parts)
     absent = {
         split: f"{section.name} has no {split} split: config.task.{split} names no file."
         for split in SPLITS
@@ -135,6 +136,24 @@ def _find(section: TaskSection, value: str) -> tuple[_Part, ...]:
     if section.format == "parallel":
         return (_Part(tuple(part.path for part in found), ""),)
     return tuple(found)
+
+
+def _refuse_shared_files(parts: Mapping[str, tuple[_Part, ...]]) -> None:
+    """Raises DataError where rows to score on are trained on too, as a glob easily has it."""
+    found = {
+        split: {
+            (os.path.realpath(path), part.key)
+            for part in of_split
+            for path in (part.path if isinstance(part.path, tuple) else (part.path,))
+        }
+        for split, of_split in parts.items()
+    }
+    for split in ("validation", "test"):
+        if shared := sorted(found.get("train", set()) & found.get(split, set())):
+            raise DataError(
+                f"config.task.{split} reads {shared[0][0]}, which config.task.train trains on; "
+                "name files that are not among those."
+            )
 
 
 def _nothing_there(section: TaskSection, pattern: str) -> str:

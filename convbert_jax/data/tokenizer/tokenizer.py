@@ -24,6 +24,7 @@ from convbert_jax.data.records import read_record, write_record
 from convbert_jax.data.tokenizer import offsets, pieces_model, sentencepiece_model, wordpiece_model
 from convbert_jax.data.tokenizer.vocabulary_checks import (
     check_tokenizer,
+    refuse_lost_letters,
     told_normalization,
 )
 from convbert_jax.interfaces.special_ids import SENTINEL, SpecialIds
@@ -33,6 +34,7 @@ __all__ = [
     "check_tokenizer",
     "follow_file",
     "load_tokenizer",
+    "refuse_lost_letters",
     "train_tokenizer",
 ]
 
@@ -227,6 +229,13 @@ def follow_file(section: TokenizerSection, given: Collection[str] = ()) -> Token
     told = {"kind": kind}
     if kind == "wordpiece" and path.is_file():
         told |= wordpiece_model.told_normalization(path)
+        if other := wordpiece_model.describe_other_rules(path):
+            logging.warning(
+                "%s has %s. Here its entries alone are used and text is split as BERT does it, "
+                "so that it becomes other tokens than elsewhere.",
+                path,
+                other,
+            )
     tokenizer = Tokenizer(dataclasses.replace(section, **told), path)
     told["vocab_size"] = tokenizer.vocab_size
     told = told_normalization(tokenizer) | told

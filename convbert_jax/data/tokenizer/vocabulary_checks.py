@@ -5,6 +5,7 @@ ends and all 1,900 non-ASCII entries decoded with a wrong character set.
 """
 
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 
 from convbert_jax.config import TokenizerSection
@@ -18,7 +19,18 @@ MISREADINGS = ("cp1252", "latin-1", "gbk")
 # most 8 % of a list of all its characters.
 MISREAD_SHARE = 0.15
 RARE = 0.001  # of the letters of a sample, and of the entries of a vocabulary
+BERT_SIZE = 30_522  # of its uncased vocabulary, which damaged ones mostly are copies of
 STANDARD = "use the standard bert-base-uncased vocabulary of the same length"
+# Marks (category Mn) that are no accents but vowels, voicing or the sign for no vowel: of the
+# scripts of India and South-East Asia, and of kana. First and one past the last code point.
+LETTER_MARKS = (
+    (0x0900, 0x1AB0),
+    (0x1B00, 0x1DC0),
+    (0x3099, 0x309B),
+    (0xA800, 0xAC00),
+    (0x11000, 0x12000),
+)
+LOST_LETTERS = 0.01  # of the letters of a sample: more are not some words of another language
 
 
 def check_tokenizer(tokenizer, section: TokenizerSection, sample: Sequence[str]) -> None:
@@ -57,6 +69,36 @@ def check_tokenizer(tokenizer, section: TokenizerSection, sample: Sequence[str])
         )
 
 
+def refuse_lost_letters(section: TokenizerSection, sample: Sequence[str]) -> None:
+    """For a vocabulary that is to be trained, before it is.
+
+    `strip_accents` takes away all that Unicode calls a nonspacing mark. In Hindi, Thai or Japanese
+    that is part of the spelling, and other words are left.
+
+    Raises:
+      TokenizerError: it would be taken from more than `LOST_LETTERS` of the letters of `sample`.
+    """
+    if not section.strip_accents:
+        return
+    letters = marks = 0
+    example = ""
+    for text in sample:
+        letters += sum(map(str.isalpha, text))
+        found = sum(map(_is_letter_mark, _apart(text)))
+        marks += found
+        if found and not example:
+            place = next(i for i, character in enumerate(text) if _has_letter_mark(character))
+            around = text[max(0, place - 8) : place + 8].split()
+            example = next(filter(_has_letter_mark, around))
+    if marks > LOST_LETTERS * max(1, letters):
+        left = "".join(c for c in _apart(example) if unicodedata.category(c) != "Mn")
+        raise TokenizerError(
+            f"config.tokenizer.strip_accents=True would take vowels or voicing, which Unicode "
+            f"counts as marks, from {marks / max(1, letters):.0%} of the letters of the text: "
+            f"'{example}' would be read as '{left}'; set --config.tokenizer.strip_accents=False."
+        )
+
+
 def told_normalization(tokenizer) -> dict[str, bool]:
     """Case and accents that a vocabulary must have been made for, by field of config.tokenizer.
 
@@ -91,14 +133,21 @@ def _file_faults(tokenizer) -> list[tuple[str, str]]:
         return []
     lines = tokenizer.path.read_bytes().split(b"\n")
     ends = sum(line.endswith(b"\r") for line in lines)
-    return [(f"{ends} of its lines end in CR LF", STANDARD)] if ends else []
+    fix = STANDARD if tokenizer.vocab_size == BERT_SIZE else "save it with LF alone (dos2unix)"
+    return [(f"{ends} of its lines end in CR LF", fix)] if ends else []
+
+
+def _undamaged(entries: Sequence[str]) -> str:
+    """What to do about a damaged list of entries."""
+    return STANDARD if len(entries) == BERT_SIZE else "put an undamaged copy of it there"
 
 
 def _entry_faults(entries: list[str]) -> list[tuple[str, str]]:
     faults = []
+    fix = _undamaged(entries)
     lost = sum("\ufffd" in entry for entry in entries)
     if lost > RARE * len(entries):
-        faults.append((f"{lost} entries contain the replacement character U+FFFD", STANDARD))
+        faults.append((f"{lost} entries contain the replacement character U+FFFD", fix))
     foreign = [entry.removeprefix("##") for entry in entries if not entry.isascii()]
     for charset in MISREADINGS:
         misread = sum(_reads_as_utf8(entry, charset) for entry in foreign)
@@ -106,11 +155,12 @@ def _entry_faults(entries: list[str]) -> list[tuple[str, str]]:
             fault = (
                 f"{misread} of {len(foreign)} non-ASCII entries are UTF-8 once misread as {charset}"
             )
-            faults.append((fault, STANDARD))
+            faults.append((fault, fix))
             break
     repeated = len(entries) - len(set(entries))
     if repeated:
-        faults.append((f"{repeated} entries are duplicates", STANDARD))
+        twice = next(entry for entry, count in Counter(entries).items() if count > 1)
+        faults.append((f"{repeated} entries are duplicates, one of them '{twice}'", fix))
     return faults
 
 
@@ -126,15 +176,15 @@ def _special_faults(tokenizer) -> list[tuple[str, str]]:
     if ids["cls"] == ids["pad"]:  # T5's, see sentencepiece_model.py
         ids = {role: index for role, index in ids.items() if role != "cls"}
     if len(set(ids.values())) < len(ids):
-        return [("special tokens share an id", STANDARD)]
-    if "[unused1]" in tokenizer.entries:
-        moved = [
-            f"{tokenizer.entries[ids[role]]} is {ids[role]}"
-            for role, usual in BERT_IDS.items()
-            if ids[role] != usual
-        ]
-        if moved:
-            return [(f"special tokens were moved ({', '.join(moved)})", STANDARD)]
+        return [("special tokens share an id", _undamaged(tokenizer.entries))]
+    moved = [
+        f"{tokenizer.entries[ids[role]]} is {ids[role]}"
+        for role, usual in _expected_ids(tokenizer.entries).items()
+        if ids[role] != usual
+    ]
+    if moved:
+        fault = f"special tokens were moved ({', '.join(moved)})"
+        return [(fault, _undamaged(tokenizer.entries))]
     names = {role: tokenizer.entries[index] for role, index in ids.items() if role != "unknown"}
     produced = {i for encoded in tokenizer.encode(list(names.values())) for i in encoded}
     leaking = [name for role, name in names.items() if ids[role] in produced]
@@ -146,6 +196,22 @@ def _special_faults(tokenizer) -> list[tuple[str, str]]:
             )
         ]
     return []
+
+
+def _expected_ids(entries: list[str]) -> dict[str, int]:
+    """Where BERT's order of entries, [unused…] ones before the others, has the special tokens.
+
+    Lists of other makers have another number of unused ones, here all right if they are numbered
+    through and nothing stands between them, or the special tokens before them: {}.
+    """
+    before = entries[: entries.index("[UNK]")] if "[UNK]" in entries else []
+    unused = [entry for entry in before if entry.startswith("[unused")]
+    if "[unused1]" not in unused:
+        return {}
+    first = 0 if unused[0] == "[unused0]" else 1
+    numbered = ["[PAD]", *(f"[unused{first + i}]" for i in range(len(unused)))]
+    shift = len(before) - BERT_IDS["unknown"] if before == numbered else 0
+    return BERT_IDS | {role: BERT_IDS[role] + shift for role in BERT_IDS if role != "pad"}
 
 
 def _normalization_faults(tokenizer, section, sample) -> list[tuple[str, str]]:
@@ -195,5 +261,19 @@ def _has_upper(text: str) -> bool:
     return text != text.lower()
 
 
+def _apart(text: str) -> str:
+    return unicodedata.normalize("NFD", text)
+
+
+def _is_letter_mark(character: str) -> bool:
+    code = ord(character)
+    inside = code >= LETTER_MARKS[0][0] and any(a <= code < b for a, b in LETTER_MARKS)
+    return inside and unicodedata.category(character) == "Mn"
+
+
+def _has_letter_mark(text: str) -> bool:
+    return any(map(_is_letter_mark, _apart(text)))
+
+
 def _has_accent(text: str) -> bool:
-    return any(unicodedata.category(c) == "Mn" for c in unicodedata.normalize("NFD", text))
+    return any(unicodedata.category(c) == "Mn" for c in _apart(text))

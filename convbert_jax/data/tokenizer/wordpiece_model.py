@@ -5,6 +5,7 @@ Splitting and normalization are BERT's, set by the config.
 """
 
 import collections
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ SPECIAL = {"pad": "[PAD]", "unknown": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "
 MOST_IDS = 1 << 24  # of a vocabulary: more is no vocabulary
 REMEDY = "put a copy back, or check config.tokenizer.path: it must be a WordPiece tokenizer.json"
 ALPHABET = 1000  # most frequent characters that get an entry; rarer ones are unknown
+COVERAGE = 0.9995  # of the characters of the text, where that takes more: Chinese, Japanese
 
 
 class WordPieceVocabulary:
@@ -99,7 +101,7 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
     by_count = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))
     if not by_count:
         raise TokenizerError("There is no text to train a vocabulary on; check config.data.source.")
-    alphabet = by_count[:ALPHABET]
+    alphabet = by_count[: _alphabet_size([counts[c] for c in by_count], section.vocab_size)]
     special = [*SPECIAL.values(), *sentinel_names(section.sentinels)]
 
     def trained(vocab_size: int, first_entries: list[str]) -> dict[str, int]:
@@ -133,6 +135,16 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
     return tokenizer.to_str(pretty=True).encode()
 
 
+def _alphabet_size(counts: list[int], vocab_size: int) -> int:
+    """How many of the characters get an entry, by their counts in descending order: as many as
+    `COVERAGE` takes, but of more than `ALPHABET` no more than a quarter of the entries: each can
+    take two, at the beginning of a word and within.
+    """
+    wanted, covered = COVERAGE * sum(counts), itertools.accumulate(counts)
+    needed = next(number for number, sum_ in enumerate(covered, start=1) if sum_ >= wanted)
+    return max(ALPHABET, min(needed, vocab_size // 4))
+
+
 def _normalizer(section: TokenizerSection) -> normalizers.Normalizer:
     return normalizers.BertNormalizer(
         clean_text=True,
@@ -164,6 +176,27 @@ def told_normalization(path: Path) -> dict[str, bool]:
       TokenizerError: it is not a tokenizer.json.
     """
     return _normalization(_read_json(path), path) if path.suffix == ".json" else {}
+
+
+def describe_other_rules(path: Path) -> str:
+    """What a tokenizer.json does to text that is not done here, for a warning; "" of nothing, and
+    of a vocab.txt.
+
+    Raises:
+      TokenizerError: it is not a tokenizer.json.
+    """
+    if path.suffix != ".json":
+        return ""
+    content, found = _read_json(path), []
+    for part, usual in (("normalizer", "BertNormalizer"), ("pre_tokenizer", "BertPreTokenizer")):
+        rules = content.get(part)
+        kind = rules.get("type") if isinstance(rules, dict) else None
+        if kind != usual:
+            found.append(f"the {part} {kind}" if kind else f"no {part}")
+        elif part == "normalizer":
+            fields = ("clean_text", "handle_chinese_chars")
+            found += [f"{field}=false" for field in fields if rules.get(field) is False]
+    return " and ".join(found)
 
 
 def _read_json(path: Path) -> dict:

@@ -17,7 +17,12 @@ from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.finetuning.predictions import files as prediction_files
 from convbert_jax.finetuning.predictions.collected import Collected, Predicted, rows_evaluator
 from convbert_jax.finetuning.scores import scoring
-from convbert_jax.finetuning.tasks.task import FinetuneTask, FinetuningError, Scores
+from convbert_jax.finetuning.tasks.task import (
+    FinetuneTask,
+    FinetuningError,
+    Scores,
+    warn_of_unknown,
+)
 from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.objectives import classification
 
@@ -75,7 +80,9 @@ def make_task(
 
     def encode(split: str, examples: Sequence[Example]) -> Rows:
         encoded = encode_examples(examples, outputs, config, tokenizer)
-        _log_truncated(encoded, len(examples), f.length, f"{source.name}, {split}")
+        title = f"{source.name}, {split}"
+        _log_truncated(encoded, len(examples), f.length, title)
+        warn_of_unknown(encoded.rows, tokenizer, config, title)
         return encoded.rows
 
     rows = encode("train", train)

@@ -19,7 +19,12 @@ from convbert_jax.finetuning.predictions import answers
 from convbert_jax.finetuning.predictions.answers import THRESHOLDS, Answered
 from convbert_jax.finetuning.predictions.collected import Collected, Predicted, rows_evaluator
 from convbert_jax.finetuning.scores import answer_scores
-from convbert_jax.finetuning.tasks.task import FinetuneTask, FinetuningError, Scores
+from convbert_jax.finetuning.tasks.task import (
+    FinetuneTask,
+    FinetuningError,
+    Scores,
+    warn_of_unknown,
+)
 from convbert_jax.objectives import span_extraction
 
 VERSIONS = {
@@ -133,6 +138,8 @@ def read_questions(
     if title:
         _log(title, len(questions), windows, f, targets)
     rows = to_rows(questions, windows, tokenizer, length=f.length, targets=targets)
+    if title:
+        warn_of_unknown(rows, tokenizer, config, title)
     return Reading(questions, windows, rows)
 
 

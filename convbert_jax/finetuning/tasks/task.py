@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
+from absl import logging
 
-from convbert_jax.config import OutputsSection, UserError
+from convbert_jax.config import Config, OutputsSection, UserError
 from convbert_jax.data.tasks.encoding import Rows
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.objectives.classification import RowLosses
 
@@ -65,3 +67,21 @@ class FinetuneTask:
     def metrics(self) -> tuple[str, ...]:
         """Names of the scores, the first one selects; none without labels."""
         return self.evaluators[self.scored[0]].names if self.scored else ()
+
+
+def warn_of_unknown(rows: Rows, tokenizer: Tokenizer, config: Config, title: str) -> None:
+    """Says where text is of another language or script than the vocabulary: what a model is told
+    of it is that something stands there.
+    """
+    special, tokens = tokenizer.special, rows.by_token["tokens"]
+    real = np.arange(tokens.shape[1]) < rows.lengths[:, None]
+    real &= (tokens != special.cls) & (tokens != special.sep)
+    rate = float((real & (tokens == special.unknown)).sum() / max(1, real.sum()))
+    if rate > config.tokenizer.max_unknown_rate:
+        logging.warning(
+            "%s: %.1f%% of the tokens are unknown to the vocabulary %s, so that the model cannot "
+            "read them; take weights that were made for such text.",
+            title,
+            100 * rate,
+            tokenizer.path,
+        )

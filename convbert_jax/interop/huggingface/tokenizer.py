@@ -6,14 +6,16 @@ vocab.txt, spiece.model  the vocabulary as older software and our own reader tak
 
 One difference is meant: Hugging Face reads "[MASK]" written in a text as the special token (that
 is how masks are given to a pipeline), ours never does. Two are not: of SentencePiece splits with
-equal scores theirs may take the other, and theirs may lose a combining mark that no composed
-letter has.
+equal scores theirs may take the other, and theirs may leave apart Korean letters of a keyboard and
+conjoining ones that ours makes a syllable of.
 """
 
+import functools
 import json
 import shutil
 import sys
 import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 
 import sentencepiece
@@ -37,6 +39,11 @@ _ROLES = {
 }
 SPACE = "\u2581"  # SentencePiece's mark in front of a word
 _BEGIN, _END = r"(?<![\s\S])", r"(?![\s\S])"  # of a text; ^ and $ are those of each line there
+_APART = "\x1f"  # a control character, which is a grapheme alone and ends the one before
+# What goes on with a grapheme: marks, what is invisible; and the vowels am of Thai and Lao, voicing
+# of half the width, skin tones.
+_EXTENDING = ("Mn", "Me", "Mc", "Cf")
+_ALSO_EXTENDING = {0x0E33, 0x0EB3, 0xFF9E, 0xFF9F, *range(0x1F3FB, 0x1F400)}
 _UNIGRAM, _BPE = 1, 2  # model types of SentencePiece
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # types of its pieces
 
@@ -201,25 +208,29 @@ def _from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
 def _normalization(path: Path, rules) -> list[normalizers.Normalizer]:
     """What SentencePiece does before it splits.
 
-    `Precompiled` reads the same table, but looks up whole graphemes by their first character:
-    of a letter with a combining mark it may lose the mark. So marks that the table deletes are
-    deleted before, and where the table composes, text is composed before.
+    `Precompiled` reads the same table, but looks up short graphemes by their first character: of a
+    letter with a combining mark it loses the mark. So text is composed before, where the table
+    composes, marks that it deletes are deleted, and the others are set apart, each a grapheme:
+    those that no letter is composed with before others are composed, or these would change places.
     """
     steps = [normalizers.Replace("\0", " ")]  # as our tokenizer does
     if rules.precompiled_charsmap:
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        if "\u00e9" in model.normalize("e\u0301"):
-            steps.append(normalizers.NFC())
-        extending = [
-            chr(code)
-            for code in range(sys.maxunicode + 1)
-            if unicodedata.category(chr(code)) in ("Mn", "Me", "Mc", "Cf")
-        ]
+        steps += [normalizers.Replace(*pair) for pair in _voiced_kana(model)]
         bare = model.normalize("aa")
-        deleted = [c for c in extending if model.normalize(f"a{c}a") == bare]
-        if deleted:
-            steps.append(normalizers.Replace(tokenizers.Regex(_character_class(deleted)), ""))
-        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
+        extending = _extending_characters()
+        deleted = {c for c in extending if model.normalize(f"a{c}a") == bare}
+        composing = {c for c in extending if extending[c]} - deleted
+        alone = {*extending} - composing - deleted
+        composes = "\u00e9" in model.normalize("e\u0301")
+        steps += [
+            *([_set_apart(alone)] if alone else []),
+            *([normalizers.NFC()] if composes else []),
+            *([normalizers.Replace(_any_of(deleted), "")] if deleted else []),
+            *([_set_apart(composing)] if composing else []),
+            normalizers.Precompiled(rules.precompiled_charsmap),
+            normalizers.Replace(_APART, ""),
+        ]
     if rules.remove_extra_whitespaces:
         steps += [
             normalizers.Replace(tokenizers.Regex(f"{_BEGIN} +| +{_END}"), ""),
@@ -233,15 +244,51 @@ def _normalization(path: Path, rules) -> list[normalizers.Normalizer]:
     return steps
 
 
-def _character_class(characters: list[str]) -> str:
-    """A regular expression for any of `characters`, which are in order, by ranges."""
+def _voiced_kana(model: sentencepiece.SentencePieceProcessor) -> Iterator[tuple[str, str]]:
+    """Pairs of half-width kana and their voicing, and what they are as one, which a lookup of
+    single characters does not find and NFC does not know.
+    """
+    for base in map(chr, range(0xFF66, 0xFF9E)):
+        for voicing in "\uff9e\uff9f":
+            composed = model.normalize(base + voicing).lstrip(SPACE)
+            if len(composed) == 1:
+                yield base + voicing, composed
+
+
+@functools.cache
+def _extending_characters() -> dict[str, bool]:
+    """What goes on with the grapheme before it, and whether NFC composes it with some letter."""
+    parts = [unicodedata.decomposition(chr(code)).split() for code in range(sys.maxunicode + 1)]
+    composing = {
+        chr(int(pair[1], 16))
+        for code, pair in enumerate(parts)
+        if len(pair) == 2
+        and not pair[0].startswith("<")
+        and unicodedata.is_normalized("NFC", chr(code))
+    }
+    return {
+        chr(code): chr(code) in composing
+        for code in range(sys.maxunicode + 1)
+        if code in _ALSO_EXTENDING or unicodedata.category(chr(code)) in _EXTENDING
+    }
+
+
+def _set_apart(characters: set[str]) -> normalizers.Normalizer:
+    """Puts `_APART` before each of them."""
+    return normalizers.Replace(_any_of(characters, before=True), _APART)
+
+
+def _any_of(characters: set[str], *, before: bool = False) -> tokenizers.Regex:
+    """Any of `characters`, by ranges, or the place `before` one; not that before the text, where
+    `tokenizers` loses count of characters if something is put."""
     ranges: list[list[int]] = []
-    for code in map(ord, characters):
+    for code in sorted(map(ord, characters)):
         if ranges and code == ranges[-1][1] + 1:
             ranges[-1][1] = code
         else:
             ranges.append([code, code])
-    return "[" + "".join(rf"\x{{{a:X}}}-\x{{{b:X}}}" for a, b in ranges) + "]"
+    any_ = "[" + "".join(rf"\x{{{a:X}}}-\x{{{b:X}}}" for a, b in ranges) + "]"
+    return tokenizers.Regex(rf"(?<=[\s\S])(?={any_})" if before else any_)
 
 
 def _merges(pieces: list[tuple[str, float]]) -> list[tuple[str, str]]:

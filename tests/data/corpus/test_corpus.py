@@ -58,6 +58,29 @@ def test_validation_source(config, change, documents, tmp_path):
     assert corpus.splits["validation"].documents == 7
 
 
+@pytest.mark.parametrize("validation", ["corpus.txt", "*.txt", "same/corpus.txt"])
+def test_text_that_is_trained_on_is_not_held_out(config, change, validation, tmp_path):
+    """Held-out numbers were of the training text, without a word."""
+    (tmp_path / "held.txt").write_text("One.\n\nTwo.\n")
+    (tmp_path / "same").mkdir()
+    (tmp_path / "same" / "corpus.txt").write_bytes((tmp_path / "corpus.txt").read_bytes())
+    fields = {"validation_source": f"text:{tmp_path / validation}"}
+    what = "is the text that" if "same" in validation else r"reads .*corpus\.txt, which"
+    with pytest.raises(DataError, match=f"validation_source=.* {what} config.data.source=.* train"):
+        prepare(change(config, data=fields), tmp_path / "prepared")
+    assert not list((tmp_path / "prepared").glob("*.json"))
+
+
+def test_a_script_whose_letters_would_be_stripped_is_refused(config, change, tmp_path):
+    word = "\u0939\u093f\u0928\u094d\u0926\u0940"
+    (tmp_path / "corpus.txt").write_text("\n\n".join(f"{word} {i}" for i in range(300)))
+    with pytest.raises(TokenizerError, match=r"set --config\.tokenizer\.strip_accents=False"):
+        prepare(config, tmp_path / "prepared")
+    config = change(config, tokenizer={"vocab_size": 24, "strip_accents": False})
+    tokenizer = prepare(config, tmp_path / "prepared").tokenizer
+    assert tokenizer.decode(tokenizer.encode([word])[0]) == word
+
+
 def test_held_out_documents_are_chosen_by_their_text_alone(config, documents, tmp_path):
     first = prepare(config, tmp_path / "first")
     path = tmp_path / "corpus.txt"

@@ -160,6 +160,20 @@ def test_sentences():
         "\u4e00\u3002", "\u4e8c\uff01", "\u4e09",
     ]  # fmt: skip
     assert split_sentences("no end") == ["no end"]
+    assert split_sentences("\u201cGo!\u201d he said. She went.") == [
+        "\u201cGo!\u201d", "he said.", "She went.",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [
+    "\u300c\u4e00\u3002\u300d|\u4e8c\uff01\uff1f|\u4e09",  # Japanese: what closes goes along
+    "\u092f\u0939 \u0939\u0948\u0964| \u0935\u0939?| \u0939\u093e\u0901",  # Hindi
+    "\u06cc\u06c1 \u06c1\u06d2\u06d4| \u0648\u06c1\u061f| \u06c1\u0627\u06ba",  # Urdu
+])  # fmt: skip
+def test_sentences_of_other_scripts(text):
+    """Japanese ones began with the bracket that closed the last, Hindi and Urdu ones had no end."""
+    expected = [part.strip() for part in text.split("|")]
+    assert split_sentences(text.replace("|", "")) == expected
 
 
 def test_records_round_trip():

@@ -70,6 +70,19 @@ def test_parquet_by_row_groups(tmp_path, documents, monkeypatch):
     assert read(pickle.loads(pickle.dumps(source))) == documents[:100]
 
 
+@pytest.mark.parametrize("kind", [
+    pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(),
+    pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+])  # fmt: skip
+def test_parquet_text_of_any_kind(kind, tmp_path):
+    """Categories of pandas and views of polars were refused as no text."""
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pyarrow.table({"text": pyarrow.array(["one", None, "two"]).cast(kind)}), path
+    )
+    assert read(open_source(DataSection(), f"parquet:{path}")) == ["one", "two"]
+
+
 def test_parquet_faults_are_named(tmp_path, documents):
     write_parquet(tmp_path / "a.parquet", documents[:5], field="body")
     with pytest.raises(DataError, match=r"no column 'text' \(it has: id, body\)"):
@@ -278,3 +291,50 @@ def test_datasets_rows(documents, monkeypatch):
     source = open_source(DataSection(split="train"), "datasets:owner/name/config")
     assert read(source) == documents[:30]
     assert calls[0] == (("owner/name", "config"), {"split": "train"})
+
+
+class Rows(list):
+    """As much of `datasets.Dataset` as is used."""
+
+    _fingerprint = "abc"
+
+    def __getitems__(self, indices):
+        return [{"text": self[i]} for i in indices]
+
+
+def test_null_rows_of_datasets_are_left_out(monkeypatch):
+    """One among the rows that tell the size ended in a traceback, a first one in a refusal."""
+    rows = Rows([None, "one", "", None, "two"])
+    module = types.SimpleNamespace(load_dataset=lambda *arguments, split: rows)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    assert read(open_source(DataSection(), "datasets:with-nulls")) == ["one", "two"]
+    rows[:] = [None, None]
+    with pytest.raises(DataError, match="no text in 'text'"):
+        open_source(DataSection(), "datasets:with-nulls")
+
+
+@pytest.mark.parametrize("saved", ["state.json", "dataset_dict.json", ""])
+def test_a_folder_of_datasets(saved, tmp_path, monkeypatch):
+    """A path with two slashes was taken for OWNER/NAME/CONFIG, one of save_to_disk for files."""
+    folder = tmp_path / "my" / "set"
+    folder.mkdir(parents=True)
+    rows = Rows(["one", "two"])
+
+    def load_dataset(name, configuration, split):
+        assert (name, configuration, split, saved) == ("my/set/", None, "train", "")
+        return rows
+
+    def load_from_disk(name):
+        assert name == "my/set/"
+        return {"train": rows} if saved == "dataset_dict.json" else rows
+
+    if saved:
+        (folder / saved).write_text("{}")
+    module = types.SimpleNamespace(load_dataset=load_dataset, load_from_disk=load_from_disk)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.chdir(tmp_path)
+    indexed_rows._datasets_rows.cache_clear()
+    assert read(open_source(DataSection(), "datasets:my/set/")) == ["one", "two"]
+    if saved == "dataset_dict.json":
+        with pytest.raises(DataError, match=r"no split 'dev' \(it has: train\)"):
+            open_source(DataSection(split="dev"), "datasets:my/set/")

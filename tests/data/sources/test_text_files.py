@@ -53,13 +53,15 @@ def test_jsonl(tmp_path):
     assert read(f"text:{path}") == ["one\n\ntwo", "three"]
     path.write_text('{"body": "one"}\n')
     assert read(f"text:{path}", text_field="body") == ["one"]
+    path.write_text('{"text": null}\n{"text": "one"}\n')  # as parquet has it
+    assert read(f"text:{path}") == ["one"]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ('{"body": "one"}', r"no text in 'text' at byte 16 \(it has: body\)"),
-        ('{"text": 3}', "no text in 'text' at byte 16"),
+        ('{"text": 3}', "no text in 'text' at byte 16 but 3; mend it"),
         ('["text"]', r"\(it has: list\)"),
         ('{"text": "one"', "no JSON object at byte 16"),
         ("not json", "no JSON object at byte 16"),
@@ -69,6 +71,15 @@ def test_jsonl_faults_are_named(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "good"}}\n{line}\n'.replace('"good"', '"ok!"'))
     with pytest.raises(DataError, match=message):
+        read(f"text:{path}")
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_list_is_named(tmp_path, indent):
+    """It was said to have no text in 'text', as it had: list."""
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "one"}, {"text": "two"}], indent=indent))
+    with pytest.raises(DataError, match=r"a\.json is a JSON list.*jq -c '\.\[\]' a\.json"):
         read(f"text:{path}")
 
 
@@ -97,11 +108,26 @@ def test_gzip_files_globs_and_folders(tmp_path):
     assert read(f"text:{tmp_path}/a/b/*.gz,{tmp_path}/a/*.txt,{tmp_path}/a/1.txt") == everything
 
 
+def test_links_do_not_repeat_files(tmp_path, caplog):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one\ntwo\n")
+    (folder / "b.txt").symlink_to("a.txt")
+    (folder / "all").symlink_to(".")
+    (folder / "nowhere").symlink_to("absent")
+    assert read(f"text:{folder}") == ["one", "two"]
+    assert f"{folder} names 1 files by" in caplog.text
+    (tmp_path / "elsewhere").symlink_to(folder)
+    assert read(f"text:{tmp_path}/elsewhere/b.txt") == ["one", "two"]
+
+
 def test_a_name_with_brackets_is_a_name(tmp_path):
     folder = tmp_path / "run [1]"
     folder.mkdir()
     (folder / "a.txt").write_text("one\n\ntwo\n")
     assert read(f"text:{folder}/a.txt") == read(f"text:{folder}") == ["one", "two"]
+    (folder / "a, b.txt").write_text("three\n")
+    assert read(f"text:{folder}/a, b.txt") == ["three"]
 
 
 def test_missing_files_are_named(tmp_path):

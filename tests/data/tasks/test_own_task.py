@@ -317,6 +317,53 @@ def test_faults_are_told_where_the_labels_are_of_the_rows(tmp_path, name, text, 
         open_task(section(tmp_path, train=name, **fields))
 
 
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_rows_to_score_on_are_not_trained_on(tmp_path, split):
+    """A glob for all files took those of the other split along."""
+    for name in ("a.tsv", "b.tsv"):
+        write(tmp_path, name, HEADER + "x\ta\ny\tb\n")
+    with pytest.raises(
+        DataError, match=rf"config\.task\.{split} reads .*b\.tsv, which config\.task"
+    ):
+        read(tmp_path, train="*.tsv", **{split: "b.tsv"})
+    fields = {"heldout_fraction": 0.0, split: "b.tsv"}
+    assert len(read(tmp_path, train="a.tsv", **fields)) == 2
+    write(tmp_path, "c.json", json.dumps({"train": OBJECTS, "dev": OBJECTS}))
+    assert len(read(tmp_path, train="c.json#train", **fields | {split: "c.json#dev"})) == 3
+
+
+@pytest.mark.parametrize(("name", "first", "words"), [
+    ("a.csv", "text;label", "have ';' between them: save it with a comma there"),
+    ("a.csv", "text\tlabel", "have tabs between them: save it with a comma there"),
+    ("a.tsv", "text,label", "have commas between them: save it with a tab there"),
+    ("a.csv", "body", "set config.task.texts and config.task.label"),
+])  # fmt: skip
+def test_another_separator_is_named(tmp_path, name, first, words):
+    write(tmp_path, name, f"{first}\nx\n")
+    with pytest.raises(DataError, match=words):
+        read(tmp_path, train=name)
+
+
+def test_json_under_the_name_of_the_other_kind(tmp_path):
+    write(tmp_path, "a.json", FILES["d.jsonl"])
+    with pytest.raises(DataError, match=r"line 2 column 1; an object a line is the format jsonl"):
+        read(tmp_path, train="a.json")
+    assert len(read(tmp_path, train="a.json", format="jsonl", heldout_fraction=0.0)) == len(ROWS)
+    write(tmp_path, "a.json", "")
+    with pytest.raises(DataError, match=r"a\.json is not JSON"):
+        read(tmp_path, train="a.json")
+    write(tmp_path, "a.jsonl", json.dumps(OBJECTS, indent=1))
+    with pytest.raises(DataError, match=r"line 1 is not JSON: .*several lines is the format json,"):
+        read(tmp_path, train="a.jsonl")
+
+
+def test_a_header_is_no_row(tmp_path):
+    """With the columns named it was one, and its label a label of its own."""
+    write(tmp_path, "a.tsv", HEADER + "x\ta\ny\tb\n")
+    with pytest.raises(DataError, match=r"line 1 is not a row but the names .*: text, label;"):
+        read(tmp_path, train="a.tsv", columns=("text", "label"))
+
+
 def test_skipped_rows_are_told_where_none_is_left(tmp_path):
     write(tmp_path, "a.jsonl", '{"text": "x", "lab": "1"}\n')
     with pytest.raises(DataError, match="has no rows that can be used; line 1 has no 'label'"):

@@ -185,6 +185,18 @@ def test_hangul_stays_whole_and_ligatures_open(documents, tmp_path):
     assert tokenizer.normalize("한국어 ﬁne STRASSE") == "한국어 fine strasse"
 
 
+def test_a_text_of_many_characters_has_entries_for_them(tmp_path):
+    """A thousand were all, so that a vocabulary trained on Chinese was refused for that text."""
+    characters = [chr(0x4E00 + i) for i in range(1_400)]
+    texts = ["".join(characters[i : i + 100]) for i in range(0, 1_400, 100)] * 5
+    section = TokenizerSection(kind="wordpiece", vocab_size=1_405)
+    with pytest.raises(TokenizerError, match="at most 1005 entries"):  # a quarter is no more
+        train_tokenizer(texts, section, tmp_path)
+    section = dataclasses.replace(section, vocab_size=5_600)
+    with pytest.raises(TokenizerError, match="at most 1405 entries"):
+        train_tokenizer(texts, section, tmp_path)
+
+
 def test_long_words_become_unknown(documents, tmp_path):
     section = dataclasses.replace(SECTIONS["wordpiece"], max_word_chars=10)
     tokenizer = train_tokenizer(documents, section, tmp_path)

@@ -1,5 +1,6 @@
 import dataclasses
 import gzip
+import re
 
 import pytest
 
@@ -8,6 +9,7 @@ from convbert_jax.data.errors import TokenizerError
 from convbert_jax.data.tokenizer.tokenizer import (
     check_tokenizer,
     load_tokenizer,
+    refuse_lost_letters,
     train_tokenizer,
 )
 
@@ -94,6 +96,64 @@ def test_moved_special_tokens(bert_lines, tmp_path):
     bert_lines.insert(1, "[extra]")
     with pytest.raises(TokenizerError, match=r"moved .*\[MASK\] is 104"):
         check(write(tmp_path / "vocab.txt", bert_lines))
+
+
+SPECIAL = ["[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+@pytest.mark.parametrize("entries", [
+    ["[PAD]", *SPECIAL, *(f"[unused{i}]" for i in range(50))],  # a Korean list of its own
+    ["[PAD]", *(f"[unused{i}]" for i in range(100)), *SPECIAL],  # one unused entry more
+    ["[PAD]", *(f"[unused{i}]" for i in range(1, 40)), *SPECIAL],
+])  # fmt: skip
+def test_lists_of_other_makers_have_an_order_of_their_own(entries, tmp_path):
+    """They were refused, with the advice to take an English vocabulary."""
+    check(write(tmp_path / "vocab.txt", [*entries, *"abc"]), ["a b c"])
+
+
+@pytest.mark.parametrize("entries", [
+    ["[PAD]", "[unused0]", "[unused2]", "[unused1]", *SPECIAL],
+    ["[PAD]", "[unused0]", "[unused1]", *SPECIAL[:1], "[extra]", *SPECIAL[1:]],
+])  # fmt: skip
+def test_their_order_must_be_whole(entries, tmp_path):
+    with pytest.raises(TokenizerError, match=r"were moved .*; put an undamaged copy of it there"):
+        check(write(tmp_path / "vocab.txt", [*entries, *"abc"]), ["a b c"])
+
+
+def test_advice_for_a_list_that_is_not_berts(tmp_path):
+    lines = ["[PAD]", *SPECIAL, "\u3042", "\u3044"]
+    with pytest.raises(TokenizerError, match=r"7 of its lines end in CR LF; save it with LF alone"):
+        check(write(tmp_path / "vocab.txt", lines, end="\r\n"), [])
+    with pytest.raises(TokenizerError, match=r"duplicates, one of them '\u3042'; put an undamaged"):
+        check(write(tmp_path / "vocab.txt", [*lines, "\u3042"]), [])
+
+
+@pytest.mark.parametrize(("text", "shown", "left"), [
+    ("\u092f\u0939 \u0926\u0941\u0928", "\u0926\u0941\u0928", "\u0926\u0928"),
+    (9 * "\u3042" + "\u30da\u3044" * 9, "\u30da\u3044", "\u30d8\u3044"),
+    ("\u0e17\u0e35\u0e48", "\u0e17\u0e35\u0e48", "\u0e17"),
+])  # fmt: skip
+def test_stripped_letters_are_refused_before_a_vocabulary_is_trained(text, shown, left):
+    """Hindi lost its vowels and Japanese its voicing, by the default, without a word."""
+    section = TokenizerSection()
+    with pytest.raises(TokenizerError) as error:
+        refuse_lost_letters(section, [*SAMPLE, *[text] * 100])
+    message = str(error.value)
+    there, read = re.search("'(.*)' would be read as '(.*)'; set --config.tok", message).groups()
+    assert shown in there
+    assert left in read
+    assert message.endswith("set --config.tokenizer.strip_accents=False.")
+    refuse_lost_letters(section, [*SAMPLE * 100, text])  # a word among others
+    refuse_lost_letters(dataclasses.replace(section, strip_accents=False), [text])
+
+
+@pytest.mark.parametrize("text", [
+    "Voil\u00e0, le caf\u00e9", "\u0410\u043b\u0435\u043a\u0441\u0435\u0439",
+    "\ud55c\uad6d\uc5b4", "\u0627\u0644\u0633\u0651\u064e\u0644\u0627\u0645",
+    "\u05e9\u05c1\u05b8\u05dc\u05d5\u05b9\u05dd", "Ti\u1ebfng Vi\u1ec7t", "\u2764\ufe0f",
+])  # fmt: skip
+def test_accents_and_points_may_be_stripped(text):
+    refuse_lost_letters(TokenizerSection(), [text])
 
 
 def test_wrong_size_names_the_right_one(real_data):

@@ -128,3 +128,27 @@ def test_the_vocabulary_of_bert(real_data):
     assert found == with_path(
         dataclasses.replace(DEFAULT, kind="wordpiece", vocab_size=30_522), found.path
     )
+
+
+@pytest.mark.parametrize(("part", "rules", "words"), [
+    ("pre_tokenizer", {"type": "Whitespace"}, "the pre_tokenizer Whitespace"),
+    ("pre_tokenizer", None, "no pre_tokenizer"),
+    ("normalizer", {"type": "Lowercase"}, "the normalizer Lowercase"),
+    ("normalizer", "handle_chinese_chars", "handle_chinese_chars=false"),
+])  # fmt: skip
+def test_what_a_tokenizer_json_does_otherwise_is_told(
+    part, rules, words, tmp_path, documents, caplog
+):
+    """Its entries were taken, and what else it says passed over."""
+    trained = train_tokenizer(documents, dataclasses.replace(WORDPIECE, vocab_size=300), tmp_path)
+    follow_file(with_path(DEFAULT, trained.path))
+    assert "Here its entries alone" not in caplog.text
+    content = json.loads(trained.path.read_text())
+    if isinstance(rules, str):
+        content[part][rules] = False
+    else:
+        content[part] = rules
+    path = tmp_path / "theirs.json"
+    path.write_text(json.dumps(content))
+    follow_file(with_path(DEFAULT, path))
+    assert f"theirs.json has {words}. Here its entries alone are used" in caplog.text
