@@ -6,6 +6,7 @@ same. In all of them `from configs import variants` finds what the package has.
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import operator
 import os
@@ -61,6 +62,21 @@ def make_config(value: str, changed: Mapping[str, Any]) -> Config:
             ", ".join(f"config.{path}={value}" for path, value in fitted.items()),
         )
     return config
+
+
+def by_path(changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields by path, "train.steps", also where they are given as a section, {"train": {"steps":
+    50}}: its other fields stay as they are.
+    """
+    sections = {name for name, value in vars(Config()).items() if dataclasses.is_dataclass(value)}
+    flat = {}
+    for path, value in changed.items():
+        inside = value.to_dict() if hasattr(value, "to_dict") else value
+        if path in sections and isinstance(inside, Mapping):
+            flat |= {f"{path}.{field}": of_field for field, of_field in inside.items()}
+        else:
+            flat[path] = value
+    return flat
 
 
 def change(values: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
