@@ -94,6 +94,7 @@ def test_pretraining_is_that_of_the_command_line(pretrained, pretraining_config,
         (lambda: convbert_jax.pretrain("tiny", 5), "workdir=5 is no path; give it as text"),
         (lambda: convbert_jax.load(None), "path=None is no path"),
         (lambda: convbert_jax.load("nowhere"), "nowhere is no run"),
+        (lambda: convbert_jax.load("nowhere", texts=3), "texts=3 must be 1 or 2"),
     ],
 )
 def test_mistakes_are_one_sentence(call, says):
