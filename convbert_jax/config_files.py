@@ -83,12 +83,17 @@ def change(values: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, A
     """Nested `values` of a config with some of them replaced, by path.
 
     Raises:
-      ConfigError: a section of `values` is none.
+      ConfigError: a section of `values` is none, or a whole one would be replaced.
     """
     result = dict(values)
     for path, value in changed.items():
         section, _, field = path.rpartition(".")
         if not section:
+            if isinstance(value, Mapping) and isinstance(result.get(field), Mapping):
+                raise ConfigError(
+                    f"config.{field} is a section, whose other fields would be lost; name fields "
+                    f"of it, as '{field}.{next(iter(value), 'NAME')}'."
+                )
             result[field] = value
             continue
         inside = result.get(section, {})

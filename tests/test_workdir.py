@@ -218,6 +218,16 @@ def test_a_file_in_the_way(tmp_path):
         pass
 
 
+def test_a_vocabulary_that_is_its_own_copy_is_kept(tmp_path):
+    """As of a run that went on by its copy, and begins anew without its checkpoints."""
+    (tmp_path / "vocab.txt").write_text("[PAD]")
+    workdir = Workdir(tmp_path / "run")
+    for source in (tmp_path / "vocab.txt", workdir.vocabulary / "vocab.txt"):
+        workdir.keep_vocabularies({"": source}, {"": "of it"})
+        assert (workdir.vocabulary / "vocab.txt").read_text() == "[PAD]"
+        assert workdir.read_fingerprints() == {"": "of it"}
+
+
 # Written out once more: a field that loses or gains its mark is seen here.
 MAY_CHANGE = {
     "": ("platform", "compute_dtype"),

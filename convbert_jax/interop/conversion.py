@@ -50,7 +50,8 @@ def export(
     Raises:
       CheckpointError: the checkpoint is damaged, or none is whole.
       WorkdirError: there is none of that step.
-      ConversionError: the format cannot hold the model, or the folder holds something else.
+      ConversionError: the format cannot hold the model, there is no generator that is asked for,
+        or the folder holds something else.
       ParityError: PyTorch does not compute the same numbers.
     """
     _check_form(form)
@@ -131,6 +132,13 @@ def _write(
         networks = expressible(networks, form)
     elif not generator:
         networks = {"main": networks["main"]}
+    elif "generator" not in networks:
+        raise ConversionError(f"{source} has no generator; leave out --generator=true.")
+    elif form == "stablehlo":
+        raise ConversionError(
+            "--format=stablehlo has the encoder alone; leave out --generator=true, or take "
+            "--format=huggingface or tensorflow1."
+        )
     if form == "huggingface":
         return write_huggingface(
             output, networks, vocabulary, title=title, step=step, texts=texts, source=source
