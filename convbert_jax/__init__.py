@@ -71,10 +71,11 @@ def load(
     from convbert_jax.inference import loading
     from convbert_jax.training.environment import devices
 
+    path = _spell_path("path", path)
+    vocabulary = None if vocabulary is None else _spell_path("vocabulary", vocabulary)
     devices.prepare_platform("any")
-    vocabulary = None if vocabulary is None else os.fspath(vocabulary)
     return loading.load(
-        os.fspath(path),
+        path,
         step=step,
         vocabulary=vocabulary,
         texts=texts,
@@ -89,8 +90,9 @@ def load_config(config: "Config | Mapping[str, Any] | str", /, **changed: Any) -
     Args:
       config: as of --config, "configs/tiny.py", "tiny:paper", a file of your own or a run's
         config.json; or a ConfigDict, a nested dict or a Config to change.
-      changed: fields by path, as `**{"train.steps": 50}`; of a config file with fewer steps the
-        intervals are fitted, as on the command line.
+      changed: fields by path, as `**{"train.steps": 50}`, or some of a section, as
+        `train={"steps": 50}`; of a config file with fewer steps the intervals are fitted, as on the
+        command line.
 
     Raises:
       UserError: no such file or field, or a config that cannot run.
@@ -100,13 +102,19 @@ def load_config(config: "Config | Mapping[str, Any] | str", /, **changed: Any) -
     (50, 6)
     """
     from convbert_jax import config_files
-    from convbert_jax.config import Config, from_config_dict, to_dict
+    from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
 
+    changed = config_files.by_path(changed)
     if isinstance(config, str | os.PathLike):
-        return config_files.make_config(os.fspath(config), changed)
+        return config_files.make_config(_spell_path("config", config), changed)
     if isinstance(config, Config):
         config = to_dict(config)
     values = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"config={config!r} is none; name a config file, as 'tiny' or 'configs/tiny.py:paper', "
+            "or give a Config, a ConfigDict or a dict of sections."
+        )
     return from_config_dict(config_files.change(values, changed))
 
 
@@ -132,10 +140,10 @@ def pretrain(
     """
     from convbert_jax import recipes
 
-    config, folder = _start(config, workdir, changed)
+    config, folder, given = _start(config, workdir, changed)
     if config.recipe == "finetune":
         raise _other_recipe(config, "finetune")
-    return recipes.pretrain(config, folder, frozenset(changed))
+    return recipes.pretrain(config, folder, given)
 
 
 def finetune(
@@ -161,19 +169,23 @@ def finetune(
     """
     from convbert_jax import recipes
 
-    config, folder = _start(config, workdir, changed)
+    config, folder, given = _start(config, workdir, changed)
     if config.recipe != "finetune":
         raise _other_recipe(config, "pretrain")
-    return recipes.finetune(config, folder, frozenset(changed))
+    return recipes.finetune(config, folder, given)
 
 
 def _start(config, workdir, changed: Mapping[str, Any]):
-    """(config, folder of the run), and jax told what it says of devices and compiled programs."""
+    """(config, folder of the run, paths of the fields that were asked for), and jax told what the
+    config says of devices and compiled programs.
+    """
     from convbert_jax import config_files
     from convbert_jax.config import ConfigError
     from convbert_jax.training.environment import compilation, devices
     from convbert_jax.workdir import Workdir
 
+    changed = config_files.by_path(changed)
+    workdir = None if workdir is None else _spell_path("workdir", workdir)
     if config is None and workdir is None:
         raise ConfigError("neither a config nor the workdir of a run is named; name one of them.")
     if config is None:
@@ -185,7 +197,15 @@ def _start(config, workdir, changed: Mapping[str, Any]):
     folder = config_files.choose_workdir(workdir, config)
     devices.prepare_platform(config.platform)
     compilation.enable_compile_cache(config.train.compile_cache)
-    return config, folder
+    return config, folder, frozenset(changed)
+
+
+def _spell_path(name: str, path: str | os.PathLike) -> str:
+    """`path` as text; raises UserError for what is no path."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise UserError(f"{name}={path!r} is no path; give it as text or as a pathlib.Path.")
+    return text
 
 
 def _other_recipe(config, function: str) -> UserError:

@@ -6,6 +6,7 @@ same. In all of them `from configs import variants` finds what the package has.
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import operator
 import os
@@ -63,16 +64,36 @@ def make_config(value: str, changed: Mapping[str, Any]) -> Config:
     return config
 
 
+def by_path(changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields by path, "train.steps", also where they are given as a section, {"train": {"steps":
+    50}}: its other fields stay as they are.
+    """
+    sections = {name for name, value in vars(Config()).items() if dataclasses.is_dataclass(value)}
+    flat = {}
+    for path, value in changed.items():
+        inside = value.to_dict() if hasattr(value, "to_dict") else value
+        if path in sections and isinstance(inside, Mapping):
+            flat |= {f"{path}.{field}": of_field for field, of_field in inside.items()}
+        else:
+            flat[path] = value
+    return flat
+
+
 def change(values: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
     """Nested `values` of a config with some of them replaced, by path.
 
     Raises:
-      ConfigError: a section of `values` is none.
+      ConfigError: a section of `values` is none, or a whole one would be replaced.
     """
     result = dict(values)
     for path, value in changed.items():
         section, _, field = path.rpartition(".")
         if not section:
+            if isinstance(value, Mapping) and isinstance(result.get(field), Mapping):
+                raise ConfigError(
+                    f"config.{field} is a section, whose other fields would be lost; name fields "
+                    f"of it, as '{field}.{next(iter(value), 'NAME')}'."
+                )
             result[field] = value
             continue
         inside = result.get(section, {})

@@ -189,11 +189,12 @@ class Workdir:
           WorkdirError: it cannot be written.
         """
         with self._writable():
+            contents = {name: path.read_bytes() for name, path in paths.items()}  # maybe in here
             files.remove_tree(self.vocabulary)
             for name, path in paths.items():
                 folder = self.vocabulary / name
                 folder.mkdir(parents=True, exist_ok=True)
-                files.copy(path, folder / path.name)
+                (folder / path.name).write_bytes(contents[name])
             files.write_json(self._fingerprints, dict(fingerprints))
 
     def read_fingerprints(self) -> dict[str, str]:

@@ -121,3 +121,9 @@ def test_changed_fields_are_checked_by_name_and_type():
         steps("tiny", **{"train.step": 50})
     with pytest.raises(ConfigError, match=r"config.train.steps='50' must be of type int"):
         steps("tiny", **{"train.steps": "50"})
+
+
+def test_a_whole_section_is_not_replaced():
+    """As a row of a table in Python may name one: all of its other fields became defaults."""
+    with pytest.raises(ConfigError, match=r"other fields would be lost; .* as 'train\.steps'"):
+        config_files.make_config("tiny", {"train": {"steps": 5}})

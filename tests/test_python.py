@@ -88,13 +88,32 @@ def test_pretraining_is_that_of_the_command_line(pretrained, pretraining_config,
         (lambda: convbert_jax.pretrain(workdir="nowhere"), "workdir=nowhere holds no run"),
         (lambda: convbert_jax.load_config("tny"), "known configs: configs/base.py"),
         (lambda: convbert_jax.load_config({"modle": {}}), "did you mean config.model"),
+        (lambda: convbert_jax.load_config(5), "config=5 is none; name a config file"),
+        (lambda: convbert_jax.load_config("tiny", train=5), "config.train is a section, not a"),
+        (lambda: convbert_jax.load_config("tiny", train={"stps": 5}), "mean config.train.steps"),
+        (lambda: convbert_jax.pretrain("tiny", 5), "workdir=5 is no path; give it as text"),
+        (lambda: convbert_jax.load(None), "path=None is no path"),
         (lambda: convbert_jax.load("nowhere"), "nowhere is no run"),
+        (lambda: convbert_jax.load("nowhere", texts=3), "texts=3 must be 1 or 2"),
     ],
 )
 def test_mistakes_are_one_sentence(call, says):
     with pytest.raises(UserError, match=says.replace(".", r"\.")) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+def test_a_section_that_is_given_keeps_its_other_fields():
+    """As its fields by path do; each of them was a default instead."""
+    wanted = convbert_jax.load_config("tiny", **{"train.steps": 50, "model.layers": 2})
+    section = to_config_dict(wanted).train
+    assert wanted.train.batch_size != type(wanted.train)().batch_size
+    for train in ({"steps": 50}, {"steps": 50, "batch_size": 32}):
+        found = convbert_jax.load_config("tiny", train=train, model={"layers": 2})
+        assert found == wanted
+    again = convbert_jax.load_config(wanted, train={"steps": 60})
+    assert again.train.batch_size == wanted.train.batch_size
+    assert convbert_jax.load_config(again, train=section) == wanted
 
 
 PLATFORM = """

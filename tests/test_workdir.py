@@ -218,6 +218,16 @@ def test_a_file_in_the_way(tmp_path):
         pass
 
 
+def test_a_vocabulary_that_is_its_own_copy_is_kept(tmp_path):
+    """As of a run that went on by its copy, and begins anew without its checkpoints."""
+    (tmp_path / "vocab.txt").write_text("[PAD]")
+    workdir = Workdir(tmp_path / "run")
+    for source in (tmp_path / "vocab.txt", workdir.vocabulary / "vocab.txt"):
+        workdir.keep_vocabularies({"": source}, {"": "of it"})
+        assert (workdir.vocabulary / "vocab.txt").read_text() == "[PAD]"
+        assert workdir.read_fingerprints() == {"": "of it"}
+
+
 # Written out once more: a field that loses or gains its mark is seen here.
 MAY_CHANGE = {
     "": ("platform", "compute_dtype"),
@@ -246,6 +256,8 @@ def test_exactly_these_fields_may_change(recipe):
     expected = {f"{section}.{name}".strip(".") for section, n in MAY_CHANGE.items() for name in n}
     if recipe != "finetune":
         names = (field.name for field in dataclasses.fields(CONFIG.optimizer))
+        # where they lie: their content is bound
+        expected |= {"tokenizer.path", "parallel.target_vocabulary"}
         # the gradient is so many times larger, Adam's moments are not; another method has others
         bound = ("release_replicas", "method")
         expected |= {f"optimizer.{name}" for name in names if name not in bound}

@@ -86,6 +86,8 @@ class ArithmeticPlan:
       kept: bytes of activations that the backward pass asks for, by tracing.
       moved: bytes that a step reads and writes of the memory of a GPU, roughly; None of a CPU.
       tokens, flops: of a step, of all devices.
+      teacher: bytes of the parameters of config.distillation.teacher; 0 without one.
+      teacher_flops: of its forward passes in a step, of all devices.
     """
 
     config: Config
@@ -99,10 +101,12 @@ class ArithmeticPlan:
     moved: int | None
     tokens: int
     flops: float
+    teacher: int = 0
+    teacher_flops: float = 0.0
 
     @property
     def used(self) -> int:
-        return self.parameters + self.gradients + self.moments + self.kept
+        return self.parameters + self.gradients + self.moments + self.kept + self.teacher
 
     @property
     def capacity(self) -> float:
@@ -125,7 +129,8 @@ class ArithmeticPlan:
     def seconds(self) -> tuple[float, float]:
         """Of a step, as is expected at best and at worst; nothing is sent between devices."""
         peak = self.devices.peak * self.devices.count
-        best, worst = (self.flops / peak / share for share in reversed(self.devices.reached))
+        work = self.flops + self.teacher_flops
+        best, worst = (work / peak / share for share in reversed(self.devices.reached))
         if self.devices.bandwidth is None:
             return best, worst
         best += self.moved / (_COPIES_REACH * self.devices.bandwidth)
@@ -167,7 +172,7 @@ class ArithmeticPlan:
         Args:
           price: of an hour of a device, in any currency.
         """
-        names = ("parameters", "gradients", "moments", "kept")
+        names = ("parameters", "gradients", "moments", "kept", "teacher")
         return {
             "topology": self.devices.name,
             "by": "arithmetic",
@@ -177,6 +182,7 @@ class ArithmeticPlan:
             "rows": self.rows,
             "tokens": self.tokens,
             "flops": self.flops,
+            "teacher_flops": self.teacher_flops,
             "moved": self.moved,
             "remat": self.config.model.remat,
             "accumulation": self.config.train.accumulation,
@@ -197,8 +203,8 @@ def read_gpus(topology: str) -> Devices:
     Raises:
       ConfigError: a kind that is not known, or no number.
     """
-    found = re.fullmatch(r"gpu:(\w+?)(?:x(\d+))?", topology)
-    if not found or found[1] not in _GPUS or found[2] == "0":
+    found = re.fullmatch(r"gpu:(\w+?)(?:x(0*[1-9]\d*))?", topology, re.ASCII)
+    if not found or found[1] not in _GPUS:
         raise ConfigError(
             f"--topology={topology} names no GPUs; take one of {', '.join(_GPUS)} and how many, as "
             "gpu:h100x8."
@@ -282,6 +288,10 @@ def describe(
         f"moments of {plan.config.optimizer.method}": plan.moments,
         "activations": plan.kept,
     }
+    work = f"{plan.flops:.3g} FLOPs"
+    if plan.teacher:
+        rows["teacher's parameters"] = plan.teacher
+        work += f", and {plan.teacher_flops:.3g} of the teacher"
     run = planned.outlook(plan, price)
     cost = "{:,.3g} to {:,.3g}".format(*run["chip_hours"]) + f" {unit}-hours"
     if price is not None:
@@ -292,8 +302,7 @@ def describe(
             f"from {devices.basis}",
             "",
             f"mesh                    {planned.spell_mesh(plan.axes)}",
-            f"a step                  {plan.rows:,} rows, {plan.tokens:,} tokens, "
-            f"{plan.flops:.3g} FLOPs",
+            f"a step                  {plan.rows:,} rows, {plan.tokens:,} tokens, {work}",
             "",
             f"{f'memory of a {unit}':<24}{plan.used / _GIB:.2f} of {capacity:.2f} GiB, {state}; "
             "what operations need for themselves comes on top",

@@ -105,6 +105,23 @@ def forward_flops_per_token(config: Config, convention: str = "model") -> float:
     )
 
 
+def teacher_flops_per_token(
+    config: Config, encoder: EncoderConfig, embeddings: EmbeddingsConfig
+) -> float:
+    """Operations of a teacher's forward pass, per token of a row, model convention.
+
+    Args:
+      config: of the student.
+      encoder, embeddings: of the teacher.
+    """
+    total, hidden = _encoder(encoder, config.data.length, paper=False), encoder.hidden_size
+    if not config.distillation.logits_weight:
+        return total
+    if config.recipe == "masked_lm":
+        return total + _predict(config, hidden, embeddings, paper=False)
+    return total + 2 * hidden**2 + 2 * hidden
+
+
 def pair_forward_flops(config: Config, source: int, target: int) -> float:
     """Operations of one forward pass of an encoder-decoder for a row of so many tokens to read and
     to write, model convention; a causal layer counts as much as one that reads both ways, as the

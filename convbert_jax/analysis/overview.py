@@ -53,6 +53,11 @@ def describe(config: Config, params: Params, leave_out: Collection[str] = ()) ->
     ]
     if config.recipe == "finetune":
         return "\n".join([*lines, *_describe_tasks(config)])
+    if config.distillation.teacher:
+        lines.append(
+            "the teacher                its parameters and its forward pass come on top of all "
+            "numbers here"
+        )
     return "\n".join([*lines, *_describe_run(config), "", _PLANS])
 
 

@@ -229,8 +229,9 @@ class TokenizerSection:
     # sentencepiece | wordpiece | pieces, with blanks between them in texts that were cut elsewhere
     kind: str = "sentencepiece"
     vocab_size: int = 30_522
-    # vocab.txt, tokenizer.json, a SentencePiece .model or a .pieces; "" trains one
-    path: str = ""
+    # vocab.txt, tokenizer.json, a SentencePiece .model or a .pieces; "" trains one. It may be
+    # moved: a run that has begun knows its vocabulary by its content
+    path: ChangeableInPretraining[str] = ""
     lowercase: bool = True
     # wordpiece and sentencepiece; BERT's uncased vocabularies expect it. False for Hindi, Thai,
     # Japanese and their kin, whose vowel signs and voicing are marks too

@@ -30,6 +30,8 @@ def load(
     average: int | None = None,
 ) -> Model | TextModel:
     """See `convbert_jax.load`."""
+    if texts not in (None, 1, 2):
+        raise ModelError(f"texts={texts!r} must be 1 or 2, what the model reads of a row.")
     workdir = Workdir(path)
     try:
         is_run = workdir.holds_run()

@@ -26,6 +26,7 @@ from convbert_jax.interop.runs.vocabulary import read_tokenizer
 from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
 from convbert_jax.workdir import Workdir
 
+_FORMS = ("huggingface", "tensorflow1", "stablehlo")
 _EXAMPLES = 50
 
 
@@ -34,7 +35,7 @@ def export(
     *,
     form: str = "huggingface",
     step: int | None = None,
-    output: epath.Path | None = None,
+    output: epath.PathLike | None = None,
     with_generator: bool | None = None,
 ) -> Path:
     """Writes a checkpoint of a run for other software.
@@ -49,9 +50,11 @@ def export(
     Raises:
       CheckpointError: the checkpoint is damaged, or none is whole.
       WorkdirError: there is none of that step.
-      ConversionError: the format cannot hold the model, or the folder holds something else.
+      ConversionError: the format cannot hold the model, there is no generator that is asked for,
+        or the folder holds something else.
       ParityError: PyTorch does not compute the same numbers.
     """
+    _check_form(form)
     workdir = Workdir(workdir)
     config, step = workdir.read_config(), workdir.choose_step(step)
     moments = None
@@ -60,7 +63,7 @@ def export(
     step, params = sources.read_params(workdir, config, step)
     tokenizer, section = read_tokenizer(workdir, config)
     networks = split(config, params)
-    output = output or workdir.export(form, step)
+    output = files.to_path(output) if output else workdir.export(form, step)
     _check_output(output, workdir.path)
     return _write(
         output,
@@ -77,12 +80,18 @@ def export(
 
 
 def convert(
-    path: str, output: Path, *, form: str = "huggingface", with_generator: bool | None = None
+    path: str,
+    output: epath.PathLike,
+    *,
+    form: str = "huggingface",
+    with_generator: bool | None = None,
 ) -> Path:
     """Writes the weights at `path`, as `sources.read_source` takes it, in another format.
 
     A vocabulary goes along if there is one beside the weights. Arguments and errors as `export`.
     """
+    _check_form(form)
+    output = files.to_path(output)
     _check_output(output, Path(path))
     source = sources.read_source(path)
     if source.ignored:
@@ -123,6 +132,13 @@ def _write(
         networks = expressible(networks, form)
     elif not generator:
         networks = {"main": networks["main"]}
+    elif "generator" not in networks:
+        raise ConversionError(f"{source} has no generator; leave out --generator=true.")
+    elif form == "stablehlo":
+        raise ConversionError(
+            "--format=stablehlo has the encoder alone; leave out --generator=true, or take "
+            "--format=huggingface or tensorflow1."
+        )
     if form == "huggingface":
         return write_huggingface(
             output, networks, vocabulary, title=title, step=step, texts=texts, source=source
@@ -279,6 +295,11 @@ def replace_folder(
 
 def _place(path: Path) -> Path:
     return path if files.is_remote(path) else Path(os.path.realpath(os.path.expanduser(path)))
+
+
+def _check_form(form: str) -> None:
+    if form not in _FORMS:
+        raise ConversionError(f"form={form!r} is unknown; choose from {', '.join(_FORMS)}.")
 
 
 def _check_output(output: Path, source: Path) -> None:

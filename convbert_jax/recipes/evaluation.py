@@ -16,6 +16,7 @@ from convbert_jax import files
 from convbert_jax.analysis import pretraining_report
 from convbert_jax.config import Config
 from convbert_jax.inference.writing.reading import read_mean
+from convbert_jax.interop.runs.vocabulary import check_learned
 from convbert_jax.recipes import prepared, start, tasks
 from convbert_jax.recipes.results import EvaluationResult
 from convbert_jax.recipes.writing import scoring
@@ -49,7 +50,7 @@ def evaluate(
         already stay in it.
 
     Raises:
-      EvaluationError: no held-out text, or `output` cannot be written.
+      EvaluationError: no held-out text, or `output` cannot be written, or is somebody else's.
       WorkdirError: no such checkpoint.
       ScoreError: what scores the texts is not installed.
       UserError: the corpus or the checkpoint cannot be read.
@@ -57,7 +58,7 @@ def evaluate(
     workdir = Workdir(folder)
     step = workdir.choose_step(step)
     if output:
-        check_output(files.to_path(output))
+        check_output(files.to_path(output), "eval", ("workdir", "step"))
     if step is None and jax.process_count() > 1:  # a run under way may save in between
         step = int(multihost_utils.broadcast_one_to_all(np.int32(workdir.steps()[-1])))
     found = devices.find_devices(config)
@@ -67,6 +68,7 @@ def evaluate(
     scored = config.reads_pairs and scoring.can_score()
     tests = scoring.check(config, tests=True) if scored else {}
     data = prepared.open_data(config, workdir)
+    check_learned(workdir, config, data.tokenizers)
     task = tasks.build_task(config, data.tokenizer.special, found[0], tokenizer=data.tokenizer)
     with devices.random_numbers(found), jax.set_mesh(mesh):
         program = make_program(task, config, mesh)
@@ -156,7 +158,15 @@ def _read_params(workdir: Workdir, config: Config, abstract, step: int | None):
     return (step,), params
 
 
-def check_output(file: epath.Path) -> None:
+def check_output(file: epath.Path, mode: str, names: Collection[str]) -> None:
+    """Makes the folder of a JSON file that `mode` is to write.
+
+    Args:
+      names: what such a file has; another one that is there is not replaced.
+
+    Raises:
+      EvaluationError: it cannot be made, or something else would be lost.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -165,6 +175,21 @@ def check_output(file: epath.Path) -> None:
         ) from None
     if file.is_dir():
         raise evaluation.EvaluationError(f"--output={file} is a folder; name a file in it.")
+    if file.exists() and not _is_made_of(file, names):
+        raise evaluation.EvaluationError(
+            f"--output={file} exists and was not written by --mode={mode}; remove it or name "
+            "another file."
+        )
+
+
+def _is_made_of(file: epath.Path, names: Collection[str]) -> bool:
+    """Whether a file is empty, or a JSON object with these names."""
+    try:
+        if file.is_file() and file.read_bytes():
+            files.read_json(file, remedy="", fields=dict.fromkeys(names, object))
+        return file.is_file()  # /dev/null is none
+    except (OSError, files.DamagedFileError):
+        return False
 
 
 def _describe(

@@ -25,6 +25,7 @@ from convbert_jax.inference import loading, readouts
 from convbert_jax.inference.model import Model
 from convbert_jax.inference.network import NetworkOnDevice, take
 from convbert_jax.inference.writing.model import TextModel
+from convbert_jax.interop.runs.vocabulary import check_learned
 from convbert_jax.recipes import prepared
 from convbert_jax.recipes.results import InspectionResult
 from convbert_jax.recipes.start import read_start
@@ -136,7 +137,9 @@ def _heldout_texts(path: str, model: Model, word: str | None) -> list[str]:
             "--input=FILE."
         )
     config, _ = read_start(workdir.read_config(), workdir)
-    corpus = prepared.open_data(config, workdir).corpus
+    data = prepared.open_data(config, workdir)
+    check_learned(workdir, config, data.tokenizers)
+    corpus = data.corpus
     found = []
     for text in _documents(batching.evaluation_batches(corpus, batch_size=_HELDOUT), model):
         if word is None or re.search(_pattern(word), text, re.IGNORECASE):

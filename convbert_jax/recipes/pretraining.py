@@ -16,7 +16,7 @@ from convbert_jax.data.units import beam_pipeline
 from convbert_jax.inference.writing.reading import read_mean
 from convbert_jax.interop import conversion
 from convbert_jax.interop.networks import abstract_params, outline, split
-from convbert_jax.interop.runs.vocabulary import keep_vocabularies
+from convbert_jax.interop.runs.vocabulary import check_learned, keep_vocabularies
 from convbert_jax.recipes import evaluation, finetuning, prepared, start, tasks, teaching
 from convbert_jax.recipes.prepared import Data
 from convbert_jax.recipes.reports import (
@@ -117,7 +117,9 @@ def pretrain(
         if not config.writes_text:
             _tell_of_encoder(config)
         data = prepared.open_data(config, workdir)
-        if writer and not workdir.is_bound():
+        if workdir.is_bound():
+            check_learned(workdir, config, data.tokenizers)
+        elif writer:
             keep_vocabularies(workdir, config, data.tokenizers)
         task = tasks.build_task(
             config,

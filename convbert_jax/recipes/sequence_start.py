@@ -11,7 +11,7 @@ from absl import logging
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
 from convbert_jax.data.tokenizer.tokenizer import follow_file
 from convbert_jax.interop import matching, sources
-from convbert_jax.interop.runs.vocabulary import read_tokenizers
+from convbert_jax.interop.runs.vocabulary import read_tokenizers, use_copies
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
 
@@ -39,7 +39,7 @@ def read_start(
         return config, None
     begun = workdir.is_bound()
     if begun and workdir.config.exists():
-        kept = workdir.read_config()
+        kept = use_copies(workdir, workdir.read_config())
         if (kept.recipe, kept.init_from) != (config.recipe, config.init_from):
             return config, None  # refused later, by name
         return _follow(config, _fields_of(kept), given), None

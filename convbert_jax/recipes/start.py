@@ -8,6 +8,7 @@ from absl import logging
 from convbert_jax.config import Config, from_config_dict, to_dict
 from convbert_jax.data.tokenizer.tokenizer import follow_file
 from convbert_jax.interop import importing, matching, sources
+from convbert_jax.interop.runs.vocabulary import use_copies
 from convbert_jax.recipes import sequence_start, teaching
 from convbert_jax.recipes.sequence_start import RunWeights
 from convbert_jax.training.task import Params
@@ -28,6 +29,8 @@ def read_start(
       UserError: no such file or weights, or some that do not fit.
     """
     workdir.data(config)
+    if workdir.is_bound() and workdir.config.exists():
+        config = use_copies(workdir, config)
     if config.writes_text:
         return sequence_start.read_start(config, workdir, given)
     config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
@@ -46,7 +49,7 @@ def _as_begun(config: Config, workdir: Workdir, given: Collection[str]) -> Confi
     """`config` with the vocabulary and the sizes that the run in `workdir` took of its weights,
     which need not be there any more.
     """
-    kept = workdir.read_config()
+    kept = use_copies(workdir, workdir.read_config())
     if (kept.recipe, kept.init_from) != (config.recipe, config.init_from):
         return config  # refused later, by name
     fields = matching.sizes_of(kept)

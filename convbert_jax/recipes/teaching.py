@@ -17,6 +17,7 @@ from flax import nnx
 from convbert_jax import files
 from convbert_jax.config import (
     Config,
+    EmbeddingsConfig,
     EncoderConfig,
     LayerConfig,
     UserError,
@@ -29,6 +30,7 @@ from convbert_jax.interfaces.placement import Rules
 from convbert_jax.interop import importing, matching, sources
 from convbert_jax.interop.modules import modules
 from convbert_jax.interop.networks import Network, stack, to_tree
+from convbert_jax.interop.runs import vocabulary
 from convbert_jax.models.encoder import Encoder
 from convbert_jax.models.mixers import sharding_rules
 from convbert_jax.objectives import distillation
@@ -64,6 +66,10 @@ class Teacher:
     encoder: EncoderConfig
     graphdef: nnx.GraphDef
     checksum: str
+
+    @property
+    def embeddings(self) -> EmbeddingsConfig:
+        return self.network.embeddings
 
     @property
     def rules(self) -> Rules:
@@ -112,7 +118,7 @@ def follow(config: Config, workdir: Workdir, given: Collection[str]) -> Config:
     if not teacher:
         return config
     if begun and workdir.config.exists():
-        kept = workdir.read_config()
+        kept = vocabulary.use_copies(workdir, workdir.read_config())
         names = ("teacher_hidden_size", "teacher_embedding_size")
         fields = {f"distillation.{name}": getattr(kept.distillation, name) for name in names}
         if not config.tokenizer.path:
@@ -193,7 +199,7 @@ def start_of(config: Config, teacher: Teacher) -> sources.Source:
     (config.distillation.initialize).
 
     Raises:
-      TeacherError: a layer is of another mixer, or of other sizes.
+      TeacherError: a layer is of another mixer, or layers or embeddings of other sizes.
     """
     rule = config.distillation.layers
     theirs, ours = _layers(teacher.network.encoder), _layers(config.encoder)
@@ -221,7 +227,10 @@ def start_of(config: Config, teacher: Teacher) -> sources.Source:
             "config.distillation.initialize",
         )
     main = dataclasses.replace(teacher.network, encoder=config.encoder, parameters=flat)
-    return sources.Source("run", {"main": main})
+    source = sources.Source("run", {"main": main})
+    with _named(config):
+        sources.check_fits(source, config)
+    return source
 
 
 def _here(encoder: EncoderConfig) -> EncoderConfig:

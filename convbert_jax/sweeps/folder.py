@@ -27,6 +27,8 @@ from convbert_jax.sweeps.table import SweepError
 from convbert_jax.workdir import Workdir
 
 FINISHED, FAILED, STARTED = "finished", "failed", "started"
+# They may change in a run, whose vocabulary is known by its content, and here tell two apart.
+_VOCABULARIES = ("tokenizer.path", "parallel.target_vocabulary")
 _FIELDS = {
     "cell": str,
     "state": str,
@@ -99,7 +101,8 @@ class Folder:
             for section, values in to_dict(config).items()
             if section in ("data", "tokenizer", *(["parallel"] if config.reads_pairs else []))
             for name, value in values.items()
-            if not changes.is_changeable(Config, f"{section}.{name}", config.recipe)
+            if f"{section}.{name}" in _VOCABULARIES
+            or not changes.is_changeable(Config, f"{section}.{name}", config.recipe)
         }
         if config.reads_pairs:
             decides["sequence.shared_vocabulary"] = config.sequence.shared_vocabulary

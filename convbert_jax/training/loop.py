@@ -226,7 +226,7 @@ class _Run:
         compilation.announce_long_compilation(
             state_lib.count(self.state.params), self.program.mesh.devices.flat[0].platform
         )
-        with Profiler(self.workdir.profile, t.profile_start, t.profile_steps) as profiler:
+        with Profiler(self.workdir.profile, t, self.step) as profiler:
             # The order below is what makes resuming exact. Evaluation sees the state of `step`;
             # the checkpoint is written after it and before the next batch is drawn, so state, data
             # position and the lines of metrics.jsonl agree; and nothing is saved whose loss was

@@ -136,6 +136,13 @@ def find_causes(
     causes = find_state(state.params, state.opt_state) | {
         "gradients": bytes_of_device(state.params)
     }
+    if task.frozen is not None:
+        placed = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            task.frozen,
+            program.given_places[0],
+        )
+        causes["parameters of the teacher"] = bytes_of_device(placed)
     if batch is not None:
         one = sharding.make_mesh(MeshSection(), list(mesh.devices.flat[:1]))
         kept = kept_bytes(task, state.params, batch, accumulation, mesh, one)

@@ -44,6 +44,16 @@ def make_plan(step=None, **changed) -> plan.Plan:
     return dataclasses.replace(made, **changed)
 
 
+def test_a_teacher_lies_on_a_device_whatever_the_batch():
+    """It counted as a part of the batch, which a search for the largest one takes to grow."""
+    memory = dataclasses.replace(MEMORY, teacher=GIB)
+    taught = make_plan(make_step(memory=memory))
+    alone = make_plan()
+    assert taught.used - alone.used == taught.fixed - alone.fixed == GIB
+    assert "teacher's parameters     1.0 GiB" in plan_text.describe(taught, None, (), None)
+    assert "teacher" not in plan_text.describe(alone, None, (), None)
+
+
 def test_a_step_takes_what_its_parts_take():
     chip = chips.CHIPS["v5e"]
     alone = make_step(collectives=()).seconds

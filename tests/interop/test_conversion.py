@@ -225,6 +225,27 @@ def test_a_step_that_is_not_there(run):
         conversion.export(run[0], step=4)
 
 
+def test_a_generator_that_is_asked_for_is_not_left_out(run, make_run, tmp_path):
+    """Where the run has none, or the format has no place for one."""
+    out = {"output": tmp_path / "out", "with_generator": True}
+    with pytest.raises(ConversionError, match="--format=stablehlo has the encoder alone"):
+        conversion.export(run[0], form="stablehlo", **out)
+    folder, _ = make_run(recipe="masked_lm")
+    with pytest.raises(ConversionError, match="has no generator; leave out --generator=true"):
+        conversion.export(folder, **out)
+    assert not (tmp_path / "out").exists()
+
+
+def test_formats_are_those_that_there_are(run, tmp_path):
+    """Any other name was taken for TensorFlow's; a folder may be text."""
+    for write in (conversion.export, lambda path, **how: conversion.convert(path, "out", **how)):
+        with pytest.raises(ConversionError, match="form='onnx' is unknown; choose from hugg"):
+            write(str(run[0]), form="onnx")
+    out = conversion.convert(str(run[0]), str(tmp_path / "out"), form="tensorflow1")
+    assert out == tmp_path / "out"
+    assert list(out.glob("model.ckpt-*.index"))
+
+
 def test_the_small_generator_is_left_out_unless_it_is_asked_for(make_run, tmp_path, caplog):
     folder, config = make_run(generator={"size": 0.25})
     with pytest.raises(ConversionError, match=r"the generator .*--generator=false.*release_heads"):

@@ -47,6 +47,12 @@ def test_a_batch_that_gpus_do_not_divide_is_a_sentence(tmp_path):
         recipes.plan(make_config(), tmp_path, topology="gpu:h100x3")
 
 
+@pytest.mark.parametrize("name", ["gpu:h100x0", "gpu:h100x00", "gpu:h1000", "gpu:h100x٣"])
+def test_what_names_no_gpus_is_a_sentence(name, tmp_path):
+    with pytest.raises(ConfigError, match="names no GPUs; take one of b200"):
+        recipes.plan(make_config(), tmp_path, topology=name)
+
+
 def test_this_machine_is_counted_from_its_own_speed(tmp_path):
     config = make_config(train__batch_size=64)
     plan = recipes.plan(config, tmp_path, topology="cpu", price=1.0)

@@ -5,6 +5,7 @@ import errno
 import itertools
 import json
 import math
+import pathlib
 import shlex
 import shutil
 
@@ -15,7 +16,7 @@ from absl.testing import flagsaver
 
 import convbert_jax
 from convbert_jax import command_line, interrupts, recipes
-from convbert_jax.config import Config, UserError
+from convbert_jax.config import Config, UserError, to_dict
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.runs.vocabulary import read_tokenizer
 from convbert_jax.recipes import prediction, prepared, pretraining
@@ -334,11 +335,52 @@ def test_the_copy_is_of_the_vocabulary_that_was_learned_with(pretraining_config,
     before = copy.read_bytes()
     shutil.rmtree(tmp_path / "run" / "data")
     text.write_text(text.read_text().replace("e", "o"))
-    with pytest.raises(UserError, match="position in the data was saved with corpus="):
+    with pytest.raises(UserError, match=r"is not the vocabulary that .*run learned with"):
         recipes.pretrain(replace(config, {"train.steps": 6}), tmp_path / "run")
     made = tmp_path / "run" / "data" / copy.name
     assert made.read_bytes() != before
     assert copy.read_bytes() == before
+
+
+def test_numbers_replace_nothing_but_such_numbers(pretrained, tmp_path):
+    """A file of the user's at --output was lost, with its name one slip away from another."""
+    notes = tmp_path / "notes.txt"
+    config = Workdir(pretrained.folder).read_config()
+    for content in ("what I saw\n", '{"step": 4}\n', "[]"):
+        notes.write_text(content)
+        for mode, run in (
+            ("eval", lambda: recipes.evaluate(config, pretrained.folder, output=str(notes))),
+            ("plan", lambda: recipes.plan(config, tmp_path, topology="cpu", output=str(notes))),
+        ):
+            with pytest.raises(UserError, match=f"exists and was not written by --mode={mode}"):
+                run()
+        assert notes.read_text() == content
+    notes.write_text("")  # as mktemp makes one
+    first = recipes.evaluate(config, pretrained.folder, output=str(notes))
+    again = recipes.evaluate(config, pretrained.folder, output=str(notes))
+    assert again.values == pytest.approx(first.values, nan_ok=True)
+
+
+def test_rows_of_another_vocabulary_are_not_evaluated(pretrained, text, tmp_path):
+    """A run that was moved without its rows: others, of another text, were made beside it, and
+    their ids taken for words of the run's vocabulary.
+    """
+    run = shutil.copytree(pretrained.folder, tmp_path / "run", ignore=lambda *_: ["data"])
+    other = tmp_path / "other.txt"
+    words = pathlib.Path(text.removeprefix("text:")).read_text()
+    other.write_text(words.replace("e", "o"))
+    config = replace(Workdir(run).read_config(), {"data.source": f"text:{other}"})
+    for use in (
+        lambda: recipes.evaluate(config, run),
+        lambda: recipes.inspect(str(run), output=str(tmp_path / "out")),
+    ):
+        (run / "config.json").write_text(json.dumps(to_dict(config)))
+        with pytest.raises(UserError, match=r"is not the vocabulary that .*run learned with"):
+            use()
+    (copy,) = (run / "vocabulary").glob("*.model")
+    named = {"tokenizer.path": str(copy), "data.directory": str(tmp_path / "rows")}
+    found = recipes.evaluate(replace(config, named), run, frozenset(named))
+    assert math.isfinite(found.values["mlm_loss"])
 
 
 def test_revisions_leave_out_a_generator_that_their_format_cannot_hold(

@@ -4,6 +4,7 @@ cannot teach.
 
 import contextlib
 import dataclasses
+import json
 import pathlib
 import shutil
 
@@ -14,14 +15,15 @@ import pytest
 
 from convbert_jax import recipes
 from convbert_jax.analysis.verify_resume import compare
-from convbert_jax.config import ConfigError, UserError
+from convbert_jax.config import ConfigError, UserError, to_dict
 from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.interop import conversion
+from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import split
 from convbert_jax.interop.sources import read_source
+from convbert_jax.recipes import prepared, tasks, teaching
 from convbert_jax.recipes import start as starting
-from convbert_jax.recipes import tasks, teaching
 from convbert_jax.training import sharding, state
 from convbert_jax.training.checkpoints.reading import load_arrays
 from convbert_jax.training.checkpoints.saving import Checkpoints
@@ -162,6 +164,50 @@ def test_another_teacher_is_refused_and_a_moved_one_is_not(taught, make, teacher
         recipes.pretrain(dataclasses.replace(config, distillation=none), result.folder)
 
 
+def test_a_run_goes_on_where_its_teacher_and_vocabulary_have_moved(taught, teachers, tmp_path):
+    """By its own copy of the vocabulary, which lay with the teacher; no other one may come."""
+    _, result = taught["masked_lm"]
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    shutil.copytree(result.folder, run)
+    shutil.copytree(teachers["masked_lm"], moved)
+    workdir = Workdir(run)
+    kept = workdir.read_config()
+    gone = tmp_path / "gone" / pathlib.Path(kept.tokenizer.path).name
+    kept = replace(kept, {"tokenizer.path": str(gone), "distillation.teacher": str(moved)})
+    workdir.config.write_text(json.dumps(to_dict(kept)))
+    asked = replace(kept, {"tokenizer.path": ""}), kept  # of a config file, and of --workdir alone
+    for config in asked:
+        found, _ = starting.read_start(config, workdir)
+        assert pathlib.Path(found.tokenizer.path).parent == run / "vocabulary"
+        assert teaching.open_teacher(found).checksum
+        with workdir.open(found):
+            assert prepared.open_data(found, workdir).tokenizer.vocab_size == 200
+    other = tmp_path / "other.model"
+    other.write_bytes(pathlib.Path(found.tokenizer.path).read_bytes() + b"\x1a\x00")
+    with pytest.raises(UserError, match="was prepared with another vocabulary"):
+        prepared.open_data(replace(kept, {"tokenizer.path": str(other)}), workdir)
+
+
+def test_a_plan_counts_the_teacher(make, tmp_path):
+    """Its parameters and its forward pass, which were left out of memory and time."""
+    alone = recipes.plan(make(teacher=""), tmp_path / "run", topology="gpu:h100").numbers
+    plan = recipes.plan(make(), tmp_path / "run", topology="gpu:h100")
+    numbers = plan.numbers
+    config, _ = starting.read_start(make(), Workdir(tmp_path / "run"))
+    params = jax.tree.leaves(teaching.open_teacher(config).params)
+    assert numbers["memory"]["teacher"] == sum(leaf.size * 4 for leaf in params)
+    assert numbers["memory"]["used"] == sum(
+        numbers["memory"][name] for name in ("parameters", "gradients", "moments", "kept")
+    ) + sum(leaf.size * 4 for leaf in params)
+    layer = 4 * 2 * 64 * 64 + 2 * 2 * 32 * 64 + 2 * 2 * 64 * 64
+    head = 2 * 64 * (64 + 200) * config.max_predictions / 32
+    assert numbers["teacher_flops"] == pytest.approx(8 * 32 * (4 * layer + head))
+    assert numbers["flops"] == alone["flops"]
+    assert numbers["seconds_of_a_step"][0] > alone["seconds_of_a_step"][0]
+    assert "of the teacher" in plan.report
+    assert alone["memory"]["teacher"] == 0
+
+
 def test_a_run_without_a_teacher_gets_none_later(teachers, make, tmp_path):
     shutil.copytree(teachers["masked_lm"], tmp_path / "run")
     kept = Workdir(tmp_path / "run").read_config()
@@ -250,6 +296,16 @@ REFUSED = [
     (
         {"distillation__initialize": True},
         r"has as layer 2 Attention \(4 of 16\) on 64 channels, .*and layer 1 of the student",
+    ),
+    (
+        {
+            "distillation__initialize": True,
+            "model__hidden_size": 64,
+            "model__embedding_size": 64,
+            "model__heads": 4,
+            "model__positions": 64,
+        },
+        r"a network with config\.model\.positions=32, this run has 64; start it with",
     ),
 ]
 

@@ -7,7 +7,8 @@ import pytest
 
 from convbert_jax import config_files
 from convbert_jax.analysis import flops
-from convbert_jax.config import UserError, to_dict
+from convbert_jax.config import Config, UserError, to_dict
+from convbert_jax.interop import matching
 from convbert_jax.sweeps import Row, Sweep, SweepError, Task
 from convbert_jax.sweeps.cells import check_unchanged, expand
 from convbert_jax.sweeps.checks.files import check_files
@@ -51,6 +52,13 @@ def test_rows_of_other_data_have_shards_of_their_own(folder):
     assert len({cell.config.data.directory for cell in cells}) == 3
     named = expand(TABLE, folder, {"data.directory": "elsewhere"})
     assert {cell.config.data.directory for cell in named} == {"elsewhere"}
+
+
+def test_rows_of_other_vocabularies_have_shards_of_their_own(folder):
+    """Where a vocabulary lies may change in a run, but tells rows apart."""
+    config = Config()
+    named = [matching.replace(config, {"tokenizer.path": p}) for p in ("", "a.txt", "b.txt")]
+    assert len({folder.data(each) for each in named}) == 3
 
 
 def test_tasks_follow_each_pretraining(folder):

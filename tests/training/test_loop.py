@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.config import MeshSection
+from convbert_jax.config import MeshSection, TrainSection
 from convbert_jax.training import evaluation, loop, memory, sharding
 from convbert_jax.training.checkpoints import reading as checkpoint_reading
 from convbert_jax.training.checkpoints import saving as checkpoint
 from convbert_jax.training.environment import compilation
 from convbert_jax.training.evaluation import EvaluationError
 from convbert_jax.training.reports import reporting
+from convbert_jax.training.reports.timing import Profiler
 from tests.training.tiny_run import EVALUATOR, Rows, linear_task, make_config, make_rows, run
 
 STEPS = 12
@@ -329,6 +330,18 @@ def test_profile(tmp_path):
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
         pool.submit(run_with_a_profile, tmp_path).result()
     assert any((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize(("first", "done", "told"), [(9, 0, 1), (2, 4, 1), (4, 0, 0), (0, 4, 0)])
+def test_a_trace_that_cannot_be_is_told(first, done, told, tmp_path, caplog):
+    section = TrainSection(steps=8, profile_start=first)
+    Profiler(tmp_path / "profile", section, done)
+    says = f"profile_start={first}: this start takes the steps {done + 1} to 8"
+    assert caplog.text.count(says) == told
+    (tmp_path / "profile").mkdir()  # of a start before
+    caplog.clear()
+    Profiler(tmp_path / "profile", section, done)
+    assert not caplog.text
 
 
 def test_out_of_memory_names_the_settings():

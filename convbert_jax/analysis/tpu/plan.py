@@ -56,6 +56,7 @@ class Memory:
       temporaries: activations kept for the backward pass, gradients, and what operations need.
       program: the code.
       capacity: that there is.
+      teacher: parameters of config.distillation.teacher, which a step is given too.
     """
 
     parameters: int
@@ -64,10 +65,12 @@ class Memory:
     temporaries: int
     program: int
     capacity: int
+    teacher: int = 0
 
     @property
     def used(self) -> int:
-        return self.parameters + self.optimizer + self.batch + self.temporaries + self.program
+        given = self.parameters + self.optimizer + self.batch + self.teacher
+        return given + self.temporaries + self.program
 
     @property
     def left(self) -> int:
@@ -238,6 +241,8 @@ def describe_step(
     axes: Mapping[str, int],
     slices: int = 1,
     shown: int = 12,
+    *,
+    teacher: int = 0,
 ) -> Step:
     """Reads a compiled step.
 
@@ -247,18 +252,20 @@ def describe_step(
       axes: of the mesh, name -> size.
       slices: that its data axis goes over.
       shown: how many of the dearest operations are kept.
+      teacher: bytes of a device of what is given to a step besides.
     """
     stats = compiled.memory_analysis()
     parameters, optimizer = (bytes_of_device(t) for t in (state.params, state.opt_state))
     memory = Memory(
         parameters=parameters,
         optimizer=optimizer,
-        batch=stats.argument_size_in_bytes - parameters - optimizer,
+        batch=stats.argument_size_in_bytes - parameters - optimizer - teacher,
         temporaries=stats.temp_size_in_bytes
         + stats.output_size_in_bytes
         - stats.alias_size_in_bytes,
         program=stats.generated_code_size_in_bytes,
         capacity=int(chip.hbm_bytes),
+        teacher=teacher,
     )
     return Step(
         memory=memory,

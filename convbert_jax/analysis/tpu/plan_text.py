@@ -117,6 +117,7 @@ def _describe_memory(plan: Plan, step: Step) -> list[str]:
             f"   the backward pass asks for {spell_bytes(plan.kept)} of activations, by tracing",
         ),
         "batch and program": (m.batch + m.program, ""),
+        **({"teacher's parameters": (m.teacher, "")} if m.teacher else {}),
         "left": (m.left, ""),
     }
     return [

@@ -5,7 +5,7 @@ writes.
 import dataclasses
 import re
 
-from convbert_jax.config.changes import Changeable
+from convbert_jax.config.changes import Changeable, ChangeableInPretraining
 
 NORMS = ("post", "pre")
 NORMALIZATIONS = ("layer", "rms")
@@ -77,7 +77,8 @@ class ParallelSection:
     # where config.sequence.shared_vocabulary=False, config.tokenizer is the source's vocabulary and
     # this the size of the target's own; 0 is tokenizer.vocab_size
     target_vocab_size: int = 0
-    target_vocabulary: str = ""  # its file, see tokenizer.path; "" trains one
+    # its file, see tokenizer.path; "" trains one
+    target_vocabulary: ChangeableInPretraining[str] = ""
     max_length: int = 256  # most tokens of a text, the end mark included
     # a source of more tokens is cut to them, with a count in the log, as recipes of T5 and BART cut
     # documents; False: it is a bad pair. A target of more is a bad pair always

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from absl import logging
+
 from convbert_jax import files
 from convbert_jax.config import Config, TokenizerSection
 from convbert_jax.data.corpus import metadata as corpus
@@ -37,6 +39,50 @@ def keep_vocabularies(workdir: Workdir, config: Config, tokenizers: Sequence[Tok
         {name: tokenizer.path for name, tokenizer in zip(names, made, strict=True)},
         {name: tokenizer.fingerprint for name, tokenizer in zip(names, made, strict=True)},
     )
+
+
+def use_copies(workdir: Workdir, config: Config) -> Config:
+    """`config` of a run that has begun, with its own copy of each vocabulary whose file is gone, as
+    that of a teacher or of the weights it started from; the rows tell whether it is the same. Of
+    a run in a bucket each process would have a copy of its own: as it is.
+    """
+    if files.is_remote(workdir.path):
+        return config
+    paths = [config.tokenizer.path, config.parallel.target_vocabulary]
+    for number, (name, section) in enumerate(_sections(config)):
+        copy = workdir.vocabulary / name / _file_name(section)
+        if section.path and not files.expand(section.path).exists() and copy.is_file():
+            logging.warning("%s is gone; the run has a copy, %s.", section.path, copy)
+            paths[number] = str(copy.absolute())
+    return dataclasses.replace(
+        config,
+        tokenizer=dataclasses.replace(config.tokenizer, path=paths[0]),
+        parallel=dataclasses.replace(config.parallel, target_vocabulary=paths[1]),
+    )
+
+
+def check_learned(workdir: Workdir, config: Config, tokenizers: Sequence[Tokenizer]) -> None:
+    """Refuses rows of other vocabularies than those that the run learned with, as far as it keeps
+    these: ids of the one are other words of the other.
+
+    Args:
+      tokenizers: of the rows, as `keep_vocabularies` takes them.
+
+    Raises:
+      TokenizerError: they differ.
+    """
+    learned = workdir.read_fingerprints()
+    fields = ("tokenizer.path", "parallel.target_vocabulary")
+    for (name, section), tokenizer, field in zip(
+        _sections(config), tokenizers, fields, strict=False
+    ):
+        if learned and learned.get(name) != tokenizer.fingerprint:
+            copy = workdir.vocabulary / name / _file_name(section)
+            raise TokenizerError(
+                f"the rows in {workdir.data(config)} were made with {tokenizer.path}, which is not "
+                f"the vocabulary that {workdir} learned with; put its own rows back, or make "
+                f"others with --config.{field}={copy} --config.data.directory=FOLDER."
+            )
 
 
 def read_tokenizer(workdir: Workdir, config: Config) -> tuple[Tokenizer, TokenizerSection]:

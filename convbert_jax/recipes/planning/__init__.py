@@ -44,12 +44,12 @@ def plan(
       output: JSON file to write.
 
     Raises:
-      EvaluationError: `output` cannot be written.
+      EvaluationError: `output` cannot be written, or is somebody else's.
       ConfigError: no such slice, no compiler, or nothing that can be searched for.
       ShardingError: mesh, batch and devices do not fit together.
     """
     if output:
-        evaluation.check_output(files.to_path(output))
+        evaluation.check_output(files.to_path(output), "plan", ("topology", "mesh"))
     config, _ = start.read_start(config, Workdir(folder), given)
     if largest_batch and config.reads_pairs:
         raise ConfigError(

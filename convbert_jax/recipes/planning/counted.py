@@ -7,7 +7,7 @@ import types
 
 import jax
 
-from convbert_jax.analysis import arithmetic_plan, planned
+from convbert_jax.analysis import arithmetic_plan, flops, planned
 from convbert_jax.config import Config, MeshSection
 from convbert_jax.recipes import prepared, teaching
 from convbert_jax.recipes.planning import candidates
@@ -65,6 +65,12 @@ def _plan(
         sum(jax.tree.leaves(size(tree, of_tree)))
         for tree, of_tree in ((state.params, places.params), (state.opt_state, places.opt_state))
     )
+    taught, taught_bytes = 0.0, 0
+    if teacher:
+        of_teacher = sharding.tree_shardings(task.frozen, mesh, task.rules)
+        taught_bytes = sum(jax.tree.leaves(size(task.frozen, of_teacher)))
+        per_token = flops.teacher_flops_per_token(config, teacher.encoder, teacher.embeddings)
+        taught = task.tokens_per_step * per_token
     batch = make_batch(config, shards)
     parts = config.train.accumulation
     kept = kept_bytes(task, state.params, batch, parts, mesh, here)
@@ -76,6 +82,7 @@ def _plan(
         looped = config.model.scan_unroll < config.model.layers
         moved = (arithmetic_plan.MOVED_IN_LOOPS if looped else arithmetic_plan.MOVED) * parts
         moved *= kept_bytes(whole_task, state.params, batch, parts, mesh, here)
+        moved *= 1 + taught / task.flops_per_step  # as many bytes for an operation as the student
     return arithmetic_plan.ArithmeticPlan(
         config,
         devices,
@@ -88,6 +95,8 @@ def _plan(
         moved=moved,
         tokens=task.tokens_per_step,
         flops=task.flops_per_step,
+        teacher=taught_bytes,
+        teacher_flops=taught,
     )
 
 

@@ -107,4 +107,7 @@ def _compile(program: Program, task: Task, batch, topology: Topology) -> Step | 
                 "config.mesh, config.model.scan_unroll or libtpu may do."
             ) from error
     axes = dict(program.mesh.shape)
-    return describe_step(compiled, text, program.abstract, topology.chip, axes, topology.slices)
+    state, teacher = program.abstract, bytes_of_device(given)
+    return describe_step(
+        compiled, text, state, topology.chip, axes, topology.slices, teacher=teacher
+    )

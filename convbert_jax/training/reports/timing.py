@@ -10,6 +10,7 @@ from absl import logging
 from etils import epath
 
 from convbert_jax import files
+from convbert_jax.config import TrainSection
 
 
 class Clock:
@@ -38,12 +39,26 @@ class Clock:
 
 
 class Profiler:
-    """A trace of `steps` steps from `first` on, in `folder`; none if `first` is 0."""
+    """A trace of config.train.profile_steps steps from profile_start on, in `folder`."""
 
-    def __init__(self, folder: epath.Path, first: int, steps: int):
+    def __init__(self, folder: epath.Path, section: TrainSection, step: int):
+        """
+        Args:
+          step: the last one that is done; where none of those to come is the first of the trace,
+            and no start before wrote one, a warning says so.
+        """
+        first = section.profile_start
         self._written = contextlib.ExitStack()
-        self._folder, self._first, self._last = folder, first, first + steps - 1
+        self._folder, self._first, self._last = folder, first, first + section.profile_steps - 1
         self._running = False
+        if first and not step < first <= section.steps and not folder.exists():
+            logging.warning(
+                "config.train.profile_start=%d: this start takes the steps %d to %d, so there is "
+                "no trace.",
+                first,
+                step + 1,
+                section.steps,
+            )
 
     def __enter__(self):
         return self
