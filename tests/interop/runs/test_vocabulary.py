@@ -81,10 +81,10 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(make_run, monkeypatch):
     workdir = Workdir(folder)
     tokenizer, _ = read_tokenizer(workdir, config)
 
-    def full(source, target):
+    def full(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("convbert_jax.files.copy", full)
+    monkeypatch.setattr("convbert_jax.files.write_json", full)
     with pytest.raises(WorkdirError, match=r"cannot be written \(No space left on device\)"):
         keep_vocabularies(workdir, config, [tokenizer])
 
