@@ -178,7 +178,16 @@ def open_prepared(config: Config, directory: Path) -> Corpus | None:
             sources = _open_sources(data)
         except DataError as error:
             gone = error
-    refuse_other(origin(config, sources), metadata["made_from"], directory)
+    wanted, there = origin(config, sources), metadata["made_from"]
+    if there["version"] < wanted["version"]:  # whole: runs on it go on
+        logging.warning(
+            "%s was prepared by an earlier version, which cut texts a little otherwise. Its rows "
+            "are used as they are; others are made with %s.",
+            directory,
+            elsewhere(directory),
+        )
+        wanted["version"] = there["version"]
+    refuse_other(wanted, there, directory)
     if gone:
         logging.warning("%s The rows prepared from it in %s are used.", gone, directory)
     if metadata["undecodable"] and metadata["encoding_errors"] != data.encoding_errors:

@@ -10,6 +10,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from convbert_jax.data.corpus import corpus, preparation
 from convbert_jax.data.corpus.corpus import prepare
+from convbert_jax.data.corpus.metadata import VERSIONS
 from convbert_jax.data.corpus.rows import ShardReader
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.records import write_record
@@ -39,6 +40,20 @@ def test_another_corpus_is_refused(
     with pytest.raises(DataError, match=f"{message}.*--config.data.directory="):
         prepare(change(config, **{section: {field: value}}), folder)
     assert contents(folder) == before
+
+
+def test_whole_rows_of_an_earlier_version_are_used_and_others_not_mixed_in(
+    config, prepared, monkeypatch, caplog
+):
+    """Runs on them go on: their rows are those that they know."""
+    before = prepare(config, prepared).fingerprint
+    monkeypatch.setitem(VERSIONS, "packed", VERSIONS["packed"] + 1)
+    with caplog.at_level("WARNING"):
+        assert prepare(config, prepared).fingerprint == before
+    assert "was prepared by an earlier version" in caplog.text
+    unfinish(prepared)
+    with pytest.raises(DataError, match=r"version \(1 there, 2 wanted\)"):
+        prepare(config, prepared)
 
 
 def test_units_of_which_nothing_says_of_what_are_refused(config, prepared, contents):
