@@ -99,7 +99,7 @@ def prepare(config: Config, directory: Path, runner: Runner | None = None) -> Co
         started = time.monotonic()
         sources = _open_sources(config.data)
         if "validation" in sources:
-            refuse_shared_text(sources["train"], sources["validation"])
+            refuse_shared_text(sources["train"], sources["validation"], section="data")
         made_from = origin(config, sources)
         metadata, tokenizer = _go_on(config, made_from, directory)
         if metadata is None:

@@ -55,6 +55,11 @@ class PairFiles:
     columns: tuple[str, ...]
     targets: Targets
 
+    @property
+    def files(self) -> set[Path]:
+        """All files that it reads."""
+        return set(self.paths)
+
     @functools.cached_property
     def units(self) -> tuple[PairUnit, ...]:
         """Reads all lines once, to find where units begin.

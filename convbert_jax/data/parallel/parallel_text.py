@@ -7,7 +7,6 @@ each shard the lengths of its pairs. Vocabularies of two languages are in folder
 import dataclasses
 import hashlib
 import json
-import os
 import time
 import zlib
 from collections.abc import Mapping
@@ -40,6 +39,7 @@ from convbert_jax.data.parallel.pair_worker import Job, lengths_path, process_pa
 from convbert_jax.data.parallel.records import id_dtype
 from convbert_jax.data.parallel.vocabularies import Vocabularies
 from convbert_jax.data.records import read_record, write_record
+from convbert_jax.data.sources.source import refuse_shared_text
 from convbert_jax.data.units.lock import lock
 from convbert_jax.data.units.processes import Processes
 from convbert_jax.data.units.work import Runner, Work, do_units, record_path
@@ -107,7 +107,8 @@ def prepare(config: Config, directory: Path, runner: Runner | None = None) -> Pa
             return opened
         started = time.monotonic()
         sources = open_sources(config)
-        _refuse_shared_files(sources)
+        if "validation" in sources:
+            refuse_shared_text(sources["train"], sources["validation"], section="parallel")
         for source in sources.values():
             _ = source.units  # counts lines: unequal ones are refused before anything is made
         made_from = origin(config, sources)
@@ -154,20 +155,6 @@ def open_sources(config: Config) -> dict[str, PairSource]:
     if section.validation_source:
         sources["validation"] = open_pairs(section.validation_source, section, "first")
     return sources
-
-
-def _refuse_shared_files(sources: dict[str, PairSource]) -> None:
-    """Raises DataError where what is evaluated on is trained on too."""
-    paths = [
-        {os.path.realpath(path) for path in getattr(source, "paths", (source.name,))}
-        for source in sources.values()
-    ]
-    if len(paths) > 1 and (shared := sorted(paths[0] & paths[1])):
-        raise DataError(
-            f"config.parallel.validation_source='{sources['validation'].name}' reads "
-            f"{os.path.basename(shared[0])}, which config.parallel.source trains on; name pairs of "
-            "their own, or leave it empty to hold out a part by config.parallel.heldout_fraction."
-        )
 
 
 def make_job(config: Config, directory: Path, made: Vocabularies) -> Job:

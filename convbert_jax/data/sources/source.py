@@ -63,9 +63,13 @@ def open_source(section: DataSection, spec: str) -> Source:
     return source
 
 
-def refuse_shared_text(source: Source, validation: Source) -> None:
+def refuse_shared_text(source, validation, *, section: str) -> None:
     """Raises DataError where what is evaluated on is trained on too: held-out numbers would not be
     of held-out text. A glob for all files takes those for evaluation along.
+
+    Args:
+      source, validation: with a name and a fingerprint, and the `files` that they read, if any.
+      section: of the config, whose fields name them.
     """
     trained, held = (
         {os.path.realpath(path) for path in getattr(each, "files", ())}
@@ -76,7 +80,7 @@ def refuse_shared_text(source: Source, validation: Source) -> None:
         return
     what = f"reads {shared[0]}, which" if shared else "is the text that"
     raise DataError(
-        f"config.data.validation_source='{validation.name}' {what} "
-        f"config.data.source='{source.name}' trains on; name files that are not among those, or "
-        "leave it empty to hold out a part by config.data.heldout_fraction."
+        f"config.{section}.validation_source='{validation.name}' {what} "
+        f"config.{section}.source='{source.name}' trains on; name files that are not among those, "
+        f"or leave it empty to hold out a part by config.{section}.heldout_fraction."
     )

@@ -226,7 +226,9 @@ def test_prepared_pairs_outlive_their_files(pairs, make_config, tmp_path):
 def test_pairs_that_are_trained_on_are_not_held_out(pairs, make_config, tmp_path):
     source = write_files(tmp_path, pairs)
     config = make_config(source, validation_source=source, heldout_fraction=0.0)
-    with pytest.raises(DataError, match=r"validation_source=.* reads train\.aa, which config"):
+    with pytest.raises(
+        DataError, match=r"validation_source=.* reads .*/train\.aa, which config\.parallel"
+    ):
         prepare(config, tmp_path / "prepared")
 
 
