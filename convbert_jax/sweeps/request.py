@@ -168,12 +168,16 @@ def _choose_rows(sweep: Sweep, text: str) -> Sweep:
             f"--rows={text}: there is no row {name!r}; choose of: {', '.join(sweep.rows)}."
         )
     rows = {name: row for name, row in sweep.rows.items() if name in names}
-    needed = {sweep.compared_with} | {row.flops_of for row in rows.values()} - {""}
-    for name in needed - rows.keys():
+    if sweep.compared_with not in rows:
         raise ConfigError(
-            f"--rows={text} leaves out {name}, with which others are compared; add it, or name "
-            "another one by --baseline."
+            f"--rows={text} leaves out {sweep.compared_with}, with which others are compared; add "
+            "it, or name another one by --baseline."
         )
+    for name, row in rows.items():
+        if row.flops_of and row.flops_of not in rows:
+            raise ConfigError(
+                f"--rows={text} leaves out {row.flops_of}, whose FLOPs {name} is given; add it."
+            )
     return dataclasses.replace(sweep, rows=rows)
 
 

@@ -21,6 +21,10 @@ from convbert_jax.sweeps import Task, request
         (["--config=ablation:kernel_size", "--baseline=k2"], "--baseline=k2: there is no such row"),
         (["--config=ablation:kernel_size", "--baseline=k3", "--rows=k9,k1"], "leaves out k3"),
         (
+            ["--config=ablation:mixers", "--baseline=light", "--rows=light,mixed-equal-flops"],
+            "leaves out attention, whose FLOPs mixed-equal-flops is given; add it.",
+        ),
+        (
             ["--config=ablation:mixers", "--rows=attention,light,mixed-equal-flops,"],
             "there is no row ''",
         ),
