@@ -34,6 +34,11 @@ _PANELS = (
     Panel("next tokens: loss (nats)", ("token_loss",)),
     Panel("next tokens: share told", ("token_accuracy",)),
     Panel("perplexity", ("perplexity", "word_perplexity")),
+    Panel("from the teacher: divergence of outputs", ("distill_logits",)),
+    Panel(
+        "from the teacher: distances of layers",
+        ("distill_hidden", "distill_attention", "distill_embeddings"),
+    ),
     Panel("share of tokens replaced", ("replaced_rate",)),
     Panel("learning rate", ("learning_rate",)),
 )

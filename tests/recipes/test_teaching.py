@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from convbert_jax import recipes
+from convbert_jax.analysis import pretraining_report
 from convbert_jax.analysis.verify_resume import compare
 from convbert_jax.config import ConfigError, UserError, to_dict
 from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
@@ -122,6 +123,8 @@ def test_a_student_of_another_mixer_and_width(taught, recipe):
         assert line["loss"] == pytest.approx(value, rel=1e-4)
     # An evaluation has the numbers of the recipe and asks no teacher.
     assert set(result.evaluation) == set(config.heldout_metrics)
+    panels = pretraining_report.choose_panels(pretraining_report.arrange_curves(train))
+    assert parts <= {name for panel in panels for name in panel.metrics}
 
 
 @pytest.mark.parametrize("recipe", ["masked_lm", "replaced_token"])
