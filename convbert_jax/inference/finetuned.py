@@ -89,6 +89,13 @@ def _check_texts(path: str, config: Config, texts: int | None) -> None:
         raise ConfigError(f"{path} has one segment type, which cannot tell two texts apart.")
 
 
+def _says_texts(path: str) -> bool:
+    """Whether the number of texts that a model reads is known, and not assumed."""
+    if Workdir(path).holds_run():
+        return True
+    return "outputs.texts" in sources.read_source(path).networks["main"].use
+
+
 def is_finetuned(source: sources.Source) -> bool:
     """Whether the weights have a head for labels."""
     return any(source.networks["main"].has(head) for head in _KINDS)
@@ -233,6 +240,11 @@ class Teacher:
                 f"config.finetune.distill_from={self.path} gives {theirs.kind} with the labels "
                 f"{', '.join(theirs.labels)}; {task.name} is {task.kind} with "
                 f"{', '.join(names)}: name a teacher of this task."
+            )
+        if theirs.texts != task.texts and _says_texts(self.path):
+            raise FinetuningError(
+                f"config.finetune.distill_from={self.path} reads {theirs.texts} of the texts of a "
+                f"row, {task.name} has {task.texts}: name a teacher of this task."
             )
         order = range(len(names)) if unnamed else [theirs.labels.index(name) for name in names]
 

@@ -3,11 +3,15 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 from convbert_jax.data.errors import DataError
+from convbert_jax.data.tasks.labelled_text import LabelledTask
+from convbert_jax.finetuning.tasks.task import FinetuningError
+from convbert_jax.inference import finetuned
 from convbert_jax.interop import certificate, conversion
-from tests.inference.conftest import MODELS, PAIRS, as_table
+from tests.inference.conftest import LABELS, MODELS, PAIRS, as_table
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +70,26 @@ def test_a_folder_that_does_not_say_what_it_reads(
         assert theirs["probabilities"] == pytest.approx(ours["probabilities"], abs=2e-5)
     table = predict("pair", as_table(",", PAIRS, ("a", "b")), "a.csv", texts=("a", "b"))
     assert [line["probabilities"] for line in table] == [line["probabilities"] for line in found]
+
+
+def test_a_teacher_of_another_number_of_texts(models, exported, tmp_path):
+    """Runs and folders of ours say how many they read; one that does not is asked for both."""
+
+    def task(texts):
+        return LabelledTask("own", "classification", texts, LABELS, (), (), lambda split: [])
+
+    for folder in (models["one"], exported["one"]):
+        teacher = finetuned.open_teacher(str(folder))
+        teacher.for_task(task(1))
+        with pytest.raises(FinetuningError, match="reads 1 of the texts of a row, own has 2: name"):
+            teacher.for_task(task(2))
+    theirs = tmp_path / "theirs"
+    shutil.copytree(exported["pair"], theirs)
+    content = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps(content | {"convbert_jax": {}}))
+    taught = finetuned.open_teacher(str(theirs)).for_task(task(2)).logits_of(PAIRS)
+    expected = finetuned.open_teacher(str(exported["pair"])).for_task(task(2)).logits_of(PAIRS)
+    np.testing.assert_allclose(taught, expected, atol=2e-5)
 
 
 def test_taggers_and_answerers_that_do_not_say_how_long(
