@@ -11,7 +11,7 @@ _WIDTH, _HEIGHT = 360, 200  # of a chart, in the units of its SVG
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 8, 24  # room for the numbers at its axes
 _MOST = 300  # points of a curve are thinned out to twice as many at most
 _DOTTED = 60  # points of a curve that are shown one by one
-_COLORS = ("first", "second")
+_COLORS = ("first", "second", "third")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Line:
 
     Attributes:
       points: (step, value), finite, by step.
-      color: 0 or 1.
+      color: 0, 1 or 2.
       thin: drawn so; else bold, with its points told one by one where they are few.
     """
 

@@ -4,12 +4,14 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --ground: #fff; --raised: #f6f7f9; --ink: #1c2128; --faint: #5b6570; --line: #d8dde3;
-  --first: #1f6fb2; --second: #c2570c; --good: #1a7f37; --bad: #a4590b; --mark: #ffe3a3;
+  --first: #1f6fb2; --second: #c2570c; --third: #8250df;
+  --good: #1a7f37; --bad: #a4590b; --mark: #ffe3a3;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --ground: #14181d; --raised: #1d232a; --ink: #e4e8ec; --faint: #9aa5b1; --line: #363e48;
-    --first: #6cb2ee; --second: #f0a060; --good: #57c27a; --bad: #e5a050; --mark: #5d4711;
+    --first: #6cb2ee; --second: #f0a060; --third: #c297ff;
+    --good: #57c27a; --bad: #e5a050; --mark: #5d4711;
   }
 }
 * { box-sizing: border-box; }
@@ -53,8 +55,9 @@ svg .curve { fill: none; stroke-width: 2.2; stroke-linejoin: round; }
 svg .thin { stroke-width: 1; opacity: .6; }
 svg .level { stroke: var(--faint); stroke-dasharray: 5 4; }
 svg .first { stroke: var(--first); } svg .second { stroke: var(--second); }
+svg .third { stroke: var(--third); }
 svg circle { stroke: none; } svg circle.first { fill: var(--first); }
-svg circle.second { fill: var(--second); }
+svg circle.second { fill: var(--second); } svg circle.third { fill: var(--third); }
 svg .interval { stroke: var(--first); stroke-width: 6; opacity: .3; }
 svg.key { display: inline-block; width: 1.7em; height: .7em; margin: 0 .3em 0 0; }
 svg.seeds { width: 9rem; }

@@ -12,6 +12,7 @@ from hypothesis import given, strategies
 
 import convbert_jax
 from convbert_jax import command_line, files
+from convbert_jax.analysis import pretraining_report
 from convbert_jax.analysis.held_out_text import Cloze, Subword, Suspects
 from convbert_jax.analysis.pretraining_report import Number
 from convbert_jax.analysis.text_scores import Scores
@@ -20,6 +21,8 @@ from convbert_jax.data.parallel.references import References
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.results import RunResult, TaskResult
 from convbert_jax.finetuning.scores import score_table
+from convbert_jax.html_page.elements import element
+from convbert_jax.html_page.style import STYLE
 from convbert_jax.recipes.reports import commands, finetuning_page, pretraining_page, run_page
 from convbert_jax.recipes.reports.pretraining_text import PretrainingReport
 from convbert_jax.recipes.writing import settings
@@ -108,6 +111,14 @@ def test_replaced_words_are_marked_with_what_stood_there():
     marked = '<ruby><mark dir="auto">text2</mark><rt dir="auto">text3</rt></ruby>'
     assert f'<u class="suspect">{marked}</u> <span>text4</span>' in page
     assert "Over 32 such rows 50% of its suspects are new; by chance 12%." in Page(page).text
+
+
+def test_every_curve_of_a_run_has_a_color():
+    names = [name for panel in pretraining_report._PANELS for name in panel.metrics]
+    curves = {"train": {name: [(10, 3.0), (20, 2.0)] for name in names}}
+    drawn = element("div", pretraining_page._curves(curves))
+    assert len(list(drawn.iter("polyline"))) == len(names)
+    assert all(f"svg .{line.get('class').split()[-1]} " in STYLE for line in drawn.iter("polyline"))
 
 
 def test_words_that_were_filled_in_are_underlined():
