@@ -104,8 +104,8 @@ def _describe_tasks(config: Config) -> list[str]:
     return [
         "",
         f"tasks                       {', '.join(f.tasks)}",
-        f"runs of each                {len(f.learning_rates)} learning rates x {len(f.epochs)} "
-        f"numbers of epochs, {f.seeds} seeds of the best",
+        f"runs of each                {len(f.learning_rates)} learning rates x "
+        f"{max(1, len(f.epochs))} numbers of epochs x {f.seeds} seeds",
         f"starts from                 {config.init_from or 'random weights'}",
     ]
 

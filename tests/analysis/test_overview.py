@@ -66,6 +66,7 @@ def test_models_that_write(name):
 def test_fine_tuning_names_its_runs():
     text = describe(convbert_jax.load_config("glue:cola"))
     assert re.search(r"tasks +cola", text)
+    assert re.search(r"runs of each +1 learning rates x 1 numbers of epochs x 5 seeds$", text, re.M)
     assert not re.search(r"^  head", text, re.MULTILINE)
 
 
