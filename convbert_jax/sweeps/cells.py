@@ -16,6 +16,7 @@ from convbert_jax.config import (
 )
 from convbert_jax.config.sequences.sections import OF_PAIRS
 from convbert_jax.sweeps.checks import rows as rows_lib
+from convbert_jax.sweeps.checks.files import as_it_runs
 from convbert_jax.sweeps.folder import FINISHED, Folder, Record
 from convbert_jax.sweeps.table import Cell, Row, Sweep, SweepError, Task
 
@@ -50,7 +51,7 @@ def expand(sweep: Sweep, folder: Folder, overrides: Mapping[str, Any] | None = N
     shared = {**sweep.changes, **of_rows}
     cells = []
     try:
-        rows = {name: _steps_of_row(sweep, name, shared) for name in sweep.rows}
+        rows = {name: _steps_of_row(sweep, folder, name, shared) for name in sweep.rows}
         for seed in sweep.seeds:
             for name, changed in rows.items():
                 cells += _cells_of(sweep, folder, name, seed, changed, of_tasks)
@@ -215,7 +216,9 @@ def _make(what: str, base: str, changed: Mapping[str, Any]) -> Config:
         raise SweepError(f"{what}: {error}") from error
 
 
-def _steps_of_row(sweep: Sweep, name: str, shared: Mapping[str, Any]) -> dict[str, Any]:
+def _steps_of_row(
+    sweep: Sweep, folder: Folder, name: str, shared: Mapping[str, Any]
+) -> dict[str, Any]:
     """What a row changes, with its steps where they follow from others or from the FLOPs of another
     row.
     """
@@ -231,7 +234,7 @@ def _steps_of_row(sweep: Sweep, name: str, shared: Mapping[str, Any]) -> dict[st
     if "train.steps" in row.changes:
         raise SweepError(f"row {name} has train.steps and flops_of; leave one out.")
     config = rows_lib.make_row(name, sweep.config, changed)
-    of_like = _steps_of_row(sweep, row.flops_of, shared)
+    of_like = _steps_of_row(sweep, folder, row.flops_of, shared)
     wanted = rows_lib.make_row(row.flops_of, sweep.config, of_like)
     if config.recipe == FINETUNE or config.reads_pairs:
         raise SweepError(
@@ -244,7 +247,16 @@ def _steps_of_row(sweep: Sweep, name: str, shared: Mapping[str, Any]) -> dict[st
             f"{config.objective.masked_lm_steps}, which costs another part of other steps; leave "
             "one of them out."
         )
-    ratio = flops.training_flops(wanted) / flops.training_flops(config)
+    if teacher := config.distillation.teacher or wanted.distillation.teacher:
+        raise SweepError(
+            f"row {name} has flops_of, and config.distillation.teacher={teacher} spends FLOPs that "
+            "are not counted; leave one of them out."
+        )
+    spent = []
+    for of_row, like, fields in ((name, config, changed), (row.flops_of, wanted, of_like)):
+        run = folder.run(f"{of_row}/seed-{sweep.seeds[0]}/{PRETRAIN}")
+        spent.append(flops.training_flops(as_it_runs(like, fields, run)))
+    ratio = spent[1] / spent[0]
     steps = max(1, round(config.train.steps * ratio))
     return changed | {
         "train.steps": steps,

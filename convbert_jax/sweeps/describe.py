@@ -5,21 +5,21 @@ import math
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from convbert_jax.analysis import flops
-from convbert_jax.config import to_text
+from convbert_jax.config import Config, to_text
 from convbert_jax.interop import networks
 from convbert_jax.sweeps.cells import PRETRAIN, Cell
+from convbert_jax.sweeps.checks.files import as_it_runs
 from convbert_jax.sweeps.folder import Folder
 from convbert_jax.sweeps.table import Row, Sweep
 
 
-def count_parameters(cell: Cell) -> int | None:
+def count_parameters(cell: Cell, folder: Folder) -> int | None:
     """Trained parameters, generator included; None of fine-tuning, where the weights say it."""
     if cell.stage != PRETRAIN:
         return None
-    shapes = jax.tree.leaves(networks.abstract_params(cell.config))
+    shapes = jax.tree.leaves(networks.abstract_params(_as_it_runs(cell, folder)))
     return sum(math.prod(leaf.shape) for leaf in shapes)
 
 
@@ -33,9 +33,15 @@ def count_tokens(cell: Cell) -> int | None:
     return config.train.steps * config.train.batch_size * config.data.length
 
 
-def count_flops(cell: Cell) -> float | None:
+def count_flops(cell: Cell, folder: Folder) -> float | None:
     """Training FLOPs, by the convention "model" of `analysis.flops`; None as `count_tokens`."""
-    return None if count_tokens(cell) is None else flops.training_flops(cell.config)
+    if count_tokens(cell) is None:
+        return None
+    return flops.training_flops(_as_it_runs(cell, folder))
+
+
+def _as_it_runs(cell: Cell, folder: Folder) -> Config:
+    return as_it_runs(cell.config, cell.changed, folder.run(cell.id))
 
 
 def describe_changes(row: Row, cell: Cell) -> str:
@@ -51,6 +57,7 @@ def describe(sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> str:
     for cell in cells:
         groups[cell.row, cell.stage].append(cell)
     table = [["row", "stage", "parameters", "tokens", "FLOPs", "cells", "changes"]]
+    total = 0.0
     for (row, stage), group in groups.items():
         first = group[0]
         states = collections.Counter(_state(folder, cell) for cell in group)
@@ -58,13 +65,14 @@ def describe(sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> str:
             [
                 row,
                 stage,
-                _show(count_parameters(first), ",d"),
+                _show(count_parameters(first, folder), ",d"),
                 _show(count_tokens(first), ".3g"),
-                _show(count_flops(first), ".3g"),
+                _show(of_row := count_flops(first, folder), ".3g"),
                 ", ".join(f"{count} {state}" for state, count in states.items()),
                 first.base if first.after else describe_changes(sweep.rows[row], first),
             ]
         )
+        total += len(group) * (of_row or 0.0)
     widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]
     lines = [
         "  ".join(
@@ -73,7 +81,6 @@ def describe(sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> str:
         ).rstrip()
         for line in table
     ]
-    total = np.sum([count_flops(cell) or 0.0 for cell in cells])
     tokens = sum(count_tokens(cell) or 0 for cell in cells)
     stages = dict.fromkeys(cell.stage for cell in cells if cell.after)
     seeds = ", ".join(map(str, sweep.seeds))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from convbert_jax import files
-from convbert_jax.analysis import flops
 from convbert_jax.analysis.sweep_report import CellOutcome, Outcome, RowFacts
 from convbert_jax.config import Config, UserError
 from convbert_jax.finetuning.results import RunResult, read_results, runs_of
@@ -155,9 +154,9 @@ def collect(name: str, sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> O
     rows = {
         row: RowFacts(
             describe.describe_changes(sweep.rows[row], cell),
-            describe.count_parameters(cell),
+            describe.count_parameters(cell, folder),
             describe.count_tokens(cell),
-            describe.count_flops(cell),
+            describe.count_flops(cell, folder),
         )
         for row, cell in ((row, first[row]) for row in sweep.rows)
     }
@@ -206,7 +205,7 @@ def read_curve(cell: Cell, folder: Folder) -> tuple[dict[str, float], ...]:
     trained = [r for r in records if r["split"] == "train"]
     tokens, each = config.train.batch_size * config.data.length, math.nan
     if not config.reads_pairs:
-        each = tokens * flops.training_flops_per_token(config)
+        each = describe.count_flops(cell, folder) / config.train.steps
     elif trained:  # the mean of its batches, as the run knows it
         tokens = trained[0]["tokens"] / trained[0]["step"]
     timed = [r["seconds_per_step"] for r in trained if "seconds_per_step" in r]

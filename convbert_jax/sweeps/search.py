@@ -35,7 +35,7 @@ class Explorer:
         self._study = journal.open_study(folder, _STUDY, maximize=self._search.maximize)
         _check_unchanged(self._search, self._study, folder)
         self._known = {_essence(cell) for cell in given}
-        self._most = _find_limits(self._search, given)
+        self._most = _find_limits(self._search, given, folder)
         self._trials: dict[int, str] = {}  # number -> row, of those that are adopted
         self._rows: dict[str, Row] = {}
         self._cells: dict[str, list[Cell]] = {}
@@ -130,7 +130,7 @@ class Explorer:
             return False
         if _essence(first) in self._known:
             return False
-        return all((count(first) or 0) <= most for count, most in self._most)
+        return all((count(first, self._folder) or 0) <= most for count, most in self._most)
 
     def _learn(self, records: Mapping[str, Record | None], failed: set[str]) -> None:
         """Tells Optuna of rows whose cells have all come to an end."""
@@ -228,7 +228,7 @@ def _check_unchanged(search: Search, study: Any, folder: Folder) -> None:
             )
 
 
-def _find_limits(search: Search, given: list[Cell]) -> list[tuple[Callable, float]]:
+def _find_limits(search: Search, given: list[Cell], folder: Folder) -> list[tuple[Callable, float]]:
     """What a row is counted by, and the most that there may be of it."""
     limits = [
         (describe.count_flops, search.most_flops),
@@ -236,7 +236,7 @@ def _find_limits(search: Search, given: list[Cell]) -> list[tuple[Callable, floa
     ]
     if search.within:
         like = next(cell for cell in given if cell.row == search.within)
-        limits += [(count, count(like)) for count, _ in limits]
+        limits += [(count, count(like, folder)) for count, _ in limits]
     return [(count, most) for count, most in limits if most]
 
 

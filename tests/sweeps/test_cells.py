@@ -6,13 +6,11 @@ import runpy
 import pytest
 
 from convbert_jax import config_files
-from convbert_jax.analysis import flops
 from convbert_jax.config import Config, UserError, to_dict
 from convbert_jax.interop import matching
 from convbert_jax.sweeps import Row, Sweep, SweepError, Task
 from convbert_jax.sweeps.cells import check_unchanged, expand
 from convbert_jax.sweeps.checks.files import check_files
-from convbert_jax.sweeps.describe import count_parameters, describe, describe_changes
 from convbert_jax.sweeps.folder import FINISHED, Folder, Record
 
 ROWS = {"attention": Row({"model.mixer": "attention"}), "mixed": Row()}
@@ -133,29 +131,6 @@ def test_fine_tuning_alone_is_one_run_a_cell(folder):
     assert {cell.config.finetune.seeds for cell in cells} == {1}
 
 
-def test_equal_flops_are_equal(folder):
-    rows = {**ROWS, "equal": Row({"model.kernel_size": 3}, flops_of="attention")}
-    sweep = Sweep("tiny", rows, seeds=(0,))
-    for overrides in ({}, {"train.steps": 300}):
-        cells = {cell.row: cell.config for cell in expand(sweep, folder, overrides)}
-        spent = {name: flops.training_flops(config) for name, config in cells.items()}
-        assert spent["equal"] == pytest.approx(spent["attention"], rel=2e-3)  # whole steps
-        assert spent["mixed"] < 0.99 * spent["attention"]
-
-
-def test_parts_of_the_steps_follow_them(folder):
-    rows = {"both": Row(parts={"objective.masked_lm_steps": 0.3})}
-    sweep = Sweep("tiny", rows, seeds=(0,))
-    for overrides, steps in ({}, 240), ({"train.steps": 50}, 15):
-        (cell,) = expand(sweep, folder, overrides)
-        assert cell.config.objective.masked_lm_steps == steps
-    with pytest.raises(SweepError, match=r"masked_lm_steps is what the cells differ in"):
-        expand(sweep, folder, {"objective.masked_lm_steps": 7})
-    both = {**ROWS, "x": Row(flops_of="attention", parts={"objective.masked_lm_steps": 0.3})}
-    with pytest.raises(SweepError, match="row x has parts and flops_of; leave one out"):
-        expand(Sweep("tiny", both), folder)
-
-
 @pytest.mark.parametrize(
     ("name", "flags", "says"),
     [
@@ -266,6 +241,11 @@ def test_texts_of_pairs_are_looked_for_before_any_run_begins(folder):
             {},
             "row y has flops_of and config.objective.masked_lm_steps=5, which costs",
         ),
+        (
+            {"rows": {"x": Row(), "y": Row({"distillation.teacher": "t"}, flops_of="x")}},
+            {},
+            "row y has flops_of, and config.distillation.teacher=t spends FLOPs that are not",
+        ),
         ({"rows": [Row()]}, {}, "rows is a list; make it a dict"),
         ({"seeds": 3}, {}, "seeds=3 must be a tuple of int"),
         ({"metrics": "mlm_loss"}, {}, "metrics='mlm_loss' must be a tuple of str"),
@@ -352,44 +332,3 @@ def test_the_named_sweeps_can_run(folder, name, size):
         sweep = dataclasses.replace(sweep, tasks={"trec": task})
     assert expand(sweep, folder)
     assert sweep.purpose
-
-
-@pytest.mark.parametrize("size", ["small", "base"])
-def test_mixers_that_translate_have_about_equal_parameters(folder, tmp_path, size):
-    for name in ("de", "en"):
-        (tmp_path / name).write_text("text\n")
-    sweep = NAMED["get_sweep"](f"translation,{size}")
-    source = f"parallel:{tmp_path}/de,{tmp_path}/en"
-    cells = expand(dataclasses.replace(sweep, seeds=(0,)), folder, {"parallel.source": source})
-    counts = {cell.row: count_parameters(cell) for cell in cells}
-    for count in counts.values():
-        assert count == pytest.approx(counts["attention"], rel=0.03), counts
-
-
-def test_the_plan_says_what_cells_cost(folder):
-    cells = expand(TABLE, folder)
-    folder.write(Record(cells[0].id, FINISHED, to_dict(cells[0].config), ("main",)))
-    text = describe(TABLE, cells, folder)
-    line = next(line for line in text.splitlines() if line.startswith("attention"))
-    # 800 steps of 32 rows of 64 tokens
-    assert line.split()[:4] == ["attention", "pretrain", "1,421,825", "1.64e+06"]
-    assert "1 finished, 1 new" in line
-    assert "4 cells: 2 rows x seeds (0, 1); " in text
-
-
-def test_what_a_row_changes_is_said_with_the_steps_that_follow(folder):
-    rows = {
-        "plain": Row({"model.mixer": "attention"}),
-        "equal": Row({"model.kernel_size": 3}, flops_of="plain"),
-        "both": Row(parts={"objective.masked_lm_steps": 0.5}),
-    }
-    sweep = Sweep("tiny", rows, seeds=(0,))
-    cells = {cell.row: cell for cell in expand(sweep, folder, {"train.steps": 50})}
-    said = {name: describe_changes(row, cells[name]) for name, row in rows.items()}
-    steps = cells["equal"].config.train.steps
-    assert steps != 50
-    assert said == {
-        "plain": "model.mixer=attention",
-        "equal": f"model.kernel_size=3 train.steps={steps}",
-        "both": "objective.masked_lm_steps=25",
-    }

@@ -56,8 +56,8 @@ def test_a_search_finds_rows_within_the_budget(machine):
     assert len(rows) == 1 + 6
     cells = expand(explorer.sweep, machine.folder)  # refuses two rows of one config
     assert sorted(cell.id for cell in cells) == sorted(machine.started)
-    assert all(describe.count_parameters(cell) <= 1_401_200 for cell in cells)
-    assert all(describe.count_flops(cell) <= 9.872e12 for cell in cells)
+    assert all(describe.count_parameters(cell, machine.folder) <= 1_401_200 for cell in cells)
+    assert all(describe.count_flops(cell, machine.folder) <= 9.872e12 for cell in cells)
     assert all(cell.config.model.head_ratio == 2 for cell in cells)
     told = {t.user_attrs["row"]: t for t in trials(explorer) if t.value is not None}
     assert told.keys() == rows.keys() - {"given"}
@@ -170,8 +170,12 @@ def test_a_search_within_a_row_spends_no_more_than_it(machine):
     assert given.config.model.kernel_size == 9
     assert cells
     for cell in cells.values():
-        assert describe.count_parameters(cell) <= describe.count_parameters(given)
-        assert describe.count_flops(cell) <= describe.count_flops(given)
+        assert describe.count_parameters(cell, machine.folder) <= describe.count_parameters(
+            given, machine.folder
+        )
+        assert describe.count_flops(cell, machine.folder) <= describe.count_flops(
+            given, machine.folder
+        )
     lost = dataclasses.replace(TABLE, search=dataclasses.replace(SEARCH, within="nobody"))
     with pytest.raises(SweepError, match="within=nobody, which is no row; rows: given"):
         expand(lost, machine.folder)

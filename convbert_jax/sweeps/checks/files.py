@@ -1,7 +1,10 @@
-"""What the cells of a sweep start from must be there, before hours of the first ones."""
+"""What the cells of a sweep start from must be there, before hours of the first ones, and decides
+how large they are.
+"""
 
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from convbert_jax.config import Config, UserError
 from convbert_jax.data.parallel import parallel_text
@@ -9,6 +12,7 @@ from convbert_jax.data.sources.source import REMOTE, open_source
 from convbert_jax.recipes import finetuning, start
 from convbert_jax.sweeps.folder import FINISHED, Folder
 from convbert_jax.sweeps.table import Cell, SweepError
+from convbert_jax.workdir import Workdir
 
 
 def check_files(cells: Iterable[Cell], folder: Folder) -> None:
@@ -35,11 +39,32 @@ def check_files(cells: Iterable[Cell], folder: Folder) -> None:
             raise SweepError(f"{name}: {error}") from error
 
 
+def as_it_runs(config: Config, changed: Mapping[str, Any], run: Workdir) -> Config:
+    """The config of a pre-training cell with what its vocabulary and its weights tell, as the run
+    itself takes it: sizes, so parameters and FLOPs. As it is where they cannot be read, which
+    `check_files` refuses.
+
+    Args:
+      changed: path -> value, what main.py is told of it.
+    """
+    if not _starts_from_files(config):
+        return config
+    try:
+        return start.read_start(config, run, tuple(changed))[0]
+    except UserError:
+        return config
+
+
+def _starts_from_files(config: Config) -> bool:
+    vocabularies = (config.tokenizer.path, config.parallel.target_vocabulary)
+    return any((*vocabularies, config.init_from, config.distillation.teacher))
+
+
 def _check_start(cell: Cell, folder: Folder) -> None:
     config = cell.config
     if config.recipe == "finetune":
         finetuning.read_start(config, tuple(cell.changed))
-    elif config.init_from or config.tokenizer.path or config.distillation.teacher:
+    elif _starts_from_files(config):
         start.read_start(config, folder.run(cell.id), tuple(cell.changed))
 
 
