@@ -117,7 +117,6 @@ def _of_finetuning(cell: Cell, run: Workdir) -> dict[str, float] | None:
     config = cell.config
     seeds = range(config.seed, config.seed + config.finetune.seeds)
     runs = [result for result in read_results(run) if result.seed in seeds]
-    settings = dict.fromkeys(result.setting for result in runs)
     tries = len(config.finetune.learning_rates) * max(1, len(config.finetune.epochs))
     tasks = dict.fromkeys(result.task for result in runs)
     wanted = len(config.finetune.tasks) * tries * len(seeds)
@@ -126,6 +125,7 @@ def _of_finetuning(cell: Cell, run: Workdir) -> dict[str, float] | None:
     values = {}
     for task in tasks:
         of_task = [result for result in runs if result.task == task]
+        settings = dict.fromkeys(result.setting for result in of_task)
         best = max(settings, key=lambda s: _median(runs_of(of_task, s)))
         prefix = f"{task} " if len(tasks) > 1 else ""
         chosen = runs_of(of_task, best)
@@ -138,8 +138,6 @@ def _of_finetuning(cell: Cell, run: Workdir) -> dict[str, float] | None:
 
 def _median(runs: tuple[RunResult, ...]) -> float:
     """Of the first metric on the first split; a run that diverged is worse than any."""
-    if not runs:
-        return -math.inf
     first = [next(iter(next(iter(result.scores.values())).values())) for result in runs]
     return statistics.median(-math.inf if math.isnan(v) else v for v in first)
 

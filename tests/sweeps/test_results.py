@@ -125,6 +125,21 @@ def test_a_setting_that_diverged_is_not_the_best(folder, cells):
     assert results.read_values(cell, folder)["validation accuracy"] == pytest.approx(0.7)
 
 
+def test_a_task_that_diverged_has_settings_of_its_own(folder):
+    """Tasks of one run may have different epochs, so that one has no run of another's setting."""
+    row = Row({"finetune.tasks": ("cola", "rte")})
+    (cell,) = expand(Sweep("glue:all", {"row": row}, (0,), {"init_from": "somewhere"}), folder)
+    run = folder.run(cell.id)
+    run.path.mkdir(parents=True)
+    for task, epochs, score in (("cola", 3.0, 0.5), ("rte", 10.0, math.nan)):
+        of_task = run_of(0, 1e-4, score, score)
+        setting = Setting(1e-4, epochs)
+        append_result(run, dataclasses.replace(of_task, task=task, setting=setting))
+    values = results.read_values(cell, folder)
+    assert values["cola validation accuracy"] == 0.5
+    assert math.isnan(values["rte validation accuracy"])
+
+
 def test_everything_together(folder, cells):
     done, bad = cells["plain/seed-0/pretrain"], cells["mixed/seed-0/pretrain"]
     for cell in (done, bad):

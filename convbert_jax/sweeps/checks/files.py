@@ -25,7 +25,7 @@ def check_files(cells: Iterable[Cell], folder: Folder) -> None:
     seen = set()
     for cell in cells:
         task = cell.stage if cell.after else ""
-        which = task or cell.row
+        which = ("task", task) if task else ("row", cell.row)  # which may have one name
         record = folder.read(cell.id)
         if which in seen or (record and record.state == FINISHED):
             continue
