@@ -67,7 +67,9 @@ class Explorer:
             with self._folder.alone("search"):
                 new = self._adopt()  # what another proposed in between, and would be proposed again
                 if not new:
+                    sampler = self._study.sampler
                     self._ended = not self._propose()
+                    self._study.sampler = sampler
                     new = self._adopt()
         if new:
             check_unchanged(new, self._folder)

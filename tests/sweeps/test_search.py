@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 
+import optuna
 import pytest
 
 from convbert_jax import config_files
@@ -134,6 +135,7 @@ def test_a_small_space_comes_to_its_end(machine):
     table = dataclasses.replace(TABLE, search=dataclasses.replace(SEARCH, space=space))
     explorer, _ = search(machine, table)
     assert len(explorer.sweep.rows) == 1 + 2
+    assert isinstance(explorer._study.sampler, optuna.samplers.TPESampler)  # for the next row
 
 
 def test_a_row_that_fails_teaches_and_stops_nothing(machine):
