@@ -25,8 +25,10 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.,=+-]*", re.ASCII)
 # Changeable in a run, and yet what a table of runs is compared under.
 _COMPARED = (
     *("train.steps", "train.log_every", "train.eval_every", "train.eval_rows"),
-    *("compute_dtype", "finetune.tasks", "finetune.seeds"),
+    *("train.gradient_dtype", "compute_dtype", "finetune.tasks", "finetune.seeds"),
+    "distillation.teacher",
 )
+_WRITING, _AT_ONCE = "decoding.", "decoding.batch_tokens"  # how texts are written that are scored
 # An override of a sweep with tasks is of pre-training, but for those of fine-tuning and of both.
 _OF_TASKS = ("finetune.", "task.", "parallel.", "decoding.")
 _OF_BOTH = ("platform", "compute_dtype", "mesh.")
@@ -102,7 +104,7 @@ def _read_config(record: Record, folder: Folder) -> dict[str, Any]:
 
 
 def _is_fixed(path: str, cell: Cell) -> bool:
-    if path in _COMPARED:
+    if path in _COMPARED or (path.startswith(_WRITING) and path != _AT_ONCE):
         return True
     if cell.after and path == "init_from":  # the folder may have moved
         return False

@@ -118,6 +118,9 @@ def test_files_of_tasks_are_looked_for_before_anything_runs(folder, tmp_path):
     check_files(expand(sweep, folder, {"task.folder": str(tmp_path)}), folder)
     with pytest.raises(SweepError, match=r"^task trec: "):
         check_files(expand(sweep, folder, {"task.folder": str(tmp_path / "elsewhere")}), folder)
+    alike = dataclasses.replace(sweep, rows={"trec": Row()})
+    with pytest.raises(SweepError, match=r"^task trec: "):
+        check_files(expand(alike, folder, {"task.folder": str(tmp_path / "elsewhere")}), folder)
     alone = Sweep("text:trec", {"row": Row()}, changes={"init_from": "somewhere"})
     with pytest.raises(SweepError, match=r"^row row: "):
         check_files(expand(alone, folder), folder)
@@ -286,7 +289,14 @@ def test_what_has_begun_keeps_its_config(folder):
     assert check_unchanged(fewer, folder) == (1, ["attention/seed-0/pretrain"])
     # how fast and where may change, what is compared may not, though a run alone may be longer
     assert check_unchanged(expand(TABLE, folder, {"data.workers": 7}), folder)
-    for field, value in (("train.steps", 50), ("optimizer.beta1", 0.8), ("model.layers", 2)):
+    assert check_unchanged(expand(TABLE, folder, {"decoding.batch_tokens": 7}), folder)
+    for field, value in (
+        ("train.steps", 50),
+        ("optimizer.beta1", 0.8),
+        ("model.layers", 2),
+        ("decoding.beam", 1),
+        ("distillation.teacher", "another"),
+    ):
         with pytest.raises(SweepError) as caught:
             check_unchanged(expand(TABLE, folder, {field: value}), folder)
         assert f"config.{field} was" in str(caught.value)
