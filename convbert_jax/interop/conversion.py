@@ -2,7 +2,6 @@
 others, with a proof at the end.
 """
 
-import dataclasses
 import itertools
 import os
 import shutil
@@ -13,7 +12,7 @@ from absl import logging
 from etils import epath
 
 from convbert_jax import files
-from convbert_jax.config import Config, TokenizerSection
+from convbert_jax.config import TokenizerSection
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.files import damaged, parse_json
 from convbert_jax.interop import certificate, mark, sources, stablehlo
@@ -98,10 +97,9 @@ def convert(
         logging.info("Ignored %d: %s.", len(source.ignored), ", ".join(source.ignored))
     vocabulary = None
     if source.tokenizer:
-        section = dataclasses.replace(Config().tokenizer, **source.tokenizer)
-        vocabulary = Tokenizer(section, Path(section.path)), section
+        vocabulary = sources.open_vocabulary(path, source)
     else:
-        logging.warning("There is no vocabulary beside the weights: none is written.")
+        logging.warning("No vocabulary is written: beside the weights is none that is read here.")
     return _write(
         output,
         form,
