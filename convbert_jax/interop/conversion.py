@@ -225,7 +225,7 @@ def write_huggingface(
             card = model_card.write_card(
                 network,
                 title=f"{title}, {role}",
-                made_by=f"Written by convbert_jax after {step:,} steps of training.",
+                made_by=f"Written by convbert_jax{f' after {step:,} steps' if step else ''}.",
                 certificate=proof,
                 notes=_notes(networks, name),
             )
@@ -281,14 +281,18 @@ def replace_folder(
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
+        write(unfinished)
+        mark.write(unfinished, source, **said)
+        shutil.rmtree(output, ignore_errors=True)
+        unfinished.rename(output)
     except OSError as error:
+        if not error.errno:  # not of the disk
+            raise
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise ConversionError(
-            f"{output} cannot be written ({error.strerror}); name another --output."
+            f"{output} cannot be written ({error.strerror}); free some space, or name another "
+            "--output."
         ) from error
-    write(unfinished)
-    mark.write(unfinished, source, **said)
-    shutil.rmtree(output, ignore_errors=True)
-    unfinished.rename(output)
 
 
 def _place(path: Path) -> Path:
