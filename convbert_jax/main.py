@@ -79,8 +79,8 @@ def _answer(request: command_line.Request) -> None:
             kept = "goes on from there if it reads a file and writes JSON lines, else begins again"
         by = error.by if isinstance(error, interrupts.Stopped) else "SIGINT"
         console.fail(f"interrupted; the same command {kept}.", code=interrupts.exit_code(by))
-    except BrokenPipeError:  # as of `| head`: who reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        _stop_printing()
         sys.exit(1)
     except OSError as error:
         if error.errno not in _STORAGE_FAULTS:
@@ -281,14 +281,22 @@ def _give_up(message: str) -> None:
         os._exit(error.code)
 
 
+def _stop_printing() -> None:
+    """As of `| head`: who reads has seen enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _read_command_line(argv: Sequence[str]) -> command_line.Request:
     """What the command line asks for; every fault of it is one line and exit code 2."""
     console.set_up_logging()
     try:
         if text := command_line.describe(argv):
-            print(text)
+            print(text, flush=True)
             sys.exit()
         return command_line.read(argv)
+    except BrokenPipeError:
+        _stop_printing()
+        sys.exit()
     except UserError as error:
         console.fail(str(error), code=2)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shlex
 import socket
 import subprocess
@@ -230,6 +231,18 @@ def test_a_model_that_writes_may_write_otherwise():
     )
     assert request.decoding == {"beam": 8, "length_penalty": 0.5}
     assert request.config is None
+
+
+def test_who_reads_the_help_may_have_enough():
+    """As of `--help | head`."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "convbert_jax.main", TINY, "--help"]
+    result = subprocess.run(
+        command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False, timeout=100
+    )
+    os.close(write_end)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,8 @@ def test_unmasked_convolution_over_packed_documents_is_refused():
 def test_unknown_fields_are_refused_with_the_nearest_name():
     with pytest.raises(ConfigError, match=r"did you mean config\.model\.heads"):
         from_config_dict({"model": {"haeds": 4}})
+    with pytest.raises(ConfigError, match=r"config\.model\.1 does not exist"):
+        from_config_dict({"model": {1: 4}})
 
 
 def test_config_dicts_are_locked():
@@ -283,6 +285,10 @@ def test_config_dicts_are_locked():
         ("--config.data.source=text:a=b.txt", "text:a=b.txt"),
         ("--config.finetune.learning_rates=1e-4,3e-4", (1e-4, 3e-4)),
         ("--config.task.texts=(title, body)", ("title", "body")),
+        ("--config.task.texts=text (en)", ("text (en)",)),
+        ("--config.task.texts=['a', 'b (en)']", ("a", "b (en)")),
+        ('--config.task.texts="a",the boss\'', ("a", "the boss'")),
+        ("--config.task.texts=[", ("[",)),
         ("--config.finetune.buckets=", ()),
         ('--config.model.mixer_fields=["order=a,b", "name=(x)"]', ("order=a,b", "name=(x)")),
     ],

@@ -97,6 +97,12 @@ def _parse_texts(value: str) -> tuple[str, ...] | None:
     return tuple(found) if is_texts else None
 
 
+def _inside(value: str, pairs: Sequence[str]) -> str:
+    """`value` without a pair of brackets or quotes around all of it."""
+    around = value[:1] + value[-1:]
+    return value[1:-1] if len(value) > 1 and around in pairs else value
+
+
 def _parse(name: str, value: str, kind: type):
     """`value` as a field of type `kind` holds it."""
     if typing.get_origin(kind) is tuple and dataclasses.is_dataclass(typing.get_args(kind)[0]):
@@ -105,8 +111,8 @@ def _parse(name: str, value: str, kind: type):
         item = typing.get_args(kind)[0]
         if item is str and (texts := _parse_texts(value)) is not None:
             return texts
-        parts = [part.strip() for part in value.strip("()[]").split(",")]
-        return tuple(_parse(name, part.strip("'\""), item) for part in parts if part)
+        parts = [part.strip() for part in _inside(value.strip(), ("()", "[]")).split(",")]
+        return tuple(_parse(name, _inside(part, ("''", '""')), item) for part in parts if part)
     if kind is bool:
         if value.lower() not in ("true", "false", "1", "0", "yes", "no"):
             raise ConfigError(f"{name}={value} must be true or false.")

@@ -95,7 +95,7 @@ def _from_mapping(cls, values: Mapping[str, Any], path: str):
     fields = typing.get_type_hints(cls)
     for key in values:
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.4)
+            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.4)
             hint = (
                 f"did you mean config.{path}{near[0]}?"
                 if near

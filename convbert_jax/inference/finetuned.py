@@ -120,8 +120,7 @@ def from_source(
         )
     if not source.tokenizer:
         raise ConfigError(f"{path} has no vocabulary beside its weights; copy it there.")
-    section = dataclasses.replace(Config().tokenizer, **source.tokenizer)
-    tokenizer = Tokenizer(section, Path(section.path))
+    tokenizer, section = sources.open_vocabulary(path, source)
     start = Config(name=Path(path).name, recipe="finetune", tokenizer=section)
     config = matching.replace(start, matching.derive_fields({"main": main}, start))
     config = dataclasses.replace(config, outputs=_outputs(path, main, heads[0], texts))

@@ -1,14 +1,12 @@
 """Opens what `convbert_jax.load` takes: a run, a fine-tuned model, or somebody else's weights."""
 
 import dataclasses
-from pathlib import Path
 
 import jax.numpy as jnp
-from absl import logging
 
 from convbert_jax.config import Config
 from convbert_jax.data.errors import shorten
-from convbert_jax.data.tokenizer.tokenizer import Tokenizer, follow_file
+from convbert_jax.data.tokenizer.tokenizer import follow_file
 from convbert_jax.inference import finetuned
 from convbert_jax.inference.model import Model, ModelError
 from convbert_jax.inference.writing.model import TextModel
@@ -101,10 +99,8 @@ def _load_source(path: str, vocabulary: str | None, texts: int | None, dtype: st
         config, params, tokenizer = finetuned.from_source(path, source, texts)
         length = config.finetune.length
     else:
-        section = dataclasses.replace(config.tokenizer, **source.tokenizer)
-        tokenizer = Tokenizer(section, Path(section.path))
+        tokenizer, section = sources.open_vocabulary(path, source)
         config = dataclasses.replace(config, tokenizer=section)
-    _check_entries(path, tokenizer, source.networks["main"].embeddings.vocab_size)
     return Model(
         path,
         config,
@@ -115,25 +111,6 @@ def _load_source(path: str, vocabulary: str | None, texts: int | None, dtype: st
         dtype=_choose_dtype(config, dtype),
         finetuned_params=params,
     )
-
-
-def _check_entries(path: str, tokenizer: Tokenizer, rows: int) -> None:
-    found = tokenizer.vocab_size
-    if found > rows:
-        raise ModelError(
-            f"{tokenizer.path} has {found} entries, but {path} is of a vocabulary of {rows}; name "
-            "theirs with vocabulary=FILE."
-        )
-    if found < rows:
-        logging.warning(
-            "%s has %d entries and the embedding table of %s %d rows: the last %d are taken for "
-            "padding.",
-            tokenizer.path,
-            found,
-            path,
-            rows,
-            rows - found,
-        )
 
 
 def _choose_dtype(config: Config, dtype: str | None) -> jnp.dtype:

@@ -19,7 +19,7 @@ from convbert_jax.interop.modules import forward
 from convbert_jax.interop.networks import ConversionError, Network
 from convbert_jax.interop.tables import READ_PADDING
 
-LIMIT = 1e-4  # largest absolute difference, in float32
+LIMIT = 1e-4  # largest difference in float32, as a share of the largest number if above 1
 _ROWS, _LENGTH, _SEED = 4, 128, 0
 _BATCH = 50  # rows whose labels are compared
 _LEAK = "Their convolutions read padding, ours were trained not to."
@@ -67,7 +67,7 @@ class Certificate:
         lines = [
             read,
             f"Largest difference to {self.against} in float32, {_ROWS} rows of random tokens "
-            f"(limit {LIMIT:.0e}): {'; '.join(shown)}.",
+            f"(limit {LIMIT:.0e}, of numbers above 1 that share): {'; '.join(shown)}.",
         ]
         if self.padding is not None:
             lines.append(
@@ -105,13 +105,15 @@ def certify(
     theirs = {kind: pytorch_outputs(folder, network, tokens, m, types) for kind, m in kinds.items()}
     ours = {kind: our_outputs(network, tokens, m, types) for kind, m in kinds.items()}
     leaks = network.family in READ_PADDING
-    differences, moved, labels = {}, None, ""
-    for output in theirs["full"]:
-        differences[output] = _largest(ours["full"][output], theirs["full"][output])
+    differences, moved, labels, limits = {}, None, "", {}
+    for output, numbers in theirs["full"].items():
+        differences[output] = _largest(ours["full"][output], numbers)
+        limits[output] = LIMIT * max(1.0, float(np.abs(numbers).max()))
         if masked:
             continue
         # Where padding leaks it is computed alike; without a convolution nobody reads it.
         rows = np.ones_like(mask) if leaks else mask
+        limits[f"{output}, padded"] = limits[output]
         differences[f"{output}, padded"] = _largest(
             ours["padded"][output], theirs["padded"][output], rows
         )
@@ -120,12 +122,15 @@ def certify(
         labels = _describe_labels(folder, network, texts)
     against = _versions(network)
     certificate = Certificate(name, against, differences, moved, parameters, masked, labels)
-    wrong = {output: value for output, value in differences.items() if not value <= LIMIT}
+    wrong = {out: value for out, value in differences.items() if not value <= limits[out]}
     if wrong:
         raise ParityError(
             f"{folder} does not give the same numbers in PyTorch: "
-            + ", ".join(f"{output} differs by {value:.1e}" for output, value in wrong.items())
-            + f", more than {LIMIT:.0e}; do not use it, and report this as a bug of convbert_jax."
+            + ", ".join(
+                f"{out} differs by {value:.1e}, more than {limits[out]:.0e}"
+                for out, value in wrong.items()
+            )
+            + "; do not use it, and report this as a bug of convbert_jax."
         )
     return certificate
 

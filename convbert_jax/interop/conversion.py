@@ -2,7 +2,6 @@
 others, with a proof at the end.
 """
 
-import dataclasses
 import itertools
 import os
 import shutil
@@ -13,7 +12,7 @@ from absl import logging
 from etils import epath
 
 from convbert_jax import files
-from convbert_jax.config import Config, TokenizerSection
+from convbert_jax.config import TokenizerSection
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.files import damaged, parse_json
 from convbert_jax.interop import certificate, mark, sources, stablehlo
@@ -98,10 +97,9 @@ def convert(
         logging.info("Ignored %d: %s.", len(source.ignored), ", ".join(source.ignored))
     vocabulary = None
     if source.tokenizer:
-        section = dataclasses.replace(Config().tokenizer, **source.tokenizer)
-        vocabulary = Tokenizer(section, Path(section.path)), section
+        vocabulary = sources.open_vocabulary(path, source)
     else:
-        logging.warning("There is no vocabulary beside the weights: none is written.")
+        logging.warning("No vocabulary is written: beside the weights is none that is read here.")
     return _write(
         output,
         form,
@@ -227,7 +225,7 @@ def write_huggingface(
             card = model_card.write_card(
                 network,
                 title=f"{title}, {role}",
-                made_by=f"Written by convbert_jax after {step:,} steps of training.",
+                made_by=f"Written by convbert_jax{f' after {step:,} steps' if step else ''}.",
                 certificate=proof,
                 notes=_notes(networks, name),
             )
@@ -283,14 +281,18 @@ def replace_folder(
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
+        write(unfinished)
+        mark.write(unfinished, source, **said)
+        shutil.rmtree(output, ignore_errors=True)
+        unfinished.rename(output)
     except OSError as error:
+        if not error.errno:  # not of the disk
+            raise
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise ConversionError(
-            f"{output} cannot be written ({error.strerror}); name another --output."
+            f"{output} cannot be written ({error.strerror}); free some space, or name another "
+            "--output."
         ) from error
-    write(unfinished)
-    mark.write(unfinished, source, **said)
-    shutil.rmtree(output, ignore_errors=True)
-    unfinished.rename(output)
 
 
 def _place(path: Path) -> Path:

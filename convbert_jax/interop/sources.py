@@ -10,7 +10,8 @@ from typing import Any
 from absl import logging
 
 from convbert_jax import files
-from convbert_jax.config import Config, mixers, to_text
+from convbert_jax.config import Config, TokenizerSection, mixers, to_text
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.interop import mark, matching
 from convbert_jax.interop.claims import check_finite, shown
 from convbert_jax.interop.huggingface import config as huggingface_config
@@ -182,6 +183,37 @@ def initialize(config: Config, source: Source) -> tuple[Any, Report]:
         )
     params, report = join(config, source.networks)
     return params, dataclasses.replace(report, ignored=(*report.ignored, *source.ignored))
+
+
+def open_vocabulary(path: str, source: Source) -> tuple[Tokenizer, TokenizerSection]:
+    """The vocabulary beside weights, and the settings that it is opened with.
+
+    Args:
+      path: of the weights, for a message.
+      source: with a `tokenizer`.
+
+    Raises:
+      ConversionError: it has more entries than they have rows, so that ids would be of none.
+    """
+    section = dataclasses.replace(Config().tokenizer, **source.tokenizer)
+    tokenizer = Tokenizer(section, Path(section.path))
+    found, rows = tokenizer.vocab_size, source.networks["main"].embeddings.vocab_size
+    if found > rows:
+        raise ConversionError(
+            f"{tokenizer.path} has {found} entries, but {path} is of a vocabulary of {rows}; put "
+            "theirs there, or name it in Python with vocabulary=FILE."
+        )
+    if found < rows:
+        logging.warning(
+            "%s has %d entries and the embedding table of %s %d rows: the last %d are taken for "
+            "padding.",
+            tokenizer.path,
+            found,
+            path,
+            rows,
+            rows - found,
+        )
+    return tokenizer, section
 
 
 def _step_of(extra: Mapping[str, Any]) -> int:

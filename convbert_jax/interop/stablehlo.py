@@ -16,9 +16,10 @@ import numpy as np
 from absl import logging
 from flax import nnx
 from jax import export
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from convbert_jax.config import EncoderConfig, mixers
+from convbert_jax.interop.huggingface.weight_files import save_arrays
 from convbert_jax.interop.modules import modules
 from convbert_jax.interop.networks import ConversionError, Network, stack, to_tree
 from convbert_jax.training.state import flatten
@@ -62,8 +63,8 @@ def write(folder: Path, network: Network) -> None:
         ) from error
     (folder / "encoder.jax_export").write_bytes(serialized)
     (folder / "encoder.mlir").write_bytes(exported.mlir_module_serialized)
-    ordered = {path: np.ascontiguousarray(leaf) for path, leaf in flatten(params).items()}
-    save_file(ordered, folder / "parameters.safetensors")
+    ordered = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
+    save_arrays(folder / "parameters.safetensors", ordered)
     signature = {
         "platforms": PLATFORMS,
         "arguments": [

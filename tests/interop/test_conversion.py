@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import resource
 import shutil
+import signal
 
 import jax
 import numpy as np
@@ -211,6 +213,25 @@ def test_folders_are_replaced_only_if_they_are_ours(run, tmp_path):
     assert (out / "README.md").read_text() == "a better card"
     with pytest.raises(ConversionError, match="cannot be written"):
         conversion.export(folder, output=folder / "config.json" / "out")
+
+
+@pytest.mark.parametrize("form", ["huggingface", "tensorflow1", "stablehlo"])
+def test_a_full_disk_is_a_sentence(run, tmp_path, form):
+    """A limit on the size of files stands in for it; what was there is kept."""
+    out = tmp_path / "out"
+    conversion.export(run[0], form=form, output=out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, limits[1]))
+    try:
+        with pytest.raises(ConversionError, match=r"out cannot be written \(File too large\)"):
+            conversion.export(run[0], form=form, output=out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert {path: path.read_bytes() for path in before} == before
+    assert sorted(tmp_path.iterdir()) == [out]
 
 
 def test_sources_that_are_none(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import convbert_jax
 from convbert_jax.config import UserError, from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
+from convbert_jax.inference import finetuned
 from convbert_jax.interop import certificate, conversion, importing, matching, sources
 from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
@@ -17,7 +18,13 @@ from convbert_jax.interop.tensorflow1 import checkpoint as tensorflow1
 from convbert_jax.recipes import finetuning
 from convbert_jax.recipes import start as starting
 from convbert_jax.workdir import Workdir
-from tests.interop.conftest import assert_same, make_config, random_network, random_params
+from tests.interop.conftest import (
+    assert_same,
+    make_config,
+    random_network,
+    random_params,
+    with_head,
+)
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 CASED = [*SPECIAL, "Berlin", "caf\u00e9", *(f"w{i}" for i in range(53))]
@@ -79,6 +86,8 @@ def test_settings_beside_a_vocabulary_win(tmp_path):
 CHINESE = {"type": "BertNormalizer", "lowercase": True, "handle_chinese_chars": False}
 ADDED = {"content": "NEW", "id": 60, "special": False}
 CLASS = "tokenizer_class"
+CASED_JSON = {"normalizer": {"type": "BertNormalizer", "lowercase": False}}
+OTHER_ORDER = {"model": {"type": "WordPiece", "vocab": {"[PAD]": 0, "w3": 7, "w1": 6}}}
 
 
 @pytest.mark.parametrize(
@@ -93,6 +102,11 @@ CLASS = "tokenizer_class"
         ({"tokenizer.json": {"added_tokens": [ADDED]}}, "the added token 'NEW'"),
         ({"tokenizer_config.json": {"added_tokens_decoder": {"60": ADDED}}}, "token 'NEW'"),
         ({"added_tokens.json": {"NEW": 60}}, "the added token 'NEW'"),
+        (
+            {"tokenizer.json": CASED_JSON, "tokenizer_config.json": {"do_lower_case": True}},
+            "do_lower_case=True in tokenizer_config.json and lowercase=False in tokenizer.json",
+        ),
+        ({"tokenizer.json": OTHER_ORDER}, "the entry 'w3' as 7 in tokenizer.json, which vocab.txt"),
     ],
 )
 def test_a_tokenizer_that_ours_is_not_is_refused(tmp_path, files, says):
@@ -256,6 +270,25 @@ def test_a_vocabulary_of_more_entries_than_the_weights(tmp_path):
     start = write_checkpoint(tmp_path, [*UNCASED, "more"])
     with pytest.raises(ConversionError, match=r"vocab\.txt has 61 entries, .* of 60; name theirs"):
         importing.import_run(str(tmp_path), start, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda path, _: finetuned.read_finetuned(path),
+        lambda path, _: convbert_jax.load(path),
+        lambda path, out: conversion.convert(path, out),
+    ],
+)
+def test_ids_without_a_row_are_refused_wherever_texts_become_ids(tmp_path, use):
+    """A row that is not there would be read as the last one."""
+    tuned = with_head(random_network(), "sequence_head", ("no", "yes"))
+    folder, out = tmp_path / "it", tmp_path / "out"
+    huggingface.write_network(folder, tuned, pad_id=0)
+    write_entries(folder, [*UNCASED, "more"])
+    with pytest.raises(ConversionError, match=r"vocab\.txt has 61 entries, .* vocabulary of 60;"):
+        use(str(folder), out)
+    assert not out.exists()
 
 
 # --- folders of Hugging Face ---

@@ -195,8 +195,10 @@ def _find_heads(
         except KeyError:
             continue
         tensor = places[f"{head}/{last}"].name
-        # BertForSequenceClassification has a `classifier` too, behind a pooler that we lack.
+        # A `classifier` too: BertForSequenceClassification's, behind a pooler that we lack, and the
+        # one of ForMultipleChoice, of a whole text.
         tags = family != "bert" or name.endswith("ForTokenClassification")
+        tags = tags and not name.endswith("ForMultipleChoice")
         if tensor in tensors and tensors[tensor].ndim == 1 and (head != "token_head" or tags):
             found[head] = len(tensors[tensor])
     return found

@@ -24,9 +24,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, follow_file
-from convbert_jax.data.tokenizer.wordpiece_model import build_pipeline
+from convbert_jax.data.tokenizer.wordpiece_model import build_pipeline, split_entries
 from convbert_jax.interop.claims import read_json, shown
-from convbert_jax.interop.huggingface.tokenizer_rules import check_rules
+from convbert_jax.interop.huggingface.tokenizer_rules import check_entries, check_rules
 from convbert_jax.interop.networks import ConversionError
 
 VOCABULARY = {"wordpiece": "vocab.txt", "sentencepiece": "spiece.model"}
@@ -125,6 +125,8 @@ def describe_vocabulary(folder: Path, path: Path) -> dict[str, object]:
     check_rules(folder, kind, settings, pipeline, *others)
     if kind == "sentencepiece":
         return fields
+    if path.suffix == ".txt":
+        check_entries(folder, split_entries(path.read_text("utf-8", errors="replace")), pipeline)
     normalizer, model = _part(pipeline, "normalizer"), _part(pipeline, "model")
     lowercase = normalizer.get("lowercase", settings.get("do_lower_case"))
     accents = normalizer.get("strip_accents", settings.get("strip_accents"))

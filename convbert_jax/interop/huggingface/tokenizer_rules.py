@@ -4,7 +4,7 @@ A vocabulary alone does not tell: the files beside it may name another class, ot
 tokens, with which the same text becomes other ids, silently.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +14,8 @@ from convbert_jax.interop.networks import ConversionError
 # Classes of transformers that split as BERT's, without "Fast", and those that say nothing.
 _AS_BERT = {"BertTokenizer", "ElectraTokenizer", "ConvBertTokenizer", "DistilBertTokenizer"}
 _AS_BERT |= {"MobileBertTokenizer", "LxmertTokenizer", "SqueezeBertTokenizer"}
-_AS_BERT |= {"PreTrainedTokenizer", "TokenizersBackend"}
+_BY_JSON = {"PreTrainedTokenizer", "TokenizersBackend"}  # tokenizer.json says all
+_AS_BERT |= _BY_JSON
 # Classes that read a SentencePiece model, but cut words first or count ids from elsewhere.
 _NOT_SENTENCEPIECE = {"BertJapaneseTokenizer", "CamembertTokenizer", "XLMRobertaTokenizer"}
 _NOT_SENTENCEPIECE |= {"BarthezTokenizer", "MBartTokenizer"}
@@ -51,6 +52,13 @@ def check_rules(
     if kind == "wordpiece":
         if settings.get("tokenize_chinese_chars") is False:
             _refuse(folder, "tokenize_chinese_chars=false in tokenizer_config.json")
+        lowercase, there = settings.get("do_lower_case"), _lowercase(pipeline)
+        if own not in _BY_JSON and None not in (lowercase, there) and lowercase != there:
+            _refuse(
+                folder,
+                f"do_lower_case={shown(lowercase)} in tokenizer_config.json and "
+                f"lowercase={shown(there)} in tokenizer.json",
+            )
         for part, usual in (
             ("normalizer", "BertNormalizer"),
             ("pre_tokenizer", "BertPreTokenizer"),
@@ -63,6 +71,31 @@ def check_rules(
                     _refuse(folder, f"{field}=false in tokenizer.json")
     for token in _added_tokens(settings, pipeline, added):
         _refuse(folder, f"the added token {shown(token)}")
+
+
+def check_entries(folder: Path, entries: Sequence[str], pipeline: Mapping[str, Any]) -> None:
+    """Refuses a vocab.txt that is not that of the tokenizer.json beside it, which they read.
+
+    Raises:
+      OtherTokenizerError: with the first entry that differs.
+    """
+    model = pipeline.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocabulary, dict):
+        return
+    places = {entry: place for place, entry in enumerate(entries)}
+    for entry, place in vocabulary.items():
+        if places.get(entry) != place:
+            _refuse(
+                folder,
+                f"the entry {shown(entry)} as {shown(place)} in tokenizer.json, which vocab.txt "
+                "has not there",
+            )
+
+
+def _lowercase(pipeline: Mapping[str, Any]) -> Any:
+    rules = pipeline.get("normalizer")
+    return rules.get("lowercase") if isinstance(rules, dict) else None
 
 
 def _refuse(folder: Path, what: str) -> NoReturn:

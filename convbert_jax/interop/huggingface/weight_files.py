@@ -1,5 +1,6 @@
 """The weight files of a Hugging Face folder as numpy arrays, without PyTorch where possible."""
 
+import os
 import re
 import zipfile
 from collections.abc import Callable, Mapping
@@ -61,9 +62,23 @@ def read_weights(folder: Path) -> dict[str, np.ndarray]:
 
 def write_weights(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes model.safetensors as PyTorch libraries expect it."""
+    ordered = {name: tensors[name] for name in sorted(tensors)}
+    save_arrays(path / SAFETENSORS, ordered, {"format": "pt"})
+
+
+def save_arrays(
+    path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None
+) -> None:
+    """Writes a safetensors file; raises OSError, as other writers do, where it cannot."""
     # save_file writes the memory of an array as it lies, whatever its strides say.
-    ordered = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
-    save_file(ordered, path / SAFETENSORS, metadata={"format": "pt"})
+    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    try:
+        save_file(whole, path, metadata)
+    except safetensors.SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if not number:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:

@@ -96,6 +96,18 @@ def test_heads_of_fine_tuned_models(tmp_path, family, head):
     assert back.labels == (() if head == "span_head" else LABELS)
 
 
+@pytest.mark.parametrize("family", ["convbert", "electra"])
+def test_a_choice_among_texts_is_no_tag(tmp_path, family):
+    """Its one logit is called as those of tokens are."""
+    tuned = with_head(random_network(**FAMILIES[family]), "token_head", ("LABEL_0",))
+    folder = write(tmp_path / "it", tuned)
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace("ForTokenClassification", "ForMultipleChoice"))
+    source = huggingface.read_folder(folder)
+    assert not source.networks["main"].has("token_head")
+    assert source.ignored == ("main:classifier.bias", "main:classifier.weight")
+
+
 @pytest.mark.parametrize(
     ("id2label", "says"),
     [

@@ -307,6 +307,19 @@ def test_a_wrong_weight_is_no_parity(tmp_path, monkeypatch):
         certificate.certify(folder, other)
 
 
+def test_numbers_in_large_units(tmp_path):
+    """As prices: seven digits of them are the same, and 1e-4 is beyond these."""
+    tuned = with_head(random_network(mask_convolution=False), "sequence_head", ("price",))
+    large = {
+        path: np.float32(1e6) * leaf if path.startswith("sequence_head/output/") else leaf
+        for path, leaf in tuned.parameters.items()
+    }
+    network = networks.dataclasses.replace(tuned, parameters=large)
+    huggingface.write_network(tmp_path / "it", network, pad_id=0)
+    difference = certificate.certify(tmp_path / "it", network).differences["sequence_head"]
+    assert certificate.LIMIT < difference < 10
+
+
 @pytest.mark.parametrize(
     "head",
     [
