@@ -35,9 +35,9 @@ def _follow_release(config) -> None:
     `convbert_jax/config/`.
 
     Not here because the default does the same: layer-wise decay 0.8, weight decay 0.01 (embeddings
-    too), clipping at 1, dropout 0.1, batch 32, length 128, epochs by task. For its base model the
-    release has a learning rate of 1e-4. Left out: a TPU of several cores would clip the gradient of
-    each on its own; which tasks, if any, ran on one is not known.
+    too), clipping at 1, dropout 0.1, batch 32, length 128, epochs by task, a learning rate of 3e-4
+    (small, medium-small) or 1e-4 (base). Left out: a TPU of several cores would clip the gradient
+    of each on its own; which tasks, if any, ran on one is not known.
     """
     config.compute_dtype = "float32"
     config.optimizer.bias_correction = False

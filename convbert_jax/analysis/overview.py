@@ -104,7 +104,7 @@ def _describe_tasks(config: Config) -> list[str]:
     return [
         "",
         f"tasks                       {', '.join(f.tasks)}",
-        f"runs of each                {len(f.learning_rates)} learning rates x "
+        f"runs of each                {max(1, len(f.learning_rates))} learning rates x "
         f"{max(1, len(f.epochs))} numbers of epochs x {f.seeds} seeds",
         f"starts from                 {config.init_from or 'random weights'}",
     ]

@@ -91,7 +91,8 @@ def checkpoint_bytes(config: Config, parameters: int) -> int:
     one = parameters * _MOMENTS * _BYTES
     if config.recipe == "finetune":
         f = config.finetune
-        runs = len(f.tasks) * len(f.learning_rates) * max(1, len(f.epochs)) * f.seeds
+        tries = max(1, len(f.learning_rates)) * max(1, len(f.epochs))
+        runs = len(f.tasks) * tries * f.seeds
         return 2 * one + (runs * parameters * _BYTES if f.save_models else 0)
     c = config.checkpoint
     count = c.keep + 1 + bool(c.best_metric)

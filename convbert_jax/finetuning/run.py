@@ -47,6 +47,10 @@ _LESS_TO_TRAIN = (
 _LESS_TO_PREDICT = (
     "lower config.finetune.eval_batch_size, or set config.finetune.vectorize_seeds=false"
 )
+# Channels from which a rate is usual: ELECTRA (Clark et al., 2020, appendix B), as the release of
+# ConvBERT. Below them by benchmarks/RESULTS.md, section 16.
+_RATES = ((1024, 5e-5), (768, 1e-4), (256, 3e-4))
+_RATE_BELOW = 1e-3
 _SMALL = 384  # channels of an encoder that leaves an accelerator idle with one batch of 32 rows
 
 
@@ -103,8 +107,14 @@ def fingerprint(task: FinetuneTask) -> str:
 
 def settings_of(config: Config, task: FinetuneTask) -> list[Setting]:
     """All that a search tries; usually one."""
+    rates = config.finetune.learning_rates or (usual_rate(config.model.hidden_size),)
     epochs = config.finetune.epochs or (task.epochs,)
-    return [Setting(rate, e) for rate in config.finetune.learning_rates for e in epochs]
+    return [Setting(rate, e) for rate in rates for e in epochs]
+
+
+def usual_rate(width: int) -> float:
+    """The peak learning rate for encoders of so many channels, where none is asked for."""
+    return next((rate for least, rate in _RATES if width >= least), _RATE_BELOW)
 
 
 def model_of(

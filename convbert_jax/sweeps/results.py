@@ -117,7 +117,7 @@ def _of_finetuning(cell: Cell, run: Workdir) -> dict[str, float] | None:
     config = cell.config
     seeds = range(config.seed, config.seed + config.finetune.seeds)
     runs = [result for result in read_results(run) if result.seed in seeds]
-    tries = len(config.finetune.learning_rates) * max(1, len(config.finetune.epochs))
+    tries = max(1, len(config.finetune.learning_rates)) * max(1, len(config.finetune.epochs))
     tasks = dict.fromkeys(result.task for result in runs)
     wanted = len(config.finetune.tasks) * tries * len(seeds)
     if len(runs) < wanted:

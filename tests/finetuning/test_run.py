@@ -6,13 +6,14 @@ import json
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.config import ConfigError
+from convbert_jax.config import Config, ConfigError, FinetuneSection, ModelSection
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
 from convbert_jax.finetuning import fitting, results, run, unfinished
@@ -153,6 +154,17 @@ def test_a_run_that_diverges_is_told_and_kept(start, tmp_path):
     assert line["loss"] is None
     assert line["scores"]["validation"]["accuracy"] is None
     assert math.isnan(results.read_results(Workdir(tmp_path))[0].loss)
+
+
+@pytest.mark.parametrize(
+    ("width", "rate"), [(128, 1e-3), (256, 3e-4), (384, 3e-4), (768, 1e-4), (1024, 5e-5)]
+)
+def test_the_rate_is_that_of_the_width_unless_one_is_named(width, rate):
+    config = Config(model=ModelSection(hidden_size=width))
+    task = SimpleNamespace(epochs=3.0)
+    assert run.settings_of(config, task) == [Setting(rate, 3.0)]
+    asked = dataclasses.replace(config, finetune=FinetuneSection(learning_rates=(2e-3, 4e-3)))
+    assert [s.learning_rate for s in run.settings_of(asked, task)] == [2e-3, 4e-3]
 
 
 # --- What comes out ---

@@ -46,10 +46,6 @@ def check_finetuning(config: Config) -> None:
         f"config.seed={config.seed} and config.finetune.seeds={f.seeds} reach beyond 2**32 - 1; "
         "start lower.",
     )
-    check(
-        bool(f.learning_rates),
-        "config.finetune.learning_rates is empty; name one, or several to search: 1e-4,3e-4.",
-    )
     for name in ("learning_rates", "epochs", "buckets"):
         values = getattr(f, name)
         check(
