@@ -48,7 +48,7 @@ _LESS_TO_PREDICT = (
     "lower config.finetune.eval_batch_size, or set config.finetune.vectorize_seeds=false"
 )
 # Channels from which a rate is usual: ELECTRA (Clark et al., 2020, appendix B), as the release of
-# ConvBERT. Below them by benchmarks/RESULTS.md, section 16.
+# ConvBERT. Below them by benchmarks/RESULTS.md, section 13.
 _RATES = ((1024, 5e-5), (768, 1e-4), (256, 3e-4))
 _RATE_BELOW = 1e-3
 _SMALL = 384  # channels of an encoder that leaves an accelerator idle with one batch of 32 rows
