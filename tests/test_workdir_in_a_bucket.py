@@ -18,6 +18,7 @@ from convbert_jax import files, ownership
 from convbert_jax.config import Config, UserError
 from convbert_jax.finetuning import results, unfinished
 from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.interop import conversion
 from convbert_jax.ownership import OwnershipError
 from convbert_jax.recipes.reports import run_page
 from convbert_jax.training.reports import reporting
@@ -261,6 +262,22 @@ def test_a_file_is_whole_or_what_it_was(bucket):
         fail()
     assert files.read_json(workdir.config, remedy="") == {"a": 1}
     assert [path.name for path in on_disk.iterdir()] == ["config.json"]
+
+
+def test_an_export_that_fails_leaves_the_one_before(bucket):
+    _, on_disk = bucket
+    output = files.to_path("gs://bucket/run/export")
+    conversion.replace_folder(output, lambda f: (f / "weights").write_text("old"), source="")
+
+    def write(folder):
+        (folder / "weights").write_text("new")
+        raise ValueError("no proof")
+
+    with pytest.raises(ValueError, match="no proof"):
+        conversion.replace_folder(output, write, source="")
+    assert (on_disk / "export" / "weights").read_text() == "old"
+    conversion.replace_folder(output, lambda f: (f / "others").write_text("new"), source="")
+    assert not (on_disk / "export" / "weights").exists()
 
 
 def test_results_of_fine_tuning(bucket):

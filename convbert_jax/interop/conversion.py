@@ -272,10 +272,10 @@ def replace_folder(
             f"{output} exists and was not exported from here; remove it or name another --output."
         )
     if files.is_remote(output):
-        files.remove_tree(output)
         with files.written_locally(output) as place:
             write(place)
             mark.write(place, source, **said)
+            files.remove_tree(output)  # once the new one is whole
         return
     unfinished = output.with_name(output.name + ".unfinished")
     try:
