@@ -137,17 +137,21 @@ class GeneratorSizes:
         return max(1, round(stage.sizes.layers * self.generator.layers))
 
 
-def list_stages(model: ModelSection) -> list[Stage]:
+def list_stages(model: ModelSection, names: Mapping[str, str] | None = None) -> list[Stage]:
     """Those of config.model.stages, where the other fields of config.model fill the gaps; without
     any those of its schedules, or the one that these fields describe.
+
+    Args:
+      names: of fields without stages that were not set in config.model, see `Stage`.
     """
     fields = [field.name for field in dataclasses.fields(StageSection)]
     flat = StageSection(**{name: getattr(model, name) for name in fields})
     of_model = {name: f"config.model.{name}" for name in fields}
     if not model.stages:
         of_schedule = {name: f"config.model.{name}s" for name in schedules(model)}
+        all_names = of_model | of_schedule | dict(names or {})
         return [
-            Stage("config.model", of_model | of_schedule, dataclasses.replace(flat, **part))
+            Stage("config.model", all_names, dataclasses.replace(flat, **part))
             for part in _cut(model)
         ]
     stages = []
@@ -204,8 +208,11 @@ def idle_fields(model: ModelSection) -> list[str]:
     return idle + [f"{name}s" for name in schedules(model) if name not in read]
 
 
-def derive_encoder(model: ModelSection) -> EncoderConfig:
+def derive_encoder(model: ModelSection, names: Mapping[str, str] | None = None) -> EncoderConfig:
     """The encoder that is kept.
+
+    Args:
+      names: as `list_stages` takes them.
 
     Raises:
       ConfigError: a mixer is unknown or cannot be made.
@@ -221,7 +228,7 @@ def derive_encoder(model: ModelSection) -> EncoderConfig:
                 ffn_size=stage.sizes.ffn_size,
             ),
         )
-        for stage in list_stages(model)
+        for stage in list_stages(model, names)
     ]
     return _encoder(model, model.embedding_size, model.hidden_size, stages)
 

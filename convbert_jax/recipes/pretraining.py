@@ -109,7 +109,8 @@ def pretrain(
     with devices.random_numbers(found), opened:
         devices.print_config(config, leave_out=_unread(config))
         teaching.bind(workdir, config, teacher, writer=writer)
-        if idle := network.idle_fields(config.model):
+        alone = config.recipe == "causal_lm" or not config.writes_text  # else a decoder reads them
+        if alone and (idle := network.idle_fields(config.model)):
             logging.info(
                 "Without effect, as each stage has its own or a mixer that does not read it: %s.",
                 ", ".join(f"config.model.{f}={getattr(config.model, f)}" for f in idle),

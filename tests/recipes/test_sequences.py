@@ -239,6 +239,32 @@ def test_no_other_software_has_it(run):
         ("causal_lm", {"sequence.shared_vocabulary": False}, "one text and one vocabulary"),
         ("causal_lm", {"data.layout": "electra"}, "reads whole documents"),
         ("causal_lm", {"sequence.decoder_layers": 3}, "of an encoder-decoder"),
+        ("causal_lm", {"sequence.decoder_mixer": "light"}, "decoder_mixer=light is of an encoder-"),
+        (
+            "causal_lm",
+            {"sequence.decoder_kernel_sizes": (3, 5)},
+            r"decoder_kernel_sizes=3,5 is of .* has config\.model\.kernel_sizes",
+        ),
+        (
+            "translation",
+            {"sequence.decoder_layers": 3, "sequence.decoder_kernel_sizes": (3, 5)},
+            "decoder_kernel_sizes has 2 numbers, but the decoder has 3 layers",
+        ),
+        (
+            "span_corruption",
+            {"sequence.decoder_kernel_sizes": (3,), "sequence.decoder_dilations": (1, 2)},
+            "decoder_dilations has 2 numbers, but the decoder has 1 layers",
+        ),
+        (
+            "translation",
+            {"sequence.decoder_mixer": "lite"},
+            r"config\.sequence\.decoder_mixer='lite' is unknown",
+        ),
+        (
+            "translation",
+            {"sequence.decoder_mixer": "dynamic", "sequence.decoder_mixer_fields": ("glue=1",)},
+            r"config\.sequence\.decoder_mixer_fields=glue=1 is no field of the mixer dynamic",
+        ),
         (
             "causal_lm",
             {"model.mixer": "span_dynamic", "model.kernel_sizes": (3, 3)},
