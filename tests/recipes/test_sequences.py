@@ -271,6 +271,16 @@ def test_no_other_software_has_it(run):
             "one for each",
         ),
         ("span_corruption", {"objective.mean_span": 0.5}, "must be at least 1"),
+        ("causal_lm", {"model.mask_convolution": False}, "read each other; set it to True"),
+        (
+            "span_corruption",
+            {
+                "model.mask_convolution": False,
+                "model.mixer": "attention",
+                "sequence.decoder_mixer": "light",
+            },
+            "packed documents read each other",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_sentence(make, recipe, fields, says):
