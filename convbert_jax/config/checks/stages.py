@@ -22,7 +22,7 @@ def check_stages(model: ModelSection) -> None:
         check(
             not model.stages,
             f"config.model.{name}s and config.model.stages both say what each layer is; give each "
-            f"of config.model.stages its {name}.",
+            f"of config.model.stages its {name} and empty the other: --config.model.{name}s=",
         )
         check(
             len(numbers) == model.layers,
