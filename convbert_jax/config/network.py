@@ -184,9 +184,12 @@ def _cut(model: ModelSection) -> list[dict[str, int]]:
     ]
 
 
-def idle_fields(model: ModelSection) -> list[str]:
+def idle_fields(model: ModelSection, names: Mapping[str, str] | None = None) -> list[str]:
     """Fields of config.model without effect: each stage has another value, or its mixer reads none.
     Of one that only few mixers read, no word if nothing was asked for.
+
+    Args:
+      names: as `list_stages` takes them.
 
     Raises:
       ConfigError: a mixer is unknown or cannot be made.
@@ -198,12 +201,12 @@ def idle_fields(model: ModelSection) -> list[str]:
         of_mixer = name in ("heads", "head_ratio", *SCHEDULED)
         return of_mixer and name not in layer.mixer.fields(layer.hidden_size)
 
-    layers = [stage.layer for stage in derive_encoder(model).stages]
+    layers = [stage.layer for stage in derive_encoder(model, names).stages]
     pairs = list(zip(list_stages(model), layers, strict=True))
     of_few, default = ("head_ratio", "dilation"), ModelSection()
     asked = tuple(name for name in of_few if getattr(model, name) != getattr(default, name))
-    names = ("heads", *asked, "mixer", "kernel_size", "ffn_size", "ffn_groups")
-    idle = [name for name in names if all(is_idle(name, *pair) for pair in pairs)]
+    fields = ("heads", *asked, "mixer", "kernel_size", "ffn_size", "ffn_groups")
+    idle = [name for name in fields if all(is_idle(name, *pair) for pair in pairs)]
     read = {name for layer in layers for name in layer.mixer.fields(layer.hidden_size)}
     return idle + [f"{name}s" for name in schedules(model) if name not in read]
 

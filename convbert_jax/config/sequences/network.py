@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from convbert_jax.config import network
 from convbert_jax.config.errors import ConfigError
 from convbert_jax.config.mixers import Mixer, MixerSettings, check_causal, make_mixer
 from convbert_jax.config.network import EncoderConfig, StageConfig, derive_encoder, list_stages
@@ -121,6 +122,15 @@ def decoder_fields(model: ModelSection, sequence: SequenceSection) -> dict[str, 
         "dilations": sequence.decoder_dilations,
         "stages": (),
     }
+
+
+def idle_fields(model: ModelSection, sequence: SequenceSection) -> list[str]:
+    """`network.idle_fields` of an encoder-decoder: what the decoder does not read either, whose
+    attention to the source reads the heads and whose schedules are its own.
+    """
+    decoder = dataclasses.replace(model, **decoder_fields(model, sequence))
+    idle = {*network.idle_fields(decoder, _decoder_names(sequence)), "kernel_sizes", "dilations"}
+    return [name for name in network.idle_fields(model) if name in idle - {"heads"}]
 
 
 def _decoder_names(sequence: SequenceSection) -> dict[str, str]:
