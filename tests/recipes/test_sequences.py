@@ -293,6 +293,19 @@ def test_what_cannot_be_is_one_sentence(make, recipe, fields, says):
     assert "\n" not in str(error.value)
 
 
+def test_fields_of_a_mixer_that_the_decoder_alone_has_are_its_own(make):
+    """They were refused where the layers of the encoder have another mixer."""
+    values = to_dict(make("translation"))
+    layers = values["model"]["layers"]
+    values["model"] |= {"mixer": "light", "mixer_fields": ["glu=false"], "kernel_sizes": []}
+    values["model"]["stages"] = [{"layers": layers, "mixer": "attention"}]
+    (stage,) = from_config_dict(values).encoder_decoder.decoder.stages
+    assert not stage.layer.mixer.glu
+    values["sequence"]["decoder_mixer"] = "dynamic"
+    with pytest.raises(ConfigError, match="mixer_fields=glu=false is of no stage"):
+        from_config_dict(values)
+
+
 def test_too_few_sentinels_are_told_before_anything_is_made(make, tmp_path):
     config = make("span_corruption", tokenizer__sentinels=1)
     with pytest.raises(ConfigError, match=r"vocabulary has 1 sentinels .*tokenizer\.sentinels=2"):

@@ -27,6 +27,7 @@ from convbert_jax.config.sections import (
     TRACKERS,
     ObjectiveSection,
 )
+from convbert_jax.config.sequences.network import decoder_fields
 
 
 def check(config: Config) -> None:
@@ -70,7 +71,11 @@ def _check_model(config: Config) -> None:
     )
     rules.check_choice("model.remat", m.remat, REMAT_POLICIES)
     rules.check_choice("model.initializers", m.initializers, INITIALIZERS)
-    check_stages(m)
+    others = ()
+    if config.writes_text and config.recipe != "causal_lm":
+        decoder = decoder_fields(m, config.sequence)
+        others = ((decoder["mixer"], decoder["mixer_fields"]),)
+    check_stages(m, others)
     if config.recipe == "replaced_token":
         rules.check_choice("generator.kind", g.kind, ("separate", "shared", "uniform"))
         rules.check(
