@@ -137,17 +137,21 @@ class GeneratorSizes:
         return max(1, round(stage.sizes.layers * self.generator.layers))
 
 
-def list_stages(model: ModelSection) -> list[Stage]:
+def list_stages(model: ModelSection, names: Mapping[str, str] | None = None) -> list[Stage]:
     """Those of config.model.stages, where the other fields of config.model fill the gaps; without
     any those of its schedules, or the one that these fields describe.
+
+    Args:
+      names: of fields without stages that were not set in config.model, see `Stage`.
     """
     fields = [field.name for field in dataclasses.fields(StageSection)]
     flat = StageSection(**{name: getattr(model, name) for name in fields})
     of_model = {name: f"config.model.{name}" for name in fields}
     if not model.stages:
         of_schedule = {name: f"config.model.{name}s" for name in schedules(model)}
+        all_names = of_model | of_schedule | dict(names or {})
         return [
-            Stage("config.model", of_model | of_schedule, dataclasses.replace(flat, **part))
+            Stage("config.model", all_names, dataclasses.replace(flat, **part))
             for part in _cut(model)
         ]
     stages = []
@@ -180,9 +184,12 @@ def _cut(model: ModelSection) -> list[dict[str, int]]:
     ]
 
 
-def idle_fields(model: ModelSection) -> list[str]:
+def idle_fields(model: ModelSection, names: Mapping[str, str] | None = None) -> list[str]:
     """Fields of config.model without effect: each stage has another value, or its mixer reads none.
     Of one that only few mixers read, no word if nothing was asked for.
+
+    Args:
+      names: as `list_stages` takes them.
 
     Raises:
       ConfigError: a mixer is unknown or cannot be made.
@@ -194,18 +201,21 @@ def idle_fields(model: ModelSection) -> list[str]:
         of_mixer = name in ("heads", "head_ratio", *SCHEDULED)
         return of_mixer and name not in layer.mixer.fields(layer.hidden_size)
 
-    layers = [stage.layer for stage in derive_encoder(model).stages]
+    layers = [stage.layer for stage in derive_encoder(model, names).stages]
     pairs = list(zip(list_stages(model), layers, strict=True))
     of_few, default = ("head_ratio", "dilation"), ModelSection()
     asked = tuple(name for name in of_few if getattr(model, name) != getattr(default, name))
-    names = ("heads", *asked, "mixer", "kernel_size", "ffn_size", "ffn_groups")
-    idle = [name for name in names if all(is_idle(name, *pair) for pair in pairs)]
+    fields = ("heads", *asked, "mixer", "kernel_size", "ffn_size", "ffn_groups")
+    idle = [name for name in fields if all(is_idle(name, *pair) for pair in pairs)]
     read = {name for layer in layers for name in layer.mixer.fields(layer.hidden_size)}
     return idle + [f"{name}s" for name in schedules(model) if name not in read]
 
 
-def derive_encoder(model: ModelSection) -> EncoderConfig:
+def derive_encoder(model: ModelSection, names: Mapping[str, str] | None = None) -> EncoderConfig:
     """The encoder that is kept.
+
+    Args:
+      names: as `list_stages` takes them.
 
     Raises:
       ConfigError: a mixer is unknown or cannot be made.
@@ -221,7 +231,7 @@ def derive_encoder(model: ModelSection) -> EncoderConfig:
                 ffn_size=stage.sizes.ffn_size,
             ),
         )
-        for stage in list_stages(model)
+        for stage in list_stages(model, names)
     ]
     return _encoder(model, model.embedding_size, model.hidden_size, stages)
 

@@ -10,7 +10,7 @@ from etils import epath
 
 from convbert_jax import files
 from convbert_jax.analysis import overview, pretraining_report
-from convbert_jax.config import Config, UserError, network
+from convbert_jax.config import Config, UserError, network, sequences
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.data.units import beam_pipeline
 from convbert_jax.inference.writing.reading import read_mean
@@ -109,7 +109,7 @@ def pretrain(
     with devices.random_numbers(found), opened:
         devices.print_config(config, leave_out=_unread(config))
         teaching.bind(workdir, config, teacher, writer=writer)
-        if idle := network.idle_fields(config.model):
+        if idle := _idle_fields(config):
             logging.info(
                 "Without effect, as each stage has its own or a mixer that does not read it: %s.",
                 ", ".join(f"config.model.{f}={getattr(config.model, f)}" for f in idle),
@@ -156,6 +156,12 @@ def _unread(config: Config) -> tuple[str, ...]:
     if not config.writes_text:
         return (*of_tasks, "sequence", "parallel", "decoding")
     return (*of_tasks, "generator", "distillation", *(() if config.reads_pairs else ("parallel",)))
+
+
+def _idle_fields(config: Config) -> list[str]:
+    if config.writes_text and config.recipe != "causal_lm":
+        return sequences.idle_fields(config.model, config.sequence)
+    return network.idle_fields(config.model)
 
 
 def _tell_of_encoder(config: Config) -> None:

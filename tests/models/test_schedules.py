@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 from convbert_jax.command_line import overrides
-from convbert_jax.config import StageSection, from_config_dict, network, to_dict
+from convbert_jax.config import StageSection, from_config_dict, network, sequences, to_dict
+from convbert_jax.config.sequences import SequenceSection
 from convbert_jax.interop import matching, networks
 from convbert_jax.models.encoder import Encoder
 
@@ -88,3 +89,20 @@ def test_dilation_reaches_further(make_config, randomize):
     gradient = jax.jit(jax.grad(middle))(jax.random.normal(jax.random.key(0), (1, 15, 32)))
     read = np.flatnonzero(np.abs(gradient[0]).max(axis=-1))
     np.testing.assert_array_equal(read, range(4, 11))
+
+
+@pytest.mark.parametrize(
+    ("model", "sequence", "idle"),
+    [
+        ({"mixer": "attention"}, {}, ["kernel_size"]),
+        ({"mixer": "attention"}, {"decoder_mixer": "light"}, []),
+        ({"mixer": "dilated", "dilations": (1, 2)}, {}, []),
+        ({"mixer": "light", "kernel_sizes": (3, 5), "dilations": (1, 2)}, {}, ["dilations"]),
+        # What the encoder's stages have otherwise is the decoder's.
+        ({"stages": (StageSection(layers=2, mixer="light", ffn_size=96),)}, {}, []),
+        ({"mixer": "mixed", "head_ratio": 4}, {"decoder_mixer": "attention"}, []),
+    ],
+)
+def test_fields_of_an_encoder_decoder_that_neither_reads(make_config, model, sequence, idle):
+    model = make_config(embedding_size=32, **model).model
+    assert sequences.idle_fields(model, SequenceSection(**sequence)) == idle

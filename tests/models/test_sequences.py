@@ -367,7 +367,12 @@ def test_rows_longer_than_the_table_of_positions(models):
         (
             {"mixer": "tests.models.mean_mixer:Mean"},
             {"shared_vocabulary": False},
-            "tests.models.mean_mixer:Mean has no causal form",
+            r"config\.model\.mixer=tests.models.mean_mixer:Mean has no causal form",
+        ),
+        (
+            {},
+            {"shared_vocabulary": False, "decoder_mixer": "tests.models.mean_mixer:Mean"},
+            r"config\.sequence\.decoder_mixer=tests.models.mean_mixer:Mean has no causal form",
         ),
     ],
 )
@@ -376,3 +381,11 @@ def test_faults_are_one_sentence(model, sequence, says):
     with pytest.raises(ConfigError, match=says) as error:
         derive_encoder_decoder(model, SequenceSection(**sequence), WORDS, WORDS - 3)
     assert "\n" not in str(error.value)
+
+
+def test_a_head_ratio_is_of_the_mixer_beside_it():
+    """One of a mixed encoder was refused where the decoder has attention."""
+    model = dataclasses.replace(SMALL, mixer="mixed", head_ratio=4)
+    found = derive_encoder_decoder(model, SequenceSection(decoder_mixer="attention"), WORDS, WORDS)
+    assert found.encoder.stages[0].layer.mixer.attention_heads == 1
+    assert found.decoder.stages[0].layer.mixer.attention_heads == 4

@@ -239,12 +239,48 @@ def test_no_other_software_has_it(run):
         ("causal_lm", {"sequence.shared_vocabulary": False}, "one text and one vocabulary"),
         ("causal_lm", {"data.layout": "electra"}, "reads whole documents"),
         ("causal_lm", {"sequence.decoder_layers": 3}, "of an encoder-decoder"),
+        ("causal_lm", {"sequence.decoder_mixer": "light"}, "decoder_mixer=light is of an encoder-"),
+        (
+            "causal_lm",
+            {"sequence.decoder_kernel_sizes": (3, 5)},
+            r"decoder_kernel_sizes=3,5 is of .* has config\.model\.kernel_sizes",
+        ),
+        (
+            "translation",
+            {"sequence.decoder_layers": 3, "sequence.decoder_kernel_sizes": (3, 5)},
+            "decoder_kernel_sizes has 2 numbers, but the decoder has 3 layers",
+        ),
+        (
+            "span_corruption",
+            {"sequence.decoder_kernel_sizes": (3,), "sequence.decoder_dilations": (1, 2)},
+            "decoder_dilations has 2 numbers, but the decoder has 1 layers",
+        ),
+        (
+            "translation",
+            {"sequence.decoder_mixer": "lite"},
+            r"config\.sequence\.decoder_mixer='lite' is unknown",
+        ),
+        (
+            "translation",
+            {"sequence.decoder_mixer": "dynamic", "sequence.decoder_mixer_fields": ("glue=1",)},
+            r"config\.sequence\.decoder_mixer_fields=glue=1 is no field of the mixer dynamic",
+        ),
         (
             "causal_lm",
             {"model.mixer": "span_dynamic", "model.kernel_sizes": (3, 3)},
             "one for each",
         ),
         ("span_corruption", {"objective.mean_span": 0.5}, "must be at least 1"),
+        ("causal_lm", {"model.mask_convolution": False}, "read each other; set it to True"),
+        (
+            "span_corruption",
+            {
+                "model.mask_convolution": False,
+                "model.mixer": "attention",
+                "sequence.decoder_mixer": "light",
+            },
+            "packed documents read each other",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_sentence(make, recipe, fields, says):
@@ -255,6 +291,19 @@ def test_what_cannot_be_is_one_sentence(make, recipe, fields, says):
     with pytest.raises(ConfigError, match=says) as error:
         from_config_dict(values)
     assert "\n" not in str(error.value)
+
+
+def test_fields_of_a_mixer_that_the_decoder_alone_has_are_its_own(make):
+    """They were refused where the layers of the encoder have another mixer."""
+    values = to_dict(make("translation"))
+    layers = values["model"]["layers"]
+    values["model"] |= {"mixer": "light", "mixer_fields": ["glu=false"], "kernel_sizes": []}
+    values["model"]["stages"] = [{"layers": layers, "mixer": "attention"}]
+    (stage,) = from_config_dict(values).encoder_decoder.decoder.stages
+    assert not stage.layer.mixer.glu
+    values["sequence"]["decoder_mixer"] = "dynamic"
+    with pytest.raises(ConfigError, match="mixer_fields=glu=false is of no stage"):
+        from_config_dict(values)
 
 
 def test_too_few_sentinels_are_told_before_anything_is_made(make, tmp_path):

@@ -27,6 +27,7 @@ from convbert_jax.config.sections import (
     TRACKERS,
     ObjectiveSection,
 )
+from convbert_jax.config.sequences.network import decoder_fields
 
 
 def check(config: Config) -> None:
@@ -70,7 +71,11 @@ def _check_model(config: Config) -> None:
     )
     rules.check_choice("model.remat", m.remat, REMAT_POLICIES)
     rules.check_choice("model.initializers", m.initializers, INITIALIZERS)
-    check_stages(m)
+    others = ()
+    if config.writes_text and config.recipe != "causal_lm":
+        decoder = decoder_fields(m, config.sequence)
+        others = ((decoder["mixer"], decoder["mixer_fields"]),)
+    check_stages(m, others)
     if config.recipe == "replaced_token":
         rules.check_choice("generator.kind", g.kind, ("separate", "shared", "uniform"))
         rules.check(
@@ -246,18 +251,21 @@ def _check_mixers(config: Config) -> None:
     if config.recipe == "finetune" or config.reads_pairs or config.data.layout != "packed":
         return
     # Whole documents without a mask would flow into each other.
-    for stage, made in zip(list_stages(config.model), encoder.stages, strict=True):
+    remedy = other = "use config.data.layout='electra' with it"
+    decoder = ()
+    if config.writes_text:  # which reads whole documents alone
+        remedy, other = "set it to True", "take another mixer"
+    if config.recipe == "span_corruption":
+        decoder = config.encoder_decoder.decoder.stages
+    for made in () if config.model.mask_convolution else (*encoder.stages, *decoder):
         mixer = made.layer.mixer
-        unmasked = not config.model.mask_convolution
         rules.check(
-            not mixer.reads_padding
-            or not (unmasked and "mask_convolution" in mixer.fields(made.layer.hidden_size)),
-            "config.model.mask_convolution=False lets packed documents read each other; use "
-            "config.data.layout='electra' with it.",
+            not (mixer.reads_padding and "mask_convolution" in mixer.fields(encoder.hidden_size)),
+            f"config.model.mask_convolution=False lets packed documents read each other; {remedy}.",
         )
+    for stage, made in zip(list_stages(config.model), encoder.stages, strict=True):
         rules.check(
-            not mixer.reads_padding,
+            not made.layer.mixer.reads_padding,
             f"{stage.names['mixer']}={stage.sizes.mixer} reads what follows a document, and "
-            "config.data.layout='packed' puts another one there; use config.data.layout='electra' "
-            "with it.",
+            f"config.data.layout='packed' puts another one there; {other}.",
         )

@@ -17,6 +17,8 @@ from convbert_jax.config.sequences.sections import (
 # Fields of config.decoding that one method alone reads.
 _OF_METHOD = {"beam": "beam", "temperature": "sample", "top_k": "sample", "top_p": "sample"}
 
+_DECODER_SCHEDULES = ("decoder_kernel_sizes", "decoder_dilations")
+
 
 def check_sequences(config: Config) -> None:
     """Raises ConfigError for the first thing that cannot work, whatever the recipe."""
@@ -189,6 +191,23 @@ def _check_writing(config: Config) -> None:
         f"config.sequence.decoder_layers={s.decoder_layers} is of an encoder-decoder; the one "
         "stack of config.recipe='causal_lm' is config.model.layers.",
     )
+    for name in ("decoder_mixer", "decoder_mixer_fields", *_DECODER_SCHEDULES):
+        value = getattr(s, name)
+        spelled = value if isinstance(value, str) else ",".join(map(str, value))
+        check(
+            config.recipe != "causal_lm" or not value,
+            f"config.sequence.{name}={spelled} is of an encoder-decoder; the one stack of "
+            f"config.recipe='causal_lm' has config.model.{name.removeprefix('decoder_')}.",
+        )
+    layers = s.decoder_layers or m.layers
+    for name in _DECODER_SCHEDULES:
+        numbers = getattr(s, name)
+        check(
+            not numbers or len(numbers) == layers,
+            f"config.sequence.{name} has {len(numbers)} numbers, but the decoder has {layers} "
+            "layers, config.sequence.decoder_layers or as many as the encoder; give one for each "
+            "layer.",
+        )
     check(
         config.checkpoint.huggingface_every == 0,
         f"config.checkpoint.huggingface_every={config.checkpoint.huggingface_every}: a model that "

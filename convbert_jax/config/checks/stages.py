@@ -1,5 +1,7 @@
 """What the stages of an encoder and of its generator must satisfy; `mixers.py` has the rest."""
 
+from collections.abc import Sequence
+
 from convbert_jax.config.checks.bounds import STAGE_BOUNDS, check_number
 from convbert_jax.config.checks.rules import check
 from convbert_jax.config.mixers import check_name
@@ -7,8 +9,12 @@ from convbert_jax.config.network import GeneratorSizes, list_stages, schedules
 from convbert_jax.config.sections import GeneratorSection, ModelSection
 
 
-def check_stages(model: ModelSection) -> None:
-    """Raises ConfigError for the first thing that cannot work."""
+def check_stages(model: ModelSection, others: Sequence[tuple[str, tuple[str, ...]]] = ()) -> None:
+    """Raises ConfigError for the first thing that cannot work.
+
+    Args:
+      others: mixers that do not stand in these stages, and their fields, as those of a decoder.
+    """
     for i, section in enumerate(model.stages):
         for field, bounds in STAGE_BOUNDS.items():
             check_number(f"model.stages[{i}].{field}", getattr(section, field), bounds)
@@ -22,7 +28,7 @@ def check_stages(model: ModelSection) -> None:
         check(
             not model.stages,
             f"config.model.{name}s and config.model.stages both say what each layer is; give each "
-            f"of config.model.stages its {name}.",
+            f"of config.model.stages its {name} and empty the other: --config.model.{name}s=",
         )
         check(
             len(numbers) == model.layers,
@@ -46,6 +52,7 @@ def check_stages(model: ModelSection) -> None:
                 f"{name}={width} is not divisible by {names['ffn_groups']}={sizes.ffn_groups}.",
             )
     taken = [(stage.sizes.mixer, stage.sizes.mixer_fields) for stage in list_stages(model)]
+    taken += others
     check(
         not model.mixer_fields or (model.mixer, model.mixer_fields) in taken,
         f"config.model.mixer_fields={','.join(model.mixer_fields)} is of no stage: each of "

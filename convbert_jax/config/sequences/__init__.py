@@ -12,6 +12,7 @@ from convbert_jax.config.sequences.network import (
     TokensConfig,
     derive_encoder_decoder,
     derive_language_model,
+    idle_fields,
 )
 from convbert_jax.config.sequences.sections import SequenceSection
 from convbert_jax.config.sequences.sizes import SIZES
@@ -25,4 +26,5 @@ __all__ = [
     "TokensConfig",
     "derive_encoder_decoder",
     "derive_language_model",
+    "idle_fields",
 ]

@@ -1,10 +1,12 @@
 """What models that write text are built from, and how it follows from the sections."""
 
 import dataclasses
+from collections.abc import Mapping
 
+from convbert_jax.config import network
 from convbert_jax.config.errors import ConfigError
 from convbert_jax.config.mixers import Mixer, MixerSettings, check_causal, make_mixer
-from convbert_jax.config.network import EncoderConfig, StageConfig, derive_encoder
+from convbert_jax.config.network import EncoderConfig, StageConfig, derive_encoder, list_stages
 from convbert_jax.config.sections import ModelSection
 from convbert_jax.config.sequences.sections import SequenceSection
 
@@ -101,6 +103,7 @@ def derive_encoder_decoder(
             dataclasses.replace(model, **decoder_fields(model, sequence)),
             sequence,
             source=_source_attention(model),
+            names=_decoder_names(sequence),
         ),
         shared_vocabulary=sequence.shared_vocabulary,
         tied_output=sequence.tied_output,
@@ -121,6 +124,30 @@ def decoder_fields(model: ModelSection, sequence: SequenceSection) -> dict[str, 
     }
 
 
+def idle_fields(model: ModelSection, sequence: SequenceSection) -> list[str]:
+    """`network.idle_fields` of an encoder-decoder: what the decoder does not read either, whose
+    attention to the source reads the heads and whose schedules are its own.
+    """
+    decoder = dataclasses.replace(model, **decoder_fields(model, sequence))
+    idle = {*network.idle_fields(decoder, _decoder_names(sequence)), "kernel_sizes", "dilations"}
+    return [name for name in network.idle_fields(model) if name in idle - {"heads"}]
+
+
+def _decoder_names(sequence: SequenceSection) -> dict[str, str]:
+    """Field of `decoder_fields` -> where it was set, of those that config.sequence sets."""
+    of_sequence = {
+        "mixer": "decoder_mixer",
+        "mixer_fields": "decoder_mixer_fields",
+        "kernel_size": "decoder_kernel_sizes",
+        "dilation": "decoder_dilations",
+    }
+    return {
+        name: f"config.sequence.{field}"
+        for name, field in of_sequence.items()
+        if getattr(sequence, field)
+    }
+
+
 def _tokens(model: ModelSection, sequence: SequenceSection, vocab_size: int) -> TokensConfig:
     if model.embedding_size != model.hidden_size:
         raise ConfigError(
@@ -137,10 +164,15 @@ def _tokens(model: ModelSection, sequence: SequenceSection, vocab_size: int) -> 
     )
 
 
-def _decoder(model: ModelSection, sequence: SequenceSection, source: Mixer | None) -> DecoderConfig:
-    encoder = derive_encoder(model)
-    for stage in encoder.stages:
-        check_causal(stage.layer.mixer, f"the mixer {model.mixer}")
+def _decoder(
+    model: ModelSection,
+    sequence: SequenceSection,
+    source: Mixer | None,
+    names: Mapping[str, str] | None = None,
+) -> DecoderConfig:
+    encoder = derive_encoder(model, names)
+    for stage, made in zip(list_stages(model, names), encoder.stages, strict=True):
+        check_causal(made.layer.mixer, f"{stage.names['mixer']}={stage.sizes.mixer}")
     return DecoderConfig(
         hidden_size=encoder.hidden_size,
         stages=_stages(encoder, sequence),

@@ -30,6 +30,7 @@ from convbert_jax.models.mixers.mixed import Mixed
 
 STEP = "global_step"
 SLOTS = ("/adam_m", "/adam_v")  # of the release's AdamWeightDecayOptimizer
+EPSILON = 1e-12  # of layer norms, of every network
 _HEAD_SIZE = 64  # of every published ELECTRA and BERT
 _TABLE = "embeddings/word_embeddings"
 _STEPS = (np.dtype("<i8"), np.dtype("<i4"))
@@ -199,6 +200,12 @@ def check_expressible(network: Network) -> None:
         raise ConversionError(
             why or "the official code has no such mixer; export it with --format=stablehlo."
         )
+    if network.layer.layer_norm_epsilon != EPSILON:
+        raise ConversionError(
+            f"config.model.layer_norm_epsilon={network.layer.layer_norm_epsilon:g}, where the "
+            f"official code has {EPSILON:g} and no field for it; export with --format=huggingface "
+            "or stablehlo."
+        )
 
 
 def _to_variables(network: Network, name: str, weights) -> dict[str, np.ndarray]:
@@ -314,7 +321,7 @@ def _sizes(bundle: Bundle, where: _Scopes, prefix: Path):
         )  # fmt: skip
     embeddings, encoder = describe_sizes(
         vocab_size=vocab_size, embedding_size=size, positions=positions, types=types, depth=depth,
-        dropout=0.1, epsilon=1e-12, spread=0.02, hidden_size=hidden, mixer=mixer,
+        dropout=0.1, epsilon=EPSILON, spread=0.02, hidden_size=hidden, mixer=mixer,
         ffn_size=ffn_size, ffn_groups=groups,
     )  # fmt: skip
     outputs = {head: vocab_size if head == "mlm_head" else 1 for head in where.heads}

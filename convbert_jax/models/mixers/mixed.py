@@ -168,6 +168,12 @@ class Mixed:
             return of_nobody_else(f"attention beside {self.filters} convolution with {value}")
         if attended != convolved:
             return of_nobody_else(f"{attended} attention beside {convolved} convolution heads")
+        if self.kernel_size % 2 == 0:
+            return (
+                f"config.model.kernel_size={self.kernel_size} is even, which neither Hugging "
+                "Face's ConvBERT nor the official code can run; train with an odd one, or export "
+                "with --format=stablehlo."
+            )
         if form != "huggingface":
             return ""
         if (attended + convolved) * size != hidden_size:
@@ -177,11 +183,6 @@ class Mixed:
                 "config.model.head_ratio=2, and of the release's small generator only the form of "
                 "--config.generator.release_heads=false; train with these, or export with "
                 "--format=tensorflow1 or stablehlo."
-            )
-        if self.kernel_size % 2 == 0:
-            return (
-                f"config.model.kernel_size={self.kernel_size} is even, which Hugging Face's "
-                "ConvBERT cannot run; train with an odd one, or export with --format=stablehlo."
             )
         return ""
 

@@ -106,7 +106,6 @@ KINDS = {
     "uniform": {"mask_convolution": False, "generator": {"kind": "uniform"}},
     "grouped": {"mask_convolution": False, "ffn_groups": 2, "head_ratio": 4,
                 "generator": {"size": 1.0}},
-    "even taps": {"mask_convolution": False, "kernel_size": 4},
     "mlm": {"mask_convolution": False, "recipe": "masked_lm"},
     "electra": {"mixer": "attention", "hidden_size": 128, "heads": 2,
                 "generator": {"size": 0.5}},
@@ -139,6 +138,20 @@ def test_round_trip(tmp_path, kind):
             assert getattr(back.layer.mixer, field) == getattr(network.layer.mixer, field), field
         for moment, of in zip(read.moments, moments, strict=True):
             assert_same(of[name], moment[name])
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        # It pads (K - 1) // 2 to each side: of an even K the last tap reads nothing.
+        ({"kernel_size": 4}, r"kernel_size=4 is even.*nor the official code"),
+        ({"layer_norm_epsilon": 1e-5}, r"layer_norm_epsilon=1e-05, where the official code has"),
+    ],
+)
+def test_what_the_official_code_cannot_compute(tmp_path, fields, says):
+    config = make_config(mask_convolution=False, **fields)
+    with pytest.raises(ConversionError, match=says):
+        tensorflow1.write_checkpoint(tmp_path / "it", split(config, random_params(config)), step=0)
 
 
 def test_heads_of_a_bert_come_from_its_json(tmp_path):
