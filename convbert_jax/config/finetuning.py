@@ -25,6 +25,9 @@ class FinetuneSection:
     # weights are random, only sizes and vocabulary are those of init_from: what pre-training is
     # worth
     from_scratch: bool = False
+    # of the weights' encoder so many first ones; 0 is all. The last layers of a discriminator know
+    # of their token whether it was put in, and little else (Rep et al. 2024)
+    layers: int = 0
     # auto: sequence for classification and regression, token for tagging, span for answers.
     # sequence: dense, GELU, dense on [CLS], as ConvBertForSequenceClassification has it, so that
     # an exported folder loads there. first_and_mean: the same on [CLS] beside the mean of all

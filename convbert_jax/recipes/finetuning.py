@@ -112,7 +112,7 @@ def read_start(
     source = None
     config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
     if config.init_from:
-        source = sources.read_source(config.init_from)
+        source = _first_layers(sources.read_source(config.init_from), config)
         importing.check_entries(source, config)
         fields = matching.derive_fields(source.networks, config)
         fields |= importing.tokenizer_fields(source, config, given)
@@ -120,6 +120,11 @@ def read_start(
         raise ConfigError(
             "config.init_from is empty; name the weights to start from, or for random ones a "
             "vocabulary with --config.tokenizer.path=vocab.txt."
+        )
+    elif config.finetune.layers:
+        raise ConfigError(
+            f"config.finetune.layers={config.finetune.layers} is of the weights of "
+            "config.init_from, which is empty; random ones have config.model.layers."
         )
     f = config.finetune
     fields |= {"model.dropout": f.dropout, "model.attention_dropout": f.dropout}
@@ -275,6 +280,30 @@ def _shapes(config: Config) -> dict:
         )
         fields["finetune.buckets"] = ()
     return fields
+
+
+def _first_layers(source: sources.Source, config: Config) -> sources.Source:
+    """`source` with as many layers of its main network as config.finetune.layers says.
+
+    Raises:
+      ConfigError: it has fewer.
+    """
+    wanted, main = config.finetune.layers, source.networks["main"]
+    if not wanted:
+        return source
+    if wanted > main.encoder.depth:
+        raise ConfigError(
+            f"config.finetune.layers={wanted}, but {config.init_from} has {main.encoder.depth} "
+            "layers; take fewer, or 0 for all."
+        )
+    stages, left = [], wanted
+    for stage in main.encoder.stages:
+        stages.append(dataclasses.replace(stage, depth=min(stage.depth, left)))
+        left -= stages[-1].depth
+    encoder = dataclasses.replace(main.encoder, stages=tuple(s for s in stages if s.depth))
+    logging.info("The first %d of %d layers.", wanted, main.encoder.depth)
+    main = dataclasses.replace(main, encoder=encoder)
+    return dataclasses.replace(source, networks={**source.networks, "main": main})
 
 
 def _encoder_weights(source: sources.Source, config: Config) -> Params:

@@ -23,10 +23,12 @@ from convbert_jax.finetuning.programs import Programs
 from convbert_jax.finetuning.tasks.task import FinetuningError
 from convbert_jax.inference import finetuned
 from convbert_jax.inference.predictor import Predictor
-from convbert_jax.interop.networks import ConversionError
+from convbert_jax.interop import sources
+from convbert_jax.interop.networks import ConversionError, initial_params, split
 from convbert_jax.recipes import finetuning as recipe
 from convbert_jax.training.memory import OutOfMemoryError
 from convbert_jax.training.sharding import ShardingError
+from convbert_jax.training.state import flatten
 from convbert_jax.workdir import Workdir, WorkdirError
 from tests.finetuning.conftest import make_source
 
@@ -263,6 +265,37 @@ def test_a_batch_that_does_not_split_is_named_as_it_was_given(make_config, field
     config = make_config(**{"mesh__data": 8, f"finetune__{field}": 12})
     with pytest.raises(ShardingError, match=f"^config.finetune.{field}=12 .*does: 8 or 16"):
         recipe.make_mesh(config, jax.devices())
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_the_first_layers_of_weights(layers, make_config, monkeypatch):
+    """Of two stages: what is left is the beginning of each parameter, and a config's sizes."""
+    model = {"mixer": "light", "layers": 3, "kernel_sizes": (3, 3, 5)}
+    whole = make_config(**{f"model__{name}": value for name, value in model.items()})
+    whole = dataclasses.replace(whole, recipe="masked_lm")
+    params = initial_params(whole)
+    source = sources.Source("run", split(whole, params))
+    monkeypatch.setattr(recipe.sources, "read_source", lambda path: source)
+    config = dataclasses.replace(make_config(finetune__layers=layers), init_from="a run")
+    config, _, weights = recipe.read_start(config)
+    assert config.model.layers == layers
+    assert [stage.depth for stage in config.encoder.stages] == [min(layers, 2), 1][
+        : 1 + layers // 3
+    ]
+    flat, before = flatten(weights["encoder"]), flatten(params["encoder"])
+    assert any(path.startswith("stages/0/") for path in flat)
+    for path, leaf in flat.items():
+        assert len(leaf) == config.encoder.stages[int(path.split("/")[1])].depth
+        np.testing.assert_array_equal(leaf, before[path][: len(leaf)])
+
+
+def test_layers_that_weights_do_not_have_are_refused(finished, make_config):
+    config = make_config(finetune__layers=3)
+    with pytest.raises(ConfigError, match=r"layers=3 is of the weights of config\.init_from"):
+        recipe.read_start(config)
+    model = str(finished[1].folders[0])
+    with pytest.raises(ConfigError, match=r"layers=3, but .* has 2 layers; take fewer"):
+        recipe.read_start(dataclasses.replace(config, init_from=model))
 
 
 def test_no_weights_and_no_vocabulary_is_refused(make_config):

@@ -153,6 +153,7 @@ BOUNDS = {
     "mesh.fsdp": _AXIS,
     "mesh.tensor": _AXIS,
     "mesh.sequence": _AXIS,
+    "finetune.layers": Range(0, 1_000, note="0 is all"),
     "finetune.length": _LENGTH,
     "finetune.buckets": _BATCH,
     "finetune.batch_size": _BATCH,
