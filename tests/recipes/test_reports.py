@@ -4,8 +4,10 @@ import dataclasses
 import datetime
 import math
 import shlex
+import types
 
 import hypothesis
+import numpy as np
 import pytest
 from absl.testing import flagsaver
 from hypothesis import given, strategies
@@ -23,7 +25,13 @@ from convbert_jax.finetuning.results import RunResult, TaskResult
 from convbert_jax.finetuning.scores import score_table
 from convbert_jax.html_page.elements import element
 from convbert_jax.html_page.style import STYLE
-from convbert_jax.recipes.reports import commands, finetuning_page, pretraining_page, run_page
+from convbert_jax.recipes.reports import (
+    commands,
+    finetuning_page,
+    held_out_text,
+    pretraining_page,
+    run_page,
+)
 from convbert_jax.recipes.reports.pretraining_text import PretrainingReport
 from convbert_jax.recipes.writing import settings
 from convbert_jax.recipes.writing.scoring import Set
@@ -111,6 +119,19 @@ def test_replaced_words_are_marked_with_what_stood_there():
     marked = '<ruby><mark dir="auto">text2</mark><rt dir="auto">text3</rt></ruby>'
     assert f'<u class="suspect">{marked}</u> <span>text4</span>' in page
     assert "Over 32 such rows 50% of its suspects are new; by chance 12%." in Page(page).text
+
+
+@pytest.mark.parametrize("tell", [held_out_text.fill_in, held_out_text.detect])
+def test_rows_of_padding_are_no_rows_of_text(tell, monkeypatch):
+    """Five rows are held out; the batch that is taken apart has 32."""
+    tokens = np.arange(32 * 4).reshape(32, 4)
+    batch = {"tokens": tokens, "segment_ids": np.repeat(np.arange(32) < 5, 4).reshape(32, 4) * 1}
+    places = np.zeros((32, 1), int), np.ones((32, 1)), tokens[:, :1]
+    found = places if tell is held_out_text.fill_in else (tokens + 1, tokens)
+    monkeypatch.setattr(held_out_text, "_run", lambda *given: (batch, found))
+    pieces = types.SimpleNamespace(pieces=lambda ids: list(map(str, ids)))
+    told = tell(Config(), types.SimpleNamespace(tokenizer=pieces), None)
+    assert told.rows == 5
 
 
 def test_every_curve_of_a_run_has_a_color():
