@@ -297,6 +297,6 @@ def _format_memory(rates: Mapping[str, float]) -> str:
 
 def _format_count(count: float) -> str:
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
+        if float(f"{count:.3g}") >= size:  # 999,999 are 1M
             return f"{count / size:.3g}{unit}"
     return f"{count:.0f}"
