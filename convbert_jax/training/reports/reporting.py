@@ -94,7 +94,7 @@ class Reporter:
 
         Args:
           values: the task's, over the interval; loss, grad_norm and learning_rate.
-          seconds_per_step: without evaluations and checkpoints; None where nothing was timed.
+          seconds_per_step: as `Clock` has it; None where nothing was timed.
         """
         if not self._writes:
             return
