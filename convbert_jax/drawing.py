@@ -25,7 +25,7 @@ def open_figure(
 
     Args:
       size: width and height in inches.
-      texts: what is written on it, in any script that an installed font has.
+      texts: what is written on it, in any script that an installed font has; a $ is a $.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -33,7 +33,8 @@ def open_figure(
     # Of a family with one weight it would say at every picture that this is not the normal one.
     python_logging.getLogger("matplotlib.font_manager").setLevel(python_logging.ERROR)
     characters = frozenset(character for text in texts for character in text if character > "\x7f")
-    with matplotlib.rc_context({"font.family": list(_find_fonts(characters))}):
+    settings = {"font.family": list(_find_fonts(characters)), "text.parse_math": False}
+    with matplotlib.rc_context(settings):
         figure = Figure(size, layout="constrained")
         yield figure
         with files.replacing(files.to_path(picture)) as file:

@@ -18,3 +18,13 @@ def test_a_picture_leaves_matplotlib_as_it_was(tmp_path):
     finally:
         matplotlib.use(before)
     assert shows_something(tmp_path / "picture.png")
+
+
+def test_dollars_are_no_formula(tmp_path):
+    """Two of them in a text began one, which lost its blanks or was an error."""
+    for name, text in (("two", "$5 or $6"), ("broken", r"$\frac$")):
+        with drawing.open_figure(tmp_path / name, (3, 2), [text]) as figure:
+            title = figure.suptitle(text)
+            figure.subplots().set_yticks([0], [text])
+        assert not title.get_parse_math()
+        assert shows_something(tmp_path / name)

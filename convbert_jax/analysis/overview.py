@@ -68,9 +68,10 @@ def count_parts(params: Params) -> dict[str, int]:
 
 def _describe_run(config: Config) -> list[str]:
     t = config.train
+    most = ""
     if config.reads_pairs:
-        tokens = 2 * config.parallel.batch_tokens
-        rows = f"at most {tokens:,} tokens of both texts, by their lengths"
+        most, tokens = "at most ", 2 * config.parallel.batch_tokens
+        rows = f"{most}{tokens:,} tokens of both texts, by their lengths"
         source = config.parallel.source or "config.parallel.source is not named yet"
     else:
         tokens = t.batch_size * config.data.length
@@ -80,7 +81,7 @@ def _describe_run(config: Config) -> list[str]:
         "",
         f"learns from                 {source}",
         f"a step                      {rows}",
-        f"the run                     {t.steps:,} steps, {_count(t.steps * tokens)} tokens",
+        f"the run                     {t.steps:,} steps, {most}{_count(t.steps * tokens)} tokens",
         f"evaluations, checkpoints    every {t.eval_every:,} and {config.checkpoint.every:,} steps",
     ]
     if config.reads_pairs:
@@ -116,7 +117,7 @@ def _bytes(size: float) -> str:
 
 def _count(number: float) -> str:
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
+        if float(f"{number:.3g}") >= size:  # 999,999 are 1 M
             return f"{number / size:.3g} {unit}"
     return f"{number:.0f}"
 

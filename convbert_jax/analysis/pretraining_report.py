@@ -26,8 +26,11 @@ class Panel(NamedTuple):
 
 
 _PANELS = (
-    Panel("masked tokens: loss (nats)", ("mlm_loss",)),
-    Panel("masked tokens: share predicted", ("mlm_accuracy", "sampled_accuracy")),
+    Panel("masked tokens: loss (nats)", ("mlm_loss", "encoder_mlm_loss")),
+    Panel(
+        "masked tokens: share predicted",
+        ("mlm_accuracy", "sampled_accuracy", "encoder_mlm_accuracy"),
+    ),
     Panel("pairs of texts: share told", ("pair_accuracy",), 0.5),
     Panel("discriminator: area under ROC curve", ("discriminator_auc",), 0.5),
     Panel("discriminator: loss (nats)", ("discriminator_loss",)),
@@ -93,11 +96,12 @@ def plot_curves(curves: Curves, picture: epath.Path, title: str) -> bool:
                     points = curves.get(split, {}).get(name)
                     if points:
                         held_out = ", held out" if split == "validation" else ""
+                        alone = {"marker": "o", "ms": 3} if len(points) == 1 else {}
                         axis.plot(
                             *zip(*points, strict=True),
                             color=f"C{index}",
                             label=label + held_out,
-                            **style,
+                            **style | alone,
                         )
             if no_skill is not None:
                 axis.axhline(no_skill, color="0.5", ls="--", lw=1, label="no skill")
@@ -143,12 +147,13 @@ def list_numbers(values: Mapping[str, float], vocab_size: int) -> list[Number]:
     if "discriminator_auc" in values:
         replaced = values["replaced_rate"]
         original = f"always 'original': {_percent(1 - replaced)}"
+        precision = _percent(values["discriminator_precision"], "none flagged")
         recall = f"recall {_percent(values['discriminator_recall'])}, at probability 0.5"
         numbers += [
             Number("tokens replaced", _percent(replaced)),
             Number("discriminator, AUC", f"{values['discriminator_auc']:.3f}", "no skill: 0.500"),
             Number("discriminator, accuracy", _percent(values["discriminator_accuracy"]), original),
-            Number("discriminator, precision", _percent(values["discriminator_precision"]), recall),
+            Number("discriminator, precision", precision, recall),
         ]
     return numbers
 
@@ -158,5 +163,5 @@ def describe_numbers(numbers: Iterable[Number]) -> list[str]:
     return [f"{name:<26}{value:<13}{note}".rstrip() for name, value, note in numbers]
 
 
-def _percent(value: float) -> str:
-    return "none flagged" if math.isnan(value) else f"{value:.1%}"
+def _percent(value: float, of_none: str = "none to count") -> str:
+    return of_none if math.isnan(value) else f"{value:.1%}"

@@ -21,7 +21,8 @@ class Line:
     Attributes:
       points: (step, value), finite, by step.
       color: 0, 1 or 2.
-      thin: drawn so; else bold, with its points told one by one where they are few.
+      thin: drawn so, a single point as a dot; else bold, with its points told one by one where
+        they are few.
     """
 
     label: str
@@ -56,7 +57,7 @@ def line_chart(title: str, lines: Sequence[Line], no_skill: float | None = None)
         kind = f"curve thin {color}" if line.thin else f"curve {color}"
         drawn.append(_curve(line, xs, ys, kind))
         legend.append(_key(line.label, kind))
-        if not line.thin and len(line.points) <= _DOTTED:
+        if len(line.points) <= (1 if line.thin else _DOTTED):
             drawn += [
                 _dot(xs.place(x), ys.place(y), color, f"step {x:,}: {y:.4g}")
                 for x, y in line.points

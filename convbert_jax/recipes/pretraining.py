@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 from absl import logging
@@ -271,7 +271,8 @@ def _report(config, workdir, data: Data, result: loop.Result, metrics, mesh) -> 
         logging.warning("%s could not be drawn (%s); the run is kept.", workdir.curves, error)
     sets, unwritten = [], ""
     if config.reads_pairs:
-        sets, unwritten = _write_and_score(config, workdir, data, result)
+        heldout = result.evaluation if report.evaluated == result.step else {}
+        sets, unwritten = _write_and_score(config, workdir, data, result, heldout)
     return dataclasses.replace(
         report,
         picture=picture,
@@ -297,10 +298,17 @@ def _make_page(report: PretrainingReport, task: Task, params, metrics, mesh) -> 
 
 
 def _write_and_score(
-    config: Config, workdir: Workdir, data: Data, result: loop.Result
+    config: Config,
+    workdir: Workdir,
+    data: Data,
+    result: loop.Result,
+    heldout: Mapping[str, float],
 ) -> tuple[list[scoring.Set], str]:
     """What the model writes to the held-out pairs, or what keeps it from that, for the report: the
     run itself is done.
+
+    Args:
+      heldout: numbers of this step, to be kept beside the scores; {} if it was not evaluated.
     """
     if not scoring.can_score():
         return [], scoring.NOT_SCORED
@@ -322,5 +330,5 @@ def _write_and_score(
         logging.warning("Nothing was written and scored: %s", error)
         return [], f"Nothing was written and scored: {error}"
     if sets:
-        evaluation.write_numbers(workdir, (result.step,), result.evaluation, file, sets)
+        evaluation.write_numbers(workdir, (result.step,), heldout, file, sets)
     return sets, unwritten

@@ -145,8 +145,7 @@ def train(
                     run.reporter = reporter
                     return run.to_the_end(stop)
             except BadStepError as error:
-                writes = jax.process_index() == 0
-                rollbacks.go_back(error, checkpoints.newest or 0, writes=writes)
+                rollbacks.go_back(error, checkpoints.newest or 0, writes=jax.process_index() == 0)
                 peers.wait_for_all("rollback")
                 batches.set_state(beginning)
 
@@ -292,7 +291,11 @@ class _Run:
             ) from None
         placed = self.program.put_batch(batch)
         self.shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in placed.items()}
-        with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
+        timed = contextlib.nullcontext()
+        if self.watchdog.compiles(placed):
+            self._look_at_pending()
+            timed = self.clock.left_out()
+        with timed, jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
             self.state, metrics, vitals = self.watchdog.call(
                 self.program.train_step, self.state, placed, *self.given, batch=placed
             )
@@ -386,11 +389,8 @@ class _Run:
 
     def _first_step_done(self) -> None:
         jax.block_until_ready(self.state)
-        logging.info(
-            "First step %.1f s after the program started; %s.",
-            seconds_since_start(),
-            compilation.describe_compile_cache(),
-        )
+        how = compilation.describe_compile_cache()
+        logging.info("First step %.1f s after the program started; %s.", seconds_since_start(), how)
         self.clock.start(self.step)
 
 

@@ -60,7 +60,12 @@ def test_models_that_write(name):
     text = describe(config)
     assert "decoder" in text
     assert ("config.parallel.source is not named yet" in text) == config.reads_pairs
+    assert bool(re.search(r"steps, at most \S+ \w tokens$", text, re.M)) == config.reads_pairs
     assert to_dict(config)["recipe"] in text
+
+
+def test_a_million_less_one_is_a_million():
+    assert [overview._count(n) for n in (999, 999_499, 999_999)] == ["999", "999 k", "1 M"]
 
 
 def test_fine_tuning_names_its_runs():

@@ -1,5 +1,6 @@
 """The report reads what the loop writes and says what it sees."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from convbert_jax import drawing
 from convbert_jax.analysis import pretraining_report, verify_resume
 from convbert_jax.files import DamagedFileError
 from convbert_jax.training.reports.reporting import read_metrics
@@ -30,6 +32,30 @@ def test_curves_and_picture(tmp_path):
     assert curves["validation"] == {"mlm_loss": [(50, 4.0)]}
     assert pretraining_report.plot_curves(curves, tmp_path / "curves.png", "a run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_single_point_is_seen(tmp_path, monkeypatch):
+    """Of a run that logs once: a line through one point is nothing."""
+    figures, draw = [], drawing.open_figure
+
+    @contextlib.contextmanager
+    def watched(*given, **options):
+        with draw(*given, **options) as figure:
+            figures.append(figure)
+            yield figure
+
+    monkeypatch.setattr(pretraining_report.drawing, "open_figure", watched)
+    curves = {"train": {"mlm_loss": [(9, 7.0)], "learning_rate": [(1, 0.1), (2, 0.2)]}}
+    assert pretraining_report.plot_curves(curves, tmp_path / "curves.png", "a run")
+    lines = [line for axis in figures[0].axes for line in axis.lines]
+    assert [line.get_marker() for line in lines] == ["o", "None"]
+
+
+def test_what_was_not_there_to_count_is_said():
+    (_, accuracy, pairs) = pretraining_report.list_numbers(
+        {"mlm_loss": 1.0, "mlm_accuracy": 0.5, "pair_accuracy": float("nan")}, vocab_size=100
+    )
+    assert (accuracy.value, pairs.value) == ("50.0%", "none to count")
 
 
 def test_numbers_without_any_flagged_token():

@@ -87,6 +87,8 @@ def test_points_can_be_pointed_at():
         "step 1,000: 0.25",
         "step 2,000: 0.5",
     ]
+    thin = charts.line_chart("x", [charts.Line("train", [(9, 0.5)], thin=True)])
+    assert [title.text for title in thin.iter("title")] == ["step 9: 0.5"]
 
 
 def test_seeds_and_their_interval():

@@ -4,8 +4,11 @@ import dataclasses
 import datetime
 import math
 import shlex
+import types
 
 import hypothesis
+import jax
+import numpy as np
 import pytest
 from absl.testing import flagsaver
 from hypothesis import given, strategies
@@ -23,10 +26,19 @@ from convbert_jax.finetuning.results import RunResult, TaskResult
 from convbert_jax.finetuning.scores import score_table
 from convbert_jax.html_page.elements import element
 from convbert_jax.html_page.style import STYLE
-from convbert_jax.recipes.reports import commands, finetuning_page, pretraining_page, run_page
+from convbert_jax.recipes import pretraining
+from convbert_jax.recipes.reports import (
+    commands,
+    finetuning_page,
+    held_out_text,
+    pretraining_page,
+    pretraining_text,
+    run_page,
+)
 from convbert_jax.recipes.reports.pretraining_text import PretrainingReport
 from convbert_jax.recipes.writing import settings
 from convbert_jax.recipes.writing.scoring import Set
+from convbert_jax.training import sharding
 from convbert_jax.training.reports.reporting import HealthWatch
 from convbert_jax.workdir import Workdir
 from tests.html_page import hostile
@@ -111,6 +123,45 @@ def test_replaced_words_are_marked_with_what_stood_there():
     marked = '<ruby><mark dir="auto">text2</mark><rt dir="auto">text3</rt></ruby>'
     assert f'<u class="suspect">{marked}</u> <span>text4</span>' in page
     assert "Over 32 such rows 50% of its suspects are new; by chance 12%." in Page(page).text
+
+
+@pytest.mark.parametrize("tell", [held_out_text.fill_in, held_out_text.detect])
+def test_rows_of_padding_are_no_rows_of_text(tell, monkeypatch):
+    """Five rows are held out; the batch that is taken apart has 32."""
+    tokens = np.arange(32 * 4).reshape(32, 4)
+    batch = {"tokens": tokens, "segment_ids": np.repeat(np.arange(32) < 5, 4).reshape(32, 4) * 1}
+    places = np.zeros((32, 1), int), np.ones((32, 1)), tokens[:, :1]
+    found = places if tell is held_out_text.fill_in else (tokens + 1, tokens)
+    monkeypatch.setattr(held_out_text, "_run", lambda *given: (batch, found))
+    pieces = types.SimpleNamespace(pieces=lambda ids: list(map(str, ids)))
+    told = tell(Config(), types.SimpleNamespace(tokenizer=pieces), None)
+    assert told.rows == 5
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "says"),
+    [
+        (4, "it, step 4, on held-out text:"),
+        (2, "it, step 4, on held-out text at step 2; "),
+        (0, "it, step 4, not evaluated; "),
+    ],
+)
+def test_numbers_are_told_of_the_step_that_they_are_of(evaluated, says, tmp_path, monkeypatch):
+    """A run may be made to end where it was stopped, between two evaluations."""
+    config = Config(name="it", recipe="translation")
+    values = {"token_loss": 1.0, "token_accuracy": 0.5, "perplexity": math.e}
+    metrics = [{"step": evaluated, "split": "validation", **values}] if evaluated else []
+    state = types.SimpleNamespace(params={})
+    result = pretraining.loop.Result(4, state, {}, values if evaluated else {}, None)
+    kept = []
+    monkeypatch.setattr(pretraining.scoring, "score_sets", lambda *_, **options: ((1,), ""))
+    monkeypatch.setattr(pretraining.evaluation, "write_numbers", lambda *given: kept.append(given))
+    data = types.SimpleNamespace(corpus=None, tokenizers=None, pairs=None)
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    report = pretraining._report(config, Workdir(tmp_path), data, result, metrics, mesh)
+    assert [of_file[2] for of_file in kept] == [values if evaluated == 4 else {}]
+    text = pretraining_text.describe(dataclasses.replace(report, written=()), page=False)
+    assert text.startswith(says)
 
 
 def test_every_curve_of_a_run_has_a_color():

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import types
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,9 @@ from convbert_jax.training import evaluation, loop, memory, sharding
 from convbert_jax.training.checkpoints import reading as checkpoint_reading
 from convbert_jax.training.checkpoints import saving as checkpoint
 from convbert_jax.training.environment import compilation
+from convbert_jax.training.environment.watchdog import Watchdog
 from convbert_jax.training.evaluation import EvaluationError
-from convbert_jax.training.reports import reporting
+from convbert_jax.training.reports import reporting, timing
 from convbert_jax.training.reports.timing import Profiler
 from tests.training.tiny_run import EVALUATOR, Rows, linear_task, make_config, make_rows, run
 
@@ -48,6 +50,15 @@ class Growing(Rows):
     def __next__(self):
         rows = super().__next__()
         return rows if self.position < 5 else {n: np.concatenate([v, v]) for n, v in rows.items()}
+
+
+class Mixed(Rows):
+    """Three shapes, new in batches 1, 3 and 5: within an interval of four and at its beginning."""
+
+    def __next__(self):
+        rows = super().__next__()
+        times = {3: 2, 5: 3}.get(self.position, 1)
+        return {name: np.concatenate([value] * times) for name, value in rows.items()}
 
 
 def read_lines(workdir):
@@ -96,6 +107,31 @@ def test_a_whole_run(straight):
     assert line["tokens_per_second"] == pytest.approx(64 / line["seconds_per_step"])
     devices = jax.device_count()
     assert line["mfu"] == pytest.approx(1e6 / line["seconds_per_step"] / (devices * 1e12))
+
+
+def test_what_is_compiled_does_not_count_as_the_speed_of_steps(tmp_path, monkeypatch):
+    """By a clock on which a step takes a second, and compiling a thousand."""
+    now, compiled = [0.0], set()
+    look_at, call = loop._Run._look_at, Watchdog.call
+
+    def waited_for(self, done):
+        now[0] += done.step not in compiled  # those were waited for by the call
+        look_at(self, done)
+
+    def called(self, program, state, *arguments, batch):
+        if self.compiles(batch):
+            now[0] += 1_000
+            compiled.add(int(state.step) + 1)
+        return call(self, program, state, *arguments, batch=batch)
+
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(loop._Run, "_look_at", waited_for)
+    monkeypatch.setattr(Watchdog, "call", called)
+    task = dataclasses.replace(linear_task(), batch_shapes=3)
+    run(tmp_path, make_config(12, train={"log_every": 4}), task=task, batches=Mixed())
+    assert compiled == {1, 3, 5}
+    lines = [line for line in read_lines(tmp_path) if line["split"] == "train"]
+    assert [line["seconds_per_step"] for line in lines] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from convbert_jax.interop.networks import MODELS
 from convbert_jax.models.build import build
 from convbert_jax.objectives import masked_lm, replaced_token
 
-_ROWS = 32
+_ROWS = 32  # or all, if there are fewer
 
 
 def fill_in(config: Config, corpus: Corpus | None, params) -> Cloze | None:
@@ -37,7 +37,7 @@ def fill_in(config: Config, corpus: Corpus | None, params) -> Cloze | None:
         right, hidden = right + (new == old)[is_hidden].sum(), hidden + is_hidden.sum()
         if not subwords:
             subwords = _pair(corpus, new, old, is_hidden, ids)
-    return Cloze(subwords, _ROWS, float(right / max(1, hidden)))
+    return Cloze(subwords, _count_rows(batch), float(right / max(1, hidden)))
 
 
 def detect(config: Config, corpus: Corpus | None, params) -> Suspects | None:
@@ -62,9 +62,8 @@ def detect(config: Config, corpus: Corpus | None, params) -> Suspects | None:
         tokens += real.sum()
         if not subwords:
             subwords = _pair(corpus, new, old, suspects, ids)
-    return Suspects(
-        subwords, _ROWS, float(found / max(1, replaced)), float(replaced / max(1, tokens))
-    )
+    found, chance = float(found / max(1, replaced)), float(replaced / max(1, tokens))
+    return Suspects(subwords, _count_rows(batch), found, chance)
 
 
 def _run(config, corpus, params, run):
@@ -78,6 +77,11 @@ def _run(config, corpus, params, run):
 
     batch = next(batching.evaluation_batches(corpus, batch_size=_ROWS, rows=_ROWS))
     return batch, jax.device_get(compute(params, batch))
+
+
+def _count_rows(batch) -> int:
+    """Those of text: what is held out may be less than a batch, which rows of padding fill up."""
+    return int((batch["segment_ids"] != 0).any(axis=1).sum())
 
 
 def _pair(corpus, new, old, marked, segment_ids):

@@ -53,7 +53,7 @@ def describe(report: PretrainingReport, *, page: bool) -> str:
       page: whether there is one that says more.
     """
     numbers = pretraining_report.describe_numbers(report.numbers)
-    lines = [f"{report.title}, on held-out text:", *(f"  {line}" for line in numbers)]
+    lines = [f"{report.title}, {_when(report)}", *(f"  {line}" for line in numbers)]
     if report.cloze:
         lines += ["", *held_out_text.describe_cloze(report.cloze)]
     if report.suspects:
@@ -73,3 +73,13 @@ def describe(report: PretrainingReport, *, page: bool) -> str:
     if page:
         lines.append(f"All of it for a browser, and what to do next: {report.workdir.report}")
     return "\n".join(lines)
+
+
+def _when(report: PretrainingReport) -> str:
+    """Of which step the numbers are: a run may end without an evaluation, where it is made to end
+    at a step that it has reached already.
+    """
+    if report.evaluated == report.step:
+        return "on held-out text:"
+    found = f"on held-out text at step {report.evaluated:,}" if report.numbers else "not evaluated"
+    return f"{found}; {commands.go_on(report.workdir, '--mode=eval')} measures it now:"

@@ -48,13 +48,16 @@ class Watchdog:
         """What `program(*arguments)` gives. The first `batch` of its shapes among them compiles it:
         that call is waited for, also until the other processes have compiled theirs.
         """
-        shapes = tuple(x.shape for x in jax.tree.leaves(batch))
-        if shapes in self._compiled:
+        if not self.compiles(batch):
             return program(*arguments)
         with self.patient():
             outputs = jax.block_until_ready(program(*arguments))
-        self._compiled.add(shapes)
+        self._compiled.add(_shapes_of(batch))
         return outputs
+
+    def compiles(self, batch: Any) -> bool:
+        """Whether the next `call` with this batch is the first one of its shapes."""
+        return _shapes_of(batch) not in self._compiled
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -88,3 +91,7 @@ class Watchdog:
                 )
                 logging.flush()
                 peers.end_of_a_hang()
+
+
+def _shapes_of(batch: Any) -> tuple:
+    return tuple(x.shape for x in jax.tree.leaves(batch))

@@ -94,7 +94,7 @@ class Reporter:
 
         Args:
           values: the task's, over the interval; loss, grad_norm and learning_rate.
-          seconds_per_step: without evaluations and checkpoints; None where nothing was timed.
+          seconds_per_step: as `Clock` has it; None where nothing was timed.
         """
         if not self._writes:
             return
@@ -297,6 +297,6 @@ def _format_memory(rates: Mapping[str, float]) -> str:
 
 def _format_count(count: float) -> str:
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
+        if float(f"{count:.3g}") >= size:  # 999,999 are 1M
             return f"{count / size:.3g}{unit}"
     return f"{count:.0f}"

@@ -14,7 +14,7 @@ from convbert_jax.config import TrainSection
 
 
 class Clock:
-    """Seconds per step, evaluations and checkpoints not counted."""
+    """Seconds per step; evaluations, checkpoints and steps that are compiled are not counted."""
 
     def __init__(self):
         self.running = False
@@ -36,6 +36,13 @@ class Clock:
         begin = time.perf_counter()
         yield
         self._begin += time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Context of a step that does not count: neither its time nor itself."""
+        with self.paused():
+            yield
+        self._step += 1
 
 
 class Profiler:

@@ -196,6 +196,14 @@ def test_the_last_numbers(tmp_path):
     assert math.isnan(value)
 
 
+@pytest.mark.parametrize(
+    ("count", "spelled"),
+    [(999, "999"), (1000, "1k"), (999_499, "999k"), (999_999, "1M"), (999_999_999, "1G")],
+)
+def test_counts_are_spelled_with_three_digits(count, spelled):
+    assert reporting._format_count(count) == spelled
+
+
 DAMAGED = [
     *(b"\xff\xfe\n", b"[]\n", b"{\n", b'{"step": "1"}\n', b"[" * 9999),
     b'{"step": 1, "sqlit": "train"}\n',
