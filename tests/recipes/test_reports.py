@@ -19,7 +19,7 @@ from convbert_jax.analysis import pretraining_report
 from convbert_jax.analysis.held_out_text import Cloze, Subword, Suspects
 from convbert_jax.analysis.pretraining_report import Number
 from convbert_jax.analysis.text_scores import Scores
-from convbert_jax.config import Config, to_dict
+from convbert_jax.config import Config, GeneratorSection, to_dict
 from convbert_jax.data.parallel.references import References
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.results import RunResult, TaskResult
@@ -125,8 +125,18 @@ def test_replaced_words_are_marked_with_what_stood_there():
     assert "Over 32 such rows 50% of its suspects are new; by chance 12%." in Page(page).text
 
 
-@pytest.mark.parametrize("tell", [held_out_text.fill_in, held_out_text.detect])
-def test_rows_of_padding_are_no_rows_of_text(tell, monkeypatch):
+UNREAD = Config(recipe="masked_lm", generator=GeneratorSection(kind="uniform"))
+
+
+@pytest.mark.parametrize(
+    ("tell", "config"),
+    [
+        (held_out_text.fill_in, Config()),
+        (held_out_text.fill_in, UNREAD),  # masked words have no generator
+        (held_out_text.detect, Config()),
+    ],
+)
+def test_rows_of_padding_are_no_rows_of_text(tell, config, monkeypatch):
     """Five rows are held out; the batch that is taken apart has 32."""
     tokens = np.arange(32 * 4).reshape(32, 4)
     batch = {"tokens": tokens, "segment_ids": np.repeat(np.arange(32) < 5, 4).reshape(32, 4) * 1}
@@ -134,7 +144,7 @@ def test_rows_of_padding_are_no_rows_of_text(tell, monkeypatch):
     found = places if tell is held_out_text.fill_in else (tokens + 1, tokens)
     monkeypatch.setattr(held_out_text, "_run", lambda *given: (batch, found))
     pieces = types.SimpleNamespace(pieces=lambda ids: list(map(str, ids)))
-    told = tell(Config(), types.SimpleNamespace(tokenizer=pieces), None)
+    told = tell(config, types.SimpleNamespace(tokenizer=pieces), None)
     assert told.rows == 5
 
 

@@ -20,8 +20,8 @@ def fill_in(config: Config, corpus: Corpus | None, params) -> Cloze | None:
     """Hidden subwords with the likeliest in their places: in replaced_token the generator's. None
     where nothing learns to fill in, or on several processes, of which none has all numbers.
     """
-    fills = config.recipe in ("masked_lm", "replaced_token") and config.generator.kind != "uniform"
-    if not fills or jax.process_count() > 1:
+    generated = config.recipe == "replaced_token" and config.generator.kind != "uniform"
+    if not (generated or config.recipe == "masked_lm") or jax.process_count() > 1:
         return None
 
     def run(model, batch, key, settings):
