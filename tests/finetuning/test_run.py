@@ -267,8 +267,8 @@ def test_a_batch_that_does_not_split_is_named_as_it_was_given(make_config, field
         recipe.make_mesh(config, jax.devices())
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3])
-def test_the_first_layers_of_weights(layers, make_config, monkeypatch):
+@pytest.mark.parametrize(("layers", "depths"), [(1, [1]), (2, [2]), (3, [2, 1])])
+def test_the_first_layers_of_weights(layers, depths, make_config, monkeypatch):
     """Of two stages: what is left is the beginning of each parameter, and a config's sizes."""
     model = {"mixer": "light", "layers": 3, "kernel_sizes": (3, 3, 5)}
     whole = make_config(**{f"model__{name}": value for name, value in model.items()})
@@ -279,9 +279,7 @@ def test_the_first_layers_of_weights(layers, make_config, monkeypatch):
     config = dataclasses.replace(make_config(finetune__layers=layers), init_from="a run")
     config, _, weights = recipe.read_start(config)
     assert config.model.layers == layers
-    assert [stage.depth for stage in config.encoder.stages] == [min(layers, 2), 1][
-        : 1 + layers // 3
-    ]
+    assert [stage.depth for stage in config.encoder.stages] == depths
     flat, before = flatten(weights["encoder"]), flatten(params["encoder"])
     assert any(path.startswith("stages/0/") for path in flat)
     for path, leaf in flat.items():
