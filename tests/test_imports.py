@@ -71,7 +71,13 @@ ROOMS = {
         "mesh_tensorflow": {"tensorflow1"},
         "runs": {"tensorflow1", "fairseq", "mesh_tensorflow"},
     },
-    "ops": {"mesh": set(), "xla": {"mesh"}, "tpu": {"xla"}, "gpu": set()},
+    "ops": {
+        "mesh": set(),
+        "xla": {"mesh"},
+        "tpu": {"xla"},
+        "gpu": set(),
+        "attention": {"mesh", "tpu"},
+    },
 }
 MOST_FILES = 12
 

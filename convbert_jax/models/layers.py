@@ -4,18 +4,16 @@ Randomness is an argument: `key=None` means deterministic.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from convbert_jax.models.functions import layer_norm, rms_norm
-from convbert_jax.ops import dispatch
-from convbert_jax.ops.mesh import division
+from convbert_jax.ops.dropout import dropout_of
 from convbert_jax.ops.products import dense, dense_of_groups, dense_of_one
 
 Initializer = jax.nn.initializers.Initializer
@@ -166,38 +164,6 @@ def residual(
 
 
 def dropout(x: Array, rate: float, key: Array | None) -> Array:
-    """Zeroes entries with probability `rate`, in steps of 1/256 from 1/256 to 255/256, and scales
-    the others to keep the mean.
-    """
-    if key is None or rate == 0.0:
-        return x
-    keep, factor = draw_kept(x.shape, rate, key)
-    return jnp.where(keep, x * factor, 0)
-
-
-def draw_kept(shape: tuple[int, ...], rate: float, key: Array) -> tuple[Bool[Array, "..."], float]:
-    """What `dropout` keeps of an array of `shape`, and what it multiplies that by.
-
-    With three axes and more the first is of rows, which devices may divide; filters that all rows
-    share have two.
-    """
-    kept = min(max(round((1.0 - rate) * 256), 1), 255)
-    draw = functools.partial(_draw, kept)
-    keep = division.draw_by_rows(draw, key, shape) if len(shape) > 2 else draw(key, shape)
-    if dispatch.platform() == "cpu":
-        # Else XLA:CPU computes the random bits again in every fusion that reads them: 28% of a
-        # layer's forward and backward, instead of 9%.
-        keep = jax.lax.optimization_barrier(keep)
-    return keep, 256 / kept
-
-
-def _draw(kept: int, key: Array, shape: tuple[int, ...]) -> Array:
-    """True with probability `kept` / 256."""
-    if dispatch.platform() == "tpu":  # whose generator makes bytes as well as words
-        return jax.random.bits(key, shape, jnp.uint8) < kept
-    # Four come from one random word, as those are what costs; they are a quarter of the last axis
-    # but one apart, so nothing moves.
-    *batch, rows, columns = shape
-    words = jax.random.bits(key, (*batch, -(-rows // 4), columns))
-    parts = [((words >> (8 * part)) & 0xFF) < kept for part in range(4)]
-    return jnp.concatenate(parts, axis=-2)[..., :rows, :]
+    """`x` with what `ops.dropout.Dropout` drops; without a key, `x`."""
+    drop = dropout_of(rate, key)
+    return x if drop is None else jnp.where(drop.draw(x.shape), x * drop.factor, 0)

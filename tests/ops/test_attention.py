@@ -12,6 +12,7 @@ import pytest
 from convbert_jax.ops import attention as op
 from convbert_jax.ops import dispatch
 from convbert_jax.ops.attention import attention
+from convbert_jax.ops.dropout import Dropout
 from tests.running import needs_libtpu
 
 
@@ -82,7 +83,7 @@ def test_sharded_splash_is_the_same():
 def on(monkeypatch, platform, version="cuda 12"):
     """As if the program were for `platform`."""
     client = types.SimpleNamespace(platform_version=version)
-    monkeypatch.setattr(op.dispatch, "platform", lambda: platform)
+    monkeypatch.setattr(dispatch, "platform", lambda: platform)
     monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(client=client)])
 
 
@@ -107,6 +108,18 @@ def test_refusals_name_the_reason(
         attention(*arrays, segment_ids=documents(2, length), implementation=implementation)
 
 
+class Marks(Dropout):
+    """Drops what is not marked, whatever is drawn."""
+
+    factor = 1.5
+
+    def __init__(self, marks):
+        object.__setattr__(self, "marks", marks)
+
+    def draw(self, shape):
+        return self.marks
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_dropout_is_autodiff_of_its_formula(platform, dtype, monkeypatch):
@@ -125,7 +138,7 @@ def test_dropout_is_autodiff_of_its_formula(platform, dtype, monkeypatch):
             "bhqk,bkhd->bqhd", dropped, value, preferred_element_type=jnp.float32
         ).astype(dtype)
 
-    dropping = functools.partial(op.xla, drop=lambda shape: (marks, 1.5))
+    dropping = functools.partial(op.xla, drop=Marks(marks))
     assert_same(
         run(dropping, *arrays, cotangent, ids), run(formula, *arrays, cotangent, ids), dtype
     )
@@ -137,7 +150,7 @@ def test_dropout_keeps_one_array_of_all_weights():
     marks = jnp.ones((2, 2, 64, 64), bool)
 
     def dropping(*arrays):
-        return op.xla(*arrays, None, None, False, drop=lambda shape: (marks, 1.5))
+        return op.xla(*arrays, None, None, False, drop=Marks(marks))
 
     kept = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(dropping, *a)[1], *arrays))
     assert [x.dtype for x in kept if x.shape == marks.shape] == [jnp.float32]
@@ -148,7 +161,7 @@ def test_a_named_kernel_never_drops_its_dropout(implementation, platform, monkey
     on(monkeypatch, platform)
     *arrays, _ = inputs(dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match="no attention dropout"):
-        attention(*arrays, implementation=implementation, drop=lambda shape: (True, 1.0))
+        attention(*arrays, implementation=implementation, drop=Dropout(0.1, jax.random.key(0)))
 
 
 @pytest.mark.parametrize(
@@ -300,7 +313,7 @@ def test_weights_add_up_to_one_and_give_the_output(causal):
     query, key, value, _, ids, key_ids = unequal(16, 40)
     given = {"segment_ids": ids, "key_segment_ids": key_ids, "causal": causal}
     weights = op.attention_weights(query, key, **given)
-    visible = np.asarray(op._visible(query, key, ids, key_ids, causal))
+    visible = np.asarray(op.visible_pairs(query, key, ids, key_ids, causal))
     assert weights.shape == (2, 2, 16, 40)
     np.testing.assert_array_equal(np.where(visible, 0, weights), 0)
     np.testing.assert_allclose(

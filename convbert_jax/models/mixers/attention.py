@@ -1,4 +1,4 @@
-"""Self-attention: the mixer of BERT and ELECTRA; the arithmetic is in `ops/attention.py`."""
+"""Self-attention: the mixer of BERT and ELECTRA; the arithmetic is in `ops/attention/`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,9 +13,10 @@ from convbert_jax.config.mixers import nominal_heads
 from convbert_jax.interfaces.placement import Split
 from convbert_jax.models import costs
 from convbert_jax.models.capture import Capture
-from convbert_jax.models.layers import Dense, Initializers, apply_all, draw_kept
+from convbert_jax.models.layers import Dense, Initializers, apply_all
 from convbert_jax.models.mixers.cache import Cache
 from convbert_jax.ops.attention import attention, attention_scores, attention_weights
+from convbert_jax.ops.dropout import dropout_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,15 +179,9 @@ def attend(
             "scores",
             lambda: attention_scores(query, key, segment_ids=segment_ids, causal=causal),
         )
-    drop = None
-    if dropout_rate > 0.0 and dropout_key is not None:
-
-        def drop(shape):
-            return draw_kept(shape, dropout_rate, dropout_key)
-
     return attention(
         query, key, value, segment_ids=segment_ids, causal=causal, implementation=implementation,
-        drop=drop,
+        drop=dropout_of(dropout_rate, dropout_key),
     )  # fmt: skip
 
 

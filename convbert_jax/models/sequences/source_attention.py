@@ -3,9 +3,10 @@
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from convbert_jax.models.layers import Dense, Initializers, State, draw_kept
+from convbert_jax.models.layers import Dense, Initializers, State
 from convbert_jax.models.mixers.attention import Attention, join, project, split
 from convbert_jax.ops.attention import attention, attention_to_kept
+from convbert_jax.ops.dropout import dropout_of
 
 
 class SourceAttention(nnx.Module):
@@ -37,17 +38,12 @@ class SourceAttention(nnx.Module):
         key: Array | None = None,
     ) -> Float[Array, "B L C"]:
         """A position sees the source of its own segment; with a key, dropout on the softmax."""
-        c, drop = self.config, None
-        if c.attention_dropout > 0.0 and key is not None:
-
-            def drop(shape):
-                return draw_kept(shape, c.attention_dropout, key)
-
+        c = self.config
         keys, values = project(source, c.attention_heads, self.key, self.value)
         attended = attention(
             split(self.query(x), c.attention_heads), keys, values,
             segment_ids=segment_ids, key_segment_ids=source_ids, implementation=c.attention,
-            drop=drop,
+            drop=dropout_of(c.attention_dropout, key),
         )  # fmt: skip
         return self.output(join(attended))
 

@@ -1,0 +1,116 @@
+"""Attention by kernels that others wrote: cuDNN's, and JAX's splash for TPUs."""
+
+import jax
+import jax.numpy as jnp
+
+from convbert_jax.ops.attention.visible import own_segment, visible_pairs
+from convbert_jax.ops.mesh import division
+from convbert_jax.ops.mesh.division import POSITIONS, POSITIONS_AND_HEADS, ROWS, ROWS_AND_HEADS
+
+# Below this length splash costs more than XLA's form, by the TPU compiler's model
+# (benchmarks/RESULTS.md): a grid step has a fixed price, and a short row is a step for each head.
+SPLASH_FROM = 512
+SPLASH_BLOCK = 512  # most positions of a step
+LANES = 128  # splash works on multiples of this many positions
+CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+def cudnn(query, key, value, segment_ids, key_segment_ids, causal):
+    """By cuDNN; partitioned over rows and heads by its own rule."""
+    mask = visible_pairs(query, key, segment_ids, key_segment_ids, causal=False)
+    out = jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=causal, implementation="cudnn"
+    )
+    return _silence(out, query, key, segment_ids, key_segment_ids, causal)
+
+
+def splash(query, key, value, segment_ids, key_segment_ids, causal, *, interpret=False):
+    """By JAX's splash attention kernel, forward and one fused kernel backward."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    width = query.shape[3]
+
+    def run(query, key, value, segment_ids, key_segment_ids):
+        shape = query.shape[1], key.shape[1]
+        mask_of_head = (masks.CausalMask if causal else masks.FullMask)(shape)
+        block_q, block_kv = map(_splash_block, shape)
+        blocks = {
+            **{f"block_{name}": block_q for name in ("q", "q_dkv")},
+            **{
+                f"block_{name}": block_kv
+                for name in ("kv", "kv_compute", "kv_dkv", "kv_dkv_compute")
+            },
+        }
+        kernel = kernels.make_splash_mha(
+            masks.MultiHeadMask([mask_of_head] * query.shape[2]),
+            block_sizes=kernels.BlockSizes(**blocks, use_fused_bwd_kernel=True),
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
+        heads_first = (x.swapaxes(1, 2) for x in (query * width**-0.5, key, value))
+        ids = None
+        if segment_ids is not None:
+            ids = kernels.SegmentIds(segment_ids, key_segment_ids)
+        return jax.vmap(kernel)(*heads_first, segment_ids=ids).swapaxes(1, 2)
+
+    # A device's own queries, and all keys. A causal mask counts from the first position of a row,
+    # and what no block divides cannot be split: there each has the whole.
+    splits = not causal and division.positions_here(query.shape[1]) % LANES == 0
+    queries, ids = (POSITIONS_AND_HEADS, POSITIONS) if splits else (ROWS_AND_HEADS, ROWS)
+    out = division.over_mesh(
+        run,
+        (query, key, value, own_segment(segment_ids), key_segment_ids),
+        (queries, ROWS_AND_HEADS, ROWS_AND_HEADS, ids, ROWS),
+        queries,
+    )
+    return _silence(out, query, key, segment_ids, key_segment_ids, causal)
+
+
+def _silence(out, query, key, segment_ids, key_segment_ids, causal):
+    """0 where a position sees no key: the kernels give the mean of values it must not see."""
+    if key_segment_ids is segment_ids:  # each token sees at least itself
+        return out
+    visible = visible_pairs(query, key, segment_ids, key_segment_ids, causal)
+    return jnp.where(visible.any(axis=-1)[:, 0, :, None, None], out, 0)
+
+
+def _splash_block(length: int) -> int:
+    return next(size for size in range(SPLASH_BLOCK, 0, -LANES) if length % size == 0)
+
+
+def splash_refuses(query, key, *_, drop=None) -> str:
+    if drop is not None:
+        return "it has no attention dropout"
+    for length in (query.shape[1], key.shape[1]):
+        if length % LANES:
+            return f"the length {length} is no multiple of {LANES}"
+    return ""
+
+
+def left_for_shortness(query, key, *_, **__) -> str:
+    length = max(query.shape[1], key.shape[1])
+    return f"it pays from length {SPLASH_FROM} on, this is {length}" if length < SPLASH_FROM else ""
+
+
+def cudnn_refuses(query, key, value, segment_ids, *_, drop=None) -> str:
+    if drop is not None:
+        return "it has no attention dropout"
+    if "rocm" in jax.local_devices()[0].client.platform_version.lower():
+        return "cuDNN is for NVIDIA's GPUs"
+    if division.positions_here(query.shape[1]) < query.shape[1]:
+        return "it does not divide positions over config.mesh.sequence"
+    if query.dtype not in CUDNN_DTYPES:
+        return f"it computes in bfloat16 and float16, not {query.dtype}"
+    lengths = query.shape[1], key.shape[1]
+    if segment_ids is not None and any(length % 2 for length in lengths):
+        return f"with segments it needs even lengths, not {lengths[0]} and {lengths[1]}"
+    width = query.shape[3]
+    if value.shape[3] != width:
+        return f"values of width {value.shape[3]} are not as wide as queries, {width}"
+    return (
+        f"the head width {width} is no multiple of 8 up to 128" if width % 8 or width > 128 else ""
+    )
