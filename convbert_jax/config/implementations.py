@@ -4,5 +4,5 @@ The ops are in `ops/`, their tables have the same names; a test compares them.
 """
 
 # name -> the platform whose devices it needs, "" for any
-ATTENTIONS = {"xla": "", "cudnn": "gpu", "splash": "tpu"}
+ATTENTIONS = {"xla": "", "pallas_tpu": "tpu", "cudnn": "gpu", "splash": "tpu"}
 CONVOLUTIONS = {"xla": "", "pallas_tpu": "tpu", "pallas_gpu": "gpu", "reference": ""}

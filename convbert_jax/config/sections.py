@@ -95,9 +95,9 @@ class ModelSection:
     types: int = 2  # rows of the segment-type table
     dropout: float = 0.1  # in steps of 1/256, as all rates of dropout
     attention_dropout: float = 0.1  # of attention maps, and of the filters of dynamic and light
-    # auto: the fastest per platform, xla if there is attention dropout, and the log says which. One
-    # that is named never gives way to another.
-    attention: Changeable[str] = "auto"  # auto | xla | cudnn (GPU) | splash (TPU)
+    # auto: the fastest per platform, and the log says which; cudnn and splash have no attention
+    # dropout. One that is named never gives way to another.
+    attention: Changeable[str] = "auto"  # auto | xla | pallas_tpu | cudnn (GPU) | splash (TPU)
     # the same, of the span's convolution and of its key's:
     convolution: Changeable[str] = "auto"  # auto | xla | pallas_tpu | pallas_gpu | reference
     layer_norm_epsilon: float = 1e-12

@@ -13,7 +13,6 @@ from convbert_jax.ops import attention as op
 from convbert_jax.ops import dispatch
 from convbert_jax.ops.attention import attention
 from convbert_jax.ops.dropout import Dropout
-from tests.running import needs_libtpu
 
 
 def inputs(batch=2, length=128, heads=2, width=64, dtype=jnp.float32):
@@ -84,7 +83,9 @@ def on(monkeypatch, platform, version="cuda 12"):
     """As if the program were for `platform`."""
     client = types.SimpleNamespace(platform_version=version)
     monkeypatch.setattr(dispatch, "platform", lambda: platform)
-    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(client=client)])
+    device = types.SimpleNamespace(client=client, device_kind="TPU v5e")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(jax, "devices", lambda: [device])
 
 
 @pytest.mark.parametrize(
@@ -167,12 +168,21 @@ def test_a_named_kernel_never_drops_its_dropout(implementation, platform, monkey
 @pytest.mark.parametrize(
     ("platform", "version", "length", "dropping", "taken", "said"),
     [
-        ("tpu", "", 512, False, "splash", "takes splash on tpu."),
-        ("tpu", "", 128, False, "xla", "not splash: it pays from length 512 on, this is 128"),
-        ("tpu", "", 512, True, "xla", "not splash: it has no attention dropout"),
-        ("gpu", "cuda 12", 128, False, "cudnn", "takes cudnn on gpu; not splash: it needs a tpu"),
+        ("tpu", "", 128, False, "pallas_tpu", "takes pallas_tpu on tpu."),
+        ("tpu", "", 512, True, "pallas_tpu", "takes pallas_tpu on tpu."),
+        ("tpu", "", 64, False, "xla", "not splash: the length 64 is no multiple of 128"),
+        ("tpu", "", 64, True, "xla", "not splash: it has no attention dropout"),
+        ("tpu", "", 2560, False, "splash", "splash costs less beyond length 2048, this is 2560."),
+        (
+            "gpu",
+            "cuda 12",
+            128,
+            False,
+            "cudnn",
+            "takes cudnn on gpu; not pallas_tpu: it needs a tpu",
+        ),
         ("gpu", "rocm 6", 128, False, "xla", "not cudnn: cuDNN is for NVIDIA's GPUs"),
-        ("cpu", "", 512, False, "xla", "takes xla on cpu; not splash: it needs a tpu"),
+        ("cpu", "", 512, False, "xla", "takes xla on cpu; not pallas_tpu: it needs a tpu"),
     ],
 )
 def test_auto_says_once_what_it_takes(
@@ -191,26 +201,6 @@ def test_auto_says_once_what_it_takes(
     assert found == [op.IMPLEMENTATIONS[taken].function] * 2
     (record,) = caplog.records
     assert said in record.message
-
-
-@pytest.mark.tpu_compile
-@needs_libtpu
-def test_auto_is_splash_in_a_program_for_tpu():
-    from convbert_jax.analysis.tpu import pricing as tpu_pricing
-    from convbert_jax.analysis.tpu import program as tpu_program
-
-    def both(cotangent, query, key, value, ids):
-        return run(by_auto, query, key, value, cotangent, ids)
-
-    def by_auto(query, key, value, ids, key_ids, causal):
-        return attention(query, key, value, segment_ids=ids, causal=causal)
-
-    arrays = [jax.ShapeDtypeStruct((2, 512, 2, 64), jnp.bfloat16)] * 4
-    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)
-    compiled = tpu_pricing.compile_for(both, *arrays, ids, target="tpu:v5e")
-    names = [o.name for o in tpu_program.scheduled(compiled.as_text()) if o.kernel]
-    assert len(names) == 2
-    assert all("splash" in name for name in names)
 
 
 @pytest.mark.gpu

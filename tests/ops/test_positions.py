@@ -141,9 +141,9 @@ def test_a_tpu_kernel_reads_its_neighbors_positions():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kernel", ["xla", "splash"])
+@pytest.mark.parametrize("kernel", ["xla", "splash", "pallas_tpu"])
 def test_attention_of_divided_rows(kernel, causal):
-    length = 256 if kernel == "splash" else LENGTH
+    length = LENGTH if kernel == "xla" else 256
     arrays = normal(*[(ROWS, length, HEADS, WIDTH)] * 3)
     ids = jnp.asarray(np.repeat(IDS, length // LENGTH, axis=1))
     real = (ids != 0)[..., None, None]
@@ -152,8 +152,9 @@ def test_attention_of_divided_rows(kernel, causal):
         return jnp.where(real, attention(*arrays, segment_ids=ids, causal=causal), 0)
 
     def run(*arrays):
-        of_kernel = functools.partial(attention_op.splash, interpret=True)
-        function = of_kernel if kernel == "splash" else attention_op.xla
+        function = getattr(attention_op, kernel)
+        if kernel != "xla":
+            function = functools.partial(function, interpret=True)
         return jnp.where(real, function(*arrays, ids, ids, causal), 0)
 
     wanted = value_and_gradients(reference, arrays)

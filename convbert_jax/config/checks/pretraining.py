@@ -57,16 +57,16 @@ def _check_model(config: Config) -> None:
     rules.check_choice("model.attention", m.attention, ("auto", *ATTENTIONS))
     rules.check_choice("model.convolution", m.convolution, ("auto", *CONVOLUTIONS))
     rules.check(
-        m.attention in ("auto", "xla") or m.attention_dropout == 0.0,
+        m.attention in ("auto", "xla", "pallas_tpu") or m.attention_dropout == 0.0,
         f"config.model.attention='{m.attention}' has no attention dropout; set "
         "config.model.attention_dropout=0, or config.model.attention=auto.",
     )
     rules.check(
-        m.attention != "splash"
+        m.attention not in ("splash", "pallas_tpu")
         or config.data.length % 128 == 0
         or config.recipe == "finetune"  # its lengths are those of buckets, checked by the op
         or config.writes_text,  # and theirs those of batches
-        f"config.model.attention='splash' works on multiples of 128 positions, not on "
+        f"config.model.attention='{m.attention}' works on multiples of 128 positions, not on "
         f"config.data.length={config.data.length}; set config.model.attention=auto.",
     )
     rules.check_choice("model.remat", m.remat, REMAT_POLICIES)

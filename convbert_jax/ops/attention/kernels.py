@@ -1,18 +1,80 @@
-"""Attention by kernels that others wrote: cuDNN's, and JAX's splash for TPUs."""
+"""Attention by kernels, those of `ops/tpu/attention/` and of others, on a mesh."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from convbert_jax.ops.attention.visible import own_segment, visible_pairs
 from convbert_jax.ops.mesh import division
-from convbert_jax.ops.mesh.division import POSITIONS, POSITIONS_AND_HEADS, ROWS, ROWS_AND_HEADS
+from convbert_jax.ops.mesh.division import (
+    HEADS,
+    POSITIONS,
+    POSITIONS_AND_HEADS,
+    ROWS,
+    ROWS_AND_HEADS,
+    SEQUENCE,
+    WHOLE,
+)  # fmt: skip
+from convbert_jax.ops.tpu import attention as tpu
 
 # Below this length splash costs more than XLA's form, by the TPU compiler's model
 # (benchmarks/RESULTS.md): a grid step has a fixed price, and a short row is a step for each head.
 SPLASH_FROM = 512
+# Up to this one it costs more than ours, for which heads need not be put apart in memory.
+SPLASH_BEYOND = 2048
 SPLASH_BLOCK = 512  # most positions of a step
 LANES = 128  # splash works on multiples of this many positions
 CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+def pallas_tpu(
+    query, key, value, segment_ids, key_segment_ids, causal, *, drop=None, interpret=False
+):
+    """By the kernels of this package, dropout included: what is dropped is the same on any mesh."""
+
+    def run(query, key, value, query_ids, key_ids, seed, *numbers):
+        numbers = jnp.concatenate([seed, *(each[:1] for each in numbers)])
+        kept = None if drop is None else drop.kept
+        return tpu.attention(
+            query, key, value, query_ids, key_ids, numbers,
+            causal=causal, kept=kept, interpret=interpret,
+        )  # fmt: skip
+
+    seed = jnp.zeros(2, jnp.int32)
+    if drop is not None:
+        seed = jax.lax.bitcast_convert_type(jax.random.key_data(drop.key)[:2], jnp.int32)
+    seen = own_segment(segment_ids)
+    if seen is not None:  # nobody sees padding, not even where there is nothing else
+        key_segment_ids = jnp.where(key_segment_ids == 0, -1, key_segment_ids)
+    batch, length, heads, _ = query.shape
+    # Constants, which the compiler slices.
+    numbers = (np.arange(size, dtype=np.int32) for size in (batch, heads, length))
+    queries, ids, here = _queries_of_a_device(length, causal)
+    return division.over_mesh(
+        run,
+        (query, key, value, seen, key_segment_ids, seed, *numbers),
+        (queries, ROWS_AND_HEADS, ROWS_AND_HEADS, ids, ROWS, WHOLE, ROWS, jax.P(HEADS), here),
+        queries,
+    )
+
+
+def pallas_tpu_refuses(query, key, *_, **__) -> str:
+    if query.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"it computes in bfloat16 and float32, not {query.dtype}"
+    if query.shape[3] not in (32, 64, 128):
+        return f"its heads have 32, 64 or 128 channels, not {query.shape[3]}"
+    longest = tpu.longest(query.dtype)
+    for length in (query.shape[1], key.shape[1]):
+        if length % LANES or length > longest:
+            return f"the length {length} is no multiple of {LANES} up to {longest}"
+    return ""
+
+
+def left_for_length(query, key, *_, drop=None) -> str:
+    length = max(query.shape[1], key.shape[1])
+    if drop is not None or length <= SPLASH_BEYOND:
+        return ""
+    return f"without dropout splash costs less beyond length {SPLASH_BEYOND}, this is {length}"
 
 
 def cudnn(query, key, value, segment_ids, key_segment_ids, causal):
@@ -57,10 +119,7 @@ def splash(query, key, value, segment_ids, key_segment_ids, causal, *, interpret
             ids = kernels.SegmentIds(segment_ids, key_segment_ids)
         return jax.vmap(kernel)(*heads_first, segment_ids=ids).swapaxes(1, 2)
 
-    # A device's own queries, and all keys. A causal mask counts from the first position of a row,
-    # and what no block divides cannot be split: there each has the whole.
-    splits = not causal and division.positions_here(query.shape[1]) % LANES == 0
-    queries, ids = (POSITIONS_AND_HEADS, POSITIONS) if splits else (ROWS_AND_HEADS, ROWS)
+    queries, ids, _ = _queries_of_a_device(query.shape[1], causal)
     out = division.over_mesh(
         run,
         (query, key, value, own_segment(segment_ids), key_segment_ids),
@@ -68,6 +127,17 @@ def splash(query, key, value, segment_ids, key_segment_ids, causal, *, interpret
         queries,
     )
     return _silence(out, query, key, segment_ids, key_segment_ids, causal)
+
+
+def _queries_of_a_device(length: int, causal: bool):
+    """How a mesh splits queries, ids of theirs and their numbers; each device has all keys.
+
+    A causal mask counts from the first position of a row, and what no block divides cannot be
+    split: there each has the whole.
+    """
+    if causal or division.positions_here(length) % LANES:
+        return ROWS_AND_HEADS, ROWS, WHOLE
+    return POSITIONS_AND_HEADS, POSITIONS, jax.P(SEQUENCE)
 
 
 def _silence(out, query, key, segment_ids, key_segment_ids, causal):

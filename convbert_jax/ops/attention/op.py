@@ -14,6 +14,9 @@ from convbert_jax.ops.softmax import softmax
 
 # name -> f(query, key, value, segment_ids, key_segment_ids, causal), with both ids or None
 IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(
+        kernels.pallas_tpu, "tpu", kernels.pallas_tpu_refuses, kernels.left_for_length
+    ),
     "splash": Implementation(
         kernels.splash, "tpu", kernels.splash_refuses, kernels.left_for_shortness
     ),
@@ -44,7 +47,8 @@ def attention(
         else one segment without padding.
       causal: the mask: False is full; True lets position t see the keys 0 to t only.
       implementation: as in `dispatch.choose`: a key of IMPLEMENTATIONS, or "auto".
-      drop: dropout of the weights; "xla" alone has it.
+      drop: dropout of the weights; "splash" and "cudnn" have none. What is dropped is not the same
+        in every form.
 
     Returns:
       [B, L, H, D] in the dtype of `value`; scores and softmax are float32. What a row of nothing

@@ -1,0 +1,66 @@
+"""Attention of whole rows as Mosaic kernels for TPU, with its gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from convbert_jax.ops.tpu.attention.backward import backward
+from convbert_jax.ops.tpu.attention.blocks import Settings
+from convbert_jax.ops.tpu.attention.forward import forward
+from convbert_jax.ops.tpu.bands import LANES
+
+
+def attention(
+    query: Float[Array, "B L H D"],
+    key: Float[Array, "B S H D"],
+    value: Float[Array, "B S H D"],
+    query_ids: Int[Array, "B L"] | None,
+    key_ids: Int[Array, "B S"] | None,
+    numbers: Int[Array, " 5"],
+    *,
+    causal: bool,
+    kept: int | None,
+    interpret: bool = False,
+) -> Float[Array, "B L H D"]:
+    """softmax(query . key / sqrt(D)) . value, of weights that are kept times 256 / `kept`.
+
+    Args:
+      query_ids, key_ids: a query sees the keys whose id is its own; None: all.
+      numbers: two words of dropout, and the numbers of the first row, head and query, by which
+        marks.py says what is kept.
+      kept: of 256 weights; None: all.
+
+    Returns:
+      [B, L, H, D]; 0 where a query sees no key.
+    """
+    heads, width = query.shape[2:]
+    settings = Settings(width, causal, kept, interpret)
+    # Heads that fill the last lanes: of zeros, and cut off again.
+    added = -heads % (LANES // width) if heads * width > LANES else 0
+
+    def channels(x):
+        return jnp.pad(x, ((0, 0), (0, 0), (0, added), (0, 0))).reshape(*x.shape[:2], -1)
+
+    ids = () if query_ids is None else (query_ids[:, None], key_ids[:, None])
+    out = _attention(settings, numbers, ids, *map(channels, (query, key, value)))
+    return out.reshape(*query.shape[:2], heads + added, width)[:, :, :heads]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(settings, numbers, ids, query, key, value):
+    return forward(settings, numbers, ids, query, key, value)[0]
+
+
+def _forward(settings, numbers, ids, query, key, value):
+    out, sums = forward(settings, numbers, ids, query, key, value)
+    return out, (numbers, ids, query, key, value, out, sums)
+
+
+def _backward(settings, saved, cotangent):
+    numbers, ids, *arrays = saved
+    return None, None, *backward(settings, numbers, ids, *arrays, cotangent)
+
+
+_attention.defvjp(_forward, _backward)
