@@ -236,6 +236,23 @@ def test_auto_in_a_program_for_tpu(length, rate, taken):
     assert all(("splash" in name) == (taken == "splash") for name in names)
 
 
+@pytest.mark.tpu_compile
+@needs_libtpu
+def test_seeds_as_an_axis_compile():
+    from convbert_jax.analysis.tpu import pricing as tpu_pricing
+
+    def both(cotangent, query, key, value, ids, seed):
+        drop = Dropout(0.1, jax.random.wrap_key_data(seed))
+        form = functools.partial(op.pallas_tpu, drop=drop)
+        return run(form, query, key, value, cotangent, ids)
+
+    arrays = [jax.ShapeDtypeStruct((3, 4, 128, 2, 64), jnp.bfloat16)] * 4
+    ids = jax.ShapeDtypeStruct((3, 4, 128), jnp.int32)
+    seed = jax.ShapeDtypeStruct((3, 2), jnp.uint32)
+    compiled = tpu_pricing.compile_for(jax.vmap(both), *arrays, ids, seed, target="tpu:v5e")
+    assert compiled.as_text().count('"tpu_custom_call"') == 2
+
+
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 @needs_libtpu

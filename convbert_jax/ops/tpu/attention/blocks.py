@@ -162,7 +162,7 @@ class Blocks:
                 vmem_limit_bytes=block_sizes.vmem_limit(),
             ),
             interpret=self.settings.interpret,
-        )(numbers, *ids, *arrays)
+        )(numbers[None], *ids, *arrays)  # of two axes, so that seeds may be a third
 
 
 def longest(dtype) -> int:

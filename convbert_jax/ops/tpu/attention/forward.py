@@ -116,8 +116,8 @@ def first_of_step(blocks, numbers):
     """Numbers of the first row and head of this step; outside of loops, where the interpreter knows
     the step.
     """
-    row = numbers[2] + pl.program_id(0) * blocks.rows
-    return row, numbers[3] + pl.program_id(1) * blocks.tiles * blocks.tile_heads
+    row = numbers[0, 2] + pl.program_id(0) * blocks.rows
+    return row, numbers[0, 3] + pl.program_id(1) * blocks.tiles * blocks.tile_heads
 
 
 def kept(blocks, numbers, first, unit, keys, queries):
@@ -130,8 +130,8 @@ def kept(blocks, numbers, first, unit, keys, queries):
         return None
     row, tile, head = unit
     head = tile * blocks.tile_heads + head
-    words = marks.of_head((numbers[0], numbers[1]), first[0] + row, first[1] + head)
-    queries = numbers[4] + queries[0], queries[1]
+    words = marks.of_head((numbers[0, 0], numbers[0, 1]), first[0] + row, first[1] + head)
+    queries = numbers[0, 4] + queries[0], queries[1]
     return marks.kept(words, keys, queries, blocks.settings.kept)
 
 
