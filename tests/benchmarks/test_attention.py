@@ -8,15 +8,17 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.running import needs_libtpu
 
+FORMS = "xla", "pallas_tpu"
+
 
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 @needs_libtpu
 @pytest.mark.parametrize("length", [128, 512])
 def test_kernels_cost_a_third_of_scores_in_memory(length):
+    flags = ["--lengths", str(length), "--forms", *FORMS]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.layers.attention", "--lengths", str(length)]
-        + ["--forms", "xla", "pallas_tpu"],
+        [sys.executable, "-m", "benchmarks.layers.attention", *flags],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
