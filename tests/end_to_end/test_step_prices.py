@@ -90,8 +90,8 @@ def test_parameters_over_chips_are_fetched():
 
 
 def test_convbert_costs_what_electra_does_at_equal_shapes():
-    """Whichever bandwidth kernels are compared at. In a scan, which keeps more of ConvBERT's layers;
-    RESULTS has whole steps without one.
+    """Whichever bandwidth kernels are compared at; in a scan. Whole steps without one: RESULTS,
+    section 6.
     """
     convbert, electra = (
         step.count_cycles(plan(name), "tpu:v5e") for name in ("base", "electra-base")

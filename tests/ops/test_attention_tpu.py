@@ -265,7 +265,8 @@ def test_seeds_as_an_axis_compile():
         (16, 512, 6, 64, jnp.bfloat16),
         (3, 384, 3, 64, jnp.bfloat16),
         (8, 512, 4, 32, jnp.float32),
-        (2, 1792, 6, 128, jnp.bfloat16),
+        (2, 1408, 6, 64, jnp.bfloat16),  # the longest of a v4
+        (2, 640, 6, 64, jnp.float32),
     ],
 )
 @pytest.mark.parametrize("causal", [False, True])
@@ -279,6 +280,31 @@ def test_kernels_compile(target, batch, length, heads, width, dtype, causal):
 
     arrays = [jax.ShapeDtypeStruct((batch, length, heads, width), dtype)] * 4
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    seed = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    tpu_pricing.compile_for(both, *arrays, ids, seed, target=target)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@needs_libtpu
+@pytest.mark.parametrize("target", ["tpu:v4", "tpu:v5e", "tpu:v5p", "tpu:v6e"])
+@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_the_longest_rows_compile(target, width, dtype):
+    from convbert_jax.analysis.tpu import pricing as tpu_pricing
+    from convbert_jax.ops.tpu.attention import longest
+
+    with jax.set_mesh(tpu_pricing.make_mesh(target)):
+        length = longest(dtype, width)
+    heads = 2 * 128 // width
+
+    def both(cotangent, query, key, value, ids, seed):
+        drop = Dropout(0.1, jax.random.wrap_key_data(seed))
+        form = functools.partial(op.pallas_tpu, drop=drop)
+        return run(form, query, key, value, cotangent, ids, causal=True)
+
+    arrays = [jax.ShapeDtypeStruct((2, length, heads, width), dtype)] * 4
+    ids = jax.ShapeDtypeStruct((2, length), jnp.int32)
     seed = jax.ShapeDtypeStruct((2,), jnp.uint32)
     tpu_pricing.compile_for(both, *arrays, ids, seed, target=target)
 

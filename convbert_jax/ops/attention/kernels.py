@@ -63,7 +63,7 @@ def pallas_tpu_refuses(query, key, *_, **__) -> str:
         return f"it computes in bfloat16 and float32, not {query.dtype}"
     if query.shape[3] not in (32, 64, 128):
         return f"its heads have 32, 64 or 128 channels, not {query.shape[3]}"
-    longest = tpu.longest(query.dtype)
+    longest = tpu.longest(query.dtype, query.shape[3])
     for length in (query.shape[1], key.shape[1]):
         if length % LANES or length > longest:
             return f"the length {length} is no multiple of {LANES} up to {longest}"

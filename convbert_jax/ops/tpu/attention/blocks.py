@@ -165,12 +165,15 @@ class Blocks:
         )(numbers[None], *ids, *arrays)  # of two axes, so that seeds may be a third
 
 
-def longest(dtype) -> int:
-    """Positions of the longest row that the kernels can be compiled for: the backward pass has
-    eight arrays of a tile of it in work and on their way.
+def longest(dtype, width: int) -> int:
+    """Positions of the longest row that the kernels are compiled for, by what the backward pass has
+    at once in 16 bits: eight arrays of a tile of it, in work and on their way, and two more of what
+    is made of them; its ids and a gradient turned over; and of each head of the tile five times
+    scores of the fewest keys. In 32 bits half as many.
     """
-    of_position = 2 * 8 * LANES * jnp.dtype(dtype).itemsize
-    return block_sizes.budget() // of_position // LANES * LANES
+    of_position = (2 * 10 * 2 + 2 * 4 + 20 * max(LANES // width, 2)) * LANES
+    of_position = of_position * jnp.dtype(dtype).itemsize // 2
+    return block_sizes.vmem_limit() // of_position // LANES * LANES
 
 
 def _largest_divisor(number: int, most: int) -> int:

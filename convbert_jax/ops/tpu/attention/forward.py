@@ -68,6 +68,8 @@ def _kernel(blocks, with_ids, numbers, *references):
             def tile(array, row, number, positions=slice(None)):
                 return array[first_row + row, positions, blocks.lanes_of(number)]
 
+            # Each step for all heads before the next one: so the compiler finds, between the
+            # instructions of a head, those of others.
             here = pl.ds(start, size)
             seen = [
                 blocks.visible(
