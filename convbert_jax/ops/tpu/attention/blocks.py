@@ -7,17 +7,15 @@ score, its sum) is a row, and no product needs scores turned over.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from convbert_jax.ops.tpu import block_sizes
+from convbert_jax.ops.tpu.attention.factors import F32, I32, only
 from convbert_jax.ops.tpu.bands import LANES
 
-F32, I32 = jnp.float32, jnp.int32
 HIDDEN = -1e30  # a score of what is not seen
 # Heads of rows worked on at once: the instructions of one fill the waits of another.
 MOST_TOGETHER = 24
@@ -129,41 +127,6 @@ class Blocks:
         """The rows of a head of a tile that is turned over, [lanes, positions]."""
         return x[head * self.settings.width : (head + 1) * self.settings.width]
 
-    def visible(self, columns, query_ids, keys: tuple, queries: tuple):
-        """[keys, queries] whether a query sees a key, or None: all do.
-
-        Args:
-          columns: of `turn_ids`, or None; query_ids: [1, queries].
-          keys, queries: the first position, and how many.
-        """
-        seen = None
-        if columns is not None:
-            wide = jnp.concatenate([columns] * (queries[1] // LANES), axis=1)
-            seen = wide == query_ids
-        if self.settings.causal:
-            shape = keys[1], queries[1]
-            key = keys[0] + jax.lax.broadcasted_iota(I32, shape, 0)
-            query = queries[0] + jax.lax.broadcasted_iota(I32, shape, 1)
-            seen = key <= query if seen is None else seen & (key <= query)
-        return seen
-
-    def call(self, kernel, numbers, ids, arrays: Sequence, specs, outputs, output_specs, scratch):
-        """pallas_call; `ids` are those of queries and keys, [B, 1, positions], or none."""
-        smem = pl.BlockSpec(memory_space=pltpu.SMEM)
-        return pl.pallas_call(
-            kernel,
-            grid=(self.batch // self.rows, self.all_tiles // self.tiles),
-            in_specs=[smem, *map(self.ids_block, ids), *specs],
-            out_specs=output_specs,
-            out_shape=outputs,
-            scratch_shapes=scratch,
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel"),
-                vmem_limit_bytes=block_sizes.vmem_limit(),
-            ),
-            interpret=self.settings.interpret,
-        )(numbers[None], *ids, *arrays)  # of two axes, so that seeds may be a third
-
 
 def longest(dtype, width: int) -> int:
     """Positions of the longest row that the kernels are compiled for, by what the backward pass has
@@ -178,33 +141,3 @@ def longest(dtype, width: int) -> int:
 
 def _largest_divisor(number: int, most: int) -> int:
     return max(n for n in range(1, max(most, 1) + 1) if number % n == 0)
-
-
-def dot(x, y, contract: tuple[int, int]):
-    """The product of two matrices over an axis of each, in float32."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == F32 else None
-    axes = ((contract[0],), (contract[1],))
-    return jax.lax.dot_general(
-        x, y, (axes, ((), ())), precision=precision, preferred_element_type=F32
-    )
-
-
-def turn(x):
-    """[positions, lanes] -> [lanes, positions] in float32, in which rows can be cut out."""
-    return x.astype(F32).T
-
-
-def turn_ids(ids, columns) -> None:
-    """Ids [1, positions] from lanes to sublanes, the same in every lane of `columns`."""
-    for first in range(0, ids.shape[1], LANES):
-        block = jnp.broadcast_to(ids[:, first : first + LANES], (LANES, LANES))
-        columns[first : first + LANES] = block.T
-
-
-def only(mask, x):
-    """Float32 `x` where the mask is true, else 0, by its bits: of a selection that enters a product
-    the compiler makes a masked product, at which its profiler aborts (libtpu 0.0.52).
-    """
-    if mask is None:
-        return x
-    return pltpu.bitcast(pltpu.bitcast(x, I32) & jnp.where(mask, -1, 0), F32)
