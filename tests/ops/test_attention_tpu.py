@@ -19,6 +19,7 @@ from tests.ops.test_attention import assert_same, documents, inputs, run
 from tests.running import needs_libtpu
 
 KEPT = 230  # of 256
+TARGETS = "tpu:v4", "tpu:v5e", "tpu:v5p", "tpu:v6e", "tpu:tpu7x"
 kernels = functools.partial(op.pallas_tpu, interpret=True)
 
 
@@ -256,7 +257,7 @@ def test_seeds_as_an_axis_compile():
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 @needs_libtpu
-@pytest.mark.parametrize("target", ["tpu:v4", "tpu:v5e", "tpu:v5p", "tpu:v6e"])
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("batch", "length", "heads", "width", "dtype"),
     [
@@ -287,7 +288,7 @@ def test_kernels_compile(target, batch, length, heads, width, dtype, causal):
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 @needs_libtpu
-@pytest.mark.parametrize("target", ["tpu:v4", "tpu:v5e", "tpu:v5p", "tpu:v6e"])
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("width", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_the_longest_rows_compile(target, width, dtype):
