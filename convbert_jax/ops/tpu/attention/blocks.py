@@ -132,11 +132,12 @@ def longest(dtype, width: int) -> int:
     """Positions of the longest row that the kernels are compiled for, by what the backward pass has
     at once in 16 bits: eight arrays of a tile of it, in work and on their way, and two more of what
     is made of them; its ids and a gradient turned over; and of each head of the tile five times
-    scores of the fewest keys. In 32 bits half as many.
+    scores of the fewest keys. In 32 bits half as many. A third of the memory is left for what the
+    compiler spills, which differs by chip.
     """
     of_position = (2 * 10 * 2 + 2 * 4 + 20 * max(LANES // width, 2)) * LANES
     of_position = of_position * jnp.dtype(dtype).itemsize // 2
-    return block_sizes.vmem_limit() // of_position // LANES * LANES
+    return int(0.67 * block_sizes.vmem_limit()) // of_position // LANES * LANES
 
 
 def _largest_divisor(number: int, most: int) -> int:
