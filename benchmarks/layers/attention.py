@@ -5,9 +5,10 @@
 
 Query, key and value come as a dense layer gives them out, [rows, length, heads x width] in
 bfloat16, and so the output and the gradients of the three go: a form that wants heads apart pays
-for putting them apart. Segment ids are given, random bits are not counted. The figures are the TPU
-compiler's model (analysis/tpu/pricing.py), forward and backward, in thousand cycles: XLA's
-operations, and each kernel at the larger of its schedule and its traffic. No TPU is needed.
+for putting them apart. Segment ids are given. The figures are the TPU compiler's model
+(analysis/tpu/pricing.py), forward and backward, in thousand cycles: XLA's operations, of which
+those that draw random bits have no estimate, and each kernel at the larger of its schedule, random
+bits included, and its traffic. No TPU is needed.
 """
 
 import argparse
