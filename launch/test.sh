@@ -1,13 +1,22 @@
 #!/usr/bin/env bash
-# Runs the tests that need no accelerator and take seconds, on all cores; arguments go to pytest, e.g. launch/test.sh tests/ops, -m slow for
-# the long ones, -m "" for all, --budget=20 for what twenty minutes allow.
+# Runs the tests that need no accelerator, on all cores. Without --all the tests listed in tests/expensive.tsv are left out.
+# Other arguments go to pytest: launch/test.sh tests/ops, launch/test.sh --all --budget=20.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/environment.sh
-echo "Running the tests with $(python --version); -m slow runs the long ones, which are left out otherwise."
-# By file, as fixtures of a file are dear. At least two processes: compiled programs hold memory maps, of which a process has 65,530 on
-# Linux; tests/conftest.py forgets the programs of each file, so that no worker needs a new process, and keeps them in pytest's cache for
-# the next run. At most eight: each may take 3 GB. The order is of tests/running.py, the dearest file first, and not xdist's.
+tier=quick
+arguments=()
+for argument in "$@"; do
+  if [ "$argument" = --all ]; then tier=all; else arguments+=("$argument"); fi
+done
+# Two processes at least: compiled programs hold memory maps, of which a process has 65,530 on Linux. At most eight: each may take 3 GB.
 workers=$(python -c 'import os; print(min(8, max(2, os.cpu_count() or 1)))')
+measured() { # TIER: its number of tests, and the minutes that they take on the workers
+  awk -F '\t' -v tier="# $1" -v workers="$workers" '$1 == tier { printf "%d tests, about %d minutes", $2, $3 / workers / 60 + 1 }' tests/expensive.tsv
+}
+other="all: launch/test.sh --all ($(measured all))"
+[ "$tier" = quick ] || other="fewer: launch/test.sh ($(measured quick))"
+echo "Running $(measured "$tier") on $workers processes of $(python --version); $other."
+# By file, because the fixtures of a file are expensive. tests/running.py sorts the files, not xdist.
 exec python -m pytest --numprocesses="$workers" --dist=loadfile --no-loadscope-reorder --durations=10 --durations-min=1 \
-  -m "not slow and not gpu and not tpu" "$@"
+  --tier="$tier" -m "not gpu and not tpu" ${arguments[@]+"${arguments[@]}"}

@@ -1,31 +1,38 @@
-"""How the suite runs, as a plugin of pytest that tests/conftest.py names.
+"""How the suite runs: a pytest plugin named by tests/conftest.py.
 
-- Workers of xdist get the dearest files first, so that none is left with a long one at the end.
-  What a test costs is what it took last time (in pytest's cache), else what its marker lets expect.
-- The slowest files are printed with pytest's own slowest tests (--durations).
-- With CONVBERT_TEST_COMPLETE=1 a test that lacks a package is an error and not skipped; but for
-  Apache Beam, which cannot be installed with the versions of the lock files.
-- With --budget=MINUTES no test begins later than that. Files that were not run for longest go
-  first, so that a few runs see all; what was left out is said at the end.
+- `--tier=quick` leaves out the tests listed in tests/expensive.tsv and those marked `slow`;
+  `--tier=expensive` runs only these.
+  `--write-tiers` renews that file from the CPU seconds measured in the same run.
+- xdist's workers get the most expensive files first, so that none ends with a long one. The cost of
+  a test is its last duration (in pytest's cache), or else a guess by its marker.
+- The slowest files are printed with pytest's own slowest tests (`--durations`).
+- With CONVBERT_TEST_COMPLETE=1 a test skipped for want of a package fails; Apache Beam is exempt,
+  because it cannot be installed with the versions of the lock files.
+- With `--budget=MINUTES` no test starts later than that. Files that were not run for longest go
+  first, so that a few runs cover all of them; the end of the run lists what was left out.
 """
 
 import collections
 import importlib.util
 import os
+import pathlib
 import time
 
 import pytest
 
-# Of pytest's cache: what a test took, and when it was run last (seconds since 1970).
+# Keys of pytest's cache: duration of each test; when it was last run (seconds since 1970).
 SECONDS, RUN_AT = "convbert_jax/seconds", "convbert_jax/run_at"
-# Seconds of a test that has not been run here, by its marker; most of the others take less.
+# Seconds assumed for a test that was never run, by its marker.
 EXPECTED = {"slow": 20.0, "tpu_compile": 10.0, "parity": 1.0}
 EXPECTED_ELSE = 0.2
 SHOWN = 10
-LACKS = "could not import"  # as pytest.importorskip says it
-# Of Apache Beam, and it is no error: an environment of its own has what it needs.
-NO_BEAM = "needs Apache Beam, which does not go with the lock files: see docs/pretraining.md"
-NO_TIME = "not begun: the --budget is spent"
+LACKS = "could not import"  # the words of pytest.importorskip
+NO_BEAM = "needs Apache Beam, which conflicts with the lock files: see docs/pretraining.md"
+NO_TIME = "not started: the --budget is spent"
+# Tests that the quick tier leaves out, with their CPU seconds, and the totals.
+EXPENSIVE = pathlib.PurePath("tests", "expensive.tsv")
+# CPU seconds of the tests in the quick tier; starting the processes and collecting comes on top.
+QUICK_CPU_SECONDS = 700.0
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason=f"{LACKS} 'libtpu'"
@@ -33,7 +40,7 @@ needs_libtpu = pytest.mark.skipif(
 
 
 class Running:
-    """The hooks; `seconds` are what tests took in this run, in the process that reports."""
+    """Order, tiers and budget of a run; `_seconds` holds durations in the reporting process."""
 
     def __init__(self, config: pytest.Config):
         self._cache = getattr(config, "cache", None)
@@ -41,29 +48,38 @@ class Running:
         self._seconds: dict[str, float] = collections.defaultdict(float)
         self._left_out: list[str] = []
         minutes = config.getoption("budget")
-        told = {  # what workers are told by the process that starts them; they must agree
+        shared = {  # the controller sends it to the workers, which must agree on the order
             "seconds": self._recorded(SECONDS),
             "run_at": self._recorded(RUN_AT) if minutes is not None else {},
             "deadline": float("inf") if minutes is None else time.time() + 60 * minutes,
         }
-        self._told = getattr(config, "workerinput", {}).get("running", told)
+        self._shared = getattr(config, "workerinput", {}).get("running", shared)
 
     def _recorded(self, name: str) -> dict[str, float]:
         return self._cache.get(name, {}) if self._cache else {}
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node):
-        node.workerinput["running"] = self._told
+        node.workerinput["running"] = self._shared
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
+        tier = config.getoption("tier")
+        if tier != "all":
+            expensive = read_expensive(config.rootpath / EXPENSIVE)
+            tiers = {"quick": [], "expensive": []}
+            for item in items:
+                costly = item.nodeid in expensive or item.get_closest_marker("slow")
+                tiers["expensive" if costly else "quick"].append(item)
+            items[:] = tiers.pop(tier)
+            config.hook.pytest_deselected(items=next(iter(tiers.values())))
         if hasattr(config, "workerinput"):
-            sort_by_cost(items, self._told["seconds"])
-            sort_by_age(items, self._told["run_at"])
+            sort_by_cost(items, self._shared["seconds"])
+            sort_by_age(items, self._shared["run_at"])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item):
-        if time.time() > self._told["deadline"]:
+        if time.time() > self._shared["deadline"]:
             pytest.skip(NO_TIME)
 
     @pytest.hookimpl(wrapper=True)
@@ -89,7 +105,7 @@ class Running:
     def pytest_sessionfinish(self, session):
         if self._cache and not hasattr(session.config, "workerinput"):
             for test in self._left_out:
-                self._seconds.pop(test, None)  # the teardown of a test that never began
+                self._seconds.pop(test, None)  # the teardown of a test that never started
             now = dict.fromkeys(self._seconds, time.time())
             self._cache.set(SECONDS, self._recorded(SECONDS) | self._seconds)
             self._cache.set(RUN_AT, self._recorded(RUN_AT) | now)
@@ -111,17 +127,159 @@ class Running:
             terminalreporter.write_line(f"{seconds:8.2f}s {tests[name]:5d} tests  {name}")
 
 
+class Costs:
+    """Measures CPU seconds of tests and, apart, of the fixtures that several tests share."""
+
+    def __init__(self):
+        self._mark = cpu_seconds()
+        self._fixtures: list[tuple[str, float]] = []  # set up in the current phase of a test
+        self._nested: list[float] = []
+        self.tests: dict[str, float] = collections.defaultdict(float)
+        self.fixtures: dict[str, float] = {}
+        self.users: dict[str, list[str]] = {}  # test -> shared fixtures that it may use
+
+    def pytest_runtest_logstart(self):
+        self._mark = cpu_seconds()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef, request):
+        if fixturedef.scope == "function":
+            return (yield)
+        start = cpu_seconds()
+        self._nested.append(0.0)
+        try:
+            return (yield)
+        finally:
+            spent = cpu_seconds() - start
+            own = spent - self._nested.pop()
+            if self._nested:
+                self._nested[-1] += spent
+            index = getattr(request, "param_index", 0)
+            name = f"{_file(request.node.nodeid)}::{fixturedef.argname}[{index}]"
+            self._fixtures.append((name, own))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        report = yield
+        now = cpu_seconds()
+        report.cpu = {
+            "own": now - self._mark - sum(seconds for _, seconds in self._fixtures),
+            "fixtures": self._fixtures,
+            "uses": shared_fixtures(item),
+        }
+        self._mark, self._fixtures = now, []
+        return report
+
+    def pytest_runtest_logreport(self, report):
+        self.tests[report.nodeid] += report.cpu["own"]
+        self.users[report.nodeid] = report.cpu["uses"]
+        for name, seconds in report.cpu["fixtures"]:
+            self.fixtures[name] = max(seconds, self.fixtures.get(name, 0.0))
+
+    def pytest_sessionfinish(self, session):
+        if not hasattr(session.config, "workerinput"):
+            uses = {
+                test: [name for name in names if name in self.fixtures]
+                for test, names in self.users.items()
+            }
+            path = session.config.rootpath / EXPENSIVE
+            write_expensive(path, self.tests, self.fixtures, uses, QUICK_CPU_SECONDS)
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--budget",
         type=float,
         metavar="MINUTES",
-        help="no test begins later than that; first those that were not run for longest",
+        help="start no test later than that; those first that were not run for longest",
+    )
+    parser.addoption(
+        "--tier",
+        choices=["quick", "expensive", "all"],
+        default="all",
+        help="expensive: the tests of tests/expensive.tsv and those marked slow; quick: all others",
+    )
+    parser.addoption(
+        "--write-tiers",
+        action="store_true",
+        help="measure CPU seconds and renew tests/expensive.tsv; use it with the whole suite",
     )
 
 
 def pytest_configure(config):
     config.pluginmanager.register(Running(config), "convbert_jax_running")
+    if config.getoption("write_tiers"):
+        config.pluginmanager.register(Costs(), "convbert_jax_costs")
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of the children that it waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def shared_fixtures(item: pytest.Item) -> list[str]:
+    """Names under which `Costs` may have measured the fixtures of a test."""
+    indices = getattr(getattr(item, "callspec", None), "indices", {})
+    return [
+        f"{place}::{name}[{indices.get(name, 0)}]"
+        for place in (_file(item.nodeid), "")  # of the file, of the session
+        for name in item.fixturenames
+    ]
+
+
+def choose_quick(
+    tests: dict[str, float],
+    fixtures: dict[str, float],
+    uses: dict[str, list[str]],
+    budget: float,
+) -> set[str]:
+    """Chooses tests, cheapest first, while they and their shared fixtures fit into a budget.
+
+    Args:
+        tests: CPU seconds of each test without its shared fixtures.
+        fixtures: CPU seconds of each shared fixture.
+        uses: test -> the shared fixtures that it needs.
+        budget: CPU seconds of the chosen tests and of each fixture that they need, once.
+    """
+    sharers = collections.Counter(name for names in uses.values() for name in names)
+
+    def amortized(test: str) -> float:
+        return tests[test] + sum(fixtures[name] / sharers[name] for name in uses[test])
+
+    chosen: set[str] = set()
+    paid: set[str] = set()
+    spent = 0.0
+    for test in sorted(tests, key=lambda test: (amortized(test), test)):
+        new = {*uses[test]} - paid
+        cost = tests[test] + sum(fixtures[name] for name in new)
+        if spent + cost <= budget:
+            chosen.add(test)
+            paid |= new
+            spent += cost
+    return chosen
+
+
+def write_expensive(path, tests, fixtures, uses, budget) -> None:
+    """Writes the tests that the quick tier leaves out; arguments as `choose_quick`."""
+    chosen = choose_quick(tests, fixtures, uses, budget)
+    paid = {name for test in chosen for name in uses[test]}
+    quick = sum(tests[test] for test in chosen) + sum(fixtures[name] for name in paid)
+    total = sum(tests.values()) + sum(fixtures.values())
+    left_out = sorted(set(tests) - chosen)
+    lines = [
+        "# Tests that launch/test.sh leaves out, with their CPU seconds without shared fixtures.",
+        "# Renewed by: bash launch/test.sh --all --write-tiers",
+        f"# quick\t{len(chosen)} tests\t{quick:.0f} CPU seconds",
+        f"# all\t{len(tests)} tests\t{total:.0f} CPU seconds",
+        *(f"{tests[test]:.1f}\t{test}" for test in left_out),
+    ]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def read_expensive(path: pathlib.Path) -> set[str]:
+    lines = path.read_text().splitlines()
+    return {line.partition("\t")[2] for line in lines if not line.startswith("#")}
 
 
 def _file(test: str) -> str:
@@ -129,13 +287,13 @@ def _file(test: str) -> str:
 
 
 def expected_seconds(item: pytest.Item) -> float:
-    """What a test that was never run may take."""
+    """Returns the guessed duration of a test that was never run."""
     marked = (seconds for marker, seconds in EXPECTED.items() if item.get_closest_marker(marker))
     return max(marked, default=EXPECTED_ELSE)
 
 
 def sort_by_cost(items: list[pytest.Item], recorded: dict[str, float]) -> None:
-    """Puts the files with the dearest tests first; tests of one file stay in their order."""
+    """Puts the most expensive files first; the tests of a file keep their order."""
     cost = collections.Counter()
     for item in items:
         cost[_file(item.nodeid)] += recorded.get(item.nodeid, expected_seconds(item))

@@ -1,5 +1,5 @@
-"""How the suite runs: the dearest file first, a table of files, no skip where all must run, a
-budget of minutes.
+"""How the suite runs: the most expensive file first, a table of files, tiers by measured cost, no
+skip where all must run, a budget of minutes.
 """
 
 import os
@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.conftest import REPOSITORY
+from tests.running import choose_quick
 
 FILES = {
     "test_a.py": "def test_one(): pass\ndef test_two(): pass",
@@ -96,7 +99,7 @@ def test_apache_beam_may_be_absent(suite, tmp_path):
     )
     code, printed = suite("-rs", "test_d.py", CONVBERT_TEST_COMPLETE="1")
     assert code in (0, 5), printed
-    assert "does not go with the lock files" in printed
+    assert "conflicts with the lock files" in printed
 
 
 def test_a_budget_leaves_out_what_another_run_begins_with(suite):
@@ -106,11 +109,62 @@ def test_a_budget_leaves_out_what_another_run_begins_with(suite):
     code, printed = suite(*workers, "--budget=10")
     assert code == 0, printed
     assert order_of(printed) == ["test_b.py", "test_a.py", "test_c.py"]
-    assert "not begun" not in printed
+    assert "not started" not in printed
     code, printed = suite(*workers, "--budget=0", "--durations=3")
     assert code == 0, printed
     assert "4 skipped" in printed
-    assert "4 tests not begun: the --budget is spent" in printed
+    assert "4 tests not started: the --budget is spent" in printed
     assert "    2 of test_a.py" in printed
     code, printed = suite(*workers)  # what was not begun keeps its time: test_c is dearest still
     assert order_of(printed)[0] == "test_c.py"
+
+
+def test_tiers_are_measured_written_and_used(suite, tmp_path):
+    """A test of the file with a costly shared fixture is left out, its cheap neighbors are not."""
+    (tmp_path / "tests").mkdir()
+    table = tmp_path / "tests" / "expensive.tsv"
+    burn = "\nimport time\ndef burn():\n    end = time.process_time() + 0.3\n"
+    burn += "    while time.process_time() < end: pass\n"
+    (tmp_path / "test_d.py").write_text(
+        f"import pytest{burn}@pytest.fixture(scope='module')\ndef costly(): burn()\n"
+        "def test_cheap(): pass\ndef test_shared(costly): pass\ndef test_costly(): burn()\n"
+    )
+    (tmp_path / "conftest.py").write_text(
+        "import tests.running\ntests.running.QUICK_CPU_SECONDS = 0.2\n"
+    )
+    workers = ("--numprocesses=2", "--dist=loadfile")
+    code, printed = suite(*workers, "test_d.py", "test_a.py", "--write-tiers")
+    assert code == 0, printed
+    rows = [line.split("\t") for line in table.read_text().splitlines()]
+    assert {row[1] for row in rows if len(row) == 2} == {
+        "test_d.py::test_shared",
+        "test_d.py::test_costly",
+    }
+    assert ["# quick", "3 tests", "0 CPU seconds"] in rows
+    code, printed = suite(*workers, "-v", "--tier=quick")
+    assert code == 0, printed
+    assert "test_cheap" in printed
+    assert "test_shared" not in printed
+    assert "test_slow" not in printed
+    code, printed = suite(*workers, "-v", "--tier=expensive")
+    assert code == 0, printed
+    assert "test_cheap" not in printed
+    assert "test_shared" in printed
+    assert "test_slow" in printed
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.01, 9.0), min_size=1),
+    st.dictionaries(st.sampled_from("xyz"), st.floats(0.01, 9.0)),
+    st.data(),
+    st.floats(0.0, 30.0),
+)
+def test_the_quick_tier_fits_its_budget(tests, fixtures, data, budget):
+    names = st.lists(st.sampled_from(sorted(fixtures)), unique=True) if fixtures else st.just([])
+    uses = {test: data.draw(names) for test in tests}
+    chosen = choose_quick(tests, fixtures, uses, budget)
+    paid = {name for test in chosen for name in uses[test]}
+    spent = sum(tests[test] for test in chosen) + sum(fixtures[name] for name in paid)
+    assert spent <= budget + 1e-6
+    for test in set(tests) - chosen:
+        assert spent + tests[test] + sum(fixtures[n] for n in {*uses[test]} - paid) > budget

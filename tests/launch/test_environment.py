@@ -36,6 +36,10 @@ def checkout(tmp_path):
     shutil.copytree(LAUNCH, tmp_path / "launch")
     for name in ("requirements.txt", "requirements-test.txt"):
         (tmp_path / name).write_text("jax\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "expensive.tsv").write_text(
+        "# quick\t50 tests\t700 CPU seconds\n# all\t70 tests\t4000 CPU seconds\n"
+    )
     return tmp_path
 
 
@@ -197,7 +201,7 @@ def test_an_active_environment_is_used_as_it_is(checkout, tmp_path_factory):
             ["-m", "convbert_jax.main", "--config=configs/tiny.py", "--config.train.steps=5"],
         ),
         ("test.sh", [], ["-m", "pytest", "--numprocesses=3", "--dist=loadfile"]),
-        ("test.sh", ["-m", "slow", "tests/ops"], ["-m", "pytest", "--numprocesses=3"]),
+        ("test.sh", ["-k", "mask", "tests/ops"], ["-m", "pytest", "--numprocesses=3"]),
     ],
 )
 def test_arguments_go_to_the_program(checkout, tmp_path_factory, script, arguments, command):
@@ -210,8 +214,23 @@ def test_arguments_go_to_the_program(checkout, tmp_path_factory, script, argumen
     assert line.startswith(" ".join(command))
     assert line.endswith(" ".join(arguments))
     if script == "test.sh":
-        assert "-m not slow and not gpu and not tpu" in line
+        assert "--tier=quick -m not gpu and not tpu" in line
     assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "tier", "tests"), [([], "quick", "50 tests"), (["--all"], "all", "70 tests")]
+)
+def test_the_tests_say_first_how_many_and_how_long(checkout, argument, tier, tests):
+    make_environment(checkout / ".venv")
+    result = start(checkout, ["launch/test.sh"], *argument, "-x")
+    line = result.stdout.splitlines()[-1]
+    assert tests in line.partition(";")[0]
+    assert "minutes" in line.partition(";")[0]
+    assert "launch/test.sh" in line.partition(";")[2]
+    command = asked(checkout)[-1]
+    assert f"--tier={tier}" in command
+    assert command.endswith(" -x")
 
 
 def test_what_the_program_ends_with_is_what_the_script_ends_with(checkout):
