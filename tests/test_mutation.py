@@ -1,0 +1,32 @@
+"""tests/mutation.py makes faults that change a program and still are one."""
+
+import ast
+
+from tests import mutation
+
+SOURCE = '''"""A docstring."""
+LIMIT: int = 3
+
+
+def f(a, b=True):
+    if not a < LIMIT and b:
+        raise ValueError(f"{a + 1} is too large" + "")
+    return (a +
+            b)
+'''
+
+
+def test_each_mutant_is_another_program(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutation, "REPOSITORY", tmp_path)
+    path = tmp_path / "module.py"
+    path.write_text(SOURCE)
+    mutants = list(mutation.mutants_of(path))
+    assert {(mutant.line, mutant.new) for mutant in mutants} == {
+        *((2, "(4)"), (5, "(False)"), (6, "(not a < LIMIT or b)"), (6, "(a < LIMIT)")),
+        *((6, "(a <= LIMIT)"), (8, "(a - b)")),
+    }
+    before = ast.dump(ast.parse(SOURCE))
+    for mutant in mutants:
+        source = SOURCE.encode()
+        after = source[: mutant.start] + mutant.new.encode() + source[mutant.end :]
+        assert ast.dump(ast.parse(after)) != before
