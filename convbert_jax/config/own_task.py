@@ -23,7 +23,9 @@ class TaskSection:
     folder: str = ""  # that the files are in
     train: str = ""  # files
     validation: str = ""  # "": holds out rows of `train`
-    test: str = ""  # may lack labels: its predictions are written
+    # may lack labels: its predictions are written; -1 is no label, unless training rows have
+    # negative labels
+    test: str = ""
     heldout_fraction: float = 0.1  # without `validation`; chosen by a hash of the texts
     # auto (by the file's name) | tsv | csv | jsonl | json (FILE#KEY names the list) | conll |
     # parallel (the files of a split are its columns) | pattern; see data/tables/table_files.py
@@ -31,8 +33,11 @@ class TaskSection:
     columns: tuple[str, ...] = ()  # names, where the first line is not a header
     rest_in_last: bool = False  # tsv: the last column may contain tabs
     pattern: str = ""  # regular expression of a line; its named groups are the columns
-    texts: tuple[str, ...] = ("text",)  # columns of the one text or the two; tagging: the words
-    label: str = "label"  # column
+    # columns of the one text or the two; tagging: the words, by default the first column of a CoNLL
+    # file, FORM of a .conllu file
+    texts: tuple[str, ...] = ("text",)
+    # column; tagging: by default the last column of a CoNLL file, UPOS of a .conllu file
+    label: str = "label"
     id: str = ""  # column that names a row among predictions; "" numbers the rows
     encoding: str = "utf-8"
     swap_pairs: bool = False  # the two texts have no order, which finetune.swap_pairs makes use of

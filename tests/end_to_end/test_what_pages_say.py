@@ -102,6 +102,10 @@ def home(tmp_path_factory, text_source):
         write(f"{name}.csv", ["title,body,topic", *labelled])
         pairs = [f"{line(6)}\t{'new' if n % 2 else 'old'}" for n in range(rows)]
         write("dev.tsv" if name == "val" else f"{name}.tsv", ["text\tlabel", *pairs])
+    for name, rows in (("train", 120), ("dev", 12), ("test", 12)):
+        sentences = ["the O\nbank B-LOC\n" if n % 2 else "a O\nnew B-ORG\n" for n in range(rows)]
+        write(f"{name}.conll", sentences)
+    write("new.conll", ["the", "bank"])
     write("new.csv", ["title,body", *(f"{line(2)},{line(5)}" for _ in range(4))])
     write("texts.txt", [f"the {line(8)}" for _ in range(6)])
     return folder

@@ -61,6 +61,9 @@ def test_words_and_questions(predict):
     assert [len(line["prediction"]) for line in plain] == [2, 1]
     table = predict("tags", "the O\nsun B-X\n\nmoon O\n", "a.conll", texts=("0",))
     assert [line["prediction"] for line in table] == [line["prediction"] for line in plain]
+    conllu = "# text = the sun\n1-2\tx\tX\n1\tthe\tX\n2\tsun\tX\n\n# a = b\n1\tmoon\tX\n"
+    table = predict("tags", conllu, "a.conllu", texts=("1",))
+    assert [line["prediction"] for line in table] == [line["prediction"] for line in plain]
     objects = '{"tokens": ["the", "sun"], "id": 9}\n{"words": ["moon"]}\n'
     found = predict("tags", objects)
     assert [line["prediction"] for line in found] == [line["prediction"] for line in plain]

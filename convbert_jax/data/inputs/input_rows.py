@@ -11,7 +11,7 @@ from typing import Any
 
 from convbert_jax.data.tables.table_formats import Fault, TableFormat
 from convbert_jax.data.tables.text_lines import describe_escapes
-from convbert_jax.data.tasks.own_task import describe_problem
+from convbert_jax.data.tasks.own_rows import describe_problem
 from convbert_jax.files import parse_json
 
 LONGEST = 10_000_000  # characters of a row's texts together

@@ -1,8 +1,8 @@
 """What is to be predicted: lines, JSON objects or a table, from a file or a stream, as rows."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import logging
@@ -13,12 +13,18 @@ from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.inputs import input_rows
 from convbert_jax.data.inputs.input_rows import InputRow, ModelInput
 from convbert_jax.data.tables.table_files import find_column
-from convbert_jax.data.tables.table_formats import OPENERS, Fault, Source, TableFormat, TableRows
+from convbert_jax.data.tables.table_formats import (
+    FORMAT_OF_ENDING,
+    OPENERS,
+    Fault,
+    Source,
+    TableFormat,
+    TableRows,
+    ending_of,
+)
 from convbert_jax.data.tables.text_lines import decode_lines, describe_escapes
 from convbert_jax.data.tasks.glue import GLUE
 
-_BY_NAME = {f".{name}": name for name in ("tsv", "csv", "jsonl", "json", "conll")}
-_BY_NAME |= {".ndjson": "jsonl"}
 _HINT = "name the columns with --texts=COLUMN or --texts=FIRST,SECOND"
 
 
@@ -95,8 +101,8 @@ def choose_format(name: str, asked: str, reads: ModelInput) -> str:
         raise DataError(f"--input_format={asked} is unknown; choose from: {known}.")
     chosen = asked
     if asked == "auto":
-        chosen = _BY_NAME.get(_ending(name), "lines")
-        if _ending(name) in reads.endings and reads.form.format in INPUT_FORMATS[1:]:
+        chosen = FORMAT_OF_ENDING.get(ending_of(name), "lines")
+        if ending_of(name) in reads.endings and reads.form.format in INPUT_FORMATS[1:]:
             chosen = reads.form.format
     if chosen == "pattern" and not reads.form.pattern:
         raise DataError("--input_format=pattern needs a model that learned by config.task.pattern.")
@@ -183,10 +189,10 @@ def _open_table(source: Source, form: TableFormat, reads: ModelInput, key: str):
     if any({_name(name, form) for name in names} <= set(first) for names in reads.columns):
         return first, rows
     if reads.number is not None:
-        return [*map(str, range(len(first)))], _prepend((1, first), rows)
+        return [*map(str, range(len(first)))], itertools.chain([(1, first)], rows)
     for columns in (form.columns, _unlabelled(form, reads)):
         if len(columns) == len(first):
-            return list(columns), _prepend((1, first), rows)
+            return list(columns), itertools.chain([(1, first)], rows)
     raise DataError(
         f"{source} has {len(first)} columns in its first line, which is no header and not the "
         f"{len(form.columns)} columns of training ({shorten(', '.join(form.columns))}); {_HINT}."
@@ -275,15 +281,5 @@ def _files_of(section: TaskSection) -> dict[str, Any]:
         encoding=section.encoding,
     )
     files = ",".join((section.train, section.validation, section.test)).split(",")
-    endings = {_ending(file.strip().partition("#")[0]) for file in files} - {""}
+    endings = {ending_of(file.strip().partition("#")[0]) for file in files} - {""}
     return {"form": form, "endings": tuple(sorted(endings))}
-
-
-def _ending(name: str) -> str:
-    path = Path(name)
-    return (Path(path.stem) if path.suffix == ".gz" else path).suffix
-
-
-def _prepend(first, rows: TableRows) -> TableRows:
-    yield first
-    yield from rows

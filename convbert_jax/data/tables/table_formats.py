@@ -7,6 +7,8 @@ are those of the file, header included; that of a row is the line where it begin
 
 import csv
 import dataclasses
+import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from convbert_jax.data.tables.text_lines import (
 )
 from convbert_jax.files import parse_json
 
+_DOCUMENT = "-DOCSTART-"  # begins a document in CoNLL files
 MATCHING_SECONDS = 2.0  # for one line; some patterns take longer than the universe has been there
 
 Source = Path | Stream
@@ -51,9 +54,10 @@ class TableFormat:
 
     tsv: quotation marks are text (the GLUE files do not pair them). csv: RFC 4180 quoting. jsonl:
     an object a line. json: one document, a list of lists or objects; `FILE#KEY` picks the list
-    under a key. conll: one word a line, columns split by blanks, an empty line ends a sentence;
-    each row is a sentence and its columns are lists. parallel: one file for each column, line by
-    line. pattern: `pattern` is a regular expression whose named groups are the columns.
+    under a key. conll: one word a line, columns separated by tabs or blanks, an empty line ends a
+    sentence; each row is a sentence and its columns are lists. Comments ("# …" before a sentence)
+    and the ranges and empty nodes of CoNLL-U are skipped. parallel: one file for each column, line
+    by line. pattern: `pattern` is a regular expression whose named groups are the columns.
     """
 
     format: str
@@ -73,9 +77,9 @@ class TableFormat:
 class BadRows:
     """What becomes of rows that cannot be used: the first is an error, or all are left out."""
 
-    def __init__(self, path: Path, policy: str, *, quiet: bool = False):
-        """`policy`: "error" or "skip"; `quiet` does not log what was left out."""
-        self._path, self._policy, self._quiet = path, policy, quiet
+    def __init__(self, path: Path, policy: str):
+        """`policy`: "error" or "skip"."""
+        self._path, self._policy = path, policy
         self.count, self.first = 0, ""
 
     def report(self, line: int, problem: str) -> None:
@@ -87,7 +91,7 @@ class BadRows:
 
     def summarize(self, kept: int) -> None:
         """Logs what was left out."""
-        if self.count and not self._quiet:
+        if self.count:
             logging.warning(
                 "%s: %d of %d rows left out; the first: %s.",
                 self._path,
@@ -188,27 +192,26 @@ def _of_type(rows: list, kind: type, name: str) -> TableRows:
 
 
 def _open_conll(source: Source, form: TableFormat, key: str):
-    """A sentence with a line that has other columns is a fault as a whole, at that line."""
-    columns = 0
+    """A sentence that contains a line with another number of columns is one fault, at that line."""
+    lines = _read_lines(source, form)
+    head, separator, columns = _read_conll_head(lines)
 
     def sentences():
-        nonlocal columns
         words, start, fault = [], 0, None
-        lines = _read_lines(source, form)
-        while True:
-            line, text = next(lines, (0, ""))  # an empty line after the last one
-            cells = text.split()
-            if cells and cells[0] != "-DOCSTART-":
-                columns = columns or len(cells)
+        for line, text in itertools.chain(head, lines, [(0, "")]):  # the file's end ends a sentence
+            cells = [cell.strip() for cell in text.split(separator)]
+            if len(cells) != columns:
+                cells = text.split()
+            if not text.strip() or text.startswith(_DOCUMENT):
+                if words:
+                    rows = [] if fault else _without_ranges(words)
+                    yield fault or (start, [list(column) for column in zip(*rows, strict=True)])
+                words, start, fault = [], 0, None
+            elif words or not _is_comment(text, separator, columns):
                 start = start or line
                 if len(cells) != columns and not fault:
                     fault = line, Fault(f"has {len(cells)} columns instead of {columns}")
                 words.append(cells)
-            elif words:
-                yield fault or (start, [list(column) for column in zip(*words, strict=True)])
-                words, start, fault = [], 0, None
-            if not line:
-                return
 
     found = sentences()
     first = _first(found, source)
@@ -216,7 +219,55 @@ def _open_conll(source: Source, form: TableFormat, key: str):
     if len(header) != columns:
         names = shorten(", ".join(header))
         raise DataError(f"{source} has {columns} columns, but {len(header)} names: {names}.")
-    return header, _prepend(first, found)
+    return header, itertools.chain([first], found)
+
+
+def _read_conll_head(lines: Lines) -> tuple[list[tuple[int, str]], str | None, int]:
+    """Reads up to the first line that cannot be a comment, and takes the columns from it.
+
+    Returns:
+      the lines read, the separator of columns (None: any blanks) and the number of columns.
+    """
+    head, sample = [], ""
+    for line, text in lines:
+        head.append((line, text))
+        if text.strip() and not text.startswith(_DOCUMENT):
+            sample = sample or text
+            if not text.startswith("#"):
+                sample = text
+                break
+    tabs = sample.split("\t")
+    # Columns that several tabs align have empty cells between them.
+    separator = "\t" if len(tabs) > 1 and all(map(str.strip, tabs)) else None
+    return head, separator, len(sample.split(separator))
+
+
+def _is_comment(text: str, separator: str | None, columns: int) -> bool:
+    """Whether a line before the first word of a sentence is a comment.
+
+    A word may begin with "#" too: such a line has the columns of all words. A comment of CoNLL-U,
+    "# sent_id = 1", can have as many blanks.
+    """
+    return text.startswith("#") and (len(text.split(separator)) != columns or " = " in text)
+
+
+def _without_ranges(rows: list[list[str]]) -> list[list[str]]:
+    """Drops the lines of multiword tokens ("2-3") and of empty nodes ("2.1") of CoNLL-U.
+
+    They are dropped only if the first column numbers the words; elsewhere "2-3" is a word.
+    """
+    words = []
+    for cells in rows:
+        number = cells[0]
+        if number == str(len(words) + 1):
+            words.append(cells)
+        elif not (
+            re.fullmatch(r"\d+[-.]\d+", number)
+            and number.startswith((f"{len(words) + 1}-", f"{len(words)}."))
+        ):
+            return rows
+    # A range is followed by its words, and beside the numbers there are words and labels.
+    return words if words and "-" not in rows[-1][0] and len(rows[0]) > 2 else rows
 
 
 def _open_parallel(paths: tuple[Path, ...], form: TableFormat, key: str):
@@ -270,6 +321,14 @@ OPENERS: dict[str, Callable] = {
     "pattern": _open_pattern,
 }
 FORMATS = tuple(OPENERS)
+FORMAT_OF_ENDING = {f".{name}": name for name in ("tsv", "csv", "jsonl", "json", "conll")}
+FORMAT_OF_ENDING |= {".ndjson": "jsonl", ".conllu": "conll"}
+
+
+def ending_of(name: str | Path) -> str:
+    """The ending of a file name, ".csv" for "a.csv.gz" too."""
+    path = Path(name)
+    return (Path(path.stem) if path.suffix == ".gz" else path).suffix
 
 
 def guess_format(path: Path) -> str:
@@ -278,14 +337,11 @@ def guess_format(path: Path) -> str:
     Raises:
       DataError: the ending is unknown.
     """
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if suffix in (".jsonl", ".ndjson"):
-        return "jsonl"
-    if suffix in (".tsv", ".csv", ".json", ".conll"):
-        return suffix[1:]
+    if found := FORMAT_OF_ENDING.get(ending_of(path)):
+        return found
     raise DataError(
-        f"The format of {path} is not known by its name; set config.task.format to one of: "
-        f"{', '.join(FORMATS)}."
+        f"The format of {path} is unknown: its name ends in none of "
+        f"{', '.join(FORMAT_OF_ENDING)}. Set config.task.format to one of: {', '.join(FORMATS)}."
     )
 
 
@@ -301,11 +357,6 @@ def _header(rows: Iterator, source: Source):
     if isinstance(cells, Fault):
         raise DataError(f"{source} line {line} {cells.problem}.")
     return cells
-
-
-def _prepend(first, rows: Iterator) -> Iterator:
-    yield first
-    yield from rows
 
 
 def _no_json(error: ValueError) -> str:

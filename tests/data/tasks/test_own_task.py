@@ -17,6 +17,7 @@ from convbert_jax.config.own_task import TaskSection
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.tables.table_files import read_table
 from convbert_jax.data.tables.table_formats import BadRows, TableFormat
+from convbert_jax.data.tasks import own_rows
 from convbert_jax.data.tasks.labelled_text import require_labels
 from convbert_jax.data.tasks.own_task import open_task
 
@@ -176,7 +177,180 @@ def test_tagging_faults(tmp_path):
         read(tmp_path, train="a.conll", **fields | {"texts": ("0",), "label": "1"})
 
 
+# --- CoNLL: comments, CoNLL-U, columns without names ---
+
+GERMEVAL = """#\thttp://example.org/x [2009-10-17]
+1\tIn\tO\tO
+2\tBonn\tB-LOC\tO
+
+#\thttp://example.org/y [2009-10-18]
+1\tTroia\tB-OTH\tB-LOC
+2\t-\tI-OTH\tO
+
+"""
+CONLLU = """# newdoc id = a
+# sent_id = a-1
+# text = Vámonos al mar
+1-2\tVámonos\t_\t_\t_\t_\t_\t_\t_\t_
+1\tVamos\tir\tVERB\t_\t_\t0\troot\t_\tGloss=to go
+2\tnos\tnosotros\tPRON\t_\t_\t1\tobj\t_\t_
+2.1\tir\tir\tVERB\t_\t_\t_\t_\t1:conj\t_
+3\tmar\tmar\tNOUN\t_\t_\t1\tobl\t_\t_
+
+# sent_id = a-2
+0.1\tes\tser\tAUX\t_\t_\t_\t_\t0:root\t_
+1\tSí\tsí\tINTJ\t_\t_\t0\troot\t_\t_
+"""
+
+
+def read_tags(folder, name, text, **fields):
+    """Words and tags of each sentence."""
+    write(folder, name, text)
+    fields = {"kind": "tagging", "heldout_fraction": 0.0, "train": name, **fields}
+    task = open_task(section(folder, **fields))
+    return [
+        (example.texts[0].split(" "), [task.labels[tag] for tag in example.label])
+        for example in task.read("train")
+    ]
+
+
+def test_comments_of_germeval_are_no_words(tmp_path):
+    sentences = [(["In", "Bonn"], ["O", "B-LOC"]), (["Troia", "-"], ["B-OTH", "I-OTH"])]
+    for name, text in (
+        ("germeval.tsv", GERMEVAL),
+        ("blanks.tsv", GERMEVAL.replace("\t", " ").replace("#", "# sent_id =")),
+        ("crlf.tsv.gz", GERMEVAL.replace("\n", "\r\n")),
+    ):
+        found = read_tags(tmp_path, name, text, format="conll", texts=("1",), label="2")
+        assert found == sentences, name
+
+
+def test_ranges_and_empty_nodes_of_conllu_are_no_words(tmp_path):
+    found = read_tags(tmp_path, "a.conllu", CONLLU)  # FORM and UPOS by default
+    assert found == [(["Vamos", "nos", "mar"], ["VERB", "PRON", "NOUN"]), (["Sí"], ["INTJ"])]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("#\tO\nParis\tB-LOC\n", ["#", "Paris"]),
+        ("# O\n#one B-TAG\nParis O\n", ["#", "#one", "Paris"]),
+        ("#a O\n#b B-X\n", ["#a", "#b"]),
+        ("Paris O\n# B-X\n", ["Paris", "#"]),
+        ("# source of it\n\n#\tO\nParis\tB-X\n", ["#", "Paris"]),
+        ("# source\n#\tO\nParis\tB-X\n", ["#", "Paris"]),
+        ("2-3 CD O\n1.5 CD B-X\n", ["2-3", "1.5"]),
+        ("1 CD O\n2-3 CD B-X\n", ["1", "2-3"]),
+        ("1 O\n1-2 B-X\n", ["1", "1-2"]),
+        ("-DOCSTART- -X- O O\n\nEU NNP B-NP B-ORG\n6-4 CD I-NP O\n", ["EU", "6-4"]),
+        ("a\t\tO\nbc\tB-X\n", ["a", "bc"]),
+    ],
+)
+def test_words_that_look_like_comments_and_ranges(tmp_path, text, words):
+    """The words and the tags are the first and the last column by default."""
+    assert [found for found, _ in read_tags(tmp_path, "a.conll", text)] == [words]
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.sampled_from(["#", "##x", "#", "1", "2-3", "1.1", "a"]), st.just("O")),
+            min_size=1,
+            max_size=4,
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from("\t "),
+)
+def test_conll_round_trip(tmp_path_factory, sentences, separator):
+    """A file of words and tags alone has neither comments nor numbers."""
+    path = tmp_path_factory.mktemp("conll") / "a.conll"
+    rows = ("".join(f"{separator.join(row)}\n" for row in sentence) for sentence in sentences)
+    write(path.parent, path.name, "\n".join(rows))
+    found = list(read_table(path, ("0", "-1"), TableFormat("conll"), BadRows(path, "error")))
+    assert [[*zip(*columns, strict=True)] for _, columns in found] == sentences
+
+
+def test_a_comment_within_a_sentence_is_a_fault(tmp_path):
+    with pytest.raises(DataError, match=r"a\.conll line 2 "):
+        read_tags(tmp_path, "a.conll", "a O\n# of a source\nb B-X\n")
+
+
+def test_columns_of_conll_that_are_named_stay(tmp_path):
+    text = "EU NNP B-ORG\nrejects VBZ O\n"
+    for fields, tags in (
+        ({}, ["B-ORG", "O"]),
+        ({"label": "1"}, ["NNP", "VBZ"]),
+        ({"columns": ("text", "label", "ner")}, ["NNP", "VBZ"]),
+        ({"columns": ("text", "pos", "ner"), "label": "ner"}, ["B-ORG", "O"]),
+    ):
+        assert read_tags(tmp_path, "a.conll", text, **fields) == [(["EU", "rejects"], tags)]
+    with pytest.raises(DataError, match="label"):  # of the columns that are named none
+        read_tags(tmp_path, "a.conll", text, columns=("text", "pos", "ner"))
+
+
+# --- Hidden labels ---
+
+
+def test_minus_one_in_a_test_split_is_no_label(tmp_path, caplog):
+    write(tmp_path, "a.jsonl", '{"text": "good", "label": 0}\n{"text": "bad", "label": 1}\n')
+    for content, labels in (
+        ('{"text": "fine", "label": -1}\n{"text": "so", "label": "-1"}\n', [None, None]),
+        ('{"text": "fine", "label": -1.0}\n{"text": "so", "label": 1}\n', [None, 1]),
+    ):
+        write(tmp_path, "t.jsonl", content)
+        for names in ((), ("0=bad", "1=good")):
+            caplog.clear()
+            with caplog.at_level(logging.INFO):
+                found = read(tmp_path, "test", train="a.jsonl", test="t.jsonl", labels=names)
+            assert [example.label for example in found] == labels
+            told = [message for message in caplog.messages if "-1" in message]
+            assert len(told) == 1
+            assert "t.jsonl line 1" in told[0]
+    for split in ("train", "validation"):
+        fields = {"train": "a.jsonl", "labels": ("0", "1"), "heldout_fraction": 0.0}
+        with pytest.raises(DataError, match=r"t\.jsonl line 1 .*'-1"):
+            read(tmp_path, split, **fields | {split: "t.jsonl"})
+
+
+def test_minus_one_is_a_label_where_training_rows_have_it(tmp_path):
+    lines = [{"text": str(label), "label": label} for label in (-1, 0, 1)]
+    for name in ("a.jsonl", "t.jsonl"):
+        write(tmp_path, name, "".join(json.dumps(line) + "\n" for line in lines))
+    found = read(tmp_path, "test", train="a.jsonl", test="t.jsonl")
+    assert [example.label for example in found] == [0, 1, 2]
+    fields = {"kind": "regression", "train": "a.jsonl", "test": "t.jsonl"}
+    assert [e.label for e in read(tmp_path, "test", **fields)] == [-1, 0, 1]
+    write(tmp_path, "a.jsonl", '{"text": "x", "label": 0.5}\n')
+    assert [e.label for e in read(tmp_path, "test", **fields)] == [None, 0, 1]
+
+
+def test_hidden_tags(tmp_path):
+    write(tmp_path, "a.conll", "EU B-ORG\nrejects O\n")
+    write(tmp_path, "t.conll", "EU -1\nis -1\n")
+    found = read(tmp_path, "test", kind="tagging", train="a.conll", test="t.conll")
+    assert [example.label for example in found] == [None]
+
+
 # --- Held-out rows ---
+
+
+@pytest.mark.parametrize("labels", [(), ("0", "1")])
+def test_training_files_are_parsed_once(tmp_path, monkeypatch, labels):
+    """For their labels, the rows to train on and those held out."""
+    write(tmp_path, "a.tsv", HEADER + "".join(f"text {n}\t{n % 2}\n" for n in range(99)))
+    opened = []
+    monkeypatch.setattr(
+        own_rows,
+        "read_table",
+        lambda *args, **fields: opened.append(args[0]) or read_table(*args, **fields),
+    )
+    task = open_task(section(tmp_path, train="a.tsv", labels=labels))
+    assert len(task.read("train")) + len(task.read("validation")) == 99
+    assert len(opened) == 1
+    assert len(task.read("train")) > 0  # again, from the file
+    assert len(opened) == 2
 
 
 def test_held_out_rows_are_a_part_of_the_training_rows(tmp_path):
@@ -230,7 +404,7 @@ def test_faults_of_other_formats(tmp_path):
         ("a.json#no", '{"rows": []}', r"has no list 'no' \(it has: rows\)"),
         ("a.json", "[", "is not JSON"),
         ("a.json", "[]", "has no rows"),
-        ("a.txt", "x", "is not known by its name; set config.task.format to one of: tsv, csv"),
+        ("a.txt", "x", r"a\.txt .* config\.task\.format .* tsv, csv"),
         ("a.tsv.gz", None, "is a damaged gzip file"),
     ):
         if text is None:
@@ -273,7 +447,7 @@ def test_faults_of_a_section(tmp_path):
         ({"train": "b.tsv"}, "There is no file .*b.tsv; check config.task.folder"),
         ({"labels": ("a", "a")}, "config.task.labels has 'a' twice"),
         ({"label": "text", "texts": ("label",), "train": "b?.tsv"}, "There is no file"),
-        ({"train": "", "test": "a.tsv"}, "no config.task.train to take them from; name the labels"),
+        ({"train": "", "test": "a.tsv"}, r"config\.task\.labels is empty.* config\.task\.train"),
     ):
         with pytest.raises(DataError, match=words):
             open_task(section(tmp_path, **{"train": "a.tsv"} | fields))
