@@ -71,10 +71,13 @@ class Data:
 
 
 def prepare(
-    config: Config, directory: epath.Path, runner: Runner | None = None
+    config: Config, directory: epath.Path, runner: Runner | None = None, *, compare: bool = False
 ) -> corpora.Corpus | parallel_text.ParallelText:
     """Makes tokenizer and shards, or finds them; those for a bucket are made in the copy of it on
     this machine, and put there.
+
+    Args:
+      compare: reads the sources of finished units again even if no file seems to have changed.
 
     Raises:
       DataError: a runner whose workers would have to share a bucket; and as a corpus and parallel
@@ -89,7 +92,7 @@ def prepare(
     # runner has processes of its own, which it ends itself.
     stoppable = contextlib.nullcontext() if runner else interrupts.nothing_to_save()
     with _on_disk(config, directory) as here, stoppable:
-        found = _kind(config).prepare(config, here, runner)
+        found = _kind(config).prepare(config, here, runner, compare=compare)
     if files.is_remote(directory):
         bucket.publish(here, directory)
     return found

@@ -61,7 +61,8 @@ def prepare(
     workdir = Workdir(folder)
     config, _ = start.read_start(config, workdir, given)
     directory = workdir.data(config)
-    prepared.prepare(config, files.absolute(directory) if runner else directory, opened)
+    directory = files.absolute(directory) if runner else directory
+    prepared.prepare(config, directory, opened, compare=True)
 
 
 def show(config: Config, folder: epath.PathLike, given: Collection[str] = ()) -> str:

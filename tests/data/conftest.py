@@ -107,7 +107,7 @@ def contents():
         result = {}
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
-            if path.is_dir() or name == "lock" or path.suffix == ".unfinished":
+            if path.is_dir() or name in ("lock", "stamps.json") or path.suffix == ".unfinished":
                 continue
             data = path.read_bytes()
             if path.suffix == ".json" and not name.startswith("tokenizer"):

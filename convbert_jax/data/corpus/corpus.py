@@ -46,6 +46,7 @@ from convbert_jax.data.sources.source import (
     refuse_shared_text,
 )
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from convbert_jax.data.units.changes import check_content, list_changed, take_stamps
 from convbert_jax.data.units.lock import lock
 from convbert_jax.data.units.processes import Processes
 from convbert_jax.data.units.work import Runner
@@ -79,19 +80,24 @@ class Corpus:
         return row_dtype(self.length, self.tokenizer.vocab_size, self.layout)
 
 
-def prepare(config: Config, directory: Path, runner: Runner | None = None) -> Corpus:
+def prepare(
+    config: Config, directory: Path, runner: Runner | None = None, *, compare: bool = False
+) -> Corpus:
     """The corpus of `config` in `directory`; does whatever is missing there, which can be nothing.
 
     Trains or loads the tokenizer and checks it on a sample; then `runner` writes shards, by default
     `config.data.workers` processes. Safe to kill and to run again. Another process that prepares
     the same directory is waited for.
 
+    Args:
+      compare: reads the sources of finished units again even if no file seems to have changed.
+
     Raises:
       DataError: no text, unreadable text, a vocabulary that cannot be used, a full disk, or a
         directory that holds another corpus. Nothing there is overwritten or deleted.
     """
     directory = Path(directory)
-    if opened := open_prepared(config, directory):
+    if opened := open_prepared(config, directory, compare=compare):
         return opened
     with lock(directory):
         if opened := open_prepared(config, directory):  # finished while waiting
@@ -101,17 +107,25 @@ def prepare(config: Config, directory: Path, runner: Runner | None = None) -> Co
         if "validation" in sources:
             refuse_shared_text(sources["train"], sources["validation"], section="data")
         made_from = origin(config, sources)
-        metadata, tokenizer = _go_on(config, made_from, directory)
+        metadata, tokenizer = _go_on(config, sources, made_from, directory)
         if metadata is None:
             tokenizer = preparation.prepare_tokenizer(config, directory, sources["train"])
             metadata = {
                 "complete": False,
                 "made_from": made_from,
                 "tokenizer": tokenizer.fingerprint,
+                "stamps": take_stamps(sources),
             }
             write_record(directory / METADATA, metadata)
         runner = runner or Processes(config.data.workers)
-        records = preparation.process_units(config, directory, tokenizer, sources, runner)
+        records = preparation.process_units(
+            config,
+            directory,
+            tokenizer,
+            sources,
+            runner,
+            lambda done: _check_content(config, directory, sources, metadata, done, compare),
+        )
         metadata |= summary(records, config.data.length, time.monotonic() - started)
         _check_splits(metadata, config.data)
         write_record(directory / METADATA, metadata | {"complete": True})
@@ -130,7 +144,7 @@ def _open_sources(data: DataSection) -> dict[str, Source]:
 
 
 def _go_on(
-    config: Config, made_from: dict[str, Any], directory: Path
+    config: Config, sources: dict[str, Source], made_from: dict[str, Any], directory: Path
 ) -> tuple[dict[str, Any], Tokenizer] | tuple[None, None]:
     """Metadata and vocabulary of what was begun in `directory`; None where nothing is to be kept.
 
@@ -142,7 +156,8 @@ def _go_on(
         refuse_units_of_unknown(directory)
         return None, None
     try:
-        refuse_other(made_from, metadata["made_from"], directory)
+        changed = list_changed(directory, sources, metadata["stamps"])
+        refuse_other(made_from, metadata["made_from"], directory, changed)
         tokenizer = load_tokenizer(config.tokenizer, directory)
         _refuse_changed_tokenizer(tokenizer, metadata["tokenizer"], directory)
     except DataError:
@@ -162,8 +177,24 @@ def _refuse_changed_tokenizer(tokenizer: Tokenizer, fingerprint: str, directory:
         )
 
 
-def open_prepared(config: Config, directory: Path) -> Corpus | None:
+def _check_content(config, directory, sources, metadata, records, compare: bool) -> None:
+    check_content(
+        directory,
+        sources,
+        metadata["stamps"],
+        {index: record["digest"] for index, record in records.items()},
+        always=compare,
+        reader="documents",
+        workers=config.data.workers,
+        elsewhere=elsewhere(directory),
+    )
+
+
+def open_prepared(config: Config, directory: Path, *, compare: bool = False) -> Corpus | None:
     """The corpus, if `directory` holds all of it; the source itself may be gone by then.
+
+    Args:
+      compare: as in `prepare`.
 
     Raises:
       DataError: it holds another, or a damaged one.
@@ -187,9 +218,12 @@ def open_prepared(config: Config, directory: Path) -> Corpus | None:
             elsewhere(directory),
         )
         wanted["version"] = there["version"]
-    refuse_other(wanted, there, directory)
+    refuse_other(wanted, there, directory, list_changed(directory, sources, metadata["stamps"]))
     if gone:
         logging.warning("%s The rows prepared from it in %s are used.", gone, directory)
+    elif sources:
+        units = {index: {"digest": digest} for index, digest in enumerate(metadata["digests"])}
+        _check_content(config, directory, sources, metadata, units, compare)
     if metadata["undecodable"] and metadata["encoding_errors"] != data.encoding_errors:
         raise DataError(
             f"{directory} was prepared with encoding_errors='{metadata['encoding_errors']}', which "
@@ -223,6 +257,7 @@ def open_prepared(config: Config, directory: Path) -> Corpus | None:
     identity = [
         metadata["tokenizer"],
         made_from["fingerprints"],
+        metadata["digests"],
         [made_from[key] for key in ("version", "layout", "length", "heldout_fraction")],
         metadata["encoding_errors"] if metadata["undecodable"] else "",
     ]

@@ -1,12 +1,13 @@
 """What a prepared folder says of itself: what it was made from, and what is in it."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from convbert_jax import files
 from convbert_jax.config import Config
 from convbert_jax.data.corpus.shards import shard_path
-from convbert_jax.data.errors import DataError
+from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.records import read_record
 from convbert_jax.data.sources.source import Source
 from convbert_jax.data.tokenizer.tokenizer import training_settings
@@ -27,10 +28,12 @@ METADATA_FIELDS = {
         "fingerprints": dict,
     },
     "tokenizer": str,
+    "stamps": dict,
 }
 SPLIT_FIELDS = {"rows": int, "tokens": int, "documents": int, "shards": list}
 SUMMARY_FIELDS = {
     "splits": {"train": SPLIT_FIELDS, "validation": SPLIT_FIELDS},
+    "digests": list,
     "undecodable": int,
     "encoding_errors": str,
 }
@@ -60,8 +63,12 @@ def origin(config: Config, sources: dict[str, Source] | None) -> dict[str, Any]:
     return result
 
 
-def refuse_other(wanted: dict, there: dict, directory: Path) -> None:
-    """Raises DataError unless the `origin` of a folder is the one that is wanted."""
+def refuse_other(wanted: dict, there: dict, directory: Path, changed: Sequence[str] = ()) -> None:
+    """Raises DataError unless the `origin` of a folder is the one that is wanted.
+
+    Args:
+      changed: paths of source files that changed, for the error.
+    """
     different = [
         f"{name} ({there.get(name)!r} there, {wanted[name]!r} wanted)"
         for name in ("version", "layout", "length", "heldout_fraction")
@@ -75,16 +82,7 @@ def refuse_other(wanted: dict, there: dict, directory: Path) -> None:
             if old.get(name) != new.get(name)
         ]
     if "fingerprints" in wanted:
-        old, new = there.get("fingerprints", {}), wanted["fingerprints"]
-        different += [
-            f"the {name} source (other files, content or format than those of {spec!r} when it "
-            "was prepared)"
-            for name, spec in (
-                ("train", there.get("source")),
-                ("validation", there.get("validation_source")),
-            )
-            if old.get(name) != new.get(name)
-        ]
+        different += describe_sources(wanted["fingerprints"], there, changed)
     elif any(there.get(key) != wanted[key] for key in ("source", "validation_source")):
         different.append(f"source ({there.get('source')!r} there, {wanted['source']!r} wanted)")
     if different:
@@ -92,6 +90,20 @@ def refuse_other(wanted: dict, there: dict, directory: Path) -> None:
             f"{directory} holds another corpus; it differs in {', '.join(different)}: set that "
             f"back, or prepare these elsewhere with {elsewhere(directory)}."
         )
+
+
+def describe_sources(
+    fingerprints: Mapping[str, str], there: dict, changed: Sequence[str]
+) -> list[str]:
+    """Which sources differ from those of a folder, for `refuse_other`."""
+    files = f": {shorten(', '.join(changed))} changed" if changed else ""
+    specs = {"train": there.get("source"), "validation": there.get("validation_source")}
+    return [
+        f"the {name} source (files, content or format of {spec!r} were different when it was "
+        f"prepared{files})"
+        for name, spec in specs.items()
+        if there.get("fingerprints", {}).get(name) != fingerprints.get(name)
+    ]
 
 
 def has_finished_units(directory: Path) -> bool:
@@ -168,6 +180,7 @@ def summary(records: list[dict], length: int, seconds: float) -> dict[str, Any]:
     policies = [record["encoding_errors"] for record in records if record["undecodable"]]
     return {
         "splits": splits,
+        "digests": [record["digest"] for record in records],
         **totals,
         "unknown_rate": totals["unknown"] / max(1, totals["pieces"]),
         "encoding_errors": policies[0] if policies else "error",

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ CHECKED_BYTES = 2_000_000  # of text, to check a vocabulary on
 COUNTS = {"rows": int, "file_bytes": int}
 RECORD_FIELDS = {
     "unit": int,
+    "digest": str,
     "splits": {"train": COUNTS, "validation": COUNTS},
     **dict.fromkeys(("bytes", "dropped", "pieces", "unknown", "undecodable", "skipped"), int),
     "encoding_errors": str,
@@ -113,8 +114,9 @@ def process_units(
     tokenizer: Tokenizer,
     sources: dict[str, Source],
     runner: Runner,
+    check: Callable[[Mapping[int, dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
-    """Records of all units; `runner` does those that are not there yet.
+    """Records of all units; `runner` does the missing ones and `check` is as in `do_units`.
 
     Raises:
       DataError: the first that a unit raised; finished units are kept.
@@ -132,7 +134,7 @@ def process_units(
         encoding_errors=data.encoding_errors,
     )
     work = Work(job, sources, process_unit)
-    return do_units(work, lambda i: _finished(directory, i, data.encoding_errors), runner)
+    return do_units(work, lambda i: _finished(directory, i, data.encoding_errors), runner, check)
 
 
 def _finished(directory: Path, index: int, encoding_errors: str) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from convbert_jax.data.corpus.shards import checksum, shard_path
 from convbert_jax.data.records import write_record
 from convbert_jax.data.sources.source import Source
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.data.units.changes import hashed, new_digest
 from convbert_jax.data.units.work import record_path
 
 BATCH_CHARACTERS = 200_000  # encoded at once
@@ -73,7 +74,8 @@ def process_unit(
             counts[name]["pairs"] += sum(row.pair_label != UNLABELLED for row in rows)
         writers[name].write(rows)
 
-    documents = source.documents(unit, tally)
+    digest = new_digest()
+    documents = hashed(source.documents(unit, tally), digest)
     if job.shuffle_documents:
         documents = _shuffled(documents, random.Random(f"{index} documents"))
     cut = split_sentences if job.layout == "pairs" else None
@@ -96,6 +98,7 @@ def process_unit(
             counts[name]["crc32"] = checksum(writers[name].path)
     record = {
         "unit": index,
+        "digest": digest.hexdigest(),
         "splits": counts,
         **{name: tally[name] for name in ("bytes", "dropped", "pieces", "unknown")},
         "undecodable": tally["undecodable"],

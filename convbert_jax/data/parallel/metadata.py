@@ -1,12 +1,12 @@
 """What a folder of prepared pairs says of itself: what it was made from, and what is in it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from convbert_jax import files
 from convbert_jax.config import Config
-from convbert_jax.data.corpus.metadata import METADATA, elsewhere
+from convbert_jax.data.corpus.metadata import METADATA, describe_sources, elsewhere
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.parallel import vocabularies
 from convbert_jax.data.parallel.pair_source import PairSource
@@ -16,8 +16,13 @@ from convbert_jax.data.records import read_record
 
 VERSION = 1  # of the rows; raise it when the same config gives other rows
 KIND = "parallel"
-METADATA_FIELDS = {"complete": bool, "made_from": dict}
-SUMMARY_FIELDS = {"tokenizers": list, "splits": {"train": list, "validation": list}, "faults": dict}
+METADATA_FIELDS = {"complete": bool, "made_from": dict, "stamps": dict}
+SUMMARY_FIELDS = {
+    "tokenizers": list,
+    "digests": list,
+    "splits": {"train": list, "validation": list},
+    "faults": dict,
+}
 # Of a shard: what its file must be.
 SHARD_FIELDS = (
     *("unit", "rows", "file_bytes", "crc32", "lengths_crc32"),
@@ -46,11 +51,17 @@ def origin(config: Config, sources: Mapping[str, PairSource] | None) -> dict[str
     return result
 
 
-def refuse_other(wanted: dict, there: dict, directory: Path) -> None:
-    """The place of files does not matter where their content is known; nor does that of a
-    vocabulary, whose content is compared where it is read."""
-    names = [name for name in wanted if name not in ("source", "validation_source", "vocabularies")]
-    names += {"cut_sources"} - set(names)  # said only where sources are cut
+def refuse_other(wanted: dict, there: dict, directory: Path, changed: Sequence[str] = ()) -> None:
+    """Raises DataError unless the `origin` of a folder is the one that is wanted.
+
+    Paths of sources and vocabularies do not matter where their content is known.
+
+    Args:
+      changed: paths of source files that changed, for the error.
+    """
+    compared = ("source", "validation_source", "fingerprints", "vocabularies")
+    names = [name for name in wanted if name not in compared]
+    names += {"cut_sources"} - set(names)  # recorded only where sources are cut
     if "fingerprints" not in wanted:
         names += ["source", "validation_source"]
     old, new = there.get("vocabularies", []), wanted["vocabularies"]
@@ -61,6 +72,8 @@ def refuse_other(wanted: dict, there: dict, directory: Path) -> None:
         for name in names
         if there.get(name) != wanted.get(name)
     ]
+    if "fingerprints" in wanted:
+        different += describe_sources(wanted["fingerprints"], there, changed)
     if different:
         raise DataError(
             f"{directory} holds something else; it differs in {', '.join(different)}: set that "
@@ -119,6 +132,7 @@ def summary(records: list[dict]) -> dict[str, Any]:
     first = cut[0][1] if cut else ""
     return {
         "splits": splits,
+        "digests": [record["digest"] for record in records],
         "faults": faults,
         "cut": [sum(count for count, _ in cut), first],
         **totals,

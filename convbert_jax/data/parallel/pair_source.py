@@ -184,6 +184,7 @@ class PairRows:
     split: str
     columns: tuple[str, ...]
     targets: Targets
+    files: frozenset[Path]
     units: tuple[PairUnit, ...]
 
     def place(self, number: int, text: int = 0) -> str:
@@ -278,7 +279,7 @@ def _open_tfds(rest: str, columns: tuple[str, ...], targets: Targets) -> PairRow
         PairUnit(start + 1, min(step, count - start), (), min(step, count - start) * average)
         for start in range(0, count, step)
     )
-    return PairRows(name, prints, directory, split, columns, targets, units)
+    return PairRows(name, prints, directory, split, columns, targets, frozenset(found), units)
 
 
 def _of_row(row, columns: tuple[str, ...], targets: Targets) -> tuple[str, ...] | Fault:

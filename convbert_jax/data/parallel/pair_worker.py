@@ -22,6 +22,7 @@ from convbert_jax.data.parallel.vocabularies import SIDES, Vocabularies
 from convbert_jax.data.records import write_record
 from convbert_jax.data.tables.table_formats import Fault
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.data.units.changes import hashed, new_digest
 from convbert_jax.data.units.work import record_path
 
 PAIRS_AT_ONCE = 2_048
@@ -75,7 +76,8 @@ def process_pairs(
     tally: Counter = Counter()
     faults: dict[str, list] = {}
     cut = [0, ""]
-    found = source.pairs(unit)
+    digest = new_digest()
+    found = hashed(source.pairs(unit), digest)
     while block := list(itertools.islice(found, PAIRS_AT_ONCE)):
         texts = [pair for _, pair in block if not isinstance(pair, Fault)]
         encoded = iter(encode_pairs(job, texts))
@@ -110,6 +112,7 @@ def process_pairs(
             counts[name]["lengths_crc32"] = checksum(path)
     record = {
         "unit": index,
+        "digest": digest.hexdigest(),
         "splits": counts,
         **{name: tally[name] for name in ("bytes", "pieces", "unknown")},
         "pairs": unit.count,

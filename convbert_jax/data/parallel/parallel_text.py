@@ -40,6 +40,7 @@ from convbert_jax.data.parallel.records import id_dtype
 from convbert_jax.data.parallel.vocabularies import Vocabularies
 from convbert_jax.data.records import read_record, write_record
 from convbert_jax.data.sources.source import refuse_shared_text
+from convbert_jax.data.units.changes import check_content, list_changed, take_stamps
 from convbert_jax.data.units.lock import lock
 from convbert_jax.data.units.processes import Processes
 from convbert_jax.data.units.work import Runner, Work, do_units, record_path
@@ -47,6 +48,7 @@ from convbert_jax.data.units.work import Runner, Work, do_units, record_path
 COUNTS = {"rows": int, "file_bytes": int}
 RECORD_FIELDS = {
     "unit": int,
+    "digest": str,
     "splits": {"train": COUNTS, "validation": COUNTS},
     **dict.fromkeys(("bytes", "pieces", "unknown", "pairs"), int),
     "faults": dict,
@@ -87,12 +89,17 @@ class ParallelText:
         return id_dtype(*(tokenizer.vocab_size for tokenizer in self.vocabularies))
 
 
-def prepare(config: Config, directory: Path, runner: Runner | None = None) -> ParallelText:
+def prepare(
+    config: Config, directory: Path, runner: Runner | None = None, *, compare: bool = False
+) -> ParallelText:
     """The parallel text of `config` in `directory`; does whatever is missing there.
 
     Trains or loads the vocabularies and checks them on a sample; then `runner` writes shards, by
     default `config.data.workers` processes. Safe to kill and to run again. Another process that
     prepares the same directory is waited for.
+
+    Args:
+      compare: reads the sources of finished units again even if no file seems to have changed.
 
     Raises:
       DataError: no pairs, files of unequal line count, bad pairs under bad_pairs="error", a
@@ -100,7 +107,7 @@ def prepare(config: Config, directory: Path, runner: Runner | None = None) -> Pa
         Nothing there is overwritten or deleted.
     """
     directory = Path(directory)
-    if opened := open_prepared(config, directory):
+    if opened := open_prepared(config, directory, compare=compare):
         return opened
     with lock(directory):
         if opened := open_prepared(config, directory):  # finished while waiting
@@ -116,7 +123,8 @@ def prepare(config: Config, directory: Path, runner: Runner | None = None) -> Pa
         if metadata is None:
             refuse_units_of_unknown(directory)
         if metadata and has_finished_units(directory):
-            refuse_other(made_from, metadata["made_from"], directory)
+            changed = list_changed(directory, sources, metadata["stamps"])
+            refuse_other(made_from, metadata["made_from"], directory, changed)
             made = vocabularies.load(config, directory)
             refuse_changed(made, metadata["tokenizers"], directory)
         else:
@@ -125,12 +133,14 @@ def prepare(config: Config, directory: Path, runner: Runner | None = None) -> Pa
                 "complete": False,
                 "made_from": made_from,
                 "tokenizers": [tokenizer.fingerprint for tokenizer in made],
+                "stamps": take_stamps(sources),
             }
             write_record(directory / METADATA, metadata)
         records = do_units(
             Work(make_job(config, directory, made), sources, process_pairs),
             lambda i: _finished(directory, i, config.parallel.bad_pairs),
             runner or Processes(config.data.workers),
+            lambda done: _check_content(config, directory, sources, metadata, done, compare),
         )
         metadata |= summary(records)
         _log_summary(metadata, directory, time.monotonic() - started)
@@ -192,8 +202,24 @@ def _finished(directory: Path, index: int, bad_pairs: str) -> dict[str, Any] | N
 # --- What is there ---
 
 
-def open_prepared(config: Config, directory: Path) -> ParallelText | None:
+def _check_content(config, directory, sources, metadata, records, compare: bool) -> None:
+    check_content(
+        directory,
+        sources,
+        metadata["stamps"],
+        {index: record["digest"] for index, record in records.items()},
+        always=compare,
+        reader="pairs",
+        workers=config.data.workers,
+        elsewhere=elsewhere(directory),
+    )
+
+
+def open_prepared(config: Config, directory: Path, *, compare: bool = False) -> ParallelText | None:
     """The pairs, if `directory` holds all of them; the files they came from may be gone by then.
+
+    Args:
+      compare: as in `prepare`.
 
     Raises:
       DataError: it holds others, or damaged ones.
@@ -207,9 +233,13 @@ def open_prepared(config: Config, directory: Path) -> ParallelText | None:
     except DataError as error:
         gone = error
     made_from = metadata["made_from"]
-    refuse_other(origin(config, sources), made_from, directory)
+    changed = list_changed(directory, sources, metadata["stamps"])
+    refuse_other(origin(config, sources), made_from, directory, changed)
     if gone:
         logging.warning("%s The pairs prepared from it in %s are used.", gone, directory)
+    else:
+        units = {index: {"digest": digest} for index, digest in enumerate(metadata["digests"])}
+        _check_content(config, directory, sources, metadata, units, compare)
     if metadata["faults"] and config.parallel.bad_pairs == "error":
         first = next(iter(metadata["faults"].values()))[1]
         raise DataError(
@@ -249,6 +279,7 @@ def open_prepared(config: Config, directory: Path) -> ParallelText | None:
     identity = [
         metadata["tokenizers"],
         {name: value for name, value in made_from.items() if name not in rest},
+        metadata["digests"],
     ]
     fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     section = config.parallel

@@ -37,6 +37,15 @@ class Docstrings:
     fingerprint: str
     units: tuple[Modules, ...]
 
+    @property
+    def files(self) -> set[Path]:
+        """All files that it reads."""
+        return {path for unit in self.units for path in self.files_of(unit)}
+
+    def files_of(self, unit: Modules) -> set[Path]:
+        """The files of one unit."""
+        return set(map(Path, unit.paths))
+
     def documents(self, unit: Modules, tally: Counter | None = None) -> Iterator[str]:
         """Docstrings without doctests; what repeats within a unit comes once."""
         seen = set()

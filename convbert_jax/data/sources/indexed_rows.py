@@ -36,6 +36,7 @@ class IndexedRows:
     arguments: tuple[str, ...]
     text_field: str
     encoding_errors: str
+    files: frozenset[Path]  # that hold the rows; empty if only the package knows them
     units: tuple[RowRange, ...]
 
     def documents(self, unit: RowRange, tally: Counter | None = None) -> Iterator[str]:
@@ -80,7 +81,8 @@ def open_tfds(rest: str, section: DataSection) -> IndexedRows:
     files = sorted(path for path in Path(directory).glob("*.array_record*") if path.is_file())
     how = f"tfds {section.split} {section.text_field}"
     fingerprint = fingerprint_files(files, Path(directory), how)
-    return _indexed(f"tfds:{rest}", fingerprint, "tfds", (directory, section.split), rows, section)
+    arguments = (directory, section.split)
+    return _indexed(f"tfds:{rest}", fingerprint, "tfds", arguments, rows, section, files)
 
 
 def open_datasets(rest: str, section: DataSection) -> IndexedRows:
@@ -104,7 +106,9 @@ def open_datasets(rest: str, section: DataSection) -> IndexedRows:
     return _indexed(f"datasets:{rest}", fingerprint, "datasets", arguments, rows, section)
 
 
-def _indexed(name, fingerprint, opener, arguments, rows, section: DataSection) -> IndexedRows:
+def _indexed(
+    name, fingerprint, opener, arguments, rows, section: DataSection, files=()
+) -> IndexedRows:
     count, field = len(rows), section.text_field
     if not count:
         raise DataError(f"{name} has no rows in split '{section.split}'; check config.data.split.")
@@ -125,6 +129,7 @@ def _indexed(name, fingerprint, opener, arguments, rows, section: DataSection) -
         arguments=arguments,
         text_field=field,
         encoding_errors=section.encoding_errors,
+        files=frozenset(files),
         units=tuple(
             RowRange(start, min(start + step, count), (min(start + step, count) - start) * average)
             for start in range(0, count, step)

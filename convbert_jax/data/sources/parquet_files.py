@@ -36,7 +36,11 @@ class ParquetFiles:
     @property
     def files(self) -> set[Path]:
         """All files that it reads."""
-        return {self.root / file for unit in self.units for file, _ in unit.parts}
+        return {path for unit in self.units for path in self.files_of(unit)}
+
+    def files_of(self, unit: RowGroups) -> set[Path]:
+        """The files of one unit."""
+        return {self.root / file for file, _ in unit.parts}
 
     def documents(self, unit: RowGroups, tally: Counter | None = None) -> Iterator[str]:
         """Texts of the rows of `unit`; null and blank ones are left out."""

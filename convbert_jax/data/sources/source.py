@@ -7,7 +7,8 @@ end, which makes it the grain of parallel work and of resuming.
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from convbert_jax.config import DataSection
@@ -20,16 +21,23 @@ class Source(Protocol):
 
     A unit is small and picklable, the same on every run; its `size` is in bytes of text, estimated
     where compressed.
-    `fingerprint` depends on the content and how it is read, not on where it lies or when it was
-    written. `documents` adds to `tally` what it had to mend: "undecodable" places in the text and
-    documents "skipped" for them.
+
+    Attributes:
+      fingerprint: depends on names, sizes and both ends of the files and on how they are read, not
+        on the folder or the modification time. It is cheap; the content of units is hashed when
+        they are read.
+      files: every local file that is read.
     """
 
     name: str
     fingerprint: str
+    files: Collection[Path]
     units: Sequence[Any]
 
-    def documents(self, unit: Any, tally: Counter | None = None) -> Iterator[str]: ...
+    def documents(self, unit: Any, tally: Counter | None = None) -> Iterator[str]:
+        """Documents of a unit. Adds to `tally` the "undecodable" places of the text and the
+        documents "skipped" because of them.
+        """
 
 
 OPENERS = {

@@ -64,7 +64,11 @@ class TextFiles:
     @property
     def files(self) -> set[Path]:
         """All files that it reads."""
-        return {self.root / part.file for unit in self.units for part in unit.parts}
+        return {path for unit in self.units for path in self.files_of(unit)}
+
+    def files_of(self, unit: TextUnit) -> set[Path]:
+        """The files of one unit."""
+        return {self.root / part.file for part in unit.parts}
 
     def documents(self, unit: TextUnit, tally: Counter | None = None) -> Iterator[str]:
         """Documents of `unit` in the order of the files.
@@ -241,7 +245,10 @@ def find_files(globs: str) -> list[Path]:
 
 
 def fingerprint_files(paths: list[Path], root: Path, how: str) -> str:
-    """sha256 over `how`, and of each file its name below `root`, size, first and last 64 KiB."""
+    """sha256 over `how` and each file's name below `root`, size, first and last 64 KiB.
+
+    Cheap to compute at every start; changes in between are found by `units/changes.py`.
+    """
     digest = hashlib.sha256(how.encode())
     for path in paths:
         size = path.stat().st_size

@@ -18,12 +18,13 @@ from etils import epath
 from convbert_jax import files
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.records import read_record, write_record
+from convbert_jax.data.units.changes import STAMPS
 from convbert_jax.data.units.lock import lock
 from convbert_jax.data.units.progress import show_progress
 
 LIST = "files.json"
 ROWS = ("train-", "validation-")  # how shards, and what lies beside them, are called
-_OF_THIS_MACHINE = ("units/", "attempts-", "lock", LIST)
+_OF_THIS_MACHINE = ("units/", "attempts-", "lock", LIST, STAMPS)
 _AT_ONCE = 8  # files; a bucket serves several faster than one
 _CHUNK = 1 << 22  # bytes
 _REMEDY = "name a disk with room by --config.data.cache, then start again"

@@ -20,14 +20,21 @@ _STARTING = threading.Lock()  # held while this process has no main script, see 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """A runner: `workers` processes, 0 is one per core; where one is enough it is this one."""
+    """A runner of several processes of this machine.
+
+    Attributes:
+      workers: 0 is one per core; a single one is the calling process.
+      activity: what the progress line says.
+    """
 
     workers: int
+    activity: str = "Tokenizing"
 
     def run(self, work: Work, assignments: Sequence[Assignment]) -> None:
         """As `Runner` has it. Raises DataError too where a process was killed."""
         workers = min(self.workers or _cores(), len(assignments))
-        with show_progress(sum(each.size for each in assignments)) as advance:
+        total = sum(each.size for each in assignments)
+        with show_progress(total, self.activity) as advance:
             if workers <= 1:
                 for each in assignments:
                     work.do(each)

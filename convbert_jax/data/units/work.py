@@ -92,14 +92,21 @@ class Runner(Protocol):
         """
 
 
-def do_units(work: Work, finished: Callable[[int], Record | None], runner: Runner) -> list[Record]:
-    """Records of all units, in order; `runner` does those that are not there yet.
+def do_units(
+    work: Work,
+    finished: Callable[[int], Record | None],
+    runner: Runner,
+    check: Callable[[Mapping[int, Record]], None] = lambda finished: None,
+) -> list[Record]:
+    """Records of all units, in order; `runner` does the missing ones.
 
     Args:
-      finished: the record of a unit that is there, by its index; it is asked again for those done.
+      finished: returns the record of a unit by its index, None if it is missing; called again for
+        each unit that `runner` did.
+      check: called with the records of finished units by index before more are done.
 
     Raises:
-      DataError: as `runner` does.
+      DataError: as `runner` and `check` do.
     """
     remove_attempts(work.job.directory)
     assignments = work.list_assignments()
@@ -108,6 +115,7 @@ def do_units(work: Work, finished: Callable[[int], Record | None], runner: Runne
     if len(todo) < len(assignments):
         done = len(assignments) - len(todo)
         logging.info("%d of %d units are there already.", done, len(assignments))
+        check({index: record for index, record in records.items() if record})
     if todo:
         runner.run(work, todo)
     for each in todo:

@@ -73,7 +73,7 @@ def test_units_and_workers_change_nothing_but_shards(
     assert texts_of(text) == texts_of(whole)
     # Opened again, and with a unit done again after its record was lost.
     again = prepare(config, tmp_path / "prepared")
-    assert again.fingerprint == text.fingerprint == whole.fingerprint
+    assert again.fingerprint == text.fingerprint
     before = (tmp_path / "prepared" / "train-00001.array_record").read_bytes()
     (tmp_path / "prepared" / "units" / "00001.json").unlink()
     (tmp_path / "prepared" / "train-00001.lengths").unlink()

@@ -1,0 +1,150 @@
+"""Detects sources that changed after a folder was prepared from them.
+
+Each unit is hashed while it is tokenized. Later starts compare sizes and modification times of the
+source files, which is cheap, and read the units again only where one of these differs.
+"""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+
+from convbert_jax.data.errors import DataError, shorten
+from convbert_jax.data.records import read_record, write_record
+from convbert_jax.data.units.processes import Processes
+from convbert_jax.data.units.work import Source, Work
+
+# Newer stamps of unchanged content, as seen from this machine; those in metadata.json stay.
+STAMPS = "stamps.json"
+# Path below the common folder of all files -> size in bytes, modification time in ns.
+Stamps = Mapping[str, Sequence[int]]
+
+
+def new_digest():
+    """An empty hash for the content of one unit."""
+    return hashlib.blake2b(digest_size=16)
+
+
+def hashed(items: Iterable[Any], digest) -> Iterator[Any]:
+    """Yields `items` (texts, or pairs with their numbers) and adds each to `digest`."""
+    for item in items:
+        digest.update(ascii(item).encode())  # unlike repr, the same in every version of Python
+        yield item
+
+
+def take_stamps(sources: Mapping[str, Source]) -> dict[str, list[int]]:
+    """Size and modification time of every file of `sources`, which may be moved together."""
+    paths, stats = _list_files(sources), {}
+    for name in paths:
+        stat = paths[name].stat()
+        stats[name] = [stat.st_size, stat.st_mtime_ns]
+    return stats
+
+
+def _list_files(sources: Mapping[str, Source]) -> dict[str, Path]:
+    paths = sorted({path.absolute() for source in sources.values() for path in source.files})
+    root = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    return {os.path.relpath(path, root): path for path in paths}
+
+
+def list_changed(
+    directory: Path, sources: Mapping[str, Source] | None, recorded: Stamps
+) -> list[str]:
+    """Paths of files whose stamp is neither `recorded` nor the one of the last comparison.
+
+    Raises:
+      DamagedFileError: the stamps of the last comparison are not what was written.
+    """
+    if not sources:
+        return []
+    try:
+        remedy = "delete it; the sources are then compared by their content"
+        newer = read_record(directory / STAMPS, remedy=remedy, fields={"files": dict})["files"]
+    except FileNotFoundError:
+        newer = {}
+    paths = _list_files(sources)
+    return [
+        str(paths[name])
+        for name, stamp in take_stamps(sources).items()
+        if stamp not in (recorded.get(name), newer.get(name))
+    ]
+
+
+def check_content(
+    directory: Path,
+    sources: Mapping[str, Source],
+    stamps: Stamps,
+    digests: Mapping[int, str],
+    *,
+    always: bool,
+    reader: str,
+    workers: int,
+    elsewhere: str,
+) -> None:
+    """Compares units with the digests of their preparation if the stamp of a file differs.
+
+    Args:
+      stamps: of the source files when they were prepared.
+      digests: by the number of the unit; other units are not read.
+      always: compares also where all stamps are equal.
+      reader: the method of a source that reads a unit: "documents" or "pairs".
+      workers: processes; 0 is one per core.
+      elsewhere: the flag that names another folder.
+
+    Raises:
+      DataError: the content of a unit differs.
+      DamagedFileError: the stamps kept in `directory` are not what was written.
+    """
+    changed = list_changed(directory, sources, stamps)
+    if not changed and not always:
+        return
+    job = _Comparison(directory, reader, digests, tuple(changed), elsewhere)
+    work = Work(job, sources, _compare_unit)
+    assignments = [each for each in work.list_assignments() if each.index in digests]
+    if len(assignments) < len(digests):
+        raise job.error(changed or [source.name for source in sources.values()])
+    why = f"{shorten(', '.join(changed))} has another size or modification time"
+    logging.info(
+        "Comparing the sources with the content that %s was prepared from: %s.",
+        directory,
+        why if changed else "--mode=prepare always does",
+    )
+    present = take_stamps(sources)
+    Processes(workers, "Comparing").run(work, assignments)
+    try:
+        write_record(directory / STAMPS, {"files": present})
+    except DataError as error:  # shards of somebody else
+        logging.warning("%s The next start compares the sources again.", error)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """The `Job` of comparing units."""
+
+    directory: Path
+    reader: str
+    digests: Mapping[int, str]
+    changed: tuple[str, ...]
+    elsewhere: str
+
+    def error(self, paths: Sequence[str]) -> DataError:
+        return DataError(
+            f"The source of {self.directory} changed after it was prepared: the content of "
+            f"{shorten(', '.join(paths))} differs. Restore the original files, or prepare the new "
+            f"ones with {self.elsewhere}."
+        )
+
+
+def _compare_unit(job: _Comparison, index: int, source: Any, unit: Any, split: str = "") -> dict:
+    digest = new_digest()
+    for _ in hashed(getattr(source, job.reader)(unit), digest):
+        pass
+    if digest.hexdigest() != job.digests[index]:
+        files_of = getattr(source, "files_of", lambda unit: source.files)
+        paths = sorted(str(path.absolute()) for path in files_of(unit))
+        raise job.error([path for path in paths if path in job.changed] or paths)
+    return {}
