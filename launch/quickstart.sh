@@ -3,7 +3,15 @@
 # trains a tokenizer on the docstrings of the installed Python packages, makes shards, pre-trains configs/tiny.py, and reports.
 # Run it again to continue a run that was stopped. Further arguments go to the trainer, e.g. --config.train.steps=5000.
 set -euo pipefail
+called_from=$PWD
 cd "$(dirname "$0")/.."
 . launch/environment.sh
-echo "Pre-training configs/tiny.py in runs/tiny; stop with Ctrl-C at any time, run again to go on."
-exec python -m convbert_jax.main --config=configs/tiny.py "$@"
+echo "Pre-training configs/tiny.py in runs/tiny. Stop with Ctrl-C at any time; run the script again to continue."
+guard=() # if the system has setpriv, Python gets SIGTERM and saves when this script is killed
+if command -v setpriv >/dev/null; then guard=(setpriv --pdeathsig TERM --); fi
+${guard[@]+"${guard[@]}"} python -m convbert_jax.main --config=configs/tiny.py "$@"
+if [ -z "$active" ]; then
+  go=
+  if [ "$called_from" != "$PWD" ]; then go="cd $(printf %q "$PWD") && "; fi
+  printf '\n%s\n  %s\n' "The other commands of README.md need the virtual environment. Activate it once in each terminal:" "${go}source .venv/bin/activate"
+fi

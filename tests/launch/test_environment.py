@@ -3,9 +3,14 @@
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
+import sys
+import time
 
 import pytest
+
+from tests.launch.hearing import hear
 
 LAUNCH = pathlib.Path(__file__).resolve().parents[2] / "launch"
 SHIM = """#!/bin/sh
@@ -240,3 +245,120 @@ def test_what_the_program_ends_with_is_what_the_script_ends_with(checkout):
     assert "exit 7" in python.read_text()
     for script in ("quickstart.sh", "test.sh"):
         assert start(checkout, [f"launch/{script}"]).returncode == 7
+
+
+ACTIVATE = "source .venv/bin/activate"
+
+
+def test_quickstart_ends_with_how_to_activate_its_environment(checkout, tmp_path_factory):
+    make_environment(checkout / ".venv")
+    result = start(checkout, ["launch/quickstart.sh"])
+    assert result.stdout.splitlines()[-1].strip() == ACTIVATE
+    elsewhere = tmp_path_factory.mktemp("else where")
+    result = start(checkout, [str(checkout / "launch" / "quickstart.sh")], cwd=elsewhere)
+    command = result.stdout.splitlines()[-1].replace("source", ".") + " && pwd"
+    shown = subprocess.run(["bash", "-c", command], cwd=elsewhere, capture_output=True, text=True)
+    assert shown.stdout.strip() == str(checkout)
+    active = {"VIRTUAL_ENV": str(checkout / ".venv")}
+    active["PATH"] = f"{checkout}/.venv/bin:{os.environ['PATH']}"
+    assert ACTIVATE not in start(checkout, ["launch/quickstart.sh"], **active).stdout
+
+
+def test_a_quickstart_that_fails_does_not_go_on_to_activation(checkout):
+    make_environment(checkout / ".venv")
+    python = checkout / ".venv" / "bin" / "python"
+    python.write_text(NOTES.replace('*) echo "$*" >>"$here/../../asked";;', "*) exit 75;;"))
+    result = start(checkout, ["launch/quickstart.sh"])
+    assert (result.returncode, ACTIVATE in result.stdout) == (75, False)
+
+
+# Saves when it is interrupted, and ends with the code of `main.py`.
+SAVES = """#!/bin/sh
+here=$(dirname "$0")
+case "$*" in *convbert_jax.main*) ;; *) exec "$here/notes" "$@";; esac
+trap 'echo saved >"$here/../../saved"; exit CODE' NAME
+echo $$ >"$here/../../pid"
+while :; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(
+            signal.SIGTERM,
+            75,
+            marks=pytest.mark.skipif(not shutil.which("setpriv"), reason="needs setpriv"),
+        ),
+    ],
+)
+def test_quickstart_hands_signals_on(checkout, number, code):
+    """Ctrl-C of a terminal goes to the group; SIGTERM of a supervisor to the script alone."""
+    make_environment(checkout / ".venv")
+    folder = checkout / ".venv" / "bin"
+    (folder / "python").rename(folder / "notes")
+    name = number.name.removeprefix("SIG")
+    (folder / "python").write_text(SAVES.replace("CODE", str(code)).replace("NAME", name))
+    (folder / "python").chmod(0o755)
+    ours = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "CONDA_PREFIX")}
+    process = subprocess.Popen(
+        ["bash", "launch/quickstart.sh"],
+        cwd=checkout,
+        env=ours,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=hear,
+    )
+    wait_for(checkout / "pid")
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    said = process.communicate(timeout=30)[0]
+    wait_for(checkout / "saved")
+    assert ACTIVATE not in said
+    assert process.returncode == (code if number == signal.SIGINT else -number)
+
+
+def wait_for(file: pathlib.Path) -> None:
+    end = time.monotonic() + 30
+    while not file.exists():
+        assert time.monotonic() < end, file
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in the checkout", "elsewhere"])
+@pytest.mark.parametrize("made", [True, False], ids=["with .venv", "without"])
+def test_a_missing_package_names_the_environment_that_has_it(checkout, made, inside):
+    (checkout / "convbert_jax").mkdir()
+    shutil.copy(LAUNCH.parent / "convbert_jax" / "absent.py", checkout / "convbert_jax")
+    if made:
+        make_environment(checkout / ".venv")
+    code = "from convbert_jax import absent\nwith absent.told():\n import no_such_package"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=checkout if inside else checkout.parent,
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert "no_such_package" in line
+    folder = ".venv" if inside else checkout / ".venv"
+    assert line.endswith(f"source {folder}/bin/activate") == made
+
+
+def test_an_active_environment_that_lacks_a_package_is_not_told_to_be_activated(
+    checkout, monkeypatch
+):
+    from convbert_jax import absent
+
+    make_environment(checkout / ".venv")
+    monkeypatch.setattr(absent, "_CHECKOUT", checkout)
+    monkeypatch.setattr(sys, "prefix", str(checkout / ".venv"))
+    with pytest.raises(SystemExit, match=r"requirements\.txt"), absent.told():
+        import no_such_package  # noqa: F401
