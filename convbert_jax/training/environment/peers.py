@@ -28,6 +28,7 @@ from convbert_jax.training.environment import meeting
 from convbert_jax.training.environment.meeting import Advice, Link, Place, Word
 
 EXIT_CODE = interrupts.TRY_AGAIN  # the same command goes on from the last checkpoint
+_FAILED = 1  # exit code of an error, which would come again
 _PATIENCE = 10.0  # seconds for a death to be told before its consequences
 _GRACE = 1.0  # seconds for a process to say its own error before it ends for another's
 _LINGER = 3.0  # seconds that the first process stays with an error: jax aborts those it leaves
@@ -63,7 +64,7 @@ def together(place: Place, *, patience: float, silence: float, advise: Advice) -
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
             time.sleep(_PATIENCE)  # the consequence of a death, which is told any moment
-        code = 1
+        code = _FAILED
         if isinstance(error, KeyboardInterrupt):
             by = error.by if isinstance(error, interrupts.Stopped) else "SIGINT"
             code = interrupts.exit_code(by)
@@ -158,7 +159,7 @@ class _Peers:
             self._tell({"kind": "beat"})
 
     def _listen(self, index: int, link: Link) -> None:
-        """Until the process of this number says its last word, or falls silent."""
+        """Reads the messages of process `index` until its last one, or until it falls silent."""
         missed = 0  # beats, and not the clock: a machine that sleeps has not been waiting
         while missed * _BEAT < self._silence:
             try:
@@ -166,25 +167,37 @@ class _Peers:
             except TimeoutError:
                 missed += 1
                 continue
-            except (OSError, ValueError):
+            except OSError:
                 word = None
+            except ValueError as error:
+                _log_dropped(index, error)
+                continue
             missed = 0
-            match word and word["kind"]:
-                case "beat":
+            match word:
+                case None:
+                    self._end_with({"kind": "ended", "process": index})
+                    return
+                case {"kind": "beat"}:
                     pass
-                case "all here":
+                case {"kind": "all here"}:
                     self._all_here.set()
-                case "done":
+                case {"kind": "done"}:
+                    return
+                case {"kind": "failed" | "hangs" | "silent" | "ended", "process": int(who)} if (
+                    0 <= who < self._place.count
+                ):
+                    sentence = _printable(word.get("sentence"))
+                    self._end_with({"kind": word["kind"], "process": who, "sentence": sentence})
                     return
                 case _:
-                    self._end_with(word or {"kind": "ended", "process": index})
-                    return
+                    _log_dropped(index, "an unknown message")
         self._end_with({"kind": "silent", "process": index})
 
     def _end_with(self, word: Word) -> None:
-        """Ends this process for what has happened to another."""
+        """Ends this process because of what happened to another one."""
         self._tell(word)
-        if word["kind"] == "failed":  # an error of the data or the numbers comes to all at once
+        failed = word["kind"] == "failed"
+        if failed:  # an error of the data or the numbers comes to all at once
             time.sleep(_GRACE)
         with self._lock:
             if self._left:
@@ -194,7 +207,7 @@ class _Peers:
             if word["kind"] == "hangs":
                 faulthandler.dump_traceback(2)
             self._linger()
-            os._exit(word.get("code", EXIT_CODE))
+            os._exit(_FAILED if failed else EXIT_CODE)
 
     def _explain(self, word: Word) -> str:
         who = f"process {word['process']}"
@@ -225,9 +238,12 @@ class _Peers:
 def _connect_jax(place: Place, patience: float, silence: float) -> None:
     # jax's own service would hear SIGTERM and keep it to itself until the run listens.
     jax.config.update("jax_enable_preemption_service", False)
+    host, port = meeting.bind_host(place), place.coordinator.rpartition(":")[2]
+    host = f"[{host}]" if ":" in host else host
     try:
         jax.distributed.initialize(
             *place,
+            coordinator_bind_address=f"{host}:{port}" if host else None,  # None: all interfaces
             initialization_timeout=int(patience) + 1,
             heartbeat_timeout_seconds=max(_JAX_PATIENCE, int(2 * silence)),
         )
@@ -240,11 +256,27 @@ def _connect_jax(place: Place, patience: float, silence: float) -> None:
 
 
 def _describe(error: BaseException) -> Word:
-    """What the others are told: an error comes again, so its code is that of all."""
+    """The message to the other processes about the error that ends this one."""
     if isinstance(error, (KeyboardInterrupt, jax.errors.JaxRuntimeError)):
         return {"kind": "ended"}
     sentence = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return {"kind": "failed", "code": 1, "sentence": " ".join(sentence.split())[:_LONGEST]}
+    return {"kind": "failed", "sentence": _printable(sentence)}
+
+
+def _printable(text: object) -> str:
+    """`text` on one line, without control characters and of limited length."""
+    shown = "".join(c if c.isprintable() else " " for c in str(text))
+    return " ".join(shown.split())[:_LONGEST]
+
+
+def _log_dropped(index: int, what: object) -> None:
+    logging.log_first_n(
+        logging.WARNING,
+        "Ignored a malformed message from process %d (%s); further ones are not logged.",
+        1,
+        index,
+        what,
+    )
 
 
 def _exit(code: int, linger: float) -> None:

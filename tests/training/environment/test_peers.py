@@ -1,15 +1,18 @@
 """Several processes of which one ends: the others say so in one sentence, soon, with one code."""
 
+import contextlib
 import os
 import pathlib
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from convbert_jax.training.environment import meeting, peers
 from convbert_jax.training.environment.peers import EXIT_CODE
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
@@ -40,11 +43,15 @@ except UserError as error:
 """
 
 
-def launch(*does: str, count: int) -> list[subprocess.Popen]:
-    """The first ones of so many processes, one for each word."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def launch(*does: str, count: int, port: int | None = None, begin=0) -> list[subprocess.Popen]:
+    """Starts one of `count` processes for each word, from process `begin` on."""
+    port = port or free_port()
     return [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(port), str(count), str(index), what],
@@ -54,7 +61,7 @@ def launch(*does: str, count: int) -> list[subprocess.Popen]:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for index, what in enumerate(does)
+        for index, what in enumerate(does, start=begin)
     ]
 
 
@@ -77,6 +84,104 @@ def check_ended(process, by: int, count: int) -> None:
     assert f"process {by} of {count} has ended" in line
     assert "stack trace" not in text.partition("error: ")[0]
     assert len(text) < 3000
+
+
+class Told:
+    """What a process does about messages from process 1 of 3.
+
+    Attributes:
+      exits: its exit code, if it ended.
+      errors: exceptions that ended a thread.
+    """
+
+    def __init__(self, monkeypatch):
+        self.exits, self.errors = [], []
+        monkeypatch.setattr(peers.os, "_exit", self.exits.append)
+        monkeypatch.setattr(peers, "_GRACE", 0.0)
+        monkeypatch.setattr(peers, "_LINGER", 0.0)
+        monkeypatch.setattr(threading, "excepthook", self.errors.append)
+
+    def hear(self, says: bytes) -> None:
+        here, there = socket.socketpair()
+        place = meeting.Place("localhost:80", 3, 0)
+        with here, there:
+            there.sendall(says)
+            there.shutdown(socket.SHUT_WR)
+            thread = threading.Thread(
+                target=peers._Peers(place, 60.0)._listen, args=(1, meeting.Link(here))
+            )
+            thread.start()
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+MALFORMED = {
+    "binary": bytes(range(256)),
+    "not a message": b"[]",
+    "deep nesting": b"[" * 50_000,
+    "a huge line": b"x" * 200_000,
+    "another kind": b'{"kind": "x"}',
+    "a list as a kind": b'{"kind": []}',
+    "no process": b'{"kind": "failed", "sentence": "x"}',
+    "a word as a process": b'{"kind": "hangs", "process": "1"}',
+    "a process that does not exist": b'{"kind": "ended", "process": 3}',
+}
+
+
+@pytest.mark.parametrize("says", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_message_is_ignored(says, monkeypatch):
+    told = Told(monkeypatch)
+    told.hear(says + b'\n{"kind": "beat"}\n{"kind": "done"}\n')
+    assert told.exits == told.errors == []
+
+
+@pytest.mark.parametrize("code", ["0", "3", "true", "[]", '"0"'])
+@pytest.mark.parametrize(
+    ("kind", "ends"),
+    [("failed", 1), ("ended", EXIT_CODE), ("hangs", EXIT_CODE), ("silent", EXIT_CODE)],
+)
+def test_a_message_does_not_choose_the_exit_code(kind, ends, code, monkeypatch):
+    told = Told(monkeypatch)
+    told.hear(f'{{"kind": "{kind}", "process": 1, "code": {code}}}\n'.encode())
+    assert (told.exits, told.errors) == ([ends], [])
+
+
+def test_the_sentence_of_a_message_is_printed_as_one_line(monkeypatch, capfd):
+    told = Told(monkeypatch)
+    sentence = r"\u001b[2J\u001b]0;title\u0007 two\nlines \ud800"
+    told.hear(f'{{"kind": "failed", "process": 1, "sentence": "{sentence}", "self": 1}}\n'.encode())
+    written = capfd.readouterr().err
+    assert told.errors == []
+    assert written.count("\n") == 1
+    assert written[:-1].isprintable()
+
+
+def test_processes_meet_and_finish_among_strangers():
+    port = free_port()
+    (first,) = launch("end", count=2, port=port)
+    with contextlib.ExitStack() as strangers:
+        messages = [*MALFORMED.values(), b'{"kind": "failed", "process": 1, "code": 0}']
+        for says in [*(message + b"\n" for message in messages), b"half a line", b""]:
+            stranger = strangers.enter_context(connect(port))
+            with contextlib.suppress(OSError):  # it may be dropped before it has sent everything
+                stranger.sendall(says)
+        (second,) = launch("end", count=2, port=port, begin=1)
+        for process in (first, second):
+            _, text = process.communicate(timeout=PATIENCE)
+            assert process.returncode == 0, text
+            assert "Traceback" not in text
+
+
+def connect(port: int) -> socket.socket:
+    """Connects to process 0 as soon as it listens."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return socket.create_connection(("localhost", port), PATIENCE)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.slow)])
