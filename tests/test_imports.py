@@ -25,7 +25,7 @@ ALLOWED = {
     "machine": set(),
     "drawing": {"files"},
     "html_page": {"config"},
-    "ops": {"config", "machine"},
+    "ops": {"config", "files", "machine"},
     "data": {"config", "files", "interfaces"},
     "models": {"config", "interfaces", "ops"},
     "training": {*("config", "files", "interrupts", "ending", "workdir", "interfaces", "machine")},
@@ -71,6 +71,7 @@ ROOMS = {
     },
     "ops": {
         "mesh": set(),
+        "verification": set(),
         "xla": {"mesh"},
         "tpu": {"xla"},
         "gpu": set(),

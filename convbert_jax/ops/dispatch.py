@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 
+from convbert_jax.ops import verification
+
 log = logging.getLogger(__name__)
 
 
@@ -32,12 +34,15 @@ class Implementation:
       refuses: the arguments of `function` -> why it cannot do these, the rest of a sentence that
         its name begins, or "".
       left_by_auto: the same -> why "auto" does not take it though it could, or "".
+      definition: what a kernel is verified against before its first use; None: the "xla" of the
+        same table.
     """
 
     function: Callable
     platform: str = ""
     refuses: Callable[..., str] = _nothing
     left_by_auto: Callable[..., str] = _nothing
+    definition: Callable | None = None
 
 
 def choose(
@@ -50,7 +55,8 @@ def choose(
     """The function of the named implementation, which never gives way to another; or of "auto".
 
     "auto" is the first that can do it and is not left; the log says once which that is, and why
-    none of those before it.
+    none of those before it. A kernel, which only one platform has, is verified on the device at its
+    first use; "auto" does not take one that fails.
 
     Args:
       op: its name, for messages.
@@ -58,13 +64,24 @@ def choose(
 
     Raises:
       ValueError: an unknown name, or a named implementation that cannot do it here, and why.
+      KernelError: a named kernel that computes something else than XLA on this device.
     """
     here = platform()
+
+    def find_fault(name):
+        one = implementations[name]
+        if not one.platform:
+            return ""
+        definition = one.definition or implementations["xla"].function
+        return verification.find_fault(
+            op, name, one.platform, one.function, definition, arguments, options
+        )
+
     if implementation == "auto":
         left = ""
         for name, one in implementations.items():
             reason = _reason(one, here, arguments, options)
-            reason = reason or one.left_by_auto(*arguments, **options)
+            reason = reason or one.left_by_auto(*arguments, **options) or find_fault(name)
             if not reason:
                 say(f"{op}: auto takes {name} on {here}{left}.")
                 return one.function
@@ -77,6 +94,11 @@ def choose(
     if reason := _reason(one, here, arguments, options):
         name = f"{implementation!r} on {here}"
         raise ValueError(f"{op}: implementation is {name}, but {reason}; take 'auto'.")
+    if reason := find_fault(implementation):
+        raise verification.KernelError(
+            f"{op}: implementation {implementation!r} cannot be used on {here}: {reason}. "
+            "Set it to 'auto' or 'xla', and report the warning above."
+        )
     return one.function
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from convbert_jax.ops import attention as op
 from convbert_jax.ops import dispatch
 from convbert_jax.ops.attention import attention
+from convbert_jax.ops.attention.kernels import KernelDropout
 from convbert_jax.ops.dropout import Dropout
 from convbert_jax.ops.tpu.attention import marks
 from tests.ops.test_attention import assert_same, documents, inputs, run
@@ -22,26 +23,6 @@ from tests.running import needs_libtpu
 KEPT = 230  # of 256
 TARGETS = "tpu:v4", "tpu:v5e", "tpu:v5p", "tpu:v6e", "tpu:tpu7x"
 kernels = functools.partial(op.pallas_tpu, interpret=True)
-
-
-class MarksOfKernels(Dropout):
-    """What the kernels draw, for the plain form."""
-
-    def draw(self, shape):
-        batch, heads, queries, keys = shape
-        turned = dispatch.platform() == "tpu"  # where the plain form asks for keys, queries
-        if turned:
-            queries, keys = keys, queries
-        words = jax.lax.bitcast_convert_type(jax.random.key_data(self.key)[:2], jnp.int32)
-        rows = [
-            [
-                marks.kept(marks.of_head(words, b, h), (0, keys), (0, queries), self.kept)
-                for h in range(heads)
-            ]
-            for b in range(batch)
-        ]
-        drawn = jnp.asarray(rows)
-        return drawn if turned else drawn.swapaxes(-1, -2)
 
 
 def unequal(length, keys, heads, width, dtype, batch=2):
@@ -68,7 +49,7 @@ def test_kernels_are_the_plain_form(length, keys, heads, width, causal, rate):
     ids, key_ids = documents(2, length), documents(2, keys)
     key = jax.random.key(3)
     ours = functools.partial(kernels, drop=Dropout(rate, key) if rate else None)
-    plain = functools.partial(op.xla, drop=MarksOfKernels(rate, key) if rate else None)
+    plain = functools.partial(op.xla, drop=KernelDropout(rate, key) if rate else None)
     given = *arrays, ids, key_ids, causal
     assert_same(run(ours, *given), run(plain, *given), jnp.float32)
 
@@ -80,7 +61,7 @@ def test_the_plain_form_of_a_tpu_drops_the_same(monkeypatch):
     key = jax.random.key(3)
     actual = run(functools.partial(kernels, drop=Dropout(0.6, key)), *given)
     monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
-    wanted = run(functools.partial(op.xla, drop=MarksOfKernels(0.6, key)), *given)
+    wanted = run(functools.partial(op.xla, drop=KernelDropout(0.6, key)), *given)
     assert_same(actual, wanted, jnp.float32)
 
 
@@ -88,7 +69,7 @@ def test_the_plain_form_of_a_tpu_drops_the_same(monkeypatch):
 def test_rows_longer_than_a_block(causal):
     """Of 1,024 positions scores are worked on in parts."""
     arrays, ids = inputs(1, 1024, 2, 64, jnp.bfloat16), documents(1, 1024)
-    drop = Dropout(0.1, jax.random.key(3)), MarksOfKernels(0.1, jax.random.key(3))
+    drop = Dropout(0.1, jax.random.key(3)), KernelDropout(0.1, jax.random.key(3))
     actual, wanted = (
         run(functools.partial(form, drop=one), *arrays, ids, ids, causal)
         for form, one in zip((kernels, op.xla), drop, strict=True)
@@ -334,7 +315,7 @@ def test_on_a_tpu(length, keys, heads, width, causal, dtype):
     key = jax.random.key(3)
     given = *arrays, documents(2, length), documents(2, keys), causal
     ours = functools.partial(op.pallas_tpu, drop=Dropout(0.1, key))
-    plain = functools.partial(op.xla, drop=MarksOfKernels(0.1, key))
+    plain = functools.partial(op.xla, drop=KernelDropout(0.1, key))
     with jax.default_matmul_precision("highest"):  # a TPU rounds factors of float32 to bfloat16
         wanted = run(plain, *given)
     assert_same(run(ours, *given), wanted, dtype)

@@ -3,8 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
 
+from convbert_jax.ops import dispatch
+from convbert_jax.ops.attention import plain
 from convbert_jax.ops.attention.visible import own_segment, visible_pairs
+from convbert_jax.ops.dropout import Dropout
 from convbert_jax.ops.mesh import division
 from convbert_jax.ops.mesh.division import (
     HEADS,
@@ -16,6 +20,7 @@ from convbert_jax.ops.mesh.division import (
     WHOLE,
 )  # fmt: skip
 from convbert_jax.ops.tpu import attention as tpu
+from convbert_jax.ops.tpu.attention import marks
 
 # Below this length splash costs more than XLA's form, by the TPU compiler's model
 # (benchmarks/RESULTS.md): a grid step has a fixed price, and a short row is a step for each head.
@@ -56,6 +61,32 @@ def pallas_tpu(
         (queries, ROWS_AND_HEADS, ROWS_AND_HEADS, ids, ROWS, WHOLE, ROWS, jax.P(HEADS), here),
         queries,
     )
+
+
+class KernelDropout(Dropout):
+    """Dropout of attention weights that keeps the weights that `pallas_tpu` keeps."""
+
+    def draw(self, shape: tuple[int, ...]) -> Bool[Array, "B H L S"]:
+        batch, heads, *positions = shape
+        turned = dispatch.platform() == "tpu"  # there the XLA form asks for keys, queries
+        keys, queries = positions if turned else positions[::-1]
+        words = jax.lax.bitcast_convert_type(jax.random.key_data(self.key)[:2], jnp.int32)
+
+        def draw_head(row, head):
+            of_head = marks.of_head(words, row, head)
+            return marks.kept(of_head, (0, keys), (0, queries), self.kept)
+
+        drawn = jax.vmap(jax.vmap(draw_head, (None, 0)), (0, None))(
+            jnp.arange(batch), jnp.arange(heads)
+        )
+        return drawn if turned else drawn.swapaxes(-1, -2)
+
+
+def pallas_tpu_definition(*arguments, drop=None):
+    """What `pallas_tpu` computes, by XLA."""
+    if drop is not None:
+        drop = KernelDropout(drop.rate, drop.key)
+    return plain.xla(*arguments, drop=drop)
 
 
 def pallas_tpu_refuses(query, key, *_, **__) -> str:

@@ -15,7 +15,11 @@ from convbert_jax.ops.softmax import softmax
 # name -> f(query, key, value, segment_ids, key_segment_ids, causal), with both ids or None
 IMPLEMENTATIONS = {
     "pallas_tpu": Implementation(
-        kernels.pallas_tpu, "tpu", kernels.pallas_tpu_refuses, kernels.left_for_length
+        kernels.pallas_tpu,
+        "tpu",
+        kernels.pallas_tpu_refuses,
+        kernels.left_for_length,
+        kernels.pallas_tpu_definition,
     ),
     "splash": Implementation(
         kernels.splash, "tpu", kernels.splash_refuses, kernels.left_for_shortness

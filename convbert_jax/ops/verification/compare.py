@@ -1,0 +1,134 @@
+"""A kernel against a definition in float32, on small random inputs."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ROWS, LENGTH, KEYS = 2, 256, 384  # KEYS: positions of the other row in cross-attention
+# Largest error, relative to the largest correct number. Rounding stays far below it; a wrong block,
+# gradient or dropout mask is far above it. The bound of float32 allows for products in bfloat16
+# passes, as JAX's splash attention has them on TPUs.
+TOLERANCE_16_BITS, TOLERANCE_32_BITS = 0.05, 0.02
+
+
+def shrink(arguments: Sequence[Any]) -> list[Any]:
+    """Replaces the arrays of a call by `ShapeDtypeStruct`s of few rows and positions.
+
+    Integer arrays (segment ids) and arrays of three or more axes begin with rows and positions; the
+    others are parameters and keep their shape. An array that occurs twice stays one object.
+    """
+    length, made = arguments[0].shape[1], {}
+
+    def shrink_array(x):
+        shape = x.shape
+        if len(shape) > 2 or _is_integer(x):
+            shape = (ROWS, LENGTH if shape[1] == length else KEYS, *shape[2:])
+        return made.setdefault(id(x), jax.ShapeDtypeStruct(shape, x.dtype))
+
+    return [shrink_array(x) if hasattr(x, "shape") else x for x in arguments]
+
+
+def describe(arguments: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """A call of `shrink`ed arguments as text, different for calls that compile differently."""
+    parts = [f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else str(x) for x in arguments]
+    parts += [f"{name}={getattr(x, 'kept', x)}" for name, x in options.items()]
+    return " ".join(parts)
+
+
+def largest_error(
+    function: Callable, definition: Callable, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[float, str]:
+    """Runs both and compares outputs and gradients, with padding and several segments.
+
+    If attention drops weights, its mask is compared as well: with queries of 0 and the identity as
+    values, the output is the mask divided by the number of visible keys, so a single wrong entry is
+    an error of 1. The mean of the mask is compared with the rate.
+
+    Args:
+      function: the kernel, called with `arguments` and `options`.
+      definition: the same function, computed by XLA; must drop the same weights.
+      arguments, options: of a call, after `shrink`.
+
+    Returns:
+      The largest error, relative to the largest number of the correct array, and which array has
+      it; infinity for NaN.
+    """
+    dtype, rng = arguments[0].dtype, np.random.default_rng(0)
+    places, run = make_program(arguments, options)
+    kernel = jax.jit(lambda *arrays: run(function, arrays))
+    exact = jax.jit(lambda *arrays: run(definition, arrays))
+    errors = {}
+
+    def measure(arrays, what):
+        actual = kernel(*arrays)
+        with jax.default_matmul_precision("highest"):
+            expected = exact(*(x.astype(jnp.float32) for x in arrays))
+        names = ["the output", *(f"the gradient of argument {place}" for place in places)]
+        for name, one, other in zip(names, actual, expected, strict=True):
+            one, other = np.asarray(one, np.float32), np.asarray(other)
+            error = np.abs(one - other).max() / (np.abs(other).max() or 1.0)
+            errors[f"{name}{what}"] = np.inf if np.isnan(error) else float(error)
+        return np.asarray(actual[0], np.float64)
+
+    def draw(shape):
+        scale = shape[0] ** -0.5 if len(shape) < 3 else 1.0  # of parameters
+        return jnp.asarray(scale * rng.standard_normal(shape), dtype)
+
+    arrays = [draw(arguments[place].shape) for place in places]
+    measure(arrays, "")
+    if options.get("drop") is not None:
+        query, _, value = arrays
+        positions, width = value.shape[1], value.shape[3]
+        total = 0.0
+        for first in range(0, positions, width):
+            mask = jnp.eye(positions, width, -first, dtype)[None, :, None]
+            probe = [0 * query, arrays[1], jnp.broadcast_to(mask, value.shape)]
+            total = total + measure(probe, f" with dropout at keys {first} to {first + width - 1}")
+        share = options["drop"].kept / 256
+        errors["the dropout rate"] = float(abs(total.sum(-1).mean() * share - share))
+    worst = max(errors, key=errors.get)
+    return errors[worst], worst
+
+
+def make_program(
+    arguments: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[list[int], Callable[..., tuple[jax.Array, ...]]]:
+    """The places of floating point arrays, and run(function, arrays at these places) -> its output
+    and its gradients for a fixed random cotangent.
+    """
+    dtype = arguments[0].dtype
+    places = [place for place, x in enumerate(arguments) if _is_floating(x)]
+    ids = {id(x): _segment_ids(x.shape) for x in arguments if _is_integer(x)}
+    if options.get("drop") is not None:
+        options = {**options, "drop": dataclasses.replace(options["drop"], key=jax.random.key(0))}
+
+    def run(function, arrays):
+        def call(*arrays):
+            given = dict(zip(places, arrays, strict=True))
+            filled = (given.get(i, ids.get(id(x), x)) for i, x in enumerate(arguments))
+            return function(*filled, **options)
+
+        out, back = jax.vjp(call, *arrays)
+        cotangent = jax.random.normal(jax.random.key(1), out.shape).astype(dtype)
+        return out, *back(cotangent.astype(out.dtype))
+
+    return places, run
+
+
+def _is_floating(x: Any) -> bool:
+    return hasattr(x, "shape") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _is_integer(x: Any) -> bool:
+    return hasattr(x, "shape") and jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def _segment_ids(shape: tuple[int, ...]) -> np.ndarray:
+    """Four segments in every row but the first, where padding replaces the last."""
+    ids = np.tile(1 + 4 * np.arange(shape[1], dtype=np.int32) // shape[1], (shape[0], 1))
+    ids[0][ids[0] == 4] = 0
+    return ids
