@@ -40,11 +40,12 @@ def load(
     texts: int | None = None,
     dtype: str | None = None,
     average: int | None = None,
+    trust_remote_code: bool = False,
 ) -> "Model | TextModel":
     """Reads a model from anywhere, to apply it to texts on the first device that jax finds.
 
-    Programs that it compiles are kept on the disk for the next start, where
-    config.train.compile_cache of the run says; of weights without a run, where its default says.
+    Compiled programs are kept for the next start in ~/.cache/convbert_jax/compile or
+    JAX_COMPILATION_CACHE_DIR, whatever the config of the run says.
 
     Args:
       path: folder of a pre-training run; of a fine-tuned model (WORKDIR/TASK/seed-N); of a run of a
@@ -58,9 +59,12 @@ def load(
         bfloat16 but on CPUs.
       average: of a model that writes text, how many newest checkpoints to take the mean of; default
         config.decoding.average of the run.
+      trust_remote_code: import the Python that the config of the run names, as a mixer of your
+        own. It runs with your rights: set this only for code that you have read.
 
     Raises:
-      UserError: there is nothing of these, or it cannot be read.
+      UserError: there is nothing of these, it cannot be read, or it names Python outside of
+        convbert_jax without `trust_remote_code`.
 
     >>> model = convbert_jax.load("runs/mine")
     >>> model.encode(["a text", "another"]).shape
@@ -68,28 +72,38 @@ def load(
     >>> convbert_jax.load("runs/pairs", average=2).translate(["a text", "another"], beam=3)
     [..., ...]
     """
+    from convbert_jax.config.checks import plugins
     from convbert_jax.inference import loading
     from convbert_jax.training.environment import devices
 
     path = _spell_path("path", path)
     vocabulary = None if vocabulary is None else _spell_path("vocabulary", vocabulary)
     devices.prepare_platform("any")
-    return loading.load(
-        path,
-        step=step,
-        vocabulary=vocabulary,
-        texts=texts,
-        dtype=dtype,
-        average=average,
-    )
+    with plugins.trusting(trust_remote_code):
+        return loading.load(
+            path,
+            step=step,
+            vocabulary=vocabulary,
+            texts=texts,
+            dtype=dtype,
+            average=average,
+        )
 
 
-def load_config(config: "Config | Mapping[str, Any] | str", /, **changed: Any) -> "Config":
-    """A checked config.
+def load_config(
+    config: "Config | Mapping[str, Any] | str",
+    /,
+    *,
+    trust_remote_code: bool = False,
+    **changed: Any,
+) -> "Config":
+    """Reads and checks a config.
 
     Args:
       config: as of --config, "configs/tiny.py", "tiny:paper", a file of your own or a run's
         config.json; or a ConfigDict, a nested dict or a Config to change.
+      trust_remote_code: import what a config.json names, see `load`. Mixers that a Python file, a
+        dict or `changed` names are the caller's own.
       changed: fields by path, as `**{"train.steps": 50}`, or some of a section, as
         `train={"steps": 50}`; of a config file with fewer steps the intervals are fitted, as on the
         command line.
@@ -103,10 +117,13 @@ def load_config(config: "Config | Mapping[str, Any] | str", /, **changed: Any) -
     """
     from convbert_jax import config_files
     from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
+    from convbert_jax.config.checks import plugins
 
     changed = config_files.by_path(changed)
+    plugins.allow(plugins.named(changed))
     if isinstance(config, str | os.PathLike):
-        return config_files.make_config(_spell_path("config", config), changed)
+        with plugins.trusting(trust_remote_code):
+            return config_files.make_config(_spell_path("config", config), changed)
     if isinstance(config, Config):
         config = to_dict(config)
     values = config.to_dict() if hasattr(config, "to_dict") else config
@@ -115,12 +132,15 @@ def load_config(config: "Config | Mapping[str, Any] | str", /, **changed: Any) -
             f"config={config!r} is none; name a config file, as 'tiny' or 'configs/tiny.py:paper', "
             "or give a Config, a ConfigDict or a dict of sections."
         )
+    plugins.allow(plugins.named(values))
     return from_config_dict(config_files.change(values, changed))
 
 
 def pretrain(
     config: "Config | Mapping[str, Any] | str | None" = None,
     workdir: str | os.PathLike | None = None,
+    *,
+    trust_remote_code: bool = False,
     **changed: Any,
 ) -> "PretrainingResult":
     """Pre-trains, from where the run in its folder is; what --mode=train does.
@@ -128,6 +148,8 @@ def pretrain(
     Args:
       config: as `load_config` takes it; None goes on with the run in `workdir`.
       workdir: folder of the run, default runs/<config.name>.
+      trust_remote_code: import what the configs of `workdir`, of config.init_from and of the
+        teacher name, see `load`.
       changed: as of `load_config`. Fields that are named here stay, where others follow the
         vocabulary of tokenizer.path and the sizes of the weights at init_from.
 
@@ -139,16 +161,20 @@ def pretrain(
     (4, 'validation')
     """
     from convbert_jax import recipes
+    from convbert_jax.config.checks import plugins
 
-    config, folder, given = _start(config, workdir, changed)
-    if config.recipe == "finetune":
-        raise _other_recipe(config, "finetune")
-    return recipes.pretrain(config, folder, given)
+    with plugins.trusting(trust_remote_code):
+        config, folder, given = _start(config, workdir, changed)
+        if config.recipe == "finetune":
+            raise _other_recipe(config, "finetune")
+        return recipes.pretrain(config, folder, given)
 
 
 def finetune(
     config: "Config | Mapping[str, Any] | str | None" = None,
     workdir: str | os.PathLike | None = None,
+    *,
+    trust_remote_code: bool = False,
     **changed: Any,
 ) -> "FinetuningResult":
     """Fine-tunes on labelled tasks, going on from what the folder has; what --mode=train does.
@@ -157,6 +183,7 @@ def finetune(
       config: as `load_config` takes it, "glue:cola" or "text:own" for example; None goes on with
         the run in `workdir`.
       workdir: folder of the run, default runs/<config.name>.
+      trust_remote_code: as of `pretrain`.
       changed: as of `pretrain`; `init_from` names the weights.
 
     Raises:
@@ -168,11 +195,13 @@ def finetune(
     ['own']
     """
     from convbert_jax import recipes
+    from convbert_jax.config.checks import plugins
 
-    config, folder, given = _start(config, workdir, changed)
-    if config.recipe != "finetune":
-        raise _other_recipe(config, "pretrain")
-    return recipes.finetune(config, folder, given)
+    with plugins.trusting(trust_remote_code):
+        config, folder, given = _start(config, workdir, changed)
+        if config.recipe != "finetune":
+            raise _other_recipe(config, "pretrain")
+        return recipes.finetune(config, folder, given)
 
 
 def _start(config, workdir, changed: Mapping[str, Any]):

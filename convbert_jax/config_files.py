@@ -21,7 +21,15 @@ from absl import logging
 from etils import epath
 
 from convbert_jax import files
-from convbert_jax.config import Config, ConfigError, UserError, fit_to_steps, from_config_dict
+from convbert_jax.config import (
+    Config,
+    ConfigError,
+    UserError,
+    decided_by_run,
+    fit_to_steps,
+    from_config_dict,
+)
+from convbert_jax.config.checks import plugins
 from convbert_jax.config.checks.sequences import check_asked
 
 _PACKAGE = "configs"
@@ -127,6 +135,7 @@ def load(value: str) -> dict[str, Any]:
             f"--config={value}: get_config of {path} returns a {type(made).__name__}; let it "
             "return a ConfigDict, as the files in configs/ do."
         )
+    plugins.allow(plugins.named(values))  # of code that the user named
     return dict(values)
 
 
@@ -153,7 +162,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
       DamagedFileError: it is no JSON object.
     """
     remedy = "put a copy back, or name the config file with --config"
-    return files.read_json(path, remedy=remedy, fields={})
+    return decided_by_run(files.read_json(path, remedy=remedy, fields={}))
 
 
 def choose_workdir(value: str | os.PathLike | None, config: Config | None) -> epath.Path:

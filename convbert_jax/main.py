@@ -115,7 +115,7 @@ def _run(request: command_line.Request) -> str | None:
     config, workdir = request.config, request.workdir
     devices.prepare_platform(_platform(request))
     if request.mode in ("train", "eval", "predict", "inspect"):
-        compilation.enable_compile_cache(_compile_cache(request))
+        compilation.enable_compile_cache(request.compile_cache)
     result = stopped_by = None
     if request.mode == "show":
         print(recipes.show(config, workdir, request.given), flush=True)
@@ -220,19 +220,6 @@ def _examine(request: command_line.Request) -> None:
 
 def _platform(request: command_line.Request) -> str:
     return request.config.platform if request.config else "any"
-
-
-def _compile_cache(request: command_line.Request) -> str:
-    """The folder of compiled programs that the config names; of a model that is used, its own."""
-    from convbert_jax.workdir import Workdir
-
-    config = request.config
-    if request.mode in ("predict", "inspect"):
-        try:
-            config = Workdir(request.source or request.workdir).read_config()
-        except UserError:  # a folder of Hugging Face; one that is damaged is told when it is read
-            config = Config()
-    return config.train.compile_cache
 
 
 @contextlib.contextmanager

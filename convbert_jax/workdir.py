@@ -34,9 +34,10 @@ from convbert_jax import files, ownership
 from convbert_jax.config import (
     Config,
     ConfigError,
-    MixerError,
+    PluginError,
     UserError,
     changes,
+    decided_by_run,
     from_config_dict,
     to_dict,
 )
@@ -244,7 +245,7 @@ class Workdir:
         Raises:
           WorkdirError: there is no run.
           DamagedFileError: its config is damaged, or has fields that this version does not know.
-          MixerError: its mixer cannot be made here.
+          PluginError: the user did not name its mixer, or it cannot be made here.
         """
         remedy = "put it back from a copy, or use the version of convbert_jax that wrote it"
         try:
@@ -323,7 +324,7 @@ class Workdir:
         lock.flush()
 
     def _keep_config(self, config: Config) -> None:
-        new = to_dict(config)
+        new = decided_by_run(to_dict(config))
         remedy = (
             "choose another --workdir, or move this file away to go on with the config named now"
         )
@@ -388,12 +389,12 @@ def _read(file: epath.Path, remedy: str, *, check: bool = True) -> Config:
     Raises:
       FileNotFoundError: it is not there.
       DamagedFileError: it is no config.
-      MixerError: it names a mixer that cannot be made here.
+      PluginError: the user did not name its mixer, or it cannot be made here.
     """
-    values = files.read_json(file, remedy=remedy, fields={})
+    values = decided_by_run(files.read_json(file, remedy=remedy, fields={}))
     try:
         return from_config_dict(values, check=check)
-    except MixerError as error:
-        raise MixerError(f"{file}: {error}") from error
+    except PluginError as error:
+        raise PluginError(f"{file}: {error}") from error
     except ConfigError as error:
         raise files.damaged(file, str(error).rstrip("."), remedy) from None

@@ -10,6 +10,7 @@ from absl import flags
 from convbert_jax.command_line import overrides
 from convbert_jax.command_line.fields import field_types, nearest
 from convbert_jax.config import ConfigError
+from convbert_jax.config.checks import plugins
 from convbert_jax.config.own_task import INPUT_FORMATS
 
 # What each mode does.
@@ -117,6 +118,12 @@ SOURCE = flags.DEFINE_string(
     "For import, export, inspect: a run, a Hugging Face folder, a TensorFlow 1 checkpoint; for "
     "import also one of fairseq or Mesh TensorFlow.",
 )
+PLUGINS = flags.DEFINE_list(
+    "plugins",
+    [],
+    "Python of your own that the config of a folder may import: PACKAGE.MODULE:NAME,… What an "
+    "override or a config file in Python names needs no flag.",
+)
 BESIDE = flags.DEFINE_string(
     "beside", None, "Another run, folder or checkpoint, drawn by --mode=inspect beside the first."
 )
@@ -140,7 +147,8 @@ RUNNER_OPTIONS = flags.DEFINE_string(
 
 
 def parse(argv: Sequence[str]) -> dict[str, Any]:
-    """Gives the flags their values, and returns the overrides: path of a field -> value.
+    """Sets the flags, permits the import of the plug-ins that they and the overrides name, and
+    returns the overrides: path of a field -> value.
 
     Raises:
       ConfigError: something that is neither, or a value that is none.
@@ -156,6 +164,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
         raise ConfigError((str(error).splitlines() or ["a flag is wrong"])[0]) from error
     if len(rest) > 1:
         raise ConfigError(f"argument '{rest[1]}' is not understood; flags start with --.")
+    plugins.allow((*PLUGINS.value, *plugins.named(changed)))
     return changed
 
 

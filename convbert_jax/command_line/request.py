@@ -13,6 +13,7 @@ from etils import epath
 from convbert_jax import config_files
 from convbert_jax.command_line import flags, help_text, overrides
 from convbert_jax.config import Config, ConfigError, from_config_dict
+from convbert_jax.config.checks import plugins
 from convbert_jax.workdir import Workdir
 
 _HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
@@ -48,6 +49,7 @@ _OF_ONE_PROCESS = {
     "prepare": "one machine prepares for all; several do with --runner, which finds them by itself",
 }
 _OF_DECODING = "decoding."  # how the paths of such fields begin
+_CACHE = "train.compile_cache"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Request:
       given: the fields of the config that an override names, as "train.steps".
       decoding: fields of config.decoding that an override names, and values, of a model that is
         used: it goes by its own config besides.
-      config_flags: --config and overrides, for another process with the same config.
+      config_flags: --config, overrides and plug-ins, for another process with the same config.
+      compile_cache: folder of compiled programs, never that of a stored config.
       multihost: whether this is one of several processes that jax finds by itself.
       processes: None if it is not one of several by explicit flags.
     """
@@ -79,6 +82,7 @@ class Request:
     given: frozenset[str]
     decoding: Mapping[str, Any]
     config_flags: tuple[str, ...]
+    compile_cache: str
     multihost: bool
     processes: Processes | None
     verify_steps: int
@@ -125,7 +129,11 @@ def read(argv: Sequence[str]) -> Request:
             for path, value in changed.items()
             if path.startswith(_OF_DECODING)
         },
-        config_flags=(f"--config={config_file}", *overrides.to_flags(changed)),
+        config_flags=(
+            *(f"--config={config_file}", *overrides.to_flags(changed)),
+            *plugins.to_flags(),
+        ),
+        compile_cache=changed.get(_CACHE, (config or Config()).train.compile_cache),
         multihost=flags.MULTIHOST.value,
         processes=_read_processes(),
         verify_steps=flags.VERIFY_STEPS.value,
@@ -308,6 +316,9 @@ def _check_overrides(changed: Mapping[str, Any], file: str | None) -> None:
     used = set()
     if flags.CONFIG.value:
         used = {"platform"} if flags.WORKDIR.value or flags.SOURCE.value else {"platform", "name"}
+    used |= {path for path in changed if any(plugins.named({path: changed[path]}))}
+    if mode != "export":
+        used.add(_CACHE)
     if mode == "predict":  # a model that writes text may write otherwise
         used |= {path for path in changed if path.startswith(_OF_DECODING)}
     if idle := [path for path in changed if path not in used]:

@@ -18,11 +18,12 @@ reading.py     from and to mappings
 errors.py      what every check raises
 checks/        pretraining.py, distillation.py, finetuning.py and sequences.py what must hold
                between fields, stages.py in stages,
-               bounds.py of single numbers; rules.py what checks are made of
+               bounds.py of single numbers; rules.py what checks are made of; plugins.py which
+               Python of the user's own may be imported
 short_runs.py  intervals that fit into fewer steps than a config file is made for
 """
 
-from convbert_jax.config.errors import ConfigError, MixerError, UserError
+from convbert_jax.config.errors import ConfigError, PluginError, UserError
 from convbert_jax.config.finetuning import FinetuneSection, OutputsSection
 from convbert_jax.config.mixers import Mixer, MixerSettings
 from convbert_jax.config.network import (
@@ -33,6 +34,7 @@ from convbert_jax.config.network import (
 )
 from convbert_jax.config.own_task import TaskSection
 from convbert_jax.config.reading import (
+    decided_by_run,
     describe_fields,
     from_config_dict,
     to_config_dict,
@@ -74,13 +76,13 @@ __all__ = [
     "LayerConfig",
     "MeshSection",
     "Mixer",
-    "MixerError",
     "MixerSettings",
     "ModelSection",
     "ObjectiveSection",
     "OptimizerSection",
     "OutputsSection",
     "ParallelSection",
+    "PluginError",
     "SequenceSection",
     "StageConfig",
     "StageSection",
@@ -88,6 +90,7 @@ __all__ = [
     "TokenizerSection",
     "TrainSection",
     "UserError",
+    "decided_by_run",
     "describe_fields",
     "fit_to_steps",
     "from_config_dict",

@@ -14,5 +14,5 @@ class ConfigError(UserError):
     """A config that cannot run."""
 
 
-class MixerError(ConfigError):
-    """A mixer that cannot be made here; the config that names it may be whole."""
+class PluginError(ConfigError):
+    """A mixer or an optimizer that cannot be made here; the config that names it may be intact."""

@@ -11,13 +11,13 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import operator
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
+from convbert_jax.config.checks import plugins
 from convbert_jax.config.checks.rules import check_choice
-from convbert_jax.config.errors import ConfigError, MixerError, UserError
+from convbert_jax.config.errors import ConfigError, PluginError, UserError
 
 # config.model.mixer -> MODULE:CLASS
 MIXERS = {
@@ -203,9 +203,10 @@ def make_mixer(settings: MixerSettings, own: Sequence[str]) -> Mixer:
     except UserError:
         raise
     except Exception as error:
-        raise MixerError(f"{name} cannot be made ({_first_line(error)}); mend its make.") from error
+        why = plugins.first_line(error)
+        raise PluginError(f"{name} cannot be made ({why}); mend its make.") from error
     if not isinstance(made, cls):
-        raise MixerError(
+        raise PluginError(
             f"{name} makes a {type(made).__name__}, not itself; see convbert_jax/config/mixers.py."
         )
     return made
@@ -218,10 +219,10 @@ def check_causal(mixer: Mixer, name: str) -> None:
       name: the field and its value, as the error calls it.
 
     Raises:
-      MixerError: its module has no causal form.
+      PluginError: its module has no causal form.
     """
     if "causal" not in inspect.signature(type(mixer).module).parameters:
-        raise MixerError(
+        raise PluginError(
             f"{name} has no causal form, which a decoder needs: its module takes no argument "
             "causal; take another mixer, or see convbert_jax/config/mixers.py."
         )
@@ -238,30 +239,33 @@ def check_name(name: str, field: str) -> None:
         check_choice(field.removeprefix("config."), name, choices)
 
 
-@functools.lru_cache
 def find(name: str, field: str = "config.model.mixer") -> type[Mixer]:
-    """The class of a mixer by its name in MIXERS, or by MODULE:CLASS.
+    """Returns the class of a mixer, by its name in MIXERS or by MODULE:CLASS.
 
     Raises:
-      MixerError: it cannot be imported, or is no mixer.
-      ConfigError: it is unknown.
+      PluginError: the user did not name it, it cannot be imported, or it is not a mixer.
+      ConfigError: the name is unknown.
     """
     check_name(name, field)
-    module, _, attribute = MIXERS.get(name, name).partition(":")
-    try:
-        cls = operator.attrgetter(attribute)(importlib.import_module(module))
-    except Exception as error:
-        # One of ours fails with what it is built on, which a variable of the environment can break.
-        remedy = (
-            "start the program where Python finds it, in its folder or with PYTHONPATH, or name "
-            "PACKAGE.MODULE:CLASS of another mixer."
-        )
-        if name in MIXERS:
-            remedy = "see what `python -c 'import jax, flax'` says here."
-        raise MixerError(
-            f"{field}={name} cannot be imported ({_first_line(error)}); {remedy}"
-        ) from error
+    if name not in MIXERS:
+        plugins.check_allowed(name, field)  # also of what is in the cache
+    return _find(name, field)
+
+
+@functools.lru_cache
+def _find(name: str, field: str) -> type[Mixer]:
+    if name in MIXERS:
+        module, _, attribute = MIXERS[name].partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except Exception as error:  # what a mixer is built on is broken, as by a variable
+            raise PluginError(
+                f"{field}={name} cannot be imported ({plugins.first_line(error)}); see what "
+                "`python -c 'import jax, flax'` says here."
+            ) from error
+    cls = plugins.load(name, field)
     _check_class(cls, f"{field}={name}")
+    plugins.allow([_place(cls)])  # as `describe` calls it
     return cls
 
 
@@ -327,23 +331,24 @@ def change(mixer: Mixer, **fields: Any) -> Mixer:
 
 
 def _check_class(cls: Any, name: str) -> None:
-    """Raises MixerError for what is no `Mixer`, as far as its class tells."""
+    """Raises PluginError for what is no `Mixer`, as far as its class tells."""
     kept = isinstance(cls, type) and dataclasses.is_dataclass(cls)
     has = {field.name for field in dataclasses.fields(cls)} if kept else set()
     lacks = [asked for asked in _required() if asked not in has and not hasattr(cls, asked)]
     if not kept or not cls.__dataclass_params__.frozen:
         lacks.append("dataclasses.dataclass(frozen=True)")
     if lacks:
-        raise MixerError(
+        raise PluginError(
             f"{name} is no mixer, it lacks {', '.join(lacks)}; see convbert_jax/config/mixers.py."
         )
     try:
         types = typing.get_type_hints(cls)
     except Exception as error:
-        raise MixerError(f"{name} has a type that is not there ({_first_line(error)}).") from error
+        why = plugins.first_line(error)
+        raise PluginError(f"{name} has a type that is not there ({why}).") from error
     for field in _own(cls):
         if types[field.name] not in _OWN_TYPES or field.default is dataclasses.MISSING:
-            raise MixerError(
+            raise PluginError(
                 f"{name} has the field {field.name} of its own, of type "
                 f"{getattr(types[field.name], '__name__', types[field.name])}; make it an int, "
                 "float, bool or str with a default."
@@ -360,11 +365,6 @@ def _own(cls) -> list[dataclasses.Field]:
     ]
 
 
-def _first_line(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
-    return f"{type(error).__name__}: {first}"
-
-
 def _parse_own(cls, texts: Sequence[str], field: str, mixer: str) -> dict[str, Any]:
     kinds, values = typing.get_type_hints(cls), {}
     types = {own.name: kinds[own.name] for own in _own(cls)}
@@ -372,7 +372,7 @@ def _parse_own(cls, texts: Sequence[str], field: str, mixer: str) -> dict[str, A
         name, equals, value = (part.strip() for part in text.partition("="))
         if not equals or name not in types:
             has = f"its fields are {', '.join(types)}" if types else "it has no fields of its own"
-            raise MixerError(
+            raise PluginError(
                 f"{field}={text} is no field of the mixer {mixer}; {has}; write NAME=VALUE."
             )
         if name in values:

@@ -29,6 +29,16 @@ def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config, dict_factory=plain)
 
 
+def decided_by_run(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` of a stored config, without the folder of compiled programs: XLA executes what it
+    reads there, so the user of this machine decides where that is, not the author of a run.
+    """
+    train = values.get("train")
+    if not isinstance(train, Mapping):
+        return dict(values)
+    return {**values, "train": {k: v for k, v in train.items() if k != "compile_cache"}}
+
+
 def describe_fields(config: Config, leave_out: Collection[str] = ()) -> list[str]:
     """Every field with its value, a line for each section, but those to `leave_out`: "section" or
     "section.field".

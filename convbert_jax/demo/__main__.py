@@ -11,6 +11,7 @@ from convbert_jax import absent
 with absent.told():
     from convbert_jax import console
     from convbert_jax.config import UserError
+    from convbert_jax.config.checks import plugins
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -21,6 +22,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="A run, a fine-tuned model, a Hugging Face folder or a TensorFlow 1 checkpoint.",
     )
     parser.add_argument("--port", type=int, default=8000, help="Of this machine; 0 is a free one.")
+    parser.add_argument(
+        "--plugins",
+        default="",
+        help="Python of your own that the model's config may import: PACKAGE.MODULE:NAME,…",
+    )
     return parser
 
 
@@ -37,6 +43,7 @@ def main() -> None:
         console.fail("The demo page needs Flask: pip install flask, or the extra demo.")
     with absent.told():
         from convbert_jax.inference.loading import load
+    plugins.allow(options.plugins.split(","))
     try:
         model = load(options.workdir)
         server = app.make_server(app.make_app(model), options.port)

@@ -53,7 +53,7 @@ def _load_run(
     path: str, workdir: Workdir, step: int | None, dtype: str | None, average: int | None
 ) -> Model | TextModel:
     config = matching.for_any_machine(workdir.read_config(), path)
-    compilation.enable_compile_cache(config.train.compile_cache)
+    compilation.enable_compile_cache(Config().train.compile_cache)
     if average is not None and not config.writes_text:
         raise ModelError(
             f"average={average}: {path} is a run of config.recipe='{config.recipe}', and averaging "

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from convbert_jax import config_files
 from convbert_jax.command_line import overrides
 from convbert_jax.config import ConfigError
+from convbert_jax.config.checks import plugins
 from convbert_jax.sweeps.folder import Folder
 from convbert_jax.sweeps.slurm import submission
 from convbert_jax.sweeps.table import Sweep, SweepError, Task
@@ -73,6 +74,7 @@ def read(argv: Sequence[str], description: str = "") -> Request:
             raise ConfigError(f"--finetune={text}: there is a task {name}; write NAME={text}.")
         tasks[name] = task
     sweep = dataclasses.replace(sweep, tasks=tasks)
+    plugins.allow((*flags.plugins, *plugins.named(changed), *plugins.named(sweep)))
     name = flags.config.rpartition(":")[2].removesuffix(".py").rpartition("/")[2]
     if flags.workdir == "":
         raise ConfigError("--workdir= names no folder; leave it out for runs/NAME.")
@@ -114,6 +116,7 @@ def _to_arguments(flags: argparse.Namespace, folder: Folder) -> list[str]:
         f"--workdir={folder.path.absolute()}",
         *(f"--{name}={value}" for name, value in chosen.items() if value is not None),
         *(f"--finetune={text}" for text in flags.finetune),
+        *(f"--plugins={name}" for name in flags.plugins),
     ]
 
 
@@ -138,6 +141,14 @@ def _parser(description: str) -> _Parser:
         metavar="[NAME=]'CONFIG OVERRIDES'",
         help="a task after each pre-training, again for each: "
         "'text:trec --config.task.folder=FOLDER'",
+    )
+    add(
+        "--plugins",
+        action="extend",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="PACKAGE.MODULE:NAME",
+        help="Python of your own that the config of a folder may import",
     )
     do = parser.add_mutually_exclusive_group()
     add = do.add_argument

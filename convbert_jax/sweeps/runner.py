@@ -21,6 +21,7 @@ from typing import IO, Protocol
 import convbert_jax
 from convbert_jax.command_line import overrides
 from convbert_jax.config import UserError, to_dict, to_text
+from convbert_jax.config.checks import plugins
 from convbert_jax.sweeps import results
 from convbert_jax.sweeps.cells import Cell
 from convbert_jax.sweeps.folder import FAILED, FINISHED, STARTED, Folder, Record
@@ -58,7 +59,8 @@ class Summary:
 def command(cell: Cell, folder: Folder) -> tuple[str, ...]:
     """The flags of main.py that make a cell."""
     flags = overrides.to_flags(cell.changed)
-    return (f"--config={cell.base}", *flags, f"--workdir={folder.run(cell.id)}")
+    workdir = f"--workdir={folder.run(cell.id)}"
+    return (f"--config={cell.base}", *flags, *plugins.to_flags(), workdir)
 
 
 def start(cell: Cell, folder: Folder, lock: IO) -> subprocess.Popen:

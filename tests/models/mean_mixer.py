@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from convbert_jax.config import ConfigError
+from convbert_jax.config.checks import plugins
 from convbert_jax.interfaces.placement import REPLICATED, Split
 from convbert_jax.models.layers import Dense
 
 NAME = "tests.models.mean_mixer:Mean"
+plugins.allow([NAME])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from convbert_jax.config import MixerError
+from convbert_jax.config import PluginError
 from convbert_jax.config.mixers import check_causal
 from convbert_jax.decoding.state import move, pack
 from convbert_jax.models.layers import initializers
@@ -177,5 +177,5 @@ def test_a_window_that_does_not_fit_is_named():
 
 
 def test_a_mixer_without_a_causal_form_is_refused():
-    with pytest.raises(MixerError, match=r"config.model.mixer=mine has no causal form"):
+    with pytest.raises(PluginError, match=r"config.model.mixer=mine has no causal form"):
         check_causal(Mean(), "config.model.mixer=mine")

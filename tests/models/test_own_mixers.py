@@ -10,13 +10,14 @@ import pytest
 from convbert_jax import files
 from convbert_jax.config import (
     ConfigError,
-    MixerError,
     MixerSettings,
+    PluginError,
     StageSection,
     from_config_dict,
     mixers,
     to_dict,
 )
+from convbert_jax.config.checks import plugins
 from convbert_jax.workdir import Workdir
 
 HERE = "tests.models.test_own_mixers"
@@ -107,6 +108,12 @@ class Outer:
 Again = Whole
 
 
+@pytest.fixture(autouse=True)
+def _trust():
+    with plugins.trusting(True):
+        yield
+
+
 def config_of(name: str, *own: str, **model):
     model = {"layers": 1, "mixer": f"{HERE}:{name}", "mixer_fields": own, **model}
     return from_config_dict({"recipe": "masked_lm", "model": model})
@@ -129,7 +136,7 @@ def mixer_of(config):
     ],
 )
 def test_faults_are_one_sentence(given, says):
-    with pytest.raises(MixerError, match=f"config.model.mixer={HERE}:.*{says}") as error:
+    with pytest.raises(PluginError, match=f"config.model.mixer={HERE}:.*{says}") as error:
         config_of(*given)
     assert "\n" not in str(error.value)
 
@@ -164,7 +171,7 @@ def test_a_run_whose_mixer_is_not_here_is_not_damaged(tmp_path):
     workdir = Workdir(tmp_path)
     for fault in ({"mixer": "gone.away:Mixer"}, {"mixer_fields": ["gone=1"]}):
         files.write_text(workdir.config, json.dumps(values | {"model": values["model"] | fault}))
-        with pytest.raises(MixerError, match=r"config\.json: config\.model\.mixer") as error:
+        with pytest.raises(PluginError, match=r"config\.json: config\.model\.mixer") as error:
             workdir.read_config()
         assert "damaged" not in str(error.value)
         assert fault != {"mixer": "gone.away:Mixer"} or "PYTHONPATH" in str(error.value)

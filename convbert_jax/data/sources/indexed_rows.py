@@ -6,6 +6,7 @@ Neither needs TensorFlow: TFDS reads what was prepared as array_record by itself
 import dataclasses
 import functools
 import hashlib
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from convbert_jax.data.sources.text_files import fingerprint_files
 
 ROWS_AT_ONCE = 128
 SAMPLED_ROWS = 64  # to estimate how much text there is
+_TFDS = "tensorflow_datasets."  # how the names of its classes begin
 SAVED = ("state.json", "dataset_dict.json")  # of these `save_to_disk` leaves one in a folder
 
 
@@ -75,6 +77,11 @@ def open_tfds(rest: str, section: DataSection) -> IndexedRows:
                 f"{rest} is not a prepared data set (it has no dataset_info.json); name the "
                 "folder of its version, for example NAME/1.0.0."
             )
+    elif ":" in rest:
+        raise DataError(
+            f"config.data.source='tfds:{rest}' is a community data set, for which TFDS downloads "
+            "and executes code; prepare it yourself and name its folder as tfds:DIR."
+        )
     else:
         directory = str(_prepared(tfds, rest).data_dir)
     rows = _tfds_rows(directory, section.split)
@@ -93,12 +100,17 @@ def open_datasets(rest: str, section: DataSection) -> IndexedRows:
       DataError: the package is not installed, nothing can be loaded, or no such split or field.
     """
     try:
-        import datasets  # noqa: F401
+        import datasets
     except ImportError:
         raise DataError(
             f"config.data.source='datasets:{rest}' needs a package that is not required "
             "otherwise: pip install datasets."
         ) from None
+    if int(datasets.__version__.partition(".")[0]) < 4:
+        raise DataError(
+            f"config.data.source='datasets:{rest}': datasets {datasets.__version__} may execute "
+            "a script of a data set; install version 4 or newer."
+        )
     arguments = (rest, section.split)
     rows = _datasets_rows(*arguments)
     state = f"datasets {rest} {section.split} {section.text_field} {len(rows)} {rows._fingerprint}"
@@ -197,8 +209,11 @@ def open_prepared(directory: str, split: str):
     import tensorflow_datasets as tfds
 
     try:
+        _check_features(json.loads(Path(directory, "features.json").read_text()), directory)
         builder = tfds.builder_from_directory(directory)
         splits = list(builder.info.splits)
+    except DataError:
+        raise
     # Its JSON files are read by several parsers, each with errors of its own.
     except Exception as error:
         raise DataError(
@@ -222,6 +237,31 @@ def open_prepared(directory: str, split: str):
             f"Split '{split}' of {directory} cannot be opened ({_reason(error)}); check "
             "config.data.split, or prepare it again."
         ) from None
+
+
+def _check_features(features, directory: str) -> None:
+    """Refuses classes of features outside of TFDS, which would import any module that a
+    features.json names.
+    """
+    if isinstance(features, list):
+        for part in features:
+            _check_features(part, directory)
+    elif isinstance(features, dict):
+        for key, value in features.items():
+            is_class = key in ("pythonClassName", "python_class_name", "type")
+            if is_class and isinstance(value, str) and not value.startswith(_TFDS):
+                raise DataError(
+                    f"{directory}/features.json: '{shorten(value)}' is Python outside of "
+                    "TensorFlow Datasets, which would be executed; prepare the data set with "
+                    "features of TFDS."
+                )
+            _check_features(value, directory)
+    elif isinstance(features, str):  # JSON inside of JSON
+        try:
+            inside = json.loads(features)
+        except ValueError:
+            return
+        _check_features(inside, directory)
 
 
 @functools.lru_cache(maxsize=4)

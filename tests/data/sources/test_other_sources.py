@@ -270,6 +270,12 @@ def test_datasets_is_an_extra(monkeypatch):
         open_source(DataSection(), "datasets:wikitext")
 
 
+def test_a_version_of_datasets_that_executes_scripts_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(__version__="3.6.0"))
+    with pytest.raises(DataError, match=r"3\.6\.0"):
+        open_source(DataSection(), "datasets:wikitext")
+
+
 def test_datasets_rows(documents, monkeypatch):
     class Rows:
         _fingerprint = "abc"
@@ -286,7 +292,7 @@ def test_datasets_rows(documents, monkeypatch):
         calls.append((arguments, fields))
         return Rows()
 
-    module = types.SimpleNamespace(load_dataset=load_dataset)
+    module = types.SimpleNamespace(__version__="4.1.0", load_dataset=load_dataset)
     monkeypatch.setitem(sys.modules, "datasets", module)
     source = open_source(DataSection(split="train"), "datasets:owner/name/config")
     assert read(source) == documents[:30]
@@ -305,7 +311,7 @@ class Rows(list):
 def test_null_rows_of_datasets_are_left_out(monkeypatch):
     """One among the rows that tell the size ended in a traceback, a first one in a refusal."""
     rows = Rows([None, "one", "", None, "two"])
-    module = types.SimpleNamespace(load_dataset=lambda *arguments, split: rows)
+    module = types.SimpleNamespace(__version__="4.1.0", load_dataset=lambda *arguments, split: rows)
     monkeypatch.setitem(sys.modules, "datasets", module)
     assert read(open_source(DataSection(), "datasets:with-nulls")) == ["one", "two"]
     rows[:] = [None, None]
@@ -330,7 +336,9 @@ def test_a_folder_of_datasets(saved, tmp_path, monkeypatch):
 
     if saved:
         (folder / saved).write_text("{}")
-    module = types.SimpleNamespace(load_dataset=load_dataset, load_from_disk=load_from_disk)
+    module = types.SimpleNamespace(
+        __version__="4.1.0", load_dataset=load_dataset, load_from_disk=load_from_disk
+    )
     monkeypatch.setitem(sys.modules, "datasets", module)
     monkeypatch.chdir(tmp_path)
     indexed_rows._datasets_rows.cache_clear()
