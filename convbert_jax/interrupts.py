@@ -109,6 +109,37 @@ def nothing_to_save() -> Iterator[None]:
             _state.free = False
 
 
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Delays SIGINT and SIGTERM to the end of the block, where the first one's handler is called.
+
+    Orbax reports any exception as an unreadable part of a checkpoint, so a KeyboardInterrupt raised
+    inside Orbax would be lost. A second Ctrl-C is not delayed; within `heard` it ends the process.
+    """
+    handlers, received, inside = {}, [], True
+
+    def receive(number, frame):
+        if inside and not (received and number == signal.SIGINT):
+            received.append(number)
+        else:
+            handlers[number](number, frame)
+
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                handlers[number] = signal.getsignal(number)
+                if callable(handlers[number]):
+                    signal.signal(number, receive)
+        yield
+    finally:
+        inside = False  # first: from here on `receive` only forwards, so it may stay installed
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is receive:
+                signal.signal(number, handler)
+        if received:
+            handlers[received[0]](received[0], None)
+
+
 def is_echo(first: int, second: int, seconds: float, within: float = ECHO) -> bool:
     """Whether a second signal, so many seconds after the first, is that one passed on."""
     return first == second == signal.SIGTERM and seconds < within

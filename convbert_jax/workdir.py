@@ -375,11 +375,6 @@ def unfinished_steps(checkpoints: epath.Path) -> list[int]:
     return sorted(begun.difference(list_steps(checkpoints)))
 
 
-def take_back(checkpoint: epath.Path) -> None:
-    """Of a bucket: makes a checkpoint one that was never ended, in one step."""
-    (checkpoint / _COMMITTED).unlink()
-
-
 def _read(file: epath.Path, remedy: str, *, check: bool = True) -> Config:
     """The config in a file, where a younger field has its default.
 

@@ -138,3 +138,48 @@ def test_another_thread_than_the_main_one():
     thread.start()
     thread.join()
     assert found == [True]
+
+
+def delay(*numbers: int, fails: bool = False) -> list[str]:
+    """What happens, in order, if these signals arrive in a `deferred` block."""
+    found = []
+    try:
+        with interrupts.deferred():
+            for number in numbers:
+                try:
+                    signal.raise_signal(number)
+                except KeyboardInterrupt:  # as a library that swallows it
+                    found.append("raised inside")
+            if fails:
+                raise ValueError
+            found.append("end of the block")
+    except BaseException as error:
+        found.append(type(error).__name__)
+    return found
+
+
+def test_a_delayed_signal_reaches_its_handler_at_the_end():
+    assert delay() == ["end of the block"]
+    assert delay(signal.SIGINT) == ["end of the block", "KeyboardInterrupt"]
+    assert delay(signal.SIGINT, fails=True) == ["KeyboardInterrupt"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_repeated_sigterm_is_delayed_as_well():
+    """A launcher may pass on the one that the process got already."""
+    with interrupts.heard():
+        assert delay(signal.SIGTERM, signal.SIGTERM) == ["end of the block", "Stopped"]
+
+
+def test_a_second_ctrl_c_is_not_delayed():
+    expected = ["raised inside", "end of the block", "KeyboardInterrupt"]
+    assert delay(signal.SIGINT, signal.SIGINT) == expected
+
+
+def test_signals_that_no_handler_answers_are_left_alone():
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with interrupts.deferred():
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -21,7 +21,7 @@ import numpy as np
 from absl import logging
 from orbax.checkpoint import v1 as ocp
 
-from convbert_jax import files
+from convbert_jax import files, interrupts
 from convbert_jax.config import UserError
 from convbert_jax.training.checkpoints import checksums
 from convbert_jax.training.task import Params
@@ -121,24 +121,30 @@ def read_newest(
 
 
 def read_parts(path: pathlib.Path, targets: Mapping[str, Any]) -> dict[str, Any]:
-    """Parts of the checkpoint in folder `path`, each whole, with right checksums.
+    """Reads parts of one checkpoint and verifies their checksums.
+
+    A failed read is repeated once, so a fault that passes does not count as damage.
 
     Args:
+      path: folder of the checkpoint.
       targets: part -> `jax.ShapeDtypeStruct`s with the shardings to restore onto; None: on the
         host, with the shapes that were saved.
 
     Raises:
-      CheckpointError: what is wrong with it, in a few words; a StorageError if it may be whole.
+      CheckpointError: both reads failed; the message is the reason in a few words. StorageError if
+        the storage failed and the checkpoint may be intact.
+      KeyboardInterrupt: a signal arrived while reading, whether or not the read failed.
     """
-    with quiet_orbax():
-        try:
-            return _read(path, targets)
-        except jax.errors.JaxRuntimeError:  # the device's fault, out of memory for one
-            raise
-        except Exception as error:  # from any layer below: what it means is the same
-            kind = StorageError if _is_of_storage(error) else CheckpointError
-            problem = first_line(error)
-        gc.collect()
+    for _ in range(2):
+        with calling_orbax():
+            try:
+                return _read(path, targets)
+            except jax.errors.JaxRuntimeError:  # the device's fault, out of memory for one
+                raise
+            except Exception as error:  # from any layer below: what it means is the same
+                kind = StorageError if _is_of_storage(error) else CheckpointError
+                problem = first_line(error)
+            gc.collect()
     raise kind(problem)
 
 
@@ -152,14 +158,19 @@ def make_context() -> ocp.Context:
 
 
 @contextlib.contextmanager
-def quiet_orbax() -> Iterator[None]:
-    """Keeps damage from printing pages: Orbax's own warnings, and its unfinished coroutines."""
+def calling_orbax() -> Iterator[None]:
+    """Context for calls into Orbax.
+
+    Delays signals to the end of the block, and silences Orbax's warnings and unfinished coroutines,
+    which would print pages for a damaged checkpoint.
+    """
     reader, orbax = python_logging.getLogger("asyncio"), logging.get_absl_logger()
     hook, disabled = sys.unraisablehook, reader.disabled
     try:
         sys.unraisablehook, reader.disabled = lambda _: None, True
         orbax.addFilter(_is_not_of_orbax)
-        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        ignored = warnings.catch_warnings(action="ignore", category=RuntimeWarning)
+        with ignored, interrupts.deferred():
             yield
     finally:
         orbax.removeFilter(_is_not_of_orbax)

@@ -16,22 +16,22 @@ import numpy as np
 from absl import logging
 from orbax.checkpoint import v1 as ocp
 
-from convbert_jax import ending, files
+from convbert_jax import ending, files, interrupts
 from convbert_jax.config import CheckpointSection
 from convbert_jax.training.checkpoints import checksums
 from convbert_jax.training.checkpoints.reading import (
     DATA,
     CheckpointError,
+    calling_orbax,
     describe_arrays,
     first_line,
     make_context,
     none_whole,
-    quiet_orbax,
     read_newest,
 )
 from convbert_jax.training.environment import peers
 from convbert_jax.training.state import TrainState
-from convbert_jax.workdir import list_steps, take_back, unfinished_steps
+from convbert_jax.workdir import list_steps, unfinished_steps
 
 MOST_FAILURES = 3  # saves in a row that fail and end a run
 _FAULTS = (OSError, ValueError, RuntimeError)  # what Orbax raises, and TensorStore below it
@@ -57,7 +57,7 @@ class Checkpoints:
         for step in list_steps(self._directory):
             _put_away_damaged_metrics(self._directory / str(step))
         try:
-            with quiet_orbax():
+            with calling_orbax():
                 self._checkpointer = ocp.training.Checkpointer(
                     self._directory,
                     context=make_context(),
@@ -120,17 +120,18 @@ class Checkpoints:
         arrays = {"params": state.params, "opt_state": state.opt_state}
         parts = {**arrays, DATA: json.loads(json.dumps(data))}
         try:
-            self._checkpointer.save_checkpointables_async(
-                step,
-                parts,
-                metrics=metrics,
-                custom_metadata={
-                    "checksums": checksums.of_parts(parts),
-                    "arrays": describe_arrays(arrays),
-                    "metrics": metrics,
-                },
-                force=True,
-            )
+            with interrupts.deferred():  # an interrupted one leaves threads that wait for the rest
+                self._checkpointer.save_checkpointables_async(
+                    step,
+                    parts,
+                    metrics=metrics,
+                    custom_metadata={
+                        "checksums": checksums.of_parts(parts),
+                        "arrays": describe_arrays(arrays),
+                        "metrics": metrics,
+                    },
+                    force=True,
+                )
         except _FAULTS as error:
             self._count_failure(error, step)
         else:
@@ -171,17 +172,20 @@ class Checkpoints:
         self._checkpointer.close()
 
     def restore(self, abstract: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
-        """Newest checkpoint that is whole: (state, position of the input); None if there is none.
+        """Restores the newest intact checkpoint.
 
-        A damaged one is named in a warning and, once an older one is found to be whole, renamed to
-        damaged-STEP, so that its step can be saved again; in a bucket it becomes one that was never
-        finished, which the next start removes.
+        A damaged checkpoint is named in a warning. Once an older one was read, the damaged one is
+        renamed to damaged-STEP, so that its step can be saved again; nothing of it is deleted.
 
         Args:
           abstract: `jax.ShapeDtypeStruct`s with the shardings to restore onto, any mesh.
 
+        Returns:
+          The state and the position of the input; None if there is no checkpoint.
+
         Raises:
           CheckpointError: there are checkpoints, and none can be read.
+          StorageError: the storage fails, so the newest checkpoint may be intact.
         """
         targets = {"params": abstract.params, "opt_state": abstract.opt_state, DATA: None}
         steps = list_steps(self._directory)
@@ -199,9 +203,6 @@ class Checkpoints:
             return
         if jax.process_index() == 0:
             for step in steps:
-                if files.is_remote(self._directory):
-                    take_back(self._directory / str(step))
-                    continue
                 target = self._directory / f"damaged-{step}"
                 tries = 1
                 while target.exists():

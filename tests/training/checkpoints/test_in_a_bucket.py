@@ -55,6 +55,8 @@ def test_a_damaged_one_is_passed_over_and_its_step_saved_again(workdir, server, 
     assert "gs://bucket/run/checkpoints/12 is damaged" in caplog.text
     assert workdir.steps() == [4, 8, 12]
     assert_same(reading.load_arrays(workdir.checkpoints, 12)[1], whole)
+    tiny_run.run(workdir.path)
+    assert (workdir.checkpoints / "damaged-12" / "params").is_dir(), "nothing of it is deleted"
 
 
 def test_metrics_that_are_damaged_are_taken_away(workdir, server, caplog):
