@@ -132,18 +132,19 @@ def train(
                 rollbacks=rollbacks,
                 watchdog=watchdog,
             )
-            stack.enter_context(
-                memory.explain_out_of_memory("training", memory.LESS_TO_TRAIN, run.find_memory)
-            )
-            run.restore_or_start()
-            if run.step >= t.steps:
-                return run.finished()
             try:
-                with reporting.Reporter(
-                    workdir, task, steps=t.steps, step=run.step, tracker=tracker
-                ) as reporter:
-                    run.reporter = reporter
-                    return run.to_the_end(stop)
+                # Not entered into `stack`, which would keep the state of `run` after a rollback.
+                with memory.explain_out_of_memory(
+                    "training", memory.LESS_TO_TRAIN, run.find_memory
+                ):
+                    run.restore_or_start()
+                    if run.step >= t.steps:
+                        return run.finished()
+                    with reporting.Reporter(
+                        workdir, task, steps=t.steps, step=run.step, tracker=tracker
+                    ) as reporter:
+                        run.reporter = reporter
+                        return run.to_the_end(stop)
             except BadStepError as error:
                 rollbacks.go_back(error, checkpoints.newest or 0, writes=jax.process_index() == 0)
                 peers.wait_for_all("rollback")
@@ -257,13 +258,8 @@ class _Run:
                     saved = self.step
         stopped_by = signal_name if self.step < t.steps else None
         if stopped_by:
-            logging.info(
-                "Stopped by %s after step %d; checkpoint %d is saved, the same command goes on "
-                "from there.",
-                stopped_by,
-                self.step,
-                saved,
-            )
+            message = "Stopped by %s after step %d; the same command goes on from checkpoint %d."
+            logging.info(message, stopped_by, self.step, saved)
         return Result(self.step, self.state, self.train_values, self.eval_values, stopped_by)
 
     def finished(self) -> Result:
@@ -348,10 +344,11 @@ class _Run:
         self.checkpoints.settle()
         newest = self.checkpoints.newest
         good = f"the last good checkpoint is of step {newest}" if newest else "none was saved yet"
+        rollbacks = "" if self.config.train.rollbacks else ", or set config.train.rollbacks"
         raise BadStepError(
             f"step {done.step}: {wrong}; the batch {kept}, {good}; lower "
             "config.optimizer.learning_rate or lengthen config.optimizer.warmup_steps and start "
-            "again, or let the run go back by itself with config.train.rollbacks",
+            f"again{rollbacks}",
             done.step,
         )
 

@@ -1,5 +1,6 @@
 """Going back after a bad step, and ending a run that hangs."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from convbert_jax.training import loop, rollback
 from convbert_jax.training.environment import peers, watchdog
 from convbert_jax.workdir import Workdir
 from tests.conftest import REPOSITORY
-from tests.training.tiny_run import Rows, make_config, run
+from tests.training.tiny_run import Rows, evaluation, linear_task, make_config, run
 
 STEPS = 12
 
@@ -37,8 +38,8 @@ class Without(Rows):
 class Poisoned(Rows):
     """Several batches that are not finite, or whose loss is many times the usual."""
 
-    def __init__(self, *places, value=np.nan):
-        super().__init__()
+    def __init__(self, *places, value=np.nan, features=4):
+        super().__init__(features=features)
         self._places, self._value = places, value
 
     def __next__(self):
@@ -107,6 +108,34 @@ def test_it_gives_up(tmp_path):
         run(tmp_path, config_of(rollbacks=2), batches=Poisoned(*range(5, 40)))
     kept = json.loads((tmp_path / "skipped_batches.json").read_text())["skipped"]
     assert len(kept) == 2
+
+
+def test_a_rollback_frees_the_state_before_it(tmp_path, monkeypatch):
+    features, live = 37, []  # a size that nothing else has
+    restore = loop.Checkpoints.restore
+
+    def count(self, abstract):
+        restored = restore(self, abstract)
+        live.append(sum(array.shape == (features,) for array in jax.live_arrays()))
+        return restored
+
+    monkeypatch.setattr(loop.Checkpoints, "restore", count)
+    run(
+        tmp_path,
+        config_of(),
+        task=linear_task(features=features),
+        batches=Poisoned(5, 7, 10, features=features),
+        evaluation=functools.partial(evaluation, features=features),
+    )
+    assert live == [0, 3, 3, 3], "the kernel and its two moments"
+
+
+def test_rollbacks_are_advised_only_where_they_are_off(tmp_path, caplog):
+    with pytest.raises(rollback.BadStepError, match=r"config\.train\.rollbacks"):
+        run(tmp_path / "off", config_of(rollbacks=0), batches=Poisoned(7))
+    run(tmp_path / "on", config_of(rollbacks=1), batches=Poisoned(7))
+    assert "step 7" in caplog.text
+    assert "config.train.rollbacks" not in caplog.text
 
 
 def test_a_spike_is_as_bad(tmp_path, caplog):
