@@ -34,7 +34,7 @@ class TaskSection:
     rest_in_last: bool = False  # tsv: the last column may contain tabs
     pattern: str = ""  # regular expression of a line; its named groups are the columns
     # columns of the one text or the two; tagging: the words, by default the first column of a CoNLL
-    # file, FORM of a .conllu file
+    # file, FORM of a .conllu file. data.text is the field text of data
     texts: tuple[str, ...] = ("text",)
     # column; tagging: by default the last column of a CoNLL file, UPOS of a .conllu file
     label: str = "label"

@@ -257,7 +257,8 @@ class DataSection:
     # of text files: auto | blank_lines | lines | jsonl | wikiextractor | file (each one document) |
     # csv | tsv (with a first line of names)
     format: str = "auto"
-    text_field: str = "text"  # column of csv, tsv, jsonl, parquet, TFDS and datasets
+    # column of csv, tsv, jsonl, parquet, TFDS and datasets; raw.text is the field text of raw
+    text_field: str = "text"
     split: str = "train"  # of TFDS and datasets
     # a corpus of its own for evaluation, of other files; "" holds out documents of `source`
     validation_source: str = ""

@@ -40,6 +40,15 @@ def test_what_fine_tuning_read_can_be_predicted(predict, name):
         assert plain["texts"] == [review]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_nested_column_is_read_under_its_dotted_name(predict, name):
+    rows = [{"data": {"body": review}, "key": key} for review, _, key in REVIEWS]
+    found = predict("one", "\n".join(map(json.dumps, rows)), name, texts=("data.body",))
+    expected = predict("one", "\n".join(row[0] for row in REVIEWS))
+    assert [line["prediction"] for line in found] == [line["prediction"] for line in expected]
+    assert [line["data.body"] for line in found] == [review for review, _, _ in REVIEWS]
+
+
 def test_two_texts_are_two_columns_or_a_tab(predict):
     tab = predict("pair", "\n".join("\t".join(pair) for pair in PAIRS))
     lists = predict("pair", "\n".join(json.dumps({"texts": pair}) for pair in PAIRS))

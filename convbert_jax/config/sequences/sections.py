@@ -59,20 +59,20 @@ class ParallelSection:
     processes prepare them and how many batches are read ahead is as config.data says.
     """
 
-    # to train on: parallel:FILE,FILE (of equal line count) | tsv:FILE | jsonl:FILE (.gz or not) |
-    # tfds:DIR (or tfds:DIR#SPLIT)
+    # to train on: parallel:FILE,FILE (of equal line count) | tsv:FILE | csv:FILE | jsonl:FILE (.gz
+    # or not) | parquet:GLOB | tfds:DIR (or tfds:DIR#SPLIT)
     source: str = ""
     # pairs to evaluate on; "" holds out some of `source`. They may have several references, all of
     # which texts are scored by, the first one is the target: parallel:FILE,FILE,FILE…, further
-    # `columns`, or a list of texts in jsonl and TFDS
+    # `columns`, or a list of texts in jsonl, parquet and TFDS
     validation_source: str = ""
     # weights are random, only sizes and vocabulary are those of init_from: what pre-training is
     # worth
     from_scratch: bool = False
     heldout_fraction: float = 0.01  # of the pairs, chosen by a hash of their texts
-    # the two texts: numbers from 0 of a tsv, or names, which its first line then has; names of
-    # jsonl and TFDS; behind them those of further references, which training does not read.
-    # (): 0,1 of a tsv, source,target of jsonl and TFDS
+    # columns of the two texts, then those of further references, which training does not read.
+    # Names; numbers from 0 for a tsv or csv without a first line of names. translation.en is the
+    # field en of translation in jsonl, parquet and TFDS. (): 0,1 of a tsv, else source,target
     columns: tuple[str, ...] = ()
     # where config.sequence.shared_vocabulary=False, config.tokenizer is the source's vocabulary and
     # this the size of the target's own; 0 is tokenizer.vocab_size

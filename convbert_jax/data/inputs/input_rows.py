@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from convbert_jax.data.tables.table_files import ABSENT, find_value
 from convbert_jax.data.tables.table_formats import Fault, TableFormat
 from convbert_jax.data.tables.text_lines import describe_escapes
 from convbert_jax.data.tasks.own_rows import describe_problem
@@ -110,7 +111,9 @@ def parse_object(text: str, reads: ModelInput) -> dict | Fault | None:
         if any(f"{json.dumps(name)}:" in text.replace(" ", "") for name in known):
             return Fault(f"is not JSON: {str(error).removeprefix('it is not JSON: ')}")
         return None
-    return record if isinstance(record, dict) and known & record.keys() else None
+    if not isinstance(record, dict):
+        return None
+    return record if any(find_value(record, name) is not ABSENT for name in known) else None
 
 
 def from_object(record: dict, number: int, line: int, reads: ModelInput) -> InputRow:
@@ -118,8 +121,10 @@ def from_object(record: dict, number: int, line: int, reads: ModelInput) -> Inpu
     if _is_too_deep(record):
         return InputRow(number, line, problem=_TOO_DEEP)
     for names in reads.columns:
-        if all(name in record for name in names):
-            return from_columns(record, names, number, line, reads)
+        values = [find_value(record, name) for name in names]
+        if all(value is not ABSENT for value in values):
+            named = record | dict(zip(names, values, strict=True))
+            return from_columns(named, names, number, line, reads)
     row = InputRow(number, line, _find_id(record, reads))
     if "texts" not in record or reads.kind in ("tagging", "span"):
         names = reads.columns[0] if reads.columns else ("texts",)

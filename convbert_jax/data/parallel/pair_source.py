@@ -1,4 +1,4 @@
-"""Where pairs of texts come from: two files line by line, a table, or rows of TFDS.
+"""Where pairs of texts come from: two files line by line, a table, or rows of a data set.
 
 A source is cut into units of some 16 MB, which one process reads from beginning to end. A pair may
 have further targets, all of them right, as sets to score by have: more files, more columns, or a
@@ -11,37 +11,33 @@ import gzip
 import itertools
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 from convbert_jax import files
 from convbert_jax.config import ParallelSection
 from convbert_jax.data.errors import DataError, shorten
+from convbert_jax.data.parallel.pair_rows import (
+    PairParquet,
+    PairRows,
+    Pairs,
+    PairUnit,
+    Targets,
+    of_row,
+    of_words,
+    open_parquet,
+    open_tfds,
+)
 from convbert_jax.data.sources.documents import unit_bytes
-from convbert_jax.data.sources.indexed_rows import open_prepared, rows_at
 from convbert_jax.data.sources.text_files import fingerprint_files
 from convbert_jax.data.sources.text_formats import refuse_other_kinds
-from convbert_jax.data.tables.table_formats import Fault
-from convbert_jax.data.tables.text_lines import open_bytes
+from convbert_jax.data.tables.table_formats import OPENERS, Fault, TableFormat
+from convbert_jax.data.tables.text_lines import describe_escapes, open_bytes
 
-DEFAULT_COLUMNS = {"tsv": ("0", "1"), "jsonl": ("source", "target"), "tfds": ("source", "target")}
-KINDS = ("parallel", *DEFAULT_COLUMNS)
+DEFAULT_COLUMNS = {"tsv": ("0", "1")} | dict.fromkeys(
+    ("csv", "jsonl", "parquet", "tfds"), ("source", "target")
+)
 MARK_LINES = 1_024  # between two places of a file that are noted
-ROWS_AT_ONCE = 1_024
-# What is made of a pair's targets: one alone is allowed, the first is taken, or all are.
-Targets = Literal["one", "first", "all"]
-Pairs = Iterator[tuple[int, tuple[str, ...] | Fault]]  # a source, its target and further ones
-
-
-@dataclasses.dataclass(frozen=True)
-class PairUnit:
-    """`count` pairs from number `first` on, counted from 1: lines of files, rows of a data set."""
-
-    first: int
-    count: int
-    starts: tuple[int, ...]  # byte of that line in each file, as decompressed; () of rows
-    size: int  # bytes of text, estimated for rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,67 +138,81 @@ class PairFiles:
         path = self.paths[0]
         with open_bytes(path) as file:
             header = file.readline().decode("utf-8-sig", "replace").rstrip("\r\n").split("\t")
-        for name in self.columns:
-            if name not in header:
-                raise DataError(
-                    f"{path} has no column '{name}' (its first line has: "
-                    f"{shorten(', '.join(header))}); set config.parallel.columns."
-                )
-        return tuple(map(header.index, self.columns))
+        return _find_columns(path, header, self.columns)
 
     def _parse_tsv(self, texts: list[str]) -> tuple[str, ...] | Fault:
         cells, (source, target, *further) = texts[0].split("\t"), self._places
         if len(cells) <= max(source, target):
             return Fault(f"has {len(cells)} columns, not the {max(source, target) + 1} it needs")
         there = [cells[place] for place in further if place < len(cells)]
-        return cells[source], cells[target], *_of_words(there)
+        return cells[source], cells[target], *of_words(there)
 
     def _parse_jsonl(self, texts: list[str]) -> tuple[str, ...] | Fault:
         try:
             row = files.parse_json(texts[0])
         except ValueError as error:
             return Fault(f"is not JSON: {str(error).removeprefix('it is not JSON: ')}")
-        return _of_row(row, self.columns, self.targets)
+        return of_row(row, self.columns, self.targets)
 
 
 def _parse_parallel(texts: list[str]) -> tuple[str, ...]:
-    return texts[0], texts[1], *_of_words(texts[2:])
+    return texts[0], texts[1], *of_words(texts[2:])
 
 
-def _of_words(texts: list) -> list[str]:
-    """Those of further targets that are any: a blank cell or line is none."""
-    return [text for text in texts if isinstance(text, str) and text.strip()]
+def _find_columns(path: Path, header: list[str], names: Sequence[str]) -> tuple[int, ...]:
+    for name in names:
+        if name not in header:
+            raise DataError(
+                f"{path} has no column '{name}' (its first line has: "
+                f"{shorten(', '.join(header))}); set config.parallel.columns."
+            )
+    return tuple(map(header.index, names))
 
 
 @dataclasses.dataclass(frozen=True)
-class PairRows:
-    """Rows of a folder that TFDS prepared as array_record."""
+class PairCsv:
+    """A csv file. One process reads all of it: cells may hold line ends."""
 
     name: str
     fingerprint: str
-    directory: str
-    split: str
+    path: Path
     columns: tuple[str, ...]
     targets: Targets
-    files: frozenset[Path]
     units: tuple[PairUnit, ...]
 
+    @property
+    def files(self) -> set[Path]:
+        """The file."""
+        return {self.path}
+
     def place(self, number: int, text: int = 0) -> str:
-        """A pair by its number, for errors."""
-        del text  # all of them are in the row
-        return f"{self.name} row {number}"
+        """The file and the line where a pair begins, for errors."""
+        del text  # all texts are in the row
+        return f"{self.path} line {number}"
 
     def pairs(self, unit: PairUnit) -> Pairs:
-        """(row from 1, texts), or what is wrong with a row. Raises DataError for damaged files."""
-        rows = open_prepared(self.directory, self.split)[0]
-        stop = unit.first - 1 + unit.count
-        for start in range(unit.first - 1, stop, ROWS_AT_ONCE):
-            wanted = range(start, min(start + ROWS_AT_ONCE, stop))
-            for i, row in zip(wanted, rows_at(rows, wanted, self.name), strict=True):
-                yield i + 1, _of_row(row, self.columns, self.targets)
+        """(line, texts), or the fault of a row.
+
+        Raises:
+          DataError: the file cannot be read, has no such column or has an open quotation mark.
+        """
+        del unit
+        form = TableFormat("csv", escape=True)
+        header, rows = OPENERS["csv"](self.path, form, "")
+        if all(name.isdecimal() for name in self.columns):  # the first line is a row
+            rows = itertools.chain([(1, header)], rows)
+            header = list(map(str, range(len(header))))
+        places = _find_columns(self.path, list(header), self.columns)
+        for line, cells in rows:
+            if not isinstance(cells, Fault):
+                row = {name: cells[place] for name, place in zip(self.columns, places, strict=True)}
+                bad = filter(None, map(describe_escapes, row.values()))
+                problem = next(bad, "")
+                cells = Fault(problem) if problem else of_row(row, self.columns, self.targets)
+            yield line, cells
 
 
-PairSource = PairFiles | PairRows
+PairSource = PairFiles | PairCsv | PairRows | PairParquet
 
 
 def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") -> PairSource:
@@ -217,15 +227,17 @@ def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") ->
         there; of "one" a third file.
     """
     kind, _, rest = spec.partition(":")
-    if kind not in KINDS or not rest:
+    if kind not in ("parallel", *DEFAULT_COLUMNS) or not rest:
         raise DataError(
-            f"Pairs '{spec}' are not understood; write parallel:FILE,FILE, tsv:FILE, jsonl:FILE or "
-            "tfds:DIR."
+            f"Pairs '{spec}' are not understood; write parallel:FILE,FILE, tsv:FILE, csv:FILE, "
+            "jsonl:FILE, parquet:FILE or tfds:DIR."
         )
     columns = section.columns or DEFAULT_COLUMNS.get(kind, ())
     columns = columns if targets == "all" else columns[:2]
     if kind == "tfds":
-        return _open_tfds(rest, columns, targets)
+        return open_tfds(rest, columns, targets)
+    if kind == "parquet":
+        return open_parquet(rest, columns, targets)
     paths = tuple(Path(files.expand(name.strip())) for name in rest.split(","))
     _check_files(spec, kind, len(paths), targets)
     paths = paths if targets == "all" else paths[:2]
@@ -235,6 +247,11 @@ def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") ->
         refuse_other_kinds(path)
     root = Path(os.path.commonpath([path.absolute().parent for path in paths]))
     prints = fingerprint_files([p.absolute() for p in paths], root, f"{kind} {','.join(columns)}")
+    if kind == "csv":
+        units = (PairUnit(1, 0, (), paths[0].stat().st_size),)
+        opened = PairCsv(spec, prints, paths[0], columns, targets, units)
+        next(opened.pairs(units[0]), None)  # refuses columns here, not in a worker
+        return opened
     opened = PairFiles(spec, prints, paths, kind, columns, targets)
     if kind == "tsv":
         _ = opened._places  # refused here, not by a worker
@@ -253,69 +270,6 @@ def _check_files(spec: str, kind: str, count: int, targets: Targets) -> None:
             f"'{spec}' names {count} files, but what is trained on has one target; further "
             "references are of config.parallel.validation_source and config.decoding.test_sources."
         )
-
-
-def _open_tfds(rest: str, columns: tuple[str, ...], targets: Targets) -> PairRows:
-    directory, _, split = rest.partition("#")
-    if not (Path(directory) / "dataset_info.json").is_file():
-        raise DataError(
-            f"{directory} is not a prepared data set (it has no dataset_info.json); name the "
-            "folder of its version, for example NAME/1.0.0."
-        )
-    split = split or "train"
-    rows = open_prepared(directory, split)[0]
-    count, name = len(rows), f"tfds:{rest}"
-    if not count:
-        raise DataError(f"{name} has no rows.")
-    first = rows_at(rows, [0], name)[0]
-    pair = _of_row(first, columns, targets)
-    if isinstance(pair, Fault):
-        raise DataError(f"{name} row 1 {pair.problem}; set config.parallel.columns.")
-    found = sorted(path for path in Path(directory).glob("*.array_record*") if path.is_file())
-    prints = fingerprint_files(found, Path(directory), f"tfds {split} {','.join(columns)}")
-    average = max(1, len(pair[0].encode()) + len(pair[1].encode()))
-    step = max(1, unit_bytes(average * count) // average)
-    units = tuple(
-        PairUnit(start + 1, min(step, count - start), (), min(step, count - start) * average)
-        for start in range(0, count, step)
-    )
-    return PairRows(name, prints, directory, split, columns, targets, frozenset(found), units)
-
-
-def _of_row(row, columns: tuple[str, ...], targets: Targets) -> tuple[str, ...] | Fault:
-    """Source and targets. A source that is a list of sentences is them with a space between, a list
-    of targets are several.
-    """
-    if not isinstance(row, dict):
-        return Fault("is not a JSON object")
-    source = _texts_of(row, columns[0])
-    target = _texts_of(row, columns[1])
-    for name, found in zip(columns, (source, target), strict=False):
-        if isinstance(found, Fault):
-            return found
-        if not found:
-            known = shorten(", ".join(map(str, row)))
-            return Fault(f"has no text in '{name}' (it has: {known})")
-    if targets == "one" and len(target) > 1:  # sentences of one, or several to choose from?
-        return Fault(
-            f"has a list of {len(target)} texts in '{columns[1]}', of which a target is one"
-        )
-    if targets != "all":
-        return " ".join(source), target[0]
-    further = [_texts_of(row, name) for name in columns[2:]]
-    rest = [text for found in further if not isinstance(found, Fault) for text in found]
-    return " ".join(source), target[0], *_of_words([*target[1:], *rest])
-
-
-def _texts_of(row: dict, name: str) -> list[str] | Fault:
-    """The text or the texts of a column, [] where something there is none."""
-    text = row.get(name)
-    parts = list(text) if isinstance(text, list | tuple) else [text]
-    try:
-        parts = [part.decode("utf-8") if isinstance(part, bytes) else part for part in parts]
-    except UnicodeDecodeError:
-        return Fault(f"has no UTF-8 in '{name}'")
-    return parts if all(isinstance(part, str) for part in parts) else []
 
 
 def _mark_lines(path: Path) -> tuple[list[int], int]:

@@ -79,6 +79,7 @@ def process_pairs(
     digest = new_digest()
     found = hashed(source.pairs(unit), digest)
     while block := list(itertools.islice(found, PAIRS_AT_ONCE)):
+        tally["pairs"] += len(block)
         texts = [pair for _, pair in block if not isinstance(pair, Fault)]
         encoded = iter(encode_pairs(job, texts))
         for number, pair in block:
@@ -115,7 +116,7 @@ def process_pairs(
         "digest": digest.hexdigest(),
         "splits": counts,
         **{name: tally[name] for name in ("bytes", "pieces", "unknown")},
-        "pairs": unit.count,
+        "pairs": tally["pairs"],
         "faults": faults,
         "cut": cut,
         "seconds": round(time.monotonic() - started, 3),

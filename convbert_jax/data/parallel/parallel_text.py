@@ -159,7 +159,7 @@ def open_sources(config: Config) -> dict[str, PairSource]:
     if not section.source:
         raise DataError(
             "config.parallel.source is empty; name pairs, for example "
-            "parallel:train.de,train.en, tsv:FILE or jsonl:FILE."
+            "parallel:train.de,train.en, csv:FILE, jsonl:FILE or parquet:FILE."
         )
     sources = {"train": open_pairs(section.source, section)}
     if section.validation_source:

@@ -16,6 +16,7 @@ from convbert_jax.config import DataSection
 from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.sources.documents import clean, decode, unit_bytes
 from convbert_jax.data.sources.text_files import fingerprint_files
+from convbert_jax.data.tables.table_files import find_value, list_columns
 
 ROWS_AT_ONCE = 128
 SAMPLED_ROWS = 64  # to estimate how much text there is
@@ -47,7 +48,7 @@ class IndexedRows:
         for start in range(unit.start, unit.stop, ROWS_AT_ONCE):
             indices = range(start, min(start + ROWS_AT_ONCE, unit.stop))
             for index, row in zip(indices, rows_at(rows, indices, self.name), strict=True):
-                text = row[self.text_field]
+                text = find_value(row, self.text_field)
                 if isinstance(text, bytes):
                     try:
                         text = decode(text, self.encoding_errors, tally)
@@ -126,10 +127,11 @@ def _indexed(
         raise DataError(f"{name} has no rows in split '{section.split}'; check config.data.split.")
     sampled = sorted({i * count // SAMPLED_ROWS for i in range(SAMPLED_ROWS)})
     sample = rows_at(rows, sampled, name)
-    texts = [text for row in sample if (text := row.get(field)) is not None]
+    found = (find_value(row, field) for row in sample)
+    texts = [text for text in found if text is not None]
     if not texts or not all(isinstance(text, str | bytes) for text in texts):
         raise DataError(
-            f"{name} has no text in '{field}' (it has: {', '.join(sample[0])}); set "
+            f"{name} has no text in '{field}' (it has: {list_columns(sample[0])}); set "
             "config.data.text_field."
         )
     average = max(1, sum(map(len, texts)) // len(sample))

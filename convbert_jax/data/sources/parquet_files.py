@@ -5,7 +5,7 @@ import errno
 import fnmatch
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from convbert_jax.config import DataSection
@@ -16,6 +16,16 @@ from convbert_jax.data.sources.text_files import find_files, fingerprint_files
 ROWS_AT_ONCE = 128
 _FULL = os.strerror(errno.ENOSPC)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowGroup:
+    """A row group of a file; `size` is in uncompressed bytes of the columns that are read."""
+
+    file: str  # relative to the root
+    index: int
+    rows: int
+    size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +56,7 @@ class ParquetFiles:
         """Texts of the rows of `unit`; null and blank ones are left out."""
         for file, group in unit.parts:
             path = self.root / file
-            for data in self._column(path, group):
+            for (data,) in read_rows(path, group, [self.text_field]):
                 try:
                     text = decode(data or b"", self.encoding_errors, tally)
                 except UnicodeDecodeError:
@@ -56,24 +66,44 @@ class ParquetFiles:
                     ) from None
                 yield from clean(text or "")
 
-    def _column(self, path: Path, group: int) -> Iterator[bytes | None]:
-        import pyarrow
-        from pyarrow import parquet
 
-        try:
-            # Without pre_buffer and with small batches a row group is streamed, not held.
-            with parquet.ParquetFile(
-                path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True
-            ) as file:
-                for batch in file.iter_batches(
-                    ROWS_AT_ONCE, row_groups=[group], columns=[self.text_field], use_threads=False
-                ):
-                    yield from batch.column(0).cast(pyarrow.large_binary()).to_pylist()
-        except (pyarrow.ArrowException, OSError) as error:
-            reason = shorten(" ".join(str(error).split()))
-            raise DataError(
-                f"{path} is damaged in row group {group} ({reason}); fetch it again."
-            ) from None
+def read_rows(path: Path, group: int, names: Sequence[str]) -> Iterator[tuple]:
+    """Values of some columns in every row of a row group; text as bytes, which may not be UTF-8.
+
+    Args:
+      names: of columns that `list_groups` has checked.
+
+    Raises:
+      DataError: the file is damaged.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        # Without pre_buffer and with small batches a row group is streamed, not held.
+        with parquet.ParquetFile(
+            path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True
+        ) as file:
+            for batch in file.iter_batches(
+                ROWS_AT_ONCE, row_groups=[group], columns=list(names), use_threads=False
+            ):
+                yield from zip(*(_read_column(batch, name) for name in names), strict=True)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = shorten(" ".join(str(error).split()))
+        raise DataError(
+            f"{path} is damaged in row group {group} ({reason}); fetch it again."
+        ) from None
+
+
+def _read_column(batch, name: str) -> list:
+    import pyarrow
+    from pyarrow import compute
+
+    (first, *inner), kind = _find_column(batch.schema, name)
+    column = batch.column(first)
+    column = compute.struct_field(column, inner) if inner else column
+    binary = pyarrow.large_binary()
+    return column.cast(pyarrow.large_list(binary) if _is_list(kind) else binary).to_pylist()
 
 
 def open_parquet(rest: str, section: DataSection) -> ParquetFiles:
@@ -133,59 +163,118 @@ def _is_of_the_disk(error: Exception) -> bool:
 
 
 def _open(name: str, paths: list[Path], section: DataSection) -> ParquetFiles:
-    root = Path(os.path.commonpath([path.parent for path in paths]))
-    groups = [
-        (path.relative_to(root).as_posix(), index, size)
-        for path in paths
-        for index, size in enumerate(_group_sizes(path, section.text_field))
-    ]
-    target = unit_bytes(sum(size for *_, size in groups))
-    units, parts, filled = [], [], 0
-    for file, index, size in groups:
-        parts.append((file, index))
-        filled += size
-        if filled >= target:
-            units.append(RowGroups(tuple(parts), filled))
-            parts, filled = [], 0
-    if parts:
-        units.append(RowGroups(tuple(parts), filled))
+    root, groups = list_groups(paths, [section.text_field], field="config.data.text_field")
     return ParquetFiles(
         name=name,
         fingerprint=fingerprint_files(paths, root, f"parquet {section.text_field}"),
         root=root,
         text_field=section.text_field,
         encoding_errors=section.encoding_errors,
-        units=tuple(units),
+        units=make_units(groups),
     )
 
 
-def _group_sizes(path: Path, field: str) -> list[int]:
-    """Uncompressed bytes of the text column in each row group."""
+def make_units(groups: Sequence[RowGroup]) -> tuple[RowGroups, ...]:
+    """Row groups in their order, put together to units."""
+    target = unit_bytes(sum(group.size for group in groups))
+    units, parts, filled = [], [], 0
+    for group in groups:
+        parts.append((group.file, group.index))
+        filled += group.size
+        if filled >= target:
+            units.append(RowGroups(tuple(parts), filled))
+            parts, filled = [], 0
+    if parts:
+        units.append(RowGroups(tuple(parts), filled))
+    return tuple(units)
+
+
+def list_groups(
+    paths: Sequence[Path], names: Sequence[str], *, field: str, lists: bool = False
+) -> tuple[Path, list[RowGroup]]:
+    """The common folder of files, and their row groups.
+
+    Args:
+      names: of columns; "translation.en" is the field "en" of the column "translation", unless a
+        column has this name.
+      field: of the config that names the columns, for errors.
+      lists: allows lists of texts.
+
+    Raises:
+      DataError: not a parquet file, no such column, or no text in it.
+    """
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    return root, [
+        RowGroup(path.relative_to(root).as_posix(), index, rows, size)
+        for path in paths
+        for index, (rows, size) in enumerate(_measure_groups(path, names, field, lists))
+    ]
+
+
+def _measure_groups(
+    path: Path, names: Sequence[str], field: str, lists: bool
+) -> list[tuple[int, int]]:
+    """Rows, and uncompressed bytes of the columns, in each row group."""
     import pyarrow
     from pyarrow import parquet
 
     try:
         metadata = parquet.read_metadata(path)
     except (pyarrow.ArrowException, OSError):
-        raise DataError(f"{path} is not a parquet file; check config.data.source.") from None
-    names = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-    if field not in names:
-        raise DataError(
-            f"{path} has no column '{field}' (it has: {', '.join(names)}); set "
-            "config.data.text_field."
-        )
-    kind = metadata.schema.to_arrow_schema().field(field).type
-    if not _is_text(kind.value_type if pyarrow.types.is_dictionary(kind) else kind):
-        raise DataError(
-            f"Column '{field}' of {path} is {kind}, not text; set config.data.text_field."
-        )
-    column = names.index(field)
-    groups = [metadata.row_group(i).column(column) for i in range(metadata.num_row_groups)]
-    return [group.total_uncompressed_size for group in groups]
+        raise DataError(f"{path} is not a parquet file; check its name.") from None
+    schema = metadata.schema.to_arrow_schema()
+    for name in names:
+        if not (found := _find_column(schema, name)):
+            known = shorten(", ".join(_list_columns(schema)))
+            raise DataError(f"{path} has no column '{name}' (it has: {known}); set {field}.")
+        _, kind = found
+        if not _is_text(kind.value_type if lists and _is_list(kind) else kind):
+            raise DataError(f"Column '{name}' of {path} is {kind}, not text; set {field}.")
+    leaves = [f"{metadata.schema.column(i).path}." for i in range(metadata.num_columns)]
+    prefixes = tuple(f"{name}." for name in names)  # a list is the leaf "name.list.element"
+    places = [i for i, leaf in enumerate(leaves) if leaf.startswith(prefixes)]
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    return [
+        (group.num_rows, sum(group.column(i).total_uncompressed_size for i in places))
+        for group in groups
+    ]
+
+
+def _find_column(schema, name: str):
+    """(indices of the column and of the fields in it, type) in a schema or a struct type."""
+    import pyarrow
+
+    names = [field.name for field in schema]
+    first, dot, rest = (name, "", "") if name in names else name.partition(".")
+    if first not in names:
+        return None
+    place = names.index(first)
+    kind = schema.field(place).type
+    if not dot:
+        return [place], kind
+    inner = _find_column(kind, rest) if isinstance(kind, pyarrow.StructType) else None
+    return inner and ([place, *inner[0]], inner[1])
+
+
+def _list_columns(schema) -> Iterator[str]:
+    import pyarrow
+
+    for field in schema:
+        if isinstance(field.type, pyarrow.StructType):
+            yield from (f"{field.name}.{inner}" for inner in _list_columns(field.type))
+        else:
+            yield field.name
+
+
+def _is_list(kind) -> bool:
+    from pyarrow import types
+
+    return types.is_list(kind) or types.is_large_list(kind)
 
 
 def _is_text(kind) -> bool:
-    """Whether an arrow type is one of text."""
+    """Whether an arrow type is one of text, also as categories."""
     from pyarrow import types
 
+    kind = kind.value_type if types.is_dictionary(kind) else kind
     return any(is_(kind) for is_ in (types.is_string, types.is_large_string, types.is_string_view))

@@ -26,7 +26,7 @@ from convbert_jax.data.sources.text_formats import (
     read_lines,
     refuse_other_kinds,
 )
-from convbert_jax.data.tables.table_files import read_table
+from convbert_jax.data.tables.table_files import ABSENT, find_value, list_columns, read_table
 from convbert_jax.data.tables.table_formats import BadRows, TableFormat
 from convbert_jax.data.tables.text_lines import open_bytes
 
@@ -127,21 +127,22 @@ class TextFiles:
             ) from None
         if isinstance(record, list) and not offset:
             raise DataError(_describe_list(path))
-        field = self.text_field
-        if not isinstance(record, dict) or field not in record:
-            names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        field, is_object = self.text_field, isinstance(record, dict)
+        text = find_value(record, field) if is_object else ABSENT
+        if text is ABSENT:
+            names = list_columns(record) if is_object else type(record).__name__
             raise DataError(
                 f"{path} has no text in '{field}' at byte {offset} (it has: {names}); "
                 "set config.data.text_field."
             )
-        if record[field] is None:
+        if text is None:
             return ""  # left out, as in parquet
-        if not isinstance(record[field], str):
+        if not isinstance(text, str):
             raise DataError(
                 f"{path} has no text in '{field}' at byte {offset} but "
-                f"{shorten(repr(record[field]), 40)}; mend it, or set config.data.text_field."
+                f"{shorten(repr(text), 40)}; mend it, or set config.data.text_field."
             )
-        return record[self.text_field]
+        return text
 
 
 def _describe_list(path: Path) -> str:
@@ -229,7 +230,7 @@ def find_files(globs: str) -> list[Path]:
         names = [expanded] if os.path.isfile(expanded) else glob.glob(expanded, recursive=True)
         files = [name for name in names if os.path.isfile(name)]
         if not files:
-            raise DataError(f"No file matches '{pattern.strip()}'; check config.data.source.")
+            raise DataError(f"No file matches '{pattern.strip()}'; check the name.")
         found.update(os.path.abspath(name) for name in files)
     once: dict[str, str] = {}
     for name in sorted(found, key=lambda name: (len(name), name)):

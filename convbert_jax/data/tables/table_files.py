@@ -4,12 +4,42 @@ Columns have names, or numbers from 0 (from the end: -1) where a file names none
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.tables.table_formats import OPENERS, BadRows, Fault, TableFormat, TableRows
+
+ABSENT = object()  # the value of a column that a row does not have
+
+
+def find_value(row: Mapping[str, Any], name: str) -> Any:
+    """The value of a column; `ABSENT` if there is none.
+
+    A dotted name reads nested objects: "translation.en" is row["translation"]["en"], unless the row
+    has a column "translation.en". A null object has null in every column.
+    """
+    if name in row:
+        return row[name]
+    first, dot, rest = name.partition(".")
+    if dot and first in row and row[first] is None:
+        return None
+    inner = row.get(first)
+    return find_value(inner, rest) if dot and isinstance(inner, Mapping) else ABSENT
+
+
+def list_columns(row: Mapping[str, Any]) -> str:
+    """Names of all columns for an error, those of nested objects with dots."""
+
+    def names(row):
+        for name, value in row.items():
+            if isinstance(value, Mapping) and value:
+                yield from (f"{name}.{inner}" for inner in names(value))
+            else:
+                yield str(name)
+
+    return shorten(", ".join(names(row)))
 
 
 def read_table(
@@ -38,15 +68,18 @@ def read_table(
     count = 0
     if header is None:  # objects with names of their own
         for line, record in rows:
-            missing = [name for name in wanted if name not in record]
+            values = tuple(find_value(record, name) for name in wanted)
+            missing = [n for n, value in zip(wanted, values, strict=True) if value is ABSENT]
             if missing:
-                names = shorten(", ".join(record))
+                names = list_columns(record)
                 problem = f"has no '{missing[0]}' (it has: {names}); {form.hint}"
                 bad_rows.report(line, problem)
                 continue
             count += 1
-            values = tuple(record[name] for name in wanted)
-            yield line, (*values, record.get(optional)) if optional else values
+            if optional:
+                value = find_value(record, optional)
+                values = (*values, None if value is ABSENT else value)
+            yield line, values
     else:
         places = _find_all(wanted, header, form, shown)
         if optional:

@@ -1,11 +1,14 @@
 """Pairs out of files: the same whatever the format, each once whatever the units."""
 
+import csv
 import gzip
 import json
 
+import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from convbert_jax.config import ParallelSection
 from convbert_jax.data.errors import DataError
@@ -35,13 +38,43 @@ def write_jsonl(folder):
     return f"jsonl:{folder / 'a.jsonl.gz'}"
 
 
+def write_csv(folder, *header):
+    with open(folder / "a.csv", "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([*filter(None, [header]), *PAIRS])
+    return f"csv:{folder / 'a.csv'}"
+
+
+def write_parquet(folder, nested=False):
+    """Three files of several row groups."""
+    for number in range(3):
+        rows = [{"source": s, "target": t} for s, t in PAIRS[20 * number :][:20]]
+        rows = [{"translation": row} for row in rows] if nested else rows
+        path = folder / f"{number}.parquet"
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=6)
+    return f"parquet:{folder}/*.parquet"
+
+
+def write_nested_jsonl(folder):
+    with open(folder / "a.jsonl", "w", encoding="utf-8") as file:
+        for source, target in PAIRS:
+            file.write(json.dumps({"translation": {"de": source, "en": target}}) + "\n")
+    return f"jsonl:{folder / 'a.jsonl'}"
+
+
+NESTED = ("translation.source", "translation.target")
 WRITERS = {
     "parallel": (lambda folder: write_files(folder, PAIRS), ()),
     "compressed": (lambda folder: write_files(folder, PAIRS, compressed=True), ()),
     "tsv": (write_tsv, ()),
     "tsv with names": (lambda folder: write_tsv(folder, "de\ten\tx\n"), ("de", "en")),
     "jsonl": (write_jsonl, ()),
+    "nested jsonl": (write_nested_jsonl, ("translation.de", "translation.en")),
+    "csv": (lambda folder: write_csv(folder, "source", "x.y"), ("source", "x.y")),
+    "csv without names": (write_csv, ("0", "1")),
+    "parquet": (write_parquet, ()),
+    "nested parquet": (lambda folder: write_parquet(folder, nested=True), NESTED),
 }
+WITH_HEADER = ("tsv with names", "csv")
 
 
 @pytest.mark.parametrize("unit_bytes", [10, 700, 10**6])
@@ -53,9 +86,10 @@ def test_every_pair_comes_once_in_order(kind, unit_bytes, tmp_path, monkeypatch)
     source = open_pairs(writer(tmp_path), ParallelSection(columns=columns))
     found = read(source)
     assert [pair for _, pair in found] == PAIRS
-    first = 2 if kind == "tsv with names" else 1
+    first = 2 if kind in WITH_HEADER else 1
     assert [number for number, _ in found] == list(range(first, first + len(PAIRS)))
-    assert len(source.units) > 1 or unit_bytes > 700
+    assert len(source.units) > 1 or unit_bytes > 700 or "csv" in kind
+    assert {path.name for path in source.files} == {path.name for path in tmp_path.iterdir()}
 
 
 @settings(max_examples=25, deadline=None)
@@ -138,6 +172,46 @@ def test_a_column_that_is_not_there(tmp_path):
     source = write_tsv(tmp_path, "de\ten\tx\n")
     with pytest.raises(DataError, match=r"no column 'fr'.*de, en, x"):
         open_pairs(source, ParallelSection(columns=("de", "fr")))
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "nested parquet"])
+def test_the_columns_of_a_table_are_named_where_one_is_not_there(kind, tmp_path):
+    spec = WRITERS[kind][0](tmp_path)
+    known = r"source, x\.y" if kind == "csv" else r"\w.*source, .*target"
+    with pytest.raises(DataError, match=rf"'fr' \(.*{known}"):
+        open_pairs(spec, ParallelSection(columns=("source" if kind == "csv" else "fr", "fr")))
+
+
+def test_cells_of_csv_may_hold_commas_quotes_and_line_ends(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'source,target\n"a, ""b""\nc",d\nonly one\nx,\xe9\ne,f\n')
+    source = open_pairs(f"csv:{path}", SECTION)
+    (two, pair), (four, short), (five, bad), (six, last) = read(source)
+    assert [two, four, five, six] == [2, 4, 5, 6]
+    assert (pair, last) == (('a, "b"\nc', "d"), ("e", "f"))
+    assert isinstance(short, Fault)
+    assert isinstance(bad, Fault)
+    assert source.place(4) == f"{path} line 4"
+
+
+def test_rows_of_parquet_are_numbered_through_all_files(tmp_path):
+    source = open_pairs(write_parquet(tmp_path), SECTION)
+    assert source.place(1) == f"{tmp_path}/0.parquet row 1"
+    assert source.place(20) == f"{tmp_path}/0.parquet row 20"
+    assert source.place(47) == f"{tmp_path}/2.parquet row 7"
+
+
+def test_parquet_rows_without_text_are_faults(tmp_path):
+    targets = [["one", "two"], None, ["three"]]
+    table = pyarrow.table({"source": ["a", "b", "c"], "target": targets})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    spec = f"parquet:{tmp_path}/a.parquet"
+    found = [pair for _, pair in read(open_pairs(spec, SECTION, "all"))]
+    assert found[::2] == [("a", "one", "two"), ("c", "three")]
+    assert isinstance(found[1], Fault)
+    parquet.write_table(pyarrow.table({"source": ["a"], "target": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"'target'.*int64"):
+        open_pairs(spec, SECTION)
 
 
 def test_bad_lines_are_faults_in_their_place(tmp_path):

@@ -83,6 +83,24 @@ def test_parquet_text_of_any_kind(kind, tmp_path):
     assert read(open_source(DataSection(), f"parquet:{path}")) == ["one", "two"]
 
 
+def test_a_nested_column_of_parquet(tmp_path):
+    """A column with a dot in its name comes before a field of another column."""
+    path = tmp_path / "a.parquet"
+    rows = [{"translation": {"en": "one", "deep": {"er": "1"}}}, {"translation": None}]
+    rows += [{"translation": {"en": "two", "deep": None}}]
+    table = pyarrow.Table.from_pylist(rows)
+    parquet.write_table(table, path, row_group_size=2)
+    spec = f"parquet:{path}"
+    assert read(open_source(DataSection(text_field="translation.en"), spec)) == ["one", "two"]
+    assert read(open_source(DataSection(text_field="translation.deep.er"), spec)) == ["1"]
+    for field in ("translation", "translation.fr", "translation.en.x"):
+        with pytest.raises(DataError, match=rf"'{field}'.*\ben\b"):
+            open_source(DataSection(text_field=field), spec)
+    table = table.append_column("translation.en", pyarrow.array(["a", "b", "c"]))
+    parquet.write_table(table, path)
+    assert read(open_source(DataSection(text_field="translation.en"), spec)) == ["a", "b", "c"]
+
+
 def test_parquet_faults_are_named(tmp_path, documents):
     write_parquet(tmp_path / "a.parquet", documents[:5], field="body")
     with pytest.raises(DataError, match=r"no column 'text' \(it has: id, body\)"):
@@ -206,6 +224,7 @@ def test_tfds_directory(tfds_folder, documents, monkeypatch):
     test = open_source(DataSection(split="test"), f"tfds:{tfds_folder}")
     assert sorted(read(test)) == sorted(documents[200:350])
     assert test.fingerprint != source.fingerprint
+    assert {path.parent.as_posix() for path in source.files} == {str(tfds_folder)}
 
 
 def test_tfds_faults_are_named(tfds_folder, tmp_path):

@@ -57,6 +57,20 @@ def test_jsonl(tmp_path):
     assert read(f"text:{path}") == ["one"]
 
 
+def test_a_nested_column_of_jsonl(tmp_path):
+    """A column with a dot in its name comes before a field of another column."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"raw": {"text": "one"}}\n{"raw": null}\n{"raw": {"text": "two"}}\n')
+    assert read(f"text:{path}", text_field="raw.text") == ["one", "two"]
+    path.write_text('{"raw": {"text": "one"}, "raw.text": "other"}\n')
+    assert read(f"text:{path}", text_field="raw.text") == ["other"]
+    with pytest.raises(DataError, match=r"'raw' at byte 0"):
+        read(f"text:{path}", text_field="raw")
+    path.write_text('{"raw": {"text": "one"}}\n')
+    with pytest.raises(DataError, match=r"'raw\.body' at byte 0 \(it has: raw\.text\)"):
+        read(f"text:{path}", text_field="raw.body")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -71,6 +71,22 @@ def test_formats(tmp_path, name):
     assert [example.id for example in examples] == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_nested_columns(tmp_path, name):
+    """A column with a dot in its name comes before a field of another column."""
+    rows = [{"data": {"text": text, "gold": {"label": label}}} for text, label in ROWS]
+    rows[2]["data.text"] = "another text"
+    document = json.dumps(rows) if name == "a.json" else "\n".join(map(json.dumps, rows))
+    write(tmp_path, name, document)
+    fields = {"texts": ("data.text",), "label": "data.gold.label", "heldout_fraction": 0.0}
+    task = open_task(section(tmp_path, train=name, **fields))
+    texts = [*(text for text, _ in ROWS[:2]), "another text"]
+    assert [example.texts[0] for example in task.read("train")] == texts
+    assert [task.labels[example.label] for example in task.read("train")] == ["yes", "no", "no"]
+    with pytest.raises(DataError, match=r"'data\.body' \(it has: data\.text, data\.gold\.label\)"):
+        read(tmp_path, train=name, **fields | {"texts": ("data.body",)})
+
+
 def test_columns_without_a_header(tmp_path):
     write(tmp_path, "a.tsv", "1\tp\tone\tmore\n0\tq\ttwo\n")
     fields = {"columns": ("label", "name", "text"), "rest_in_last": True, "heldout_fraction": 0.0}
