@@ -13,6 +13,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Int
 
@@ -31,13 +32,17 @@ class SpanCounts:
     mean_span: float = 3.0
 
     def of(self, tokens: int) -> tuple[int, int]:
-        """(noise tokens, spans) of a row with so many tokens; at least one of each, and as many
-        tokens stay as there are spans, where a row has two or more.
+        """(noise tokens, spans) of a row with so many tokens.
+
+        A row of two or more tokens has at least one of each, and at least as many tokens stay as
+        there are spans. Counts are rounded in float32, as in T5's `random_spans_noise_mask`
+        (t5/data/preprocessors.py): a half in float64 is often no half there.
         """
         if tokens < 2:
             return 0, 0
-        noise = min(max(round(tokens * self.noise_fraction), 1), tokens - 1)
-        spans = max(round(noise / self.mean_span), 1)
+        noise = round(np.float32(tokens) * np.float32(self.noise_fraction))
+        noise = min(max(noise, 1), tokens - 1)
+        spans = max(round(np.float32(noise) / np.float32(self.mean_span)), 1)
         return noise, min(spans, noise, tokens - noise)
 
     @property

@@ -1,5 +1,7 @@
 """Span corruption: lengths by arithmetic, and every row comes back."""
 
+import struct
+
 import jax
 import numpy as np
 import pytest
@@ -64,6 +66,28 @@ def test_lengths_of_t5():
     """Raffel et al. 2020: 512 tokens of a source and 114 of a target come from 568."""
     counts = SpanCounts(568)
     assert (counts.source, counts.target, counts.of(568)) == (512, 114, (85, 28))
+
+
+def float32(value):
+    """A float64 number rounded to float32; exact for products and quotients of two float32."""
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+@pytest.mark.parametrize(("fraction", "span"), [(0.15, 3.0), (0.5, 3.0), (0.15, 1.5), (0.3, 2.2)])
+def test_counts_are_rounded_in_float32(fraction, span):
+    """As TensorFlow rounds them in T5's preprocessing."""
+    counts = SpanCounts(1_024, fraction, span)
+    for length in range(2, 1_025):
+        noise = round(float32(length * float32(fraction)))
+        noise = min(max(noise, 1), length - 1)
+        spans = max(round(float32(noise / float32(span))), 1)
+        assert counts.of(length) == (noise, min(spans, noise, length - noise)), length
+
+
+def test_counts_of_t5_differ_from_float64():
+    counts = SpanCounts(1_024)
+    expected = {190: (29, 10), 350: (53, 18), 390: (59, 20), 670: (101, 34), 710: (107, 36)}
+    assert {length: counts.of(length) for length in expected} == expected
 
 
 @pytest.mark.parametrize("length", [2, 3, 8, 17, 64])
