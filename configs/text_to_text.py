@@ -32,6 +32,9 @@ def get_config(variant: str = "tiny,dynamic"):
         config.train.eval_every = 500
         config.checkpoint.every = 500
     else:
+        # T5 drops out in all these places.
+        config.sequence.activation_dropout = config.model.dropout
+        config.sequence.last_dropout = config.model.dropout
         config.tokenizer.vocab_size = 32_128
         config.optimizer.method = "adafactor"
         config.optimizer.schedule = "constant"

@@ -46,9 +46,10 @@ def import_run(
 
     Args:
       path: as `sources.read_source` takes it.
-      config: how the run trains; its model, generator and vocabulary become those of the source.
-      given: as `follow_source` takes it; here sizes are those of the source all the same, but the
-        settings of its vocabulary stay.
+      config: how the run trains. Its model, generator and vocabulary become those of the source;
+        what the source does not state, such as the dropout of a TensorFlow 1 checkpoint, stays.
+      given: paths of fields that the user named, "model.dropout" for one. They stay, and are an
+        error where they contradict the weights.
 
     Returns:
       the config of the run, and what was loaded.
@@ -65,6 +66,9 @@ def import_run(
     config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
     check_entries(source, config)
     fields = matching.derive_fields(source.networks, config)
+    if source.kind == "tensorflow1":  # no variable tells the dropout
+        fields = {name: v for name, v in fields.items() if name not in matching.DROPOUT}
+    fields = matching.keep_given(fields, config, given, path)
     fields |= tokenizer_fields(source, config, given)
     logging.info("%s", _describe(fields, config))
     config = from_config_dict(to_dict(matching.replace(config, fields)))

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from absl import logging
@@ -40,8 +40,10 @@ _MODEL = (
     "types",
     "layer_norm_epsilon",
 )
-# How it was trained; another choice is no contradiction.
-_TRAINING = ("dropout", "attention_dropout", "mask_convolution")
+# How a model is trained: weights fit any value.
+DROPOUT = ("model.dropout", "model.attention_dropout")
+SEQUENCE_DROPOUT = (*DROPOUT, "sequence.activation_dropout", "sequence.last_dropout")
+_TRAINING = (*SEQUENCE_DROPOUT, "model.mask_convolution")
 _STAGE = {field.name for field in dataclasses.fields(StageSection)}
 _LAYER = ("ffn_size", "ffn_groups", "dropout", "layer_norm_epsilon")  # as config.model calls them
 # Fields of mixers that change neither shapes nor, but near padding, what is computed.
@@ -145,8 +147,31 @@ def for_any_machine(config: Config, path: str) -> Config:
 
 def decisive(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `fields` without which parameters would not fit or mean another thing."""
-    training = {f"model.{field}" for field in _TRAINING}
-    return {path: value for path, value in fields.items() if path not in training}
+    return {path: value for path, value in fields.items() if path not in _TRAINING}
+
+
+def keep_given(
+    fields: Mapping[str, Any], config: Config, given: Collection[str], source: str
+) -> dict[str, Any]:
+    """The fields of a source that the user has not named.
+
+    Args:
+      fields: path -> value, as the source has it.
+      config: with the values that the user has named.
+      given: paths of fields that the user has named, "model.layers" for one.
+      source: path of the weights, for an error.
+
+    Raises:
+      ConversionError: a named field contradicts the weights.
+    """
+    for path in sorted(set(given) & set(decisive(fields))):
+        if not _is_same(path, fields[path], value_of(config, path)):
+            theirs, ours = (to_text(value) for value in (fields[path], value_of(config, path)))
+            raise ConversionError(
+                f"config.{path}={ours} contradicts {source}, which has {theirs or 'none'}. Remove "
+                f"--config.{path}."
+            )
+    return {path: value for path, value in fields.items() if path not in given}
 
 
 def sizes_of(config: Config) -> dict[str, Any]:
@@ -172,9 +197,11 @@ def differences(fields: Mapping[str, Any], config: Config) -> dict[str, tuple[An
     thing.
     """
     pairs = {path: (v, value_of(config, path)) for path, v in decisive(fields).items()}
-    if mixers.is_same(*pairs["model.mixer"]):
-        del pairs["model.mixer"]
-    return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
+    return {path: pair for path, pair in pairs.items() if not _is_same(path, *pair)}
+
+
+def _is_same(path: str, first: Any, second: Any) -> bool:
+    return first == second or (path == "model.mixer" and mixers.is_same(first, second))
 
 
 def _generator_fields(generator: Network, main: Network, config: Config) -> dict[str, Any]:

@@ -102,11 +102,12 @@ def read_start(
     config.finetune.from_scratch, or without config.init_from, where config.model has the sizes.
 
     Args:
-      given: paths of fields that were asked for by name, "tokenizer.kind" for one: where the file
-        of config.tokenizer.path tells another value, these are an error, others follow it.
+      given: paths of fields that the user named, "tokenizer.kind" for one. They are an error where
+        the weights or the file of config.tokenizer.path contradict; other fields follow these.
 
     Raises:
-      ConfigError, ConversionError: no weights, no vocabulary, or one that is not theirs.
+      ConfigError, ConversionError: no weights, no vocabulary, one that is not theirs, or a field of
+        `given` that contradicts.
     """
     fields = {}
     source = None
@@ -115,6 +116,7 @@ def read_start(
         source = _first_layers(sources.read_source(config.init_from), config)
         importing.check_entries(source, config)
         fields = matching.derive_fields(source.networks, config)
+        fields = matching.keep_given(fields, config, given, config.init_from)
         fields |= importing.tokenizer_fields(source, config, given)
     elif not config.tokenizer.path:
         raise ConfigError(
@@ -127,7 +129,13 @@ def read_start(
             "config.init_from, which is empty; random ones have config.model.layers."
         )
     f = config.finetune
-    fields |= {"model.dropout": f.dropout, "model.attention_dropout": f.dropout}
+    for path in matching.DROPOUT:
+        if path in given and matching.value_of(config, path) != f.dropout:
+            raise ConfigError(
+                f"config.{path}={matching.value_of(config, path)} is not read by fine-tuning. Set "
+                f"config.finetune.dropout={matching.value_of(config, path)}."
+            )
+        fields[path] = f.dropout
     config = matching.replace(config, fields)
     config = matching.replace(config, _shapes(config))
     config = from_config_dict(to_dict(config))

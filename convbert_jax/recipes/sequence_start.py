@@ -46,17 +46,7 @@ def read_start(
     source = Workdir(config.init_from)
     kept = _read_config(config, source)
     fields = _fields_of(kept) | _vocabulary_of(kept, source)
-    different = {
-        path: (value, matching.value_of(config, path))
-        for path, value in fields.items()
-        if path in given and value != matching.value_of(config, path)
-    }
-    if different:
-        path, (there, here) = next(iter(different.items()))
-        raise ConfigError(
-            f"config.{path}={here!r}, but the model of config.init_from={config.init_from} has "
-            f"{there!r}; leave it out to take what is there."
-        )
+    fields = matching.keep_given(fields, config, given, config.init_from)
     config = _follow(config, fields, given)
     if begun:
         return config, None
@@ -114,7 +104,7 @@ def _fields_of(kept: Config) -> dict[str, Any]:
     fields |= {f"tokenizer.{name}": value for name, value in tokenizer.items()}
     for name in ("target_vocab_size", "target_vocabulary"):
         fields[f"parallel.{name}"] = getattr(kept.parallel, name)
-    return fields
+    return matching.decisive(fields)
 
 
 def _vocabulary_of(kept: Config, source: Workdir) -> dict[str, Any]:

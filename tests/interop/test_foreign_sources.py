@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import convbert_jax
-from convbert_jax.config import UserError, from_config_dict, to_dict
+from convbert_jax.config import ConfigError, UserError, from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
 from convbert_jax.inference import finetuned
 from convbert_jax.interop import certificate, conversion, importing, matching, sources
@@ -217,6 +217,79 @@ def test_named_settings_that_cannot_be_are_one_error(tmp_path):
     start = write_checkpoint(tmp_path, CASED)
     with pytest.raises(TokenizerError, match=r"can never be used.*--config\.tokenizer\.lowercase="):
         importing.import_run(str(tmp_path), start, tmp_path / "run", {"tokenizer.lowercase"})
+
+
+# --- fields that the user named ---
+
+
+@pytest.mark.parametrize("named", [(), ("model.dropout", "model.attention_dropout")])
+def test_a_checkpoint_does_not_state_dropout(tmp_path, named):
+    start = write_checkpoint(tmp_path, UNCASED)
+    fields = {"model.dropout": 0.25, "model.attention_dropout": 0.0}
+    start = matching.replace(start, fields)
+    config, _ = importing.import_run(str(tmp_path), start, tmp_path / "run", named)
+    assert config.model.dropout == 0.25
+    assert config.model.attention_dropout == 0.0
+
+
+@pytest.mark.parametrize("named", ["dropout", "attention_dropout"])
+def test_named_dropout_wins_over_that_of_a_folder(tmp_path, named):
+    folder = tmp_path / "it"
+    huggingface.write_network(folder, random_network(), pad_id=0)
+    edit_config(folder, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)
+    write_entries(folder, UNCASED)
+    start = matching.replace(
+        make_config(mask_convolution=False),
+        {"model.dropout": 0.25, "model.attention_dropout": 0.25},
+    )
+    config, _ = importing.import_run(str(folder), start, tmp_path / "run", {f"model.{named}"})
+    found = {"dropout": config.model.dropout, "attention_dropout": config.model.attention_dropout}
+    assert found == {"dropout": 0.2, "attention_dropout": 0.2} | {named: 0.25}
+
+
+def test_named_masking_of_convolutions_wins(tmp_path):
+    start = write_checkpoint(tmp_path, UNCASED)
+    start = matching.replace(start, {"model.mask_convolution": True})
+    config, _ = importing.import_run(
+        str(tmp_path), start, tmp_path / "run", {"model.mask_convolution"}
+    )
+    assert config.model.mask_convolution
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model.layers", 5),
+        ("model.heads", 2),
+        ("model.layer_norm_epsilon", 1e-5),
+        ("generator.size", 1.0),
+        ("tokenizer.vocab_size", 61),
+    ],
+)
+def test_named_fields_that_contradict_are_refused(tmp_path, field, value):
+    start = write_checkpoint(tmp_path, UNCASED)
+    start = matching.replace(start, {field: value})
+    with pytest.raises(ConversionError, match=rf"config\.{field}={value}"):
+        importing.import_run(str(tmp_path), start, tmp_path / "run", {field})
+    assert not (tmp_path / "run").exists()
+    if field.startswith("model."):
+        values = {
+            "recipe": "finetune",
+            "init_from": str(tmp_path),
+            "model": to_dict(start)["model"],
+        }
+        with pytest.raises(ConversionError, match=rf"config\.{field}={value}"):
+            finetuning.read_start(from_config_dict(values), {field})
+
+
+def test_named_dropout_of_pretraining_is_refused_by_finetuning(tmp_path):
+    write_checkpoint(tmp_path, UNCASED)
+    values = {"recipe": "finetune", "init_from": str(tmp_path), "model": {"dropout": 0.25}}
+    with pytest.raises(ConfigError, match=r"config\.finetune\.dropout=0\.25"):
+        finetuning.read_start(from_config_dict(values), {"model.dropout"})
+    values["finetune"] = {"dropout": 0.25}
+    config, *_ = finetuning.read_start(from_config_dict(values), {"model.dropout"})
+    assert config.model.attention_dropout == 0.25
 
 
 # --- an output in the place of its source ---

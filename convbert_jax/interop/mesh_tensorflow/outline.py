@@ -28,7 +28,6 @@ LAYERS = {"encoder": (CONV, FEED), "decoder": (CONV, READ, FEED)}
 # Of training: the step, and what Adafactor and Adam keep of a variable.
 _TRAINING = re.compile(r"global_step|.*(_slot_(vr|vc|v|m)|/adam_[mv])")
 GIN = "operative_config.gin"
-DROPOUT = 0.1  # that T5 is fine-tuned with; the released ones were trained without
 EPSILON = 1e-6
 _KEY_SIZE = 64
 _POSITIONS = 512  # of a checkpoint without a table of them: the rows that it was trained with
@@ -134,8 +133,6 @@ def derive_outline(shapes: Shapes, gin: Mapping[str, str]) -> Outline:
         kernel_size=taps["encoder"],
         ffn_size=inner,
         positions=s.of(PLACES, 2)[0] if positions else _POSITIONS,
-        dropout=DROPOUT,
-        attention_dropout=DROPOUT,
         layer_norm_epsilon=EPSILON,
     )
     same = taps["decoder"] == taps["encoder"]
@@ -147,8 +144,6 @@ def derive_outline(shapes: Shapes, gin: Mapping[str, str]) -> Outline:
         normalization="rms",
         activation="gated_gelu" if gated else "relu",
         biases=False,
-        activation_dropout=DROPOUT,
-        last_dropout=DROPOUT,
         positions="learned" if positions else "none",
         tied_output=tied,
     )

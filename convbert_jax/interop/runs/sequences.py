@@ -30,6 +30,14 @@ from convbert_jax.training.optimizer import make_optimizer
 from convbert_jax.workdir import Workdir
 
 _MODEL = "words.model"
+# What no checkpoint states: how parameters are initialized and how the model is computed.
+_UNSTATED = tuple(
+    f"model.{name}"
+    for name in (
+        *("attention", "convolution", "initializers", "initializer_range"),
+        *("remat", "scan_unroll"),
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +49,7 @@ class Found:
       vocabularies: name of a file -> what is in it, of source and target or of both.
       tokenizer: fields of config.tokenizer and config.parallel for them.
       notes: what a user should know, a line each.
+      states_dropout: whether `model` and `sequence` have the dropout that it was trained with.
     """
 
     model: ModelSection
@@ -50,6 +59,7 @@ class Found:
     vocabularies: Mapping[str, bytes]
     tokenizer: Mapping[str, Any]
     notes: tuple[str, ...]
+    states_dropout: bool
 
 
 def import_run(
@@ -60,10 +70,10 @@ def import_run(
     Args:
       path: as `fairseq.model.read` or `mesh_tensorflow.model.read` takes it.
       config: how the run trains, of a recipe that writes text; its model and vocabularies become
-        those of the checkpoint. Of Mesh TensorFlow's, which have none, the vocabulary is
-        config.tokenizer.path.
-      given: paths of fields that were asked for by name; those of the model are an error where they
-        contradict, but for `mesh_tensorflow.model.forms`.
+        those of the checkpoint. Mesh TensorFlow's checkpoints have neither dropout nor a
+        vocabulary: these are those of `config` and of config.tokenizer.path.
+      given: paths of fields that the user named. They stay, and are an error where they contradict
+        the checkpoint, except for `mesh_tensorflow.model.forms`.
 
     Returns:
       the config of the run.
@@ -79,13 +89,7 @@ def import_run(
     prefix = find_prefix(place)
     found = _of_fairseq(place) if prefix is None else _of_mesh_tensorflow(prefix, config, given)
     _check_recipe(found, path, config)
-    fields = _fields(found)
-    for field in given:
-        if field in fields and fields[field] != matching.value_of(config, field):
-            raise ConversionError(
-                f"--config.{field}={matching.value_of(config, field)}, but {path} has "
-                f"{fields[field]}; leave it out."
-            )
+    fields = matching.keep_given(_fields(found), config, given, path)
     fields |= _paths(found, workdir)
     config = from_config_dict(to_dict(matching.replace(config, fields)))
     _check_same(found, config)
@@ -121,16 +125,19 @@ def _of_fairseq(path: Path) -> Found:
             for name, dictionary in zip(names, read.dictionaries, strict=False)
         },
         tokenizer={
+            "tokenizer.path": "",  # of a file of the user's; there are dictionaries in the folder
             "tokenizer.kind": "pieces",
             "tokenizer.vocab_size": sizes[0],
             "tokenizer.lowercase": False,
             "tokenizer.strip_accents": False,
+            "parallel.target_vocabulary": "",
             "parallel.target_vocab_size": 0 if shared else sizes[1],
         },
         notes=tuple(
             f"Left out, as it counts in training only: {name}={value}."
             for name, value in read.left_out.items()
         ),
+        states_dropout=True,
     )
 
 
@@ -167,9 +174,11 @@ def _of_mesh_tensorflow(prefix: Path, config: Config, given: Collection[str]) ->
             "tokenizer.vocab_size": read.words,
             "tokenizer.lowercase": False,
             "tokenizer.strip_accents": False,
+            "parallel.target_vocabulary": "",
             "parallel.target_vocab_size": 0,
         },
         notes=(f"Step {read.step} of its training; Adafactor's moments are not read.",),
+        states_dropout=False,
     )
 
 
@@ -195,6 +204,8 @@ def _fields(found: Found) -> dict[str, Any]:
         for section, values in sections.items()
         for name, value in vars(values).items()
     }
+    unstated = {*_UNSTATED, *(() if found.states_dropout else matching.SEQUENCE_DROPOUT)}
+    fields = {path: value for path, value in fields.items() if path not in unstated}
     return fields | dict(found.tokenizer)
 
 

@@ -107,9 +107,22 @@ def test_what_does_not_fit_is_refused(folder, imported, tmp_path):
     with pytest.raises(ConversionError, match=r"is an encoder-decoder .*translation\.py"):
         sequences.import_run(str(folder), config_of("causal_lm"), tmp_path / "a")
     asked = config_of(model__ffn_size=48)
-    with pytest.raises(ConversionError, match=r"--config\.model\.ffn_size=48, but .* has"):
+    with pytest.raises(ConversionError, match=r"config\.model\.ffn_size=48 "):
         sequences.import_run(str(folder), asked, tmp_path / "a", {"model.ffn_size"})
+    asked = config_of(tokenizer__path="mine.model")
+    with pytest.raises(ConversionError, match=r"config\.tokenizer\.path=mine\.model"):
+        sequences.import_run(str(folder), asked, tmp_path / "a", {"tokenizer.path"})
     assert not (tmp_path / "a").exists()
+
+
+def test_only_what_the_checkpoint_states_replaces_the_config(folder, tmp_path):
+    fields = {"model.dropout": 0.25, "model.remat": "full", "model.attention_dropout": 0.25}
+    asked = replace(config_of(), {**fields, "sequence.activation_dropout": 0.25})
+    named = {"model.dropout", "model.remat", "sequence.activation_dropout"}
+    config = sequences.import_run(str(folder), asked, tmp_path / "run", named)
+    assert config.model.dropout == config.sequence.activation_dropout == 0.25
+    assert config.model.attention_dropout == 0.1  # of the checkpoint
+    assert config.model.remat == "full"
 
 
 def test_pieces_are_a_vocabulary(imported, tmp_path):

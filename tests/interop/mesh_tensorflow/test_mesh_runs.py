@@ -11,7 +11,7 @@ import sentencepiece
 import convbert_jax
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, check_tokenizer, follow_file
 from convbert_jax.decoding import greedy
-from convbert_jax.interop.matching import replace
+from convbert_jax.interop.matching import replace, value_of
 from convbert_jax.interop.mesh_tensorflow.model import END, PAD, read
 from convbert_jax.interop.mesh_tensorflow.vocabulary import fill_up
 from convbert_jax.interop.networks import ConversionError
@@ -148,6 +148,20 @@ def test_it_may_write_as_mesh_tensorflow_does(checkpoint, vocabulary, tmp_path):
     assert config.encoder_decoder.decoder.stages[0].layer.mixer.reads_begin
 
 
+def test_only_what_the_checkpoint_states_replaces_the_config(checkpoint, vocabulary, tmp_path):
+    """It states no dropout."""
+    rates = {
+        "model.dropout": 0.25,
+        "model.attention_dropout": 0.0,
+        "sequence.activation_dropout": 0.5,
+        "sequence.last_dropout": 0.75,
+    }
+    asked = config_of(**{"tokenizer.path": str(vocabulary), "model.remat": "full"} | rates)
+    config = sequences.import_run(str(checkpoint), asked, tmp_path / "run", {"model.dropout"})
+    assert {path: value_of(config, path) for path in rates} == rates
+    assert config.model.remat == "full"
+
+
 def test_what_does_not_fit_is_refused(checkpoint, vocabulary, imported, tmp_path):
     _, place = imported
     there = {"tokenizer.path": str(vocabulary)}
@@ -163,9 +177,11 @@ def test_what_does_not_fit_is_refused(checkpoint, vocabulary, imported, tmp_path
         "sentencepiece.none cannot be read", config_of(**{"tokenizer.path": "sentencepiece.none"})
     )
     asked = config_of(**there, **{"model.ffn_size": 48})
-    refused(r"--config\.model\.ffn_size=48, but .* has 24", asked, given={"model.ffn_size"})
+    refused(r"config\.model\.ffn_size=48 .* 24", asked, given={"model.ffn_size"})
     light = config_of(**there, **{"sequence.decoder_mixer_fields": ("reads_begin=true",)})
-    refused("but .* has .*filters=dynamic", light, given={"sequence.decoder_mixer_fields"})
+    refused(
+        "decoder_mixer_fields=.*filters=dynamic", light, given={"sequence.decoder_mixer_fields"}
+    )
     spans = convbert_jax.load_config("configs/span_corruption.py:tiny,light")
     spans = replace(spans, there)
     refused("reads rows as T5 makes them", spans)
