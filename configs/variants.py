@@ -4,10 +4,13 @@ of convolutions alone.
 
 Each line below is one field of `convbert_jax/config/`, whose comment says what the release does.
 
-What `paper` leaves out, as it changes nothing that is learned: AUC from 200 thresholds of the
-probability, where ours is exact; evaluation on the first 100 batches of the training data, where
-ours holds documents out. Not the same numbers either way: the random numbers, and the corpus, which
-was OpenWebText.
+What `paper` leaves out:
+- AUC from 200 thresholds of the probability; ours is exact.
+- Evaluation on the first 100 batches of the training data; ours holds documents out.
+- The clipping norm without a TPU. There tf.clip_by_global_norm squares the rows of an IndexedSlices
+  gradient before those of repeated ids are added; ours adds them first. It concerns word tables
+  that are only looked up: untied and uniform generators, and fine-tuning.
+The random numbers differ too, and the corpus, which was OpenWebText.
 
 What `bert` leaves out: next sentence prediction, so the second segment always follows the first,
 and the last tenth of the steps at 512 tokens (bert.py has both); masks drawn ten times beforehand,
