@@ -1,10 +1,8 @@
-"""Files of ours, read and written one way: a damaged one is a sentence, a half written one is none.
+"""Reads and writes the package's own files: configs, settings, records, metrics, results.
 
-Everything that this package stores and reads again (configs, settings, records, metrics, results)
-goes through here, so that no kind of damage ends in a traceback and no kill leaves half a file.
-
-A path may be in a bucket (gs://), as `etils.epath` has it: the same methods, but no locks,
-no renames and nothing that is appended. There a file appears when it is whole.
+Damage is reported in one sentence, a kill leaves no half-written file, and nothing is written
+through a symbolic link. A path may be in a bucket (gs://, an `etils.epath`), which has no locks,
+renames or appending; a file appears there when it is complete.
 """
 
 import atexit
@@ -17,6 +15,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +23,7 @@ from typing import IO, Any
 from absl import logging
 from etils import epath
 
+from convbert_jax import links
 from convbert_jax.config import UserError
 
 # Scheme -> package that `epath` reads and writes it with, where there is no TensorFlow. Of
@@ -31,6 +31,7 @@ from convbert_jax.config import UserError
 _BUCKETS = {"gs": "gcsfs"}
 # What a field may be: a type, several, or an object with fields of its own.
 Kinds = type | tuple[type, ...] | Mapping[str, Any]
+_SEND_EVERY = 60.0  # seconds between two writes of `Lines` into a bucket
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped half of a pair
 
 
@@ -62,14 +63,11 @@ def expand(name: epath.PathLike) -> Path:
         return Path(name).expanduser()
     except RuntimeError:
         user = os.fspath(name).partition("/")[0]
-        if user == "~":  # as in a container that runs as a number nobody has
-            raise UserError(
-                f"{name}: this user has no home folder here; set the environment variable HOME to "
-                "a folder, or write the path out."
-            ) from None
+        fix = f"write ./{name} if the name itself begins with ~"
+        if user == "~":  # a container that runs under a number without a user
+            user, fix = "this user", "set the environment variable HOME"
         raise UserError(
-            f"{name}: the home folder of {user} is unknown here; write the path "
-            f"out, or ./{name} for one that begins with ~."
+            f"{name}: the home folder of {user} is unknown. Write the whole path, or {fix}."
         ) from None
 
 
@@ -174,7 +172,8 @@ def damaged(path: epath.Path, what: object, remedy: str) -> DamagedFileError:
 def replacing(path: epath.Path, mode: str = "wb", *, keep: bool = False) -> Iterator[IO]:
     """A file to write, which takes the place of `path` when the block ends, whole and on disk.
 
-    After a kill, an error or a full disk `path` is what it was. Text is UTF-8.
+    After a kill, an error or a full disk `path` is what it was. Text is UTF-8. If `path` is a
+    symbolic link, the link is replaced and its target is left alone.
 
     Args:
       keep: after an error what was written, if anything, stays as `unfinished_name(path)`, to
@@ -183,7 +182,7 @@ def replacing(path: epath.Path, mode: str = "wb", *, keep: bool = False) -> Iter
     Raises:
       OSError: it cannot be written; nothing is left behind, but with `keep`.
     """
-    unfinished = unfinished_name(path)
+    unfinished = unfinished_name(path) if keep else links.temporary_name(path)
     if is_remote(path):
         with tempfile.NamedTemporaryFile("w" + mode[1:], encoding=_encoding(mode)) as file:
             yield file
@@ -191,7 +190,8 @@ def replacing(path: epath.Path, mode: str = "wb", *, keep: bool = False) -> Iter
             copy(Path(file.name), path)
         return
     try:
-        with open(unfinished, mode, encoding=_encoding(mode)) as file:
+        mode = mode if keep else "x" + mode[1:]
+        with open(unfinished, mode, encoding=_encoding(mode), opener=links.no_follow) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -207,7 +207,7 @@ def _encoding(mode: str) -> str | None:
 
 
 def unfinished_name(path: epath.Path) -> epath.Path:
-    """Where `replacing` writes."""
+    """Where `replacing` writes a file that it keeps after an error."""
     return path.with_name(f"{path.name}.unfinished")
 
 
@@ -218,27 +218,38 @@ def write_text(path: epath.Path, text: str) -> None:
 
 
 class Lines:
-    """A file that grows by lines; in a bucket it is written anew with each."""
+    """A file that grows by lines; in a bucket it is written anew, once a minute at most."""
 
     def __init__(self, path: epath.Path):
         """Goes on after what is there; raises OSError if it cannot be written, as `append` does."""
         self._path = path
         self._file = self._text = None
         if is_remote(path):
-            self._text = path.read_text() if path.exists() else ""
+            self._text = self._sent = path.read_text() if path.exists() else ""
+            self._last = time.monotonic()
         else:
-            self._file = path.open("a", encoding="utf-8")
+            self._file = open(path, "a", encoding="utf-8", opener=links.no_follow)  # noqa: SIM115
 
     def append(self, line: str) -> None:
-        """Adds `line` and a newline, out of this process' hands at once."""
+        """Adds `line` and a newline: on a disk at once, in a bucket within `_SEND_EVERY` seconds if
+        more lines follow.
+        """
         if self._file is None:
             self._text += line + "\n"
-            self._path.write_text(self._text)
+            if time.monotonic() - self._last > _SEND_EVERY:
+                self.flush()
             return
         self._file.write(line + "\n")
         self._file.flush()
 
+    def flush(self) -> None:
+        """Writes the lines that are not in the bucket yet."""
+        if self._file is None and self._text != self._sent:
+            self._path.write_text(self._text)
+            self._sent, self._last = self._text, time.monotonic()
+
     def close(self) -> None:
+        self.flush()
         if self._file is not None:
             self._file.close()
 
@@ -253,10 +264,11 @@ def remove_tree(folder: epath.Path) -> None:
 
 def copy(source: epath.Path, target: epath.Path) -> None:
     """Makes `target`, whose folder is there, a file with the content of `source`."""
-    if is_remote(source) or is_remote(target):
+    if is_remote(target):
         target.write_bytes(source.read_bytes())
-    else:
-        shutil.copy(source, target)
+        return
+    with source.open("rb") as read, replacing(target) as written:
+        shutil.copyfileobj(read, written)
 
 
 def local_copy(path: epath.Path) -> Path:

@@ -1,8 +1,7 @@
 """The folder of one run: one process group at a time, one model and one corpus for good.
 
 WORKDIR/config.json     the resolved config of the last start
-WORKDIR/.lock           held while a run is alive; the system drops it when the process ends; in a
-                        bucket, which has no locks, it is what `ownership.py` says
+WORKDIR/.lock           held while a run is alive; in a bucket, see `ownership.py`
 WORKDIR/data            tokenizer and shards, unless config.data.directory names another folder
 WORKDIR/checkpoints     Orbax
 WORKDIR/vocabulary      copies of the vocabularies, with which the folder may be moved anywhere
@@ -16,12 +15,10 @@ WORKDIR/results.jsonl   one line for each finished run; table.md of all, glue_se
 WORKDIR/unfinished      the run that is under way
 WORKDIR/TASK/seed-N     a model: a run's folder of its own, with predictions/
 
-The first checkpoint or result is what binds a folder to its config. Until then every field may
-change: a start that failed, or was stopped while it prepared, costs nothing but the next command.
+The first checkpoint or result binds a folder to its config; until then every field may change.
 Shards are kept from being mixed by their own record, see `data/corpus/corpus.py`.
 
-A folder may lie in a bucket (gs://BUCKET/RUN), whose files are written whole; tokenizer and shards
-are read from a local disk.
+A folder may lie in a bucket (gs://BUCKET/RUN); tokenizer and shards are read from a local disk.
 """
 
 import contextlib
@@ -30,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from absl import logging
 from etils import epath
 
-from convbert_jax import files, ownership
+from convbert_jax import files, links, ownership
 from convbert_jax.config import (
     Config,
     ConfigError,
@@ -44,6 +41,7 @@ from convbert_jax.config import (
 
 # Written last into a checkpoint in a bucket, which cannot rename: without it, it is not whole.
 _COMMITTED = "commit_success.txt"
+_ABANDONED = 3600.0  # seconds: --mode=eval and export write here without the lock
 
 
 class WorkdirError(UserError):
@@ -265,9 +263,9 @@ class Workdir:
           alone: whether this is the only process of the run.
 
         Raises:
-          WorkdirError: the folder is not writable, is in use, or holds a run of another model or
-          corpus.
+          WorkdirError: the folder is not writable, is in use, or holds another model or corpus.
           OwnershipError: it is in a bucket and in use.
+          UserError: a symbolic link leads out of it.
         """
         if not writer:
             yield
@@ -276,6 +274,8 @@ class Workdir:
             with self._writable():
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock(stack)
+            links.check(self.path)
+            links.remove_temporary(self.path, older_than=_ABANDONED)
             self._keep_config(config)
             if files.is_remote(self.path):
                 self._owner = ownership.Owner(self.path / ".lock", alone=alone)
@@ -287,11 +287,7 @@ class Workdir:
                 self._owner = None
 
     def check_owner(self) -> None:
-        """Call it before what others would overwrite, or be overwritten by: a bucket has no locks.
-
-        Raises:
-          OwnershipError: the folder is in a bucket and another run has taken it over.
-        """
+        """Raises OwnershipError if the folder is in a bucket and another run has taken it over."""
         if self._owner:
             self._owner.check()
 
@@ -311,8 +307,11 @@ class Workdir:
         if files.is_remote(place):
             ownership.wait_for_silence(place)
             return
-        place.touch()
-        lock = stack.enter_context(place.open("r+", encoding="utf-8", errors="replace"))
+        lock = open(  # noqa: SIM115
+            place, "a+", encoding="utf-8", errors="replace", opener=links.no_follow
+        )
+        stack.enter_context(lock)
+        lock.seek(0)
         if not files.try_lock(lock, f"{place} cannot be locked; let one run at a time use it."):
             owner = lock.read(200).strip() or "another process"
             raise WorkdirError(

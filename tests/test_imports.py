@@ -7,16 +7,17 @@ import re
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "convbert_jax"
 # The first rows: what everything above them may use.
 BELOW = {
-    *("config", "files", "drawing", "html_page", "workdir", "interfaces", "ops", "machine"),
-    *("data", "models", "training", "objectives", "decoding"),
+    *("config", "interfaces", "links", "files", "drawing", "html_page", "workdir", "machine"),
+    *("ops", "data", "models", "training", "objectives", "decoding"),
 }
 ALLOWED = {
     "config": set(),
     "interfaces": set(),
     "config_files": {"config", "files"},
     "command_line": {"config", "config_files", "files", "workdir"},
-    "files": {"config"},
-    "workdir": {"config", "files", "ownership"},
+    "links": {"config"},
+    "files": {"config", "links"},
+    "workdir": {"config", "links", "files", "ownership"},
     "ownership": {"config"},
     "absent": set(),
     "console": set(),
@@ -26,7 +27,7 @@ ALLOWED = {
     "drawing": {"files"},
     "html_page": {"config"},
     "ops": {"config", "files", "machine"},
-    "data": {"config", "files", "interfaces"},
+    "data": {"config", "links", "files", "interfaces"},
     "models": {"config", "interfaces", "ops"},
     "training": {*("config", "files", "interrupts", "ending", "workdir", "interfaces", "machine")},
     "objectives": {"config", "interfaces", "ops"},

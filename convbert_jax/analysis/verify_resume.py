@@ -11,7 +11,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import files, links
 from convbert_jax.config import UserError
 from convbert_jax.training.checkpoints.reading import load_arrays
 from convbert_jax.workdir import Workdir
@@ -40,6 +40,7 @@ def run(arguments: list[str], workdir: epath.PathLike, *, steps: int) -> str:
     """
     workdir = Workdir(workdir)
     straight, killed = (workdir.trial(name) for name in ("straight", "killed"))
+    links.check(workdir.path)
     for trial in (straight, killed):
         files.remove_tree(trial.path)
     every = max(1, steps // 8)

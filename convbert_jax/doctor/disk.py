@@ -2,8 +2,8 @@
 
 import contextlib
 import os
+import secrets
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 
@@ -122,7 +122,7 @@ def check_compile_cache(name: str) -> list[Finding]:
 @contextlib.contextmanager
 def probe(folder: epath.Path) -> Iterator[epath.Path]:
     """A name in `folder` for a file of a check, which is removed in the end."""
-    path = folder / f".doctor-{socket.gethostname()}-{os.getpid()}"
+    path = folder / f".doctor-{secrets.token_hex(8)}"
     try:
         yield path
     finally:

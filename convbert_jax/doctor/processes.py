@@ -10,6 +10,7 @@ from typing import Any
 
 from etils import epath
 
+from convbert_jax import files
 from convbert_jax.config import Config
 from convbert_jax.doctor.finding import Finding, good, warning, wrong
 from convbert_jax.training.environment import exchange, roll_call
@@ -53,7 +54,7 @@ def _reads_same(workdir: epath.Path | None) -> bool | None:
         if first and path:
             word = secrets.token_hex(16)
             try:
-                path.write_text(word)
+                files.write_text(path, word)
             except Exception:  # the libraries of buckets have errors of their own
                 word = ""
         word = exchange.word_of_first(word, LIMIT)

@@ -11,7 +11,7 @@ from pathlib import Path
 from absl import logging
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import files, links
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.files import damaged, parse_json
@@ -62,7 +62,10 @@ def export(
     step, params = sources.read_params(workdir, config, step)
     tokenizer, section = read_tokenizer(workdir, config)
     networks = split(config, params)
-    output = files.to_path(output) if output else workdir.export(form, step)
+    if not output:
+        links.check(workdir.path)
+        output = workdir.export(form, step)
+    output = files.to_path(output)
     _check_output(output, workdir.path)
     return _write(
         output,

@@ -12,7 +12,7 @@ from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
 
-from convbert_jax import files
+from convbert_jax import files, links
 from convbert_jax.analysis import pretraining_report
 from convbert_jax.config import Config
 from convbert_jax.inference.writing.reading import read_mean
@@ -59,6 +59,8 @@ def evaluate(
     step = workdir.choose_step(step)
     if output:
         check_output(files.to_path(output), "eval", ("workdir", "step"))
+    else:
+        links.check(workdir.path)
     if step is None and jax.process_count() > 1:  # a run under way may save in between
         step = int(multihost_utils.broadcast_one_to_all(np.int32(workdir.steps()[-1])))
     found = devices.find_devices(config)

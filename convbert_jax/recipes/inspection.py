@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import files, links
 from convbert_jax.analysis.inside import filters as word_filters
 from convbert_jax.analysis.inside import maps, pictures
 from convbert_jax.analysis.inside.filters import LayerFilters, Occurrence
@@ -115,6 +115,8 @@ def _choose_folder(path: str, model: Model, output: str | None) -> epath.Path:
     if not output and not workdir.holds_run():
         raise InspectionError(f"{path} is no run of ours to write into; add --output=FOLDER.")
     folder = files.to_path(output) if output else workdir.inside(model.step)
+    if not output:
+        links.check(workdir.path)
     if folder.exists() and not folder.is_dir():
         raise InspectionError(f"--output={folder} is a file; name a folder.")
     return folder

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from convbert_jax import links
 from convbert_jax.config import Config, ConfigError
 from convbert_jax.data.inputs import reading
 from convbert_jax.data.inputs.input_rows import ModelInput
@@ -220,7 +221,7 @@ def _alone(output: str) -> Iterator[None]:
     kept = unfinished_name(path)
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(open(kept, "ab"))
+            file = stack.enter_context(open(kept, "ab", opener=links.no_follow))
             unlockable = f"{kept} cannot be locked; let one process write it."
             free = try_lock(file, unlockable) and _is_at(file, kept)  # not moved or gone meanwhile
         except OSError as error:

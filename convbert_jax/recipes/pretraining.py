@@ -8,7 +8,7 @@ import jax
 from absl import logging
 from etils import epath
 
-from convbert_jax import files
+from convbert_jax import files, links
 from convbert_jax.analysis import overview, pretraining_report
 from convbert_jax.config import Config, UserError, network, sequences
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
@@ -61,6 +61,7 @@ def prepare(
     workdir = Workdir(folder)
     config, _ = start.read_start(config, workdir, given)
     directory = workdir.data(config)
+    links.check(workdir.path)
     directory = files.absolute(directory) if runner else directory
     prepared.prepare(config, directory, opened, compare=True)
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
-from convbert_jax import files
+from convbert_jax import files, links
 from convbert_jax.config import Config, changes, to_dict
 from convbert_jax.sweeps.table import SweepError
 from convbert_jax.workdir import Workdir
@@ -153,8 +153,7 @@ class Folder:
         """
         path = self._beside(cell, ".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        with path.open("r+", encoding="utf-8", errors="replace") as file:
+        with open(path, "a+", encoding="utf-8", errors="replace", opener=links.no_follow) as file:
             if not files.try_lock(file, f"{path} cannot be locked; start one runner at a time."):
                 yield None
                 return
@@ -168,7 +167,7 @@ class Folder:
         """Context of what one runner at a time may do; the others wait."""
         path = self.path / f"{task}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
+        with open(path, "a", opener=links.no_follow) as file:
             while not files.try_lock(file, f"{path} cannot be locked; start one runner at a time."):
                 time.sleep(0.1)
             yield

@@ -34,6 +34,8 @@ def open_study(folder: Folder, name: str, *, maximize: bool = False) -> Any:
     folder.path.mkdir(parents=True, exist_ok=True)
     # absolute: the lock is a link with this name, and is never broken if it leads nowhere
     path = folder.journal.absolute()
+    if path.is_symlink():
+        raise SweepError(f"{path} is a symbolic link. Replace it by the file itself.")
     lock = journal.JournalFileSymlinkLock(str(path))
     with explain(folder):
         _mend(path, lock)

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from convbert_jax import config_files
+from convbert_jax import config_files, links
 from convbert_jax.command_line import overrides
 from convbert_jax.config import ConfigError
 from convbert_jax.config.checks import plugins
@@ -82,6 +82,7 @@ def read(argv: Sequence[str], description: str = "") -> Request:
     there = next(path for path in (folder.path, *folder.path.parents) if path.exists())
     if not there.is_dir():
         raise ConfigError(f"--workdir={folder}: {there} is a file; name a folder.")
+    links.check(folder.path)
     if flags.report and not folder.path.exists():
         raise ConfigError(
             f"--report: there is no --workdir={folder}; name the folder of a sweep that has begun."

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Protocol
 
 import convbert_jax
+from convbert_jax import links
 from convbert_jax.command_line import overrides
 from convbert_jax.config import UserError, to_dict, to_text
 from convbert_jax.config.checks import plugins
@@ -67,7 +68,7 @@ def start(cell: Cell, folder: Folder, lock: IO) -> subprocess.Popen:
     """The process of a cell, which keeps `lock` as long as it lives and prints into the log."""
     above = str(pathlib.Path(convbert_jax.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, (above, os.environ.get("PYTHONPATH"))))
-    with folder.log(cell.id).open("ab") as log:
+    with open(folder.log(cell.id), "ab", opener=links.no_follow) as log:
         return subprocess.Popen(
             [sys.executable, "-m", "convbert_jax.sweeps.child", *command(cell, folder)],
             stdin=subprocess.PIPE,  # ends with this process, and the child with it

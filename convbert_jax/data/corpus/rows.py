@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
+from convbert_jax import links
 from convbert_jax.data.corpus.packing import Row
 from convbert_jax.data.corpus.shards import damaged_shard
 from convbert_jax.data.errors import DataError
@@ -57,7 +58,7 @@ class ShardWriter:
         """`to_records`: what of some rows is written."""
         self.path = path
         self.rows = 0
-        self._unfinished = path.with_name(f"{path.name}.unfinished")
+        self._unfinished = links.temporary_name(path)
         self._to_records = to_records
         self._waiting: list[Any] = []
         self._writer = None

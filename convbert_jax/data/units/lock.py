@@ -7,7 +7,7 @@ from pathlib import Path
 
 from absl import logging
 
-from convbert_jax import files
+from convbert_jax import files, links
 from convbert_jax.data.errors import DataError
 
 LOCK_PATIENCE = 12 * 3600  # seconds
@@ -27,7 +27,7 @@ def lock(directory: Path) -> Iterator[None]:
         raise DataError(
             f"{directory} could not be made ({error.strerror}); set config.data.directory."
         ) from None
-    with open(directory / "lock", "w") as file:
+    with open(directory / "lock", "w", opener=links.no_follow) as file:
         started = logged = time.monotonic()
         while not files.try_lock(
             file, f"{directory} cannot be locked; let one process prepare it."
@@ -42,4 +42,5 @@ def lock(directory: Path) -> Iterator[None]:
                 logging.info("Waiting: another process prepares %s.", directory)
                 logged = now
             time.sleep(0.2)
+        links.remove_temporary(directory)
         yield

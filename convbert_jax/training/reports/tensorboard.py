@@ -1,8 +1,7 @@
 """Numbers for TensorBoard, in files of its own format beside the run's."""
 
 import contextlib
-import itertools
-import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -51,10 +50,9 @@ class EventFile:
         Raises:
           OSError: it cannot be written.
         """
-        begin = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
-        # A second run of this process may begin within the same second.
-        names = (f"{begin}.{number}" for number in itertools.count())
-        name = next(name for name in names if not (folder / name).exists())
+        # Random, as a second run may begin within the same second, and so that no link is there.
+        unique = f"{socket.gethostname()}.{secrets.token_hex(8)}"
+        name = f"events.out.tfevents.{time.time():017.6f}.{unique}"
         self._local, self._place = folder / name, folder / name
         if files.is_remote(folder):  # its writer needs a file on a disk, which is copied
             self._folder = tempfile.TemporaryDirectory()
