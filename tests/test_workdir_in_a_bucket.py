@@ -84,6 +84,21 @@ def test_a_run_that_was_killed_leaves_the_folder_to_the_next(bucket, gone_at_onc
         workdir.check_owner()
 
 
+def test_lines_are_sent_after_a_while_and_at_the_end(bucket, monkeypatch):
+    workdir, on_disk = bucket
+    on_disk.mkdir()
+    with contextlib.closing(files.Lines(workdir.metrics)) as lines:
+        lines.append("1")
+        lines.append("2")
+        assert not (on_disk / "metrics.jsonl").exists()
+        monkeypatch.setattr(files, "_SEND_EVERY", 0.0)
+        lines.append("3")
+        assert (on_disk / "metrics.jsonl").read_text() == "1\n2\n3\n"
+        monkeypatch.setattr(files, "_SEND_EVERY", 60.0)
+        lines.append("4")
+    assert (on_disk / "metrics.jsonl").read_text() == "1\n2\n3\n4\n"
+
+
 LIVES = """
 from convbert_jax import ownership
 print(ownership._describe_here(), flush=True)

@@ -227,10 +227,9 @@ class _Run:
             state_lib.count(self.state.params), self.program.mesh.devices.flat[0].platform
         )
         with Profiler(self.workdir.profile, t, self.step) as profiler:
-            # The order below is what makes resuming exact. Evaluation sees the state of `step`;
-            # the checkpoint is written after it and before the next batch is drawn, so state, data
-            # position and the lines of metrics.jsonl agree; and nothing is saved whose loss was
-            # not looked at.
+            # Resuming is exact because of this order: evaluate the state of `step`, look at its
+            # loss, save, and only then draw the next batch. State, data position and the lines of
+            # metrics.jsonl then agree.
             while self.step < t.steps and not signal_name:
                 profiler.before(self.step + 1)
                 if self.clock.running:
@@ -253,6 +252,7 @@ class _Run:
                         position = self.batches.get_state() | interval.to_json(self.totals)
                         position |= self.guard.to_json()
                         self.workdir.check_owner()
+                        self.reporter.flush()
                         ends = bool(last or signal_name)
                         self.checkpoints.save(self.state, position, values, last=ends)
                     saved = self.step

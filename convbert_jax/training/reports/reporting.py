@@ -122,6 +122,12 @@ class Reporter:
         parts = [f"step {step:,} held out", *self._format(values, shown)]
         logging.info("%s", "  ".join(parts))
 
+    def flush(self) -> None:
+        """Writes what is not in metrics.jsonl yet: a checkpoint needs the lines before it."""
+        if self._writes:
+            with self._explain():
+                self._lines.flush()
+
     def warn_health(self, step: int, values: dict[str, float]) -> None:
         """Logs what `HealthWatch` finds."""
         if not self._writes:

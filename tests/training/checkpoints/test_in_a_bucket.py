@@ -1,5 +1,6 @@
 """Checkpoints in a bucket, on a server that TensorStore takes for Google's."""
 
+import json
 import shutil
 import threading
 import time
@@ -65,6 +66,21 @@ def test_metrics_that_are_damaged_are_taken_away(workdir, server, caplog):
     (server.folder / "run" / "checkpoints" / "8" / "metrics" / "metrics").write_text("{")
     assert tiny_run.run(workdir.path, config).step == 8
     assert "gs://bucket/run/checkpoints/8/metrics/metrics is damaged" in caplog.text
+
+
+def test_metrics_are_sent_before_each_checkpoint(workdir, server):
+    metrics, sent = server.folder / "run" / "metrics.jsonl", {}
+
+    def look(method, name):
+        if method == "POST" and "/checkpoints/" in name:
+            step = int(name.partition("/checkpoints/")[2].partition("/")[0])
+            if step not in sent:
+                lines = metrics.read_text().splitlines()
+                sent[step] = {json.loads(line)["step"] for line in lines}
+
+    server.fault = look
+    tiny_run.run(workdir.path, tiny_run.make_config(12, train={"log_every": 1}))
+    assert sent == {last: set(range(1, last + 1)) for last in (4, 8, 12)}
 
 
 def test_a_save_that_the_bucket_refuses_costs_that_one(workdir, server, caplog):
