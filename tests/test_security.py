@@ -168,6 +168,17 @@ def test_no_field_is_executed(fields, evil):
     assert not (evil / "executed").exists()
 
 
+@pytest.mark.parametrize("command", ["train", "show", "plan"])
+def test_an_optimizer_that_a_folder_names_is_not_executed(command, evil, capfd):
+    change(evil, model__mixer="mixed", optimizer__method="evil.payload:make")
+    with pytest.raises((SystemExit, PluginError)):
+        start(*COMMANDS[command])
+    assert not (evil / "executed").exists()
+    assert "--plugins=evil.payload:make" in capfd.readouterr().err
+    assert convbert_jax.load("evil").encode(["a"]).shape == (1, 32)  # which needs no optimizer
+    assert not (evil / "executed").exists()
+
+
 def test_code_in_a_hugging_face_folder_is_not_executed(run, evil, tmp_path):
     conversion.export(run, output=tmp_path / "hf")
     shutil.copy(run / "payload.py", tmp_path / "hf" / "payload.py")

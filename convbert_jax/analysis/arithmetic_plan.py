@@ -288,7 +288,7 @@ def describe(
         f"moments of {plan.config.optimizer.method}": plan.moments,
         "activations": plan.kept,
     }
-    work = f"{plan.flops:.3g} FLOPs"
+    work = f"{overview.spell_number(plan.flops)} FLOPs"
     if plan.teacher:
         rows["teacher's parameters"] = plan.teacher
         work += f", and {plan.teacher_flops:.3g} of the teacher"
@@ -296,6 +296,14 @@ def describe(
     cost = "{:,.3g} to {:,.3g}".format(*run["chip_hours"]) + f" {unit}-hours"
     if price is not None:
         cost += ", {:,.2f} to {:,.2f}".format(*run["price"]) + f" at {price:g} each"
+    time_taken = [
+        f"a step takes            {_spell(best)} to {_spell(worst)} ms, {plan.takes}",
+        f"  tokens a second       {plan.tokens / worst:,.0f} to {plan.tokens / best:,.0f}",
+        f"the run                 {steps:,} steps: "
+        f"{overview.spell_range(best * steps, worst * steps)}, {cost}",
+    ]
+    if math.isnan(best):
+        time_taken = ["a step takes            unknown, as the FLOPs of config.model.mixer are"]
     return "\n".join(
         [
             f"{plan.config.name} on {devices.name}, BY ARITHMETIC: nothing was compiled or run",
@@ -309,10 +317,7 @@ def describe(
             *(f"  {name:<22}{size / _GIB:>8.2f}" for name, size in rows.items()),
             *(() if plan.fits else planned.WHAT_HELPS),
             "",
-            f"a step takes            {_spell(best)} to {_spell(worst)} ms, {plan.takes}",
-            f"  tokens a second       {plan.tokens / worst:,.0f} to {plan.tokens / best:,.0f}",
-            f"the run                 {steps:,} steps: "
-            f"{overview.spell_range(best * steps, worst * steps)}, {cost}",
+            *time_taken,
             *(_describe_largest(largest) if largest else ()),
             *(_compare([plan, *compared]) if compared else ()),
         ]

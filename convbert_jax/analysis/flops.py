@@ -10,6 +10,9 @@ model: matrix products only, a product of [m, k] and [k, n] being 2mkn; backward
 paper: what ELECTRA and ConvBERT print. Backward counts as much as forward, a table lookup as a
   product with a one-hot vector, elementwise operations a few each, and the output layer is on
   15.625% of the tokens (the counter in ELECTRA's repository, extended to the mixed block).
+
+A mixer that is a plain `nnx.Module` does not say its operations: all sums with it are NaN, which
+is shown as "unknown".
 """
 
 import re

@@ -89,7 +89,12 @@ def _describe_run(config: Config) -> list[str]:
     work = tokens * flops.training_flops_per_token(config)
     total = work * t.steps
     lines += [
-        f"operations                  {work:.3g} FLOPs a step, {total:.3g} in all",
+        f"operations                  {spell_number(work)} FLOPs a step, {spell_number(total)} in "
+        "all",
+    ]
+    if math.isnan(work):
+        return lines
+    lines += [
         "",
         f"one chip, if it reached {_REACHED:.0%} of its peak (arithmetic, not a measurement):",
     ]
@@ -122,13 +127,20 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def spell_number(value: float, form: str = ".3g") -> str:
+    """`value` as `format` writes it, "unknown" for NaN."""
+    return "unknown" if math.isnan(value) else format(value, form)
+
+
 def spell_range(best: float, worst: float) -> str:
     """As "3.2 days to 5.1 days"; of seconds that round to the same, that."""
     return " to ".join(dict.fromkeys(map(spell_time, (best, worst))))
 
 
 def spell_time(seconds: float) -> str:
-    """As "3.2 days"."""
+    """As "3.2 days"; "unknown" for NaN."""
+    if math.isnan(seconds):
+        return "unknown"
     for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"

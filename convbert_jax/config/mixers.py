@@ -32,6 +32,7 @@ MIXERS = {
     "gated_separable": "convbert_jax.models.mixers.gated_separable:GatedSeparable",
 }
 
+_PLAIN = "convbert_jax.models.mixers.plain"  # makes a mixer of an nnx.Module
 _SPELLINGS = {"true": True, "false": False}
 _OWN_TYPES = (int, float, bool, str)
 
@@ -98,7 +99,8 @@ class MixerSettings:
 
 @runtime_checkable
 class Mixer(Protocol):
-    """What all code but the mixer's own may ask of a mixer.
+    """What all code but the mixer's own may ask of a mixer; of an `nnx.Module` class
+    `models/mixers/plain.py` makes one.
 
     A frozen dataclass. Fields without a default follow from the config, by `make`; those that are
     called like a field of config.model mean the same. Fields with a default are the mixer's own,
@@ -164,7 +166,7 @@ class Mixer(Protocol):
         ...
 
     def products(self, hidden_size: int, length: int) -> float:
-        """FLOPs of the matrix products of one forward pass, per token of a row of `length`."""
+        """FLOPs of matrix products of a forward pass, per token of a row of `length`, or NaN."""
         ...
 
     def elementwise(self, hidden_size: int, length: int) -> float:
@@ -263,7 +265,7 @@ def _find(name: str, field: str) -> type[Mixer]:
                 f"{field}={name} cannot be imported ({plugins.first_line(error)}); see what "
                 "`python -c 'import jax, flax'` says here."
             ) from error
-    cls = plugins.load(name, field)
+    cls = importlib.import_module(_PLAIN).wrap(plugins.load(name, field))
     _check_class(cls, f"{field}={name}")
     plugins.allow([_place(cls)])  # as `describe` calls it
     return cls

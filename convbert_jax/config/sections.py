@@ -295,7 +295,8 @@ class OptimizerSection:
     # and scaled by parameter, as T5 has it): half the memory of AdamW's two moments and more |
     # muon (Jordan et al. 2024): the matrices of the layers move by their momentum with its singular
     # values made equal, scaled to AdamW's size (Liu et al. 2025), the rest as adamw has it. It
-    # learns from fewer tokens; one moment of each matrix, some percent more work a step
+    # learns from fewer tokens; one moment of each matrix, some percent more work a step |
+    # PACKAGE.MODULE:FUNCTION, a factory of optax or of your own (docs/plugins.md)
     method: str = "adamw"
     # Of the learning rate behind the warm-up: linear, to decay_to at the last step | cosine, the
     # same along half a cosine | inverse_sqrt, as sqrt(warmup_steps / step) (Transformer, T5) |
@@ -360,7 +361,8 @@ class TrainSection:
     tracker: Changeable[str] = ""
     profile_start: Changeable[int] = 0  # first step of a profiler trace; 0 is never
     profile_steps: Changeable[int] = 3
-    # "" is off; several hosts need one shared path
+    # folder of compiled programs, "" is off; several hosts need one shared path. Not kept in
+    # config.json: name it again to resume
     compile_cache: Changeable[str] = "~/.cache/convbert_jax/compile"
 
 

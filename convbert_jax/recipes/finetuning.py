@@ -33,7 +33,7 @@ from convbert_jax.interop import importing, matching, sources
 from convbert_jax.interop.networks import stack, to_tree
 from convbert_jax.recipes.reports import finetuning_page, run_page
 from convbert_jax.recipes.results import FinetuningResult
-from convbert_jax.training import sharding
+from convbert_jax.training import optimizer, sharding
 from convbert_jax.training.environment import devices
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
@@ -58,6 +58,7 @@ def finetune(
     Raises:
       UserError: weights, vocabulary, data and config do not fit together; see the kinds of it.
     """
+    optimizer.check_method(config.optimizer)
     found = devices.find_devices(config)
     devices.advise_dtype(config, found[0])
     mesh = make_mesh(config, found)

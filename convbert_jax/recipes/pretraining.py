@@ -28,7 +28,7 @@ from convbert_jax.recipes.reports import (
 from convbert_jax.recipes.reports.pretraining_text import PretrainingReport
 from convbert_jax.recipes.results import PretrainingResult
 from convbert_jax.recipes.writing import scoring
-from convbert_jax.training import loop, sharding
+from convbert_jax.training import loop, optimizer, sharding
 from convbert_jax.training.environment import devices
 from convbert_jax.training.reports import reporting, trackers
 from convbert_jax.training.rollback import Rollbacks, TrainingError
@@ -93,6 +93,7 @@ def pretrain(
       UserError: what cannot be used, or gave out; see the kinds of it and `loop.train`.
     """
     trackers.check_tracker(config.train.tracker)
+    optimizer.check_method(config.optimizer)
     found = devices.find_devices(config)
     devices.advise_dtype(config, found[0])
     mesh = sharding.make_mesh(config.mesh, found)

@@ -1,5 +1,6 @@
 """The runs that a sweep makes, each with its config; all of them are checked before any begins."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -259,6 +260,11 @@ def _steps_of_row(
         run = folder.run(f"{of_row}/seed-{sweep.seeds[0]}/{PRETRAIN}")
         spent.append(flops.training_flops(as_it_runs(like, fields, run)))
     ratio = spent[1] / spent[0]
+    if math.isnan(ratio):
+        raise SweepError(
+            f"row {name} has flops_of, and the FLOPs of config.model.mixer are unknown; give it "
+            "train.steps."
+        )
     steps = max(1, round(config.train.steps * ratio))
     return changed | {
         "train.steps": steps,

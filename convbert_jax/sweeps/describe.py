@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from convbert_jax.analysis import flops
+from convbert_jax.analysis import flops, overview
 from convbert_jax.config import Config, to_text
 from convbert_jax.interop import networks
 from convbert_jax.sweeps.cells import PRETRAIN, Cell
@@ -91,7 +91,11 @@ def describe(sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> str:
             "",
             f"{len(cells)} cells: {len(sweep.rows)} rows x seeds ({seeds})"
             + (f", after each {', '.join(stages)}" if stages else "")
-            + (f"; {tokens:.3g} tokens, {total:.3g} FLOPs of pre-training." if tokens else "."),
+            + (
+                f"; {tokens:.3g} tokens, {_show(total, '.3g')} FLOPs of pre-training."
+                if tokens
+                else "."
+            ),
             f"Compared with: {sweep.compared_with}. Folder: {folder}.",
         ]
     )
@@ -103,4 +107,4 @@ def _state(folder: Folder, cell: Cell) -> str:
 
 
 def _show(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    return "" if value is None else overview.spell_number(value, form)

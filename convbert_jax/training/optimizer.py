@@ -1,18 +1,21 @@
-"""AdamW, Adafactor or Muon with a schedule, as `OptimizerSection` describes them.
+"""AdamW, Adafactor, Muon or a factory of the user's own, as `OptimizerSection` describes them.
 
 The order is the release's (model/optimization.py): clip by global norm, Adam, decoupled decay, then
 the learning rate. Steps count from 0, before the update. The state has one structure for every
 setting of a method, so a run may change its other optimizer fields and go on.
 """
 
+import inspect
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from convbert_jax.config import OptimizerSection
+from convbert_jax.config import OptimizerSection, PluginError
+from convbert_jax.config.checks import plugins
 from convbert_jax.training.muon import scale_by_muon
 from convbert_jax.training.state import flatten, parameter_path
 
@@ -27,7 +30,12 @@ def make_optimizer(section: OptimizerSection, steps: int) -> optax.GradientTrans
 
     Args:
       steps: length of the run, which the schedule decays over.
+
+    Raises:
+      PluginError: as `check_method`.
     """
+    if ":" in section.method:
+        return optax.chain(_clip(section), _make_own(section, make_schedule(section, steps)))
     return optax.chain(
         *_direction(section), optax.scale_by_learning_rate(make_schedule(section, steps))
     )
@@ -39,6 +47,8 @@ def make_told_optimizer(
     """The whole update for runs that share a program: told its `learning_rate` at each step, which
     `layer_multipliers` then lower by depth.
     """
+    if ":" in section.method:
+        return _make_told_own(section, layer_decay)
     direction = optax.chain(*_direction(section))
 
     def update(gradients, state, params, *, learning_rate, **_):
@@ -49,6 +59,78 @@ def make_told_optimizer(
     return optax.GradientTransformationExtraArgs(direction.init, update)
 
 
+def check_method(section: OptimizerSection) -> None:
+    """Makes a plug-in optimizer once, to fail before any long work.
+
+    Raises:
+      PluginError: the user did not name it, it cannot be imported, or it does not take what the
+        section sets.
+    """
+    if ":" in section.method:
+        _make_own(section, 0.0)
+
+
+def _make_own(
+    section: OptimizerSection, learning_rate: optax.ScalarOrSchedule
+) -> optax.GradientTransformation:
+    """Calls the factory config.optimizer.method with the arguments that its signature has."""
+    field = f"config.optimizer.method={section.method}"
+    factory = plugins.load(section.method, "config.optimizer.method")
+    offered = {
+        "learning_rate": learning_rate,
+        "b1": section.beta1,
+        "b2": section.beta2,
+        "eps": section.epsilon,
+        "weight_decay": section.weight_decay,
+        "mask": partial(decay_mask, decay_embeddings=section.decay_embeddings),
+    }
+    try:
+        taken = offered.keys() & inspect.signature(factory).parameters.keys()
+        made = factory(**{name: offered[name] for name in taken})
+    except Exception as error:
+        raise PluginError(
+            f"{field} cannot be made ({plugins.first_line(error)}); name a function that makes an "
+            f"optax.GradientTransformation of some of the arguments {', '.join(offered)}."
+        ) from error
+    if not isinstance(made, optax.GradientTransformation):
+        raise PluginError(
+            f"{field} returns a {type(made).__name__}; let it return an "
+            "optax.GradientTransformation."
+        )
+    if "learning_rate" not in taken:
+        raise PluginError(
+            f"{field} takes no argument learning_rate, so the schedule would have no effect; add "
+            "one."
+        )
+    if section.weight_decay and "weight_decay" not in taken:
+        raise PluginError(
+            f"{field} takes no argument weight_decay, so config.optimizer.weight_decay="
+            f"{section.weight_decay} would have no effect; set it to 0."
+        )
+    return made
+
+
+def _make_told_own(
+    section: OptimizerSection, layer_decay: float
+) -> optax.GradientTransformationExtraArgs:
+    """Makes the plug-in optimizer in each trace, with the traced learning rate of the step."""
+
+    def make(learning_rate):
+        return optax.chain(_clip(section), _make_own(section, learning_rate))
+
+    def update(gradients, state, params, *, learning_rate, **_):
+        updates, state = make(learning_rate).update(gradients, state, params)
+        rates = layer_multipliers(params, layer_decay)
+        return jax.tree.map(lambda u, rate: rate * u, updates, rates), state
+
+    return optax.GradientTransformationExtraArgs(make(0.0).init, update)
+
+
+def _clip(section: OptimizerSection) -> optax.GradientTransformation:
+    clips = section.clip_norm and section.release_replicas == 1  # replicas clip before their sum
+    return optax.clip_by_global_norm(section.clip_norm) if clips else optax.identity()
+
+
 def _direction(section: OptimizerSection) -> list[optax.GradientTransformation]:
     if section.method == "adafactor":
         scale = scale_by_adafactor()
@@ -57,9 +139,8 @@ def _direction(section: OptimizerSection) -> list[optax.GradientTransformation]:
         scale = adam(b1=section.beta1, b2=section.beta2, eps=section.epsilon)
         if section.method == "muon":
             scale = scale_by_muon(scale)
-    clips = section.clip_norm and section.release_replicas == 1  # replicas clip before their sum
     return [
-        optax.clip_by_global_norm(section.clip_norm) if clips else optax.identity(),
+        _clip(section),
         scale,
         optax.add_decayed_weights(
             section.weight_decay, mask=lambda params: decay_mask(params, section.decay_embeddings)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from etils import epath
 
 from convbert_jax import files
+from convbert_jax.analysis import overview
 from convbert_jax.analysis.sweep_report.comparison import LEVEL, Interval, Line
 from convbert_jax.analysis.sweep_report.outcome import Outcome
 
@@ -114,7 +115,7 @@ def _table(outcome: Outcome, lines: Sequence[Line], stage: str) -> str:
         cells = [row]
         if facts:
             numbers = ((of_row.parameters, ",d"), (of_row.tokens, ".3g"), (of_row.flops, ".3g"))
-            cells += ["" if value is None else format(value, form) for value, form in numbers]
+            cells += ["" if v is None else overview.spell_number(v, form) for v, form in numbers]
         cells.append(str(max((line.value.count for line in found if line), default=0)))
         for line in found:
             cells += _three(line) if line else ["", "", ""]

@@ -35,7 +35,7 @@ def describe(
         "",
         f"mesh                    {planned.spell_mesh(plan.axes)}",
         f"a step                  {plan.rows:,} rows, {plan.tokens:,} tokens, "
-        f"{plan.flops:.3g} FLOPs",
+        f"{overview.spell_number(plan.flops)} FLOPs",
         "",
     ]
     if isinstance(plan.step, Shortage):
@@ -193,12 +193,13 @@ def _describe_time(plan: Plan, step: Step, price: float | None) -> list[str]:
     count = len(plan.topology.devices)
     peak = plan.topology.chip.flops_per_second * count
     shares = sorted(plan.flops / seconds / peak for seconds in (best, worst))
+    spelled = [overview.spell_number(share, ".0%") for share in shares]
     steps, run = plan.config.train.steps, planned.outlook(plan, price)
     money = "" if price is None else f", {_range(*run['price'])} at {price:g} each"
     return [
         f"a step takes            {_range(best * 1e3, worst * 1e3)} ms by {ASSUMPTIONS}",
         f"  tokens a second       {_range(plan.tokens / worst, plan.tokens / best)}",
-        f"  share of the peak     {shares[0]:.0%} to {shares[1]:.0%}",
+        f"  share of the peak     {' to '.join(dict.fromkeys(spelled))}",
         f"the run                 {steps:,} steps: "
         f"{overview.spell_range(best * steps, worst * steps)}, "
         f"{_range(*run['chip_hours'])} chip-hours{money}",

@@ -190,7 +190,8 @@ def _check_tokenizer(config: Config) -> None:
 
 def _check_training(config: Config) -> None:
     o, t, c, mesh = config.optimizer, config.train, config.checkpoint, config.mesh
-    rules.check_choice("optimizer.method", o.method, OPTIMIZERS)
+    if ":" not in o.method:
+        rules.check_choice("optimizer.method", o.method, (*OPTIMIZERS, "PACKAGE.MODULE:FUNCTION"))
     rules.check_choice("optimizer.schedule", o.schedule, SCHEDULES)
     rules.check_choice("train.tracker", t.tracker, TRACKERS)
     rules.check_choice("train.gradient_dtype", t.gradient_dtype, GRADIENT_DTYPES)

@@ -6,7 +6,8 @@ counted.py    counted for GPUs, or for this CPU
 candidates.py other batches, meshes, microbatches and `config.model.remat`
 """
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 
 from etils import epath
 
@@ -62,5 +63,14 @@ def plan(
     else:
         result = plan_slice(config, open_topology(topology), **settings)
     if output:
-        files.write_json(files.to_path(output), result.numbers)
+        files.write_json(files.to_path(output), _without_unknown(result.numbers))
     return result
+
+
+def _without_unknown(numbers):
+    """NaN, of a mixer that does not say its FLOPs, as null."""
+    if isinstance(numbers, Mapping):
+        return {name: _without_unknown(value) for name, value in numbers.items()}
+    if isinstance(numbers, list | tuple):
+        return [_without_unknown(value) for value in numbers]
+    return None if isinstance(numbers, float) and math.isnan(numbers) else numbers

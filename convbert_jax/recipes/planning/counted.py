@@ -82,7 +82,10 @@ def _plan(
         looped = config.model.scan_unroll < config.model.layers
         moved = (arithmetic_plan.MOVED_IN_LOOPS if looped else arithmetic_plan.MOVED) * parts
         moved *= kept_bytes(whole_task, state.params, batch, parts, mesh, here)
-        moved *= 1 + taught / task.flops_per_step  # as many bytes for an operation as the student
+        if taught:
+            moved *= (
+                1 + taught / task.flops_per_step
+            )  # as many bytes for an operation as the student
     return arithmetic_plan.ArithmeticPlan(
         config,
         devices,

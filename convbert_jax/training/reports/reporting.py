@@ -106,7 +106,8 @@ class Reporter:
             parts.append(f"{rates['tokens_per_second']:,.0f} tokens/s")
         parts.append(f"{_format_count(rates['tokens'])} tokens")
         if "mfu" in rates:
-            parts.append(f"MFU {rates['mfu']:.1%}")
+            known = math.isfinite(rates["mfu"])
+            parts.append(f"MFU {rates['mfu']:.1%}" if known else "MFU unknown")
         parts.append(_format_memory(rates))
         if seconds_per_step:
             left = (self._steps - step) * seconds_per_step
