@@ -276,7 +276,8 @@ class DataSection:
     # Release: rows are dealt in turn to 1000 files; the files, repeated for ever, are shuffled and
     # four read in turn through a buffer of 100 rows. False: every row, any order, once an epoch.
     release_shuffle: bool = False
-    # text that is not UTF-8: error | replace | skip (leave the document out)
+    encoding: str = "utf-8"  # of text, csv, tsv and jsonl files, e.g. cp1252 or gbk
+    # text that is not of that encoding: error | replace | skip (leave the document out)
     encoding_errors: str = "error"
     # prepared shards, also in a bucket (gs://); "" is WORKDIR/data. Runs may share them
     directory: Changeable[str] = ""

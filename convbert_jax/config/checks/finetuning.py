@@ -2,7 +2,7 @@
 
 import re
 
-from convbert_jax.config.checks.rules import check, check_choice
+from convbert_jax.config.checks.rules import check, check_choice, check_encoding
 from convbert_jax.config.errors import ConfigError
 from convbert_jax.config.finetuning import HEADS, KINDS, VECTORIZE
 from convbert_jax.config.run import Config
@@ -29,6 +29,7 @@ def check_finetuning(config: Config) -> None:
         f"config.train.tracker='{config.train.tracker}' hears of pre-training; a fine-tuning has "
         "WORKDIR/results.jsonl and report.html.",
     )
+    check_encoding("task.encoding", config.task.encoding)
     check(
         re.fullmatch(r"[\w. -]+", config.task.name) is not None,
         f"config.task.name='{config.task.name}' names a folder; use letters, digits, - and _.",

@@ -124,6 +124,7 @@ def _check_data(config: Config) -> None:
     d = config.data
     rules.check_choice("data.layout", d.layout, ("packed", "electra", "pairs"))
     rules.check_choice("data.format", d.format, TEXT_FORMATS)
+    rules.check_encoding("data.encoding", d.encoding)
     rules.check_choice("data.encoding_errors", d.encoding_errors, ("error", "replace", "skip"))
     rules.check(
         d.source != "",

@@ -19,3 +19,21 @@ def check_choice(field: str, value: str, choices) -> None:
         raise ConfigError(
             f"config.{field}='{value}' is unknown; {hint} one of: {', '.join(choices)}."
         )
+
+
+def check_encoding(field: str, value: str) -> None:
+    """Raises ConfigError unless `value` is an encoding whose line end is the single byte "\\n"."""
+    try:
+        if b"\n".decode(value) == "\n":
+            return
+    except LookupError:
+        raise ConfigError(
+            f"config.{field}='{value}' is unknown; name an encoding of Python, for example utf-8, "
+            "cp1252 or gbk."
+        ) from None
+    except UnicodeDecodeError:
+        pass
+    raise ConfigError(
+        f"config.{field}='{value}' writes line ends differently from ASCII and cannot be read; "
+        f"convert the files (iconv -f {value} -t UTF-8)."
+    )

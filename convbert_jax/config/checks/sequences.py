@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from convbert_jax.config.checks.rules import check, check_choice
+from convbert_jax.config.checks.rules import check, check_choice, check_encoding
 from convbert_jax.config.run import Config
 from convbert_jax.config.sequences.sections import (
     ACTIVATIONS,
@@ -72,6 +72,7 @@ def check_sequence_model(config: Config) -> None:
 def _check_parallel(config: Config) -> None:
     p, t = config.parallel, config.tokenizer
     check_choice("parallel.bad_pairs", p.bad_pairs, BAD_PAIRS)
+    check_encoding("parallel.encoding", p.encoding)
     check(
         len(p.columns) != 1,
         f"config.parallel.columns={','.join(p.columns)} must name two columns, the source's and "

@@ -74,6 +74,7 @@ class ParallelSection:
     # Names; numbers from 0 for a tsv or csv without a first line of names. translation.en is the
     # field en of translation in jsonl, parquet and TFDS. (): 0,1 of a tsv, else source,target
     columns: tuple[str, ...] = ()
+    encoding: str = "utf-8"  # of text, csv, tsv and jsonl files, e.g. cp1252 or gbk
     # where config.sequence.shared_vocabulary=False, config.tokenizer is the source's vocabulary and
     # this the size of the target's own; 0 is tokenizer.vocab_size
     target_vocab_size: int = 0

@@ -5,6 +5,7 @@ have further targets, all of them right, as sets to score by have: more files, m
 list of texts in place of the target.
 """
 
+import codecs
 import dataclasses
 import functools
 import gzip
@@ -31,6 +32,7 @@ from convbert_jax.data.parallel.pair_rows import (
 from convbert_jax.data.sources.documents import unit_bytes
 from convbert_jax.data.sources.text_files import fingerprint_files
 from convbert_jax.data.sources.text_formats import refuse_other_kinds
+from convbert_jax.data.tables.encodings import describe_guess
 from convbert_jax.data.tables.table_formats import OPENERS, Fault, TableFormat
 from convbert_jax.data.tables.text_lines import describe_escapes, open_bytes
 
@@ -50,6 +52,7 @@ class PairFiles:
     format: str
     columns: tuple[str, ...]
     targets: Targets
+    encoding: str
 
     @property
     def files(self) -> set[Path]:
@@ -104,9 +107,11 @@ class PairFiles:
             texts = []
             try:
                 for line in lines:
-                    texts.append(line.decode("utf-8").rstrip("\r\n"))
+                    texts.append(line.decode(self.encoding).rstrip("\r\n"))
             except UnicodeDecodeError as error:
-                problem = f"is not UTF-8 (byte {error.start} of the line)"
+                place = f"byte {error.start} of the line"
+                problem = f"is not {self.encoding} ({place}){describe_guess(line)}"
+                problem += "; see config.parallel.encoding"
                 yield number, Fault(problem, file=len(texts))
                 continue
             if number == 1 and self._has_header:
@@ -137,7 +142,8 @@ class PairFiles:
             return tuple(map(int, self.columns))
         path = self.paths[0]
         with open_bytes(path) as file:
-            header = file.readline().decode("utf-8-sig", "replace").rstrip("\r\n").split("\t")
+            header = file.readline().removeprefix(b"\xef\xbb\xbf").decode(self.encoding, "replace")
+        header = header.rstrip("\r\n").split("\t")
         return _find_columns(path, header, self.columns)
 
     def _parse_tsv(self, texts: list[str]) -> tuple[str, ...] | Fault:
@@ -178,6 +184,7 @@ class PairCsv:
     path: Path
     columns: tuple[str, ...]
     targets: Targets
+    encoding: str
     units: tuple[PairUnit, ...]
 
     @property
@@ -197,7 +204,7 @@ class PairCsv:
           DataError: the file cannot be read, has no such column or has an open quotation mark.
         """
         del unit
-        form = TableFormat("csv", escape=True)
+        form = TableFormat("csv", encoding=self.encoding, escape=True)
         header, rows = OPENERS["csv"](self.path, form, "")
         if all(name.isdecimal() for name in self.columns):  # the first line is a row
             rows = itertools.chain([(1, header)], rows)
@@ -206,8 +213,8 @@ class PairCsv:
         for line, cells in rows:
             if not isinstance(cells, Fault):
                 row = {name: cells[place] for name, place in zip(self.columns, places, strict=True)}
-                bad = filter(None, map(describe_escapes, row.values()))
-                problem = next(bad, "")
+                escapes = (describe_escapes(text, self.encoding) for text in row.values())
+                problem = next(filter(None, escapes), "")
                 cells = Fault(problem) if problem else of_row(row, self.columns, self.targets)
             yield line, cells
 
@@ -246,13 +253,15 @@ def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") ->
             raise DataError(f"{path}, of the pairs '{spec}', is no file; correct its name.")
         refuse_other_kinds(path)
     root = Path(os.path.commonpath([path.absolute().parent for path in paths]))
-    prints = fingerprint_files([p.absolute() for p in paths], root, f"{kind} {','.join(columns)}")
+    encoding = codecs.lookup(section.encoding).name
+    how = f"{kind} {','.join(columns)} {encoding}"
+    prints = fingerprint_files([path.absolute() for path in paths], root, how)
     if kind == "csv":
         units = (PairUnit(1, 0, (), paths[0].stat().st_size),)
-        opened = PairCsv(spec, prints, paths[0], columns, targets, units)
+        opened = PairCsv(spec, prints, paths[0], columns, targets, encoding, units)
         next(opened.pairs(units[0]), None)  # refuses columns here, not in a worker
         return opened
-    opened = PairFiles(spec, prints, paths, kind, columns, targets)
+    opened = PairFiles(spec, prints, paths, kind, columns, targets, encoding)
     if kind == "tsv":
         _ = opened._places  # refused here, not by a worker
     return opened

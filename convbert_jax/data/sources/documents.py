@@ -13,26 +13,26 @@ def unit_bytes(total: int) -> int:
     return max(UNIT_BYTES, -(-total // MOST_UNITS))
 
 
-def bad_places(data: bytes) -> int:
-    """How many places of `data` are not UTF-8."""
-    replaced = data.decode("utf-8", "replace").count("\ufffd")
-    return replaced - data.count("\ufffd".encode())
+def bad_places(data: bytes, encoding: str) -> int:
+    """Counts the places of `data` that cannot be decoded."""
+    marks = (data.decode(encoding, policy).count("\ufffd") for policy in ("replace", "ignore"))
+    return next(marks) - next(marks)  # without the marks that the text itself contains
 
 
-def decode(data: bytes, errors: str, tally: Counter | None) -> str | None:
+def decode(data: bytes, errors: str, tally: Counter | None, encoding: str = "utf-8") -> str | None:
     """Text of `data` by the policy `errors` ("error", "replace" or "skip").
 
     Returns None where the document is to be left out. Raises UnicodeDecodeError under "error".
     """
     try:
-        return data.decode("utf-8")
+        return data.decode(encoding)
     except UnicodeDecodeError:
         if errors == "error":
             raise
         if tally is not None:
-            tally["undecodable"] += bad_places(data)
+            tally["undecodable"] += bad_places(data, encoding)
             tally["skipped"] += errors == "skip"
-        return data.decode("utf-8", "replace") if errors == "replace" else None
+        return data.decode(encoding, "replace") if errors == "replace" else None
 
 
 def clean(text: str) -> Iterator[str]:

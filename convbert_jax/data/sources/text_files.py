@@ -2,6 +2,7 @@
 and tables, read whole, of which one column is the text.
 """
 
+import codecs
 import dataclasses
 import glob
 import gzip
@@ -58,6 +59,7 @@ class TextFiles:
     root: Path
     format: str
     text_field: str
+    encoding: str
     encoding_errors: str
     units: tuple[TextUnit, ...]
 
@@ -74,8 +76,8 @@ class TextFiles:
         """Documents of `unit` in the order of the files.
 
         Raises:
-          DataError: text that is not UTF-8 under encoding_errors="error", a damaged .gz file, or
-            a jsonl line without the text field.
+          DataError: text of another encoding under encoding_errors="error", a damaged .gz file,
+            or a jsonl line without the text field.
         """
         for part in unit.parts:
             path = self.root / part.file
@@ -87,7 +89,7 @@ class TextFiles:
                     file.seek(part.start)
                     yield from self._documents(file, part, tally)
             except UnicodeDecodeError:
-                raise DataError(describe_bad_text(path)) from None
+                raise DataError(describe_bad_text(path, self.encoding)) from None
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise DataError(
                     f"{path} is a damaged gzip file ({error}); fetch it again or leave it out."
@@ -97,8 +99,9 @@ class TextFiles:
 
     def _documents(self, file, part: Part, tally: Counter | None) -> Iterator[str]:
         limit = LONGEST_JSON if self.format == "jsonl" else LONGEST
-        for offset, data in FORMATS[self.format](read_lines(file, part.start, part.stop, limit)):
-            text = decode(data, self.encoding_errors, tally)
+        lines = read_lines(file, part.start, part.stop, limit, self.encoding)
+        for offset, data in FORMATS[self.format](lines):
+            text = decode(data, self.encoding_errors, tally, self.encoding)
             if text is None or not text.strip():
                 continue
             if self.format == "jsonl":
@@ -111,7 +114,7 @@ class TextFiles:
             yield from clean(text)
 
     def _column(self, path: Path, tally: Counter | None) -> Iterator[str]:
-        for _, (cell,) in read_column(path, self.format, self.text_field):
+        for _, (cell,) in read_column(path, self.format, self.text_field, self.encoding):
             data = cell.encode("utf-8", "surrogateescape")
             yield from clean(decode(data, self.encoding_errors, tally) or "")
 
@@ -164,27 +167,29 @@ def open_text(rest: str, section: DataSection) -> TextFiles:
         refuse_other_kinds(path)
     kind = section.format
     if kind == "auto":
-        kind = _format_of_all(paths, rest)
+        kind = _format_of_all(paths, rest, section.encoding)
     if kind in TABLES:
         for path in paths:
-            next(read_column(path, kind, section.text_field))
-    fingerprint = fingerprint_files(paths, root, f"text {kind} {section.text_field}")
+            next(read_column(path, kind, section.text_field, section.encoding))
+    encoding = codecs.lookup(section.encoding).name
+    how = f"text {kind} {section.text_field} {encoding}"
     return TextFiles(
         name=f"text:{rest}",
-        fingerprint=fingerprint,
+        fingerprint=fingerprint_files(paths, root, how),
         root=root,
         format=kind,
         text_field=section.text_field,
+        encoding=encoding,
         encoding_errors=section.encoding_errors,
         units=_units(paths, root, kind),
     )
 
 
-def _format_of_all(paths: list[Path], rest: str) -> str:
+def _format_of_all(paths: list[Path], rest: str, encoding: str) -> str:
     """The format that all files agree in; of blank lines and none the former."""
     found: dict[str, str] = {}
     for path in paths:
-        if kind := detect_format(path):
+        if kind := detect_format(path, encoding):
             found.setdefault(kind, path.name)
     if found.keys() == {"blank_lines", "lines"}:
         logging.warning(
@@ -206,14 +211,18 @@ def _format_of_all(paths: list[Path], rest: str) -> str:
     return kind
 
 
-def read_column(path: Path, kind: str, field: str) -> Iterator[tuple[int, tuple[str]]]:
+def read_column(
+    path: Path, kind: str, field: str, encoding: str
+) -> Iterator[tuple[int, tuple[str]]]:
     """Lines and cells of one column of a table whose first line has the names of the columns.
+
+    Bytes that are not of `encoding` become lone surrogates.
 
     Raises:
       DataError: no rows, no such column, or a row with another number of columns.
     """
     hint = "set config.data.text_field to one of these, which its first line must name"
-    form = TableFormat(kind, escape=True, hint=hint)
+    form = TableFormat(kind, encoding=encoding, escape=True, hint=hint)
     return read_table(path, [field], form, BadRows(path, "error"))
 
 

@@ -1,5 +1,6 @@
 """Formats of text files: lines to documents, both as (byte offset, bytes), in bounded memory."""
 
+import codecs
 import json
 import zlib
 from collections.abc import Callable, Iterator
@@ -7,6 +8,7 @@ from pathlib import Path
 
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.sources.documents import LONGEST, bad_places
+from convbert_jax.data.tables.encodings import SAMPLE_BYTES, guess_encoding
 from convbert_jax.data.tables.text_lines import open_bytes
 
 BOM = b"\xef\xbb\xbf"
@@ -67,7 +69,7 @@ FORMATS = {
 }
 
 
-def detect_format(path: Path) -> str:
+def detect_format(path: Path, encoding: str) -> str:
     """The format of a file by its name and its beginning, "" of one that is empty."""
     ending = (path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix).lower()
     if ending[1:] in TABLES:
@@ -79,7 +81,7 @@ def detect_format(path: Path) -> str:
             raise DataError(f"{path} cannot be read: {error}.") from None
     if not head:
         return ""
-    if ending in (".jsonl", ".ndjson", ".json") or _begins_as_jsonl(head):
+    if ending in (".jsonl", ".ndjson", ".json") or _begins_as_jsonl(head, encoding):
         return "jsonl"
     if head.startswith(b"<doc "):
         return "wikiextractor"
@@ -87,12 +89,12 @@ def detect_format(path: Path) -> str:
     return "blank_lines" if blank else "lines"
 
 
-def _begins_as_jsonl(head: bytes) -> bool:
+def _begins_as_jsonl(head: bytes, encoding: str) -> bool:
     line, end, _ = head.partition(b"\n")
     if not line.startswith(b"{") or (not end and len(head) > LONGEST // 2):  # cut off, maybe
         return False
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(json.loads(line.decode(encoding)), dict)
     except (ValueError, RecursionError):
         return False
 
@@ -130,8 +132,10 @@ def refuse_other_kinds(path: Path) -> None:
         )
 
 
-def read_lines(file, start: int, stop: int, limit: int) -> Lines:
-    """Lines of bytes `start` to `stop` (-1: all); one longer than `limit` is cut at white space."""
+def read_lines(file, start: int, stop: int, limit: int, encoding: str) -> Lines:
+    """Lines of bytes `start` to `stop` (-1: all); one longer than `limit` is cut at white space, or
+    else between two characters of `encoding`.
+    """
     offset, rest = start, b""
     while stop < 0 or offset < stop:
         line = rest + file.readline(limit - len(rest))
@@ -140,10 +144,10 @@ def read_lines(file, start: int, stop: int, limit: int) -> Lines:
         rest = b""
         if len(line) >= limit and not line.endswith(b"\n"):
             cut = max(line.rfind(b" ", limit // 2), line.rfind(b"\t", limit // 2)) + 1
-            if not cut:
-                cut = limit - 3  # no blank: before the last character, wherever it starts
-                while cut < limit and line[cut] & 0xC0 == 0x80:
-                    cut += 1
+            if not cut:  # before a character of which only some bytes are in the line
+                decoder = codecs.getincrementaldecoder(encoding)("replace")
+                decoder.decode(line)
+                cut = limit - len(decoder.getstate()[0])
             line, rest = line[:cut], line[cut:]
         if offset == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise DataError(f"{file.name} is UTF-16, not UTF-8; convert it (iconv -f UTF-16).")
@@ -151,25 +155,31 @@ def read_lines(file, start: int, stop: int, limit: int) -> Lines:
         offset += len(line)
 
 
-def describe_bad_text(path: Path) -> str:
-    """How many places of a file are not UTF-8 and where the first is, for an error."""
-    count, first, number = 0, "", 0
+def describe_bad_text(path: Path, encoding: str) -> str:
+    """How many places of a file cannot be decoded, where the first is and what the encoding may be,
+    for an error.
+    """
+    count, first, number, sample = 0, "", 0, b""
     with open_bytes(path) as file:
-        for offset, line in read_lines(file, 0, -1, LONGEST):
+        for offset, line in read_lines(file, 0, -1, LONGEST, encoding):
             number += 1
-            if places := bad_places(line):
+            if places := bad_places(line, encoding):
                 if not count:
-                    first = f"line {number} (byte {offset + _first_bad_byte(line)})"
+                    first = f"line {number} (byte {offset + _first_bad_byte(line, encoding)})"
                 count += places
+                sample += line if len(sample) < SAMPLE_BYTES else b""
+    guess = guess_encoding(sample)
+    advice = f"set config.data.encoding={guess}" if guess else "set config.data.encoding"
     return (
-        f"{path} is not UTF-8 in {count} places, first in {first}; convert it, or set "
-        "config.data.encoding_errors to 'replace' or 'skip'."
+        f"{path} is not {encoding} in {count} places, first in {first}"
+        f"{guess and f', and looks like {guess}'}; {advice}, or config.data.encoding_errors to "
+        "'replace' or 'skip'."
     )
 
 
-def _first_bad_byte(line: bytes) -> int:
+def _first_bad_byte(line: bytes, encoding: str) -> int:
     try:
-        line.decode("utf-8")
+        line.decode(encoding)
     except UnicodeDecodeError as error:
         return error.start
     return len(line)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from convbert_jax.data.errors import DataError
+from convbert_jax.data.tables.encodings import describe_guess
 
 LONGEST_LINE = 1 << 26  # bytes; what is longer is no line of text
 Lines = Iterator[tuple[int, str]]
@@ -102,5 +103,6 @@ def _decode(data: bytes, encoding: str, escape: bool, place: str) -> str:
             return data.decode(encoding, "surrogateescape")
         raise DataError(
             f"{place} is not {encoding} (byte {error.start} of the line is "
-            f"0x{data[error.start]:02X}); convert the file or set its encoding."
+            f"0x{data[error.start]:02X}){describe_guess(data)}; set its encoding or convert the "
+            "file."
         ) from None

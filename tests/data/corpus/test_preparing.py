@@ -116,7 +116,7 @@ def test_an_error_in_a_worker_is_one_sentence_and_keeps_what_is_done(
     text = corpus_file.read_bytes()
     corpus_file.write_bytes(text + b"\n\nbad \xff text\n")
     config = change(config, data={"workers": 2}, tokenizer={"path": str(model)})
-    with pytest.raises(DataError, match=r"corpus\.txt is not UTF-8 in 1 places, first in line"):
+    with pytest.raises(DataError, match=r"corpus\.txt is not utf-8 in 1 places, first in line"):
         prepare(config, tmp_path / "prepared")
     done = len(list((tmp_path / "prepared" / "units").glob("*.json")))
     assert done >= 1

@@ -224,7 +224,7 @@ def test_bad_lines_are_faults_in_their_place(tmp_path):
     assert [pair for _, pair in found if not isinstance(pair, Fault)] == [("a", "b"), ("c", "d")]
     problems = [pair.problem for _, pair in found if isinstance(pair, Fault)]
     assert len(found) == 6
-    for problem, says in zip(problems, ("JSON", "object", "'target'", "UTF-8"), strict=True):
+    for problem, says in zip(problems, ("JSON", "object", "'target'", "utf-8"), strict=True):
         assert says in problem
     (tmp_path / "a.tsv").write_text("a\tb\nonly one\n")
     (_, pair), (_, fault) = read(open_pairs(f"tsv:{tmp_path / 'a.tsv'}", SECTION))

@@ -175,7 +175,7 @@ def test_policies_for_text_that_is_not_utf8(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("good\ncaf\xe9 \xe9\nfine \ufffd\nna\xefve\n".encode("latin-1", "replace"))
     path.write_bytes(path.read_bytes().replace(b"fine ?", "fine \ufffd".encode()))
-    with pytest.raises(DataError, match=r"not UTF-8 in 3 places, first in line 2 \(byte 8\)"):
+    with pytest.raises(DataError, match=r"not utf-8 in 3 places, first in line 2 \(byte 8\)"):
         read(f"text:{path}")
     tally = Counter()
     replaced = ["good", "caf\ufffd \ufffd", "fine \ufffd", "na\ufffdve"]
@@ -369,7 +369,7 @@ def test_faults_of_tables(tmp_path):
     with pytest.raises(DataError, match="has no rows"):
         read(f"text:{path}")
     path.write_bytes(b"text,label\nfine,1\nbad \xff one,2\n")
-    with pytest.raises(DataError, match=r"not UTF-8 in 1 places, first in line 3.*encoding_errors"):
+    with pytest.raises(DataError, match=r"not utf-8 in 1 places, first in line 3.*encoding_errors"):
         read(f"text:{path}")
     tally = Counter()
     assert read(f"text:{path}", tally, encoding_errors="replace") == ["fine", "bad \ufffd one"]
