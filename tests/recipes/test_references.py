@@ -95,7 +95,7 @@ def test_a_further_reference_that_cannot_be_read_is_refused_before_any_work(
     fields = {"parallel.validation_source": f"{spec},{tmp_path}/more"}
     config = dataclasses.replace(replace(translation_config, fields), recipe=recipe)
     with pytest.raises(
-        UserError, match=r"/more line 2 is not UTF-8 \(byte 2 of .*; mend it"
+        UserError, match=r"/more line 2 is not utf-8 \(byte 2 of .*; mend it"
     ) as error:
         recipes.pretrain(config, tmp_path / "run")
     assert "\n" not in str(error.value)

@@ -157,7 +157,10 @@ class ShardReader:
         if self._readers[shard] is None:
             path = self._paths[shard]
             if not path.is_file():
-                raise DataError(f"{path} is missing; start again: that part is prepared anew.")
+                raise DataError(
+                    f"{path} is missing. Start again, which prepares this part again if its source "
+                    "still exists; otherwise restore a copy of the file."
+                )
             try:
                 reader = ArrayRecordReader(str(path), READER_OPTIONS)
                 rows = self._starts[shard + 1] - self._starts[shard]

@@ -32,7 +32,7 @@ from convbert_jax.data.parallel.pair_rows import (
 from convbert_jax.data.sources.documents import unit_bytes
 from convbert_jax.data.sources.text_files import fingerprint_files
 from convbert_jax.data.sources.text_formats import refuse_other_kinds
-from convbert_jax.data.tables.encodings import describe_guess
+from convbert_jax.data.tables.encodings import guess_encoding
 from convbert_jax.data.tables.table_formats import OPENERS, Fault, TableFormat
 from convbert_jax.data.tables.text_lines import describe_escapes, open_bytes
 
@@ -109,9 +109,9 @@ class PairFiles:
                 for line in lines:
                     texts.append(line.decode(self.encoding).rstrip("\r\n"))
             except UnicodeDecodeError as error:
-                place = f"byte {error.start} of the line"
-                problem = f"is not {self.encoding} ({place}){describe_guess(line)}"
-                problem += "; see config.parallel.encoding"
+                problem = f"is not {self.encoding} (byte {error.start} of the line)"
+                if guess := guess_encoding(line):
+                    problem += f", but looks like {guess} (config.parallel.encoding)"
                 yield number, Fault(problem, file=len(texts))
                 continue
             if number == 1 and self._has_header:

@@ -71,12 +71,6 @@ def guess_encoding(data: bytes) -> str:
     return best if share > 0.6 else ""
 
 
-def describe_guess(data: bytes) -> str:
-    """A clause for an error, ", but looks like cp1252"; "" if there is no guess."""
-    guess = guess_encoding(data)
-    return f", but looks like {guess}" if guess else ""
-
-
 def _share(data: bytes, encoding: str, characters: str) -> float:
     decoded = [character for character in data.decode(encoding, "replace") if character > "\x7f"]
     frequent = set(characters)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.tables.encodings import describe_guess
+from convbert_jax.data.tables.encodings import guess_encoding
 
 LONGEST_LINE = 1 << 26  # bytes; what is longer is no line of text
 Lines = Iterator[tuple[int, str]]
@@ -101,8 +101,9 @@ def _decode(data: bytes, encoding: str, escape: bool, place: str) -> str:
     except UnicodeDecodeError as error:
         if escape:
             return data.decode(encoding, "surrogateescape")
+        guess = guess_encoding(data)
         raise DataError(
             f"{place} is not {encoding} (byte {error.start} of the line is "
-            f"0x{data[error.start]:02X}){describe_guess(data)}; set its encoding or convert the "
-            "file."
+            f"0x{data[error.start]:02X}){guess and f', but looks like {guess}'}; set its encoding "
+            "or convert the file."
         ) from None

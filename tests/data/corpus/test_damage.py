@@ -245,6 +245,14 @@ def test_a_deleted_shard_alone_is_prepared_anew(folders, corpus, small_units, co
     assert changed == ["00001.json"]
 
 
+def test_a_shard_that_is_gone_when_it_is_read_may_need_a_copy(corpus):
+    """The reader does not know whether the source still exists."""
+    path, rows = corpus.splits["train"].shards[0]
+    path.unlink()
+    with pytest.raises(DataError, match=rf"{path.name}.* if its source .* copy"):
+        ShardReader([(path, rows)], corpus.row_dtype).read(np.arange(rows))
+
+
 def test_a_shard_whose_source_is_gone_must_be_put_back(make_config, tmp_path):
     config = make_config(tmp_path)
     prepare(config, tmp_path / "prepared")

@@ -190,7 +190,7 @@ def test_a_unit_that_cannot_be_done_is_the_same_sentence(
     model = corpora.prepare(config, tmp_path / "model").tokenizer.path
     corpus_file.write_bytes(corpus_file.read_bytes() + b"\n\nbad \xff text\n")
     config = change(config, tokenizer={"path": str(model)})
-    with pytest.raises(DataError, match="not UTF-8 in 1 places") as local:
+    with pytest.raises(DataError, match="not utf-8 in 1 places") as local:
         corpora.prepare(config, tmp_path / "local")
     folder = tmp_path / "beam"
     with pytest.raises(DataError) as beam:
