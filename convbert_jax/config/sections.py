@@ -251,8 +251,8 @@ class TokenizerSection:
 class DataSection:
     """The corpus and how it becomes rows of `length` tokens."""
 
-    # docstrings | text:GLOB | tfds:NAME or tfds:DIR | parquet:GLOB | hub:OWNER/NAME/FILE-GLOB |
-    # datasets:NAME[/CONFIG] or datasets:DIR
+    # docstrings | text:GLOB | tfds:NAME or tfds:DIR | parquet:GLOB | hub:OWNER/NAME/FILE-GLOB
+    # (parquet, text or jsonl files) | datasets:NAME[/CONFIG] or datasets:DIR
     source: str = "docstrings"
     # of text files: auto | blank_lines | lines | jsonl | wikiextractor | file (each one document) |
     # csv | tsv (with a first line of names)

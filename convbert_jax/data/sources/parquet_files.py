@@ -11,9 +11,20 @@ from pathlib import Path
 from convbert_jax.config import DataSection
 from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.sources.documents import clean, decode, unit_bytes
-from convbert_jax.data.sources.text_files import find_files, fingerprint_files
+from convbert_jax.data.sources.text_files import (
+    TextFiles,
+    find_files,
+    fingerprint_files,
+    open_files,
+)
 
 ROWS_AT_ONCE = 128
+# Of files of the hub that are read as `text:` does.
+TEXT_ENDINGS = tuple(
+    f".{kind}{packed}"
+    for kind in ("txt", "jsonl", "ndjson", "json", "csv", "tsv")
+    for packed in ("", ".gz")
+)
 _FULL = os.strerror(errno.ENOSPC)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
@@ -111,8 +122,10 @@ def open_parquet(rest: str, section: DataSection) -> ParquetFiles:
     return _open(f"parquet:{rest}", find_files(rest), section)
 
 
-def open_hub(rest: str, section: DataSection) -> ParquetFiles:
-    """Parquet files of OWNER/NAME/GLOB, downloaded into the hub's cache on first use.
+def open_hub(rest: str, section: DataSection) -> ParquetFiles | TextFiles:
+    """Files of OWNER/NAME/GLOB, downloaded into the hub's cache on first use.
+
+    They are parquet, or text and tables as `text:` reads them; other files are left out.
 
     Raises:
       DataError: no such data set or file, files of another kind, no network and nothing in the
@@ -127,10 +140,10 @@ def open_hub(rest: str, section: DataSection) -> ParquetFiles:
             f"config.data.source='hub:{rest}' must be hub:OWNER/NAME/FILE-GLOB, for example "
             "hub:wikimedia/wikipedia/20231101.en/*.parquet."
         )
-    if not pattern.endswith(("*", ".parquet")):  # a corpus would come first, then the refusal
+    if not pattern.endswith(("*", ".parquet", *TEXT_ENDINGS)):  # before anything is downloaded
         raise DataError(
-            f"config.data.source='hub:{rest}' names files that are not parquet, which hub: reads; "
-            f"try datasets:{owner}/{name}, or download them and name them as text:GLOB."
+            f"config.data.source='hub:{rest}' names files of a kind that hub: does not read; it "
+            f"reads .parquet, {', '.join(TEXT_ENDINGS)}. Try datasets:{owner}/{name}."
         )
     try:
         folder = huggingface_hub.snapshot_download(
@@ -146,13 +159,27 @@ def open_hub(rest: str, section: DataSection) -> ParquetFiles:
             ) from error
         raise DataError(
             f"hub:{rest} could not be downloaded ({type(error).__name__}); check the name and the "
-            "network, or download the files elsewhere and name them as parquet:GLOB."
+            "network, or download the files elsewhere and name them as parquet:GLOB or text:GLOB."
         ) from error
     paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     paths = [p for p in paths if fnmatch.fnmatch(p.relative_to(folder).as_posix(), pattern)]
-    if not paths:
-        raise DataError(f"No file of {owner}/{name} matches '{pattern}'; check config.data.source.")
-    return _open(f"hub:{rest}", paths, section)
+    tables = [path for path in paths if path.suffix == ".parquet"]
+    texts = [path for path in paths if path.name.endswith(TEXT_ENDINGS)]
+    if not tables and not texts:
+        raise DataError(
+            f"No file of {owner}/{name} that hub: reads (.parquet, {', '.join(TEXT_ENDINGS)}) "
+            f"matches '{pattern}'; check config.data.source."
+        )
+    if tables and texts:
+        raise DataError(
+            f"config.data.source='hub:{rest}' matches parquet files ({tables[0].name}) and text "
+            f"files ({texts[0].name}); name files of one kind, for example *.parquet."
+        )
+    return (
+        _open(f"hub:{rest}", tables, section)
+        if tables
+        else open_files(f"hub:{rest}", texts, section)
+    )
 
 
 def _is_of_the_disk(error: Exception) -> bool:

@@ -159,22 +159,30 @@ def open_text(rest: str, section: DataSection) -> TextFiles:
     """Files of comma-separated globs; a folder stands for all files below it.
 
     Raises:
-      DataError: a glob without a file, a file that is no text, or files of different formats.
+      DataError: a glob without a file, and as `open_files` does.
     """
-    paths = find_files(rest)
+    return open_files(f"text:{rest}", find_files(rest), section)
+
+
+def open_files(name: str, paths: list[Path], section: DataSection) -> TextFiles:
+    """Text files or tables by their paths; `name` is for errors.
+
+    Raises:
+      DataError: a file that is not text, or files of different formats.
+    """
     root = Path(os.path.commonpath([path.parent for path in paths]))
     for path in paths:
         refuse_other_kinds(path)
     kind = section.format
     if kind == "auto":
-        kind = _format_of_all(paths, rest, section.encoding)
+        kind = _format_of_all(paths, name, section.encoding)
     if kind in TABLES:
         for path in paths:
             next(read_column(path, kind, section.text_field, section.encoding))
     encoding = codecs.lookup(section.encoding).name
     how = f"text {kind} {section.text_field} {encoding}"
     return TextFiles(
-        name=f"text:{rest}",
+        name=name,
         fingerprint=fingerprint_files(paths, root, how),
         root=root,
         format=kind,
@@ -185,7 +193,7 @@ def open_text(rest: str, section: DataSection) -> TextFiles:
     )
 
 
-def _format_of_all(paths: list[Path], rest: str, encoding: str) -> str:
+def _format_of_all(paths: list[Path], source: str, encoding: str) -> str:
     """The format that all files agree in; of blank lines and none the former."""
     found: dict[str, str] = {}
     for path in paths:
@@ -202,8 +210,8 @@ def _format_of_all(paths: list[Path], rest: str, encoding: str) -> str:
     if len(found) > 1:
         names = ", ".join(f"{name}: {kind}" for kind, name in found.items())
         raise DataError(
-            f"config.data.source='text:{rest}' has files of several formats ({names}), which are "
-            "read differently; name those of one, as text:FOLDER/*.jsonl, or set "
+            f"config.data.source='{source}' has files of several formats ({names}), which are "
+            "read differently; name files of one format, as text:FOLDER/*.jsonl, or set "
             "config.data.format."
         )
     kind, name = next(iter(found.items()), ("lines", paths[0].name))

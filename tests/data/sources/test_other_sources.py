@@ -1,6 +1,7 @@
 """Sources besides text files: docstrings, parquet, the hub, TFDS and `datasets`."""
 
 import errno
+import gzip
 import os
 import pickle
 import random
@@ -146,8 +147,29 @@ def test_hub_files_are_downloaded_and_read(tmp_path, documents, monkeypatch):
     assert read(source) == documents[:20]
     pattern = "20231101.en/*.parquet"
     assert calls == [("wikimedia/wikipedia", {"repo_type": "dataset", "allow_patterns": pattern})]
-    with pytest.raises(DataError, match="No file of wikimedia/wikipedia matches 'x/"):
+    with pytest.raises(DataError, match=r"No file of wikimedia/wikipedia.* matches 'x/"):
         open_source(DataSection(), "hub:wikimedia/wikipedia/x/*.parquet")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.json.gz", "a.csv"])
+def test_hub_files_of_text(name, tmp_path, monkeypatch):
+    """The other files of a repository are not documents."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    text = {"jsonl": '{"text": "one"}\n{"text": "two"}\n', "csv": "text\none\ntwo\n"}
+    text = text.get("jsonl" if "json" in name else name[-3:], "one\ntwo\n")
+    data = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_bytes(data)
+    (tmp_path / "data" / "README.md").write_text("No document.\n")
+    for pattern in (f"data/{name}", "data/*"):
+        assert read(open_source(DataSection(), f"hub:owner/name/{pattern}")) == ["one", "two"]
+    write_parquet(tmp_path / "data" / "b.parquet", ["three"])
+    with pytest.raises(DataError, match=rf"b\.parquet.*{name}"):
+        open_source(DataSection(), "hub:owner/name/data/*")
+    with pytest.raises(DataError, match=r"'data/\*\*\.md\*'"):
+        open_source(DataSection(), "hub:owner/name/data/**.md*")
 
 
 def test_hub_without_network(monkeypatch):
@@ -161,8 +183,8 @@ def test_hub_without_network(monkeypatch):
         open_source(DataSection(), "hub:wikimedia/wikipedia/20231101.en/*.parquet")
     with pytest.raises(DataError, match="hub:OWNER/NAME/FILE-GLOB"):
         open_source(DataSection(), "hub:wikimedia/wikipedia")
-    with pytest.raises(DataError, match=r"not parquet, which hub: reads; try datasets:allenai/c4"):
-        open_source(DataSection(), "hub:allenai/c4/en/*.json.gz")
+    with pytest.raises(DataError, match=r"allenai/c4/en/\*\.json\.zst"):
+        open_source(DataSection(), "hub:allenai/c4/en/*.json.zst")
 
 
 @pytest.mark.parametrize(
