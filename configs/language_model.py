@@ -15,7 +15,6 @@ _SIZES = ("tiny", "lm")
 
 def get_config(variant: str = "tiny,dynamic"):
     config, size = written.start("causal_lm", variant, _SIZES)
-    written.keep_case(config)
     config.sequence.norm = "pre"
     config.optimizer.schedule = "cosine"
     config.optimizer.beta2 = 0.98

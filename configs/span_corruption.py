@@ -18,7 +18,6 @@ _SIZES = ("tiny", "t5_base")
 
 def get_config(variant: str = "tiny,dynamic"):
     config, size = written.start("span_corruption", variant, _SIZES)
-    written.keep_case(config)
     config.optimizer.schedule = "inverse_sqrt"
     if size == "tiny":
         config.model.dropout = 0.1

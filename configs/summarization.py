@@ -15,7 +15,6 @@ _SIZES = ("tiny", "wmt_en_de_big")
 
 def get_config(variant: str = "tiny,dynamic"):
     config, size = written.start("summarization", variant, _SIZES)
-    written.keep_case(config)
     tiny = size == "tiny"
     config.tokenizer.vocab_size = 8_000 if tiny else 30_000
     config.objective.label_smoothing = 0.1

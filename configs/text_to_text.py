@@ -16,7 +16,6 @@ _SIZES = ("tiny", "t5_base")
 
 def get_config(variant: str = "tiny,dynamic"):
     config, size = written.start("text_to_text", variant, _SIZES)
-    written.keep_case(config)
     config.parallel.max_length = 512
     config.parallel.batch_tokens = 4_096
     config.decoding.method = "greedy"

@@ -20,7 +20,6 @@ from configs import written
 
 def get_config(variant: str = "tiny,dynamic"):
     config, size = written.start("translation", variant, tuple(_SIZES))
-    written.keep_case(config)
     config.objective.label_smoothing = 0.1
     config.optimizer.schedule = "inverse_sqrt"
     config.optimizer.beta2 = 0.98

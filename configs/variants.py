@@ -83,7 +83,7 @@ def follow_electra(config) -> None:
     config.data.layout = "electra"
     config.data.shuffle_documents = True
     config.data.release_shuffle = True
-    config.tokenizer.kind = "wordpiece"
+    _tokenize_as_bert(config)
 
 
 def follow_bert(config) -> None:
@@ -100,7 +100,13 @@ def follow_bert(config) -> None:
     config.objective.random_token_fraction = 0.1
     config.optimizer.bias_correction = False
     config.optimizer.decay_during_warmup = True
+    _tokenize_as_bert(config)
+
+
+def _tokenize_as_bert(config) -> None:
     config.tokenizer.kind = "wordpiece"
+    config.tokenizer.lowercase = True
+    config.tokenizer.strip_accents = True
 
 
 def _only_convolve(config) -> None:

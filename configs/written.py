@@ -29,9 +29,3 @@ def start(recipe: str, variant: str, sizes: tuple[str, ...]):
     for section, values in zip(("model", "sequence"), SIZES[size](mixer), strict=True):
         config[section].update(dataclasses.asdict(values))
     return config, size
-
-
-def keep_case(config) -> None:
-    """Texts are written as they are read."""
-    config.tokenizer.lowercase = False
-    config.tokenizer.strip_accents = False

@@ -276,7 +276,7 @@ class Workdir:
                 self._lock(stack)
             links.check(self.path)
             links.remove_temporary(self.path, older_than=_ABANDONED)
-            self._keep_config(config)
+            self.keep_config(config)
             if files.is_remote(self.path):
                 self._owner = ownership.Owner(self.path / ".lock", alone=alone)
                 with self._writable():  # not before: a start that is refused leaves the owner
@@ -322,7 +322,7 @@ class Workdir:
         lock.write(ownership.this_process())
         lock.flush()
 
-    def _keep_config(self, config: Config) -> None:
+    def keep_config(self, config: Config) -> None:
         new = decided_by_run(to_dict(config))
         remedy = (
             "choose another --workdir, or move this file away to go on with the config named now"
@@ -344,7 +344,7 @@ class Workdir:
                     f"{changes.describe(refused)}; choose another --workdir"
                     f"{self._with_its_shards(config, refused)}, or set these fields back."
                 )
-        if changed:
+        if changed := {f: pair for f, pair in changed.items() if "auto" not in pair}:
             logging.info("Config changed since the last start: %s.", changes.describe(changed))
         files.write_json(self.config, new)
 

@@ -52,6 +52,7 @@ def test_bert_is_its_recipe():
         "recipe", "compute_dtype", "model.mixer", "objective.mask_token_fraction",
         "objective.random_token_fraction", "optimizer.learning_rate", "optimizer.bias_correction",
         "optimizer.decay_during_warmup", "data.layout", "tokenizer.kind",
+        "tokenizer.lowercase", "tokenizer.strip_accents",
     }  # fmt: skip
     config = load("base", "bert")
     assert (config.recipe, config.train.batch_size) == ("masked_lm", 256)
@@ -156,6 +157,8 @@ RELEASE = {
     "data.release_shuffle",
     "data.shuffle_documents",
     "tokenizer.kind",
+    "tokenizer.lowercase",
+    "tokenizer.strip_accents",
 }
 
 

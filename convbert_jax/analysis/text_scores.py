@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import logging
+import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata, util
@@ -34,6 +35,12 @@ LIBRARIES = {
     "translation": ("sacrebleu", "sacrebleu"),
     "summarization": ("rouge_score", "rouge-score"),
 }
+
+
+# Thai, Lao, Tibetan, Burmese, Khmer, kana, Chinese characters
+_WITHOUT_SPACES = re.compile(
+    "[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
 
 
 # recipes whose score is one of the whole set, for which each text has as many references
@@ -83,6 +90,7 @@ def score(
 
 def _translation(written, references, tokenizer: str) -> Scores:
     """BLEU and chrF of the whole set (Post 2018, Popović 2015)."""
+    _warn_of_missing_spaces("BLEU", references, tokenizer)
     sacrebleu = importlib.import_module("sacrebleu")
     values, signatures = {}, []
     bleu = sacrebleu.BLEU(tokenize=tokenizer)
@@ -120,6 +128,22 @@ def _warn_of_letters(references: Sequence[Sequence[str]]) -> None:
         )
 
 
+def _warn_of_missing_spaces(score: str, references: Sequence[Sequence[str]], words: str) -> None:
+    """Warns if words are cut at spaces, and the references are of a script that has none."""
+    text = " ".join(text for of_text in references for text in of_text)
+    found = [word for word in text.split() if _WITHOUT_SPACES.search(word)]
+    share = sum(map(len, found)) / max(1, len(text))
+    if words not in ("zh", "char") and share > 0.1 and sum(map(len, found)) > 4 * len(found):
+        log.warning(
+            "%s with config.decoding.score_words=%s cuts words at spaces, and %.0f%% of the "
+            "references is text of a script without spaces; set --config.decoding.score_words=zh "
+            "for Chinese, or char for Japanese, Thai and others.",
+            score,
+            words,
+            100 * share,
+        )
+
+
 def _summarization(written, references, words: str) -> Scores:
     """F of ROUGE-1, 2 and L, means over texts (Lin 2004), with stemming where words are English. Of
     several references the best one by each F, as rouge-score's `score_multi` has it.
@@ -128,6 +152,8 @@ def _summarization(written, references, words: str) -> Scores:
     english = words == "13a"
     if english:
         _warn_of_letters(references)
+    else:
+        _warn_of_missing_spaces("ROUGE", references, words)
     scorer = importlib.import_module("rouge_score.rouge_scorer").RougeScorer(
         list(names), use_stemmer=english, tokenizer=None if english else _Words(words)
     )

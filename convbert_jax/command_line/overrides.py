@@ -14,6 +14,7 @@ from typing import Any
 from convbert_jax import files
 from convbert_jax.command_line.fields import field_types, nearest
 from convbert_jax.config import ConfigError, to_text
+from convbert_jax.config.sections import AutoBool
 
 _MULTIPLES = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
 _NUMBER = re.compile(
@@ -113,6 +114,10 @@ def _parse(name: str, value: str, kind: type):
             return texts
         parts = [part.strip() for part in _inside(value.strip(), ("()", "[]")).split(",")]
         return tuple(_parse(name, _inside(part, ("''", '""')), item) for part in parts if part)
+    if kind == AutoBool:
+        if value.lower() == "auto":
+            return "auto"
+        kind = bool
     if kind is bool:
         if value.lower() not in ("true", "false", "1", "0", "yes", "no"):
             raise ConfigError(f"{name}={value} must be true or false.")

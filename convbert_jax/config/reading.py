@@ -11,13 +11,16 @@ from typing import Any
 from convbert_jax.config.checks import pretraining as checks
 from convbert_jax.config.errors import ConfigError
 from convbert_jax.config.run import Config
+from convbert_jax.config.sections import AutoBool
 
 
 def to_config_dict(config: Config | None = None):
     """`config` (default: all defaults) as a locked ConfigDict, for a config file to fill in."""
     from ml_collections import config_dict
 
-    return config_dict.ConfigDict(dataclasses.asdict(config or Config())).lock()
+    values = dataclasses.asdict(config or Config())
+    # Types are checked by `from_config_dict`: a field may hold a bool or "auto".
+    return config_dict.ConfigDict(values, type_safe=False).lock()
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -137,6 +140,10 @@ def _to_type(value, kind, name: str):
                 _from_item(item, part, name, f"{name}[{i}]") for i, part in enumerate(value)
             )
         return tuple(_to_type(part, item, f"{name}[{i}]") for i, part in enumerate(value))
+    if kind == AutoBool:
+        if value != "auto" and not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r} must be true, false or 'auto'.")
+        return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if abs(value) < 1e300 else math.inf
     if type(value) is not kind:

@@ -7,6 +7,7 @@ has sections of its own, in `finetuning.py`.
 """
 
 import dataclasses
+from typing import Literal
 
 from convbert_jax.config.changes import Changeable, ChangeableInPretraining
 
@@ -14,6 +15,8 @@ REMAT_POLICIES = ("none", "dots", "full")
 INITIALIZERS = ("release", "huggingface")
 TEXT_FORMATS = ("auto", "blank_lines", "lines", "jsonl", "wikiextractor", "file", "csv", "tsv")
 TOKENIZERS = ("sentencepiece", "wordpiece", "pieces")
+NORMALIZATIONS = ("auto", "nfkc", "nfc", "identity")
+AutoBool = bool | Literal["auto"]
 TRACKERS = ("", "wandb", "mlflow")
 GRADIENT_DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("adamw", "adafactor", "muon")
@@ -229,22 +232,20 @@ class TokenizerSection:
     # sentencepiece | wordpiece | pieces, with blanks between them in texts that were cut elsewhere
     kind: str = "sentencepiece"
     vocab_size: int = 30_522
-    # vocab.txt, tokenizer.json, a SentencePiece .model or a .pieces; "" trains one. It may be
-    # moved: a run that has begun knows its vocabulary by its content
+    # vocab.txt, tokenizer.json, SentencePiece .model or .pieces; "" trains one. May be moved later
     path: ChangeableInPretraining[str] = ""
-    lowercase: bool = True
-    # wordpiece and sentencepiece; BERT's uncased vocabularies expect it. False for Hindi, Thai,
-    # Japanese and their kin, whose vowel signs and voicing are marks too
-    strip_accents: bool = True
+    # auto | true | false. auto: as the file; a trained one lower-cases text unless the corpus is
+    # Turkish or Azeri or the model generates text
+    lowercase: AutoBool = "auto"
+    strip_accents: AutoBool = "auto"  # auto | true | false. auto: as the file; else false
+    # Unicode form of a trained sentencepiece: nfkc | nfc, which keeps full-width punctuation and
+    # "²" | identity | auto: nfc for models that generate text, nfkc for encoders
+    normalization: str = "auto"
     algorithm: str = "unigram"  # of SentencePiece: unigram | bpe
-    # longer words become [UNK] (wordpiece). Release: 200; Hugging Face: 100
-    max_word_chars: int = 200
-    # text used to train a vocabulary, sampled evenly from the whole corpus
-    train_megabytes: int = 30
-    max_unknown_rate: float = 0.02  # more [UNK] than this on the corpus is refused
-    # of a vocabulary that is trained: so many of its ids stand for spans that were taken out of a
-    # text ([SPAN_0], ...; T5 has 100)
-    sentinels: int = 0
+    max_word_chars: int = 200  # longer words become [UNK] (wordpiece); transformers: 100
+    train_megabytes: int = 30  # of text to train on, sampled evenly from the corpus
+    max_unknown_rate: float = 0.02  # of the corpus' characters; more that are [UNK] is an error
+    sentinels: int = 0  # ids of a trained vocabulary for removed spans ([SPAN_0], …; T5: 100)
 
 
 @dataclasses.dataclass(frozen=True)

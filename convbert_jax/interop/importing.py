@@ -73,7 +73,8 @@ def import_run(
     logging.info("%s", _describe(fields, config))
     config = from_config_dict(to_dict(matching.replace(config, fields)))
     tokenizer = load_tokenizer(config.tokenizer, trained_folder(workdir, config))
-    check_tokenizer(tokenizer, config.tokenizer, [])
+    config = dataclasses.replace(config, tokenizer=tokenizer.section)
+    check_tokenizer(tokenizer, [])
     params, report = initialize(config, source)
     for line in report.lines():
         logging.info("%s", line)

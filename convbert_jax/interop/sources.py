@@ -213,7 +213,7 @@ def open_vocabulary(path: str, source: Source) -> tuple[Tokenizer, TokenizerSect
             rows,
             rows - found,
         )
-    return tokenizer, section
+    return tokenizer, tokenizer.section
 
 
 def _step_of(extra: Mapping[str, Any]) -> int:

@@ -141,7 +141,8 @@ def read_start(
     config = matching.replace(config, _shapes(config))
     config = from_config_dict(to_dict(config))
     tokenizer = load_tokenizer(config.tokenizer, Path())
-    check_tokenizer(tokenizer, config.tokenizer, [])
+    config = dataclasses.replace(config, tokenizer=tokenizer.section)
+    check_tokenizer(tokenizer, [])
     if source is None:
         return config, tokenizer, None
     importing.check_vocabulary(source, tokenizer)

@@ -120,6 +120,10 @@ def pretrain(
         if not config.writes_text:
             _tell_of_encoder(config)
         data = prepared.open_data(config, workdir)
+        # What was "auto" is decided; whoever opens the run reads what was chosen.
+        config = dataclasses.replace(config, tokenizer=data.tokenizers[0].section)
+        if writer:
+            workdir.keep_config(config)
         if workdir.is_bound():
             check_learned(workdir, config, data.tokenizers)
         elif writer:

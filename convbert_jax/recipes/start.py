@@ -6,6 +6,7 @@ from collections.abc import Collection
 from absl import logging
 
 from convbert_jax.config import Config, from_config_dict, to_dict
+from convbert_jax.data.tokenizer.normalization import unresolved
 from convbert_jax.data.tokenizer.tokenizer import follow_file
 from convbert_jax.interop import importing, matching, sources
 from convbert_jax.interop.runs.vocabulary import use_copies
@@ -30,7 +31,7 @@ def read_start(
     """
     workdir.data(config)
     if workdir.is_bound() and workdir.config.exists():
-        config = use_copies(workdir, config)
+        config = _keep_chosen(use_copies(workdir, config), workdir.read_config())
     if config.writes_text:
         return sequence_start.read_start(config, workdir, given)
     config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
@@ -43,6 +44,13 @@ def read_start(
     source = sources.read_source(config.init_from)
     config = importing.follow_source(config, source, given)
     return config, None if begun else source
+
+
+def _keep_chosen(config: Config, kept: Config) -> Config:
+    """`config` with the values that a run has chosen where config.tokenizer is "auto"."""
+    section = config.tokenizer
+    chosen = {name: getattr(kept.tokenizer, name) for name in unresolved(section)}
+    return dataclasses.replace(config, tokenizer=dataclasses.replace(section, **chosen))
 
 
 def _as_begun(config: Config, workdir: Workdir, given: Collection[str]) -> Config:

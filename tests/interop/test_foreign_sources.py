@@ -215,6 +215,7 @@ def test_named_settings_of_a_vocabulary_stay(tmp_path):
 
 def test_named_settings_that_cannot_be_are_one_error(tmp_path):
     start = write_checkpoint(tmp_path, CASED)
+    start = matching.replace(start, {"tokenizer.lowercase": True})
     with pytest.raises(TokenizerError, match=r"can never be used.*--config\.tokenizer\.lowercase="):
         importing.import_run(str(tmp_path), start, tmp_path / "run", {"tokenizer.lowercase"})
 

@@ -94,6 +94,7 @@ PAIRS = {
     "checkpoint.every": 100,
     "checkpoint.keep": 3,
     "tokenizer.vocab_size": 34,
+    "tokenizer.lowercase": True,
 }
 # What the words of a language that is quickly learned are in another one.
 LEXICON = {

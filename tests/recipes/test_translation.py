@@ -1,5 +1,7 @@
 """A model of pairs: what it writes after training, its scores, and its predictions."""
 
+# ruff: noqa: RUF001  (full-width punctuation)
+
 import dataclasses
 import json
 import shutil
@@ -182,6 +184,39 @@ def test_words_of_chinese_are_counted_where_they_are_asked_for():
     assert found.values["bleu"] > 60
     assert "tok:zh" in found.signature
     assert text_scores.score("translation", ours, one_each(right), str).values["bleu"] == 0
+
+
+@pytest.mark.parametrize("text", [
+    "今天天气很好，我们一起去公园吧！", "你好。日本。", "日本語の文章を読む。",
+    "วันนี้อากาศดีมาก เราไปโรงเรียนด้วยกัน",
+])  # fmt: skip
+@pytest.mark.parametrize("recipe", ["translation", "summarization"])
+def test_words_of_a_script_without_spaces_need_another_cut(recipe, text, caplog):
+    """A perfect translation had 0 BLEU, and nothing was said."""
+    right = [text] * 4
+    text_scores.score(recipe, right, one_each(right), str, "intl")
+    assert "config.decoding.score_words=zh" in caplog.text
+    caplog.clear()
+    found = text_scores.score("translation", right, one_each(right), str, "char")
+    assert found.values["chrf"] == pytest.approx(100)
+    segmented = ["今天 天气 很 好 ， 我们 去 公园", "The café of 東京 is open."]
+    text_scores.score("translation", segmented, one_each(segmented), str)
+    assert not caplog.text
+
+
+def test_references_that_the_vocabulary_cannot_write_are_told(
+    translation_config, translated, tmp_path, caplog
+):
+    """Full-width punctuation, which no output of a vocabulary with NFKC has."""
+    spec = write_pairs(tmp_path, "test", 5)
+    target = tmp_path / "test.bb"
+    target.write_text(target.read_text().replace(".", "！"))
+    config = replace(translation_config, {"decoding.test_sources": (f"mine={spec}",)})
+    result = recipes.evaluate(config, translated.folder, output=str(tmp_path / "numbers.json"))
+    field = "config.tokenizer.normalization"
+    (line,) = (line for line in result.report.splitlines() if field in line)
+    assert "！" in line
+    assert line.strip() in caplog.text
 
 
 def test_rouge_counts_words_of_any_script_where_they_are_asked_for(caplog):

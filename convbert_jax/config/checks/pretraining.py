@@ -18,6 +18,7 @@ from convbert_jax.config.run import DTYPES, PLATFORMS, RECIPES, Config
 from convbert_jax.config.sections import (
     GRADIENT_DTYPES,
     INITIALIZERS,
+    NORMALIZATIONS,
     OPTIMIZERS,
     REMAT_POLICIES,
     SCHEDULES,
@@ -182,6 +183,12 @@ def _check_tokenizer(config: Config) -> None:
         "needs [CLS] and [SEP] of its own: take sentencepiece or wordpiece.",
     )
     rules.check_choice("tokenizer.algorithm", t.algorithm, ("unigram", "bpe"))
+    rules.check_choice("tokenizer.normalization", t.normalization, NORMALIZATIONS)
+    rules.check(
+        t.kind == "sentencepiece" or t.normalization in ("auto", "identity"),
+        f"config.tokenizer.normalization='{t.normalization}' needs kind='sentencepiece', not "
+        f"'{t.kind}'; set one of the two.",
+    )
     rules.check(
         t.sentinels == 0 or t.vocab_size >= t.sentinels + 17,
         f"config.tokenizer.sentinels={t.sentinels} leaves no room for text in "

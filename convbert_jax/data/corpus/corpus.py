@@ -27,6 +27,7 @@ from convbert_jax.config import Config, DataSection
 from convbert_jax.data.corpus import preparation
 from convbert_jax.data.corpus.metadata import (
     METADATA,
+    describe_tokenizer,
     elsewhere,
     has_finished_units,
     origin,
@@ -110,6 +111,8 @@ def prepare(
         metadata, tokenizer = _go_on(config, sources, made_from, directory)
         if metadata is None:
             tokenizer = preparation.prepare_tokenizer(config, directory, sources["train"])
+            config = dataclasses.replace(config, tokenizer=tokenizer.section)
+            made_from["tokenizer"] = describe_tokenizer(tokenizer.section)
             metadata = {
                 "complete": False,
                 "made_from": made_from,
@@ -295,7 +298,8 @@ def _log_summary(metadata: dict, tokenizer: Tokenizer, config: Config, directory
     train, validation = metadata["splits"]["train"], metadata["splits"]["validation"]
     logging.info(
         "Prepared %s: %d documents, %d tokens in %d rows of %d (%.1f%% filled), %d rows held out, "
-        "%.3f%% unknown, %d empty documents dropped, %.1f MB of text in %.0f s (%.1f MB/s).",
+        "%.3f%% of the characters unknown, %d empty documents dropped, %.1f MB of text in %.0f s "
+        "(%.1f MB/s).",
         directory,
         train["documents"] + validation["documents"],
         train["tokens"],
@@ -323,7 +327,7 @@ def _log_summary(metadata: dict, tokenizer: Tokenizer, config: Config, directory
         )
     if metadata["unknown_rate"] > config.tokenizer.max_unknown_rate:
         logging.warning(
-            "%.2f%% of all tokens are unknown, more than in the sample that %s was checked on.",
+            "%.2f%% of all characters are unknown, more than in the sample that %s was checked on.",
             100 * metadata["unknown_rate"],
             tokenizer.path,
         )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from convbert_jax import files
-from convbert_jax.config import Config
+from convbert_jax.config import Config, TokenizerSection
 from convbert_jax.data.corpus.shards import shard_path
 from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.records import read_record
@@ -45,7 +45,7 @@ def origin(config: Config, sources: dict[str, Source] | None) -> dict[str, Any]:
     Args:
       sources: by split; None where they are gone or only a network has them.
     """
-    data, tokenizer = config.data, config.tokenizer
+    data = config.data
     layout = data.layout + (" with the release's bug" if data.release_builder_bug else "")
     layout += f" ({config.objective.sentence_pairs})" if data.layout == "pairs" else ""
     layout += " of shuffled documents" if data.shuffle_documents else ""
@@ -53,7 +53,7 @@ def origin(config: Config, sources: dict[str, Source] | None) -> dict[str, Any]:
         "version": VERSIONS[data.layout],
         "layout": layout,
         "length": data.length,
-        "tokenizer": {"path": tokenizer.path} if tokenizer.path else training_settings(tokenizer),
+        "tokenizer": describe_tokenizer(config.tokenizer),
         "heldout_fraction": 0 if data.validation_source else data.heldout_fraction,
         "source": data.source,
         "validation_source": data.validation_source,
@@ -61,6 +61,11 @@ def origin(config: Config, sources: dict[str, Source] | None) -> dict[str, Any]:
     if sources:
         result["fingerprints"] = {name: source.fingerprint for name, source in sources.items()}
     return result
+
+
+def describe_tokenizer(section: TokenizerSection) -> dict[str, Any]:
+    """What decides a vocabulary: a file is named, its content is compared where it is read."""
+    return {"path": section.path} if section.path else training_settings(section)
 
 
 def refuse_other(wanted: dict, there: dict, directory: Path, changed: Sequence[str] = ()) -> None:
@@ -79,7 +84,7 @@ def refuse_other(wanted: dict, there: dict, directory: Path, changed: Sequence[s
         different += [
             f"tokenizer.{name} ({old.get(name)!r} there, {new.get(name)!r} wanted)"
             for name in sorted({*old, *new})
-            if old.get(name) != new.get(name)
+            if new.get(name) not in (old.get(name), "auto")
         ]
     if "fingerprints" in wanted:
         different += describe_sources(wanted["fingerprints"], there, changed)
@@ -175,14 +180,14 @@ def summary(records: list[dict], length: int, seconds: float) -> dict[str, Any]:
         splits[name] = total
     totals = {
         key: sum(record[key] for record in records)
-        for key in ("bytes", "dropped", "pieces", "unknown", "undecodable", "skipped")
+        for key in ("bytes", "dropped", "characters", "unknown", "undecodable", "skipped")
     }
     policies = [record["encoding_errors"] for record in records if record["undecodable"]]
     return {
         "splits": splits,
         "digests": [record["digest"] for record in records],
         **totals,
-        "unknown_rate": totals["unknown"] / max(1, totals["pieces"]),
+        "unknown_rate": totals["unknown"] / max(1, totals["characters"]),
         "encoding_errors": policies[0] if policies else "error",
         "seconds": round(seconds, 1),
     }

@@ -19,7 +19,7 @@ from convbert_jax.data.tokenizer.tokenizer import (
     Tokenizer,
     check_tokenizer,
     load_tokenizer,
-    refuse_lost_letters,
+    settle_normalization,
     train_tokenizer,
 )
 from convbert_jax.data.units.work import Runner, Work, do_units, record_path
@@ -30,7 +30,7 @@ RECORD_FIELDS = {
     "unit": int,
     "digest": str,
     "splits": {"train": COUNTS, "validation": COUNTS},
-    **dict.fromkeys(("bytes", "dropped", "pieces", "unknown", "undecodable", "skipped"), int),
+    **dict.fromkeys(("bytes", "dropped", "characters", "unknown", "undecodable", "skipped"), int),
     "encoding_errors": str,
 }
 
@@ -65,14 +65,14 @@ def prepare_tokenizer(config: Config, directory: Path, source: Source) -> Tokeni
     if section.path:
         tokenizer = load_tokenizer(section, directory)
     else:
-        refuse_lost_letters(section, texts)
+        section = settle_normalization(section, texts, is_generative=config.writes_text)
         started = time.monotonic()
         logging.info("Training a %s vocabulary of %d.", section.kind, section.vocab_size)
         tokenizer = train_tokenizer(
             sample(source, section.train_megabytes * 1_000_000), section, directory
         )
         logging.info("Trained %s in %.0f s.", tokenizer.path, time.monotonic() - started)
-    check_tokenizer(tokenizer, section, texts)
+    check_tokenizer(tokenizer, texts)
     return tokenizer
 
 

@@ -16,7 +16,7 @@ from convbert_jax.data.corpus.rows import ShardWriter, row_dtype, to_records
 from convbert_jax.data.corpus.shards import checksum, shard_path
 from convbert_jax.data.records import write_record
 from convbert_jax.data.sources.source import Source
-from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer, count_characters
 from convbert_jax.data.units.changes import hashed, new_digest
 from convbert_jax.data.units.work import record_path
 
@@ -79,14 +79,15 @@ def process_unit(
     if job.shuffle_documents:
         documents = _shuffled(documents, random.Random(f"{index} documents"))
     cut = split_sentences if job.layout == "pairs" else None
-    for text, lines in _encoded(documents, job.tokenizer, cut):
+    for text, parts, lines in _encoded(documents, job.tokenizer, cut):
         tally["bytes"] += len(text.encode())
-        size = sum(map(len, lines))
-        if not size:
+        if not any(lines):
             tally["dropped"] += 1
             continue
-        tally["unknown"] += sum(line.count(special.unknown) for line in lines)
-        tally["pieces"] += size
+        pairs = zip(parts, lines, strict=True)
+        affected = [part for part, line in pairs if special.unknown in line]
+        tally["unknown"] += job.tokenizer.count_unknown(affected)
+        tally["characters"] += count_characters([text])
         name = split or ("validation" if heldout_hash(text) < job.heldout_fraction else "train")
         counts[name]["documents"] += 1
         write(name, layouts[name].add(lines))
@@ -100,7 +101,7 @@ def process_unit(
         "unit": index,
         "digest": digest.hexdigest(),
         "splits": counts,
-        **{name: tally[name] for name in ("bytes", "dropped", "pieces", "unknown")},
+        **{name: tally[name] for name in ("bytes", "dropped", "characters", "unknown")},
         "undecodable": tally["undecodable"],
         "skipped": tally["skipped"],
         "encoding_errors": job.encoding_errors,
@@ -135,17 +136,17 @@ def _shuffled(documents: Iterator[str], rng: random.Random) -> Iterator[str]:
 
 def _encoded(
     documents: Iterator[str], tokenizer: Tokenizer, cut: Callable[[str], list[str]] | None = None
-) -> Iterator[tuple[str, list[list[int]]]]:
-    """Each document with the ids of its lines, or of what `cut` makes of a line, encoded many
+) -> Iterator[tuple[str, list[str], list[list[int]]]]:
+    """Each document with its lines, or what `cut` makes of a line, and their ids, encoded many
     documents at a time."""
 
-    def encode(batch: list[str]) -> Iterator[tuple[str, list[list[int]]]]:
+    def encode(batch: list[str]) -> Iterator[tuple[str, list[str], list[list[int]]]]:
         lines = [[line for line in text.split("\n") if line.strip()] for text in batch]
         if cut:
             lines = [[part for line in document for part in cut(line)] for document in lines]
         ids = iter(tokenizer.encode([line for document in lines for line in document]))
         for text, document in zip(batch, lines, strict=True):
-            yield text, [next(ids) for _ in document]
+            yield text, document, [next(ids) for _ in document]
 
     batch, size = [], 0
     for text in documents:

@@ -126,7 +126,7 @@ def summary(records: list[dict]) -> dict[str, Any]:
             faults[kind] = [sum(count for count, _ in of_kind), of_kind[0][1]]
     totals = {
         key: sum(record[key] for record in records)
-        for key in ("bytes", "pieces", "unknown", "pairs")
+        for key in ("bytes", "characters", "unknown", "pairs")
     }
     cut = [record["cut"] for record in records if record.get("cut", [0])[0]]
     first = cut[0][1] if cut else ""

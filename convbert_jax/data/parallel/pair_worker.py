@@ -21,7 +21,7 @@ from convbert_jax.data.parallel.records import Pair, id_dtype, to_records
 from convbert_jax.data.parallel.vocabularies import SIDES, Vocabularies
 from convbert_jax.data.records import write_record
 from convbert_jax.data.tables.table_formats import Fault
-from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer, count_characters
 from convbert_jax.data.units.changes import hashed, new_digest
 from convbert_jax.data.units.work import record_path
 
@@ -88,6 +88,10 @@ def process_pairs(
                 _report(job, source, faults, number, fault)
                 continue
             name = split or ("validation" if is_heldout(job, pair) else "train")
+            tally["characters"] += count_characters(pair)
+            for tokenizer, text, part in zip(job.vocabularies, pair, ids, strict=True):
+                if tokenizer.special.unknown in part:
+                    tally["unknown"] += tokenizer.count_unknown([text])
             if whole > len(ids[0]):
                 said = f"{source.place(number)} has a source of {whole + 1} tokens"
                 cut = [cut[0] + 1, cut[1] or said]
@@ -95,9 +99,6 @@ def process_pairs(
                 # alike
                 pair = (job.vocabularies.source.decode(ids[0]), pair[1])
             tally["bytes"] += sum(len(text.encode()) for text in pair)
-            tally["pieces"] += sum(map(len, ids))
-            for tokenizer, part in zip(job.vocabularies, ids, strict=True):
-                tally["unknown"] += list(part).count(tokenizer.special.unknown)
             row = Pair(*ids, *(pair if job.sampling else ("", "")))
             writers[name].write([row])
             lengths[name].append(_room(job, pair, ids))
@@ -115,7 +116,7 @@ def process_pairs(
         "unit": index,
         "digest": digest.hexdigest(),
         "splits": counts,
-        **{name: tally[name] for name in ("bytes", "pieces", "unknown")},
+        **{name: tally[name] for name in ("bytes", "characters", "unknown")},
         "pairs": tally["pairs"],
         "faults": faults,
         "cut": cut,

@@ -50,7 +50,7 @@ RECORD_FIELDS = {
     "unit": int,
     "digest": str,
     "splits": {"train": COUNTS, "validation": COUNTS},
-    **dict.fromkeys(("bytes", "pieces", "unknown", "pairs"), int),
+    **dict.fromkeys(("bytes", "characters", "unknown", "pairs"), int),
     "faults": dict,
 }
 
@@ -325,13 +325,13 @@ def _log_summary(metadata: dict[str, Any], directory: Path, seconds: float) -> N
         for side in ("source_tokens", "target_tokens")
     ]
     logging.info(
-        "Prepared %s: %d pairs to train on, %d held out, %d and %d tokens, %.3f%% unknown, "
-        "%.1f MB of text in %.1f s (%.0f pairs/s).",
+        "Prepared %s: %d pairs to train on, %d held out, %d and %d tokens, %.3f%% of the "
+        "characters unknown, %.1f MB of text in %.1f s (%.0f pairs/s).",
         directory,
         rows["train"],
         rows["validation"],
         *tokens,
-        100 * metadata["unknown"] / max(1, metadata["pieces"]),
+        100 * metadata["unknown"] / max(1, metadata["characters"]),
         metadata["bytes"] / 1e6,
         seconds,
         metadata["pairs"] / max(0.001, seconds),

@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 from absl import logging
 
 from convbert_jax.config import Config, TokenizerSection
+from convbert_jax.data.corpus.metadata import describe_tokenizer
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.parallel.pair_source import PairSource
 from convbert_jax.data.tables.table_formats import Fault
+from convbert_jax.data.tokenizer.normalization import choose_normalization
 from convbert_jax.data.tokenizer.tokenizer import (
     Tokenizer,
     check_tokenizer,
     load_tokenizer,
-    refuse_lost_letters,
+    settle_normalization,
     train_tokenizer,
-    training_settings,
 )
 
 CHECKED_BYTES = 2_000_000  # of text, to check a vocabulary on
@@ -35,6 +36,8 @@ class Vocabularies(NamedTuple):
 def list_sections(config: Config) -> list[tuple[str, TokenizerSection]]:
     """(name of a folder, settings) of each vocabulary; "" where there is one."""
     section, pairs = config.tokenizer, config.parallel
+    if not section.path:
+        section = choose_normalization(section, is_generative=True)
     if config.sequence.shared_vocabulary:
         return [("", section)]
     own = dataclasses.replace(
@@ -46,11 +49,8 @@ def list_sections(config: Config) -> list[tuple[str, TokenizerSection]]:
 
 
 def describe(config: Config) -> list[dict[str, Any]]:
-    """What decides the vocabularies: a file is named, its content is compared where it is read."""
-    return [
-        {"path": section.path} if section.path else training_settings(section)
-        for _, section in list_sections(config)
-    ]
+    """What decides the vocabularies."""
+    return [describe_tokenizer(section) for _, section in list_sections(config)]
 
 
 def load(config: Config, directory: Path) -> Vocabularies:
@@ -78,15 +78,17 @@ def make(config: Config, directory: Path, source: PairSource) -> Vocabularies:
         if section.path:
             tokenizer = load_tokenizer(section, directory)
         else:
-            refuse_lost_letters(section, checked)
+            section = settle_normalization(section, checked, is_generative=True)
             what = f"the {name}" if name else "both texts"
             logging.info(
                 "Training a %s vocabulary of %d, of %s.", section.kind, section.vocab_size, what
             )
             texts = _sample(source, section.train_megabytes * 1_000_000, sides)
             tokenizer = train_tokenizer(texts, section, directory / name)
-        check_tokenizer(tokenizer, section, checked)
+        check_tokenizer(tokenizer, checked)
         made.append(tokenizer)
+    if lost := made[-1].describe_lost(list(_sample(source, CHECKED_BYTES, (1,)))):
+        logging.warning("Targets of config.parallel.source: %s.", lost)
     return Vocabularies(made[0], made[-1])
 
 

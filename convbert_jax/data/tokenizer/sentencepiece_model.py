@@ -5,11 +5,12 @@ The normalization is inside the `.model` file, accent stripping too, so the file
 
 import functools
 import io
+import itertools
 import re
 import sys
 import tempfile
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from convbert_jax.interfaces.special_ids import sentinel_names
 
 FILE = "tokenizer.model"
 LONGEST_LINE = 10_000  # characters given to the trainer at once
+SPACE = "\u2581"  # in place of a space
+NMT_SPACES = "\u061c\u200b\u200c\u200e\u200f\ufeff\ufffd"  # spaces in SentencePiece's nmt_nfkc
 WAYS = 64  # to cut a text, of which one is drawn (Kudo 2018, §3.1: l)
 # sentencepiece_model.proto as far as it is needed; whatever else is in a model stays as it is. The
 # module that sentencepiece has for it refuses every protobuf older than itself, and with that
@@ -132,7 +135,7 @@ class SentencePieceVocabulary:
         return self._model.decode(ids)
 
     def normalize(self, text: str) -> str:
-        return self._model.normalize(text).replace("\u2581", " ").strip()
+        return self._model.normalize(text).replace(SPACE, " ").strip()
 
 
 def _without_nul(texts: Sequence[str]) -> list[str]:
@@ -231,38 +234,93 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["unreadable"])[0]
 
 
+def normalizer(section: TokenizerSection) -> Callable[[str], str]:
+    """The normalization of a model that `train` would make."""
+    with tempfile.TemporaryDirectory() as scratch:
+        rules = _normalization(section, Path(scratch))
+        names = {f"rule_{name.rpartition('_')[2]}": rule for name, rule in rules.items()}
+        sentencepiece.set_min_log_level(2)
+        made = sentencepiece.SentencePieceNormalizer(**names)
+    return lambda text: made.normalize(text.replace("\0", " ")).replace(SPACE, " ").strip()
+
+
 def _normalization(section: TokenizerSection, scratch: Path) -> dict[str, str]:
-    if not section.strip_accents:
-        rule = "nmt_nfkc_cf" if section.lowercase else "nmt_nfkc"
-        return {"normalization_rule_name": rule}
+    """Arguments of the trainer: a rule of SentencePiece, or a table in `scratch`."""
+    form = section.normalization
+    if not (section.lowercase or section.strip_accents or form == "nfc"):
+        return {"normalization_rule_name": {"nfkc": "nmt_nfkc"}.get(form, form)}
     table = scratch / "normalization.tsv"
-    table.write_text(_accent_rules(section.lowercase))
+    table.write_text(_rules(form, section.lowercase, section.strip_accents))
     return {"normalization_rule_tsv": str(table)}
 
 
 @functools.cache
-def _accent_rules(lowercase: bool) -> str:
-    """SentencePiece's table of code points and what each becomes: NFKC, case folded if asked, no
-    accents (NFD without category Mn, as BERT does), white space to blanks, control characters
-    dropped.
+def _rules(form: str, lowercase: bool, strip_accents: bool) -> str:
+    """SentencePiece's table of what each character or sequence becomes.
+
+    SentencePiece's own table for lower case, nmt_nfkc_cf, leaves "İ" as it is, makes capitals of
+    Cherokee and "ss" of "ß"; BERT and Python lower-case these.
+
+    Args:
+      form: "nfkc", "nfc" or "identity".
+      strip_accents: without category Mn after NFD, and without format characters, as in BERT.
     """
-    lines = []
+    compose = {"nfkc": "NFKC", "nfc": "NFC"}.get(form)
+
+    def normalize(text: str) -> str:
+        text = unicodedata.normalize(compose, text) if compose else text
+        if lowercase:
+            text = text.lower()
+            text = unicodedata.normalize(compose, text) if compose else text
+        if strip_accents:
+            bare = unicodedata.normalize("NFD", text)
+            bare = "".join(c for c in bare if unicodedata.category(c) != "Mn")
+            text = unicodedata.normalize("NFC", bare)  # Hangul syllables whole again
+        return text
+
+    rules = {}
     for code in range(1, sys.maxunicode + 1):  # a rule for NUL would be a key of length zero
         character = chr(code)
         category = unicodedata.category(character)
         if category in ("Cn", "Co", "Cs"):
             continue
-        if category[0] == "Z" or character in "\t\n\v\f\r\x85":
+        if character in "\t\n\v\f\r\x85\u2028\u2029":
             normal = " "
-        elif category in ("Cc", "Cf"):
+        elif category == "Cc":
+            normal = ""
+        elif form == "nfkc" and (category == "Zs" or character in NMT_SPACES):
+            normal = " "
+        elif strip_accents and category == "Cf":
             normal = ""
         else:
-            normal = unicodedata.normalize("NFKC", character)
-            if lowercase:
-                normal = unicodedata.normalize("NFKC", normal.casefold())
-            bare = unicodedata.normalize("NFD", normal)
-            bare = "".join(c for c in bare if unicodedata.category(c) != "Mn")
-            normal = unicodedata.normalize("NFC", bare)  # Hangul syllables whole again
-        if normal != character:
-            lines.append(f"{code:X}\t{' '.join(f'{ord(c):X}' for c in normal)}\n")
+            normal = normalize(character)
+        rules[character] = normal
+    if compose:
+        rules |= {parts: normalize(whole) for parts, whole in _compositions(compose)}
+    lines = (
+        f"{_spell(text)}\t{_spell(normal)}\n" for text, normal in rules.items() if normal != text
+    )
     return "".join(lines)
+
+
+def _compositions(form: str) -> Iterator[tuple[str, str]]:
+    """(sequence of characters, what it is as one), of marks in any order that NFC understands."""
+    for code in range(0xC0, sys.maxunicode + 1):
+        whole = chr(code)
+        first, *marks = unicodedata.normalize("NFD", whole)
+        if not marks or unicodedata.normalize("NFC", whole) != whole:
+            continue
+        for order in itertools.permutations(marks):
+            for count in range(len(marks)):
+                begin = unicodedata.normalize("NFC", first + "".join(order[:count]))
+                parts = begin + "".join(order[count:])
+                if unicodedata.normalize("NFC", parts) == whole:
+                    yield parts, whole
+    for base, voicing in itertools.product(map(chr, range(0xFF66, 0xFF9E)), "\uff9e\uff9f"):
+        whole = unicodedata.normalize(form, base + voicing)  # NFKC: kana of half the width
+        if len(whole) == 1:
+            yield base + voicing, whole
+
+
+def _spell(text: str) -> str:
+    return " ".join(f"{ord(c):X}" for c in text)

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import socket
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -22,11 +23,14 @@ from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import TokenizerError
 from convbert_jax.data.records import read_record, write_record
 from convbert_jax.data.tokenizer import offsets, pieces_model, sentencepiece_model, wordpiece_model
-from convbert_jax.data.tokenizer.vocabulary_checks import (
-    check_tokenizer,
+from convbert_jax.data.tokenizer.normalization import (
+    choose_normalization,
+    describe_normalization,
     refuse_lost_letters,
     told_normalization,
+    unresolved,
 )
+from convbert_jax.data.tokenizer.vocabulary_checks import check_tokenizer
 from convbert_jax.interfaces.special_ids import SENTINEL, SpecialIds
 
 __all__ = [
@@ -34,7 +38,7 @@ __all__ = [
     "check_tokenizer",
     "follow_file",
     "load_tokenizer",
-    "refuse_lost_letters",
+    "settle_normalization",
     "train_tokenizer",
 ]
 
@@ -44,14 +48,21 @@ KINDS = {
     "pieces": pieces_model,
 }
 _SUFFIXES = {".model": "sentencepiece", pieces_model.SUFFIX: "pieces"}  # others: wordpiece
+LOST_SHARE = 0.001  # of the characters of a text: more that cannot be written is worth a warning
 SETTINGS = "tokenizer_settings.json"  # written last: its presence says that training finished
 SETTINGS_FIELDS = {
     "kind": str,
     "vocab_size": int,
     "lowercase": bool,
     "strip_accents": bool,
+    "normalization": str,
     "train_megabytes": int,
 }
+
+
+def count_characters(texts: Iterable[str]) -> int:
+    """Characters that are not white space."""
+    return sum(len(part) for text in texts for part in text.split())
 
 
 class Tokenizer:
@@ -60,6 +71,7 @@ class Tokenizer:
     Attributes:
       kind: "sentencepiece", "wordpiece" or "pieces".
       path: the vocabulary file (`*.model`, `vocab.txt`, `tokenizer.json` or `*.pieces`).
+      section: the settings of the vocabulary, with what the file says in place of "auto".
       vocab_size: number of ids.
       special: ids of [PAD], [UNK], [CLS], [SEP] and [MASK], and of sentinels if it has some.
       fingerprint: sha256 of the file and, for WordPiece, of the normalization settings (a
@@ -74,7 +86,7 @@ class Tokenizer:
         """
         self.kind = section.kind
         self.path = Path(path)
-        self._section = section
+        self.section = _resolve(section, self.path)
         self.fingerprint = self._read_fingerprint()
         entries = self._vocabulary.entries
         sentinels = {entry: i for i, entry in enumerate(entries) if SENTINEL.fullmatch(entry)}
@@ -89,7 +101,7 @@ class Tokenizer:
                 f"Vocabulary {self.path} cannot be read: {error.strerror}; check "
                 "config.tokenizer.path."
             ) from None
-        section = self._section
+        section = self.section
         settings = ["pieces" if self.kind == "pieces" else "sentencepiece"]
         if self.kind == "wordpiece":
             settings = [self.kind, section.lowercase, section.strip_accents, section.max_word_chars]
@@ -102,7 +114,7 @@ class Tokenizer:
                 f"Vocabulary {self.path} is another one on {socket.gethostname()} than where this "
                 "began; put a copy of that one there."
             )
-        return KINDS[self.kind].open_vocabulary(self.path, self._section)
+        return KINDS[self.kind].open_vocabulary(self.path, self.section)
 
     def __getstate__(self):
         return {key: value for key, value in self.__dict__.items() if key != "_vocabulary"}
@@ -143,6 +155,40 @@ class Tokenizer:
             for text, (ids, places) in zip(texts, found, strict=True)
         ]
 
+    def unknown_spans(self, texts: Sequence[str]) -> list[list[str]]:
+        """For each text the parts without white space that are encoded as [UNK]."""
+        encoded = zip(texts, self.encode(texts), strict=True)
+        affected = [i for i, (_, ids) in enumerate(encoded) if self.special.unknown in ids]
+        spans: list[list[str]] = [[] for _ in texts]
+        found = self.encode_with_offsets([texts[i] for i in affected])
+        for i, (ids, places) in zip(affected, found, strict=True):
+            unknown = places[np.equal(ids, self.special.unknown)]
+            spans[i] = [part for begin, end in unknown for part in texts[i][begin:end].split()]
+        return spans
+
+    def describe_lost(self, texts: Sequence[str]) -> str:
+        """The characters of `texts` that decoding never gives back, for a warning; "" where they
+        are at most `LOST_SHARE` of all.
+        """
+        lost, total = Counter(), 0
+        for text, ids in zip(texts, self.encode(texts), strict=True):
+            characters = Counter("".join(text.split()))
+            total += characters.total()
+            lost += characters - Counter(self.decode(ids))
+        if lost.total() <= LOST_SHARE * total:
+            return ""
+        examples = " ".join(character for character, _ in lost.most_common(8))
+        return (
+            f"{lost.total() / total:.1%} of the characters cannot be written with the vocabulary "
+            f"{self.path} ({examples}), so no output scores 100; use a vocabulary with "
+            "config.tokenizer.normalization=nfc or identity, lowercase=False and "
+            "strip_accents=False, trained on such text"
+        )
+
+    def count_unknown(self, texts: Sequence[str]) -> int:
+        """Characters of `texts`, white space aside, that are encoded as [UNK]."""
+        return sum(len(span) for spans in self.unknown_spans(texts) for span in spans)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, normalized (case, accents and white space do not come back)."""
         return self._vocabulary.decode([int(i) for i in ids])
@@ -172,15 +218,35 @@ class Tokenizer:
         return self._vocabulary.normalize(text)
 
 
+def settle_normalization(
+    section: TokenizerSection, sample: Sequence[str], *, is_generative: bool
+) -> TokenizerSection:
+    """Chooses what is "auto" for a vocabulary that is to be trained, and logs what it does.
+
+    Args:
+      sample, is_generative: as `choose_normalization` takes them.
+
+    Raises:
+      TokenizerError: as `refuse_lost_letters`.
+    """
+    section = choose_normalization(section, sample, is_generative=is_generative)
+    refuse_lost_letters(section, sample)
+    normalize = KINDS[section.kind].normalizer(section)
+    logging.info("%s", describe_normalization(section, sample, normalize))
+    return section
+
+
 def train_tokenizer(texts: Iterable[str], section: TokenizerSection, directory: Path) -> Tokenizer:
     """Trains a vocabulary of exactly `section.vocab_size` entries on `texts` into `directory`.
 
-    The same texts give the same file, on any number of cores. Nothing is left behind on failure.
+    Settings that are "auto" are chosen as for an empty sample. The same texts give the same file,
+    on any number of cores. Nothing is left behind on failure.
     Memory: SentencePiece's unigram trainer takes some 20 MB for each MB of text, WordPiece 4 MB.
 
     Raises:
       TokenizerError: the texts cannot give that many entries; the message has the number they can.
     """
+    section = choose_normalization(section)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     model = KINDS[section.kind]
@@ -200,7 +266,7 @@ def train_tokenizer(texts: Iterable[str], section: TokenizerSection, directory: 
 
 def training_settings(section: TokenizerSection) -> dict:
     """The fields of `section` that decide what a trained vocabulary looks like."""
-    names = ["kind", "vocab_size", "lowercase", "strip_accents"]
+    names = ["kind", "vocab_size", "lowercase", "strip_accents", "normalization"]
     names += ["algorithm"] if section.kind == "sentencepiece" else ["max_word_chars"]
     names += ["sentinels"] if section.sentinels else []  # a later field: those without stay theirs
     return {name: getattr(section, name) for name in [*names, "train_megabytes"]}
@@ -226,28 +292,46 @@ def follow_file(section: TokenizerSection, given: Collection[str] = ()) -> Token
         return section
     path = files.expand(section.path)
     kind = _kind_of(path)
-    told = {"kind": kind}
-    if kind == "wordpiece" and path.is_file():
-        told |= wordpiece_model.told_normalization(path)
-        if other := wordpiece_model.describe_other_rules(path):
-            logging.warning(
-                "%s has %s. Here its entries alone are used and text is split as BERT does it, "
-                "so that it becomes other tokens than elsewhere.",
-                path,
-                other,
-            )
-    tokenizer = Tokenizer(dataclasses.replace(section, **told), path)
-    told["vocab_size"] = tokenizer.vocab_size
-    told = told_normalization(tokenizer) | told
+    is_wordpiece = kind == "wordpiece" and path.is_file()
+    if is_wordpiece and (other := wordpiece_model.describe_other_rules(path)):
+        logging.warning(
+            "%s has %s. Here its entries alone are used and text is split as BERT does it, so that "
+            "it becomes other tokens than elsewhere.",
+            path,
+            other,
+        )
+    told = _read_settings(dataclasses.replace(section, kind=kind), path)
     new = {
         name: value
         for name, value in told.items()
-        if f"tokenizer.{name}" not in given and value != getattr(section, name)
+        if (f"tokenizer.{name}" not in given or name in unresolved(section))
+        and value != getattr(section, name)
     }
     if new:
         changed = ", ".join(f"config.tokenizer.{name}={value}" for name, value in new.items())
         logging.info("From the vocabulary %s: %s.", path, changed)
     return dataclasses.replace(section, **new)
+
+
+def _read_settings(section: TokenizerSection, path: Path) -> dict[str, object]:
+    """Fields of config.tokenizer that a vocabulary file tells, and BERT's where `section` has
+    "auto" and the file tells nothing.
+    """
+    usual = dict.fromkeys(unresolved(section), True) | {"normalization": "identity"}
+    said = {}
+    if section.kind == "wordpiece" and path.is_file():
+        said = wordpiece_model.read_settings(path)
+    tokenizer = Tokenizer(dataclasses.replace(section, **(usual | said)), path)
+    said |= {"kind": section.kind, "vocab_size": tokenizer.vocab_size}
+    return usual | told_normalization(tokenizer) | said
+
+
+def _resolve(section: TokenizerSection, path: Path) -> TokenizerSection:
+    """`section` with the settings of the vocabulary file at `path` in place of "auto"."""
+    if names := unresolved(section):
+        told = _read_settings(section, path)
+        return dataclasses.replace(section, **{name: told[name] for name in names})
+    return section
 
 
 def _kind_of(path: Path) -> str:
@@ -276,9 +360,12 @@ def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
                 f"{directory} holds no trained vocabulary; prepare the corpus first or set "
                 "config.tokenizer.path."
             )
-        wanted = training_settings(section)
         remedy = f"put a copy back, or delete {directory} and prepare it again"
         there = read_record(Path(directory) / SETTINGS, remedy=remedy, fields=SETTINGS_FIELDS)
+        section = dataclasses.replace(
+            section, **{name: there[name] for name in unresolved(section)}
+        )
+        wanted = training_settings(section)
         names = [*wanted, *(name for name in there if name not in wanted)]
         different = [name for name in names if there.get(name) != wanted.get(name)]
         if different:

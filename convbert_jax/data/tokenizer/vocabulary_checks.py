@@ -4,128 +4,62 @@ The `vocab.txt` in the official ConvBERT repository has several of these faults 
 ends and all 1,900 non-ASCII entries decoded with a wrong character set.
 """
 
-import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
-from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import TokenizerError
+from convbert_jax.data.tokenizer.normalization import (
+    RARE,
+    has_accent,
+    has_upper,
+    is_special,
+    told_normalization,
+)
 
 # Positions in the vocabularies of BERT's release, which have [unused…] entries.
 BERT_IDS = {"pad": 0, "unknown": 100, "cls": 101, "sep": 102, "mask": 103}
 # Character sets in which UTF-8 is often misread. cp1252: "é" becomes "Ã©"; gbk: "¡" becomes "隆".
 MISREADINGS = ("cp1252", "latin-1", "gbk")
-# Share of non-ASCII entries that turn back into UTF-8. By chance 4 % of BERT's do in gbk and at
-# most 8 % of a list of all its characters.
-MISREAD_SHARE = 0.15
-RARE = 0.001  # of the letters of a sample, and of the entries of a vocabulary
+# Of the entries that a character set can encode, those that are valid UTF-8 then: all of a damaged
+# list, by chance 18% of the common Chinese characters (GB2312, level 1) in gbk.
+MISREAD_SHARE = 0.5
 BERT_SIZE = 30_522  # of its uncased vocabulary, which damaged ones mostly are copies of
 STANDARD = "use the standard bert-base-uncased vocabulary of the same length"
-# Marks (category Mn) that are no accents but vowels, voicing or the sign for no vowel: of the
-# scripts of India and South-East Asia, and of kana. First and one past the last code point.
-LETTER_MARKS = (
-    (0x0900, 0x1AB0),
-    (0x1B00, 0x1DC0),
-    (0x3099, 0x309B),
-    (0xA800, 0xAC00),
-    (0x11000, 0x12000),
-)
-LOST_LETTERS = 0.01  # of the letters of a sample: more are not some words of another language
 
 
-def check_tokenizer(tokenizer, section: TokenizerSection, sample: Sequence[str]) -> None:
+def check_tokenizer(tokenizer, sample: Sequence[str]) -> None:
     """Looks for damage, and for settings that do not fit the vocabulary or the text.
 
     Args:
       tokenizer: a `Tokenizer`.
-      section: the settings it was loaded with.
       sample: some documents of the corpus.
 
     Raises:
       TokenizerError: one sentence with everything found and how to mend it.
     """
     if tokenizer.kind == "pieces":  # texts come cut: the list decides nothing else
-        faults = _unknown_faults(tokenizer, section, sample)
-        if faults:
-            (fault, _), *_ = faults
+        if faults := _unknown_faults(tokenizer, sample):
             raise TokenizerError(
-                f"Vocabulary {tokenizer.path} cannot be trusted: {fault}; cut the texts into its "
-                "pieces, with blanks between them."
+                f"Vocabulary {tokenizer.path} cannot be trusted: {faults[0][0]}; cut the texts "
+                "into its pieces, with blanks between them."
             )
         return
-    faults = [
-        *_file_faults(tokenizer),
-        *_entry_faults(tokenizer.entries),
-        *_special_faults(tokenizer),
-        *_normalization_faults(tokenizer, section, sample),
-    ]
+    faults = _special_faults(tokenizer)
+    if tokenizer.section.path:  # one that was trained here is undamaged and follows its settings
+        faults = [
+            *_file_faults(tokenizer),
+            *_entry_faults(tokenizer.entries),
+            *faults,
+            *_normalization_faults(tokenizer, sample),
+        ]
     if not faults:  # damaged files have unknown tokens too; name the cause, not the effect
-        faults = _unknown_faults(tokenizer, section, sample)
+        faults = _unknown_faults(tokenizer, sample)
     if faults:
         found = ", ".join(fault for fault, _ in faults)
         fixes = list(dict.fromkeys(fix for _, fix in faults))
         raise TokenizerError(
             f"Vocabulary {tokenizer.path} cannot be trusted: {found}; {' and '.join(fixes)}."
         )
-
-
-def refuse_lost_letters(section: TokenizerSection, sample: Sequence[str]) -> None:
-    """For a vocabulary that is to be trained, before it is.
-
-    `strip_accents` takes away all that Unicode calls a nonspacing mark. In Hindi, Thai or Japanese
-    that is part of the spelling, and other words are left.
-
-    Raises:
-      TokenizerError: it would be taken from more than `LOST_LETTERS` of the letters of `sample`.
-    """
-    if not section.strip_accents:
-        return
-    letters = marks = 0
-    example = ""
-    for text in sample:
-        letters += sum(map(str.isalpha, text))
-        found = sum(map(_is_letter_mark, _apart(text)))
-        marks += found
-        if found and not example:
-            place = next(i for i, character in enumerate(text) if _has_letter_mark(character))
-            around = text[max(0, place - 8) : place + 8].split()
-            example = next(filter(_has_letter_mark, around))
-    if marks > LOST_LETTERS * max(1, letters):
-        left = "".join(c for c in _apart(example) if unicodedata.category(c) != "Mn")
-        raise TokenizerError(
-            f"config.tokenizer.strip_accents=True would take vowels or voicing, which Unicode "
-            f"counts as marks, from {marks / max(1, letters):.0%} of the letters of the text: "
-            f"'{example}' would be read as '{left}'; set --config.tokenizer.strip_accents=False."
-        )
-
-
-def told_normalization(tokenizer) -> dict[str, bool]:
-    """Case and accents that a vocabulary must have been made for, by field of config.tokenizer.
-
-    A SentencePiece model normalizes by itself. Of a list of entries only those tell something that
-    could never be used: cased ones, and accented ones, which in a cased list may be few.
-    """
-    if tokenizer.kind == "pieces":
-        return {"lowercase": False, "strip_accents": False}
-    if tokenizer.kind == "sentencepiece":
-        return {
-            "lowercase": not _has_upper(tokenizer.normalize("É")),
-            "strip_accents": not _has_accent(tokenizer.normalize("é")),
-        }
-    entries = [entry for entry in tokenizer.entries if not _is_special(entry)]
-    upper, accented = (sum(map(has, entries)) for has in (_has_upper, _has_accent))
-    cased = upper > RARE * len(entries)
-    told = {"lowercase": False} if cased else {}
-    if accented > (0 if cased else RARE * len(entries)):
-        told["strip_accents"] = False
-    return told
-
-
-def unknown_rate(tokenizer, texts: Sequence[str]) -> float:
-    """Share of [UNK] among the tokens of `texts`."""
-    encoded = tokenizer.encode(texts)
-    unknown = sum(ids.count(tokenizer.special.unknown) for ids in encoded)
-    return unknown / max(1, sum(map(len, encoded)))
 
 
 def _file_faults(tokenizer) -> list[tuple[str, str]]:
@@ -150,8 +84,9 @@ def _entry_faults(entries: list[str]) -> list[tuple[str, str]]:
         faults.append((f"{lost} entries contain the replacement character U+FFFD", fix))
     foreign = [entry.removeprefix("##") for entry in entries if not entry.isascii()]
     for charset in MISREADINGS:
-        misread = sum(_reads_as_utf8(entry, charset) for entry in foreign)
-        if misread >= 5 and misread > MISREAD_SHARE * len(foreign):
+        encoded = [found for entry in foreign if (found := _encode(entry, charset))]
+        misread = sum(map(_is_utf8, encoded))
+        if misread >= 5 and misread > MISREAD_SHARE * len(encoded):
             fault = (
                 f"{misread} of {len(foreign)} non-ASCII entries are UTF-8 once misread as {charset}"
             )
@@ -164,11 +99,20 @@ def _entry_faults(entries: list[str]) -> list[tuple[str, str]]:
     return faults
 
 
-def _reads_as_utf8(entry: str, charset: str) -> bool:
+def _encode(entry: str, charset: str) -> bytes:
+    """Returns `entry` in a character set, or b"" if it cannot be encoded."""
     try:
-        return not entry.encode(charset).decode("utf-8").isascii()
+        return entry.encode(charset)
+    except UnicodeError:
+        return b""
+
+
+def _is_utf8(encoded: bytes) -> bool:
+    try:
+        encoded.decode("utf-8")
     except UnicodeError:
         return False
+    return True
 
 
 def _special_faults(tokenizer) -> list[tuple[str, str]]:
@@ -214,66 +158,59 @@ def _expected_ids(entries: list[str]) -> dict[str, int]:
     return BERT_IDS | {role: BERT_IDS[role] + shift for role in BERT_IDS if role != "pad"}
 
 
-def _normalization_faults(tokenizer, section, sample) -> list[tuple[str, str]]:
+def _normalization_faults(tokenizer, sample) -> list[tuple[str, str]]:
     """Case and accents of the settings against those of the entries and of the sample."""
-    entries = [entry for entry in tokenizer.entries if not _is_special(entry)]
+    entries = [entry for entry in tokenizer.entries if not is_special(entry)]
     faults = []
     for name, has, trait in (
-        ("lowercase", _has_upper, "upper-case"),
-        ("strip_accents", _has_accent, "accented"),
+        ("lowercase", has_upper, "upper-case"),
+        ("strip_accents", has_accent, "accented"),
     ):
-        setting = getattr(section, name)
-        share = sum(map(has, entries)) / max(1, len(entries))
+        setting = getattr(tokenizer.section, name)
+        found = [entry for entry in entries if has(entry)]
+        unusable = sum(not has(tokenizer.normalize(entry)) for entry in found)
+        unusable /= max(1, len(entries))
         removes = not has(tokenizer.normalize("É" if name == "lowercase" else "é"))
         letters = [c for text in sample for c in text if c.isalpha()]
         in_sample = sum(map(has, letters)) / max(1, len(letters))
         if removes != setting:
             fault = f"it {'removes' if removes else 'keeps'} {trait} letters"
-        elif setting and share > RARE:
-            fault = f"{share:.1%} of its entries have {trait} letters and can never be used"
-        elif not setting and share == 0 and in_sample > RARE:
+        elif setting and unusable > RARE:
+            fault = f"{unusable:.1%} of its entries have {trait} letters and can never be used"
+        elif not setting and not found and in_sample > RARE:
             fault = f"no entry has an {trait} letter but {in_sample:.1%} of the text's letters are"
         else:
             continue
         faults.append((fault, f"set --config.tokenizer.{name}={not setting}"))
+    form = tokenizer.section.normalization
+    told = told_normalization(tokenizer).get("normalization", form)
+    if told != form:
+        fix = f"set --config.tokenizer.normalization={told}"
+        faults.append((f"it normalizes text as '{told}', not as '{form}'", fix))
     return faults
 
 
-def _unknown_faults(tokenizer, section, sample) -> list[tuple[str, str]]:
-    rate = unknown_rate(tokenizer, sample)
+def _unknown_faults(tokenizer, sample) -> list[tuple[str, str]]:
+    section, sample = tokenizer.section, list(sample)
+    lost = [span for spans in tokenizer.unknown_spans(sample) for span in spans]
+    characters = sum(len(part) for text in sample for part in text.split())
+    rate = sum(map(len, lost)) / max(1, characters)
     if rate <= section.max_unknown_rate:
         return []
-    fix = "use a vocabulary made for this text or raise config.tokenizer.max_unknown_rate"
-    return [
-        (
-            f"{rate:.1%} of the tokens of the text are unknown, more than "
-            f"config.tokenizer.max_unknown_rate={section.max_unknown_rate}",
-            fix,
+    fault = (
+        f"{rate:.1%} of the characters of the text are unknown to it, more than "
+        f"config.tokenizer.max_unknown_rate={section.max_unknown_rate}"
+    )
+    fix = "use a vocabulary made for this text"
+    if not section.path:
+        fix = "raise config.tokenizer.vocab_size"
+        if section.kind == "wordpiece":
+            fix = "set --config.tokenizer.kind=sentencepiece"
+    longest = max(map(len, lost))
+    if section.kind == "wordpiece" and longest > section.max_word_chars:
+        fault += (
+            f", and words of more than config.tokenizer.max_word_chars={section.max_word_chars} "
+            f"characters are unknown as a whole (the longest has {longest})"
         )
-    ]
-
-
-def _is_special(entry: str) -> bool:
-    return entry[:1] + entry[-1:] in ("[]", "<>")
-
-
-def _has_upper(text: str) -> bool:
-    return text != text.lower()
-
-
-def _apart(text: str) -> str:
-    return unicodedata.normalize("NFD", text)
-
-
-def _is_letter_mark(character: str) -> bool:
-    code = ord(character)
-    inside = code >= LETTER_MARKS[0][0] and any(a <= code < b for a, b in LETTER_MARKS)
-    return inside and unicodedata.category(character) == "Mn"
-
-
-def _has_letter_mark(text: str) -> bool:
-    return any(map(_is_letter_mark, _apart(text)))
-
-
-def _has_accent(text: str) -> bool:
-    return any(unicodedata.category(c) == "Mn" for c in _apart(text))
+        fix += ", raise max_word_chars"
+    return [(fault, f"{fix} or raise max_unknown_rate")]

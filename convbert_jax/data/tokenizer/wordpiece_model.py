@@ -6,7 +6,7 @@ Splitting and normalization are BERT's, set by the config.
 
 import collections
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -21,9 +21,10 @@ from convbert_jax.interfaces.special_ids import sentinel_names
 FILE = "tokenizer.json"
 SPECIAL = {"pad": "[PAD]", "unknown": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 MOST_IDS = 1 << 24  # of a vocabulary: more is no vocabulary
+MAX_WORD_CHARS = 100  # of a tokenizer.json that does not state it, as in `tokenizers`
 REMEDY = "put a copy back, or check config.tokenizer.path: it must be a WordPiece tokenizer.json"
-ALPHABET = 1000  # most frequent characters that get an entry; rarer ones are unknown
-COVERAGE = 0.9995  # of the characters of the text, where that takes more: Chinese, Japanese
+ALPHABET = 1000  # most frequent characters get an entry where there is room; rarer ones are unknown
+COVERAGE = 0.9995  # of the characters of the text must have an entry
 
 
 class WordPieceVocabulary:
@@ -101,10 +102,9 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
     by_count = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))
     if not by_count:
         raise TokenizerError("There is no text to train a vocabulary on; check config.data.source.")
-    alphabet = by_count[: _alphabet_size([counts[c] for c in by_count], section.vocab_size)]
     special = [*SPECIAL.values(), *sentinel_names(section.sentinels)]
 
-    def trained(vocab_size: int, first_entries: list[str]) -> dict[str, int]:
+    def trained(vocab_size: int, first_entries: list[str], alphabet: list[str]) -> dict[str, int]:
         tokenizer = build_pipeline(section, None)
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size,
@@ -116,15 +116,22 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
         tokenizer.train_from_iterator(iter(lines), trainer)
         return tokenizer.get_vocab(with_added_tokens=False)
 
-    characters = sorted(set(trained(0, special)) - set(special))
-    required = len(special) + len(characters)
-    if required > section.vocab_size:
+    # A character has an entry, and another one if it stands within words.
+    needed = _count_needed([counts[c] for c in by_count])
+    for size in (max(ALPHABET, needed), needed):
+        alphabet = by_count[:size]
+        characters = sorted(set(trained(0, special, alphabet)) - set(special))
+        required = len(special) + len(characters)
+        if required <= section.vocab_size:
+            break
+    else:
         raise TokenizerError(
             f"The corpus needs {required} entries for its characters alone but "
             f"config.tokenizer.vocab_size is {section.vocab_size}; set "
-            f"--config.tokenizer.vocab_size={required} or more."
+            f"--config.tokenizer.vocab_size={required} or more, or "
+            "--config.tokenizer.kind=sentencepiece."
         )
-    vocabulary = trained(section.vocab_size, special + characters)
+    vocabulary = trained(section.vocab_size, special + characters, alphabet)
     if len(vocabulary) < section.vocab_size:
         raise TokenizerError(
             f"The corpus gives at most {len(vocabulary)} entries but config.tokenizer.vocab_size "
@@ -135,14 +142,15 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
     return tokenizer.to_str(pretty=True).encode()
 
 
-def _alphabet_size(counts: list[int], vocab_size: int) -> int:
-    """How many of the characters get an entry, by their counts in descending order: as many as
-    `COVERAGE` takes, but of more than `ALPHABET` no more than a quarter of the entries: each can
-    take two, at the beginning of a word and within.
-    """
+def _count_needed(counts: list[int]) -> int:
+    """How many characters make up `COVERAGE` of a text, by their counts in descending order."""
     wanted, covered = COVERAGE * sum(counts), itertools.accumulate(counts)
-    needed = next(number for number, sum_ in enumerate(covered, start=1) if sum_ >= wanted)
-    return max(ALPHABET, min(needed, vocab_size // 4))
+    return next(number for number, sum_ in enumerate(covered, start=1) if sum_ >= wanted)
+
+
+def normalizer(section: TokenizerSection) -> Callable[[str], str]:
+    """The normalization of a vocabulary that `train` would make."""
+    return _normalizer(section).normalize_str
 
 
 def _normalizer(section: TokenizerSection) -> normalizers.Normalizer:
@@ -168,14 +176,19 @@ def build_pipeline(
     return tokenizer
 
 
-def told_normalization(path: Path) -> dict[str, bool]:
-    """Case and accents as a tokenizer.json has them, by field of config.tokenizer; {} where it, or
-    a vocab.txt, says nothing.
+def read_settings(path: Path) -> dict[str, bool | int]:
+    """The fields of config.tokenizer that a tokenizer.json states; {} for a vocab.txt.
 
     Raises:
       TokenizerError: it is not a tokenizer.json.
     """
-    return _normalization(_read_json(path), path) if path.suffix == ".json" else {}
+    if path.suffix != ".json":
+        return {}
+    content = _read_json(path)
+    longest = content["model"].get("max_input_chars_per_word", MAX_WORD_CHARS)
+    if type(longest) is not int or longest < 1:
+        raise TokenizerError(f"{path} is damaged (max_input_chars_per_word={longest!r}); {REMEDY}.")
+    return _normalization(content, path) | {"max_word_chars": longest}
 
 
 def describe_other_rules(path: Path) -> str:

@@ -98,7 +98,9 @@ def import_run(
     with workdir.open(config):
         for name, content in found.vocabularies.items():
             _write(_place(workdir, name), content)
-        follow_file(config.tokenizer)  # what was written is a vocabulary
+        # Reads what was written, and what it says in place of "auto".
+        config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer))
+        workdir.keep_config(config)
         transformation = make_optimizer(config.optimizer, config.train.steps)
         fresh = state.create(jax.tree.map(jax.numpy.asarray, found.params), transformation)
         checkpoints = Checkpoints(workdir.checkpoints, config.checkpoint)

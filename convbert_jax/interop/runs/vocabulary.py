@@ -93,7 +93,7 @@ def read_tokenizer(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokeniz
       DamagedFileError: what tells of that is not what was written.
     """
     tokenizer = read_tokenizers(workdir, config)[0]
-    return tokenizer, dataclasses.replace(config.tokenizer, path=str(tokenizer.path.absolute()))
+    return tokenizer, dataclasses.replace(tokenizer.section, path=str(tokenizer.path.absolute()))
 
 
 def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokenizer]:

@@ -46,6 +46,7 @@ class Set:
       unread: sources that the model did not read, as too long ones; their texts are empty and
         scored so. And why, of the first.
       cut: sources of which config.parallel.cut_sources had the model read the beginning.
+      lost: what the vocabulary cannot write of the references; "" for nothing.
       decoding: how, as `settings.collect` has it.
     """
 
@@ -57,6 +58,7 @@ class Set:
     cut: int
     decoding: Mapping[str, Any]
     file: epath.Path
+    lost: str = ""
 
 
 def can_score() -> bool:
@@ -178,7 +180,8 @@ def _score(
         files.write_text(path, "".join(_line(text) + "\n" for text in texts))
     unread = len(problems), "".join(problems[:1])
     cut = sum(answer.cut for answer in answers)
-    found = Set(name, references, written, scores, unread, cut, how, file)
+    lost = target.describe_lost([text for texts in right for text in texts])
+    found = Set(name, references, written, scores, unread, cut, how, file, lost)
     for line in list_warnings(found):
         logging.warning("%s", line)
     return found
@@ -232,6 +235,8 @@ def list_warnings(found: Set) -> list[str]:
         lines.append(f"{bad} more pairs left out; the first: {found.references.bad[1]}.")
     if unread := found.unread[0]:
         lines.append(f"{unread} scored as empty; the first: {found.unread[1]}.")
+    if found.lost:
+        lines.append(f"References: {found.lost}.")
     return lines
 
 

@@ -143,7 +143,7 @@ def test_pieces_are_a_vocabulary(imported, tmp_path):
     (_, places), *_ = tokenizer.encode_with_offsets(["a  zed"])
     assert places.tolist() == [[0, 1], [3, 6]]
     with pytest.raises(TokenizerError, match="cut the texts into its pieces"):
-        check_tokenizer(tokenizer, section, ["These are no pieces of it."])
+        check_tokenizer(tokenizer, ["These are no pieces of it."])
     own.write_text("a\nb\n")
     with pytest.raises(TokenizerError, match="lacks <pad>"):
         Tokenizer(dataclasses.replace(section, path=str(own)), own)

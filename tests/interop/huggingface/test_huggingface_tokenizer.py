@@ -27,11 +27,12 @@ NASTY = [
     "ends ▁", "▁", "a▁▁", "\u0603\u169d", "co\u0308operate nai\u0308ve",
 ]  # fmt: skip
 KINDS = {
-    "wordpiece": dict(kind="wordpiece"),
+    "wordpiece": dict(kind="wordpiece", strip_accents=True),
     "wordpiece cased": dict(kind="wordpiece", lowercase=False, strip_accents=False),
-    "unigram": dict(kind="sentencepiece"),
+    "unigram": dict(kind="sentencepiece", strip_accents=True),
     "unigram accents": dict(kind="sentencepiece", strip_accents=False),
-    "bpe": dict(kind="sentencepiece", algorithm="bpe"),
+    "unigram nfc": dict(kind="sentencepiece", normalization="nfc", lowercase=False),
+    "bpe": dict(kind="sentencepiece", algorithm="bpe", strip_accents=True),
 }
 
 
@@ -66,6 +67,7 @@ def made(tmp_path_factory):
             section = TokenizerSection(vocab_size=1000, **KINDS[kind])
             folder = tmp_path_factory.mktemp("vocabulary")
             tokenizer = train_tokenizer(texts, section, folder)
+            section = tokenizer.section
             out = folder / "out"
             out.mkdir()
             huggingface_tokenizer.write_tokenizer(out, tokenizer, section, max_length=48)
@@ -112,6 +114,8 @@ def test_random_unicode(made, real_lines, kind):
 @pytest.mark.parametrize("lowercase", [True, False])
 @pytest.mark.parametrize("fields", [
     dict(kind="wordpiece"), dict(kind="sentencepiece"), dict(kind="sentencepiece", algorithm="bpe"),
+    dict(kind="sentencepiece", normalization="nfc"),
+    dict(kind="sentencepiece", normalization="identity"),
 ])  # fmt: skip
 def test_other_languages(fields, lowercase, tmp_path):
     """Marks of Russian and Yoruba capitals and of half-width kana were lost: one text of ten."""
@@ -122,10 +126,10 @@ def test_other_languages(fields, lowercase, tmp_path):
         i, j = rng.randrange(len(a)), rng.randrange(len(b))
         cut = a[i : i + rng.randint(1, 12)], b[j : j + rng.randint(1, 12)]
         texts.append(rng.choice(["", " ", "\u3000", "\n"]).join(cut))
-    fields |= {"lowercase": lowercase, "strip_accents": False, "vocab_size": 420}
+    fields |= {"lowercase": lowercase, "strip_accents": False, "vocab_size": 450}
     section = TokenizerSection(**fields)
     ours = train_tokenizer(LANGUAGES * 50 + texts, section, tmp_path)
-    huggingface_tokenizer.write_tokenizer(tmp_path, ours, section, max_length=48)
+    huggingface_tokenizer.write_tokenizer(tmp_path, ours, ours.section, max_length=48)
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     # Where conjoining Korean letters meet those of keyboards.
     assert len(differing(ours, theirs, texts)) <= 1
@@ -197,7 +201,7 @@ def train_sentencepiece(tmp_path, **options):
         **special, **options,
     )  # fmt: skip
     section = TokenizerSection(path=str(tmp_path / "sp.model"), vocab_size=60)
-    return Tokenizer(section, tmp_path / "sp.model"), section
+    return Tokenizer(section, tmp_path / "sp.model")
 
 
 @pytest.mark.parametrize(
@@ -209,17 +213,17 @@ def train_sentencepiece(tmp_path, **options):
     ],
 )
 def test_models_that_their_library_lacks(tmp_path, options, says):
-    tokenizer, section = train_sentencepiece(tmp_path, **options)
+    tokenizer = train_sentencepiece(tmp_path, **options)
     with pytest.raises(ConversionError, match=says):
-        huggingface_tokenizer.write_tokenizer(tmp_path, tokenizer, section, max_length=8)
+        huggingface_tokenizer.write_tokenizer(tmp_path, tokenizer, tokenizer.section, max_length=8)
 
 
 def test_a_foreign_model(tmp_path):
     """Another normalization, which keeps line ends, no mark in front of a text."""
-    tokenizer, section = train_sentencepiece(
+    tokenizer = train_sentencepiece(
         tmp_path, add_dummy_prefix=False, normalization_rule_name="nfkc"
     )
-    huggingface_tokenizer.write_tokenizer(tmp_path, tokenizer, section, max_length=8)
+    huggingface_tokenizer.write_tokenizer(tmp_path, tokenizer, tokenizer.section, max_length=8)
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     texts = [WORDS, " river", "stone  light", "Übergröße ①", "a \n b", "river▁\nstone ▁", "▁\n "]
     assert differing(tokenizer, theirs, texts) == []
@@ -240,5 +244,5 @@ def any_wordpiece(tmp_path_factory):
     ours = train_tokenizer([WORDS] * 3, section, folder)
     out = folder / "out"
     out.mkdir()
-    huggingface_tokenizer.write_tokenizer(out, ours, section, max_length=8)
+    huggingface_tokenizer.write_tokenizer(out, ours, ours.section, max_length=8)
     return ours, tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))

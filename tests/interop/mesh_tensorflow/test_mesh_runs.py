@@ -101,7 +101,7 @@ def test_the_vocabulary_is_t5s_with_its_sentinels(vocabulary, imported):
     assert special.mask == size + 100
     assert special.sentinels == tuple(range(size + 99, size - 1, -1))
     assert tokenizer.vocab_size == len(set(tokenizer.entries)) == ROWS
-    check_tokenizer(tokenizer, config.tokenizer, LINES)
+    check_tokenizer(tokenizer, LINES)
     assert follow_file(config.tokenizer) == config.tokenizer
     whole = fill_up(vocabulary.read_bytes(), ROWS)
     assert whole == (place / "vocabulary" / "words.model").read_bytes()
