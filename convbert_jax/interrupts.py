@@ -7,9 +7,11 @@ for. The number of a signal is heard by a thread all the same.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -83,9 +85,12 @@ def heard(told: float = _TOLD, patience: float = _PATIENCE) -> Iterator[None]:
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=_listen, args=(ours, told, patience), daemon=True).start()
     terminated = signal.signal(signal.SIGTERM, _stop)
+    unraisable = sys.unraisablehook
+    sys.unraisablehook = functools.partial(_hide_interrupts, unraisable)
     try:
         yield
     finally:
+        sys.unraisablehook = unraisable
         signal.signal(signal.SIGTERM, _unless_echo(terminated) if _state.first else terminated)
         signal.set_wakeup_fd(before)
         theirs.close()  # ends the thread
@@ -157,6 +162,14 @@ def _stop(number, frame):
     del frame
     if is_first(number):
         raise Stopped(signal.Signals(number).name)
+
+
+def _hide_interrupts(show, unraisable):
+    """Hides the traceback of an interrupt that Python raised in a callback, such as one of the
+    garbage collector, and dropped; `_listen` acts on its signal.
+    """
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        show(unraisable)
 
 
 def _unless_echo(handler):

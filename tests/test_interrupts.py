@@ -183,3 +183,45 @@ def test_signals_that_no_handler_answers_are_left_alone():
             assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# An interrupt in a callback of the garbage collector, as while a vocabulary is trained: Python
+# prints its traceback, drops it and goes on.
+DROPPED = """
+import gc, time
+from convbert_jax import console, interrupts
+console.set_up_logging()
+
+def callback(phase, info):
+    print("up", flush=True) if phase == "start" else None
+    time.sleep(100)
+
+with interrupts.heard(told=0.3), interrupts.nothing_to_save():
+    gc.callbacks.append(callback)
+    gc.collect()
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_an_interrupt_that_python_drops_prints_no_traceback(number, code):
+    process = start(DROPPED)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == code
+    (line,) = said.splitlines()
+    assert number.name in line
+
+
+def test_other_faults_that_python_drops_are_shown(monkeypatch):
+    class Broken:
+        def __del__(self):
+            raise ValueError
+
+    seen = []
+    hook = lambda unraisable: seen.append(unraisable.exc_type)  # noqa: E731
+    monkeypatch.setattr(sys, "unraisablehook", hook)
+    with interrupts.heard():
+        Broken()
+    assert seen == [ValueError]
+    assert sys.unraisablehook is hook

@@ -174,7 +174,9 @@ def predict(
 
     def run(batch):
         batch = sharding.put_whole_batch(batch, program.eval_rows)
-        outputs = watchdog.call(program.eval_step, params, batch, constants, batch=batch)
+        outputs = watchdog.call(
+            program.eval_step, params, batch, constants, batch=batch, what="the evaluation"
+        )
         watchdog.beat()
         return outputs if vectorized else jax.tree.map(lambda leaf: leaf[None], outputs)
 

@@ -208,7 +208,7 @@ class _Run:
             "given weights" if self.initial_params else "scratch",
             f"{state_lib.count(self.program.abstract.params):,}",
         )
-        with interrupts.nothing_to_save():
+        with interrupts.nothing_to_save(), compilation.compiling("Initializing the parameters"):
             if self.initial_params:
                 self.state = self.program.start(self.initial_params())
             else:
@@ -223,9 +223,6 @@ class _Run:
         saved, signal_name = self.step, None
         if self.step == 0:
             self._publish_if_due()
-        compilation.announce_long_compilation(
-            state_lib.count(self.state.params), self.program.mesh.devices.flat[0].platform
-        )
         with Profiler(self.workdir.profile, t, self.step) as profiler:
             # Resuming is exact because of this order: evaluate the state of `step`, look at its
             # loss, save, and only then draw the next batch. State, data position and the lines of
@@ -353,7 +350,9 @@ class _Run:
         )
 
     def _evaluate(self) -> dict[str, float]:
-        patient = contextlib.nullcontext() if self.eval_values else self.watchdog.patient()
+        patient = contextlib.nullcontext()
+        if not self.eval_values:
+            patient = self.watchdog.patient("Compiling and running the first evaluation")
         with self.clock.paused(), patient:
             self.eval_values = evaluation_lib.run(
                 self.task,

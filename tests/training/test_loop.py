@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from convbert_jax import progress
 from convbert_jax.config import MeshSection, TrainSection
 from convbert_jax.training import evaluation, loop, memory, sharding
 from convbert_jax.training.checkpoints import reading as checkpoint_reading
 from convbert_jax.training.checkpoints import saving as checkpoint
-from convbert_jax.training.environment import compilation
 from convbert_jax.training.environment.watchdog import Watchdog
 from convbert_jax.training.evaluation import EvaluationError
 from convbert_jax.training.reports import reporting, timing
@@ -258,17 +258,16 @@ def test_the_log_line(tmp_path, caplog):
     assert re.search(r"First step \S+ s after the program started; compile cache", caplog.text)
 
 
-def test_a_long_compilation_is_announced(tmp_path, caplog, monkeypatch):
-    """Before it starts, on a CPU and of a large model only."""
+def test_compiling_logs_the_seconds_so_far(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(progress, "LOG_EVERY", 0.001)
     with caplog.at_level("INFO", "absl"):
-        run(tmp_path / "small", make_config(1))
-        assert "Compiling" not in caplog.text
-        compilation.announce_long_compilation(10**9, "tpu")
-        assert "Compiling" not in caplog.text
-        monkeypatch.setattr(compilation, "LONG_ON_CPU", 1)
-        run(tmp_path / "large", make_config(1))
-    lines = [m.partition(" ")[0] for m in caplog.messages if m.startswith(("Compiling", "First"))]
-    assert lines[-2:] == ["Compiling", "First"]
+        run(tmp_path, make_config(STEPS))
+    lines = [m for m in caplog.messages if m.endswith(" s so far).")]
+    assert {line.partition(" (")[0] for line in lines} == {
+        "Initializing the parameters",
+        "Compiling the training step",
+        "Compiling and running the first evaluation",
+    }
 
 
 def test_nan_stops_the_run_and_keeps_the_batch(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 from absl import logging
 
-from convbert_jax import files
+from convbert_jax import files, progress
 from convbert_jax.config import Config, DataSection
 from convbert_jax.data.corpus.shards import shard_path
 from convbert_jax.data.corpus.unit_worker import Job, heldout_hash, process_unit
@@ -51,7 +51,12 @@ def sample(source: Source, size: int) -> Iterator[str]:
 def prepare_tokenizer(config: Config, directory: Path, source: Source) -> Tokenizer:
     """Loads or trains the tokenizer, and checks it on a sample of `source`."""
     section, data = config.tokenizer, config.data
-    texts = list(sample(source, CHECKED_BYTES))
+    texts = []
+    total = min(CHECKED_BYTES, sum(unit.size for unit in source.units))
+    with progress.show_progress(total, "Reading text to check the vocabulary on") as advance:
+        for text in sample(source, CHECKED_BYTES):
+            texts.append(text)
+            advance(len(text))
     if not texts:
         raise DataError(
             f"config.data.source='{data.source}' has no text; check it and config.data.format."

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from absl import logging
 
-from convbert_jax import files
+from convbert_jax import files, progress
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import TokenizerError
 from convbert_jax.data.records import read_record, write_record
@@ -251,7 +251,8 @@ def train_tokenizer(texts: Iterable[str], section: TokenizerSection, directory: 
     directory.mkdir(parents=True, exist_ok=True)
     model = KINDS[section.kind]
     path = directory / model.FILE
-    trained = model.train(texts, section)
+    with progress.log_seconds("Training the vocabulary"):
+        trained = model.train(texts, section)
     try:
         with files.replacing(path) as file:
             file.write(trained)

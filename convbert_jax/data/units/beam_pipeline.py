@@ -27,7 +27,6 @@ from absl import logging
 from convbert_jax import files
 from convbert_jax.config import UserError
 from convbert_jax.data.errors import DataError, shorten
-from convbert_jax.data.units.progress import show_progress
 from convbert_jax.data.units.work import (
     Assignment,
     Work,
@@ -35,6 +34,7 @@ from convbert_jax.data.units.work import (
     record_path,
     remove_attempts,
 )
+from convbert_jax.progress import show_progress
 
 WATCH_EVERY = 1.0  # seconds
 _FAILED = ".failed"  # ending of a file with the sentence of a unit that cannot be done

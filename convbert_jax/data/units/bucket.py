@@ -20,7 +20,7 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.records import read_record, write_record
 from convbert_jax.data.units.changes import STAMPS
 from convbert_jax.data.units.lock import lock
-from convbert_jax.data.units.progress import show_progress
+from convbert_jax.progress import show_progress
 
 LIST = "files.json"
 ROWS = ("train-", "validation-")  # how shards, and what lies beside them, are called

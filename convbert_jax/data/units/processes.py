@@ -12,8 +12,8 @@ from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 
 from convbert_jax.data.errors import DataError
-from convbert_jax.data.units.progress import show_progress
 from convbert_jax.data.units.work import Assignment, Work
+from convbert_jax.progress import show_progress
 
 _STARTING = threading.Lock()  # held while this process has no main script, see `_without_script`
 

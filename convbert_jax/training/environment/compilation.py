@@ -1,10 +1,15 @@
 """What was compiled, and what the cache on disk saved."""
 
+import contextlib
+import os
+from collections.abc import Iterator
+
 import jax
 from absl import logging
+from jax._src.lib import utils
 from jax.experimental.compilation_cache import compilation_cache
 
-from convbert_jax import files
+from convbert_jax import files, progress
 
 # Of the run. What jax calls "cache_misses" are the programs that it wrote to the folder, and of
 # several processes only the first one writes.
@@ -65,27 +70,22 @@ def describe_compile_cache() -> str:
     return f"compile cache {folder}: {found} programs found, {asked - found} compiled"
 
 
-# Parameters from which a CPU compiles the training step for half a minute and more.
-LONG_ON_CPU = 10_000_000
+_FATAL = 3  # of absl's log levels in C++
 
 
-def announce_long_compilation(parameters: int, platform: str) -> None:
-    """Says what to expect of the first step, if it will be long: on a CPU, of a large model.
+@contextlib.contextmanager
+def compiling(what: str) -> Iterator[None]:
+    """Logs `what` and the seconds so far while a program compiles in this block.
 
-    There XLA makes more than 600 small kernels of a step, each compiled by LLVM; a third of their
-    code draws random bits.
+    Replaces XLA's alarms ("Very slow compile?", "Constant folding an instruction is taking > 1s"),
+    which have level ERROR and no switch of their own. Failures of XLA are Python exceptions.
     """
-    if platform != "cpu" or parameters < LONG_ON_CPU:
-        return
-    again = "each start does it again: config.train.compile_cache is off"
-    if jax.config.jax_compilation_cache_dir:
-        again = "a later start takes it from the compile cache"
-    logging.info(
-        "Compiling the training step of %s parameters for the CPU: half a minute of computing, "
-        "minutes on a busy machine, in which XLA may warn of a very slow compile; %s.",
-        f"{parameters:,}",
-        again,
-    )
+    utils.absl_set_min_log_level(_FATAL)
+    try:
+        with progress.log_seconds(what):
+            yield
+    finally:
+        utils.absl_set_min_log_level(int(os.environ["TF_CPP_MIN_LOG_LEVEL"]))  # jax sets it
 
 
 class RecompileWatch:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from convbert_jax.training.environment import peers
+from convbert_jax.training.environment import compilation, peers
 
 _FIRST = 3_600.0  # seconds, at the least, for restoring, compiling and the first step
 
@@ -35,22 +35,27 @@ class Watchdog:
         self._last, self._limit = time.monotonic(), self._seconds
 
     @contextlib.contextmanager
-    def patient(self) -> Iterator[None]:
-        """Context in which something is compiled: silence may last as long as at the beginning."""
+    def patient(self, what: str) -> Iterator[None]:
+        """Context in which something is compiled: silence may last as long as at the beginning, and
+        `what` is logged with the seconds so far.
+        """
         self._patient = True
         try:
-            yield
+            with compilation.compiling(what):
+                yield
         finally:
             self.beat()
             self._patient = False
 
-    def call(self, program: Callable, *arguments: Any, batch: Any) -> Any:
+    def call(
+        self, program: Callable, *arguments: Any, batch: Any, what: str = "the training step"
+    ) -> Any:
         """What `program(*arguments)` gives. The first `batch` of its shapes among them compiles it:
         that call is waited for, also until the other processes have compiled theirs.
         """
         if not self.compiles(batch):
             return program(*arguments)
-        with self.patient():
+        with self.patient(f"Compiling {what}"):
             outputs = jax.block_until_ready(program(*arguments))
         self._compiled.add(_shapes_of(batch))
         return outputs

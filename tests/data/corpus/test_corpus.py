@@ -4,6 +4,7 @@ import json
 import numpy as np
 import pytest
 
+from convbert_jax import progress
 from convbert_jax.config import Config
 from convbert_jax.data.corpus.batching import evaluation_batches, training_batches
 from convbert_jax.data.corpus.corpus import prepare
@@ -47,6 +48,18 @@ def test_prepare_keeps_all_text_and_fills_rows(config, documents, tmp_path, smal
     assert metadata["complete"]
     assert metadata["bytes"] == sum(len(text.encode()) for text in documents)
     assert metadata["unknown_rate"] < 0.01
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece"])
+def test_reading_and_training_the_vocabulary_show_progress(
+    config, change, tmp_path, monkeypatch, caplog, kind
+):
+    monkeypatch.setattr(progress, "LOG_EVERY", 0.001)
+    with caplog.at_level("INFO", "absl"):
+        prepare(change(config, tokenizer={"kind": kind}), tmp_path / "prepared")
+    lines = [message for message in caplog.messages if " left." in message or "so far" in message]
+    said = {line.split()[0] for line in lines}
+    assert said >= {"Reading", "Training", "Tokenizing:"}
 
 
 def test_validation_source(config, change, documents, tmp_path):

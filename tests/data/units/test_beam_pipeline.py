@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from convbert_jax import progress
 from convbert_jax.config import (
     Config,
     DataSection,
@@ -23,7 +24,7 @@ from convbert_jax.data.corpus import preparation
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.parallel import pair_source, parallel_text
 from convbert_jax.data.sources import documents as documents_module
-from convbert_jax.data.units import beam_pipeline, progress
+from convbert_jax.data.units import beam_pipeline
 from convbert_jax.data.units import lock as locks
 from convbert_jax.data.units.work import Work, do_units
 from tests.data.parallel.conftest import make_pairs, write_files

@@ -1,5 +1,8 @@
 """Runs in one process, each with its own folder of compiled programs."""
 
+import os
+import subprocess
+import sys
 import warnings
 
 import jax
@@ -99,3 +102,34 @@ def test_as_many_versions_as_shapes_are_no_news(caplog):
     step.versions = 3
     watch.check(step=20)
     assert "compiled again by step 20 (3 versions now)" in caplog.text
+
+
+# Folds a constant for seconds, for which XLA raises an alarm. The alarm of a slow compile comes
+# from the same C++ file at the same level, but only after two minutes.
+FOLDS = """
+import sys
+import jax, jax.numpy as jnp
+from convbert_jax.training.environment import compilation
+
+def compile(side):
+    def sums():
+        ones = jnp.ones((side, side))
+        return jax.lax.reduce_window(ones, 0.0, jax.lax.add, (9, 9), (1, 1), "SAME")
+    jax.jit(sums).lower().compile()
+
+with compilation.compiling("Compiling"):
+    compile(90)
+print("after", file=sys.stderr, flush=True)
+compile(91)
+"""
+
+
+def test_alarms_of_the_compiler_are_hidden_while_it_compiles_only():
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    result = subprocess.run(
+        [sys.executable, "-c", FOLDS], env=environment, capture_output=True, text=True, check=True
+    )
+    during, after = result.stderr.split("after\n")
+    assert during == ""
+    assert "slow_operation_alarm" in after  # the level is what it was

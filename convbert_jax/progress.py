@@ -1,8 +1,9 @@
-"""What is told while bytes are gone through: how many, how fast, how long yet."""
+"""Progress of long work: a bar or log lines with the time left, or the seconds so far."""
 
 import collections
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -14,7 +15,7 @@ LOG_EVERY = 10  # seconds
 
 @contextlib.contextmanager
 def show_progress(total: int, what: str = "Tokenizing") -> Iterator[Callable[[int], object]]:
-    """Gives a function to call with the bytes done: a bar on a terminal, otherwise log lines."""
+    """Yields a function to call with the bytes done: a bar on a terminal, otherwise log lines."""
     if sys.stderr.isatty():
         with tqdm.tqdm(total=total, unit="B", unit_scale=True, desc=what) as bar:
             yield bar.update
@@ -34,7 +35,26 @@ def show_progress(total: int, what: str = "Tokenizing") -> Iterator[Callable[[in
                 state["done"] / 1e6,
                 total / 1e6,
                 rate / 1e6,
-                (total - state["done"]) / rate,
+                max(0, total - state["done"]) / rate,  # the total may be an estimate
             )
 
     yield advance
+
+
+@contextlib.contextmanager
+def log_seconds(what: str) -> Iterator[None]:
+    """Logs `what` and the seconds so far, every `LOG_EVERY` seconds, while the block runs."""
+    started = time.monotonic()
+    done = threading.Event()
+
+    def log() -> None:
+        while not done.wait(LOG_EVERY):
+            logging.info("%s (%.0f s so far).", what, time.monotonic() - started)
+
+    thread = threading.Thread(target=log, daemon=True, name="progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

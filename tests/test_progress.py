@@ -1,0 +1,31 @@
+"""What is logged while something takes long."""
+
+import time
+
+import pytest
+
+from convbert_jax import progress
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch):
+    monkeypatch.setattr(progress, "LOG_EVERY", 0.02)
+
+
+def test_seconds_are_logged_until_the_block_ends(caplog):
+    with caplog.at_level("INFO", "absl"):
+        with progress.log_seconds("Waiting"):
+            time.sleep(0.2)
+        count = len(caplog.messages)
+        time.sleep(0.1)
+    assert count >= 2
+    assert len(caplog.messages) == count
+    assert all(m.startswith("Waiting (0 s so far)") for m in caplog.messages)
+
+
+def test_work_beyond_an_estimated_total_has_no_time_left(caplog):
+    with caplog.at_level("INFO", "absl"), progress.show_progress(10, "Reading") as advance:
+        time.sleep(0.05)
+        advance(30)
+    (line,) = caplog.messages
+    assert line.endswith(" 0 s left.")
