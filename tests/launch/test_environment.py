@@ -361,4 +361,4 @@ def test_an_active_environment_that_lacks_a_package_is_not_told_to_be_activated(
     monkeypatch.setattr(absent, "_CHECKOUT", checkout)
     monkeypatch.setattr(sys, "prefix", str(checkout / ".venv"))
     with pytest.raises(SystemExit, match=r"requirements\.txt"), absent.told():
-        import no_such_package  # noqa: F401
+        raise ModuleNotFoundError(name="no_such_package")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import jax
 from absl import logging
-from jax._src.lib import utils
+from jax._src.lib import utils  # its log level of C++ is not public
 from jax.experimental.compilation_cache import compilation_cache
 
 from convbert_jax import files, progress
