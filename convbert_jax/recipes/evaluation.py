@@ -64,6 +64,7 @@ def evaluate(
     if step is None and jax.process_count() > 1:  # a run under way may save in between
         step = int(multihost_utils.broadcast_one_to_all(np.int32(workdir.steps()[-1])))
     found = devices.find_devices(config)
+    logging.info("Evaluating on %s.", devices.describe_devices(found))
     mesh = sharding.make_mesh(config.mesh, found)
     prepared.check_batches(config, mesh, training=False)
     config, _ = start.read_start(config, workdir, given)

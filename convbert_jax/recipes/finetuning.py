@@ -31,6 +31,7 @@ from convbert_jax.finetuning.tasks.task import FinetuneTask
 from convbert_jax.inference import finetuned
 from convbert_jax.interop import importing, matching, sources
 from convbert_jax.interop.networks import stack, to_tree
+from convbert_jax.recipes import start
 from convbert_jax.recipes.reports import finetuning_page, run_page
 from convbert_jax.recipes.results import FinetuningResult
 from convbert_jax.training import optimizer, sharding
@@ -60,14 +61,14 @@ def finetune(
     """
     optimizer.check_method(config.optimizer)
     found = devices.find_devices(config)
-    devices.advise_dtype(config, found[0])
     mesh = make_mesh(config, found)
     config, tokenizer, weights = read_start(config, given)
     tasks = open_tasks(config, tokenizer)
     workdir = Workdir(folder)
     alone = jax.process_count() == 1
     with workdir.open(config, writer=jax.process_index() == 0, alone=alone):
-        devices.print_config(config, leave_out=UNREAD)
+        start.log_run(config, workdir, found)
+        devices.advise_dtype(config, found[0])
         programs = Programs(config, devices.compute_dtype(config, found[0]), mesh)
         with jax.set_mesh(mesh):
             try:

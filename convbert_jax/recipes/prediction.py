@@ -11,6 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import jax.numpy as jnp
+from absl import logging
+
 from convbert_jax import links
 from convbert_jax.config import Config, ConfigError
 from convbert_jax.data.inputs import reading
@@ -99,7 +102,7 @@ def _open_model(
         )
     config, params, tokenizer = finetuned.read_finetuned(path, len(texts) or None)
     reads = reading.describe_model_input(config, texts)
-    dtype = devices.compute_dtype(config, devices.find_devices(config)[0])
+    dtype = _choose_dtype(config)
     predictor = finetuned.make_predictor(config, params, tokenizer, dtype)
     return _Opened(config, params, (tokenizer,), reads, predictor.answer, plain=False)
 
@@ -115,11 +118,17 @@ def _open_writer(
             "name a file for them, as --output=FILE.jsonl."
         )
     reads = reading.describe_model_input(config, texts)
-    dtype = devices.compute_dtype(config, devices.find_devices(config)[0])
+    dtype = _choose_dtype(config)
     tokenizers = read_tokenizers(workdir, config)
     _, params = read_mean(workdir, config)
     writer = Writer(config, params, tokenizers, dtype)
     return _Opened(config, params, tokenizers, reads, writer.answer, plain)
+
+
+def _choose_dtype(config: Config) -> jnp.dtype:
+    found = devices.find_devices(config)
+    logging.info("Predicting on %s.", devices.describe_devices(found))
+    return devices.compute_dtype(config, found[0])
 
 
 def _predict(

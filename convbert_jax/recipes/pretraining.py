@@ -95,7 +95,6 @@ def pretrain(
     trackers.check_tracker(config.train.tracker)
     optimizer.check_method(config.optimizer)
     found = devices.find_devices(config)
-    devices.advise_dtype(config, found[0])
     mesh = sharding.make_mesh(config.mesh, found)
     prepared.check_batches(config, mesh)
     workdir = Workdir(folder)
@@ -110,7 +109,8 @@ def pretrain(
     writer = jax.process_index() == 0
     opened = workdir.open(config, writer=writer, alone=jax.process_count() == 1)
     with devices.random_numbers(found), opened:
-        devices.print_config(config, leave_out=_unread(config))
+        start.log_run(config, workdir, found)
+        devices.advise_dtype(config, found[0])
         teaching.bind(workdir, config, teacher, writer=writer)
         if idle := _idle_fields(config):
             logging.info(
@@ -176,9 +176,10 @@ def _tell_of_encoder(config: Config) -> None:
     networks = outline(config)
     if networks["main"].masked:
         logging.info(
-            "The convolutions read no padding. Hugging Face's class reads it: for padded "
-            "batches there, train with --config.model.mask_convolution=false "
-            "--config.data.layout=electra instead."
+            "The convolutions ignore padding; those of an export for transformers, "
+            "sentence-transformers or ONNX read it. If padded batches must give the same outputs "
+            "there, train with --config.model.mask_convolution=false "
+            "--config.data.layout=electra. See docs/weights.md#padded-batches."
         )
     if first := config.objective.masked_lm_steps:
         logging.info(

@@ -1,17 +1,21 @@
 """What a run starts with: its config with what vocabulary and weights tell, and these weights."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+import jax
 from absl import logging
 
 from convbert_jax.config import Config, from_config_dict, to_dict
 from convbert_jax.data.tokenizer.normalization import unresolved
 from convbert_jax.data.tokenizer.tokenizer import follow_file
 from convbert_jax.interop import importing, matching, sources
+from convbert_jax.interop.networks import abstract_params
 from convbert_jax.interop.runs.vocabulary import use_copies
 from convbert_jax.recipes import sequence_start, teaching
 from convbert_jax.recipes.sequence_start import RunWeights
+from convbert_jax.training.environment.devices import describe_devices
+from convbert_jax.training.state import count
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
 
@@ -66,6 +70,22 @@ def _as_begun(config: Config, workdir: Workdir, given: Collection[str]) -> Confi
         fields |= {f"tokenizer.{name}": value for name, value in section.items()}
     fields = {path: value for path, value in fields.items() if path not in given}
     return from_config_dict(to_dict(matching.replace(config, fields)))
+
+
+def log_run(config: Config, workdir: Workdir, found: Sequence[jax.Device]) -> None:
+    """Logs name, recipe, size, folder and devices of a run."""
+    params = abstract_params(config)
+    if config.recipe == "finetune":
+        params = {name: part for name, part in params.items() if name != "head"}  # each task's own
+    logging.info(
+        "Running %s (%s, %s parameters) in %s on %s. All fields: %s.",
+        config.name,
+        config.recipe,
+        f"{count(params):,}",
+        workdir,
+        describe_devices(found),
+        workdir.config,
+    )
 
 
 def fill(config: Config, source: sources.Source | RunWeights) -> Params:

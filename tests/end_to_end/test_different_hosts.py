@@ -94,7 +94,7 @@ def test_another_config(hosts, tmp_path):
 def test_a_signal_during_the_roll_call_is_not_lost(hosts, tmp_path):
     """jax's preemption service once kept it, and the run went on to its end."""
     both = start_both(hosts, tmp_path / "run")
-    assert any("Running on 2 x cpu" in line for line in both[0].stderr)
+    assert any(" on 2 x cpu" in line for line in both[0].stderr)
     both[0].send_signal(signal.SIGTERM)
     first, second = finish(*both)
     assert first.returncode == 75, first.stderr

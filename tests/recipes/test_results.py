@@ -18,10 +18,11 @@ import convbert_jax
 from convbert_jax import command_line, interrupts, recipes
 from convbert_jax.config import Config, UserError, to_dict
 from convbert_jax.interop.matching import replace
+from convbert_jax.interop.networks import abstract_params
 from convbert_jax.interop.runs.vocabulary import read_tokenizer
 from convbert_jax.recipes import prediction, prepared, pretraining
 from convbert_jax.recipes.reports import pretraining_page
-from convbert_jax.training.environment import signals
+from convbert_jax.training.environment import devices, signals
 from convbert_jax.training.rollback import LossGuard, TrainingError
 from convbert_jax.workdir import Workdir
 from tests.html_page.parsed import Page
@@ -49,6 +50,27 @@ def test_a_finished_run_returns_what_it_holds(pretrained, pretraining_config):
     again = recipes.pretrain(pretraining_config, pretrained.folder)
     assert again.metrics == pretrained.metrics
     assert again.evaluation == pytest.approx(pretrained.evaluation, nan_ok=True)
+
+
+def test_a_run_begins_with_one_line(
+    pretrained, pretraining_config, finetuned, finetuning_config, caplog
+):
+    """Its fields are in config.json; they were 1,000 characters a section on the screen."""
+    device = devices.describe_devices(jax.devices()[:1])
+    for start, config, run in (
+        (recipes.pretrain, pretraining_config, pretrained),
+        (recipes.finetune, finetuning_config, finetuned),
+    ):
+        caplog.clear()
+        with caplog.at_level("INFO", "absl"):
+            start(config, run.folder)
+        shapes = abstract_params(Workdir(run.folder).read_config())
+        shapes.pop("head", None)  # each task has its own
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+        facts = (config.name, config.recipe, f"{count:,}", str(run.folder / "config.json"), device)
+        ours = [r.getMessage() for r in caplog.records if "convbert_jax" in r.pathname]
+        assert sum(all(fact in line for fact in facts) for line in ours) == 1, ours
+        assert max(map(len, ours)) < 400
 
 
 def test_evaluation_gives_what_training_logged(pretrained, pretraining_config, tmp_path):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
-from convbert_jax.config import Config, ConfigError, describe_fields
+from convbert_jax.config import Config, ConfigError
 from convbert_jax.config.implementations import ATTENTIONS, CONVOLUTIONS
 from convbert_jax.machine import processor
 from convbert_jax.machine.packages import installed, unmet
@@ -89,7 +89,6 @@ def find_devices(config: Config) -> list[jax.Device]:
     devices = look_for_devices()
     found = devices[0]
     check_devices(config, found)
-    logging.info("Running on %s.", describe_devices(devices))
     return devices
 
 
@@ -120,9 +119,3 @@ def compute_dtype(config: Config, device: jax.Device) -> jnp.dtype:
     if config.compute_dtype == "auto":
         return jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
     return jnp.dtype(config.compute_dtype)
-
-
-def print_config(config: Config, leave_out: Sequence[str] = ()) -> None:
-    """Logs every field, as `describe_fields` gives them."""
-    for line in describe_fields(config, leave_out):
-        logging.info("%s", line)
