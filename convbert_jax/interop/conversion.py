@@ -27,6 +27,7 @@ from convbert_jax.workdir import Workdir
 
 _FORMS = ("huggingface", "tensorflow1", "stablehlo")
 _EXAMPLES = 50
+_ABOUT_PADDING = "See docs/weights.md#padded-batches."
 
 
 def export(
@@ -162,10 +163,8 @@ def _write(
     replace_folder(output, write, source=str(_place(source)), mask_convolution=masked)
     logging.info("Wrote %s.", output)
     if form == "tensorflow1" and main.masked:
-        logging.warning(
-            "The official code reads padding in its convolution, this model was trained not to: "
-            "the same numbers come out of rows without padding only."
-        )
+        padding = certificate.describe_padding(main, "the official TensorFlow code")
+        logging.warning("%s %s", padding, _ABOUT_PADDING)
     return output
 
 
@@ -208,6 +207,7 @@ def write_huggingface(
       ConversionError, ParityError: as `export`.
     """
     check_expressible(networks)
+    warnings = []
 
     def write(folder: Path) -> None:
         for name, network in networks.items():
@@ -225,6 +225,8 @@ def write_huggingface(
             proof = certificate.certify(place, network, name, compare=compare, texts=texts)
             for line in proof.lines():
                 logging.info("%s: %s", role, line)
+            if proof.padding:
+                warnings.append(proof.padding)
             card = model_card.write_card(
                 network,
                 title=f"{title}, {role}",
@@ -236,6 +238,8 @@ def write_huggingface(
 
     replace_folder(output, write, source=str(_place(source)) if source else "")
     logging.info("Wrote %s.", output)
+    if compare and warnings:  # the main network's; the same holds for the generator
+        logging.warning("%s %s", warnings[0], _ABOUT_PADDING)
     return output
 
 

@@ -13,7 +13,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from convbert_jax.config import Config, EmbeddingsConfig, EncoderConfig, LayerConfig, UserError
+from convbert_jax.config import (
+    Config,
+    EmbeddingsConfig,
+    EncoderConfig,
+    LayerConfig,
+    UserError,
+    mixers,
+)
 from convbert_jax.interop.huggingface import finetuned_heads
 from convbert_jax.interop.tables import READ_PADDING
 from convbert_jax.models import pretraining, sequences
@@ -61,6 +68,19 @@ class Network:
     def masked(self) -> bool:
         """Whether it does not read padding, where the classes of its family do."""
         return self.family in READ_PADDING and not self.encoder.reads_padding
+
+    def with_masking(self, masked: bool) -> "Network":
+        """The same weights with convolutions that ignore padding, or read it."""
+        stages = tuple(
+            dataclasses.replace(
+                stage,
+                layer=dataclasses.replace(
+                    stage.layer, mixer=mixers.change(stage.layer.mixer, mask_convolution=masked)
+                ),
+            )
+            for stage in self.encoder.stages
+        )
+        return dataclasses.replace(self, encoder=dataclasses.replace(self.encoder, stages=stages))
 
     def has(self, head: str) -> bool:
         return any(path.startswith(f"{head}/") for path in self.parameters)

@@ -10,7 +10,7 @@ from typing import Any
 from absl import logging
 
 from convbert_jax import files
-from convbert_jax.config import Config, TokenizerSection, mixers, to_text
+from convbert_jax.config import Config, TokenizerSection, to_text
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.interop import mark, matching
 from convbert_jax.interop.claims import check_finite, shown
@@ -231,20 +231,7 @@ def _with_masking(networks: Mapping[str, Network], folder: Path) -> Mapping[str,
             f"{folder / mark.FILE} has mask_convolution={shown(masked)}, not true or false."
         )
 
-    def change(network):
-        stages = tuple(
-            dataclasses.replace(
-                stage,
-                layer=dataclasses.replace(
-                    stage.layer, mixer=mixers.change(stage.layer.mixer, mask_convolution=masked)
-                ),
-            )
-            for stage in network.encoder.stages
-        )
-        encoder = dataclasses.replace(network.encoder, stages=stages)
-        return dataclasses.replace(network, encoder=encoder)
-
-    return {name: change(network) for name, network in networks.items()}
+    return {name: network.with_masking(masked) for name, network in networks.items()}
 
 
 def _describe_vocabulary(folder: Path) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def write_card(
         'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
         f'model = {_auto_class(name)}.from_pretrained("FOLDER")\n```',
         *_say(network, name),
+        *([certificate.padding] if certificate.padding else []),
         *notes,
         "## Parity\n\n" + "\n".join(f"- {line}" for line in certificate.lines()),
     ]
@@ -78,12 +79,6 @@ def _say(network: Network, name: str) -> list[str]:
         said.append(
             "There is no pooler: `AutoModel` starts one and reports it as MISSING; use "
             "`last_hidden_state`, or pass `add_pooling_layer=False` to `BertModel`."
-        )
-    if network.masked:
-        said.append(
-            "Trained with a convolution that does not read padding (`mask_convolution` in "
-            "config.json). Hugging Face's class does read it: without padding both give the same "
-            "numbers, with padding they do not."
         )
     if network.encoder.reads_padding:
         said.append(

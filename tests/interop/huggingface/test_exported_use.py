@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import re
 
 import numpy as np
@@ -12,11 +13,12 @@ from convbert_jax.data.tasks.labelled_text import Example
 from convbert_jax.files import DamagedFileError
 from convbert_jax.inference import finetuned
 from convbert_jax.inference.predictor import Predictor
-from convbert_jax.interop import certificate, conversion
+from convbert_jax.interop import certificate, conversion, networks
 from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.networks import ConversionError
-from tests.interop.conftest import random_network, with_head
+from tests.interop.conftest import random_network, random_params, with_head
 
+REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
 PAIR = {"texts": 2, "columns": ["premise", "hypothesis"], "labels": ["no", "maybe", "yes"]}
 NUMBER = {"kind": "regression", "labels": ["degree"], "scale": 5.0, "columns": ["said"]}
 TEXTS = {"pair": ("bar gest", "dend"), "number": ("bar gest dend",)}
@@ -188,7 +190,7 @@ def test_card_and_log_tell_the_changed_labels(make_run, tmp_path, caplog):
     (run / "predictions" / "validation.jsonl").write_text(lines)
     with caplog.at_level("INFO"):
         folder = conversion.export(run, output=tmp_path / "a")
-    said = re.compile(r"Of 3 predictions for real text in one padded batch \d change with it")
+    said = re.compile(r"\d of 3 predictions for real text change")
     assert said.search(caplog.text)
     assert said.search((folder / "README.md").read_text())
     (run / "predictions" / "validation.jsonl").write_text(lines + '{"texts"')
@@ -196,10 +198,30 @@ def test_card_and_log_tell_the_changed_labels(make_run, tmp_path, caplog):
         conversion.export(run, output=tmp_path / "b")
 
 
-def test_without_pytorch_the_decision_is_told_too(make_run, tmp_path, caplog, monkeypatch):
+@pytest.mark.parametrize("form", ["huggingface", "tensorflow1"])
+def test_an_export_ends_with_one_warning_about_padding(
+    make_run, tmp_path, caplog, monkeypatch, form
+):
+    """With the measured difference and a page, with PyTorch or without."""
     monkeypatch.setattr(certificate, "pytorch_is_there", lambda: False)
-    run, _ = make_run(recipe="finetune", outputs=NUMBER, mask_convolution=True)
-    with caplog.at_level("INFO"):
-        folder = conversion.export(run, output=tmp_path / "a")
-    for said in (caplog.text, (folder / "README.md").read_text()):
-        assert "train with config.model.mask_convolution=false and config.data.layout" in said
+    run, config = make_run(mask_convolution=True)
+    with caplog.at_level("INFO", "absl"):
+        folder = conversion.export(run, output=tmp_path / "a", form=form)
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert caplog.messages[-1] == warnings[0]
+    assert sum("padding" in message for message in caplog.messages) == 1
+    network = networks.split(config, random_params(config))["main"]
+    assert f"{certificate.measure_padding(network):.1e}" in warnings[0]
+    page, _, heading = re.search(r"(docs/\S+\.md)(#)([\w-]+)", warnings[0]).groups()
+    text = (REPOSITORY / page).read_text().lower()
+    assert f"\n## {heading.replace('-', ' ')}\n" in text
+    if form == "huggingface":
+        assert warnings[0].partition(" See ")[0] in (folder / "README.md").read_text()
+
+
+def test_an_export_that_is_exact_under_padding_warns_of_nothing(make_run, tmp_path, caplog):
+    run, _ = make_run(mask_convolution=False)
+    with caplog.at_level("WARNING", "absl"):
+        conversion.export(run, output=tmp_path / "a")
+    assert caplog.messages == []

@@ -279,7 +279,7 @@ def test_loads_without_surprises(tmp_path, caplog, family, name):
     assert bool(caplog.records) == bool(allowed)  # the report of these keys and nothing else
     proof = certificate.certify(folder, network, name)
     assert max(proof.differences.values()) < 1e-5
-    assert proof.padding is None
+    assert proof.padding == ""
 
 
 def test_the_certificate_of_a_masked_convolution(tmp_path):
@@ -287,9 +287,15 @@ def test_the_certificate_of_a_masked_convolution(tmp_path):
     huggingface.write_network(tmp_path / "it", network, pad_id=0)
     proof = certificate.certify(tmp_path / "it", network)
     assert max(proof.differences.values()) < 1e-5
-    assert proof.padding > 1e-3
-    assert any("Their convolutions read padding" in line for line in proof.lines())
     assert proof.parameters == len(network.parameters)
+    tokens, mask, types = certificate.sample_inputs(network)
+    ours = certificate.our_outputs(network, tokens, mask, types)
+    theirs = certificate.pytorch_outputs(tmp_path / "it", network, tokens, mask, types)
+    real = mask.astype(bool)
+    moved = max(np.abs(ours[output] - theirs[output])[real].max() for output in ours)
+    assert moved > 1e-3
+    assert certificate.measure_padding(network) == pytest.approx(moved, rel=1e-3)
+    assert f"{moved:.1e}" in proof.padding
 
 
 def test_a_wrong_weight_is_no_parity(tmp_path, monkeypatch):
@@ -348,7 +354,7 @@ def test_pickled_weights(tmp_path):
     file = folder / "pytorch_model.bin"
     torch.save({name: torch.tensor(array) for name, array in tensors.items()}, file)
     assert_same(network, huggingface.read_folder(folder).networks["main"])
-    torch.save({"evil": certificate.Certificate("", "", {}, None, 0)}, file)
+    torch.save({"evil": certificate.Certificate("", "", {}, 0)}, file)
     with pytest.raises(networks.ConversionError, match="cannot be read safely"):
         huggingface.read_folder(folder)
     file.write_bytes(file.read_bytes()[:300])
