@@ -65,7 +65,7 @@ FORMAT = flags.DEFINE_enum("format", "huggingface", FORMATS, "What --mode=export
 TOPOLOGY = flags.DEFINE_string(
     "topology",
     None,
-    "What --mode=plan is for: a TPU slice, as v5e:4x4 or v5p:4x4x4, gpu:h100x8, or cpu (here).",
+    "What --mode=plan is for: a TPU slice (v5e:4x4, v5e-16, v5p:4x4x4), gpu:h100x8 or cpu (here).",
 )
 LARGEST_BATCH = flags.DEFINE_boolean(
     "largest_batch", False, "Whether --mode=plan looks for it, by up to four more plans."

@@ -13,8 +13,9 @@ import pytest
 import convbert_jax
 from convbert_jax.analysis import arithmetic_plan, planned
 from convbert_jax.analysis.tpu import chips, plan, plan_text
+from convbert_jax.analysis.tpu.chips import CHIPS, count_chips, list_slices
 from convbert_jax.analysis.tpu.collectives import BETWEEN_SLICES, Collective
-from convbert_jax.analysis.tpu.topology import Topology, open_topology
+from convbert_jax.analysis.tpu.topology import Topology, expand_name, open_topology
 from convbert_jax.config import ConfigError
 
 GIB = 2**30
@@ -243,8 +244,48 @@ def test_the_compilers_word_for_too_much_memory(message, bytes_):
      "v5p:2x0x2"],  # a side of nothing would end the whole process in the compiler
 )  # fmt: skip
 def test_a_name_that_is_no_slice_is_refused(name):
-    with pytest.raises(ConfigError, match=r"is no TPU slice; name one as .*v5e:4x4"):
+    with pytest.raises(ConfigError, match=r"v5e:4x4"):
         open_topology(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "expanded"),
+    [
+        ("v5e-1", "v5e:1x1"),
+        ("v5e-8", "v5e:2x4"),
+        ("v5e-16", "v5e:4x4"),
+        ("v5litepod-16", "v5e:4x4"),
+        ("2xv5e-256", "2xv5e:16x16"),
+        ("v6e-32", "v6e:4x8"),
+        ("v4-8", "v4:2x2x1"),  # cores, two a chip
+        ("v4-512", "v4:4x8x8"),  # not 4x4x16
+        ("v5p-128", "v5p:4x4x4"),
+        ("v5p-384", "v5p:4x4x12"),
+        ("tpu7x-8", "tpu7x:2x2x1"),
+        ("v5e:4x4", "v5e:4x4"),
+        ("gpu-8", "gpu-8"),
+    ],
+)
+def test_names_that_count_chips_or_cores(name, expanded):
+    assert expand_name(name) == expanded
+
+
+@pytest.mark.parametrize("name", ["v5e-12", "v5e-0", "v5e-512", "v4-4", "v5p-20", "3xv6e-3"])
+def test_a_number_of_chips_that_no_slice_has_names_those_that_exist(name):
+    with pytest.raises(ConfigError) as error:
+        expand_name(name)
+    kind = name.removeprefix("3x").partition("-")[0]
+    for known, expanded in list_slices(kind).items():
+        assert known in str(error.value)
+        assert expand_name(known) == expanded
+    assert f"--topology={name}" in str(error.value)
+
+
+def test_slices_have_the_chips_that_their_names_count():
+    for kind in CHIPS:
+        cores = 2 if kind in ("v4", "v5p", "tpu7x") else 1
+        for name, expanded in list_slices(kind).items():
+            assert int(name.partition("-")[2]) == cores * count_chips(expanded)
 
 
 @pytest.mark.parametrize(

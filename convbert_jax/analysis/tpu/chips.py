@@ -81,3 +81,25 @@ def chip(target: str) -> Chip:
 def count_chips(topology: str) -> int:
     """Of a slice with a name like "v5e:4x4"."""
     return math.prod(int(side) for side in topology.partition(":")[2].split("x"))
+
+
+# Google's names of slices with a number, "v5litepod-16": chips, or cores of two a chip.
+_CORES = {"v4": 2, "v5p": 2, "tpu7x": 2}
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_SMALL_BOXES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
+_SIDES = range(4, 25, 4)  # of larger boxes
+
+
+def list_slices(kind: str) -> dict[str, str]:
+    """Slices of a kind of chip by Google's names: {"v4-8": "v4:2x2x1", …}, ascending.
+
+    Where several boxes have one number of chips, the name means the one nearest to a cube.
+    """
+    shapes = list(_FLAT)
+    if CHIPS[kind].topology.partition(":")[2].count("x") == 2:
+        boxes = [(a, b, c) for a in _SIDES for b in _SIDES for c in _SIDES if a <= b <= c]
+        shapes = [*_SMALL_BOXES, *("x".join(map(str, box)) for box in sorted(boxes, key=sum))]
+    found: dict[int, str] = {}
+    for shape in shapes:
+        found.setdefault(count_chips(f"{kind}:{shape}"), f"{kind}:{shape}")
+    return {f"{kind}-{_CORES.get(kind, 1) * chips}": found[chips] for chips in sorted(found)}

@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from convbert_jax.analysis.tpu.chips import CHIPS, Chip, count_chips
+from convbert_jax.analysis.tpu.chips import CHIPS, Chip, count_chips, list_slices
 from convbert_jax.config import ConfigError
 
-_EXAMPLES = "v4:4x4x4, v5e:4x4, v5e:16x16, v5p:4x4x4, v6e:16x16, tpu7x:4x4x4 or 2xv5e:16x16"
+_EXAMPLES = "v4:4x4x4, v5e:4x4, v5e-16, v5p:4x4x4, v6e:16x16, tpu7x:4x4x4 or 2xv5e:16x16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +31,16 @@ class Topology:
 
 
 def open_topology(name: str) -> Topology:
-    """The devices of slices, by their name; needs libtpu and no TPU.
+    """The devices of slices, by a name as `expand_name` takes it; needs libtpu and no TPU.
 
     Raises:
       ConfigError: no such slice, or no compiler for it here.
     """
+    name = expand_name(name)
     count, of_one = re.fullmatch(r"(?:([1-9]\d{0,2})x)?(.*)", name, re.DOTALL).groups()
     kind, _, sides = of_one.partition(":")
     if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sides):
-        raise ConfigError(f"--topology={name} is no TPU slice; name one as {_EXAMPLES}.")
+        raise ConfigError(f"--topology={name} is not a TPU slice. Name one as {_EXAMPLES}.")
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
             f"--topology={name} needs the TPU compiler, which needs no TPU: pip install libtpu."
@@ -53,6 +54,29 @@ def open_topology(name: str) -> Topology:
             f"{sides}; name one as {_EXAMPLES}."
         ) from error
     return Topology(name, CHIPS[kind], slices * count_chips(of_one), devices, slices)
+
+
+def expand_name(name: str) -> str:
+    """The name with its shape: "v5e:4x4" of "v5e-16" or "v5litepod-16", "2xv4:2x2x1" of "2xv4-8",
+    where v4, v5p and tpu7x count cores, as Google's names do; other names are returned unchanged.
+
+    Raises:
+      ConfigError: no slice of that kind has this size.
+    """
+    found = re.fullmatch(r"((?:[1-9]\d{0,2}x)?)(\w+)-(\d+)", name, re.ASCII)
+    if not found:
+        return name
+    slices, kind, size = found.groups()
+    kind = {"v5litepod": "v5e"}.get(kind, kind)
+    if kind not in CHIPS:
+        return name
+    known = list_slices(kind)
+    if f"{kind}-{size}" not in known:
+        raise ConfigError(
+            f"--topology={name} does not exist. Choose one of: {', '.join(known)}; or name a "
+            f"shape, such as {known[min(known, key=len)]}."
+        )
+    return slices + known[f"{kind}-{size}"]
 
 
 def make_devices(name: str, slices: int = 1) -> Sequence[Any]:
