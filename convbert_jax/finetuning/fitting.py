@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ from convbert_jax.training.task import Params
 
 _IN_FLIGHT = 4  # steps that are given to the device before the host waits
 _LOG_EVERY = 30.0  # seconds between lines where there is no terminal
+_TIMED_SECONDS = 5.0  # of steps, before a time left is named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,8 @@ def fit(
     per_step, stopped = config.finetune.batch_size * len(seeds), None
     watchdog = Watchdog(config.train.hang_seconds)
     with StopSignals() as stop, watchdog.watching():
-        for length, index in _report(batches, steps, title, per_step, done):
+        mean_length = _mean_length(task, config)
+        for length, index in _report(batches, steps, title, per_step, mean_length, done):
             index = index if vectorized else index[0]
             batch = sharding.put_whole_batch(task.train.batch(index, length), program.rows)
             state, _, vitals = watchdog.call(
@@ -209,7 +211,10 @@ def evaluate(
       title: of the progress that is shown; None shows none.
     """
     batches = evaluation_batches(rows.lengths, buckets, batch_size)
-    shown = _report(batches, len(batches), title, batch_size) if title else batches
+    shown = batches
+    if title:
+        mean_length = float(np.mean([length for length, _ in batches]))
+        shown = _report(batches, len(batches), title, batch_size, mean_length)
     running = ((index, run(rows.batch(index, length))) for length, index in shown)
     states: list[Any] = []
     for index, found in fetch(running, ahead=2):
@@ -282,11 +287,31 @@ def _batches(
         epoch += 1
 
 
-def _report(batches, steps: int, title: str, examples: int, done: int = 0):
+def _mean_length(task: FinetuneTask, config: Config) -> float:
+    """Padded tokens of a training row."""
+    f = config.finetune
+    if f.release_batches:
+        return f.length
+    batches = epoch_batches(task.train.lengths, buckets_of(config), f.batch_size, seed=0, epoch=0)
+    return float(np.mean([length for length, _ in batches]))  # the same in each epoch
+
+
+def _report(
+    batches: Iterable[tuple[int, np.ndarray]],
+    steps: int,
+    title: str,
+    examples: int,
+    mean_length: float,
+    done: int = 0,
+):
     """The batches, with a bar on a terminal; elsewhere a line now and then if it takes long.
+
+    The time left takes the cost of a step as proportional to the length of its rows. Compilation
+    is left out.
 
     Args:
       examples: of a batch, of all runs.
+      mean_length: of the rows of all `steps` batches.
       done: steps that an earlier start did; `batches` has the others.
     """
     if jax.process_index() != 0:
@@ -296,18 +321,20 @@ def _report(batches, steps: int, title: str, examples: int, done: int = 0):
         batches, total=steps, initial=done, desc=title, unit="step", leave=False, disable=None
     )
     logged = before = time.perf_counter()
-    # The first step of each length is left out, it is compiled; and the first few after it, which
-    # only join the queue of the device.
-    timed, seconds = -_IN_FLIGHT, 0.0
-    lengths, length = set(), None
+    seconds, timed, tokens, tokens_left = 0.0, 0, 0, mean_length * (steps - done)
+    queue, compiled, length = deque(), {0}, 0  # 0: before the first step
     for number, batch in enumerate(bar):
         now = time.perf_counter()
-        if length in lengths:
-            timed += 1
-            seconds += now - before if timed > 0 else 0.0
-        lengths.add(length)
+        tokens_left -= length
+        if length not in compiled:  # it was compiled and waited for, so the queue is empty
+            compiled.add(length)
+            queue.clear()
+        else:
+            queue.append(length)
+            if len(queue) > _IN_FLIGHT:  # the host waited for the first of the queue
+                timed, tokens, seconds = timed + 1, tokens + queue.popleft(), seconds + now - before
         length, before = batch[0], now
-        if bar.disable and timed > _IN_FLIGHT and now - logged > _LOG_EVERY:
+        if bar.disable and seconds > _TIMED_SECONDS and now - logged > _LOG_EVERY:
             logged = now
             logging.info(
                 "%s: step %d/%d, %.0f examples/s, %s left.",
@@ -315,7 +342,7 @@ def _report(batches, steps: int, title: str, examples: int, done: int = 0):
                 done + number,
                 steps,
                 examples * timed / seconds,
-                format_seconds(seconds / timed * (steps - done - number)),
+                format_seconds(seconds / tokens * max(tokens_left + sum(queue), 0)),
             )
         yield batch
 

@@ -1,5 +1,6 @@
 """Runs: alone and together, whole and partial batches, one program for each shape, the recipes."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -245,19 +246,32 @@ def test_a_step_that_hangs_is_noticed(hangs, toy, monkeypatch):
     assert told == [True]
 
 
-def test_time_left_does_not_count_compilation(monkeypatch, caplog):
-    """The first step of each length takes a minute of compiling, the others a second; the first of
-    these return at once, as the device has them in its queue.
+@pytest.mark.parametrize("order", ["shuffled", "by length"])
+@pytest.mark.parametrize("compiling", [0.0, 60.0])
+def test_the_time_left_is_right_from_the_first_line_on(monkeypatch, order, compiling):
+    """Without what is compiled: after each compilation steps only join the queue of the device,
+    and longer rows take longer.
     """
-    clock, seen, waiting = [0.0], set(), []
-    monkeypatch.setattr(fitting.time, "perf_counter", lambda: clock[0])
-    batches = [(length, None) for length in (64, 128) for _ in range(40)]
-    with caplog.at_level("INFO"):
-        for length, _ in fitting._report(iter(batches), 80, "toy", examples=32):
-            queued = len(waiting) < fitting._IN_FLIGHT and length in seen
-            clock[0] += 0.0 if queued else 1.0 if length in seen else 60.0
-            waiting += [length] * queued
-            seen.add(length)
-    found = re.findall(r"step (\d+)/80, 32 examples/s, (\d+) s left", caplog.text)
-    assert len(found) >= 2
-    assert all(int(step) + int(left) == 80 for step, left in found)
+    lengths = np.random.default_rng(0).permutation([32] * 60 + [64] * 60 + [128] * 60)
+    if order == "by length":  # as rows are evaluated
+        lengths = np.sort(lengths)
+    now, end, waiting, compiled, lines = 0.0, 0.0, collections.deque(), set(), []
+    monkeypatch.setattr(fitting.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(
+        fitting.logging, "info", lambda *line: lines.append((now, len(compiled), line))
+    )
+    batches = ((length, None) for length in lengths)
+    for length, _ in fitting._report(batches, 180, "toy", 32, float(lengths.mean())):
+        if length not in compiled:  # and waited for
+            compiled.add(length)
+            now = end = max(now, end) + compiling + length / 32
+        else:
+            end = max(now, end) + length / 32
+        waiting.append(end)
+        if len(waiting) > fitting._IN_FLIGHT:
+            now = max(now, waiting.popleft())
+    assert len(lines) >= 3
+    for at, count, (text, *values) in lines:
+        minutes = re.search(r"(\d+) (s|min) left", text % tuple(values))
+        left = int(minutes[1]) * {"s": 1, "min": 60}[minutes[2]]
+        assert left == pytest.approx(end - at - compiling * (3 - count), rel=0.15, abs=31)
