@@ -64,7 +64,7 @@ def main() -> None:
             from convbert_jax.sweeps import describe
 
             sweep = explorer.sweep if explorer else request.sweep
-            print(describe.describe(sweep, cells, request.folder))
+            print(describe.describe(sweep, cells, request.folder, request.topology, request.price))
             return
         failed = 0 if request.do == "report" else _run(request, cells, explorer, new, gone)
         from convbert_jax.analysis import sweep_report

@@ -14,7 +14,7 @@ from convbert_jax.training.task import Params
 # Chips to name a time for, by a part of `device_kind`; at a share of their peak that large runs of
 # such models reach (docs/pretraining.md), not one that was measured here.
 _CHIPS = ("TPU v4", "TPU v5e", "TPU v6e", "A100", "H100")
-_REACHED = 0.3
+REACHED = 0.3
 _PLANS = (
     "With activations, and the time of a step: --mode=plan --topology=cpu (this machine), "
     "gpu:h100x1 or v5e:2x2."
@@ -96,9 +96,9 @@ def _describe_run(config: Config) -> list[str]:
         return lines
     lines += [
         "",
-        f"one chip, if it reached {_REACHED:.0%} of its peak (arithmetic, not a measurement):",
+        f"one chip, if it reached {REACHED:.0%} of its peak (arithmetic, not a measurement):",
     ]
-    rates = {chip: flops.PEAK_FLOPS[chip] * _REACHED for chip in _CHIPS}
+    rates = {chip: flops.PEAK_FLOPS[chip] * REACHED for chip in _CHIPS}
     return lines + [
         f"  {chip:<26}{spell_time(total / rate)}, {tokens * rate / work:,.0f} tokens/s"
         for chip, rate in rates.items()

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import jax
 
-from convbert_jax.analysis import flops, overview
+from convbert_jax.analysis import arithmetic_plan, flops, overview
+from convbert_jax.analysis.tpu.chips import CHIPS, count_chips
+from convbert_jax.analysis.tpu.topology import expand_name, read_shape
 from convbert_jax.config import Config, to_text
 from convbert_jax.interop import networks
 from convbert_jax.sweeps.cells import PRETRAIN, Cell
@@ -51,8 +53,22 @@ def describe_changes(row: Row, cell: Cell) -> str:
     return " ".join(f"{path}={to_text(value)}" for path, value in changes.items())
 
 
-def describe(sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> str:
-    """A line for each row and stage, with the state of its cells; then what all cost together."""
+def describe(
+    sweep: Sweep,
+    cells: Sequence[Cell],
+    folder: Folder,
+    topology: str = "cpu",
+    price: float | None = None,
+) -> str:
+    """A line for each row and stage, with the state of its cells; then what all cost together.
+
+    Args:
+      topology: the devices of a runner, as --mode=plan takes them.
+      price: of an hour of one chip, in any currency.
+
+    Raises:
+      ConfigError: no such devices.
+    """
     groups: dict[tuple[str, str], list[Cell]] = collections.defaultdict(list)
     for cell in cells:
         groups[cell.row, cell.stage].append(cell)
@@ -96,9 +112,44 @@ def describe(sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> str:
                 if tokens
                 else "."
             ),
+            *([_describe_time(total, cells[0].config, topology, price)] if total > 0 else []),
             f"Compared with: {sweep.compared_with}. Folder: {folder}.",
         ]
     )
+
+
+def _describe_time(total: float, config: Config, topology: str, price: float | None) -> str:
+    """Time and cost of pre-training of `total` FLOPs, a sentence each."""
+    chips, best, worst, basis = _read_speed(topology, config)
+    times = total / best, total / worst
+    text = (
+        f"Pre-training takes {overview.spell_range(*times)} on {topology}, one cell after another, "
+        f"if it reaches {basis} (arithmetic, without evaluations and fine-tuning)."
+    )
+    if price is None:
+        return text
+    costs = dict.fromkeys(f"{time / 3600 * chips * price:,.2f}" for time in times)
+    return f"{text} At {price:g} for a chip and hour it costs {' to '.join(costs)}."
+
+
+def _read_speed(topology: str, config: Config) -> tuple[int, float, float, str]:
+    """(chips that are paid for, FLOP/s at best, at worst, what they rest on)."""
+    if topology == "cpu":
+        rows = config.train.batch_size * config.data.length // config.train.accumulation
+        cpu = arithmetic_plan.this_cpu(rows, config.model.hidden_size, config.model.ffn_size)
+        low, high = cpu.reached
+        basis = f"{low:.0%} to {high:.0%} of {cpu.peak / 1e9:,.0f} GFLOP/s, measured just now"
+        return 1, high * cpu.peak, low * cpu.peak, basis
+    if arithmetic_plan.is_counted(topology):
+        gpus = arithmetic_plan.read_gpus(topology)
+        chips, peak = gpus.count, gpus.count * gpus.peak
+    else:
+        slices, name = read_shape(expand_name(topology))
+        kind = name.partition(":")[0]
+        chips = slices * count_chips(name)
+        peak = chips * CHIPS[kind].flops_per_second * (2 if kind == "tpu7x" else 1)
+    speed = overview.REACHED * peak
+    return chips, speed, speed, f"{overview.REACHED:.0%} of its peak"
 
 
 def _state(folder: Folder, cell: Cell) -> str:

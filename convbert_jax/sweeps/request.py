@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -28,6 +29,7 @@ class Request:
         to write what there is.
       arguments: of launch/sweep.py, with which a runner elsewhere does the same.
       runners, sbatch: how many are submitted, and what sbatch is told of their machines.
+      topology, price: of a plan, see `describe.describe`.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Request:
     arguments: tuple[str, ...] = ()
     runners: int = 0
     sbatch: Mapping[str, str | bool] = dataclasses.field(default_factory=dict)
+    topology: str = "cpu"
+    price: float | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,10 +100,16 @@ def read(argv: Sequence[str], description: str = "") -> Request:
         arguments=(*_to_arguments(flags, folder), *overrides.to_flags(changed)),
         runners=flags.slurm or 0,
         sbatch={} if flags.slurm is None else submission.read_options(flags.sbatch),
+        topology=flags.topology or "cpu",
+        price=flags.price,
     )
 
 
 def _what_to_do(flags: argparse.Namespace) -> str:
+    if not flags.plan and (flags.topology or flags.price is not None):
+        raise ConfigError("--topology and --price are of --plan; add --plan, or leave them out.")
+    if flags.price is not None and not 0 <= flags.price < math.inf:
+        raise ConfigError(f"--price={flags.price} must be a number from 0, as --price=1.2.")
     if flags.slurm is None:
         if flags.sbatch:
             raise ConfigError("--sbatch is of --slurm; add --slurm=N, the number of runners.")
@@ -153,9 +163,12 @@ def _parser(description: str) -> _Parser:
     )
     do = parser.add_mutually_exclusive_group()
     add = do.add_argument
-    add("--plan", action="store_true", help="print the cells and what they cost, run nothing")
+    add("--plan", action="store_true", help="print the cells, time and cost, run nothing")
     add("--report", action="store_true", help="write the report of what there is, run nothing")
     add("--slurm", type=int, metavar="N", help="put N runners into the queue of a Slurm cluster")
+    add = parser.add_argument
+    add("--topology", metavar="DEVICES", help="of --plan: v5e-16, gpu:h100x8; default cpu (here)")
+    add("--price", type=float, help="of --plan: of an hour of one chip, to print the cost")
     parser.add_argument(
         "--sbatch",
         default="",

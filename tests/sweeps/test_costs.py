@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from convbert_jax import config_files
-from convbert_jax.analysis import flops
+from convbert_jax.analysis import arithmetic_plan, flops, overview
 from convbert_jax.config import to_dict
 from convbert_jax.interop import matching
 from convbert_jax.sweeps import Row, Sweep, SweepError
@@ -87,7 +87,8 @@ def test_mixers_that_translate_have_about_equal_parameters(folder, tmp_path, siz
         assert count == pytest.approx(counts["attention"], rel=0.03), counts
 
 
-def test_the_plan_says_what_cells_cost(folder):
+def test_the_plan_says_what_cells_cost(folder, monkeypatch):
+    monkeypatch.setattr(arithmetic_plan, "_measure_products", lambda *_: 1e11)
     cells = expand(TABLE, folder)
     folder.write(Record(cells[0].id, FINISHED, to_dict(cells[0].config), ("main",)))
     text = describe(TABLE, cells, folder)
@@ -96,6 +97,33 @@ def test_the_plan_says_what_cells_cost(folder):
     assert line.split()[:4] == ["attention", "pretrain", "1,421,825", "1.64e+06"]
     assert "1 finished, 1 new" in line
     assert "4 cells: 2 rows x seeds (0, 1); " in text
+
+
+@pytest.mark.parametrize(
+    ("topology", "chips", "peak"),
+    [
+        ("v5e-16", 16, 16 * 197e12),
+        ("v5e:4x4", 16, 16 * 197e12),
+        ("2xv4-8", 8, 8 * 275e12),
+        ("tpu7x-8", 4, 4 * 2307e12),
+        ("gpu:h100x2", 2, 2 * 989e12),
+    ],
+)
+def test_the_plan_says_time_and_cost(folder, topology, chips, peak):
+    cells = expand(TABLE, folder, {"train.steps": 10**9})
+    seconds = sum(count_flops(cell, folder) for cell in cells) / (0.3 * peak)
+    text = describe(TABLE, cells, folder, topology, 1.5)
+    assert f"takes {overview.spell_time(seconds)} on {topology}" in text
+    assert f"it costs {seconds / 3_600 * chips * 1.5:,.2f}." in text
+    assert "it costs" not in describe(TABLE, cells, folder, topology)
+
+
+def test_time_on_this_cpu_is_a_range_of_its_speed(folder, monkeypatch):
+    monkeypatch.setattr(arithmetic_plan, "_measure_products", lambda *_: 1e11)
+    cells = expand(TABLE, folder)
+    seconds = sum(count_flops(cell, folder) for cell in cells) / 1e11
+    best, worst = (overview.spell_time(seconds / share) for share in (0.65, 0.2))
+    assert f"takes {best} to {worst} on cpu" in describe(TABLE, cells, folder)
 
 
 def test_what_a_row_changes_is_said_with_the_steps_that_follow(folder):

@@ -47,6 +47,16 @@ def test_a_command_line_that_cannot_be_is_refused(arguments, says):
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [["--price=1"], ["--topology=cpu"], ["--plan", "--price=-1"], ["--plan", "--price=nan"]],
+)
+def test_a_price_is_of_a_plan_and_a_number(flags):
+    with pytest.raises(UserError, match="--price"):
+        request.read(["sweep.py", "--config=ablation:mixers", *flags])
+    assert request.read(["sweep.py", "--config=ablation:mixers", "--plan", "--price=2"]).price == 2
+
+
 def test_a_command_line():
     asked = request.read(
         [

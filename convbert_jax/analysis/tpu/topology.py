@@ -37,15 +37,12 @@ def open_topology(name: str) -> Topology:
       ConfigError: no such slice, or no compiler for it here.
     """
     name = expand_name(name)
-    count, of_one = re.fullmatch(r"(?:([1-9]\d{0,2})x)?(.*)", name, re.DOTALL).groups()
+    slices, of_one = read_shape(name)
     kind, _, sides = of_one.partition(":")
-    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sides):
-        raise ConfigError(f"--topology={name} is not a TPU slice. Name one as {_EXAMPLES}.")
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
             f"--topology={name} needs the TPU compiler, which needs no TPU: pip install libtpu."
         )
-    slices = int(count or 1)
     try:
         devices = make_devices(of_one, slices)
     except Exception as error:  # of several kinds, in the compiler's own words
@@ -54,6 +51,19 @@ def open_topology(name: str) -> Topology:
             f"{sides}; name one as {_EXAMPLES}."
         ) from error
     return Topology(name, CHIPS[kind], slices * count_chips(of_one), devices, slices)
+
+
+def read_shape(name: str) -> tuple[int, str]:
+    """(number of slices, name of one) of a name with its shape, like "2xv5e:4x4".
+
+    Raises:
+      ConfigError: it is not one; whether the slice exists is not checked.
+    """
+    count, of_one = re.fullmatch(r"(?:([1-9]\d{0,2})x)?(.*)", name, re.DOTALL).groups()
+    kind, _, sides = of_one.partition(":")
+    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sides):
+        raise ConfigError(f"--topology={name} is not a TPU slice. Name one as {_EXAMPLES}.")
+    return int(count or 1), of_one
 
 
 def expand_name(name: str) -> str:
