@@ -7,6 +7,7 @@ same. In all of them `from configs import variants` finds what the package has.
 
 import contextlib
 import dataclasses
+import errno
 import importlib.util
 import operator
 import os
@@ -201,7 +202,7 @@ def _shipped() -> pathlib.Path:
 def _find(value: str, function: str = _OF_CONFIGS) -> tuple[epath.Path, str | None]:
     """(file, variant if there is one)."""
     whole = files.to_path(value)
-    if whole.is_file():  # a colon may be in a path: 2025-01-31T10:30, gs://BUCKET
+    if _is_file(whole):  # a colon may be in a path: 2025-01-31T10:30, gs://BUCKET
         return whole, None
     name, colon, variant = value.partition(":")
     path = files.to_path(name)
@@ -211,12 +212,21 @@ def _find(value: str, function: str = _OF_CONFIGS) -> tuple[epath.Path, str | No
     if tried[-1].parent == pathlib.Path(_PACKAGE):
         tried.append(_shipped() / tried[-1].name)
     for file in tried:
-        if file.is_file():
+        if _is_file(file):
             return file, variant if colon else None
     raise ConfigError(
         f"--config={value}: there is no file {path}; known configs: "
         f"{', '.join(known_files(function))}."
     )
+
+
+def _is_file(path: epath.Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return False
 
 
 @contextlib.contextmanager

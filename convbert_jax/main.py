@@ -83,6 +83,8 @@ def _answer(request: command_line.Request) -> None:
         _stop_printing()
         sys.exit(1)
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            console.fail(_name_too_long(error))
         if error.errno not in _STORAGE_FAULTS:
             raise
         logging.flush()
@@ -268,6 +270,10 @@ def _give_up(message: str) -> None:
         os._exit(error.code)
 
 
+def _name_too_long(error: OSError) -> str:
+    return str(UserError(f"file name too long: {error.filename}. Choose a shorter one."))
+
+
 def _stop_printing() -> None:
     """As of `| head`: who reads has seen enough."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -286,6 +292,10 @@ def _read_command_line(argv: Sequence[str]) -> command_line.Request:
         sys.exit()
     except UserError as error:
         console.fail(str(error), code=2)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        console.fail(_name_too_long(error), code=2)
 
 
 if __name__ == "__main__":

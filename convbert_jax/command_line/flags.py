@@ -28,6 +28,7 @@ MODES = {
     "inspect": "draw attention maps and filters of --workdir, or of the weights at --source",
 }
 # Of what has no default.
+_LONGEST_NAME = 200  # characters of a flag
 _EXAMPLES = {"processes": "4", "process": "0", "step": "1000", "price": "1.2"}
 FORMATS = ("huggingface", "tensorflow1", "stablehlo")
 
@@ -154,6 +155,9 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
       ConfigError: something that is neither, or a value that is none.
     """
     changed, arguments = overrides.take(argv[1:])
+    for argument in arguments:
+        if len(name := argument.partition("=")[0]) > _LONGEST_NAME:  # absl looks for similar ones
+            raise ConfigError(f"{name} does not exist; --help lists the flags.")
     try:
         rest = flags.FLAGS([argv[0], *arguments])
     except flags.UnrecognizedFlagError as error:
