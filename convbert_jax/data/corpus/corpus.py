@@ -117,6 +117,7 @@ def prepare(
                 "complete": False,
                 "made_from": made_from,
                 "tokenizer": tokenizer.fingerprint,
+                "heldout": preparation.choose_heldout(config.data, sources["train"]),
                 "stamps": take_stamps(sources),
             }
             write_record(directory / METADATA, metadata)
@@ -125,6 +126,7 @@ def prepare(
             config,
             directory,
             tokenizer,
+            metadata["heldout"],
             sources,
             runner,
             lambda done: _check_content(config, directory, sources, metadata, done, compare),
@@ -283,7 +285,11 @@ def _check_splits(metadata: dict[str, Any], data: DataSection) -> None:
             raise DataError(
                 f"config.data.validation_source='{data.validation_source}' has no text."
             )
-        raise DataError(preparation.nothing_held_out(data))
+        raise DataError(
+            f"config.data.heldout_fraction={data.heldout_fraction} holds out no document with a "
+            "token; raise it and name another config.data.directory, or name "
+            "config.data.validation_source."
+        )
     for name, split in metadata["splits"].items():
         if not split.get("pairs", 1):
             raise DataError(

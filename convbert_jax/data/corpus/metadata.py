@@ -28,6 +28,7 @@ METADATA_FIELDS = {
         "fingerprints": dict,
     },
     "tokenizer": str,
+    "heldout": {"fraction": (int, float), "pieces": int},
     "stamps": dict,
 }
 SPLIT_FIELDS = {"rows": int, "tokens": int, "documents": int, "shards": list}

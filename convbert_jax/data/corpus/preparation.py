@@ -1,8 +1,8 @@
 """The work behind `corpus.prepare`: sample, tokenizer, the units that are not there yet."""
 
-import re
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from convbert_jax.data.corpus.shards import shard_path
 from convbert_jax.data.corpus.unit_worker import Job, heldout_hash, process_unit
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.records import read_record
+from convbert_jax.data.sources.documents import cut_document
 from convbert_jax.data.sources.source import Source
 from convbert_jax.data.tokenizer.tokenizer import (
     Tokenizer,
@@ -25,6 +26,8 @@ from convbert_jax.data.tokenizer.tokenizer import (
 from convbert_jax.data.units.work import Runner, Work, do_units, record_path
 
 CHECKED_BYTES = 2_000_000  # of text, to check a vocabulary on
+HELDOUT_PIECES = 20  # at most, of a single document
+PIECE_CHARACTERS = 200  # at least, where this leaves two pieces
 COUNTS = {"rows": int, "file_bytes": int}
 RECORD_FIELDS = {
     "unit": int,
@@ -61,12 +64,6 @@ def prepare_tokenizer(config: Config, directory: Path, source: Source) -> Tokeni
         raise DataError(
             f"config.data.source='{data.source}' has no text; check it and config.data.format."
         )
-    if not data.validation_source and sum(unit.size for unit in source.units) <= CHECKED_BYTES:
-        if len(texts) == 1:
-            raise DataError(_one_document(data, source, texts[0]))
-        hashes = [heldout_hash(text) for text in texts]
-        if min(hashes) >= data.heldout_fraction:
-            raise DataError(nothing_held_out(data, hashes))
     if section.path:
         tokenizer = load_tokenizer(section, directory)
     else:
@@ -81,47 +78,54 @@ def prepare_tokenizer(config: Config, directory: Path, source: Source) -> Tokeni
     return tokenizer
 
 
-def _one_document(data: DataSection, source: Source, text: str) -> str:
-    """What to say of a corpus from which no document can be held out."""
-    read_as = getattr(source, "format", "")  # text files have one
-    parts = {
-        "blank_lines": len(re.split(r"\n\s*\n", text)),
-        "lines": sum(bool(line.strip()) for line in text.split("\n")),
-    }
-    better = [
-        f"config.data.format={name} ({count} documents)"
-        for name, count in parts.items()
-        if read_as in ("blank_lines", "file") and count > 1 and name != read_as
-    ]
-    advice = f"set {' or '.join(better)}, " if better else "add more text "
-    return (
-        f"config.data.source='{data.source}' is a single document"
-        + (f" (config.data.format={data.format}, read as '{read_as}')" if read_as else "")
-        + f", so none can be held out to evaluate on; {advice}or name another text in "
-        "config.data.validation_source."
-    )
+def choose_heldout(data: DataSection, source: Source) -> dict[str, Any]:
+    """How documents are held out: below which hash, and into how many pieces each is cut first.
 
-
-def nothing_held_out(data: DataSection, hashes: Sequence[float] = ()) -> str:
-    """What to say when no document fell into the held-out part."""
-    advice = "raise it and name another config.data.directory,"
-    if hashes and min(hashes) < 0.5:
-        advice = f"set --config.data.heldout_fraction={min(hashes) + 0.005:.2f}"
-    return (
-        f"config.data.heldout_fraction={data.heldout_fraction} holds out no document; "
-        f"{advice} or name config.data.validation_source."
+    A fraction that holds out no document is raised to hold out one. A single document is cut, and
+    one piece of it is held out.
+    """
+    if data.validation_source:
+        return {"fraction": 0.0, "pieces": 1}
+    least, count, document = 1.0, 0, ""
+    for unit in source.units:
+        for document in source.documents(unit):
+            count += 1
+            least = min(least, heldout_hash(document))
+            if least < data.heldout_fraction:
+                return {"fraction": data.heldout_fraction, "pieces": 1}
+    if count > 1:
+        logging.info(
+            "config.data.heldout_fraction=%g holds out none of %d documents: one of them is held "
+            "out. Name other text in config.data.validation_source to train on all of them.",
+            data.heldout_fraction,
+            count,
+        )
+        return {"fraction": math.nextafter(least, 1), "pieces": 1}
+    pieces = min(HELDOUT_PIECES, max(2, len(document) // PIECE_CHARACTERS))
+    parts = cut_document(document, pieces)
+    logging.info(
+        "config.data.source='%s' is a single document: 1 of %d pieces of it is held out. Name "
+        "other text in config.data.validation_source to train on all of it; "
+        "config.data.format=lines makes a document of each line.",
+        data.source,
+        len(parts),
     )
+    return {"fraction": math.nextafter(min(map(heldout_hash, parts)), 1), "pieces": pieces}
 
 
 def process_units(
     config: Config,
     directory: Path,
     tokenizer: Tokenizer,
+    heldout: Mapping[str, Any],
     sources: dict[str, Source],
     runner: Runner,
     check: Callable[[Mapping[int, dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
     """Records of all units; `runner` does the missing ones and `check` is as in `do_units`.
+
+    Args:
+      heldout: as `choose_heldout` returns it.
 
     Raises:
       DataError: the first that a unit raised; finished units are kept.
@@ -135,7 +139,8 @@ def process_units(
         sentence_pairs=config.objective.sentence_pairs,
         release_bug=data.release_builder_bug,
         shuffle_documents=data.shuffle_documents,
-        heldout_fraction=data.heldout_fraction,
+        heldout_fraction=heldout["fraction"],
+        pieces=heldout["pieces"],
         encoding_errors=data.encoding_errors,
     )
     work = Work(job, sources, process_unit)

@@ -15,6 +15,7 @@ from convbert_jax.data.corpus.pairs import UNLABELLED, PairRows, split_sentences
 from convbert_jax.data.corpus.rows import ShardWriter, row_dtype, to_records
 from convbert_jax.data.corpus.shards import checksum, shard_path
 from convbert_jax.data.records import write_record
+from convbert_jax.data.sources.documents import cut_document
 from convbert_jax.data.sources.source import Source
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, count_characters
 from convbert_jax.data.units.changes import hashed, new_digest
@@ -36,6 +37,7 @@ class Job:
     release_bug: bool
     shuffle_documents: bool
     heldout_fraction: float
+    pieces: int  # that each document is cut into; more than 1 if there is only one
     encoding_errors: str
 
 
@@ -76,6 +78,8 @@ def process_unit(
 
     digest = new_digest()
     documents = hashed(source.documents(unit, tally), digest)
+    if job.pieces > 1:
+        documents = (piece for text in documents for piece in cut_document(text, job.pieces))
     if job.shuffle_documents:
         documents = _shuffled(documents, random.Random(f"{index} documents"))
     cut = split_sentences if job.layout == "pairs" else None

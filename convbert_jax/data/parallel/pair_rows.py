@@ -126,7 +126,7 @@ def open_parquet(rest: str, columns: tuple[str, ...], targets: Targets) -> PairP
     Raises:
       DataError: no such file, no such column, a column without text, or no row.
     """
-    paths = find_files(rest)
+    paths = find_files(rest, "config.parallel.source")
     root, groups = list_groups(paths, columns, field="config.parallel.columns", lists=True)
     first_rows, row = {}, 1
     for group in groups:

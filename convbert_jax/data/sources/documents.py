@@ -46,3 +46,15 @@ def clean(text: str) -> Iterator[str]:
         text = text[cut:].lstrip()
     if text:
         yield text
+
+
+def cut_document(text: str, pieces: int) -> list[str]:
+    """`text` in about `pieces` pieces of equal size, cut at line ends or else at blanks."""
+    size, start, result = -(-len(text) // pieces), 0, []
+    while start < len(text):
+        stop = start + size
+        found = (text.find(blank, stop - 1, stop + size // 2) for blank in "\n ")
+        stop = next((place + 1 for place in found if place >= 0), stop)
+        result.append(text[start:stop].strip())
+        start = stop
+    return [piece for piece in result if piece]

@@ -234,7 +234,7 @@ def read_column(
     return read_table(path, [field], form, BadRows(path, "error"))
 
 
-def find_files(globs: str) -> list[Path]:
+def find_files(globs: str, field: str = "config.data.source") -> list[Path]:
     """Absolute paths of all files that comma-separated globs name, sorted; each file once, however
     many links lead to it: those of a folder into itself would repeat all of it 40 times.
     """
@@ -247,7 +247,7 @@ def find_files(globs: str) -> list[Path]:
         names = [expanded] if os.path.isfile(expanded) else glob.glob(expanded, recursive=True)
         files = [name for name in names if os.path.isfile(name)]
         if not files:
-            raise DataError(f"No file matches '{pattern.strip()}'; check the name.")
+            raise DataError(f"No file matches '{pattern.strip()}'; check {field}.")
         found.update(os.path.abspath(name) for name in files)
     once: dict[str, str] = {}
     for name in sorted(found, key=lambda name: (len(name), name)):

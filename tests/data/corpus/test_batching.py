@@ -183,7 +183,7 @@ def test_evaluation_of_some_rows_is_spread_and_fixed(corpus):
 
 def test_a_missing_shard_is_named(corpus, tmp_path):
     reader = ShardReader([(tmp_path / "train-00000.array_record", 5)], corpus.row_dtype)
-    with pytest.raises(DataError, match=r"train-00000\.array_record"):
+    with pytest.raises(DataError, match=r"train-00000\.array_record is missing"):
         reader.read(np.asarray([0]))
     path, rows = corpus.splits["train"].shards[0]
     reader = ShardReader([(path, rows + 1)], corpus.row_dtype)

@@ -3,13 +3,17 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from convbert_jax import progress
 from convbert_jax.config import Config
+from convbert_jax.data.corpus import preparation
 from convbert_jax.data.corpus.batching import evaluation_batches, training_batches
 from convbert_jax.data.corpus.corpus import prepare
 from convbert_jax.data.corpus.rows import ShardReader
 from convbert_jax.data.errors import DataError, TokenizerError
+from convbert_jax.data.sources.documents import cut_document
 
 
 def all_rows(corpus, split):
@@ -107,14 +111,38 @@ def test_held_out_documents_are_chosen_by_their_text_alone(config, documents, tm
     assert letters[0] == letters[1]
 
 
-def test_nothing_held_out_names_a_fraction_that_works(config, change, documents, tmp_path):
-    (tmp_path / "corpus.txt").write_text("\n\n".join(documents[:4] * 10))
-    config = change(config, data={"heldout_fraction": 0.0001}, tokenizer={"vocab_size": 100})
-    with pytest.raises(DataError, match=r"heldout_fraction=0\.0001 holds out no document") as error:
-        prepare(config, tmp_path / "prepared")
-    fraction = float(str(error.value).split("--config.data.heldout_fraction=")[1].split()[0])
-    works = change(config, data={"heldout_fraction": fraction})
-    assert prepare(works, tmp_path / "prepared").splits["validation"].rows > 0
+@pytest.mark.parametrize("count", [2, 3])
+def test_of_few_documents_one_is_held_out(config, change, documents, tmp_path, caplog, count):
+    texts = ["\n".join(documents[40 * i :][:40]) for i in range(count)]
+    (tmp_path / "corpus.txt").write_text("\n\n".join(texts))
+    config = change(config, data={"heldout_fraction": 1e-9}, tokenizer={"vocab_size": 100})
+    with caplog.at_level("INFO", logger="absl"):
+        corpus = prepare(config, tmp_path / "prepared")
+    assert corpus.splits["validation"].documents == 1
+    assert corpus.splits["train"].documents == count - 1
+    assert sum("config.data.heldout_fraction=1e-09" in line for line in caplog.messages) == 1
+
+
+def test_the_held_out_document_is_the_same_after_a_kill(
+    config, change, documents, tmp_path, small_units, contents, monkeypatch
+):
+    config = change(config, data={"heldout_fraction": 1e-9}, tokenizer={"vocab_size": 100})
+    expected = prepare(config, tmp_path / "whole")
+    real = preparation.process_unit
+
+    def killed(job, index, *arguments):
+        if index == 1:
+            raise KeyboardInterrupt
+        return real(job, index, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "process_unit", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config, tmp_path / "prepared")
+    corpus = prepare(config, tmp_path / "prepared")
+    assert corpus.splits["validation"].documents == 1
+    assert corpus.fingerprint == expected.fingerprint
+    assert contents(tmp_path / "prepared") == contents(tmp_path / "whole")
 
 
 def test_tiny_corpus_trains_and_evaluates(config, change, tmp_path):
@@ -207,18 +235,23 @@ def test_a_table_becomes_the_rows_of_its_column(config, change, documents, tmp_p
     assert np.array_equal(all_rows(table, "train"), all_rows(text, "train"))
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "advice"),
-    [
-        ("One line.\nAnother.\nA third.\n", "blank_lines", "set config.data.format=lines (3 doc"),
-        ("A b.\n\nC d.\ne f.\n", "file", "format=blank_lines (2 documents) or config.data.format="),
-        ("Only one line of text.\n", "auto", "(config.data.format=auto, read as 'lines')"),
-    ],
-)
-def test_a_corpus_of_one_document(config, change, tmp_path, text, kind, advice):
+@pytest.mark.parametrize("joint", ["\n", " ", ""])
+def test_a_piece_of_a_single_document_is_held_out(
+    config, change, documents, tmp_path, caplog, joint
+):
+    text = joint.join(documents).replace("\n", joint)
     (tmp_path / "corpus.txt").write_text(text)
-    config = change(config, data={"format": kind})
-    with pytest.raises(DataError, match="is a single document") as error:
-        prepare(config, tmp_path / "prepared")
-    assert advice in str(error.value)
-    assert "config.data.validation_source" in str(error.value)
+    config = change(config, data={"format": "file"}, tokenizer={"vocab_size": 100})
+    with caplog.at_level("INFO", logger="absl"):
+        corpus = prepare(config, tmp_path / "prepared")
+    assert corpus.splits["validation"].documents == 1
+    assert 15 <= corpus.splits["train"].documents <= 20
+    assert sum("config.data.validation_source" in line for line in caplog.messages) == 1
+
+
+@settings(deadline=None)
+@given(text=st.text("ab \n", max_size=60), pieces=st.integers(2, 20))
+def test_pieces_are_the_whole_document(text, pieces):
+    found = cut_document(text, pieces)
+    assert "".join("".join(found).split()) == "".join(text.split())
+    assert len(found) <= pieces

@@ -50,7 +50,7 @@ def stored(folders, tmp_path, request, monkeypatch, small_units):
         content = json.loads((folder / "metadata.json").read_text())
         records.write_record(
             folder / "metadata.json",
-            {key: content[key] for key in ("made_from", "tokenizer", "stamps")}
+            {key: content[key] for key in ("made_from", "tokenizer", "heldout", "stamps")}
             | {"complete": False},
         )
     return config, folder, folder / name.removeprefix("unfinished ")
