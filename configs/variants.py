@@ -10,6 +10,8 @@ What `paper` leaves out:
 - The clipping norm without a TPU. There tf.clip_by_global_norm squares the rows of an IndexedSlices
   gradient before those of repeated ids are added; ours adds them first. It concerns word tables
   that are only looked up: untied and uniform generators, and fine-tuning.
+- WordPiece of BERT's tokenization.py: ours is that of Hugging Face's tokenizers, which removes
+  characters for private use and knows the punctuation of an older Unicode.
 The random numbers differ too, and the corpus, which was OpenWebText.
 
 What `bert` leaves out: next sentence prediction, so the second segment always follows the first,

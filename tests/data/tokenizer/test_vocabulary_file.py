@@ -79,6 +79,23 @@ def test_a_tokenizer_json_says_its_case(tmp_path, documents, lowercase, accents)
     load_tokenizer(found, tmp_path)
 
 
+@pytest.mark.parametrize(("stated", "expected"), [(77, 77), (None, 100)])
+def test_a_tokenizer_json_states_its_longest_word(tmp_path, documents, stated, expected):
+    """A vocab.txt has the 200 of BERT's code, `tokenizers` 100 where nothing is stated."""
+    trained = train_tokenizer(documents, dataclasses.replace(WORDPIECE, vocab_size=300), tmp_path)
+    content = json.loads(trained.path.read_text())
+    content["model"].pop("max_input_chars_per_word")
+    content["model"] |= {"max_input_chars_per_word": stated} if stated else {}
+    path = tmp_path / "theirs.json"
+    path.write_text(json.dumps(content))
+    found = follow_file(with_path(DEFAULT, path))
+    assert found.max_word_chars == expected
+    assert follow_file(with_path(DEFAULT, write(tmp_path, ["a"]))).max_word_chars == 200
+    kept, lost = load_tokenizer(found, tmp_path).encode(["b" * expected, "b" * (expected + 1)])
+    assert 1 not in kept
+    assert lost == [1]
+
+
 @pytest.mark.parametrize("cased", [True, False])
 def test_a_sentencepiece_model_says_its_case(tmp_path, documents, cased):
     section = TokenizerSection(vocab_size=300, lowercase=not cased, strip_accents=not cased)
