@@ -60,13 +60,16 @@ def _backward(smoothing, by_blocks, saved, cotangent):
 cross_entropy.defvjp(_forward, _backward)
 
 
-def is_likeliest(logits: Float[Array, "*B W"], labels: Int[Array, "*B"]) -> Bool[Array, "*B"]:
-    """Whether no class has a larger logit than the label, as two with the same largest one both
-    are. The loss has the largest one too, so this is free; an arg max is one more pass over all
-    logits (RESULTS, sections 14 and 15).
+def top1_accuracy(logits: Float[Array, "*B W"], labels: Int[Array, "*B"]) -> Float[Array, "*B"]:
+    """1 where the label alone has the largest logit, 1/n where n classes share it, 0 elsewhere.
+
+    Constant logits therefore score 1/W, as guessing does. NaN scores 0. The loss needs the largest
+    logit too, which makes this cheaper than an argmax.
     """
-    correct = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return correct >= jnp.max(logits, axis=-1)
+    correct = jnp.take_along_axis(logits, labels[..., None], axis=-1)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    ties = jnp.maximum(1, (logits == largest).sum(axis=-1))
+    return (correct >= largest)[..., 0] / ties
 
 
 def weigh(logits: Float[Array, "*B W"]) -> Float[Array, "*B W"]:

@@ -11,14 +11,14 @@ from convbert_jax.config import Config
 from convbert_jax.interfaces.batch import Batch, PairBatch
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.objectives import distillation, masking, metrics
-from convbert_jax.objectives.cross_entropy import cross_entropy, is_likeliest
+from convbert_jax.objectives.cross_entropy import cross_entropy, top1_accuracy
 
 
 def prediction_metrics(
     logits: Float[Array, "B M V"], losses: Float[Array, "B M"], masked: masking.Masked
 ) -> metrics.Metrics:
-    """Loss of the hidden tokens, and how many are the likeliest."""
-    correct = is_likeliest(logits, masked.labels)
+    """Loss and top-1 accuracy of the masked tokens."""
+    correct = top1_accuracy(logits, masked.labels)
     return {
         "mlm_loss": metrics.mean(losses, masked.weights),
         "mlm_accuracy": metrics.mean(correct, masked.weights),
@@ -61,7 +61,7 @@ def pair_metrics(logits: Float[Array, "B 2"], labels: Int[Array, " B"]) -> metri
     losses = cross_entropy(logits, jnp.maximum(labels, 0))
     return {
         "pair_loss": metrics.mean(losses, judged),
-        "pair_accuracy": metrics.mean(is_likeliest(logits, jnp.maximum(labels, 0)), judged),
+        "pair_accuracy": metrics.mean(top1_accuracy(logits, jnp.maximum(labels, 0)), judged),
     }
 
 

@@ -13,7 +13,7 @@ from convbert_jax.interfaces.batch import LanguageBatch, SequenceBatch
 from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.objectives import metrics
-from convbert_jax.objectives.cross_entropy import cross_entropy, is_likeliest
+from convbert_jax.objectives.cross_entropy import cross_entropy, top1_accuracy
 
 # names of perplexities -> what they are the exponential of, nats of
 PERPLEXITIES = {"perplexity": "token_loss", "word_perplexity": "word_loss"}
@@ -62,7 +62,7 @@ def judge(
     return total / (weight + 1e-6), {
         "loss": (total, weight),
         "token_loss": metrics.mean(losses, weights),
-        "token_accuracy": metrics.mean(is_likeliest(logits, labels), weights),
+        "token_accuracy": metrics.mean(top1_accuracy(logits, labels), weights),
     }
 
 

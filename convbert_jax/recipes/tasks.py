@@ -97,6 +97,9 @@ def build_task(
         check_sentinels(config, len(special.sentinels))
     effort = effort or effort_of_corpus(config)
     of_words = "word_perplexity" in config.heldout_metrics
+    warn = recipe.warn
+    if config.recipe == "replaced_token":
+        warn = functools.partial(warn, uniform=config.generator.kind == "uniform")
     sent = None if config.train.gradient_dtype == "float32" else config.train.gradient_dtype
 
     def judge(*given, **more):
@@ -132,7 +135,8 @@ def build_task(
         evaluator=evaluator,
         # The teacher's stages may have other mixers than those of the same number in the student.
         rules=(*(teacher.rules if teacher else ()), *_rules(config), *sharding.RULES),
-        health=functools.partial(_warn, recipe, first),
+        # The first steps learn something else, which is not judged.
+        health=lambda step, values: warn(step - first, values),
         show=tuple(name for name in recipe.show if name in config.heldout_metrics),
         tokens_per_step=effort.tokens,
         flops_per_step=effort.flops,
@@ -175,8 +179,3 @@ def _rules(config: Config) -> Rules:
         return mixers.sharding_rules(config.encoder)
     of_words = config.recipe == "causal_lm"
     return sequences.sharding_rules(config.language_model if of_words else config.encoder_decoder)
-
-
-def _warn(recipe: Recipe, first: int, step: int, values: dict[str, float]) -> list[str]:
-    """Warnings of a run that learns something else in its `first` steps, counted from there."""
-    return recipe.warn(step - first, values)

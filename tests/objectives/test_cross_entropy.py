@@ -1,4 +1,4 @@
-"""Cross-entropy over classes, and which label is the likeliest."""
+"""Cross-entropy over classes, and top-1 accuracy."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from convbert_jax.objectives.cross_entropy import (
     BLOCK,
     add_up_blocks,
     cross_entropy,
-    is_likeliest,
+    top1_accuracy,
 )
 from convbert_jax.ops import dispatch
 
@@ -81,14 +81,13 @@ def test_its_gradient_has_the_dtype_of_the_logits():
     assert found.dtype == jnp.bfloat16
 
 
-@given(LOGITS, LABELS)
-def test_a_label_is_the_likeliest_where_none_is_likelier(logits, labels):
-    wanted = [
-        all(row[label] >= other for other in row) for row, label in zip(logits, labels, strict=True)
-    ]
-    np.testing.assert_array_equal(is_likeliest(logits, labels), wanted)
+@given(arrays(np.float32, (4, 7), elements=VALUES | st.integers(0, 2).map(float)), LABELS)
+def test_a_tie_of_n_counts_one_nth(logits, labels):
+    largest = logits == logits.max(1, keepdims=True)
+    wanted = largest[np.arange(4), labels] / largest.sum(1)
+    np.testing.assert_allclose(top1_accuracy(logits, labels), wanted, rtol=1e-6)
 
 
-def test_of_two_that_are_the_same_both_are_and_of_what_is_no_number_none():
-    logits = jnp.array([[1.0, 1.0, 0.0], [jnp.nan, 1.0, 0.0]])
-    np.testing.assert_array_equal(is_likeliest(logits, jnp.array([1, 0])), [True, False])
+def test_nan_is_no_prediction():
+    logits = jnp.array([[jnp.nan, 1.0, 0.0], [jnp.nan] * 3])
+    np.testing.assert_array_equal(top1_accuracy(logits, jnp.array([0, 1])), [0, 0])

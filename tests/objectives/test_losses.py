@@ -119,6 +119,15 @@ def test_masked_lm(with_replacement, train):
     )
 
 
+@pytest.mark.parametrize("objective", [masked_lm, replaced_token])
+def test_constant_logits_are_as_accurate_as_guessing(monkeypatch, objective):
+    """As of a uniform generator, or of a model that has collapsed."""
+    constant = jnp.zeros((4, SLOTS, VOCABULARY))
+    monkeypatch.setattr(Fixed, "generate", lambda self, *inputs, **settings: constant)
+    _, numbers, _, _ = run(objective, train=False)
+    assert numbers["mlm_accuracy"] == pytest.approx(1 / VOCABULARY)
+
+
 def area(pairs):
     """Under the ROC curve, of (score, whether positive), pair by pair."""
     positive = [score for score, yes in pairs if yes]

@@ -43,6 +43,12 @@ def test_loss_by_hand(seed, smoothing):
     assert sums["token_accuracy"][0] == (told & (odds.argmax(-1) == batch["labels"])).sum()
 
 
+def test_constant_logits_are_as_accurate_as_guessing():
+    _, batch = draw(1)
+    total, weight = judge(jnp.zeros((3, 5, WORDS)), batch, 0.1)[1]["token_accuracy"]
+    assert float(total / weight) == pytest.approx(1 / WORDS)
+
+
 def test_rows_of_padding_change_nothing():
     logits, batch = draw(1)
     more = {name: np.concatenate([a, np.zeros_like(a)]) for name, a in batch.items()}

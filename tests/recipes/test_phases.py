@@ -4,6 +4,7 @@ resumed to the bit.
 
 import math
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,26 @@ def run_steps(config, batch, devices):
             losses.append(float(vitals.loss))
             numbers.append(task.summarize(jax.device_get(found)))
     return losses, numbers, program.train_step._cache_size()
+
+
+@pytest.mark.parametrize(
+    ("fields", "warned"),
+    [
+        ({}, True),
+        ({"generator__kind": "uniform"}, False),  # it cannot learn
+        ({"recipe": "masked_lm"}, True),
+        ({"recipe": "causal_lm"}, True),
+    ],
+    ids=str,
+)
+def test_a_model_of_constant_logits_is_warned_about(fields, warned):
+    config = make_config(**fields)
+    tokenizer = types.SimpleNamespace(begins_word=np.zeros(200))
+    task = tasks.build_task(config, SPECIAL, jax.devices()[0], tokenizer=tokenizer)
+    values = dict.fromkeys(config.heldout_metrics, 0.5) | {"replaced_rate": 0.1}
+    values |= dict.fromkeys(("mlm_accuracy", "token_accuracy"), 1 / config.tokenizer.vocab_size)
+    found = [warning for warning in task.health(5_000, values) if "hardly learns" in warning]
+    assert len(found) == warned
 
 
 def test_one_compiled_step_switches_on_any_mesh(batch):
