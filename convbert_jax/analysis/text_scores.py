@@ -30,6 +30,12 @@ class Scores:
     signature: str
 
 
+# config.recipe -> names of its scores
+NAMES = {
+    "translation": ("bleu", "chrf"),
+    "summarization": ("rouge1", "rouge2", "rougeL"),
+    "text_to_text": ("exact_match", "exact_match_normalized"),
+}
 # config.recipe -> the module that scores need, as Python and as pip call it
 LIBRARIES = {
     "translation": ("sacrebleu", "sacrebleu"),
@@ -148,7 +154,7 @@ def _summarization(written, references, words: str) -> Scores:
     """F of ROUGE-1, 2 and L, means over texts (Lin 2004), with stemming where words are English. Of
     several references the best one by each F, as rouge-score's `score_multi` has it.
     """
-    names = ("rouge1", "rouge2", "rougeL")
+    names = NAMES["summarization"]
     english = words == "13a"
     if english:
         _warn_of_letters(references)
@@ -159,10 +165,7 @@ def _summarization(written, references, words: str) -> Scores:
     )
     pairs = zip(written, references, strict=True)
     found = [scorer.score_multi(list(right), ours) for ours, right in pairs]
-    values = {
-        name.lower(): 100 * sum(each[name].fmeasure for each in found) / len(found)
-        for name in names
-    }
+    values = {name: 100 * sum(each[name].fmeasure for each in found) / len(found) for name in names}
     how = "F with stemming"
     if not english:
         how = f"F of words of sacreBLEU {metadata.version('sacrebleu')} tok:{words}, lower case"
@@ -201,7 +204,7 @@ TITLES = {
     "chrf": "chrF",
     "rouge1": "ROUGE-1",
     "rouge2": "ROUGE-2",
-    "rougel": "ROUGE-L",
+    "rougeL": "ROUGE-L",
     "exact_match": "exact match %",
     "exact_match_normalized": "as the vocabulary writes it %",
 }

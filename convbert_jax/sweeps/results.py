@@ -7,9 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from convbert_jax import files
+from convbert_jax.analysis import text_scores
 from convbert_jax.analysis.sweep_report import CellOutcome, Outcome, RowFacts
 from convbert_jax.config import Config, UserError
+from convbert_jax.data.tasks import glue, own_task
+from convbert_jax.data.tasks.labelled_text import DEFAULT_METRICS
 from convbert_jax.finetuning.results import RunResult, read_results, runs_of
+from convbert_jax.finetuning.tasks import question_answering
 from convbert_jax.sweeps import describe
 from convbert_jax.sweeps.cells import FINETUNE, PRETRAIN, Cell
 from convbert_jax.sweeps.folder import FINISHED, Folder
@@ -17,13 +21,8 @@ from convbert_jax.sweeps.table import Sweep, SweepError
 from convbert_jax.training.reports.reporting import read_metrics
 from convbert_jax.workdir import Workdir
 
-# Shown of pre-training where a sweep names none; and of pairs of texts, by recipe.
+# Shown of pre-training where a sweep names none.
 METRICS = ("mlm_loss", "discriminator_auc", "tokens_per_second")
-_OF_PAIRS = {
-    "translation": ("validation bleu", "validation chrf"),
-    "summarization": ("validation rouge1", "validation rougeL"),
-    "text_to_text": ("validation exact_match",),
-}
 _OF_TRAINING = {  # of all log intervals
     "tokens_per_second": statistics.median,
     "host_memory": max,
@@ -35,8 +34,7 @@ def read_values(cell: Cell, folder: Folder) -> dict[str, float] | None:
     """The numbers of a cell that has come to its end, by metric; None of one that has not.
 
     Of pre-training: the last held-out numbers, the median of tokens_per_second, the peak of memory;
-    of pairs of texts "SET METRIC" too, the scores of what was written; of a task those of
-    held-out pairs that `_OF_PAIRS` names, alone.
+    of pairs of texts "SET METRIC" too, the scores of what was written; of a task these alone.
     Of fine-tuning: "SPLIT METRIC" as fractions, the mean over its seeds; of several settings, those
     of the best median of the first metric on the first split, as in the run's own table.
 
@@ -69,25 +67,29 @@ def read_values(cell: Cell, folder: Folder) -> dict[str, float] | None:
     values |= {name: _OF_TRAINING[name](found) for name, found in trained.items()}
     written = _of_written(run, max(run.steps()))
     if cell.after:
-        return {name: written[name] for name in _OF_PAIRS[cell.config.recipe] if name in written}
+        return {name: written[name] for name in name_values(cell) if name in written}
     return values | written
 
 
-def name_values(config: Config) -> tuple[str, ...]:
-    """What `read_values` has of pre-training; () where more comes from what is written."""
-    return () if config.writes_text else (*config.heldout_metrics, *_OF_TRAINING)
+def name_values(cell: Cell) -> tuple[str, ...]:
+    """Names of all numbers that `read_values` may return for a cell."""
+    config = cell.config
+    if config.recipe == FINETUNE:
+        return _name_finetuned(config)
+    written = _name_scores(config)
+    return written if cell.after else (*config.heldout_metrics, *_OF_TRAINING, *written)
 
 
 def check_metrics(sweep: Sweep, cells: Sequence[Cell]) -> None:
-    """Raises SweepError where the report shall show of pre-training what no cell will have."""
-    named = [name_values(cell.config) for cell in cells if cell.stage == PRETRAIN]
-    known = dict.fromkeys(name for names in named for name in names)
-    for metric in sweep.metrics:
-        if named and all(named) and metric not in known:
-            raise SweepError(
-                f"metrics has {metric!r}, which no row measures in pre-training; they have: "
-                f"{', '.join(known)}."
-            )
+    """Raises SweepError where a metric of the sweep or of its search is not measured."""
+    search = sweep.search
+    wanted = [("metrics", name, PRETRAIN) for name in sweep.metrics]
+    wanted += [("search.metric", search.metric, search.stage)] if search else []
+    for field, name, stage in wanted:
+        known = dict.fromkeys(n for c in cells if c.stage == stage for n in name_values(c))
+        if name not in known:
+            choices = ", ".join(known) or f"none, because no cell has the stage {stage!r}"
+            raise SweepError(f"Unknown metric in {field}: {name!r}. Choose from: {choices}.")
 
 
 def choose_metrics(sweep: Sweep, config: Config) -> tuple[str, ...]:
@@ -95,7 +97,31 @@ def choose_metrics(sweep: Sweep, config: Config) -> tuple[str, ...]:
     if sweep.metrics or not config.writes_text:
         return sweep.metrics or METRICS
     more = ("word_perplexity",) if "word_perplexity" in config.heldout_metrics else ()
-    return (*_OF_PAIRS.get(config.recipe, more), "perplexity", "tokens_per_second")
+    return (*(_name_scores(config) or more), "perplexity", "tokens_per_second")
+
+
+def _name_scores(config: Config) -> tuple[str, ...]:
+    """Scores of the held-out pairs."""
+    return tuple(f"validation {name}" for name in text_scores.NAMES.get(config.recipe, ()))
+
+
+def _name_finetuned(config: Config) -> tuple[str, ...]:
+    """Metrics of the validation and test splits of all tasks."""
+    names, of_glue = [], {name.lower(): name for name in glue.GLUE}
+    for task in config.finetune.tasks:
+        if task == "own":
+            title, splits = config.task.name, own_task.SPLITS
+            metrics = config.task.metrics or DEFAULT_METRICS[config.task.kind]
+        elif task in question_answering.VERSIONS:
+            title, splits = task, ("validation",)
+            metrics = question_answering.METRICS[question_answering.VERSIONS[task]]
+        elif title := of_glue.get(task.lower()):
+            splits, metrics = glue.GLUE[title].splits, glue.GLUE[title].metrics
+        else:
+            continue  # its own run refuses it
+        prefix = f"{title} " if len(config.finetune.tasks) > 1 else ""
+        names += [f"{prefix}{s} {m}" for s in splits if s != "train" for m in metrics]
+    return tuple(names)
 
 
 def _of_written(run: Workdir, step: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from convbert_jax.config import UserError, to_text
 from convbert_jax.sweeps import describe, journal, results
-from convbert_jax.sweeps.cells import PRETRAIN, Cell, check_unchanged, expand
+from convbert_jax.sweeps.cells import Cell, check_unchanged, expand
 from convbert_jax.sweeps.checks.rows import what_is_read
 from convbert_jax.sweeps.folder import FINISHED, Folder, Record
 from convbert_jax.sweeps.table import Row, Search, Sweep, SweepError
@@ -31,7 +31,7 @@ class Explorer:
         self._sweep, self._folder, self._overrides = sweep, folder, overrides
         self._search = sweep.search
         given = expand(sweep, folder, overrides)
-        _check_metric(self._search, given)
+        results.check_metrics(sweep, given)
         self._study = journal.open_study(folder, _STUDY, maximize=self._search.maximize)
         _check_unchanged(self._search, self._study, folder)
         self._known = {_essence(cell) for cell in given}
@@ -192,23 +192,6 @@ class Explorer:
             sweep or self._sweep, rows={name: row}, baseline=name, search=None
         )
         return expand(alone, self._folder, self._overrides)
-
-
-def _check_metric(search: Search, given: list[Cell]) -> None:
-    """Of pre-training it is known what will be there; of tasks when the first one is finished."""
-    stages = dict.fromkeys(cell.stage for cell in given)
-    if search.stage not in stages:
-        raise SweepError(
-            f"the search goes by stage={search.stage!r}, which no row has; stages: "
-            f"{', '.join(stages)}."
-        )
-    config = given[0].config
-    known = results.name_values(config)
-    if search.stage == PRETRAIN and known and search.metric not in known:
-        raise SweepError(
-            f"the search goes by {search.metric}, which config.recipe='{config.recipe}' does not "
-            f"measure; it has: {', '.join(known)}."
-        )
 
 
 def _check_unchanged(search: Search, study: Any, folder: Folder) -> None:

@@ -39,7 +39,7 @@ def test_corpus_scores_take_all_references():
 @pytest.mark.parametrize(
     ("recipe", "metric", "says"),
     [
-        ("summarization", "rougel", ", the best of 1 to 2 references"),
+        ("summarization", "rougeL", ", the best of 1 to 2 references"),
         ("text_to_text", "exact_match", ", to one of 1 to 2 references"),
     ],
 )

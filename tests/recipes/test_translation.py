@@ -164,7 +164,7 @@ def test_a_missing_library_is_told_before_any_work(
     ("recipe", "wanted"),
     [
         ("translation", {"bleu": 100, "chrf": 100}),
-        ("summarization", {"rouge1": 100, "rouge2": 100, "rougel": 100}),
+        ("summarization", {"rouge1": 100, "rouge2": 100, "rougeL": 100}),
         ("text_to_text", {"exact_match": 100, "exact_match_normalized": 100}),
     ],
 )

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from convbert_jax.analysis import flops
+from convbert_jax.analysis import flops, text_scores
 from convbert_jax.config import UserError, to_dict
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.results import RunResult, append_result
-from convbert_jax.sweeps import Row, Sweep, SweepError, Task, results
+from convbert_jax.sweeps import Row, Search, Sweep, SweepError, Task, results
 from convbert_jax.sweeps.cells import expand
 from convbert_jax.sweeps.folder import FAILED, FINISHED, Folder, Record
 
@@ -174,11 +174,68 @@ def test_what_a_sweep_shows_is_its_choice(folder, cells):
     )
 
 
-def test_a_metric_that_no_row_measures_is_refused(folder, cells):
-    sweep = dataclasses.replace(TABLE, metrics=("mlm_loss", "mlm_los"))
-    with pytest.raises(SweepError, match=r"metrics has 'mlm_los', which no row measures .*: mlm"):
-        results.check_metrics(sweep, list(cells.values()))
-    results.check_metrics(TABLE, list(cells.values()))
+PAIRS = {"train.steps": 40, "parallel.source": "parallel:a,b"}
+SUMMARIES = Sweep("summarization:tiny", {"plain": Row()}, seeds=(0,), changes=PAIRS)
+SEARCH = Search({"model.layers": (1, 2)}, rows=1, metric="", maximize=True)
+
+
+@pytest.mark.parametrize(
+    ("sweep", "metric", "measured"),
+    [
+        (TABLE, "mlm_los", "mlm_loss"),
+        (TABLE, "validation bleu", "discriminator_auc"),
+        (SUMMARIES, "validation rougel", "validation rougeL"),
+        (SUMMARIES, "validation bleu", "perplexity"),
+        (Sweep("text:trec", {"plain": Row()}), "mlm_loss", None),
+    ],
+)
+def test_a_metric_that_no_row_measures_is_refused(folder, sweep, metric, measured):
+    cells = expand(sweep, folder)
+    with pytest.raises(SweepError, match=metric) as raised:
+        results.check_metrics(dataclasses.replace(sweep, metrics=(metric,)), cells)
+    if measured:
+        assert measured in str(raised.value)
+        results.check_metrics(dataclasses.replace(sweep, metrics=(measured,)), cells)
+    results.check_metrics(sweep, cells)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "stage", "metric", "measured"),
+    [
+        ({}, "pretrain", "acu", "discriminator_auc"),
+        (TABLE.tasks, "trec", "validation acc", "validation accuracy"),
+        (TABLE.tasks, "trec", "vaildation accuracy", "test accuracy"),
+        (TABLE.tasks, "trek", "validation accuracy", None),
+        ({"two": Task("glue:all")}, "two", "validation mcc", "CoLA validation mcc"),
+        ({"qa": Task("squad:v1")}, "qa", "validation bleu", "validation exact_match"),
+    ],
+)
+def test_a_search_by_a_metric_that_is_not_measured_is_refused(
+    folder, tasks, stage, metric, measured
+):
+    def check(name):
+        search = dataclasses.replace(SEARCH, metric=name, stage=stage)
+        sweep = dataclasses.replace(TABLE, tasks=tasks, search=search)
+        results.check_metrics(sweep, expand(sweep, folder))
+
+    with pytest.raises(SweepError, match=metric) as raised:
+        check(metric)
+    if measured:
+        assert measured in str(raised.value)
+        check(measured)
+
+
+def test_a_summarizer_has_rouge_l(folder):
+    (cell,) = expand(SUMMARIES, folder)
+    pretrain(folder, cell)
+    run = folder.run(cell.id)
+    run.evaluation(40).parent.mkdir(parents=True)
+    scores = text_scores.score("summarization", ["a b c"], [["a b d"]], str).values
+    run.evaluation(40).write_text(json.dumps({"scores": {"validation": scores}}))
+    values = results.read_values(cell, folder)
+    shown = [name for name in results.choose_metrics(SUMMARIES, cell.config) if name in values]
+    assert shown[:3] == ["validation rouge1", "validation rouge2", "validation rougeL"]
+    assert values["validation rougeL"] == pytest.approx(100 * 2 / 3)
 
 
 def test_what_a_translator_writes_counts(folder):
@@ -186,7 +243,7 @@ def test_what_a_translator_writes_counts(folder):
         "translation",
         {"attention": Row({"model.mixer": "attention"}), "dynamic": Row()},
         seeds=(0,),
-        changes={"train.steps": 40, "parallel.source": "parallel:a,b"},
+        changes=PAIRS,
     )
     cell, other = expand(sweep, folder)
     assert cell.config.data.directory == other.config.data.directory  # prepared once

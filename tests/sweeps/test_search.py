@@ -155,9 +155,11 @@ def test_a_row_that_fails_teaches_and_stops_nothing(machine):
 
 def test_a_task_without_the_metric_is_a_sentence(machine):
     task = {"trec": Task("text:trec", {"finetune.seeds": 1})}
-    asked = dataclasses.replace(SEARCH, metric="test acc", stage="trec")
+    asked = dataclasses.replace(SEARCH, metric="test accuracy", stage="trec")
     table = dataclasses.replace(TABLE, search=asked, tasks=task)
-    with pytest.raises(SweepError, match=r"goes by test acc, which .* does not have; it has: disc"):
+    with pytest.raises(
+        SweepError, match=r"goes by test accuracy, which .* does not have; it has: disc"
+    ):
         search(machine, table)
 
 
@@ -200,17 +202,15 @@ def test_the_named_search_varies_the_share_of_heads(machine):
 
 def test_a_metric_that_is_not_there_is_a_sentence(machine):
     table = dataclasses.replace(TABLE, search=dataclasses.replace(SEARCH, metric="acu"))
-    with pytest.raises(
-        SweepError,
-        match=r"goes by acu, which .*'replaced_token' does not measure; it has: .*discriminator",
-    ):
+    with pytest.raises(SweepError, match="'acu'"):
         search(machine, table)
+    assert not machine.folder.path.exists()
 
 
 def test_a_search_by_a_stage_that_no_cell_has_is_refused(machine):
     """It had nothing to learn from, and searched at random."""
     table = dataclasses.replace(TABLE, search=dataclasses.replace(SEARCH, stage="pretraining"))
-    with pytest.raises(SweepError, match="stage='pretraining', which no row has; stages: pretrain"):
+    with pytest.raises(SweepError, match="'pretraining'"):
         search(machine, table)
     assert not machine.folder.path.exists()
 

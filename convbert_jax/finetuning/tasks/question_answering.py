@@ -31,7 +31,7 @@ VERSIONS = {
     "squad_v1": "v1",
     "squad_v2": "v2",
 }  # config.finetune.tasks -> data/tasks/squad.py
-_METRICS = {
+METRICS = {
     "v1": ("exact_match", "f1"),
     "v2": ("exact_match", "f1", "has_answer_f1", "no_answer_f1", "best_exact_match", "best_f1"),
 }
@@ -69,7 +69,7 @@ def make_task(name: str, config: Config, tokenizer: Tokenizer) -> FinetuneTask:
     )
     threshold = THRESHOLDS[outputs.head] if version == "v2" else None
     both_kinds = len({question.impossible for question in dev.questions}) == 2
-    metrics = _METRICS["v2" if both_kinds else "v1"]
+    metrics = METRICS["v2" if both_kinds else "v1"]
 
     def score(found: Predicted) -> Scores:
         scores = _score_all(dev.questions, collect(dev, found, config), threshold)
