@@ -162,7 +162,10 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
       FileNotFoundError: it is not there.
       DamagedFileError: it is no JSON object.
     """
-    remedy = "put a copy back, or name the config file with --config"
+    remedy = (
+        "restore a copy, or name the config file with --config; change fields on the command line, "
+        "as --config.train.steps=1000"
+    )
     return decided_by_run(files.read_json(path, remedy=remedy, fields={}))
 
 

@@ -16,6 +16,7 @@ import re
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -31,6 +32,7 @@ from convbert_jax.config import UserError
 _BUCKETS = {"gs": "gcsfs"}
 # What a field may be: a type, several, or an object with fields of its own.
 Kinds = type | tuple[type, ...] | Mapping[str, Any]
+CHECKSUM = "crc32"  # key of `seal`
 _SEND_EVERY = 60.0  # seconds between two writes of `Lines` into a bucket
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped half of a pair
 
@@ -114,6 +116,29 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(str(error).partition(";")[0]) from None
 
 
+def seal(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds a checksum to a JSON object; `read_json` and `read_json_lines` check and remove it."""
+    return {**content, CHECKSUM: _checksum(content)}
+
+
+def _unseal(value: Any) -> Any:
+    """Raises ValueError if the value of `seal` was changed; other values are returned as given."""
+    if not isinstance(value, dict) or CHECKSUM not in value:
+        return value
+    content = {name: part for name, part in value.items() if name != CHECKSUM}
+    if value[CHECKSUM] != _checksum(content):
+        raise ValueError(
+            f'its content does not match its "{CHECKSUM}"; to keep a change made by hand, remove '
+            f'"{CHECKSUM}"'
+        )
+    return content
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    as_read = json.loads(json.dumps(content))  # keys are text
+    return zlib.crc32(json.dumps(as_read, sort_keys=True).encode())
+
+
 def read_json(path: epath.Path, *, remedy: str, fields: Mapping[str, Kinds] | None = None) -> Any:
     """A JSON file of ours.
 
@@ -126,7 +151,7 @@ def read_json(path: epath.Path, *, remedy: str, fields: Mapping[str, Kinds] | No
       DamagedFileError: it cannot be read, or is something else.
     """
     try:
-        value = parse_json(path.read_bytes())
+        value = _unseal(parse_json(path.read_bytes()))
         _check_fields(value, fields)
     except FileNotFoundError:
         raise
@@ -153,7 +178,7 @@ def read_json_lines(
     values = []
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is cut off
         try:
-            value = parse_json(line)
+            value = _unseal(parse_json(line))
             _check_fields(value, fields)
         except ValueError as error:
             raise damaged(path, f"line {number}: {error}", remedy) from None

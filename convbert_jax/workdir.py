@@ -41,6 +41,7 @@ from convbert_jax.config import (
 
 # Written last into a checkpoint in a bucket, which cannot rename: without it, it is not whole.
 _COMMITTED = "commit_success.txt"
+_CHANGE = "change fields on the command line, as --config.train.steps=1000"
 _ABANDONED = 3600.0  # seconds: --mode=eval and export write here without the lock
 
 
@@ -245,7 +246,7 @@ class Workdir:
           DamagedFileError: its config is damaged, or has fields that this version does not know.
           PluginError: the user did not name its mixer, or it cannot be made here.
         """
-        remedy = "put it back from a copy, or use the version of convbert_jax that wrote it"
+        remedy = f"restore a copy, or use the version of convbert_jax that wrote it; {_CHANGE}"
         try:
             return _read(self.config, remedy)
         except (FileNotFoundError, NotADirectoryError):
@@ -324,9 +325,7 @@ class Workdir:
 
     def keep_config(self, config: Config) -> None:
         new = decided_by_run(to_dict(config))
-        remedy = (
-            "choose another --workdir, or move this file away to go on with the config named now"
-        )
+        remedy = f"restore a copy, or remove it to go on with the config named now; {_CHANGE}"
         try:
             old = to_dict(_read(self.config, remedy, check=False))
             changed = changes.differences(old, new)
@@ -346,7 +345,7 @@ class Workdir:
                 )
         if changed := {f: pair for f, pair in changed.items() if "auto" not in pair}:
             logging.info("Config changed since the last start: %s.", changes.describe(changed))
-        files.write_json(self.config, new)
+        files.write_json(self.config, files.seal(new))
 
     def _with_its_shards(self, config: Config, refused) -> str:
         """How the start in another folder gets the shards of this one, where they may serve it."""

@@ -54,7 +54,7 @@ def run(make_run):  # noqa: F811
 
 def change(folder: pathlib.Path, **fields) -> None:
     """change(folder, section__field=value) changes the config.json of a run."""
-    values = json.loads((folder / "config.json").read_text())
+    values = files.read_json(folder / "config.json", remedy="", fields={})
     for path, value in fields.items():
         section, _, field = path.partition("__")
         if field:

@@ -7,7 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from convbert_jax import config_files, files
 from convbert_jax.command_line.fields import field_types
 from convbert_jax.config import Config, decided_by_run, to_dict
 from convbert_jax.config.changes import is_changeable
@@ -34,7 +37,47 @@ def test_config_is_kept(tmp_path):
     with Workdir(tmp_path / "new" / "run").open(CONFIG):
         pass
     kept = json.loads((tmp_path / "new" / "run" / "config.json").read_text())
-    assert kept == decided_by_run(to_dict(CONFIG))
+    assert kept == files.seal(decided_by_run(to_dict(CONFIG)))
+
+
+@pytest.mark.parametrize("opens", [False, True])
+@settings(max_examples=60)
+@given(bit=st.integers(min_value=0))
+def test_a_flipped_bit_of_a_config_never_passes_unseen(bit, opens, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    keep(folder)
+    file = folder / "config.json"
+    content = bytearray(file.read_bytes())
+    place = bit % (8 * len(content))
+    content[place // 8] ^= 1 << place % 8
+    file.write_bytes(content)
+    found = message = None
+    try:
+        if opens:
+            keep(folder, checkpoint=False)
+        found = Workdir(folder).read_config()
+    except DamagedFileError as error:
+        message = str(error)
+    if message:
+        assert str(file) in message
+        assert file.read_bytes() == content
+    else:
+        assert found == CONFIG  # another blank, or another spelling of the same value
+
+
+@pytest.mark.parametrize("line", ['"seed": 0', '"steps": 1000000'])
+def test_a_config_changed_by_hand_is_refused_until_its_checksum_is_removed(line, tmp_path):
+    keep(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace(f" {line}", f" {line[:-1]}5", 1))
+    with pytest.raises(DamagedFileError, match=r"crc32.*--config\.train\.steps="):
+        Workdir(tmp_path).read_config()
+    with pytest.raises(DamagedFileError, match=r"crc32.*--config\.train\.steps="):
+        config_files.read_json(file)
+    values = json.loads(file.read_text())
+    del values["crc32"]
+    file.write_text(json.dumps(values))
+    assert Workdir(tmp_path).read_config() != CONFIG
 
 
 OTHERS = [
@@ -160,7 +203,7 @@ def test_a_damaged_config_is_one_sentence(tmp_path, bound):
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(DamagedFileError, match=r"config\.json is damaged \(.*\); ") as read:
             Workdir(tmp_path).read_config()
-        with pytest.raises(DamagedFileError, match="choose another --workdir, or move") as opened:
+        with pytest.raises(DamagedFileError, match=r"config\.json is damaged \(.*\); ") as opened:
             keep(tmp_path)
         for error in (read, opened):
             assert len(str(error.value)) < 500, name
@@ -191,7 +234,7 @@ def test_speed_and_length_may_change(tmp_path, section, changes):
     with Workdir(tmp_path).open(changed):
         pass
     kept = json.loads((tmp_path / "config.json").read_text())
-    assert kept == decided_by_run(to_dict(changed))
+    assert kept == files.seal(decided_by_run(to_dict(changed)))
 
 
 def test_second_run_is_refused_and_names_the_first(tmp_path):

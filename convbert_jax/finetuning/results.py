@@ -163,7 +163,7 @@ def append_result(workdir: Workdir, result: RunResult) -> None:
         for split, scores in result.scores.items()
     }
     with contextlib.closing(files.Lines(workdir.results)) as lines:
-        lines.append(json.dumps(values))
+        lines.append(json.dumps(files.seal(values)))
 
 
 def _finite(value: float) -> float | None:

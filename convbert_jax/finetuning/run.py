@@ -271,7 +271,7 @@ def save_model(workdir: Workdir, config, task, tokenizer, params, steps: int, se
     finally:
         checkpoints.close()
     if jax.process_index() == 0:
-        files.write_json(workdir.config, to_dict(own))
+        files.write_json(workdir.config, files.seal(to_dict(own)))
 
 
 def _score(task: FinetuneTask, split: str, state, finite: bool) -> Scores:

@@ -56,8 +56,8 @@ def choose_batch_sizes(count: int, largest: int, buckets: Sequence[int]) -> tupl
 def explain_out_of_memory(params: Params) -> contextlib.AbstractContextManager[None]:
     """Context in which a fine-tuned model, with its parameters on the device, predicts."""
     advice = (
-        "lower finetune.eval_batch_size in the config.json of the model, or compute on the CPU "
-        "with JAX_PLATFORMS=cpu"
+        'lower finetune.eval_batch_size in the config.json of the model and remove its "crc32", or '
+        "compute on the CPU with JAX_PLATFORMS=cpu"
     )
     return memory.explain_out_of_memory("predicting", advice, lambda: memory.find_state(params))
 

@@ -1,9 +1,12 @@
 """The record of finished runs: what a kill, a disk or an editor did to it is a sentence."""
 
+import dataclasses
 import json
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from convbert_jax import files
 from convbert_jax.finetuning import results, unfinished
@@ -40,8 +43,33 @@ def test_it_comes_back(tmp_path, line):
     assert results.read_results(Workdir(tmp_path / "nowhere")) == []
 
 
+@settings(max_examples=200)
+@given(bit=st.integers(min_value=0))
+def test_a_flipped_bit_of_a_result_never_passes_unseen(bit, tmp_path_factory):
+    workdir = Workdir(tmp_path_factory.mktemp("run"))
+    for seed in range(3):
+        results.append_result(workdir, dataclasses.replace(RUN, seed=seed))
+    before = repr(results.read_results(workdir))
+    lines = workdir.results.read_bytes().splitlines(keepends=True)
+    content = bytearray(lines[1])
+    place = bit % (8 * len(content) - 8)  # without its newline, which joins two lines
+    content[place // 8] ^= 1 << place % 8
+    workdir.results.write_bytes(b"".join([lines[0], bytes(content), lines[2]]))
+    found = message = ""
+    try:
+        found = repr(results.read_results(workdir))
+    except files.DamagedFileError as error:
+        message = str(error)
+    assert found == before or message.startswith(f"{workdir.results} is damaged (line 2:")
+
+
+def test_a_result_is_plain_json_for_other_software(line):
+    assert json.loads(line)["scores"]["validation"]["accuracy"] == 0.75
+
+
 def damages(line: bytes):
     values = json.loads(line)
+    del values["crc32"]  # which tells any of these
     found = {
         "empty": b"",
         "cut": line[:40],
