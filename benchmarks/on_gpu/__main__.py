@@ -1,210 +1,141 @@
-"""All that a first hour with a GPU must answer, in one call of at most nine minutes.
+"""Everything to measure in a quarter of an hour with a GPU, in order of value.
 
-    python -m benchmarks.on_gpu --json gpu.jsonl
-    python -m benchmarks.on_gpu --sections numerics,op --limit 120
-    python -m benchmarks.on_gpu --smoke
+    python -m benchmarks.on_gpu --minutes=13
+    python -m benchmarks.on_gpu --minutes=5 --smoke   # a rehearsal: tiny shapes on a CPU
 
-Sections, in this order:
+    environment, kernels   versions; every kernel against XLA and float64, on new random numbers
+    step                   steps of small and base, without autotuning; each with its profile
+    pytorch, compiled      the same shapes in PyTorch; torch.compile runs during the steps
+    step … autotuned       the steps once more with XLA's autotuning, as far as there is time
+    pretrain               pre-training of small until the time is over, with checkpoints
 
-    versions   what is installed, and on which device
-    ceilings   bandwidth of a copy and peak of a product, as measured
-    numerics   the kernels of ops/gpu, and cuDNN's attention, against float64 on the CPU
-    op         each convolution by XLA and by its kernel, as a share of the bandwidth of a copy
-    layer      ConvBERT's layer against one of attention, with XLA's and with cuDNN's attention
-    step       whole pre-training steps of small and base in the variants that matter
-    pytorch    Hugging Face's ConvBERT and BERT, forward and backward
+Each is a process with a limit, so none can take the time or the GPU of the others. Results are
+lines of FOLDER/results.jsonl, written at once. A second call skips what is done and continues the
+pre-training. FOLDER/archives has the results and the pre-trained weights in at most 8 files of 15
+MB; `cat large.tar.gz.* | tar xz` unpacks the weights, as a run folder without optimizer state.
 
-Each runs in processes of its own: what fails, hangs or breaks the device takes nothing else along.
-The parts of `numerics` and `pytorch` compile at the same time, as many as there are cores for, and
-are timed one after the other, while nothing compiles; those of `step` come one after the other, as
-XLA measures products on the device while it compiles them.
-A section that is not through at its limit is ended, and what it did not come to is named; lines are
-in the file as soon as they are known (`session.py` has their keys). Programs are kept compiled for
-one call, or where JAX_COMPILATION_CACHE_DIR says. `--smoke` is all of it at tiny shapes on a CPU,
-kernels in Pallas' interpreter: its figures say only that this program runs.
+A machine without network that has jax for CUDA, flax, optax, orbax-checkpoint, PyTorch and
+transformers lacks the packages of benchmarks/on_gpu/wheels.txt. The first command fetches them
+elsewhere into the folder .wheels, which git ignores; the second installs them on that machine:
+
+    pip download --no-deps --only-binary=:all: --python-version=3.12 \\
+        --platform=manylinux_2_28_x86_64 --platform=manylinux2014_x86_64 \\
+        --dest=.wheels --requirement=benchmarks/on_gpu/wheels.txt
+    pip install --no-index --no-deps --find-links=.wheels --requirement=benchmarks/on_gpu/wheels.txt
 """
 
 import argparse
 import importlib
 import importlib.util
 import os
-import shutil
-import signal
-import subprocess
+import pathlib
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
 
-from benchmarks.on_gpu import pytorch, session, steps
+from benchmarks.on_gpu import schedule
+from benchmarks.on_gpu.schedule import Job, Results
 
-# name -> (module, function of (session, part, smoke), parts or function of smoke that names them,
-# seconds by default). Parts have processes of their own and share the limit; what a section leaves
-# of its seconds, later ones may take.
-SECTIONS = {
-    "versions": ("machine", "versions", ("",), 10),
-    "ceilings": ("machine", "ceilings", ("",), 25),
-    "numerics": (
-        "numerics",
-        "check",
-        ("dynamic_conv", "span_dynamic_conv", "depthwise_conv", "attention"),
-        130,
-    ),
-    "op": ("speed", "ops", ("",), 70),
-    "layer": ("speed", "layers", ("",), 55),
-    "step": ("steps", "run", steps.parts, 150),
-    "pytorch": ("pytorch", "run", pytorch.parts, 85),
+# Autotuning measures every product in many forms, which takes longer than all else.
+QUICK = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+UNOPTIMIZED = "--xla_backend_optimization_level=0"  # a rehearsal compiles much and runs little
+# First word of a job -> (module, function of (results, job, smoke)).
+CHILDREN = {
+    "environment": ("environment", "describe"),
+    "kernels": ("environment", "check_kernels"),
+    "step": ("steps", "measure"),
+    "pytorch": ("pytorch", "measure"),
+    "compiled": ("pytorch", "measure"),
 }
-IN_TURN = ("step",)  # whose parts do not run together
-CALL, MOST = 525, 180  # seconds of all sections by default, and of one
-UNOPTIMIZED = "--xla_backend_optimization_level=0"
-NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy", "jaxtyping", "ml_collections")
+PACKING = 20.0  # seconds
+PRETRAINING = 200.0  # seconds that less important jobs leave to it
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--sections", default=",".join(SECTIONS), help="with commas between; default: all"
-    )
-    parser.add_argument(
-        "--limit", type=float, help="seconds of each section; default: all fit into nine minutes"
-    )
-    parser.add_argument("--json", help="file for the lines, which must not be there yet")
+    parser.add_argument("--minutes", type=float, default=13.0, help="time for everything")
+    parser.add_argument("--folder", type=pathlib.Path, default="runs/on_gpu", help="for results")
+    parser.add_argument("--data", type=pathlib.Path, help="folder of .txt files to pre-train on")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # of the one section: run it here
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # run it here
     options = parser.parse_args()
-    chosen = options.sections.split(",")
-    for name in chosen:
-        if name not in SECTIONS:
-            parser.error(f"--sections: there is no {name!r}, but {', '.join(SECTIONS)}.")
-    if options.limit is not None and options.limit <= 0:
-        parser.error(f"--limit is {options.limit:g}, but must be above 0.")
-    os.environ["JAX_PLATFORMS"] = "cpu" if options.smoke else "cuda,cpu"
-    if options.smoke:  # which compiles much and runs little
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {UNOPTIMIZED}".strip()
-        os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-    if options.part is not None:
-        _run_here(chosen[0], options)
-        return
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        sys.exit(f"Not installed: {', '.join(missing)}; pip install -r requirements.txt.")
-    if options.json and os.path.exists(options.json):
-        parser.error(f"--json: {options.json} is there already; name another file.")
-    with tempfile.TemporaryDirectory() as folder:
-        path = options.json or os.path.join(folder, "lines")
-        with open(path, "w", encoding="utf-8"):
-            pass  # a file that cannot be written fails before anything runs
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(folder, "programs"))
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        if not options.smoke:
-            _find_gpu()
-        for what in _missing("pytorch" in chosen, options.smoke):
-            print(f"Missing here: {what}.", flush=True)
-        end, ordered = time.time() + CALL, [name for name in SECTIONS if name in chosen]
-        for place, name in enumerate(ordered):
-            rest = sum(SECTIONS[later][-1] for later in ordered[place:])
-            share = (end - time.time()) * SECTIONS[name][-1] / rest
-            _run_section(name, options.limit or min(MOST, share), options.smoke, path)
-
-
-def _find_gpu() -> None:
-    """Exits unless jax finds an NVIDIA GPU. In a process of its own, which holds no memory then."""
-    code = "import jax; d = jax.devices()[0]; print(d.platform)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if found.returncode or found.stdout.split()[-1:] != ["gpu"]:
-        said = (found.stderr.strip().splitlines() or found.stdout.split() or ["nothing"])[-1]
-        sys.exit(
-            f"benchmarks.on_gpu needs an NVIDIA GPU, but jax finds none ({said[:200]}); install "
-            "jax for it (pip install 'jax[cuda12]'), or add --smoke to see this run on a CPU."
-        )
-
-
-def _missing(pytorch: bool, smoke: bool) -> list[str]:
-    """What is not on this machine, and what follows."""
-    found = []
-    if not smoke and not shutil.which("nvidia-smi"):
-        found.append("nvidia-smi, so nothing is known of the driver")
-    absent = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    if absent and pytorch:
-        found.append(f"{' and '.join(absent)}, so section pytorch has nothing to run")
-    elif pytorch and not smoke:
-        code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-        if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode:
-            found.append("CUDA in torch, so section pytorch has nothing to run")
-    return found
-
-
-def _run_here(name: str, options: argparse.Namespace) -> None:
-    """One part, in this process, which ends with status 1 where it fails as a whole."""
-    module, function, *_ = SECTIONS[name]
-    lines = session.Session(name, options.json, options.until, options.part)
-    try:
+    results = Results(options.folder.absolute())
+    if options.job:
+        module, function = CHILDREN[options.job.split()[0]]
         run = getattr(importlib.import_module(f"benchmarks.on_gpu.{module}"), function)
-        run(lines, options.part, options.smoke)
-    except Exception as error:
-        lines.write("error", options.part or name, error=session.sentence(error))
-        raise
-
-
-def _run_section(name: str, limit: float, smoke: bool, path: str) -> None:
-    _, _, parts, _ = SECTIONS[name]
-    parts = parts(smoke) if callable(parts) else parts
-    until = time.time() + limit
-    count = 1 if name in IN_TURN else session.at_once()
-    for first in range(0, len(parts), count):
-        _run_together(name, parts[first : first + count], smoke, path, until)
-
-
-def _run_together(name: str, parts: Sequence[str], smoke: bool, path: str, until: float) -> None:
-    lines = session.Session(name, path, until)
-    if not lines.has_time():
-        for part in parts:
-            lines.write("left_out", part or name, error="the time limit of the section is over")
+        run(results, options.job, options.smoke)
         return
-    start = os.path.getsize(path)
-    running = {part: _start_part(name, part, smoke, path, until) for part in parts}
-    try:
-        for part, process in running.items():
-            ended = _why_ended(process, until)
-            missing = session.missing_cases(path, start, part)
-            for case in missing:
-                lines.write(
-                    "left_out", case, error=ended or "the time limit of the section is over"
-                )
-                # Only the first was running.
-                ended = ended and f"behind a case that failed: {ended}"[: session.LONGEST]
-            if ended and not missing:
-                lines.write("error", part or name, error=ended)
-    finally:
-        for process in running.values():
-            _kill(process)
+    if options.data and not options.data.is_dir():
+        parser.error(f"--data: {options.data} is not a folder.")
+    end = time.monotonic() + 60 * options.minutes - PACKING
+    results.folder.mkdir(parents=True, exist_ok=True)
+    jobs = list_jobs(results.folder, options.data, options.smoke)
+    schedule.run(jobs, results, end, after_each=lambda: schedule.pack(results.folder, []))
+    for path in schedule.pack(results.folder, list_weights(results.folder / "pretrain")):
+        print(path, path.stat().st_size)
 
 
-def _start_part(name: str, part: str, smoke: bool, path: str, until: float) -> subprocess.Popen:
-    command = [sys.executable, "-m", "benchmarks.on_gpu", f"--sections={name}", f"--part={part}"]
-    command += [f"--json={path}", f"--until={until}", *(["--smoke"] if smoke else [])]
-    # None may take the whole memory of the device before the others come.
-    room = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    return subprocess.Popen(command, start_new_session=True, env=os.environ | room)
+def list_jobs(folder: pathlib.Path, data: pathlib.Path | None, smoke: bool) -> list[Job]:
+    """All jobs in order of value, except that a job in the background starts early."""
+    shared = {
+        "JAX_PLATFORMS": "cpu" if smoke else "cuda,cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # several processes share the device
+    }
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {UNOPTIMIZED if smoke else QUICK}".strip()
+    quick = shared | {"XLA_FLAGS": flags}
+
+    def child(name, seconds, environment=quick, **more):
+        command = [sys.executable, "-m", "benchmarks.on_gpu", f"--job={name}", f"--folder={folder}"]
+        command += ["--smoke"] * smoke
+        return Job(name, command, seconds, environment=environment, **more)
+
+    sizes = ("tiny",) if smoke else ("small", "base")
+    pytorch = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+    names = [f"{size} {model}" for size in sizes for model in ("convbert", "bert")] * pytorch
+    late = {"reserve": PRETRAINING}
+    train = _pretraining(folder, data, smoke)
+    on_cpu = quick | {"JAX_PLATFORMS": "cpu"}
+    return [
+        Job("prepare", [*train, "--mode=prepare"], 240, environment=on_cpu, background=True),
+        child("environment", 40),
+        child("kernels", 100),
+        *(child(f"compiled {name}", 330, background=True) for name in names[::2] if not smoke),
+        *(child(f"step {size}", 170, reserve=60) for size in sizes),
+        *(child(f"pytorch {name}", 50, reserve=60) for name in names),
+        *(child(f"step {size} default", 120, **late) for size in sizes),
+        *(child(f"step {size} autotuned", 150, shared, **late) for size in sizes),
+        Job("pretrain", train, 3600, environment=quick, alone=True, grace=30),
+    ]
 
 
-def _why_ended(process: subprocess.Popen, until: float) -> str:
-    """Why it ended as it should not, or ""."""
-    try:
-        code = process.wait(max(0, until - time.time()))
-    except subprocess.TimeoutExpired:
-        _kill(process)
-        return "it was still running at the time limit and was ended"
-    if code < 0:
-        return f"its process ended by {signal.Signals(-code).name}"
-    return f"its process ended with status {code}" if code else ""
+def _pretraining(folder: pathlib.Path, data: pathlib.Path | None, smoke: bool) -> list[str]:
+    fields = {
+        "data.source": f"text:{data.absolute()}/**/*.txt" if data else "docstrings",
+        "tokenizer.vocab_size": 8_192,
+        "model.attention_dropout": 0.0,  # for cuDNN
+        "train.steps": 20_000,
+        "train.log_every": 50,
+        "train.eval_every": 1_000,
+        "checkpoint.every": 500,
+    }
+    if smoke:
+        fields |= {"tokenizer.vocab_size": 512, "train.steps": 4, "train.batch_size": 4}
+        fields |= {"checkpoint.every": 2, "train.eval_rows": 8}
+    size = "tiny" if smoke else "small"
+    command = [sys.executable, "-m", "convbert_jax.main", f"--config=configs/{size}.py"]
+    command += [f"--workdir={folder / 'pretrain'}"]
+    return command + [f"--config.{name}={value}" for name, value in fields.items()]
 
 
-def _kill(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def list_weights(run: pathlib.Path) -> list[pathlib.Path]:
+    """The parts of a run folder that fine-tuning needs: no shards and no optimizer state."""
+    steps = [path for path in run.glob("checkpoints/*") if path.name.isdigit()]
+    if not steps:
+        return []
+    newest = max(steps, key=lambda path: int(path.name))
+    found = [path for path in run.iterdir() if path.name not in ("checkpoints", "data")]
+    return found + [path for path in newest.iterdir() if path.name != "opt_state"]
 
 
 if __name__ == "__main__":

@@ -1,83 +1,47 @@
-"""Hugging Face's ConvBERT and BERT in PyTorch: forward and backward, as section step has ours.
+"""Whole steps of Hugging Face's ConvBERT and BERT in PyTorch, of the shapes of steps.py.
 
-ConvBERT learns replaced tokens: a generator and a discriminator of the sizes of our config, the
-head of words at the masked positions alone, as ours; tokens are drawn from what it predicts. Tables
-are not shared by the two. BERT learns masked words at the size of the discriminator. Matrices are
-multiplied in bfloat16 by autocast; there is no padding and no mask.
+ConvBERT is trained by replaced-token detection, with a generator and a discriminator of the sizes
+of our config; logits are computed at the masked positions only, as ours. The two models do not
+share embeddings. BERT is trained by masked language modeling at the size of the discriminator, with
+PyTorch's scaled_dot_product_attention. Products are bfloat16 by autocast; there is no padding.
 """
 
-import importlib.util
 import statistics
 import time
 
 from benchmarks.on_gpu import steps
-from benchmarks.on_gpu.session import Session
+from benchmarks.on_gpu.schedule import Results
 
-CASES = (  # (size, model, by torch.compile), the most telling first
-    ("base", "convbert", False),
-    ("base", "bert", False),
-    ("base", "convbert", True),
-    ("small", "convbert", False),
-    ("small", "convbert", True),
-    ("base", "bert", True),
-    ("small", "bert", False),
-    ("small", "bert", True),
-)
-SMOKED = (("tiny", "convbert", False), ("tiny", "bert", False), ("tiny", "convbert", True))
 ROUNDS, IN_A_ROW = 5, 4
 
 
-def parts(smoke: bool) -> list[str]:
-    return list(_names(smoke))
+def measure(results: Results, job: str, smoke: bool) -> None:
+    """Writes the speed of a step.
 
-
-def _names(smoke: bool) -> dict[str, tuple[str, str, bool]]:
-    return {
-        f"{size}, {model}, {'torch.compile' if compiles else 'eager'}": (size, model, compiles)
-        for size, model, compiles in (SMOKED if smoke else CASES)
-    }
-
-
-def run(session: Session, part: str, smoke: bool) -> None:
-    for name in ("torch", "transformers"):
-        if importlib.util.find_spec(name) is None:
-            session.write("left_out", part, error=f"{name} is not installed")
-            return
+    Args:
+      job: "pytorch SIZE MODEL" or, by torch.compile, "compiled SIZE MODEL".
+    """
     import torch
 
-    if not smoke and not torch.cuda.is_available():
-        session.write("left_out", part, error=f"this torch, {torch.__version__}, finds no CUDA")
-        return
-    size, model, compiles = _names(smoke)[part]
-    session.plan([part])
-    if smoke and compiles:
-        session.write("left_out", part, error="torch.compile has no smoke")
-        return
-    session.run(part, lambda: _with_memory(session, size, model, compiles, smoke))
-
-
-def _with_memory(session: Session, size: str, model: str, compiles: bool, smoke: bool) -> dict:
-    """With the batch of the config, or half of it until it fits, which `batch` then says."""
-    import torch
-
-    config = steps.read_config(size, steps.SMOKE if smoke else {})
+    how, size, model = job.split()
+    config, device = steps.read_config(size, smoke), "cpu" if smoke else "cuda"
     batch = config.train.batch_size
     while True:
         try:
-            return _measure(session, config, model, batch, compiles, "cpu" if smoke else "cuda")
+            return _measure(results, job, config, model, batch, how == "compiled", device)
         except torch.OutOfMemoryError:
-            if batch // 2 < steps.LEAST:
+            if batch // 2 < steps.LEAST_ROWS:
                 raise
             batch //= 2
         torch.cuda.empty_cache()
 
 
-def _measure(session: Session, config, model: str, batch: int, compiles: bool, device: str) -> dict:
+def _measure(results, job, config, model: str, batch: int, compiles: bool, device: str) -> None:
     import torch
 
     torch.manual_seed(0)
-    torch._dynamo.reset()
     network, loss_of = (_convbert if model == "convbert" else _bert)(config, device)
+    optimizer = torch.optim.AdamW(network.parameters(), config.optimizer.learning_rate, fused=True)
     length, masked = config.data.length, round(config.objective.mask_fraction * config.data.length)
     given = {"device": device}
     tokens = torch.randint(5, config.tokenizer.vocab_size, (batch, length), **given)
@@ -85,45 +49,34 @@ def _measure(session: Session, config, model: str, batch: int, compiles: bool, d
     if compiles:
         loss_of = torch.compile(loss_of)
 
-    def step():
-        network.zero_grad(set_to_none=True)
-        with torch.autocast(device, torch.bfloat16):
-            loss = loss_of(tokens, positions)
-        loss.backward()
-        return loss
-
-    def wait():
+    def run(count):
+        started = time.perf_counter()
+        for _ in range(count):
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(device, torch.bfloat16):
+                loss = loss_of(tokens, positions)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
         if device == "cuda":
             torch.cuda.synchronize()
+        return (time.perf_counter() - started) / count
 
-    started = time.perf_counter()
-    with session.compiling():
-        step(), wait()
-        first = time.perf_counter() - started
-        step(), wait()
-        network.zero_grad(set_to_none=True)
-        if device == "cuda":  # the others compile yet, and one after the other has it all
-            torch.cuda.empty_cache()
-    seconds = []
-    with session.alone():
-        step(), wait()
-        for _ in range(ROUNDS):
-            started = time.perf_counter()
-            for _ in range(IN_A_ROW):
-                loss = step()
-            wait()
-            seconds.append((time.perf_counter() - started) / IN_A_ROW)
-    rate = batch * length / statistics.median(seconds)
-    return {
-        "tokens_per_s": rate,
-        "ms": 1e3 * statistics.median(seconds),
-        "batch": batch,
-        "length": length,
-        "loss": float(loss.detach()),
-        "parameters": sum(p.numel() for p in network.parameters()),
-        "seconds_to_first_step": first,
-        "most_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-    }
+    first = run(1)
+    with results.timing():
+        run(1)
+        seconds = statistics.median(run(IN_A_ROW) for _ in range(ROUNDS))
+    results.write(
+        job,
+        "figures",
+        tokens_per_s=batch * length / seconds,
+        ms=1e3 * seconds,
+        batch=batch,
+        length=length,
+        parameters=sum(p.numel() for p in network.parameters()),
+        seconds_to_first_step=first,
+        most_bytes=torch.cuda.max_memory_allocated() if device == "cuda" else None,
+    )
 
 
 def _sizes(config, hidden: int, heads: int, ffn: int) -> dict:

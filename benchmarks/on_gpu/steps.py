@@ -1,82 +1,46 @@
-"""Whole pre-training steps of small and base, in the variants that matter on a GPU."""
+"""Whole pre-training steps of this package, and a profile of one."""
 
-import contextlib
+import pathlib
 import statistics
+import tempfile
 import time
+from collections import Counter
 
 import convbert_jax
-from benchmarks.on_gpu.session import Session
+from benchmarks.on_gpu.schedule import Results
 
-NO_DROPOUT = {"model.attention_dropout": 0.0}
-CUDNN = {**NO_DROPOUT, "model.attention": "cudnn"}
-XLA = {"model.convolution": "xla"}
-RBG, GRADIENT = "rbg", "forward and backward"  # what no field of a config says
-# Overrides of configs/base.py or small.py, whose computation is in bfloat16 on a GPU, with the
-# kernels of ops/gpu, XLA's attention with its dropout and keys of threefry, layers unrolled.
-VARIANTS = {
-    "default": {},
-    GRADIENT: {},  # without clipping and update: what section pytorch measures
-    f"{GRADIENT}, cudnn": CUDNN,
-    "xla, no attention dropout": {**NO_DROPOUT, "model.attention": "xla"},
-    "cudnn, no attention dropout": CUDNN,
-    "convolutions by xla": XLA,
-    "cudnn, convolutions by xla": {**CUDNN, **XLA},
-    "rbg": {},
-    "scanned": {"model.scan_unroll": 1, "generator.scan_unroll": 1},
-    "float32": {"compute_dtype": "float32"},
-}
-# The most telling first: the time may not do for all.
-CASES = (
-    ("base", "cudnn, no attention dropout"),
-    ("small", "cudnn, no attention dropout"),
-    ("base", "default"),
-    ("base", f"{GRADIENT}, cudnn"),
-    ("base", "cudnn, convolutions by xla"),
-    ("base", "rbg"),
-    ("base", "scanned"),
-    ("small", "default"),
-    ("small", "scanned"),
-    ("base", GRADIENT),
-    ("small", GRADIENT),
-    ("base", "convolutions by xla"),
-    ("small", "cudnn, convolutions by xla"),
-    ("base", "xla, no attention dropout"),
-    ("base", "float32"),
-    ("small", "xla, no attention dropout"),
-    ("small", "rbg"),
-    ("small", "float32"),
-)
-SMOKED = (("tiny", "rbg"), ("tiny", GRADIENT))
-SMOKE = {"model.layers": 1, "data.length": 16, "train.batch_size": 4}
-SMOKE |= {"tokenizer.vocab_size": 512}
+# name -> overrides of configs/small.py or base.py, whose layers are unrolled. cuDNN has no
+# attention dropout.
+VARIANTS = {"": {"model.attention_dropout": 0.0}, "default": {}}
+SMOKE = {"model.layers": 1, "data.length": 16, "train.batch_size": 4, "tokenizer.vocab_size": 512}
 ROUNDS, IN_A_ROW = 5, 4  # steps before the host waits, as in a run
-LEAST = 8  # rows
+KERNELS = 20  # lines of a profile
+LEAST_ROWS = 8
 
 
-def parts(smoke: bool) -> list[str]:
-    return [f"{size}, {variant}" for size, variant in (SMOKED if smoke else CASES)]
+def read_config(size: str, smoke: bool, variant: str = ""):
+    return convbert_jax.load_config(size, **VARIANTS[variant], **(SMOKE if smoke else {}))
 
 
-def run(session: Session, part: str, smoke: bool) -> None:
-    size, variant = part.split(", ", 1)
-    session.plan([part])
-    session.run(part, lambda: _with_memory(session, size, variant, SMOKE if smoke else {}))
+def measure(results: Results, job: str, smoke: bool) -> None:
+    """Writes the speed of a step, then its profile.
 
-
-def _with_memory(session: Session, size: str, variant: str, overrides: dict) -> dict:
-    """With the batch of the config, or half of it until it fits, which `batch` then says."""
-    batch = convbert_jax.load_config(size, **overrides).train.batch_size
+    Args:
+      job: "step SIZE[ VARIANT][ autotuned]".
+    """
+    _, size, *rest = job.split()
+    config = read_config(size, smoke, "default" if "default" in rest else "")
     while True:
-        given = {**VARIANTS[variant], **overrides, "train.batch_size": batch}
         try:
-            return _measure(session, convbert_jax.load_config(size, **given), variant)
+            return _measure(results, job, config)
         except Exception as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or batch // 2 < LEAST:
+            rows = config.train.batch_size // 2
+            if "RESOURCE_EXHAUSTED" not in str(error) or rows < LEAST_ROWS:
                 raise
-            batch //= 2
+            config = convbert_jax.load_config(size, **{"train.batch_size": rows})
 
 
-def _measure(session: Session, config, variant: str) -> dict:
+def _measure(results: Results, job: str, config) -> None:
     import jax
 
     from convbert_jax.analysis import flops
@@ -86,46 +50,43 @@ def _measure(session: Session, config, variant: str) -> dict:
 
     device = jax.devices()[0]
     mesh = make_mesh(config.mesh, [device])
-    numbers = jax.default_prng_impl("rbg") if RBG in variant else contextlib.nullcontext()
     started = time.perf_counter()
-    with numbers, jax.set_mesh(mesh):
-        task = traced.make_task(config, device)
-        program = make_program(task, config, mesh)
+    with jax.set_mesh(mesh):
+        program = make_program(traced.make_task(config, device), config, mesh)
         shapes = traced.make_batch(config)
-        with session.compiling():
-            prepare = _gradient if variant.startswith(GRADIENT) else _step
-            step = prepare(program, task, shapes)
-            key = jax.random.key(config.seed)
-            start = program.init.lower(key).compile()
-            compiled = time.perf_counter() - started
-        with session.alone():
-            state = start(key)
-            batch = program.put_batch(_draw(config, shapes))
-            state, loss = step(state, batch)
-            seconds = []
-            for _ in range(ROUNDS):
-                jax.block_until_ready((state, loss))
-                started = time.perf_counter()
-                for _ in range(IN_A_ROW):
-                    state, loss = step(state, batch)
-                jax.block_until_ready((state, loss))
-                seconds.append((time.perf_counter() - started) / IN_A_ROW)
-            most = (device.memory_stats() or {}).get("peak_bytes_in_use")
-    rows, length = config.train.batch_size, config.data.length
-    rate = rows * length / statistics.median(seconds)
-    peak = flops.peak_flops(device.device_kind)
-    needed = flops.training_flops_per_token(config)
-    return {
-        "tokens_per_s": rate,
-        "ms": 1e3 * statistics.median(seconds),
-        "mfu": needed * rate / peak if peak else None,
-        "batch": rows,
-        "length": length,
-        "flops_per_token": needed,
-        "loss": float(loss),
-        "most_bytes": most,
-        "seconds_to_compile": compiled,
-    }
+        step = program.train_step.lower(program.abstract, shapes).compile()
+        state = program.init(jax.random.key(config.seed))
+        compiled = time.perf_counter() - started
+        batch = program.put_batch(_draw(config, shapes))
+
+        def run(count):
+            nonlocal state
+            started = time.perf_counter()
+            for _ in range(count):
+                state, _, vitals = step(state, batch)
+            jax.block_until_ready((state, vitals))
+            return (time.perf_counter() - started) / count
+
+        with results.timing():
+            run(1)
+            seconds = statistics.median(run(IN_A_ROW) for _ in range(ROUNDS))
+            rows, length = config.train.batch_size, config.data.length
+            rate, peak = rows * length / seconds, flops.peak_flops(device.device_kind)
+            results.write(
+                job,
+                "figures",
+                tokens_per_s=rate,
+                ms=1e3 * seconds,
+                mfu=flops.training_flops_per_token(config) * rate / peak if peak else None,
+                batch=rows,
+                length=length,
+                most_bytes=(device.memory_stats() or {}).get("peak_bytes_in_use"),
+                seconds_to_compile=compiled,
+            )
+            with tempfile.TemporaryDirectory() as folder:
+                with jax.profiler.trace(folder):
+                    run(1)
+                results.write(job, "profile", **read_profile(pathlib.Path(folder)))
 
 
 def _draw(config, shapes) -> dict:
@@ -137,29 +98,28 @@ def _draw(config, shapes) -> dict:
     return batch | {"tokens": words.astype(np.int32), "segment_ids": batch["segment_ids"] + 1}
 
 
-def _step(program, task, shapes):
-    compiled = program.train_step.lower(program.abstract, shapes).compile()
+def read_profile(folder: pathlib.Path) -> dict:
+    """The kernels of a trace that took most time: [name, calls, microseconds, share].
 
-    def step(state, batch):
-        state, _, vitals = compiled(state, batch)
-        return state, vitals.loss
+    Kernels are the events of a GPU's streams; on a CPU the events of XLA's operations.
+    """
+    from jax.profiler import ProfileData
 
-    return step
-
-
-def _gradient(program, task, shapes):
-    """Loss and gradients of the parameters as they are; every one is computed and kept."""
-    import jax
-
-    both = jax.jit(jax.value_and_grad(task.loss, has_aux=True))
-    key = jax.random.key(0)
-    compiled = both.lower(program.abstract.params, shapes, key).compile()
-    kept = []
-
-    def step(state, batch):
-        if not kept:
-            kept.append(state.params)
-        (loss, _), gradients = compiled(kept[0], batch, key)
-        return gradients, loss
-
-    return step
+    (path,) = folder.rglob("*.xplane.pb")
+    planes = list(ProfileData.from_file(str(path)).planes)
+    devices = [plane for plane in planes if plane.name.startswith("/device:GPU")]
+    calls, times = Counter(), Counter()
+    for plane in devices or planes:
+        for line in plane.lines:
+            if devices and not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                if devices or "hlo_op" in dict(event.stats):
+                    calls[event.name] += 1
+                    times[event.name] += event.duration_ns / 1e3
+    total = sum(times.values())
+    kernels = [
+        [name[:160], calls[name], round(spent, 1), round(spent / total, 4)]
+        for name, spent in times.most_common(KERNELS)
+    ]
+    return {"kernels": kernels, "us": total, "calls": calls.total(), "names": len(calls)}

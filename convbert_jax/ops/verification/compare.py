@@ -1,5 +1,6 @@
 """A kernel against a definition in float32, on small random inputs."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -42,6 +43,21 @@ def describe(arguments: Sequence[Any], options: Mapping[str, Any]) -> str:
 def largest_error(
     function: Callable, definition: Callable, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[float, str]:
+    """The largest of `measure_errors`, and the array that has it."""
+    errors = measure_errors(function, definition, arguments, options)
+    worst = max(errors, key=errors.get)
+    return errors[worst], worst
+
+
+def measure_errors(
+    function: Callable,
+    definition: Callable,
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    exact: Any = jnp.float32,
+) -> dict[str, float]:
     """Runs both and compares outputs and gradients, with padding and several segments.
 
     If attention drops weights, its mask is compared as well: with queries of 0 and the identity as
@@ -51,25 +67,30 @@ def largest_error(
     Args:
       function: the kernel, called with `arguments` and `options`.
       definition: the same function, computed by XLA; must drop the same weights.
-      arguments, options: of a call, after `shrink`.
+      arguments: of a call, with `ShapeDtypeStruct`s for its arrays.
+      seed: of the numbers.
+      exact: the dtype in which the definition computes; float64: on the CPU.
 
     Returns:
-      The largest error, relative to the largest number of the correct array, and which array has
-      it; infinity for NaN.
+      array -> its largest error, relative to its largest correct number; infinity for NaN.
     """
-    dtype, rng = arguments[0].dtype, np.random.default_rng(0)
+    dtype, rng = arguments[0].dtype, np.random.default_rng(seed)
     places, run = make_program(arguments, options)
     kernel = jax.jit(lambda *arrays: run(function, arrays))
-    exact = jax.jit(lambda *arrays: run(definition, arrays))
+    defined = jax.jit(lambda *arrays: run(definition, arrays))
     errors = {}
 
     def measure(arrays, what):
         actual = kernel(*arrays)
-        with jax.default_matmul_precision("highest"):
-            expected = exact(*(x.astype(jnp.float32) for x in arrays))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(jax.default_matmul_precision("highest"))
+            if exact == np.float64:
+                stack.enter_context(jax.enable_x64(True))
+                stack.enter_context(jax.default_device(jax.devices("cpu")[0]))
+            expected = defined(*(np.asarray(x).astype(exact) for x in arrays))
         names = ["the output", *(f"the gradient of argument {place}" for place in places)]
         for name, one, other in zip(names, actual, expected, strict=True):
-            one, other = np.asarray(one, np.float32), np.asarray(other)
+            one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
             error = np.abs(one - other).max() / (np.abs(other).max() or 1.0)
             errors[f"{name}{what}"] = np.inf if np.isnan(error) else float(error)
         return np.asarray(actual[0], np.float64)
@@ -81,17 +102,16 @@ def largest_error(
     arrays = [draw(arguments[place].shape) for place in places]
     measure(arrays, "")
     if options.get("drop") is not None:
-        query, _, value = arrays
+        query, key, value = arrays
         positions, width = value.shape[1], value.shape[3]
         total = 0.0
         for first in range(0, positions, width):
             mask = jnp.eye(positions, width, -first, dtype)[None, :, None]
-            probe = [0 * query, arrays[1], jnp.broadcast_to(mask, value.shape)]
+            probe = [0 * query, key, jnp.broadcast_to(mask, value.shape)]
             total = total + measure(probe, f" with dropout at keys {first} to {first + width - 1}")
         share = options["drop"].kept / 256
         errors["the dropout rate"] = float(abs(total.sum(-1).mean() * share - share))
-    worst = max(errors, key=errors.get)
-    return errors[worst], worst
+    return errors
 
 
 def make_program(
@@ -107,13 +127,15 @@ def make_program(
         options = {**options, "drop": dataclasses.replace(options["drop"], key=jax.random.key(0))}
 
     def run(function, arrays):
+        constants = {place: jnp.asarray(x) for place, x in ids.items()}  # some forms index by them
+
         def call(*arrays):
             given = dict(zip(places, arrays, strict=True))
-            filled = (given.get(i, ids.get(id(x), x)) for i, x in enumerate(arguments))
+            filled = (given.get(i, constants.get(id(x), x)) for i, x in enumerate(arguments))
             return function(*filled, **options)
 
         out, back = jax.vjp(call, *arrays)
-        cotangent = jax.random.normal(jax.random.key(1), out.shape).astype(dtype)
+        cotangent = jax.random.normal(jax.random.key(1), out.shape, jnp.float32).astype(dtype)
         return out, *back(cotangent.astype(out.dtype))
 
     return places, run
