@@ -38,14 +38,22 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped half of a pair
 
 
 def to_path(name: epath.PathLike) -> epath.Path:
-    """A path on a disk, "~" spelled out, or of a bucket; its methods are those that both have.
+    """Returns a path on a disk, with "~" replaced, or in a bucket.
 
     Raises:
-      UserError: nothing here talks to such a bucket; and as `expand`.
+      UserError: the bucket is not supported, or the name is not UTF-8; and as `expand`.
     """
     scheme, _, rest = os.fspath(name).partition("://")
     if not rest:
-        return expand(name)
+        path = expand(name)
+        place = os.path.abspath(path)
+        shown = place.encode("utf-8", "backslashreplace").decode()
+        if shown != place:
+            raise UserError(
+                f"{shown}: the path is not UTF-8, which checkpoints and vocabularies need. Rename "
+                "the folder or choose another one."
+            )
+        return path
     if scheme not in _BUCKETS:
         known = ", ".join(f"{scheme}://" for scheme in _BUCKETS)
         raise UserError(f"{name} is no path; a bucket's begins with one of {known}.")

@@ -9,6 +9,8 @@ import pytest
 
 from convbert_jax import config_files
 from convbert_jax.config import ConfigError, UserError
+from convbert_jax.sweeps.folder import Folder
+from convbert_jax.workdir import Workdir
 
 MINE = """
 from configs import variants
@@ -94,6 +96,27 @@ def test_threads_that_make_configs_do_not_see_each_other(elsewhere):
         assert pool.submit(seed, "second.py").result() == first.result() == 9
 
 
+@pytest.mark.parametrize("name", [b"caf\xe9", b"caf\xe9/run", b"\xff.json"])
+def test_a_path_that_is_not_utf8_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = os.fsdecode(name)
+    for open_path in (Workdir, Folder, lambda path: config_files.choose_workdir(path, None)):
+        for path in (name, tmp_path / name):
+            with pytest.raises(UserError, match=r"caf|udcff") as refused:
+                open_path(path)
+            str(refused.value).encode()  # can be printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_below_one_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match="caf"):
+        config_files.choose_workdir("runs/mine", None)
+    assert config_files.choose_workdir(tmp_path / "café", None) == tmp_path / "café"
+
+
 def test_a_home_of_nobody_is_one_sentence():
     with pytest.raises(UserError, match="home folder of ~nobody-here is unknown"):
         seed("~nobody-here/mine.py")
@@ -105,7 +128,7 @@ def test_a_user_without_a_home_is_one_sentence(monkeypatch):
     """As in a container that runs as a number that no account has."""
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 123_456_789)
-    with pytest.raises(UserError, match=r"^~/mine\.py: this user has no home .* set .* HOME to a"):
+    with pytest.raises(UserError, match=r"^~/mine\.py: .*variable HOME"):
         seed("~/mine.py")
 
 
