@@ -208,6 +208,16 @@ def test_a_local_run_listens_on_loopback_only(host):
     assert ipaddress.ip_address(meeting.bind_host(Place(f"{host}:80", 2, 0))).is_loopback
 
 
+def test_another_address_of_this_machine_is_not_listened_on():
+    first = First(2)
+    first.connect().close()
+    port = int(first.place.coordinator.rpartition(":")[2])
+    with pytest.raises(OSError, match=r"refused|assign"):  # 127.0.0.2 is of this machine too
+        socket.create_connection(("127.0.0.2", port), 5).close()
+    first.reach(1)
+    assert first.end() is None
+
+
 def test_a_run_of_several_hosts_listens_at_the_address_of_the_coordinator(monkeypatch):
     """On all interfaces if its name means something else here than on the other hosts."""
     found = {

@@ -69,11 +69,15 @@ def start(*does: str) -> list[subprocess.Popen]:
     """One process for each word, all up."""
     processes = launch(*does, count=len(does))
     for process in processes:
-        while line := process.stdout.readline():
-            if line == "up\n":
-                break
-        assert line, process.communicate()[1]
+        wait_until_up(process)
     return processes
+
+
+def wait_until_up(process) -> None:
+    while line := process.stdout.readline():
+        if line == "up\n":
+            return
+    raise AssertionError(process.communicate()[1])
 
 
 def check_ended(process, by: int, count: int) -> None:
@@ -166,6 +170,10 @@ def test_processes_meet_and_finish_among_strangers():
             with contextlib.suppress(OSError):  # it may be dropped before it has sent everything
                 stranger.sendall(says)
         (second,) = launch("end", count=2, port=port, begin=1)
+        wait_until_up(first)
+        # JAX's service has taken over the port, on loopback too: 127.0.0.2 is of this machine.
+        with pytest.raises(OSError, match=r"refused|assign"):
+            socket.create_connection(("127.0.0.2", port), 5).close()
         for process in (first, second):
             _, text = process.communicate(timeout=PATIENCE)
             assert process.returncode == 0, text
