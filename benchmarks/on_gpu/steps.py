@@ -108,15 +108,14 @@ def read_profile(folder: pathlib.Path) -> dict:
     (path,) = folder.rglob("*.xplane.pb")
     planes = list(ProfileData.from_file(str(path)).planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:GPU")]
+    lines = [line for plane in devices or planes for line in plane.lines]
+    streams = [line for line in lines if line.name.startswith("Stream")]
     calls, times = Counter(), Counter()
-    for plane in devices or planes:
-        for line in plane.lines:
-            if devices and not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                if devices or "hlo_op" in dict(event.stats):
-                    calls[event.name] += 1
-                    times[event.name] += event.duration_ns / 1e3
+    for line in streams or lines:
+        for event in line.events:
+            if devices or "hlo_op" in dict(event.stats):
+                calls[event.name] += 1
+                times[event.name] += event.duration_ns / 1e3
     total = sum(times.values())
     kernels = [
         [name[:160], calls[name], round(spent, 1), round(spent / total, 4)]

@@ -15,9 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import convbert_jax
 from benchmarks.on_gpu import __main__ as on_gpu
 from benchmarks.on_gpu import environment, pytorch, schedule, steps
 from benchmarks.on_gpu.schedule import Job, Results
+from convbert_jax.command_line import overrides
 from convbert_jax.recipes.planning import traced
 from tests.conftest import REPOSITORY
 
@@ -215,6 +217,17 @@ def test_flags_of_the_compiler(tmp_path, monkeypatch):
 def test_pretraining_reads_a_folder(tmp_path):
     (pretrain,) = (x for x in on_gpu.list_jobs(tmp_path, tmp_path / "text", False) if x.alone)
     assert f"--config.data.source=text:{tmp_path / 'text'}/**/*.txt" in pretrain.command
+
+
+@pytest.mark.parametrize("smoke", [False, True])
+def test_the_command_of_pretraining_is_a_config(smoke, tmp_path):
+    *_, pretrain = on_gpu.list_jobs(tmp_path, None, smoke)
+    _, _, module, *arguments = pretrain.command
+    fields, rest = overrides.take(arguments)
+    assert (module, rest[-1]) == ("convbert_jax.main", f"--workdir={tmp_path / 'pretrain'}")
+    config = convbert_jax.load_config("tiny" if smoke else "small", **fields)
+    assert config.model.scan_unroll == config.model.layers
+    assert config.checkpoint.every < config.train.steps
 
 
 def test_every_job_of_a_child_is_known(tmp_path):

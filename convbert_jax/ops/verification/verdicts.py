@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
 from jax.experimental import multihost_utils
 
 from convbert_jax import files
 from convbert_jax.config import UserError
+from convbert_jax.machine import packages
 from convbert_jax.ops.verification import compare
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,8 @@ def find_fault(
     arguments = compare.shrink(arguments)
     call = compare.describe(arguments, options)
     client = device.client.platform_version
-    versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {' '.join(client.split())}"
+    jaxlib = packages.installed("jaxlib")
+    versions = f"jax {jax.__version__}, jaxlib {jaxlib}, {' '.join(client.split())}"
     key = f"{op} {name} {_hash_sources()}: {call}; {device.device_kind}, {versions}"
     if key in _passed:
         return ""
