@@ -186,14 +186,19 @@ def pack(folder: pathlib.Path, large: Sequence[pathlib.Path]) -> list[pathlib.Pa
         old.unlink()
 
     def bound(member):
-        """Leaves out a file that would take most of an archive, as a log that has run wild."""
+        """Leaves out large files, such as the log of a job that repeats a warning."""
         return member if member.size < ARCHIVE_BYTES // 3 else None
 
     first = archives / "results.tar.gz"
     with tarfile.open(first, "w:gz") as tar:
-        for path in sorted(
-            [*folder.glob("*.jsonl"), *folder.glob("*/*.jsonl"), *folder.glob("logs/*")]
-        ):
+        patterns = (
+            "*.jsonl",
+            "*/kernel_checks.json",
+            "pretrain/*.json*",
+            "pretrain/*.html",
+            "logs/*",
+        )
+        for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
             tar.add(path, path.relative_to(folder), filter=bound)
     whole = archives / "large.tar.gz"
     with tarfile.open(whole, "w:gz", compresslevel=1) as tar:
