@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convbert_jax.ops import attention, dispatch, taps, tpu
+from convbert_jax.ops import (
+    attention,
+    depthwise_conv,
+    dispatch,
+    dynamic_conv,
+    span_dynamic_conv,
+    taps,
+    tpu,
+)
 from convbert_jax.ops.attention import kernels
 from convbert_jax.ops.dispatch import Implementation
 from convbert_jax.ops.dropout import Dropout
@@ -162,6 +170,68 @@ def test_the_kernel_of_attention_passes_with_dropout():
     form = functools.partial(kernels.pallas_tpu, interpret=True)
     error, _ = attend(Dropout(0.1, None), form=form)
     assert error < 1e-3
+
+
+# --- Every op ---
+
+
+def normal(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape).astype(jnp.bfloat16)
+
+
+OP_IDS = jnp.asarray(np.repeat([[1, 2, 0]], [20, 12, 8], axis=1).repeat(2, axis=0))
+WIDE, FLAT = normal(2, 40, 2, 8), normal(2, 40, 16)
+# name -> (table, op with positional arguments, its arguments, its options)
+OPS = {
+    "attention": (attention, attention.attention, (WIDE,) * 3, {"segment_ids": OP_IDS}),
+    "attention to a source": (
+        *(attention, attention.attention, (WIDE, normal(2, 24, 2, 8), normal(2, 24, 2, 8))),
+        {"segment_ids": OP_IDS},
+    ),
+    "dynamic_conv": (
+        *(dynamic_conv, dynamic_conv.dynamic_conv, (WIDE, normal(2, 40, 2, 3))),
+        {"segment_ids": OP_IDS},
+    ),
+    "light_conv": (dynamic_conv, dynamic_conv.dynamic_conv, (WIDE, normal(2, 3)), {"causal": True}),
+    "depthwise_conv": (
+        *(depthwise_conv, depthwise_conv.depthwise_conv, (FLAT, normal(3, 16))),
+        {"dilation": 2, "segment_ids": OP_IDS},
+    ),
+    "span_dynamic_conv": (
+        span_dynamic_conv,
+        span_dynamic_conv.span_dynamic_conv,
+        (FLAT, FLAT, FLAT, normal(16, 6), normal(6)),
+        {"heads": 2, "segment_ids": OP_IDS},
+    ),
+    "span_dynamic_conv of the token": (
+        span_dynamic_conv,
+        span_dynamic_conv.span_dynamic_conv,
+        (FLAT, None, None, normal(16, 6), normal(6)),
+        {"heads": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.2], ids=["right", "wrong"])
+@pytest.mark.parametrize("name", OPS)
+def test_the_calls_of_every_op_can_be_checked(name, factor, monkeypatch, caplog):
+    """In bfloat16: rounding alone disables no kernel."""
+    module, op, arguments, options = OPS[name]
+    tables = "LIGHT_IMPLEMENTATIONS" if name == "light_conv" else "IMPLEMENTATIONS"
+    plain = getattr(module, tables)["xla"]
+
+    def kernel(*given, **more):
+        out = plain.function(*given, **more)
+        return (factor * out.astype(jnp.float32)).astype(out.dtype)
+
+    table = {"kernel": Implementation(kernel, "cpu"), "xla": plain}
+    monkeypatch.setattr(module, tables, table)
+    if module is attention:
+        monkeypatch.setattr("convbert_jax.ops.attention.op.IMPLEMENTATIONS", table)
+    with caplog.at_level(logging.INFO):
+        jax.jit(functools.partial(op, **options))(*arguments)
+    assert ("auto takes kernel" in caplog.text) == (factor == 1.0), caplog.text
+    assert ("disabled for this run" in caplog.text) == (factor != 1.0)
 
 
 # --- When it checks ---
