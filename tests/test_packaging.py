@@ -19,6 +19,7 @@ OURS = {"convbert_jax", "configs"}
 # Imported where they are found, with a sentence that says how to get them where they are not.
 OPTIONAL = {
     *("torch", "transformers", "datasets", "optuna", "submitit", "mlflow", "wandb", "apache_beam"),
+    "coverage",  # of tests.mutation
 }
 LOCK = runpy.run_path(str(REPOSITORY / "launch" / "lock.py"))
 LOCKS = sorted(REPOSITORY.glob("requirements-*.lock"))
@@ -114,4 +115,5 @@ def test_a_checkout_into_which_nothing_was_installed(program):
     assert said.returncode == 1
     (line,) = said.stderr.splitlines()
     assert re.match(r"error: the package (absl|tqdm) is not installed in ", line)
-    assert "pip install -r requirements.txt" in line
+    has_environment = (REPOSITORY / ".venv" / "bin" / "activate").exists()
+    assert ("bin/activate" if has_environment else "pip install -r requirements.txt") in line

@@ -182,7 +182,7 @@ def test_a_stop_while_data_is_prepared_waits_for_nothing(tmp_path, monkeypatch):
     """A trainer of vocabularies hears no signal for minutes."""
     free = []
 
-    def prepare(*_):
+    def prepare(*_, **__):
         free.append(interrupts._state.free)
 
     monkeypatch.setattr(prepared.corpora, "prepare", prepare)
