@@ -210,7 +210,8 @@ class Checkpoints:
                     target = self._directory / f"damaged-{step}-{tries}"
                 (self._directory / str(step)).rename(target)
         peers.wait_for_all("damaged checkpoints")
-        self._checkpointer.reload()
+        with calling_orbax():
+            self._checkpointer.reload()
 
     def _count_failure(self, error: Exception, step: int) -> None:
         failure = self._failure(error, step)
