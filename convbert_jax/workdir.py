@@ -324,6 +324,7 @@ class Workdir:
         lock.flush()
 
     def keep_config(self, config: Config) -> None:
+        """Writes the config, unless it changes what a run that has begun may not change."""
         new = decided_by_run(to_dict(config))
         remedy = f"restore a copy, or remove it to go on with the config named now; {_CHANGE}"
         try:

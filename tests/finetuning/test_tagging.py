@@ -85,4 +85,4 @@ def test_words_that_the_vocabulary_has_not_are_told(tmp_path, make_config, vocab
     )
     classification.make_task(own_task.open_task(section), make_config(), vocabulary)
     assert "own, train:" not in caplog.text
-    assert "own, validation: 33.3% of the tokens are unknown to the vocabulary" in caplog.text
+    assert "own, validation: 22.2% of the characters are unknown to the vocabulary" in caplog.text

@@ -82,7 +82,8 @@ def make_task(
         encoded = encode_examples(examples, outputs, config, tokenizer)
         title = f"{source.name}, {split}"
         _log_truncated(encoded, len(examples), f.length, title)
-        warn_of_unknown(encoded.rows, tokenizer, config, title)
+        texts = [text for example in examples for text in example.texts]
+        warn_of_unknown(texts, tokenizer, config, title)
         return encoded.rows
 
     rows = encode("train", train)

@@ -139,7 +139,8 @@ def read_questions(
         _log(title, len(questions), windows, f, targets)
     rows = to_rows(questions, windows, tokenizer, length=f.length, targets=targets)
     if title:
-        warn_of_unknown(rows, tokenizer, config, title)
+        texts = [text for q in questions for text in (q.text, q.context)]
+        warn_of_unknown(texts, tokenizer, config, title)
     return Reading(questions, windows, rows)
 
 

@@ -3,7 +3,7 @@ values of it.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -11,9 +11,11 @@ from absl import logging
 
 from convbert_jax.config import Config, OutputsSection, UserError
 from convbert_jax.data.tasks.encoding import Rows
-from convbert_jax.data.tokenizer.tokenizer import Tokenizer
+from convbert_jax.data.tokenizer.tokenizer import Tokenizer, count_characters
 from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.objectives.classification import RowLosses
+
+CHECKED_TEXTS = 2_000  # of a split, for unknown characters
 
 Scores = dict[str, float]
 
@@ -69,18 +71,16 @@ class FinetuneTask:
         return self.evaluators[self.scored[0]].names if self.scored else ()
 
 
-def warn_of_unknown(rows: Rows, tokenizer: Tokenizer, config: Config, title: str) -> None:
-    """Says where text is of another language or script than the vocabulary: what a model is told
-    of it is that something stands there.
+def warn_of_unknown(texts: Sequence[str], tokenizer: Tokenizer, config: Config, title: str) -> None:
+    """Warns if more than config.tokenizer.max_unknown_rate of the characters become [UNK], as in
+    text of another language or script than the vocabulary. `CHECKED_TEXTS` of `texts` are read.
     """
-    special, tokens = tokenizer.special, rows.by_token["tokens"]
-    real = np.arange(tokens.shape[1]) < rows.lengths[:, None]
-    real &= (tokens != special.cls) & (tokens != special.sep)
-    rate = float((real & (tokens == special.unknown)).sum() / max(1, real.sum()))
+    texts = texts[:: max(1, len(texts) // CHECKED_TEXTS)]
+    rate = tokenizer.count_unknown(texts) / max(1, count_characters(texts))
     if rate > config.tokenizer.max_unknown_rate:
         logging.warning(
-            "%s: %.1f%% of the tokens are unknown to the vocabulary %s, so that the model cannot "
-            "read them; take weights that were made for such text.",
+            "%s: %.1f%% of the characters are unknown to the vocabulary %s, so that the model "
+            "cannot read them; use weights that were trained on such text.",
             title,
             100 * rate,
             tokenizer.path,
