@@ -30,7 +30,7 @@ def show_progress(total: int, what: str = "Tokenizing") -> Iterator[Callable[[in
             state["logged"] = elapsed
             rate = state["done"] / elapsed
             logging.info(
-                "%s: %.0f of %.0f MB, %.1f MB/s, %.0f s left.",
+                "%s: %.1f of %.1f MB, %.2g MB/s, %.0f s left.",
                 what,
                 state["done"] / 1e6,
                 total / 1e6,

@@ -23,6 +23,14 @@ def test_seconds_are_logged_until_the_block_ends(caplog):
     assert all(m.startswith("Waiting (0 s so far)") for m in caplog.messages)
 
 
+def test_small_sizes_have_digits(caplog):
+    with caplog.at_level("INFO", "absl"), progress.show_progress(2_000_000, "Reading") as advance:
+        time.sleep(0.05)
+        advance(400_000)
+    (line,) = caplog.messages
+    assert "0.4 of 2.0 MB" in line
+
+
 def test_work_beyond_an_estimated_total_has_no_time_left(caplog):
     with caplog.at_level("INFO", "absl"), progress.show_progress(10, "Reading") as advance:
         time.sleep(0.05)

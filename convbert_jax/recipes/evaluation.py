@@ -22,7 +22,7 @@ from convbert_jax.recipes.results import EvaluationResult
 from convbert_jax.recipes.writing import scoring
 from convbert_jax.training import evaluation, memory, sharding
 from convbert_jax.training.checkpoints import reading as checkpoint_reading
-from convbert_jax.training.environment import devices
+from convbert_jax.training.environment import compilation, devices
 from convbert_jax.training.program import make_program
 from convbert_jax.workdir import Workdir
 
@@ -83,13 +83,14 @@ def evaluate(
         ):
             placed = program.put_params(params)
         batches = data.heldout(mesh)()
-        values = evaluation.run(
-            task,
-            program.eval_step,
-            placed,
-            map(program.put_batch, batches),
-            seed=config.seed,
-        )
+        with compilation.compiling("Evaluating"):
+            values = evaluation.run(
+                task,
+                program.eval_step,
+                placed,
+                map(program.put_batch, batches),
+                seed=config.seed,
+            )
     step = steps[-1]
     file = files.to_path(output) if output else workdir.evaluation(step)
     report, sets, unwritten = "", [], ""
