@@ -80,10 +80,10 @@ def test_sharded_splash_is_the_same():
 
 
 def on(monkeypatch, platform, version="cuda 12"):
-    """As if the program were for `platform`."""
+    """As if the program were for `platform`, whose devices are not here to verify a kernel on."""
     client = types.SimpleNamespace(platform_version=version)
     monkeypatch.setattr(dispatch, "platform", lambda: platform)
-    device = types.SimpleNamespace(client=client, device_kind="TPU v5e")
+    device = types.SimpleNamespace(client=client, device_kind="TPU v5e", platform="cpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(jax, "devices", lambda: [device])
 

@@ -309,7 +309,9 @@ def test_auto_takes_the_kernels_where_a_gpu_has_measured_them(
     caplog, monkeypatch, name, table, dtype, capability, version, said
 ):
     client = types.SimpleNamespace(platform_version=version)
-    device = types.SimpleNamespace(client=client, compute_capability=capability)
+    device = types.SimpleNamespace(
+        client=client, compute_capability=capability, device_kind="H100", platform="cpu"
+    )
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     dispatch.say.cache_clear()

@@ -102,7 +102,7 @@ def find_fault(
         found,
         versions,
     )
-    reason = f"it differs from XLA by {worst:.2g} ({where}), tolerance {tolerance}"
+    reason = f"its error against XLA is {worst:.2g} ({where}), tolerance {tolerance}"
     return _faults.setdefault((op, name), reason)
 
 
