@@ -68,7 +68,7 @@ def read_shape(name: str) -> tuple[int, str]:
 
 def expand_name(name: str) -> str:
     """The name with its shape: "v5e:4x4" of "v5e-16" or "v5litepod-16", "2xv4:2x2x1" of "2xv4-8",
-    where v4, v5p and tpu7x count cores, as Google's names do; other names are returned unchanged.
+    where v4, v5p and tpu7x count cores, as Google's names do; any other name is returned unchanged.
 
     Raises:
       ConfigError: no slice of that kind has this size.
