@@ -236,6 +236,12 @@ def test_what_the_command_line_names_is_used(named, evil, tmp_path, capfd):
     assert "evil.own" in sys.modules, said
 
 
+def test_processes_that_a_mode_starts_get_the_permission(evil):
+    with flagsaver.flagsaver():
+        request = main._read_command_line(["main.py", TINY, f"--plugins={OWN}"])
+    assert f"--plugins={OWN}" in request.config_flags  # of --mode=verify_resume
+
+
 def test_what_a_config_file_in_python_names_is_used(evil, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from configs import tiny\n\ndef get_config():\n    config = tiny.get_config()\n"

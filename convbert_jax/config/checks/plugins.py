@@ -66,8 +66,8 @@ def check_allowed(name: str, field: str) -> None:
         allow([name])
     if name not in _allowed:
         raise PluginError(
-            f"{field}={name} names Python outside of convbert_jax, which only the user may have "
-            f"imported: read that code, then add --plugins={name} (in Python: "
+            f"{field}={name} names Python outside of convbert_jax, which is imported only if you "
+            f"name it: read that code, then add --plugins={name} (in Python: "
             "trust_remote_code=True)."
         )
 
