@@ -173,6 +173,8 @@ class Costs:
         return report
 
     def pytest_runtest_logreport(self, report):
+        if not hasattr(report, "cpu"):  # of a worker that crashed
+            return
         self.tests[report.nodeid] += report.cpu["own"]
         self.users[report.nodeid] = report.cpu["uses"]
         for name, seconds in report.cpu["fixtures"]:
