@@ -56,8 +56,8 @@ def test_tensorboard_sees_what_the_lines_say(tmp_path):
 
 
 def test_two_files_of_one_second_are_two(tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "time", lambda: 1_700_000_000.0)
     for step in (1, 2):
+        monkeypatch.setattr(time, "time", lambda now=1_700_000_000 + step / 1000: now)
         tensorboard.EventFile(tmp_path, purge_step=step).close()
     events = read_events(tmp_path)
     assert [e.step for e in events if e.HasField("session_log")] == [1, 2]
