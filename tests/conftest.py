@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import signal
 
 from tests import compiling
 
@@ -27,6 +28,8 @@ import hypothesis
 import jax
 import pytest
 
+# A shell that starts the tests in the background ignores SIGINT, and children would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # What an example takes is the machine's business, and whether it is the first one, which compiles.
 hypothesis.settings.register_profile("convbert_jax", deadline=None)
 hypothesis.settings.load_profile("convbert_jax")
