@@ -118,9 +118,9 @@ def compile(side):
     jax.jit(sums).lower().compile()
 
 with compilation.compiling("Compiling"):
-    compile(90)
+    compile(220)
 print("after", file=sys.stderr, flush=True)
-compile(91)
+compile(221)
 """
 
 
