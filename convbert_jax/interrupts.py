@@ -94,6 +94,7 @@ def heard(told: float = _TOLD, patience: float = _PATIENCE) -> Iterator[None]:
         signal.signal(signal.SIGTERM, _unless_echo(terminated) if _state.first else terminated)
         signal.set_wakeup_fd(before)
         theirs.close()  # ends the thread
+        _state.heard = None  # else `nothing_to_save` outside of the block would end the process
 
 
 @contextlib.contextmanager

@@ -140,6 +140,13 @@ def test_another_thread_than_the_main_one():
     assert found == [True]
 
 
+def test_a_signal_of_an_earlier_block_ends_nothing():
+    with interrupts.heard():
+        interrupts._tell(signal.SIGTERM)  # as the thread does after `told` seconds
+    with interrupts.nothing_to_save():
+        pass
+
+
 def delay(*numbers: int, fails: bool = False) -> list[str]:
     """What happens, in order, if these signals arrive in a `deferred` block."""
     found = []
