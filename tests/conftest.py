@@ -30,8 +30,10 @@ import pytest
 
 # A shell that starts the tests in the background ignores SIGINT, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# What an example takes is the machine's business, and whether it is the first one, which compiles.
-hypothesis.settings.register_profile("convbert_jax", deadline=None)
+# No deadline, because the first example compiles. The same examples in each run; others are drawn
+# with --hypothesis-profile=random.
+hypothesis.settings.register_profile("random", deadline=None)
+hypothesis.settings.register_profile("convbert_jax", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("convbert_jax")
 
 PLATFORM = os.environ["JAX_PLATFORMS"]
