@@ -100,14 +100,17 @@ def change(values: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, A
         if not section:
             if isinstance(value, Mapping) and isinstance(result.get(field), Mapping):
                 raise ConfigError(
-                    f"config.{field} is a section, whose other fields would be lost; name fields "
-                    f"of it, as '{field}.{next(iter(value), 'NAME')}'."
+                    "is a section, whose other fields would be lost; name fields of it, as "
+                    f"'{field}.{next(iter(value), 'NAME')}'.",
+                    field=f"config.{field}",
                 )
             result[field] = value
             continue
         inside = result.get(section, {})
         if not isinstance(inside, Mapping):
-            raise ConfigError(f"config.{section}={inside!r} is a section; it must have fields.")
+            raise ConfigError(
+                "is a section; it must have fields.", field=f"config.{section}", value=inside
+            )
         result[section] = {**inside, field: value}
     return result
 
@@ -126,7 +129,9 @@ def load(value: str) -> dict[str, Any]:
     if path.suffix == ".json":
         if variant is not None:
             raise ConfigError(
-                f"--config={value}: a JSON file has no variants; leave out :{variant}"
+                f"--config={value}: a JSON file has no variants; leave out :{variant}",
+                field="--config",
+                value=value,
             )
         return read_json(path)
     made = _call(value, path, () if variant is None else (variant,), _OF_CONFIGS)
@@ -134,7 +139,9 @@ def load(value: str) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"--config={value}: get_config of {path} returns a {type(made).__name__}; let it "
-            "return a ConfigDict, as the files in configs/ do."
+            "return a ConfigDict, as the files in configs/ do.",
+            field="--config",
+            value=value,
         )
     plugins.allow(plugins.named(values))  # of code that the user named
     return dict(values)
@@ -151,7 +158,9 @@ def load_sweep(value: str) -> Any:
     """
     path, variant = _find(value, _OF_SWEEPS)
     if path.suffix == ".json":
-        raise ConfigError(f"--config={value} is one run; name a Python file with {_OF_SWEEPS}.")
+        raise ConfigError(
+            f"is one run; name a Python file with {_OF_SWEEPS}.", field="--config", value=value
+        )
     return _call(value, path, () if variant is None else (variant,), _OF_SWEEPS)
 
 
@@ -178,8 +187,9 @@ def choose_workdir(value: str | os.PathLike | None, config: Config | None) -> ep
     if not value:
         if config.name in ("", ".", "..") or "/" in config.name:
             raise ConfigError(
-                f"config.name='{config.name}' is no name of a folder, which runs/NAME needs; name "
-                "the folder with --workdir."
+                "is no name of a folder, which runs/NAME needs; name the folder with --workdir.",
+                field="config.name",
+                value=config.name,
             )
         value = f"runs/{config.name}"
     return files.to_path(value)
@@ -219,7 +229,9 @@ def _find(value: str, function: str = _OF_CONFIGS) -> tuple[epath.Path, str | No
             return file, variant if colon else None
     raise ConfigError(
         f"--config={value}: there is no file {path}; known configs: "
-        f"{', '.join(known_files(function))}."
+        f"{', '.join(known_files(function))}.",
+        field="--config",
+        value=value,
     )
 
 
@@ -265,25 +277,37 @@ def _call(value: str, path: pathlib.Path, arguments: tuple[str, ...], function: 
     try:
         code = compile(path.read_bytes(), str(path), "exec")
     except OSError as error:
-        raise ConfigError(f"--config={value}: {path} cannot be read: {error.strerror}.") from error
+        raise ConfigError(
+            f"--config={value}: {path} cannot be read: {error.strerror}.",
+            field="--config",
+            value=value,
+        ) from error
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of zeros, of nesting
         line = f" at line {error.lineno}" if getattr(error, "lineno", None) else ""
         what = getattr(error, "msg", None) or error
-        raise ConfigError(f"--config={value}: {path} is not Python ({what}{line}).") from error
+        raise ConfigError(
+            f"--config={value}: {path} is not Python ({what}{line}).", field="--config", value=value
+        ) from error
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     try:
         with _configs_importable(path):
             exec(code, module.__dict__)
             if not callable(getattr(module, function, None)):
-                raise ConfigError(f"--config={value}: {path} {_lacks(module, function)}.")
+                raise ConfigError(
+                    f"--config={value}: {path} {_lacks(module, function)}.",
+                    field="--config",
+                    value=value,
+                )
             return getattr(module, function)(*arguments)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         first = (str(error).strip().splitlines() or ["no message"])[0][:200].rstrip(".")
         raise ConfigError(
-            f"--config={value}: {path}{_line(error, path)} raises {type(error).__name__}: {first}."
+            f"--config={value}: {path}{_line(error, path)} raises {type(error).__name__}: {first}.",
+            field="--config",
+            value=value,
         ) from error
 
 

@@ -50,8 +50,9 @@ def to_path(name: epath.PathLike) -> epath.Path:
         shown = place.encode("utf-8", "backslashreplace").decode()
         if shown != place:
             raise UserError(
-                f"{shown}: the path is not UTF-8, which checkpoints and vocabularies need. Rename "
-                "the folder or choose another one."
+                "the path is not UTF-8, which checkpoints and vocabularies need. Rename the folder "
+                "or choose another one.",
+                path=shown,
             )
         return path
     if scheme not in _BUCKETS:
@@ -77,7 +78,7 @@ def expand(name: epath.PathLike) -> Path:
         if user == "~":  # a container that runs under a number without a user
             user, fix = "this user", "set the environment variable HOME"
         raise UserError(
-            f"{name}: the home folder of {user} is unknown. Write the whole path, or {fix}."
+            f"the home folder of {user} is unknown. Write the whole path, or {fix}.", path=name
         ) from None
 
 
@@ -198,7 +199,7 @@ def damaged(path: epath.Path, what: object, remedy: str) -> DamagedFileError:
     """The one sentence for a file that is not what was written."""
     if isinstance(what, OSError):
         what = what.strerror or type(what).__name__
-    return DamagedFileError(f"{path} is damaged ({str(what)[:200]}); {remedy}.")
+    return DamagedFileError(f"{path} is damaged ({str(what)[:200]}); {remedy}.", path=path)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,8 @@ def no_follow(path: str, flags: int) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise UserError(
-                f"{path} is a symbolic link. Replace it by the file itself, or remove it."
+                f"{path} is a symbolic link. Replace it by the file itself, or remove it.",
+                path=path,
             ) from None
         raise
 
@@ -54,7 +55,8 @@ def check(folder: Path) -> None:
             if os.path.commonpath((root, target)) != root and not os.path.isfile(target):
                 raise UserError(
                     f"{entry.path} is a symbolic link to {target}, outside the run folder, where "
-                    "nothing may be written. Remove the link, or replace it by a folder."
+                    "nothing may be written. Remove the link, or replace it by a folder.",
+                    path=entry.path,
                 )
 
 

@@ -71,9 +71,11 @@ def wait_for_silence(place: epath.Path) -> None:
             return
         if now != found:
             raise OwnershipError(
-                f"--workdir={place.parent} is in use by {_name_in(now)}, which writes "
-                f"there every {SIGN_EVERY:.0f} s; wait for it, stop it, or choose another "
-                f"--workdir: after {GONE:.0f} s of silence it counts as gone."
+                f"is in use by {_name_in(now)}, which writes there every {SIGN_EVERY:.0f} "
+                f"s; wait for it, stop it, or choose another --workdir: after {GONE:.0f} "
+                "s of silence it counts as gone.",
+                field="--workdir",
+                value=place.parent,
             )
     logging.warning("It gave none: this run takes the folder over.")
 
@@ -127,16 +129,19 @@ class Owner:
         found = _read(self._place)
         if not found:  # whoever took the folder over has written there, and is done
             raise OwnershipError(
-                f"--workdir={self._place.parent} is no longer this process's ({self._name}): its "
-                f"{self._place.name} is gone, as when another run took the folder over and ended; "
-                "start again, it goes on from what is there."
+                f"is no longer this process's ({self._name}): its {self._place.name} is "
+                "gone, as when another run took the folder over and ended; start again, "
+                "it goes on from what is there.",
+                field="--workdir",
+                value=self._place.parent,
             )
         if self._id not in found:
             raise OwnershipError(
-                f"--workdir={self._place.parent} was taken over by {_name_in(found)}, "
-                f"as this process ({self._name}) had given no sign of life for {GONE:.0f} s or "
-                "both began at once; it writes no more checkpoints there: let one run at a time "
-                "use it."
+                f"was taken over by {_name_in(found)}, as this process ({self._name}) had "
+                f"given no sign of life for {GONE:.0f} s or both began at once; it writes "
+                "no more checkpoints there: let one run at a time use it.",
+                field="--workdir",
+                value=self._place.parent,
             )
 
     def _live(self, over: threading.Event) -> None:

@@ -227,7 +227,7 @@ class Workdir:
             return steps[steps.index(step)]  # an int, whatever kind of number was given
         there = f"; steps there: {', '.join(map(str, steps))}" if steps else "; train it first"
         what = "no checkpoint" if step is None else f"no checkpoint of step {step!r}"
-        raise WorkdirError(f"{self} has {what}{there}.")
+        raise WorkdirError(f"{self} has {what}{there}.", path=self.path, value=step)
 
     def is_bound(self) -> bool:
         """Whether the run has come so far that only what is changeable may change."""
@@ -251,8 +251,10 @@ class Workdir:
             return _read(self.config, remedy)
         except (FileNotFoundError, NotADirectoryError):
             raise WorkdirError(
-                f"--workdir={self} holds no run ({self.config.name}: no such file); train one, or "
-                "name another folder."
+                f"holds no run ({self.config.name}: no such file); train one, or name "
+                "another folder.",
+                field="--workdir",
+                value=str(self),
             ) from None
 
     @contextlib.contextmanager
@@ -300,7 +302,9 @@ class Workdir:
             # a library that talks to a bucket is absent or refused
             reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
             raise WorkdirError(
-                f"--workdir={self} cannot be written ({reason}); choose a folder that can."
+                f"cannot be written ({reason}); choose a folder that can.",
+                field="--workdir",
+                value=str(self),
             ) from error
 
     def _lock(self, stack: contextlib.ExitStack) -> None:
@@ -316,8 +320,9 @@ class Workdir:
         if not files.try_lock(lock, f"{place} cannot be locked; let one run at a time use it."):
             owner = lock.read(200).strip() or "another process"
             raise WorkdirError(
-                f"--workdir={self} is in use by {owner}; wait for it, stop it, or choose another "
-                "--workdir."
+                f"is in use by {owner}; wait for it, stop it, or choose another --workdir.",
+                field="--workdir",
+                value=str(self),
             )
         lock.truncate(0)
         lock.write(ownership.this_process())
@@ -341,8 +346,10 @@ class Workdir:
             if refused:
                 raise WorkdirError(
                     f"--workdir={self} holds a run with another config: "
-                    f"{changes.describe(refused)}; choose another --workdir"
-                    f"{self._with_its_shards(config, refused)}, or set these fields back."
+                    f"{changes.describe(refused)}; choose another "
+                    f"--workdir{self._with_its_shards(config, refused)}, or set these fields back.",
+                    field=f"config.{next(iter(refused))}",
+                    path=self.path,
                 )
         if changed := {f: pair for f, pair in changed.items() if "auto" not in pair}:
             logging.info("Config changed since the last start: %s.", changes.describe(changed))
@@ -389,6 +396,6 @@ def _read(file: epath.Path, remedy: str, *, check: bool = True) -> Config:
     try:
         return from_config_dict(values, check=check)
     except PluginError as error:
-        raise PluginError(f"{file}: {error}") from error
+        raise PluginError(f"{file}: {error}", path=file) from error
     except ConfigError as error:
         raise files.damaged(file, str(error).rstrip("."), remedy) from None

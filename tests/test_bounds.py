@@ -3,7 +3,6 @@
 import math
 import typing
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from convbert_jax.command_line import overrides
 from convbert_jax.command_line.fields import field_types
 from convbert_jax.config import Config, ConfigError, from_config_dict, to_dict
 from convbert_jax.config.checks.bounds import BOUNDS
+from tests.refusals import refused
 
 TYPES = field_types()
 NUMBERS = [path for path, kind in TYPES.items() if {kind, *typing.get_args(kind)} & {int, float}]
@@ -93,10 +93,10 @@ def test_both_ends_hold():
             for value in (beyond, math.copysign(1e400, direction), math.nan):
                 if step and not math.isfinite(value):
                     continue
-                with pytest.raises(ConfigError, match=rf"config\.{path}=.* must be .* and "):
+                with refused(ConfigError, field=f"config.{path}"):
                     from_config_dict(config_files.change({}, {path: (value,) if many else value}))
 
 
 def test_an_impossible_number_of_steps_is_not_the_fault_of_the_warm_up():
-    with pytest.raises(ConfigError, match=r"config\.train\.steps=-5 must be at least 1"):
+    with refused(ConfigError, field="config.train.steps", value=-5):
         from_config_dict({"train": {"steps": -5}})

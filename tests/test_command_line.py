@@ -17,6 +17,7 @@ from convbert_jax import command_line
 from convbert_jax.command_line import flags
 from convbert_jax.command_line.fields import comments, field_types
 from convbert_jax.config import Config, ConfigError, UserError, from_config_dict, to_dict
+from tests import refusals
 
 TINY = "--config=configs/tiny.py"
 
@@ -26,12 +27,12 @@ def read(*arguments) -> command_line.Request:
         return command_line.read(["main.py", *map(str, arguments)])
 
 
-def refused(*arguments) -> str:
-    """The one sentence that a command line is refused with."""
-    with pytest.raises(UserError) as error:
+def refused(*arguments, field=None, mentions="") -> str:
+    """Returns the message of the error that a command line ends with, one line."""
+    with refusals.refused(UserError, mentions, field=field) as caught:
         read(*arguments)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def test_a_config_file_with_overrides():
@@ -55,27 +56,24 @@ def test_a_json_file_is_a_config(tmp_path):
     config = read(TINY).config
     (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
     assert read(f"--config={tmp_path}/config.json").config == config
-    assert "no variants" in refused(f"--config={tmp_path}/config.json:paper")
+    refused(f"--config={tmp_path}/config.json:paper", field="--config")
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "mentions"),
     [
-        (b"\x7fELF\0\0\1", "is not Python"),
-        (b"\xff\xfe", "is not Python"),
-        (b"def get_config(:", "is not Python (invalid syntax at line 1)"),
-        (b"(" * 5000, "is not Python"),
-        (b"x = 1", "has no function get_config"),
-        (b"get_config = 5", "has no function get_config"),
-        (b"\n1 / 0", "line 2 raises ZeroDivisionError: division by zero"),
-        (b"import nowhere_to_be_found", "raises ModuleNotFoundError"),
-        (b"raise SystemExit(3)", "raises SystemExit: 3"),
+        (b"\x7fELF\0\0\1", ""),
+        (b"\xff\xfe", ""),
+        (b"def get_config(:", "line 1"),
+        (b"(" * 5000, ""),
+        (b"x = 1", "get_config"),
+        (b"get_config = 5", "get_config"),
+        (b"\n1 / 0", "line 2 raises ZeroDivisionError"),
+        (b"import nowhere_to_be_found", "ModuleNotFoundError"),
+        (b"raise SystemExit(3)", "SystemExit: 3"),
         (b"def get_config():\n    raise ValueError('a\\nb')", "line 2 raises ValueError: a."),
-        (b"def get_config():\n    return None", "returns a NoneType"),
-        (b"def get_config():\n    return {'model': 5}", "config.model is a section"),
-        (b"def get_config():\n    return {'modle': {}}", "did you mean config.model"),
-        (b"def get_config(variant):\n    return {}", "raises TypeError"),
-        (b"def get_config():\n    return {'train': {'steps': 1e400}}", "must be of type int"),
+        (b"def get_config():\n    return None", "NoneType"),
+        (b"def get_config(variant):\n    return {}", "TypeError"),
         (
             b"from convbert_jax.config import to_config_dict\n"
             b"def get_config():\n    c = to_config_dict()\n    c.train.stpes = 3\n    return c",
@@ -83,132 +81,129 @@ def test_a_json_file_is_a_config(tmp_path):
         ),
     ],
 )
-def test_config_files_that_are_none(tmp_path, text, says):
-    file = tmp_path / "mine.py"
-    file.write_bytes(text)
-    sentence = refused(f"--config={file}")
-    assert says in sentence
-    assert "mine.py" in sentence or "config.model" in sentence or "config.train" in sentence
+def test_config_files_that_are_not_configs(tmp_path, text, mentions):
+    (tmp_path / "mine.py").write_bytes(text)
+    assert "mine.py" in refused(f"--config={tmp_path}/mine.py", mentions=mentions)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ("{'model': 5}", "config.model"),
+        ("{'modle': {}}", "config.modle"),
+        ("{'train': {'steps': 1e400}}", "config.train.steps"),
+    ],
+)
+def test_config_files_with_wrong_fields(tmp_path, values, field):
+    (tmp_path / "mine.py").write_text(f"def get_config():\n    return {values}")
+    refused(f"--config={tmp_path}/mine.py", field=field)
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"5", b"\xff", b'{"train": ', b"[" * 100_000])
 def test_json_files_that_are_no_config(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text)
-    assert "config.json is damaged" in refused(f"--config={tmp_path}/config.json")
+    refused(f"--config={tmp_path}/config.json", mentions=f"{tmp_path}/config.json")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "field", "mentions"),
     [
-        (("--config=configs/tny.py",), "configs/tiny.py"),
-        ((TINY, "--workdri=x"), "workdir"),
-        (("--config=",), "--config= is empty"),
-        (("--config=configs",), "there is no file configs"),
-        ((TINY, "--workdir="), "--workdir= is empty"),
-        ((TINY, "--config.name=a/b"), "config.name='a/b' is no name of a folder"),
-        ((TINY, "--config.name="), "config.name='' is no name of a folder"),
-        ((TINY, "--config.train.steps=1e400"), "--config.train.steps=1e400 is too large"),
-        ((TINY, "--config.train.steps=1e18"), "config.train.steps=1,000,000,000,000,000,000 must"),
-        ((TINY, "--config.seed=1e19"), "config.seed=10,000,000,000,000,000,000 must"),
-        ((TINY, "--config.tokenizer.vocab_size=1e15"), "at most 16,777,216"),
-        ((TINY, "--config.optimizer.learning_rate=inf"), "must be of type float"),
-        ((TINY, "--config.optimizer.learning_rate=1e39"), "at most 1000"),
-        ((TINY, "--config.train.steps=-5"), "config.train.steps=-5 must be at least 1"),
-        ((TINY, "--input=x.txt"), "--input has no effect with --mode=train"),
+        (("--config=configs/tny.py",), "--config", ""),
+        ((TINY, "--workdri=x"), "--workdri", ""),
+        (("--config=",), "--config", ""),
+        (("--config=configs",), "--config", ""),
+        ((TINY, "--workdir="), "--workdir", ""),
+        ((TINY, "--config.name=a/b"), "config.name", ""),
+        ((TINY, "--config.name="), "config.name", ""),
+        ((TINY, "--config.train.steps=1e400"), "--config.train.steps", ""),
+        ((TINY, "--config.train.steps=1e18"), "config.train.steps", ""),
+        ((TINY, "--config.seed=1e19"), "config.seed", ""),
+        ((TINY, "--config.tokenizer.vocab_size=1e15"), "config.tokenizer.vocab_size", ""),
+        ((TINY, "--config.optimizer.learning_rate=inf"), "--config.optimizer.learning_rate", ""),
+        ((TINY, "--config.optimizer.learning_rate=1e39"), "config.optimizer.learning_rate", ""),
+        ((TINY, "--config.train.steps=-5"), "config.train.steps", "-5"),
+        ((TINY, "--input=x.txt"), "--input", "--mode=train"),
         (
             ("--config=configs/translation.py:tiny", "--config.decoding.top_p=0.9"),
-            "top_p=0.9 has no effect with config.decoding.method=beam",
+            "config.decoding.top_p",
+            "config.decoding.method=beam",
         ),
         (
             ("--config=configs/translation.py:tiny", "--config.train.batch_size=8"),
-            "batch_size=8 has no effect on pairs of texts; leave it out and set config.parallel.",
+            "config.train.batch_size",
+            "config.parallel",
         ),
-        ((TINY, "--topology=v5e:4x4"), "--topology has no effect with --mode=train"),
-        (
-            (TINY, "--mode=plan", "--topology=v5e:4x4", "--multihost"),
-            "have no effect with --mode=plan",
-        ),
-        (
-            (TINY, "--mode=prepare", "--multihost"),
-            "have no effect with --mode=prepare: one machine prepares for all",
-        ),
-        ((TINY, "--mode=plan"), "--mode=plan needs --topology, as v5e:4x4"),
-        ((TINY, "--mode=plan", "--topology="), "--topology= is empty"),
-        (
-            ("--config=configs/glue.py", "--mode=plan", "--topology=v5e:4x4"),
-            "--mode=plan is for one long run",
-        ),
-        ((TINY, "--mode=prepare", "--verify_steps=9"), "it is for verify_resume"),
-        ((TINY, "--runner=DirectRunner"), "--runner has no effect with --mode=train"),
-        ((TINY, "--mode=prepare", "--runner="), "--runner= is empty"),
-        ((TINY, "--mode=prepare", "--runner_options=--x=1"), "has no effect without --runner"),
+        ((TINY, "--topology=v5e:4x4"), "--topology", "--mode=train"),
+        ((TINY, "--mode=plan", "--topology=v5e:4x4", "--multihost"), "--multihost", "--mode=plan"),
+        ((TINY, "--mode=prepare", "--multihost"), "--multihost", "--mode=prepare"),
+        ((TINY, "--mode=plan"), "--topology", "--mode=plan"),
+        ((TINY, "--mode=plan", "--topology="), "--topology", ""),
+        (("--config=configs/glue.py", "--mode=plan", "--topology=v5e:4x4"), "--mode", ""),
+        ((TINY, "--mode=prepare", "--verify_steps=9"), "--verify_steps", ""),
+        ((TINY, "--runner=DirectRunner"), "--runner", "--mode=train"),
+        ((TINY, "--mode=prepare", "--runner="), "--runner", ""),
+        ((TINY, "--mode=prepare", "--runner_options=--x=1"), "--runner_options", "--runner"),
         (
             (TINY, "--mode=prepare", "--runner=DirectRunner", "--runner_options=--x='1"),
-            "is not understood: no closing quotation",
+            "--runner_options",
+            "",
         ),
         (
             (TINY, "--mode=prepare", "--runner=DirectRunner", "--runner_options=x=1"),
-            "'x=1' is none; write each as --NAME=VALUE",
+            "--runner_options",
+            "--NAME=VALUE",
         ),
         (
             (TINY, "--mode=prepare", "--runner=DirectRunner", "--runner_options=--runner=Mine"),
-            "and the runner as --runner",
+            "--runner_options",
+            "--runner",
         ),
         (
             (TINY, "--mode=prepare", "--runner=DirectRunner", "--config.data.workers=2"),
-            "--config.data.workers has no effect with --runner=DirectRunner",
+            "--config.data.workers",
+            "--runner=DirectRunner",
         ),
-        (("--mode=predict", "--workdir=x", "--config.seed=1"), "--config.seed has no effect"),
-        ((TINY, "--mode=predict", "--workdir=x", "--config.seed=1"), "--config.seed has no effect"),
-        ((TINY, "--mode=export", "--config.model.layers=1"), "--config.model.layers has no effect"),
+        (("--mode=predict", "--workdir=x", "--config.seed=1"), "--config.seed", ""),
+        ((TINY, "--mode=predict", "--workdir=x", "--config.seed=1"), "--config.seed", ""),
+        ((TINY, "--mode=export", "--config.model.layers=1"), "--config.model.layers", ""),
         (
             ("--mode=export", "--workdir=x", "--config.decoding.beam=2"),
-            "--config.decoding.beam has no effect",
+            "--config.decoding.beam",
+            "",
         ),
-        (("--mode=predict",), "a fine-tuned model or a run of one that writes text"),
-        (
-            (TINY, "--mode=export", "--workdir=x", "--config.name=y"),
-            "--config.name has no effect",
-        ),
-        (
-            ("--mode=export", "--source=x", "--output=y", "--step=0"),
-            "--step has no effect with --source; name a run with --workdir",
-        ),
-        (
-            ("--mode=export", "--source=x", "--output=y", "--workdir=z"),
-            "--workdir has no effect with --source",
-        ),
+        (("--mode=predict",), "--mode", "--workdir"),
+        ((TINY, "--mode=export", "--workdir=x", "--config.name=y"), "--config.name", ""),
+        (("--mode=export", "--source=x", "--output=y", "--step=0"), "--step", "--source"),
+        (("--mode=export", "--source=x", "--output=y", "--workdir=z"), "--workdir", "--source"),
         (
             ("--config=configs/text.py:own", "--mode=import", "--source=x", "--workdir=y"),
-            "fine-tuning starts from the weights as they are: --mode=train --config.init_from=x",
+            "--mode",
+            "--config.init_from=x",
         ),
-        (("--mode=export", "--workdir=x", "--output="), "--output= is empty"),
-        (("--mode=inspect",), "--mode=inspect needs --workdir, the folder of a run, or --source"),
-        (("--mode=inspect", "--source=x"), "--mode=inspect with --source needs --output=FOLDER"),
-        (("--mode=inspect", "--source=x", "--output=y", "--workdir=z"), "--workdir has no effect"),
-        (("--mode=inspect", "--workdir=x", "--layers=0"), "--layers has no effect without --word"),
-        (
-            ("--mode=inspect", "--workdir=x", "--word=y", "--layers=0,last"),
-            "--layers=last must be whole numbers from 0",
-        ),
-        (("--mode=inspect", "--workdir=x", "--word="), "--word= is empty"),
-        (("--mode=inspect", "--workdir=x", "--beside="), "--beside= is empty"),
-        (("--mode=export", "--workdir=x", "--word=y"), "--word has no effect with --mode=export"),
-        ((TINY, "extra"), "argument 'extra' is not understood"),
-        ((TINY, "--step=two"), "--step=two must be a whole number from 0, as --step=1000."),
-        ((TINY, "--price=abc"), "--price=abc must be a number from 0, as --price=1.2."),
-        ((TINY, "--price=-1"), "--price=-1 must be a number from 0, as --price=1.2."),
-        ((TINY, "--mode=plan", "--topology=cpu", "--price=nan"), "--price=nan must be a number"),
-        ((TINY, "--processes=x"), "--processes=x must be a whole number from 1, as --processes=4."),
-        ((TINY, "--process="), "--process= must be a whole number from 0, as --process=0."),
-        ((TINY, "--verify_steps=1"), "must be a whole number from 2, as --verify_steps=40."),
-        ((TINY, "--multihost=maybe"), "--multihost=maybe must be true or false"),
-        ((TINY, "--verbosity=x"), "flag --verbosity=x: "),
-        ((TINY, "--format=x"), "--format=x does not exist; choose one of: huggingface, tens"),
+        (("--mode=export", "--workdir=x", "--output="), "--output", ""),
+        (("--mode=inspect",), "--mode", "--workdir"),
+        (("--mode=inspect", "--source=x"), "--output", "--mode=inspect"),
+        (("--mode=inspect", "--source=x", "--output=y", "--workdir=z"), "--workdir", ""),
+        (("--mode=inspect", "--workdir=x", "--layers=0"), "--layers", "--word"),
+        (("--mode=inspect", "--workdir=x", "--word=y", "--layers=0,last"), "--layers", ""),
+        (("--mode=inspect", "--workdir=x", "--word="), "--word", ""),
+        (("--mode=inspect", "--workdir=x", "--beside="), "--beside", ""),
+        (("--mode=export", "--workdir=x", "--word=y"), "--word", "--mode=export"),
+        ((TINY, "extra"), "argument", "extra"),
+        ((TINY, "--step=two"), "--step", ""),
+        ((TINY, "--price=abc"), "--price", ""),
+        ((TINY, "--price=-1"), "--price", "-1"),
+        ((TINY, "--mode=plan", "--topology=cpu", "--price=nan"), "--price", ""),
+        ((TINY, "--processes=x"), "--processes", ""),
+        ((TINY, "--process="), "--process", ""),
+        ((TINY, "--verify_steps=1"), "--verify_steps", ""),
+        ((TINY, "--multihost=maybe"), "--multihost", ""),
+        ((TINY, "--verbosity=x"), "--verbosity", ""),
+        ((TINY, "--format=x"), "--format", ""),
     ],
 )
-def test_flags_that_cannot_be_meant(arguments, says):
-    assert says in refused(*arguments)
+def test_flags_that_cannot_be_meant(arguments, field, mentions):
+    refused(*arguments, field=field, mentions=mentions)
 
 
 def test_a_config_may_name_the_run_that_is_exported():
@@ -255,15 +250,15 @@ def test_test_sets_of_two_files_are_one_set_each(value):
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("value", "field", "mentions"),
     [
-        ("parallel:x,y", "'parallel:x,y', which must be NAME=SOURCE"),
-        ("a=tsv:x,a=tsv:y", "'a' twice"),
-        ("validation=tsv:x", "'validation' twice, or as the held-out pairs are called"),
+        ("parallel:x,y", "config.decoding.test_sources", "parallel:x,y"),
+        ("a=tsv:x,a=tsv:y", "config.decoding.test_sources", "a"),
+        ("validation=tsv:x", "config.decoding.test_sources", "validation"),
     ],
 )
-def test_test_sets_without_a_name_of_their_own(value, says):
-    assert says in refused(TINY, f"--config.decoding.test_sources={value}")
+def test_test_sets_without_a_name_of_their_own(value, field, mentions):
+    refused(TINY, f"--config.decoding.test_sources={value}", field=field, mentions=mentions)
 
 
 def test_what_is_inspected():
@@ -285,8 +280,7 @@ def test_a_named_workdir_needs_no_name_of_a_run():
 
 
 def test_a_config_error_of_a_variant_passes():
-    with pytest.raises(ConfigError, match="did you mean 'paper'"):
-        read(TINY + ":papr")
+    refused(TINY + ":papr", mentions="paper")
 
 
 SMALL = "--config=configs/small.py"  # 1,000,000 steps, a warm-up of 10,000, evaluations each 5,000
@@ -323,7 +317,7 @@ def test_a_short_trial_needs_one_override(arguments, expected):
 
 def test_a_given_warm_up_that_does_not_fit_is_refused():
     flags = ("--config.train.steps=10", "--config.optimizer.warmup_steps=11")
-    assert "shorten the warm-up" in refused(TINY, *flags)
+    refused(TINY, *flags, field="config.optimizer.warmup_steps")
 
 
 def test_what_was_fitted_is_one_line_of_the_log(caplog):
@@ -344,8 +338,8 @@ def test_what_a_run_keeps_is_not_fitted(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
     flags = (f"--config={tmp_path}/config.json", "--config.train.steps=20k")
     assert intervals(read(*flags)) == (10_000, 100, 5_000, 5_000)
-    assert "shorten the warm-up" in refused(flags[0], "--config.train.steps=10")
-    with pytest.raises(ConfigError, match="shorten the warm-up"):
+    refused(flags[0], "--config.train.steps=10", field="config.optimizer.warmup_steps")
+    with refusals.refused(ConfigError, field="config.optimizer.warmup_steps"):
         from_config_dict({"train": {"steps": 10}})
 
 
@@ -388,14 +382,14 @@ def test_the_config_of_an_evaluation_is_that_of_the_run(tmp_path):
 
 def test_what_is_no_run_to_go_on_with(tmp_path):
     empty = f"--workdir={tmp_path}/empty"
-    assert "holds no run" in (sentence := refused(empty))
-    assert "--config is missing; choose one of: configs/base.py" in sentence
-    assert "holds no run" in refused(empty, "--mode=eval")
-    assert "--workdir is missing" in refused("--mode=eval")
-    assert "--config is missing" in refused(empty, "--mode=import", "--source=x")
+    refused(empty, field="--config", mentions="configs/base.py")
+    refused(empty, field="--config", mentions=f"{tmp_path}/empty")
+    refused(empty, "--mode=eval", field="--workdir", mentions=f"{tmp_path}/empty")
+    refused("--mode=eval", field="--workdir")
+    refused(empty, "--mode=import", "--source=x", field="--config")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text("{")
-    assert "config.json is damaged" in refused(f"--workdir={tmp_path}/damaged")
+    refused(f"--workdir={tmp_path}/damaged", mentions="damaged/config.json")
 
 
 def test_one_fine_tuned_model_is_no_run(tmp_path):
@@ -405,26 +399,26 @@ def test_one_fine_tuned_model_is_no_run(tmp_path):
     outputs = dataclasses.replace(config.outputs, task="own")
     keep(tmp_path / "sweep/own/seed-0", dataclasses.replace(config, outputs=outputs))
     one = f"--workdir={tmp_path}/sweep/own/seed-0"
-    assert "is one fine-tuned model" in refused(one)
-    assert "--mode=eval is for pre-training" in refused(one, "--mode=eval")
-    assert "is one fine-tuned model" in refused(one, "--mode=prepare")
+    refused(one, field="--workdir")
+    refused(one, "--mode=eval", field="--mode")
+    refused(one, "--mode=prepare", field="--workdir")
 
 
 @pytest.mark.parametrize(
-    ("flag", "says"),
+    ("flag", "field", "mentions"),
     [
-        ("--train.steps=5", "--train.steps does not exist; did you mean --config.train.steps?"),
-        ("--steps=5", "did you mean --config.train.steps?"),
-        ("--learning-rate=1e-3", "did you mean --config.optimizer.learning_rate?"),
-        ("--conifg.train.steps=5", "did you mean --config.train.steps?"),
-        ("--vocab_szie=100", "did you mean --config.tokenizer.vocab_size?"),
-        ("--workdri=x", "did you mean --workdir?"),
-        ("--cofnig=x", "did you mean --config?"),
-        ("--qqqqqq=x", "--qqqqqq does not exist; --help lists the flags"),
+        ("--train.steps=5", "--train.steps", "--config.train.steps"),
+        ("--steps=5", "--steps", "--config.train.steps"),
+        ("--learning-rate=1e-3", "--learning-rate", "--config.optimizer.learning_rate"),
+        ("--conifg.train.steps=5", "--conifg.train.steps", "--config.train.steps"),
+        ("--vocab_szie=100", "--vocab_szie", "--config.tokenizer.vocab_size"),
+        ("--workdri=x", "--workdri", "--workdir"),
+        ("--cofnig=x", "--cofnig", "--config"),
+        ("--qqqqqq=x", "--qqqqqq", "--help"),
     ],
 )
-def test_a_misspelt_flag_leads_to_the_flag_or_the_field(flag, says):
-    assert says in refused(TINY, flag)
+def test_a_misspelt_flag_leads_to_the_flag_or_the_field(flag, field, mentions):
+    refused(TINY, flag, field=field, mentions=mentions)
 
 
 def help_of(*arguments) -> str:
@@ -469,20 +463,20 @@ def test_every_comment_of_a_field_is_found():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "field", "mentions"),
     [
-        (("--coordinator=localhost:1",), "add --processes and --process."),
-        (("--process=0",), "add --coordinator and --processes."),
-        (("--coordinator=here", "--processes=2", "--process=0"), "must be HOST:PORT"),
-        (("--coordinator=h:65536", "--processes=2", "--process=0"), "must be HOST:PORT"),
-        (("--coordinator=h:1", "--processes=2", "--process=2"), "must be below --processes=2"),
-        (("--coordinator=h:1", "--processes=2", "--process=0", "--multihost"), "leave out"),
-        (("--coordinator=", "--processes=2", "--process=0"), "--coordinator= is empty"),
-        (("--coordinator=h:1", "--processes=0", "--process=0"), "processes"),
+        (("--coordinator=localhost:1",), "--coordinator", "--processes"),
+        (("--process=0",), "--coordinator", "--processes"),
+        (("--coordinator=here", "--processes=2", "--process=0"), "--coordinator", ""),
+        (("--coordinator=h:65536", "--processes=2", "--process=0"), "--coordinator", ""),
+        (("--coordinator=h:1", "--processes=2", "--process=2"), "--process", ""),
+        (("--coordinator=h:1", "--processes=2", "--process=0", "--multihost"), "--multihost", ""),
+        (("--coordinator=", "--processes=2", "--process=0"), "--coordinator", ""),
+        (("--coordinator=h:1", "--processes=0", "--process=0"), "--processes", ""),
     ],
 )
-def test_processes_that_are_not_told_apart(arguments, says):
-    assert says in refused(TINY, *arguments)
+def test_processes_that_are_not_told_apart(arguments, field, mentions):
+    refused(TINY, *arguments, field=field, mentions=mentions)
 
 
 def test_processes_by_flags():
@@ -492,22 +486,28 @@ def test_processes_by_flags():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "field", "mentions"),
     [
         (
             ("--config.checkpoint.best_metric=discriminator_acu",),
-            "did you mean 'discriminator_auc'",
+            "config.checkpoint.best_metric",
+            "discriminator_auc",
         ),
-        (("--config.checkpoint.best_metric=release_auc",), "is unknown"),
-        (("--config.checkpoint.best_metric=mlm_loss",), "set config.checkpoint.best_mode=min"),
+        (("--config.checkpoint.best_metric=release_auc",), "config.checkpoint.best_metric", ""),
+        (
+            ("--config.checkpoint.best_metric=mlm_loss",),
+            "config.checkpoint.best_metric",
+            "config.checkpoint.best_mode=min",
+        ),
         (
             ("--config.recipe=masked_lm", "--config.checkpoint.best_metric=discriminator_auc"),
-            "one of: mlm_loss, mlm_accuracy, loss",
+            "config.checkpoint.best_metric",
+            "",
         ),
     ],
 )
-def test_a_best_metric_that_no_evaluation_gives(arguments, says):
-    assert says in refused(TINY, *arguments)
+def test_a_best_metric_that_no_evaluation_gives(arguments, field, mentions):
+    refused(TINY, *arguments, field=field, mentions=mentions)
 
 
 @pytest.mark.parametrize("index", [0, 1])

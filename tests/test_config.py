@@ -25,6 +25,7 @@ from convbert_jax.config import (
 from convbert_jax.config.sections import HELDOUT_METRICS
 from convbert_jax.interop.huggingface.config import check_expressible
 from convbert_jax.interop.networks import outline
+from tests.refusals import refused
 
 SIZES = ("tiny", "small", "medium_small", "base")
 
@@ -191,45 +192,44 @@ def test_generator_heads_can_fit_its_width():
 
 
 @pytest.mark.parametrize(
-    ("section", "field", "value", "says"),
+    ("section", "field", "value", "mentions"),
     [
-        ("model", "heads", 3, "config.model.heads=3"),
-        ("model", "head_ratio", 3, "config.model.head_ratio=3"),
-        ("model", "ffn_groups", 3, "config.model.ffn_groups=3"),
-        ("model", "mixer", "attenton", "did you mean 'attention'"),
-        ("model", "dropout", 1.0, "config.model.dropout=1 must be at least 0 and below 1."),
-        ("model", "layers", 0, "config.model.layers=0"),
-        ("model", "layers", "12", "must be of type int"),
-        ("generator", "size", 1.5, "config.generator.size=1.5"),
-        ("model", "ffn_groups", 0, "config.model.ffn_groups=0"),
+        ("model", "heads", 3, ""),
+        ("model", "head_ratio", 3, ""),
+        ("model", "ffn_groups", 3, ""),
+        ("model", "mixer", "attenton", "'attention'"),
+        ("model", "dropout", 1.0, "1.0"),
+        ("model", "layers", 0, "1"),
+        ("model", "layers", "12", "int"),
+        ("generator", "size", 1.5, "1.5"),
+        ("model", "ffn_groups", 0, ""),
         ("generator", "kind", "big", "separate, shared, uniform"),
-        ("objective", "mask_fraction", 0.0, "mask_fraction"),
-        ("objective", "random_token_fraction", 0.5, "add up to at most 1"),
-        ("data", "length", 4, "config.data.length=4"),
+        ("objective", "mask_fraction", 0.0, ""),
+        ("objective", "random_token_fraction", 0.5, "mask_token_fraction"),
+        ("data", "length", 4, "4"),
         ("data", "length", 1024, "config.model.positions=512"),
-        ("data", "source", "", "config.data.source is empty"),
-        ("data", "release_builder_bug", True, "layout='electra'"),
-        ("data", "heldout_fraction", 0.0, "nothing to evaluate"),
-        ("optimizer", "warmup_steps", 10_000_000, "shorten the warm-up"),
-        ("train", "batch_size", 0, "config.train.batch_size=0"),
-        ("train", "accumulation", 3, "not divisible by config.train.accumulation=3"),
+        ("data", "source", "", ""),
+        ("data", "release_builder_bug", True, "config.data.layout"),
+        ("data", "heldout_fraction", 0.0, "config.data.validation_source"),
+        ("optimizer", "warmup_steps", 10_000_000, "config.train.steps"),
+        ("train", "batch_size", 0, ""),
+        ("train", "accumulation", 3, "config.train.batch_size"),
         (
             "optimizer",
             "release_replicas",
             3,
-            "not divisible by config.optimizer.release_replicas=3",
+            "config.train.batch_size",
         ),
-        ("optimizer", "release_replicas", 0, "config.optimizer.release_replicas=0"),
-        ("train", "gradient_dtype", "float16", "did you mean 'bfloat16'"),
-        ("mesh", "fsdp", -1, "at most once"),
+        ("optimizer", "release_replicas", 0, ""),
+        ("train", "gradient_dtype", "float16", "bfloat16"),
+        ("mesh", "fsdp", -1, "config.mesh"),
     ],
 )
-def test_faults_are_one_sentence(section, field, value, says):
+def test_faults_are_one_sentence(section, field, value, mentions):
     values = to_dict(load("small"))
     values[section][field] = value
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError, field, mentions) as error:
         from_config_dict(values)
-    assert says in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -243,7 +243,7 @@ def test_pairs_split_into_any_number_of_microbatches():
 def test_a_head_ratio_without_effect_is_refused():
     values = to_dict(load("small"))
     values["model"] |= {"mixer": "attention", "head_ratio": 4}
-    with pytest.raises(ConfigError, match=r"head_ratio=4 does nothing .* set mixer to bottleneck"):
+    with refused(ConfigError, "bottleneck", field="config.model.head_ratio", value=4):
         from_config_dict(values)
     values["model"]["head_ratio"] = 2  # the default, as stored runs have it
     assert from_config_dict(values).encoder.stages[0].layer.mixer.attention_heads == 4
@@ -257,14 +257,14 @@ def test_a_head_ratio_without_effect_is_refused():
 def test_unmasked_convolution_over_packed_documents_is_refused():
     values = to_dict(load("small"))
     values["model"]["mask_convolution"] = False
-    with pytest.raises(ConfigError, match="packed documents"):
+    with refused(ConfigError, "config.model.mask_convolution"):
         from_config_dict(values)
 
 
 def test_unknown_fields_are_refused_with_the_nearest_name():
-    with pytest.raises(ConfigError, match=r"did you mean config\.model\.heads"):
+    with refused(ConfigError, "config.model.heads", field="config.model.haeds"):
         from_config_dict({"model": {"haeds": 4}})
-    with pytest.raises(ConfigError, match=r"config\.model\.1 does not exist"):
+    with refused(ConfigError, field="config.model.1"):
         from_config_dict({"model": {1: 4}})
 
 
@@ -315,22 +315,21 @@ def test_override_value_may_stand_apart():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "mentions"),
     [
-        ("--config.steps=5", "did you mean --config.train.steps?"),
-        ("--config.train.stesp=5", "did you mean --config.train.steps?"),
-        ("--config.train.steps=1.5", "must be of type int"),
-        ("--config.train.steps=ten", "must be of type int"),
-        ("--config.train.steps", "has no value"),
-        ("--config.model=5", "is a section"),
-        ("--config.model.mask_convolution=perhaps", "true or false"),
-        ("--config.qqqq=5", "does not exist"),
+        ("--config.steps=5", "--config.train.steps"),
+        ("--config.train.stesp=5", "--config.train.steps"),
+        ("--config.train.steps=1.5", "int"),
+        ("--config.train.steps=ten", "int"),
+        ("--config.train.steps", ""),
+        ("--config.model=5", "model.layers"),
+        ("--config.model.mask_convolution=perhaps", "true"),
+        ("--config.qqqq=5", "--help"),
     ],
 )
-def test_bad_overrides_are_one_sentence(given, says):
-    with pytest.raises(ConfigError) as error:
+def test_bad_overrides_are_one_sentence(given, mentions):
+    with refused(ConfigError, given.partition("=")[0], mentions):
         overrides.take([given])
-    assert says in str(error.value)
 
 
 # Files that define, bound, check or rewrite fields: naming one there does not make it count.

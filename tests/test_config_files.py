@@ -11,6 +11,7 @@ from convbert_jax import config_files
 from convbert_jax.config import ConfigError, UserError
 from convbert_jax.sweeps.folder import Folder
 from convbert_jax.workdir import Workdir
+from tests.refusals import refused
 
 MINE = """
 from configs import variants
@@ -80,7 +81,7 @@ def test_a_folder_of_that_name_of_another_project_is_not_in_the_way(elsewhere):
 def test_what_python_has_imported_stays_as_it_was(elsewhere):
     before = {name: module for name, module in sys.modules.items() if name.startswith("configs")}
     (elsewhere / "mine.py").write_text("import configs.variants\n1 / 0")
-    with pytest.raises(ConfigError, match="line 2 raises ZeroDivisionError"):
+    with refused(ConfigError, "mine.py", "line 2", "ZeroDivisionError"):
         steps("mine.py")
     after = {name: module for name, module in sys.modules.items() if name.startswith("configs")}
     assert after == before
@@ -102,9 +103,10 @@ def test_a_path_that_is_not_utf8_is_refused(name, tmp_path, monkeypatch):
     name = os.fsdecode(name)
     for open_path in (Workdir, Folder, lambda path: config_files.choose_workdir(path, None)):
         for path in (name, tmp_path / name):
-            with pytest.raises(UserError, match=r"caf|udcff") as refused:
+            with pytest.raises(UserError) as caught:
                 open_path(path)
-            str(refused.value).encode()  # can be printed
+            assert name.encode("utf-8", "backslashreplace").decode() in str(caught.value)
+            str(caught.value).encode()  # can be printed
     assert not list(tmp_path.iterdir())
 
 
@@ -112,15 +114,15 @@ def test_a_folder_below_one_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     folder.mkdir()
     monkeypatch.chdir(folder)
-    with pytest.raises(UserError, match="caf"):
+    with refused(UserError, r"caf\udce9"):
         config_files.choose_workdir("runs/mine", None)
     assert config_files.choose_workdir(tmp_path / "café", None) == tmp_path / "café"
 
 
 def test_a_home_of_nobody_is_one_sentence():
-    with pytest.raises(UserError, match="home folder of ~nobody-here is unknown"):
+    with refused(UserError, "~nobody-here", path="~nobody-here/mine.py"):
         seed("~nobody-here/mine.py")
-    with pytest.raises(UserError, match="home folder of ~nobody-here is unknown"):
+    with refused(UserError, path="~nobody-here/run"):
         config_files.choose_workdir("~nobody-here/run", None)
 
 
@@ -128,25 +130,25 @@ def test_a_user_without_a_home_is_one_sentence(monkeypatch):
     """As in a container that runs as a number that no account has."""
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 123_456_789)
-    with pytest.raises(UserError, match=r"^~/mine\.py: .*variable HOME"):
+    with refused(UserError, "HOME", path="~/mine.py"):
         seed("~/mine.py")
 
 
 @pytest.mark.parametrize("value", ["tny", "configs/tny.py", "other/tiny.py", "tiny.py", ""])
 def test_what_is_nowhere_is_answered_with_what_there_is(value):
-    with pytest.raises(ConfigError, match=r"there is no file .*known configs: configs/base\.py,"):
+    with refused(ConfigError, "configs/base.py"):
         steps(value)
 
 
 def test_changed_fields_are_checked_by_name_and_type():
     assert steps("tiny", **{"train.steps": 50}) == 50
-    with pytest.raises(ConfigError, match=r"did you mean config.train.steps"):
+    with refused(ConfigError, "config.train.steps", field="config.train.step"):
         steps("tiny", **{"train.step": 50})
-    with pytest.raises(ConfigError, match=r"config.train.steps='50' must be of type int"):
+    with refused(ConfigError, "int", field="config.train.steps", value="50"):
         steps("tiny", **{"train.steps": "50"})
 
 
 def test_a_whole_section_is_not_replaced():
     """As a row of a table in Python may name one: all of its other fields became defaults."""
-    with pytest.raises(ConfigError, match=r"other fields would be lost; .* as 'train\.steps'"):
+    with refused(ConfigError, "train.steps", field="config.train"):
         config_files.make_config("tiny", {"train": {"steps": 5}})

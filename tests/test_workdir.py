@@ -16,6 +16,7 @@ from convbert_jax.config import Config, decided_by_run, to_dict
 from convbert_jax.config.changes import is_changeable
 from convbert_jax.files import DamagedFileError
 from convbert_jax.workdir import Workdir, WorkdirError
+from tests.refusals import refused
 
 CONFIG = Config()
 
@@ -70,9 +71,9 @@ def test_a_config_changed_by_hand_is_refused_until_its_checksum_is_removed(line,
     keep(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(file.read_text().replace(f" {line}", f" {line[:-1]}5", 1))
-    with pytest.raises(DamagedFileError, match=r"crc32.*--config\.train\.steps="):
+    with refused(DamagedFileError, "crc32", "--config.train.steps=", path=file):
         Workdir(tmp_path).read_config()
-    with pytest.raises(DamagedFileError, match=r"crc32.*--config\.train\.steps="):
+    with refused(DamagedFileError, "crc32", "--config.train.steps=", path=file):
         config_files.read_json(file)
     values = json.loads(file.read_text())
     del values["crc32"]
@@ -97,9 +98,7 @@ def test_another_model_or_corpus_is_refused(tmp_path, section, changes):
     kept = (tmp_path / "config.json").read_text()
     field = next(iter(changes))
     with (
-        pytest.raises(
-            WorkdirError, match=rf"config\.{section}\.{field} was .*, now .*choose another"
-        ),
+        refused(WorkdirError, "--workdir", field=f"config.{section}.{field}", path=tmp_path),
         Workdir(tmp_path).open(replace(section, **changes)),
     ):
         pass
@@ -127,7 +126,7 @@ def test_a_field_younger_than_the_run_had_its_default(tmp_path):
         pass
     (tmp_path / "config.json").write_text(json.dumps(kept))
     with (
-        pytest.raises(WorkdirError, match="release_replicas was 1, now 8"),
+        refused(WorkdirError, 1, 8, field="config.optimizer.release_replicas"),
         Workdir(tmp_path).open(replace("optimizer", release_replicas=8)),
     ):
         pass
@@ -137,7 +136,7 @@ def test_a_config_of_older_rules_is_no_damage(tmp_path):
     old = replace("model", mixer="attention", head_ratio=4)
     with Workdir(tmp_path).open(old):
         pass
-    with pytest.raises(DamagedFileError, match="head_ratio"):
+    with refused(DamagedFileError, "config.model.head_ratio", path=tmp_path / "config.json"):
         Workdir(tmp_path).read_config()
     with Workdir(tmp_path).open(CONFIG):
         pass
@@ -149,22 +148,22 @@ def test_what_fine_tuning_made_binds_too(tmp_path, made):
     keep(tmp_path, checkpoint=False)
     (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / made).write_text("{}\n")
-    with pytest.raises(WorkdirError, match="now 64"):
+    with refused(WorkdirError, 64, field="config.train.batch_size"):
         keep(tmp_path, replace("train", batch_size=64))
 
 
 def test_the_way_out_keeps_the_shards(tmp_path):
     keep(tmp_path)
-    with pytest.raises(WorkdirError) as refused:
+    with pytest.raises(WorkdirError) as caught:
         keep(tmp_path, replace("train", batch_size=64))
-    assert "shards" not in str(refused.value)  # there are none
+    assert "config.data.directory" not in str(caught.value)  # there are none
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "metadata.json").write_text("{}")
-    with pytest.raises(WorkdirError, match=rf"--config\.data\.directory={tmp_path}/data"):
+    with refused(WorkdirError, f"--config.data.directory={tmp_path}/data"):
         keep(tmp_path, replace("train", batch_size=64))
-    with pytest.raises(WorkdirError) as refused:  # of another length these are of no use
+    with pytest.raises(WorkdirError) as caught:  # of another length these are of no use
         keep(tmp_path, replace("data", length=64))
-    assert "shards" not in str(refused.value)
+    assert "config.data.directory" not in str(caught.value)
 
 
 def damages():
@@ -201,9 +200,9 @@ def test_a_damaged_config_is_one_sentence(tmp_path, bound):
     keep(tmp_path, checkpoint=bound)
     for name, content in damages().items():
         (tmp_path / "config.json").write_bytes(content)
-        with pytest.raises(DamagedFileError, match=r"config\.json is damaged \(.*\); ") as read:
+        with refused(DamagedFileError, path=tmp_path / "config.json") as read:
             Workdir(tmp_path).read_config()
-        with pytest.raises(DamagedFileError, match=r"config\.json is damaged \(.*\); ") as opened:
+        with refused(DamagedFileError, path=tmp_path / "config.json") as opened:
             keep(tmp_path)
         for error in (read, opened):
             assert len(str(error.value)) < 500, name
@@ -212,9 +211,9 @@ def test_a_damaged_config_is_one_sentence(tmp_path, bound):
 
 
 def test_no_config_is_no_run(tmp_path):
-    with pytest.raises(WorkdirError, match="holds no run"):
+    with refused(WorkdirError, field="--workdir", value=str(tmp_path)):
         Workdir(tmp_path).read_config()
-    with pytest.raises(WorkdirError, match="holds no run"):
+    with refused(WorkdirError, field="--workdir", value=f"{tmp_path}/nowhere"):
         Workdir(tmp_path / "nowhere").read_config()
 
 
@@ -257,7 +256,7 @@ def test_second_run_is_refused_and_names_the_first(tmp_path):
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(WorkdirError, match="cannot be written"),
+        refused(WorkdirError, field="--workdir", value=f"{tmp_path}/file/run"),
         Workdir(tmp_path / "file" / "run").open(CONFIG),
     ):
         pass

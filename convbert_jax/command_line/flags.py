@@ -157,23 +157,25 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     changed, arguments = overrides.take(argv[1:])
     for argument in arguments:
         if len(name := argument.partition("=")[0]) > _LONGEST_NAME:  # absl looks for similar ones
-            raise ConfigError(f"{name} does not exist; --help lists the flags.")
+            raise ConfigError("does not exist; --help lists the flags.", field=name)
     try:
         rest = flags.FLAGS([argv[0], *arguments])
     except flags.UnrecognizedFlagError as error:
-        raise ConfigError(_describe_unknown(error.flagname)) from error
+        raise _unknown(error.flagname) from error
     except flags.IllegalFlagValueError as error:
-        raise ConfigError(_describe_value(str(error))) from error
+        raise _wrong_value(str(error)) from error
     except (flags.Error, ValueError) as error:  # ValueError: --nomultihost=5
         raise ConfigError((str(error).splitlines() or ["a flag is wrong"])[0]) from error
     if len(rest) > 1:
-        raise ConfigError(f"argument '{rest[1]}' is not understood; flags start with --.")
+        raise ConfigError(
+            "is not understood; flags start with --.", field="argument", value=rest[1]
+        )
     plugins.allow((*PLUGINS.value, *plugins.named(changed)))
     return changed
 
 
-def _describe_value(message: str) -> str:
-    """What a flag takes in place of a value that it does not.
+def _wrong_value(message: str) -> ConfigError:
+    """Returns the error for a value that a flag does not take.
 
     Args:
       message: of absl, "flag --price=abc: could not convert string to float: 'abc'".
@@ -181,29 +183,29 @@ def _describe_value(message: str) -> str:
     name, value = re.match(r"flag --(\w+)=(.*?): ", message, flags=re.DOTALL).groups()
     flag = flags.FLAGS[name]
     if flag not in own_flags():  # one of absl itself
-        return message.splitlines()[0]
+        return ConfigError(message.splitlines()[0], field=f"--{name}", value=value)
     if isinstance(flag.parser, flags.EnumParser):
-        return (
-            f"--{name}={value} does not exist; choose one of: {', '.join(flag.parser.enum_values)}."
-        )
-    if flag.boolean:
-        return f"--{name}={value} must be true or false, as --{name}=true."
-    kind = "whole number" if flag.flag_type() == "int" else "number"
-    example = _EXAMPLES.get(name, flag.default)
-    least = flag.parser.lower_bound
-    return f"--{name}={value} must be a {kind} from {least:g}, as --{name}={example}."
+        needs = f"does not exist; choose one of: {', '.join(flag.parser.enum_values)}."
+    elif flag.boolean:
+        needs = f"must be true or false, as --{name}=true."
+    else:
+        kind = "whole number" if flag.flag_type() == "int" else "number"
+        example = _EXAMPLES.get(name, flag.default)
+        needs = f"must be a {kind} from {flag.parser.lower_bound:g}, as --{name}={example}."
+    return ConfigError(needs, field=f"--{name}", value=value)
 
 
-def _describe_unknown(name: str) -> str:
-    """The flag or the field of the config that somebody may have meant."""
+def _unknown(name: str) -> ConfigError:
+    """Returns the error for a flag that does not exist; it names the nearest flag or field."""
     types, spelled = field_types(), name.replace("-", "_")
     leaves = {path.rpartition(".")[2] for path in types}
     near = difflib.get_close_matches(spelled, [flag.name for flag in own_flags()], n=1)
     if spelled.rpartition(".")[2] in leaves or not near:
         near = [f"config.{field}" for field in (nearest(spelled, types),) if field]
     hint = f"did you mean --{near[0]}? " if near else ""
-    return (
-        f"--{name} does not exist; {hint}--help lists the flags, --config=FILE --help the fields."
+    return ConfigError(
+        f"does not exist; {hint}--help lists the flags, --config=FILE --help the fields.",
+        field=f"--{name}",
     )
 
 

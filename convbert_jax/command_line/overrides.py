@@ -42,9 +42,9 @@ def take(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             continue
         path = name.lstrip("-").removeprefix("config.")
         if path not in types:
-            raise ConfigError(_describe_unknown(path, types))
+            raise ConfigError(_describe_unknown(path, types), field=f"--config.{path}")
         if not equals:
-            raise ConfigError(f"{name} has no value; write {name}=VALUE.")
+            raise ConfigError(f"has no value; write {name}=VALUE.", field=name)
         values[path] = _parse(name, value, types[path])
     return values, rest
 
@@ -81,10 +81,10 @@ def _parse_json(name: str, value: str) -> tuple:
         found = files.parse_json(value or "[]")
     except ValueError as error:
         raise ConfigError(
-            f"{name}={value!r} is no JSON ({error}); write a list of objects."
+            f"is no JSON ({error}); write a list of objects.", field=name, value=value
         ) from None
     if not isinstance(found, list):
-        raise ConfigError(f"{name}={value!r} must be a list of objects.")
+        raise ConfigError("must be a list of objects.", field=name, value=value)
     return tuple(found)
 
 
@@ -120,20 +120,20 @@ def _parse(name: str, value: str, kind: type):
         kind = bool
     if kind is bool:
         if value.lower() not in ("true", "false", "1", "0", "yes", "no"):
-            raise ConfigError(f"{name}={value} must be true or false.")
+            raise ConfigError("must be true or false.", field=name, value=value)
         return value.lower() in ("true", "1", "yes")
     if kind not in (int, float):
         return value
     match = _NUMBER.fullmatch(value.strip())
     if not match:
-        raise ConfigError(f"{name}={value} must be of type {kind.__name__}.")
+        raise ConfigError(f"must be of type {kind.__name__}.", field=name, value=value)
     # Decimal: a float has too few digits for a seed, and none for 1e400.
     number = decimal.Decimal(match[1].replace("_", ""))
     if number.adjusted() > _MOST_DIGITS or len(match[1]) > 10 * _MOST_DIGITS:
-        raise ConfigError(f"{name}={value[:60]} is too large.")
+        raise ConfigError("is too large.", field=name, value=value[:60])
     number *= _MULTIPLES[match[2].lower()]
     if kind is float:
         return float(number)
     if number != int(number):
-        raise ConfigError(f"{name}={value} must be of type int.")
+        raise ConfigError("must be of type int.", field=name, value=value)
     return int(number)

@@ -181,51 +181,67 @@ def _check_flags() -> None:
     for name, modes in _MODES_OF_FLAG.items():
         if absl_flags.FLAGS[name].present and mode not in modes:
             raise ConfigError(
-                f"--{name} has no effect with --mode={mode}; it is for {' and '.join(modes)}."
+                f"has no effect with --mode={mode}; it is for {' and '.join(modes)}.",
+                field=f"--{name}",
             )
     for name in (
         *("config", "workdir", "output", "input", "source", "coordinator"),
         *("beside", "word", "topology", "runner"),
     ):
         if absl_flags.FLAGS[name].value == "":
-            raise ConfigError(f"--{name}= is empty; name one, or leave the flag out.")
+            raise ConfigError("is empty; name one, or leave the flag out.", field=f"--{name}")
     if flags.PRICE.value is not None and not math.isfinite(flags.PRICE.value):
-        raise ConfigError(f"--price={flags.PRICE.value} must be a number from 0, as --price=1.2.")
+        raise ConfigError(
+            "must be a number from 0, as --price=1.2.", field="--price", value=flags.PRICE.value
+        )
     of_weights = mode in ("export", "inspect")
     if of_weights and flags.SOURCE.value and not flags.OUTPUT.value:
-        raise ConfigError(f"--mode={mode} with --source needs --output=FOLDER.")
+        raise ConfigError(
+            f"is missing; --mode={mode} with --source needs a folder.", field="--output"
+        )
     if of_weights and flags.SOURCE.value:
         for name, flag in (("step", flags.STEP), ("workdir", flags.WORKDIR)):
             if flag.value is not None:
                 raise ConfigError(
-                    f"--{name} has no effect with --source; name a run with --workdir instead of "
-                    "--source."
+                    "has no effect with --source; name a run with --workdir instead of --source.",
+                    field=f"--{name}",
                 )
     named = flags.SOURCE.value or flags.WORKDIR.value or flags.CONFIG.value
     if of_weights and not named:
-        raise ConfigError(f"--mode={mode} needs --workdir, the folder of a run, or --source.")
+        raise ConfigError(
+            "needs --workdir, the folder of a run, or --source.", field="--mode", value=mode
+        )
     if mode in _OF_ONE_PROCESS and (flags.MULTIHOST.value or flags.COORDINATOR.value):
         raise ConfigError(
-            f"--multihost and --coordinator have no effect with --mode={mode}: "
-            f"{_OF_ONE_PROCESS[mode]}."
+            f"and --coordinator have no effect with --mode={mode}: {_OF_ONE_PROCESS[mode]}.",
+            field="--multihost",
         )
     if mode == "plan" and not flags.TOPOLOGY.value:
-        raise ConfigError("--mode=plan needs --topology, as v5e:4x4, gpu:h100x8 or cpu.")
+        raise ConfigError(
+            "is missing; --mode=plan needs one, as v5e:4x4, gpu:h100x8 or cpu.", field="--topology"
+        )
     if mode == "import" and not (flags.SOURCE.value and flags.WORKDIR.value):
-        raise ConfigError("--mode=import needs --source=WEIGHTS and --workdir=FOLDER.")
+        raise ConfigError(
+            "needs --source=WEIGHTS and --workdir=FOLDER.", field="--mode", value="import"
+        )
     if mode == "predict" and not flags.WORKDIR.value:
         raise ConfigError(
-            "--mode=predict needs --workdir=MODEL, a fine-tuned model or a run of one that writes "
-            "text."
+            "needs --workdir=MODEL, a fine-tuned model or a run of one that writes text.",
+            field="--mode",
+            value="predict",
         )
 
 
 def _read_layers() -> tuple[int, ...]:
     texts = flags.LAYERS.value
     if wrong := [text for text in texts if not re.fullmatch(r"\d+", text)]:
-        raise ConfigError(f"--layers={wrong[0]} must be whole numbers from 0, as 0,5,11.")
+        raise ConfigError(
+            "must be whole numbers from 0, as 0,5,11.", field="--layers", value=wrong[0]
+        )
     if texts and not flags.WORD.value:
-        raise ConfigError("--layers has no effect without --word, whose filters it chooses.")
+        raise ConfigError(
+            "has no effect without --word, whose filters it chooses.", field="--layers"
+        )
     return tuple(map(int, texts))
 
 
@@ -233,22 +249,28 @@ def _read_runner_options(changed: Mapping[str, Any]) -> tuple[str, ...]:
     """Refuses too the field that says how many processes of this machine, where it says nothing."""
     text, runner = flags.RUNNER_OPTIONS.value, flags.RUNNER.value
     if text and not runner:
-        raise ConfigError("--runner_options has no effect without --runner, whose options it has.")
+        raise ConfigError(
+            "has no effect without --runner, whose options it has.", field="--runner_options"
+        )
     if runner and "data.workers" in changed:
         raise ConfigError(
-            f"--config.data.workers has no effect with --runner={runner}; how many there are is an "
-            "option of its own, as --runner_options=--direct_num_workers=4."
+            f"has no effect with --runner={runner}; how many there are is an option of "
+            "its own, as --runner_options=--direct_num_workers=4.",
+            field="--config.data.workers",
         )
     try:
         options = tuple(shlex.split(text or ""))
     except ValueError as error:
         reason = str(error).lower()
-        raise ConfigError(f"--runner_options={text} is not understood: {reason}.") from None
+        raise ConfigError(
+            f"is not understood: {reason}.", field="--runner_options", value=text
+        ) from None
     for option in options:
         if not option.startswith("--") or option.partition("=")[0] == "--runner":
             raise ConfigError(
                 f"--runner_options: '{option}' is none; write each as --NAME=VALUE, with a space "
-                "between them, and the runner as --runner."
+                "between them, and the runner as --runner.",
+                field="--runner_options",
             )
     return options
 
@@ -264,15 +286,20 @@ def _read_processes() -> Processes | None:
     if missing:
         raise ConfigError(
             "--coordinator, --processes and --process belong together; add "
-            f"{' and '.join(missing)}."
+            f"{' and '.join(missing)}.",
+            field="--coordinator",
         )
     if flags.MULTIHOST.value:
-        raise ConfigError("--multihost finds the processes by itself; leave out --coordinator.")
+        raise ConfigError(
+            "finds the processes by itself; leave out --coordinator.", field="--multihost"
+        )
     if not re.fullmatch(r"\S+:\d{1,5}", coordinator) or int(coordinator.rpartition(":")[2]) > 65535:
-        raise ConfigError(f"--coordinator={coordinator} must be HOST:PORT.")
+        raise ConfigError("must be HOST:PORT.", field="--coordinator", value=coordinator)
     if index >= count:
         raise ConfigError(
-            f"--process={index} must be below --processes={count}; the first one is 0."
+            f"must be below --processes={count}; the first one is 0.",
+            field="--process",
+            value=index,
         )
     return Processes(coordinator, count, index)
 
@@ -296,9 +323,11 @@ def _find_config() -> str | None:
         return str(of_run)
     why = f"--workdir={of_run.parent} holds no run ({of_run.name}: no such file)" if of_run else ""
     if mode == "eval":
-        raise ConfigError(f"{why or '--workdir is missing'}; name the folder of a run.")
+        message = f"{why or '--workdir is missing'}; name the folder of a run."
+        raise ConfigError(message, field="--workdir")
     known = ", ".join(config_files.known_files())
-    raise ConfigError(f"{why and why + '; '}--config is missing; choose one of: {known}.")
+    message = f"{why and why + '; '}--config is missing; choose one of: {known}."
+    raise ConfigError(message, field="--config")
 
 
 def _check_overrides(changed: Mapping[str, Any], file: str | None) -> None:
@@ -308,8 +337,8 @@ def _check_overrides(changed: Mapping[str, Any], file: str | None) -> None:
     mode = flags.MODE.value
     if mode == "doctor" and changed and not file:
         raise ConfigError(
-            f"--config.{next(iter(changed))} has no effect without --config; name the config that "
-            "it is of."
+            "has no effect without --config; name the config that it is of.",
+            field=f"--config.{next(iter(changed))}",
         )
     if mode not in _WITHOUT_CONFIG:
         return
@@ -323,7 +352,8 @@ def _check_overrides(changed: Mapping[str, Any], file: str | None) -> None:
         used |= {path for path in changed if path.startswith(_OF_DECODING)}
     if idle := [path for path in changed if path not in used]:
         raise ConfigError(
-            f"--config.{idle[0]} has no effect: --mode={mode} goes by the config of the model."
+            f"has no effect: --mode={mode} goes by the config of the model.",
+            field=f"--config.{idle[0]}",
         )
 
 
@@ -334,25 +364,33 @@ def _check_recipe(config: Config) -> None:
         return
     if mode == "import":
         raise ConfigError(
-            "--mode=import makes a pre-training run; fine-tuning starts from the weights as they "
-            f"are: --mode=train --config.init_from={flags.SOURCE.value}."
+            "makes a pre-training run; fine-tuning starts from the weights as they are: "
+            f"--mode=train --config.init_from={flags.SOURCE.value}.",
+            field="--mode",
+            value="import",
         )
     if mode == "plan":
         raise ConfigError(
-            "--mode=plan is for one long run; fine-tuning is many short ones, which take one "
-            "machine: --mode=show tells of them."
+            "is for one long run; fine-tuning is many short ones, which take one "
+            "machine: --mode=show tells of them.",
+            field="--mode",
+            value="plan",
         )
     if mode == "eval":
         raise ConfigError(
-            "--mode=eval is for pre-training; the scores of a fine-tuning run are in its table.md "
-            "and results.jsonl, and --mode=predict answers new text."
+            "is for pre-training; the scores of a fine-tuning run are in its table.md "
+            "and results.jsonl, and --mode=predict answers new text.",
+            field="--mode",
+            value="eval",
         )
     if mode not in ("train", "show", "doctor", "prepare"):
-        raise ConfigError(f"--mode={mode} is for pre-training.")
+        raise ConfigError("is for pre-training.", field="--mode", value=mode)
     if config.outputs.task:
         raise ConfigError(
-            f"--workdir={flags.WORKDIR.value} is one fine-tuned model; name the folder of the "
-            "whole run to go on, or choose --mode=predict or export."
+            "is one fine-tuned model; name the folder of the whole run to go on, or "
+            "choose --mode=predict or export.",
+            field="--workdir",
+            value=flags.WORKDIR.value,
         )
 
 

@@ -36,7 +36,7 @@ def is_changeable(cls: type, path: str, recipe: str) -> bool:
     name, _, rest = path.partition(".")
     kinds = typing.get_type_hints(cls, include_extras=True)
     if name not in kinds:
-        raise ConfigError(f"config.{path} does not exist.")
+        raise ConfigError("does not exist.", field=f"config.{path}")
     kind = kinds[name]
     if rest and dataclasses.is_dataclass(kind):
         return is_changeable(kind, rest, recipe)

@@ -16,8 +16,9 @@ class UserError(Exception):
     is at fault. Each package derives its own classes. Long values in the message are cut.
 
     Args:
-      message: one sentence that names the place, the value found there and the fix; contains all
-        parts that are given.
+      message: what is wrong and how to fix it. The parts that it does not contain are put in
+        front: `ConfigError("must be HOST:PORT.", field="--coordinator", value="x")` reads
+        "--coordinator=x must be HOST:PORT."
       field: the setting at fault, as "config.train.steps" or "--task".
       value: what was found.
       path: the file or folder at fault.
@@ -33,10 +34,19 @@ class UserError(Exception):
         path: str | os.PathLike | None = None,
         line: int | None = None,
     ):
-        message = _VALUE.sub(lambda value: _cut(value[0], 100, 0), message)
-        super().__init__(message if len(message) <= _LONGEST else _cut(message, 1_000, 500))
         self.field, self.value, self.line = field, value, line
         self.path = None if path is None else os.fspath(path)
+        if field is not None:
+            setting = field if value is None else f"{field}={_spell(value)}"
+            spellings = (setting, f"{field}={value}", f"{field}={value!r}")
+            if not any(spelling in message for spelling in spellings):
+                message = f"{setting} {message}"
+        place = [] if self.path is None or self.path in message else [self.path]
+        if line is not None and f"line {line}" not in message:
+            place.append(f"line {line}")
+        message = f"{', '.join(place)}: {message}" if place else message
+        message = _VALUE.sub(lambda value: _cut(value[0], 100, 0), message)
+        super().__init__(message if len(message) <= _LONGEST else _cut(message, 1_000, 500))
 
 
 class ConfigError(UserError):
@@ -45,6 +55,15 @@ class ConfigError(UserError):
 
 class PluginError(ConfigError):
     """A mixer or an optimizer that cannot be made here; the config that names it may be intact."""
+
+
+def _spell(value: Any) -> str:
+    """A value as a command line takes it; texts in quotes where their ends would be unclear."""
+    if isinstance(value, str):
+        return value if value and value.isprintable() and " " not in value else repr(value)
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _cut(text: str, first: int, last: int) -> str:

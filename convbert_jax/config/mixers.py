@@ -68,9 +68,11 @@ class MixerSettings:
         together = names["head_ratio"].rpartition(".")[0] == names["mixer"].rpartition(".")[0]
         if together and ratio not in (1, 2):  # 2 is the default, nobody set it
             raise ConfigError(
-                f"{names['head_ratio']}={ratio} does nothing with {names['mixer']}={self.mixer}, "
-                "which has all heads; set mixer to bottleneck for heads / head_ratio heads of "
-                "attention alone, or leave head_ratio out."
+                f"does nothing with {names['mixer']}={self.mixer}, which has all heads; "
+                "set mixer to bottleneck for heads / head_ratio heads of attention "
+                "alone, or leave head_ratio out.",
+                field=names["head_ratio"],
+                value=ratio,
             )
         return self.heads
 
@@ -86,13 +88,16 @@ class MixerSettings:
             ratio = f"{self.names['head_ratio']}={self.head_ratio}"
             if in_generator:
                 raise ConfigError(
-                    f"config.generator.size={self.generator_size} leaves the generator "
-                    f"{self.heads} heads, which {ratio} does not divide; change "
-                    "config.generator.size."
+                    f"leaves the generator {self.heads} heads, which {ratio} does not "
+                    "divide; change config.generator.size.",
+                    field="config.generator.size",
+                    value=self.generator_size,
                 )
             raise ConfigError(
-                f"{self.names['heads']}={self.heads} is not divisible by {ratio}; attention (and "
-                "convolution as much) gets heads / head_ratio heads."
+                f"is not divisible by {ratio}; attention (and convolution as much) gets "
+                "heads / head_ratio heads.",
+                field=self.names["heads"],
+                value=self.heads,
             )
         return max(1, self.heads // self.head_ratio)
 
@@ -262,8 +267,10 @@ def _find(name: str, field: str) -> type[Mixer]:
             return getattr(importlib.import_module(module), attribute)
         except Exception as error:  # what a mixer is built on is broken, as by a variable
             raise PluginError(
-                f"{field}={name} cannot be imported ({plugins.first_line(error)}); see what "
-                "`python -c 'import jax, flax'` says here."
+                f"cannot be imported ({plugins.first_line(error)}); see what `python -c "
+                "'import jax, flax'` says here.",
+                field=field,
+                value=name,
             ) from error
     cls = importlib.import_module(_PLAIN).wrap(plugins.load(name, field))
     _check_class(cls, f"{field}={name}")
@@ -375,10 +382,12 @@ def _parse_own(cls, texts: Sequence[str], field: str, mixer: str) -> dict[str, A
         if not equals or name not in types:
             has = f"its fields are {', '.join(types)}" if types else "it has no fields of its own"
             raise PluginError(
-                f"{field}={text} is no field of the mixer {mixer}; {has}; write NAME=VALUE."
+                f"is no field of the mixer {mixer}; {has}; write NAME=VALUE.",
+                field=field,
+                value=text,
             )
         if name in values:
-            raise ConfigError(f"{field} names {name} twice; leave one out.")
+            raise ConfigError(f"names {name} twice; leave one out.", field=field)
         values[name] = _parse(value, types[name], f"{field}={text}")
     return values
 
@@ -387,7 +396,7 @@ def _parse(value: str, kind: type, name: str):
     try:
         return _SPELLINGS[value.lower()] if kind is bool else kind(value)
     except (KeyError, ValueError):
-        raise ConfigError(f"{name} must be of type {kind.__name__}.") from None
+        raise ConfigError(f"must be of type {kind.__name__}.", field=name) from None
 
 
 def _spell(value) -> str:

@@ -114,14 +114,14 @@ def _from_mapping(cls, values: Mapping[str, Any], path: str):
                 if near
                 else f"fields here: {', '.join(fields)}."
             )
-            raise ConfigError(f"config.{path}{key} does not exist; {hint}")
+            raise ConfigError(f"does not exist; {hint}", field=f"config.{path}{key}")
     arguments = {}
     for key, value in values.items():
         kind = fields[key]
         if dataclasses.is_dataclass(kind):
             if not hasattr(value, "items"):
                 raise ConfigError(
-                    f"config.{path}{key} is a section, not a value; set one of its fields."
+                    "is a section, not a value; set one of its fields.", field=f"config.{path}{key}"
                 )
             arguments[key] = _from_mapping(kind, value, path=f"{path}{key}.")
             continue
@@ -133,7 +133,9 @@ def _to_type(value, kind, name: str):
     """`value` as a field of type `kind` holds it; lists, as JSON has them, become tuples."""
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{name}={value!r} must be a list, not {type(value).__name__}.")
+            raise ConfigError(
+                f"must be a list, not {type(value).__name__}.", field=name, value=value
+            )
         item = typing.get_args(kind)[0]
         if dataclasses.is_dataclass(item):
             return tuple(
@@ -142,16 +144,18 @@ def _to_type(value, kind, name: str):
         return tuple(_to_type(part, item, f"{name}[{i}]") for i, part in enumerate(value))
     if kind == AutoBool:
         if value != "auto" and not isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r} must be true, false or 'auto'.")
+            raise ConfigError("must be true, false or 'auto'.", field=name, value=value)
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if abs(value) < 1e300 else math.inf
     if type(value) is not kind:
         raise ConfigError(
-            f"{name}={value!r} must be of type {kind.__name__}, not {type(value).__name__}."
+            f"must be of type {kind.__name__}, not {type(value).__name__}.", field=name, value=value
         )
     if kind is str and ("\0" in value or not _is_text(value)):
-        raise ConfigError(f"{name}={value!r} is no text that a file can hold; spell it in UTF-8.")
+        raise ConfigError(
+            "is no text that a file can hold; spell it in UTF-8.", field=name, value=value
+        )
     return value
 
 
@@ -159,7 +163,7 @@ def _from_item(cls, value, field: str, name: str):
     """One section of a field that holds several."""
     if not hasattr(value, "items"):
         names = ", ".join(field.name for field in dataclasses.fields(cls))
-        raise ConfigError(f"{field} has {value!r}, no object with some of the fields {names}.")
+        raise ConfigError(f"has {value!r}, no object with some of the fields {names}.", field=field)
     return _from_mapping(cls, value, path=f"{name.removeprefix('config.')}.")
 
 

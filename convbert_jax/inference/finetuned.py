@@ -62,7 +62,8 @@ def read_finetuned(path: str, texts: int | None = None) -> tuple[Config, Any, To
         if config.recipe != "finetune":
             raise ConfigError(
                 f"{path} is a {config.recipe} run, which predicts no labels; fine-tune it first "
-                f"(--config.init_from={path})."
+                f"(--config.init_from={path}).",
+                path=path,
             )
         _check_texts(path, config, texts)
         _, params = sources.read_params(workdir, config)
@@ -74,7 +75,9 @@ def read_finetuned(path: str, texts: int | None = None) -> tuple[Config, Any, To
 def refuse_several(path: str) -> None:
     """Raises ConfigError where `path` is a whole run of fine-tuning, with its models inside."""
     if inside := Workdir(path).models():
-        raise ConfigError(f"{path} holds {len(inside)} models; name one of them, as {inside[0]}.")
+        raise ConfigError(
+            f"{path} holds {len(inside)} models; name one of them, as {inside[0]}.", path=path
+        )
 
 
 def _check_texts(path: str, config: Config, texts: int | None) -> None:
@@ -86,7 +89,9 @@ def _check_texts(path: str, config: Config, texts: int | None) -> None:
             "many."
         )
     if config.outputs.texts > config.model.types:
-        raise ConfigError(f"{path} has one segment type, which cannot tell two texts apart.")
+        raise ConfigError(
+            f"{path} has one segment type, which cannot tell two texts apart.", path=path
+        )
 
 
 def _says_texts(path: str) -> bool:
@@ -112,14 +117,14 @@ def from_source(
     main = source.networks["main"]
     heads = [head for head in _KINDS if main.has(head)]
     if not heads:
-        raise ConfigError(f"{path} has no head for labels; fine-tune it first.")
+        raise ConfigError(f"{path} has no head for labels; fine-tune it first.", path=path)
     if source.not_read and not source.tokenizer:
         raise ConfigError(
             f"{source.not_read}; if they are to be split as BERT does all the same, copy "
             "config.json, the weights and vocab.txt alone to another folder and name that."
         )
     if not source.tokenizer:
-        raise ConfigError(f"{path} has no vocabulary beside its weights; copy it there.")
+        raise ConfigError(f"{path} has no vocabulary beside its weights; copy it there.", path=path)
     tokenizer, section = sources.open_vocabulary(path, source)
     start = Config(name=Path(path).name, recipe="finetune", tokenizer=section)
     config = matching.replace(start, matching.derive_fields({"main": main}, start))
@@ -193,10 +198,13 @@ def _outputs(path: str, network: Network, head: str, texts: int | None) -> Outpu
     if name not in HEADS_OF_KIND.get(outputs.kind, ()):
         raise ConfigError(
             f"{path} is a model for {outputs.kind}, which its {name} head is not for here; "
-            "classification, regression, tagging and answers can be predicted."
+            "classification, regression, tagging and answers can be predicted.",
+            path=path,
         )
     if outputs.kind == "regression" and len(labels) != 1:
-        raise ConfigError(f"{path} gives {len(labels)} numbers for a text; one can be predicted.")
+        raise ConfigError(
+            f"{path} gives {len(labels)} numbers for a text; one can be predicted.", path=path
+        )
     return outputs
 
 
@@ -209,8 +217,10 @@ def open_teacher(path: str) -> "Teacher":
     config, params, tokenizer = read_finetuned(path)
     if config.outputs.kind not in ("classification", "regression"):
         raise ConfigError(
-            f"config.finetune.distill_from={path} is a model for {config.outputs.kind}; a teacher "
-            "classifies texts or gives them numbers."
+            f"is a model for {config.outputs.kind}; a teacher classifies texts or gives "
+            "them numbers.",
+            field="config.finetune.distill_from",
+            value=path,
         )
     dtype = devices.compute_dtype(config, jax.devices()[0])
     return Teacher(path, Predictor(config, params, tokenizer, dtype), origin.of_weights(params))
@@ -236,14 +246,18 @@ class Teacher:
         same = len(names) == len(theirs.labels) if unnamed else set(names) == set(theirs.labels)
         if theirs.kind != task.kind or not same:
             raise FinetuningError(
-                f"config.finetune.distill_from={self.path} gives {theirs.kind} with the labels "
-                f"{', '.join(theirs.labels)}; {task.name} is {task.kind} with "
-                f"{', '.join(names)}: name a teacher of this task."
+                f"gives {theirs.kind} with the labels {', '.join(theirs.labels)}; "
+                f"{task.name} is {task.kind} with {', '.join(names)}: name a teacher of "
+                "this task.",
+                field="config.finetune.distill_from",
+                value=self.path,
             )
         if theirs.texts != task.texts and _says_texts(self.path):
             raise FinetuningError(
-                f"config.finetune.distill_from={self.path} reads {theirs.texts} of the texts of a "
-                f"row, {task.name} has {task.texts}: name a teacher of this task."
+                f"reads {theirs.texts} of the texts of a row, {task.name} has "
+                f"{task.texts}: name a teacher of this task.",
+                field="config.finetune.distill_from",
+                value=self.path,
             )
         order = range(len(names)) if unnamed else [theirs.labels.index(name) for name in names]
 

@@ -37,7 +37,9 @@ def load(
         raise ModelError(f"{shorten(path)} cannot be read ({error.strerror}).") from None
     if is_run:
         if vocabulary or texts:
-            raise ModelError(f"{path} is a run, which has its vocabulary and knows what it reads.")
+            raise ModelError(
+                f"{path} is a run, which has its vocabulary and knows what it reads.", path=path
+            )
         return _load_run(path, workdir, step, dtype, average)
     if average is not None:
         raise ModelError(
@@ -91,7 +93,8 @@ def _load_source(path: str, vocabulary: str | None, texts: int | None, dtype: st
     if not source.tokenizer:
         raise ModelError(
             f"{path} has no vocabulary beside its weights; copy theirs there, as vocab.txt, or "
-            f"name it in Python: load({path!r}, vocabulary='vocab.txt')."
+            f"name it in Python: load({path!r}, vocabulary='vocab.txt').",
+            path=path,
         )
     compilation.enable_compile_cache(Config().train.compile_cache)
     config, params, length = Config(), None, source.networks["main"].embeddings.positions

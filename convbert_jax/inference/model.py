@@ -203,7 +203,8 @@ class Model:
         if name is None:
             raise ModelError(
                 f"{self.path} has no head for masked words (no generator); load a pre-training "
-                "run, or a folder that was exported with its generator."
+                "run, or a folder that was exported with its generator.",
+                path=self.path,
             )
         entries = self.tokenizer.vocab_size
         top_k = whole_number("top_k", top_k, 1, entries, "entries of the vocabulary")
@@ -259,7 +260,8 @@ class Model:
         if not self._has("main", "rtd_head"):
             raise ModelError(
                 f"{self.path} has no head for replaced tokens (no discriminator); load a run of "
-                "config.recipe=replaced_token, or its export."
+                "config.recipe=replaced_token, or its export.",
+                path=self.path,
             )
         length = self._check_length(length)
         batch_size = whole_number("batch_size", batch_size, 1)
@@ -315,7 +317,8 @@ class Model:
         if self._finetuned_params is None:
             raise ModelError(
                 f"{self.path} has no head for labels, so it predicts none; fine-tune it first "
-                f"(convbert_jax.finetune with init_from={self.path})."
+                f"(convbert_jax.finetune with init_from={self.path}).",
+                path=self.path,
             )
         predictor = finetuned.make_predictor(
             self.config, self._finetuned_params, self.tokenizer, self._dtype

@@ -73,7 +73,8 @@ def take_kept(
             if row is None or not _is_of(_parse(data), row, reads):
                 raise DataError(
                     f"{kept}, which was left by a start that was stopped, has another row in its "
-                    f"line {count + 1} than the input; {_REMEDY}."
+                    f"line {count + 1} than the input; {_REMEDY}.",
+                    path=kept,
                 )
             count, end = count + 1, file.tell()
         file.truncate(end)
@@ -88,12 +89,14 @@ def _check_model(kept: Path, model: dict[str, str]) -> None:
     except FileNotFoundError:
         raise DataError(
             f"{kept}, which was left by a start that was stopped, has no {note.name} beside it, "
-            f"which would say of which model it is; {_REMEDY}."
+            f"which would say of which model it is; {_REMEDY}.",
+            path=kept,
         ) from None
     if found["checksum"] != model["checksum"]:
         raise DataError(
             f"{kept}, which was left by a start that was stopped, has predictions of another "
-            f"model ({found['model']} as it was then); {_REMEDY}."
+            f"model ({found['model']} as it was then); {_REMEDY}.",
+            path=kept,
         )
 
 

@@ -204,7 +204,7 @@ def check_bounds(config: Any) -> None:
 def check_number(path: str, value: float, bounds: Range) -> None:
     """Raises ConfigError for a number of the field `path` that is out of its range."""
     if value not in bounds:
-        raise ConfigError(f"config.{path}={_spell(value)} must be {bounds}.")
+        raise ConfigError(f"must be {bounds}.", field=f"config.{path}", value=value)
 
 
 def _spell(value: float) -> str:

@@ -17,29 +17,33 @@ def check_distillation(config: Config) -> None:
     if not d.teacher:
         rules.check(
             not d.initialize,
-            "config.distillation.initialize=True needs config.distillation.teacher, whose layers "
-            "it takes; name one.",
+            "needs config.distillation.teacher, whose layers it takes; name one.",
+            field="config.distillation.initialize",
+            value=True,
         )
         return
     terms = d.logits_weight + d.hidden_weight + d.attention_weight + d.embeddings_weight
     rules.check(
         terms > 0 or d.initialize,
-        "config.distillation.teacher teaches nothing, as all weights of config.distillation are 0; "
-        "set config.distillation.logits_weight=1, for one.",
+        "teaches nothing, as all weights of config.distillation are 0; set "
+        "config.distillation.logits_weight=1, for one.",
+        field="config.distillation.teacher",
     )
     rules.check(
         terms + d.labels_weight > 0,
-        "config.distillation has no weight above 0, so that there is no loss; set "
-        "config.distillation.labels_weight=1.",
+        "has no weight above 0, so that there is no loss; set config.distillation.labels_weight=1.",
+        field="config.distillation",
     )
     rules.check(
         not d.initialize or not config.init_from,
-        f"config.init_from={config.init_from} and config.distillation.initialize=True are both "
-        "where the weights start from; unset one.",
+        "and config.distillation.initialize=True are both where the weights start from; unset one.",
+        field="config.init_from",
+        value=config.init_from,
     )
     rules.check(
         config.objective.masked_lm_steps == 0,
-        f"config.objective.masked_lm_steps={config.objective.masked_lm_steps} changes what the "
-        "encoder learns, and a teacher knows one objective; set it to 0, or unset "
-        "config.distillation.teacher.",
+        "changes what the encoder learns, and a teacher knows one objective; set it to "
+        "0, or unset config.distillation.teacher.",
+        field="config.objective.masked_lm_steps",
+        value=config.objective.masked_lm_steps,
     )

@@ -21,41 +21,51 @@ def check_finetuning(config: Config) -> None:
     f, outputs = config.finetune, config.outputs
     check(
         not config.distillation.teacher,
-        f"config.distillation.teacher={config.distillation.teacher} teaches in pre-training; in "
-        "fine-tuning set config.finetune.distill_from.",
+        "teaches in pre-training; in fine-tuning set config.finetune.distill_from.",
+        field="config.distillation.teacher",
+        value=config.distillation.teacher,
     )
     check(
         not config.train.tracker,
-        f"config.train.tracker='{config.train.tracker}' hears of pre-training; a fine-tuning has "
-        "WORKDIR/results.jsonl and report.html.",
+        "hears of pre-training; a fine-tuning has WORKDIR/results.jsonl and report.html.",
+        field="config.train.tracker",
+        value=config.train.tracker,
     )
     check_encoding("task.encoding", config.task.encoding)
     check(
         re.fullmatch(r"[\w. -]+", config.task.name) is not None,
-        f"config.task.name='{config.task.name}' names a folder; use letters, digits, - and _.",
+        "names a folder; use letters, digits, - and _.",
+        field="config.task.name",
+        value=config.task.name,
     )
     check_choice("outputs.kind", outputs.kind, KINDS)
     check(
         len(outputs.columns) in (0, outputs.texts),
-        f"config.outputs.columns={','.join(outputs.columns)} must name as many columns as "
-        f"config.outputs.texts={outputs.texts}.",
+        f"must name as many columns as config.outputs.texts={outputs.texts}.",
+        field="config.outputs.columns",
+        value=",".join(outputs.columns),
     )
     check_choice("finetune.head", f.head, HEADS)
     check_choice("finetune.vectorize_seeds", f.vectorize_seeds, VECTORIZE)
     check(
         config.seed + f.seeds <= 2**32,
-        f"config.seed={config.seed} and config.finetune.seeds={f.seeds} reach beyond 2**32 - 1; "
-        "start lower.",
+        f"and config.finetune.seeds={f.seeds} reach beyond 2**32 - 1; start lower.",
+        field="config.seed",
+        value=config.seed,
     )
     for name in ("learning_rates", "epochs", "buckets"):
         values = getattr(f, name)
         check(
             len(set(values)) == len(values),
-            f"config.finetune.{name}={values} names something twice; leave one out.",
+            "names something twice; leave one out.",
+            field=f"config.finetune.{name}",
+            value=values,
         )
     check(
         len(set(f.tasks)) == len(f.tasks),
-        f"config.finetune.tasks={f.tasks} names a task twice; leave one out.",
+        "names a task twice; leave one out.",
+        field="config.finetune.tasks",
+        value=f.tasks,
     )
 
 
@@ -74,7 +84,8 @@ def choose_head(head: str, kind: str, task: str, reads_whole_row: bool) -> str:
         return allowed[0] if whole else "first_and_mean"
     if head not in allowed:
         raise ConfigError(
-            f"config.finetune.head={head} is not for the task {task}, a {kind}; set it to auto or "
-            f"{' or '.join(allowed)}."
+            f"is not for the task {task}, a {kind}; set it to auto or {' or '.join(allowed)}.",
+            field="config.finetune.head",
+            value=head,
         )
     return head

@@ -66,9 +66,11 @@ def check_allowed(name: str, field: str) -> None:
         allow([name])
     if name not in _allowed:
         raise PluginError(
-            f"{field}={name} names Python outside of convbert_jax, which is imported only if you "
-            f"name it: read that code, then add --plugins={name} (in Python: "
-            "trust_remote_code=True)."
+            "names Python outside of convbert_jax, which is imported only if you name "
+            f"it: read that code, then add --plugins={name} (in Python: "
+            "trust_remote_code=True).",
+            field=field,
+            value=name,
         )
 
 
@@ -87,8 +89,10 @@ def load(name: str, field: str) -> Any:
         return operator.attrgetter(attribute)(importlib.import_module(module))
     except Exception as error:
         raise PluginError(
-            f"{field}={name} cannot be imported ({first_line(error)}); start the program where "
-            "Python finds it, in its folder or with PYTHONPATH, or name another one."
+            f"cannot be imported ({first_line(error)}); start the program where Python "
+            "finds it, in its folder or with PYTHONPATH, or name another one.",
+            field=field,
+            value=name,
         ) from error
 
 

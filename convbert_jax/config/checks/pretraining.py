@@ -59,16 +59,20 @@ def _check_model(config: Config) -> None:
     rules.check_choice("model.convolution", m.convolution, ("auto", *CONVOLUTIONS))
     rules.check(
         m.attention in ("auto", "xla", "pallas_tpu") or m.attention_dropout == 0.0,
-        f"config.model.attention='{m.attention}' has no attention dropout; set "
-        "config.model.attention_dropout=0, or config.model.attention=auto.",
+        "has no attention dropout; set config.model.attention_dropout=0, or "
+        "config.model.attention=auto.",
+        field="config.model.attention",
+        value=m.attention,
     )
     rules.check(
         m.attention not in ("splash", "pallas_tpu")
         or config.data.length % 128 == 0
         or config.recipe == "finetune"  # its lengths are those of buckets, checked by the op
         or config.writes_text,  # and theirs those of batches
-        f"config.model.attention='{m.attention}' works on multiples of 128 positions, not on "
+        "works on multiples of 128 positions, not on "
         f"config.data.length={config.data.length}; set config.model.attention=auto.",
+        field="config.model.attention",
+        value=m.attention,
     )
     rules.check_choice("model.remat", m.remat, REMAT_POLICIES)
     rules.check_choice("model.initializers", m.initializers, INITIALIZERS)
@@ -81,8 +85,10 @@ def _check_model(config: Config) -> None:
         rules.check_choice("generator.kind", g.kind, ("separate", "shared", "uniform"))
         rules.check(
             not g.disentangle_embeddings or (g.kind == "separate" and g.tie_embeddings),
-            "config.generator.disentangle_embeddings=True needs a generator of its own on the same "
-            "embeddings; set config.generator.kind=separate and tie_embeddings=true, or unset it.",
+            "needs a generator of its own on the same embeddings; set "
+            "config.generator.kind=separate and tie_embeddings=true, or unset it.",
+            field="config.generator.disentangle_embeddings",
+            value=True,
         )
         if g.kind == "separate":
             check_generator(m, g)
@@ -91,13 +97,15 @@ def _check_model(config: Config) -> None:
 def _check_objective(o: ObjectiveSection) -> None:
     rules.check(
         o.mask_token_fraction + o.random_token_fraction <= 1,
-        f"config.objective.mask_token_fraction={o.mask_token_fraction} and "
-        f"random_token_fraction={o.random_token_fraction} must add up to at most 1.",
+        f"and random_token_fraction={o.random_token_fraction} must add up to at most 1.",
+        field="config.objective.mask_token_fraction",
+        value=o.mask_token_fraction,
     )
     rules.check(
         o.generator_weight + o.discriminator_weight > 0,
-        f"config.objective.generator_weight={o.generator_weight} and "
-        f"discriminator_weight={o.discriminator_weight} must not both be 0.",
+        f"and discriminator_weight={o.discriminator_weight} must not both be 0.",
+        field="config.objective.generator_weight",
+        value=o.generator_weight,
     )
 
 
@@ -105,19 +113,24 @@ def _check_phases(config: Config) -> None:
     first, steps = config.objective.masked_lm_steps, config.train.steps
     rules.check(
         not first or config.recipe == "replaced_token",
-        f"config.objective.masked_lm_steps={first} comes before replaced tokens, and all steps of "
-        f"config.recipe='{config.recipe}' train on masked words; set it to 0.",
+        f"comes before replaced tokens, and all steps of config.recipe='{config.recipe}' "
+        "train on masked words; set it to 0.",
+        field="config.objective.masked_lm_steps",
+        value=first,
     )
     rules.check(
         first < steps,
-        f"config.objective.masked_lm_steps={first} leaves no step of config.train.steps={steps} "
-        "for replaced tokens; lower it, or take config.recipe=masked_lm.",
+        f"leaves no step of config.train.steps={steps} for replaced tokens; lower it, or "
+        "take config.recipe=masked_lm.",
+        field="config.objective.masked_lm_steps",
+        value=first,
     )
     rules.check(
         not first or config.generator.kind != "shared",
-        f"config.objective.masked_lm_steps={first} needs a generator beside the encoder, which "
-        "with config.generator.kind='shared' predicts masked words in all steps; set one of the "
-        "two.",
+        "needs a generator beside the encoder, which with config.generator.kind='shared' "
+        "predicts masked words in all steps; set one of the two.",
+        field="config.objective.masked_lm_steps",
+        value=first,
     )
 
 
@@ -129,28 +142,33 @@ def _check_data(config: Config) -> None:
     rules.check_choice("data.encoding_errors", d.encoding_errors, ("error", "replace", "skip"))
     rules.check(
         d.source != "",
-        "config.data.source is empty; name a corpus, for example text:corpus/*.txt or docstrings.",
+        "is empty; name a corpus, for example text:corpus/*.txt or docstrings.",
+        field="config.data.source",
     )
     rules.check(
         d.length <= config.model.positions or config.writes_text,
-        f"config.data.length={d.length} is longer than "
-        f"config.model.positions={config.model.positions}; raise positions or "
-        "shorten the rows.",
+        f"is longer than config.model.positions={config.model.positions}; raise positions "
+        "or shorten the rows.",
+        field="config.data.length",
+        value=d.length,
     )
     rules.check(
         d.layout == "packed" or config.model.types >= 2,
-        f"config.data.layout='{d.layout}' marks two segments and needs config.model.types of at "
-        "least 2.",
+        "marks two segments and needs config.model.types of at least 2.",
+        field="config.data.layout",
+        value=d.layout,
     )
     rules.check(
         d.layout == "electra" or not d.release_builder_bug,
-        "config.data.release_builder_bug=True belongs to config.data.layout='electra'; set one "
-        "or unset the other.",
+        "belongs to config.data.layout='electra'; set one or unset the other.",
+        field="config.data.release_builder_bug",
+        value=True,
     )
     rules.check(
         d.heldout_fraction > 0 or d.validation_source != "",
-        "config.data.heldout_fraction=0 leaves nothing to evaluate on; raise it or name "
-        "config.data.validation_source.",
+        "leaves nothing to evaluate on; raise it or name config.data.validation_source.",
+        field="config.data.heldout_fraction",
+        value=0,
     )
 
 
@@ -159,18 +177,21 @@ def _check_sentence_pairs(config: Config) -> None:
     rules.check_choice("objective.sentence_pairs", pairs, SENTENCE_PAIRS)
     rules.check(
         pairs == "none" or config.recipe == "masked_lm",
-        f"config.objective.sentence_pairs='{pairs}' goes with config.recipe='masked_lm', not with "
-        f"'{config.recipe}'; set one of the two.",
+        f"goes with config.recipe='masked_lm', not with '{config.recipe}'; set one of the two.",
+        field="config.objective.sentence_pairs",
+        value=pairs,
     )
     rules.check(
         pairs == "none" or layout == "pairs",
-        f"config.objective.sentence_pairs='{pairs}' needs rows of pairs; set "
-        "config.data.layout=pairs.",
+        "needs rows of pairs; set config.data.layout=pairs.",
+        field="config.objective.sentence_pairs",
+        value=pairs,
     )
     rules.check(
         pairs != "none" or layout != "pairs",
         "config.data.layout='pairs' makes pairs to be judged; set "
         "config.objective.sentence_pairs=next or order, or another layout.",
+        field="config.data.layout",
     )
 
 
@@ -181,18 +202,22 @@ def _check_tokenizer(config: Config) -> None:
         t.kind != "pieces" or config.writes_text,
         "config.tokenizer.kind='pieces' is of models that write text, as fairseq's; an encoder "
         "needs [CLS] and [SEP] of its own: take sentencepiece or wordpiece.",
+        field="config.tokenizer.kind",
     )
     rules.check_choice("tokenizer.algorithm", t.algorithm, ("unigram", "bpe"))
     rules.check_choice("tokenizer.normalization", t.normalization, NORMALIZATIONS)
     rules.check(
         t.kind == "sentencepiece" or t.normalization in ("auto", "identity"),
-        f"config.tokenizer.normalization='{t.normalization}' needs kind='sentencepiece', not "
-        f"'{t.kind}'; set one of the two.",
+        f"needs kind='sentencepiece', not '{t.kind}'; set one of the two.",
+        field="config.tokenizer.normalization",
+        value=t.normalization,
     )
     rules.check(
         t.sentinels == 0 or t.vocab_size >= t.sentinels + 17,
-        f"config.tokenizer.sentinels={t.sentinels} leaves no room for text in "
-        f"config.tokenizer.vocab_size={t.vocab_size}; make it {t.sentinels + 17} or more.",
+        f"leaves no room for text in config.tokenizer.vocab_size={t.vocab_size}; make it "
+        f"{t.sentinels + 17} or more.",
+        field="config.tokenizer.sentinels",
+        value=t.sentinels,
     )
 
 
@@ -205,48 +230,59 @@ def _check_training(config: Config) -> None:
     rules.check_choice("train.gradient_dtype", t.gradient_dtype, GRADIENT_DTYPES)
     rules.check(
         o.decay_to == 0 or o.schedule in ("linear", "cosine"),
-        f"config.optimizer.decay_to={o.decay_to} has no effect on config.optimizer.schedule="
-        f"'{o.schedule}'; set it to 0, or take linear or cosine.",
+        f"has no effect on config.optimizer.schedule='{o.schedule}'; set it to 0, or take "
+        "linear or cosine.",
+        field="config.optimizer.decay_to",
+        value=o.decay_to,
     )
     rules.check(
         o.schedule != "inverse_sqrt" or o.warmup_steps > 0,
         "config.optimizer.schedule='inverse_sqrt' falls from the end of the warm-up on; set "
         "config.optimizer.warmup_steps above 0.",
+        field="config.optimizer.schedule",
     )
     rules.check(
         o.warmup_steps <= t.steps,
-        f"config.optimizer.warmup_steps={o.warmup_steps} is more than "
-        f"config.train.steps={t.steps}; shorten the warm-up.",
+        f"is more than config.train.steps={t.steps}; shorten the warm-up.",
+        field="config.optimizer.warmup_steps",
+        value=o.warmup_steps,
     )
     rules.check(
         config.reads_pairs or t.batch_size % t.accumulation == 0,  # whose batches are made to
-        f"config.train.batch_size={t.batch_size} is not divisible by "
-        f"config.train.accumulation={t.accumulation}.",
+        f"is not divisible by config.train.accumulation={t.accumulation}.",
+        field="config.train.batch_size",
+        value=t.batch_size,
     )
     parts = t.accumulation * o.release_replicas
     rules.check(
         config.reads_pairs or t.batch_size % parts == 0,
-        f"config.train.batch_size={t.batch_size} is not divisible by "
-        f"config.optimizer.release_replicas={o.release_replicas} times "
-        f"config.train.accumulation={t.accumulation}; use a multiple of {parts}, or 1 replica.",
+        f"is not divisible by config.optimizer.release_replicas={o.release_replicas} "
+        f"times config.train.accumulation={t.accumulation}; use a multiple of {parts}, or "
+        "1 replica.",
+        field="config.train.batch_size",
+        value=t.batch_size,
     )
     rules.check(
         o.release_replicas == 1 or config.recipe != "finetune",
-        f"config.optimizer.release_replicas={o.release_replicas} is of pre-training; fine-tuning "
-        "takes a batch as one, set it to 1.",
+        "is of pre-training; fine-tuning takes a batch as one, set it to 1.",
+        field="config.optimizer.release_replicas",
+        value=o.release_replicas,
     )
     rules.check_choice("checkpoint.best_mode", c.best_mode, ("max", "min"))
     if c.best_metric and config.heldout_metrics:
         rules.check_choice("checkpoint.best_metric", c.best_metric, config.heldout_metrics)
         rules.check(
             not c.best_metric.endswith(("loss", "perplexity")) or c.best_mode == "min",
-            f"config.checkpoint.best_metric={c.best_metric} is best where it is least; set "
-            "config.checkpoint.best_mode=min.",
+            "is best where it is least; set config.checkpoint.best_mode=min.",
+            field="config.checkpoint.best_metric",
+            value=c.best_metric,
         )
     axes = dataclasses.asdict(mesh)
     rules.check(
         0 not in axes.values() and list(axes.values()).count(-1) <= 1,
-        f"config.mesh={axes} needs sizes above 0, and -1 (all devices left) at most once.",
+        "needs sizes above 0, and -1 (all devices left) at most once.",
+        field="config.mesh",
+        value=axes,
     )
 
 
@@ -270,11 +306,15 @@ def _check_mixers(config: Config) -> None:
         mixer = made.layer.mixer
         rules.check(
             not (mixer.reads_padding and "mask_convolution" in mixer.fields(encoder.hidden_size)),
-            f"config.model.mask_convolution=False lets packed documents read each other; {remedy}.",
+            f"lets packed documents read each other; {remedy}.",
+            field="config.model.mask_convolution",
+            value=False,
         )
     for stage, made in zip(list_stages(config.model), encoder.stages, strict=True):
         rules.check(
             not made.layer.mixer.reads_padding,
-            f"{stage.names['mixer']}={stage.sizes.mixer} reads what follows a document, and "
-            f"config.data.layout='packed' puts another one there; {other}.",
+            "reads what follows a document, and config.data.layout='packed' puts another "
+            f"one there; {other}.",
+            field=stage.names["mixer"],
+            value=stage.sizes.mixer,
         )

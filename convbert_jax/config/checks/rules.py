@@ -1,14 +1,15 @@
 """The rules that checks are made of: each raises ConfigError with one sentence."""
 
 import difflib
+from typing import Any
 
 from convbert_jax.config.errors import ConfigError
 
 
-def check(condition: bool, message: str) -> None:
-    """Raises ConfigError(message) unless `condition`."""
+def check(condition: bool, message: str, **parts: Any) -> None:
+    """Raises ConfigError(message, **parts) unless `condition`."""
     if not condition:
-        raise ConfigError(message)
+        raise ConfigError(message, **parts)
 
 
 def check_choice(field: str, value: str, choices) -> None:
@@ -17,7 +18,9 @@ def check_choice(field: str, value: str, choices) -> None:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"did you mean '{near[0]}'? Choose" if near else "choose"
         raise ConfigError(
-            f"config.{field}='{value}' is unknown; {hint} one of: {', '.join(choices)}."
+            f"is unknown; {hint} one of: {', '.join(choices)}.",
+            field=f"config.{field}",
+            value=value,
         )
 
 
@@ -28,12 +31,15 @@ def check_encoding(field: str, value: str) -> None:
             return
     except LookupError:
         raise ConfigError(
-            f"config.{field}='{value}' is unknown; name an encoding of Python, for example utf-8, "
-            "cp1252 or gbk."
+            "is unknown; name an encoding of Python, for example utf-8, cp1252 or gbk.",
+            field=f"config.{field}",
+            value=value,
         ) from None
     except UnicodeDecodeError:
         pass
     raise ConfigError(
-        f"config.{field}='{value}' writes line ends differently from ASCII and cannot be read; "
-        f"convert the files (iconv -f {value} -t UTF-8)."
+        "writes line ends differently from ASCII and cannot be read; convert the files "
+        f"(iconv -f {value} -t UTF-8).",
+        field=f"config.{field}",
+        value=value,
     )

@@ -29,8 +29,10 @@ def check_sequences(config: Config) -> None:
     check_choice("sequence.positions", s.positions, POSITIONS)
     check(
         s.last_dropout == 0 or (s.norm == "pre" and s.last_norm),
-        f"config.sequence.last_dropout={s.last_dropout:g} is behind the last norm of pre-norm, "
-        "which is not there; set it to 0, or config.sequence.norm=pre with last_norm.",
+        "is behind the last norm of pre-norm, which is not there; set it to 0, or "
+        "config.sequence.norm=pre with last_norm.",
+        field="config.sequence.last_dropout",
+        value=s.last_dropout,
     )
     _check_parallel(config)
     _check_decoding(config)
@@ -44,9 +46,11 @@ def check_asked(config: Config, asked: Collection[str]) -> None:
     """
     check(
         "train.batch_size" not in asked or not config.reads_pairs,
-        f"config.train.batch_size={config.train.batch_size} has no effect on pairs of texts; leave "
-        "it out and set config.parallel.batch_tokens, the rows of a batch times the tokens of the "
+        "has no effect on pairs of texts; leave it out and set "
+        "config.parallel.batch_tokens, the rows of a batch times the tokens of the "
         "longer text.",
+        field="config.train.batch_size",
+        value=config.train.batch_size,
     )
     check_asked_decoding(config, asked)
 
@@ -59,8 +63,10 @@ def check_asked_decoding(config: Config, asked: Collection[str]) -> None:
     for name, method in _OF_METHOD.items():
         check(
             f"decoding.{name}" not in asked or d.method == method or not config.writes_text,
-            f"config.decoding.{name}={getattr(d, name)} has no effect with config.decoding.method="
-            f"{d.method}; leave it out, or set config.decoding.method={method}.",
+            f"has no effect with config.decoding.method={d.method}; leave it out, or set "
+            f"config.decoding.method={method}.",
+            field=f"config.decoding.{name}",
+            value=getattr(d, name),
         )
 
 
@@ -75,49 +81,63 @@ def _check_parallel(config: Config) -> None:
     check_encoding("parallel.encoding", p.encoding)
     check(
         len(p.columns) != 1,
-        f"config.parallel.columns={','.join(p.columns)} must name two columns, the source's and "
-        "the target's, and may name those of further references.",
+        "must name two columns, the source's and the target's, and may name those of "
+        "further references.",
+        field="config.parallel.columns",
+        value=",".join(p.columns),
     )
     check(
         len(set(p.columns)) == len(p.columns),
-        f"config.parallel.columns={','.join(p.columns)} names one column twice; name each once.",
+        "names one column twice; name each once.",
+        field="config.parallel.columns",
+        value=",".join(p.columns),
     )
     check(
         len(p.columns) <= 2 or p.validation_source != "" or config.decoding.tests != (),
-        f"config.parallel.columns={','.join(p.columns)} names further references, which are read "
-        "of config.parallel.validation_source and config.decoding.test_sources alone; name one of "
-        "these, or two columns.",
+        "names further references, which are read of config.parallel.validation_source "
+        "and config.decoding.test_sources alone; name one of these, or two columns.",
+        field="config.parallel.columns",
+        value=",".join(p.columns),
     )
     check(
         p.max_ratio == 0 or p.max_ratio >= 1,
-        f"config.parallel.max_ratio={p.max_ratio:g} would leave no pair; use 1 or more, or 0 for "
-        "any.",
+        "would leave no pair; use 1 or more, or 0 for any.",
+        field="config.parallel.max_ratio",
+        value=p.max_ratio,
     )
     check(
         not p.from_scratch or config.init_from != "",
-        "config.parallel.from_scratch=True takes sizes and vocabulary of config.init_from, which "
-        "is empty; leave it out, or name a run.",
+        "takes sizes and vocabulary of config.init_from, which is empty; leave it out, "
+        "or name a run.",
+        field="config.parallel.from_scratch",
+        value=True,
     )
     check(
         p.heldout_fraction > 0 or p.validation_source != "",
-        "config.parallel.heldout_fraction=0 leaves nothing to evaluate on; raise it or name "
-        "config.parallel.validation_source.",
+        "leaves nothing to evaluate on; raise it or name config.parallel.validation_source.",
+        field="config.parallel.heldout_fraction",
+        value=0,
     )
     check(
         p.sampling == 0 or (t.kind == "sentencepiece" and (t.path or t.algorithm == "unigram")),
-        f"config.parallel.sampling={p.sampling:g} is of unigram vocabularies; set it to "
-        "0, or config.tokenizer.kind=sentencepiece and algorithm=unigram.",
+        "is of unigram vocabularies; set it to 0, or config.tokenizer.kind=sentencepiece "
+        "and algorithm=unigram.",
+        field="config.parallel.sampling",
+        value=p.sampling,
     )
     check(
         not config.sequence.shared_vocabulary
         or (p.target_vocab_size == 0 and not p.target_vocabulary),
-        "config.parallel.target_vocab_size and target_vocabulary are of a vocabulary of the "
-        "target's own; set config.sequence.shared_vocabulary=False with them.",
+        "and target_vocabulary are of a vocabulary of the target's own; set "
+        "config.sequence.shared_vocabulary=False with them.",
+        field="config.parallel.target_vocab_size",
     )
     check(
         p.batch_tokens >= p.max_length,
-        f"config.parallel.batch_tokens={p.batch_tokens} is less than one text of "
-        f"config.parallel.max_length={p.max_length}; raise it or shorten the texts.",
+        f"is less than one text of config.parallel.max_length={p.max_length}; raise it or "
+        "shorten the texts.",
+        field="config.parallel.batch_tokens",
+        value=p.batch_tokens,
     )
 
 
@@ -127,42 +147,51 @@ def _check_decoding(config: Config) -> None:
     check_choice("decoding.score_words", d.score_words, SCORE_WORDS)
     check(
         d.n_best <= d.beam or d.method != "beam",
-        f"config.decoding.n_best={d.n_best} is more than config.decoding.beam={d.beam} finds; "
-        "raise the beam.",
+        f"is more than config.decoding.beam={d.beam} finds; raise the beam.",
+        field="config.decoding.n_best",
+        value=d.n_best,
     )
     check(
         d.n_best == 1 or d.method != "greedy",
         f"config.decoding.n_best={d.n_best}, but config.decoding.method=greedy writes one text; "
         "set method to beam or sample.",
+        field="config.decoding.n_best",
+        value=d.n_best,
     )
     check(
         d.length_ratio > 0 or d.length_extra > 0,
-        "config.decoding.length_ratio=0 and config.decoding.length_extra=0 leave no room for a "
-        "word; raise one of them.",
+        "and config.decoding.length_extra=0 leave no room for a word; raise one of them.",
+        field="config.decoding.length_ratio",
+        value=0,
     )
     smallest = min(config.vocabularies)
     check(
         d.method != "beam" or 2 * d.beam <= smallest,
-        f"config.decoding.beam={d.beam} looks at {2 * d.beam} words at a time, more than the "
-        f"vocabulary's {smallest}; make it at most {smallest // 2}.",
+        f"looks at {2 * d.beam} words at a time, more than the vocabulary's {smallest}; "
+        f"make it at most {smallest // 2}.",
+        field="config.decoding.beam",
+        value=d.beam,
     )
     check(
         d.average == 1 or d.average <= config.checkpoint.keep,
-        f"config.decoding.average={d.average} checkpoints, but config.checkpoint.keep="
-        f"{config.checkpoint.keep} are kept; raise keep to as many.",
+        f"checkpoints, but config.checkpoint.keep={config.checkpoint.keep} are kept; "
+        "raise keep to as many.",
+        field="config.decoding.average",
+        value=d.average,
     )
     for name, source in d.tests:
         check(
             name != "",
-            f"config.decoding.test_sources has '{source}', which must be NAME=SOURCE, as "
-            "2016=parallel:test.en,test.de.",
+            f"has '{source}', which must be NAME=SOURCE, as 2016=parallel:test.en,test.de.",
+            field="config.decoding.test_sources",
         )
     names = [name for name, _ in d.tests]
     twice = [name for name in names if names.count(name) > 1 or name == "validation"]
     check(
         not twice,
-        f"config.decoding.test_sources has '{twice[0] if twice else ''}' twice, or as the held-out "
-        "pairs are called; give each set a name of its own.",
+        f"has '{twice[0] if twice else ''}' twice, or as the held-out pairs are called; "
+        "give each set a name of its own.",
+        field="config.decoding.test_sources",
     )
 
 
@@ -173,54 +202,66 @@ def _check_writing(config: Config) -> None:
     field = "parallel.max_length" if config.reads_pairs else "data.length"
     check(
         not learned or longest <= m.positions,
-        f"config.{field}={longest} is longer than config.model.positions={m.positions}, the "
-        "learned ones; raise positions, shorten the texts or set "
-        "config.sequence.positions=sinusoidal.",
+        f"is longer than config.model.positions={m.positions}, the learned ones; raise positions, "
+        "shorten the texts or set config.sequence.positions=sinusoidal.",
+        field=f"config.{field}",
+        value=longest,
     )
     check(
         config.reads_pairs or config.data.layout == "packed",
-        f"config.recipe='{config.recipe}' reads whole documents; set config.data.layout=packed, "
-        f"not {config.data.layout}.",
+        f"reads whole documents; set config.data.layout=packed, not {config.data.layout}.",
+        field="config.recipe",
+        value=config.recipe,
     )
     check(
         config.reads_pairs or s.shared_vocabulary,
-        f"config.recipe='{config.recipe}' has one text and one vocabulary; set "
-        "config.sequence.shared_vocabulary=True.",
+        "has one text and one vocabulary; set config.sequence.shared_vocabulary=True.",
+        field="config.recipe",
+        value=config.recipe,
     )
     check(
         config.recipe != "causal_lm" or s.decoder_layers in (0, m.layers),
-        f"config.sequence.decoder_layers={s.decoder_layers} is of an encoder-decoder; the one "
-        "stack of config.recipe='causal_lm' is config.model.layers.",
+        "is of an encoder-decoder; the one stack of config.recipe='causal_lm' is "
+        "config.model.layers.",
+        field="config.sequence.decoder_layers",
+        value=s.decoder_layers,
     )
     for name in ("decoder_mixer", "decoder_mixer_fields", *_DECODER_SCHEDULES):
         value = getattr(s, name)
         spelled = value if isinstance(value, str) else ",".join(map(str, value))
         check(
             config.recipe != "causal_lm" or not value,
-            f"config.sequence.{name}={spelled} is of an encoder-decoder; the one stack of "
-            f"config.recipe='causal_lm' has config.model.{name.removeprefix('decoder_')}.",
+            "is of an encoder-decoder; the one stack of config.recipe='causal_lm' has "
+            f"config.model.{name.removeprefix('decoder_')}.",
+            field=f"config.sequence.{name}",
+            value=spelled,
         )
     layers = s.decoder_layers or m.layers
     for name in _DECODER_SCHEDULES:
         numbers = getattr(s, name)
         check(
             not numbers or len(numbers) == layers,
-            f"config.sequence.{name} has {len(numbers)} numbers, but the decoder has {layers} "
-            "layers, config.sequence.decoder_layers or as many as the encoder; give one for each "
+            f"has {len(numbers)} numbers, but the decoder has {layers} layers, "
+            "config.sequence.decoder_layers or as many as the encoder; give one for each "
             "layer.",
+            field=f"config.sequence.{name}",
         )
     check(
         config.checkpoint.huggingface_every == 0,
         f"config.checkpoint.huggingface_every={config.checkpoint.huggingface_every}: a model that "
         "writes text has no class in Hugging Face's library; set it to 0.",
+        field="config.checkpoint.huggingface_every",
+        value=config.checkpoint.huggingface_every,
     )
     check(
         not config.distillation.teacher,
-        f"config.distillation.teacher={config.distillation.teacher} teaches encoders; unset it "
-        f"with config.recipe='{config.recipe}'.",
+        f"teaches encoders; unset it with config.recipe='{config.recipe}'.",
+        field="config.distillation.teacher",
+        value=config.distillation.teacher,
     )
     check(
         o.release_replicas == 1,
-        f"config.optimizer.release_replicas={o.release_replicas} is of the release's encoders; set "
-        f"it to 1 with config.recipe='{config.recipe}'.",
+        f"is of the release's encoders; set it to 1 with config.recipe='{config.recipe}'.",
+        field="config.optimizer.release_replicas",
+        value=o.release_replicas,
     )

@@ -22,6 +22,7 @@ def check_stages(model: ModelSection, others: Sequence[tuple[str, tuple[str, ...
             not section.mixer_fields or section.mixer != "",
             f"config.model.stages[{i}].mixer_fields={','.join(section.mixer_fields)} is of no "
             f"mixer; name it in config.model.stages[{i}].mixer.",
+            field=f"config.model.stages[{i}",
         )
     check_name(model.mixer, "config.model.mixer")
     for name, numbers in schedules(model).items():
@@ -29,11 +30,13 @@ def check_stages(model: ModelSection, others: Sequence[tuple[str, tuple[str, ...
             not model.stages,
             f"config.model.{name}s and config.model.stages both say what each layer is; give each "
             f"of config.model.stages its {name} and empty the other: --config.model.{name}s=",
+            field=f"config.model.{name}",
         )
         check(
             len(numbers) == model.layers,
             f"config.model.{name}s has {len(numbers)} numbers, but config.model.layers="
             f"{model.layers}; give one for each layer.",
+            field=f"config.model.{name}",
         )
     for stage in list_stages(model):
         sizes, names = stage.sizes, stage.names
@@ -41,28 +44,34 @@ def check_stages(model: ModelSection, others: Sequence[tuple[str, tuple[str, ...
         heads = sizes.heads
         check(
             model.hidden_size % heads == 0,
-            f"config.model.hidden_size={model.hidden_size} is not divisible by "
-            f"{names['heads']}={heads}; use {model.hidden_size // heads * heads or heads} or "
+            f"is not divisible by {names['heads']}={heads}; use "
+            f"{model.hidden_size // heads * heads or heads} or "
             f"{(model.hidden_size // heads + 1) * heads}.",
+            field="config.model.hidden_size",
+            value=model.hidden_size,
         )
         widths = {"config.model.hidden_size": model.hidden_size, names["ffn_size"]: sizes.ffn_size}
         for name, width in widths.items():
             check(
                 width % sizes.ffn_groups == 0,
-                f"{name}={width} is not divisible by {names['ffn_groups']}={sizes.ffn_groups}.",
+                f"is not divisible by {names['ffn_groups']}={sizes.ffn_groups}.",
+                field=name,
+                value=width,
             )
     taken = [(stage.sizes.mixer, stage.sizes.mixer_fields) for stage in list_stages(model)]
     taken += others
     check(
         not model.mixer_fields or (model.mixer, model.mixer_fields) in taken,
-        f"config.model.mixer_fields={','.join(model.mixer_fields)} is of no stage: each of "
-        "config.model.stages has another mixer or mixer_fields of its own; leave it out.",
+        "is of no stage: each of config.model.stages has another mixer or mixer_fields "
+        "of its own; leave it out.",
+        field="config.model.mixer_fields",
+        value=",".join(model.mixer_fields),
     )
     layers = sum(section.layers for section in model.stages)
     check(
         not model.stages or layers == model.layers,
-        f"config.model.stages has {layers} layers, but config.model.layers={model.layers}; make "
-        "them the same.",
+        f"has {layers} layers, but config.model.layers={model.layers}; make them the same.",
+        field="config.model.stages",
     )
 
 
@@ -74,11 +83,16 @@ def check_generator(model: ModelSection, section: GeneratorSection) -> None:
         heads, groups = derived.heads(stage), stage.sizes.ffn_groups
         check(
             hidden >= heads and hidden % heads == 0,
-            f"config.generator.size={section.size} gives a generator of {hidden} channels and "
-            f"{heads} heads, which does not divide; change config.generator.size.",
+            f"gives a generator of {hidden} channels and {heads} heads, which does not "
+            "divide; change config.generator.size.",
+            field="config.generator.size",
+            value=section.size,
         )
         check(
             hidden % groups == 0,
-            f"config.generator.size={section.size} gives a generator of {hidden} channels, which "
-            f"{stage.names['ffn_groups']}={groups} does not divide; change config.generator.size.",
+            f"gives a generator of {hidden} channels, which "
+            f"{stage.names['ffn_groups']}={groups} does not divide; change "
+            "config.generator.size.",
+            field="config.generator.size",
+            value=section.size,
         )

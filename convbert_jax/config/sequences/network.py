@@ -88,9 +88,11 @@ def derive_encoder_decoder(
     """
     if sequence.shared_vocabulary and source_vocab != target_vocab:
         raise ConfigError(
-            f"config.sequence.shared_vocabulary=True with {source_vocab} words in the source's "
-            f"vocabulary and {target_vocab} in the target's; give both the same, or set "
-            "config.sequence.shared_vocabulary=False."
+            f"with {source_vocab} words in the source's vocabulary and {target_vocab} in "
+            "the target's; give both the same, or set "
+            "config.sequence.shared_vocabulary=False.",
+            field="config.sequence.shared_vocabulary",
+            value=True,
         )
     encoder = derive_encoder(model)
     return EncoderDecoderConfig(
@@ -151,9 +153,10 @@ def _decoder_names(sequence: SequenceSection) -> dict[str, str]:
 def _tokens(model: ModelSection, sequence: SequenceSection, vocab_size: int) -> TokensConfig:
     if model.embedding_size != model.hidden_size:
         raise ConfigError(
-            f"config.model.embedding_size={model.embedding_size} is not "
-            f"config.model.hidden_size={model.hidden_size}, as it must be in a model that writes "
-            "text; make them the same."
+            f"is not config.model.hidden_size={model.hidden_size}, as it must be in a "
+            "model that writes text; make them the same.",
+            field="config.model.embedding_size",
+            value=model.embedding_size,
         )
     return TokensConfig(
         vocab_size=vocab_size,

@@ -90,7 +90,8 @@ class TextModel:
         """Raises ModelError: vectors are what encoders are for."""
         raise ModelError(
             f"{self.path} is a run of config.recipe='{self.config.recipe}', which writes text and "
-            "has no vectors of texts; load a run of an encoder."
+            "has no vectors of texts; load a run of an encoder.",
+            path=self.path,
         )
 
     def _write(self, recipe: str, name: str, texts, fields: dict[str, Any]) -> Any:
@@ -99,7 +100,8 @@ class TextModel:
             fitting = own.get(self.config.recipe, "write")
             raise ModelError(
                 f"{self.path} is a run of config.recipe='{self.config.recipe}'; call "
-                f"{fitting}() of it instead of {name}()."
+                f"{fitting}() of it instead of {name}().",
+                path=self.path,
             )
         if "average" in fields:
             raise ModelError(

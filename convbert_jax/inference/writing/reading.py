@@ -62,8 +62,8 @@ def change_decoding(config: Config, fields: Mapping[str, Any]) -> Config:
     known = [name for name in to_dict(config)["decoding"] if name not in _OF_SCORES]
     if of_scores := [name for name in fields if name in _OF_SCORES]:
         raise ConfigError(
-            f"config.decoding.{of_scores[0]} has no effect on what is written; it is of the scores "
-            "of --mode=eval."
+            "has no effect on what is written; it is of the scores of --mode=eval.",
+            field=f"config.decoding.{of_scores[0]}",
         )
     if unknown := [name for name in fields if name not in known]:
         raise ConfigError(f"decoding has no {unknown[0]}; it has {', '.join(known)}.")
