@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 # What of a page is not run here, by what its line has: why, and what has it instead.
 NOT_HERE = {
-    r"gs://|launch/(tpu_vm|gce|xpk|slurm)\.sh": "a cloud, played in tests/launch/",
+    r"gs://": "a bucket: tests/test_workdir_in_a_bucket.py",
     r"--topology=v": "minutes of the TPU compiler: test_tpu_compile.py",
     r"--multihost": "several hosts: tests/launch/test_local_cluster.py",
     r"DataflowRunner|DirectRunner": "Apache Beam, in an environment of its own: tests/data/units/",
