@@ -71,8 +71,7 @@ ROOMS = {
         "tensorflow1": set(),
         "pytorch": set(),
         "fairseq": {"pytorch"},
-        "mesh_tensorflow": {"tensorflow1"},
-        "runs": {"tensorflow1", "fairseq", "mesh_tensorflow"},
+        "runs": set(),
     },
     "ops": {
         "mesh": set(),

@@ -49,7 +49,6 @@ def test_every_import_is_declared(folder, extras):
     providers = importlib.metadata.packages_distributions()
     declared = _names(extras)
     made_here = {"tests", "benchmarks", "tensorflow", "tf_values"}  # make_tf_bundle.py, by hand
-    made_here |= {"mesh_tensorflow", "gin"}  # make_mesh_checkpoint.py, by hand
     for module, file in _imported(folder).items():
         if module in OPTIONAL | made_here:
             continue

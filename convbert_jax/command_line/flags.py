@@ -117,7 +117,7 @@ SOURCE = flags.DEFINE_string(
     "source",
     None,
     "For import, export, inspect: a run, a Hugging Face folder, a TensorFlow 1 checkpoint; for "
-    "import also one of fairseq or Mesh TensorFlow.",
+    "import also one of fairseq.",
 )
 PLUGINS = flags.DEFINE_list(
     "plugins",

@@ -29,7 +29,6 @@ MIXERS = {
     "light": "convbert_jax.models.mixers.light:Light",
     "dilated": "convbert_jax.models.mixers.dilated:Dilated",
     "separable": "convbert_jax.models.mixers.separable:Separable",
-    "gated_separable": "convbert_jax.models.mixers.gated_separable:GatedSeparable",
 }
 
 _PLAIN = "convbert_jax.models.mixers.plain"  # makes a mixer of an nnx.Module

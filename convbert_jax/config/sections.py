@@ -76,12 +76,11 @@ class ModelSection:
     # attention (BERT, ELECTRA): heads of attention. bottleneck (ConvBERT's ablation, "noconv" in
     # the official code): heads // head_ratio heads of attention and nothing beside them.
     # Convolution alone: span_dynamic (ConvBERT's), dynamic and light (DynamicConv, LightConv),
-    # dilated, separable, gated_separable (the code of Tay et al. 2021). Or one of your own,
-    # PACKAGE.MODULE:CLASS, see config/mixers.py.
+    # dilated, separable. Or one of your own, PACKAGE.MODULE:CLASS, see config/mixers.py.
     mixer: str = "mixed"
     # NAME=VALUE of what only this mixer has. mixed: filters=span_dynamic | dynamic | light,
     # own_value=true (false: the paper's formula), convolution_share=0.5 of the heads. dynamic,
-    # light, dilated: glu=true. gated_separable: filters=light | dynamic, reads_begin=true.
+    # light, dilated: glu=true.
     mixer_fields: tuple[str, ...] = ()
     kernel_size: int = 9  # taps of a mixer that convolves
     dilation: int = 1  # positions from one tap of dilated to the next

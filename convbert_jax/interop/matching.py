@@ -42,8 +42,10 @@ _MODEL = (
 )
 # How a model is trained: weights fit any value.
 DROPOUT = ("model.dropout", "model.attention_dropout")
-SEQUENCE_DROPOUT = (*DROPOUT, "sequence.activation_dropout", "sequence.last_dropout")
-_TRAINING = (*SEQUENCE_DROPOUT, "model.mask_convolution")
+_TRAINING = (
+    *(*DROPOUT, "sequence.activation_dropout", "sequence.last_dropout"),
+    "model.mask_convolution",
+)
 _STAGE = {field.name for field in dataclasses.fields(StageSection)}
 _LAYER = ("ffn_size", "ffn_groups", "dropout", "layer_norm_epsilon")  # as config.model calls them
 # Fields of mixers that change neither shapes nor, but near padding, what is computed.
@@ -169,7 +171,10 @@ def keep_given(
             theirs, ours = (to_text(value) for value in (fields[path], value_of(config, path)))
             raise ConversionError(
                 f"config.{path}={ours} contradicts {source}, which has {theirs or 'none'}. Remove "
-                f"--config.{path}."
+                f"--config.{path}.",
+                field=f"config.{path}",
+                value=value_of(config, path),
+                path=source,
             )
     return {path: value for path, value in fields.items() if path not in given}
 

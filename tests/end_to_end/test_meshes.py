@@ -99,10 +99,9 @@ ALL = "fsdp 2, tensor 2, sequence 2"
 # XLA for CPUs is wrong where rows, parameters and channels are all divided, unless it is told what
 # is whole: `division.whole_channels`. So there is every mixer, in encoder and decoder.
 DIVIDED = "data 2, fsdp 2, tensor 2"
-GATED = {"model.mixer": "gated_separable", "model.mixer_fields": ["filters=dynamic"]}
 OF_MIXERS = {
-    f"span_corruption, {name}": ("span_corruption", CAUSAL | fields)
-    for name, fields in (*((each, {"model.mixer": each}) for each in MIXERS), ("gated", GATED))
+    f"span_corruption, {mixer}": ("span_corruption", CAUSAL | {"model.mixer": mixer})
+    for mixer in MIXERS
 }
 CASES = [*itertools.product(STEPS, MESHES), *((name, DIVIDED) for name in OF_MIXERS)]
 SOON = {  # the others are slow

@@ -77,7 +77,7 @@ def test_convolutions_see_the_end_of_a_text_by_its_mean(
     [
         *(("attention", True), ("bottleneck", True), ("mixed", True)),
         *(("span_dynamic", False), ("dynamic", False), ("light", False), ("dilated", False)),
-        *(("separable", False), ("gated_separable", False)),
+        ("separable", False),
     ],
 )
 def test_attention_alone_reads_the_whole_row(mixer, whole, make_config):

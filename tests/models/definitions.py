@@ -24,7 +24,6 @@ FORMS = {
     "light without a gate": {"mixer": "light", "mixer_fields": ("glu=false",), "kernel_size": 4},
     "dilated by 3": {"mixer": "dilated", "dilation": 3, "kernel_size": 5},
     "dilated without a gate": {"mixer": "dilated", "mixer_fields": ("glu=false",)},
-    "gated separable, dynamic": {"mixer": "gated_separable", "mixer_fields": ("filters=dynamic",)},
 }
 KINDS = {name: {"mixer": name} for name in MIXERS} | FORMS
 
@@ -136,17 +135,6 @@ def separable(p, x, ids, mixer):
     return separable_conv(x, p["conv"], ids)
 
 
-def gated_separable(p, x, ids, mixer):
-    """`LocalConvAttnBlock` of Mesh TensorFlow (Tay et al. 2021): a filter for each channel."""
-    values, taps = gated(x, p), mixer.kernel_size
-    if mixer.filters == "dynamic":
-        logits = dense(values, p["conv_kernel"]).reshape(*values.shape, taps)
-    else:
-        logits = p["filters"]
-    mixed = convolve(values[..., None], softmax(logits), ids) + p["depthwise_bias"]
-    return dense(dense(mixed, p["pointwise"]), p["output"])
-
-
 DEFINITIONS = {
     "mixed": mixed,
     "attention": attention,
@@ -156,7 +144,6 @@ DEFINITIONS = {
     "light": light,
     "dilated": dilated,
     "separable": separable,
-    "gated_separable": gated_separable,
 }
 
 
@@ -174,9 +161,6 @@ COUNTS = {
     "light": lambda c, h, k: 3 * (c * c + c) + h * k,
     "dilated": lambda c, h, k: 3 * (c * c + c) + k * c,
     "separable": lambda c, h, k: c * c + c + k * c,
-    # value, gate, pointwise and output; filters and the bias behind them
-    "gated_separable": lambda c, h, k: 4 * (c * c + c) + k * c + c,
-    "gated separable, dynamic": lambda c, h, k: 4 * (c * c + c) + k * (c * c + c) + c,
     # W_f of the query; no pointwise key and no depthwise
     "mixed, dynamic": lambda c, h, k: (
         4 * c * c // 2 + 4 * c // 2 + (c // 2 + 1) * h // 2 * k + c * c + c

@@ -39,30 +39,15 @@ FORMS = {
         {"mixer": "dilated", "mixer_fields": ("glu=false",)},
         {"decoder_dilations": (1, 3)},
     ),
-    "gated separable": (
-        {"mixer": "gated_separable", "kernel_sizes": (5, 5, 5)},
+    "T5's layers": (
+        {"mixer": "light", "kernel_sizes": (5, 5, 5)},
         {
             "norm": "pre",
             "normalization": "rms",
             "activation": "gated_gelu",
             "biases": False,
-            "decoder_mixer_fields": ("reads_begin=false",),
             "last_dropout": 0.1,
             "activation_dropout": 0.2,
-        },
-    ),
-    "gated separable, dynamic": (
-        {
-            "mixer": "gated_separable",
-            "mixer_fields": ("filters=dynamic",),
-            "kernel_sizes": (),
-        },
-        {
-            "norm": "pre",
-            "normalization": "rms",
-            "biases": False,
-            "positions": "learned",
-            "decoder_mixer_fields": ("filters=dynamic", "reads_begin=false"),
         },
     ),
     "a Transformer's decoder": ({"mixer": "separable"}, {"decoder_mixer": "attention"}),
@@ -171,7 +156,7 @@ def test_parameters_of_a_language_model(mixer):
 
 def test_the_published_size_of_pretrained_light_convolution():
     """210 million (Tay et al. 2021, the base model of the released checkpoints), by LightConv's own
-    block; that of the released code has a dense layer more, tests/interop/mesh_tensorflow/.
+    block; that of the released code has a dense layer more.
     """
     config = derive_encoder_decoder(*SIZES["t5_base"]("light"), 32_128, 32_128)
     assert count(shapes_of(lambda rngs: EncoderDecoder(config, rngs))) == pytest.approx(

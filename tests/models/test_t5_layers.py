@@ -43,7 +43,7 @@ def test_one_layer_of_attention_in_a_convolutional_encoder_reads_the_whole_sourc
 @pytest.mark.parametrize("field", ["activation_dropout", "last_dropout"])
 def test_each_dropout_of_t5s_is_where_it_says(field):
     """With a key alone; behind the last norm it leaves whole channels of what is given out at 0."""
-    model, sequence = sections("gated separable")
+    model, sequence = sections("T5's layers")
     none = {"activation_dropout": 0.0, "last_dropout": 0.0}
     sequence = dataclasses.replace(sequence, **none | {field: 0.5})
     model = dataclasses.replace(model, dropout=0.0, attention_dropout=0.0)
@@ -58,7 +58,7 @@ def test_each_dropout_of_t5s_is_where_it_says(field):
 
 
 def test_a_gated_block_multiplies_two_dense_layers():
-    config = translator("gated separable").encoder.stages[0].layer
+    config = translator("T5's layers").encoder.stages[0].layer
     block = FeedForward(config, initializers("glorot", 0.02), nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (1, 4, 32))
     first, gate, last = (getattr(block, n).kernel[...] for n in ("intermediate", "gate", "output"))

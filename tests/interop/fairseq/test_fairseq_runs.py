@@ -11,10 +11,11 @@ from convbert_jax.config import from_config_dict, to_dict
 from convbert_jax.data.errors import TokenizerError
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, check_tokenizer, follow_file
 from convbert_jax.decoding import search
+from convbert_jax.interop.fairseq.importing import import_run
 from convbert_jax.interop.fairseq.model import read
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import ConversionError
-from convbert_jax.interop.runs import sequences
+from tests.refusals import refused
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
@@ -44,7 +45,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def imported(folder, tmp_path_factory):
     place = tmp_path_factory.mktemp("imported") / "run"
-    return sequences.import_run(str(folder), config_of(), place), place
+    return import_run(str(folder), config_of(), place), place
 
 
 def test_it_translates_as_it_is(folder, imported):
@@ -100,18 +101,19 @@ def test_another_run_trains_on_from_it(imported, tmp_path):
     assert kept.vocabularies == SIZES
 
 
-def test_what_does_not_fit_is_refused(folder, imported, tmp_path):
+def test_a_run_that_does_not_fit_is_refused(folder, imported, tmp_path):
     _, place = imported
-    with pytest.raises(ConversionError, match="holds a run already"):
-        sequences.import_run(str(folder), config_of(), place)
-    with pytest.raises(ConversionError, match=r"is an encoder-decoder .*translation\.py"):
-        sequences.import_run(str(folder), config_of("causal_lm"), tmp_path / "a")
-    asked = config_of(model__ffn_size=48)
-    with pytest.raises(ConversionError, match=r"config\.model\.ffn_size=48 "):
-        sequences.import_run(str(folder), asked, tmp_path / "a", {"model.ffn_size"})
-    asked = config_of(tokenizer__path="mine.model")
-    with pytest.raises(ConversionError, match=r"config\.tokenizer\.path=mine\.model"):
-        sequences.import_run(str(folder), asked, tmp_path / "a", {"tokenizer.path"})
+    with refused(ConversionError, field="--workdir", value=str(place)):
+        import_run(str(folder), config_of(), place)
+    asked = {
+        "config.recipe": config_of("causal_lm"),
+        "config.model.ffn_size": config_of(model__ffn_size=48),
+        "config.tokenizer.path": config_of(tokenizer__path="mine.model"),
+    }
+    for field, config in asked.items():
+        given = {field.removeprefix("config.")}
+        with refused(ConversionError, field=field, path=folder):
+            import_run(str(folder), config, tmp_path / "a", given)
     assert not (tmp_path / "a").exists()
 
 
@@ -119,7 +121,7 @@ def test_only_what_the_checkpoint_states_replaces_the_config(folder, tmp_path):
     fields = {"model.dropout": 0.25, "model.remat": "full", "model.attention_dropout": 0.25}
     asked = replace(config_of(), {**fields, "sequence.activation_dropout": 0.25})
     named = {"model.dropout", "model.remat", "sequence.activation_dropout"}
-    config = sequences.import_run(str(folder), asked, tmp_path / "run", named)
+    config = import_run(str(folder), asked, tmp_path / "run", named)
     assert config.model.dropout == config.sequence.activation_dropout == 0.25
     assert config.model.attention_dropout == 0.1  # of the checkpoint
     assert config.model.remat == "full"
@@ -142,10 +144,10 @@ def test_pieces_are_a_vocabulary(imported, tmp_path):
     assert tokenizer.begins_word.tolist() == [0, 0, 0, 1, 1, 0, 1]
     (_, places), *_ = tokenizer.encode_with_offsets(["a  zed"])
     assert places.tolist() == [[0, 1], [3, 6]]
-    with pytest.raises(TokenizerError, match="cut the texts into its pieces"):
+    with refused(TokenizerError, own):
         check_tokenizer(tokenizer, ["These are no pieces of it."])
     own.write_text("a\nb\n")
-    with pytest.raises(TokenizerError, match="lacks <pad>"):
+    with refused(TokenizerError, "<pad>", own):
         Tokenizer(dataclasses.replace(section, path=str(own)), own)
-    with pytest.raises(convbert_jax.UserError, match="an encoder needs"):
+    with refused(convbert_jax.UserError, "tokenizer.kind", "pieces"):
         convbert_jax.load_config("tiny", **{"tokenizer.kind": "pieces"})

@@ -1,1 +1,0 @@
-"""The pre-trained convolutions of Tay et al. 2021: encoder-decoders of Mesh TensorFlow and T5."""
