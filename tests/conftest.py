@@ -45,7 +45,7 @@ if PLATFORM == "cpu":
         patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} {ours}")
         jax.devices()
 
-pytest_plugins = ["tests.running"]
+pytest_plugins = ["tests.running", "tests.runs"]
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 

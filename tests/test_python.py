@@ -15,22 +15,18 @@ from convbert_jax import recipes
 from convbert_jax.config import UserError, to_config_dict
 from convbert_jax.inference import model as model_module
 from convbert_jax.inference.writing import model as writing_model
-from tests.recipes.conftest import (  # noqa: F401
-    SMALL,
-    _one_device,
-    pairs,
-    pretrained,
-    pretraining_config,
-    text,
-    translated,
-    translation_config,
-    write_task,
-)
+from tests import runs
 from tests.refusals import refused
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTED = (convbert_jax, model_module, writing_model)
 NOT_NUMBERS = ("seconds", "tokens_per_second", "memory", "mfu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_device():
+    with runs.one_device():
+        yield
 
 
 def without_times(records):
@@ -41,14 +37,14 @@ def without_times(records):
     ]
 
 
-def test_the_examples_of_the_documentation(pretrained, translated, text, tmp_path, monkeypatch):  # noqa: F811
+def test_the_examples_of_the_documentation(pretrained, translated, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "mine").symlink_to(pretrained.folder)
     (tmp_path / "runs" / "pairs").symlink_to(translated.folder)
-    write_task(tmp_path)
+    runs.write_task(tmp_path)
     (tmp_path / "train.csv").write_text((tmp_path / "train.tsv").read_text().replace("\t", ","))
-    small = {**SMALL, "data.source": text, "train.batch_size": 8, "train.eval_rows": 16}
+    small = {**runs.SMALL, "data.source": text, "train.batch_size": 8, "train.eval_rows": 16}
     names = {
         "convbert_jax": convbert_jax,
         "small": small,
@@ -66,7 +62,7 @@ def test_the_examples_of_the_documentation(pretrained, translated, text, tmp_pat
         assert not said, "".join(said)
 
 
-def test_pretraining_is_that_of_the_command_line(pretrained, pretraining_config, tmp_path):  # noqa: F811
+def test_pretraining_is_that_of_the_command_line(pretrained, pretraining_config, tmp_path):
     """By the file of its config, which a ConfigDict and changed fields give too."""
     values = to_config_dict(pretraining_config).unlock()
     values.train.steps = 2
@@ -191,7 +187,7 @@ print("done", run.evaluation["mlm_loss"])
 
 
 @pytest.mark.slow
-def test_a_notebook_and_the_command_line_after_pip_install(installed, text, tmp_path):  # noqa: F811
+def test_a_notebook_and_the_command_line_after_pip_install(installed, text, tmp_path):
     """In a folder of its own, far from the checkout; both come to the same numbers."""
     start = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
     result = subprocess.run([installed, "-c", NOTEBOOK, text], **start)

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.quality import learning_beside_pytorch as learning
 from convbert_jax.config import ConfigError
 from convbert_jax.interop.matching import replace
-from tests.recipes.conftest import make_config
+from tests.runs import make_config
 
 SPECIAL, MASK, WORDS = np.arange(5), 4, 1_000
 

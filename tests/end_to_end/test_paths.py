@@ -12,7 +12,7 @@ from convbert_jax.files import write_json
 from convbert_jax.interop.sources import read_source
 from convbert_jax.workdir import Workdir
 from tests.end_to_end.test_command_line import SMALL, TINY, run, text_source
-from tests.recipes.conftest import PAIRS, make_config, write_pairs
+from tests.runs import PAIRS, make_config, write_pairs
 
 __all__ = ["text_source"]  # a fixture
 

@@ -1,7 +1,8 @@
-"""A translator as a user calls it: trained, asked through a pipe line by line, scored, stopped."""
+"""Commands on a translator: scored, asked through a pipe line by line, stopped and resumed."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,33 +10,22 @@ import sys
 import pytest
 
 import convbert_jax
-from convbert_jax.config import to_dict
-from convbert_jax.files import write_json
-from convbert_jax.interop.matching import replace
 from tests import compiling
 from tests.end_to_end.test_command_line import REPOSITORY, refused, run
-from tests.recipes.conftest import PAIRS, make_config, write_pairs
+from tests.runs import write_pairs
 
 ENVIRONMENT = {**os.environ, "XLA_FLAGS": compiling.CHEAPLY}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Folder of a run of a command line, and what it printed."""
+def folder(translated, tmp_path_factory):
     folder = tmp_path_factory.mktemp("translator")
-    fields = {name.replace(".", "__"): value for name, value in PAIRS.items()}
-    config = make_config(**fields, parallel__source=write_pairs(folder, "train", 600))
-    write_json(folder / "config.json", to_dict(replace(config, {"train.log_every": 300})))
-    done = run(f"--config={folder}/config.json", f"--workdir={folder}/run")
-    assert done.returncode == 0, done.stderr
-    return folder, done.stdout
+    shutil.copytree(translated.folder, folder / "run")
+    return folder
 
 
 @pytest.mark.slow
-def test_a_translator_is_trained_asked_and_scored(trained):
-    folder, printed = trained
-    assert "BLEU" in printed
-    assert "nrefs:1" in printed
+def test_a_translator_is_scored_on_a_test_set(folder):
     spec = write_pairs(folder, "test", 5, seed=7)
     scored = run(
         "--mode=eval",
@@ -44,16 +34,16 @@ def test_a_translator_is_trained_asked_and_scored(trained):
         "--config.decoding.average=2",
     )
     assert scored.returncode == 0, scored.stderr
-    assert "Written to 5 pairs of 2016: BLEU" in scored.stdout
     kept = json.loads((folder / "run" / "evaluation" / "step-300.json").read_text())
     assert kept["scores"].keys() == {"validation", "2016"}
+    for scores in kept["scores"].values():
+        assert f"{scores['bleu']:.1f}" in scored.stdout
     for mode in ("export", "inspect"):
-        refused(run(f"--mode={mode}", f"--workdir={folder}/run"), "writes text")
+        refused(run(f"--mode={mode}", f"--workdir={folder}/run"), "translation")
 
 
 @pytest.mark.slow
-def test_a_line_of_a_pipe_has_its_answer_before_the_next_is_written(trained):
-    folder, _ = trained
+def test_a_line_of_a_pipe_has_its_answer_before_the_next_is_written(folder):
     process = subprocess.Popen(
         [sys.executable, "-m", "convbert_jax.main", "--mode=predict", f"--workdir={folder}/run",
          "--input=-", "--config.decoding.beam=3"],
@@ -67,12 +57,11 @@ def test_a_line_of_a_pipe_has_its_answer_before_the_next_is_written(trained):
         assert process.stdout.readline() == answer + "\n"
     rest, log = process.communicate(timeout=100)
     assert (process.returncode, rest) == (0, "")
-    assert "An empty line for row 1: line 2 is empty." in log
+    assert "line 2" in log  # the empty one
 
 
 @pytest.mark.slow
-def test_a_stopped_prediction_goes_on(trained):
-    folder, _ = trained
+def test_a_stopped_prediction_goes_on(folder):
     (folder / "many.txt").write_text("bo ce\n" * 4_000)
     command = ["--mode=predict", f"--workdir={folder}/run", f"--input={folder}/many.txt",
                f"--output={folder}/many.jsonl"]  # fmt: skip
@@ -87,10 +76,10 @@ def test_a_stopped_prediction_goes_on(trained):
     process.send_signal(signal.SIGINT)
     log = process.communicate(timeout=100)[1]
     assert process.returncode == 130, log
-    assert "interrupted; the same command goes on" in log
+    done = len(kept.read_text().splitlines())
     again = run(*command)
     assert again.returncode == 0, again.stderr
-    assert "Going on after" in again.stderr
+    assert str(done) in again.stderr
     lines = [json.loads(line) for line in (folder / "many.jsonl").read_text().splitlines()]
     assert [line["id"] for line in lines] == list(range(4_000))
     assert {line["prediction"] for line in lines} == {

@@ -19,7 +19,7 @@ from convbert_jax.inference.writing import dealing
 from convbert_jax.inference.writing.texts import Texts
 from convbert_jax.inference.writing.writer import Writer
 from convbert_jax.interop.networks import abstract_params
-from tests.recipes.conftest import make_config
+from tests.runs import make_config
 
 WORDS = [*"abcdefghij", "##x", "##y", "."]
 SENTINELS = ["[SPAN_0]", "[SPAN_1]"]

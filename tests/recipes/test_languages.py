@@ -16,7 +16,7 @@ from convbert_jax.interop import conversion
 from convbert_jax.interop.matching import replace
 from convbert_jax.workdir import Workdir
 from tests.language_texts import make_texts
-from tests.recipes.conftest import make_config
+from tests.runs import make_config
 
 CHOSEN = ("lowercase", "strip_accents", "normalization")
 

@@ -24,7 +24,7 @@ from convbert_jax.training import sharding
 from convbert_jax.training.checkpoints.reading import load_arrays
 from convbert_jax.training.program import make_program
 from convbert_jax.workdir import Workdir
-from tests.recipes.conftest import make_config
+from tests.runs import make_config
 
 SPECIAL = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
 FIRST = 2

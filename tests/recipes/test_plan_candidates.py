@@ -12,8 +12,8 @@ from convbert_jax.analysis.tpu.topology import open_topology
 from convbert_jax.recipes.planning import candidates, tpu_slice
 from convbert_jax.training import sharding
 from tests.analysis.test_plan import make_plan, make_step
-from tests.recipes.conftest import make_config
 from tests.running import needs_libtpu
+from tests.runs import make_config
 
 
 @settings(max_examples=60)

@@ -16,8 +16,8 @@ from convbert_jax.config import ConfigError, MeshSection
 from convbert_jax.interop.networks import abstract_params
 from convbert_jax.recipes.planning import candidates, traced
 from convbert_jax.training import sharding, state
-from tests.recipes.conftest import make_config
 from tests.running import needs_libtpu
+from tests.runs import make_config
 
 
 def test_gpus_are_counted(tmp_path):

@@ -14,7 +14,7 @@ from convbert_jax.config import UserError, from_config_dict, to_dict
 from convbert_jax.data.parallel.parallel_text import prepare
 from convbert_jax.data.parallel.references import read_heldout
 from convbert_jax.interop.matching import replace
-from tests.recipes.conftest import write_pairs
+from tests.runs import write_pairs
 
 
 def one_each(texts):

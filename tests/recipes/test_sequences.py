@@ -27,7 +27,7 @@ from convbert_jax.training.state import flatten
 from convbert_jax.workdir import Workdir
 from tests.data.parallel.conftest import make_pairs, write_files
 from tests.html_page.parsed import Page
-from tests.recipes.conftest import make_config
+from tests.runs import make_config
 
 RECIPES = ("causal_lm", "span_corruption", "translation")
 

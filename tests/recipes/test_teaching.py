@@ -32,7 +32,7 @@ from convbert_jax.training.optimizer import make_optimizer
 from convbert_jax.training.program import make_program
 from convbert_jax.workdir import Workdir
 from tests.interop.conftest import random_params
-from tests.recipes.conftest import make_config
+from tests.runs import make_config
 
 ALL = {
     "distillation__layers": "uniform",

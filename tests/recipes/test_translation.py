@@ -26,7 +26,7 @@ from convbert_jax.interop import conversion, importing, sources
 from convbert_jax.interop.matching import replace
 from convbert_jax.workdir import Workdir
 from tests.html_page.parsed import Page
-from tests.recipes.conftest import LEXICON, make_config, write_pairs
+from tests.runs import LEXICON, make_config, write_pairs
 
 
 def translate(text):
