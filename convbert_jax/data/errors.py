@@ -1,4 +1,7 @@
-"""What can go wrong with a corpus or a vocabulary, in one sentence each."""
+"""Errors of corpora, tables and vocabularies."""
+
+import dataclasses
+import os
 
 from convbert_jax.config import UserError
 
@@ -9,6 +12,18 @@ class DataError(UserError, ValueError):
 
 class TokenizerError(DataError):
     """A vocabulary that cannot be trained, read or trusted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """A line or row of a file, for errors."""
+
+    path: str | os.PathLike
+    line: int
+    unit: str = "line"
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.unit} {self.line}"
 
 
 def shorten(text: str, most: int = 120) -> str:

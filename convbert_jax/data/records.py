@@ -22,7 +22,9 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
     except OSError as error:
         raise DataError(
             f"{path} could not be written ({error.strerror}); free some space or name another "
-            "config.data.directory, then run again: what was finished is kept."
+            "config.data.directory, then run again: what was finished is kept.",
+            field="config.data.directory",
+            path=path,
         ) from None
 
 

@@ -218,6 +218,8 @@ def _local_size(batch_size: int, process_count: int) -> int:
     if batch_size % process_count:
         raise DataError(
             f"config.train.batch_size={batch_size} is not divisible by the {process_count} "
-            "processes that share it; make it a multiple."
+            "processes that share it; make it a multiple.",
+            field="config.train.batch_size",
+            value=batch_size,
         )
     return batch_size // process_count

@@ -28,7 +28,6 @@ from convbert_jax.data.corpus import preparation
 from convbert_jax.data.corpus.metadata import (
     METADATA,
     describe_tokenizer,
-    elsewhere,
     has_finished_units,
     origin,
     read_metadata,
@@ -47,7 +46,7 @@ from convbert_jax.data.sources.source import (
     refuse_shared_text,
 )
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from convbert_jax.data.units.changes import check_content, list_changed, take_stamps
+from convbert_jax.data.units.changes import check_content, elsewhere, list_changed, take_stamps
 from convbert_jax.data.units.lock import lock
 from convbert_jax.data.units.processes import Processes
 from convbert_jax.data.units.work import Runner
@@ -129,13 +128,15 @@ def prepare(
             metadata["heldout"],
             sources,
             runner,
-            lambda done: _check_content(config, directory, sources, metadata, done, compare),
+            lambda done: check_content(
+                directory, sources, metadata["stamps"], done, config.data.workers, always=compare
+            ),
         )
         metadata |= summary(records, config.data.length, time.monotonic() - started)
         _check_splits(metadata, config.data)
         write_record(directory / METADATA, metadata | {"complete": True})
     _log_summary(metadata, tokenizer, config, directory)
-    return open_prepared(config, directory)
+    return open_prepared(config, directory, sources=sources)
 
 
 def _open_sources(data: DataSection) -> dict[str, Source]:
@@ -178,28 +179,23 @@ def _refuse_changed_tokenizer(tokenizer: Tokenizer, fingerprint: str, directory:
         raise DataError(
             f"{directory} was prepared with another vocabulary or normalization than "
             f"{tokenizer.path} has now: put it back, or prepare elsewhere with "
-            f"{elsewhere(directory)}."
+            f"{elsewhere(directory)}.",
+            path=directory,
         )
 
 
-def _check_content(config, directory, sources, metadata, records, compare: bool) -> None:
-    check_content(
-        directory,
-        sources,
-        metadata["stamps"],
-        {index: record["digest"] for index, record in records.items()},
-        always=compare,
-        reader="documents",
-        workers=config.data.workers,
-        elsewhere=elsewhere(directory),
-    )
-
-
-def open_prepared(config: Config, directory: Path, *, compare: bool = False) -> Corpus | None:
-    """The corpus, if `directory` holds all of it; the source itself may be gone by then.
+def open_prepared(
+    config: Config,
+    directory: Path,
+    *,
+    compare: bool = False,
+    sources: dict[str, Source] | None = None,
+) -> Corpus | None:
+    """Opens the corpus if `directory` holds all of it; its source may no longer exist.
 
     Args:
       compare: as in `prepare`.
+      sources: if they are open already, by split.
 
     Raises:
       DataError: it holds another, or a damaged one.
@@ -207,9 +203,11 @@ def open_prepared(config: Config, directory: Path, *, compare: bool = False) -> 
     metadata = read_metadata(directory)
     if not metadata or not metadata["complete"]:
         return None
-    sources, gone = None, None
+    gone = None
     data = config.data
-    if not any(spec.startswith(REMOTE) for spec in (data.source, data.validation_source)):
+    if not sources and not any(
+        spec.startswith(REMOTE) for spec in (data.source, data.validation_source)
+    ):
         try:
             sources = _open_sources(data)
         except DataError as error:
@@ -228,12 +226,14 @@ def open_prepared(config: Config, directory: Path, *, compare: bool = False) -> 
         logging.warning("%s The rows prepared from it in %s are used.", gone, directory)
     elif sources:
         units = {index: {"digest": digest} for index, digest in enumerate(metadata["digests"])}
-        _check_content(config, directory, sources, metadata, units, compare)
+        workers = config.data.workers
+        check_content(directory, sources, metadata["stamps"], units, workers, always=compare)
     if metadata["undecodable"] and metadata["encoding_errors"] != data.encoding_errors:
         raise DataError(
             f"{directory} was prepared with encoding_errors='{metadata['encoding_errors']}', which "
             f"mattered for {metadata['undecodable']} places; set it back, or prepare elsewhere "
-            f"with {elsewhere(directory)}."
+            f"with {elsewhere(directory)}.",
+            path=directory,
         )
     tokenizer = load_tokenizer(config.tokenizer, directory)
     _refuse_changed_tokenizer(tokenizer, metadata["tokenizer"], directory)
@@ -245,7 +245,9 @@ def open_prepared(config: Config, directory: Path, *, compare: bool = False) -> 
             if not path.is_file():
                 if gone:
                     raise DataError(
-                        f"{path} is missing; put a copy back, as it cannot be prepared anew: {gone}"
+                        f"{path} is missing; put a copy back, as it cannot be prepared anew: "
+                        f"{gone}",
+                        path=path,
                     )
                 return None
             if path.stat().st_size != size:
@@ -278,17 +280,23 @@ def _check_splits(metadata: dict[str, Any], data: DataSection) -> None:
         raise DataError(
             f"config.data.source='{data.source}' has no text to train on"
             + (" besides what is held out" if metadata["splits"]["validation"]["rows"] else "")
-            + "; check the source, its format and config.data.heldout_fraction."
+            + "; check the source, its format and config.data.heldout_fraction.",
+            field="config.data.source",
+            value=data.source,
         )
     if not metadata["splits"]["validation"]["rows"]:
         if data.validation_source:
             raise DataError(
-                f"config.data.validation_source='{data.validation_source}' has no text."
+                f"config.data.validation_source='{data.validation_source}' has no text.",
+                field="config.data.validation_source",
+                value=data.validation_source,
             )
         raise DataError(
             f"config.data.heldout_fraction={data.heldout_fraction} holds out no document with a "
             "token; raise it and name another config.data.directory, or name "
-            "config.data.validation_source."
+            "config.data.validation_source.",
+            field="config.data.heldout_fraction",
+            value=data.heldout_fraction,
         )
     for name, split in metadata["splits"].items():
         if not split.get("pairs", 1):
@@ -296,7 +304,9 @@ def _check_splits(metadata: dict[str, Any], data: DataSection) -> None:
                 f"config.data.layout='pairs' finds no pair of sentences in the {name} text; it "
                 "needs documents of several sentences, and with "
                 "config.objective.sentence_pairs=next several documents: check config.data.format, "
-                "raise config.data.length, or hold out more."
+                "raise config.data.length, or hold out more.",
+                field="config.data.layout",
+                value="pairs",
             )
 
 

@@ -11,6 +11,7 @@ from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.records import read_record
 from convbert_jax.data.sources.source import Source
 from convbert_jax.data.tokenizer.tokenizer import training_settings
+from convbert_jax.data.units.changes import elsewhere
 
 # Of the rows and their order, by layout; raise it when the same config gives other rows.
 VERSIONS = {"packed": 1, "electra": 1, "pairs": 2}  # 1: sentences ended as in English and Chinese
@@ -94,7 +95,8 @@ def refuse_other(wanted: dict, there: dict, directory: Path, changed: Sequence[s
     if different:
         raise DataError(
             f"{directory} holds another corpus; it differs in {', '.join(different)}: set that "
-            f"back, or prepare these elsewhere with {elsewhere(directory)}."
+            f"back, or prepare these elsewhere with {elsewhere(directory)}.",
+            path=directory,
         )
 
 
@@ -125,15 +127,9 @@ def refuse_units_of_unknown(directory: Path) -> None:
     if has_finished_units(directory):
         raise DataError(
             f"{directory} has finished units but no {METADATA}, which says of what; put a copy "
-            "back, or delete the folder to prepare anew."
+            "back, or delete the folder to prepare anew.",
+            path=directory,
         )
-
-
-def elsewhere(directory: Path) -> str:
-    """The flag that leaves `directory` as it is."""
-    names = (directory.with_name(f"{directory.name}-{number}") for number in range(2, 1000))
-    free = next((path for path in names if not path.exists()), directory.with_name("other"))
-    return f"--config.data.directory={free}"
 
 
 def read_metadata(directory: Path) -> dict[str, Any] | None:

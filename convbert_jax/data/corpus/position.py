@@ -25,6 +25,8 @@ def read(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
         if state.get(name) != here:
             raise DataError(
                 f"The position in the data was saved with {name}={state.get(name)!r} but this "
-                f"run has {name}={here!r}; set it back, or start a new run."
+                f"run has {name}={here!r}; set it back, or start a new run.",
+                field=name,
+                value=here,
             )
     return int(state["next_batch"])

@@ -62,7 +62,9 @@ def prepare_tokenizer(config: Config, directory: Path, source: Source) -> Tokeni
             advance(len(text))
     if not texts:
         raise DataError(
-            f"config.data.source='{data.source}' has no text; check it and config.data.format."
+            f"config.data.source='{data.source}' has no text; check it and config.data.format.",
+            field="config.data.source",
+            value=data.source,
         )
     if section.path:
         tokenizer = load_tokenizer(section, directory)

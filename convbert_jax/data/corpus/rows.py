@@ -100,7 +100,9 @@ class ShardWriter:
 def _unwritable(path: Path, error: Exception) -> DataError:
     return DataError(
         f"{path} could not be written ({_reason(error)}); free some space or name another "
-        "config.data.directory, then run again: what was finished is kept."
+        "config.data.directory, then run again: what was finished is kept.",
+        field="config.data.directory",
+        path=path,
     )
 
 
@@ -159,7 +161,8 @@ class ShardReader:
             if not path.is_file():
                 raise DataError(
                     f"{path} is missing. Start again, which prepares this part again if its source "
-                    "still exists; otherwise restore a copy of the file."
+                    "still exists; otherwise restore a copy of the file.",
+                    path=path,
                 )
             try:
                 reader = ArrayRecordReader(str(path), READER_OPTIONS)

@@ -27,7 +27,8 @@ def as_texts(texts: Any) -> tuple[list[tuple[str, ...]], bool]:
         if not good or not all(isinstance(part, str) for part in parts):
             raise ArgumentError(
                 f"texts[{number}] is {shorten(repr(text), 60)}; it must be a text, or two as a "
-                "tuple."
+                "tuple.",
+                field=f"texts[{number}]",
             )
         for part in parts:
             _check_characters(f"texts[{number}]", part)
@@ -40,7 +41,10 @@ def as_single_texts(texts: Any) -> tuple[list[str], bool]:
     found, single = as_texts(texts)
     for number, parts in enumerate(found):
         if len(parts) > 1:
-            raise ArgumentError(f"texts[{number}] is a pair; this reads one text at a time.")
+            raise ArgumentError(
+                f"texts[{number}] is a pair; this reads one text at a time.",
+                field=f"texts[{number}]",
+            )
     return [text for (text, *_) in found], single
 
 
@@ -54,13 +58,15 @@ def as_rows(name: str, values: Any) -> Iterable:
     if hasattr(values, "columns"):  # it would give the names of these
         raise ArgumentError(
             f"{name} is a table; give one column of it, or its rows as dicts, as "
-            "table.to_dict('records') of pandas or table.to_dicts() of polars."
+            "table.to_dict('records') of pandas or table.to_dicts() of polars.",
+            field=name,
         )
     single = getattr(values, "ndim", 1) == 0  # of NumPy, whose iter() fails
     is_parts = isinstance(values, Mapping | bytes | bytearray)
     if single or is_parts or not isinstance(values, Iterable):
         raise ArgumentError(
-            f"{name} is {shorten(repr(values), 60)}; it must be a text, or a list of them."
+            f"{name} is {shorten(repr(values), 60)}; it must be a text, or a list of them.",
+            field=name,
         )
     return values
 
@@ -78,7 +84,9 @@ def whole_number(name: str, value: Any, least: int, most: int | None = None, of:
     if good and least <= value and (most is None or value <= most):
         return int(value)
     bounds = f"of at least {least}" if most is None else f"between {least} and the {most} {of}"
-    raise ArgumentError(f"{name}={value!r} must be a whole number {bounds}.")
+    raise ArgumentError(
+        f"{name}={value!r} must be a whole number {bounds}.", field=name, value=value
+    )
 
 
 def _check_characters(name: str, text: str) -> None:
@@ -87,5 +95,6 @@ def _check_characters(name: str, text: str) -> None:
     except UnicodeEncodeError as error:
         raise ArgumentError(
             f"{name} has half of a surrogate pair at character {error.start}, which is no "
-            "text; take it out."
+            "text; take it out.",
+            field=name,
         ) from None

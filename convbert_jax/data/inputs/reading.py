@@ -67,7 +67,9 @@ def _describe_source(config: Config, texts: Sequence[str]) -> ModelInput:
     if len(texts) > 1:
         raise DataError(
             f"--texts={','.join(texts)} names {len(texts)} columns, but this model reads one text "
-            "of each row; name that one."
+            "of each row; name that one.",
+            field="--texts",
+            value=",".join(texts),
         )
     of_language = config.recipe == "causal_lm"
     column = (*texts, _learned_column(config))[0]
@@ -98,16 +100,28 @@ def choose_format(name: str, asked: str, reads: ModelInput) -> str:
     """
     if asked not in INPUT_FORMATS:
         known = ", ".join(INPUT_FORMATS)
-        raise DataError(f"--input_format={asked} is unknown; choose from: {known}.")
+        raise DataError(
+            f"--input_format={asked} is unknown; choose from: {known}.",
+            field="--input_format",
+            value=asked,
+        )
     chosen = asked
     if asked == "auto":
         chosen = FORMAT_OF_ENDING.get(ending_of(name), "lines")
         if ending_of(name) in reads.endings and reads.form.format in INPUT_FORMATS[1:]:
             chosen = reads.form.format
     if chosen == "pattern" and not reads.form.pattern:
-        raise DataError("--input_format=pattern needs a model that learned by config.task.pattern.")
+        raise DataError(
+            "--input_format=pattern needs a model that learned by config.task.pattern.",
+            field="--input_format",
+            value="pattern",
+        )
     if chosen == "conll" and reads.kind != "tagging":
-        raise DataError(f"--input_format=conll is for tagging; this model is for {reads.kind}.")
+        raise DataError(
+            f"--input_format=conll is for tagging; this model is for {reads.kind}.",
+            field="--input_format",
+            value="conll",
+        )
     return chosen
 
 
@@ -195,7 +209,9 @@ def _open_table(source: Source, form: TableFormat, reads: ModelInput, key: str):
             return list(columns), itertools.chain([(1, first)], rows)
     raise DataError(
         f"{source} has {len(first)} columns in its first line, which is no header and not the "
-        f"{len(form.columns)} columns of training ({shorten(', '.join(form.columns))}); {_HINT}."
+        f"{len(form.columns)} columns of training ({shorten(', '.join(form.columns))}); {_HINT}.",
+        field="--texts",
+        path=str(source),
     )
 
 
@@ -208,7 +224,8 @@ def _open_sentences(source: Source, form: TableFormat, reads: ModelInput, key: s
     if form.columns:
         raise DataError(
             f"{source} has {len(numbers)} columns, but training had {len(form.columns)} "
-            f"({shorten(', '.join(form.columns))}); write those, or the words alone."
+            f"({shorten(', '.join(form.columns))}); write those, or the words alone.",
+            path=str(source),
         )
     return numbers, rows
 
@@ -227,7 +244,7 @@ def _check_columns(source, header: Sequence[str], form: TableFormat, reads: Mode
     """Names of the columns that have the texts."""
     for name in header:
         if problem := describe_escapes(name, form.encoding):
-            raise DataError(f"{source} line 1 {problem}.")
+            raise DataError(f"{source} line 1 {problem}.", path=str(source), line=1)
     for names in reads.columns:
         places = [find_column(name, header, form) for name in names]
         if None not in places:
@@ -237,7 +254,9 @@ def _check_columns(source, header: Sequence[str], form: TableFormat, reads: Mode
     known = " or ".join(f"'{', '.join(names)}'" for names in reads.columns)
     raise DataError(
         f"{source} has no column {known} (it has: {shorten(', '.join(header))}); {_HINT}, or have "
-        "each line read as text with --input_format=lines."
+        "each line read as text with --input_format=lines.",
+        field="--texts",
+        path=str(source),
     )
 
 

@@ -180,7 +180,8 @@ class PairBatches:
                 raise DataError(
                     f"The run began with batches of {rows} pairs, which {self._row_multiple}, the "
                     "devices along the axes data and fsdp times config.train.accumulation, does "
-                    "not divide; go on with numbers that do, or start a new run."
+                    "not divide; go on with numbers that do, or start a new run.",
+                    field="config.train.accumulation",
                 )
         kept = tuple(Shape(*one) for one in saved)
         logging.info(

@@ -6,13 +6,14 @@ from typing import Any
 
 from convbert_jax import files
 from convbert_jax.config import Config
-from convbert_jax.data.corpus.metadata import METADATA, describe_sources, elsewhere
+from convbert_jax.data.corpus.metadata import METADATA, describe_sources
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.parallel import vocabularies
 from convbert_jax.data.parallel.pair_source import PairSource
 from convbert_jax.data.parallel.pair_worker import FAULTS
 from convbert_jax.data.parallel.vocabularies import Vocabularies
 from convbert_jax.data.records import read_record
+from convbert_jax.data.units.changes import elsewhere
 
 VERSION = 1  # of the rows; raise it when the same config gives other rows
 KIND = "parallel"
@@ -77,7 +78,8 @@ def refuse_other(wanted: dict, there: dict, directory: Path, changed: Sequence[s
     if different:
         raise DataError(
             f"{directory} holds something else; it differs in {', '.join(different)}: set that "
-            f"back, or prepare these elsewhere with {elsewhere(directory)}."
+            f"back, or prepare these elsewhere with {elsewhere(directory)}.",
+            path=directory,
         )
 
 
@@ -91,7 +93,8 @@ def refuse_changed(made: Vocabularies, fingerprints: list[str], directory: Path)
             raise DataError(
                 f"{directory} was prepared with another vocabulary or normalization than "
                 f"{tokenizer.path} has now: put it back, or prepare elsewhere with "
-                f"{elsewhere(directory)}."
+                f"{elsewhere(directory)}.",
+                path=directory,
             )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from convbert_jax.data.errors import DataError
+from convbert_jax.data.errors import DataError, Location
 from convbert_jax.data.sources.documents import unit_bytes
 from convbert_jax.data.sources.indexed_rows import open_prepared, rows_at
 from convbert_jax.data.sources.parquet_files import RowGroups, list_groups, make_units, read_rows
@@ -42,10 +42,10 @@ class PairRows:
     files: frozenset[Path]
     units: tuple[PairUnit, ...]
 
-    def place(self, number: int, text: int = 0) -> str:
-        """A pair by its number, for errors."""
+    def place(self, number: int, text: int = 0) -> Location:
+        """The data set and row of a pair, for errors."""
         del text  # all of them are in the row
-        return f"{self.name} row {number}"
+        return Location(self.name, number, "row")
 
     def pairs(self, unit: PairUnit) -> Pairs:
         """(row from 1, texts), or what is wrong with a row. Raises DataError for damaged files."""
@@ -62,17 +62,22 @@ def open_tfds(rest: str, columns: tuple[str, ...], targets: Targets) -> PairRows
     if not (Path(directory) / "dataset_info.json").is_file():
         raise DataError(
             f"{directory} is not a prepared data set (it has no dataset_info.json); name the "
-            "folder of its version, for example NAME/1.0.0."
+            "folder of its version, for example NAME/1.0.0.",
+            path=directory,
         )
     split = split or "train"
     rows = open_prepared(directory, split)[0]
     count, name = len(rows), f"tfds:{rest}"
     if not count:
-        raise DataError(f"{name} has no rows.")
+        raise DataError(f"{name} has no rows.", value=name)
     first = rows_at(rows, [0], name)[0]
     pair = of_row(first, columns, targets)
     if isinstance(pair, Fault):
-        raise DataError(f"{name} row 1 {pair.problem}; set config.parallel.columns.")
+        raise DataError(
+            f"{name} row 1 {pair.problem}; set config.parallel.columns.",
+            field="config.parallel.columns",
+            line=1,
+        )
     found = sorted(path for path in Path(directory).glob("*.array_record*") if path.is_file())
     prints = fingerprint_files(found, Path(directory), f"tfds {split} {','.join(columns)}")
     average = max(1, len(pair[0].encode()) + len(pair[1].encode()))
@@ -105,11 +110,11 @@ class PairParquet:
         """The files of one unit."""
         return {self.root / file for file, _ in unit.parts}
 
-    def place(self, number: int, text: int = 0) -> str:
+    def place(self, number: int, text: int = 0) -> Location:
         """The file and row of a pair, for errors."""
         del text  # all texts are in the row
         _, file = max((row, file) for (file, _), row in self.first_rows.items() if row <= number)
-        return f"{self.root / file} row {number - self.first_rows[file, 0] + 1}"
+        return Location(self.root / file, number - self.first_rows[file, 0] + 1, "row")
 
     def pairs(self, unit: RowGroups) -> Pairs:
         """(row from 1, texts), or the fault of a row. Raises DataError for damaged files."""
@@ -133,7 +138,7 @@ def open_parquet(rest: str, columns: tuple[str, ...], targets: Targets) -> PairP
         first_rows[group.file, group.index] = row
         row += group.rows
     if row == 1:
-        raise DataError(f"parquet:{rest} has no rows; name another file.")
+        raise DataError(f"parquet:{rest} has no rows; name another file.", value=f"parquet:{rest}")
     prints = fingerprint_files(paths, root, f"parquet {','.join(columns)}")
     units = make_units(groups)
     return PairParquet(f"parquet:{rest}", prints, root, columns, targets, units, first_rows)

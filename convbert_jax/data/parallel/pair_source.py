@@ -17,7 +17,7 @@ from pathlib import Path
 
 from convbert_jax import files
 from convbert_jax.config import ParallelSection
-from convbert_jax.data.errors import DataError, shorten
+from convbert_jax.data.errors import DataError, Location, shorten
 from convbert_jax.data.parallel.pair_rows import (
     PairParquet,
     PairRows,
@@ -73,11 +73,15 @@ class PairFiles:
             )
             raise DataError(
                 f"{counts}; parallel files have a line for each line of the other, blank ones and "
-                "the last one too."
+                "the last one too.",
+                path=self.paths[0],
             )
         total = sum(of_file[-1] for of_file in marks)
         if not total:
-            raise DataError(f"{self.paths[0]}, of the pairs '{self.name}', is empty; name another.")
+            raise DataError(
+                f"{self.paths[0]}, of the pairs '{self.name}', is empty; name another.",
+                path=self.paths[0],
+            )
         count = lines[0]
         blocks = -(-count // MARK_LINES)  # MARK_LINES lines each
         step = max(1, blocks * unit_bytes(total) // total)
@@ -90,9 +94,9 @@ class PairFiles:
             units.append(PairUnit(first + 1, min(stop * MARK_LINES, count) - first, starts, size))
         return tuple(units)
 
-    def place(self, number: int, text: int = 0) -> str:
-        """A pair by its number, for errors: where its source is, or another of its texts."""
-        return f"{self.paths[min(text, len(self.paths) - 1)]} line {number}"
+    def place(self, number: int, text: int = 0) -> Location:
+        """Where a text of a pair is, by the number of the pair, for errors."""
+        return Location(self.paths[min(text, len(self.paths) - 1)], number)
 
     def pairs(self, unit: PairUnit) -> Pairs:
         """(line, texts), or what is wrong with a line.
@@ -170,7 +174,10 @@ def _find_columns(path: Path, header: list[str], names: Sequence[str]) -> tuple[
         if name not in header:
             raise DataError(
                 f"{path} has no column '{name}' (its first line has: "
-                f"{shorten(', '.join(header))}); set config.parallel.columns."
+                f"{shorten(', '.join(header))}); set config.parallel.columns.",
+                field="config.parallel.columns",
+                value=name,
+                path=path,
             )
     return tuple(map(header.index, names))
 
@@ -192,10 +199,10 @@ class PairCsv:
         """The file."""
         return {self.path}
 
-    def place(self, number: int, text: int = 0) -> str:
+    def place(self, number: int, text: int = 0) -> Location:
         """The file and the line where a pair begins, for errors."""
         del text  # all texts are in the row
-        return f"{self.path} line {number}"
+        return Location(self.path, number)
 
     def pairs(self, unit: PairUnit) -> Pairs:
         """(line, texts), or the fault of a row.
@@ -237,7 +244,8 @@ def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") ->
     if kind not in ("parallel", *DEFAULT_COLUMNS) or not rest:
         raise DataError(
             f"Pairs '{spec}' are not understood; write parallel:FILE,FILE, tsv:FILE, csv:FILE, "
-            "jsonl:FILE, parquet:FILE or tfds:DIR."
+            "jsonl:FILE, parquet:FILE or tfds:DIR.",
+            value=spec,
         )
     columns = section.columns or DEFAULT_COLUMNS.get(kind, ())
     columns = columns if targets == "all" else columns[:2]
@@ -250,7 +258,9 @@ def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") ->
     paths = paths if targets == "all" else paths[:2]
     for path in paths:
         if not path.is_file():
-            raise DataError(f"{path}, of the pairs '{spec}', is no file; correct its name.")
+            raise DataError(
+                f"{path}, of the pairs '{spec}', is no file; correct its name.", path=path
+            )
         refuse_other_kinds(path)
     root = Path(os.path.commonpath([path.absolute().parent for path in paths]))
     encoding = codecs.lookup(section.encoding).name
@@ -272,12 +282,15 @@ def _check_files(spec: str, kind: str, count: int, targets: Targets) -> None:
     if count < expected or (count > expected and kind != "parallel"):
         raise DataError(
             f"'{spec}' names {count} files, but {kind} has "
-            f"{'two, with a comma between' if expected == 2 else 'one'}."
+            f"{'two, with a comma between' if expected == 2 else 'one'}.",
+            value=spec,
         )
     if count > expected and targets == "one":
         raise DataError(
             f"'{spec}' names {count} files, but what is trained on has one target; further "
-            "references are of config.parallel.validation_source and config.decoding.test_sources."
+            "references are of config.parallel.validation_source and config.decoding.test_sources.",
+            field="config.parallel.validation_source",
+            value=spec,
         )
 
 
@@ -298,5 +311,5 @@ def _mark_lines(path: Path) -> tuple[list[int], int]:
 
 def _unreadable(path: Path, error: Exception) -> DataError:
     if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile):
-        return DataError(f"{path} is a damaged gzip file ({error}); fetch it again.")
-    return DataError(f"{path} cannot be read: {error.strerror}.")
+        return DataError(f"{path} is a damaged gzip file ({error}); fetch it again.", path=path)
+    return DataError(f"{path} cannot be read: {error.strerror}.", path=path)

@@ -183,9 +183,15 @@ def _report(
     job: Job, source: PairSource, faults: dict, number: int, fault: tuple[str, str, int]
 ) -> None:
     kind, what, text = fault
-    said = f"{source.place(number, text)} {what}"
+    place = source.place(number, text)
+    said = f"{place} {what}"
     if job.bad_pairs == "error":
-        raise DataError(f"{said}; mend it, or leave such out by config.parallel.bad_pairs=skip.")
+        raise DataError(
+            f"{said}; mend it, or leave such out by config.parallel.bad_pairs=skip.",
+            field="config.parallel.bad_pairs",
+            path=place.path,
+            line=place.line,
+        )
     count, first = faults.get(kind, (0, said))
     faults[kind] = [count + 1, first]
 
@@ -209,5 +215,7 @@ def _write_lengths(path: Path, lengths: Sequence[tuple[int, int]]) -> None:
     except OSError as error:
         raise DataError(
             f"{path} could not be written ({error.strerror}); free some space or name another "
-            "config.data.directory, then run again: what was finished is kept."
+            "config.data.directory, then run again: what was finished is kept.",
+            field="config.data.directory",
+            path=path,
         ) from None

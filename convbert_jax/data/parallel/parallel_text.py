@@ -20,7 +20,6 @@ from convbert_jax import files
 from convbert_jax.config import Config
 from convbert_jax.data.corpus.metadata import (
     METADATA,
-    elsewhere,
     has_finished_units,
     refuse_units_of_unknown,
 )
@@ -40,7 +39,7 @@ from convbert_jax.data.parallel.records import id_dtype
 from convbert_jax.data.parallel.vocabularies import Vocabularies
 from convbert_jax.data.records import read_record, write_record
 from convbert_jax.data.sources.source import refuse_shared_text
-from convbert_jax.data.units.changes import check_content, list_changed, take_stamps
+from convbert_jax.data.units.changes import check_content, elsewhere, list_changed, take_stamps
 from convbert_jax.data.units.lock import lock
 from convbert_jax.data.units.processes import Processes
 from convbert_jax.data.units.work import Runner, Work, do_units, record_path
@@ -140,13 +139,15 @@ def prepare(
             Work(make_job(config, directory, made), sources, process_pairs),
             lambda i: _finished(directory, i, config.parallel.bad_pairs),
             runner or Processes(config.data.workers),
-            lambda done: _check_content(config, directory, sources, metadata, done, compare),
+            lambda done: check_content(
+                directory, sources, metadata["stamps"], done, config.data.workers, always=compare
+            ),
         )
         metadata |= summary(records)
         _log_summary(metadata, directory, time.monotonic() - started)
         _check_splits(metadata, config)
         write_record(directory / METADATA, metadata | {"complete": True})
-    return open_prepared(config, directory)
+    return open_prepared(config, directory, sources=sources)
 
 
 def open_sources(config: Config) -> dict[str, PairSource]:
@@ -159,7 +160,8 @@ def open_sources(config: Config) -> dict[str, PairSource]:
     if not section.source:
         raise DataError(
             "config.parallel.source is empty; name pairs, for example "
-            "parallel:train.de,train.en, csv:FILE, jsonl:FILE or parquet:FILE."
+            "parallel:train.de,train.en, csv:FILE, jsonl:FILE or parquet:FILE.",
+            field="config.parallel.source",
         )
     sources = {"train": open_pairs(section.source, section)}
     if section.validation_source:
@@ -202,24 +204,18 @@ def _finished(directory: Path, index: int, bad_pairs: str) -> dict[str, Any] | N
 # --- What is there ---
 
 
-def _check_content(config, directory, sources, metadata, records, compare: bool) -> None:
-    check_content(
-        directory,
-        sources,
-        metadata["stamps"],
-        {index: record["digest"] for index, record in records.items()},
-        always=compare,
-        reader="pairs",
-        workers=config.data.workers,
-        elsewhere=elsewhere(directory),
-    )
-
-
-def open_prepared(config: Config, directory: Path, *, compare: bool = False) -> ParallelText | None:
-    """The pairs, if `directory` holds all of them; the files they came from may be gone by then.
+def open_prepared(
+    config: Config,
+    directory: Path,
+    *,
+    compare: bool = False,
+    sources: dict[str, PairSource] | None = None,
+) -> ParallelText | None:
+    """Opens the pairs if `directory` holds all of them; their files may no longer exist.
 
     Args:
       compare: as in `prepare`.
+      sources: if they are open already, by split.
 
     Raises:
       DataError: it holds others, or damaged ones.
@@ -227,9 +223,9 @@ def open_prepared(config: Config, directory: Path, *, compare: bool = False) -> 
     metadata = read_metadata(directory)
     if not metadata or not metadata["complete"]:
         return None
-    sources = gone = None
+    gone = None
     try:
-        sources = open_sources(config)
+        sources = sources or open_sources(config)
     except DataError as error:
         gone = error
     made_from = metadata["made_from"]
@@ -239,12 +235,15 @@ def open_prepared(config: Config, directory: Path, *, compare: bool = False) -> 
         logging.warning("%s The pairs prepared from it in %s are used.", gone, directory)
     else:
         units = {index: {"digest": digest} for index, digest in enumerate(metadata["digests"])}
-        _check_content(config, directory, sources, metadata, units, compare)
+        workers = config.data.workers
+        check_content(directory, sources, metadata["stamps"], units, workers, always=compare)
     if metadata["faults"] and config.parallel.bad_pairs == "error":
         first = next(iter(metadata["faults"].values()))[1]
         raise DataError(
             f"{first}; {directory} was prepared without such: set config.parallel.bad_pairs=skip, "
-            f"or mend them and prepare elsewhere with {elsewhere(directory)}."
+            f"or mend them and prepare elsewhere with {elsewhere(directory)}.",
+            field="config.parallel.bad_pairs",
+            path=directory,
         )
     made = vocabularies.load(config, directory)
     refuse_changed(made, metadata["tokenizers"], directory)
@@ -260,7 +259,8 @@ def open_prepared(config: Config, directory: Path, *, compare: bool = False) -> 
             if missing:
                 raise DataError(
                     f"{missing[0]} is missing; put a copy back, as it cannot be prepared anew: "
-                    f"{gone}"
+                    f"{gone}",
+                    path=missing[0],
                 )
             if path.stat().st_size != shard["file_bytes"]:
                 what = f"it has {path.stat().st_size} bytes instead of {shard['file_bytes']}"
@@ -304,17 +304,23 @@ def _check_splits(metadata: dict[str, Any], config: Config) -> None:
     if not metadata["splits"]["train"]:
         raise DataError(
             f"config.parallel.source='{section.source}' has no pair to train on; check it, "
-            f"config.parallel.columns, max_length and max_ratio.{first}"
+            f"config.parallel.columns, max_length and max_ratio.{first}",
+            field="config.parallel.source",
+            value=section.source,
         )
     if not metadata["splits"]["validation"]:
         if section.validation_source:
             raise DataError(
                 f"config.parallel.validation_source='{section.validation_source}' has no pair to "
-                f"evaluate on; check it.{first}"
+                f"evaluate on; check it.{first}",
+                field="config.parallel.validation_source",
+                value=section.validation_source,
             )
         raise DataError(
             f"config.parallel.heldout_fraction={section.heldout_fraction} holds out no pair; raise "
-            "it and name another config.data.directory, or name config.parallel.validation_source."
+            "it and name another config.data.directory, or name config.parallel.validation_source.",
+            field="config.parallel.heldout_fraction",
+            value=section.heldout_fraction,
         )
 
 

@@ -58,7 +58,8 @@ def read_heldout(config: Config, text: ParallelText, rows: int) -> References:
     if len(found) != split.rows:
         raise DataError(
             f"{source.name} holds {len(found)} pairs to evaluate on, and {text.directory} was "
-            f"prepared with {split.rows}; put the files back that it was prepared from."
+            f"prepared with {split.rows}; put the files back that it was prepared from.",
+            path=text.directory,
         )
     used = min(rows or split.rows, split.rows)
     return References(tuple(found[place] for place in np.arange(used) * split.rows // used))
@@ -80,19 +81,25 @@ def check_references(spec: str, section: ParallelSection, *, alike: bool) -> Non
     for number, pair in itertools.chain.from_iterable(map(source.pairs, source.units)):
         if isinstance(pair, Fault):
             if pair.file > 1:
+                place = source.place(number, pair.file)
                 raise DataError(
-                    f"{source.place(number, pair.file)} {pair.problem}; mend it, or leave that "
-                    "file of further references out."
+                    f"{place} {pair.problem}; mend it, or leave that "
+                    "file of further references out.",
+                    path=place.path,
+                    line=place.line,
                 )
             continue
         count = len(pair) - 1
         first = first or (number, count)
         if alike and count != first[1]:
             few, many = sorted((first, (number, count)), key=lambda found: found[1])
+            place = source.place(few[0])
             raise DataError(
-                f"{source.place(few[0])} has {few[1]} reference{'s' * (few[1] != 1)} and "
+                f"{place} has {few[1]} reference{'s' * (few[1] != 1)} and "
                 f"{source.place(many[0])} has {many[1]}, but BLEU takes as many for each text; add "
-                "what is missing or leave the further ones out."
+                "what is missing or leave the further ones out.",
+                path=place.path,
+                line=place.line,
             )
 
 
@@ -109,12 +116,17 @@ def read_whole(spec: str, section: ParallelSection) -> References:
             bad += 1
             first = first or f"{source.place(number, pair.file)} {pair.problem}"
         elif not pair[1].strip():
+            place = source.place(number, 1)
             raise DataError(
-                f"{source.place(number, 1)} has an empty reference, which nothing can be compared "
-                "to; mend it or leave the pair out."
+                f"{place} has an empty reference, which nothing can be compared "
+                "to; mend it or leave the pair out.",
+                path=place.path,
+                line=place.line,
             )
         else:
             pairs.append(pair)
     if not pairs:
-        raise DataError(f"{spec} has no pair to score by{f'; the first: {first}' * bool(first)}.")
+        raise DataError(
+            f"{spec} has no pair to score by{f'; the first: {first}' * bool(first)}.", value=spec
+        )
     return References(tuple(pairs), (bad, first))

@@ -58,7 +58,9 @@ def choose_shapes(
             raise DataError(
                 f"config.parallel.batch_tokens={batch_tokens} holds no {row_multiple} pairs of "
                 f"{longest} tokens, one for each device and microbatch; make it "
-                f"{row_multiple * longest} or lower config.parallel.max_length."
+                f"{row_multiple * longest} or lower config.parallel.max_length.",
+                field="config.parallel.batch_tokens",
+                value=batch_tokens,
             )
         shapes.append(Shape(rows, int(source), int(target)))
     return tuple(shapes)

@@ -73,7 +73,9 @@ def make(config: Config, directory: Path, source: PairSource) -> Vocabularies:
         if not checked:
             raise DataError(
                 f"config.parallel.source='{config.parallel.source}' has no text to make a "
-                f"vocabulary of{_first_fault(source)}; check it and config.parallel.columns."
+                f"vocabulary of{_first_fault(source)}; check it and config.parallel.columns.",
+                field="config.parallel.source",
+                value=config.parallel.source,
             )
         if section.path:
             tokenizer = load_tokenizer(section, directory)

@@ -55,7 +55,9 @@ class IndexedRows:
                     except UnicodeDecodeError:
                         raise DataError(
                             f"Row {index} of {self.name} is not UTF-8; set "
-                            "config.data.encoding_errors to 'replace' or 'skip'."
+                            "config.data.encoding_errors to 'replace' or 'skip'.",
+                            field="config.data.encoding_errors",
+                            line=index,
                         ) from None
                 yield from clean(text or "")
 
@@ -76,12 +78,15 @@ def open_tfds(rest: str, section: DataSection) -> IndexedRows:
         if not os.path.isfile(os.path.join(directory, "dataset_info.json")):
             raise DataError(
                 f"{rest} is not a prepared data set (it has no dataset_info.json); name the "
-                "folder of its version, for example NAME/1.0.0."
+                "folder of its version, for example NAME/1.0.0.",
+                path=rest,
             )
     elif ":" in rest:
         raise DataError(
             f"config.data.source='tfds:{rest}' is a community data set, for which TFDS downloads "
-            "and executes code; prepare it yourself and name its folder as tfds:DIR."
+            "and executes code; prepare it yourself and name its folder as tfds:DIR.",
+            field="config.data.source",
+            value=f"tfds:{rest}",
         )
     else:
         directory = str(_prepared(tfds, rest).data_dir)
@@ -105,12 +110,16 @@ def open_datasets(rest: str, section: DataSection) -> IndexedRows:
     except ImportError:
         raise DataError(
             f"config.data.source='datasets:{rest}' needs a package that is not required "
-            "otherwise: pip install datasets."
+            "otherwise: pip install datasets.",
+            field="config.data.source",
+            value=f"datasets:{rest}",
         ) from None
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise DataError(
             f"config.data.source='datasets:{rest}': datasets {datasets.__version__} may execute "
-            "a script of a data set; install version 4 or newer."
+            "a script of a data set; install version 4 or newer.",
+            field="config.data.source",
+            value=f"datasets:{rest}",
         )
     arguments = (rest, section.split)
     rows = _datasets_rows(*arguments)
@@ -124,7 +133,11 @@ def _indexed(
 ) -> IndexedRows:
     count, field = len(rows), section.text_field
     if not count:
-        raise DataError(f"{name} has no rows in split '{section.split}'; check config.data.split.")
+        raise DataError(
+            f"{name} has no rows in split '{section.split}'; check config.data.split.",
+            field="config.data.split",
+            value=section.split,
+        )
     sampled = sorted({i * count // SAMPLED_ROWS for i in range(SAMPLED_ROWS)})
     sample = rows_at(rows, sampled, name)
     found = (find_value(row, field) for row in sample)
@@ -132,7 +145,9 @@ def _indexed(
     if not texts or not all(isinstance(text, str | bytes) for text in texts):
         raise DataError(
             f"{name} has no text in '{field}' (it has: {list_columns(sample[0])}); set "
-            "config.data.text_field."
+            "config.data.text_field.",
+            field="config.data.text_field",
+            value=field,
         )
     average = max(1, sum(map(len, texts)) // len(sample))
     step = max(1, unit_bytes(average * count) // average)
@@ -163,14 +178,20 @@ def _prepared(tfds, name: str):
             builder.download_and_prepare(file_format="array_record")
     except tfds.core.DatasetNotFoundError:
         raise DataError(
-            f"TensorFlow Datasets knows no '{name}', and it is no folder; check config.data.source."
+            f"TensorFlow Datasets knows no '{name}', and it is no folder; check "
+            "config.data.source.",
+            field="config.data.source",
+            value=name,
         ) from None
     except ImportError as error:
-        raise DataError(f"tfds:{name} needs a missing package ({error}); {elsewhere}.") from None
+        raise DataError(
+            f"tfds:{name} needs a missing package ({error}); {elsewhere}.", value=f"tfds:{name}"
+        ) from None
     # Builders fail in their own ways: network, checksums, a TensorFlow call without TensorFlow.
     except Exception as error:
         raise DataError(
-            f"tfds:{name} could not be prepared here ({_reason(error)}); {elsewhere}."
+            f"tfds:{name} could not be prepared here ({_reason(error)}); {elsewhere}.",
+            value=f"tfds:{name}",
         ) from error
     return builder
 
@@ -183,7 +204,8 @@ def rows_at(rows, indices: Sequence[int], name: str) -> list[dict]:
     except Exception as error:
         raise DataError(
             f"{name} is damaged in rows {min(indices)} to {max(indices)} ({_reason(error)}); "
-            "prepare it again."
+            "prepare it again.",
+            value=name,
         ) from None
 
 
@@ -220,24 +242,31 @@ def open_prepared(directory: str, split: str):
     except Exception as error:
         raise DataError(
             f"{directory} is damaged: it cannot be read as a prepared data set "
-            f"({_reason(error)}); prepare it again."
+            f"({_reason(error)}); prepare it again.",
+            path=directory,
         ) from None
     named = {part.split("[")[0].strip() for part in split.split("+")}
     if not named <= {*splits, "all"}:
         raise DataError(
-            f"{directory} has no split '{split}' (it has: {', '.join(splits)}); name one of these."
+            f"{directory} has no split '{split}' (it has: {', '.join(splits)}); name one of these.",
+            value=split,
+            path=directory,
         )
     try:
         return builder.as_data_source(split=split), builder.info.features
     except NotImplementedError:
         raise DataError(
             f"{directory} was not prepared as array_record; run tfds build {builder.name} "
-            "--file_format=array_record and name its folder."
+            "--file_format=array_record and name its folder.",
+            path=directory,
         ) from None
     except Exception as error:
         raise DataError(
             f"Split '{split}' of {directory} cannot be opened ({_reason(error)}); check "
-            "config.data.split, or prepare it again."
+            "config.data.split, or prepare it again.",
+            field="config.data.split",
+            value=split,
+            path=directory,
         ) from None
 
 
@@ -255,7 +284,8 @@ def _check_features(features, directory: str) -> None:
                 raise DataError(
                     f"{directory}/features.json: '{shorten(value)}' is Python outside of "
                     "TensorFlow Datasets, which would be executed; prepare the data set with "
-                    "features of TFDS."
+                    "features of TFDS.",
+                    path=f"{directory}/features.json",
                 )
             _check_features(value, directory)
     elif isinstance(features, str):  # JSON inside of JSON
@@ -282,13 +312,16 @@ def _datasets_rows(name: str, split: str):
     except Exception as error:
         raise DataError(
             f"datasets:{name} could not be loaded ({_reason(error)}); check the "
-            "name, config.data.split and the network."
+            "name, config.data.split and the network.",
+            value=f"datasets:{name}",
         ) from error
     if isinstance(rows, Mapping):  # several splits in one folder
         if split not in rows:
             names = ", ".join(rows)
             raise DataError(
-                f"{folder} has no split '{split}' (it has: {names}); name one of these."
+                f"{folder} has no split '{split}' (it has: {names}); name one of these.",
+                value=split,
+                path=folder,
             )
         rows = rows[split]
     return rows

@@ -73,7 +73,9 @@ class ParquetFiles:
                 except UnicodeDecodeError:
                     raise DataError(
                         f"{path} has text that is not UTF-8 in row group {group}; set "
-                        "config.data.encoding_errors to 'replace' or 'skip'."
+                        "config.data.encoding_errors to 'replace' or 'skip'.",
+                        field="config.data.encoding_errors",
+                        path=path,
                     ) from None
                 yield from clean(text or "")
 
@@ -102,7 +104,7 @@ def read_rows(path: Path, group: int, names: Sequence[str]) -> Iterator[tuple]:
     except (pyarrow.ArrowException, OSError) as error:
         reason = shorten(" ".join(str(error).split()))
         raise DataError(
-            f"{path} is damaged in row group {group} ({reason}); fetch it again."
+            f"{path} is damaged in row group {group} ({reason}); fetch it again.", path=path
         ) from None
 
 
@@ -138,12 +140,16 @@ def open_hub(rest: str, section: DataSection) -> ParquetFiles | TextFiles:
     if not pattern:
         raise DataError(
             f"config.data.source='hub:{rest}' must be hub:OWNER/NAME/FILE-GLOB, for example "
-            "hub:wikimedia/wikipedia/20231101.en/*.parquet."
+            "hub:wikimedia/wikipedia/20231101.en/*.parquet.",
+            field="config.data.source",
+            value=f"hub:{rest}",
         )
     if not pattern.endswith(("*", ".parquet", *TEXT_ENDINGS)):  # before anything is downloaded
         raise DataError(
             f"config.data.source='hub:{rest}' names files of a kind that hub: does not read; it "
-            f"reads .parquet, {', '.join(TEXT_ENDINGS)}. Try datasets:{owner}/{name}."
+            f"reads .parquet, {', '.join(TEXT_ENDINGS)}. Try datasets:{owner}/{name}.",
+            field="config.data.source",
+            value=f"hub:{rest}",
         )
     try:
         folder = huggingface_hub.snapshot_download(
@@ -155,11 +161,13 @@ def open_hub(rest: str, section: DataSection) -> ParquetFiles | TextFiles:
             raise DataError(
                 f"hub:{rest} could not be kept in {huggingface_hub.constants.HF_HUB_CACHE} "
                 f"({getattr(error, 'strerror', '') or _FULL}); make room there, or name a folder "
-                "on another disk with the environment variable HF_HOME."
+                "on another disk with the environment variable HF_HOME.",
+                value=f"hub:{rest}",
             ) from error
         raise DataError(
             f"hub:{rest} could not be downloaded ({type(error).__name__}); check the name and the "
-            "network, or download the files elsewhere and name them as parquet:GLOB or text:GLOB."
+            "network, or download the files elsewhere and name them as parquet:GLOB or text:GLOB.",
+            value=f"hub:{rest}",
         ) from error
     paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     paths = [p for p in paths if fnmatch.fnmatch(p.relative_to(folder).as_posix(), pattern)]
@@ -168,12 +176,16 @@ def open_hub(rest: str, section: DataSection) -> ParquetFiles | TextFiles:
     if not tables and not texts:
         raise DataError(
             f"No file of {owner}/{name} that hub: reads (.parquet, {', '.join(TEXT_ENDINGS)}) "
-            f"matches '{pattern}'; check config.data.source."
+            f"matches '{pattern}'; check config.data.source.",
+            field="config.data.source",
+            value=pattern,
         )
     if tables and texts:
         raise DataError(
             f"config.data.source='hub:{rest}' matches parquet files ({tables[0].name}) and text "
-            f"files ({texts[0].name}); name files of one kind, for example *.parquet."
+            f"files ({texts[0].name}); name files of one kind, for example *.parquet.",
+            field="config.data.source",
+            value=f"hub:{rest}",
         )
     return (
         _open(f"hub:{rest}", tables, section)
@@ -248,15 +260,25 @@ def _measure_groups(
     try:
         metadata = parquet.read_metadata(path)
     except (pyarrow.ArrowException, OSError):
-        raise DataError(f"{path} is not a parquet file; check its name.") from None
+        raise DataError(f"{path} is not a parquet file; check its name.", path=path) from None
     schema = metadata.schema.to_arrow_schema()
     for name in names:
         if not (found := _find_column(schema, name)):
             known = shorten(", ".join(_list_columns(schema)))
-            raise DataError(f"{path} has no column '{name}' (it has: {known}); set {field}.")
+            raise DataError(
+                f"{path} has no column '{name}' (it has: {known}); set {field}.",
+                field=field,
+                value=name,
+                path=path,
+            )
         _, kind = found
         if not _is_text(kind.value_type if lists and _is_list(kind) else kind):
-            raise DataError(f"Column '{name}' of {path} is {kind}, not text; set {field}.")
+            raise DataError(
+                f"Column '{name}' of {path} is {kind}, not text; set {field}.",
+                field=field,
+                value=name,
+                path=path,
+            )
     leaves = [f"{metadata.schema.column(i).path}." for i in range(metadata.num_columns)]
     prefixes = tuple(f"{name}." for name in names)  # a list is the leaf "name.list.element"
     places = [i for i, leaf in enumerate(leaves) if leaf.startswith(prefixes)]

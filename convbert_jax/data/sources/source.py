@@ -64,10 +64,10 @@ def open_source(section: DataSection, spec: str) -> Source:
         else:
             kinds = ", ".join(f"{name}:…" for name in OPENERS if name != "docstrings")
             hint = f"choose one of: docstrings, {kinds}"
-        raise DataError(f"Source '{spec}' is not understood; {hint}.")
+        raise DataError(f"Source '{spec}' is not understood; {hint}.", value=spec)
     source = OPENERS[kind](rest, section)
     if not source.units:
-        raise DataError(f"Source '{spec}' has no text; check it and its files.")
+        raise DataError(f"Source '{spec}' has no text; check it and its files.", value=spec)
     return source
 
 
@@ -90,5 +90,7 @@ def refuse_shared_text(source, validation, *, section: str) -> None:
     raise DataError(
         f"config.{section}.validation_source='{validation.name}' {what} "
         f"config.{section}.source='{source.name}' trains on; name files that are not among those, "
-        f"or leave it empty to hold out a part by config.{section}.heldout_fraction."
+        f"or leave it empty to hold out a part by config.{section}.heldout_fraction.",
+        field=f"config.{section}.validation_source",
+        value=validation.name,
     )

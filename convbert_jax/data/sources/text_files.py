@@ -89,13 +89,14 @@ class TextFiles:
                     file.seek(part.start)
                     yield from self._documents(file, part, tally)
             except UnicodeDecodeError:
-                raise DataError(describe_bad_text(path, self.encoding)) from None
+                raise DataError(describe_bad_text(path, self.encoding), path=path) from None
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise DataError(
-                    f"{path} is a damaged gzip file ({error}); fetch it again or leave it out."
+                    f"{path} is a damaged gzip file ({error}); fetch it again or leave it out.",
+                    path=path,
                 ) from None
             except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+                raise DataError(f"{path} cannot be read: {error.strerror}.", path=path) from None
 
     def _documents(self, file, part: Part, tally: Counter | None) -> Iterator[str]:
         limit = LONGEST_JSON if self.format == "jsonl" else LONGEST
@@ -108,7 +109,9 @@ class TextFiles:
                 if len(data) >= limit // 2:  # a longer line was cut somewhere after its middle
                     raise DataError(
                         f"{self.root / part.file} has a line of over {limit // 2} bytes at byte "
-                        f"{offset}; it is not jsonl, set config.data.format."
+                        f"{offset}; it is not jsonl, set config.data.format.",
+                        field="config.data.format",
+                        path=self.root / part.file,
                     )
                 text = self._field(text, self.root / part.file, offset)
             yield from clean(text)
@@ -123,27 +126,35 @@ class TextFiles:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             if not offset and line.lstrip().startswith("["):
-                raise DataError(_describe_list(path)) from None
+                raise DataError(_describe_list(path), path=path) from None
             raise DataError(
                 f"{path} has no JSON object at byte {offset}: {error}; mend it, or set "
-                "config.data.format if it is not jsonl."
+                "config.data.format if it is not jsonl.",
+                field="config.data.format",
+                path=path,
             ) from None
         if isinstance(record, list) and not offset:
-            raise DataError(_describe_list(path))
+            raise DataError(_describe_list(path), path=path)
         field, is_object = self.text_field, isinstance(record, dict)
         text = find_value(record, field) if is_object else ABSENT
         if text is ABSENT:
             names = list_columns(record) if is_object else type(record).__name__
             raise DataError(
                 f"{path} has no text in '{field}' at byte {offset} (it has: {names}); "
-                "set config.data.text_field."
+                "set config.data.text_field.",
+                field="config.data.text_field",
+                value=field,
+                path=path,
             )
         if text is None:
             return ""  # left out, as in parquet
         if not isinstance(text, str):
             raise DataError(
                 f"{path} has no text in '{field}' at byte {offset} but "
-                f"{shorten(repr(text), 40)}; mend it, or set config.data.text_field."
+                f"{shorten(repr(text), 40)}; mend it, or set config.data.text_field.",
+                field="config.data.text_field",
+                value=field,
+                path=path,
             )
         return text
 
@@ -212,7 +223,9 @@ def _format_of_all(paths: list[Path], source: str, encoding: str) -> str:
         raise DataError(
             f"config.data.source='{source}' has files of several formats ({names}), which are "
             "read differently; name files of one format, as text:FOLDER/*.jsonl, or set "
-            "config.data.format."
+            "config.data.format.",
+            field="config.data.source",
+            value=source,
         )
     kind, name = next(iter(found.items()), ("lines", paths[0].name))
     logging.info("config.data.format=auto: %s reads as '%s'.", name, kind)
@@ -247,7 +260,11 @@ def find_files(globs: str, field: str = "config.data.source") -> list[Path]:
         names = [expanded] if os.path.isfile(expanded) else glob.glob(expanded, recursive=True)
         files = [name for name in names if os.path.isfile(name)]
         if not files:
-            raise DataError(f"No file matches '{pattern.strip()}'; check {field}.")
+            raise DataError(
+                f"No file matches '{pattern.strip()}'; check {field}.",
+                field=field,
+                value=pattern.strip(),
+            )
         found.update(os.path.abspath(name) for name in files)
     once: dict[str, str] = {}
     for name in sorted(found, key=lambda name: (len(name), name)):

@@ -78,7 +78,7 @@ def detect_format(path: Path, encoding: str) -> str:
         try:
             head = file.read(LONGEST).removeprefix(BOM).strip()
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path} cannot be read: {error}.") from None
+            raise DataError(f"{path} cannot be read: {error}.", path=path) from None
     if not head:
         return ""
     if ending in (".jsonl", ".ndjson", ".json") or _begins_as_jsonl(head, encoding):
@@ -108,7 +108,7 @@ def refuse_other_kinds(path: Path) -> None:
         with open(path, "rb") as file:
             head = file.read(4_096)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+        raise DataError(f"{path} cannot be read: {error.strerror}.", path=path) from None
     packed = path.suffix == ".gz" and head.startswith(b"\x1f\x8b")
     if packed:
         try:
@@ -123,12 +123,13 @@ def refuse_other_kinds(path: Path) -> None:
             "gzip": "give it a name that ends in .gz",
         }
         advice = "unpack it" if packed else advice.get(kind, "unpack it")
-        raise DataError(f"{path} is a {kind} file and no text; {advice}.")
+        raise DataError(f"{path} is a {kind} file and no text; {advice}.", path=path)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError(f"{path} is UTF-16, not UTF-8; convert it (iconv -f UTF-16).")
+        raise DataError(f"{path} is UTF-16, not UTF-8; convert it (iconv -f UTF-16).", path=path)
     if head.count(0) > len(head) // 8:  # ASCII in UTF-16 is half of zeros, and valid UTF-8
         raise DataError(
-            f"{path} is no text, or UTF-16 without its mark; convert it (iconv -f UTF-16LE)."
+            f"{path} is no text, or UTF-16 without its mark; convert it (iconv -f UTF-16LE).",
+            path=path,
         )
 
 
@@ -150,7 +151,9 @@ def read_lines(file, start: int, stop: int, limit: int, encoding: str) -> Lines:
                 cut = limit - len(decoder.getstate()[0])
             line, rest = line[:cut], line[cut:]
         if offset == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise DataError(f"{file.name} is UTF-16, not UTF-8; convert it (iconv -f UTF-16).")
+            raise DataError(
+                f"{file.name} is UTF-16, not UTF-8; convert it (iconv -f UTF-16).", path=file.name
+            )
         yield offset, line.removeprefix(BOM) if offset == 0 else line
         offset += len(line)
 

@@ -88,14 +88,16 @@ def read_table(
             if not count and form.columns and list(cells) == list(form.columns):
                 raise DataError(
                     f"{shown} line {line} is not a row but the names of the columns, which are "
-                    f"named in the config too: {', '.join(cells)}; leave one of the two out."
+                    f"named in the config too: {', '.join(cells)}; leave one of the two out.",
+                    line=line,
+                    path=shown,
                 )
             count += 1
             yield line, tuple(None if place is None else cells[place] for place in places)
     bad_rows.summarize(count)
     if not count:
         first = f" that can be used; {bad_rows.first}" if bad_rows.count else ""
-        raise DataError(f"{shown} has no rows{first}; check the file.")
+        raise DataError(f"{shown} has no rows{first}; check the file.", path=shown)
 
 
 def _usable(rows: TableRows, bad_rows: BadRows) -> TableRows:
@@ -118,12 +120,18 @@ def find_column(name: str, header: Sequence[str], form: TableFormat) -> int | No
 def _find_all(names: Sequence[str], header, form: TableFormat, path: Path) -> list[int | None]:
     twice = [name for name in names if list(header).count(name) > 1]
     if twice:
-        raise DataError(f"{path} has the column '{twice[0]}' twice; give one another name.")
+        raise DataError(
+            f"{path} has the column '{twice[0]}' twice; give one another name.",
+            value=twice[0],
+            path=path,
+        )
     places = [find_column(name, header, form) for name in names]
     if None in places:
         missing, shown = names[places.index(None)], shorten(", ".join(header))
         hint = _other_separator(header, form) or form.hint
-        raise DataError(f"{path} has no column '{missing}' (it has: {shown}); {hint}.")
+        raise DataError(
+            f"{path} has no column '{missing}' (it has: {shown}); {hint}.", value=missing, path=path
+        )
     return places
 
 

@@ -85,7 +85,7 @@ class BadRows:
     def report(self, line: int, problem: str) -> None:
         """Raises DataError, or notes that the row of `line` is left out."""
         if self._policy == "error":
-            raise DataError(f"{self._path} line {line} {problem}.")
+            raise DataError(f"{self._path} line {line} {problem}.", line=line, path=self._path)
         self.first = self.first or f"line {line} {problem}"
         self.count += 1
 
@@ -120,7 +120,9 @@ def _open_csv(source: Source, form: TableFormat, key: str):
                 cells = next(reader, None)
             except csv.Error as error:
                 if str(error) == "unexpected end of data":  # a quotation mark that has no other
-                    raise DataError(f"{source} line {start} is not csv: {error}.") from None
+                    raise DataError(
+                        f"{source} line {start} is not csv: {error}.", path=str(source), line=start
+                    ) from None
                 yield start, Fault(f"is not csv: {error}")
                 continue
             if cells is None:
@@ -167,21 +169,28 @@ def _open_json(source: Source, form: TableFormat, key: str):
         hint = "; an object a line is the format jsonl, a name in .jsonl"
         first = lines[0] if lines else ""
         hint = hint if first.startswith("{") and first.endswith("}") else ""
-        raise DataError(f"{source} {_no_json(error)}{hint}.") from None
+        raise DataError(f"{source} {_no_json(error)}{hint}.", path=str(source)) from None
     if key:
         if not isinstance(document, dict) or key not in document:
             names = ", ".join(document) if isinstance(document, dict) else type(document).__name__
             names = shorten(names)
-            raise DataError(f"{source} has no list '{key}' (it has: {names}).")
+            raise DataError(
+                f"{source} has no list '{key}' (it has: {names}).", value=key, path=str(source)
+            )
         document = document[key]
     if not isinstance(document, list):
         there = shorten(", ".join(document)) if isinstance(document, dict) else ""
         names = f" (it has: {there})" if there else ""
-        raise DataError(f"{source} is not a JSON list of rows; name the list as FILE#KEY{names}.")
+        raise DataError(
+            f"{source} is not a JSON list of rows; name the list as FILE#KEY{names}.",
+            path=str(source),
+        )
     if not document or isinstance(document[0], dict):
         return None, _of_type(document, dict, "an object")
     if not isinstance(document[0], list):
-        raise DataError(f"{source} is a JSON list, but its rows are no objects and no lists.")
+        raise DataError(
+            f"{source} is a JSON list, but its rows are no objects and no lists.", path=str(source)
+        )
     header = list(form.columns) or [str(n) for n in range(len(document[0]))]
     return header, _counted(_of_type(document, list, "a list"), len(header))
 
@@ -218,7 +227,9 @@ def _open_conll(source: Source, form: TableFormat, key: str):
     header = list(form.columns) or [str(n) for n in range(columns)]
     if len(header) != columns:
         names = shorten(", ".join(header))
-        raise DataError(f"{source} has {columns} columns, but {len(header)} names: {names}.")
+        raise DataError(
+            f"{source} has {columns} columns, but {len(header)} names: {names}.", path=str(source)
+        )
     return header, itertools.chain([first], found)
 
 
@@ -283,7 +294,11 @@ def _open_parallel(paths: tuple[Path, ...], form: TableFormat, key: str):
                 if any(parts):
                     short = paths[parts.index(None)]
                     line = next(part[0] for part in parts if part)
-                    raise DataError(f"{short} ends before line {line}, where the others go on.")
+                    raise DataError(
+                        f"{short} ends before line {line}, where the others go on.",
+                        line=line,
+                        path=short,
+                    )
                 return
             yield parts[0][0], [text.strip() for _, text in parts]
 
@@ -303,7 +318,9 @@ def _open_pattern(source: Source, form: TableFormat, key: str):
             except TimeoutError:
                 raise DataError(
                     f"{source} line {line}: pattern {form.pattern!r} finds no end in "
-                    f"{MATCHING_SECONDS:g} s; write it without repeats of repeats, as (a+)+."
+                    f"{MATCHING_SECONDS:g} s; write it without repeats of repeats, as (a+)+.",
+                    path=str(source),
+                    line=line,
                 ) from None
             problem = f"does not match the pattern {form.pattern!r}"
             yield line, match.groupdict() if match else Fault(problem)
@@ -341,21 +358,23 @@ def guess_format(path: Path) -> str:
         return found
     raise DataError(
         f"The format of {path} is unknown: its name ends in none of "
-        f"{', '.join(FORMAT_OF_ENDING)}. Set config.task.format to one of: {', '.join(FORMATS)}."
+        f"{', '.join(FORMAT_OF_ENDING)}. Set config.task.format to one of: {', '.join(FORMATS)}.",
+        field="config.task.format",
+        path=path,
     )
 
 
 def _first(rows: Iterator, source: Source):
     line, row = next(rows, (0, None))
     if row is None:
-        raise DataError(f"{source} is empty; check the file.")
+        raise DataError(f"{source} is empty; check the file.", path=str(source))
     return line, row
 
 
 def _header(rows: Iterator, source: Source):
     line, cells = _first(rows, source)
     if isinstance(cells, Fault):
-        raise DataError(f"{source} line {line} {cells.problem}.")
+        raise DataError(f"{source} line {line} {cells.problem}.", path=str(source), line=line)
     return cells
 
 

@@ -54,18 +54,27 @@ def decode_lines(source: Path | Stream, encoding: str, *, escape: bool = False) 
                 if len(data) == LONGEST_LINE and not data.endswith(b"\n"):
                     raise DataError(
                         f"{source} line {number} has more than {LONGEST_LINE >> 20} MiB, which no "
-                        "line of text has; check the file."
+                        "line of text has; check the file.",
+                        path=str(source),
+                        line=number,
                     )
                 if number == 1 and data.startswith((b"\xff\xfe", b"\xfe\xff")):
-                    raise DataError(f"{source} is UTF-16; convert it (iconv -f UTF-16 -t UTF-8).")
-                line = _decode(data, encoding, escape, f"{source} line {number}").rstrip("\r\n")
+                    raise DataError(
+                        f"{source} is UTF-16; convert it (iconv -f UTF-16 -t UTF-8).",
+                        path=str(source),
+                    )
+                line = _decode(data, encoding, escape, source, number).rstrip("\r\n")
                 yield number, line.removeprefix("\ufeff") if number == 1 else line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{source} is a damaged gzip file ({error}); fetch it again.") from None
+        raise DataError(
+            f"{source} is a damaged gzip file ({error}); fetch it again.", path=str(source)
+        ) from None
     except LookupError:
-        raise DataError(f"encoding '{encoding}' is unknown; try utf-8 or iso-8859-1.") from None
+        raise DataError(
+            f"encoding '{encoding}' is unknown; try utf-8 or iso-8859-1.", value=encoding
+        ) from None
     except OSError as error:
-        raise DataError(f"{source} cannot be read: {error.strerror}.") from None
+        raise DataError(f"{source} cannot be read: {error.strerror}.", path=str(source)) from None
 
 
 def without_last_blanks(lines: Lines) -> Lines:
@@ -95,7 +104,7 @@ def describe_escapes(text: str, encoding: str = "utf-8") -> str:
     return ""
 
 
-def _decode(data: bytes, encoding: str, escape: bool, place: str) -> str:
+def _decode(data: bytes, encoding: str, escape: bool, source: Path | Stream, number: int) -> str:
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
@@ -103,7 +112,10 @@ def _decode(data: bytes, encoding: str, escape: bool, place: str) -> str:
             return data.decode(encoding, "surrogateescape")
         guess = guess_encoding(data)
         raise DataError(
-            f"{place} is not {encoding} (byte {error.start} of the line is "
+            f"{source} line {number} is not {encoding} (byte {error.start} of the line is "
             f"0x{data[error.start]:02X}){guess and f', but looks like {guess}'}; set its encoding "
-            "or convert the file."
+            "or convert the file.",
+            value=encoding,
+            path=str(source),
+            line=number,
         ) from None

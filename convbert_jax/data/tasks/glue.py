@@ -157,7 +157,7 @@ def open_task(name: str, root: str) -> LabelledTask:
     """
     spelled = {key.lower(): key for key in GLUE}
     if name.lower() not in spelled:
-        raise DataError(f"GLUE has no task '{name}'; choose one of: {', '.join(GLUE)}.")
+        raise DataError(f"GLUE has no task '{name}'; choose one of: {', '.join(GLUE)}.", value=name)
     name = spelled[name.lower()]
     task = GLUE[name]
     kind, _, rest = root.partition(":") if root.startswith("tfds:") else ("files", "", root)
@@ -170,7 +170,8 @@ def open_task(name: str, root: str) -> LabelledTask:
         raise DataError(
             f"{absent}: fetch {name} from {DOWNLOAD} and name the folder that has {names} (or .gz) "
             "with --config.finetune.data=FOLDER, or --config.finetune.data=tfds:DIR where "
-            "TensorFlow Datasets prepared it."
+            "TensorFlow Datasets prepared it.",
+            field="config.finetune.data",
         )
     find, read = _READERS[kind]
     places, absent = {}, {}

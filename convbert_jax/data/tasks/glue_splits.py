@@ -85,7 +85,7 @@ def read_file(path: Path, task: GlueTask, split: str) -> list[Example]:
             try:
                 label = labels.read(values[len(file.texts)])
             except ValueError as error:
-                raise DataError(f"{path} line {line} {error}.") from None
+                raise DataError(f"{path} line {line} {error}.", line=line, path=path) from None
         key = values[-1] if file.index else str(total - 1)
         examples.append(Example(key, texts, label))
     _check_share(bad_rows, total, path)
@@ -97,7 +97,8 @@ def _check_share(bad_rows: BadRows, kept: int, path: Path) -> None:
     if bad_rows.count > BAD_SHARE * (bad_rows.count + kept):
         raise DataError(
             f"{path} has {bad_rows.count} unusable rows of {bad_rows.count + kept}; the first: "
-            f"{bad_rows.first}; {_HINT}."
+            f"{bad_rows.first}; {_HINT}.",
+            path=path,
         )
 
 
@@ -145,7 +146,8 @@ def read_tfds(place: tuple[Path, str], task: GlueTask, split: str) -> list[Examp
     if names is not None and set(names) != set(task.labels):
         raise DataError(
             f"{folder} has the labels {', '.join(names)}, not {', '.join(task.labels)}; is it "
-            f"glue/{task.tfds}?"
+            f"glue/{task.tfds}?",
+            path=folder,
         )
     examples = []
     for row in sorted(indexed_rows.all_rows(rows, str(folder)), key=lambda row: int(row["idx"])):

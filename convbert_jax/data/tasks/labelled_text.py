@@ -66,7 +66,8 @@ class LabelledTask:
             raise DataError(self.absent[split])
         if split not in self.splits:
             raise DataError(
-                f"{self.name} has no split '{split}'; it has: {', '.join(self.splits)}."
+                f"{self.name} has no split '{split}'; it has: {', '.join(self.splits)}.",
+                value=split,
             )
         return self.reader(split)
 
@@ -99,7 +100,8 @@ def require_labels(task: LabelledTask, split: str, examples: Sequence[Example]) 
         count = "no labels" if missing == len(examples) else f"{missing} rows without a label"
         raise DataError(
             f"The {split} split of {task.name} has {count}, so it cannot be scored; predict it, or "
-            "name a file with labels."
+            "name a file with labels.",
+            value=split,
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from absl import logging
 
 from convbert_jax.config.own_task import TaskSection
-from convbert_jax.data.errors import DataError
+from convbert_jax.data.errors import DataError, Location
 from convbert_jax.data.tables.table_files import read_table
 from convbert_jax.data.tables.table_formats import BadRows, TableFormat, guess_format
 from convbert_jax.data.tasks.labelled_text import Example, LabelReader, is_unlabelled, spell
@@ -34,7 +34,7 @@ class Part:
 class Row:
     """A usable row of a file."""
 
-    place: str  # "FILE line N"
+    place: Location
     id: str
     texts: tuple[str, ...]
     label: Any  # as in the file; None if there is none
@@ -81,7 +81,9 @@ class Reader:
         if not examples:
             raise DataError(
                 f"config.task.heldout_fraction={self._section.heldout_fraction} leaves no {split} "
-                "rows. Change it, or set config.task.validation to a file."
+                "rows. Change it, or set config.task.validation to a file.",
+                field="config.task.heldout_fraction",
+                value=self._section.heldout_fraction,
             )
         return examples
 
@@ -103,7 +105,9 @@ class Reader:
             try:
                 label = None if row.label is None else reader.read(row.label)
             except ValueError as error:
-                raise DataError(f"{row.place} {error}.") from None
+                raise DataError(
+                    f"{row.place} {error}.", path=row.place.path, line=row.place.line
+                ) from None
             examples.append(Example(row.id, row.texts, label))
         return examples
 
@@ -113,7 +117,7 @@ class Reader:
         identity = [section.id] if section.id else []
         wanted = [*section.texts, *identity, *([] if optional else [section.label])]
         found: list[Row] = []
-        ids: dict[str, str] = {}  # id -> place of its row
+        ids: dict[str, Location] = {}  # id -> place of its row
         twice: list[str] = []
         skipped = 0
         for part in parts:
@@ -133,7 +137,7 @@ class Reader:
                 # Skipped rows count, so that a row has the number that it has in the files.
                 number = len(found) + skipped + bad_rows.count
                 row_id = spell(fields[len(section.texts)]) if identity else str(number)
-                place = f"{part.shown} line {line}"
+                place = Location(part.shown, line)
                 if identity and ids.setdefault(row_id, place) != place:
                     twice.append(f"'{row_id}' in {place} is that of {ids[row_id]}")
                 texts = tuple(_text(field) for field in fields[: len(section.texts)])
@@ -148,7 +152,11 @@ class Reader:
                 ", …" if twice[1:] else "",
             )
         if not found:
-            raise DataError(f"{parts[0].shown} has no usable rows. Check config.task.")
+            raise DataError(
+                f"{parts[0].shown} has no usable rows. Check config.task.",
+                field="config.task",
+                path=parts[0].shown,
+            )
         return found
 
 
@@ -157,14 +165,17 @@ def _list_labels(section: TaskSection, values: Sequence[Any]) -> tuple[str, ...]
     if not section.train:
         raise DataError(
             "config.task.labels is empty, and there is no config.task.train to take labels from. "
-            "Set config.task.labels."
+            "Set config.task.labels.",
+            field="config.task.labels",
         )
     tagging = section.kind == "tagging"
     labels = tuple(sorted({spell(v) for value in values for v in (value if tagging else [value])}))
     if len(labels) < 2:
         raise DataError(
             f"The training rows of {section.name} have {len(labels)} label in column "
-            f"'{section.label}', so there is nothing to learn. Check config.task.label."
+            f"'{section.label}', so there is nothing to learn. Check config.task.label.",
+            field="config.task.label",
+            value=section.label,
         )
     shown = ", ".join(labels[:8]) + (", …" if labels[8:] else "")
     logging.info("%s: %d labels from the training rows: %s.", section.name, len(labels), shown)

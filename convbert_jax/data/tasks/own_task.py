@@ -76,31 +76,58 @@ def _check(section: TaskSection) -> None:
         value = getattr(section, field)
         if value not in choices:
             raise DataError(
-                f"config.task.{field}='{value}' is unknown; choose one of: {', '.join(choices)}."
+                f"config.task.{field}='{value}' is unknown; choose one of: {', '.join(choices)}.",
+                field=f"config.task.{field}",
+                value=value,
             )
     texts = len(section.texts)
     if not 1 <= texts <= (1 if section.kind == "tagging" else 2):
         allowed = "one column of words" if section.kind == "tagging" else "one or two columns"
-        raise DataError(f"config.task.texts={','.join(section.texts)} must name {allowed}.")
+        raise DataError(
+            f"config.task.texts={','.join(section.texts)} must name {allowed}.",
+            field="config.task.texts",
+            value=",".join(section.texts),
+        )
     if len(set(section.texts)) < texts:
-        raise DataError(f"config.task.texts={','.join(section.texts)} names one column twice.")
+        raise DataError(
+            f"config.task.texts={','.join(section.texts)} names one column twice.",
+            field="config.task.texts",
+            value=",".join(section.texts),
+        )
     if not section.label:
-        raise DataError("config.task.label is empty; name the column with the labels.")
+        raise DataError(
+            "config.task.label is empty; name the column with the labels.",
+            field="config.task.label",
+        )
     if section.label in section.texts:
         raise DataError(
             f"config.task.label={section.label} is one of config.task.texts, so the text would be "
-            "its own label; name another column."
+            "its own label; name another column.",
+            field="config.task.label",
+            value=section.label,
         )
     if section.swap_pairs and texts != 2:
-        raise DataError("config.task.swap_pairs needs two columns in config.task.texts.")
+        raise DataError(
+            "config.task.swap_pairs needs two columns in config.task.texts.",
+            field="config.task.swap_pairs",
+        )
     if not 0 <= section.heldout_fraction < 1:
         raise DataError(
-            f"config.task.heldout_fraction={section.heldout_fraction} must be from 0 to below 1."
+            f"config.task.heldout_fraction={section.heldout_fraction} must be from 0 to below 1.",
+            field="config.task.heldout_fraction",
+            value=section.heldout_fraction,
         )
     if section.scale <= 0:
-        raise DataError(f"config.task.scale={section.scale} must be greater than 0.")
+        raise DataError(
+            f"config.task.scale={section.scale} must be greater than 0.",
+            field="config.task.scale",
+            value=section.scale,
+        )
     if not any((section.train, section.validation, section.test)):
-        raise DataError("config.task names no file; set config.task.train, validation or test.")
+        raise DataError(
+            "config.task names no file; set config.task.train, validation or test.",
+            field="config.task",
+        )
 
 
 def _list(value: str) -> list[str]:
@@ -120,7 +147,9 @@ def _find(section: TaskSection, value: str) -> tuple[Part, ...]:
         if paths == [pattern] and not os.path.isfile(pattern):
             paths = [f"{pattern}.gz"]  # the same table, packed
         if not paths or not all(map(os.path.isfile, paths)):
-            raise DataError(_nothing_there(section, pattern))
+            raise DataError(
+                _nothing_there(section, pattern), field="config.task.folder", path=pattern
+            )
         found += [Part(Path(path), key) for path in paths]
     if section.format == "parallel":
         return (Part(tuple(part.path for part in found), ""),)
@@ -141,7 +170,9 @@ def _refuse_shared_files(parts: Mapping[str, tuple[Part, ...]]) -> None:
         if shared := sorted(found.get("train", set()) & found.get(split, set())):
             raise DataError(
                 f"config.task.{split} reads {shared[0][0]}, which config.task.train trains on; "
-                "name files that are not among those."
+                "name files that are not among those.",
+                field=f"config.task.{split}",
+                path=shared[0][0],
             )
 
 
@@ -164,5 +195,9 @@ def _parse_labels(values: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
     for each in (spellings, names):
         twice = sorted({value for value in each if each.count(value) > 1})
         if twice:
-            raise DataError(f"config.task.labels has '{twice[0]}' twice.")
+            raise DataError(
+                f"config.task.labels has '{twice[0]}' twice.",
+                field="config.task.labels",
+                value=twice[0],
+            )
     return names, spellings

@@ -65,7 +65,9 @@ def read(version: str, split: str, folder: str | Path) -> list[Question]:
       DataError: the split is not there, or its file is not SQuAD of this version.
     """
     if split not in STEMS:
-        raise DataError(f"SQuAD has no public split '{split}'; choose one of: {', '.join(STEMS)}.")
+        raise DataError(
+            f"SQuAD has no public split '{split}'; choose one of: {', '.join(STEMS)}.", value=split
+        )
     if str(folder).startswith("tfds:"):
         name, questions = str(folder), _from_tfds(str(folder).removeprefix("tfds:"), split)
     else:
@@ -78,12 +80,16 @@ def read(version: str, split: str, folder: str | Path) -> list[Question]:
 def check_present(version: str, folder: str) -> None:
     """Raises DataError unless both files are where `folder` says; what TFDS has, `read` finds."""
     if not folder:
-        raise DataError(f"config.finetune.data is empty: {_how_to_name(version)}")
+        raise DataError(
+            f"config.finetune.data is empty: {_how_to_name(version)}", field="config.finetune.data"
+        )
     if not folder.startswith("tfds:"):
         if expand(folder).is_file():  # which would be trained on and scored
             raise DataError(
                 f"config.finetune.data={folder} is one file, and training and scoring need two: "
-                f"{_how_to_name(version)}"
+                f"{_how_to_name(version)}",
+                field="config.finetune.data",
+                value=folder,
             )
         for split in STEMS:
             find_file(version, split, expand(folder))
@@ -109,7 +115,7 @@ def find_file(version: str, split: str, folder: Path) -> Path:
         return folder
     stem = f"{STEMS[split]}-{VERSIONS[version].number}"
     if not folder.is_dir():
-        raise DataError(f"There is no folder '{folder}': {_how_to_name(version)}")
+        raise DataError(f"There is no folder '{folder}': {_how_to_name(version)}", path=folder)
     places = [folder, folder / VERSIONS[version].number]
     for place in places:
         for name in (f"{stem}.json", f"{stem}.json.gz"):
@@ -120,7 +126,8 @@ def find_file(version: str, split: str, folder: Path) -> Path:
         raise DataError(
             f"{folder} has no {stem}.json (nor {stem}.json.gz, nor one in a folder "
             f"{VERSIONS[version].number}); put the original SQuAD file there, or name a prepared "
-            "TFDS directory as tfds:DIR."
+            "TFDS directory as tfds:DIR.",
+            path=folder,
         )
     chosen = max(others, key=lambda path: path.stat().st_size)
     logging.warning("%s.json is not there; reading %s in its place.", stem, chosen)
@@ -137,13 +144,16 @@ def read_file(path: Path) -> list[Question]:
         with open_bytes(path) as file:
             content = parse_json(file.read())
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise DataError(f"{path} cannot be read as JSON ({error}); check the file.") from None
+        raise DataError(
+            f"{path} cannot be read as JSON ({error}); check the file.", path=path
+        ) from None
     try:
         return list(_questions(content["data"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path} is not in SQuAD's format: data, paragraphs, context, qas, id, question, "
-            f"answers, text, answer_start ({type(error).__name__}: {error})."
+            f"answers, text, answer_start ({type(error).__name__}: {error}).",
+            path=path,
         ) from None
 
 
@@ -178,7 +188,8 @@ def usable_for_training(questions: Sequence[Question]) -> list[Question]:
     if without:
         raise DataError(
             f"Question {without.id} has no answer to train on and is not marked as impossible; "
-            "give it answers, or train on another split."
+            "give it answers, or train on another split.",
+            value=without.id,
         )
     left_out = {question.id for question in wrong}
     kept = [question for question in questions if question.id not in left_out]
@@ -222,14 +233,15 @@ def _from_tfds(directory: str, split: str) -> list[Question]:
     if not (Path(directory) / "dataset_info.json").is_file():
         raise DataError(
             f"{directory} is not a prepared data set (it has no dataset_info.json); name the "
-            "folder of its version, for example squad/v1.1/3.0.0."
+            "folder of its version, for example squad/v1.1/3.0.0.",
+            path=directory,
         )
     rows, _ = open_prepared(directory, split)
     try:
         return [_from_row(row) for row in all_rows(rows, directory)]
     except KeyError as error:
         raise DataError(
-            f"{directory} has no field {error}; name a prepared squad or squad_v2."
+            f"{directory} has no field {error}; name a prepared squad or squad_v2.", path=directory
         ) from None
 
 
@@ -256,14 +268,15 @@ def _check(questions: Sequence[Question], version: str, split: str, name) -> Non
     if impossible and not VERSIONS[version].impossible:
         raise DataError(
             f"{name} has {impossible} impossible questions, so it is SQuAD 2.0; use "
-            "configs/squad.py:v2."
+            "configs/squad.py:v2.",
+            value=impossible,
         )
     if VERSIONS[version].impossible and not impossible:
         logging.warning("%s has no impossible question; is it SQuAD 1.1?", name)
     if len({question.id for question in questions}) < len(questions):
         seen: set[str] = set()
         twice = next(q.id for q in questions if q.id in seen or seen.add(q.id))
-        raise DataError(f"{name} has question id {twice} twice; ids must be unique.")
+        raise DataError(f"{name} has question id {twice} twice; ids must be unique.", value=twice)
     official = VERSIONS[version].counts[split]
     if len(questions) != official:
         logging.warning(

@@ -83,8 +83,11 @@ def make_windows(
     """
     if length < query + 4:
         raise DataError(
-            f"Rows of {length} tokens have no room for a question of {query} and its context; set "
-            f"config.finetune.length to {query + 4} or more, or config.finetune.query_length lower."
+            f"Rows of {length} tokens have no room for a question of {query} and its context; "
+            f"set config.finetune.length to {query + 4} or more, or config.finetune.query_length "
+            "lower.",
+            field="config.finetune.length",
+            value=length,
         )
     special = tokenizer.special
     texts = list(dict.fromkeys(question.context for question in questions))
@@ -99,7 +102,9 @@ def make_windows(
         context, offsets = contexts[question.context]
         if not ids or not len(context):
             what = "question" if not ids else "context"
-            raise DataError(f"Question {question.id} has an empty {what}; leave it out.")
+            raise DataError(
+                f"Question {question.id} has an empty {what}; leave it out.", value=question.id
+            )
         answer = _place(question, offsets)
         answers.append(answer)
         head = [special.cls, *ids[:query], special.sep]

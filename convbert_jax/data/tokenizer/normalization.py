@@ -116,7 +116,9 @@ def refuse_lost_letters(section: TokenizerSection, sample: Sequence[str]) -> Non
         raise TokenizerError(
             "config.tokenizer.strip_accents=True would remove vowels or voicing, which Unicode "
             f"encodes as marks, from {marks / max(1, letters):.0%} of the letters of the text: "
-            f"'{example}' would be read as '{left}'; set --config.tokenizer.strip_accents=False."
+            f"'{example}' would be read as '{left}'; set --config.tokenizer.strip_accents=False.",
+            field="config.tokenizer.strip_accents",
+            value=True,
         )
 
 

@@ -30,7 +30,8 @@ class Pieces:
         if missing:
             raise TokenizerError(
                 f"{self._path} lacks {', '.join(dict.fromkeys(missing))}; a list of pieces has "
-                "fairseq's special tokens in its first lines."
+                "fairseq's special tokens in its first lines.",
+                path=self._path,
             )
         return {role: self.entries.index(name) for role, name in SPECIAL.items()}
 
@@ -58,7 +59,7 @@ def open_vocabulary(path: Path, section: TokenizerSection) -> Pieces:
         lines = path.read_bytes().decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise TokenizerError(
-            f"{path} is not UTF-8 (first bad byte at {error.start}); put a copy back."
+            f"{path} is not UTF-8 (first bad byte at {error.start}); put a copy back.", path=path
         ) from None
     if lines and not lines[-1]:
         lines.pop()
@@ -75,5 +76,7 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
     """Raises TokenizerError: that is done where the texts are cut."""
     raise TokenizerError(
         "config.tokenizer.kind='pieces' is of texts that were cut elsewhere; name their list with "
-        f"config.tokenizer.path=FILE{SUFFIX}, or take kind=sentencepiece."
+        f"config.tokenizer.path=FILE{SUFFIX}, or take kind=sentencepiece.",
+        field="config.tokenizer.kind",
+        value="pieces",
     )

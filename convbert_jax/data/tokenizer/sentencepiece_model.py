@@ -71,7 +71,9 @@ class SentencePieceVocabulary:
         except (RuntimeError, OSError, UnicodeDecodeError) as error:
             raise TokenizerError(
                 f"{path} is not a SentencePiece model ({_first_line(error)}); check "
-                "config.tokenizer.path."
+                "config.tokenizer.path.",
+                field="config.tokenizer.path",
+                path=path,
             ) from None
         # Of the text in hand: several draws are made of it.
         self._ways = functools.lru_cache(maxsize=1)(self._list_ways)
@@ -88,7 +90,9 @@ class SentencePieceVocabulary:
         if missing:
             raise TokenizerError(
                 f"{self._path} lacks the special tokens {', '.join(missing)}; train it with them "
-                "as control symbols, or leave config.tokenizer.path empty to train one here."
+                "as control symbols, or leave config.tokenizer.path empty to train one here.",
+                field="config.tokenizer.path",
+                path=self._path,
             )
         return found
 
@@ -113,7 +117,9 @@ class SentencePieceVocabulary:
         except (RuntimeError, OSError):
             raise TokenizerError(
                 f"{self._path} has one way to cut a text, as it is no unigram model; set "
-                "config.parallel.sampling=0, or train one with config.tokenizer.algorithm=unigram."
+                "config.parallel.sampling=0, or train one with config.tokenizer.algorithm=unigram.",
+                field="config.parallel.sampling",
+                path=self._path,
             ) from None
         ways = [list(way) for way in ways if len(way)]
         if not ways:
@@ -179,7 +185,7 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
         except RuntimeError as error:
             if faults:
                 raise faults[0] from None
-            raise TokenizerError(_explain(str(error), section.vocab_size)) from None
+            raise _explain(str(error), section.vocab_size) from None
     return _without_path(model.getvalue())
 
 
@@ -213,21 +219,28 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
                 yield line[start : start + LONGEST_LINE]
 
 
-def _explain(message: str, vocab_size: int) -> str:
+def _explain(message: str, vocab_size: int) -> TokenizerError:
+    size = {"field": "config.tokenizer.vocab_size", "value": vocab_size}
     if match := re.search(r"too high \(\d+\)\. Please set it to a value <= (\d+)", message):
-        return (
+        return TokenizerError(
             f"The corpus gives at most {match[1]} pieces but config.tokenizer.vocab_size is "
-            f"{vocab_size}; set --config.tokenizer.vocab_size={match[1]} or less."
+            f"{vocab_size}; set --config.tokenizer.vocab_size={match[1]} or less.",
+            **size,
         )
     if match := re.search(r"required_chars\. (\d+) vs (\d+)", message):
-        return (
+        return TokenizerError(
             f"The corpus needs {match[2]} entries for its characters alone but "
             f"config.tokenizer.vocab_size is {vocab_size}; set "
-            f"--config.tokenizer.vocab_size={match[2]} or more."
+            f"--config.tokenizer.vocab_size={match[2]} or more.",
+            **size,
         )
     if "sentences_.empty()" in message:
-        return "There is no text to train a vocabulary on; check config.data.source."
-    return f"SentencePiece could not train a vocabulary: {message.strip().splitlines()[-1]}."
+        return TokenizerError(
+            "There is no text to train a vocabulary on; check config.data.source.",
+            field="config.data.source",
+        )
+    reason = message.strip().splitlines()[-1]
+    return TokenizerError(f"SentencePiece could not train a vocabulary: {reason}.")
 
 
 def _first_line(error: Exception) -> str:

@@ -99,7 +99,9 @@ class Tokenizer:
         except OSError as error:
             raise TokenizerError(
                 f"Vocabulary {self.path} cannot be read: {error.strerror}; check "
-                "config.tokenizer.path."
+                "config.tokenizer.path.",
+                field="config.tokenizer.path",
+                path=self.path,
             ) from None
         section = self.section
         settings = ["pieces" if self.kind == "pieces" else "sentencepiece"]
@@ -112,7 +114,8 @@ class Tokenizer:
         if self._read_fingerprint() != self.fingerprint:  # in another process, maybe elsewhere
             raise TokenizerError(
                 f"Vocabulary {self.path} is another one on {socket.gethostname()} than where this "
-                "began; put a copy of that one there."
+                "began; put a copy of that one there.",
+                path=self.path,
             )
         return KINDS[self.kind].open_vocabulary(self.path, self.section)
 
@@ -141,7 +144,9 @@ class Tokenizer:
         if self.kind != "sentencepiece":
             raise TokenizerError(
                 f"{self.path} is a {self.kind} vocabulary, which cuts a text in one way; set "
-                "config.parallel.sampling=0."
+                "config.parallel.sampling=0.",
+                field="config.parallel.sampling",
+                path=self.path,
             )
         return self._vocabulary.sample(text, power, seed)
 
@@ -259,7 +264,9 @@ def train_tokenizer(texts: Iterable[str], section: TokenizerSection, directory: 
     except OSError as error:
         raise TokenizerError(
             f"{path} could not be written ({error.strerror}); free some space or name another "
-            "config.data.directory, then run again."
+            "config.data.directory, then run again.",
+            field="config.data.directory",
+            path=path,
         ) from None
     write_record(directory / SETTINGS, training_settings(section))
     return Tokenizer(section, path)
@@ -352,14 +359,18 @@ def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
         if section.kind != expected and path.exists():
             raise TokenizerError(
                 f"{path.name} is a {expected} vocabulary but config.tokenizer.kind="
-                f"'{section.kind}'; set --config.tokenizer.kind={expected}."
+                f"'{section.kind}'; set --config.tokenizer.kind={expected}.",
+                field="config.tokenizer.kind",
+                value=section.kind,
             )
         tokenizer = Tokenizer(section, path)
     else:
         if not is_trained(directory):
             raise TokenizerError(
                 f"{directory} holds no trained vocabulary; prepare the corpus first or set "
-                "config.tokenizer.path."
+                "config.tokenizer.path.",
+                field="config.tokenizer.path",
+                path=directory,
             )
         remedy = f"put a copy back, or delete {directory} and prepare it again"
         there = read_record(Path(directory) / SETTINGS, remedy=remedy, fields=SETTINGS_FIELDS)
@@ -374,12 +385,18 @@ def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
             raise TokenizerError(
                 f"The vocabulary in {directory} was trained with {name}={there.get(name)!r} but "
                 f"config.tokenizer.{name}={getattr(section, name, None)!r}; set it back, or name "
-                "another config.data.directory."
+                "another config.data.directory.",
+                field=f"config.tokenizer.{name}",
+                value=getattr(section, name, None),
+                path=directory,
             )
         tokenizer = Tokenizer(section, Path(directory) / KINDS[section.kind].FILE)
     if tokenizer.vocab_size != section.vocab_size:
         raise TokenizerError(
             f"{tokenizer.path} has {tokenizer.vocab_size} entries but config.tokenizer.vocab_size "
-            f"is {section.vocab_size}; set --config.tokenizer.vocab_size={tokenizer.vocab_size}."
+            f"is {section.vocab_size}; set --config.tokenizer.vocab_size={tokenizer.vocab_size}.",
+            field="config.tokenizer.vocab_size",
+            value=section.vocab_size,
+            path=tokenizer.path,
         )
     return tokenizer

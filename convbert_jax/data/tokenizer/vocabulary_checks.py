@@ -41,7 +41,8 @@ def check_tokenizer(tokenizer, sample: Sequence[str]) -> None:
         if faults := _unknown_faults(tokenizer, sample):
             raise TokenizerError(
                 f"Vocabulary {tokenizer.path} cannot be trusted: {faults[0][0]}; cut the texts "
-                "into its pieces, with blanks between them."
+                "into its pieces, with blanks between them.",
+                path=tokenizer.path,
             )
         return
     faults = _special_faults(tokenizer)
@@ -58,7 +59,8 @@ def check_tokenizer(tokenizer, sample: Sequence[str]) -> None:
         found = ", ".join(fault for fault, _ in faults)
         fixes = list(dict.fromkeys(fix for _, fix in faults))
         raise TokenizerError(
-            f"Vocabulary {tokenizer.path} cannot be trusted: {found}; {' and '.join(fixes)}."
+            f"Vocabulary {tokenizer.path} cannot be trusted: {found}; {' and '.join(fixes)}.",
+            path=tokenizer.path,
         )
 
 

@@ -40,7 +40,9 @@ class WordPieceVocabulary:
         if missing:
             raise TokenizerError(
                 f"{self._path} lacks the special tokens {', '.join(missing)}; use the standard "
-                "bert-base-uncased vocabulary, or leave config.tokenizer.path empty to train one."
+                "bert-base-uncased vocabulary, or leave config.tokenizer.path empty to train one.",
+                field="config.tokenizer.path",
+                path=self._path,
             )
         return {role: ids[name] for role, name in SPECIAL.items()}
 
@@ -69,10 +71,13 @@ def open_vocabulary(path: Path, section: TokenizerSection) -> WordPieceVocabular
     except UnicodeDecodeError as error:
         raise TokenizerError(
             f"{path} is not UTF-8 (first bad byte at {error.start}); use the standard "
-            "bert-base-uncased vocabulary."
+            "bert-base-uncased vocabulary.",
+            path=path,
         ) from None
     if text.startswith("\ufeff"):
-        raise TokenizerError(f"{path} begins with a byte order mark; save it without one.")
+        raise TokenizerError(
+            f"{path} begins with a byte order mark; save it without one.", path=path
+        )
     return WordPieceVocabulary(split_entries(text), section, path)
 
 
@@ -101,7 +106,10 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
         counts.update(normalizer.normalize_str(line))
     by_count = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))
     if not by_count:
-        raise TokenizerError("There is no text to train a vocabulary on; check config.data.source.")
+        raise TokenizerError(
+            "There is no text to train a vocabulary on; check config.data.source.",
+            field="config.data.source",
+        )
     special = [*SPECIAL.values(), *sentinel_names(section.sentinels)]
 
     def trained(vocab_size: int, first_entries: list[str], alphabet: list[str]) -> dict[str, int]:
@@ -129,13 +137,18 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
             f"The corpus needs {required} entries for its characters alone but "
             f"config.tokenizer.vocab_size is {section.vocab_size}; set "
             f"--config.tokenizer.vocab_size={required} or more, or "
-            "--config.tokenizer.kind=sentencepiece."
+            "--config.tokenizer.kind=sentencepiece.",
+            field="config.tokenizer.vocab_size",
+            value=section.vocab_size,
         )
     vocabulary = trained(section.vocab_size, special + characters, alphabet)
     if len(vocabulary) < section.vocab_size:
         raise TokenizerError(
             f"The corpus gives at most {len(vocabulary)} entries but config.tokenizer.vocab_size "
-            f"is {section.vocab_size}; set --config.tokenizer.vocab_size={len(vocabulary)} or less."
+            f"is {section.vocab_size}; set --config.tokenizer.vocab_size={len(vocabulary)} or "
+            "less.",
+            field="config.tokenizer.vocab_size",
+            value=section.vocab_size,
         )
     tokenizer = build_pipeline(section, vocabulary)
     tokenizer.encode_special_tokens = True
@@ -187,7 +200,11 @@ def read_settings(path: Path) -> dict[str, bool | int]:
     content = _read_json(path)
     longest = content["model"].get("max_input_chars_per_word", MAX_WORD_CHARS)
     if type(longest) is not int or longest < 1:
-        raise TokenizerError(f"{path} is damaged (max_input_chars_per_word={longest!r}); {REMEDY}.")
+        raise TokenizerError(
+            f"{path} is damaged (max_input_chars_per_word={longest!r}); {REMEDY}.",
+            value=longest,
+            path=path,
+        )
     return _normalization(content, path) | {"max_word_chars": longest}
 
 
@@ -216,7 +233,7 @@ def _read_json(path: Path) -> dict:
     try:
         return files.read_json(path, remedy=REMEDY, fields={"model": {"vocab": (dict, list)}})
     except files.DamagedFileError as error:
-        raise TokenizerError(str(error)) from None
+        raise TokenizerError(str(error), path=path) from None
 
 
 def _normalization(content: dict, path: Path) -> dict[str, bool]:
@@ -227,7 +244,9 @@ def _normalization(content: dict, path: Path) -> dict[str, bool]:
     accents = normalizer.get("strip_accents")  # None is BERT's default: both or neither
     told = {"lowercase": lowercase, "strip_accents": lowercase if accents is None else accents}
     if not all(isinstance(value, bool) for value in told.values()):
-        raise TokenizerError(f"{path} is damaged (its normalizer says {told}); {REMEDY}.")
+        raise TokenizerError(
+            f"{path} is damaged (its normalizer says {told}); {REMEDY}.", path=path
+        )
     return told
 
 
@@ -238,14 +257,19 @@ def _from_json(path: Path, section: TokenizerSection) -> list[str]:
     if kind != "WordPiece" or model.get("continuing_subword_prefix", "##") != "##":
         raise TokenizerError(
             f"{path} holds a {kind} model, not WordPiece with ##; name a vocab.txt, a WordPiece "
-            "tokenizer.json or a SentencePiece .model in config.tokenizer.path."
+            "tokenizer.json or a SentencePiece .model in config.tokenizer.path.",
+            field="config.tokenizer.path",
+            path=path,
         )
     told = _normalization(content, path)
     for name, there in told.items():
         if there != getattr(section, name):
             raise TokenizerError(
                 f"{path} was made with {name}={there} but config.tokenizer.{name}="
-                f"{getattr(section, name)}; set --config.tokenizer.{name}={there}."
+                f"{getattr(section, name)}; set --config.tokenizer.{name}={there}.",
+                field=f"config.tokenizer.{name}",
+                value=getattr(section, name),
+                path=path,
             )
     if not told:
         logging.info("%s names no BERT normalizer; the settings of config.tokenizer apply.", path)
@@ -255,7 +279,9 @@ def _from_json(path: Path, section: TokenizerSection) -> list[str]:
         if not ids or not all(isinstance(i, int) and 0 <= i < MOST_IDS for i in ids.values()):
             raise ValueError("its ids are no small integers")
     except (KeyError, TypeError, ValueError) as error:
-        raise TokenizerError(f"{path} is damaged (its entries: {error}); {REMEDY}.") from None
+        raise TokenizerError(
+            f"{path} is damaged (its entries: {error}); {REMEDY}.", path=path
+        ) from None
     entries = [""] * (max(ids.values()) + 1)
     for entry, index in ids.items():
         entries[index] = entry

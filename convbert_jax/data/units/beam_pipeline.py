@@ -55,7 +55,9 @@ def open_runner(name: str, options: Sequence[str] = ()) -> "BeamPipeline":
     if importlib.util.find_spec("apache_beam") is None:
         raise DataError(
             f"--runner={name} needs Apache Beam: pip install 'apache-beam', or convbert_jax[beam]; "
-            "it does not go with the exact versions of the lock files."
+            "it does not go with the exact versions of the lock files.",
+            field="--runner",
+            value=name,
         )
     opened = BeamPipeline(name, tuple(options))
     shutil.rmtree(opened.make_pipeline().local_tempdir, ignore_errors=True)
@@ -83,13 +85,17 @@ class BeamPipeline:
         except SystemExit:
             lines = said.getvalue().strip().splitlines() or ["error: wrong"]
             raise DataError(
-                f"--runner_options are not understood: {lines[-1].partition('error: ')[2]}."
+                f"--runner_options are not understood: {lines[-1].partition('error: ')[2]}.",
+                field="--runner_options",
             ) from None
         # A name that is no runner, one that is no class, a package of its own that is missing.
         except (ValueError, ImportError, AttributeError, TypeError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise DataError(
-                f"--runner={self.name} cannot be used: {reason}; see --runner and --runner_options."
+                f"--runner={self.name} cannot be used: {reason}; see --runner and "
+                "--runner_options.",
+                field="--runner",
+                value=self.name,
             ) from None
 
     def run(self, work: Work, assignments: Sequence[Assignment]) -> None:
@@ -132,14 +138,18 @@ class BeamPipeline:
                 if deaths:
                     raise DataError(
                         f"A worker of --runner={self.name} was killed, most likely for memory; run "
-                        "again with fewer of them by --runner_options: what was finished is kept."
+                        "again with fewer of them by --runner_options: what was finished is kept.",
+                        field="--runner",
+                        value=self.name,
                     ) from error
                 if not isinstance(error, Exception):
                     raise
                 raise DataError(self._explain(error)) from error
         if state not in (None, "DONE"):  # somebody else has cancelled it
             raise DataError(
-                f"--runner={self.name} ended as {state}; start again: what was finished is kept."
+                f"--runner={self.name} ended as {state}; start again: what was finished is kept.",
+                field="--runner",
+                value=self.name,
             )
 
     def _explain(self, error: Exception) -> str:
@@ -180,7 +190,9 @@ class _Worker:
         except FileNotFoundError:
             raise DataError(
                 f"{self.attempts} is not there on {socket.gethostname()}; every worker needs the "
-                "source and config.data.directory under the same names, on a disk that they share."
+                "source and config.data.directory under the same names, on a disk that they share.",
+                field="config.data.directory",
+                path=self.attempts,
             ) from None
         try:
             (attempt / "units").mkdir()

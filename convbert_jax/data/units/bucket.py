@@ -63,7 +63,7 @@ def fetch(directory: epath.Path, cache: str, *, rows: bool = True) -> Path:
                 write_record(here / LIST, {"files": listed})
             except DataError as error:
                 fault = str(error).partition(";")[0]
-                raise DataError(f"{fault}; {_REMEDY}.") from None
+                raise DataError(f"{fault}; {_REMEDY}.", path=error.path) from None
         wanted = [name for name in listed if rows or not name.startswith(ROWS)]
         missing = {n: listed[n] for n in wanted if not _has(here / n, listed[n][0])}
         if missing:
@@ -154,11 +154,14 @@ def _bring(directory: epath.Path, here: Path, name: str, expected: list[int]) ->
         with source.open("rb") as read, files.replacing(target) as written:
             shutil.copyfileobj(read, written, _CHUNK)
     except FileNotFoundError:
-        raise DataError(f"{source} is missing; delete {directory} and prepare it again.") from None
+        raise DataError(
+            f"{source} is missing; delete {directory} and prepare it again.", path=source
+        ) from None
     except OSError as error:
         raise DataError(
             f"{source} could not be copied to {target} ({error.strerror or error}); {_REMEDY}: "
-            "what was copied is kept."
+            "what was copied is kept.",
+            path=source,
         ) from None
     if _measure(target) != expected:
         target.unlink()
@@ -172,5 +175,6 @@ def _put(here: Path, directory: epath.Path, name: str) -> None:
     except OSError as error:
         raise DataError(
             f"{target} could not be written ({error.strerror or error}); may this account write "
-            f"there? Start again: what was prepared is in {here}."
+            f"there? Start again: what was prepared is in {here}.",
+            path=target,
         ) from None

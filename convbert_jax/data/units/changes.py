@@ -45,6 +45,13 @@ def take_stamps(sources: Mapping[str, Source]) -> dict[str, list[int]]:
     return stats
 
 
+def elsewhere(directory: Path) -> str:
+    """The flag that leaves `directory` as it is."""
+    names = (directory.with_name(f"{directory.name}-{number}") for number in range(2, 1000))
+    free = next((path for path in names if not path.exists()), directory.with_name("other"))
+    return f"--config.data.directory={free}"
+
+
 def _list_files(sources: Mapping[str, Source]) -> dict[str, Path]:
     paths = sorted({path.absolute() for source in sources.values() for path in source.files})
     root = os.path.commonpath([path.parent for path in paths]) if paths else ""
@@ -78,22 +85,18 @@ def check_content(
     directory: Path,
     sources: Mapping[str, Source],
     stamps: Stamps,
-    digests: Mapping[int, str],
+    units: Mapping[int, Mapping[str, Any]],
+    workers: int,
     *,
     always: bool,
-    reader: str,
-    workers: int,
-    elsewhere: str,
 ) -> None:
     """Compares units with the digests of their preparation if the stamp of a file differs.
 
     Args:
-      stamps: of the source files when they were prepared.
-      digests: by the number of the unit; other units are not read.
-      always: compares also where all stamps are equal.
-      reader: the method of a source that reads a unit: "documents" or "pairs".
-      workers: processes; 0 is one per core.
-      elsewhere: the flag that names another folder.
+      stamps: stamps of the source files when they were prepared.
+      units: records with a "digest", by the number of the unit; other units are not read.
+      workers: number of processes; 0 is one per core.
+      always: compare also if all stamps are equal.
 
     Raises:
       DataError: the content of a unit differs.
@@ -102,7 +105,8 @@ def check_content(
     changed = list_changed(directory, sources, stamps)
     if not changed and not always:
         return
-    job = _Comparison(directory, reader, digests, tuple(changed), elsewhere)
+    digests = {index: unit["digest"] for index, unit in units.items()}
+    job = _Comparison(directory, digests, tuple(changed))
     work = Work(job, sources, _compare_unit)
     assignments = [each for each in work.list_assignments() if each.index in digests]
     if len(assignments) < len(digests):
@@ -126,22 +130,23 @@ class _Comparison:
     """The `Job` of comparing units."""
 
     directory: Path
-    reader: str
     digests: Mapping[int, str]
     changed: tuple[str, ...]
-    elsewhere: str
 
     def error(self, paths: Sequence[str]) -> DataError:
         return DataError(
             f"The source of {self.directory} changed after it was prepared: the content of "
             f"{shorten(', '.join(paths))} differs. Restore the original files, or prepare the new "
-            f"ones with {self.elsewhere}."
+            f"ones with {elsewhere(self.directory)}.",
+            field="config.data.directory",
+            path=paths[0],
         )
 
 
 def _compare_unit(job: _Comparison, index: int, source: Any, unit: Any, split: str = "") -> dict:
     digest = new_digest()
-    for _ in hashed(getattr(source, job.reader)(unit), digest):
+    read = source.documents if hasattr(source, "documents") else source.pairs
+    for _ in hashed(read(unit), digest):
         pass
     if digest.hexdigest() != job.digests[index]:
         files_of = getattr(source, "files_of", lambda unit: source.files)

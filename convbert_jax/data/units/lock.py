@@ -25,7 +25,9 @@ def lock(directory: Path) -> Iterator[None]:
         (directory / "units").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"{directory} could not be made ({error.strerror}); set config.data.directory."
+            f"{directory} could not be made ({error.strerror}); set config.data.directory.",
+            field="config.data.directory",
+            path=directory,
         ) from None
     with open(directory / "lock", "w", opener=links.no_follow) as file:
         started = logged = time.monotonic()
@@ -36,7 +38,9 @@ def lock(directory: Path) -> Iterator[None]:
             if now - started > LOCK_PATIENCE:
                 raise DataError(
                     f"{directory} has been in use by another process for {LOCK_PATIENCE // 3600} "
-                    "hours; end that one or name another config.data.directory."
+                    "hours; end that one or name another config.data.directory.",
+                    field="config.data.directory",
+                    path=directory,
                 )
             if logged == started or now - logged > 60:
                 logging.info("Waiting: another process prepares %s.", directory)

@@ -67,7 +67,8 @@ def _pool(workers: int, work: Work) -> Iterator[futures.Executor]:
     except BrokenProcessPool:
         raise DataError(
             "A process that tokenizes was killed, most likely for memory; run again with fewer "
-            "--config.data.workers: what was finished is kept."
+            "--config.data.workers: what was finished is kept.",
+            field="config.data.workers",
         ) from None
     except KeyboardInterrupt:  # a unit can take long; after a DataError it is worth the wait
         for process in multiprocessing.active_children():

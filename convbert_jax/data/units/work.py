@@ -123,7 +123,8 @@ def do_units(
         if records[each.index] is None:
             raise DataError(
                 f"{record_path(work.job.directory, each.index)} is not there, although its unit "
-                "was done; start again: what was finished is kept."
+                "was done; start again: what was finished is kept.",
+                path=record_path(work.job.directory, each.index),
             )
     return [records[each.index] for each in assignments]
 
