@@ -84,9 +84,11 @@ def _check_texts(path: str, config: Config, texts: int | None) -> None:
     if texts not in (None, config.outputs.texts):
         known = ", ".join(config.outputs.columns)
         raise ConfigError(
-            f"texts={texts} is asked for (the columns of --texts on a command line), but {path} "
-            f"reads {config.outputs.texts} of each row{f' ({known})' if known else ''}; name as "
-            "many."
+            f"is asked for (the columns of --texts on a command line), but {path} reads "
+            f"{config.outputs.texts} of each row{f' ({known})' if known else ''}; name as many.",
+            field="texts",
+            value=texts,
+            path=path,
         )
     if config.outputs.texts > config.model.types:
         raise ConfigError(

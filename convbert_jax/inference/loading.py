@@ -29,7 +29,9 @@ def load(
 ) -> Model | TextModel:
     """See `convbert_jax.load`."""
     if texts not in (None, 1, 2):
-        raise ModelError(f"texts={texts!r} must be 1 or 2, what the model reads of a row.")
+        raise ModelError(
+            "must be 1 or 2, what the model reads of a row.", field="texts", value=texts
+        )
     workdir = Workdir(path)
     try:
         is_run = workdir.holds_run()
@@ -43,10 +45,18 @@ def load(
         return _load_run(path, workdir, step, dtype, average)
     if average is not None:
         raise ModelError(
-            f"average={average}: {path} is no run, so it has no checkpoints to average."
+            f"{path} is no run, so it has no checkpoints to average.",
+            field="average",
+            value=average,
+            path=path,
         )
     if step is not None:
-        raise ModelError(f"step={step}: {path} is no run, so it has no checkpoints to choose from.")
+        raise ModelError(
+            f"{path} is no run, so it has no checkpoints to choose from.",
+            field="step",
+            value=step,
+            path=path,
+        )
     finetuned.refuse_several(path)
     return _load_source(path, vocabulary, texts, dtype)
 
@@ -58,8 +68,11 @@ def _load_run(
     compilation.enable_compile_cache(Config().train.compile_cache)
     if average is not None and not config.writes_text:
         raise ModelError(
-            f"average={average}: {path} is a run of config.recipe='{config.recipe}', and averaging "
-            "is of models that write text; leave it out."
+            f"{path} is a run of config.recipe='{config.recipe}', and averaging is of models that "
+            "write text; leave it out.",
+            field="average",
+            value=average,
+            path=path,
         )
     step = workdir.choose_step(step)
     if config.writes_text:
@@ -118,7 +131,7 @@ def _load_source(path: str, vocabulary: str | None, texts: int | None, dtype: st
 
 def _choose_dtype(config: Config, dtype: str | None) -> jnp.dtype:
     if dtype not in (None, "float32", "bfloat16"):
-        raise ModelError(f"dtype={dtype!r} must be 'float32' or 'bfloat16'.")
+        raise ModelError("must be 'float32' or 'bfloat16'.", field="dtype", value=dtype)
     device = devices.find_devices(config)[0]
     return devices.compute_dtype(dataclasses.replace(config, compute_dtype=dtype) if dtype else
                                  config, device)  # fmt: skip

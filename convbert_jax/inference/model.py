@@ -151,7 +151,9 @@ class Model:
         """
         if not isinstance(pooling, str) or pooling not in readouts.POOLINGS:
             raise ModelError(
-                f"pooling={pooling!r} is unknown; choose from {', '.join(readouts.POOLINGS)}."
+                f"is unknown; choose from {', '.join(readouts.POOLINGS)}.",
+                field="pooling",
+                value=pooling,
             )
         length = self._check_length(length)
         batch_size = whole_number("batch_size", batch_size, 1)

@@ -193,10 +193,10 @@ class _Ids:
 
 def _report(counts: Counts, ids: _Ids, name: str, done: int) -> None:
     if not counts.rows and not done:
-        raise NothingPredictedError(f"{name} has no rows; check the file.")
+        raise NothingPredictedError(f"{name} has no rows; check the file.", path=name)
     if counts.failed == counts.rows and not done:
         raise NothingPredictedError(
-            f"{name} has no row that can be predicted; the first: {counts.problem}."
+            f"{name} has no row that can be predicted; the first: {counts.problem}.", path=name
         )
     if done:
         logging.info(

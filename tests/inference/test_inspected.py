@@ -2,10 +2,9 @@
 
 import json
 
-import pytest
-
 from convbert_jax import recipes
 from convbert_jax.config import UserError
+from tests.refusals import refused
 
 
 def test_a_fine_tuned_model_is_looked_into(models, tmp_path):
@@ -16,5 +15,5 @@ def test_a_fine_tuned_model_is_looked_into(models, tmp_path):
     (numbers,) = json.loads((result.folder / "numbers.json").read_text())
     assert numbers["texts"] == 2
     assert numbers["concentration"]
-    with pytest.raises(UserError, match="has no held-out texts of its own"):
+    with refused(UserError, folder):
         recipes.inspect(folder, output=output)

@@ -24,6 +24,7 @@ from convbert_jax.models.build import build
 from convbert_jax.workdir import Workdir
 from tests.inference.conftest import MODELS, PAIRS
 from tests.interop.conftest import make_run  # noqa: F401
+from tests.refusals import refused
 
 TEXTS = ["the a of", "stone light", "", ("sun", "a of"), "badar", "over"]
 # Attention alone compiles in half the time.
@@ -174,9 +175,9 @@ def test_long_texts_are_cut_and_it_is_said(opened, caplog):
     assert model.length == 16  # what it was trained with; it has 24 positions
     with caplog.at_level(logging.WARNING, "absl"):
         assert len(model.encode(long, pooling="none")) == 16
-        assert "1 of 1 texts are cut to 16 tokens" in caplog.text
+        assert [record.args[1:] for record in caplog.records] == [(1, 1, 16)]
     assert len(model.encode(long, pooling="none", length=24)) == 24
-    with pytest.raises(UserError, match="length=25 must be a whole number between 4 and the 24 "):
+    with refused(UserError, 24, field="length", value=25):
         model.encode(long, length=25)
 
 
@@ -185,11 +186,11 @@ def test_length_is_an_argument_of_every_method(opened, caplog):
     long = " ".join(["stone"] * 40)
     with caplog.at_level(logging.WARNING, "absl"):
         assert len(model.replaced(long)) == 14
-        assert "1 of 1 texts are cut to 16 tokens" in caplog.text
+        assert [record.args[1:] for record in caplog.records] == [(1, 1, 16)]
     assert len(model.replaced(long, length=24)) == 22
     words = next(n for n in range(1, 24) if len(model.tokenize("stone " * n, length=24)) > 17)
     hole = "stone " * words + "[MASK]"
-    with pytest.raises(UserError, match="within its first 16 tokens"):
+    with refused(UserError, 16, "[MASK]"):
         model.fill_mask(hole)
     assert len(model.fill_mask(hole, length=24)) == 5
 
@@ -285,9 +286,7 @@ def test_a_tensorflow_checkpoint_needs_its_vocabulary(opened, make_run, tmp_path
         file.unlink()
     for file in (tmp_path / "tf").glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(
-        UserError, match=r"no vocabulary beside .* copy theirs there, as vocab\.txt"
-    ):
+    with refused(UserError, "vocab.txt", path=tmp_path / "tf"):
         convbert_jax.load(tmp_path / "tf")
     theirs = convbert_jax.load(tmp_path / "tf", vocabulary=model.tokenizer.path)
     texts = ["the a of", "stone"]
@@ -299,7 +298,7 @@ def test_a_tensorflow_checkpoint_needs_its_vocabulary(opened, make_run, tmp_path
     )
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join([*model.tokenizer.entries, "one", "more"]) + "\n")
-    with pytest.raises(UserError, match=r"has 62 entries, but .* of a vocabulary of 60"):
+    with refused(UserError, 62, 60):
         convbert_jax.load(tmp_path / "tf", vocabulary=vocabulary)
 
 
@@ -307,7 +306,7 @@ def test_a_checkpoint_of_a_run_is_chosen_by_its_step(opened):
     model, folder = opened("separate")
     assert model.step == convbert_jax.load(folder, step=3).step == 3
     for step in (4, -1, "3"):
-        with pytest.raises(UserError, match=f"has no checkpoint of step {step!r}; steps there: 3"):
+        with refused(UserError, 3, value=step):
             convbert_jax.load(folder, step=step)
 
 
@@ -320,7 +319,7 @@ def test_a_run_of_another_machine_is_loaded_here(make_run, caplog):  # noqa: F81
     (folder / "config.json").write_text(json.dumps(values))
     with caplog.at_level(logging.INFO, "absl"):
         assert convbert_jax.load(folder).encode(["the"]).shape == (1, 32)
-    assert "was trained with config.model.convolution=pallas_tpu; here it is auto" in caplog.text
+    assert "config.model.convolution=pallas_tpu" in caplog.text
 
 
 # --- Fine-tuned models ---
@@ -377,9 +376,9 @@ def test_a_single_row_and_rows_that_cannot_be_predicted(models):
     assert model.predict({"review": "the sun", "other": 1})["other"] == 1
     (wrong,) = model.predict([5])
     assert wrong == {"id": 0, "error": wrong["error"]}
-    assert wrong["error"].startswith("line 1 has int, not a text; this model reads a text")
-    assert model.predict([("a", "b")])[0]["error"].startswith("line 1 has 2 texts")
-    with pytest.raises(UserError, match="rows is a table; give one column of it, or its rows as"):
+    assert wrong["error"].startswith("line 1 has int")
+    assert model.predict([("a", "b")])[0]["error"].startswith("line 1 has 2")
+    with refused(UserError, "rows"):
         model.predict(Table())
 
 
@@ -387,61 +386,64 @@ def test_a_single_row_and_rows_that_cannot_be_predicted(models):
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "says"),
+    ("kind", "call", "field", "mentions"),
     [
-        ("uniform", lambda m: m.fill_mask("[MASK]"), "has no head for masked words"),
-        ("masked words", lambda m: m.replaced("the"), "has no head for replaced tokens"),
-        ("separate", lambda m: m.predict(["the"]), "has no head for labels"),
-        ("separate", lambda m: m.encode([3]), r"texts\[0\] is 3; it must be a text"),
-        ("separate", lambda m: m.encode([("a", "b", "c")]), r"texts\[0\] is \('a', 'b', 'c'\)"),
-        ("separate", lambda m: m.encode(["a"], pooling="max"), "pooling='max' is unknown"),
-        ("separate", lambda m: m.encode(["a"], pooling=["cls"]), r"pooling=\['cls'\] is unknown"),
+        ("uniform", lambda m: m.fill_mask("[MASK]"), None, ()),
+        ("masked words", lambda m: m.replaced("the"), None, ()),
+        ("separate", lambda m: m.predict(["the"]), None, ()),
+        ("separate", lambda m: m.encode([3]), "texts[0]", ()),
+        ("separate", lambda m: m.encode([("a", "b", "c")]), "texts[0]", ()),
+        ("separate", lambda m: m.encode(["a"], pooling="max"), "pooling", ("mean",)),
+        ("separate", lambda m: m.encode(["a"], pooling=["cls"]), "pooling", ("mean",)),
         (
             "separate",
             lambda m: m.encode(np.array("a")),
-            r"texts is array\('a'.* must be a text, or",
+            "texts",
+            (),
         ),
-        ("separate", lambda m: m.encode(Table()), "texts is a table; give one column of it, or"),
-        ("separate", lambda m: m.fill_mask("the sun"), r"'the sun' does not have a \[MASK\] in it"),
+        ("separate", lambda m: m.encode(Table()), "texts", ()),
+        ("separate", lambda m: m.fill_mask("the sun"), None, ("the sun", "[MASK]")),
         (
             "separate",
             lambda m: m.fill_mask(20 * "stone " + "[MASK]"),
-            r"does not have every \[MASK\] within its first 16 tokens",
+            None,
+            ("[MASK]", 16),
         ),
-        ("separate", lambda m: m.fill_mask([("[MASK]", "b")]), r"texts\[0\] is a pair"),
+        ("separate", lambda m: m.fill_mask([("[MASK]", "b")]), "texts[0]", ()),
         (
             "separate",
             lambda m: m.fill_mask("[MASK]", top_k=61),
-            "top_k=61 must be a whole number",
+            "top_k",
+            (60,),
         ),
-        ("separate", lambda m: m.fill_mask("[MASK]", top_k=2.0), "top_k=2.0 must be a whole"),
-        ("separate", lambda m: m.encode("a", batch_size=0), "batch_size=0 must be a whole"),
-        ("separate", lambda m: m.replaced("a", batch_size="3"), "batch_size='3' must be a whole"),
-        ("separate", lambda m: m.tokenize("a", length=10.5), "length=10.5 must be a whole"),
-        ("separate", lambda m: m.encode(None), "texts is None; it must be a text, or a list"),
-        ("separate", lambda m: m.replaced(5), "texts is 5; it must be a text"),
-        ("separate", lambda m: m.encode({"a": "b"}), "texts is {'a': 'b'}; it must be"),
-        ("separate", lambda m: m.encode(b"ab"), "texts is b'ab'; it must be"),
-        ("separate", lambda m: m.encode(["a", "b\ud800"]), r"texts\[1\] has half of a surrogate"),
+        ("separate", lambda m: m.fill_mask("[MASK]", top_k=2.0), "top_k", ()),
+        ("separate", lambda m: m.encode("a", batch_size=0), "batch_size", ()),
+        ("separate", lambda m: m.replaced("a", batch_size="3"), "batch_size", ()),
+        ("separate", lambda m: m.tokenize("a", length=10.5), "length", ()),
+        ("separate", lambda m: m.encode(None), "texts", ()),
+        ("separate", lambda m: m.replaced(5), "texts", ()),
+        ("separate", lambda m: m.encode({"a": "b"}), "texts", ()),
+        ("separate", lambda m: m.encode(b"ab"), "texts", ()),
+        ("separate", lambda m: m.encode(["a", "b\ud800"]), "texts[1]", ()),
     ],
 )
-def test_what_cannot_be_is_one_sentence(opened, kind, call, says):
-    with pytest.raises(UserError, match=says) as error:
+def test_what_cannot_be_is_one_sentence(opened, kind, call, field, mentions):
+    with refused(UserError, *mentions, field=field) as error:
         call(opened(kind)[0])
     assert "\n" not in str(error.value)
 
 
 def test_paths_that_hold_no_model(opened, models, tmp_path):
-    with pytest.raises(UserError, match="is no run"):
+    with refused(UserError, tmp_path):
         convbert_jax.load(tmp_path)
-    with pytest.raises(UserError, match="cannot be read \\(File name too long"):
+    with refused(UserError, "File name too long"):
         convbert_jax.load("x" * 300)
     inside = tmp_path / "task" / "seed-0" / "checkpoints"
     inside.mkdir(parents=True)
-    with pytest.raises(UserError, match=r"holds 1 models; name one of them, as .*task/seed-0"):
+    with refused(UserError, "task/seed-0", path=tmp_path):
         convbert_jax.load(tmp_path)
     folder = opened("separate")[1]
-    with pytest.raises(UserError, match="is a run, which has its vocabulary"):
+    with refused(UserError, path=folder):
         convbert_jax.load(folder, vocabulary="vocab.txt")
-    with pytest.raises(UserError, match="dtype='float16' must be"):
+    with refused(UserError, field="dtype", value="float16"):
         convbert_jax.load(folder, dtype="float16")

@@ -9,6 +9,7 @@ import pytest
 import convbert_jax
 from convbert_jax.training import evaluation, memory
 from tests.inference.test_writing import make_writer, tokenizer  # noqa: F401
+from tests.refusals import refused
 
 
 def take_too_much(_):
@@ -54,7 +55,6 @@ def test_loading(monkeypatch):
     monkeypatch.setattr(jax, "device_put", take_too_much)
     with pytest.raises(memory.OutOfMemoryError) as error:
         memory.put_on_device({"kernel": jnp.ones(2**20)})
-    assert "while loading a model" in str(error.value)
     assert "parameters 4.0 MiB" in str(error.value)
 
 
@@ -62,7 +62,7 @@ def test_loading(monkeypatch):
 def test_jaxlib_raises_one_of_two(kind):
     """Seen in a process with many libraries, of the same call that raises the first elsewhere."""
     with (
-        pytest.raises(memory.OutOfMemoryError, match=r"while counting .*allocating 7 bytes"),
+        refused(memory.OutOfMemoryError, "counting", "7 bytes"),
         memory.explain_out_of_memory("counting", "count less"),
     ):
         raise kind("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.")

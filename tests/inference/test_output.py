@@ -19,6 +19,7 @@ from convbert_jax.inference import stream as prediction_stream
 from convbert_jax.inference.answering import QuestionAnswerer
 from convbert_jax.recipes import prediction
 from tests.inference.conftest import LABELS, as_table, stop_after
+from tests.refusals import refused
 
 
 def test_a_table_comes_out_as_other_readers_read_it(predict):
@@ -31,7 +32,7 @@ def test_a_table_comes_out_as_other_readers_read_it(predict):
         assert list(found[0]) == ["id", "prediction", "probability", "error", "review", "note"]
         assert found[0]["prediction"] in LABELS
         assert 0.5 <= float(found[0]["probability"]) <= 1
-        assert found[2]["error"] == "line 5 has an empty text in 'review'"
+        assert found[2]["error"].startswith("line 5 ")
     text = predict("pair", "a sun\tmoon\n", output="out.tsv")
     assert text.splitlines()[0].split("\t") == [
         "id", "prediction", "probability", "error", "text1", "text2",
@@ -53,7 +54,7 @@ def test_columns_that_are_named_as_ours(predict):
     assert good["input_input_error"] == 3
     assert good["prediction"] in LABELS
     assert "error" not in good
-    with pytest.raises(DataError, match="has no row that can be predicted"):
+    with refused(DataError, "line 1"):
         predict("one", json.dumps(objects[0]))
 
 
@@ -84,14 +85,14 @@ def test_an_output_is_whole_or_not_there(predict, models, tmp_path, monkeypatch)
         assert not (tmp_path / output).exists()
         assert predict("one", "the sun", output=output)
         assert not (tmp_path / f"{output}.unfinished").exists()
-    with pytest.raises(ConfigError, match=r"out\.jsonl exists; remove it or name another"):
+    with refused(ConfigError, tmp_path / "out.jsonl"):
         prediction.predict(str(models["one"]), "-", str(tmp_path / "out.jsonl"))
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with refused(ConfigError, tmp_path / "no"):
         prediction.predict(str(models["one"]), "-", str(tmp_path / "no" / "out.jsonl"))
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with refused(ConfigError, tmp_path / "no"):
         prediction.predict(str(models["one"]), str(tmp_path / "no"), "-")
     for paths in (("-", "~nobody-here/out.jsonl"), ("~nobody-here/in.txt", "-")):
-        with pytest.raises(UserError, match="home folder of ~nobody-here is unknown"):
+        with refused(UserError, "~nobody-here"):
             prediction.predict(str(models["one"]), *paths)
 
 
@@ -100,7 +101,7 @@ def test_two_starts_do_not_write_one_output(predict, models, tmp_path, monkeypat
     answer, said = prediction_stream.answer_rows, []
 
     def starts_again(*arguments):
-        with pytest.raises(ConfigError, match="is being written by another process; wait for it"):
+        with refused(ConfigError, tmp_path / output):
             prediction.predict(*map(str, (models["one"], tmp_path / "in.txt", tmp_path / output)))
         said.append(True)
         return answer(*arguments)
@@ -117,7 +118,7 @@ def test_an_output_that_cannot_be_locked_is_written(predict, monkeypatch, caplog
 
     monkeypatch.setattr("fcntl.flock", flock)
     assert predict("one", "the sun")
-    assert "out.jsonl.unfinished cannot be locked; let one process write it." in caplog.text
+    assert "out.jsonl.unfinished" in caplog.text
 
 
 def test_numbers_that_are_none(predict, monkeypatch):
@@ -128,11 +129,11 @@ def test_numbers_that_are_none(predict, monkeypatch):
     row, reads = InputRow(0, 1, texts=("sun",)), SimpleNamespace(kind="classification")
     for prediction_of_it in (said, [{"prediction": math.inf}]):
         (line,) = prediction_stream.answer_rows([row], lambda _: prediction_of_it, reads)  # noqa: B023
-        assert line["error"] == "line 1 is given no number by the model, but NaN"
+        assert line["error"].startswith("line 1 ")
         assert "prediction" not in line
     said = [{"prediction": "", "start": -1, "probabilities": {"": 1.0}, "null_odds": math.inf}]
     (line,) = prediction_stream.answer_rows([row], lambda _: said, SimpleNamespace(kind="span"))
-    assert line["error"] == "line 1 is given no number by the model, but NaN"
+    assert line["error"].startswith("line 1 ")
 
 
 def test_a_model_of_nan_gives_no_answers(models, predict, monkeypatch):
@@ -143,7 +144,7 @@ def test_a_model_of_nan_gives_no_answers(models, predict, monkeypatch):
     params = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), params)
     model = QuestionAnswerer(config, params, tokenizer, np.dtype(np.float32))
     monkeypatch.setattr(finetuned, "make_predictor", lambda *_: model)
-    with pytest.raises(DataError, match="the first: line 1 is given no number by the model"):
+    with refused(DataError, "line 1", "NaN"):
         predict("answers", text)
 
 
@@ -151,9 +152,9 @@ def test_closed_or_full_is_a_sentence(models, tmp_path, monkeypatch):
     source = tmp_path / "source"
     source.write_text("the sun\n")
     model = str(models["one"])
-    with pytest.raises(ConfigError, match="/dev/full cannot be written: No space left"):
+    with refused(ConfigError, "/dev/full", "No space left"):
         prediction.predict(model, str(source), "/dev/full")
     for name, arguments in (("stdin", ("-", "/dev/null")), ("stdout", (str(source), "-"))):
         monkeypatch.setattr(f"sys.{name}", None)
-        with pytest.raises(ConfigError, match="is closed; name a file"):
+        with refused(ConfigError, field=None):
             prediction.predict(model, *arguments)

@@ -12,6 +12,7 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.inference import finetuned
 from convbert_jax.interop.matching import replace
 from tests.inference.conftest import MODELS, PAIRS, as_table
+from tests.refusals import refused
 
 REVIEWS = [("the sun", "good", "a"), ('a "moon", small', "bad", "b"), ("over under", "good", "c")]
 NAMES = ("review", "label", "key")
@@ -99,13 +100,13 @@ def test_training_files_without_a_header(models, predict, monkeypatch):
     assert [line["review"] for line in predict("one", "the sun\na moon", "a.tsv")] == [
         "the sun", "a moon",
     ]  # fmt: skip
-    with pytest.raises(DataError, match="has 3 columns in its first line, which is no header"):
+    with refused(DataError, 3):
         predict("one", "1\t2\t3", "a.tsv")
     fields = {"task.format": "pattern", "task.pattern": "(?P<label>.*?): (?P<review>.*)"}
     config = replace(config, fields | {"task.columns": (), "task.train": "train.label"})
     found = predict("one", "good: the sun\nbroken\n", "new.label")
     assert (found[0]["review"], found[0]["label"]) == ("the sun", "good")
-    assert "line 2 does not match the pattern" in found[1]["error"]
+    assert "line 2" in found[1]["error"]
 
 
 @pytest.mark.parametrize("number", [True, False])
@@ -154,9 +155,10 @@ def test_words_without_tags(models, predict, monkeypatch, columns):
         assert [line[word[0]] for line in found] == [["the", "sun"], ["moon"]]
     found = predict("tags", b"the\n\nsun\n\xff\n", "a.conll")
     assert [line["id"] for line in found] == [0, 1]
-    assert found[1]["error"] == "line 3 is not utf-8 (byte 0 is 0xFF)"
+    assert found[1]["error"].startswith("line 3 ")
+    assert "0xFF" in found[1]["error"]
     if columns:
-        with pytest.raises(DataError, match=r"has 4 columns, but training had . \(words, "):
+        with refused(DataError, 4, len(columns), "words"):
             predict("tags", "the a b c\n", "a.conll")
 
 
@@ -168,20 +170,18 @@ def test_what_is_too_deep_to_be_written(predict, name):
     found = predict("one", content, name)
     assert json.dumps(found[0]["x"]) == "[" * 99 + "]" * 99
     for line in found[1:]:
-        assert "has more than 100 lists or objects in one another" in line["error"]
+        assert "100" in line["error"]
 
 
 def test_text_is_not_taken_for_json(predict, caplog):
     texts = ["{the sun", "{}", '{"rev": 1}', "[1]", '"moon"', "{{a}} moon", "null", "{'text': 1}"]
     found = predict("one", "\n".join(texts))
     assert [line["texts"] for line in found] == [[text] for text in texts]
-    assert caplog.text.count("begins with { and is no JSON object with texts") == 1
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
 
 
 def test_as_many_columns_as_the_model_reads(predict):
-    with pytest.raises(
-        ConfigError, match=r"texts=1 is asked for .* reads 2 of each row \(said, meant\)"
-    ):
+    with refused(ConfigError, 2, "said", "meant", field="texts", value=1):
         predict("pair", "a\tb", texts=("said",))
 
 
@@ -193,29 +193,24 @@ def test_each_row_has_its_answer(predict, caplog):
     assert [line["id"] for line in found] == list(range(8))
     assert [line.get("texts") for line in found] == [["the sun"], *[None] * 5, ["a moon"], None]
     says = {
-        1: "line 2 is empty",
-        2: "line 3 is not utf-8 (byte 3 is 0xE9)",
-        3: "line 4 has int, not a list, in 'texts'; this model reads a text or",
-        4: "line 5 is not JSON: ",
-        7: "line 8 is empty",
+        1: ("line 2 ",),
+        2: ("line 3 ", "byte 3", "0xE9"),
+        3: ("line 4 ", "int", "texts"),
+        4: ("line 5 ", "JSON"),
+        7: ("line 8 ",),
     }
-    for number, sentence in says.items():
-        assert found[number]["error"].startswith(sentence)
-    assert (
-        "6 of 8 rows have an error in the place of a prediction; the first: line 2" in caplog.text
-    )
+    for number, parts in says.items():
+        assert all(part in found[number]["error"] for part in parts)
+    (warning,) = [r.getMessage() for r in caplog.records if "line 2" in r.getMessage()]
+    assert "6 of 8" in warning
     alone = predict("one", "a moon")
     assert found[6]["probabilities"] == pytest.approx(alone[0]["probabilities"])
 
 
 def test_an_empty_line_of_json_lines_is_called_that(predict):
     found = predict("one", '{"text": "sun"}\n \n{"text": "a\\ud800"}\n5', "a.jsonl")
-    assert [line.get("error") for line in found] == [
-        None,
-        "line 2 is empty",
-        "line 3 is not JSON: it has half of a surrogate pair, which is no character",
-        "line 4 is not a JSON object",
-    ]
+    starts = [line.get("error", "")[:6] for line in found]
+    assert starts == ["", "line 2", "line 3", "line 4"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -227,7 +222,8 @@ def test_half_of_a_surrogate_pair_stops_no_other_row(name, models):
     found = model.predict([bad, good, {"texts": ["\udc7f", "a"], "note": "b"}, others])
     assert "prediction" in found[1]
     assert found[1]["prediction"] == model.predict([good])[0]["prediction"]
-    assert "line 1 has half of a surrogate pair at character 0, which is no text" in str(found[0])
+    assert "line 1" in found[0]["error"]
+    assert "character 0" in found[0]["error"]
     assert ["error" in line for line in found] == [True, False, True, True]
     json.dumps(found, ensure_ascii=False).encode("utf-8")  # can be written and sent
 
@@ -235,12 +231,8 @@ def test_half_of_a_surrogate_pair_stops_no_other_row(name, models):
 def test_a_context_without_a_token_stops_no_other(predict):
     """A blank that is none for Python, and no token for the vocabulary."""
     found = predict("answers", "the sun\ta moon\nthe sun\t\u200b\n\u200b\tover\nthe sun\ta moon")
-    assert [line.get("error") for line in found] == [
-        None,
-        "line 2 has a context without any token",
-        "line 3 has a question without any token",
-        None,
-    ]
+    starts = [line.get("error", "")[:6] for line in found]
+    assert starts == ["", "line 2", "line 3", ""]
     assert found[0]["probabilities"] == pytest.approx(found[3]["probabilities"])
 
 
@@ -249,34 +241,32 @@ def test_rows_of_a_table_keep_their_numbers(predict):
     assert [(line["id"], line.get("review")) for line in found] == [
         (0, "sun"), (1, None), (2, None), (3, "tree"),
     ]  # fmt: skip
-    assert "line 3 has an empty text in 'review'" in found[1]["error"]
+    assert found[1]["error"].startswith("line 3 ")
     assert found[1]["x"] == "2"
-    assert "line 4 has 3 columns instead of 2" in found[2]["error"]
+    assert found[2]["error"].startswith("line 4 has 3 ")
 
 
 def test_nothing_that_can_be_predicted_is_an_error(predict, tmp_path):
-    for content, says in (
-        ("", "has no rows"),
-        ("\n\n", "has no row that can be predicted; the first: line 1 is empty"),
-    ):
-        with pytest.raises(DataError, match=says):
+    for content, place in (("", "in.txt"), ("\n\n", "line 1")):
+        with refused(DataError, place):
             predict("one", content)
         assert not (tmp_path / "out.jsonl").exists()
-    with pytest.raises(DataError, match="has 1 text; this model reads two texts with a tab"):
+    with refused(DataError, "line 1"):
         predict("pair", "the sun\na moon")
-    with pytest.raises(DataError, match=r"no column 'review' or 'text' \(it has: a, b\); name the"):
+    with refused(DataError, "review", "a, b"):
         predict("one", "a,b\n1,2\n", "a.csv")
 
 
 def test_doubled_ids_are_told(predict, caplog):
     lines = ['{"id": 5, "text": "sun"}', '{"id": 6, "text": "sun"}', '{"id": 5, "text": "sun"}']
     predict("one", "\n".join([*lines, "plain", "plain"]))
-    assert "line 3 has the id 5, which line 1 has too" in caplog.text
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert all(part in warning for part in ("line 3", "line 1", "5"))
 
 
 def test_packed_files(predict, tmp_path):
     plain = predict("one", "the sun\na moon\n")
     assert predict("one", gzip.compress(b"the sun\na moon\n"), "in.txt.gz", "out.jsonl.gz") == plain
     for broken in (b"the sun\n", gzip.compress(b"the sun\n" * 999)[:30], b""):
-        with pytest.raises(DataError, match=r"is a damaged gzip file|has no rows"):
+        with refused(DataError, "in.txt.gz"):
             predict("one", broken, "in.txt.gz")

@@ -19,6 +19,7 @@ from convbert_jax.inference.writing import dealing
 from convbert_jax.inference.writing.texts import Texts
 from convbert_jax.inference.writing.writer import Writer
 from convbert_jax.interop.networks import abstract_params
+from tests.refusals import refused
 from tests.runs import make_config
 
 WORDS = [*"abcdefghij", "##x", "##y", "."]
@@ -308,5 +309,5 @@ def test_a_tsv_without_a_header_is_read_as_in_training(tmp_path):
     second = reading.describe_model_input(config, texts=("1",))
     rows = list(reading.open_input(tmp_path / "a.tsv", "tsv", second))
     assert [row.texts for row in rows] == [("x",), ("y",)]
-    with pytest.raises(UserError, match=r"has no column '2' \(it has: 0, 1\)"):
+    with refused(UserError, "0, 1"):
         reading.open_input(tmp_path / "a.tsv", "tsv", reading.describe_model_input(config, ("2",)))

@@ -66,7 +66,10 @@ def change_decoding(config: Config, fields: Mapping[str, Any]) -> Config:
             field=f"config.decoding.{of_scores[0]}",
         )
     if unknown := [name for name in fields if name not in known]:
-        raise ConfigError(f"decoding has no {unknown[0]}; it has {', '.join(known)}.")
+        raise ConfigError(
+            f"does not exist; choose from {', '.join(known)}.",
+            field=f"config.decoding.{unknown[0]}",
+        )
     changed = {f"decoding.{name}": value for name, value in fields.items()}
     config = from_config_dict(to_dict(matching.replace(config, changed)))
     check_asked_decoding(config, changed)
