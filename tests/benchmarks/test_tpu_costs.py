@@ -1,0 +1,71 @@
+"""Costs by the TPU compiler's model, printed by scripts of benchmarks/."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.running import needs_libtpu
+
+pytestmark = [pytest.mark.slow, pytest.mark.tpu_compile, needs_libtpu]
+
+
+def printed(script: str, *arguments: str) -> list[str]:
+    command = [sys.executable, "-m", f"benchmarks.{script}", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()
+
+
+def test_attention_kernels_cost_a_third_of_scores_in_memory():
+    lines = printed("layers.attention", "--lengths", "128", "512", "--forms", "xla", "pallas_tpu")
+    rows = [line.strip("| ").split(" | ") for line in lines[3:]]
+    cycles = {tuple(row[:3]): float(row[3].replace(",", "")) for row in rows}
+    shapes = {shape for shape, _, _ in cycles}
+    assert len(shapes) == 2
+    for shape in shapes:
+        for rate in ("0.0", "0.1"):
+            assert cycles[shape, "pallas_tpu", rate] < cycles[shape, "xla", rate] / 3
+        # Dropout is drawn while the matrix unit works.
+        kernel = [cycles[shape, "pallas_tpu", rate] for rate in ("0.0", "0.1")]
+        assert kernel[1] < 1.1 * kernel[0]
+
+
+def test_the_table_of_a_step_has_a_row_for_each_config():
+    tiny = ("--config.model.layers=1", "--config.tokenizer.vocab_size=200")
+    _, header, _, ours, operations, theirs, _ = printed(
+        "step", "--configs", "tiny", "electra-tiny", "--shapes", "8x128", "--operations", "1", *tiny
+    )
+    assert ours.startswith("| tiny, 8x128 | ")
+    assert theirs.startswith("| electra-tiny, 8x128 | ")
+    assert header.count("|") == ours.count("|") == theirs.count("|")
+    assert " x " in operations
+
+
+def written_tokens(*arguments: str) -> dict[int, list[float]]:
+    """Returns, by number of rows: cycles of the prompt and of a token, the floor, the ratios."""
+    lines = printed("layers.written_tokens", "--layers=2", *arguments)[2:]
+    rows = [line.split() for line in lines if "without an" not in line]
+    return {int(count): [float(number) for number in numbers] for _, count, *numbers in rows}
+
+
+def test_a_token_of_one_text_costs_no_more_than_one_of_eight():
+    """Products of a vector would cost twice as much."""
+    found = written_tokens("--mixers=light", "--rows", "1", "8", "--given=64", "--steps=16")
+    assert found[1][1] < 1.02 * found[8][1]
+
+
+def test_attention_reads_the_cache_near_the_speed_of_memory():
+    """A single query takes eight times the time of the memory, eight queries less than two."""
+    (numbers,) = written_tokens("--mixers=attention", "--rows", "32").values()
+    _, token, floor, ratio, _, _ = numbers
+    assert ratio == pytest.approx(token / floor, abs=0.01)
+    assert ratio < 2
+
+
+def test_the_texts_of_a_beam_read_their_prompt_once():
+    arguments = ("--mixers=attention", "--given=128", "--steps=8")
+    (beam,) = written_tokens(*arguments, "--rows", "8", "--beam=4").values()
+    (alone,) = written_tokens(*arguments, "--rows", "32").values()
+    assert beam[2] < alone[2]
+    assert (beam[5] > 0, alone[5]) == (True, 0)  # single texts are never packed
