@@ -1,5 +1,6 @@
-"""What README and docs/ tell people to type runs, one page after the other, in small: the lines of
-the pages themselves, on files of their names. What cannot be run here is marked with the reason.
+"""Runs the commands of README and docs/, page by page, with small models and small files.
+
+The files have the names that the pages use. NOT_HERE lists the commands that are not run.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from tests.test_pages import PAGES, commands
 __all__ = ["text_source"]  # a fixture
 pytestmark = pytest.mark.slow
 
-# What of a page is not run here, by what its line has: why, and what has it instead.
+# Pattern of a command that is not run -> the reason, and where it is tested.
 NOT_HERE = {
     r"gs://": "a bucket: tests/test_workdir_in_a_bucket.py",
     r"--topology=v": "minutes of the TPU compiler: test_tpu_compile.py",
@@ -56,7 +57,7 @@ FINETUNING = (
 
 
 def in_small(words: list[str]) -> list[str]:
-    """The command with fields at its end that make it short; the last of a field counts."""
+    """Adds fields that make the command short. The last value of a field wins."""
     line = " ".join(words)
     if "--config=" not in line or re.search("--mode=(show|doctor|plan)", line):
         return words
@@ -65,7 +66,7 @@ def in_small(words: list[str]) -> list[str]:
     fields = [*SHORT]
     writes = re.search("translation|span_corruption|text_to_text|language_model", line)
     if "init_from" not in line:
-        # Layers that the page counts or lists stay.
+        # The page prints or counts the layers.
         fields += [f for f in MODEL if "layers" not in f or "layers" not in line]
         fields += ["tokenizer.vocab_size=300", "model.kernel_size=3"] if not writes else []
         fields += ["tokenizer.vocab_size=300", "sequence.decoder_layers=1"] if writes else []
@@ -79,7 +80,7 @@ def in_small(words: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, text_source):
-    """A folder with the files that the pages name."""
+    """A folder with the files that the pages use."""
     folder = tmp_path_factory.mktemp("home")
     chosen = random.Random(0)
     text = pathlib.Path(text_source.partition("text:")[2]).read_text()
@@ -113,7 +114,7 @@ def home(tmp_path_factory, text_source):
 
 @contextlib.contextmanager
 def standard_input(path: pathlib.Path) -> Iterator[None]:
-    """The file in place of descriptor 0, which --input=- reads."""
+    """Replaces descriptor 0, which --input=- reads, by the file."""
     kept = os.dup(0)
     try:
         with open(path, "rb") as file:
@@ -125,15 +126,15 @@ def standard_input(path: pathlib.Path) -> Iterator[None]:
 
 
 def start(words: list[str]) -> None:
-    """What `python -m convbert_jax.main` does; a fault ends the test."""
+    """Runs `python -m convbert_jax.main` in this process; an error fails the test."""
     with flagsaver.flagsaver(), standard_input(pathlib.Path("texts.txt")):
         main.main(command_line.read(["main.py", *words]))
 
 
 @pytest.mark.parametrize("page", ORDER)
-def test_its_commands_run(page, home, monkeypatch):
+def test_the_commands_of_a_page_run(page, home, monkeypatch):
     monkeypatch.chdir(home)
-    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # it would stay for other tests
+    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # its effect would stay
     (file,) = (path for path in PAGES if path.stem == page)
     for words in commands(file):
         line = " ".join(words)
@@ -143,7 +144,7 @@ def test_its_commands_run(page, home, monkeypatch):
         words = [w.replace("FOLDER", "runs/small").replace("OUT", "inside") for w in words[3:]]
         make_what_it_reads(words)
         if "--mode" not in line and (made := flag(words, "workdir")):
-            shutil.rmtree(made, ignore_errors=True)  # another page's
+            shutil.rmtree(made, ignore_errors=True)  # of another page
         if output := flag(words, "output"):
             pathlib.Path(output).unlink(missing_ok=True)
         start(in_small(words))
@@ -155,7 +156,7 @@ def flag(words: list[str], name: str) -> str | None:
 
 
 def make_what_it_reads(words: list[str]) -> None:
-    """The runs that a line goes on from, where no line before has made them."""
+    """Trains the runs that a command starts from, unless an earlier command has."""
     named = [flag(words, name) for name in ("config.init_from", "config.distillation.teacher")]
     named += [flag(words, name) for name in ("source", "beside")]
     named += [flag(words, "workdir")] if flag(words, "mode") in ("export", "inspect") else []
@@ -167,10 +168,10 @@ def make_what_it_reads(words: list[str]) -> None:
             start(in_small(run))
 
 
-def test_all_pages_are_here():
-    """A page without a command of the program needs none."""
+def test_every_page_is_covered():
+    """ORDER has every page with a command of the program, and NOT_HERE no unused pattern."""
     ours = {p.stem for p in PAGES if any("convbert_jax.main" in w for c in commands(p) for w in c)}
-    assert ours - set(ORDER) == {"CONTRIBUTING"}  # verify_resume alone
+    assert ours - set(ORDER) == {"CONTRIBUTING"}  # only verify_resume
     lines = [" ".join(words) for page in PAGES for words in commands(page)]
     for pattern in NOT_HERE:
         assert any(re.search(pattern, line) for line in lines), pattern
