@@ -69,8 +69,7 @@ ROOMS = {
     "interop": {
         "huggingface": set(),
         "tensorflow1": set(),
-        "pytorch": set(),
-        "fairseq": {"pytorch"},
+        "fairseq": set(),
         "runs": set(),
     },
     "ops": {

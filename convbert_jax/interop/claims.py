@@ -27,18 +27,20 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         if path.exists() and not path.is_file():
-            raise ConversionError(f"{path} is not a plain file; copy it again.")
+            raise ConversionError(f"{path} is not a plain file; copy it again.", path=path)
         size = path.stat().st_size
         if size > _LARGEST_JSON:
-            raise ConversionError(f"{path} has {size:,} bytes, too many for what it should be.")
+            raise ConversionError(
+                f"{path} has {size:,} bytes, too many for what it should be.", path=path
+            )
         content = parse_json(path.read_bytes())
     except OSError as error:
-        raise ConversionError(f"{path} cannot be read ({error.strerror}).") from None
+        raise ConversionError(f"{path} cannot be read ({error.strerror}).", path=path) from None
     except ValueError as error:
-        raise ConversionError(f"{path} is damaged ({error}); copy it again.") from None
+        raise ConversionError(f"{path} is damaged ({error}); copy it again.", path=path) from None
     if not isinstance(content, dict):
         kind = type(content).__name__
-        raise ConversionError(f"{path} is damaged (it holds a {kind}, not an object).")
+        raise ConversionError(f"{path} is damaged (it holds a {kind}, not an object).", path=path)
     return content
 
 
@@ -55,7 +57,8 @@ def check_memory(size: int, path: Path) -> None:
     if size > memory:
         raise ConversionError(
             f"{path} claims {size / 2**30:,.0f} GiB of weights, more than this machine's memory of "
-            f"{memory / 2**30:,.0f}; it is damaged, or for a larger machine."
+            f"{memory / 2**30:,.0f}; it is damaged, or for a larger machine.",
+            path=path,
         )
 
 
@@ -80,3 +83,9 @@ def shown(value: Any) -> str:
     """A value of a file for a sentence, not longer than one."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a library's error message, without its period; at most 200 characters."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200].rstrip(".") if lines else type(error).__name__

@@ -2,6 +2,7 @@
 is refused by name.
 """
 
+import argparse
 import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from convbert_jax.config import ModelSection
 from convbert_jax.config.sequences import SequenceSection
 from convbert_jax.interop.claims import LARGEST, shown
 from convbert_jax.interop.networks import ConversionError
-from convbert_jax.interop.pytorch.pickles import Made
+from convbert_jax.interop.pytorch import Foreign
 
 LAST_NORM = "decoder.layer_norm.weight"
 EPSILON = 1e-5  # of torch.nn.LayerNorm, which has no argument
@@ -288,13 +289,13 @@ def _plain(value: Any, budget: list[int], depth: int = 0) -> Any:
     budget[0] -= 1
     if budget[0] < 0 or depth > _DEEPEST:
         raise ConversionError("its args are larger than those of any model; it is damaged.")
-    if isinstance(value, Made):
+    if isinstance(value, argparse.Namespace):
+        return _plain(vars(value), budget, depth + 1)
+    if isinstance(value, Foreign):
         state = value.state if isinstance(value.state, dict) else {}
         for inner in ("_content", "_val"):
             if value.name.startswith("omegaconf.") and inner in state:
                 return _plain(state[inner], budget, depth + 1)
-        if value.name == "argparse.Namespace":
-            return _plain(state, budget, depth + 1)
         single = len(value.arguments) == 1 and value.name.startswith("fairseq.")
         return value.arguments[0] if single else None
     if isinstance(value, dict):

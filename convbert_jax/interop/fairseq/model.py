@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from convbert_jax.config import ConfigError, ModelSection
@@ -28,12 +29,12 @@ from convbert_jax.config.sequences import (
     derive_language_model,
 )
 from convbert_jax.interfaces.special_ids import SpecialIds
+from convbert_jax.interop import pytorch
 from convbert_jax.interop.claims import check_finite, shown
 from convbert_jax.interop.fairseq.arguments import Outline, derive_outline, find_arguments
 from convbert_jax.interop.fairseq.dictionaries import SPECIAL_IDS, Dictionary, read_dictionary
 from convbert_jax.interop.fairseq.names import to_parameters
 from convbert_jax.interop.networks import ConversionError
-from convbert_jax.interop.pytorch.checkpoint import Checkpoint, Tensor
 from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
 
 MODEL = "model.pt"  # in a folder of a release
@@ -72,7 +73,7 @@ class FairseqModel:
 def read(path: Path) -> FairseqModel:
     """A checkpoint of LightConv, DynamicConv or a Transformer, with the dictionaries beside it.
 
-    Neither fairseq nor PyTorch is needed, and nothing of the file is run.
+    fairseq is not needed, and nothing in the file is executed.
 
     Args:
       path: of the file, or of a folder with `model.pt`; `dict.LANGUAGE.txt` of both languages, of a
@@ -83,34 +84,28 @@ def read(path: Path) -> FairseqModel:
         counterpart; a parameter is missing, left or of another shape; a number is none.
     """
     path = path / MODEL if path.is_dir() else path
-    checkpoint = Checkpoint(path)
+    content = pytorch.read(path)
     try:
-        return _convert(checkpoint)
+        return _convert(path, content)
     except (ConversionError, ConfigError) as error:
         text = str(error)
         raise ConversionError(text if str(path.parent) in text else f"{path}: {text}") from None
 
 
-def _convert(checkpoint: Checkpoint) -> FairseqModel:
-    path = checkpoint.path
-    arguments = find_arguments(checkpoint.content)
-    tensors = checkpoint.content.get("model")
-    if not isinstance(tensors, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
-    ):
-        raise ConversionError("its model is no table of tensors; it is damaged, or of a fork.")
+def _convert(path: Path, content: Any) -> FairseqModel:
+    arguments = find_arguments(content)
+    tensors = pytorch.to_arrays(path, content.get("model"))
     outline = derive_outline(arguments, tensors)
     dictionaries = _read_dictionaries(path.parent, outline, tensors)
     sizes = [len(dictionary.entries) for dictionary in dictionaries]
     derive = derive_language_model if outline.alone else derive_encoder_decoder
     config = derive(outline.model, outline.sequence, *sizes)
-    arrays = checkpoint.read(tensors)
-    check_finite(arrays, "it")
+    check_finite(tensors, "it")
     return FairseqModel(
         model=outline.model,
         sequence=outline.sequence,
         config=config,
-        params=to_parameters(arrays, config),
+        params=to_parameters(tensors, config),
         dictionaries=dictionaries,
         special=SPECIAL_IDS,
         left_out=outline.left_out,
@@ -118,7 +113,7 @@ def _convert(checkpoint: Checkpoint) -> FairseqModel:
 
 
 def _read_dictionaries(
-    folder: Path, outline: Outline, tensors: Mapping[str, Tensor]
+    folder: Path, outline: Outline, tensors: Mapping[str, np.ndarray]
 ) -> tuple[Dictionary, ...]:
     """Those beside a model, each as large as its table."""
     sides = ("decoder",) if outline.alone else ("encoder", "decoder")

@@ -1,8 +1,7 @@
-"""The weight files of a Hugging Face folder as numpy arrays, without PyTorch where possible."""
+"""The weight files of a Hugging Face folder as numpy arrays; safetensors without PyTorch."""
 
 import os
 import re
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -10,20 +9,18 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from convbert_jax.interop.claims import check_memory, read_json, shown
+from convbert_jax.interop import pytorch
+from convbert_jax.interop.claims import check_memory, first_line, read_json, shown
 from convbert_jax.interop.networks import ConversionError
 
 SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
-# Older ones execute what a crafted file tells them even with weights_only=True (CVE-2025-32434).
-SAFE_TORCH = (2, 6)
 _FILES = (SAFETENSORS, SAFETENSORS_INDEX, PICKLED, PICKLED_INDEX)  # the first there is read
 _NUMPY_TYPES = {"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 _MOST_TENSORS = 1 << 16
 _LONGEST_NAME = 255  # bytes, of a file
-_SHARED = 4  # how often a stored number may be in tensors: tied ones are stored once, or views
 
 
 def are_in(folder: Path) -> bool:
@@ -34,8 +31,7 @@ def are_in(folder: Path) -> bool:
 def read_weights(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of a folder by name; floating ones as float32, which is exact for 16 bits.
 
-    Takes model.safetensors or pytorch_model.bin, whole or in shards; the latter needs PyTorch 2.6
-    or newer, which reads it without executing anything.
+    Takes model.safetensors, or pytorch_model.bin by `interop.pytorch`, whole or in shards.
 
     Raises:
       ConversionError: there is none of them, or one cannot be read.
@@ -104,7 +100,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
                 }
     except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
         raise ConversionError(
-            f"{path} cannot be read ({_first_line(error)}); it is damaged or not a safetensors "
+            f"{path} cannot be read ({first_line(error)}); it is damaged or not a safetensors "
             "file, copy it again."
         ) from error
     return tensors
@@ -143,62 +139,4 @@ def _read_shards(
 
 
 def _read_pickled(path: Path) -> dict[str, np.ndarray]:
-    try:
-        import torch
-    except ImportError:
-        raise ConversionError(
-            f"{path} needs PyTorch to be read; pip install torch, or convert the folder to "
-            "safetensors once where PyTorch is installed."
-        ) from None
-    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if version < SAFE_TORCH:
-        raise ConversionError(
-            f"{path} cannot be read safely by PyTorch {torch.__version__}; install 2.6 or newer."
-        )
-    try:
-        _check_archive(path)
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-        _check_tensors(torch, loaded, path.stat().st_size)
-        return {name: _to_numpy(torch, tensor) for name, tensor in loaded.items()}
-    except Exception as error:  # the zip reader, the restricted unpickler, or a foreign content
-        raise ConversionError(
-            f"{path} cannot be read safely ({_first_line(error)}); it is damaged, or holds more "
-            "than tensors."
-        ) from error
-
-
-def _check_archive(path: Path) -> None:
-    """PyTorch unpacks what is compressed, which it never writes: a megabyte may be a thousand."""
-    size = path.stat().st_size
-    check_memory(size, path)
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            parts = archive.infolist()
-        if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-            raise ValueError("its parts are compressed")
-        if sum(part.file_size for part in parts) > size:
-            raise ValueError("its parts are larger than the file")
-
-
-def _check_tensors(torch, loaded, size: int) -> None:
-    """A tensor may repeat one number 10^11 times, by a stride of 0."""
-    if not isinstance(loaded, dict) or len(loaded) > _MOST_TENSORS:
-        raise ValueError("it is no table of tensors")
-    total = 0
-    for name, tensor in loaded.items():
-        if not isinstance(name, str) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise ValueError(f"{shown(name)} is no tensor")
-        total += tensor.numel() * tensor.element_size()
-    if total > _SHARED * size:
-        raise ValueError("its tensors are larger than the file")
-
-
-def _to_numpy(torch, tensor) -> np.ndarray:
-    if tensor.dtype in (torch.bfloat16, torch.float16):
-        tensor = tensor.float()
-    return tensor.detach().numpy()
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200].rstrip(".") if lines else type(error).__name__
+    return pytorch.to_arrays(path, pytorch.read(path))

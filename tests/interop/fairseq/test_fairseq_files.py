@@ -282,7 +282,7 @@ TENSORS = {
     ),
     "too exact": (_double, "exact in float32"),
     "no table": (lambda t: list(t), "no table of tensors"),
-    "a word": (lambda t: t | {"encoder.layers.0.fc1.bias": "x"}, "no table of tensors"),
+    "a word": (lambda t: t | {"encoder.layers.0.fc1.bias": "x"}, "fc1.bias"),
     "nothing": (lambda t: {}, "encoder_layers=3"),
 }
 

@@ -1,1 +1,0 @@
-"""Files that torch.save wrote, read without PyTorch and without running anything of them."""
