@@ -11,6 +11,7 @@ import pytest
 from convbert_jax.config import Config, DataSection, TokenizerSection
 from convbert_jax.data.corpus.corpus import prepare
 from convbert_jax.data.sources import documents as documents_module
+from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
 
 
 def make_documents(count: int, seed: int = 0, lines: int = 6) -> list[str]:
@@ -31,6 +32,21 @@ def make_documents(count: int, seed: int = 0, lines: int = 6) -> list[str]:
 @pytest.fixture(scope="session")
 def documents() -> list[str]:
     return make_documents(300)
+
+
+@pytest.fixture(scope="session")
+def trained(documents, tmp_path_factory):
+    """trained(kind=..., **fields): a vocabulary of 300 entries; its folder must not be changed."""
+    made = {}
+
+    def train(**fields):
+        section = dataclasses.replace(TokenizerSection(vocab_size=300), **fields)
+        if section not in made:
+            folder = tmp_path_factory.mktemp("vocabulary")
+            made[section] = train_tokenizer(documents, section, folder)
+        return made[section]
+
+    return train
 
 
 @pytest.fixture(scope="session")

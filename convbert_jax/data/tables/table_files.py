@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from convbert_jax.data.errors import DataError, shorten
-from convbert_jax.data.tables.table_formats import OPENERS, BadRows, Fault, TableFormat, TableRows
+from convbert_jax.data.tables.table_formats import OPENERS, BadRows, Fault, TableFormat
 
 ABSENT = object()  # the value of a column that a row does not have
 
@@ -64,8 +64,18 @@ def read_table(
     """
     shown = path if isinstance(path, Path) else path[0]
     header, found = OPENERS[form.format](path, form, key)
-    rows = _usable(found, bad_rows)
-    count = 0
+    count = total = 0
+
+    def usable():
+        nonlocal total
+        for line, row in found:
+            total += 1
+            if isinstance(row, Fault):
+                bad_rows.report(line, row.problem)
+            else:
+                yield line, row
+
+    rows = usable()
     if header is None:  # objects with names of their own
         for line, record in rows:
             values = tuple(find_value(record, name) for name in wanted)
@@ -94,18 +104,10 @@ def read_table(
                 )
             count += 1
             yield line, tuple(None if place is None else cells[place] for place in places)
-    bad_rows.summarize(count)
+    bad_rows.summarize(total)
     if not count:
         first = f" that can be used; {bad_rows.first}" if bad_rows.count else ""
         raise DataError(f"{shown} has no rows{first}; check the file.", path=shown)
-
-
-def _usable(rows: TableRows, bad_rows: BadRows) -> TableRows:
-    for line, row in rows:
-        if isinstance(row, Fault):
-            bad_rows.report(line, row.problem)
-        else:
-            yield line, row
 
 
 def find_column(name: str, header: Sequence[str], form: TableFormat) -> int | None:

@@ -89,14 +89,14 @@ class BadRows:
         self.first = self.first or f"line {line} {problem}"
         self.count += 1
 
-    def summarize(self, kept: int) -> None:
-        """Logs what was left out."""
+    def summarize(self, total: int) -> None:
+        """Logs how many of `total` rows were left out."""
         if self.count:
             logging.warning(
                 "%s: %d of %d rows left out; the first: %s.",
                 self._path,
                 self.count,
-                self.count + kept,
+                total,
                 self.first,
             )
 

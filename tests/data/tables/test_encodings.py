@@ -1,10 +1,7 @@
 """Text that is not UTF-8: read by the encoding that the config names, which errors suggest."""
 
 # ruff: noqa: RUF001
-
-import csv
 import gzip
-import io
 import json
 
 import pytest
@@ -19,6 +16,7 @@ from convbert_jax.data.sources.source import open_source
 from convbert_jax.data.tables.encodings import guess_encoding
 from convbert_jax.data.tables.table_formats import Fault
 from convbert_jax.data.tasks.own_task import open_task
+from tests.refusals import refused
 
 # Two made-up sentences each.
 TEXTS = {
@@ -38,33 +36,15 @@ TEXTS = {
     "euc_jp": ("今日は天気がいいので公園へ行きます。", "カメラを買いました。"),
     "euc_kr": ("오늘은 날씨가 좋아서 공원에 갑니다.", "아이들이 학교에서 책을 읽습니다."),
 }
-
-
-@pytest.fixture(params=TEXTS)
-def encoding(request):
-    return request.param
-
-
-def as_csv(texts) -> str:
-    file = io.StringIO()
-    csv.writer(file).writerows([("text", "label"), *((text, "yes") for text in texts)])
-    return file.getvalue()
-
-
-def as_jsonl(texts) -> str:
-    return "".join(
-        json.dumps({"text": t, "label": "yes"}, ensure_ascii=False) + "\n" for t in texts
-    )
-
-
+JSONL = '{{"text": {0}, "label": "yes"}}\n{{"text": {1}, "label": "yes"}}\n'
 FILES = {
-    "lines.txt": lambda texts: "".join(f"{text}\n" for text in texts),
-    "a.txt.gz": lambda texts: "".join(f"{text}\n" for text in texts),
-    "blank_lines.txt": lambda texts: "\n\n".join(texts),
-    "a.jsonl": as_jsonl,
-    "unnamed": as_jsonl,
-    "a.csv": as_csv,
-    "a.tsv": lambda texts: "text\tlabel\n" + "".join(f"{text}\tyes\n" for text in texts),
+    "lines.txt": "{0}\n{1}\n",
+    "a.txt.gz": "{0}\n{1}\n",
+    "blank_lines.txt": "{0}\n\n{1}",
+    "a.jsonl": JSONL,
+    "unnamed": JSONL,
+    "a.csv": 'text,label\n"{0}",yes\n"{1}",yes\n',
+    "a.tsv": "text\tlabel\n{0}\tyes\n{1}\tyes\n",
 }
 
 
@@ -73,75 +53,64 @@ def read(path, **fields) -> list[str]:
     return [text for unit in source.units for text in source.documents(unit)]
 
 
-def test_the_encoding_of_a_text_is_guessed(encoding):
-    assert guess_encoding("\n".join(TEXTS[encoding]).encode(encoding)) == encoding
+@pytest.mark.parametrize("encoding", TEXTS)
+def test_a_file_is_read_by_its_encoding(encoding, tmp_path, monkeypatch):
+    first, second = texts = TEXTS[encoding]
+    assert guess_encoding("\n".join(texts).encode(encoding)) == encoding
+    for name, pattern in FILES.items():
+        path = tmp_path / name
+        written = (json.dumps(t, ensure_ascii=False) for t in texts) if pattern == JSONL else texts
+        data = pattern.format(*written).encode(encoding)
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+        assert read(path, encoding=encoding) == list(texts)
+        with refused(DataError, f"config.data.encoding={encoding}", path=path):
+            read(path)
+    section = TaskSection(folder=str(tmp_path), train="a.csv", heldout_fraction=0.0)
+    with refused(DataError, encoding, path=path.with_name("a.csv"), line=2):
+        open_task(section)
 
+    for name in ("a.aa", "a.bb"):
+        (tmp_path / name).write_bytes(f"{first}\n{second}\n".encode(encoding))
+    (tmp_path / "pairs.csv").write_bytes(f"source,target\n{first},{second}\n".encode(encoding))
+    for spec, pair in (
+        (f"parallel:{tmp_path}/a.aa,{tmp_path}/a.bb", (first, first)),
+        (f"csv:{tmp_path}/pairs.csv", (first, second)),
+    ):
+        source = open_pairs(spec, ParallelSection(encoding=encoding))
+        assert next(source.pairs(source.units[0]))[1] == pair
+        source = open_pairs(spec, ParallelSection())
+        _, fault = next(source.pairs(source.units[0]))
+        assert isinstance(fault, Fault)
+        assert encoding in fault.problem or "csv:" in spec
 
-@pytest.mark.parametrize("data", [b"", b"\xff", b"plain", "naïve Ä".encode()])
-def test_little_text_has_some_guess(data):
-    guess = guess_encoding(data)
-    assert guess == "" or data.decode(guess) is not None
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_corpus_is_read_by_its_encoding(encoding, name, tmp_path):
-    texts, path = list(TEXTS[encoding]), tmp_path / name
-    data = FILES[name](texts).encode(encoding)
-    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    assert read(path, encoding=encoding) == texts
-    with pytest.raises(DataError) as error:
-        read(path)
-    assert str(path) in str(error.value)
-    assert f"config.data.encoding={encoding}" in str(error.value)
-
-
-def test_units_and_long_lines_are_cut_between_characters(encoding, tmp_path, monkeypatch):
     monkeypatch.setattr(documents_module, "UNIT_BYTES", 2_000)
     for module in (documents_module, text_files, text_formats):
         monkeypatch.setattr(module, "LONGEST", 1_000)
-    path = tmp_path / "a.txt"
-    word = max(TEXTS[encoding][0].split(), key=len)
-    path.write_bytes(f"{word * 1000}\n{TEXTS[encoding][1]}\n".encode(encoding) * 3)
+    word = max(first.split(), key=len)
+    path.write_bytes(f"{word * 1000}\n{second}\n".encode(encoding) * 3)
     found = read(path, format="lines", encoding=encoding)
-    assert "".join(found) == (word * 1000 + TEXTS[encoding][1]) * 3
+    assert "".join(found) == (word * 1000 + second) * 3
+
+
+def test_little_text_has_some_guess():
+    for data in (b"", b"\xff", b"plain", "naïve Ä".encode()):
+        guess = guess_encoding(data)
+        assert guess == "" or data.decode(guess) is not None
 
 
 def test_the_first_bad_place_and_the_policies(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("今天天气很好\n孩子们在学校\n".encode("gbk") + b"\xff\n")
-    with pytest.raises(DataError, match=r"not gbk in 1 places, first in line 3 \(byte 26\)"):
+    with refused(DataError, "gbk", "line 3", "byte 26", path=path):
         read(path, encoding="gbk")
     fields = {"encoding": "gbk", "format": "lines"}
     assert read(path, **fields, encoding_errors="skip") == ["今天天气很好", "孩子们在学校"]
     assert read(path, **fields, encoding_errors="replace")[2] == "\ufffd"
 
 
-def test_pairs_are_read_by_their_encoding(encoding, tmp_path):
-    first, second = TEXTS[encoding]
-    for name in ("a.aa", "a.bb"):
-        (tmp_path / name).write_bytes(f"{first}\n{second}\n".encode(encoding))
-    (tmp_path / "a.csv").write_bytes(f"source,target\n{first},{second}\n".encode(encoding))
-    for spec in (f"parallel:{tmp_path}/a.aa,{tmp_path}/a.bb", f"csv:{tmp_path}/a.csv"):
-        source = open_pairs(spec, ParallelSection(encoding=encoding))
-        found = [pair for _, pair in source.pairs(source.units[0])]
-        assert found[0] == (first, second if "csv" in spec else first)
-        source = open_pairs(spec, ParallelSection())
-        _, fault = next(source.pairs(source.units[0]))
-        assert isinstance(fault, Fault)
-    source = open_pairs(f"parallel:{tmp_path}/a.aa,{tmp_path}/a.bb", ParallelSection())
-    assert encoding in next(source.pairs(source.units[0]))[1].problem
-
-
-def test_fine_tuning_names_the_likely_encoding(encoding, tmp_path):
-    (tmp_path / "a.csv").write_bytes(as_csv(TEXTS[encoding]).encode(encoding))
-    section = TaskSection(folder=str(tmp_path), train="a.csv", heldout_fraction=0.0)
-    with pytest.raises(DataError, match=rf"line 2 .*{encoding}"):
-        open_task(section)
-
-
-@pytest.mark.parametrize("name", ["data", "parallel", "task"])
-@pytest.mark.parametrize("unreadable", ["latin-17", "hex", "utf-16", "cp037"])
-def test_encodings_that_cannot_be_read_are_refused(name, unreadable):
-    recipe = {"data": "replaced_token", "parallel": "translation", "task": "finetune"}[name]
-    with pytest.raises(ConfigError, match=rf"config\.{name}\.encoding='{unreadable}'"):
-        from_config_dict({"recipe": recipe, name: {"encoding": unreadable}})
+def test_encodings_that_cannot_be_read_are_refused():
+    recipes = {"data": "replaced_token", "parallel": "translation", "task": "finetune"}
+    for name, recipe in recipes.items():
+        for wrong in ("latin-17", "hex", "utf-16", "cp037"):
+            with refused(ConfigError, f"config.{name}.encoding", wrong):
+                from_config_dict({"recipe": recipe, name: {"encoding": wrong}})
