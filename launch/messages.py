@@ -1,8 +1,8 @@
-"""Prints every message of the package as one Markdown page: errors, warnings, log lines, help.
+"""Prints every error, warning, log line and help text of the package as one Markdown page.
 
     python launch/messages.py > messages.md
 
-It reads the source, so that each message stands once, with its place. `{...}` is a value.
+Messages are read from the source, each with its file and line. `{...}` is a value.
 """
 
 import ast
@@ -24,17 +24,21 @@ def messages(path: pathlib.Path) -> list[tuple[int, str, str]]:
     found: list[tuple[int, str, str]] = []
 
     def visit(node: ast.AST, kind: str) -> None:
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            kind = ast.unparse(node.exc.func)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("logging."):
-            kind = ast.unparse(node.func)
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            return  # a docstring
-        text = _text(node)
-        if text is not None:
-            if len(text.split()) >= LEAST_WORDS:
-                found.append((node.lineno, kind, " ".join(text.split())))
-            return
+        match node:
+            case ast.Expr(value=ast.Constant()):
+                return  # a docstring
+            case ast.Raise(exc=ast.Call(func=function)):
+                kind = ast.unparse(function)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="logging")) as function):
+                kind = ast.unparse(function)
+            case ast.Constant(value=str()) | ast.JoinedStr():
+                parts = getattr(node, "values", [node])
+                text = "".join(
+                    part.value if isinstance(part, ast.Constant) else "{...}" for part in parts
+                )
+                if len(words := text.split()) >= LEAST_WORDS:
+                    found.append((node.lineno, kind, " ".join(words)))
+                return
         annotations = {getattr(node, "annotation", None), getattr(node, "returns", None)}
         for child in ast.iter_child_nodes(node):
             if child not in annotations:
@@ -42,15 +46,6 @@ def messages(path: pathlib.Path) -> list[tuple[int, str, str]]:
 
     visit(ast.parse(path.read_text(encoding="utf-8")), "text")
     return found
-
-
-def _text(node: ast.AST) -> str | None:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.JoinedStr):
-        parts = (_text(part) for part in node.values)
-        return "".join("{...}" if part is None else part for part in parts)
-    return None
 
 
 def main() -> None:
