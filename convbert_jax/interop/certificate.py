@@ -114,7 +114,8 @@ def certify(
                 f"{out} differs by {value:.1e}, more than {limits[out]:.0e}"
                 for out, value in wrong.items()
             )
-            + "; do not use it, and report this as a bug of convbert_jax."
+            + "; do not use it, and report this as a bug of convbert_jax.",
+            path=folder,
         )
     return certificate
 
@@ -282,7 +283,8 @@ def _check_read_back(folder: Path, network: Network) -> int:
     if differing:
         raise ParityError(
             f"{folder} does not read back as it was written, first {differing[0]}; the disk or "
-            "its memory is at fault, write it again."
+            "its memory is at fault, write it again.",
+            path=folder,
         )
     return len(network.parameters)
 

@@ -75,7 +75,8 @@ def check_finite(arrays: Mapping[str, np.ndarray], place: str) -> None:
     if wrong:
         raise ConversionError(
             f"{place} has NaN or infinity in {len(wrong)} of {len(arrays)} arrays, first "
-            f"{wrong[0]}; whoever wrote it had diverged or the file is damaged, take another one."
+            f"{wrong[0]}; whoever wrote it had diverged or the file is damaged, take another one.",
+            field=wrong[0],
         )
 
 

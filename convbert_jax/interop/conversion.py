@@ -135,11 +135,18 @@ def _write(
     elif not generator:
         networks = {"main": networks["main"]}
     elif "generator" not in networks:
-        raise ConversionError(f"{source} has no generator; leave out --generator=true.")
+        raise ConversionError(
+            f"{source} has no generator; leave out --generator=true.",
+            field="--generator",
+            value="true",
+            path=source,
+        )
     elif form == "stablehlo":
         raise ConversionError(
             "--format=stablehlo has the encoder alone; leave out --generator=true, or take "
-            "--format=huggingface or tensorflow1."
+            "--format=huggingface or tensorflow1.",
+            field="--generator",
+            value="true",
         )
     if form == "huggingface":
         return write_huggingface(
@@ -260,7 +267,11 @@ def check_expressible(
             check(network)
         except ConversionError as error:
             hint = " (leave it out with --generator=false)" if name == "generator" else ""
-            raise ConversionError(f"the {_role(networks, name)}{hint}: {error}") from None
+            raise ConversionError(
+                f"the {_role(networks, name)}{hint}: {error}",
+                field=error.field,
+                value=error.value,
+            ) from None
 
 
 def replace_folder(
@@ -276,7 +287,8 @@ def replace_folder(
     """
     if output.exists() and not mark.is_in(output):
         raise ConversionError(
-            f"{output} exists and was not exported from here; remove it or name another --output."
+            f"{output} exists and was not exported from here; remove it or name another --output.",
+            path=output,
         )
     if files.is_remote(output):
         with files.written_locally(output) as place:
@@ -298,7 +310,8 @@ def replace_folder(
         shutil.rmtree(unfinished, ignore_errors=True)
         raise ConversionError(
             f"{output} cannot be written ({error.strerror}); free some space, or name another "
-            "--output."
+            "--output.",
+            path=output,
         ) from error
 
 
@@ -308,7 +321,9 @@ def _place(path: Path) -> Path:
 
 def _check_form(form: str) -> None:
     if form not in _FORMS:
-        raise ConversionError(f"form={form!r} is unknown; choose from {', '.join(_FORMS)}.")
+        raise ConversionError(
+            f"form={form!r} is unknown; choose from {', '.join(_FORMS)}.", field="form", value=form
+        )
 
 
 def _check_output(output: Path, source: Path) -> None:
@@ -317,7 +332,9 @@ def _check_output(output: Path, source: Path) -> None:
     if output in (place, *place.parents):
         raise ConversionError(
             f"--output={output} is where the weights are, and would replace them; name another "
-            "--output."
+            "--output.",
+            field="--output",
+            value=str(output),
         )
     mark.check_own(output, str(place))
 

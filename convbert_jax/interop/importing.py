@@ -61,7 +61,11 @@ def import_run(
     """
     workdir = Workdir(folder)
     if workdir.steps():
-        raise ConversionError(f"--workdir={folder} holds a run already; name another folder.")
+        raise ConversionError(
+            f"--workdir={folder} holds a run already; name another folder.",
+            field="--workdir",
+            value=str(folder),
+        )
     source = read_source(path)
     config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
     check_entries(source, config)
@@ -144,16 +148,22 @@ def check_entries(source: Source, config: Config) -> None:
             f"if the last {rows - found} only pad it, cut the weights to {found} rows (in PyTorch "
             f"model.resize_token_embeddings({found}), then save_pretrained), or add entries to "
             f"the vocabulary up to {rows} ([unused{found}] and so on); else name the vocabulary "
-            "of the weights with --config.tokenizer.path."
+            "of the weights with --config.tokenizer.path.",
+            path=named,
+            value=found,
         )
     if config.tokenizer.path:
         raise ConversionError(
             f"config.tokenizer.path={named} has {found} entries, but the weights are of a "
-            f"vocabulary of {rows}; leave the field out, or name theirs."
+            f"vocabulary of {rows}; leave the field out, or name theirs.",
+            field="config.tokenizer.path",
+            value=named,
         )
     raise ConversionError(
         f"{named} has {found} entries, but the weights are of a vocabulary of {rows}; name theirs "
-        "with --config.tokenizer.path."
+        "with --config.tokenizer.path.",
+        path=named,
+        value=found,
     )
 
 
@@ -178,7 +188,8 @@ def tokenizer_fields(source: Source, config: Config, given: Collection[str] = ()
     if not source.tokenizer:
         raise ConversionError(
             "the source has no vocabulary, and its weights mean nothing without theirs; name it "
-            "with --config.tokenizer.path=vocab.txt."
+            "with --config.tokenizer.path=vocab.txt.",
+            field="config.tokenizer.path",
         )
     fields = {f"tokenizer.{field}": value for field, value in source.tokenizer.items()}
     kept = set(given) - {"tokenizer.path"}  # which is empty here
@@ -200,7 +211,9 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer) -> None:
         first = next((i for i, (a, b) in pairs if a != b), min(len(theirs), tokenizer.vocab_size))
         raise ConversionError(
             f"{tokenizer.path} is not the vocabulary of the weights, {beside.path}: they differ "
-            f"from entry {first} on; set --config.tokenizer.path={beside.path}."
+            f"from entry {first} on; set --config.tokenizer.path={beside.path}.",
+            field="config.tokenizer.path",
+            path=tokenizer.path,
         )
 
 

@@ -46,7 +46,8 @@ def check_own(folder: Path, source: str) -> None:
     said, own = read_json(folder / FILE), google_crc32c.value(source.encode())
     if said.get(_SOURCE, own) != own:
         raise ConversionError(
-            f"{folder} has the export of another model; remove it or name another --output."
+            f"{folder} has the export of another model; remove it or name another --output.",
+            path=folder,
         )
     sums = said.get(_CHECKSUMS, {})
     # Format 1 has no checksums of what is for people.
@@ -55,7 +56,9 @@ def check_own(folder: Path, source: str) -> None:
         if sums.get(name) != _checksum(path):
             raise ConversionError(
                 f"{folder} has {name}, which is not as it was written there; keep it elsewhere and "
-                "remove the folder, or name another --output."
+                "remove the folder, or name another --output.",
+                value=name,
+                path=folder,
             )
 
 
@@ -71,7 +74,12 @@ def read(folder: Path) -> dict[str, Any]:
     said = read_json(folder / FILE)
     sums = said.get(_CHECKSUMS, {})
     if not isinstance(sums, dict):
-        raise ConversionError(f"{folder / FILE} has {_CHECKSUMS}={shown(sums)}; copy it again.")
+        raise ConversionError(
+            f"{folder / FILE} has {_CHECKSUMS}={shown(sums)}; copy it again.",
+            field=_CHECKSUMS,
+            value=sums,
+            path=folder / FILE,
+        )
     for path in _files(folder):
         wanted = sums.get(path.relative_to(folder).as_posix())
         if wanted is None or wanted == _checksum(path):
@@ -81,7 +89,8 @@ def read(folder: Path) -> dict[str, Any]:
             continue
         raise ConversionError(
             f"{path} is not the file that was written (wrong checksum); copy it again, or, if you "
-            f"changed it yourself, take {FILE} away."
+            f"changed it yourself, take {FILE} away.",
+            path=path,
         )
     return said
 

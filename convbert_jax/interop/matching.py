@@ -72,7 +72,7 @@ def derive_fields(networks: Mapping[str, Network], config: Config) -> dict[str, 
     try:
         stages = _stage_fields(encoder)
     except ConfigError as error:
-        raise ConversionError(str(error)) from None
+        raise ConversionError(str(error), field=error.field, value=error.value) from None
     sizes = {
         "model.hidden_size": encoder.hidden_size,
         "model.embedding_size": main.embeddings.size,
@@ -119,7 +119,8 @@ def _stage_fields(encoder: EncoderConfig) -> list[dict[str, Any]]:
                 if fields[name] != before[name]:
                     raise ConversionError(
                         f"the layers differ in {name} ({before[name]} and {fields[name]}), which "
-                        f"config.model.{name} says of all."
+                        f"config.model.{name} says of all.",
+                        field=f"config.model.{name}",
                     )
         found.append(fields)
     if all(stage.layer == encoder.stages[0].layer for stage in encoder.stages):
@@ -244,7 +245,8 @@ def _generator_fields(generator: Network, main: Network, config: Config) -> dict
     raise ConversionError(
         f"the generator ({layer.hidden_size} channels, heads {layer.mixer}, feed-forward "
         f"{layer.ffn_size}) is none that config.generator can describe ({why.rstrip('.')}); take "
-        "it away from the source to import the discriminator alone."
+        "it away from the source to import the discriminator alone.",
+        field="config.generator",
     )
 
 

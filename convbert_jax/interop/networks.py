@@ -173,7 +173,9 @@ def places(config: Config) -> dict[str, dict[str, str]]:
         raise ConversionError(
             f"a model of config.recipe='{config.recipe}' writes text; no class of Hugging Face's "
             "library and no TensorFlow 1 checkpoint holds its parameters, so it is used by "
-            "--mode=predict and convbert_jax.load."
+            "--mode=predict and convbert_jax.load.",
+            field="config.recipe",
+            value=config.recipe,
         )
     if config.recipe == "masked_lm":
         parts = {"embeddings": "embeddings", "encoder": "encoder", "mlm_head": "head"}
@@ -284,12 +286,14 @@ def join(
                 raise ConversionError(
                     f"parameter {ours} has shape {array.shape} in the source and "
                     f"{wanted[ours].shape} in this run; set config.model and config.generator to "
-                    "the sizes of the source."
+                    "the sizes of the source.",
+                    field=ours,
                 )
             elif ours in found and not np.array_equal(found[ours][1], array):
                 raise ConversionError(
                     f"parameter {ours} is tied in this run, but the source has two of them; set "
-                    "--config.generator.tie_embeddings=false and --config.generator.kind=separate."
+                    "--config.generator.tie_embeddings=false and --config.generator.kind=separate.",
+                    field=ours,
                 )
             else:
                 found[ours] = (name, array)

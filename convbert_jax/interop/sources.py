@@ -74,7 +74,7 @@ def read_source(path: str) -> Source:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConversionError(f"{shown(path)} cannot be read ({reason}).") from error
     except MemoryError as error:
-        raise ConversionError(f"{path} needs more memory than there is.") from error
+        raise ConversionError(f"{path} needs more memory than there is.", path=path) from error
 
 
 def _read_source(path: str) -> Source:
@@ -86,7 +86,9 @@ def _read_source(path: str) -> Source:
         section = dataclasses.asdict(read_tokenizer(workdir, run)[1])
         return Source("run", split(run, params), step=step, tokenizer=section)
     if files.is_remote(folder):
-        raise ConversionError(f"{path} holds no run; weights of others are read from a disk.")
+        raise ConversionError(
+            f"{path} holds no run; weights of others are read from a disk.", path=path
+        )
     if (folder / huggingface_config.FILE).is_file() and weight_files.are_in(folder):
         found = huggingface.read_folder(folder)
         if found.extra["main"].get("generator") and "generator" not in found.networks:
@@ -104,7 +106,8 @@ def _read_source(path: str) -> Source:
             f"{path} is no run (config.json and checkpoints/), no Hugging Face folder (config.json "
             "and weights) and no TensorFlow checkpoint (FILE.index beside FILE.data-*); name one "
             "of these; a model on the hub must be downloaded first (hf download NAME --local-dir "
-            "FOLDER)."
+            "FOLDER).",
+            path=path,
         )
     read = tensorflow1.read_checkpoint(prefix)
     return Source(
@@ -160,7 +163,9 @@ def check_fits(source: Source, config: Config) -> None:
         wanted = matching.flags({path: pair[0] for path, pair in different.items()})
         raise ConversionError(
             f"the source holds a network with config.{field}={value}, this run has {now}; start "
-            f"it with {wanted}"
+            f"it with {wanted}",
+            field=f"config.{field}",
+            value=now,
         )
 
 
@@ -201,7 +206,9 @@ def open_vocabulary(path: str, source: Source) -> tuple[Tokenizer, TokenizerSect
     if found > rows:
         raise ConversionError(
             f"{tokenizer.path} has {found} entries, but {path} is of a vocabulary of {rows}; put "
-            "theirs there, or name it in Python with vocabulary=FILE."
+            "theirs there, or name it in Python with vocabulary=FILE.",
+            value=found,
+            path=tokenizer.path,
         )
     if found < rows:
         logging.warning(
@@ -219,7 +226,9 @@ def open_vocabulary(path: str, source: Source) -> tuple[Tokenizer, TokenizerSect
 def _step_of(extra: Mapping[str, Any]) -> int:
     step = extra.get("step", 0)
     if type(step) is not int or not 0 <= step < 1 << 31:
-        raise ConversionError(f"config.json has step={shown(step)}, no number of steps.")
+        raise ConversionError(
+            f"config.json has step={shown(step)}, no number of steps.", field="step", value=step
+        )
     return step
 
 
@@ -228,7 +237,10 @@ def _with_masking(networks: Mapping[str, Network], folder: Path) -> Mapping[str,
     masked = mark.read(folder).get("mask_convolution", False)
     if not isinstance(masked, bool):
         raise ConversionError(
-            f"{folder / mark.FILE} has mask_convolution={shown(masked)}, not true or false."
+            f"{folder / mark.FILE} has mask_convolution={shown(masked)}, not true or false.",
+            field="mask_convolution",
+            value=masked,
+            path=folder / mark.FILE,
         )
 
     return {name: network.with_masking(masked) for name, network in networks.items()}

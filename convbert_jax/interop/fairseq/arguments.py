@@ -190,7 +190,9 @@ class _Arguments:
         value = self._values.get(name)
         value = shown(value) if isinstance(value, int | float | str | type(None)) else _list(value)
         return ConversionError(
-            f"its argument {name}={value} has no counterpart here; it must be {needed}."
+            f"its argument {name}={value} has no counterpart here; it must be {needed}.",
+            field=name,
+            value=self._values.get(name),
         )
 
     def size(self, name: str, most: int = LARGEST) -> int:

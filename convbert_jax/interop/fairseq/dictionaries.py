@@ -74,16 +74,17 @@ def read_dictionary(path: Path, rows: int) -> Dictionary:
     """
     try:
         if path.exists() and (not path.is_file() or path.stat().st_size > _LARGEST):
-            raise ConversionError(f"{path} is no plain file of words; copy it again.")
+            raise ConversionError(f"{path} is no plain file of words; copy it again.", path=path)
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
         raise ConversionError(
             f"{path} cannot be read ({error.strerror}); a model of fairseq needs its dictionaries "
-            "beside it."
+            "beside it.",
+            path=path,
         ) from None
     except UnicodeDecodeError as error:
         raise ConversionError(
-            f"{path} is not UTF-8 (first bad byte at {error.start}); copy it again."
+            f"{path} is not UTF-8 (first bad byte at {error.start}); copy it again.", path=path
         ) from None
     entries = list(SPECIAL)
     known = set(entries)
@@ -95,20 +96,27 @@ def read_dictionary(path: Path, rows: int) -> Dictionary:
         if found is None:
             raise ConversionError(
                 f"{path}, line {number}: {shown(line)} is not a word and its count; it is no "
-                "dictionary of fairseq, or damaged."
+                "dictionary of fairseq, or damaged.",
+                value=line,
+                path=path,
+                line=number,
             )
         word, overwrites = found
         if word in known and not overwrites:
             raise ConversionError(
                 f"{path}, line {number}: {shown(word)} is there before, which only a line "
-                f"with {_OVERWRITES} at its end may repeat; copy it again."
+                f"with {_OVERWRITES} at its end may repeat; copy it again.",
+                value=word,
+                path=path,
+                line=number,
             )
         known.add(word)
         entries.append(word)
     if rows not in {-(-len(entries) // factor) * factor for factor in _FACTORS}:
         raise ConversionError(
             f"{path} has {len(entries):,} words, four special ones with them, but its model's "
-            f"table has {rows:,} rows; it belongs to another model."
+            f"table has {rows:,} rows; it belongs to another model.",
+            path=path,
         )
     number = 0
     while len(entries) < rows:

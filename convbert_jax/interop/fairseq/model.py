@@ -89,7 +89,13 @@ def read(path: Path) -> FairseqModel:
         return _convert(path, content)
     except (ConversionError, ConfigError) as error:
         text = str(error)
-        raise ConversionError(text if str(path.parent) in text else f"{path}: {text}") from None
+        raise ConversionError(
+            text if str(path.parent) in text else f"{path}: {text}",
+            field=error.field,
+            value=error.value,
+            path=error.path or path,
+            line=error.line,
+        ) from None
 
 
 def _convert(path: Path, content: Any) -> FairseqModel:
@@ -123,18 +129,23 @@ def _read_dictionaries(
             if not language or Path(language).name != language or len(language) > 99:
                 raise ConversionError(
                     f"its args name the language {shown(language)}, so its dictionaries cannot be "
-                    "found; they must have source_lang and target_lang."
+                    "found; they must have source_lang and target_lang.",
+                    value=language,
                 )
         names = tuple(f"dict.{language}.txt" for language in outline.languages)
     found = []
     for side, name in zip(sides, names, strict=True):
         table = tensors.get(f"{side}.embed_tokens.weight")
         if table is None or not table.shape:
-            raise ConversionError(f"its model lacks {side}.embed_tokens.weight; it is damaged.")
+            raise ConversionError(
+                f"its model lacks {side}.embed_tokens.weight; it is damaged.",
+                field=f"{side}.embed_tokens.weight",
+            )
         found.append(read_dictionary(folder / name, table.shape[0]))
     if outline.sequence.shared_vocabulary and found[0].entries != found[-1].entries:
         raise ConversionError(
             f"{folder / names[0]} and {folder / names[1]} differ, but its args say that they are "
-            "one; they belong to another model."
+            "one; they belong to another model.",
+            path=folder / names[0],
         )
     return tuple(found)

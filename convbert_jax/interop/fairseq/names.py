@@ -108,7 +108,8 @@ def to_parameters(
             if array.shape != shape:
                 raise ConversionError(
                     f"its tensor {name} makes {list(array.shape)} of {path}, which its args make "
-                    f"{list(shape)}; it is damaged, or of a fork of fairseq."
+                    f"{list(shape)}; it is damaged, or of a fork of fairseq.",
+                    field=name,
                 )
         flat[path] = np.stack(arrays) if stacked else arrays[0]
     return to_tree(flat)
@@ -168,7 +169,9 @@ def _modern(tensors: Mapping[str, np.ndarray], wanted: set[str]) -> dict[str, np
                 parts = dict(zip(named, np.split(array, len(named)), strict=True))
         for part, value in parts.items():
             if part in modern:
-                raise ConversionError(f"its model has {shown(part)} by two names; it is damaged.")
+                raise ConversionError(
+                    f"its model has {shown(part)} by two names; it is damaged.", field=part
+                )
             modern[part] = value
     return modern
 
@@ -182,7 +185,8 @@ def _without_copies(tensors: Mapping[str, np.ndarray], wanted: set[str]) -> dict
             continue
         if not np.array_equal(kept.pop(copy), kept[table]):
             raise ConversionError(
-                f"its args say that {copy} is {table}, but its model has two; it is damaged."
+                f"its args say that {copy} is {table}, but its model has two; it is damaged.",
+                field=copy,
             )
     return kept
 
@@ -193,7 +197,8 @@ def _check_all(names: set[str], what: str) -> None:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ConversionError(
             f"its model {what} {some}{more}; its args tell of another model, or it is of a fork of "
-            "fairseq."
+            "fairseq.",
+            field=min(names),
         )
 
 

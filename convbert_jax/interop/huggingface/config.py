@@ -73,7 +73,9 @@ def check_expressible(network: Network) -> None:
     if layer.ffn_groups > 1:
         raise ConversionError(
             f"config.model.ffn_groups={layer.ffn_groups} with attention only has no class at "
-            "Hugging Face; train with 1, or export with --format=stablehlo."
+            "Hugging Face; train with 1, or export with --format=stablehlo.",
+            field="config.model.ffn_groups",
+            value=layer.ffn_groups,
         )
     if network.has("rtd_head") and family == "bert":
         raise ConversionError("a BERT has no head for replaced tokens; write it as an ELECTRA.")
@@ -144,7 +146,10 @@ def read(folder: Path) -> dict[str, Any]:
         content["model_type"] = kind = _guess_model_type(content, path)
     if not isinstance(kind, str) or kind not in _MODEL_TYPES:
         raise ConversionError(
-            f"{path} is of model_type {shown(kind)}; ConvBERT, ELECTRA and BERT can be read."
+            f"{path} is of model_type {shown(kind)}; ConvBERT, ELECTRA and BERT can be read.",
+            field="model_type",
+            value=kind,
+            path=path,
         )
     for field, wanted in (
         ("hidden_act", ("gelu", "gelu_python")),
@@ -155,7 +160,10 @@ def read(folder: Path) -> dict[str, Any]:
         if content.get(field, wanted[0]) not in wanted:
             raise ConversionError(
                 f"{path} has {field}={shown(content[field])}, which this encoder does not compute; "
-                f"only {wanted[0]!r} can be read."
+                f"only {wanted[0]!r} can be read.",
+                field=field,
+                value=content[field],
+                path=path,
             )
     return content
 
@@ -170,7 +178,9 @@ def _guess_model_type(content: dict[str, Any], path: Path) -> str:
             return family
     raise ConversionError(
         f'{path} has no model_type; add "model_type": "bert" to it, or "electra" or "convbert", '
-        "whichever the weights are of."
+        "whichever the weights are of.",
+        field="model_type",
+        path=path,
     )
 
 
@@ -186,7 +196,9 @@ def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig
         value = content.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= LARGEST:
             raise ConversionError(
-                f"config.json has {name}={shown(value)}, not a number from 1 to {LARGEST:,}."
+                f"config.json has {name}={shown(value)}, not a number from 1 to {LARGEST:,}.",
+                field=name,
+                value=value,
             )
         return value
 
@@ -194,7 +206,9 @@ def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig
         value = content.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
             raise ConversionError(
-                f"config.json has {name}={shown(value)}, not a number from 0 to 1."
+                f"config.json has {name}={shown(value)}, not a number from 0 to 1.",
+                field=name,
+                value=value,
             )
         return float(value)
 
@@ -206,7 +220,9 @@ def sizes(content: dict[str, Any]) -> tuple[str, EmbeddingsConfig, EncoderConfig
     parts = attention_heads * (2 if family == "convbert" else 1)
     if hidden % parts:
         raise ConversionError(
-            f"config.json has hidden_size={hidden}, which does not divide into {parts} heads."
+            f"config.json has hidden_size={hidden}, which does not divide into {parts} heads.",
+            field="hidden_size",
+            value=hidden,
         )
     attention = {
         "attention_heads": attention_heads,
@@ -251,27 +267,36 @@ def read_use(content: dict[str, Any]) -> dict[str, Any]:
     ours = content.get(OURS)
     told = ours.get(_USE, {}) if isinstance(ours, dict) else {}
     if not isinstance(told, dict):
-        raise ConversionError(f"config.json has {OURS}.{_USE}={shown(told)}, not an object.")
+        raise ConversionError(
+            f"config.json has {OURS}.{_USE}={shown(told)}, not an object.",
+            field=f"{OURS}.{_USE}",
+            value=told,
+        )
     sections: dict[str, dict[str, Any]] = {}
     for path, value in told.items():
         if path not in USE:
             raise ConversionError(
                 f"config.json has {OURS}.{_USE} with {shown(path)}, which this version does not "
-                f"know; it knows {', '.join(USE)}."
+                f"know; it knows {', '.join(USE)}.",
+                field=path,
             )
         section, _, field = path.partition(".")
         sections.setdefault(section, {})[field] = value
     try:
         config = from_config_dict({"recipe": "finetune", **sections})
     except ConfigError as error:
-        raise ConversionError(f"config.json, {OURS}.{_USE}: {error}") from None
+        raise ConversionError(
+            f"config.json, {OURS}.{_USE}: {error}", field=error.field, value=error.value
+        ) from None
     use = {path: value for path, value in use_of(config).items() if path in told}
     problem = content.get("problem_type")
     if problem is not None and "outputs.kind" not in use:
         kinds = {theirs: ours for ours, theirs in _PROBLEMS.items()}
         if problem not in (*kinds, _SEVERAL):
             raise ConversionError(
-                f"config.json has problem_type={shown(problem)}; choose from {', '.join(kinds)}."
+                f"config.json has problem_type={shown(problem)}; choose from {', '.join(kinds)}.",
+                field="problem_type",
+                value=problem,
             )
         use["outputs.kind"] = kinds.get(problem, problem)
     return use

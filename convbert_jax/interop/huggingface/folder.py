@@ -71,7 +71,8 @@ def to_tensors(network: Network) -> dict[str, np.ndarray]:
     except KeyError as error:
         raise ConversionError(
             f"{name} has no name for {error.args[0]}; fine-tune with --config.finetune.head=auto, "
-            "which with an encoder that Hugging Face has takes heads that it has."
+            "which with an encoder that Hugging Face has takes heads that it has.",
+            field=error.args[0],
         ) from None
     return {
         place.name: place.layout.write(np.asarray(network.parameters[path]))
@@ -94,7 +95,8 @@ def read_folder(folder: Path) -> Source:
             raise ConversionError(
                 f"{folder / GENERATOR} has no {huggingface_config.FILE}, without which the "
                 "generator cannot be read; copy it again, or take that folder away to read the "
-                "model without a generator."
+                "model without a generator.",
+                path=folder / GENERATOR,
             )
     networks, ignored, extra = {}, [], {}
     for name, place in names.items():
@@ -128,7 +130,9 @@ def from_tensors(
     if encoder.depth * LEAST_PARAMETERS > len(tensors):  # before anything is made for each layer
         raise ConversionError(
             f"config.json has num_hidden_layers={encoder.depth}, but the weights are "
-            f"{len(tensors)} tensors; the two do not belong together."
+            f"{len(tensors)} tensors; the two do not belong together.",
+            field="num_hidden_layers",
+            value=encoder.depth,
         )
     prefix = f"{family}." if any(name.startswith(f"{family}.") for name in tensors) else ""
     heads = _find_heads(tensors, family, layer, content)
@@ -138,21 +142,24 @@ def from_tensors(
     if missing:
         raise ConversionError(
             f"the weights lack {len(missing)} tensors that config.json asks for, first "
-            f"{missing[0]}; the two do not belong together, or the file is cut off."
+            f"{missing[0]}; the two do not belong together, or the file is cut off.",
+            field=missing[0],
         )
     parameters = {}
     for path, place in places.items():
         if tensors[place.name].dtype != np.float32:
             raise ConversionError(
                 f"tensor {place.name} holds {tensors[place.name].dtype}, but weights are floating "
-                "numbers; save the model again without quantization."
+                "numbers; save the model again without quantization.",
+                field=place.name,
             )
         array = _read_array(place, tensors[place.name])
         if array is None or array.shape != expected[path]:
             theirs = place.layout.write(np.broadcast_to(0.0, expected[path])).shape
             raise ConversionError(
                 f"tensor {place.name} has shape {tensors[place.name].shape}, but config.json "
-                f"makes it {theirs}; the two do not belong together."
+                f"makes it {theirs}; the two do not belong together.",
+                field=place.name,
             )
         parameters[path] = array
     copies = {
@@ -164,7 +171,8 @@ def from_tensors(
         if not np.array_equal(tensors[copy], tensors[original]):
             raise ConversionError(
                 f"{copy} differs from {original}, but here the output layer is the embedding "
-                "table; such a model cannot be read."
+                "table; such a model cannot be read.",
+                field=copy,
             )
     used = {place.name for place in places.values()} | set(copies)
     labels = _label_names(content.get("id2label"), heads)
@@ -220,20 +228,26 @@ def _label_names(id2label, heads: Mapping[str, int]) -> tuple[str, ...]:
     if not known or (is_list and len(listed) < count):
         raise ConversionError(
             f"config.json has id2label={shown(id2label)}, but the head gives {count} logits; name "
-            "as many."
+            "as many.",
+            field="id2label",
+            value=id2label,
         )
     found: dict[str, str] = {}  # name -> its first place
     for place in places:
         name = listed.get(place, f"LABEL_{place}")
         if name is None or isinstance(name, list | dict):
             raise ConversionError(
-                f"config.json has {shown(name)} as label {place} in id2label; write its name."
+                f"config.json has {shown(name)} as label {place} in id2label; write its name.",
+                field="id2label",
+                value=name,
             )
         first = found.setdefault(str(name), place)
         if first != place:
             raise ConversionError(
                 f"config.json calls the labels {first} and {place} both {shown(name)} in id2label; "
-                "give each a name of its own."
+                "give each a name of its own.",
+                field="id2label",
+                value=name,
             )
     return tuple(found)
 

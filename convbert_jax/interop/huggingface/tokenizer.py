@@ -142,7 +142,10 @@ def describe_vocabulary(folder: Path, path: Path) -> dict[str, object]:
     for (name, value), kind in zip(found.items(), (bool, bool, int), strict=True):
         if type(value) is not kind:
             raise ConversionError(
-                f"the tokenizer files of {folder} have {name}={shown(value)}; copy them again."
+                f"the tokenizer files of {folder} have {name}={shown(value)}; copy them again.",
+                field=name,
+                value=value,
+                path=folder,
             )
     return fields | found
 
@@ -166,17 +169,20 @@ def _from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
     if trainer.model_type not in (_UNIGRAM, _BPE):
         raise ConversionError(
             f"{path} is a SentencePiece model of words or characters, which Hugging Face's "
-            "tokenizers do not have; train one with config.tokenizer.algorithm unigram or bpe."
+            "tokenizers do not have; train one with config.tokenizer.algorithm unigram or bpe.",
+            path=path,
         )
     if kinds - {_NORMAL, _UNKNOWN, _CONTROL, _BYTE}:
         raise ConversionError(
             f"{path} has user-defined pieces, which split differently in Hugging Face's "
-            "tokenizers; train it with control symbols only."
+            "tokenizers; train it with control symbols only.",
+            path=path,
         )
     if trainer.treat_whitespace_as_suffix or not rules.escape_whitespaces:
         raise ConversionError(
             f"{path} marks the ends of words or no words; only the usual mark in front of a word "
-            "can be exported."
+            "can be exported.",
+            path=path,
         )
     pieces = [(piece.piece, piece.score) for piece in model.pieces]
     byte_fallback = trainer.byte_fallback

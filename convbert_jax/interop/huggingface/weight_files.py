@@ -38,7 +38,9 @@ def read_weights(folder: Path) -> dict[str, np.ndarray]:
     """
     file = next((name for name in _FILES if (folder / name).is_file()), None)
     if file is None:
-        raise ConversionError(f"{folder} holds no weights; it needs {' or '.join(_FILES)}.")
+        raise ConversionError(
+            f"{folder} holds no weights; it needs {' or '.join(_FILES)}.", path=folder
+        )
     read = _read_safetensors if file in (SAFETENSORS, SAFETENSORS_INDEX) else _read_pickled
     if file in (SAFETENSORS, PICKLED):
         tensors = read(folder / file)
@@ -48,7 +50,9 @@ def read_weights(folder: Path) -> dict[str, np.ndarray]:
     if wide:
         raise ConversionError(
             f"{folder}: {wide[0]} is float64, which float32 cannot hold exactly; save the folder "
-            "as float32 first."
+            "as float32 first.",
+            field=wide[0],
+            path=folder,
         )
     return {
         name: array.astype(np.float32) if array.dtype.kind in "fV" else array
@@ -101,7 +105,8 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
         raise ConversionError(
             f"{path} cannot be read ({first_line(error)}); it is damaged or not a safetensors "
-            "file, copy it again."
+            "file, copy it again.",
+            path=path,
         ) from error
     return tensors
 
@@ -111,29 +116,39 @@ def _read_shards(
 ) -> dict[str, np.ndarray]:
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
-        raise ConversionError(f"{index} is not an index of shards; copy it again.")
+        raise ConversionError(f"{index} is not an index of shards; copy it again.", path=index)
     tensors: dict[str, np.ndarray] = {}
     files = {name: index.parent / name for name in sorted(set(table.values()))}
     for name, path in files.items():
         if Path(name).name != name or len(name.encode()) > _LONGEST_NAME:
             raise ConversionError(
-                f"{index} names the shard {shown(name)}, which is not a plain file."
+                f"{index} names the shard {shown(name)}, which is not a plain file.",
+                value=name,
+                path=index,
             )
         if not path.is_file():
-            raise ConversionError(f"{index} names the shard {name}, which is missing; copy it too.")
+            raise ConversionError(
+                f"{index} names the shard {name}, which is missing; copy it too.",
+                value=name,
+                path=index,
+            )
     check_memory(sum(path.stat().st_size for path in files.values()), index)
     for path in files.values():
         read = read_file(path)
         twice = sorted(read.keys() & tensors.keys())
         if twice:
             raise ConversionError(
-                f"{path} holds {shown(twice[0])}, which another shard holds too; copy them again."
+                f"{path} holds {shown(twice[0])}, which another shard holds too; copy them again.",
+                field=twice[0],
+                path=path,
             )
         tensors |= read
     missing = sorted(set(table) - set(tensors))
     if missing:
         raise ConversionError(
-            f"{index} promises {shown(missing[0])} but no shard holds it; copy the shards again."
+            f"{index} promises {shown(missing[0])} but no shard holds it; copy the shards again.",
+            field=missing[0],
+            path=index,
         )
     return tensors
 

@@ -81,7 +81,9 @@ def check_learned(workdir: Workdir, config: Config, tokenizers: Sequence[Tokeniz
             raise TokenizerError(
                 f"the rows in {workdir.data(config)} were made with {tokenizer.path}, which is not "
                 f"the vocabulary that {workdir} learned with; put its own rows back, or make "
-                f"others with --config.{field}={copy} --config.data.directory=FOLDER."
+                f"others with --config.{field}={copy} --config.data.directory=FOLDER.",
+                field=f"config.{field}",
+                path=tokenizer.path,
             )
 
 
@@ -119,7 +121,8 @@ def read_tokenizers(workdir: Workdir, config: Config) -> tuple[Tokenizer, Tokeni
         if learned and learned.get(name) != tokenizer.fingerprint:
             raise TokenizerError(
                 f"{tokenizer.path} is not the vocabulary that {workdir} learned with, as {where} "
-                "tells; put that back."
+                "tells; put that back.",
+                path=tokenizer.path,
             )
     return found[0], found[-1]
 

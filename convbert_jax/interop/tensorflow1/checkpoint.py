@@ -83,7 +83,8 @@ def find_prefix(path: Path) -> Path | None:
             if sorted_table.is_table(file.read()):
                 raise ConversionError(
                     f"{path} is a checkpoint of TensorFlow's V1 format; write it again with "
-                    "tf.compat.v1.train.Saver(write_version=tf.compat.v1.train.SaverDef.V2)."
+                    "tf.compat.v1.train.Saver(write_version=tf.compat.v1.train.SaverDef.V2).",
+                    path=path,
                 )
     return None
 
@@ -101,7 +102,8 @@ def _find_in_folder(folder: Path) -> Path | None:
         return folder / Path(newest[1]).name
     if len(found) > 1:
         raise ConversionError(
-            f"{folder} holds {len(found)} checkpoints ({', '.join(found)}); name one of them."
+            f"{folder} holds {len(found)} checkpoints ({', '.join(found)}); name one of them.",
+            path=folder,
         )
     return folder / found[0] if found else None
 
@@ -153,7 +155,11 @@ def read_step(bundle: Bundle) -> int:
     entry = bundle.entry(STEP)
     step = int(bundle.read(STEP)) if entry.shape == () and entry.dtype in _STEPS else -1
     if not 0 <= step < 1 << 31:
-        raise ConversionError(f"{bundle.prefix} has a {STEP} that is no number of steps.")
+        raise ConversionError(
+            f"{bundle.prefix} has a {STEP} that is no number of steps.",
+            field=STEP,
+            path=bundle.prefix,
+        )
     return step
 
 
@@ -178,14 +184,18 @@ def write_checkpoint(
                 if variable + suffix in tensors and not np.array_equal(
                     tensors[variable + suffix], array
                 ):
-                    raise ConversionError(f"two different arrays would be written as {variable}.")
+                    raise ConversionError(
+                        f"two different arrays would be written as {variable}.", field=variable
+                    )
                 tensors[variable + suffix] = array
     write_bundle(prefix, tensors)
     (prefix.parent / "checkpoint").write_text(f'model_checkpoint_path: "{prefix.name}"\n')
     bundle = Bundle(prefix)
     for name, array in tensors.items():
         if bundle.read(name).tobytes() != array.tobytes():
-            raise ConversionError(f"{prefix} does not read back as written, first {name}.")
+            raise ConversionError(
+                f"{prefix} does not read back as written, first {name}.", field=name, path=prefix
+            )
     logging.info("%d variables written and read back, equal to the bit.", len(tensors))
 
 
@@ -204,7 +214,9 @@ def check_expressible(network: Network) -> None:
         raise ConversionError(
             f"config.model.layer_norm_epsilon={network.layer.layer_norm_epsilon:g}, where the "
             f"official code has {EPSILON:g} and no field for it; export with --format=huggingface "
-            "or stablehlo."
+            "or stablehlo.",
+            field="config.model.layer_norm_epsilon",
+            value=network.layer.layer_norm_epsilon,
         )
 
 
@@ -229,7 +241,8 @@ def _to_variables(network: Network, name: str, weights) -> dict[str, np.ndarray]
     except KeyError as error:
         raise ConversionError(
             f"the official code has no variable for {error.args[0]}; export it with "
-            "--format=huggingface."
+            "--format=huggingface.",
+            field=error.args[0],
         ) from None
     return {
         place.name: place.layout.write(np.asarray(network.parameters[path]))
@@ -256,7 +269,8 @@ def _find_scopes(names: set[str], prefix: Path) -> dict[str, _Scopes]:
         shown = ", ".join(sorted(names)[:3]) or "none"
         raise ConversionError(
             f"{prefix} holds no ConvBERT, ELECTRA or BERT of the official code: there is no "
-            f"variable electra/{_TABLE} or bert/{_TABLE}; the first ones are {shown}."
+            f"variable electra/{_TABLE} or bert/{_TABLE}; the first ones are {shown}.",
+            path=prefix,
         )
     mixed = any("/conv_attn_key/" in name for name in names)
     family = "convbert" if mixed else "electra"
@@ -281,10 +295,16 @@ def _sizes(bundle: Bundle, where: _Scopes, prefix: Path):
 
     def shape(name: str, dimensions: int = 2) -> tuple[int, ...]:
         if name not in names:
-            raise ConversionError(f"{prefix} lacks the variable {name}; it is not complete.")
+            raise ConversionError(
+                f"{prefix} lacks the variable {name}; it is not complete.", field=name, path=prefix
+            )
         found = bundle.entry(name).shape
         if len(found) != dimensions or not 0 < min(found) <= max(found) <= LARGEST:
-            raise ConversionError(f"{prefix} has {name} of shape {found}, which is none of its.")
+            raise ConversionError(
+                f"{prefix} has {name} of shape {found}, which is none of its.",
+                field=name,
+                path=prefix,
+            )
         return found
 
     vocab_size, size = shape(f"{where.embeddings}/{_TABLE}")
@@ -293,7 +313,7 @@ def _sizes(bundle: Bundle, where: _Scopes, prefix: Path):
     pattern = re.compile(rf"{where.encoder}/encoder/layer_(\d+)/")
     depth = len({match[1] for name in names if (match := pattern.match(name))})
     if depth * LEAST_PARAMETERS > len(names):  # before anything is made for each layer
-        raise ConversionError(f"{prefix} has too few variables for {depth} layers.")
+        raise ConversionError(f"{prefix} has too few variables for {depth} layers.", path=prefix)
     first = f"{where.encoder}/encoder/layer_0"
     width, hidden = shape(f"{first}/attention/output/dense/kernel")
     groups = 1
@@ -310,7 +330,9 @@ def _sizes(bundle: Bundle, where: _Scopes, prefix: Path):
     else:
         heads = _attention_heads(prefix, where, width)
     if width % heads:
-        raise ConversionError(f"{prefix} has {heads} heads that share {width} channels.")
+        raise ConversionError(
+            f"{prefix} has {heads} heads that share {width} channels.", path=prefix
+        )
     attention = {"attention_heads": heads, "head_size": width // heads, "attention": "auto"}
     attention["attention_dropout"] = 0.1
     mixer = Attention(**attention)
@@ -356,11 +378,16 @@ def _places(paths, where: _Scopes, encoder: EncoderConfig):
 def _read(bundle: Bundle, place, expected: tuple[int, ...], prefix: Path, slot: str = ""):
     name = place.name + slot
     if name not in bundle:
-        raise ConversionError(f"{prefix} lacks the variable {name}; it is not complete.")
+        raise ConversionError(
+            f"{prefix} lacks the variable {name}; it is not complete.", field=name, path=prefix
+        )
     theirs = place.layout.write(np.broadcast_to(0.0, expected)).shape
     if bundle.entry(name).shape != theirs:
         raise ConversionError(
-            f"{prefix} has {name} of shape {bundle.entry(name).shape}; the others make it {theirs}."
+            f"{prefix} has {name} of shape {bundle.entry(name).shape}; the others make it "
+            f"{theirs}.",
+            field=name,
+            path=prefix,
         )
     check_type(bundle, name)
     return np.ascontiguousarray(place.layout.read(bundle.read(name))).astype(np.float32)
@@ -371,7 +398,8 @@ def check_type(bundle: Bundle, name: str) -> None:
     if bundle.entry(name).dtype not in _WEIGHTS:
         raise ConversionError(
             f"variable {name} is {bundle.entry(name).dtype}, which float32 cannot hold exactly; "
-            "save the checkpoint as float32 first."
+            "save the checkpoint as float32 first.",
+            field=name,
         )
 
 

@@ -111,18 +111,21 @@ class Bundle:
         path = prefix.with_name(prefix.name + ".index")
         try:
             if path.stat().st_size > _LARGEST_INDEX:
-                raise ConversionError(f"{path} is too large for an index; it is something else.")
+                raise ConversionError(
+                    f"{path} is too large for an index; it is something else.", path=path
+                )
             content = path.read_bytes()
         except OSError as error:
             raise ConversionError(
                 f"{path} cannot be read ({error.strerror}); a TensorFlow checkpoint needs its "
-                "index file."
+                "index file.",
+                path=path,
             ) from error
         try:
             self._shards, self._entries = _read_index(content)
         except (ValueError, DecodeError) as error:
             raise ConversionError(
-                f"{path} is damaged: {error}; copy the checkpoint again."
+                f"{path} is damaged: {error}; copy the checkpoint again.", path=path
             ) from error
         self._check_files()
 
@@ -146,20 +149,25 @@ class Bundle:
         if entry.partitioned:
             raise ConversionError(
                 f"variable {name} is partitioned over several tensors; save the checkpoint again "
-                "without a partitioner."
+                "without a partitioner.",
+                field=name,
             )
         if entry.dtype is None:
-            raise ConversionError(f"variable {name} holds no numbers.")
+            raise ConversionError(f"variable {name} holds no numbers.", field=name)
         path = self._data_file(entry.shard)
         try:
             with path.open("rb") as file:
                 file.seek(entry.offset)
                 data = file.read(entry.size)
         except OSError as error:
-            raise ConversionError(f"{path} cannot be read ({error.strerror}).") from error
+            raise ConversionError(
+                f"{path} cannot be read ({error.strerror}).", path=path
+            ) from error
         if len(data) != entry.size or sorted_table.checksum(data) != entry.checksum:
             raise ConversionError(
-                f"variable {name} in {path} is damaged (wrong checksum); copy the file again."
+                f"variable {name} in {path} is damaged (wrong checksum); copy the file again.",
+                field=name,
+                path=path,
             )
         return np.frombuffer(data, entry.dtype).reshape(entry.shape)
 
@@ -175,18 +183,23 @@ class Bundle:
             except OSError as error:
                 raise ConversionError(
                     f"{path} cannot be read ({error.strerror}); the checkpoint has "
-                    f"{self._shards} data file(s), copy all of them."
+                    f"{self._shards} data file(s), copy all of them.",
+                    path=path,
                 ) from error
         for name, entry in self._entries.items():
             if entry.offset + entry.size > sizes[entry.shard]:
                 raise ConversionError(
                     f"{self._data_file(entry.shard)} ends before variable {name}; it is cut off, "
-                    "copy it again."
+                    "copy it again.",
+                    field=name,
+                    path=self._data_file(entry.shard),
                 )
         total = sum(entry.size for entry in self._entries.values())
         if total > sum(sizes.values()):
             raise ConversionError(
-                f"{self.prefix}.index is damaged: its variables overlap; copy the checkpoint again."
+                f"{self.prefix}.index is damaged: its variables overlap; copy the checkpoint "
+                "again.",
+                path=f"{self.prefix}.index",
             )
         check_memory(total, self.prefix)
 
