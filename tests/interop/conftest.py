@@ -1,6 +1,12 @@
 """Networks and runs with random weights, large enough that a mistake anywhere shows."""
 
+import contextlib
 import dataclasses
+import json
+import pathlib
+import re
+import shutil
+import signal
 
 import jax
 import numpy as np
@@ -8,12 +14,13 @@ import pytest
 
 from convbert_jax.config import Config, from_config_dict, to_dict
 from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
-from convbert_jax.interop import modules, networks
+from convbert_jax.interop import certificate, modules, networks
 from convbert_jax.training import optimizer, state
 from convbert_jax.training.checkpoints import saving as checkpoint
 from convbert_jax.workdir import Workdir
 
 WORDS = "the a of river stone light under over small great house tree water fire sun moon star"
+SECONDS, MEGABYTES = 10, 1_000  # of reading a hostile file
 
 
 def make_config(
@@ -56,10 +63,15 @@ def random_params(config: Config, seed: int = 0):
     return jax.tree_util.tree_map_with_path(draw, networks.abstract_params(config))
 
 
+def random_parts(seed=0, **fields) -> tuple[Config, dict[str, networks.Network]]:
+    """A config and its networks with random weights."""
+    config = make_config(**fields)
+    return config, networks.split(config, random_params(config, seed))
+
+
 def random_network(name="main", seed=0, **fields) -> networks.Network:
     """One network of a run with random weights."""
-    config = make_config(**fields)
-    return networks.split(config, random_params(config, seed))[name]
+    return random_parts(seed, **fields)[1][name]
 
 
 def with_head(network, head: str, labels: tuple[str, ...], seed=0) -> networks.Network:
@@ -78,27 +90,38 @@ def with_head(network, head: str, labels: tuple[str, ...], seed=0) -> networks.N
 
 @pytest.fixture(scope="session")
 def make_run(tmp_path_factory):
-    """make_run(**fields of make_config) -> (folder, config) of a run with one checkpoint; `change`
-    is done to its parameters.
+    """make_run(**fields of make_config) -> (folder, config) of a run with one checkpoint, each time
+    a folder of its own; `change` is applied to its parameters.
     """
+    made = {}
 
-    def make(step=3, change=lambda params: params, **fields):
-        folder = tmp_path_factory.mktemp("run") / "run"
-        config = make_config(**fields)
+    def make(step=3, change=None, **fields):
+        folder, config = tmp_path_factory.mktemp("run") / "run", make_config(**fields)
+        key = repr((step, config)) if change is None else None
+        if key in made:
+            return shutil.copytree(made[key], folder), config
         with Workdir(folder).open(config):
             words = [a + b + c for a in "bdfgklmn" for b in "aeiou" for c in ("r", "st", "nd")]
             texts = [" ".join(words[i::7]) for i in range(7)] + [WORDS]
             train_tokenizer(texts, config.tokenizer, folder / "data")
             transformation = optimizer.make_optimizer(config.optimizer, config.train.steps)
-            params = jax.tree.map(jax.numpy.asarray, change(random_params(config)))
-            filled = state.create(params, transformation)
+            params = random_params(config) if change is None else change(random_params(config))
+            filled = state.create(jax.tree.map(jax.numpy.asarray, params), transformation)
             filled = dataclasses.replace(filled, step=jax.numpy.asarray(step, jax.numpy.int32))
             checkpoints = checkpoint.Checkpoints(folder / "checkpoints", config.checkpoint)
             checkpoints.save(filled, {})
             checkpoints.close()
+        if key:
+            made[key] = shutil.copytree(folder, folder.parent / "kept")
         return folder, config
 
     return make
+
+
+@pytest.fixture
+def without_pytorch(monkeypatch):
+    """Exports are not compared with PyTorch's classes, which takes seconds."""
+    monkeypatch.setattr(certificate, "pytorch_is_there", lambda: False)
 
 
 def assert_same(first: networks.Network, second: networks.Network) -> None:
@@ -106,3 +129,44 @@ def assert_same(first: networks.Network, second: networks.Network) -> None:
     assert first.parameters.keys() == second.parameters.keys()
     for path, array in first.parameters.items():
         np.testing.assert_array_equal(array, second.parameters[path], err_msg=path)
+
+
+def write_entries(folder: pathlib.Path, entries) -> pathlib.Path:
+    """A vocab.txt."""
+    (folder / "vocab.txt").write_text("".join(f"{e}\n" for e in entries), encoding="utf-8")
+    return folder / "vocab.txt"
+
+
+def edit_config(folder: pathlib.Path, **fields) -> None:
+    """Changes fields of config.json; "absent" removes one."""
+    file = folder / "config.json"
+    content = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({k: v for k, v in content.items() if v != "absent"}))
+
+
+@contextlib.contextmanager
+def limits():
+    """Fails where reading takes too long or too much memory."""
+
+    def stop(*_):
+        raise TimeoutError(f"still reading after {SECONDS} seconds")
+
+    with contextlib.suppress(OSError):  # not on every system; then only a new peak is seen
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+    before = _peak()
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+    assert _peak() - before < MEGABYTES
+
+
+def _peak() -> float:
+    """Megabytes of memory this process has held at once."""
+    with contextlib.suppress(OSError):
+        status = pathlib.Path("/proc/self/status").read_text()
+        return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1024
+    return 0.0

@@ -18,7 +18,7 @@ from convbert_jax.interop import pytorch
 from convbert_jax.interop.fairseq.model import read as read_fairseq
 from convbert_jax.interop.huggingface.weight_files import read_weights
 from convbert_jax.interop.networks import ConversionError
-from tests.interop.test_hostile_files import limits
+from tests.interop.conftest import limits
 from tests.refusals import refused
 
 FLIPS = int(os.environ.get("CONVBERT_FLIPS", "100"))

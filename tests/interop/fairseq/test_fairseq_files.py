@@ -16,7 +16,7 @@ import pytest
 
 from convbert_jax.config import UserError
 from convbert_jax.interop.fairseq.model import read
-from tests.interop.test_hostile_files import limits
+from tests.interop.conftest import limits
 
 torch = pytest.importorskip("torch")
 
