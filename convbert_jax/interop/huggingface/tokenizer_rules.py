@@ -101,7 +101,8 @@ def _lowercase(pipeline: Mapping[str, Any]) -> Any:
 def _refuse(folder: Path, what: str) -> NoReturn:
     raise OtherTokenizerError(
         f"{folder} has a tokenizer with {what}, so that texts become other ids there than here "
-        "with its vocabulary"
+        "with its vocabulary",
+        path=folder,
     )
 
 
