@@ -26,7 +26,7 @@ from tests.parity.pytorch_weights import read
 from tests.parity.test_huggingface import build_theirs
 
 pytestmark = pytest.mark.parity
-torch = pytest.importorskip("torch")
+torch = None  # imported_late
 
 LAYERS, WIDTH, LENGTH, ROWS, STEPS = 3, 32, 20, 6, 20
 SIZES = {
@@ -34,6 +34,13 @@ SIZES = {
     "positions": 64,
 }  # fmt: skip
 RATE = 3e-3  # ten times the release's, so that a mistake shows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_late():
+    """Collecting tests imports no PyTorch."""
+    global torch
+    torch = pytest.importorskip("torch")
 
 
 def paper(get_config, variant):
@@ -122,10 +129,9 @@ def span_loss(hidden, head, batch):
 # The release's decay of 0.01 moves a parameter by less than the tolerance; so one case has more.
 CASES = {
     "classification": (
-        glue.get_config, "mrpc,paper", classification_task, classification_loss, 0.01
+        glue.get_config, "mrpc,paper", classification_task, classification_loss, 5.0
     ),
     "squad": (squad.get_config, "v2,paper", span_task, span_loss, 0.01),
-    "more_decay": (glue.get_config, "mrpc,paper", classification_task, classification_loss, 5.0),
 }  # fmt: skip
 
 
@@ -188,10 +194,9 @@ def as_ours(named):
 def test_three_steps(case):
     get_config, variant, make_task, loss_of, decay = CASES[case]
     config = paper(get_config, variant)
-    if case == "more_decay":
-        config = dataclasses.replace(
-            config, optimizer=dataclasses.replace(config.optimizer, weight_decay=decay)
-        )
+    config = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, weight_decay=decay)
+    )
     encoder = build_theirs("small", config.model)
     encoder.embeddings.word_embeddings.padding_idx = None  # the release trains [PAD] too
     outputs, width, losses, constants = make_task()
