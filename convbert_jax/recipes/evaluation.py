@@ -175,14 +175,20 @@ def check_output(file: epath.Path, mode: str, names: Collection[str]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise evaluation.EvaluationError(
-            f"--output={file} cannot be written ({error.strerror}); name another file."
+            f"--output={file} cannot be written ({error.strerror}); name another file.",
+            field="--output",
+            path=file,
         ) from None
     if file.is_dir():
-        raise evaluation.EvaluationError(f"--output={file} is a folder; name a file in it.")
+        raise evaluation.EvaluationError(
+            f"--output={file} is a folder; name a file in it.", field="--output", path=file
+        )
     if file.exists() and not _is_made_of(file, names):
         raise evaluation.EvaluationError(
             f"--output={file} exists and was not written by --mode={mode}; remove it or name "
-            "another file."
+            "another file.",
+            field="--output",
+            path=file,
         )
 
 

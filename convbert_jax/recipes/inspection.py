@@ -93,7 +93,9 @@ def inspect(
     read = _read_lines(texts) if texts else _heldout_texts(path, model, word)
     seen = [_look(each, read, word, layers) for each in (model, *others)]
     if word and not any(each.filters for each in seen):
-        raise InspectionError(f"--word={word}: {' '.join(seen[0].blind)}")
+        raise InspectionError(
+            f"--word={word}: {' '.join(seen[0].blind)}", field="--word", value=word
+        )
     folder.mkdir(parents=True, exist_ok=True)
     _draw(folder, seen, word, layers)
     _write(folder, seen, word)
@@ -105,7 +107,10 @@ def _load(path: str, step: int | None = None) -> Model:
     if isinstance(model, TextModel):
         raise InspectionError(
             f"{path} is a run of config.recipe='{model.config.recipe}', a model that writes text; "
-            "what layers do is shown of encoders."
+            "what layers do is shown of encoders.",
+            field="config.recipe",
+            value=model.config.recipe,
+            path=path,
         )
     return model
 
@@ -113,12 +118,18 @@ def _load(path: str, step: int | None = None) -> Model:
 def _choose_folder(path: str, model: Model, output: str | None) -> epath.Path:
     workdir = Workdir(path)
     if not output and not workdir.holds_run():
-        raise InspectionError(f"{path} is no run of ours to write into; add --output=FOLDER.")
+        raise InspectionError(
+            f"{path} is no run of ours to write into; add --output=FOLDER.",
+            field="--output",
+            path=path,
+        )
     folder = files.to_path(output) if output else workdir.inside(model.step)
     if not output:
         links.check(workdir.path)
     if folder.exists() and not folder.is_dir():
-        raise InspectionError(f"--output={folder} is a file; name a folder.")
+        raise InspectionError(
+            f"--output={folder} is a file; name a folder.", field="--output", path=folder
+        )
     return folder
 
 
@@ -126,7 +137,9 @@ def _read_lines(texts: str) -> list[str]:
     lines = text_lines.decode_lines(files.expand(texts), "utf-8")
     read = [line.strip() for _, line in lines]
     if not any(read):
-        raise InspectionError(f"--input={texts} has no text; write one a line.")
+        raise InspectionError(
+            f"--input={texts} has no text; write one a line.", field="--input", path=texts
+        )
     return [line for line in read if line]
 
 
@@ -136,7 +149,9 @@ def _heldout_texts(path: str, model: Model, word: str | None) -> list[str]:
     if not workdir.holds_run() or model.config.recipe == "finetune":
         raise InspectionError(
             f"{path} has no held-out texts of its own; name a file of a text a line with "
-            "--input=FILE."
+            "--input=FILE.",
+            field="--input",
+            path=path,
         )
     config, _ = read_start(workdir.read_config(), workdir)
     data = prepared.open_data(config, workdir)
@@ -151,10 +166,17 @@ def _heldout_texts(path: str, model: Model, word: str | None) -> list[str]:
     if not found and word:
         raise InspectionError(
             f"--word={word} stands in none of the held-out texts of {path}; give texts with "
-            "--input=FILE."
+            "--input=FILE.",
+            field="--word",
+            value=word,
+            path=path,
         )
     if not found:
-        raise InspectionError(f"{path} has no held-out texts; give some with --input=FILE.")
+        raise InspectionError(
+            f"{path} has no held-out texts; give some with --input=FILE.",
+            field="--input",
+            path=path,
+        )
     return found
 
 
@@ -180,14 +202,17 @@ def _look(model: Model, texts: Sequence[str], word: str | None, layers: Sequence
     encoder = model.networks["main"].encoder
     if wrong := [layer for layer in layers if not 0 <= layer < encoder.depth]:
         raise InspectionError(
-            f"--layers={wrong[0]}: {model.path} has layers 0 to {encoder.depth - 1}."
+            f"--layers={wrong[0]}: {model.path} has layers 0 to {encoder.depth - 1}.",
+            field="--layers",
+            value=wrong[0],
+            path=model.path,
         )
     network = NetworkOnDevice(model.networks["main"], jnp.float32)
     wanted = ("attention", "filters") if word else ("attention",)
     blind = _describe_blind(model, network, wanted)
     capture = tuple(name for name in wanted if any(name in offer for offer in network.offers))
     if not capture:
-        raise InspectionError(f"{model.path} shows nothing: {' '.join(blind)}")
+        raise InspectionError(f"{model.path} shows nothing: {' '.join(blind)}", path=model.path)
     rows, occurrences = _encode(model, texts, word)
     sums = maps.MapSums(rows.by_token["tokens"].shape[1])
     filters: dict[int, list[np.ndarray]] = {}
@@ -202,7 +227,9 @@ def _look(model: Model, texts: Sequence[str], word: str | None, layers: Sequence
     if layers and filters and not set(layers) & filters.keys():
         raise InspectionError(
             f"--layers={','.join(map(str, layers))}: none of these has filters; choose from "
-            f"{', '.join(map(str, sorted(filters)))}."
+            f"{', '.join(map(str, sorted(filters)))}.",
+            field="--layers",
+            value=",".join(map(str, layers)),
         )
     return _Seen(model, texts, rows, occurrences, sums, found, blind)
 
@@ -240,7 +267,10 @@ def _encode(model: Model, texts: Sequence[str], word: str | None) -> tuple[Rows,
     if word and not occurrences:
         raise InspectionError(
             f"--word={word} stands in none of the {len(texts)} texts that {model.path} reads; give "
-            "texts with --input=FILE."
+            "texts with --input=FILE.",
+            field="--word",
+            value=word,
+            path=model.path,
         )
     if len(occurrences) > _OCCURRENCES:
         logging.info("The first %d of %d occurrences.", _OCCURRENCES, len(occurrences))

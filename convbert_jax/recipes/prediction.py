@@ -98,7 +98,9 @@ def _open_model(
     if decoding:
         raise ConfigError(
             f"--config.decoding.{next(iter(decoding))} has no effect: {path} is no model that "
-            "writes text; --mode=predict goes by the config of the model."
+            "writes text; --mode=predict goes by the config of the model.",
+            field=f"config.decoding.{next(iter(decoding))}",
+            path=path,
         )
     config, params, tokenizer = finetuned.read_finetuned(path, len(texts) or None)
     reads = reading.describe_model_input(config, texts)
@@ -115,7 +117,9 @@ def _open_writer(
     if plain and config.decoding.n_best > 1:
         raise ConfigError(
             f"config.decoding.n_best={config.decoding.n_best} texts of a row are no plain line; "
-            "name a file for them, as --output=FILE.jsonl."
+            "name a file for them, as --output=FILE.jsonl.",
+            field="config.decoding.n_best",
+            value=config.decoding.n_best,
         )
     reads = reading.describe_model_input(config, texts)
     dtype = _choose_dtype(config)
@@ -177,7 +181,9 @@ def _open_input(source: str) -> tuple[str, Source, str, bool]:
     """
     if source == _PIPE:
         if sys.stdin is None:
-            raise ConfigError("standard input is closed; name a file with --input=FILE.")
+            raise ConfigError(
+                "standard input is closed; name a file with --input=FILE.", field="--input"
+            )
         # a file object of our own: a thread may wait in it for ever when the process ends
         return "standard input", Stream("standard input", open(0, "rb", closefd=False)), "", True
     name, key = source, ""
@@ -191,7 +197,9 @@ def _open_input(source: str) -> tuple[str, Source, str, bool]:
             if not is_file:  # a named pipe, which is opened but once
                 file = os.fdopen(os.dup(file.fileno()), "rb")
     except OSError as error:
-        raise ConfigError(f"--input={source} cannot be read: {error.strerror}.") from None
+        raise ConfigError(
+            f"--input={source} cannot be read: {error.strerror}.", field="--input", path=source
+        ) from None
     return name, path if is_file else Stream(name, file), key, not is_file
 
 
@@ -203,13 +211,19 @@ def _is_pipe(output: str) -> bool:
 def _check_output(output: str) -> None:
     if output == _PIPE:
         if sys.stdout is None:
-            raise ConfigError("standard output is closed; name a file with --output=FILE.")
+            raise ConfigError(
+                "standard output is closed; name a file with --output=FILE.", field="--output"
+            )
         return
     path = expand(output)
     if path.exists() and not _is_special(path):
-        raise ConfigError(f"--output={output} exists; remove it or name another.")
+        raise ConfigError(
+            f"--output={output} exists; remove it or name another.", field="--output", path=output
+        )
     if not path.parent.is_dir():
-        raise ConfigError(f"--output={output}: there is no folder {path.parent}.")
+        raise ConfigError(
+            f"--output={output}: there is no folder {path.parent}.", field="--output", path=output
+        )
 
 
 def _may_go_on(output: str) -> bool:
@@ -234,11 +248,13 @@ def _alone(output: str) -> Iterator[None]:
             unlockable = f"{kept} cannot be locked; let one process write it."
             free = try_lock(file, unlockable) and _is_at(file, kept)  # not moved or gone meanwhile
         except OSError as error:
-            raise ConfigError(f"--output={output} cannot be written: {error.strerror}.") from None
+            raise _unwritable(output, error) from None
         if not free:
             raise ConfigError(
                 f"--output={output} is being written by another process; wait for it, or name "
-                "another."
+                "another.",
+                field="--output",
+                path=output,
             )
         try:
             _check_output(output)  # again: another process may have ended since
@@ -274,7 +290,13 @@ def _open_output(output: str, *, keep: bool) -> Iterator[IO[bytes]]:
                 with gzip.GzipFile(fileobj=file, mode="wb") as packed:
                     yield packed
     except OSError as error:
-        raise ConfigError(f"--output={output} cannot be written: {error.strerror}.") from None
+        raise _unwritable(output, error) from None
+
+
+def _unwritable(output: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--output={output} cannot be written: {error.strerror}.", field="--output", path=output
+    )
 
 
 def _is_special(path: Path) -> bool:

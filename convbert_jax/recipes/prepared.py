@@ -86,7 +86,9 @@ def prepare(
     if runner and files.is_remote(directory):
         raise DataError(
             f"{directory} is a bucket, and the workers of a runner write to a disk that they "
-            "share; name a folder there with --config.data.directory."
+            "share; name a folder there with --config.data.directory.",
+            field="config.data.directory",
+            path=directory,
         )
     # What is finished is on disk, and what trains a vocabulary hears no signal for many minutes; a
     # runner has processes of its own, which it ends itself.
@@ -115,7 +117,9 @@ def open_data(config: Config, workdir: Workdir) -> Data:
             shared = "" if files.is_remote(directory) else ", on a disk that all of them read,"
             raise DataError(
                 f"{directory} is not prepared, and {processes} processes would wait for it; start "
-                f"the command once with --mode=prepare, as one process{shared} and then again."
+                f"the command once with --mode=prepare, as one process{shared} and then again.",
+                field="--mode",
+                path=directory,
             )
     roll_call.check_data(config, found.fingerprint)
     return (_of_pairs if config.reads_pairs else _of_corpus)(config, found)
@@ -134,7 +138,13 @@ def _on_disk(config: Config, directory: epath.Path) -> Iterator[Path]:
     try:
         yield here
     except UserError as error:
-        raise type(error)(str(error).replace(str(here), str(directory))) from None
+        raise type(error)(
+            str(error).replace(str(here), str(directory)),
+            field=error.field,
+            value=error.value,
+            path=error.path and error.path.replace(str(here), str(directory)),
+            line=error.line,
+        ) from None
 
 
 def check_batches(config: Config, mesh: Mesh, *, training: bool = True) -> None:

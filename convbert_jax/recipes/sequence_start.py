@@ -77,13 +77,17 @@ def _read_config(config: Config, source: Workdir) -> Config:
     if not source.holds_run():
         raise ConfigError(
             f"config.init_from={config.init_from} is no run; a model that writes text starts from "
-            "the folder of a run of one."
+            "the folder of a run of one.",
+            field="config.init_from",
+            value=config.init_from,
         )
     kept = source.read_config()
     if not kept.writes_text:
         raise ConfigError(
             f"config.init_from={config.init_from} is a run of config.recipe='{kept.recipe}', an "
-            "encoder; a model that writes text starts from one that does."
+            "encoder; a model that writes text starts from one that does.",
+            field="config.init_from",
+            value=config.init_from,
         )
     if (kept.recipe == "causal_lm") != (config.recipe == "causal_lm"):
         one, other = "a language model", "an encoder-decoder"
@@ -91,7 +95,9 @@ def _read_config(config: Config, source: Workdir) -> Config:
             one, other = other, one
         raise ConfigError(
             f"config.init_from={config.init_from} is {one} (config.recipe='{kept.recipe}'), and "
-            f"config.recipe='{config.recipe}' is of {other}."
+            f"config.recipe='{config.recipe}' is of {other}.",
+            field="config.init_from",
+            value=config.init_from,
         )
     return kept
 

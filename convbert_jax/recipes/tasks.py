@@ -170,7 +170,8 @@ def check_sentinels(config: Config, there: int) -> None:
         raise ConfigError(
             f"config.recipe='span_corruption' takes up to {needed} spans out of a row of "
             f"{config.data.length} tokens, and the vocabulary has {there} sentinels to stand for "
-            f"them; train one with config.tokenizer.sentinels={needed}, or name one that has them."
+            f"them; train one with config.tokenizer.sentinels={needed}, or name one that has them.",
+            field="config.tokenizer.sentinels",
         )
 
 

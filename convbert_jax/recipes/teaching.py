@@ -8,6 +8,7 @@ import functools
 import hashlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,12 +109,16 @@ def follow(config: Config, workdir: Workdir, given: Collection[str]) -> Config:
     if begun and workdir.teacher.exists() and not teacher:
         raise TeacherError(
             f"--workdir={workdir} holds a run that has a teacher; name it with "
-            "--config.distillation.teacher, or another --workdir."
+            "--config.distillation.teacher, or another --workdir.",
+            field="config.distillation.teacher",
+            path=workdir.path,
         )
     if begun and teacher and not workdir.teacher.exists():
         raise TeacherError(
             f"--workdir={workdir} holds a run that began without a teacher; unset "
-            "config.distillation.teacher, or name another --workdir."
+            "config.distillation.teacher, or name another --workdir.",
+            field="config.distillation.teacher",
+            path=workdir.path,
         )
     if not teacher:
         return config
@@ -160,6 +165,7 @@ def open_teacher(config: Config) -> Teacher | None:
             f"has no {called} head, whose logits config.recipe='{config.recipe}' would learn; set "
             "config.distillation.logits_weight=0 and another weight above it, or name another "
             "teacher",
+            field="config.distillation.logits_weight",
         )
     outputs = {head: 1} if d.logits_weight else {}
     parts = ("embeddings/", "encoder/", *(f"{name}/" for name in outputs))
@@ -190,7 +196,10 @@ def bind(workdir: Workdir, config: Config, teacher: Teacher | None, *, writer: b
             raise TeacherError(
                 f"--workdir={workdir} holds a run that began with another teacher, now it is "
                 f"config.distillation.teacher={config.distillation.teacher}; name the same "
-                "weights, or another --workdir."
+                "weights, or another --workdir.",
+                field="config.distillation.teacher",
+                value=config.distillation.teacher,
+                path=workdir.path,
             )
 
 
@@ -214,6 +223,7 @@ def start_of(config: Config, teacher: Teacher) -> sources.Source:
                 f"has as layer {taken + 1} {_spell(theirs[taken])}, and layer {student + 1} of the "
                 f"student, which would start with it, is {_spell(ours[student])}; make them the "
                 "same, or set config.distillation.initialize=false",
+                field="config.distillation.initialize",
             )
         prefix = f"layers/{taken}/"
         for path, leaf in of_teacher.items():
@@ -225,6 +235,8 @@ def start_of(config: Config, teacher: Teacher) -> sources.Source:
             f"has embeddings of {teacher.network.embeddings.size} channels and the student has "
             f"config.model.embedding_size={config.embeddings.size}; make them equal, or unset "
             "config.distillation.initialize",
+            field="config.model.embedding_size",
+            value=config.embeddings.size,
         )
     main = dataclasses.replace(teacher.network, encoder=config.encoder, parameters=flat)
     source = sources.Source("run", {"main": main})
@@ -263,24 +275,32 @@ def _check_sizes(config: Config, network: Network) -> None:
             config,
             f"has a vocabulary of {table.vocab_size}, the student has "
             f"config.tokenizer.vocab_size={config.tokenizer.vocab_size}; leave that field out",
+            field="config.tokenizer.vocab_size",
+            value=config.tokenizer.vocab_size,
         )
     if table.positions < config.data.length:
         raise _error(
             config,
             f"reads {table.positions} tokens at most and config.data.length={config.data.length}; "
             "shorten the rows",
+            field="config.data.length",
+            value=config.data.length,
         )
     if table.types < 2 and config.data.layout != "packed":
         raise _error(
             config,
             f"has one segment type and config.data.layout='{config.data.layout}' marks two; set "
             "config.data.layout=packed",
+            field="config.data.layout",
+            value=config.data.layout,
         )
     if network.encoder.reads_padding and config.data.layout == "packed":
         raise _error(
             config,
             "reads what follows a document, and config.data.layout='packed' puts another one "
             "there; set config.data.layout=electra",
+            field="config.data.layout",
+            value=config.data.layout,
         )
 
 
@@ -293,6 +313,7 @@ def _check_layers(config: Config, encoder: EncoderConfig) -> None:
             config,
             f"has {len(theirs)} layers, fewer than the {len(ours)} of the student; set "
             "config.distillation.layers=last and initialize=false, or config.model.layers lower",
+            field="config.model.layers",
         )
     if not d.attention_weight:
         return
@@ -308,6 +329,7 @@ def _check_layers(config: Config, encoder: EncoderConfig) -> None:
             config,
             "has no attention to compare: the layers of student and teacher that would be have "
             f"{heads} heads of attention; set config.distillation.attention_weight=0",
+            field="config.distillation.attention_weight",
         )
     differ = next((pair for pair in found if pair[0] != pair[1]), None)
     if d.attention == "scores" and differ:
@@ -315,6 +337,8 @@ def _check_layers(config: Config, encoder: EncoderConfig) -> None:
             config,
             f"has {differ[1]} attention heads where the student has {differ[0]}, and "
             "config.distillation.attention='scores' compares them one by one; set it to maps",
+            field="config.distillation.attention",
+            value=d.attention,
         )
 
 
@@ -365,9 +389,20 @@ def _named(config: Config) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        named = f"config.distillation.teacher={config.distillation.teacher}"
-        raise TeacherError(f"{named}: {error}") from error
+        raise TeacherError(
+            f"config.distillation.teacher={config.distillation.teacher}: {error}",
+            field=error.field or "config.distillation.teacher",
+            value=error.value,
+            path=error.path,
+            line=error.line,
+        ) from error
 
 
-def _error(config: Config, what: str) -> TeacherError:
-    return TeacherError(f"config.distillation.teacher={config.distillation.teacher} {what}.")
+def _error(config: Config, what: str, field: str = "", value: Any = None) -> TeacherError:
+    """An error about the teacher; `field` is another one that can mend it, with its value."""
+    teacher = config.distillation.teacher
+    return TeacherError(
+        f"config.distillation.teacher={teacher} {what}.",
+        field=field or "config.distillation.teacher",
+        value=value if field else teacher,
+    )

@@ -55,7 +55,8 @@ def plan(
     if largest_batch and config.reads_pairs:
         raise ConfigError(
             "--largest_batch is for rows of one length; of pairs of texts choose "
-            "config.parallel.batch_tokens and plan again."
+            "config.parallel.batch_tokens and plan again.",
+            field="--largest_batch",
         )
     settings = {"largest_batch": largest_batch, "compare": compare, "price": price}
     if is_counted(topology):

@@ -104,7 +104,8 @@ def _compile(program: Program, task: Task, batch, topology: Topology) -> Step | 
             reason = str(error).splitlines()[0].rstrip(".")
             raise ConfigError(
                 f"The TPU compiler cannot compile this step for {topology.name}: {reason}; another "
-                "config.mesh, config.model.scan_unroll or libtpu may do."
+                "config.mesh, config.model.scan_unroll or libtpu may do.",
+                value=topology.name,
             ) from error
     axes = dict(program.mesh.shape)
     state, teacher = program.abstract, bytes_of_device(given)
