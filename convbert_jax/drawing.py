@@ -1,9 +1,11 @@
-"""Pictures: matplotlib without a window, fonts for any script, files replaced as a whole."""
+"""Figures by matplotlib without a display: PNG files, and SVG inside an HTML page."""
 
 import contextlib
 import functools
+import io
 import logging as python_logging
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from absl import logging
@@ -12,40 +14,94 @@ from etils import epath
 from convbert_jax import files
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+# Name of a CSS variable -> its color in PNG files and in the light mode of a page.
+COLORS = {
+    "ink": "#1c2128",
+    "faint": "#5b6570",
+    "line": "#d8dde3",
+    "first": "#1f6fb2",
+    "second": "#c2570c",
+    "third": "#8250df",
+}
+CURVES = (COLORS["first"], COLORS["second"], COLORS["third"])
 
 
 @contextlib.contextmanager
 def open_figure(
     picture: epath.PathLike, size: tuple[float, float], texts: Iterable[str] = (), *, dpi: int = 120
 ) -> Iterator["Figure"]:
-    """A figure to draw on, written as PNG at the end.
+    """Yields a figure and writes it as PNG at the end of the block.
 
-    Backend and settings of matplotlib stay as they are: in a notebook pictures go on to be shown.
+    matplotlib's backend and settings do not change, so a notebook still shows its own figures.
 
     Args:
       size: width and height in inches.
-      texts: what is written on it, in any script that an installed font has; a $ is a $.
+      texts: all texts of the figure from outside of the package; fonts are chosen by their scripts.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    # Of a family with one weight it would say at every picture that this is not the normal one.
-    python_logging.getLogger("matplotlib.font_manager").setLevel(python_logging.ERROR)
-    characters = frozenset(character for text in texts for character in text if character > "\x7f")
-    settings = {"font.family": list(_find_fonts(characters)), "text.parse_math": False}
-    with matplotlib.rc_context(settings):
-        figure = Figure(size, layout="constrained")
+    with _settings(texts):
+        figure = _make_figure(size)
         yield figure
         with files.replacing(files.to_path(picture)) as file:
             figure.savefig(file, format="png", dpi=dpi)
 
 
+def to_svg(draw: Callable[["Axes"], None], size: tuple[float, float], title: str) -> "Markup":
+    """Returns an <svg> element whose `COLORS` are CSS variables of the page around it.
+
+    Args:
+      draw: draws on the axes; what it draws has no texts from outside of the package.
+      size: width and height in inches.
+      title: describes the figure to readers who cannot see it.
+    """
+    from markupsafe import Markup, escape
+
+    # Salted ids are hashes of what they name, so equal ids of several figures on a page are equal
+    # definitions.
+    options = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "convbert_jax",
+        "path.simplify_threshold": 0.5,  # pixels; keeps pages with long curves small
+    }
+    with _settings(**options):
+        figure, file = _make_figure(size), io.StringIO()
+        draw(figure.subplots())
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    svg = file.getvalue()
+    svg = re.sub(r' id="[a-zA-Z0-9.]+_[0-9]+"', "", svg[svg.index("<svg") :])
+    for name, color in COLORS.items():
+        svg = svg.replace(color, f"var(--{name})")
+    return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1))
+
+
+@contextlib.contextmanager
+def _settings(texts: Iterable[str] = (), **others: object) -> Iterator[None]:
+    import matplotlib
+
+    # Silences a warning for each font family that has only one weight.
+    python_logging.getLogger("matplotlib.font_manager").setLevel(python_logging.ERROR)
+    characters = frozenset(character for text in texts for character in text if character > "\x7f")
+    settings = {"font.family": list(_find_fonts(characters)), "text.parse_math": False}
+    with matplotlib.rc_context(settings | others):
+        yield
+
+
+def _make_figure(size: tuple[float, float]) -> "Figure":
+    from matplotlib.figure import Figure
+
+    return Figure(size, layout="constrained")
+
+
 @functools.cache
 def _find_fonts(characters: frozenset[str]) -> tuple[str, ...]:
-    """Families that have `characters` between them, the usual one first; logs what none has.
+    """Returns font families that cover `characters`, the default family first.
 
-    The last one, if this matplotlib brings it, draws a box for every character there is.
+    Logs characters that no installed font has. The last family, if this matplotlib includes it,
+    draws a box for them.
     """
     from matplotlib import font_manager
 
@@ -66,8 +122,8 @@ def _find_fonts(characters: frozenset[str]) -> tuple[str, ...]:
         missing -= found
     if missing:
         logging.warning(
-            "No installed font has %s: pictures show boxes in their place; install one, for "
-            "example Noto Sans CJK.",
+            "No installed font has the characters %s, so figures show boxes instead. Install a "
+            "font that has them, for example Noto Sans CJK.",
             ", ".join(sorted(missing)[:5]) + (", …" if len(missing) > 5 else ""),
         )
         families += last_resort

@@ -7,7 +7,7 @@ import re
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "convbert_jax"
 # The first rows: what everything above them may use.
 BELOW = {
-    *("config", "interfaces", "links", "files", "drawing", "html_page", "workdir", "machine"),
+    *("config", "interfaces", "links", "files", "drawing", "workdir", "machine"),
     *("ops", "data", "models", "training", "objectives", "decoding"),
 }
 ALLOWED = {
@@ -26,7 +26,6 @@ ALLOWED = {
     "ending": set(),
     "machine": set(),
     "drawing": {"files"},
-    "html_page": {"config"},
     "ops": {"config", "files", "machine"},
     "data": {"config", "links", "files", "interfaces", "progress"},
     "models": {"config", "interfaces", "ops"},

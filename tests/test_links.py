@@ -9,7 +9,7 @@ from convbert_jax import files, links
 from convbert_jax.config import Config, UserError
 from convbert_jax.data.units.lock import lock
 from convbert_jax.doctor import disk
-from convbert_jax.recipes.reports import run_page
+from convbert_jax.recipes.reports import page as report_page
 from convbert_jax.sweeps.folder import Folder
 from convbert_jax.training.reports.tensorboard import EventFile
 from convbert_jax.workdir import Workdir
@@ -43,7 +43,7 @@ def test_links_with_names_of_files_are_replaced_or_not_used(run, outside):
     (run / "report.html").symlink_to(outside / "precious")
     with Workdir(run).open(Config()):
         assert tiny_run.run(run).step == 12
-        assert run_page.write(Workdir(run), lambda: "page")
+        assert report_page.write(Workdir(run), lambda: "page")
     assert not (run / "report.html").is_symlink()
     assert (run / "report.html").read_text() == "page"
 

@@ -20,7 +20,7 @@ from convbert_jax.finetuning import results, unfinished
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.interop import conversion
 from convbert_jax.ownership import OwnershipError
-from convbert_jax.recipes.reports import run_page
+from convbert_jax.recipes.reports import page as report_page
 from convbert_jax.training.reports import reporting
 from convbert_jax.workdir import Workdir, WorkdirError
 from tests.buckets import objects, server
@@ -308,7 +308,7 @@ def test_results_of_fine_tuning(bucket):
 def test_the_page_of_a_run(bucket):
     workdir, on_disk = bucket
     for page in ("<p>first", "<p>\u2713"):
-        assert run_page.write(workdir, lambda page=page: page)
+        assert report_page.write(workdir, lambda page=page: page)
     assert (on_disk / "report.html").read_text(encoding="utf-8") == "<p>\u2713"
 
 

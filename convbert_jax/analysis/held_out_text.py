@@ -1,4 +1,4 @@
-"""A held-out text in which a model filled in what was hidden, or found what was put in."""
+"""Predictions for one held-out text: of masked tokens, and of replaced tokens."""
 
 import textwrap
 from collections.abc import Sequence
@@ -8,11 +8,13 @@ import numpy as np
 
 
 class Subword(NamedTuple):
-    """One of a text that has been changed.
+    """A token of a corrupted text.
 
     Attributes:
-      text: what stands there now, and `original`: what stood there; None if it is the same.
-      marked: whether it was hidden; or whether the discriminator took it for one that was put in.
+      text: the token after corruption or prediction.
+      original: the token of the corpus; None if it is the same.
+      marked: whether it was masked, or whether the discriminator predicts that it was replaced.
+      begins_word: whether a space precedes it.
     """
 
     text: str
@@ -22,10 +24,10 @@ class Subword(NamedTuple):
 
 
 class Cloze(NamedTuple):
-    """A held-out text whose hidden subwords the model filled in, each by the likeliest one.
+    """A held-out text with the most probable token in each masked position.
 
     Attributes:
-      right: share of those that are what stood there, over `rows` such texts.
+      right: accuracy over the masked positions of `rows` texts.
     """
 
     subwords: tuple[Subword, ...]
@@ -34,11 +36,11 @@ class Cloze(NamedTuple):
 
 
 class Suspects(NamedTuple):
-    """A held-out text after the generator, as the discriminator saw it.
+    """A held-out text after the generator, with the discriminator's predictions.
 
     Attributes:
-      found: share of new subwords among the suspects, over `rows` such texts; `chance`: of those
-        drawn blindly.
+      found: precision of the predicted replacements over `rows` texts.
+      chance: precision of as many random tokens.
     """
 
     subwords: tuple[Subword, ...]
@@ -48,10 +50,10 @@ class Suspects(NamedTuple):
 
 
 def find_suspects(fake: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """Marks the n tokens of a row with the highest scores, n being the number of fake ones.
+    """Marks the n tokens with the highest scores, where n is the number of replaced tokens.
 
     Args:
-      fake: [L] bool, True where the generator put in another token.
+      fake: [L] bool, True for tokens that the generator replaced.
       scores: [L], the discriminator's logits for "replaced".
     """
     suspects = np.zeros(len(fake), bool)
@@ -62,10 +64,11 @@ def find_suspects(fake: np.ndarray, scores: np.ndarray) -> np.ndarray:
 def pair_subwords(
     pieces: Sequence[str], original_pieces: Sequence[str], marked: Sequence[bool]
 ) -> tuple[Subword, ...]:
-    """One row.
+    """Pairs the tokens of a row with their originals.
 
     Args:
-      pieces: subwords that stand there now; `original_pieces`: what stood there.
+      pieces: tokens after corruption or prediction.
+      original_pieces: tokens of the corpus.
     """
     starts = _word_starts(original_pieces)
     return tuple(
@@ -75,42 +78,42 @@ def pair_subwords(
 
 
 def describe_cloze(cloze: Cloze) -> list[str]:
-    """It in lines of text: `[subword]` was hidden, `[subword<original]` is a wrong guess."""
+    """Describes it as text: `[token]` was masked, `[token<original]` is a wrong prediction."""
     text = ""
     for shown, old, hidden, begins_word in cloze.subwords:
         filled = f"[{shown if old is None else f'{shown}<{old}'}]" if hidden else shown
         text += (" " if begins_word else "") + filled
     return [
-        "A held-out text: [subwords] were hidden and filled in, [guess<word] where another stood:",
+        "Masked tokens of a held-out text: [prediction] is right, [prediction<original] is wrong:",
         *_wrap(text),
         count_right(cloze),
     ]
 
 
 def count_right(cloze: Cloze) -> str:
-    """How well they are filled in over many texts, in a sentence."""
-    return f"Over {cloze.rows} such rows {cloze.right:.0%} are what stood there."
+    """Returns a sentence with the accuracy over all texts."""
+    return f"Accuracy over {cloze.rows} texts: {cloze.right:.0%}."
 
 
 def describe_suspects(suspects: Suspects) -> list[str]:
-    """It in lines of text: `[new<old]` is a replaced subword, `!` follows a suspect."""
+    """Describes it as text: `[new<original]` was replaced, `!` follows a predicted replacement."""
     text = ""
     for shown, old, suspect, begins_word in suspects.subwords:
         marked = shown if old is None else f"[{shown}<{old}]"
         text += (" " if begins_word else "") + marked + ("!" if suspect else "")
     return [
-        "A held-out text: [new<old] was put in by the generator, ! marks as many subwords as were",
-        "replaced, those that the discriminator suspects most:",
+        "Replaced tokens of a held-out text: [new<original]; ! marks as many tokens, with the",
+        "discriminator's highest scores:",
         *_wrap(text),
         count_found(suspects),
     ]
 
 
 def count_found(suspects: Suspects) -> str:
-    """How well the discriminator does over many texts, in a sentence."""
+    """Returns a sentence with the precision over all texts."""
     return (
-        f"Over {suspects.rows} such rows {suspects.found:.0%} of its suspects are new; by chance "
-        f"{suspects.chance:.0%}."
+        f"Over {suspects.rows} texts {suspects.found:.0%} of the marked tokens were replaced; by "
+        f"chance: {suspects.chance:.0%}."
     )
 
 
@@ -120,7 +123,7 @@ def _wrap(text: str) -> list[str]:
 
 
 def _word_starts(pieces: Sequence[str]) -> list[bool]:
-    """SentencePiece marks the start of a word, WordPiece what goes on with it."""
+    """SentencePiece marks the first token of a word, WordPiece marks all others."""
     if any(piece.startswith("\u2581") for piece in pieces):
         special = [piece.startswith("[") and piece.endswith("]") for piece in pieces]
         return [p.startswith("\u2581") or s for p, s in zip(pieces, special, strict=True)]

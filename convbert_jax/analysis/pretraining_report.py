@@ -1,23 +1,26 @@
-"""What a pre-training run has learned, for a person: curves, numbers beside those of no skill."""
+"""Results of a pre-training run: learning curves, and metrics next to those of chance."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import logging
 from etils import epath
 
 from convbert_jax import drawing
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 # split ("train" or "validation") -> metric -> [(step, value)]
 Curves = Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
 
 
 class Panel(NamedTuple):
-    """One of the pictures of a run: metrics of one unit over steps.
+    """Metrics of one unit, drawn over steps on the same axes.
 
     Attributes:
-      no_skill: what a model without any has, if that is a number.
+      no_skill: value of a model that guesses; None: not drawn.
     """
 
     title: str
@@ -28,18 +31,18 @@ class Panel(NamedTuple):
 _PANELS = (
     Panel("masked tokens: loss (nats)", ("mlm_loss", "encoder_mlm_loss")),
     Panel(
-        "masked tokens: share predicted",
+        "masked tokens: accuracy",
         ("mlm_accuracy", "sampled_accuracy", "encoder_mlm_accuracy"),
     ),
-    Panel("pairs of texts: share told", ("pair_accuracy",), 0.5),
+    Panel("pairs of texts: accuracy", ("pair_accuracy",), 0.5),
     Panel("discriminator: area under ROC curve", ("discriminator_auc",), 0.5),
     Panel("discriminator: loss (nats)", ("discriminator_loss",)),
     Panel("next tokens: loss (nats)", ("token_loss",)),
-    Panel("next tokens: share told", ("token_accuracy",)),
+    Panel("next tokens: accuracy", ("token_accuracy",)),
     Panel("perplexity", ("perplexity", "word_perplexity")),
-    Panel("from the teacher: divergence of outputs", ("distill_logits",)),
+    Panel("distillation: divergence of logits", ("distill_logits",)),
     Panel(
-        "from the teacher: distances of layers",
+        "distillation: distances of layers",
         ("distill_hidden", "distill_attention", "distill_embeddings"),
     ),
     Panel("share of tokens replaced", ("replaced_rate",)),
@@ -48,7 +51,7 @@ _PANELS = (
 
 
 class Number(NamedTuple):
-    """A held-out metric, spelled out, with what no skill would give."""
+    """A held-out metric as text, with the value of a model that guesses."""
 
     name: str
     value: str
@@ -56,7 +59,7 @@ class Number(NamedTuple):
 
 
 def arrange_curves(records: Iterable[Mapping[str, Any]]) -> Curves:
-    """The lines of a metrics file as curves, without the numbers that were not finite."""
+    """Turns the records of a metrics file into curves; values that are not finite are left out."""
     curves = {}
     for record in records:
         split = curves.setdefault(record["split"], {})
@@ -67,13 +70,13 @@ def arrange_curves(records: Iterable[Mapping[str, Any]]) -> Curves:
 
 
 def choose_panels(curves: Curves) -> list[Panel]:
-    """Those that a run has numbers for."""
+    """Returns the panels that have at least one curve."""
     present = {name for split in curves.values() for name in split}
     return [panel for panel in _PANELS if present & set(panel.metrics)]
 
 
 def plot_curves(curves: Curves, picture: epath.Path, title: str) -> bool:
-    """Draws the metrics that the run has, training thin and held-out bold, into a PNG.
+    """Draws all panels of a run into one PNG.
 
     Returns:
       whether there was anything to draw.
@@ -83,44 +86,50 @@ def plot_curves(curves: Curves, picture: epath.Path, title: str) -> bool:
         logging.warning("%s: there are no numbers to draw.", title)
         return False
     columns = min(3, len(panels))
-    lines = math.ceil(len(panels) / columns)
-    with drawing.open_figure(picture, (4.6 * columns, 3.2 * lines), [title]) as figure:
-        axes = figure.subplots(lines, columns, squeeze=False)
-        for axis, (heading, names, no_skill) in zip(axes.flat, panels, strict=False):
-            for index, name in enumerate(names):
-                label = name.replace("_", " ")
-                for split, style in (
-                    ("train", {"lw": 1, "alpha": 0.55}),
-                    ("validation", {"lw": 2, "marker": "o", "ms": 3}),
-                ):
-                    points = curves.get(split, {}).get(name)
-                    if points:
-                        held_out = ", held out" if split == "validation" else ""
-                        alone = {"marker": "o", "ms": 3} if len(points) == 1 else {}
-                        axis.plot(
-                            *zip(*points, strict=True),
-                            color=f"C{index}",
-                            label=label + held_out,
-                            **style | alone,
-                        )
-            if no_skill is not None:
-                axis.axhline(no_skill, color="0.5", ls="--", lw=1, label="no skill")
-            axis.set_title(heading, fontsize=10)
-            axis.set_xlabel("step", fontsize=8)
-            axis.tick_params(labelsize=8)
-            axis.grid(alpha=0.25)
-            axis.legend(fontsize=7, frameon=False)
+    rows = math.ceil(len(panels) / columns)
+    with drawing.open_figure(picture, (4.6 * columns, 3.2 * rows), [title]) as figure:
+        axes = figure.subplots(rows, columns, squeeze=False)
+        for axis, panel in zip(axes.flat, panels, strict=False):
+            draw_panel(axis, panel, curves)
         for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
-        figure.suptitle(title, fontsize=11)
+        figure.suptitle(title, fontsize=11, color=drawing.COLORS["ink"])
     return True
 
 
+def draw_panel(axis: "Axes", panel: Panel, curves: Curves) -> None:
+    """Draws the metrics of a panel over steps: training as thin, held-out text as bold curves."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    for color, name in zip(drawing.CURVES, panel.metrics, strict=False):
+        for split, label, style in (
+            ("train", "", {"lw": 1, "alpha": 0.55}),
+            ("validation", ", held out", {"lw": 2, "marker": "o", "ms": 3}),
+        ):
+            points = curves.get(split, {}).get(name)
+            if points:
+                alone = {"marker": "o", "ms": 3} if len(points) == 1 else {}
+                label = name.replace("_", " ") + label
+                axis.plot(*zip(*points, strict=True), color=color, label=label, **style | alone)
+    ink, faint, line = (drawing.COLORS[name] for name in ("ink", "faint", "line"))
+    if panel.no_skill is not None:
+        axis.axhline(panel.no_skill, color=faint, ls="--", lw=1, label="no skill")
+    axis.set_title(panel.title, fontsize=10, color=ink)
+    axis.set_xlabel("step", fontsize=8, color=faint)
+    axis.tick_params(labelsize=8, color=line, labelcolor=faint)
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axis.grid(color=line, lw=0.6)
+    axis.spines[:].set_color(line)
+    axis.legend(fontsize=7, frameon=False, labelcolor=ink)
+
+
 def list_numbers(values: Mapping[str, float], vocab_size: int) -> list[Number]:
-    """Held-out metrics for a person; none of no values.
+    """Describes held-out metrics.
 
     Args:
-      vocab_size: of what is written.
+      values: metric -> value; {} gives an empty list.
+      vocab_size: size of the output vocabulary.
     """
     if not values:
         return []
@@ -159,7 +168,7 @@ def list_numbers(values: Mapping[str, float], vocab_size: int) -> list[Number]:
 
 
 def describe_numbers(numbers: Iterable[Number]) -> list[str]:
-    """A line each."""
+    """Returns one aligned line for each number."""
     return [f"{name:<26}{value:<13}{note}".rstrip() for name, value, note in numbers]
 
 

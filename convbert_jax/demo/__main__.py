@@ -1,4 +1,4 @@
-"""Serves a model to browsers of this machine, until Ctrl-C.
+"""Serves a model to browsers on this machine until Ctrl-C.
 
 python -m convbert_jax.demo --workdir=runs/mine
 """
@@ -19,13 +19,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workdir",
         required=True,
-        help="A run, a fine-tuned model, a Hugging Face folder or a TensorFlow 1 checkpoint.",
+        help="Run, fine-tuned model, Hugging Face folder or TensorFlow 1 checkpoint.",
     )
-    parser.add_argument("--port", type=int, default=8000, help="Of this machine; 0 is a free one.")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="Port on 127.0.0.1; 0 picks a free one."
+    )
     parser.add_argument(
         "--plugins",
         default="",
-        help="Python of your own that the model's config may import: PACKAGE.MODULE:NAME,…",
+        help="Python objects that the model's config may import: PACKAGE.MODULE:NAME,…",
     )
     return parser
 
@@ -34,13 +36,13 @@ def main() -> None:
     options = make_parser().parse_args()
     console.set_up_logging()
     if not 0 <= options.port < 2**16:
-        console.fail(f"--port={options.port} must be between 0 and 65535.", code=2)
+        console.fail(f"--port={options.port} is not between 0 and 65535.", code=2)
     try:
         from convbert_jax.demo import app
     except ModuleNotFoundError as error:
         if error.name != "flask":
             raise
-        console.fail("The demo page needs Flask: pip install flask, or the extra demo.")
+        console.fail("The demo needs Flask: pip install flask, or install the extra demo.")
     with absent.told():
         from convbert_jax.inference.loading import load
     plugins.allow(options.plugins.split(","))
@@ -49,7 +51,7 @@ def main() -> None:
         server = app.make_server(app.make_app(model), options.port)
     except UserError as error:
         console.fail(str(error))
-    print(f"{model} is at http://127.0.0.1:{server.port} until Ctrl-C.", flush=True)
+    print(f"Serving {model} at http://127.0.0.1:{server.port}; stop with Ctrl-C.", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:

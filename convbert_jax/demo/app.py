@@ -1,8 +1,9 @@
-"""What a browser asks of a model, and the answers, as JSON.
+"""HTTP server of the demo: answers requests of the page as JSON.
 
-Only this machine is served: the socket is on the loopback interface, and a request by another name
-for it, as a page of a stranger may arrange, is refused; so is one that is not JSON, which such a
-page could send without being asked for leave. The page loads nothing from elsewhere.
+It serves this machine only: the socket is on the loopback interface. Requests with another host
+name are refused, because another site can point its own name here (DNS rebinding). Bodies other
+than JSON are refused, because another site can send them without a CORS preflight. The page loads
+nothing from elsewhere.
 """
 
 import threading
@@ -17,8 +18,8 @@ from convbert_jax.config import OutputsSection, UserError
 from convbert_jax.inference.model import Model
 from convbert_jax.inference.writing.model import TextModel
 
-_MOST_BYTES = 2**16  # of a request; texts are cut to the model's length besides
-_ASK = 'ask with {"texts": ["a text"]}'
+_MOST_BYTES = 2**16  # of a request
+_USAGE = 'send {"texts": ["a text"]}'
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
@@ -30,8 +31,11 @@ class ServerError(UserError):
 
 
 def make_app(model: Model | TextModel) -> flask.Flask:
-    """The page and what it asks: GET / and /model, POST of {"texts": [...]} to /fill_mask,
-    /replaced, /predict and /write, as far as the model can. An error is {"error": a sentence}.
+    """Returns the application.
+
+    GET / is the page, GET /model describes the model. POST {"texts": [...]} to /fill_mask,
+    /replaced, /predict or /write, whichever the model supports, returns {"answer": ...}. Errors are
+    {"error": message}.
     """
     app = flask.Flask("convbert_jax.demo", static_url_path="/static")
     app.config["MAX_CONTENT_LENGTH"] = _MOST_BYTES
@@ -41,7 +45,7 @@ def make_app(model: Model | TextModel) -> flask.Flask:
     def refuse_strangers():
         name = flask.request.host.rpartition(":")[0] or flask.request.host
         if name not in _HOSTS:
-            flask.abort(403, "this page is for the machine that it runs on")
+            flask.abort(403, "this server answers its own machine only")
 
     @app.after_request
     def load_nothing_else(response):
@@ -50,15 +54,15 @@ def make_app(model: Model | TextModel) -> flask.Flask:
         return response
 
     @app.errorhandler(exceptions.HTTPException)
-    def tell(error):
+    def describe_error(error):
         return {"error": error.description}, error.code
 
     @app.errorhandler(exceptions.RequestEntityTooLarge)
-    def tell_too_large(error):
-        return {"error": f"the text is too long; send at most {_MOST_BYTES:,} bytes"}, error.code
+    def describe_too_large(error):
+        return {"error": f"the text is too long: more than {_MOST_BYTES:,} bytes"}, error.code
 
     @app.errorhandler(UserError)
-    def tell_user(error):
+    def describe_user_error(error):
         return {"error": str(error)}, 400
 
     @app.get("/")
@@ -83,53 +87,55 @@ def make_app(model: Model | TextModel) -> flask.Flask:
 
 
 def make_server(app: flask.Flask, port: int) -> werkzeug.serving.BaseWSGIServer:
-    """A server on this machine alone; `port` 0 is a free one.
+    """Returns a server on 127.0.0.1; port 0 picks a free one.
 
     Raises:
       ServerError: the port is taken.
     """
     try:
         return werkzeug.serving.make_server("127.0.0.1", port, app, threaded=True)
-    except (OSError, SystemExit):  # werkzeug says it on standard error and ends the program
+    except (OSError, SystemExit):  # werkzeug prints the error and exits
         raise ServerError(
-            f"--port={port} cannot be listened at: another program does, or it is not yours to "
-            "take; choose another, or 0 for a free one."
+            f"Cannot listen on --port={port}: another program uses it, or it needs more "
+            "privileges. Use another port, or 0 for a free one.",
+            field="--port",
+            value=port,
         ) from None
 
 
 def _describe(model: Model | TextModel) -> dict[str, Any]:
-    said: dict[str, Any] = {"name": repr(model).strip("<>"), "abilities": model.abilities}
+    found: dict[str, Any] = {"name": repr(model).strip("<>"), "abilities": model.abilities}
     if "write" not in model.abilities and model.config.outputs.kind != "span":
-        said["length"] = model.length  # what is behind it is not read
+        found["length"] = model.length  # longer texts are truncated
     if "predict" in model.abilities:
         outputs = model.config.outputs
-        said |= {"task": outputs.task, "columns": _name_fields(outputs)}
+        found |= {"task": outputs.task, "columns": _name_fields(outputs)}
     if "fill_mask" in model.abilities:
-        said["mask"] = model.mask_token
+        found["mask"] = model.mask_token
     if "write" in model.abilities:
-        said["recipe"] = model.config.recipe
-    return said
+        found["recipe"] = model.config.recipe
+    return found
 
 
 def _name_fields(outputs: OutputsSection) -> list[str]:
-    """What the texts are called: as in training, where they had a name and no number."""
+    """Returns the names of the text columns in training; generic ones if they had numbers."""
     named = {"tagging": ["words"], "span": ["question", "context"]}
     usual = named.get(outputs.kind, ["text", "second text"])[: outputs.texts]
-    found = zip(outputs.columns or usual, usual, strict=True)
-    return [name if column.lstrip("-").isdecimal() else column for column, name in found]
+    pairs = zip(outputs.columns or usual, usual, strict=True)
+    return [name if column.lstrip("-").isdecimal() else column for column, name in pairs]
 
 
 def _read_texts() -> list[str]:
-    """Of the request at hand, as {"texts": [...]}."""
+    """Returns the texts of the current request."""
     try:
-        given = flask.request.get_json()  # 415 if it is none, 400 if it is broken
-    except RecursionError:  # brackets within brackets, by the thousand
-        flask.abort(400, _ASK)
+        given = flask.request.get_json()  # 415 if it is not JSON, 400 if it is malformed
+    except RecursionError:  # thousands of nested brackets
+        flask.abort(400, _USAGE)
     texts = given.get("texts") if isinstance(given, dict) else None
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
-        flask.abort(400, _ASK)
+        flask.abort(400, _USAGE)
     if not any(text.strip() for text in texts):
-        flask.abort(400, "there is no text; write one")
+        flask.abort(400, "the text is empty")
     return texts
 
 

@@ -32,7 +32,8 @@ from convbert_jax.inference import finetuned
 from convbert_jax.interop import importing, matching, sources
 from convbert_jax.interop.networks import stack, to_tree
 from convbert_jax.recipes import start
-from convbert_jax.recipes.reports import finetuning_page, run_page
+from convbert_jax.recipes.reports import finetuning as reports
+from convbert_jax.recipes.reports import page
 from convbert_jax.recipes.results import FinetuningResult
 from convbert_jax.training import optimizer, sharding
 from convbert_jax.training.environment import devices
@@ -123,19 +124,24 @@ def read_start(
     elif not config.tokenizer.path:
         raise ConfigError(
             "config.init_from is empty; name the weights to start from, or for random ones a "
-            "vocabulary with --config.tokenizer.path=vocab.txt."
+            "vocabulary with --config.tokenizer.path=vocab.txt.",
+            field="config.init_from",
         )
     elif config.finetune.layers:
         raise ConfigError(
             f"config.finetune.layers={config.finetune.layers} is of the weights of "
-            "config.init_from, which is empty; random ones have config.model.layers."
+            "config.init_from, which is empty; random ones have config.model.layers.",
+            field="config.finetune.layers",
+            value=config.finetune.layers,
         )
     f = config.finetune
     for path in matching.DROPOUT:
         if path in given and matching.value_of(config, path) != f.dropout:
             raise ConfigError(
                 f"config.{path}={matching.value_of(config, path)} is not read by fine-tuning. Set "
-                f"config.finetune.dropout={matching.value_of(config, path)}."
+                f"config.finetune.dropout={matching.value_of(config, path)}.",
+                field=f"config.{path}",
+                value=matching.value_of(config, path),
             )
         fields[path] = f.dropout
     config = matching.replace(config, fields)
@@ -167,7 +173,10 @@ def open_tasks(config: Config, tokenizer: Tokenizer | None) -> list[Callable[[],
     """
     names = config.finetune.tasks
     if not names:
-        raise ConfigError("config.finetune.tasks is empty; name tasks, or take configs/glue.py:all")
+        raise ConfigError(
+            "config.finetune.tasks is empty; name tasks, or take configs/glue.py:all",
+            field="config.finetune.tasks",
+        )
     distill_from = config.finetune.distill_from
     teacher = finetuned.open_teacher(distill_from) if distill_from else None
     makers, absent = [], []
@@ -175,7 +184,8 @@ def open_tasks(config: Config, tokenizer: Tokenizer | None) -> list[Callable[[],
         if name in question_answering.VERSIONS:
             if teacher:
                 raise ConfigError(
-                    f"config.finetune.distill_from teaches no answers; leave it out, or {name}."
+                    f"config.finetune.distill_from teaches no answers; leave it out, or {name}.",
+                    field="config.finetune.distill_from",
                 )
             squad.check_present(question_answering.VERSIONS[name], config.finetune.data)
             makers.append(partial(question_answering.make_task, name, config, tokenizer))
@@ -204,20 +214,23 @@ def _open_source(name: str, config: Config) -> LabelledTask:
     if name.lower() in map(str.lower, glue.GLUE):
         return glue.open_task(name, config.finetune.data)
     known = ", ".join((*map(str.lower, glue.GLUE), *question_answering.VERSIONS, "own"))
-    raise ConfigError(f"config.finetune.tasks has '{name}', which is unknown; choose from {known}.")
+    raise ConfigError(
+        f"config.finetune.tasks has '{name}', which is unknown; choose from {known}.",
+        field="config.finetune.tasks",
+    )
 
 
 def _tell_of_interruption(config: Config, workdir: Workdir, mesh) -> None:
     """Leaves a page on what is finished."""
     if jax.process_index() != 0:
         return
-    if run_page.write(
+    if page.write(
         workdir,
-        lambda: finetuning_page.make_interrupted(
+        lambda: reports.make_interrupted_page(
             config,
             workdir,
             read_results(workdir),
-            run_page.describe(config, mesh, UNREAD),
+            page.describe(config, mesh, UNREAD),
         ),
     ):
         logging.info("How far it came: %s", workdir.report)
@@ -242,15 +255,15 @@ def _conclude(
         if len(results) > 1:
             _collect_server_files(workdir, results)
         report = f"\n{text}\n\nRuns, models and predictions: {workdir}"
-        if run_page.write(
+        if page.write(
             workdir,
-            lambda: finetuning_page.make(
+            lambda: reports.make_page(
                 config,
                 workdir,
                 results,
                 columns,
                 table,
-                run_page.describe(config, mesh, UNREAD),
+                page.describe(config, mesh, UNREAD),
             ),
         ):
             report += f"\nAll of it for a browser, and what to do next: {workdir.report}"
@@ -305,7 +318,10 @@ def _first_layers(source: sources.Source, config: Config) -> sources.Source:
     if wanted > main.encoder.depth:
         raise ConfigError(
             f"config.finetune.layers={wanted}, but {config.init_from} has {main.encoder.depth} "
-            "layers; take fewer, or 0 for all."
+            "layers; take fewer, or 0 for all.",
+            field="config.finetune.layers",
+            value=wanted,
+            path=config.init_from,
         )
     stages, left = [], wanted
     for stage in main.encoder.stages:

@@ -19,13 +19,9 @@ from convbert_jax.interop.networks import abstract_params, outline, split
 from convbert_jax.interop.runs.vocabulary import check_learned, keep_vocabularies
 from convbert_jax.recipes import evaluation, finetuning, prepared, start, tasks, teaching
 from convbert_jax.recipes.prepared import Data
-from convbert_jax.recipes.reports import (
-    held_out_text,
-    pretraining_page,
-    pretraining_text,
-    run_page,
-)
-from convbert_jax.recipes.reports.pretraining_text import PretrainingReport
+from convbert_jax.recipes.reports import held_out_text, page
+from convbert_jax.recipes.reports import pretraining as reports
+from convbert_jax.recipes.reports.pretraining import PretrainingReport
 from convbert_jax.recipes.results import PretrainingResult
 from convbert_jax.recipes.writing import scoring
 from convbert_jax.training import loop, optimizer, sharding
@@ -213,11 +209,11 @@ def _conclude(
     if jax.process_index() == 0:
         metrics = reporting.read_undamaged(workdir.metrics)
         report = _report(config, workdir, data, result, metrics, mesh)
-        written = run_page.write(
+        written = page.write(
             workdir, lambda: _make_page(report, task, result.state.params, metrics, mesh)
         )
         if not report.interrupted:
-            text = pretraining_text.describe(report, page=written)
+            text = reports.describe(report, page=written)
         elif written:
             logging.info("How far it came: %s", workdir.report)
         curves = workdir.curves if report.picture else None
@@ -242,7 +238,7 @@ def _tell_of_failure(config, workdir, task: Task, failed: str, mesh) -> None:
     step = metrics[-1]["step"]
     report = _begin_report(config, workdir, metrics, step=step, interrupted=True, failed=failed)
     params = abstract_params(config)
-    if run_page.write(workdir, lambda: _make_page(report, task, params, metrics, mesh)):
+    if page.write(workdir, lambda: _make_page(report, task, params, metrics, mesh)):
         logging.info("How far it came: %s", workdir.report)
 
 
@@ -294,12 +290,12 @@ def _report(config, workdir, data: Data, result: loop.Result, metrics, mesh) -> 
 def _make_page(report: PretrainingReport, task: Task, params, metrics, mesh) -> str:
     config, warnings = report.config, None
     if config.train.warn_health:
-        warnings = pretraining_page.find_warnings(reporting.HealthWatch(task.health), metrics)
+        warnings = reports.find_warnings(reporting.HealthWatch(task.health), metrics)
     if went_back := Rollbacks(report.workdir.skipped, 0).describe():
         warnings = sorted([*went_back, *(warnings or ())])
-    return pretraining_page.make(
+    return reports.make_page(
         report,
-        run_page.describe(config, mesh, _unread(config)),
+        page.describe(config, mesh, _unread(config)),
         parameters=overview.count_parts(params),
         warnings=warnings,
     )

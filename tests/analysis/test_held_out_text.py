@@ -22,7 +22,7 @@ def marked(*row) -> list[str]:
     subwords = pair_subwords(*row)
     suspects = Suspects(subwords, rows=32, found=0.25, chance=0.125)
     *_, last = lines = describe_suspects(suspects)
-    assert last == "Over 32 such rows 25% of its suspects are new; by chance 12%."
+    assert [number for number in ("32", "25%", "12%") if number not in last] == []
     return lines[2:-1]
 
 
@@ -48,4 +48,5 @@ def test_hidden_subwords_are_told_from_the_others_and_right_ones_from_wrong():
     )
     _, line, last = describe_cloze(Cloze(subwords, rows=32, right=1 / 3))
     assert line == "  the [dog<cat] [sat][ting<s] on mats"
-    assert last == "Over 32 such rows 33% are what stood there."
+    assert "32" in last
+    assert "33%" in last

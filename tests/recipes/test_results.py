@@ -1,4 +1,4 @@
-"""Each recipe, as Python calls it: it returns what its folder holds, and prints nothing."""
+"""Each recipe called from Python: it returns the contents of its folder and prints nothing."""
 
 import dataclasses
 import errno
@@ -19,16 +19,36 @@ from convbert_jax import command_line, interrupts, recipes
 from convbert_jax.config import Config, UserError, to_dict
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import abstract_params
-from convbert_jax.interop.runs.vocabulary import read_tokenizer
 from convbert_jax.recipes import prediction, prepared, pretraining
-from convbert_jax.recipes.reports import pretraining_page
+from convbert_jax.recipes.reports import pretraining as reports
 from convbert_jax.training.environment import devices, signals
+from convbert_jax.training.evaluation import EvaluationError
 from convbert_jax.training.rollback import LossGuard, TrainingError
 from convbert_jax.workdir import Workdir
-from tests.html_page.parsed import Page
+from tests.html import Page
+from tests.refusals import refused
 
 
-def test_pretraining_returns_its_numbers(pretrained, pretraining_config):
+def resume_command(folder) -> str:
+    return f"python -m convbert_jax.main --workdir={folder}"
+
+
+def with_data_of(run, config: Config) -> Config:
+    """`config` on the prepared data of `run`."""
+    return replace(config, {"data.directory": str(run.folder / "data")})
+
+
+def fail(*arguments, **options):
+    raise AssertionError("must not be called")
+
+
+def without_predictions(patch) -> None:
+    """Leaves the predictions for held-out text out of a report, because they compile programs."""
+    for name in ("fill_in", "detect"):
+        patch.setattr(pretraining.held_out_text, name, lambda *arguments: None)
+
+
+def test_pretraining_returns_its_numbers(pretrained, pretraining_config, caplog):
     assert (pretrained.step, pretrained.interrupted) == (4, False)
     assert [(r["step"], r["split"]) for r in pretrained.metrics] == [
         (2, "train"),
@@ -41,29 +61,26 @@ def test_pretraining_returns_its_numbers(pretrained, pretraining_config):
     )
     assert 0 < pretrained.evaluation["mlm_loss"] < 2 * math.log(200)
     assert pretrained.curves.is_file()
-    assert pretrained.report.startswith("run, step 4, on held-out text:")
+    assert pretrained.report.startswith("run, step 4, ")
     assert (pretrained.folder / "checkpoints" / "4").is_dir()
     assert json.loads((pretrained.folder / "config.json").read_text())["train"]["steps"] == 4
 
 
-def test_a_finished_run_returns_what_it_holds(pretrained, pretraining_config):
-    again = recipes.pretrain(pretraining_config, pretrained.folder)
-    assert again.metrics == pretrained.metrics
-    assert again.evaluation == pytest.approx(pretrained.evaluation, nan_ok=True)
-
-
-def test_a_run_begins_with_one_line(
-    pretrained, pretraining_config, finetuned, finetuning_config, caplog
+def test_a_finished_run_returns_its_results_again(
+    pretrained, pretraining_config, finetuned, finetuning_config, tmp_path, capsys, caplog
 ):
-    """Its fields are in config.json; they were 1,000 characters a section on the screen."""
+    """Nothing is printed, jax's settings stay, and one log line describes the run."""
     device = devices.describe_devices(jax.devices()[:1])
+    before = dict(jax.config.values)
+    named = replace(pretraining_config, {"train.compile_cache": "/x"})
+    found = []
     for start, config, run in (
-        (recipes.pretrain, pretraining_config, pretrained),
+        (recipes.pretrain, named, pretrained),
         (recipes.finetune, finetuning_config, finetuned),
     ):
         caplog.clear()
         with caplog.at_level("INFO", "absl"):
-            start(config, run.folder)
+            found.append(start(config, run.folder))
         shapes = abstract_params(Workdir(run.folder).read_config())
         shapes.pop("head", None)  # each task has its own
         count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
@@ -71,18 +88,37 @@ def test_a_run_begins_with_one_line(
         ours = [r.getMessage() for r in caplog.records if "convbert_jax" in r.pathname]
         assert sum(all(fact in line for fact in facts) for line in ours) == 1, ours
         assert max(map(len, ours)) < 400
+    again, tuned = found
+    assert again.metrics == pretrained.metrics
+    assert again.evaluation == pytest.approx(pretrained.evaluation, nan_ok=True)
+    assert tuned.table == finetuned.table
+    assert dict(jax.config.values) == before
+    assert capsys.readouterr().out == ""
 
 
-def test_evaluation_gives_what_training_logged(pretrained, pretraining_config, tmp_path):
+def test_evaluation_gives_the_logged_numbers(pretrained, pretraining_config, tmp_path):
+    """An existing file at --output is replaced only if it is empty or such a file."""
     output = tmp_path / "numbers.json"
-    found = recipes.evaluate(pretraining_config, pretrained.folder, output=str(output))
-    assert found.step == 4
-    assert found.values == pytest.approx(pretrained.evaluation, rel=1e-5, nan_ok=True)
-    kept = json.loads(output.read_text())
-    assert kept["step"] == 4
-    assert kept["mlm_loss"] == found.values["mlm_loss"]
-    assert found.file == output
-    assert str(output) in found.report
+    for content in ("my notes\n", '{"step": 4}\n', "[]"):
+        output.write_text(content)
+        for run in (
+            lambda: recipes.evaluate(pretraining_config, pretrained.folder, output=str(output)),
+            lambda: recipes.plan(pretraining_config, tmp_path, topology="cpu", output=str(output)),
+        ):
+            with refused(EvaluationError, field="--output", path=output):
+                run()
+        assert output.read_text() == content
+    with refused(EvaluationError, field="--output", path=tmp_path):
+        recipes.evaluate(pretraining_config, pretrained.folder, output=str(tmp_path))
+    output.write_text("")
+    for _ in range(2):
+        found = recipes.evaluate(pretraining_config, pretrained.folder, output=str(output))
+        assert found.step == 4
+        assert found.values == pytest.approx(pretrained.evaluation, rel=1e-5, nan_ok=True)
+        kept = json.loads(output.read_text())
+        assert (kept["step"], kept["mlm_loss"]) == (4, found.values["mlm_loss"])
+        assert found.file == output
+        assert str(output) in found.report
 
 
 def test_finetuning_returns_tasks_and_table(finetuned):
@@ -96,17 +132,7 @@ def test_finetuning_returns_tasks_and_table(finetuned):
     assert [json.loads(line)["seed"] for line in lines] == [0, 1]
 
 
-def test_prediction_counts_rows(finetuned, tmp_path):
-    (task,) = finetuned.tasks
-    source, output = tmp_path / "in.txt", tmp_path / "out.jsonl"
-    source.write_text("good text 1\nbad text 2\ngood text 3\n")
-    model = str(task.folders[0])
-    assert recipes.predict(model, str(source), str(output)) == recipes.PredictionResult(3, 0)
-    lines = output.read_bytes().splitlines(keepends=True)
-    assert {json.loads(line)["prediction"] for line in lines} <= {"0", "1"}
-
-
-def test_prediction_goes_on_after_a_stop(finetuned, tmp_path, monkeypatch):
+def test_prediction_counts_rows_and_resumes(finetuned, tmp_path, monkeypatch, capsys):
     def two_rows(rows):
         yield list(itertools.islice(rows, 2))
         raise KeyboardInterrupt
@@ -119,79 +145,62 @@ def test_prediction_goes_on_after_a_stop(finetuned, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             recipes.predict(*arguments)
     assert recipes.predict(*arguments) == recipes.PredictionResult(rows=3, kept=2)
-    assert len(output.read_bytes().splitlines()) == 3
-
-
-def test_recipes_print_nothing_and_configure_nothing(
-    pretrained, pretraining_config, finetuned, finetuning_config, tmp_path, capsys
-):
-    """What they are called from, a notebook for one, keeps its own settings of jax."""
-    source = tmp_path / "in.txt"
-    source.write_text("good\n")
-    before = dict(jax.config.values)
-    longer = dataclasses.replace(
-        pretraining_config, train=dataclasses.replace(pretraining_config.train, compile_cache="/x")
-    )
-    recipes.pretrain(longer, pretrained.folder)
-    recipes.evaluate(longer, pretrained.folder)
-    recipes.finetune(finetuning_config, finetuned.folder)
-    recipes.predict(str(finetuned.tasks[0].folders[0]), str(source), str(tmp_path / "out.tsv"))
-    assert dict(jax.config.values) == before
+    lines = output.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 3
+    assert {json.loads(line)["prediction"] for line in lines} <= {"0", "1"}
+    with refused(UserError, field="--output", path=output):
+        recipes.predict(*arguments)
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_without_its_page_is_told_of_all_the_same(
-    pretrained, pretraining_config, monkeypatch
-):
-    def fail(*arguments, **options):
-        raise ValueError("no")
+# --- a finished run survives faults of its report ---
 
-    monkeypatch.setattr(pretraining_page, "make", fail)
-    for name in ("fill_in", "detect"):
-        monkeypatch.setattr(pretraining.held_out_text, name, lambda *arguments: None)
-    told = recipes.pretrain(pretraining_config, pretrained.folder).report.splitlines()
-    assert told == [line for line in told if line in pretrained.report.splitlines()]
-    assert not any("report.html" in line for line in told)
+
+def test_a_run_without_its_page_still_reports_in_text(pretrained, pretraining_config, monkeypatch):
+    monkeypatch.setattr(reports, "make_page", fail)
+    without_predictions(monkeypatch)
+    lines = recipes.pretrain(pretraining_config, pretrained.folder).report.splitlines()
+    assert lines == [line for line in lines if line in pretrained.report.splitlines()]
+    assert not any("report.html" in line for line in lines)
     assert any("report.html" in line for line in pretrained.report.splitlines())
 
 
-def test_a_finished_run_does_not_fail_for_its_picture_or_a_damaged_line(
+def test_a_figure_that_cannot_be_drawn_and_a_damaged_metric_are_warnings(
     pretrained, pretraining_config, tmp_path, monkeypatch, caplog
 ):
-    def fail(*arguments):
+    def full(*arguments):
         raise OSError(errno.EFBIG, "File too large")
 
-    folder = tmp_path / "run"
-    shutil.copytree(pretrained.folder, folder)
+    folder = shutil.copytree(pretrained.folder, tmp_path / "run")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     lines[0] = lines[0].replace('"split"', '"sqlit"')
     (folder / "metrics.jsonl").write_text("\n".join([*lines, ""]))
-    own = dataclasses.replace(pretraining_config.data, directory=str(pretrained.folder / "data"))
-    with monkeypatch.context() as patch:
-        patch.setattr(pretraining.pretraining_report, "plot_curves", fail)
-        for name in ("fill_in", "detect"):
-            patch.setattr(pretraining.held_out_text, name, lambda *arguments: None)
-        result = recipes.pretrain(dataclasses.replace(pretraining_config, data=own), folder)
+    monkeypatch.setattr(pretraining.pretraining_report, "plot_curves", full)
+    without_predictions(monkeypatch)
+    result = recipes.pretrain(with_data_of(pretrained, pretraining_config), folder)
     assert result.evaluation == pretrained.evaluation
     assert result.curves is None
-    assert "curves.png could not be drawn" in caplog.text
-    assert "metrics.jsonl is damaged (line 1: it has no 'split')" in caplog.text
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert any("curves.png" in text for text in warnings)
+    assert any("metrics.jsonl" in text and "line 1" in text for text in warnings)
 
 
-def test_a_stop_while_data_is_prepared_waits_for_nothing(tmp_path, monkeypatch):
-    """A trainer of vocabularies hears no signal for minutes."""
+def test_signals_are_heard_while_data_is_prepared(tmp_path, monkeypatch):
+    """The trainer of a vocabulary runs for minutes and handles no signals."""
     free = []
-
-    def prepare(*_, **__):
-        free.append(interrupts._state.free)
-
-    monkeypatch.setattr(prepared.corpora, "prepare", prepare)
+    monkeypatch.setattr(
+        prepared.corpora, "prepare", lambda *_, **__: free.append(interrupts._state.free)
+    )
     prepared.prepare(Config(), tmp_path)
     prepared.prepare(Config(), tmp_path, runner=object())
     assert free == [True, False]  # a runner ends its processes itself
 
 
+# --- pages ---
+
+
 def test_pages_of_real_runs(pretrained, finetuned, monkeypatch):
+    pages = []
     for run, recipe in ((pretrained, "replaced_token"), (finetuned, "finetune")):
         file = run.folder / "report.html"
         assert str(file) in run.report.splitlines()[-1]
@@ -206,42 +215,38 @@ def test_pages_of_real_runs(pretrained, finetuned, monkeypatch):
             assert command[:3] == ["python", "-m", "convbert_jax.main"]
             with flagsaver.flagsaver():
                 command_line.read(command[2:])
-    page = Page((pretrained.folder / "report.html").read_text())
+        pages.append(page)
+    first, second = pages
     for line in pretrained.report.splitlines()[1:7]:  # each number of the text is on the page
         name, value, *_ = [part for part in line.split("  ") if part]
-        assert f"{name.strip()}{value.strip()}" in page.text
-    assert "train.batch_size8" in page.text
-    assert len(Page((finetuned.folder / "report.html").read_text()).values("src")) == 2
+        assert f"{name.strip()}{value.strip()}" in first.text
+    assert "config.train.batch_size8" in first.text
+    assert len(second.values("src")) == 2
 
 
-def test_an_interrupted_run_leaves_a_page_at_once(
+def test_an_interrupted_run_writes_its_page_at_once(
     pretrained, pretraining_config, tmp_path, monkeypatch
 ):
-    """Nothing is computed for it: a machine that is taken away gives little time."""
+    """Nothing is computed for it, because a machine may be taken away within seconds."""
     train = pretraining.loop.train
 
     def stopped(*arguments, **options):
         return dataclasses.replace(train(*arguments, **options), stopped_by="SIGTERM")
 
-    def fail(*arguments):
-        raise AssertionError("there is no time")
-
-    folder = tmp_path / "run"
-    shutil.copytree(pretrained.folder, folder)
-    with monkeypatch.context() as patch:
-        patch.setattr(pretraining.loop, "train", stopped)
-        for name in ("fill_in", "detect"):
-            patch.setattr(pretraining.held_out_text, name, fail)
-        patch.setattr(pretraining.pretraining_report, "plot_curves", fail)
-        assert recipes.pretrain(pretraining_config, folder).report == ""
+    folder = shutil.copytree(pretrained.folder, tmp_path / "run")
+    monkeypatch.setattr(pretraining.loop, "train", stopped)
+    for name in ("fill_in", "detect"):
+        monkeypatch.setattr(pretraining.held_out_text, name, fail)
+    monkeypatch.setattr(pretraining.pretraining_report, "plot_curves", fail)
+    assert recipes.pretrain(pretraining_config, folder).report == ""
     page = Page((folder / "report.html").read_text())
-    assert "interrupted after step 4 of 4" in page.text
-    assert page.texts("pre") == [f"python -m convbert_jax.main --workdir={folder}"]
-    assert "masked tokens, loss" in page.text  # of the last evaluation
+    assert page.texts("pre") == [resume_command(folder)]
+    value = f"{pretrained.evaluation['mlm_loss']:.3f}"  # of the last evaluation
+    assert any(value in row for row in page.texts("tr"))
 
 
 def stop_after(step: int, monkeypatch) -> None:
-    """As if SIGTERM came while that step is under way."""
+    """As if SIGTERM came during that step."""
     asked = iter(range(1, 1000))
 
     def requested(self, done):
@@ -251,143 +256,87 @@ def stop_after(step: int, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_leaves_a_page_and_the_end_another(
+def test_an_interrupted_run_writes_a_page_and_its_end_another(
     pretraining_config, pretrained, tmp_path, monkeypatch, caplog
 ):
-    own = dataclasses.replace(pretraining_config.data, directory=str(pretrained.folder / "data"))
-    config = dataclasses.replace(pretraining_config, data=own)
+    config = with_data_of(pretrained, pretraining_config)
     caplog.set_level("INFO", logger="absl")
     with monkeypatch.context() as patch:
         stop_after(2, patch)
         stopped = recipes.pretrain(config, tmp_path)
     assert (stopped.stopped_by, stopped.step, stopped.report) == ("SIGTERM", 2, "")
     page = Page((tmp_path / "report.html").read_text())
-    assert "interrupted after step 2 of 4" in page.text
-    assert "There was no evaluation yet." in page.text
-    assert page.texts("pre") == [f"python -m convbert_jax.main --workdir={tmp_path}"]
+    assert page.texts("pre") == [resume_command(tmp_path)]
     assert any("report.html" in record.getMessage() for record in caplog.records)
     finished = recipes.pretrain(config, tmp_path)
-    page = Page((tmp_path / "report.html").read_text())
     assert not finished.interrupted
-    assert "finished at step 4" in page.text
+    assert resume_command(tmp_path) not in Page((tmp_path / "report.html").read_text()).texts("pre")
 
 
-def test_a_run_that_an_error_ends_leaves_a_page(
+@pytest.mark.slow
+def test_interrupted_tasks_leave_a_page(finetuning_config, tmp_path, monkeypatch):
+    stop_after(5, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        recipes.finetune(finetuning_config, tmp_path)
+    page = Page((tmp_path / "report.html").read_text())
+    assert any("mood" in row and "seed 0" in row for row in page.texts("tr"))
+    assert page.texts("pre") == [resume_command(tmp_path)]
+
+
+def test_a_run_that_fails_leaves_a_page_and_its_successor_needs_no_other_folder(
     pretraining_config, pretrained, tmp_path, monkeypatch
 ):
-    own = dataclasses.replace(pretraining_config.data, directory=str(pretrained.folder / "data"))
-    config = dataclasses.replace(pretraining_config, data=own)
+    """The page and the folder of a run that started from weights which are gone later."""
+    source = shutil.copytree(
+        pretrained.folder, tmp_path / "moved", ignore=shutil.ignore_patterns("data")
+    )
+    before = convbert_jax.load(pretrained.folder).encode(["The cat sat."])
+    np.testing.assert_array_equal(convbert_jax.load(source).encode(["The cat sat."]), before)
+    run = tmp_path / "run"
+    run.mkdir()
+    # As of a run that was killed after it had gone back.
+    kept = {"skipped": [{"after": 2, "batches": 1}]}
+    (run / "skipped_batches.json").write_text(json.dumps(kept))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # the data lies in a folder by a relative path
+    config = replace(pretraining_config, {"data.directory": "shards"})
+    config = dataclasses.replace(config, init_from=str(source))
     seen = []
 
     def judge(self, loss, norm):
         seen.append(loss)
         return "the loss is not finite <nan>" if len(seen) == 4 else ""
 
-    monkeypatch.setattr(LossGuard, "judge", judge)
-    with pytest.raises(TrainingError) as raised:
-        recipes.pretrain(config, tmp_path)
-    page = Page((tmp_path / "report.html").read_text())
-    assert "ended by an error after step " in page.text
-    assert str(raised.value) in page.text
-    assert "There was no evaluation yet." in page.text
-    assert page.texts("pre") == [f"python -m convbert_jax.main --workdir={tmp_path}"]
-
-    def fail(*arguments, **options):
-        raise KeyError("mlm_loss")
-
-    seen.clear()
-    monkeypatch.setattr(pretraining, "_begin_report", fail)
-    with pytest.raises(TrainingError, match="the loss is not finite"):  # all the same
-        recipes.pretrain(config, tmp_path)
-
-
-@pytest.mark.slow
-def test_interrupted_tasks_leave_a_page(finetuning_config, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        stop_after(5, patch)
-        with pytest.raises(KeyboardInterrupt):
-            recipes.finetune(finetuning_config, tmp_path)
-    page = Page((tmp_path / "report.html").read_text())
-    assert "interrupted; finished runs: 1" in page.text
-    assert "mood" in page.text
-    assert page.texts("pre") == [f"python -m convbert_jax.main --workdir={tmp_path}"]
-
-
-def test_the_page_says_that_a_run_went_back(pretraining_config, tmp_path):
-    """As one does that is killed after it, and started again."""
-    kept = {"skipped": [{"after": 2, "batches": 1}]}
-    (tmp_path / "skipped_batches.json").write_text(json.dumps(kept))
-    recipes.pretrain(pretraining_config, tmp_path)
-    page = (tmp_path / "report.html").read_text()
-    assert "a bad step: went back to step 2 and past 1 batches" in page
-
-
-def test_a_vocabulary_of_the_same_size_from_elsewhere_is_refused(pretrained, tmp_path):
-    run = shutil.copytree(pretrained.folder, tmp_path / "run")
-    tokenizer, _ = read_tokenizer(Workdir(run), Workdir(run).read_config())
-    assert run in tokenizer.path.parents
-    tokenizer.path.write_bytes(tokenizer.path.read_bytes() + b"\x1a\x00")  # the same pieces
-    with pytest.raises(UserError, match=r"is not the vocabulary that .* learned with"):
-        convbert_jax.load(run)
-
-
-def test_a_run_is_all_that_its_model_needs(pretraining_config, tmp_path, monkeypatch):
-    """Shards and the working directory it began in are gone; it is moved and used from there."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    recipes.pretrain(replace(pretraining_config, {"data.directory": "shards"}), "runs/first")
-    before = convbert_jax.load("runs/first").encode(["The cat sat."])
-    run = shutil.copytree("runs/first", tmp_path / "moved")
+        patch.setattr(LossGuard, "judge", judge)
+        with pytest.raises(TrainingError) as raised:
+            recipes.pretrain(config, run)
+        page = Page((run / "report.html").read_text())
+        assert str(raised.value) in page.text
+        assert page.texts("pre") == [resume_command(run)]
+        assert any(row.startswith("3") and "step 2" in row for row in page.texts("tr"))
+        seen.clear()
+        patch.setattr(pretraining, "_begin_report", lambda *_, **__: {}["mlm_loss"])
+        with pytest.raises(TrainingError):  # a fault of the report does not hide it
+            recipes.pretrain(config, run)
+    recipes.pretrain(config, run)
+    moved = shutil.copytree(run, tmp_path / "second")
     monkeypatch.chdir(tmp_path)
-    shutil.rmtree(tmp_path / "here")
-    np.testing.assert_array_equal(convbert_jax.load(run).encode(["The cat sat."]), before)
-    second = dataclasses.replace(pretraining_config, init_from=str(run))
-    recipes.pretrain(second, tmp_path / "second")
-    shutil.rmtree(run)
-    convbert_jax.load(tmp_path / "second")
+    for folder in ("here", "moved", "run"):
+        shutil.rmtree(tmp_path / folder)
+    assert convbert_jax.load(moved).encode(["The cat sat."]).shape == before.shape
 
 
-def test_the_copy_is_of_the_vocabulary_that_was_learned_with(pretraining_config, tmp_path):
-    """The corpus and its vocabulary are made anew from other text: refused, and it stays."""
-    text = tmp_path / "text.txt"
-    shutil.copy(pretraining_config.data.source.removeprefix("text:"), text)
-    config = replace(pretraining_config, {"data.source": f"text:{text}"})
-    recipes.pretrain(config, tmp_path / "run")
-    (copy,) = (tmp_path / "run" / "vocabulary").glob("*.model")
+# --- vocabularies ---
+
+
+def test_a_run_keeps_to_the_vocabulary_that_it_was_trained_with(pretrained, text, tmp_path):
+    """One of the same size from elsewhere gives the ids of other words."""
+    run = shutil.copytree(
+        pretrained.folder, tmp_path / "run", ignore=shutil.ignore_patterns("data")
+    )
+    (copy,) = (run / "vocabulary").glob("*.model")
     before = copy.read_bytes()
-    shutil.rmtree(tmp_path / "run" / "data")
-    text.write_text(text.read_text().replace("e", "o"))
-    with pytest.raises(UserError, match=r"is not the vocabulary that .*run learned with"):
-        recipes.pretrain(replace(config, {"train.steps": 6}), tmp_path / "run")
-    made = tmp_path / "run" / "data" / copy.name
-    assert made.read_bytes() != before
-    assert copy.read_bytes() == before
-
-
-def test_numbers_replace_nothing_but_such_numbers(pretrained, tmp_path):
-    """A file of the user's at --output was lost, with its name one slip away from another."""
-    notes = tmp_path / "notes.txt"
-    config = Workdir(pretrained.folder).read_config()
-    for content in ("what I saw\n", '{"step": 4}\n', "[]"):
-        notes.write_text(content)
-        for mode, run in (
-            ("eval", lambda: recipes.evaluate(config, pretrained.folder, output=str(notes))),
-            ("plan", lambda: recipes.plan(config, tmp_path, topology="cpu", output=str(notes))),
-        ):
-            with pytest.raises(UserError, match=f"exists and was not written by --mode={mode}"):
-                run()
-        assert notes.read_text() == content
-    notes.write_text("")  # as mktemp makes one
-    first = recipes.evaluate(config, pretrained.folder, output=str(notes))
-    again = recipes.evaluate(config, pretrained.folder, output=str(notes))
-    assert again.values == pytest.approx(first.values, nan_ok=True)
-
-
-def test_rows_of_another_vocabulary_are_not_evaluated(pretrained, text, tmp_path):
-    """A run that was moved without its rows: others, of another text, were made beside it, and
-    their ids taken for words of the run's vocabulary.
-    """
-    run = shutil.copytree(pretrained.folder, tmp_path / "run", ignore=lambda *_: ["data"])
     other = tmp_path / "other.txt"
     words = pathlib.Path(text.removeprefix("text:")).read_text()
     other.write_text(words.replace("e", "o"))
@@ -395,30 +344,17 @@ def test_rows_of_another_vocabulary_are_not_evaluated(pretrained, text, tmp_path
     for use in (
         lambda: recipes.evaluate(config, run),
         lambda: recipes.inspect(str(run), output=str(tmp_path / "out")),
+        lambda: recipes.pretrain(replace(config, {"train.steps": 6}), run),
     ):
         (run / "config.json").write_text(json.dumps(to_dict(config)))
-        with pytest.raises(UserError, match=r"is not the vocabulary that .*run learned with"):
+        with refused(UserError, run / "data" / copy.name):
             use()
-    (copy,) = (run / "vocabulary").glob("*.model")
+        assert (run / "data" / copy.name).read_bytes() != before
+        assert copy.read_bytes() == before
     named = {"tokenizer.path": str(copy), "data.directory": str(tmp_path / "rows")}
     found = recipes.evaluate(replace(config, named), run, frozenset(named))
     assert math.isfinite(found.values["mlm_loss"])
-
-
-def test_revisions_leave_out_a_generator_that_their_format_cannot_hold(
-    pretraining_config, tmp_path, caplog
-):
-    """One head is left for a small generator, half of each kind, as in configs/small.py."""
-    changed = {
-        "checkpoint.huggingface_every": 4,
-        "generator.release_heads": True,
-        "generator.size": 0.25,
-        "model.mixer": "mixed",
-        "model.heads": 4,
-        "train.steps": 4,
-    }
-    run = recipes.pretrain(replace(pretraining_config, changed), tmp_path / "run")
-    written = run.folder / "huggingface" / "step-4"
-    assert (written / "model.safetensors").is_file()
-    assert not (written / "generator").exists()
-    assert "The generator is left out" in caplog.text
+    copy.write_bytes(before + b"\x1a\x00")  # the same tokens, other bytes
+    (run / "config.json").write_text(json.dumps(to_dict(Workdir(pretrained.folder).read_config())))
+    with refused(UserError, copy):
+        convbert_jax.load(run)

@@ -26,7 +26,7 @@ from convbert_jax.training.reports.reporting import read_metrics
 from convbert_jax.training.state import flatten
 from convbert_jax.workdir import Workdir
 from tests.data.parallel.conftest import make_pairs, write_files
-from tests.html_page.parsed import Page
+from tests.html import Page
 from tests.runs import make_config
 
 RECIPES = ("causal_lm", "span_corruption", "translation")

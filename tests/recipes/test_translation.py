@@ -25,7 +25,7 @@ from convbert_jax.inference.writing import reading
 from convbert_jax.interop import conversion, importing, sources
 from convbert_jax.interop.matching import replace
 from convbert_jax.workdir import Workdir
-from tests.html_page.parsed import Page
+from tests.html import Page
 from tests.runs import LEXICON, make_config, write_pairs
 
 

@@ -1,5 +1,5 @@
 "use strict";
-// Every text goes into the page as text, never as markup.
+// Texts are inserted as text nodes, never as markup.
 
 const make = (tag, fields = {}, ...children) => {
   const element = Object.assign(document.createElement(tag), fields);
@@ -16,7 +16,7 @@ function table(rows) {
     make("td", { className: "number", textContent: percent(share) }))));
 }
 
-// Characters of a text as a browser cuts them are not those of the program where they lie beyond the first 65,536.
+// Offsets count code points, as Python does; JavaScript strings count UTF-16 units.
 function marked(text, tokens) {
   const characters = Array.from(text), parts = make("p", { dir: "auto" });
   let done = 0;
@@ -29,11 +29,11 @@ function marked(text, tokens) {
     done = end;
   }
   const rest = characters.slice(done).join("");
-  if (rest.trim()) parts.append(make("span", { className: "unread", textContent: rest, title: "not read" }));
+  if (rest.trim()) parts.append(make("span", { className: "unread", textContent: rest, title: "truncated" }));
   return parts;
 }
 
-// Tokens may share a character, as those of one that the vocabulary does not have: they are one mark, of the likeliest.
+// Tokens that share a character (one outside of the vocabulary) become one mark with the highest probability.
 function together(tokens) {
   const marks = [];
   for (const { token, start, end, probability } of tokens) {
@@ -67,9 +67,9 @@ const PANELS = {
       table(hole.map((token) => [token.token_str, token.score]))]),
   }),
   replaced: () => ({
-    title: "Which word is wrong?", button: "Look", fields: [["a text, in which a word may have been replaced", "Paris is the capital of cheese."]],
+    title: "Which word is wrong?", button: "Find", fields: [["a text in which words may have been replaced", "Paris is the capital of cheese."]],
     show: (tokens, [text]) => [marked(text, tokens), make("p", { className: "note",
-      textContent: "the stronger the color, the likelier that the model finds it that a generator put the token in; point at one for the number" })],
+      textContent: "a stronger color is a higher probability that the token was replaced; hover over a token to see it" })],
   }),
   predict: (model) => ({
     title: model.task || "Predict", button: "Predict", fields: model.columns.map((name) => [name, ""]), show: predicted,
@@ -89,7 +89,7 @@ function panel(ability, { title, button, fields, show }) {
     event.preventDefault();
     const texts = inputs.map((input) => input.value);
     go.disabled = true;
-    answer.replaceChildren(make("p", { className: "note", textContent: "thinking …; the first answer takes longest" }));
+    answer.replaceChildren(make("p", { className: "note", textContent: "computing …; the first answer takes longest" }));
     try {
       const response = await fetch(`/${ability}`, {
         method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ texts }) });
@@ -98,7 +98,7 @@ function panel(ability, { title, button, fields, show }) {
       answer.replaceChildren(...show(said.answer, texts));
     } catch (error) {
       const lost = error instanceof TypeError || error instanceof SyntaxError;
-      answer.replaceChildren(make("p", { className: "error", textContent: lost ? "no answer; is the program still running?" : error.message }));
+      answer.replaceChildren(make("p", { className: "error", textContent: lost ? "no answer; check that the server is running" : error.message }));
     }
     go.disabled = false;
   });
@@ -107,8 +107,8 @@ function panel(ability, { title, button, fields, show }) {
 
 fetch("/model").then((response) => response.json()).then((model) => {
   document.getElementById("model").textContent = model.name;
-  if (model.length) document.getElementById("model").append(`; it reads the first ${model.length} tokens of a text`);
+  if (model.length) document.getElementById("model").append(`; texts are truncated to ${model.length} tokens`);
   const panels = model.abilities.map((ability) => panel(ability, PANELS[ability](model)));
-  if (!panels.length) panels.push(make("p", { textContent: "This model has no head: it encodes texts, from Python, and has nothing to show here." }));
+  if (!panels.length) panels.push(make("p", { textContent: "This model has no head. Use its encode() from Python." }));
   document.getElementById("panels").append(...panels);
 });

@@ -1,8 +1,8 @@
-"""What a run tells a person at its end: a text, and a page for a browser that says more.
+"""What a run shows at its end: a text on the terminal and report.html.
 
-pretraining_text.py  of one long run: what there is to tell, and the text
-pretraining_page.py  the same as WORKDIR/report.html
-finetuning_page.py   that of labelled tasks, whose text is their table
-commands.py          what to type next
-run_page.py          what every page has: state, config, versions; how it is written
+pretraining.py    text and page of a pre-training run
+finetuning.py     page of a fine-tuning run
+held_out_text.py  predictions for held-out rows
+commands.py       commands to run next
+page.py           renders report.html from templates/
 """

@@ -1,4 +1,4 @@
-"""What to type next, as (what it does, command line) or as flags."""
+"""Commands to run after a run, as (what it does, command line), and their flags."""
 
 import shlex
 from collections.abc import Iterable
@@ -11,25 +11,23 @@ from convbert_jax.workdir import Workdir
 
 Command = tuple[str, str]
 _WRITING = {
-    "causal_lm": "Let it go on after each line of new text",
-    "span_corruption": "Let it fill in every [MASK] of new text, line by line",
+    "causal_lm": "Continue each line of a file",
+    "span_corruption": "Fill in every [MASK] in the lines of a file",
 }
 
 
-def go_on(workdir: Workdir, *flags: str) -> str:
-    """The command that goes on with a run."""
+def resume(workdir: Workdir, *flags: str) -> str:
+    """Returns the command that resumes a run."""
     return _main(f"--workdir={_quote(workdir)}", *flags)
 
 
 def more_steps(step: int) -> str:
-    """The flag that makes a run twice as long."""
+    """Returns the flag that doubles the number of steps."""
     return f"--config.train.steps={2 * step}"
 
 
 def own_text(config: Config) -> str:
-    """The flags that make a run learn from other text, elsewhere: not beside the shards that the
-    config names, and held out of that text, not of what this run was measured by.
-    """
+    """Returns the flags of a run on other text, which is prepared and evaluated anew."""
     name, section, source = "data", config.data, "'text:FOLDER/*.txt'"
     if config.reads_pairs:
         name, section, source = "parallel", config.parallel, "parallel:FILE,FILE"
@@ -42,23 +40,23 @@ def own_text(config: Config) -> str:
 
 
 def after_pretraining(config: Config, workdir: Workdir, step: int) -> list[Command]:
-    """What can be done with a run that is finished."""
+    """Returns the commands for a finished pre-training run."""
     what = "pairs" if config.reads_pairs else "text"
     same = f"--config={_quote(workdir.config)}"
     common = [
-        ("Train it for twice as many steps", go_on(workdir, more_steps(step))),
-        (f"Train another one on your own {what}", _main(same, own_text(config))),
-        ("Measure it again on held-out text", go_on(workdir, "--mode=eval")),
+        ("Train for twice as many steps", resume(workdir, more_steps(step))),
+        (f"Train a new model on your own {what}", _main(same, own_text(config))),
+        ("Evaluate on held-out text", resume(workdir, "--mode=eval")),
     ]
     start = f"--config.init_from={_quote(workdir)}"
     if config.writes_text:
         lines = ("--mode=predict", "--input=new.txt", "--output=written.txt")
-        what = _WRITING.get(config.recipe, "Let it write to new text, a line to each line")
+        what = _WRITING.get(config.recipe, "Generate a text for each line of a file")
         pairs = ("--config.parallel.source=tsv:train.tsv", "--config.parallel.columns=text,label")
         task = _main("--config=configs/text_to_text.py:tiny,light", start, *pairs)
-        taught = [("Teach it a task, from pairs of texts", task)]
+        taught = [("Fine-tune on pairs of texts", task)]
         return [
-            (what, go_on(workdir, *lines)),
+            (what, resume(workdir, *lines)),
             *(taught if config.recipe == "span_corruption" else []),
             *common,
         ]
@@ -66,17 +64,17 @@ def after_pretraining(config: Config, workdir: Workdir, step: int) -> list[Comma
     labelled = ("--config=configs/text.py:own", start, *(f"--config.task.{c}" for c in columns))
     glue = ("--config=configs/glue.py:all", start, "--config.finetune.data=FOLDER")
     return [
-        ("Fine-tune it on labelled text of yours", _main(*labelled)),
-        ("Predict new text with what comes out of that", _predict("runs/text-own/own/seed-0")),
-        ("Fine-tune it on GLUE", _main(*glue)),
+        ("Fine-tune on your own labeled text", _main(*labelled)),
+        ("Predict new text with the fine-tuned model", _predict("runs/text-own/own/seed-0")),
+        ("Fine-tune on GLUE", _main(*glue)),
         *_export(config, workdir),
-        ("See its attention maps and filters", go_on(workdir, "--mode=inspect")),
+        ("Draw attention maps and filters", resume(workdir, "--mode=inspect")),
         *common,
     ]
 
 
 def after_finetuning(task: str, models: Iterable[Workdir]) -> list[Command]:
-    """What can be done with the models of a task; nothing where none is kept."""
+    """Returns the commands for the models of a task; none if no model was kept."""
     model = next((model for model in models if model.holds_run()), None)
     if model is None:
         return []
@@ -92,7 +90,7 @@ def _export(config: Config, workdir: Workdir) -> list[Command]:
         conversion.check_expressible({"main": outline(config)["main"]})
     except ConversionError:
         return []
-    return [("Export it for transformers", go_on(workdir, "--mode=export"))]
+    return [("Export for transformers", resume(workdir, "--mode=export"))]
 
 
 def _predict(model: Workdir | str, file: str = "new.csv") -> str:

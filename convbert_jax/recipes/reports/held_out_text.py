@@ -1,4 +1,4 @@
-"""Held-out rows that a run takes apart at its end for a person, the first one in full."""
+"""Predictions for held-out rows at the end of a run; the report shows the first row in full."""
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,14 @@ from convbert_jax.interop.networks import MODELS
 from convbert_jax.models.build import build
 from convbert_jax.objectives import masked_lm, replaced_token
 
-_ROWS = 32  # or all, if there are fewer
+_ROWS = 32  # at most
 
 
 def fill_in(config: Config, corpus: Corpus | None, params) -> Cloze | None:
-    """Hidden subwords with the likeliest in their places: in replaced_token the generator's. None
-    where nothing learns to fill in, or on several processes, of which none has all numbers.
+    """Predicts masked tokens; for config.recipe=replaced_token with the generator.
+
+    Returns:
+      None if no part of the model learns to, or on several processes, none of which has all rows.
     """
     generated = config.recipe == "replaced_token" and config.generator.kind != "uniform"
     if not (generated or config.recipe == "masked_lm") or jax.process_count() > 1:
@@ -41,7 +43,7 @@ def fill_in(config: Config, corpus: Corpus | None, params) -> Cloze | None:
 
 
 def detect(config: Config, corpus: Corpus | None, params) -> Suspects | None:
-    """Rows after the generator, as the discriminator sees them; None as in `fill_in`."""
+    """Replaces tokens by the generator and predicts them by the discriminator; None: `fill_in`."""
     if config.recipe != "replaced_token" or jax.process_count() > 1:
         return None
 
@@ -67,7 +69,7 @@ def detect(config: Config, corpus: Corpus | None, params) -> Suspects | None:
 
 
 def _run(config, corpus, params, run):
-    """(batch, what `run` makes of it) on the host."""
+    """Returns (batch, result of `run` on it), both on the host."""
     graphdef, _ = build(MODELS[config.recipe], config)
     settings = {"dtype": jnp.float32, "config": config, "special": corpus.tokenizer.special}
 
@@ -80,7 +82,7 @@ def _run(config, corpus, params, run):
 
 
 def _count_rows(batch) -> int:
-    """Those of text: what is held out may be less than a batch, which rows of padding fill up."""
+    """Counts rows with text; a batch of less held-out text is filled up by rows of padding."""
     return int((batch["segment_ids"] != 0).any(axis=1).sum())
 
 

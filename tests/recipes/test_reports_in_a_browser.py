@@ -1,4 +1,4 @@
-"""A page in a real browser: what a person sees, and that nothing leaves the machine."""
+"""Pages in Chromium: they show all texts and request nothing."""
 
 import contextlib
 import pathlib
@@ -9,10 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from convbert_jax.html_page import blocks, charts
-from convbert_jax.html_page.elements import element, foreign, render
 from tests.browser import CHROMIUM, FLAGS, needs_chromium, open_tab
-from tests.html_page.parsed import Page
+from tests.html import Page
 from tests.pictures import shows_something
 from tests.recipes.test_reports import page_of_pretraining, page_of_tasks
 
@@ -22,7 +20,7 @@ ATTACK = '<img src="http://example.invalid/x"><script>document.title = "taken"</
 
 @contextlib.contextmanager
 def proxy() -> Iterator[tuple[str, list[str]]]:
-    """(address, what it was asked so far) of what stands between the browser and every network."""
+    """Yields the address of a proxy that answers nothing, and the requests that it received."""
     asked = []
 
     class Handler(socketserver.StreamRequestHandler):
@@ -39,9 +37,7 @@ def proxy() -> Iterator[tuple[str, list[str]]]:
 
 
 def browse(folder: pathlib.Path, html: str, *flags: str) -> tuple[str, Sequence[str]]:
-    """What the browser prints of a page, and what it asked of ATTACK's host; it asks others by
-    itself.
-    """
+    """Returns what the browser prints, and its requests to the host of ATTACK."""
     file = folder / "page.html"
     file.write_text(html)
     with proxy() as (address, asked):
@@ -56,46 +52,22 @@ def browse(folder: pathlib.Path, html: str, *flags: str) -> tuple[str, Sequence[
     return done.stdout, [line for line in asked if "example.invalid" in line]
 
 
-@pytest.fixture(scope="module")
-def page() -> str:
-    points = [(step, 1.0 / step) for step in range(1, 9)]
-    return render(
-        "a run",
-        element("h1", foreign(ATTACK)),
-        blocks.section("Curves", charts.line_chart("loss", [charts.Line("loss", points)])),
-        element("p", "שלום ", foreign("\u202eabc"), dir="auto"),
-        blocks.commands([("Go on", "python -m convbert_jax.main --workdir=runs/it")]),
-    )
-
-
 def test_an_unsafe_page_would_be_noticed(tmp_path):
-    """That the two tests below can fail."""
+    """Shows that the test below can fail."""
     shown, asked = browse(tmp_path, f"<!DOCTYPE html><p>{ATTACK}</p>", "--dump-dom")
     assert asked
     assert "<title>taken</title>" in shown
 
 
-def test_a_person_sees_the_texts_and_nothing_is_asked_for(page, tmp_path):
-    shown, asked = browse(tmp_path, page, "--dump-dom")
-    assert asked == []
-    assert Page(shown).text.strip() == Page(page).text.strip()
-    assert Page(shown).texts("h1") == [ATTACK]
-    assert Page(shown).texts("title")[0] == "a run"
-
-
-def test_it_is_drawn(page, tmp_path):
-    picture = tmp_path / "page.png"
-    browse(tmp_path, page, f"--screenshot={picture}", "--window-size=600,900")
-    assert shows_something(picture)
-
-
 @pytest.mark.parametrize("make", [page_of_pretraining, page_of_tasks])
-def test_the_pages_of_runs(make, tmp_path):
-    """Of pre-training and of a sweep of fine-tuning: safe, whole, no wider than a telephone."""
+def test_pages_are_safe_complete_and_fit_a_telephone(make, tmp_path):
     html = make([ATTACK] * 19)
-    shown, asked = browse(tmp_path, html, "--dump-dom")
+    picture = tmp_path / "page.png"
+    shown, asked = browse(tmp_path, html, "--dump-dom", f"--screenshot={picture}")
     assert asked == []
     assert Page(shown).text.strip() == Page(html).text.strip()
+    assert ATTACK in Page(shown).texts("h1")
+    assert shows_something(picture)
     file = tmp_path / "page.html"
     with open_tab(file.as_uri(), tmp_path / "tab", "--window-size=400,900") as tab:
         width = tab.evaluate("document.documentElement.clientWidth")
