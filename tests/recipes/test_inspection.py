@@ -1,4 +1,4 @@
-"""--mode=inspect, from the model to the files, on random weights; the command line of it."""
+"""--mode=inspect on random weights, from the model to the files."""
 
 import csv
 import json
@@ -16,9 +16,11 @@ from convbert_jax.config import StageSection, UserError
 from convbert_jax.interop import conversion, sources
 from convbert_jax.models.build import build
 from convbert_jax.models.pretraining import MaskedLanguageModel
+from convbert_jax.recipes.inspection import InspectionError
 from convbert_jax.workdir import Workdir
 from tests.interop.conftest import make_run  # noqa: F401
 from tests.pictures import shows_something
+from tests.refusals import refused
 
 TEXTS = ["the river stone of light", "over the great house fire", "a stone house under the moon",
          "stone", "light over light under light and so on and on and on and on"]  # fmt: skip
@@ -103,16 +105,17 @@ def test_two_models_side_by_side(mixed, exported, lines, tmp_path):
         assert not name.endswith(".png") or shows_something(result.folder / name)
     ours, theirs = json.loads((result.folder / "numbers.json").read_text())
     assert not ours["shows_nothing"]
-    assert theirs["shows_nothing"] == ["layers 0 to 1 have no filters of a word (4 of 8)."]
+    (line,) = theirs["shows_nothing"]
+    assert "layers 0 to 1" in line
+    assert line in result.report
     heads = read_table(result.folder / "concentration.csv")
     assert len(heads) == 2 * 2 + 2 * 4
-    assert theirs["shows_nothing"][0] in result.report
     with np.load(result.folder / "maps.npz") as arrays:
         assert arrays["layer-1"].shape[0] == 2
         assert arrays["layer-1-beside"].shape[0] == 4
 
 
-def test_what_a_layer_cannot_show_is_said(make_run, lines, tmp_path):  # noqa: F811
+def test_layers_without_maps_or_filters_are_named(make_run, lines, tmp_path):  # noqa: F811
     stages = tuple(
         StageSection(layers=1, mixer=mixer) for mixer in ("light", "dilated", "attention")
     )
@@ -121,20 +124,23 @@ def test_what_a_layer_cannot_show_is_said(make_run, lines, tmp_path):  # noqa: F
     assert result.folder == run / "inside" / "step-3"
     (numbers,) = json.loads((result.folder / "numbers.json").read_text())
     light, dilated, attention = numbers["shows_nothing"]
-    assert light.startswith("layer 0 has no attention maps (4 of lightweight convolution")
-    assert dilated.startswith("layer 1 has no attention maps and no filters of a word (conv")
-    assert attention.startswith("layer 2 has no filters of a word (4 of 8)")
+    for line, layer, lacks, has in (
+        (light, "layer 0", ["attention maps"], ["filters"]),
+        (dilated, "layer 1", ["attention maps", "filters"], []),
+        (attention, "layer 2", ["filters"], ["attention maps"]),
+    ):
+        assert line.startswith(layer)
+        assert not [part for part in lacks if part not in line]
+        assert not [part for part in has if part in line]
     assert list(numbers["concentration"]) == ["2"]
     # The same filters at all positions: no context moves them.
     np.testing.assert_allclose(numbers["moved_by_context"]["0"], 0, atol=1e-6)
+    for layers, value, mentions in (((1, 2), "1,2", ["0"]), ((3,), 3, ["0 to 2"])):
+        with refused(InspectionError, *mentions, field="--layers", value=value):
+            recipes.inspect(str(run), texts=lines, word="stone", layers=layers)
     result = recipes.inspect(str(run), texts=lines)
-    assert "layer 0 has no attention maps, but filters of a word, with --word=WORD (4" in (
-        result.report
-    )
-    with pytest.raises(UserError, match="--layers=1,2: none of these has filters; choose from 0"):
-        recipes.inspect(str(run), texts=lines, word="stone", layers=(1, 2))
-    with pytest.raises(UserError, match=r"--layers=3: .* has layers 0 to 2"):
-        recipes.inspect(str(run), texts=lines, word="stone", layers=(3,))
+    (line,) = (line for line in result.report.splitlines() if "layer 0" in line)
+    assert "--word" in line  # its filters of a word would be shown
 
 
 def test_held_out_texts_of_the_run_are_the_default(pretrained):
@@ -146,27 +152,32 @@ def test_held_out_texts_of_the_run_are_the_default(pretrained):
     # a model that has hardly learned attends everywhere alike
     (heads,) = numbers["concentration"].values()
     np.testing.assert_allclose(heads, numbers["chance"], atol=0.02)
-    with pytest.raises(UserError, match="--word=the: layer 0 has no filters of a word"):
+    with refused(InspectionError, "layer 0", field="--word", value="the"):
         recipes.inspect(str(pretrained.folder), word="the")
-    with pytest.raises(UserError, match="--word=xylophone stands in none of the held-out texts"):
+    with refused(InspectionError, field="--word", value="xylophone", path=pretrained.folder):
         recipes.inspect(str(pretrained.folder), word="xylophone")
 
 
-def test_nothing_to_see_is_one_sentence(make_run, mixed, exported, lines, tmp_path):  # noqa: F811
-    def refused(says, *arguments, **named):
-        with pytest.raises(UserError, match=says) as error:
-            recipes.inspect(*arguments, **named)
-        assert "\n" not in str(error.value)
-
+def test_nothing_to_see_is_an_error(make_run, mixed, exported, lines, tmp_path):  # noqa: F811
     run, _ = make_run(mixer="separable", generator={"kind": "uniform"})
-    refused("shows nothing: layers 0 to 1 have no attention maps", str(run), texts=lines)
-    refused("--word=boat stands in none of the 5 texts", mixed, texts=lines, word="boat")
     empty = tmp_path / "empty.txt"
     empty.write_text("\n\n")
-    refused("empty.txt has no text; write one a line", mixed, texts=str(empty))
-    refused("nowhere.txt cannot be read", mixed, texts=str(tmp_path / "nowhere.txt"))
-    refused("--output=.*empty.txt is a file", mixed, texts=lines, output=str(empty))
-    output = str(tmp_path / "out")
-    refused("is no run of ours to write into; add --output=FOLDER", exported, texts=lines)
-    refused("has no held-out texts of its own; .*--input=FILE", exported, output=output)
-    refused("nothing", str(tmp_path / "nothing"), texts=lines, output=output)
+    output, nowhere = str(tmp_path / "out"), str(tmp_path / "nowhere.txt")
+    for model, options, mentions, parts in (
+        (str(run), {"texts": lines}, ["layers 0 to 1"], {"path": run}),
+        (
+            mixed,
+            {"texts": lines, "word": "boat"},
+            [5],
+            {"field": "--word", "value": "boat", "path": mixed},
+        ),
+        (mixed, {"texts": str(empty)}, [], {"field": "--input", "path": empty}),
+        (mixed, {"texts": nowhere}, [nowhere], {}),
+        (mixed, {"texts": lines, "output": str(empty)}, [], {"field": "--output", "path": empty}),
+        (exported, {"texts": lines}, [], {"field": "--output", "path": exported}),
+        (exported, {"output": output}, [], {"field": "--input", "path": exported}),
+        (str(tmp_path / "nothing"), {"texts": lines, "output": output}, ["nothing"], {}),
+    ):
+        with refused(UserError, *mentions, **parts) as caught:
+            recipes.inspect(model, **options)
+        assert "\n" not in str(caught.value)

@@ -155,9 +155,8 @@ main.start()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.0, 0.1])
-@pytest.mark.parametrize(("number", "code"), ANSWERS)
-def test_a_process_ends_with_the_code_of_its_signal(folders, tmp_path, number, code, seconds):
+@pytest.mark.parametrize(("number", "code", "seconds"), [(*ANSWERS[0], 0.0), (*ANSWERS[1], 0.1)])
+def test_a_process_exits_with_the_code_of_its_signal(folders, tmp_path, number, code, seconds):
     words = COMMANDS["export"].format(**folders, new=tmp_path / "new").split()
     process = subprocess.Popen(
         [sys.executable, "-c", PROCESS.format(words=words)],

@@ -1,7 +1,6 @@
-"""Masked words first, replaced tokens after: what learns when, in one compiled step, on any mesh,
-resumed to the bit.
-"""
+"""config.objective.masked_lm_steps: masked words first, then replaced tokens, in one program."""
 
+import dataclasses
 import math
 import shutil
 import types
@@ -14,16 +13,18 @@ from flax import nnx
 
 from convbert_jax import recipes
 from convbert_jax.analysis.verify_resume import compare
-from convbert_jax.config import ConfigError
+from convbert_jax.config import ConfigError, MeshSection
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.interop.networks import MODELS, split
 from convbert_jax.models.build import build
 from convbert_jax.objectives import masked_lm, replaced_token
 from convbert_jax.recipes import tasks
-from convbert_jax.training import sharding
+from convbert_jax.training import loop
 from convbert_jax.training.checkpoints.reading import load_arrays
+from convbert_jax.training.environment import devices
 from convbert_jax.training.program import make_program
 from convbert_jax.workdir import Workdir
+from tests.refusals import refused
 from tests.runs import make_config
 
 SPECIAL = SpecialIds(pad=0, unknown=1, cls=2, sep=3, mask=4)
@@ -59,18 +60,12 @@ def test_each_phase_by_hand(batch, kind):
     params, key = jax.jit(init)(jax.random.key(1)), jax.random.key(7)
     settings = {"dtype": jnp.float32, "config": config, "special": SPECIAL}
 
-    @jax.jit
-    def learn(params, first):
-        def loss(params):
-            model = nnx.merge(graphdef, params)
-            return replaced_token.loss(
-                model, batch, key, train=True, **settings, masked_first=first
-            )
+    def loss(params, first=None):
+        model = nnx.merge(graphdef, params)
+        phase = {} if first is None else {"masked_first": first}
+        return replaced_token.loss(model, batch, key, train=True, **settings, **phase)
 
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    @jax.jit
-    def encoder_alone(params):
+    def loss_of_encoder(params):
         model = nnx.merge(graphdef, params)
         key_of_masks = jax.random.split(jax.random.split(key)[0], 3)[0]
         masked = masked_lm.hide(batch, key_of_masks, config=config, special=SPECIAL)
@@ -79,21 +74,24 @@ def test_each_phase_by_hand(batch, kind):
         right = jnp.take_along_axis(odds, masked.labels[..., None], -1)[..., 0]
         return -(right * masked.weights).sum() / masked.weights.sum()
 
-    (value, found), gradients = jax.device_get(learn(params, True))
+    @jax.jit
+    def compute(params, phases):
+        learn = jax.value_and_grad(loss, has_aux=True)
+        return [learn(params, first) for first in phases], loss(params), loss_of_encoder(params)
+
+    (first, second), (plain, numbers), encoder_loss = jax.device_get(
+        compute(params, [jnp.bool_(True), jnp.bool_(False)])
+    )
+    (value, found), gradients = first
     mean = {name: float(sums[0] / sums[1]) for name, sums in found.items() if sums[1] > 0}
-    assert mean["encoder_mlm_loss"] == pytest.approx(float(encoder_alone(params)), rel=1e-5)
+    assert mean["encoder_mlm_loss"] == pytest.approx(float(encoder_loss), rel=1e-5)
     assert value == pytest.approx(0.5 * mean["mlm_loss"] + mean["encoder_mlm_loss"], rel=1e-5)
     assert all(found[n][1] == 0 for n in found if n.startswith("discriminator"))
     taught = {"embeddings", "discriminator", "masked_lm_head"}
     taught |= {"generator", "generator_head"} if kind == "separate" else set()
     assert {part for part, g in gradients.items() if any(map(np.any, jax.tree.leaves(g)))} == taught
 
-    (value, found), gradients = jax.device_get(learn(params, False))
-    plain, numbers = jax.jit(
-        lambda p: replaced_token.loss(
-            nnx.merge(graphdef, p), batch, key, train=True, **settings
-        )
-    )(params)  # fmt: skip
+    (value, found), gradients = second
     assert value == pytest.approx(float(plain), rel=1e-5)
     assert found["encoder_mlm_loss"] == (0.0, 0.0)
     assert found.keys() == numbers.keys()
@@ -101,21 +99,6 @@ def test_each_phase_by_hand(batch, kind):
         np.testing.assert_allclose(found[name], numbers[name], rtol=1e-4)
     taught = taught - {"masked_lm_head"} | {"discriminator_head"}
     assert {part for part, g in gradients.items() if any(map(np.any, jax.tree.leaves(g)))} == taught
-
-
-def run_steps(config, batch, devices):
-    """(losses, what each step counted, versions of the step that were compiled)."""
-    mesh = sharding.make_mesh(config.mesh, devices)
-    task = tasks.build_task(config, SPECIAL, devices[0])
-    losses, numbers = [], []
-    with jax.set_mesh(mesh):
-        program = make_program(task, config, mesh)
-        state = program.init(jax.random.key(0))
-        for _ in range(config.train.steps):
-            state, found, vitals = program.train_step(state, program.put_batch(batch))
-            losses.append(float(vitals.loss))
-            numbers.append(task.summarize(jax.device_get(found)))
-    return losses, numbers, program.train_step._cache_size()
 
 
 @pytest.mark.parametrize(
@@ -138,24 +121,13 @@ def test_a_model_of_constant_logits_is_warned_about(fields, warned):
     assert len(found) == warned
 
 
-def test_one_compiled_step_switches_on_any_mesh(batch):
-    devices = jax.devices()
-    losses, numbers, versions = run_steps(make(train__accumulation=2), batch, devices[:1])
-    assert versions == 1
-    unknown = [math.isnan(n["discriminator_loss"]) for n in numbers]
-    assert unknown == [step < FIRST for step in range(4)]
-    assert [math.isnan(n["encoder_mlm_loss"]) for n in numbers] == [not u for u in unknown]
-    axes = {"mesh__data": 1, "mesh__fsdp": 2, "mesh__tensor": 2}
-    there, _, versions = run_steps(make(train__accumulation=2, **axes), batch, devices[:4])
-    assert versions == 1
-    np.testing.assert_allclose(there, losses, rtol=2e-4)
-
-
 @pytest.fixture(scope="module")
 def finished(text, tmp_path_factory):
+    """The config, the run, and its compiled steps."""
     config = make(
         data__source=text,
         model__dropout=0.1,
+        train__accumulation=2,
         train__log_every=1,
         train__eval_every=2,
         train__eval_rows=16,
@@ -163,11 +135,42 @@ def finished(text, tmp_path_factory):
         checkpoint__keep=4,
         checkpoint__best_metric="encoder_mlm_accuracy",
     )
-    return config, recipes.pretrain(config, tmp_path_factory.mktemp("phases") / "run")
+    programs = []
+
+    def keep(*arguments):
+        programs.append(make_program(*arguments))
+        return programs[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_program", keep)
+        result = recipes.pretrain(config, tmp_path_factory.mktemp("phases") / "run")
+    return config, result, programs
+
+
+def resume_from_step_1(finished, folder, **sections):
+    """Resumes before the phase changes; returns the run."""
+    config, result, _ = finished
+    shutil.copytree(result.folder, folder)
+    for step in range(2, 5):
+        shutil.rmtree(folder / "checkpoints" / str(step))
+    return recipes.pretrain(dataclasses.replace(config, **sections), folder)
+
+
+def losses_of(run) -> list[float]:
+    return [line["loss"] for line in run.metrics if line["split"] == "train"]
+
+
+def test_one_compiled_step_changes_its_phase(finished):
+    _, result, (program,) = finished
+    assert program.train_step._cache_size() == 1
+    train = [line for line in result.metrics if line["split"] == "train"]
+    unknown = [math.isnan(line["discriminator_loss"]) for line in train]
+    assert unknown == [step < FIRST for step in range(4)]
+    assert [math.isnan(line["encoder_mlm_loss"]) for line in train] == [not u for u in unknown]
 
 
 def test_held_out_numbers_are_those_of_both_phases_in_both(finished):
-    config, result = finished
+    config, result, _ = finished
     held_out = [line for line in result.metrics if line["split"] == "validation"]
     assert [line["step"] for line in held_out] == [2, 4]
     for line in held_out:
@@ -176,20 +179,22 @@ def test_held_out_numbers_are_those_of_both_phases_in_both(finished):
     assert set(result.evaluation) == set(config.heldout_metrics)
 
 
-@pytest.mark.parametrize("cut", [1, 2])
-def test_resuming_across_the_switch_is_exact(finished, tmp_path, cut):
-    config, result = finished
-    folder = tmp_path / "run"
-    shutil.copytree(result.folder, folder)
-    for step in range(cut + 1, 5):
-        shutil.rmtree(folder / "checkpoints" / str(step))
-    recipes.pretrain(config, folder)
-    wanted, found = (load_arrays(Workdir(f).checkpoints, 4)[1] for f in (result.folder, folder))
+def test_resuming_across_the_change_is_exact(finished, tmp_path):
+    again = resume_from_step_1(finished, tmp_path / "run")
+    _, result, _ = finished
+    wanted, found = (load_arrays(Workdir(r.folder).checkpoints, 4)[1] for r in (result, again))
     assert compare(wanted, found) == []
 
 
+def test_it_resumes_on_a_mesh(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "find_devices", lambda _: jax.devices()[:4])
+    mesh = MeshSection(data=1, fsdp=2, tensor=2)
+    again = resume_from_step_1(finished, tmp_path / "run", mesh=mesh)
+    np.testing.assert_allclose(losses_of(again), losses_of(finished[1]), rtol=2e-4)
+
+
 def test_the_head_of_the_first_phase_stays_behind(finished):
-    config, _ = finished
+    config, *_ = finished
     _, init = build(MODELS["replaced_token"], config)
     params = jax.jit(init)(jax.random.key(0))
     assert "masked_lm_head" in params
@@ -199,18 +204,18 @@ def test_the_head_of_the_first_phase_stays_behind(finished):
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "mentions"),
     [
-        ({"objective__masked_lm_steps": 4}, r"masked_lm_steps=4 leaves no step of .*steps=4 for"),
-        ({"generator__kind": "shared"}, r"masked_lm_steps=2 needs a generator beside the encoder"),
-        ({"recipe": "masked_lm"}, r"all steps of config\.recipe='masked_lm' train on masked words"),
+        ({"objective__masked_lm_steps": 4}, ["config.train.steps", 4]),
+        ({"generator__kind": "shared"}, ["generator"]),
+        ({"recipe": "masked_lm"}, ["config.recipe", "masked_lm"]),
         (
             {"recipe": "masked_lm", "objective__sentence_pairs": "next", "data__layout": "pairs"},
-            r"masked_lm_steps=2 comes before replaced tokens",
+            [2],
         ),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(fields, says):
-    with pytest.raises(ConfigError, match=says):
+def test_configs_without_two_phases_are_refused(fields, mentions):
+    with refused(ConfigError, "masked_lm_steps", *mentions):
         make(**fields)
