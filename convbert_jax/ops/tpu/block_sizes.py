@@ -82,13 +82,19 @@ def rows(bands: Bands, batch: int, dtype, kernel: str, *, arrays: int, copies: i
     return max(number for number in ROWS if batch % number == 0 and number <= max(most, 1))
 
 
-def longest(bands: Bands, dtype, *, arrays: int, copies: int) -> int:
+def longest(
+    bands: Bands, dtype, *, arrays: int, copies: int, position: int = 0, fixed: int = 0
+) -> int:
     """Positions of the longest row that a kernel can be compiled for; arguments as of `rows`.
 
-    What is summed up here is more than the compiler then needs (v5e: 4,096 x 384 compile).
+    Args:
+      position: bytes that a kernel needs for each position besides.
+      fixed: bytes that do not depend on the row, those of parameters; 0: the kernel has none, and
+        needs less than what is summed up here (v5e: 4,096 x 384 compile).
     """
     of_channels = (2 * arrays + copies) * bands.channels * jnp.dtype(dtype).itemsize
-    return int(1.15 * vmem_limit()) // (of_channels + _slot_bytes(bands))
+    available = vmem_limit() - fixed if fixed else int(1.15 * vmem_limit())
+    return available // (of_channels + _slot_bytes(bands) + position)
 
 
 def _slot_bytes(bands: Bands) -> int:

@@ -39,7 +39,16 @@ def span_dynamic_conv(
     batch, length, channels = query.shape
     bands = BandRows((batch, length, heads, channels // heads), offsets).bands
     of_gradients = 1 + 2 * sum(x is not None for x in arrays[:3])  # in and out, and the cotangent
-    longest = block_sizes.longest(bands, query.dtype, arrays=of_gradients, copies=2)
+    # The projection, in slots too, and its float32 gradient, twice; filters before they are masked.
+    parameters = bands.slot_lanes * channels * (2 * 4 + 3 * query.dtype.itemsize)
+    longest = block_sizes.longest(
+        bands,
+        query.dtype,
+        arrays=of_gradients,
+        copies=2,
+        position=4 * bands.slot_lanes,
+        fixed=parameters,
+    )
     return in_pieces(kernel, arrays, (0, 1, 2, 5), offsets, longest)
 
 
