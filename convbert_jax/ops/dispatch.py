@@ -97,7 +97,8 @@ def choose(
     if reason := find_fault(implementation):
         raise verification.KernelError(
             f"{op}: implementation {implementation!r} cannot be used on {here}: {reason}. "
-            "Set it to 'auto' or 'xla', and report the warning above."
+            "Set it to 'auto' or 'xla', and report the warning above.",
+            value=implementation,
         )
     return one.function
 

@@ -1,4 +1,4 @@
-"""The sharded pre-training step goes through the TPU compiler, on a machine without a TPU."""
+"""Kernels, decoding and the sharded training step compile for TPUs, on a machine without one."""
 
 import dataclasses
 import functools
@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 from benchmarks import step
 from convbert_jax import recipes
+from convbert_jax.analysis.tpu import pricing
 from convbert_jax.analysis.tpu.collectives import BETWEEN_SLICES, find_collectives
 from convbert_jax.analysis.tpu.compiling import compile_as_text
 from convbert_jax.analysis.tpu.program import scheduled
@@ -20,89 +21,123 @@ from convbert_jax.config.sequences import SequenceSection, derive_language_model
 from convbert_jax.decoding import search
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.models.sequences.networks import LanguageModel
+from convbert_jax.ops.attention import attention, pallas_tpu
+from convbert_jax.ops.dropout import Dropout
+from convbert_jax.ops.tpu.attention import longest
 from convbert_jax.recipes.planning.tpu_slice import plan_slice
 from convbert_jax.training import sharding
 from convbert_jax.training.program import make_program
 from tests.end_to_end.test_devices import small_config
+from tests.ops import definitions
+from tests.ops.definitions import BF16, F32, OPS
+from tests.pairwise import pairwise
 from tests.running import needs_libtpu
 
-pytestmark = [
-    pytest.mark.tpu_compile,
-    pytest.mark.slow,
-    needs_libtpu,
-]
+pytestmark = [pytest.mark.tpu_compile, needs_libtpu]
 
 
-CHIPS = ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:1x1", "tpu7x:2x2x1"]
+CHIPS = ["tpu:v4", "tpu:v5e", "tpu:v5p", "tpu:v6e", "tpu:tpu7x"]
+# (batch, length, heads, head width): base at both lengths, medium_small, an odd one, a short one,
+# one longer than the memory of a core holds; attention is for multiples of 128 positions.
+SIZES = [
+    (8, 512, 6, 64), (16, 128, 6, 64), (16, 128, 4, 48), (2, 1300, 3, 80), (2, 40, 1, 64),
+    (2, 4096, 12, 64),
+]  # fmt: skip
+OF_ATTENTION = [
+    (8, 512, 6, 64), (64, 128, 12, 64), (16, 128, 4, 32), (3, 384, 3, 64), (64, 128, 1, 64),
+    (2, 640, 6, 128),
+]  # fmt: skip
+FORMS = [("packed", False), ("packed", True), ("whole", False)]  # segments, causal
+TAPS = 9
 
 
-# (batch, length, heads, head width): base at both lengths, small, medium_small, tiny, odd ones.
-SHAPES = [
-    (8, 512, 6, 64),
-    (16, 128, 6, 64),
-    (16, 128, 2, 64),
-    (16, 128, 4, 48),
-    (16, 64, 2, 32),
-    (2, 40, 1, 64),
-    (2, 1300, 3, 80),
-    (2, 4096, 12, 64),  # more than the memory of a core holds
-]
+def compile_both(function, arrays, *others, chip):
+    """The program of a function and its gradients: function(*others, *arrays)."""
+
+    def both(arrays, others):
+        out, back = jax.vjp(functools.partial(function, *others), *arrays)
+        return out, back(out)
+
+    return pricing.compile_for(both, arrays, others, target=chip).as_text()
+
+
+def count_kernels(text: str) -> int:
+    return text.count('custom_call_target="tpu_custom_call"')
 
 
 @pytest.mark.parametrize(
-    ("chip", "batch", "length", "heads", "width", "compute"),
-    [
-        *((chip, *SHAPES[1], "bfloat16") for chip in CHIPS if chip != "v5e:2x2"),
-        *(("v5e:2x2", *shape, "bfloat16") for shape in SHAPES),
-        *(("v5e:2x2", *shape, "float32") for shape in SHAPES[:4]),  # the paper variants
-    ],
+    ("op", "size", "chip", "dtype", "form"),
+    pairwise([*OPS, "attention"], range(len(SIZES)), CHIPS, [BF16, F32], FORMS),
 )
-@pytest.mark.parametrize(("packed", "causal"), [(True, False), (False, False), (True, True)])
-def test_kernels_compile(chip, batch, length, heads, width, compute, packed, causal):
-    """Forward and backward of each op are Mosaic kernels in the program, under `auto` too."""
-    from convbert_jax.ops.depthwise_conv import depthwise_conv
-    from convbert_jax.ops.dynamic_conv import dynamic_conv
-    from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
+def test_kernels_compile(op, size, chip, dtype, form):
+    """Forward and backward are one Mosaic kernel each, and `auto` takes them."""
+    batch, length, heads, width = (OF_ATTENTION if op == "attention" else SIZES)[size]
+    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    options = {"causal": form[1]}
+    if op == "attention":
+        arrays = [jax.ShapeDtypeStruct((batch, length, heads, width), dtype)] * 3
+        function = functools.partial(attention, implementation="pallas_tpu")
+    else:
+        arrays, _ = jax.eval_shape(
+            lambda: definitions.draw(op, batch, length, heads, width, TAPS, dtype)
+        )
+        function = functools.partial(OPS[op], heads=heads)
 
-    devices = make_devices(chip)[:1]
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-    place = jax.NamedSharding(mesh, jax.P())
+    def run(ids, seed, *arrays):
+        given = dict(options, segment_ids=ids if form[0] == "packed" else None)
+        if op == "attention" and given["segment_ids"] is not None:
+            given["drop"] = Dropout(0.1, jax.random.wrap_key_data(seed))
+        return function(*arrays, **given)
 
-    def shape(*sizes, dtype=compute):
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
-
-    ids = shape(batch, length, dtype=jnp.int32)
-    channels = heads * width
-    wide, by_head = shape(batch, length, channels), shape(batch, length, heads, width)
-    programs = {
-        "dynamic_conv": (
-            lambda i, *a, **o: dynamic_conv(*a, segment_ids=i, **o),
-            (by_head, shape(batch, length, heads, 9)),
-        ),
-        "span_dynamic_conv": (
-            lambda i, *a, **o: span_dynamic_conv(*a, heads=heads, segment_ids=i, **o),
-            (wide, wide, wide, shape(channels, heads * 9), shape(heads * 9)),
-        ),
-        "depthwise_conv": (
-            lambda i, *a, **o: depthwise_conv(*a, segment_ids=i, **o), (wide, shape(9, channels))
-        ),
-        "light": (
-            lambda i, *a, **o: dynamic_conv(*a, segment_ids=i, **o), (by_head, shape(heads, 9))
-        ),
-    }  # fmt: skip
-    for name, (function, arrays) in programs.items():
-
-        def both(ids, *arrays, function=function):
-            ids = ids if packed else None
-            out, back = jax.vjp(functools.partial(function, ids, causal=causal), *arrays)
-            return out, back(out)
-
-        with jax.set_mesh(mesh):
-            text = jax.jit(both).lower(ids, *arrays).compile().as_text()
-        assert text.count('custom_call_target="tpu_custom_call"') == 2, name
+    seed = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    assert count_kernels(compile_both(run, arrays, ids, seed, chip=chip)) == 2
 
 
-@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(("chip", "width", "dtype"), pairwise(CHIPS, [32, 64, 128], [F32, BF16]))
+def test_the_longest_rows_of_attention_compile(chip, width, dtype):
+    with jax.set_mesh(pricing.make_mesh(chip)):
+        length = longest(dtype, width)
+    arrays = [jax.ShapeDtypeStruct((2, length, 256 // width, width), dtype)] * 3
+    ids = jax.ShapeDtypeStruct((2, length), jnp.int32)
+
+    def run(ids, seed, *arrays):
+        drop = Dropout(0.1, jax.random.wrap_key_data(seed))
+        return pallas_tpu(*arrays, ids, ids, True, drop=drop)
+
+    seed = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    assert count_kernels(compile_both(run, arrays, ids, seed, chip=chip)) == 2
+
+
+@pytest.mark.parametrize(
+    ("length", "rate", "taken"), [(128, 0.1, "pallas"), (512, 0.0, "pallas"), (4096, 0.0, "splash")]
+)
+def test_attention_by_auto(length, rate, taken):
+    def run(ids, seed, *arrays):
+        drop = Dropout(rate, jax.random.wrap_key_data(seed)) if rate else None
+        return attention(*arrays, segment_ids=ids, drop=drop)
+
+    arrays = [jax.ShapeDtypeStruct((2, length, 2, 64), BF16)] * 3
+    ids = jax.ShapeDtypeStruct((2, length), jnp.int32)
+    seed = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    text = compile_both(run, arrays, ids, seed, chip="tpu:v5e")
+    names = [o.name for o in scheduled(text) if o.kernel]
+    assert len(names) == 2
+    assert all(("splash" in name) == (taken == "splash") for name in names)
+
+
+def test_seeds_as_an_axis_compile():
+    def run(ids, seed, *arrays):
+        drop = Dropout(0.1, jax.random.wrap_key_data(seed))
+        return pallas_tpu(*arrays, ids, ids, False, drop=drop)
+
+    arrays = [jax.ShapeDtypeStruct((3, 4, 128, 2, 64), BF16)] * 3
+    ids = jax.ShapeDtypeStruct((3, 4, 128), jnp.int32)
+    seed = jax.ShapeDtypeStruct((3, 2), jnp.uint32)
+    text = compile_both(jax.vmap(run), arrays, ids, seed, chip="tpu:v5e")
+    assert count_kernels(text) == 2
+
+
+@pytest.mark.parametrize("chip", ["v5e:2x2", "v6e:2x2"])
 def test_a_large_lookup_can_be_read(chip):
     """jaxlib cannot read how it is started on a SparseCore; the sum over devices is seen too."""
     from jax.experimental import topologies
@@ -160,7 +195,7 @@ def test_step_compiles_for_four_chips_of_v5e(paper):
     assert compiled.memory_analysis().temp_size_in_bytes < 16e9
 
 
-@pytest.mark.parametrize("topology", ["2xv5e:2x2", "2xv5p:2x2x1", "2xv6e:2x2"])
+@pytest.mark.parametrize("topology", ["2xv5e:2x2", "2xv5p:2x2x1"])
 def test_step_compiles_for_two_slices(topology):
     """A chip sends the other slice its part of large gradients and all of small ones; tiny has
     mostly small ones.
@@ -175,8 +210,8 @@ def test_step_compiles_for_two_slices(topology):
     assert parameters / 4 < sent < 0.95 * parameters
 
 
-@pytest.mark.parametrize("mixer", ["attention", "mixed", "dynamic", "light", "dilated"])
-def test_a_language_model_goes_on_from_prompts(mixer):
+@pytest.mark.parametrize(("mixer", "kernels"), [("attention", 0), ("mixed", 2), ("light", 1)])
+def test_a_language_model_goes_on_from_prompts(mixer, kernels):
     """Given tokens are read at once, by the kernels where there is a convolution, then a beam."""
     model = ModelSection(layers=2, hidden_size=128, embedding_size=128, heads=2, mixer=mixer)
     config = derive_language_model(model, SequenceSection(norm="pre"), 1_000)
@@ -202,6 +237,5 @@ def test_a_language_model_goes_on_from_prompts(mixer):
     arguments = jax.tree.map(put, (params, prompt, first))
     with jax.set_mesh(mesh):
         text = jax.jit(write).lower(*arguments).compile().as_text()
-    kernels = text.count('custom_call_target="tpu_custom_call"')
-    # Of the last layer the state alone is wanted, which asks for no convolution.
-    assert kernels == (0 if mixer == "attention" else {"mixed": 2}.get(mixer, 1))
+    # The prompt needs no convolution in the last layer, whose state alone is used.
+    assert count_kernels(text) == kernels
