@@ -1,48 +1,51 @@
-"""Tables of runs: which part of a ConvBERT is worth what, with the noise of seeds beside it.
+"""Sweeps that measure the effect of parts of ConvBERT, with several seeds.
 
-Not one run but many, so it is started by launch/sweep.py, not by main.py. The text after the colon
-is NAME, or NAME,SIZE with a size of SIZES; tiny is what two CPU cores can do in hours.
+Started by launch/sweep.py, not by main.py. The text after the colon is NAME, or NAME,SIZE with a
+size of SIZES; tiny takes hours on two CPU cores.
 
     python launch/sweep.py --config=configs/ablation.py:kernel_size --plan
     python launch/sweep.py --config=configs/ablation.py:kernel_size --workdir=runs/kernel_size
     python launch/sweep.py --config=configs/ablation.py:mixers,small \\
         --config.data.source='text:FOLDER/*.txt' --finetune='text:trec --config.task.folder=FOLDER'
 
-bnk_gl_sdconv: table 1 of the ConvBERT paper, whose numbers are not public in text: bottleneck,
-grouped feed-forward, dynamic or span-based convolution, hidden size. kernel_size: its figure of 1
-to 17 taps. mixers: every mixer, at equal tokens and again at equal FLOPs. objectives: replaced
-tokens, masked words, one after the other, replacements drawn evenly, and replaced tokens with
-DeBERTaV3's sharing of embeddings (gdes). generator_size: ELECTRA's figure, and a shared one.
-pretrained_convolutions: whether convolutions profit of pre-training as attention does (Tay et al.,
-2021); needs --finetune. pretrained_sequences: the same of encoder-decoders, by span corruption and
-text to text, as that paper has it. translation: attention, light, dynamic and span-based dynamic
-convolution in encoder and decoder (Wu et al., 2019), scored by BLEU; small is iwslt_de_en, base
-wmt_en_de_big of configs/translation.py; needs --config.parallel.source. length: time and memory of
-rows of 64 to 4,096 tokens, of every mixer. search: head ratio, share of convolution heads, kernel
-size, groups and feed-forward, chosen by Optuna among encoders of no more parameters and FLOPs than
-the config's.
+bnk_gl_sdconv: table 1 of the ConvBERT paper: bottleneck, grouped feed-forward, dynamic or
+    span-based convolution, hidden size.
+kernel_size: figure of the ConvBERT paper, kernels of 1 to 17.
+mixers: all mixers, at equal tokens and at equal FLOPs.
+objectives: replaced-token detection, masked LM, one after the other, uniform replacements, and
+    gradient-disentangled embedding sharing (DeBERTaV3).
+generator_size: figure of the ELECTRA paper, and a generator that shares the discriminator.
+pretrained_convolutions: whether convolutions gain as much from pre-training as attention (Tay et
+    al., 2021). Needs --finetune.
+pretrained_sequences: the same for encoder-decoders, with span corruption and text to text.
+translation: attention, light, dynamic and span-based dynamic convolution in encoder and decoder
+    (Wu et al., 2019), scored by BLEU; small is iwslt_de_en, base wmt_en_de_big of
+    configs/translation.py. Needs --config.parallel.source.
+length: time and memory of all mixers for sequences of 64 to 4,096 tokens.
+search: head ratio, share of convolution heads, kernel size, groups and feed-forward size, chosen by
+    Optuna among encoders with no more parameters and FLOPs than the config's.
 """
 
 from convbert_jax.config.mixers import MIXERS
 from convbert_jax.config.sequences.sizes import DECODER_KERNELS, ENCODER_KERNELS
-from convbert_jax.sweeps import Row, Search, Sweep, SweepError
+from convbert_jax.sweeps import Search, Sweep, SweepError, Variant
 
-# The second width of bnk_gl_sdconv, as fields of config.model. A generator of heads that head_ratio
-# divides must be left.
+# The second width of bnk_gl_sdconv, as fields of config.model. head_ratio must divide the heads of
+# the generator.
 SIZES = {
     "tiny": {"hidden_size": 192, "ffn_size": 768},
     "small": {"hidden_size": 384, "heads": 8, "ffn_size": 1_536},
     "base": {"hidden_size": 1_152, "ffn_size": 4_608},
 }
-_KEPT = {"checkpoint.keep": 2}  # one may be damaged by a kill
+_CHECKPOINTS = {"checkpoint.keep": 2}  # a kill may damage one
 
 
 def get_sweep(name: str = "mixers") -> Sweep:
     name, _, size = name.partition(",")
     if name not in SWEEPS:
-        raise SweepError(f"there is no sweep {name}; choose one of: {', '.join(SWEEPS)}.")
+        raise SweepError(f"Unknown sweep {name!r}; choose one of: {', '.join(SWEEPS)}.")
     if size and size not in SIZES:
-        raise SweepError(f"{name} has no size {size}; choose one of: {', '.join(SIZES)}.")
+        raise SweepError(f"Unknown size {size!r} of {name}; choose one of: {', '.join(SIZES)}.")
     return SWEEPS[name](size or "tiny")
 
 
@@ -58,22 +61,22 @@ def _bnk_gl_sdconv(size: str) -> Sweep:
     return _of_size(
         size,
         {
-            f"{mixer}{group}{width}": Row({**mixers[mixer], **groups[group], **widths[width]})
+            f"{mixer}{group}{width}": Variant({**mixers[mixer], **groups[group], **widths[width]})
             for width in widths
             for group in groups
             for mixer in mixers
         },
-        purpose="Bottleneck (bnk), groups (gl), dynamic (dconv) or span-based (sdconv) convolution "
-        "and width: what does each of them give?",
+        purpose="What is the effect of the bottleneck (bnk), groups (gl), dynamic (dconv) or "
+        "span-based (sdconv) convolution, and width?",
     )
 
 
 def _kernel_size(size: str) -> Sweep:
     return _of_size(
         size,
-        {f"k{k}": Row({"model.kernel_size": k}) for k in range(1, 18, 2)},
+        {f"k{k}": Variant({"model.kernel_size": k}) for k in range(1, 18, 2)},
         baseline="k9",
-        purpose="How many taps does the span-based dynamic convolution want?",
+        purpose="Which kernel size of the span-based dynamic convolution is best?",
     )
 
 
@@ -82,14 +85,14 @@ def _mixers(size: str) -> Sweep:
     return _of_size(
         size,
         {
-            "attention": Row({"model.mixer": "attention"}),
-            **{name: Row({"model.mixer": name}) for name in others},
+            "attention": Variant({"model.mixer": "attention"}),
+            **{name: Variant({"model.mixer": name}) for name in others},
             **{
-                f"{name}-equal-flops": Row({"model.mixer": name}, flops_of="attention")
+                f"{name}-equal-flops": Variant({"model.mixer": name}, match_flops_of="attention")
                 for name in others
             },
         },
-        purpose="Which mixer learns most, of equal tokens and of equal FLOPs?",
+        purpose="Which mixer is best at equal tokens and at equal FLOPs?",
     )
 
 
@@ -97,27 +100,26 @@ def _objectives(size: str) -> Sweep:
     return _of_size(
         size,
         {
-            "rtd": Row(),
-            "mlm": Row({"recipe": "masked_lm"}),
-            "mlm-then-rtd": Row(parts={"objective.masked_lm_steps": 0.5}),
-            "rtd-gdes": Row({"generator.disentangle_embeddings": True}),
-            "uniform": Row({"generator.kind": "uniform"}),
+            "rtd": Variant(),
+            "mlm": Variant({"recipe": "masked_lm"}),
+            "mlm-then-rtd": Variant(step_fractions={"objective.masked_lm_steps": 0.5}),
+            "rtd-gdes": Variant({"generator.disentangle_embeddings": True}),
+            "uniform": Variant({"generator.kind": "uniform"}),
         },
-        purpose="Replaced tokens, masked words, half of the steps each, replacements drawn evenly, "
-        "or embeddings whose gradients are kept apart? Held-out numbers of different objectives do "
-        "not compare: name tasks with --finetune.",
+        purpose="Which pre-training objective is best? Held-out metrics of different objectives "
+        "are not comparable: compare tasks with --finetune.",
     )
 
 
 def _generator_size(size: str) -> Sweep:
     sizes = {"quarter": 1 / 4, "half": 1 / 2, "whole": 1.0}
-    if size == "base":  # 12 heads, of which an even number must be left
+    if size == "base":  # of 12 heads, an even number must remain
         sizes = {"sixth": 1 / 6, "third": 1 / 3, "two-thirds": 2 / 3, "whole": 1.0}
     return _of_size(
         size,
         {
-            **{name: Row({"generator.size": value}) for name, value in sizes.items()},
-            "shared": Row({"generator.kind": "shared"}),
+            **{name: Variant({"generator.size": value}) for name, value in sizes.items()},
+            "shared": Variant({"generator.kind": "shared"}),
         },
         baseline={"tiny": "half", "small": "quarter", "base": "third"}[size],
         purpose="How large should the generator be?",
@@ -128,46 +130,46 @@ def _pretrained_convolutions(size: str) -> Sweep:
     return _of_size(
         size,
         {
-            name: Row({"model.mixer": name, "recipe": "masked_lm"})
+            name: Variant({"model.mixer": name, "recipe": "masked_lm"})
             for name in ("attention", "light", "dynamic", "dilated")
         },
         from_scratch=True,
-        purpose="Do convolutions profit of pre-training as attention does?",
+        purpose="Do convolutions gain as much from pre-training as attention?",
     )
 
 
 def _pretrained_sequences(size: str) -> Sweep:
-    """Of the sizes of configs/span_corruption.py; small is in between. In the shape of the paper
-    convolutions have no positions.
+    """Sizes of configs/span_corruption.py; small is in between. As in the paper, convolutions have
+    no position embeddings in size base.
     """
-    shape, widths, alone = "tiny", {}, {}
+    shape, widths, positions = "tiny", {}, {}
     if size == "small":
         widths = {"hidden_size": 256, "embedding_size": 256, "ffn_size": 1_024, "layers": 8}
     elif size == "base":
-        shape, alone = "t5_base", {"sequence.positions": "none"}
+        shape, positions = "t5_base", {"sequence.positions": "none"}
     return Sweep(
         config=f"configs/span_corruption.py:{shape},attention",
-        rows={
-            "attention": Row(),
+        variants={
+            "attention": Variant(),
             **{
-                mixer: Row({"model.mixer": mixer, **alone})
+                mixer: Variant({"model.mixer": mixer, **positions})
                 for mixer in ("light", "dynamic", "dilated")
             },
         },
-        changes={**_KEPT, **{f"model.{name}": value for name, value in widths.items()}},
+        changes={**_CHECKPOINTS, **{f"model.{name}": value for name, value in widths.items()}},
         from_scratch=True,
-        purpose="Do encoder-decoders of convolutions profit of pre-training as those of attention "
-        "do?",
+        purpose="Do convolutional encoder-decoders gain as much from pre-training as those with "
+        "attention?",
     )
 
 
 def _length(size: str) -> Sweep:
-    """Batches of 8,192 tokens each, some steps for the clock; nothing is learned."""
+    """Batches of 8,192 tokens, with few steps: for time and memory only."""
     lengths = [2**power for power in range(6, 13)]
     return Sweep(
         config=f"configs/{size}.py",
-        rows={
-            f"{mixer}-{length}": Row(
+        variants={
+            f"{mixer}-{length}": Variant(
                 {
                     "model.mixer": mixer,
                     "model.positions": length,
@@ -188,7 +190,7 @@ def _length(size: str) -> Sweep:
             "optimizer.warmup_steps": 1,
         },
         metrics=("tokens_per_second", "host_memory", "device_memory"),
-        purpose="Time and memory of a step against the length of a row, 8,192 tokens a step.",
+        purpose="How do time and memory of a step of 8,192 tokens depend on the sequence length?",
     )
 
 
@@ -197,7 +199,7 @@ def _search(size: str) -> Sweep:
     shares = {0.25: ("convolution_share=0.25",), 0.5: (), 0.75: ("convolution_share=0.75",)}
     return _of_size(
         size,
-        {"as-published": Row()},
+        {"as-published": Variant()},
         search=Search(
             space={
                 "model.head_ratio": (1, 2, 4),
@@ -206,44 +208,44 @@ def _search(size: str) -> Sweep:
                 "model.ffn_groups": (1, 2, 4),
                 "model.ffn_size": tuple(width * part // 4 for part in (2, 4, 6, 8)),
             },
-            rows=30,
+            trials=30,
             metric="discriminator_auc",
             maximize=True,
-            within="as-published",
+            budget_of="as-published",
         ),
-        purpose="Is there a better encoder of at most as many parameters and FLOPs?",
+        purpose="Is there a better encoder with at most as many parameters and FLOPs?",
     )
 
 
-def _of_size(size: str, rows: dict[str, Row], **fields) -> Sweep:
-    return Sweep(config=f"configs/{size}.py", rows=rows, changes=_KEPT, **fields)
+def _of_size(size: str, variants: dict[str, Variant], **fields) -> Sweep:
+    return Sweep(config=f"configs/{size}.py", variants=variants, changes=_CHECKPOINTS, **fields)
 
 
 def _translation(size: str) -> Sweep:
-    """Of the sizes of configs/translation.py. Beyond tiny, light and dynamic convolutions have the
-    published windows and one more layer in the encoder, with which parameters are about equal.
+    """Sizes of configs/translation.py. Except in tiny, light and dynamic convolutions have the
+    published kernel sizes and one more encoder layer, so that parameters are about equal.
     """
     sizes = {"tiny": "tiny", "small": "iwslt_de_en", "base": "wmt_en_de_big"}
 
-    def row(mixer, layers):
+    def variant(mixer, layers):
         if size == "tiny":
-            return Row({"model.mixer": mixer, "model.kernel_size": 7})
-        windows = {
+            return Variant({"model.mixer": mixer, "model.kernel_size": 7})
+        kernels = {
             "model.layers": layers,
             "model.kernel_sizes": ENCODER_KERNELS[-layers:],
             "sequence.decoder_kernel_sizes": DECODER_KERNELS,
         }
-        return Row({"model.mixer": mixer, **windows})
+        return Variant({"model.mixer": mixer, **kernels})
 
     return Sweep(
         config=f"configs/translation.py:{sizes[size]},attention",
-        rows={
-            "attention": Row({}),
-            "light": row("light", 7),
-            "dynamic": row("dynamic", 7),
-            "span_dynamic": row("span_dynamic", 6),
+        variants={
+            "attention": Variant({}),
+            "light": variant("light", 7),
+            "dynamic": variant("dynamic", 7),
+            "span_dynamic": variant("span_dynamic", 6),
         },
-        purpose="Do convolutions translate as well as attention, of equal width and about as many "
+        purpose="Do convolutions translate as well as attention at equal width and about equal "
         "parameters?",
     )
 

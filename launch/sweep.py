@@ -1,11 +1,11 @@
-"""Runs a table of runs: rows of config differences x seeds, each cell once, with a report.
+"""Runs a sweep: variants of a config x seeds, each run once, and a report that compares them.
 
     python launch/sweep.py --config=configs/ablation.py:kernel_size --plan
     python launch/sweep.py --config=configs/ablation.py:kernel_size --workdir=runs/kernel_size
     python launch/sweep.py … --slurm=8 --sbatch='--partition=gpu --gpus=1 --time=24:00:00'
 
-The same command goes on where it was stopped. Several of them at once, on machines that share the
-folder, share the work. What the table, the folder and the report mean: docs/family/sweeps.md.
+The same command resumes an interrupted sweep. Several workers that share the folder, on one or
+several machines, divide the runs. Documentation: docs/family/sweeps.md.
 """
 
 import errno
@@ -22,119 +22,108 @@ with absent.told():
 
     from convbert_jax import console
     from convbert_jax.config import UserError
-    from convbert_jax.sweeps import cells as cells_lib
-    from convbert_jax.sweeps import request as request_lib
-    from convbert_jax.sweeps import results
-    from convbert_jax.sweeps.checks.files import check_files
-    from convbert_jax.sweeps.slurm import job, submission
+    from convbert_jax.sweeps import cli, results, runs, slurm
 
 _STORAGE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-_MISPLACED = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # a file for a folder, or a folder for one
+_MISPLACED = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # a file for a folder, or vice versa
 
 
 def main() -> None:
     console.set_up_logging()
-    logging.set_verbosity(logging.WARNING)  # what a run says of its config is in its own log
+    logging.set_verbosity(logging.WARNING)  # each run has its own log
     try:
-        request = request_lib.read(sys.argv, __doc__)
-        if request.do == "submit":
-            submission.check_installed()
-        cells = cells_lib.expand(request.sweep, request.folder, request.overrides)
-        results.check_metrics(request.sweep, cells)
+        request = cli.read(sys.argv, __doc__)
+        if request.action == "submit":
+            slurm.check_installed()
+        expanded = runs.expand(request.sweep, request.folder, request.overrides)
+        results.check_metrics(request.sweep, expanded)
     except UserError as error:
         console.fail(str(error), code=2)
     except KeyboardInterrupt:
-        console.fail("interrupted; nothing was begun.", code=130)
+        console.fail("interrupted before any run started.", code=130)
     try:
-        from convbert_jax.training.environment import devices
-
-        devices.prepare_platform("cpu")  # accelerators are for the cells, which are processes
-        explorer = None
-        begins = request.do in ("run", "submit")
-        if request.sweep.search and (begins or request.folder.journal.exists()):
-            from convbert_jax.sweeps.search import Explorer
-
-            explorer = Explorer(request.sweep, request.folder, request.overrides)
-            cells = _expand(request, explorer)
-        new, gone = cells_lib.check_unchanged(cells, request.folder)
-        if request.do == "submit":
-            _submit(request, cells)
-            return
-        if request.do == "plan":
-            from convbert_jax.sweeps import describe
-
-            sweep = explorer.sweep if explorer else request.sweep
-            print(describe.describe(sweep, cells, request.folder, request.topology, request.price))
-            return
-        failed = 0 if request.do == "report" else _run(request, cells, explorer, new, gone)
-        from convbert_jax.analysis import sweep_report
-
-        sweep = request.sweep
-        if explorer:
-            sweep, cells = explorer.sweep, _expand(request, explorer)
-        with request.folder.alone("report"):  # runners end together
-            outcome = results.collect(request.name, sweep, cells, request.folder)
-            report = sweep_report.write(outcome, request.folder.report)
-        print(f"\n{report}\nReport: {request.folder.report}", flush=True)
+        _answer(request, expanded)
     except UserError as error:
         console.fail(str(error))
-    except KeyboardInterrupt:  # the second one, or while a report is drawn
-        console.fail("interrupted; the same command goes on from what is finished.", code=130)
+    except KeyboardInterrupt:  # the second one, or while the report is written
+        console.fail("interrupted. The same command resumes the sweep.", code=130)
     except OSError as error:
         if error.errno in _MISPLACED:
-            console.fail(f"{error.filename}: {error.strerror}; move it away, then start again.")
+            console.fail(f"{error.filename}: {error.strerror}. Move it away and start again.")
         if error.errno not in _STORAGE_FAULTS:
             raise
         console.fail(
-            f"{error.filename or request.folder}: {error.strerror}; free some space or choose "
-            "another --workdir, then start again: what was finished is kept."
+            f"{error.filename or request.folder}: {error.strerror}. Free disk space and start "
+            "again; finished runs are kept."
         )
+
+
+def _answer(request: cli.Request, expanded) -> None:
+    from convbert_jax.training.environment import devices
+
+    devices.prepare_platform("cpu")  # the runs, which are processes, use the accelerators
+    folder, explorer = request.folder, None
+    if request.sweep.search and (request.action in ("run", "submit") or folder.journal.exists()):
+        from convbert_jax.sweeps.search import Explorer
+
+        explorer = Explorer(request.sweep, folder, request.overrides)
+    sweep, expanded = _current(request, explorer, expanded)
+    new, gone = runs.check_unchanged(expanded, folder)
+    if request.action in ("run", "submit"):
+        runs.check_files(expanded, folder)
+    if request.action == "submit":
+        _submit(request, len(expanded))
+        return
+    if request.action == "plan":
+        from convbert_jax.sweeps import plan
+
+        print(plan.describe(sweep, expanded, folder, request.topology, request.price))
+        return
+    failed = {}
+    if request.action == "run":
+        from convbert_jax.sweeps import runner
+
+        if gone:
+            _log(f"Not in the sweep any more, kept and ignored: {', '.join(gone)}")
+        if 0 < new < len(expanded):
+            _log(f"{new} of {len(expanded)} runs are new.")
+        metrics = results.choose_metrics(sweep, expanded[0].config)
+        summary = runner.work(expanded, folder, log=_log, metrics=metrics, explorer=explorer)
+        if summary.stopped:
+            console.fail("stopped. The same command resumes the sweep.", code=130)
+        failed = summary.failed
+        sweep, expanded = _current(request, explorer, expanded)
+    from convbert_jax.analysis import sweep_report
+
+    for run, why in failed.items():
+        _log(f"failed: {run}: {why}")
+    with folder.alone("report"):  # workers finish at the same time
+        outcome = results.collect(request.name, sweep, expanded, folder)
+        report = sweep_report.write(outcome, folder.report)
+    print(f"\n{report}\nReport: {folder.report}", flush=True)
     if failed:
-        console.fail(f"{failed} of {len(cells)} cells failed; start again to try them again.")
+        console.fail(f"{len(failed)} of {len(expanded)} runs failed. Start again to retry them.")
 
 
-def _expand(request: request_lib.Request, explorer) -> list[cells_lib.Cell]:
-    """The cells of a search so far."""
-    return cells_lib.expand(explorer.sweep, request.folder, request.overrides)
+def _current(request: cli.Request, explorer, expanded):
+    """The sweep and its runs, with the variants of the search so far."""
+    if explorer is None:
+        return request.sweep, expanded
+    return explorer.sweep, runs.expand(explorer.sweep, request.folder, request.overrides)
 
 
-def _run(request: request_lib.Request, cells, explorer, new: int, gone: list[str]) -> int:
-    """How many cells failed."""
-    from convbert_jax.sweeps import runner
-
-    if gone:
-        _tell(f"no longer in the table, kept and left out: {', '.join(gone)}")
-    if 0 < new < len(cells):
-        _tell(f"{new} of {len(cells)} cells have not begun.")
-    check_files(cells, request.folder)
-    metrics = results.choose_metrics(request.sweep, cells[0].config)
-    summary = runner.run(cells, request.folder, tell=_tell, metrics=metrics, explorer=explorer)
-    if summary.stopped:
-        console.fail("stopped; the same command goes on from there.", code=130)
-    for cell, why in summary.failed.items():
-        _tell(f"failed: {cell}: {why}")
-    return len(summary.failed)
-
-
-def _submit(request: request_lib.Request, cells) -> None:
-    check_files(cells, request.folder)
-    runner = (sys.executable, str(pathlib.Path(__file__).resolve()), *request.arguments)
-    jobs = submission.submit(
-        f"sweep-{request.name}",
-        request.folder,
-        job.Job(runner, str(pathlib.Path.cwd())),
-        request.runners,
-        request.sbatch,
-    )
-    logs = request.folder.path / "slurm"
+def _submit(request: cli.Request, count: int) -> None:
+    command = (str(pathlib.Path(__file__).resolve()), *request.arguments)
+    worker = slurm.Worker(command, str(pathlib.Path.cwd()))
+    name = f"sweep-{request.name}"
+    jobs = slurm.submit(name, request.folder, worker, request.workers, request.sbatch)
     print(
-        f"{len(jobs)} runners of {len(cells)} cells are in the queue: job "
-        f"{jobs[0].partition('_')[0]}; they print to {logs}/JOB_0_log.out. "
-        "--report writes what there is at any time."
+        f"Submitted {len(jobs)} workers for {count} runs: job {jobs[0].partition('_')[0]}. Output: "
+        f"{request.folder.path / 'slurm'}/JOB_0_log.out. Progress: --report."
     )
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     print(time.strftime("%H:%M:%S"), text, flush=True)
 
 

@@ -67,11 +67,11 @@ def test_links_in_place_of_other_locks_are_refused(target, run, outside):
     (run / "lock").symlink_to(outside / target)
     with pytest.raises(UserError, match="lock"):
         lock(run).__enter__()
-    cell = Folder(run).record("row/seed-1/pretrain").with_suffix(".lock")
-    cell.parent.mkdir(parents=True)
-    cell.symlink_to(outside / target)
+    file = Folder(run).file("variant/seed-1/pretrain", ".lock")
+    file.parent.mkdir(parents=True)
+    file.symlink_to(outside / target)
     with pytest.raises(UserError, match=r"pretrain\.lock"):
-        Folder(run).hold("row/seed-1/pretrain").__enter__()
+        Folder(run).hold("variant/seed-1/pretrain").__enter__()
 
 
 def test_a_copied_file_replaces_a_link(run, outside):

@@ -15,7 +15,7 @@ from convbert_jax import command_line
 from convbert_jax.command_line.fields import field_types
 from convbert_jax.config import Config
 from convbert_jax.demo import __main__ as demo
-from convbert_jax.sweeps import request
+from convbert_jax.sweeps import cli
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [
@@ -57,7 +57,7 @@ def test_the_commands_of_a_page_parse(page):
             with flagsaver.flagsaver():
                 command_line.read(["main.py", *arguments[1:]])
         elif program == "launch/sweep.py":
-            request.read(["sweep.py", *arguments])
+            cli.read(["sweep.py", *arguments])
         elif program == "convbert_jax.demo":
             demo.make_parser().parse_args(arguments)
         elif not (program == "pytest" and (REPOSITORY / arguments[0]).exists()):
@@ -75,7 +75,7 @@ def test_the_commands_in_the_docstring_of_a_config_parse(file):
     for line in lines:
         if line.startswith("    python "):
             words = shlex.split(line, comments=True)
-            read = request.read if words[1] == "launch/sweep.py" else command_line.read
+            read = cli.read if words[1] == "launch/sweep.py" else command_line.read
             with flagsaver.flagsaver():
                 read(["program", *words[2 if words[1] != "-m" else 3 :]])
 

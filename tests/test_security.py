@@ -18,9 +18,9 @@ from convbert_jax.data.sources import indexed_rows
 from convbert_jax.data.sources.source import open_source
 from convbert_jax.demo import __main__ as demo
 from convbert_jax.interop import conversion
-from convbert_jax.sweeps import request as sweep_request
+from convbert_jax.sweeps import cli as sweep_cli
 from convbert_jax.sweeps import runner
-from convbert_jax.sweeps.cells import expand
+from convbert_jax.sweeps.runs import expand
 from convbert_jax.training.environment import compilation
 from convbert_jax.workdir import Workdir
 from tests.interop.conftest import make_run  # noqa: F401
@@ -201,21 +201,21 @@ def test_a_sweep_executes_what_its_own_command_names_alone(evil, tmp_path):
     """Its runs are processes that get the permission by their command lines."""
     flags = ("sweep.py", "--config=sweep.py", "--workdir=sweep")
     table = (
-        "from convbert_jax.sweeps import Row, Sweep\n\ndef get_sweep():\n"
-        "    return Sweep('tiny', {{'mine': Row({{{}}})}}, seeds=(0,))\n"
+        "from convbert_jax.sweeps import Sweep, Variant\n\ndef get_sweep():\n"
+        "    return Sweep('tiny', {{'mine': Variant({{{}}})}}, seeds=(0,))\n"
     )
     (tmp_path / "sweep.py").write_text(table.format("'init_from': 'evil'"))
-    request = sweep_request.read(flags)
-    (cell,) = expand(request.sweep, request.folder)
-    assert not any("--plugins" in flag for flag in runner.command(cell, request.folder))
+    request = sweep_cli.read(flags)
+    (run,) = expand(request.sweep, request.folder)
+    assert not any("--plugins" in flag for flag in runner.command(run, request.folder))
     with pytest.raises(SystemExit):
-        start(*runner.command(cell, request.folder))
+        start(*runner.command(run, request.folder))
     assert not (evil / "executed").exists()
     (tmp_path / "sweep.py").write_text(table.format(f"'model.mixer': '{OWN}'"))
-    request = sweep_request.read(flags)
-    (cell,) = expand(request.sweep, request.folder)
-    assert f"--plugins={OWN}" in runner.command(cell, request.folder)
-    assert f"--plugins={OWN}" in sweep_request.read((*flags, f"--plugins={OWN}")).arguments
+    request = sweep_cli.read(flags)
+    (run,) = expand(request.sweep, request.folder)
+    assert f"--plugins={OWN}" in runner.command(run, request.folder)
+    assert f"--plugins={OWN}" in sweep_cli.read((*flags, f"--plugins={OWN}")).arguments
 
 
 @pytest.mark.parametrize(

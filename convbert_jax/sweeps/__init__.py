@@ -1,23 +1,19 @@
-"""Many runs as one table: rows of config differences x seeds, each pair a run in its own folder.
+"""Sweeps: one training run for each variant and seed, and a report that compares the variants.
 
-table.py    what a sweep is: `Sweep`, `Row`, `Task`, as configs/ablation.py writes them
-cells.py    the runs that it makes, each with its config, checked as a whole
-checks/     what cannot be, whose fault it is, and what is not there
-request.py  what a command line of launch/sweep.py asks for
-folder.py   where everything of a sweep is, and what it keeps of each cell
-journal.py  studies of Optuna in a file that runners share
-queue.py    who does what, among them
-search.py   rows that Optuna chooses, under a budget
-runner.py   one runner: takes a cell, starts it as a process, keeps what came out
+table.py    `Sweep`, `Variant`, `Task` and `Search`, as configs/ablation.py writes them
+runs.py     expands a sweep into runs, and checks all of them before the first starts
+folder.py   files of a sweep: one record, log and lock for each run
+runner.py   worker: runs each unfinished run in a process of its own
 child.py    that process
-slurm/      many runners, as jobs of a cluster
-describe.py the cells as a text; parameters and FLOPs
-results.py  what came out, for analysis/sweep_report
+search.py   further variants, chosen by Optuna
+slurm.py    workers as Slurm jobs, by submitit
+plan.py     parameters, FLOPs, time and cost of the runs
+results.py  metrics of finished runs, collected for analysis/sweep_report
+cli.py      command line of launch/sweep.py
 
-A cell is a command line of main.py: all that a run can do (resume, locks, refusals) it does by
-itself. launch/sweep.py prints; nothing here does.
+A run is a command line of main.py, which resumes, locks and validates by itself.
 """
 
-from convbert_jax.sweeps.table import Row, Search, Sweep, SweepError, Task
+from convbert_jax.sweeps.table import Search, Sweep, SweepError, Task, Variant
 
-__all__ = ["Row", "Search", "Sweep", "SweepError", "Task"]
+__all__ = ["Search", "Sweep", "SweepError", "Task", "Variant"]

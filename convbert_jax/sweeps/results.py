@@ -1,4 +1,4 @@
-"""What came out of a cell, read off its folder."""
+"""Reads the metrics of runs from their folders."""
 
 import math
 import statistics
@@ -8,106 +8,102 @@ import numpy as np
 
 from convbert_jax import files
 from convbert_jax.analysis import text_scores
-from convbert_jax.analysis.sweep_report import CellOutcome, Outcome, RowFacts
+from convbert_jax.analysis.sweep_report import RunOutcome, SweepOutcome, VariantInfo
 from convbert_jax.config import Config, UserError
 from convbert_jax.data.tasks import glue, own_task
 from convbert_jax.data.tasks.labelled_text import DEFAULT_METRICS
 from convbert_jax.finetuning.results import RunResult, read_results, runs_of
 from convbert_jax.finetuning.tasks import question_answering
-from convbert_jax.sweeps import describe
-from convbert_jax.sweeps.cells import FINETUNE, PRETRAIN, Cell
+from convbert_jax.sweeps import plan
 from convbert_jax.sweeps.folder import FINISHED, Folder
-from convbert_jax.sweeps.table import Sweep, SweepError
+from convbert_jax.sweeps.table import FINETUNE, PRETRAIN, Run, Sweep, SweepError
 from convbert_jax.training.reports.reporting import read_metrics
 from convbert_jax.workdir import Workdir
 
-# Shown of pre-training where a sweep names none.
+# Default metrics of pre-training in the report.
 METRICS = ("mlm_loss", "discriminator_auc", "tokens_per_second")
-_OF_TRAINING = {  # of all log intervals
-    "tokens_per_second": statistics.median,
-    "host_memory": max,
-    "device_memory": max,
-}
+# Metrics of the training split -> how the log intervals of a run are summarized.
+_TRAINING = {"tokens_per_second": statistics.median, "host_memory": max, "device_memory": max}
 
 
-def read_values(cell: Cell, folder: Folder) -> dict[str, float] | None:
-    """The numbers of a cell that has come to its end, by metric; None of one that has not.
+def read_values(run: Run, folder: Folder) -> dict[str, float] | None:
+    """Returns the metrics of a finished run by name; None if it is not finished.
 
-    Of pre-training: the last held-out numbers, the median of tokens_per_second, the peak of memory;
-    of pairs of texts "SET METRIC" too, the scores of what was written; of a task these alone.
-    Of fine-tuning: "SPLIT METRIC" as fractions, the mean over its seeds; of several settings, those
-    of the best median of the first metric on the first split, as in the run's own table.
+    Pre-training: the last held-out metrics, the median of tokens_per_second, the peak of memory;
+    with text pairs also "SPLIT METRIC", the scores of the generated texts. Tasks of text pairs:
+    these scores only. Fine-tuning: "SPLIT METRIC" as fractions, the mean over its seeds; of several
+    settings the one with the best median of the first metric on the first split.
 
     Raises:
-      DamagedFileError: the file that has them.
-      SweepError: the run is at its end, and they are not there.
+      DamagedFileError: a file of the run is damaged.
+      SweepError: the run is at its last step, but its metrics are missing.
     """
-    run = folder.run(cell.id)
-    if cell.config.recipe == FINETUNE:
-        return _of_finetuning(cell, run)
-    if max(run.steps(), default=-1) < cell.config.train.steps:
+    workdir = folder.run(run.id)
+    if run.config.recipe == FINETUNE:
+        return _finetuning_values(run.config, workdir)
+    steps = run.config.train.steps
+    if max(workdir.steps(), default=-1) < steps:
         return None
-    values: dict[str, float] = {}
+    heldout, last = {}, -1
     trained: dict[str, list[float]] = {}
-    last = -1
-    for record in read_metrics(run.metrics):
-        split = record.pop("split")
-        if split == "validation":
+    for record in read_metrics(workdir.metrics):
+        if record["split"] == "validation":
             last = record["step"]
-            values = {name: value for name, value in record.items() if name != "step"}
+            heldout = {n: value for n, value in record.items() if n not in ("step", "split")}
             continue
-        for name in _OF_TRAINING:
-            if name in record:
-                trained.setdefault(name, []).append(record[name])
-    if last < cell.config.train.steps:  # every run ends with them
+        for name in _TRAINING.keys() & record.keys():
+            trained.setdefault(name, []).append(record[name])
+    if last < steps:  # each run ends with an evaluation
         raise SweepError(
-            f"{run.metrics} lacks the held-out numbers of step {cell.config.train.steps}: put a "
-            f"copy of it back, or delete {run.path} to run the cell again."
+            f"{workdir.metrics} has no held-out metrics of step {steps}. Restore a copy of the "
+            f"file, or delete {workdir.path} to repeat the run.",
+            path=workdir.metrics,
         )
-    values |= {name: _OF_TRAINING[name](found) for name, found in trained.items()}
-    written = _of_written(run, max(run.steps()))
-    if cell.after:
-        return {name: written[name] for name in name_values(cell) if name in written}
-    return values | written
+    scores = _read_scores(workdir, max(workdir.steps()))
+    if run.after:
+        return {name: scores[name] for name in metric_names(run) if name in scores}
+    return heldout | {name: _TRAINING[name](found) for name, found in trained.items()} | scores
 
 
-def name_values(cell: Cell) -> tuple[str, ...]:
-    """Names of all numbers that `read_values` may return for a cell."""
-    config = cell.config
-    if config.recipe == FINETUNE:
-        return _name_finetuned(config)
-    written = _name_scores(config)
-    return written if cell.after else (*config.heldout_metrics, *_OF_TRAINING, *written)
+def metric_names(run: Run) -> tuple[str, ...]:
+    """Names of all metrics that `read_values` may return for a run."""
+    if run.config.recipe == FINETUNE:
+        return _finetuning_names(run.config)
+    scores = _score_names(run.config)
+    return scores if run.after else (*run.config.heldout_metrics, *_TRAINING, *scores)
 
 
-def check_metrics(sweep: Sweep, cells: Sequence[Cell]) -> None:
-    """Raises SweepError where a metric of the sweep or of its search is not measured."""
-    search = sweep.search
+def check_metrics(sweep: Sweep, runs: Sequence[Run]) -> None:
+    """Raises SweepError for a metric of the sweep or of its search that no run measures."""
     wanted = [("metrics", name, PRETRAIN) for name in sweep.metrics]
-    wanted += [("search.metric", search.metric, search.stage)] if search else []
+    if sweep.search:
+        wanted.append(("search.metric", sweep.search.metric, sweep.search.stage))
     for field, name, stage in wanted:
-        known = dict.fromkeys(n for c in cells if c.stage == stage for n in name_values(c))
+        known = dict.fromkeys(n for r in runs if r.stage == stage for n in metric_names(r))
         if name not in known:
-            choices = ", ".join(known) or f"none, because no cell has the stage {stage!r}"
-            raise SweepError(f"Unknown metric in {field}: {name!r}. Choose from: {choices}.")
+            choices = ", ".join(known) or f"none, because no run has the stage {stage!r}"
+            raise SweepError(
+                f"Unknown metric in {field}: {name!r}. Choose from: {choices}.",
+                field=field,
+                value=name,
+            )
 
 
 def choose_metrics(sweep: Sweep, config: Config) -> tuple[str, ...]:
-    """What a report shows of pre-training, and the line of a finished cell."""
+    """Pre-training metrics that the report and the log show."""
     if sweep.metrics or not config.writes_text:
         return sweep.metrics or METRICS
     more = ("word_perplexity",) if "word_perplexity" in config.heldout_metrics else ()
-    return (*(_name_scores(config) or more), "perplexity", "tokens_per_second")
+    return (*(_score_names(config) or more), "perplexity", "tokens_per_second")
 
 
-def _name_scores(config: Config) -> tuple[str, ...]:
-    """Scores of the held-out pairs."""
+def _score_names(config: Config) -> tuple[str, ...]:
     return tuple(f"validation {name}" for name in text_scores.NAMES.get(config.recipe, ()))
 
 
-def _name_finetuned(config: Config) -> tuple[str, ...]:
+def _finetuning_names(config: Config) -> tuple[str, ...]:
     """Metrics of the validation and test splits of all tasks."""
-    names, of_glue = [], {name.lower(): name for name in glue.GLUE}
+    names, by_lower = [], {name.lower(): name for name in glue.GLUE}
     for task in config.finetune.tasks:
         if task == "own":
             title, splits = config.task.name, own_task.SPLITS
@@ -115,46 +111,46 @@ def _name_finetuned(config: Config) -> tuple[str, ...]:
         elif task in question_answering.VERSIONS:
             title, splits = task, ("validation",)
             metrics = question_answering.METRICS[question_answering.VERSIONS[task]]
-        elif title := of_glue.get(task.lower()):
+        elif title := by_lower.get(task.lower()):
             splits, metrics = glue.GLUE[title].splits, glue.GLUE[title].metrics
         else:
-            continue  # its own run refuses it
+            continue  # the run itself refuses it
         prefix = f"{title} " if len(config.finetune.tasks) > 1 else ""
         names += [f"{prefix}{s} {m}" for s in splits if s != "train" for m in metrics]
     return tuple(names)
 
 
-def _of_written(run: Workdir, step: int) -> dict[str, float]:
-    """Scores that the end of a run left; none of encoders."""
-    file = run.evaluation(step)
+def _read_scores(workdir: Workdir, step: int) -> dict[str, float]:
+    """Scores of generated texts at the end of a run; {} for encoders."""
+    file = workdir.evaluation(step)
     if not file.is_file():
         return {}
     remedy = "write it again with --mode=eval"
     scores = files.read_json(file, remedy=remedy, fields={}).get("scores", {})
     return {
-        f"{name} {metric}": float(value)
-        for name, of_set in scores.items()
-        for metric, value in of_set.items()
+        f"{split} {metric}": float(value)
+        for split, of_split in scores.items()
+        for metric, value in of_split.items()
         if isinstance(value, int | float)
     }
 
 
-def _of_finetuning(cell: Cell, run: Workdir) -> dict[str, float] | None:
-    config = cell.config
+def _finetuning_values(config: Config, workdir: Workdir) -> dict[str, float] | None:
     seeds = range(config.seed, config.seed + config.finetune.seeds)
-    runs = [result for result in read_results(run) if result.seed in seeds]
-    tries = max(1, len(config.finetune.learning_rates)) * max(1, len(config.finetune.epochs))
-    tasks = dict.fromkeys(result.task for result in runs)
-    wanted = len(config.finetune.tasks) * tries * len(seeds)
-    if len(runs) < wanted:
+    results = [result for result in read_results(workdir) if result.seed in seeds]
+    settings = max(1, len(config.finetune.learning_rates)) * max(1, len(config.finetune.epochs))
+    if len(results) < len(config.finetune.tasks) * settings * len(seeds):
         return None
     values = {}
+    tasks = dict.fromkeys(result.task for result in results)
     for task in tasks:
-        of_task = [result for result in runs if result.task == task]
-        settings = dict.fromkeys(result.setting for result in of_task)
-        best = max(settings, key=lambda s: _median(runs_of(of_task, s)))
-        prefix = f"{task} " if len(tasks) > 1 else ""
+        of_task = [result for result in results if result.task == task]
+        best = max(
+            dict.fromkeys(result.setting for result in of_task),
+            key=lambda setting: _median(runs_of(of_task, setting)),
+        )
         chosen = runs_of(of_task, best)
+        prefix = f"{task} " if len(tasks) > 1 else ""
         for split, scores in chosen[0].scores.items():
             for metric in scores:
                 found = [result.scores[split][metric] for result in chosen]
@@ -162,86 +158,84 @@ def _of_finetuning(cell: Cell, run: Workdir) -> dict[str, float] | None:
     return values
 
 
-def _median(runs: tuple[RunResult, ...]) -> float:
-    """Of the first metric on the first split; a run that diverged is worse than any."""
-    first = [next(iter(next(iter(result.scores.values())).values())) for result in runs]
-    return statistics.median(-math.inf if math.isnan(v) else v for v in first)
+def _median(results: tuple[RunResult, ...]) -> float:
+    """Median of the first metric on the first split; diverged runs count as worst."""
+    first = [next(iter(next(iter(result.scores.values())).values())) for result in results]
+    return statistics.median(-math.inf if math.isnan(value) else value for value in first)
 
 
-def collect(name: str, sweep: Sweep, cells: Sequence[Cell], folder: Folder) -> Outcome:
-    """What came out so far, as `analysis.sweep_report` takes it.
+def collect(name: str, sweep: Sweep, runs: Sequence[Run], folder: Folder) -> SweepOutcome:
+    """Collects the results so far for `analysis.sweep_report`.
 
     Raises:
-      DamagedFileError: the record of a cell.
+      DamagedFileError: the record of a run is damaged.
     """
-    first = {cell.row: cell for cell in reversed(cells) if not cell.after}
-    rows = {
-        row: RowFacts(
-            describe.describe_changes(sweep.rows[row], cell),
-            describe.count_parameters(cell, folder),
-            describe.count_tokens(cell),
-            describe.count_flops(cell, folder),
-        )
-        for row, cell in ((row, first[row]) for row in sweep.rows)
-    }
-    return Outcome(
+    first = {run.variant: run for run in reversed(runs) if not run.after}
+    return SweepOutcome(
         name=name,
         purpose=sweep.purpose,
-        rows=rows,
-        baseline=sweep.compared_with,
-        metrics=choose_metrics(sweep, cells[0].config),
-        cells=tuple(_collect(cell, folder) for cell in cells),
+        variants={
+            variant: VariantInfo(
+                plan.describe_changes(sweep.variants[variant], first[variant]),
+                plan.count_parameters(first[variant], folder),
+                plan.count_tokens(first[variant]),
+                plan.count_flops(first[variant], folder),
+            )
+            for variant in sweep.variants
+        },
+        baseline=sweep.reference,
+        metrics=choose_metrics(sweep, runs[0].config),
+        runs=tuple(_collect(run, folder) for run in runs),
     )
 
 
-def _collect(cell: Cell, folder: Folder) -> CellOutcome:
-    record = folder.read(cell.id)
+def _collect(run: Run, folder: Folder) -> RunOutcome:
+    record = folder.read(run.id)
     if record is None:
-        return CellOutcome(cell.row, cell.seed, cell.stage, "not begun")
+        return RunOutcome(run.variant, run.seed, run.stage, "new")
     curve, why = (), record.why
-    if cell.stage == PRETRAIN:
+    if run.stage == PRETRAIN:
         try:
-            curve = read_curve(cell, folder)
+            curve = read_curve(run, folder)
         except UserError as error:
             why = why or str(error)
-    finished = record.state == FINISHED
-    values = {n: math.nan if v is None else v for n, v in record.values.items()}
-    return CellOutcome(
-        row=cell.row,
-        seed=cell.seed,
-        stage=cell.stage,
+    values = {n: math.nan if value is None else value for n, value in record.values.items()}
+    return RunOutcome(
+        variant=run.variant,
+        seed=run.seed,
+        stage=run.stage,
         state=record.state,
         why=why,
         seconds=record.seconds,
-        values=values if finished else {},
+        values=values if record.state == FINISHED else {},
         curve=curve,
     )
 
 
-def read_curve(cell: Cell, folder: Folder) -> tuple[dict[str, float], ...]:
-    """Held-out numbers of pre-training so far, with `AXES` beside them.
+def read_curve(run: Run, folder: Folder) -> tuple[dict[str, float], ...]:
+    """Reads the held-out metrics of pre-training so far, with `sweep_report.AXES`.
 
     Raises:
-      DamagedFileError: the run's metrics.
+      DamagedFileError: the metrics file is damaged.
     """
-    config = cell.config
-    records = read_metrics(folder.run(cell.id).metrics)
+    config = run.config
+    records = read_metrics(folder.run(run.id).metrics)
     trained = [r for r in records if r["split"] == "train"]
-    tokens, each = config.train.batch_size * config.data.length, math.nan
+    tokens, flops = config.train.batch_size * config.data.length, math.nan
     if not config.reads_pairs:
-        each = describe.count_flops(cell, folder) / config.train.steps
-    elif trained:  # the mean of its batches, as the run knows it
+        flops = plan.count_flops(run, folder) / config.train.steps
+    elif trained:  # the mean of its batches, which vary
         tokens = trained[0]["tokens"] / trained[0]["step"]
     timed = [r["seconds_per_step"] for r in trained if "seconds_per_step" in r]
-    usual = statistics.median(timed) if timed else math.nan
+    median = statistics.median(timed) if timed else math.nan
     steps = np.asarray([0, *(r["step"] for r in trained)])
-    seconds = np.asarray([r.get("seconds_per_step", usual) for r in trained])
+    seconds = np.asarray([r.get("seconds_per_step", median) for r in trained])
     clock = np.concatenate([[0.0], np.cumsum(np.diff(steps) * seconds)])
     return tuple(
         {
             **{name: value for name, value in r.items() if name != "split"},
             "tokens": r["step"] * tokens,
-            "flops": r["step"] * each,
+            "flops": r["step"] * flops,
             "seconds": float(np.interp(r["step"], steps, clock)),
         }
         for r in records

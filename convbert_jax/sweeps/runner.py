@@ -1,8 +1,8 @@
-"""One runner: takes a cell, runs it as a process, keeps what came out, takes the next.
+"""A worker of a sweep: starts each unfinished run as a process, one at a time.
 
-A process for each cell: one that is killed for memory takes no other with it, jax begins afresh (a
-process has room for some thousands of compiled programs), and an accelerator is free in between.
-It costs seconds of imports a cell; compiled programs come from the cache on disk.
+Workers that share the folder divide the runs by file locks: the lock of a run is held by the
+worker and by the process of the run, and released when both have exited. A process for each run
+frees accelerator and memory in between, and an out-of-memory kill ends one run only.
 """
 
 import collections
@@ -24,19 +24,18 @@ from convbert_jax.command_line import overrides
 from convbert_jax.config import UserError, to_dict, to_text
 from convbert_jax.config.checks import plugins
 from convbert_jax.sweeps import results
-from convbert_jax.sweeps.cells import Cell
 from convbert_jax.sweeps.folder import FAILED, FINISHED, STARTED, Folder, Record
-from convbert_jax.sweeps.queue import Queue, Taken
 from convbert_jax.sweeps.search import Explorer
+from convbert_jax.sweeps.table import Run
 from convbert_jax.training.environment.signals import StopSignals
 from convbert_jax.training.reports.timing import format_seconds
 
-_POLL = 0.5  # seconds between two looks at a process, or at other runners
-_SHOWN = 3  # metrics of a line, where none of those that were asked for is there
+_POLL = 0.5  # seconds between two looks at the folder while other workers are busy
+_SHOWN = 3  # metrics in the log line of a run that has none of the requested ones
 
 
 class Process(Protocol):
-    """What is asked of a cell's process, as `subprocess.Popen` has it."""
+    """The part of `subprocess.Popen` that a worker uses."""
 
     def poll(self) -> int | None: ...
     def send_signal(self, number: int) -> None: ...
@@ -44,12 +43,12 @@ class Process(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """How it ended.
+    """Result of a worker.
 
     Attributes:
-      finished: cells that are done, whoever did them.
-      failed: cell -> one sentence; of cells that never began, that what they need failed.
-      stopped: a signal asked for a stop.
+      finished: number of finished runs, of all workers.
+      failed: id of a run -> error; includes runs whose pre-training failed.
+      stopped: whether a signal stopped the worker.
     """
 
     finished: int
@@ -57,178 +56,174 @@ class Summary:
     stopped: bool
 
 
-def command(cell: Cell, folder: Folder) -> tuple[str, ...]:
-    """The flags of main.py that make a cell."""
-    flags = overrides.to_flags(cell.changed)
-    workdir = f"--workdir={folder.run(cell.id)}"
-    return (f"--config={cell.base}", *flags, *plugins.to_flags(), workdir)
+def command(run: Run, folder: Folder) -> tuple[str, ...]:
+    """Returns the flags of main.py for a run."""
+    flags = overrides.to_flags(run.changes)
+    workdir = f"--workdir={folder.run(run.id)}"
+    return (f"--config={run.base}", *flags, *plugins.to_flags(), workdir)
 
 
-def start(cell: Cell, folder: Folder, lock: IO) -> subprocess.Popen:
-    """The process of a cell, which keeps `lock` as long as it lives and prints into the log."""
-    above = str(pathlib.Path(convbert_jax.__file__).resolve().parent.parent)
-    path = os.pathsep.join(filter(None, (above, os.environ.get("PYTHONPATH"))))
-    with open(folder.log(cell.id), "ab", opener=links.no_follow) as log:
+def start(run: Run, folder: Folder, lock: IO) -> subprocess.Popen:
+    """Starts the process of a run, which inherits `lock` and appends its output to the log."""
+    package = str(pathlib.Path(convbert_jax.__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    with open(folder.file(run.id, ".log"), "ab", opener=links.no_follow) as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "convbert_jax.sweeps.child", *command(cell, folder)],
-            stdin=subprocess.PIPE,  # ends with this process, and the child with it
+            [sys.executable, "-m", "convbert_jax.sweeps.child", *command(run, folder)],
+            stdin=subprocess.PIPE,  # closed when this process exits; the child exits then
             stdout=log,
             stderr=log,
             env={**os.environ, "PYTHONPATH": path},
             pass_fds=(lock.fileno(),),
-            start_new_session=True,  # Ctrl-C is for the runner, which passes it on once
+            start_new_session=True,  # Ctrl-C reaches the worker only, which sends SIGTERM once
         )
 
 
-def run(
-    cells: Sequence[Cell],
+def work(
+    runs: Sequence[Run],
     folder: Folder,
     *,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     metrics: Sequence[str] = results.METRICS,
     explorer: Explorer | None = None,
-    start: Callable[[Cell, Folder, IO], Process] = start,
-    read: Callable[[Cell, Folder], dict[str, float] | None] = results.read_values,
+    start: Callable[[Run, Folder, IO], Process] = start,
+    read: Callable[[Run, Folder], dict[str, float] | None] = results.read_values,
 ) -> Summary:
-    """Does all cells that are not done, with the other runners of `folder`, until none is left.
+    """Executes the unfinished runs, together with the other workers of `folder`.
 
-    A cell that failed in an earlier session is tried again, once. SIGTERM and SIGINT let the cell
-    that runs save its state, and end.
+    A run that failed before this worker started is tried once more. After SIGTERM or SIGINT the
+    current run saves a checkpoint, then the worker returns.
 
     Args:
-      tell: gets a line for each thing that happens.
-      metrics: that a line of a finished cell shows.
-      explorer: finds further rows, whose cells are done too.
-      start, read: of a cell; for tests.
+      log: called with each log line.
+      metrics: shown in the log line of a finished run.
+      explorer: adds variants of a search.
+      start, read: replaced in tests.
 
     Raises:
       UserError: the folder, its journal or a record cannot be used.
       OSError: the disk is full.
     """
     with StopSignals() as stop:
-        return _Runner(cells, folder, tell, metrics, explorer, start, read, stop).run()
+        return _Worker(runs, folder, log, metrics, explorer, start, read, stop).work()
 
 
-class _Runner:
-    def __init__(self, cells, folder, tell, metrics, explorer, start, read, stop):
-        self._cells = {cell.id: cell for cell in cells}
-        self._folder, self._tell, self._start, self._read = folder, tell, start, read
-        self._metrics, self._explorer, self._stop = metrics, explorer, stop
-        self._queue = Queue(folder)
-        self._records = {name: folder.read(name) for name in self._cells}
-        self._waited = ""
+class _Worker:
+    def __init__(self, runs, folder, log, metrics, explorer, start, read, stop):
+        self._folder, self._log, self._metrics = folder, log, metrics
+        self._explorer, self._start, self._read, self._stop = explorer, start, read, stop
+        self._runs: dict[str, Run] = {}
+        self._records: dict[str, Record | None] = {}
+        self._failures: dict[str, int] = {}  # before this worker started
+        self._waiting = ""
+        self._add(runs)
 
-    def run(self) -> Summary:
-        self._say_what_is_left()
-        failed: set[str] = set()
+    def _add(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            record = self._folder.read(run.id)
+            self._runs[run.id], self._records[run.id] = run, record
+            self._failures[run.id] = record.failures if record else 0
+
+    def work(self) -> Summary:
+        self._log(f"{self._count()} of {len(self._runs)} runs are finished.")
         while not self._stop.requested():
-            failed = self._queue.failed()
-            ready = [name for name in self._cells if self._is_ready(name) and name not in failed]
-            if self._grow(ready, failed):
+            self._refresh()
+            if self._explorer:
+                self._add_variants(self._explorer.sync(self._records))
+            pending = self._pending()
+            if any(self._try(name) for name in pending):
                 continue
-            if not ready:
-                break
-            self._queue.offer(ready, lambda name: bool(self._folder.holder(name)))
-            taken = self._queue.take(first=[name for name in ready if self._is_open(name)])
-            if taken is None:
-                self._wait_for_others(ready)
-            elif taken.cell in ready:
-                self._do(taken)
-            else:  # of an earlier table, or done in the meantime
-                self._queue.let_go(taken)
-        stopped = bool(self._stop.requested())
-        return Summary(self._count(FINISHED), self._why(failed, stopped), stopped)
-
-    def _grow(self, ready: Sequence[str], failed: set[str]) -> bool:
-        """Whether the search has new cells."""
-        if self._explorer is None:
-            return False
-        idle = all(self._folder.holder(name) for name in ready)
-        new = self._explorer.grow(self._records, failed, idle=idle)
-        for cell in new:
-            changes = self._explorer.sweep.rows[cell.row].changes
-            if cell.id not in self._cells:
-                text = " ".join(f"{path}={to_text(value)}" for path, value in changes.items())
-                self._tell(f"new: {cell.id}: {text}")
-            self._cells[cell.id] = cell
-            self._records.setdefault(cell.id, self._folder.read(cell.id))
-        return bool(new)
-
-    def _state(self, name: str) -> str:
-        """Of a cell, as the folder has it now; what is finished stays so."""
-        record = self._records[name]
-        if record is None or record.state != FINISHED:
-            record = self._records[name] = self._folder.read(name)
-        return record.state if record else ""
-
-    def _is_ready(self, name: str) -> bool:
-        cell = self._cells[name]
-        if self._state(name) == FINISHED:
-            return False
-        return not cell.after or self._state(cell.after) == FINISHED
-
-    def _is_open(self, name: str) -> bool:
-        """Whether a cell was begun, and stopped or killed."""
-        return self._state(name) == STARTED and not self._folder.holder(name)
-
-    def _count(self, state: str) -> int:
-        return sum(self._state(name) == state for name in self._cells)
-
-    def _why(self, failed: set[str], stopped: bool) -> dict[str, str]:
-        why = {}
-        for name, cell in self._cells.items():
-            record = self._records[name]
-            if self._state(name) == FINISHED:
-                continue
-            if name in failed:
-                why[name] = record.why if record else "failed"
-            elif cell.after in failed and not stopped:
-                why[name] = f"not begun, as {cell.after} failed."
-        return why
-
-    def _do(self, taken: Taken) -> None:
-        cell, folder = self._cells[taken.cell], self._folder
-        with folder.hold(cell.id) as lock:
-            if lock is None or self._state(cell.id) == FINISHED:
-                self._queue.let_go(taken)
-                return
-            kept = self._records[cell.id]
-            record = Record(
-                cell=cell.id,
-                state=STARTED,
-                config=to_dict(cell.config),
-                command=("-m", "convbert_jax.main", *command(cell, folder)),
-                seconds=kept.seconds if kept else 0.0,
-            )
-            folder.write(record)
-            done = self._count(FINISHED)
-            self._tell(
-                f"cell {done + 1} of {len(self._cells)}: {cell.id} "
-                f"{'goes on' if kept else 'begins'}; it prints to {folder.log(cell.id)}"
-            )
-            began, log = time.monotonic(), _size(folder.log(cell.id))
-            code, stopped = self._wait(self._start(cell, folder, lock))
-            seconds = record.seconds + time.monotonic() - began
-            record = dataclasses.replace(record, seconds=seconds)
-            record = self._judge(cell, record, code, stopped, log)
-            folder.write(record)
-            self._records[cell.id] = record
-            # with the lock in hand: nobody takes this try for that of a dead runner
-            if record.state == FINISHED:
-                self._queue.finish(taken, seconds)
-            elif record.state == FAILED:
-                self._queue.fail(taken, record.why)
+            if self._explorer and (new := self._explorer.propose()):
+                self._add_variants(new)
+            elif pending:
+                self._wait(pending)
             else:
-                self._queue.let_go(taken)
-        if record.state == FINISHED:
-            self._say_finished(record)
-        elif record.state == FAILED:
-            self._tell(f"{cell.id} failed: {record.why}")
-        else:
-            self._tell(f"{cell.id} is stopped, its state is saved.")
+                break
+        self._refresh()
+        stopped = bool(self._stop.requested())
+        return Summary(self._count(), self._errors(stopped), stopped)
 
-    def _wait(self, process: Process) -> tuple[int, bool]:
-        """(exit code, whether it was asked to stop)."""
+    def _refresh(self) -> None:
+        """Reads the records that another worker may have changed."""
+        for name, record in self._records.items():
+            if record is None or record.state != FINISHED:
+                self._records[name] = self._folder.read(name)
+
+    def _add_variants(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            changes = self._explorer.sweep.variants[run.variant].changes
+            text = " ".join(f"{path}={to_text(value)}" for path, value in changes.items())
+            self._log(f"New run {run.id}: {text}")
+        self._add(runs)
+
+    def _is(self, name: str, state: str) -> bool:
+        record = self._records.get(name)
+        return record is not None and record.state == state
+
+    def _has_failed(self, name: str) -> bool:
+        """Whether a run failed since this worker started, in any worker."""
+        return self._is(name, FAILED) and self._records[name].failures > self._failures[name]
+
+    def _pending(self) -> list[str]:
+        """Runs to execute, interrupted ones first."""
+        pending = [
+            name
+            for name, run in self._runs.items()
+            if not self._is(name, FINISHED)
+            and not self._has_failed(name)
+            and (not run.after or self._is(run.after, FINISHED))
+        ]
+        return sorted(pending, key=lambda name: not self._is(name, STARTED))
+
+    def _count(self) -> int:
+        return sum(self._is(name, FINISHED) for name in self._runs)
+
+    def _errors(self, stopped: bool) -> dict[str, str]:
+        errors = {}
+        for name, run in self._runs.items():
+            if self._has_failed(name):
+                errors[name] = self._records[name].why
+            elif self._has_failed(run.after) and not self._is(name, FINISHED) and not stopped:
+                errors[name] = f"not started, because {run.after} failed."
+        return errors
+
+    def _try(self, name: str) -> bool:
+        """Executes a run; False if another worker has it or finished it."""
+        run, folder = self._runs[name], self._folder
+        with folder.hold(name) as lock:
+            if lock is None:
+                return False
+            before = self._records[name] = folder.read(name)
+            if self._is(name, FINISHED) or self._has_failed(name):
+                return False
+            record = Record(
+                run=name,
+                state=STARTED,
+                config=to_dict(run.config),
+                command=("-m", "convbert_jax.main", *command(run, folder)),
+                seconds=before.seconds if before else 0.0,
+                failures=before.failures if before else 0,
+            )
+            folder.write(record)
+            log = folder.file(name, ".log")
+            verb = "Resuming" if before else "Starting"
+            number = f"{self._count() + 1} of {len(self._runs)}"
+            self._log(f"{verb} run {number}: {name}; output in {log}")
+            began, offset = time.monotonic(), log.stat().st_size if log.exists() else 0
+            code, stopped = self._wait_for(self._start(run, folder, lock))
+            record = dataclasses.replace(record, seconds=record.seconds + time.monotonic() - began)
+            record = self._records[name] = self._result(run, record, code, stopped, offset)
+            folder.write(record)
+        if record.state == FINISHED:
+            self._log_finished(record)
+        elif record.state == FAILED:
+            self._log(f"{name} failed: {record.why}")
+        else:
+            self._log(f"{name} stopped; its checkpoint is saved.")
+        return True
+
+    def _wait_for(self, process: Process) -> tuple[int, bool]:
+        """Returns (exit code, whether the process was asked to stop)."""
         asked = False
         while (code := process.poll()) is None:
             if not asked and self._stop.requested():
@@ -237,81 +232,73 @@ class _Runner:
             time.sleep(_POLL / 10)
         return code, asked
 
-    def _judge(self, cell: Cell, record: Record, code: int, stopped: bool, log: int) -> Record:
-        """The record of a cell whose process has ended. The folder says whether it is finished."""
+    def _result(self, run: Run, record: Record, code: int, stopped: bool, offset: int) -> Record:
+        """Returns the record of a run whose process has exited."""
+        why = ""
         try:
-            values = self._read(cell, self._folder)
+            values = self._read(run, self._folder)
         except UserError as error:
-            return dataclasses.replace(record, state=FAILED, why=str(error))
-        if values is not None and code == 0:
-            finite = {n: v if math.isfinite(v) else None for n, v in values.items()}
-            return dataclasses.replace(record, state=FINISHED, values=finite)
-        if stopped:
-            return record
-        why = explain(code, _tail(self._folder.log(cell.id), log))
-        return dataclasses.replace(record, state=FAILED, why=why)
+            why = str(error)
+        else:
+            if values is not None and code == 0:
+                finite = {n: v if math.isfinite(v) else None for n, v in values.items()}
+                return dataclasses.replace(record, state=FINISHED, values=finite)
+            if stopped:
+                return record
+        why = why or explain(code, _tail(self._folder.file(run.id, ".log"), offset))
+        return dataclasses.replace(record, state=FAILED, why=why, failures=record.failures + 1)
 
-    def _wait_for_others(self, ready: Sequence[str]) -> None:
-        held = {name: who for name in ready if (who := self._folder.holder(name))}
-        text = ", ".join(f"{name} ({who})" for name, who in held.items())
-        if text and text != self._waited:
-            self._tell(f"waiting for what other runners do: {text}")
-            self._waited = text
+    def _wait(self, pending: Sequence[str]) -> None:
+        text = ", ".join(f"{name} ({self._folder.holder(name)})" for name in pending)
+        if text != self._waiting:
+            self._log(f"Waiting for other workers: {text}")
+            self._waiting = text
         time.sleep(_POLL)
 
-    def _say_what_is_left(self) -> None:
-        done = self._count(FINISHED)
-        left = len(self._cells) - done
-        self._tell(f"{done} of {len(self._cells)} cells are finished, {left} are left.")
-
-    def _say_finished(self, record: Record) -> None:
-        """What came out, how many cells are left and for how long, this runner alone."""
-        done = self._count(FINISHED)
-        left = [name for name in self._cells if self._state(name) != FINISHED]
+    def _log_finished(self, record: Record) -> None:
+        """Logs metrics, and the remaining time if this worker were alone."""
+        left = [run for name, run in self._runs.items() if not self._is(name, FINISHED)]
         finite = {name: value for name, value in record.values.items() if value is not None}
         shown = [name for name in self._metrics if name in finite] or list(finite)[:_SHOWN]
-        parts = [f"{record.cell} finished in {format_seconds(record.seconds)}"]
+        parts = [f"{record.run} finished in {format_seconds(record.seconds)}"]
         parts += [f"{name} {finite[name]:.4g}" for name in shown]
-        parts.append(f"{done} of {len(self._cells)} done")
+        parts.append(f"{self._count()} of {len(self._runs)} finished")
         if left:
-            seconds = self._expect(left)
-            rate = 3600 * len(left) / seconds if seconds else math.inf
-            parts.append(f"{rate:.3g} cells/h, {format_seconds(seconds)} left for one runner")
-        self._tell("  ".join(parts))
+            parts.append(f"{format_seconds(self._remaining(left))} left for one worker")
+        self._log("  ".join(parts))
 
-    def _expect(self, left: Sequence[str]) -> float:
-        """Seconds of some cells: for each what finished ones of its stage took in the mean."""
+    def _remaining(self, left: Sequence[Run]) -> float:
+        """Seconds of the runs in `left`: the mean of finished runs of the same stage."""
         took: dict[str, list[float]] = collections.defaultdict(list)
         for name, record in self._records.items():
-            if record and record.state == FINISHED:
-                took[self._cells[name].stage].append(record.seconds)
-        every = statistics.fmean(value for found in took.values() for value in found)
-        stages = [self._cells[name].stage for name in left]
-        return sum(statistics.fmean(took[s]) if took.get(s) else every for s in stages)
+            if self._is(name, FINISHED):
+                took[self._runs[name].stage].append(record.seconds)
+        mean = statistics.fmean(seconds for found in took.values() for seconds in found)
+        return sum(statistics.fmean(took.get(run.stage, [mean])) for run in left)
 
 
 def explain(code: int, printed: str) -> str:
-    """Why a process failed, in one sentence."""
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    """Returns the reason why a process failed.
+
+    Args:
+      code: exit code; -N for signal N.
+      printed: the end of its output.
+    """
     if code < 0:
         name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
-        memory = ", most likely for want of memory" if -code == signal.SIGKILL else ""
+        memory = ", probably out of memory" if -code == signal.SIGKILL else ""
         return f"killed by {name}{memory}."
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if errors:
         return errors[-1]
-    last = lines[-1][:300] if lines else "it printed nothing"
-    return f"ended with exit code {code}: {last}"
-
-
-def _size(path: pathlib.Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    return f"exit code {code}: {lines[-1][:300] if lines else 'no output'}"
 
 
 def _tail(path: pathlib.Path, start: int) -> str:
-    """What a log has from a byte on, its last part if that is much."""
+    """Returns a log from byte `start` on, at most 64 KiB."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
-        file.seek(max(start, _size(path) - 65_536))
+        file.seek(max(start, path.stat().st_size - 65_536))
         return file.read().decode("utf-8", errors="replace")

@@ -1,93 +1,131 @@
-"""A sweep as data, written in a Python file whose `get_sweep(NAME)` returns it."""
+"""The definition of a sweep, returned by `get_sweep(NAME)` of a Python file."""
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from convbert_jax.command_line.fields import field_types, nearest
 from convbert_jax.config import Config, UserError
+
+PRETRAIN, FINETUNE, SCRATCH = "pretrain", "finetune", "-scratch"  # stages, suffix of a stage
+_NAME = re.compile(r"[A-Za-z0-9][\w.,=+-]*", re.ASCII)
 
 
 class SweepError(UserError):
-    """A sweep that cannot be run, or not in this folder."""
+    """A sweep that cannot run, or not in this folder."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """What one row of the table changes in the config of the sweep.
+class Variant:
+    """Config changes that one group of runs has in common.
 
     Attributes:
-      changes: path of a field -> value, as `convbert_jax.load_config` takes them:
+      changes: field path -> value, as `convbert_jax.load_config` takes them:
         {"model.kernel_size": 3}.
-      flops_of: another row, whose training FLOPs this one spends: train.steps and the warm-up are
-        scaled by the FLOPs of a step. "": as many steps as the config says, so equal tokens.
-      parts: path of a field that counts steps -> its part of train.steps, however many these are:
+      match_flops_of: another variant; train.steps and warm-up are scaled so that both spend the
+        same training FLOPs. "" keeps the steps of the config (equal tokens).
+      step_fractions: path of a field that counts steps -> fraction of train.steps:
         {"objective.masked_lm_steps": 0.5}.
     """
 
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    flops_of: str = ""
-    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    match_flops_of: str = ""
+    step_fractions: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.match_flops_of and (self.step_fractions or "train.steps" in self.changes):
+            raise SweepError(
+                f"Variant(match_flops_of={self.match_flops_of!r}) sets the number of steps. Remove "
+                "it, or remove step_fractions and train.steps.",
+                field="match_flops_of",
+                value=self.match_flops_of,
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What each pre-trained model is fine-tuned on.
+    """Fine-tuning that follows each pre-training run.
 
     Attributes:
-      config: as --config takes it, "text:trec" or "glue:cola"; after span corruption one of pairs
-        of texts, "text_to_text:tiny".
-      changes: as of `Row`, before what is said for all tasks; `init_from` is the pre-trained cell.
+      config: as --config takes it: "text:trec", "glue:cola", or after span corruption a config of
+        text pairs, "text_to_text:tiny".
+      changes: field path -> value; these take precedence over overrides of all tasks. `seed` and
+        `init_from` are set by the sweep.
     """
 
     config: str
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self):
+        for path in ("seed", "init_from"):
+            if path in self.changes:
+                raise SweepError(
+                    f"Task changes config.{path}, which follows from the pre-training run. Remove "
+                    "it.",
+                    field=f"config.{path}",
+                )
+
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Rows that Optuna chooses (`search.py`), beside those that are given.
+    """Variants that Optuna chooses in addition to the given ones (`search.py`).
 
     Attributes:
-      space: path of a field -> the values that it is chosen from.
-      rows: how many are to be found.
-      metric: that decides, of the cells of `stage`, mean over seeds.
-      most_parameters, most_flops: of a pre-training cell; 0 is no limit. Configs that cannot be are
-        left out as those over the budget are.
-      within: a row of the table: none that is found has more parameters or training FLOPs than it;
-        "" is no limit.
+      space: field path -> candidate values.
+      trials: number of variants to find.
+      metric: objective: metric of the runs of `stage`, mean over seeds.
+      max_parameters, max_flops: budget of a pre-training run; 0 is no limit. Invalid configs and
+        configs above the budget are skipped.
+      budget_of: variant whose parameters and training FLOPs are the budget; "" is no limit.
     """
 
     space: Mapping[str, Sequence[Any]]
-    rows: int
+    trials: int
     metric: str
     maximize: bool
-    stage: str = "pretrain"
-    most_parameters: int = 0
-    most_flops: float = 0.0
-    within: str = ""
+    stage: str = PRETRAIN
+    max_parameters: int = 0
+    max_flops: float = 0.0
+    budget_of: str = ""
+
+    def __post_init__(self):
+        if self.trials < 1 or not self.space or not all(self.space.values()):
+            raise SweepError(
+                f"Search(trials={self.trials}, space={self.space}) has no trials, no fields, or a "
+                "field without values.",
+                field="search",
+            )
+        types = field_types()
+        for path in self.space.keys() - types.keys():
+            raise SweepError(
+                f"Search varies config.{path}, which does not exist. Did you mean "
+                f"{nearest(path, types)}?",
+                field=f"config.{path}",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """Rows x seeds, and tasks after each of them.
+    """Variants x seeds, optionally with fine-tuning tasks after each pre-training run.
 
     Attributes:
-      config: what all cells start from, as --config takes it. Of pre-training: each row and seed is
-        pre-trained once, then fine-tuned on each of `tasks`. Of fine-tuning: each row and seed is
+      config: base config of all runs, as --config takes it. Pre-training: each variant and seed is
+        pre-trained once, then fine-tuned on each of `tasks`. Fine-tuning: each variant and seed is
         one fine-tuning run, and `tasks` is empty.
-      rows: name, which becomes a folder's, -> what it changes; in the order of the report.
-      seeds: config.seed of the cells of each row.
-      changes: of all rows, as of `Row`; a row's own come after them.
+      variants: name, which is also the folder name -> changes; in the order of the report.
+      seeds: config.seed of the runs of each variant.
+      changes: changes of all variants; the changes of a variant take precedence.
       tasks: name -> task.
-      from_scratch: each task is fine-tuned from random weights of the same sizes too.
-      baseline: the row that the others are compared with; "" is the first.
-      metrics: what the report shows of pre-training, by name; (): what the recipe measures.
-      search: further rows, which Optuna chooses; None is a table as it stands.
-      purpose: what is asked, one sentence for the report.
+      from_scratch: each task is also fine-tuned from random weights.
+      baseline: variant that the others are compared with; "" is the first.
+      metrics: pre-training metrics in the report; () is the default of the recipe.
+      search: further variants, chosen by Optuna; None is none.
+      purpose: question that the sweep answers, for the report.
     """
 
     config: str
-    rows: Mapping[str, Row]
+    variants: Mapping[str, Variant]
     seeds: tuple[int, ...] = (0, 1, 2)
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tasks: Mapping[str, Task] = dataclasses.field(default_factory=dict)
@@ -97,31 +135,73 @@ class Sweep:
     search: Search | None = None
     purpose: str = ""
 
+    def __post_init__(self):
+        if not self.variants or not self.seeds:
+            raise SweepError("Sweep has no variants or no seeds. Add at least one of each.")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise SweepError(
+                f"Sweep(seeds={self.seeds}) contains a seed twice.", field="seeds", value=self.seeds
+            )
+        for name, value in {**self.variants, **self.tasks}.items():
+            if not _NAME.fullmatch(str(name)):
+                raise SweepError(
+                    f"{name!r} cannot be a folder name. Use letters, digits and .,=+-_", value=name
+                )
+            if not isinstance(value, Variant | Task):
+                raise SweepError(
+                    f"{name} is a {type(value).__name__}; expected a Variant or a Task.", field=name
+                )
+        for name in self.tasks:
+            if name in (PRETRAIN, FINETUNE) or (self.from_scratch and name.endswith(SCRATCH)):
+                raise SweepError(f"Task name {name!r} is reserved. Rename the task.", value=name)
+        own_steps = {name for name, v in self.variants.items() if not v.match_flops_of}
+        references = [("baseline", self.baseline, self.variants.keys())]
+        references += [
+            ("match_flops_of", v.match_flops_of, own_steps) for v in self.variants.values()
+        ]
+        if self.search:
+            references.append(("budget_of", self.search.budget_of, self.variants.keys()))
+        for field, name, known in references:
+            if name and name not in known:
+                raise SweepError(
+                    f"{field}={name!r} must be one of: {', '.join(known)}.", field=field, value=name
+                )
+        if any("seed" in v.changes for v in (self, *self.variants.values())):
+            raise SweepError(
+                "The sweep or a variant changes config.seed. Use Sweep(seeds=...).",
+                field="config.seed",
+            )
+
     @property
-    def compared_with(self) -> str:
-        """The row that the others are compared with."""
-        return self.baseline or next(iter(self.rows))
+    def reference(self) -> str:
+        """Name of the variant that the others are compared with."""
+        return self.baseline or next(iter(self.variants))
+
+    def varied_fields(self) -> set[str]:
+        """Paths of the fields in which runs differ."""
+        varied = [paths for v in self.variants.values() for paths in (v.changes, v.step_fractions)]
+        return {"seed"}.union(*varied, self.search.space if self.search else ())
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class Run:
     """One run of a sweep.
 
     Attributes:
       stage: "pretrain", "finetune", or the name of the task that follows pre-training.
-      base: config file, and `changed`, path -> value: what main.py is started with.
-      after: id of the cell whose weights it starts from; "" is none.
+      base: config file of main.py, and `changes`, its overrides: field path -> value.
+      after: id of the run whose weights it starts from; "" is none.
     """
 
-    row: str
+    variant: str
     seed: int
     stage: str
     base: str
-    changed: Mapping[str, Any]
+    changes: Mapping[str, Any]
     config: Config
     after: str = ""
 
     @property
     def id(self) -> str:
-        """Its name in the sweep, and of its folder."""
-        return f"{self.row}/seed-{self.seed}/{self.stage}"
+        """Name of the run and path of its folder: "VARIANT/seed-N/STAGE"."""
+        return f"{self.variant}/seed-{self.seed}/{self.stage}"

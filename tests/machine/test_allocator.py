@@ -67,7 +67,7 @@ if sys.argv[0] == "convbert_jax.main":
 else:
     runpy.run_module("{program}", run_name="__main__")
 """
-    read, write = os.pipe()  # a runner's, whose end would end its cell
+    read, write = os.pipe()  # a worker's, whose end would end its run
     try:
         result = subprocess.run(
             [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""Runners deal out cells, keep what came out and survive each other, with processes made up."""
+"""Workers divide runs, record results and survive each other, with runs that take no time."""
 
 import dataclasses
 import errno
@@ -10,246 +10,182 @@ import time
 import pytest
 
 from convbert_jax.config import UserError, to_dict
-from convbert_jax.sweeps import Row, Sweep, SweepError, Task, runner
-from convbert_jax.sweeps.cells import expand
+from convbert_jax.sweeps import Sweep, Task, Variant, runner
 from convbert_jax.sweeps.folder import FAILED, FINISHED, STARTED, Folder, Record
-from convbert_jax.sweeps.queue import Queue
-from tests.sweeps.machine import Machine
+from convbert_jax.sweeps.runs import expand
+from tests.sweeps.fake_runs import FakeRuns
 
-TABLE = Sweep(
+SWEEP = Sweep(
     "tiny",
-    {"attention": Row({"model.mixer": "attention"}), "mixed": Row()},
+    {"attention": Variant({"model.mixer": "attention"}), "mixed": Variant()},
     seeds=(0, 1),
     tasks={"trec": Task("text:trec")},
 )
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch):
+def _poll_quickly(monkeypatch):
     monkeypatch.setattr(runner, "_POLL", 0.02)
 
 
-@pytest.fixture
-def machine(tmp_path) -> Machine:
-    return Machine(Folder(tmp_path / "sweep"))
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return expand(SWEEP, Folder(tmp_path_factory.mktemp("sweep")))
 
 
 @pytest.fixture
-def cells(machine):
-    return expand(TABLE, machine.folder)
+def fake(tmp_path) -> FakeRuns:
+    return FakeRuns(Folder(tmp_path / "sweep"))
 
 
-def test_each_cell_is_run_once_and_tasks_after_their_weights(machine, cells):
-    told = []
-    summary = machine.run(cells, told)
-    assert summary == runner.Summary(8, {}, False)
-    assert sorted(machine.started) == sorted(cell.id for cell in cells)
-    for cell in cells:
-        if cell.after:
-            assert machine.started.index(cell.after) < machine.started.index(cell.id)
-    record = machine.folder.read("mixed/seed-1/trec")
-    assert (record.state, record.values) == (FINISHED, {"loss": 1.5, "odd": None})
-    assert f"--workdir={machine.folder.run(record.cell)}" in record.command
-    assert "--config.finetune.save_models=False" in record.command
-    assert any("8 of 8 done" in line and "loss 1.5" in line for line in told)
-    assert any("cells/h" in line and "left for one runner" in line for line in told)
-    assert machine.run(cells) == summary
-    assert len(machine.started) == 8
-
-
-def test_the_journal_may_be_deleted(machine, cells):
-    machine.run(cells)
-    machine.folder.journal.unlink()
-    machine.run(cells)
-    assert len(machine.started) == 8
-
-
-def test_a_journal_deleted_under_a_runner_is_a_sentence_and_loses_nothing(machine, cells):
-    def start(cell, folder, lock):
-        folder.journal.unlink(missing_ok=True)
-        return machine.start(cell, folder, lock)
-
-    with pytest.raises(SweepError, match=r"journal\.log was deleted while a runner worked; start"):
-        runner.run(cells, machine.folder, tell=print, start=start, read=machine.read)
-    assert machine.folder.read(machine.started[0]).state == FINISHED
-    machine.run(cells)
-    assert sorted(machine.started) == sorted(cell.id for cell in cells)
-
-
-def test_a_failed_cell_says_why_and_the_rest_go_on(machine, cells):
-    bad = "attention/seed-0/pretrain"
-    machine.ends[bad] = "error: the disk is full; free some."
-    summary = machine.run(cells)
-    assert summary.finished == 6
-    assert summary.failed == {
-        bad: "the disk is full; free some.",
-        "attention/seed-0/trec": f"not begun, as {bad} failed.",
-    }
-    assert machine.started.count(bad) == 1
-    assert machine.folder.read(bad).state == FAILED
-    assert machine.run(cells).failed == summary.failed  # once more in each session
-    assert machine.started.count(bad) == 2
-    machine.ends.clear()
-    assert machine.run(cells) == runner.Summary(8, {}, False)
-    assert len(machine.started) == 7 + 1 + 2
-
-
-def test_a_cell_fails_once_in_a_session_also_where_a_killed_one_had_offered_it(machine, cells):
-    bad = cells[0].id
-    killed = Queue(machine.folder)
-    killed.offer([bad], lambda name: False)
-    machine.ends[bad] = "error: no."
-    machine.run(cells[:1])
-    assert machine.started == [bad]
-    # a runner that began before it failed does not try it either, one that begins later does
-    early = Queue(machine.folder)
-    machine.run(cells[:1])
-    assert early.failed() == {bad}
-    assert machine.started == [bad] * 2
-    assert Queue(machine.folder).failed() == set()
-
-
-def test_numbers_that_cannot_be_read_are_a_failed_cell(machine, cells):
-    def read(cell, folder):
-        raise UserError("metrics.jsonl is damaged; remove it.")
-
-    summary = runner.run(cells, machine.folder, tell=str, start=machine.start, read=read)
-    assert set(summary.failed.values()) > {"metrics.jsonl is damaged; remove it."}
-
-
-def test_a_process_that_ends_well_and_did_not_finish_has_failed(machine, cells):
-    summary = runner.run(
-        cells[:1], machine.folder, tell=str, start=machine.start, read=lambda cell, folder: None
-    )
-    assert summary.failed == {cells[0].id: "ended with exit code 0: it printed nothing"}
-
-
-@pytest.mark.parametrize(
-    ("code", "printed", "says"),
-    [
-        (1, "12:00:01 hello\nerror: no such file; name another.\n", "no such file; name another."),
-        (1, "Traceback\nValueError: x\n", "ended with exit code 1: ValueError: x"),
-        (-9, "error: no\n", "killed by SIGKILL, most likely for want of memory."),
-        (-11, "", "killed by SIGSEGV."),
-        (-250, "", "killed by signal 250."),
-    ],
-)
-def test_why_a_process_failed(code, printed, says):
-    assert runner.explain(code, printed) == says
-
-
-def test_runners_share_the_work_and_repeat_nothing(machine, cells):
-    machine.seconds = 0.05
-    summaries = []
-    threads = [
-        threading.Thread(target=lambda: summaries.append(machine.run(cells))) for _ in range(3)
-    ]
+def in_threads(count, function) -> list:
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(function())) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert summaries == [runner.Summary(8, {}, False)] * 3
-    assert sorted(machine.started) == sorted(cell.id for cell in cells)
+    return results
 
 
-def test_a_cell_of_a_dead_runner_is_taken_over(machine, cells):
-    dead = Queue(machine.folder)
-    dead.offer([cells[0].id], lambda name: False)
-    assert dead.take().cell == cells[0].id  # and then it is killed
-    assert machine.run(cells).finished == 8
-    assert machine.started.count(cells[0].id) == 1
+def test_each_run_is_executed_once_and_tasks_after_their_weights(fake, runs):
+    lines = []
+    summary = fake.work(runs, lines)
+    assert summary == runner.Summary(8, {}, False)
+    assert sorted(fake.started) == sorted(run.id for run in runs)
+    for run in runs:
+        if run.after:
+            assert fake.started.index(run.after) < fake.started.index(run.id)
+    record = fake.folder.read("mixed/seed-1/trec")
+    assert (record.state, record.values) == (FINISHED, {"loss": 1.5, "odd": None})
+    assert f"--workdir={fake.folder.run(record.run)}" in record.command
+    assert "--config.finetune.save_models=False" in record.command
+    finished = [line for line in lines if "loss 1.5" in line]
+    assert len(finished) == 8
+    assert all(f"{i + 1} of 8" in line for i, line in enumerate(finished))
+    assert fake.work(runs) == summary
+    assert len(fake.started) == 8
 
 
-def test_a_cell_that_somebody_runs_is_waited_for(machine, cells):
-    told = []
-    held = cells[0].id
-    with machine.folder.hold(held) as lock:
+def test_a_failed_run_is_reported_and_retried_by_the_next_worker_only(fake, runs):
+    bad, after = "attention/seed-0/pretrain", "attention/seed-0/trec"
+    fake.errors[bad] = "error: the disk is full; free some."
+    summary = fake.work(runs)
+    assert summary.finished == 6
+    assert summary.failed.keys() == {bad, after}
+    assert summary.failed[bad] == "the disk is full; free some."
+    assert bad in summary.failed[after]
+    assert fake.started.count(bad) == 1
+    record = fake.folder.read(bad)
+    assert (record.state, record.failures) == (FAILED, 1)
+    assert fake.work(runs).failed == summary.failed
+    assert fake.started.count(bad) == 2
+    fake.errors.clear()
+    assert fake.work(runs) == runner.Summary(8, {}, False)
+    assert len(fake.started) == 7 + 1 + 2
+
+
+def test_a_run_that_fails_in_one_worker_is_not_retried_by_another(fake, runs):
+    """The second worker waits for the run that the first one executes."""
+    run = runs[0]
+    fake.errors[run.id] = "error: no."
+    fake.seconds = 0.3
+    first, second = in_threads(2, lambda: fake.work([run]))
+    assert first == second == runner.Summary(0, {run.id: "no."}, False)
+    assert fake.started == [run.id]
+
+
+def test_metrics_that_cannot_be_read_fail_a_run(fake, runs):
+    def read(run, folder):
+        raise UserError("metrics.jsonl is damaged")
+
+    assert set(fake.work(runs[:1], read=read).failed.values()) == {"metrics.jsonl is damaged"}
+
+
+def test_a_process_that_exits_before_the_last_step_has_failed(fake, runs):
+    summary = fake.work(runs[:1], read=lambda run, folder: None)
+    assert summary.finished == 0
+    assert summary.failed.keys() == {runs[0].id}
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "reason"),
+    [
+        (1, "12:00:01 hello\nerror: a\nerror: no such file; name another.\n", "no such file"),
+        (3, "Traceback\nValueError: x\n\n", "3: ValueError: x"),
+        (-9, "error: no\n", "SIGKILL, probably out of memory"),
+        (-11, "", "SIGSEGV"),
+        (-250, "", "250"),
+    ],
+)
+def test_the_reason_why_a_process_failed(code, printed, reason):
+    found = runner.explain(code, printed)
+    assert reason in found
+    assert ("memory" in found) == (code == -9)
+
+
+def test_workers_divide_the_runs(fake, runs):
+    fake.seconds = 0.05
+    assert in_threads(3, lambda: fake.work(runs)) == [runner.Summary(8, {}, False)] * 3
+    assert sorted(fake.started) == sorted(run.id for run in runs)
+
+
+def test_a_run_of_another_worker_is_awaited(fake, runs):
+    lines, held = [], runs[0].id
+    with fake.folder.hold(held) as lock:
         assert lock
-        thread = threading.Thread(target=machine.run, args=(cells, told))
+        thread = threading.Thread(target=fake.work, args=(runs, lines))
         thread.start()
         deadline = time.monotonic() + 30
-        while not any("waiting" in line for line in told) and time.monotonic() < deadline:
+        while not any(held in line for line in lines) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert held not in machine.started
-        assert len(machine.started) == 6
+        assert held not in fake.started
+        assert len(fake.started) == 6
     thread.join(60)
-    assert f"waiting for what other runners do: {held} (process " in "".join(told)
-    assert len(machine.started) == 8
+    assert sum(held in line for line in lines) == 3  # awaited once, started, finished
+    assert len(fake.started) == 8
 
 
-def test_a_lock_lives_as_long_as_the_process_that_inherits_it(machine):
-    with machine.folder.hold("a/seed-0/pretrain") as lock:
+def test_a_lock_is_held_by_the_process_that_inherits_it(fake):
+    def is_free():
+        with fake.folder.hold("a/seed-0/pretrain") as lock:
+            return lock is not None
+
+    with fake.folder.hold("a/seed-0/pretrain") as lock:
         child = subprocess.Popen(
             [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock.fileno(),)
         )
-    assert machine.folder.holder("a/seed-0/pretrain")
+    assert not is_free()
     child.communicate(b"\n")
-    assert not machine.folder.holder("a/seed-0/pretrain")
+    assert is_free()
 
 
-def test_one_runner_at_a_time_writes_the_report(machine):
+def test_one_worker_at_a_time_writes_the_report(fake):
     inside, most = [], []
 
     def write():
-        with machine.folder.alone("report"):
-            inside.append(threading.get_ident())
+        with fake.folder.alone("report"):
+            inside.append(0)
             most.append(len(inside))
             time.sleep(0.02)
             inside.pop()
 
-    threads = [threading.Thread(target=write) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    in_threads(3, write)
     assert most == [1, 1, 1]
 
 
-def test_a_journal_cut_off_by_a_full_disk_is_mended(machine, cells):
-    machine.run(cells[:1])
-    with machine.folder.journal.open("a") as file:
-        file.write('{"op_code": 4, "work')
-    assert machine.run(cells).finished == 8
-
-
-@pytest.mark.parametrize("line", ["{", "null\n", "7\n", "[]\n", '"x"\n', "{}\n"])
-def test_a_damaged_journal_is_a_sentence(machine, cells, line):
-    machine.run(cells[:1])
-    text = machine.folder.journal.read_text()
-    machine.folder.journal.write_text(line + text)
-    with pytest.raises(SweepError, match=r"journal\.log is damaged .*; delete it"):
-        machine.run(cells)
-
-
-def test_a_folder_in_place_of_a_journal_is_a_sentence(machine, cells):
-    machine.folder.journal.mkdir(parents=True)
-    with pytest.raises(SweepError, match=r"journal\.log is damaged"):
-        machine.run(cells)
-
-
-def test_a_full_disk_stops_the_runner(machine, cells, monkeypatch):
-    def full(self, record):
+def test_a_full_disk_stops_the_worker_before_a_run_starts(fake, runs, monkeypatch):
+    def write(self, record):
         raise OSError(errno.ENOSPC, "No space left on device", "x")
 
-    monkeypatch.setattr(Folder, "write", full)
-    with pytest.raises(OSError, match="No space left"):
-        machine.run(cells)
-    assert machine.started == []
+    monkeypatch.setattr(Folder, "write", write)
+    with pytest.raises(OSError) as caught:  # noqa: PT011
+        fake.work(runs)
+    assert caught.value.errno == errno.ENOSPC
+    assert fake.started == []
 
 
-def test_a_cell_of_an_older_table_is_let_go(machine, cells):
-    Queue(machine.folder).offer(["old/seed-0/pretrain"], lambda name: False)
-    assert machine.run(cells[:1]).finished == 1
-    assert machine.started == [cells[0].id]
-
-
-def test_without_optuna_a_sentence_says_what_to_install(machine, monkeypatch):
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(SweepError, match="pip install optuna"):
-        Queue(machine.folder)
-
-
-def test_a_stop_is_passed_on_once_and_keeps_the_cell(machine, cells, monkeypatch):
+def test_a_signal_stops_the_run_once_and_keeps_it_for_the_next_worker(fake, runs, monkeypatch):
     signals = []
 
     class Process:
@@ -259,33 +195,23 @@ def test_a_stop_is_passed_on_once_and_keeps_the_cell(machine, cells, monkeypatch
         def send_signal(self, number):
             signals.append(number)
 
-    asked = iter([None, None, "SIGTERM"])
-    monkeypatch.setattr(runner.StopSignals, "requested", lambda self: next(asked, "SIGTERM"))
-    summary = runner.run(
-        cells,
-        machine.folder,
-        tell=str,
-        start=lambda cell, folder, lock: Process(),
-        read=lambda cell, folder: None,
+    requests = iter([None, None, "SIGTERM"])
+    monkeypatch.setattr(runner.StopSignals, "requested", lambda self: next(requests, "SIGTERM"))
+    summary = fake.work(
+        runs, start=lambda run, folder, lock: Process(), read=lambda run, folder: None
     )
     assert dataclasses.astuple(summary) == (0, {}, True)
     assert len(signals) == 1
-    assert machine.folder.read(cells[0].id).state == STARTED
+    assert fake.folder.read(runs[0].id).state == STARTED
     monkeypatch.undo()
-    assert machine.run(cells).finished == 8
+    assert fake.work(runs).finished == 8
 
 
-def test_what_was_stopped_goes_on_before_anything_begins(machine, cells):
-    """Whatever stands before it in the queue: here the cells that had been offered with it."""
-    queue = Queue(machine.folder)
-    queue.offer([cell.id for cell in cells if not cell.after], lambda name: False)
-    stopped = queue.take()
-    config = to_dict(next(cell for cell in cells if cell.id == stopped.cell).config)
-    record = Record(cell=stopped.cell, state=STARTED, config=config, command=(), seconds=1.0)
-    machine.folder.write(record)
-    queue.let_go(stopped)
-    told = []
-    assert machine.run(cells, told).finished == 8
-    assert machine.started[0] == stopped.cell
-    assert any(f"{stopped.cell} goes on" in line for line in told)
-    assert sorted(machine.started) == sorted(cell.id for cell in cells)
+def test_an_interrupted_run_is_resumed_before_others_start(fake, runs):
+    run = next(run for run in reversed(runs) if not run.after)
+    record = Record(run.id, STARTED, to_dict(run.config), command=(), seconds=1.0)
+    fake.folder.write(record)
+    assert fake.work(runs).finished == 8
+    assert fake.started[0] == run.id
+    assert fake.folder.read(run.id).seconds > 1.0
+    assert sorted(fake.started) == sorted(run.id for run in runs)

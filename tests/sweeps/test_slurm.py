@@ -1,5 +1,5 @@
-"""Runners of a sweep as jobs of Slurm, which is played: commands on PATH that note what they are
-asked for, and the script that sbatch got, run as Slurm runs it.
+"""Workers as Slurm jobs, with commands on PATH that record their arguments, and the job script of
+submitit executed as Slurm executes it.
 """
 
 import os
@@ -11,38 +11,26 @@ import time
 
 import pytest
 
-import convbert_jax
-from convbert_jax.config import UserError
-from convbert_jax.sweeps import SweepError, request
+from convbert_jax.sweeps import SweepError, slurm
 from convbert_jax.sweeps.folder import Folder
-from convbert_jax.sweeps.slurm import submission
-from convbert_jax.sweeps.slurm.job import Job
-from tests.launch.hearing import hear
+from tests.refusals import refused
 
-DelayedSubmission = pytest.importorskip("submitit.helpers").DelayedSubmission
+pytest.importorskip("submitit")
 
+SCRIPT = pathlib.Path(slurm.__file__).parents[2] / "launch" / "sweep.py"
 OPTIONS = "--partition=gpu --gpus=1 --time=1-02 --cpus-per-task=4 --exclusive"
-# Note their arguments; sbatch keeps the script, srun runs its command without a cluster.
+# Record their arguments; sbatch keeps the script, srun executes its command.
 TOOLS = {
     "sbatch": 'cp "$1" {folder}/script; echo Submitted batch job 77',
     "srun": 'while [ "${{1#--}}" != "$1" ]; do case $1 in --output) shift;; esac; shift; done\n'
     'exec "$@"',
-    "squeue": "cat {folder}/state",
     "scontrol": "",
 }
-# As launch/sweep.py: stops for a signal when its cell is saved, and for a second one at once, if
-# that is none passed on.
-RUNNER = f"""
+# As launch/sweep.py: saves for SIGTERM and ignores SIGUSR2.
+WORKER = """
 import pathlib, signal, sys, time
-sys.path.insert(0, {str(pathlib.Path(convbert_jax.__file__).parent.parent)!r})
-from convbert_jax import interrupts
 asked = []
-def stop(number, frame):
-    if interrupts.is_first(number):
-        asked.append(number)
-        if len(asked) == 2:
-            sys.exit("a second signal")
-signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
 with open("starts", "a") as file:
     file.write("started\\n")
@@ -68,11 +56,12 @@ class Cluster:
         self.path = f"{folder}/bin:{os.environ['PATH']}"
 
     def asked(self, tool: str) -> list[str]:
-        lines = (self.folder / "asked").read_text().splitlines()
+        file = self.folder / "asked"
+        lines = file.read_text().splitlines() if file.exists() else []
         return [line.removeprefix(f"{tool} ") for line in lines if line.startswith(f"{tool} ")]
 
     def begin(self) -> subprocess.Popen:
-        """The first task of the array, on a node, until its runner is there."""
+        """Executes the first job of the array; returns when its worker has started."""
         before = self.starts()
         process = subprocess.Popen(
             ["bash", str(self.folder / "script")],
@@ -81,10 +70,8 @@ class Cluster:
             text=True,
             env={
                 **os.environ,
-                "PATH": self.path,
                 **{"SLURM_JOB_ID": "78", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "0"},
             },
-            preexec_fn=hear,
         )
         while self.starts() == before:
             assert process.poll() is None, process.communicate()[0]
@@ -95,11 +82,6 @@ class Cluster:
         file = self.folder / "starts"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
-    def of_job(self, process: subprocess.Popen) -> int:
-        """The task's own process, the child of the script's shell."""
-        file = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        return int(file.read_text().split()[0])
-
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch) -> Cluster:
@@ -108,189 +90,64 @@ def cluster(tmp_path, monkeypatch) -> Cluster:
     return cluster
 
 
-@pytest.fixture
-def submitted(cluster) -> Cluster:
-    (cluster.folder / "runner.py").write_text(RUNNER)
-    job = Job((sys.executable, "runner.py"), str(cluster.folder))
-    options = submission.read_options(OPTIONS)
-    ids = submission.submit("sweep-x", Folder(cluster.folder / "swept"), job, 2, options)
+def test_a_job_is_requeued_after_its_run_has_saved(cluster):
+    (cluster.folder / "worker.py").write_text(WORKER)
+    worker = slurm.Worker(("worker.py",), str(cluster.folder))
+    folder = Folder(cluster.folder / "sweep")
+    ids = slurm.submit("sweep-x", folder, worker, 2, slurm.read_options(OPTIONS))
     assert ids == ["77_0", "77_1"]
-    return cluster
-
-
-def test_what_slurm_is_asked_for(submitted):
-    script = (submitted.folder / "script").read_text()
+    script = (cluster.folder / "script").read_text()
     for line in (
         *("array=0-1%2", "cpus-per-task=4", "gpus=1", "job-name=sweep-x", "partition=gpu"),
         *("requeue", "exclusive", "signal=USR2@120", "time=1560", "open-mode=append"),
-        f"output={submitted.folder}/swept/slurm/%A_%a_0_log.out",
+        f"output={cluster.folder}/sweep/slurm/%A_%a_0_log.out",
     ):
         assert f"#SBATCH --{line}\n" in script
     assert "--cpus-per-task=4" in script.partition("srun ")[2]
-    assert len(submitted.asked("sbatch")) == 1
+    assert len(cluster.asked("sbatch")) == 1
 
-
-def test_a_runner_ends_with_its_code(submitted):
-    process = submitted.begin()
-    (submitted.folder / "done").touch()
+    process = cluster.begin()
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    os.kill(int(children.read_text().split()[0]), signal.SIGUSR2)
     printed, _ = process.communicate(timeout=60)
-    assert (process.returncode, submitted.starts()) == (0, 1), printed
-    (submitted.folder / "done").write_text("1")
-    process = submitted.begin()
-    process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert submitted.asked("scontrol") == []
+    assert (cluster.folder / "saved").exists(), printed
+    assert cluster.asked("scontrol") == ["requeue 77_0"]
+    # Slurm executes it again; its exit code is that of the worker
+    for content in ("", "1"):
+        process = cluster.begin()
+        (cluster.folder / "done").write_text(content)
+        process.communicate(timeout=60)
+        assert process.returncode == int(content or 0)
+        (cluster.folder / "done").unlink()
+    assert len(cluster.asked("scontrol")) == 1
+    assert cluster.starts() == 3
 
 
-@pytest.mark.parametrize("how", ["time is up", "preempted", "preempted, with both signals"])
-def test_a_runner_is_put_back_when_its_cell_is_saved(submitted, how):
-    (submitted.folder / "state").write_text("RUNNING\n")
-    process = submitted.begin()
-    number = signal.SIGUSR2 if how == "time is up" else signal.SIGTERM
-    os.kill(submitted.of_job(process), number)
-    if how == "preempted, with both signals":
-        os.kill(submitted.of_job(process), signal.SIGUSR2)
-    printed, _ = process.communicate(timeout=60)
-    assert (submitted.folder / "saved").exists(), printed
-    assert submitted.asked("scontrol") == ["requeue 77_0"]
-    process = submitted.begin()  # as Slurm does then
-    (submitted.folder / "done").touch()
-    process.communicate(timeout=60)
-    assert (process.returncode, submitted.starts()) == (0, 2)
-
-
-def test_two_signals_at_once_wait_for_no_runner_that_nobody_told(monkeypatch):
-    job = Job(("sleep", "20"), ".")
-    job._process = subprocess.Popen(job.command)
-    kill, signals = os.kill, []
-
-    def kill_later(*arguments):
-        signals.append(arguments)
-        if len(signals) == 1:  # SIGUSR2 comes while SIGTERM is passed on
-            job.checkpoint()
-        kill(*arguments)
-
-    monkeypatch.setattr(os, "kill", kill_later)
-    job._tell()
-    assert job._process.wait() == -signal.SIGTERM
-
-
-def test_a_second_signal_while_the_first_is_noted_costs_no_cell(submitted, monkeypatch):
-    job = Job((sys.executable, "runner.py"), str(submitted.folder))
-    job._process = subprocess.Popen(job.command, cwd=job.folder, preexec_fn=_deaf_to_submitit)
-    while not submitted.starts():
-        assert job._process.poll() is None
-        time.sleep(0.02)
-    kill, signals = os.kill, []
-
-    def kill_and_interrupt(*arguments):
-        kill(*arguments)
-        signals.append(arguments)
-        if len(signals) == 1:  # SIGUSR2 comes before it is noted that SIGTERM was passed on
-            time.sleep(0.1)
-            job.checkpoint()
-
-    monkeypatch.setattr(os, "kill", kill_and_interrupt)
-    job._tell()
-    assert len(signals) == 2
-    assert (submitted.folder / "saved").exists()
-
-
-def _deaf_to_submitit():
-    hear()
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-
-
-def test_a_cancelled_runner_saves_and_is_not_put_back(submitted):
-    (submitted.folder / "state").write_text("COMPLETING\n")
-    process = submitted.begin()
-    os.kill(submitted.of_job(process), signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert (submitted.folder / "saved").exists()
-    assert process.returncode == 130
-    assert submitted.asked("scontrol") == []
-
-
-def test_what_slurm_refuses_is_a_sentence(cluster):
+def test_a_refusal_of_sbatch_is_reported(cluster):
     (cluster.folder / "bin" / "sbatch").write_text(
         "#!/bin/bash\necho 'sbatch: error: invalid partition specified: gpu' >&2; exit 1\n"
     )
-    with pytest.raises(SweepError) as caught:
-        submission.submit(
-            "x", Folder(cluster.folder / "swept"), Job(("true",), "."), 2, {"time": "1:00"}
-        )
-    assert str(caught.value) == (
-        "sbatch: error: invalid partition specified: gpu; nothing was submitted."
-    )
+    worker = slurm.Worker(("x",), ".")
+    with refused(SweepError, "sbatch: error: invalid partition specified: gpu"):
+        slurm.submit("x", Folder(cluster.folder / "sweep"), worker, 2, {"time": 60})
 
 
-@pytest.mark.parametrize(
-    ("time", "minutes"),
-    [("90", 90), ("90:30", 90), ("2:30:00", 150), ("1-02", 1560), ("1-02:03", 1563), ("0:60", 1)],
-)
-def test_times_as_slurm_has_them(time, minutes):
-    assert submission._minutes(time) == minutes
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--slurm=0"], "--slurm=0 must be from 1"),
-        (["--slurm=x"], "invalid int value: 'x'"),
-        (["--slurm=2"], "has no --time, before whose end"),
-        (["--slurm=2", "--plan"], "not allowed with argument"),
-        (["--sbatch=--time=1:00"], "--sbatch is of --slurm; add --slurm=N"),
-        (["--slurm=2", "--sbatch=time=1:00"], "'time=1:00' is no option"),
-        (["--slurm=2", "--sbatch=--time="], "'--time=' is no option"),
-        (["--slurm=2", "--sbatch=--time=soon"], "--time=soon is no time"),
-        (["--slurm=2", "--sbatch=--time=0:10"], "--time=0:10 is no time of a minute"),
-        (["--slurm=2", "--sbatch=--time"], "--time=True is no time"),
-        (
-            ["--slurm=2", "--sbatch=--time=4"],
-            "leaves next to nothing beside the 2 minutes",
-        ),
-        (["--slurm=2", "--sbatch=--time=9 --array=0-3"], "--slurm sets --array=0-3 itself"),
-        (["--slurm=2", "--sbatch=--time='9"], "no closing quotation"),
-    ],
-)
-def test_a_command_line_that_cannot_be_is_refused(arguments, says):
-    with pytest.raises(UserError) as caught:
-        request.read(["sweep.py", "--config=ablation:kernel_size", *arguments])
-    assert says in str(caught.value)
-
-
-def test_runners_elsewhere_get_the_same_command(tmp_path):
-    asked = request.read(
-        [
-            *("sweep.py", "--config", "ablation:kernel_size", "--seeds=2", f"--workdir={tmp_path}"),
-            *("--slurm=2", f"--sbatch={OPTIONS}", "--config.train.steps=1k", "--rows=k9,k3"),
-            "--finetune=text:trec --config.task.folder='a b'",
-        ]
-    )
-    assert (asked.do, asked.runners, asked.sbatch["gpus"]) == ("submit", 2, "1")
-    again = request.read(["sweep.py", *asked.arguments])
-    assert again.do == "run"
-    for name in ("name", "sweep", "overrides"):
-        assert getattr(again, name) == getattr(asked, name)
-    assert again.folder.path == asked.folder.path
-
-
-def test_what_is_missing_is_a_sentence(tmp_path, monkeypatch):
+def test_a_missing_program_or_package_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SweepError, match="needs sbatch, which is not on PATH; start this on a log"):
-        submission.check_installed()
-    for package in ("optuna", "submitit"):
-        monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(SweepError, match=f"needs {package}, .*: pip install {package}"):
-            submission.check_installed()
+    with refused(SweepError, field="--slurm", value="sbatch"):
+        slurm.check_installed()
+    monkeypatch.setattr(slurm.importlib.util, "find_spec", lambda name: None)
+    with refused(SweepError, "pip install", field="--slurm", value="submitit"):
+        slurm.check_installed()
 
 
-def test_the_whole_command_submits_and_begins_nothing(cluster):
-    """By launch/sweep.py, with what it refuses before: data that is not there."""
-    script = pathlib.Path(submission.__file__).parents[3] / "launch" / "sweep.py"
+def test_the_command_submits_workers_and_starts_no_run(cluster):
+    """It checks the input files before."""
+    from submitit.helpers import DelayedSubmission
+
     command = [
-        *(sys.executable, str(script), "--config=ablation:kernel_size", "--rows=k3,k9"),
-        *("--workdir=swept", "--slurm=2", "--sbatch=--time=60"),
+        *(sys.executable, str(SCRIPT), "--config=ablation:kernel_size", "--variants=k3,k9"),
+        *("--workdir=sweep", "--slurm=2", "--sbatch=--time=60"),
     ]
 
     def run(*more: str) -> subprocess.CompletedProcess:
@@ -298,17 +155,16 @@ def test_the_whole_command_submits_and_begins_nothing(cluster):
             [*command, *more], cwd=cluster.folder, capture_output=True, text=True, timeout=120
         )
 
-    refused = run("--config.data.source=text:nowhere/*.txt")
-    assert refused.returncode == 1
-    assert refused.stderr.startswith("error: row k3: No file matches 'nowhere/*.txt'")
-    assert not (cluster.folder / "asked").exists()
+    refusal = run("--config.data.source=text:nowhere/*.txt")
+    assert refusal.returncode == 1
+    assert "nowhere/*.txt" in refusal.stderr
+    assert not cluster.asked("sbatch")
     done = run()
     assert done.returncode == 0, done.stderr
-    assert "2 runners of 6 cells are in the queue: job 77; they print to swept/slurm/" in (
-        done.stdout
-    )
-    assert not (cluster.folder / "swept" / "cells").exists()
-    pickled = cluster.folder / "swept" / "slurm" / "77_0_submitted.pkl"
-    task = DelayedSubmission.load(pickled).function
-    assert task.folder == str(cluster.folder)
-    assert f"--workdir={cluster.folder}/swept" in task.command
+    assert "77" in done.stdout
+    assert not (cluster.folder / "sweep" / "runs").exists()
+    pickled = cluster.folder / "sweep" / "slurm" / "77_0_submitted.pkl"
+    worker = DelayedSubmission.load(pickled).function
+    assert worker.folder == str(cluster.folder)
+    assert "--workdir=sweep" in worker.command
+    assert not any("slurm=" in word or "sbatch" in word for word in worker.command)

@@ -1,4 +1,4 @@
-"""launch/sweep.py as people start it: killed anywhere, two at once, and what it says of faults."""
+"""launch/sweep.py as a process: killed at any time, two workers at once, errors and exit codes."""
 
 import json
 import os
@@ -13,17 +13,18 @@ import time
 import numpy as np
 import pytest
 
-from convbert_jax.sweeps.slurm import submission
-from convbert_jax.sweeps.slurm.job import Job
+from convbert_jax.sweeps import slurm
 from convbert_jax.training.checkpoints.reading import load_arrays
 from convbert_jax.workdir import Workdir
 from tests import compiling
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "launch" / "sweep.py"
-CELLS = [f"{row}/seed-0/{stage}" for row in ("wide", "narrow") for stage in ("pretrain", "own")]
+RUNS = [
+    f"{variant}/seed-0/{stage}" for variant in ("wide", "narrow") for stage in ("pretrain", "own")
+]
 TABLE = """
-from convbert_jax.sweeps import Row, Sweep, Task
+from convbert_jax.sweeps import Sweep, Task, Variant
 
 SMALL = {{
     "model.layers": 1,
@@ -61,9 +62,10 @@ TASK = {{
 
 
 def get_sweep(name="both"):
-    rows = {{"wide": Row({{"model.ffn_size": 64}}), "narrow": Row({{"model.ffn_size": 32}})}}
+    widths = {{"wide": 64, "narrow": 32}}
+    variants = {{name: Variant({{"model.ffn_size": width}}) for name, width in widths.items()}}
     tasks = {{"own": Task("text:own", TASK)}} if name == "both" else {{}}
-    return Sweep("tiny", rows, seeds=(0,), changes=SMALL, tasks=tasks)
+    return Sweep("tiny", variants, seeds=(0,), changes=SMALL, tasks=tasks)
 """
 
 
@@ -101,117 +103,112 @@ def end(process: subprocess.Popen, code: int = 0) -> str:
 
 
 def weights(workdir: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
-    """The whole last checkpoint of each pre-training: parameters, moments, position."""
-    cells = [cell for cell in CELLS if cell.endswith("pretrain")]
-    return {
-        cell: load_arrays(Workdir(workdir / "cells" / cell).checkpoints, 24)[1] for cell in cells
-    }
+    """The last checkpoint of each pre-training run: parameters, optimizer state, position."""
+    runs = [run for run in RUNS if run.endswith("pretrain")]
+    return {run: load_arrays(Workdir(workdir / "runs" / run).checkpoints, 24)[1] for run in runs}
 
 
-def starts(workdir: pathlib.Path, cell: str) -> int:
-    log = (workdir / "cells" / f"{cell}.log").read_text()
+def records(workdir: pathlib.Path) -> dict[str, str]:
+    """Text of the records of the finished runs."""
+    texts = {run: workdir / "runs" / f"{run}.json" for run in RUNS}
+    texts = {run: path.read_text() for run, path in texts.items() if path.exists()}
+    return {run: text for run, text in texts.items() if json.loads(text)["state"] == "finished"}
+
+
+def metrics(workdir: pathlib.Path) -> dict[str, dict[str, float]]:
+    """Metrics of the runs but for those of speed and memory."""
+    values = {run: json.loads(text)["values"] for run, text in records(workdir).items()}
+    for of_run in values.values():
+        for name in ("tokens_per_second", "host_memory"):
+            of_run.pop(name, None)
+    return values
+
+
+def starts(workdir: pathlib.Path, run: str) -> int:
+    log = (workdir / "runs" / f"{run}.log").read_text()
     return len(re.findall(r"Running .* on \d+ x", log))
 
 
+def await_checkpoint(workdir: pathlib.Path, is_alive) -> None:
+    while not list(workdir.glob("runs/wide/seed-0/pretrain/checkpoints/[0-9]*")):
+        assert is_alive()
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
-def test_a_sweep_survives_being_killed_and_is_shared(table, tmp_path):
+def test_a_sweep_survives_kills_and_is_shared(table, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    printed = end(begin(table, whole))
-    assert "4 of 4 done" in printed
-    assert all(starts(whole, cell) == 1 for cell in CELLS)
-    assert end(begin(table, whole)).count("begins") == 0
+    end(begin(table, whole))
+    assert records(whole).keys() == set(RUNS)
+    end(begin(table, whole))
+    assert all(starts(whole, run) == 1 for run in RUNS)
 
     when = random.Random(7)
     finished: dict[str, str] = {}
     for _ in range(3):
         process = begin(table, killed)
         time.sleep(when.uniform(6, 16))
-        # the runner alone, and the cell's process is left behind: it must end by itself
+        # the worker alone: the process of its run must end by itself
         process.send_signal(signal.SIGKILL)
         process.wait()
-        for cell, text in finished.items():
-            assert (killed / "cells" / f"{cell}.json").read_text() == text, "done again"
-        for cell in CELLS:
-            path = killed / "cells" / f"{cell}.json"
-            if path.exists() and json.loads(path.read_text())["state"] == "finished":
-                finished.setdefault(cell, path.read_text())
+        found = records(killed)
+        assert found.items() >= finished.items()
+        finished = found
     both = [begin(table, killed), begin(table, killed)]
     printed = [end(process) for process in both]
-    for cell, text in finished.items():
-        assert (killed / "cells" / f"{cell}.json").read_text() == text, "done again"
-    began = [cell for text in printed for cell in re.findall(r": (\S+) (?:begins|goes on)", text)]
+    assert records(killed).items() >= finished.items()
+    assert records(killed).keys() == set(RUNS)
+    began = [run for text in printed for run in re.findall(r"\d of 4: (\S+);", text)]
     assert len(began) == len(set(began))
     assert not set(began) & set(finished)
-    assert "4 of 4" in "".join(printed)
 
     straight, resumed = weights(whole), weights(killed)
-    for cell in straight:
-        assert straight[cell].keys() == resumed[cell].keys()
-        for name, value in straight[cell].items():
-            assert value.tobytes() == resumed[cell][name].tobytes(), f"{cell} {name}"
-    for cell in CELLS:
-        values = [
-            json.loads((folder / "cells" / f"{cell}.json").read_text())["values"]
-            for folder in (whole, killed)
-        ]
-        for one in values:
-            for name in ("tokens_per_second", "host_memory"):
-                one.pop(name, None)
-        assert values[0] == values[1]
+    for run in straight:
+        assert straight[run].keys() == resumed[run].keys()
+        for name, value in straight[run].items():
+            assert value.tobytes() == resumed[run][name].tobytes(), f"{run} {name}"
+    assert metrics(whole) == metrics(killed)
 
 
 @pytest.mark.slow
-def test_faults_of_a_sweep_are_sentences(table, tmp_path):
-    only = f"{table}:pretraining"
-    process = begin(table, tmp_path, f"--config={only}")
-    while not list(tmp_path.glob("cells/wide/seed-0/pretrain/checkpoints/[0-9]*")):
-        assert process.poll() is None
-        time.sleep(0.05)
+def test_errors_of_a_sweep(table, tmp_path):
+    only = f"--config={table}:pretraining"
+    process = begin(table, tmp_path, only)
+    await_checkpoint(tmp_path, lambda: process.poll() is None)
     process.send_signal(signal.SIGINT)
-    assert "error: stopped; the same command goes on" in end(process, 130)
+    end(process, 130)
 
     # another config, another number of devices
-    printed = end(begin(table, tmp_path, f"--config={only}", "--config.train.batch_size=4"), 1)
-    assert "error: --workdir=" in printed
-    assert (
-        "wide/seed-0/pretrain has another config: config.train.batch_size was 8, now 4" in printed
-    )
-    printed = end(begin(table, tmp_path, f"--config={only}", devices=3), 1)
-    assert "error: 2 of 2 cells failed" in printed
+    printed = end(begin(table, tmp_path, only, "--config.train.batch_size=4"), 1)
+    assert "config.train.batch_size was 8, now 4" in printed
+    printed = end(begin(table, tmp_path, only, devices=3), 1)
     assert re.search(r"failed: wide/seed-0/pretrain: .*batch.*3", printed)
 
-    assert "2 of 2 done" in end(begin(table, tmp_path, f"--config={only}"))
-    # a damaged cell, found by what comes after it; the others go on
-    for file in tmp_path.glob("cells/wide/seed-0/pretrain/checkpoints/*/params/**/*"):
+    end(begin(table, tmp_path, only))
+    assert len(records(tmp_path)) == 2
+    # a damaged checkpoint, found by the task after it; the others continue
+    for file in tmp_path.glob("runs/wide/seed-0/pretrain/checkpoints/*/params/**/*"):
         if file.is_file():
             file.write_bytes(b"")
     printed = end(begin(table, tmp_path), 1)
-    assert "error: 1 of 4 cells failed" in printed
     assert re.search(r"failed: wide/seed-0/own: .*wide/seed-0/pretrain", printed)
+    assert len(records(tmp_path)) == 3
 
 
 @pytest.mark.slow
-def test_jobs_of_submitit_share_the_work_and_are_put_back(table, tmp_path, monkeypatch):
-    """Its executor for one machine starts a job again that was put back, as Slurm does."""
+def test_jobs_of_submitit_divide_the_runs_and_are_requeued(table, tmp_path, monkeypatch):
+    """Its executor for one machine starts a requeued job again, as Slurm does."""
     submitit = pytest.importorskip("submitit")
     monkeypatch.setenv("XLA_FLAGS", compiling.flags(1))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     executor = submitit.LocalExecutor(tmp_path / "slurm")
-    executor.update_parameters(timeout_min=30, setup=[submission.set_path()], stderr_to_stdout=True)
-    command = (sys.executable, str(SCRIPT), f"--config={table}", f"--workdir={tmp_path}")
-    jobs = executor.submit_array([Job(command, str(table.parent))] * 2)
-    lock = tmp_path / "cells/wide/seed-0/pretrain.lock"
-    while not list(tmp_path.glob("cells/wide/seed-0/pretrain/checkpoints/[0-9]*")):
-        assert not all(job.done() for job in jobs), [job.stdout() for job in jobs]
-        time.sleep(0.05)
-    runner = int(lock.read_text().split()[1])
-    parent = int(pathlib.Path(f"/proc/{runner}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(parent, signal.SIGUSR2)
+    executor.update_parameters(timeout_min=30, setup=[slurm.set_path()], stderr_to_stdout=True)
+    command = (str(SCRIPT), f"--config={table}", f"--workdir={tmp_path}")
+    jobs = executor.submit_array([slurm.Worker(command, str(table.parent))] * 2)
+    await_checkpoint(tmp_path, lambda: not all(job.done() for job in jobs))
+    holder = (tmp_path / "runs/wide/seed-0/pretrain.lock").read_text()
+    worker = pathlib.Path(f"/proc/{holder.split()[1]}/stat").read_text()
+    os.kill(int(worker.rpartition(")")[2].split()[1]), signal.SIGUSR2)  # its parent
     assert [job.results() for job in jobs] == [[None], [None]]
-    printed = [job.stdout() for job in jobs]
-    assert "Requeued job" in "".join(printed)
-    assert "wide/seed-0/pretrain is stopped, its state is saved" in "".join(printed)
-    assert "4 of 4 done" in "".join(printed)
-    began = [cell for text in printed for cell in re.findall(r": (\S+) begins", text)]
-    assert sorted(began) == sorted(CELLS)
-    assert starts(tmp_path, CELLS[0]) == 2
+    assert records(tmp_path).keys() == set(RUNS)
+    assert {run: starts(tmp_path, run) for run in RUNS} == dict.fromkeys(RUNS, 1) | {RUNS[0]: 2}

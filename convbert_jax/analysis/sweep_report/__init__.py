@@ -1,34 +1,31 @@
-"""What a sweep found out, with its noise: Markdown, CSV and pictures.
+"""Report of a sweep with the variation between seeds: Markdown, CSV and figures.
 
-outcome.py     what came out of the cells, as the report takes it
-comparison.py  means, intervals, and the test that says "inside" or "outside the noise of seeds"
-tables.py      report.md, rows.csv and cells.csv
-pictures.py    means.png and curves.png
+outcome.py     results of the runs, input of the report
+comparison.py  means, confidence intervals, significance tests
+tables.py      report.md, variants.csv, runs.csv
+figures.py     means.png, curves.png
 """
 
 from etils import epath
 
-from convbert_jax.analysis.sweep_report import comparison, pictures, tables
-from convbert_jax.analysis.sweep_report.outcome import CellOutcome, Outcome, RowFacts
+from convbert_jax.analysis.sweep_report import comparison, figures, tables
+from convbert_jax.analysis.sweep_report.outcome import RunOutcome, SweepOutcome, VariantInfo
 
-__all__ = ["CellOutcome", "Outcome", "RowFacts", "write"]
+__all__ = ["RunOutcome", "SweepOutcome", "VariantInfo", "write"]
 
 
-def write(outcome: Outcome, folder: epath.Path) -> str:
-    """Writes all of it into `folder`, in place of what was there.
-
-    Returns:
-      the text of report.md.
+def write(outcome: SweepOutcome, folder: epath.Path) -> str:
+    """Writes the report into `folder` and returns the text of report.md.
 
     Raises:
       OSError: the disk is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lines = comparison.compare_all(outcome)
-    drawn = [
-        name
-        for name, draw in (("means.png", pictures.draw_means), ("curves.png", pictures.draw_curves))
-        if draw(outcome, lines, folder / name)
-    ]
-    tables.write_csv(outcome, lines, folder)
-    return tables.write_markdown(outcome, lines, folder, drawn)
+    comparisons = comparison.compare_all(outcome)
+    drawn = []
+    if figures.draw_means(outcome, comparisons, folder / "means.png"):
+        drawn.append("means.png")
+    if figures.draw_curves(outcome, folder / "curves.png"):
+        drawn.append("curves.png")
+    tables.write_csv(outcome, comparisons, folder)
+    return tables.write_markdown(outcome, comparisons, folder, drawn)

@@ -1,16 +1,14 @@
-"""Is a difference between two rows more than the noise of seeds?
+"""Tests whether the difference between two variants exceeds the variation between seeds.
 
-A row is compared with the baseline seed by seed: the same seed draws the same initial weights where
-the networks are alike, the same batches and the same masks, so the difference of a pair has less
-noise than the two numbers. The test is Student's paired t-test, two-sided, of the differences
-(`scipy.stats.ttest_rel`); a metric is tested in as many rows as there are, so its p-values are
-raised after Holm (1979) for all of them, those that are not there yet too, which keeps the chance
-of any false alarm among them at `LEVEL`. A difference is *outside* the noise of seeds where the
-raised p is below `LEVEL`, else *inside*. Differences that are the same in all seeds, as two of an
-accuracy of few texts often are, show no noise to be tested against, and have no test.
+A variant is compared with the baseline seed by seed. Runs of one seed have the same batches, masks
+and, where the networks are alike, initial weights, so paired differences vary less than the two
+values. The test is Student's two-sided paired t-test (`scipy.stats.ttest_rel`). A metric is tested
+once for each variant, so p values are corrected after Holm (1979) for all variants, including
+those without results yet; this bounds the family-wise error rate at `LEVEL`. Differences that are
+equal in all seeds, as those of an accuracy of few texts may be, have no variance and no test.
 
-It speaks of seeds alone, of this text, this many steps and these rates. It assumes that differences
-are near to normal, and with three seeds it finds only large ones: inside is not "equal".
+The test assumes normal differences and covers seeds only, not other data or training lengths. With
+three seeds it detects large differences only: not significant does not mean equal.
 """
 
 import dataclasses
@@ -20,16 +18,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy import stats
 
-from convbert_jax.analysis.sweep_report.outcome import Outcome
+from convbert_jax.analysis.sweep_report.outcome import SweepOutcome
 
 LEVEL = 0.05
-INSIDE, OUTSIDE = "inside", "outside"
-_ROUNDING = 1e-9  # relative, of differences that are the same
+_ROUNDING = 1e-9  # relative; smaller spreads of differences are rounding errors
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A mean and its 95% interval by Student's t; the bounds are NaN of one value alone."""
+    """Mean and 95% interval by Student's t; the bounds of a single value are NaN."""
 
     mean: float
     low: float
@@ -38,16 +35,16 @@ class Interval:
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-    """One metric of one row.
+class Comparison:
+    """One metric of one variant.
 
     Attributes:
-      diverged: seeds whose number is not finite; they are in no mean.
-      difference: from the baseline, over the seeds that both have; None of the baseline itself.
-      p: of the paired test, and `p_holm` raised; NaN where there is no test.
+      diverged: number of seeds whose value is not finite; they are excluded from the mean.
+      difference: from the baseline, over the seeds that both have; None for the baseline itself.
+      p: of the paired test, and `p_holm` corrected; NaN without a test.
     """
 
-    row: str
+    variant: str
     stage: str
     metric: str
     value: Interval
@@ -57,51 +54,48 @@ class Line:
     p_holm: float = math.nan
 
     @property
-    def noise(self) -> str:
-        """INSIDE or OUTSIDE the noise of seeds; "" where there is no test."""
-        if self.difference is None or math.isnan(self.p_holm):
-            return ""
-        return OUTSIDE if self.p_holm < LEVEL else INSIDE
+    def significant(self) -> bool | None:
+        """Whether the corrected p value is below `LEVEL`; None without a test."""
+        return None if math.isnan(self.p_holm) else self.p_holm < LEVEL
 
 
-def compare_all(outcome: Outcome) -> list[Line]:
-    """A line for each metric that is shown and each row that has it."""
-    lines = []
+def compare_all(outcome: SweepOutcome) -> list[Comparison]:
+    """Compares each variant that has results with the baseline, for each shown metric."""
+    comparisons = []
     for stage, metric in outcome.shown():
         baseline = outcome.values(outcome.baseline, stage, metric)
         of_metric = []
-        for row in outcome.rows:
-            found = outcome.values(row, stage, metric)
-            if found:
-                against = None if row == outcome.baseline else baseline
-                of_metric.append(compare(row, stage, metric, found, against))
-        raised = holm([line.p for line in of_metric], len(outcome.rows) - 1)
-        lines += [
-            dataclasses.replace(line, p_holm=p) for line, p in zip(of_metric, raised, strict=True)
+        for variant in outcome.variants:
+            values = outcome.values(variant, stage, metric)
+            if values:
+                reference = None if variant == outcome.baseline else baseline
+                of_metric.append(compare(variant, stage, metric, values, reference))
+        corrected = holm([one.p for one in of_metric], len(outcome.variants) - 1)
+        comparisons += [
+            dataclasses.replace(one, p_holm=p) for one, p in zip(of_metric, corrected, strict=True)
         ]
-    return lines
+    return comparisons
 
 
 def compare(
-    row: str,
+    variant: str,
     stage: str,
     metric: str,
     values: Mapping[int, float],
     baseline: Mapping[int, float] | None,
-) -> Line:
-    """One row against the baseline, both as seed -> value; None: it is the baseline."""
+) -> Comparison:
+    """Compares a variant with the baseline (seed -> value), or summarizes the baseline (None)."""
     finite = [value for value in values.values() if math.isfinite(value)]
-    line = Line(row, stage, metric, summarize(finite), len(values) - len(finite))
+    result = Comparison(variant, stage, metric, summarize(finite), len(values) - len(finite))
     if baseline is None:
-        return line
+        return result
     pairs = [(values[seed], baseline[seed]) for seed in values if seed in baseline]
-    pairs = [pair for pair in pairs if all(map(math.isfinite, pair))]
-    differences = [one - other for one, other in pairs]
-    return dataclasses.replace(line, difference=summarize(differences), p=test(differences))
+    differences = [one - other for one, other in pairs if math.isfinite(one - other)]
+    return dataclasses.replace(result, difference=summarize(differences), p=test(differences))
 
 
 def summarize(values: Sequence[float]) -> Interval:
-    """Mean and interval; NaN of nothing."""
+    """Returns mean and interval; NaN for no values."""
     count = len(values)
     mean = float(np.mean(values)) if count else math.nan
     if count < 2:
@@ -111,7 +105,7 @@ def summarize(values: Sequence[float]) -> Interval:
 
 
 def test(differences: Sequence[float]) -> float:
-    """p of the paired t-test; NaN of less than two, and of several that are the same."""
+    """Returns p of the paired t-test; NaN for fewer than two, or for equal differences."""
     if len(differences) < 2:
         return math.nan
     if np.ptp(differences) <= _ROUNDING * np.abs(differences).max():
@@ -120,10 +114,10 @@ def test(differences: Sequence[float]) -> float:
 
 
 def holm(p: Sequence[float], tests: int) -> list[float]:
-    """p-values raised for the number of `tests` (Holm 1979); NaN, of no test yet, is kept."""
-    tested = sorted((value, place) for place, value in enumerate(p) if not math.isnan(value))
-    raised, highest = list(p), 0.0
-    for rank, (value, place) in enumerate(tested):
+    """Returns p values corrected for a number of `tests` (Holm 1979); NaN stays NaN."""
+    order = sorted((value, place) for place, value in enumerate(p) if not math.isnan(value))
+    corrected, highest = list(p), 0.0
+    for rank, (value, place) in enumerate(order):
         highest = max(highest, min(1.0, (tests - rank) * value))
-        raised[place] = highest
-    return raised
+        corrected[place] = highest
+    return corrected

@@ -1,4 +1,4 @@
-"""What came out of the cells of a sweep, as the report takes it."""
+"""Results of a sweep, as the report takes them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,18 +7,18 @@ AXES = ("step", "tokens", "flops", "seconds")  # of a learning curve
 
 
 @dataclasses.dataclass(frozen=True)
-class CellOutcome:
-    """One cell.
+class RunOutcome:
+    """Result of one run.
 
     Attributes:
       stage: "pretrain", or the name of the task.
-      state: "finished", or what it is instead; `why` says more of one that failed.
-      values: by metric; NaN where the run diverged. Empty of one that is not finished.
-      curve: of pre-training, held-out numbers by name with the `AXES` beside them, in order.
-        Seconds are those of training steps alone, without compiling, evaluations and checkpoints.
+      state: "finished", "failed", "started" or "new"; `why` is the error of a failed run.
+      values: metric -> value, NaN if the run diverged; {} if it is not finished.
+      curve: held-out metrics of pre-training in order, each point with `AXES`. Seconds exclude
+        compilation, evaluation and checkpoints.
     """
 
-    row: str
+    variant: str
     seed: int
     stage: str
     state: str
@@ -29,12 +29,12 @@ class CellOutcome:
 
     @property
     def id(self) -> str:
-        return f"{self.row}/seed-{self.seed}/{self.stage}"
+        return f"{self.variant}/seed-{self.seed}/{self.stage}"
 
 
 @dataclasses.dataclass(frozen=True)
-class RowFacts:
-    """What a row is, beside its name: `changes` as text; of pre-training the rest, else None."""
+class VariantInfo:
+    """Changes of a variant as text, and its size; None where it is not pre-training."""
 
     changes: str
     parameters: int | None = None
@@ -43,36 +43,36 @@ class RowFacts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """A whole sweep.
+class SweepOutcome:
+    """Results of a sweep.
 
     Attributes:
-      rows: name -> facts, in order; `baseline` is one of them.
-      metrics: of pre-training, to be shown; of a task all are.
+      variants: name -> info, in order; `baseline` is one of them.
+      metrics: shown for pre-training; tasks show all of theirs.
     """
 
     name: str
     purpose: str
-    rows: Mapping[str, RowFacts]
+    variants: Mapping[str, VariantInfo]
     baseline: str
     metrics: tuple[str, ...]
-    cells: tuple[CellOutcome, ...]
+    runs: tuple[RunOutcome, ...]
 
     def shown(self) -> list[tuple[str, str]]:
-        """(stage, metric) that any finished cell has and that are to be shown, in order."""
+        """The (stage, metric) pairs to show that a finished run has, in order."""
         found: dict[tuple[str, str], None] = {}
-        for cell in self.cells:
-            for metric in cell.values:
-                if cell.stage != "pretrain" or metric in self.metrics:
-                    found[cell.stage, metric] = None
+        for run in self.runs:
+            for metric in run.values:
+                if run.stage != "pretrain" or metric in self.metrics:
+                    found[run.stage, metric] = None
         order = {metric: place for place, metric in enumerate(self.metrics)}
-        stages = list(dict.fromkeys(cell.stage for cell in self.cells))
+        stages = list(dict.fromkeys(run.stage for run in self.runs))
         return sorted(found, key=lambda key: (stages.index(key[0]), order.get(key[1], 0)))
 
-    def values(self, row: str, stage: str, metric: str) -> dict[int, float]:
-        """Seed -> value, of the finished cells."""
+    def values(self, variant: str, stage: str, metric: str) -> dict[int, float]:
+        """Seed -> value of the finished runs."""
         return {
-            cell.seed: cell.values[metric]
-            for cell in self.cells
-            if (cell.row, cell.stage) == (row, stage) and metric in cell.values
+            run.seed: run.values[metric]
+            for run in self.runs
+            if (run.variant, run.stage) == (variant, stage) and metric in run.values
         }

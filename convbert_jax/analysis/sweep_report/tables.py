@@ -1,157 +1,162 @@
-"""The report as text: report.md for a person, rows.csv and cells.csv for another program."""
+"""Tables of the report: report.md, variants.csv and runs.csv."""
 
 import collections
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from etils import epath
 
 from convbert_jax import files
 from convbert_jax.analysis import overview
-from convbert_jax.analysis.sweep_report.comparison import LEVEL, Interval, Line
-from convbert_jax.analysis.sweep_report.outcome import Outcome
+from convbert_jax.analysis.sweep_report.comparison import LEVEL, Comparison, Interval
+from convbert_jax.analysis.sweep_report.outcome import SweepOutcome
 
-_TEST = (
-    "± is the 95% interval of the mean over seeds (Student's t). Differences are from "
-    "**{baseline}**, paired by seed, with their 95% interval; *outside* the noise of seeds: p of "
-    "the two-sided paired t-test, raised after Holm for the {rows} of its column, is below "
-    "{level}; else *inside*, which with {seeds} is not the same as equal."
+_METHOD = (
+    "± is the 95% confidence interval of the mean over seeds (Student's t). Differences are "
+    "relative to **{baseline}**, paired by seed, with 95% intervals. p values are of the two-sided "
+    "paired t-test, corrected after Holm for the {tests} comparisons of a column; * marks "
+    "p < {level}. With {seeds} seeds, no * does not mean equal."
 )
+_PRETRAIN = "pretrain"
+
+
+def markdown(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()
+) -> str:
+    """Returns an aligned Markdown table; the columns `right` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    rule = ["-" * (w - 1) + ":" if i in right else "-" * w for i, w in enumerate(widths)]
+    return "\n".join(
+        "| {} |".format(
+            " | ".join(
+                cell.rjust(width) if i in right else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+        )
+        for row in (header, rule, *rows)
+    )
 
 
 def write_markdown(
-    outcome: Outcome, lines: Sequence[Line], folder: epath.Path, pictures: Sequence[str]
+    outcome: SweepOutcome,
+    comparisons: Sequence[Comparison],
+    folder: epath.Path,
+    figures: Sequence[str],
 ) -> str:
-    """Writes and returns report.md, with links to the pictures beside it."""
-    parts = [f"# {outcome.name}"]
-    if outcome.purpose:
-        parts.append(outcome.purpose)
-    states = collections.Counter(cell.state for cell in outcome.cells)
+    """Writes and returns report.md, with links to the figures beside it."""
+    states = collections.Counter(run.state for run in outcome.runs)
+    parts = [f"# {outcome.name}", *([outcome.purpose] if outcome.purpose else [])]
     parts.append(
-        f"{len(outcome.cells)} cells: {', '.join(f'{n} {state}' for state, n in states.items())}."
+        f"{len(outcome.runs)} runs: {', '.join(f'{n} {state}' for state, n in states.items())}."
     )
-    for stage in dict.fromkeys(line.stage for line in lines):
-        parts.append(f"## {stage}")
-        parts.append(_table(outcome, [line for line in lines if line.stage == stage], stage))
-    if lines:
+    for stage in dict.fromkeys(one.stage for one in comparisons):
+        of_stage = [one for one in comparisons if one.stage == stage]
+        parts += [f"## {stage}", _table(outcome, of_stage, stage)]
+    if comparisons:
         parts.append(
-            _TEST.format(
+            _METHOD.format(
                 baseline=outcome.baseline,
-                rows=_count(len(outcome.rows) - 1, "row"),
+                tests=len(outcome.variants) - 1,
                 level=LEVEL,
-                seeds=_count(max(line.value.count for line in lines), "seed"),
+                seeds=max(one.value.count for one in comparisons),
             )
         )
-    changed = [f"- {row}: {facts.changes}" for row, facts in outcome.rows.items() if facts.changes]
-    if changed:
-        parts.append("\n\n".join(["## What the rows change", "\n".join(changed)]))
-    failed = [cell for cell in outcome.cells if cell.why]
-    if failed:
-        parts.append("## Failed")
-        parts.append("\n".join(f"- {cell.id}: {cell.why}" for cell in failed))
-    parts += [f"![{name.removesuffix('.png')}]({name})" for name in pictures]
+    changes = [f"- {name}: {v.changes}" for name, v in outcome.variants.items() if v.changes]
+    failed = [f"- {run.id}: {run.why}" for run in outcome.runs if run.why]
+    for title, lines in (("Changes of the variants", changes), ("Failed", failed)):
+        if lines:
+            parts += [f"## {title}", "\n".join(lines)]
+    parts += [f"![{name.removesuffix('.png')}]({name})" for name in figures]
     text = "\n\n".join(parts) + "\n"
     files.write_text(folder / "report.md", text)
     return text
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def write_csv(outcome: Outcome, lines: Sequence[Line], folder: epath.Path) -> None:
-    """rows.csv, a line for each row and metric; cells.csv, a line for each cell with all of its
-    numbers. An empty field is a number that is not there.
+def write_csv(outcome: SweepOutcome, comparisons: Sequence[Comparison], folder: epath.Path) -> None:
+    """Writes variants.csv, a line for each variant and metric, and runs.csv, a line for each run
+    with all of its metrics. Missing numbers are empty.
     """
-    head = ["row", "stage", "metric", "seeds", "diverged", "mean", "low", "high"]
-    head += ["pairs", "difference", "difference_low", "difference_high", "p", "p_holm", "noise"]
+    header = ["variant", "stage", "metric", "seeds", "diverged", "mean", "low", "high"]
+    header += ["pairs", "difference", "difference_low", "difference_high", "p", "p_holm"]
     table = []
-    for line in lines:
-        change = line.difference or Interval(math.nan, math.nan, math.nan, 0)
-        value = line.value
+    for one in comparisons:
+        change = one.difference or Interval(math.nan, math.nan, math.nan, 0)
         table.append(
             [
-                *(line.row, line.stage, line.metric, value.count, line.diverged),
-                *(value.mean, value.low, value.high, change.count),
-                *(change.mean, change.low, change.high, line.p, line.p_holm, line.noise),
+                *(one.variant, one.stage, one.metric, one.value.count, one.diverged),
+                *(one.value.mean, one.value.low, one.value.high, change.count),
+                *(change.mean, change.low, change.high, one.p, one.p_holm),
             ]
         )
-    _write(folder / "rows.csv", head, table)
-    metrics = list(dict.fromkeys(name for cell in outcome.cells for name in cell.values))
-    head = ["row", "seed", "stage", "state", "why", "parameters", "tokens", "flops", "seconds"]
+    _write(folder / "variants.csv", header, table)
+    metrics = list(dict.fromkeys(name for run in outcome.runs for name in run.values))
+    header = ["variant", "seed", "stage", "state", "why", "parameters", "tokens", "flops"]
     table = []
-    for cell in outcome.cells:
-        facts = outcome.rows[cell.row]
-        of_pretraining = (facts.parameters, facts.tokens, facts.flops)
-        shown = of_pretraining if cell.stage == "pretrain" else (None,) * 3
-        numbers = [cell.values.get(name) for name in metrics]
-        start = [cell.row, cell.seed, cell.stage, cell.state, cell.why]
-        table.append([*start, *shown, round(cell.seconds, 1), *numbers])
-    _write(folder / "cells.csv", [*head, *metrics], table)
+    for run in outcome.runs:
+        info = outcome.variants[run.variant]
+        size = (info.parameters, info.tokens, info.flops) if run.stage == _PRETRAIN else [None] * 3
+        values = [run.values.get(name) for name in metrics]
+        start = [run.variant, run.seed, run.stage, run.state, run.why]
+        table.append([*start, *size, round(run.seconds, 1), *values])
+    _write(folder / "runs.csv", [*header, "seconds", *metrics], table)
 
 
-def _write(path: epath.Path, head: list[str], table: list[list]) -> None:
+def _write(path: epath.Path, header: list[str], table: list[list]) -> None:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(head)
+    writer.writerow(header)
     for row in table:
-        lost = [isinstance(value, float) and math.isnan(value) for value in row]
-        writer.writerow(["" if nan else value for value, nan in zip(row, lost, strict=True)])
+        missing = [isinstance(value, float) and math.isnan(value) for value in row]
+        writer.writerow(["" if nan else value for value, nan in zip(row, missing, strict=True)])
     files.write_text(path, text.getvalue())
 
 
-def _table(outcome: Outcome, lines: Sequence[Line], stage: str) -> str:
-    """Rows down, for each metric its mean and the difference across."""
-    metrics = list(dict.fromkeys(line.metric for line in lines))
-    by_place = {(line.row, line.metric): line for line in lines}
-    facts = stage == "pretrain" and any(f.parameters for f in outcome.rows.values())
-    table = [["row", *(["parameters", "tokens", "FLOPs"] if facts else []), "seeds"]]
+def _table(outcome: SweepOutcome, comparisons: Sequence[Comparison], stage: str) -> str:
+    """A row for each variant; for each metric its mean, the difference and p."""
+    metrics = list(dict.fromkeys(one.metric for one in comparisons))
+    by_cell = {(one.variant, one.metric): one for one in comparisons}
+    sized = stage == _PRETRAIN and any(info.parameters for info in outcome.variants.values())
+    header = ["variant", *(["parameters", "tokens", "FLOPs"] if sized else []), "seeds"]
     for metric in metrics:
-        table[0] += [metric.replace("_", " "), "difference", "noise"]
-    for row, of_row in outcome.rows.items():
-        found = [by_place.get((row, metric)) for metric in metrics]
-        cells = [row]
-        if facts:
-            numbers = ((of_row.parameters, ",d"), (of_row.tokens, ".3g"), (of_row.flops, ".3g"))
-            cells += ["" if v is None else overview.spell_number(v, form) for v, form in numbers]
-        cells.append(str(max((line.value.count for line in found if line), default=0)))
-        for line in found:
-            cells += _three(line) if line else ["", "", ""]
-        table.append(cells)
-    widths = [max(len(row[place]) for row in table) for place in range(len(table[0]))]
-    marks = ["-" * w if place == 0 else "-" * (w - 1) + ":" for place, w in enumerate(widths)]
-    lines = []
-    for row in (table[0], marks, *table[1:]):
-        name, *numbers = zip(row, widths, strict=True)
-        cells = [name[0].ljust(name[1]), *(text.rjust(width) for text, width in numbers)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        header += [metric.replace("_", " "), "difference", "p"]
+    rows = []
+    for variant, info in outcome.variants.items():
+        found = [by_cell.get((variant, metric)) for metric in metrics]
+        row = [variant]
+        if sized:
+            numbers = ((info.parameters, ",d"), (info.tokens, ".3g"), (info.flops, ".3g"))
+            row += ["" if v is None else overview.spell_number(v, form) for v, form in numbers]
+        row.append(str(max((one.value.count for one in found if one), default=0)))
+        for one in found:
+            row += _cells(one) if one else ["", "", ""]
+        rows.append(row)
+    return markdown(header, rows, right=range(1, len(header)))
 
 
-def _three(line: Line) -> list[str]:
-    """Mean, difference, verdict."""
-    digits = _digits(line)
-    value = _number(line.value.mean, digits)
-    if not math.isnan(line.value.low):
-        value += f" ± {_number(line.value.high - line.value.mean, digits)}"
-    if line.diverged:
-        value += f" ({line.diverged} diverged)"
-    if line.difference is None:
+def _cells(one: Comparison) -> list[str]:
+    """Mean, difference and p as text."""
+    digits = _digits(one.value.mean)
+    value = _number(one.value.mean, digits)
+    if not math.isnan(one.value.low):
+        value += f" ± {_number(one.value.high - one.value.mean, digits)}"
+    if one.diverged:
+        value += f" ({one.diverged} diverged)"
+    if one.difference is None:
         return [value, "", ""]
-    change = _number(line.difference.mean, digits, sign=True)
-    if not math.isnan(line.difference.low):
-        low, high = line.difference.low, line.difference.high
-        change += f" [{_number(low, digits, sign=True)}, {_number(high, digits, sign=True)}]"
-    noise = f"{line.noise}, p {line.p_holm:.2g}" if line.noise else "no test"
-    return [value, change, noise]
+    change = _number(one.difference.mean, digits, sign=True)
+    if not math.isnan(one.difference.low):
+        bounds = (one.difference.low, one.difference.high)
+        change += f" [{', '.join(_number(bound, digits, sign=True) for bound in bounds)}]"
+    star = "*" if one.significant else ""
+    return [value, change, "no test" if one.significant is None else f"{one.p_holm:.2g}{star}"]
 
 
-def _digits(line: Line) -> int:
-    """Decimals: four of what is near to 1, fewer of what is large, three figures of small ones."""
-    size = abs(line.value.mean)
-    if not 0 < size < 0.01:  # nan too
+def _digits(value: float) -> int:
+    """Decimals: four for values near 1, fewer for large ones, three digits of small ones."""
+    size = abs(value)
+    if not 0 < size < 0.01:  # NaN too
         return 0 if size >= 1000 else 1 if size >= 100 else 4
     return min(12, 2 - math.floor(math.log10(size)))
 

@@ -1,0 +1,246 @@
+"""Reads the command line of launch/sweep.py."""
+
+import argparse
+import dataclasses
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from convbert_jax import config_files, links
+from convbert_jax.command_line import overrides
+from convbert_jax.config import ConfigError
+from convbert_jax.config.checks import plugins
+from convbert_jax.sweeps import slurm
+from convbert_jax.sweeps.folder import Folder
+from convbert_jax.sweeps.table import Sweep, SweepError, Task
+
+_MAX_SEEDS, _MAX_WORKERS = 1000, 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A parsed command line.
+
+    Attributes:
+      name: of the sweep: the variant or file name of --config.
+      overrides: field path -> value, for all runs.
+      action: "run", "submit" (workers on a cluster), "plan" or "report".
+      arguments: command line of a worker, without --slurm and --sbatch.
+      workers, sbatch: number of submitted workers, and their options.
+      topology, price: of a plan, see `plan.describe`.
+    """
+
+    name: str
+    sweep: Sweep
+    folder: Folder
+    overrides: Mapping[str, Any]
+    action: str
+    arguments: tuple[str, ...]
+    workers: int
+    sbatch: Mapping[str, str | bool]
+    topology: str
+    price: float | None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. See --help.")
+
+
+def read(argv: Sequence[str], description: str = "") -> Request:
+    """Parses a command line, the program's name first.
+
+    Raises:
+      UserError: an invalid flag, file or sweep.
+    """
+    changed, rest = overrides.take(argv[1:])
+    flags = _parser(description).parse_args(rest)
+    sweep = config_files.load_sweep(flags.config)
+    if not isinstance(sweep, Sweep):
+        raise SweepError(
+            f"--config={flags.config}: get_sweep returned a {type(sweep).__name__}; expected a "
+            "Sweep.",
+            field="--config",
+            value=flags.config,
+        )
+    sweep = _add_tasks(_select(sweep, flags), flags.finetune)
+    plugins.allow((*flags.plugins, *plugins.named(changed), *plugins.named(sweep)))
+    name = flags.config.rpartition(":")[2].removesuffix(".py").rpartition("/")[2]
+    if flags.workdir == "":
+        raise ConfigError("--workdir= is empty. Name a folder.", field="--workdir", value="")
+    return Request(
+        name=name,
+        sweep=sweep,
+        folder=_open_folder(flags.workdir or f"runs/{name.replace(',', '-')}", flags.report),
+        overrides=changed,
+        action=_action(flags),
+        arguments=_worker_arguments(argv[1:]),
+        workers=flags.slurm or 0,
+        sbatch={} if flags.slurm is None else slurm.read_options(flags.sbatch),
+        topology=flags.topology or "cpu",
+        price=flags.price,
+    )
+
+
+def _parser(description: str) -> _Parser:
+    parser = _Parser(
+        prog="python launch/sweep.py",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Each field of a config can be set for all runs: --config.section.field=VALUE.",
+    )
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE:NAME", help="configs/ablation.py:kernel_size")
+    add("--workdir", help="folder that all workers share (default: runs/NAME)")
+    add("--variants", help="comma-separated subset: attention,mixed (default: all)")
+    add("--seeds", help="number of seeds, or seeds: 5, or 0,3,7, or 2, (a single one)")
+    add("--baseline", metavar="VARIANT", help="variant that the report compares the others with")
+    add(
+        "--finetune",
+        action="append",
+        default=[],
+        metavar="[NAME=]'CONFIG OVERRIDES'",
+        help="task after each pre-training run, may be repeated: "
+        "'text:trec --config.task.folder=FOLDER'",
+    )
+    add(
+        "--plugins",
+        action="extend",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="PACKAGE.MODULE:NAME",
+        help="your own Python that the config of a run folder may import",
+    )
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--plan", action="store_true", help="print runs, time and cost, then exit")
+    action.add_argument("--report", action="store_true", help="write the report, then exit")
+    _add_slurm_flags(action, parser)
+    add("--topology", metavar="DEVICES", help="with --plan: v5e-16, gpu:h100x8 (default: cpu)")
+    add("--price", type=float, help="with --plan: price of one chip for one hour")
+    return parser
+
+
+def _add_slurm_flags(action, parser) -> None:
+    action.add_argument("--slurm", type=int, metavar="N", help="submit N workers to a cluster")
+    parser.add_argument(
+        "--sbatch",
+        default="",
+        metavar="OPTIONS",
+        help="options of each worker: '--partition=gpu --gpus=1 --time=24:00:00'",
+    )
+
+
+def _worker_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The command line without --slurm and --sbatch."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    _add_slurm_flags(parser, parser)
+    return tuple(parser.parse_known_args(arguments)[1])
+
+
+def _action(flags: argparse.Namespace) -> str:
+    if not flags.plan and (flags.topology or flags.price is not None):
+        raise ConfigError("--topology and --price need --plan.", field="--plan")
+    if flags.price is not None and not 0 <= flags.price < math.inf:
+        raise ConfigError(
+            f"--price={flags.price} must be a non-negative number.",
+            field="--price",
+            value=flags.price,
+        )
+    if flags.slurm is None:
+        if flags.sbatch:
+            raise ConfigError("--sbatch needs --slurm=N, the number of workers.", field="--slurm")
+        return "plan" if flags.plan else "report" if flags.report else "run"
+    if not 0 < flags.slurm <= _MAX_WORKERS:
+        raise ConfigError(
+            f"--slurm={flags.slurm} must be from 1 to {_MAX_WORKERS}.",
+            field="--slurm",
+            value=flags.slurm,
+        )
+    return "submit"
+
+
+def _open_folder(path: str, must_exist: bool) -> Folder:
+    folder = Folder(path)
+    if not next(path for path in (folder.path, *folder.path.parents) if path.exists()).is_dir():
+        raise ConfigError(f"--workdir={folder} leads to a file. Name a folder.", field="--workdir")
+    links.check(folder.path)
+    if must_exist and not folder.path.exists():
+        raise ConfigError(
+            f"--report: --workdir={folder} does not exist. Name the folder of a sweep.",
+            field="--workdir",
+            path=folder.path,
+        )
+    return folder
+
+
+def _select(sweep: Sweep, flags: argparse.Namespace) -> Sweep:
+    """Applies --baseline, --variants and --seeds."""
+    if flags.baseline is not None:
+        sweep = dataclasses.replace(sweep, baseline=flags.baseline)
+    if flags.variants is not None:
+        names = {name.strip() for name in flags.variants.split(",")}
+        for name in names - sweep.variants.keys():
+            raise ConfigError(
+                f"--variants: {name!r} is not a variant; choose from: {', '.join(sweep.variants)}.",
+                field="--variants",
+                value=name,
+            )
+        variants = {name: value for name, value in sweep.variants.items() if name in names}
+        sweep = dataclasses.replace(sweep, variants=variants, baseline=sweep.reference)
+    if flags.seeds is not None:
+        sweep = dataclasses.replace(sweep, seeds=_read_seeds(flags.seeds))
+    return sweep
+
+
+def _read_seeds(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.removesuffix(",").split(",")]
+    valid = all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts)
+    if valid and "," in text:
+        return tuple(map(int, parts))
+    if not valid or not 0 < int(text) <= _MAX_SEEDS:
+        raise ConfigError(
+            f"--seeds={text} must be a number from 1 to {_MAX_SEEDS}, or comma-separated seeds.",
+            field="--seeds",
+            value=text,
+        )
+    return tuple(range(int(text)))
+
+
+def _add_tasks(sweep: Sweep, texts: Sequence[str]) -> Sweep:
+    tasks = dict(sweep.tasks)
+    for text in texts:
+        name, task = _read_task(text)
+        if name in tasks:
+            raise ConfigError(
+                f"--finetune={text}: task {name} exists. Write --finetune=NAME={text}.",
+                field="--finetune",
+                value=text,
+            )
+        tasks[name] = task
+    return dataclasses.replace(sweep, tasks=tasks)
+
+
+def _read_task(text: str) -> tuple[str, Task]:
+    """Parses '[NAME=]CONFIG OVERRIDES' into (name, task)."""
+    parts = {"field": "--finetune", "value": text}
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"--finetune={text}: {error}.", **parts) from None
+    if not words or words[0].startswith("-"):
+        raise ConfigError(
+            f"--finetune={text} must begin with a config: 'text:trec --config.task.folder=…'.",
+            **parts,
+        )
+    changed, rest = overrides.take(words[1:])
+    if rest:
+        raise ConfigError(
+            f"--finetune={text}: {rest[0]!r} is not --config.section.field=VALUE.", **parts
+        )
+    name, equals, config = words[0].partition("=")
+    if not equals:
+        config = words[0]
+        name = config.rpartition(":")[2].removesuffix(".py").rpartition("/")[2].replace(",", "-")
+    return name, Task(config, changed)

@@ -1,0 +1,403 @@
+"""Expands a sweep into runs, and checks configs, input files and earlier records."""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from convbert_jax import config_files
+from convbert_jax.analysis import flops
+from convbert_jax.config import (
+    Config,
+    ModelSection,
+    UserError,
+    changes,
+    from_config_dict,
+    network,
+    to_dict,
+)
+from convbert_jax.config.sequences.sections import OF_PAIRS
+from convbert_jax.data.parallel import parallel_text
+from convbert_jax.data.sources.source import REMOTE, open_source
+from convbert_jax.recipes import finetuning, start
+from convbert_jax.sweeps.folder import FINISHED, Folder, Record
+from convbert_jax.sweeps.table import FINETUNE, PRETRAIN, SCRATCH, Run, Sweep, SweepError, Task
+from convbert_jax.workdir import Workdir
+
+# Fields that may change in a single run, but not within a sweep, whose runs are compared.
+_COMPARED = (
+    *("train.steps", "train.log_every", "train.eval_every", "train.eval_rows"),
+    *("train.gradient_dtype", "compute_dtype", "finetune.tasks", "finetune.seeds"),
+    "distillation.teacher",
+)
+_DECODING, _DECODING_SPEED = "decoding.", "decoding.batch_tokens"
+# Overrides of a sweep with tasks apply to pre-training, except these.
+_TASK_FIELDS = ("finetune.", "task.", "parallel.", "decoding.")
+_SHARED_FIELDS = ("platform", "compute_dtype", "mesh.", "train.compile_cache")
+# Recipe -> recipes of the tasks that may follow it; FINETUNE for all others.
+_FOLLOWING = {"span_corruption": OF_PAIRS, "causal_lm": ()}
+
+
+def expand(sweep: Sweep, folder: Folder, overrides: Mapping[str, Any] | None = None) -> list[Run]:
+    """Returns all runs, seed by seed, each pre-training run before its tasks.
+
+    Args:
+      overrides: field path -> value, for all runs; in a sweep with tasks those of `finetune`,
+        `task`, `parallel` and `decoding` apply to the tasks.
+
+    Raises:
+      SweepError: an invalid variant, task or override.
+    """
+    overrides = dict(overrides or {})
+    _check_overrides(sweep, overrides)
+    pretraining, tasks = _split_overrides(sweep, overrides)
+    runs = []
+    variants = {name: _variant_changes(sweep, folder, name, pretraining) for name in sweep.variants}
+    for seed in sweep.seeds:
+        for name, changed in variants.items():
+            runs += _expand_variant(sweep, folder, name, {**changed, "seed": seed}, tasks)
+    _check_task_overrides(sweep, runs[0].config, overrides)
+    _check_distinct(runs)
+    _check_data_folder(runs, folder, pretraining)
+    return runs
+
+
+def make_config(what: str, base: str, changed: Mapping[str, Any]) -> Config:
+    """Makes a config; raises SweepError, which names `what`, if it is invalid."""
+    try:
+        return config_files.make_config(base, dict(changed))
+    except UserError as error:
+        raise _named(what, error) from error
+
+
+def _named(what: str, error: UserError) -> SweepError:
+    parts = {name: getattr(error, name) for name in ("field", "value", "path", "line")}
+    return SweepError(f"{what}: {error}" if what else str(error), **parts)
+
+
+def _make_variant(sweep: Sweep, name: str, changed: Mapping[str, Any]) -> Config:
+    """Makes the config of a variant; an error of all variants alike does not name the variant."""
+    try:
+        return config_files.make_config(sweep.config, dict(changed))
+    except UserError as error:
+        own = {**sweep.variants[name].changes, **sweep.variants[name].step_fractions}
+        others = {path: value for path, value in changed.items() if path not in own}
+        try:
+            config_files.make_config(sweep.config, {**sweep.changes, **others})
+        except UserError as other:
+            if str(other) == str(error):
+                raise _named("", error) from error
+        raise _named(f"variant {name}", error) from error
+
+
+def _check_overrides(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
+    if sweep.from_scratch and not sweep.tasks:
+        raise SweepError(
+            "This sweep compares tasks with and without pre-training, but has no tasks. Add "
+            "--finetune='text:trec --config.task.folder=FOLDER'.",
+            field="--finetune",
+        )
+    for path in overrides.keys() & sweep.varied_fields():
+        fix = "Use --seeds=N" if path == "seed" else "Remove the override"
+        raise SweepError(
+            f"--config.{path} cannot be overridden: the runs of this sweep differ in it. {fix}.",
+            field=f"config.{path}",
+        )
+
+
+def _check_task_overrides(sweep: Sweep, first: Config, overrides: Mapping[str, Any]) -> None:
+    """Refuses overrides that no task would use."""
+    for path in overrides:
+        if not sweep.tasks and first.recipe != FINETUNE and path.startswith(_TASK_FIELDS[:2]):
+            raise SweepError(
+                f"--config.{path} applies to fine-tuning, but this sweep has no tasks. Add "
+                "--finetune='text:trec --config.task.folder=FOLDER'.",
+                field=f"config.{path}",
+            )
+        tasks = sweep.tasks.values()
+        if tasks and path.startswith(_TASK_FIELDS) and all(path in task.changes for task in tasks):
+            raise SweepError(
+                f"--config.{path} has no effect: every task sets it. Remove the override.",
+                field=f"config.{path}",
+            )
+
+
+def _split_overrides(sweep: Sweep, overrides: Mapping[str, Any]) -> tuple[dict, dict]:
+    """Returns (overrides of pre-training, overrides of the tasks)."""
+    if not sweep.tasks:
+        return dict(overrides), {}
+    of_tasks = {p: v for p, v in overrides.items() if p.startswith(_TASK_FIELDS)}
+    shared = {p: v for p, v in overrides.items() if p.startswith(_SHARED_FIELDS)}
+    return {p: v for p, v in overrides.items() if p not in of_tasks}, of_tasks | shared
+
+
+def _variant_changes(
+    sweep: Sweep, folder: Folder, name: str, overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the changes of a variant, with the number of steps that `match_flops_of` and
+    `step_fractions` give.
+    """
+    variant = sweep.variants[name]
+    changed = {**sweep.changes, **overrides, **variant.changes}
+    config = _make_variant(sweep, name, changed)
+    if variant.step_fractions:
+        fractions = variant.step_fractions.items()
+        return changed | {path: round(config.train.steps * part) for path, part in fractions}
+    if not variant.match_flops_of:
+        return changed
+    other = _variant_changes(sweep, folder, variant.match_flops_of, overrides)
+    reference = _make_variant(sweep, variant.match_flops_of, other)
+    reason = _no_flops(config) or _no_flops(reference)
+    if first := config.objective.masked_lm_steps:
+        reason = f"the first config.objective.masked_lm_steps={first} steps have other FLOPs"
+    if reason:
+        raise SweepError(
+            f"variant {name}: match_flops_of={variant.match_flops_of} needs the FLOPs of a step, "
+            f"but {reason}. Set train.steps in place of match_flops_of.",
+            field="match_flops_of",
+            value=variant.match_flops_of,
+        )
+
+    def training_flops(name: str, config: Config, paths: Iterable[str]) -> float:
+        run = folder.run(f"{name}/seed-{sweep.seeds[0]}/{PRETRAIN}")
+        return flops.training_flops(effective_config(config, paths, run))
+
+    wanted = training_flops(variant.match_flops_of, reference, other)
+    ratio = wanted / training_flops(name, config, changed)
+    if math.isnan(ratio):
+        raise SweepError(
+            f"variant {name}: match_flops_of={variant.match_flops_of} needs the FLOPs of a step, "
+            f"but those of config.model.mixer={config.model.mixer} are unknown. Set train.steps.",
+            field="config.model.mixer",
+            value=config.model.mixer,
+        )
+    steps = max(1, round(config.train.steps * ratio))
+    return changed | {
+        "train.steps": steps,
+        "optimizer.warmup_steps": min(steps, round(config.optimizer.warmup_steps * ratio)),
+    }
+
+
+def _no_flops(config: Config) -> str:
+    """Reason why the FLOPs of a step are not known, or ""."""
+    if config.recipe == FINETUNE or config.reads_pairs:
+        return f"config.recipe={config.recipe} is not pre-training on a corpus"
+    if config.distillation.teacher:
+        return (
+            f"the FLOPs of config.distillation.teacher={config.distillation.teacher} do not count"
+        )
+    return ""
+
+
+def _expand_variant(sweep: Sweep, folder: Folder, name: str, changed: dict, tasks) -> list[Run]:
+    """Returns the run of one variant and seed, and its tasks."""
+    config = _make_variant(sweep, name, changed)
+    seed = changed["seed"]
+    if sweep.tasks and (config.recipe == FINETUNE or config.reads_pairs):
+        raise SweepError(
+            f"{sweep.config} has config.recipe={config.recipe}, which no task can follow. Remove "
+            "the tasks.",
+            field="config.recipe",
+            value=config.recipe,
+        )
+    if config.recipe == FINETUNE:
+        if (seeds := changed.get("finetune.seeds", 1)) != 1:
+            raise SweepError(
+                f"variant {name}: config.finetune.seeds={seeds}, but each run of a fine-tuning "
+                "sweep has one seed. Use the seeds of the sweep (--seeds=N).",
+                field="config.finetune.seeds",
+                value=seeds,
+            )
+        changed = {"finetune.save_models": False, **changed, "finetune.seeds": 1}
+        config = _make_variant(sweep, name, changed)
+        return [Run(name, seed, FINETUNE, sweep.config, changed, config)]
+    if not config.data.directory:
+        changed["data.directory"] = str(folder.data(config))
+        config = _make_variant(sweep, name, changed)
+    pretrained = Run(name, seed, PRETRAIN, sweep.config, changed, config)
+    ways = {"": False, SCRATCH: True} if sweep.from_scratch else {"": None}
+    return [
+        pretrained,
+        *(
+            _make_task(folder, pretrained, f"{task_name}{suffix}", task, tasks, from_scratch)
+            for task_name, task in sweep.tasks.items()
+            for suffix, from_scratch in ways.items()
+        ),
+    ]
+
+
+def _make_task(folder: Folder, before: Run, name: str, task: Task, overrides, from_scratch) -> Run:
+    changed = {**overrides, **task.changes, "init_from": str(folder.run(before.id))}
+    config = make_config(f"task {name}", task.config, changed)
+    following = _FOLLOWING.get(before.config.recipe, (FINETUNE,))
+    if config.recipe not in following:
+        raise SweepError(
+            f"task {name}: config.recipe={config.recipe} cannot follow {before.config.recipe}; "
+            f"expected {' or '.join(following) or 'no task'}.",
+            field="config.recipe",
+            value=config.recipe,
+        )
+    section, seeds = "parallel", 1
+    if config.recipe == FINETUNE:
+        section, seeds = "finetune", config.finetune.seeds
+        changed.setdefault("finetune.save_models", False)
+    if from_scratch is not None:
+        changed[f"{section}.from_scratch"] = from_scratch
+    # no fine-tuning seed occurs twice, and all variants have the same
+    changed["seed"] = before.seed * seeds
+    config = make_config(f"task {name}", task.config, changed)
+    return Run(before.variant, before.seed, name, task.config, changed, config, after=before.id)
+
+
+def identity(config: Config) -> str:
+    """Text that is equal for configs that train the same model: all fields that have an effect."""
+    if config.recipe == FINETUNE or config.writes_text:
+        return repr(config)
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    default = ModelSection()
+    idle = {name: getattr(default, name) for name in network.idle_fields(config.model)}
+    fields["model"] = dataclasses.replace(config.model, **idle)
+    if config.recipe == "masked_lm":
+        del fields["generator"]
+    return repr(fields)
+
+
+def _check_distinct(runs: Sequence[Run]) -> None:
+    seen: dict[str, Run] = {}
+    for run in runs:
+        if run.after or run.seed != runs[0].seed:
+            continue
+        other = seen.setdefault(identity(run.config), run)
+        if other is not run:
+            found = changes.differences(to_dict(other.config), to_dict(run.config))
+            fields = ", ".join(f"config.{path}" for path in found)
+            reason = f"{fields} has no effect here" if found else "their configs are equal"
+            raise SweepError(
+                f"Variants {other.variant} and {run.variant} train the same model: {reason}. "
+                "Remove one of them, or the override that causes it.",
+                field=f"config.{next(iter(found))}" if found else None,
+            )
+
+
+def _check_data_folder(runs: Sequence[Run], folder: Folder, overrides: Mapping[str, Any]) -> None:
+    """One folder cannot hold shards of two lengths."""
+    value = overrides.get("data.directory")
+    first = runs[0]
+    for run in runs if value else ():
+        if not run.after and folder.data(run.config) != folder.data(first.config):
+            raise SweepError(
+                f"--config.data.directory={value} cannot hold the shards of {first.variant} and "
+                f"{run.variant}, which differ. Remove it; then each gets its own folder.",
+                field="config.data.directory",
+                value=value,
+            )
+
+
+def check_unchanged(runs: Iterable[Run], folder: Folder) -> tuple[int, list[str]]:
+    """Compares the runs with the records in `folder`.
+
+    Returns:
+      Number of runs that have not started; ids of recorded runs that are not in the sweep.
+
+    Raises:
+      SweepError: a run that has started has another config now.
+      DamagedFileError: a record is damaged.
+    """
+    records = {name: folder.read(name) for name in folder.recorded()}
+    by_id = {run.id: run for run in runs}
+    for name, record in records.items():
+        run = by_id.get(name)
+        if run is None or (record.state != FINISHED and not folder.run(name).is_bound()):
+            continue
+        found = changes.differences(_read_config(record, folder), to_dict(run.config))
+        refused = {path: pair for path, pair in found.items() if _is_fixed(path, run)}
+        if refused:
+            first, *more = refused
+            raise SweepError(
+                f"Cannot continue the sweep in --workdir={folder}: {name} has started with another "
+                f"config: {changes.describe(refused)}. Restore these fields, or use another "
+                "--workdir.",
+                field=None if more else f"config.{first}",
+                path=folder.path,
+            )
+    return len(by_id.keys() - records.keys()), sorted(records.keys() - by_id.keys())
+
+
+def _read_config(record: Record, folder: Folder) -> dict[str, Any]:
+    try:
+        return to_dict(from_config_dict(record.config, check=False))
+    except UserError as error:
+        path = folder.file(record.run, ".json")
+        raise SweepError(
+            f"{path}: {error} It was written by another version of convbert_jax; use that "
+            "version, or another --workdir.",
+            path=path,
+            field=error.field,
+        ) from None
+
+
+def _is_fixed(path: str, run: Run) -> bool:
+    if path in _COMPARED or (path.startswith(_DECODING) and path != _DECODING_SPEED):
+        return True
+    if run.after and path == "init_from":  # the sweep's folder may have moved
+        return False
+    return not changes.is_changeable(Config, path, FINETUNE)  # its rules are stricter
+
+
+def check_files(runs: Iterable[Run], folder: Folder) -> None:
+    """Checks that weights, vocabularies, text and task files of unfinished runs exist, for one
+    seed of each variant. Sources that are downloaded are not checked.
+
+    Raises:
+      SweepError: a file is missing or invalid; names the variant or the task.
+    """
+    seen = set()
+    for run in runs:
+        what = f"task {run.stage}" if run.after else f"variant {run.variant}"
+        record = folder.read(run.id)
+        if what in seen or (record and record.state == FINISHED):
+            continue
+        seen.add(what)
+        try:
+            if run.config.recipe == FINETUNE and not run.after:
+                finetuning.read_start(run.config, tuple(run.changes))
+            elif not run.after and _reads_weights(run.config):
+                start.read_start(run.config, folder.run(run.id), tuple(run.changes))
+            _check_data(run.config, seen)
+        except UserError as error:
+            raise _named(what, error) from error
+
+
+def _check_data(config: Config, seen: set[str]) -> None:
+    if config.recipe == FINETUNE:
+        finetuning.check_tasks(config)
+    elif config.reads_pairs:
+        parallel_text.open_sources(config)
+    elif not pathlib.Path(config.data.directory).exists():  # else it is prepared
+        for spec in filter(None, (config.data.source, config.data.validation_source)):
+            if spec not in seen and not spec.startswith((*REMOTE, "tfds")):
+                seen.add(spec)
+                open_source(config.data, spec)
+
+
+def effective_config(config: Config, paths: Iterable[str], workdir: Workdir) -> Config:
+    """Config of a pre-training run with the sizes that its vocabulary and weights determine.
+
+    Files that cannot be read leave it unchanged; `check_files` refuses them.
+
+    Args:
+      paths: fields that are set explicitly.
+    """
+    if not _reads_weights(config):
+        return config
+    try:
+        return start.read_start(config, workdir, tuple(paths))[0]
+    except UserError:
+        return config
+
+
+def _reads_weights(config: Config) -> bool:
+    """Whether a vocabulary or weights determine sizes of the model."""
+    vocabularies = (config.tokenizer.path, config.parallel.target_vocabulary)
+    return any((*vocabularies, config.init_from, config.distillation.teacher))

@@ -1,0 +1,50 @@
+"""Runs without a process, which take no time."""
+
+import time
+
+from convbert_jax.sweeps import runner
+from convbert_jax.sweeps.folder import Folder
+
+
+class FakeRuns:
+    """Executes runs of a sweep.
+
+    Attributes:
+      started: ids of the runs that were started, in order.
+      errors: id of a run -> what it prints before it fails.
+      seconds: duration of a run.
+    """
+
+    def __init__(self, folder: Folder):
+        self.folder = folder
+        self.started: list[str] = []
+        self.errors: dict[str, str] = {}
+        self.seconds = 0.0
+        self.finished: set[str] = set()
+
+    def start(self, run, folder, lock):
+        assert lock.fileno()
+        self.started.append(run.id)
+        end = time.monotonic() + self.seconds
+        error = self.errors.get(run.id)
+        if error:
+            folder.file(run.id, ".log").open("a").write(f"a line\n{error}\n")
+        else:
+            self.finished.add(run.id)
+
+        class Process:
+            def poll(self):
+                return None if time.monotonic() < end else (1 if error else 0)
+
+        return Process()
+
+    def read(self, run, folder):
+        return self.values(run) if run.id in self.finished else None
+
+    def values(self, run):
+        return {"loss": 1.5, "odd": float("nan")}
+
+    def work(self, runs, lines=None, **options):
+        lines = [] if lines is None else lines
+        options = {"start": self.start, "read": self.read, **options}
+        return runner.work(runs, self.folder, log=lines.append, **options)
