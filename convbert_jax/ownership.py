@@ -75,7 +75,7 @@ def wait_for_silence(place: epath.Path) -> None:
                 f"s; wait for it, stop it, or choose another --workdir: after {GONE:.0f} "
                 "s of silence it counts as gone.",
                 field="--workdir",
-                value=place.parent,
+                value=str(place.parent),
             )
     logging.warning("It gave none: this run takes the folder over.")
 
@@ -133,7 +133,7 @@ class Owner:
                 "gone, as when another run took the folder over and ended; start again, "
                 "it goes on from what is there.",
                 field="--workdir",
-                value=self._place.parent,
+                value=str(self._place.parent),
             )
         if self._id not in found:
             raise OwnershipError(
@@ -141,7 +141,7 @@ class Owner:
                 f"given no sign of life for {GONE:.0f} s or both began at once; it writes "
                 "no more checkpoints there: let one run at a time use it.",
                 field="--workdir",
-                value=self._place.parent,
+                value=str(self._place.parent),
             )
 
     def _live(self, over: threading.Event) -> None:

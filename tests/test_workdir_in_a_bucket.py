@@ -24,6 +24,7 @@ from convbert_jax.recipes.reports import page as report_page
 from convbert_jax.training.reports import reporting
 from convbert_jax.workdir import Workdir, WorkdirError
 from tests.buckets import objects, server
+from tests.refusals import refused
 from tests.training import tiny_run
 
 __all__ = ["objects", "server"]  # the fixtures
@@ -57,18 +58,14 @@ def test_config(bucket):
     (on_disk / "checkpoints" / "3" / "commit_success.txt").touch()
     assert workdir.steps() == [3]
     other = dataclasses.replace(Config(), seed=5)
-    with pytest.raises(WorkdirError, match=r"--workdir=gs://bucket/run .*seed was 0, now 5"):
+    with refused(WorkdirError, 0, 5, field="config.seed", path="gs://bucket/run"):
         workdir.open(other).__enter__()
 
 
 def test_a_second_run_is_refused_while_the_first_lives(bucket, short):
     workdir, on_disk = bucket
     with workdir.open(Config()):
-        says = (
-            r"--workdir=gs://bucket/run is in use by process \d+ on .* since .* UTC, .*"
-            r"choose another --workdir: after 120 s of silence it counts as gone"
-        )
-        with pytest.raises(OwnershipError, match=says):
+        with refused(OwnershipError, "UTC", "120 s", field="--workdir", value="gs://bucket/run"):
             Workdir("gs://bucket/run").open(Config()).__enter__()
         workdir.check_owner()
     assert not (on_disk / ".lock").exists()
@@ -198,8 +195,7 @@ def test_the_first_of_two_runs_ends_before_it_saves(bucket, server, gone_at_once
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(workdir.open(Config()))
-        says = r"--workdir=gs://bucket/run was taken over by process .*one run at a time"
-        with pytest.raises(OwnershipError, match=says):
+        with refused(OwnershipError, field="--workdir", value="gs://bucket/run"):
             tiny_run.run(workdir.path, workdir=workdir, batches=Rows())
         assert workdir.steps() == [4]
         second.check_owner()
@@ -210,7 +206,7 @@ def test_fine_tuning_ends_before_it_keeps_a_run(bucket):
     workdir, on_disk = bucket
     with workdir.open(Config()):
         (on_disk / ".lock").write_text("process 1 on another since noon\n0 0\n")
-        with pytest.raises(OwnershipError, match="taken over by process 1 on another"):
+        with refused(OwnershipError, "process 1 on another"):
             unfinished.Unfinished(workdir, {}, 1.0).keep(None)
     assert (on_disk / ".lock").exists(), "another run has it by now"
 
@@ -220,7 +216,7 @@ def test_a_run_whose_successor_has_ended_writes_nothing_over_it(bucket):
     with workdir.open(Config()):
         workdir.check_owner()
         (on_disk / ".lock").unlink()
-        with pytest.raises(OwnershipError, match=r"gs://bucket/run is no longer .* is gone"):
+        with refused(OwnershipError, field="--workdir", value="gs://bucket/run"):
             workdir.check_owner()
 
 
@@ -342,17 +338,17 @@ def test_a_whole_run(bucket, server, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "mentions"),
     [
-        ("http://host/run", "begins with one of gs://"),
-        ("s3://bucket/run", "s3://bucket/run is no path; a bucket's begins with one of gs://"),
+        ("http://host/run", "gs://"),
+        ("s3://bucket/run", "gs://"),
         ("gs://bucket/run", "pip install no_such"),
     ],
 )
-def test_a_bucket_that_nothing_talks_to(name, says, monkeypatch):
+def test_a_bucket_that_nothing_talks_to(name, mentions, monkeypatch):
     monkeypatch.setattr(files, "_BUCKETS", dict.fromkeys(files._BUCKETS, "no_such"))
     monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=says):
+    with refused(UserError, name, mentions):
         Workdir(name)
 
 
