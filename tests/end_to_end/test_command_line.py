@@ -1,5 +1,6 @@
-"""The program as a user starts it: faults are one line with a non-zero exit, before any long "
-"work."""
+"""The program as a user starts it: errors are one line with a non-zero exit code, before any long
+work.
+"""
 
 import concurrent.futures
 import json
@@ -11,7 +12,9 @@ import sys
 
 import numpy as np
 import pytest
+from absl.testing import flagsaver
 
+from convbert_jax import command_line, console, main
 from convbert_jax.training.checkpoints import reading
 from tests import compiling
 
@@ -70,65 +73,66 @@ def prepared(tmp_path_factory):
     return lambda config: f"--config.data.directory={folder}/{config.partition(':')[2] or 'tiny'}"
 
 
-def refused(result, *says):
-    """Exactly one line that starts with `error:`, no traceback."""
+def refused(result, *mentions):
+    """Checks that a command failed with exactly one line that starts with `error:`."""
     assert result.returncode != 0
     lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1, result.stderr
     assert "Traceback" not in result.stderr
-    for part in says:
+    for part in mentions:
         assert part in lines[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((), "--config is missing"),
-        ((TINY, "--config.train.steps=1e400"), "too large"),
-        ((TINY, "--mode=tran"), "mode"),
-        ((TINY, "--workdir=gcs://bucket/run"), "begins with one of gs://"),
-        ((TINY, "--multihost"), "leave --multihost out"),
-    ],
-)
-def test_wrong_flags(arguments, says):
-    """More of them, faster, are in tests/test_command_line.py."""
-    result = run(*arguments)
-    refused(result, says)
-    assert result.returncode == (1 if "--multihost" in arguments else 2)
-
-
-def test_missing_source_names_the_glob(tmp_path):
-    result = run(TINY, f"--workdir={tmp_path}/run", "--config.data.source=text:/nowhere/*.txt")
+def test_exit_codes_of_errors(tmp_path):
+    """Other errors of the command line are in tests/test_command_line.py."""
+    result = run(TINY, "--mode=tran")
+    refused(result, "--mode=tran")
+    assert result.returncode == 2
+    source = "--config.data.source=text:/nowhere/*.txt"
+    result = run(TINY, f"--workdir={tmp_path}/run", source)
     refused(result, "/nowhere/*.txt")
+    assert result.returncode == 1
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
-def test_accelerator_expected(tmp_path):
-    refused(
-        run(TINY, f"--workdir={tmp_path}/run", "--config.platform=tpu", JAX_PLATFORMS="cpu"),
-        "config.platform='tpu'",
-        "finds only cpu",
-    )
+@pytest.fixture
+def started(monkeypatch):
+    """started(*arguments): a command in this process."""
+    monkeypatch.setattr(console, "set_up_logging", lambda: None)  # it would stay for other tests
+
+    def start(*arguments):
+        with flagsaver.flagsaver():
+            main.main(command_line.read(["main.py", *map(str, arguments)]))
+
+    return start
 
 
-def test_unwritable_workdir(tmp_path):
+@pytest.fixture
+def refused_here(started, capsys):
+    """refused_here(arguments, *mentions): a command in this process that ends with an error."""
+
+    def start(arguments, *mentions):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            started(*arguments)
+        (line,) = [li for li in capsys.readouterr().err.splitlines() if li.startswith("error:")]
+        assert end.value.code == 1
+        assert [part for part in mentions if part not in line] == []
+
+    return start
+
+
+def test_errors_before_long_work(refused_here, tmp_path):
+    folder = f"--workdir={tmp_path}/run"
+    refused_here((TINY, folder, "--config.platform=tpu"), "config.platform", "tpu", "cpu")
     (tmp_path / "file").write_text("")
-    refused(run(TINY, f"--workdir={tmp_path}/file/run"), "cannot be written")
+    refused_here((TINY, f"--workdir={tmp_path}/file/run"), f"--workdir={tmp_path}/file/run")
+    # there are 8 devices
+    refused_here((TINY, folder, "--config.train.batch_size=6"), "config.train.batch_size=6")
+    refused_here((TINY, folder, "--multihost"), "--multihost")
 
 
-def test_batch_that_the_mesh_does_not_divide(tmp_path):
-    refused(
-        run(
-            TINY,
-            f"--workdir={tmp_path}/run",
-            "--config.train.batch_size=6",
-            XLA_FLAGS="--xla_force_host_platform_device_count=4",
-        ),
-        "config.train.batch_size=6",
-    )
-
-
-def test_run_resume_and_refuse(tmp_path, text_source):
+def test_run_resume_and_refuse(started, refused_here, tmp_path, text_source, capsys):
     """The whole job, small: trains, reports, resumes for more steps, and keeps to its model."""
     flags = (TINY, *SMALL, text_source, f"--workdir={tmp_path}/run")
     first = run(*flags, "--config.train.steps=4")
@@ -137,33 +141,28 @@ def test_run_resume_and_refuse(tmp_path, text_source):
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
     assert (tmp_path / "run" / "config.json").exists()
 
-    again = run(*flags, "--config.train.steps=8")
-    assert again.returncode == 0, again.stderr
-    assert "Resuming from the checkpoint of step 4" in again.stderr
+    started(*flags, "--config.train.steps=8")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [line for line in lines if '"train"' in line]
-    assert len(steps) == 4  # 2, 4, 6, 8: none lost, none twice
+    steps = [json.loads(line)["step"] for line in lines if '"train"' in line]
+    assert steps == [2, 4, 6, 8]  # none lost, none twice
 
-    finished = run(f"--workdir={tmp_path}/run")  # its config is inside
-    assert finished.returncode == 0
-    assert "Nothing to do" in finished.stderr
-    assert "AUC" in finished.stdout
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "run/checkpoints").iterdir()}
+    capsys.readouterr()
+    started(f"--workdir={tmp_path}/run")  # its config is inside; all steps are done
+    assert "AUC" in capsys.readouterr().out
+    assert files == {f: f.stat().st_mtime_ns for f in (tmp_path / "run/checkpoints").iterdir()}
 
-    evaluated = run(f"--workdir={tmp_path}/run", "--mode=eval", "--step=4")
-    assert evaluated.returncode == 0, evaluated.stderr
-    assert "tiny, step 4, on held-out text:" in evaluated.stdout
+    started(f"--workdir={tmp_path}/run", "--mode=eval", "--step=4")
     found = json.loads((tmp_path / "run/evaluation/step-4.json").read_text())
     (line,) = [json.loads(li) for li in lines if '"step": 4, "split": "validation"' in li]
     assert line.pop("split") == "validation"
-    assert found == {"workdir": f"{tmp_path}/run", "checkpoints": [4], **line}
-    folder = run(f"--workdir={tmp_path}/run", "--mode=eval", f"--output={tmp_path}/run")
-    refused(folder, "is a folder; name a file in it")
-
-    other = run(*flags, "--config.train.steps=8", "--config.model.ffn_size=128")
-    refused(other, "config.model.ffn_size was 64, now 128")
-
-    damaged = run(*flags, "--config.train.steps=8", "--config.tokenizer.vocab_size=300")
-    refused(damaged, "config.tokenizer.vocab_size")
+    assert (found.pop("workdir"), found.pop("checkpoints")) == (f"{tmp_path}/run", [4])
+    assert found == pytest.approx(line, rel=1e-5)  # from 1 device, evaluated on 8
+    same = f"--workdir={tmp_path}/run"
+    refused_here((same, "--mode=eval", f"--output={tmp_path}/run"), f"{tmp_path}/run")
+    longer = (*flags, "--config.train.steps=8")
+    refused_here((*longer, "--config.model.ffn_size=128"), "config.model.ffn_size", "64", "128")
+    refused_here((*longer, "--config.tokenizer.vocab_size=300"), "config.tokenizer.vocab_size")
 
 
 @pytest.mark.parametrize(
