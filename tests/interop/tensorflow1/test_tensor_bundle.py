@@ -2,7 +2,6 @@
 
 import contextlib
 import pathlib
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -20,6 +19,8 @@ from convbert_jax.interop.tensorflow1.tensor_bundle import (
     write_bundle,
 )
 from tests.interop.tensorflow1 import tf_values
+from tests.interop.test_hostile_files import RESTART, table_of
+from tests.refusals import refused
 
 REAL = pathlib.Path(__file__).resolve().parent / "tensorflow"
 ARRAYS = {
@@ -60,7 +61,7 @@ def test_tables_round_trip(entries):
 
 
 @given(st.binary(max_size=400))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_no_bytes_hang_or_crash_a_table(data):
     footer = bytes(40) + sorted_table.MAGIC.to_bytes(8, "little")
     for content in (data, data + footer, data + footer[len(data) % 40 :]):
@@ -75,27 +76,6 @@ def test_blocks_with_shared_beginnings_are_read():
     assert entries == [(b"abcd", b"1"), (b"abcxy", b"2")]
 
 
-RESTART = bytes(4) + (1).to_bytes(4, "little")
-
-
-def table_of(content: bytes, kind: int = 0, trailer: bytes = b"") -> bytes:
-    """A table whose single data block is `content`, with right checksums."""
-
-    def sealed(block, kind=0):
-        stored = block + bytes([kind])
-        return stored + checksum(stored).to_bytes(4, "little")
-
-    data = sealed(content, kind)
-    meta_at, meta = len(data), sealed(RESTART)
-    handle = varint(0) + varint(len(content))
-    entry = varint(0) + varint(1) + varint(len(handle)) + b"z" + handle
-    index = sealed(entry + RESTART)
-    footer = varint(meta_at) + varint(len(RESTART))
-    footer += varint(meta_at + len(meta)) + varint(len(entry + RESTART))
-    footer += bytes(40 - len(footer)) + sorted_table.MAGIC.to_bytes(8, "little")
-    return data + meta + index + footer + trailer
-
-
 def test_snappy_blocks_are_read():
     """Two literals, a copy that overlaps itself, a copy by two bytes."""
     plain = bytes([0, 1, 12]) + b"a" + b"abababababab" + RESTART
@@ -108,28 +88,11 @@ def test_snappy_blocks_are_read():
 
 
 @given(st.binary(max_size=120))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_no_bytes_hang_or_crash_snappy(data):
     for size in (len(data), 20 * len(data), 1 << 40):
         with contextlib.suppress(ValueError):
             list(sorted_table.read_table(table_of(varint(size) + data, kind=1)))
-
-
-def test_a_small_file_cannot_claim_much():
-    """Keys that share 4,000 bytes with the one before: 1 MB of file for 400 MB of keys."""
-    block = bytes([0]) + varint(4_000) + bytes([0]) + b"k" * 4_000
-    for i in range(100_000):
-        block += varint(4_000) + bytes([3, 0]) + i.to_bytes(3, "big")
-    table = table_of(block + RESTART)
-    kept = []  # as the reader of a checkpoint keeps them
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match="larger than it can be"):
-            kept.extend(sorted_table.read_table(table))
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 50 * len(table)  # the keys alone are 570 times the table
 
 
 def test_bundles_round_trip(tmp_path):
@@ -161,7 +124,7 @@ def test_what_tensorflow_wrote_into_three_files():
 
 def test_what_tensorflow_partitioned():
     bundle = Bundle(REAL / "partitioned" / f"model.ckpt-{tf_values.STEP}")
-    with pytest.raises(ConversionError, match="is partitioned"):
+    with refused(ConversionError, field="electra/embeddings/word_embeddings"):
         bundle.read("electra/embeddings/word_embeddings")
 
 
@@ -172,27 +135,21 @@ def written(tmp_path):
     return prefix, tmp_path / "model.ckpt-7.index", tmp_path / "model.ckpt-7.data-00000-of-00001"
 
 
-def test_missing_files(written):
+def test_missing_cut_and_damaged_files_are_refused(written):
     prefix, index, data = written
     content = data.read_bytes()
     data.unlink()
-    with pytest.raises(ConversionError, match=r"1 data file\(s\), copy all"):
+    with refused(ConversionError, path=data):
         Bundle(prefix)
     data.write_bytes(content[:-1])
-    with pytest.raises(ConversionError, match="it is cut off"):
+    with refused(ConversionError, field="ü", path=data):
         Bundle(prefix)
-    index.unlink()
-    with pytest.raises(ConversionError, match="needs its index file"):
-        Bundle(prefix)
-
-
-def test_a_flipped_bit_in_the_data(written):
-    prefix, _, data = written
-    content = bytearray(data.read_bytes())
-    content[5] ^= 1
-    data.write_bytes(content)
-    with pytest.raises(ConversionError, match="wrong checksum"):
+    data.write_bytes(content[:5] + bytes([content[5] ^ 1]) + content[6:])
+    with refused(ConversionError, field="a/kernel", path=data):
         Bundle(prefix).read("a/kernel")
+    index.unlink()
+    with refused(ConversionError, path=index):
+        Bundle(prefix)
 
 
 def test_every_flipped_byte_and_every_length_of_the_index(written):
@@ -227,7 +184,7 @@ entries = st.dictionaries(
 
 
 @given(entries, st.binary(max_size=12) | st.just(HeaderProto(num_shards=1).SerializeToString()))
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_no_index_hangs_or_crashes(tmp_path_factory, table, header):
     """Right checksums, wrong contents: sizes that overflow, shards that are not there."""
     folder = tmp_path_factory.mktemp("fuzz", numbered=True)
@@ -248,7 +205,7 @@ def test_real_index_files_with_random_damage(tmp_path):
     content = (REAL / "convbert" / f"model.ckpt-{tf_values.STEP}.index").read_bytes()
     rng = np.random.default_rng(0)
     rows = list(sorted_table.read_table(content))
-    for number in range(60):
+    for number in range(25):
         rows_now = [list(row) for row in rows]
         row = rows_now[rng.integers(len(rows_now))]
         at = rng.integers(2)
