@@ -3,17 +3,23 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from convbert_jax.interop.huggingface import config as huggingface_config
 from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.networks import ConversionError
-from tests.interop.conftest import assert_same, random_network, with_head
+from tests.interop.conftest import (
+    assert_same,
+    edit_config,
+    random_network,
+    random_parts,
+    with_head,
+)
+from tests.refusals import refused
 
 FAMILIES = {
     "convbert": {},
@@ -27,12 +33,6 @@ PAIRS = {
     "ConvBertForMaskedLM": {},
 }
 LABELS = ("no", "maybe", "yes")
-FIELDS = (
-    "architectures", "model_type", "vocab_size", "hidden_size", "num_hidden_layers",
-    "num_attention_heads", "intermediate_size", "hidden_act", "hidden_dropout_prob",
-    "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "pad_token_id",
-    "embedding_size", "head_ratio", "conv_kernel_size", "num_groups", "id2label", "convbert_jax",
-)  # fmt: skip
 
 
 def write(folder, network):
@@ -40,31 +40,33 @@ def write(folder, network):
     return folder
 
 
-def edit_config(folder, **fields):
-    file = folder / "config.json"
-    content = json.loads(file.read_text()) | fields
-    file.write_text(json.dumps({k: v for k, v in content.items() if v != "absent"}))
-
-
 def edit_weights(folder, change):
     tensors = load_file(folder / "model.safetensors")
     save_file(change(tensors) or tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.parametrize("name", ["main", "generator"])
+CLASSES = {
+    "convbert": "ConvBertModel",
+    "grouped": "ConvBertModel",
+    "electra": "ElectraForPreTraining",
+    "bert": "BertForMaskedLM",
+}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_round_trip(tmp_path, family, name):
-    if family == "bert" and name == "generator":
-        pytest.skip("a masked language model has no generator")
-    network = random_network(name, **FAMILIES[family])
-    source = huggingface.read_folder(write(tmp_path / "it", network))
-    back = source.networks["main"]
-    assert_same(network, back)
-    assert back.family == network.family
-    assert back.embeddings == network.embeddings
-    assert back.layer == network.layer
-    assert source.extra["main"]["step"] == 5
-    assert not source.ignored
+def test_round_trip(tmp_path, family):
+    """Of both networks; a masked language model has one."""
+    _, parts = random_parts(**FAMILIES[family])
+    assert huggingface_config.architecture(parts["main"]) == CLASSES[family]
+    for name, network in parts.items():
+        source = huggingface.read_folder(write(tmp_path / name, network))
+        back = source.networks["main"]
+        assert_same(network, back)
+        assert back.family == network.family
+        assert back.embeddings == network.embeddings
+        assert back.layer == network.layer
+        assert source.extra["main"]["step"] == 5
+        assert not source.ignored
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -81,24 +83,26 @@ def test_the_head_for_pairs(tmp_path, name):
     assert (theirs <= load_file(folder / "model.safetensors").keys()) == name.startswith("Bert")
 
 
-@pytest.mark.parametrize("head", ["sequence_head", "token_head", "span_head"])
 @pytest.mark.parametrize("family", ["convbert", "electra", "bert"])
-def test_heads_of_fine_tuned_models(tmp_path, family, head):
+def test_heads_of_fine_tuned_models(tmp_path, family):
     network = random_network(**FAMILIES[family])
-    labels = ("start", "end") if head == "span_head" else LABELS
-    tuned = with_head(network, head, labels)
-    if (family, head) == ("bert", "sequence_head"):  # theirs goes through a pooler
-        with pytest.raises(ConversionError, match="no name for sequence_head"):
-            write(tmp_path / "it", tuned)
-        return
-    back = huggingface.read_folder(write(tmp_path / "it", tuned)).networks["main"]
-    assert_same(tuned, back)
-    assert back.labels == (() if head == "span_head" else LABELS)
+    for head in ("sequence_head", "token_head", "span_head"):
+        labels = ("start", "end") if head == "span_head" else LABELS
+        tuned = with_head(network, head, labels)
+        if (family, head) == ("bert", "sequence_head"):  # theirs goes through a pooler
+            with refused(ConversionError, "sequence_head", "config.finetune.head"):
+                write(tmp_path / head, tuned)
+            continue
+        back = huggingface.read_folder(write(tmp_path / head, tuned)).networks["main"]
+        assert_same(tuned, back)
+        assert back.labels == (() if head == "span_head" else LABELS)
+    if family == "convbert":
+        assert huggingface_config.architecture(tuned) == "ConvBertForQuestionAnswering"
 
 
 @pytest.mark.parametrize("family", ["convbert", "electra"])
 def test_a_choice_among_texts_is_no_tag(tmp_path, family):
-    """Its one logit is called as those of tokens are."""
+    """Its one logit has the name of the logits of tokens."""
     tuned = with_head(random_network(**FAMILIES[family]), "token_head", ("LABEL_0",))
     folder = write(tmp_path / "it", tuned)
     file = folder / "config.json"
@@ -108,30 +112,28 @@ def test_a_choice_among_texts_is_no_tag(tmp_path, family):
     assert source.ignored == ("main:classifier.bias", "main:classifier.weight")
 
 
-@pytest.mark.parametrize(
-    ("id2label", "says"),
-    [
-        (["no", "may be", 1], ("no", "may be", "1")),
-        ({"0": "no", "2": False}, ("no", "LABEL_1", "False")),
-        (None, ("LABEL_0", "LABEL_1", "LABEL_2")),
-        ({"0": "no", "1": "yes", "2": "no"}, "calls the labels 0 and 2 both 'no'"),
-        ({"0": "LABEL_1"}, "calls the labels 0 and 1 both 'LABEL_1'"),
-        ({"0": "a", "1": None, "2": "c"}, "has None as label 1 in id2label; write its name"),
-        ({"0": "a", "1": "b", "2": "c", "3": "d"}, "'d'}, but the head gives 3 logits; name as"),
-        (["a", "b"], r"id2label=\['a', 'b'\], but the head gives 3 logits"),
-        ("abc", "id2label='abc', but the head gives 3 logits"),
-    ],
-)
-def test_names_of_labels(tmp_path, id2label, says):
-    """Each logit has a name of its own, or what is wrong is said."""
-    tuned = with_head(random_network(), "sequence_head", LABELS)
-    folder = write(tmp_path / "it", tuned)
-    content = json.loads((folder / "config.json").read_text()) | {"id2label": id2label}
-    (folder / "config.json").write_text(json.dumps(content))
-    if isinstance(says, tuple):
-        assert huggingface.read_folder(folder).networks["main"].labels == says
-    else:
-        with pytest.raises(ConversionError, match=says):
+NAMES = [
+    (["no", "may be", 1], ("no", "may be", "1")),
+    ({"0": "no", "2": False}, ("no", "LABEL_1", "False")),
+    (None, ("LABEL_0", "LABEL_1", "LABEL_2")),
+]
+WRONG_NAMES = [
+    ({"0": "no", "1": "yes", "2": "no"}, "no", (0, 2)),
+    ({"0": "LABEL_1"}, "LABEL_1", (0, 1)),
+    ({"0": "a", "1": None, "2": "c"}, None, ("None", 1)),
+    *((names, names, (3,)) for names in (dict(zip("0123", "abcd", strict=True)), ["a", "b"], "x")),
+]
+
+
+def test_names_of_labels(tmp_path):
+    """Each logit has a name of its own, or the wrong one is named."""
+    folder = write(tmp_path / "it", with_head(random_network(), "sequence_head", LABELS))
+    for id2label, names in NAMES:
+        edit_config(folder, id2label=id2label)
+        assert huggingface.read_folder(folder).networks["main"].labels == names
+    for id2label, value, mentions in WRONG_NAMES:
+        edit_config(folder, id2label=id2label)
+        with refused(ConversionError, *mentions, field="id2label", value=value):
             huggingface.read_folder(folder)
 
 
@@ -157,39 +159,31 @@ def test_weights_from_elsewhere_read_padding(tmp_path):
     assert huggingface.read_folder(folder).networks["main"].layer.mixer.mask_convolution is False
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
+def test_networks_that_their_classes_cannot_compute_are_refused(tmp_path):
+    folder = tmp_path / "it"
+    for fields, *mentions in (
         ({"head_ratio": 4, "heads": 4}, "head_ratio=2"),
-        ({"kernel_size": 4}, "kernel_size=4 is even"),
-        ({"mixer": "attention", "ffn_groups": 2}, "ffn_groups=2"),
-        ({"mixer": "bottleneck"}, "2 attention heads of 8 .* no config.model.mixer=bottleneck"),
-    ],
-)
-def test_what_their_classes_cannot_compute(tmp_path, fields, says):
-    network = random_network(generator={"kind": "uniform"}, **fields)
-    with pytest.raises(ConversionError, match=says):
-        write(tmp_path / "it", network)
-    assert not (tmp_path / "it").exists()
-
-
-def test_the_small_generator_of_the_release(tmp_path):
+        ({"kernel_size": 4}, "kernel_size=4"),
+        ({"mixer": "attention", "ffn_groups": 2}, "config.model.ffn_groups=2"),
+        ({"mixer": "bottleneck"}, "config.model.mixer=bottleneck", 2, 8),
+    ):
+        network = random_network(generator={"kind": "uniform"}, **fields)
+        with refused(ConversionError, *mentions):
+            write(folder, network)
     network = random_network("generator", generator={"size": 0.25})
-    with pytest.raises(ConversionError, match="release_heads=false"):
-        write(tmp_path / "it", network)
-    narrow = random_network("generator", generator={"size": 0.25, "release_heads": False})
-    write(tmp_path / "it", narrow)
-    assert_same(narrow, huggingface.read_folder(tmp_path / "it").networks["main"])
-
-
-def test_layers_that_differ(tmp_path):
+    with refused(ConversionError, "release_heads=false"):
+        write(folder, network)
     network = random_network()
     stage = network.encoder.stages[0]
     mixer = dataclasses.replace(stage.layer.mixer, kernel_size=7)
     other = dataclasses.replace(stage, layer=dataclasses.replace(stage.layer, mixer=mixer))
     encoder = dataclasses.replace(network.encoder, stages=(stage, other))
-    with pytest.raises(ConversionError, match="layers of this encoder differ"):
-        write(tmp_path / "it", dataclasses.replace(network, encoder=encoder))
+    with refused(ConversionError, "--format=stablehlo"):
+        write(folder, dataclasses.replace(network, encoder=encoder))
+    assert not folder.exists()
+    narrow = random_network("generator", generator={"size": 0.25, "release_heads": False})
+    write(folder, narrow)
+    assert_same(narrow, huggingface.read_folder(folder).networks["main"])
 
 
 def test_their_other_ratios_are_read(tmp_path):
@@ -200,79 +194,44 @@ def test_their_other_ratios_are_read(tmp_path):
     assert (network.layer.mixer.attention_heads, network.layer.mixer.head_size) == (2, 8)
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
-        ({"hidden_act": "relu"}, "hidden_act='relu'"),
-        ({"position_embedding_type": "relative_key"}, "relative_key"),
-        ({"is_decoder": True}, "is_decoder=True"),
-        ({"hidden_size": "absent"}, "hidden_size=None"),
-        ({"hidden_size": -3}, "hidden_size=-3"),
-        ({"num_attention_heads": 12}, "does not divide into 12 heads"),
-        ({"layer_norm_eps": "tiny"}, "layer_norm_eps='tiny'"),
-        ({"num_hidden_layers": 3}, "lack 23 tensors"),
-        ({"intermediate_size": 65}, "shape"),
-        ({"vocab_size": 61}, r"shape \(60, 16\).*\(61, 16\)"),
-    ],
-)
-def test_a_config_that_cannot_be_read(tmp_path, fields, says):
+WRONG = [
+    ("model_type", "gpt2", ()),
+    ("hidden_act", "relu", ()),
+    ("position_embedding_type", "relative_key", ()),
+    ("is_decoder", True, ()),
+    ("hidden_size", -3, ()),
+    ("layer_norm_eps", "tiny", ()),
+    ("num_attention_heads", 12, ("hidden_size", 32, "12")),
+    ("num_hidden_layers", 3, (23,)),
+    ("intermediate_size", 65, (64, 65)),
+    ("vocab_size", 61, ("(60, 16)", "(61, 16)")),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "mentions"), WRONG)
+def test_a_config_that_does_not_fit_is_refused(tmp_path, field, value, mentions):
     folder = write(tmp_path / "it", random_network())
-    edit_config(folder, **fields)
-    with pytest.raises(ConversionError, match=says):
+    edit_config(folder, **{field: value})
+    parts = {} if mentions else {"field": field, "value": value}
+    with refused(ConversionError, *mentions, **parts):
         huggingface.read_folder(folder)
 
 
-VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
-VALUES |= st.lists(st.integers(), max_size=2) | st.sampled_from([0, 1, 2, 3, 64, 1 << 20])
-
-
-@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=4))
-@settings(max_examples=150, deadline=None)
-def test_no_config_hangs_or_crashes(any_folder, fields):
-    """Whatever stands in config.json is read, or refused in one sentence."""
-    original = (any_folder / "config.json").read_text()
-    try:
-        edit_config(any_folder, **fields)
-        huggingface.read_folder(any_folder)
-    except ConversionError as error:
-        assert "\n" not in str(error)  # noqa: PT017
-    finally:
-        (any_folder / "config.json").write_text(original)
-
-
-@pytest.fixture(scope="module")
-def any_folder(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("any") / "it", random_network())
-
-
-def test_no_folder_and_no_json(tmp_path):
-    with pytest.raises(ConversionError, match=r"config\.json cannot be read"):
+def test_a_folder_without_config_or_weights_is_refused(tmp_path):
+    with refused(ConversionError, path=tmp_path / "nothing" / "config.json"):
         huggingface.read_folder(tmp_path / "nothing")
-    (tmp_path / "config.json").write_text("{oh")
-    with pytest.raises(ConversionError, match="is damaged"):
-        huggingface.read_folder(tmp_path)
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ConversionError, match="is damaged"):
-        huggingface.read_folder(tmp_path)
-
-
-def test_no_weights(tmp_path):
+    for content in ("{oh", "[1]"):
+        (tmp_path / "config.json").write_text(content)
+        with refused(ConversionError, path=tmp_path / "config.json"):
+            huggingface.read_folder(tmp_path)
     folder = write(tmp_path / "it", random_network())
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ConversionError, match="holds no weights"):
+    edit_config(folder, hidden_size="absent")
+    with refused(ConversionError, "None", field="hidden_size"):
         huggingface.read_folder(folder)
-
-
-def test_cut_off_weights(tmp_path):
-    folder = write(tmp_path / "it", random_network())
-    file = folder / "model.safetensors"
-    for size in (0, 5, 100, file.stat().st_size - 1):
-        data = file.read_bytes()
-        file.write_bytes(data[:size])
-        with pytest.raises(ConversionError, match="damaged or not a safetensors"):
-            huggingface.read_folder(folder)
-        file.write_bytes(data)
+    (folder / "model.safetensors").unlink()
+    edit_config(folder, hidden_size=32)
+    with refused(ConversionError, "model.safetensors", path=folder):
+        huggingface.read_folder(folder)
 
 
 def test_shards(tmp_path):
@@ -289,46 +248,35 @@ def test_shards(tmp_path):
     index.write_text(json.dumps({"weight_map": table}))
     assert_same(network, huggingface.read_folder(folder).networks["main"])
 
-    index.write_text(json.dumps({"weight_map": table | {names[0]: "../a.safetensors"}}))
-    with pytest.raises(ConversionError, match="not a plain file"):
-        huggingface.read_folder(folder)
-    index.write_text(json.dumps({"weight_map": table | {"more": "b.safetensors"}}))
-    with pytest.raises(ConversionError, match="promises 'more'"):
-        huggingface.read_folder(folder)
-    index.write_text(json.dumps({"weight_map": table | {"more": "c.safetensors"}}))
-    with pytest.raises(ConversionError, match=r"c\.safetensors, which is missing"):
-        huggingface.read_folder(folder)
+    for name, file, parts in (
+        (names[0], "../a.safetensors", {"value": "../a.safetensors"}),
+        ("more", "b.safetensors", {"field": "more"}),
+        ("more", "c.safetensors", {"value": "c.safetensors"}),
+    ):
+        index.write_text(json.dumps({"weight_map": table | {name: file}}))
+        with refused(ConversionError, path=index, **parts):
+            huggingface.read_folder(folder)
     index.write_text("{}")
-    with pytest.raises(ConversionError, match="not an index"):
+    with refused(ConversionError, path=index):
         huggingface.read_folder(folder)
 
 
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_half_precision_is_read_exactly(tmp_path, kind):
+def test_half_precision_is_read_exactly_and_double_precision_is_refused(tmp_path):
     import ml_dtypes
+    from safetensors.flax import save_file as save_with_jax
 
-    dtype = np.dtype(getattr(ml_dtypes, kind, kind))
     network = random_network()
     folder = write(tmp_path / "it", network)
-    if kind == "float16":
-        edit_weights(folder, lambda t: {name: x.astype(dtype) for name, x in t.items()})
-    else:
-        jax_numpy = pytest.importorskip("safetensors.flax")
-        tensors = load_file(folder / "model.safetensors")
-        import jax.numpy as jnp
-
-        halves = {name: jnp.asarray(x, jnp.bfloat16) for name, x in tensors.items()}
-        jax_numpy.save_file(halves, folder / "model.safetensors")
-    back = huggingface.read_folder(folder).networks["main"]
-    for path, array in network.parameters.items():
-        expected = array.astype(dtype).astype(np.float32)
-        np.testing.assert_array_equal(back.parameters[path], expected)
-
-
-def test_double_precision_is_refused(tmp_path):
-    folder = write(tmp_path / "it", random_network())
-    edit_weights(folder, lambda t: {name: x.astype(np.float64) for name, x in t.items()})
-    with pytest.raises(ConversionError, match="float64"):
+    tensors = load_file(folder / "model.safetensors")
+    for dtype in (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)):
+        halves = {name: jax.numpy.asarray(x.astype(dtype)) for name, x in tensors.items()}
+        save_with_jax(halves, folder / "model.safetensors")
+        back = huggingface.read_folder(folder).networks["main"]
+        for path, array in network.parameters.items():
+            expected = array.astype(dtype).astype(np.float32)
+            np.testing.assert_array_equal(back.parameters[path], expected)
+    edit_weights(folder, lambda _: {name: x.astype(np.float64) for name, x in tensors.items()})
+    with refused(ConversionError, "float64", path=folder):
         huggingface.read_folder(folder)
 
 
@@ -361,7 +309,7 @@ def test_tied_copies(tmp_path):
     assert_same(network, source.networks["main"])
     assert not source.ignored
     edit_weights(folder, lambda t: t | {"generator_lm_head.weight": table + 1})
-    with pytest.raises(ConversionError, match=r"generator_lm_head\.weight differs"):
+    with refused(ConversionError, field="generator_lm_head.weight"):
         huggingface.read_folder(folder)
 
 
@@ -369,14 +317,3 @@ def test_tensors_without_a_place_are_listed(tmp_path):
     folder = write(tmp_path / "it", random_network())
     edit_weights(folder, lambda t: t | {"pooler.dense.weight": np.zeros((2, 2), np.float32)})
     assert huggingface.read_folder(folder).ignored == ("main:pooler.dense.weight",)
-
-
-def test_a_class_for_every_head():
-    network = random_network()
-    assert huggingface_config.architecture(network) == "ConvBertModel"
-    electra = random_network(mixer="attention")
-    assert huggingface_config.architecture(electra) == "ElectraForPreTraining"
-    bert = random_network(recipe="masked_lm", mixer="attention", embedding_size=32)
-    assert huggingface_config.architecture(bert) == "BertForMaskedLM"
-    tuned = with_head(network, "span_head", ("start", "end"))
-    assert huggingface_config.architecture(tuned) == "ConvBertForQuestionAnswering"
