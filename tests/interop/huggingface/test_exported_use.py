@@ -17,6 +17,7 @@ from convbert_jax.interop import certificate, conversion, networks
 from convbert_jax.interop.huggingface import folder as huggingface
 from convbert_jax.interop.networks import ConversionError
 from tests.interop.conftest import random_network, random_params, with_head
+from tests.refusals import refused
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
 PAIR = {"texts": 2, "columns": ["premise", "hypothesis"], "labels": ["no", "maybe", "yes"]}
@@ -69,8 +70,8 @@ def test_their_classes_know_the_kind(exported):
     for place in (folder, again):
         content = json.loads((place / "config.json").read_text())
         assert content["problem_type"] == kinds[what]
-        says = {"pair": "two texts, .* `premise` and `hypothesis`", "number": "one text, .* `said`"}
-        assert re.search(says[what] + ".* at most 20 tokens", (place / "README.md").read_text())
+        columns = {"pair": ("`premise`", "`hypothesis`", "20"), "number": ("`said`", "20")}
+        assert all(column in (place / "README.md").read_text() for column in columns[what])
 
 
 @pytest.mark.parity
@@ -92,30 +93,30 @@ def test_their_pipeline_gives_the_number(exported):
 
 
 @pytest.mark.parametrize(
-    ("use", "says"),
+    ("use", "field"),
     [
-        ({"outputs.texts": 7}, r"outputs\.texts=7 must be"),
-        ({"outputs.texts": "two"}, r"outputs\.texts='two' must be of type int"),
-        ({"outputs.columns": ["a", "b"], "outputs.texts": 1}, r"as many columns"),
-        ({"outputs.kind": "poems"}, r"outputs\.kind"),
-        ({"finetune.length": -1}, r"finetune\.length=-1"),
-        ({"train.steps": 3}, "'train.steps', which this version does not know"),
-        ([], "not an object"),
+        ({"outputs.texts": 7}, "outputs.texts"),
+        ({"outputs.texts": "two"}, "outputs.texts"),
+        ({"outputs.columns": ["a", "b"], "outputs.texts": 1}, "outputs.columns"),
+        ({"outputs.kind": "poems"}, "outputs.kind"),
+        ({"finetune.length": -1}, "finetune.length"),
+        ({"train.steps": 3}, "train.steps"),
+        ([], "convbert_jax.use"),
     ],
 )
-def test_a_damaged_use_is_refused(exported, tmp_path, use, says):
+def test_a_damaged_use_is_refused(exported, tmp_path, use, field):
     edit(exported[2], tmp_path / "it", convbert_jax={"use": use})
-    with pytest.raises(ConversionError, match=says):
+    with refused(ConversionError, field):
         huggingface.read_folder(tmp_path / "it")
 
 
 def test_folders_that_do_not_say_it(exported, tmp_path, caplog):
     what, _, folder, _ = exported
-    with caplog.at_level("WARNING"):
-        config, *_ = finetuned.read_finetuned(edit(folder, tmp_path / "it", convbert_jax={}))
+    caplog.clear()
+    config, *_ = finetuned.read_finetuned(edit(folder, tmp_path / "it", convbert_jax={}))
     assert config.outputs.texts == 1
     assert config.outputs.kind == {"pair": "classification", "number": "regression"}[what]
-    assert "does not say how many texts" in caplog.text
+    assert any(record.levelname == "WARNING" for record in caplog.records)
 
 
 def test_folders_that_read_padding(make_run, tmp_path, caplog, monkeypatch):
@@ -124,24 +125,25 @@ def test_folders_that_read_padding(make_run, tmp_path, caplog, monkeypatch):
     finetune = {"length": 20, "buckets": []}
     run, _ = make_run(recipe="finetune", outputs=NUMBER, finetune=finetune, mask_convolution=False)
     folder = conversion.export(run, output=tmp_path / "a")
-    says = "they are those of texts padded to 24 tokens"
+    caplog.clear()
     finetuned.read_finetuned(str(folder))
-    assert says not in caplog.text
+    assert not [record for record in caplog.records if 24 in (record.args or ())]
     finetuned.read_finetuned(edit(folder, tmp_path / "b", convbert_jax={}))
-    assert says in caplog.text
+    # That the length is a guess, and that predictions depend on it.
+    assert len([record for record in caplog.records if 24 in (record.args or ())]) == 2
 
 
 def test_kinds_that_cannot_be_predicted(exported, tmp_path):
     what, _, folder, _ = exported
     fields = {"problem_type": "multi_label_classification", "convbert_jax": {}}
-    with pytest.raises(ConfigError, match="a model for multi_label_classification"):
+    with refused(ConfigError, "multi_label_classification"):
         finetuned.read_finetuned(edit(folder, tmp_path / "a", **fields))
     fields["problem_type"] = ["regression"]
-    with pytest.raises(ConversionError, match=r"problem_type=\['regression'\]"):
+    with refused(ConversionError, field="problem_type", value=["regression"]):
         finetuned.read_finetuned(edit(folder, tmp_path / "c", **fields))
     if what == "pair":
         fields = {"problem_type": "regression", "convbert_jax": {}}
-        with pytest.raises(ConfigError, match="gives 3 numbers"):
+        with refused(ConfigError, "3"):
             finetuned.read_finetuned(edit(folder, tmp_path / "b", **fields))
 
 
@@ -194,7 +196,7 @@ def test_card_and_log_tell_the_changed_labels(make_run, tmp_path, caplog):
     assert said.search(caplog.text)
     assert said.search((folder / "README.md").read_text())
     (run / "predictions" / "validation.jsonl").write_text(lines + '{"texts"')
-    with pytest.raises(DamagedFileError, match=r"validation\.jsonl is damaged .*take it away"):
+    with refused(DamagedFileError, "validation.jsonl"):
         conversion.export(run, output=tmp_path / "b")
 
 

@@ -7,7 +7,6 @@ import random
 import unicodedata
 
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from convbert_jax.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from convbert_jax.interop.huggingface import tokenizer as huggingface_tokenizer
 from convbert_jax.interop.networks import ConversionError
 from tests.interop.conftest import WORDS
+from tests.refusals import refused
 
 NASTY = [
     "", "   ", "\n\n", "a\u0301 e\u0301 E\u0301 \u00c9cole", "ﬁne ﬀ ①", "Ａｂｃ　ｄ",
@@ -78,6 +78,12 @@ def made(tmp_path_factory):
     return make
 
 
+def open_theirs(folder):
+    import tokenizers
+
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
 def differing(ours, theirs, texts):
     """Those of `texts` that split differently."""
     theirs.encode_special_tokens = True
@@ -89,35 +95,30 @@ def differing(ours, theirs, texts):
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_text_and_nasty_unicode(made, real_lines, kind):
     ours, _, folder = made(kind, real_lines[:1500])
-    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs = open_theirs(folder)
     # Equal scores: where two splits cost the same, float32 and float64 may choose differently.
-    texts = real_lines if kind in ("wordpiece", "unigram") else real_lines[:2000]
+    texts = real_lines[:4000] if kind in ("wordpiece", "unigram") else real_lines[:1000]
     assert len(differing(ours, theirs, texts)) <= 1
     assert differing(ours, theirs, NASTY) == []
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_unicode(made, real_lines, kind):
-    """Marks after letters that they are never written with."""
+    # Marks after letters that they are never written with.
     rng = random.Random(0)
     blocks = [(32, 0x250), (0x300, 0x370), (0x370, 0x2000), (0x2000, 0xD7FF), (0xE000, 0xFFFD)]
     texts = [
         "".join(chr(rng.randint(*rng.choice(blocks))) for _ in range(rng.randint(1, 30)))
         for _ in range(1000)
     ]
-    ours, _, folder = made(kind, real_lines[:1500])
-    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     limit = 0 if ours.kind == "wordpiece" else 20
     assert len(differing(ours, theirs, texts)) <= limit
 
 
-@pytest.mark.parametrize("lowercase", [True, False])
 @pytest.mark.parametrize("fields", [
-    dict(kind="wordpiece"), dict(kind="sentencepiece"), dict(kind="sentencepiece", algorithm="bpe"),
-    dict(kind="sentencepiece", normalization="nfc"),
-    dict(kind="sentencepiece", normalization="identity"),
+    dict(kind="wordpiece", lowercase=True), dict(kind="wordpiece", lowercase=False),
+    dict(kind="sentencepiece", lowercase=True),
+    dict(kind="sentencepiece", algorithm="bpe", lowercase=False),
+    dict(kind="sentencepiece", normalization="nfc", lowercase=True),
+    dict(kind="sentencepiece", normalization="identity", lowercase=False),
 ])  # fmt: skip
-def test_other_languages(fields, lowercase, tmp_path):
+def test_other_languages(fields, tmp_path):
     """Marks of Russian and Yoruba capitals and of half-width kana were lost: one text of ten."""
     rng = random.Random(0)
     texts = list(LANGUAGES)
@@ -126,11 +127,10 @@ def test_other_languages(fields, lowercase, tmp_path):
         i, j = rng.randrange(len(a)), rng.randrange(len(b))
         cut = a[i : i + rng.randint(1, 12)], b[j : j + rng.randint(1, 12)]
         texts.append(rng.choice(["", " ", "\u3000", "\n"]).join(cut))
-    fields |= {"lowercase": lowercase, "strip_accents": False, "vocab_size": 450}
-    section = TokenizerSection(**fields)
+    section = TokenizerSection(**fields, strip_accents=False, vocab_size=450)
     ours = train_tokenizer(LANGUAGES * 50 + texts, section, tmp_path)
     huggingface_tokenizer.write_tokenizer(tmp_path, ours, ours.section, max_length=48)
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    theirs = open_theirs(tmp_path)
     # Where conjoining Korean letters meet those of keyboards.
     assert len(differing(ours, theirs, texts)) <= 1
     assert differing(ours, theirs, LANGUAGES) == []
@@ -186,7 +186,7 @@ def test_vocabularies_that_cannot_be_read(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
     assert huggingface_tokenizer.find_vocabulary(tmp_path) is None
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConversionError, match=r"tokenizer\.json is damaged"):
+    with refused(ConversionError, path=tmp_path / "tokenizer.json"):
         huggingface_tokenizer.find_vocabulary(tmp_path)
 
 
@@ -205,16 +205,16 @@ def train_sentencepiece(tmp_path, **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    "options",
     [
-        ({"model_type": "char"}, "words or characters"),
-        ({"user_defined_symbols": ["<x>"]}, "user-defined pieces"),
-        ({"treat_whitespace_as_suffix": True}, "ends of words"),
+        {"model_type": "char"},
+        {"user_defined_symbols": ["<x>"]},
+        {"treat_whitespace_as_suffix": True},
     ],
 )
-def test_models_that_their_library_lacks(tmp_path, options, says):
+def test_models_that_their_library_lacks_are_refused(tmp_path, options):
     tokenizer = train_sentencepiece(tmp_path, **options)
-    with pytest.raises(ConversionError, match=says):
+    with refused(ConversionError, path=tokenizer.path):
         huggingface_tokenizer.write_tokenizer(tmp_path, tokenizer, tokenizer.section, max_length=8)
 
 
@@ -224,13 +224,13 @@ def test_a_foreign_model(tmp_path):
         tmp_path, add_dummy_prefix=False, normalization_rule_name="nfkc"
     )
     huggingface_tokenizer.write_tokenizer(tmp_path, tokenizer, tokenizer.section, max_length=8)
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    theirs = open_theirs(tmp_path)
     texts = [WORDS, " river", "stone  light", "Übergröße ①", "a \n b", "river▁\nstone ▁", "▁\n "]
     assert differing(tokenizer, theirs, texts) == []
 
 
 @given(st.text(max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 def test_any_text(any_wordpiece, text):
     ours, theirs = any_wordpiece
     if not any(unicodedata.category(c) == "Cs" for c in text):
@@ -245,4 +245,4 @@ def any_wordpiece(tmp_path_factory):
     out = folder / "out"
     out.mkdir()
     huggingface_tokenizer.write_tokenizer(out, ours, ours.section, max_length=8)
-    return ours, tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    return ours, open_theirs(out)

@@ -8,11 +8,6 @@ from convbert_jax.interop.huggingface import folder as huggingface
 from tests.interop.conftest import random_network
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-onnxruntime = pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 NAMES = ("input_ids", "attention_mask", "token_type_ids")
 
 
@@ -26,6 +21,9 @@ NAMES = ("input_ids", "attention_mask", "token_type_ids")
     ids=["convbert mlm", "convbert encoder", "electra"],
 )
 def test_onnxruntime_gives_our_numbers(tmp_path, fields, name, head):
+    torch, transformers, onnxruntime, _ = (
+        pytest.importorskip(name) for name in ("torch", "transformers", "onnxruntime", "onnxscript")
+    )
     network = random_network(name, **fields)
     huggingface.write_network(tmp_path, network, pad_id=0)
     architecture = transformers.AutoConfig.from_pretrained(tmp_path).architectures[0]
