@@ -2,15 +2,12 @@
 and with the parameters' names of its code, for rows [B, T].
 """
 
-import argparse
 import math
-from pathlib import Path
 
 import torch
 from torch import nn
 
-PAD, END = 1, 2
-LONGEST = 40
+from tests.interop.fairseq.checkpoints import END, LONGEST, PAD
 
 
 class Attention(nn.Module):
@@ -218,44 +215,3 @@ class Published(nn.Module):
             done |= best == END
             tokens = torch.cat([tokens, best[:, None]], 1)
         return tokens
-
-
-def arguments(arch="lightconv_iwslt_de_en", **changed) -> argparse.Namespace:
-    """As training would have left them, small."""
-    both = {
-        "embed_dim": 16, "ffn_embed_dim": 24, "attention_heads": 4, "layers": 3,
-        "normalize_before": False, "learned_pos": False, "conv_type": "dynamic", "glu": True,
-        "kernel_size_list": [3, 5, 5],
-    }  # fmt: skip
-    values = {
-        **{f"encoder_{name}": value for name, value in both.items()},
-        **{f"decoder_{name}": value for name, value in both.items()},
-        "arch": arch, "task": "translation", "source_lang": "de", "target_lang": "en",
-        "dropout": 0.3, "attention_dropout": 0.1, "weight_dropout": 0.1, "input_dropout": 0.1,
-        "share_all_embeddings": False, "share_decoder_input_output_embed": False,
-        "no_token_positional_embeddings": False, "adaptive_softmax_cutoff": None,
-        "weight_softmax": True, "max_source_positions": LONGEST, "max_target_positions": LONGEST,
-        "encoder_embed_path": None, "lr": [0.0005], "clip_norm": 0.0,
-    }  # fmt: skip
-    return argparse.Namespace(**values | changed)
-
-
-def write_dictionary(path: Path, words: int) -> None:
-    """With so many entries, special ones counted."""
-    path.write_text("".join(f"w{i}{'@@' * (i % 2)} {words - i}\n" for i in range(words - 4)))
-
-
-def write(folder: Path, model: Published, a, sizes, /, **changed) -> Path:
-    """model.pt and dictionaries, as fairseq's training leaves them."""
-    names = ("dict.de.txt", "dict.en.txt") if len(sizes) > 1 else ("dict.txt",)
-    for name, size in zip(names, sizes, strict=True):
-        write_dictionary(folder / name, size)
-    state = {
-        "args": a,
-        "model": model.state_dict(),
-        "optimizer_history": [{"criterion_name": "X", "best_loss": 3.5, "num_updates": 7}],
-        "extra_state": {"train_iterator": {"epoch": 2}, "val_loss": 4.5},
-        "last_optimizer_state": {"state": {0: {"exp_avg": torch.zeros(5, 5)}}, "param_groups": []},
-    }
-    torch.save(state | changed, folder / "model.pt")
-    return folder / "model.pt"

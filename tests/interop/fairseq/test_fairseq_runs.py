@@ -15,13 +15,10 @@ from convbert_jax.interop.fairseq.importing import import_run
 from convbert_jax.interop.fairseq.model import read
 from convbert_jax.interop.matching import replace
 from convbert_jax.interop.networks import ConversionError
+from tests.interop.fairseq.checkpoints import arguments, build, write
 from tests.refusals import refused
 
 pytestmark = pytest.mark.parity
-torch = pytest.importorskip("torch")
-
-from tests.interop.fairseq.published import Published, arguments, write  # noqa: E402
-
 SIZES = (40, 32)  # words of both dictionaries
 
 
@@ -35,10 +32,9 @@ def config_of(recipe="translation", **fields):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """As a release is: model.pt and two dictionaries."""
-    torch.manual_seed(0)
     a = arguments(decoder_layers=2, decoder_kernel_size_list=[3, 4])
     place = tmp_path_factory.mktemp("fairseq")
-    write(place, Published(a, SIZES[1], SIZES[0]), a, SIZES)
+    write(place, build(a, SIZES), a, SIZES)
     return place
 
 
