@@ -96,8 +96,8 @@ def to_arrays(path: Path, tensors: Any) -> dict[str, np.ndarray]:
         for name, tensor in tensors.items():
             if not isinstance(name, str) or type(tensor) not in kinds:
                 raise ValueError(f"{shown(name)} is not a tensor")
-            if tensor.dtype == torch.float64:
-                raise ValueError(f"{shown(name)} is float64, which is not exact in float32")
+            if tensor.dtype == torch.float64 or tensor.dtype.is_complex:
+                raise ValueError(f"{shown(name)} is {tensor.dtype}, which is not exact in float32")
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         if size > _MOST_VIEWS * path.stat().st_size:
             raise ValueError("its tensors are larger than the file")

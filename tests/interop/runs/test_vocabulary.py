@@ -20,6 +20,7 @@ from convbert_jax.recipes import prepared
 from convbert_jax.workdir import Workdir, WorkdirError
 from tests.data.parallel import conftest as pairs
 from tests.interop.conftest import make_config, random_params
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_of_two_texts(translation, tmp_path):
     swapped = one.read_bytes(), other.read_bytes()
     for path, content in zip((other, one), swapped, strict=True):
         path.write_bytes(content)
-    with pytest.raises(UserError, match=r"is not the vocabulary that .* learned with"):
+    with refused(UserError, path=one):
         read_tokenizers(workdir, translation)
 
 
@@ -72,7 +73,7 @@ def test_a_damaged_note_is_named(make_run):
     workdir = Workdir(folder)
     keep_vocabularies(workdir, config, [read_tokenizer(workdir, config)[0]])
     (workdir.vocabulary / "fingerprints.json").write_text("[]")
-    with pytest.raises(DamagedFileError, match="put it back from a copy of the run"):
+    with refused(DamagedFileError, workdir.vocabulary / "fingerprints.json"):
         read_tokenizer(workdir, config)
 
 
@@ -85,7 +86,7 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(make_run, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("convbert_jax.files.write_json", full)
-    with pytest.raises(WorkdirError, match=r"cannot be written \(No space left on device\)"):
+    with refused(WorkdirError, folder):
         keep_vocabularies(workdir, config, [tokenizer])
 
 
@@ -104,5 +105,5 @@ def test_of_a_fine_tuned_model(make_run, tmp_path):
     word = max((e for e in found.entries if "[" not in e and "<" not in e), key=len).encode()
     damaged[damaged.index(word) + len(word) - 1] ^= 1
     found.path.write_bytes(damaged)
-    with pytest.raises(UserError, match=r"is not the vocabulary that .* learned with"):
+    with refused(UserError, path=found.path):
         read_finetuned(str(place))
