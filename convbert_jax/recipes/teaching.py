@@ -389,10 +389,11 @@ def _named(config: Config) -> Iterator[None]:
     try:
         yield
     except UserError as error:
+        teacher = config.distillation.teacher
         raise TeacherError(
-            f"config.distillation.teacher={config.distillation.teacher}: {error}",
+            f"config.distillation.teacher={teacher}: {error}",
             field=error.field or "config.distillation.teacher",
-            value=error.value,
+            value=error.value if error.field else teacher,
             path=error.path,
             line=error.line,
         ) from error

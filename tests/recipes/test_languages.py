@@ -1,4 +1,4 @@
-"""Runs on other languages: what "auto" becomes is kept with the run, for whoever opens it."""
+"""Runs in other languages: a run keeps the tokenizer settings that "auto" chose."""
 
 # ruff: noqa: RUF001  (letters of Turkish)
 import dataclasses
@@ -30,6 +30,7 @@ def config(tmp_path):
     source = tmp_path / "text.txt"
     source.write_text("\n\n".join(make_texts("turkish", 400)), encoding="utf-8")
     return make_config(
+        recipe="masked_lm",
         data__source=f"text:{source}",
         tokenizer__kind="wordpiece",
         tokenizer__vocab_size=100,
@@ -44,7 +45,7 @@ def config(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_keeps_what_was_chosen_for_its_corpus(config, tmp_path):
+def test_a_run_keeps_the_settings_chosen_for_its_corpus(config, tmp_path):
     folder = tmp_path / "run"
     assert set(chosen(config)) == {"auto"}
     recipes.pretrain(config, folder)
@@ -70,8 +71,8 @@ def test_prepared_rows_of_named_settings_serve_a_config_that_names_none(config, 
     assert Workdir(tmp_path / "run").read_config().tokenizer.lowercase is True
 
 
-def test_another_corpus_is_decided_anew_until_rows_are_finished(config, tmp_path):
-    """What a start that failed has chosen for other text does not stay."""
+def test_settings_are_chosen_again_until_rows_are_finished(config, tmp_path):
+    """A start that failed on another corpus does not decide them."""
     folder = tmp_path / "rows"
     config = replace(config, {"data.directory": str(folder)})
     recipes.prepare(config, tmp_path / "run")
@@ -93,7 +94,7 @@ def test_settings_survive_json_and_the_command_line():
         assert from_config_dict(json.loads(json.dumps(to_dict(config)))) == config
 
 
-def test_a_vocabulary_file_tells_what_auto_is(config, tmp_path):
+def test_auto_follows_a_vocabulary_file(config, tmp_path):
     path = tmp_path / "vocab.txt"
     entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "##a"]
     path.write_text("".join(f"{entry}\n" for entry in entries))

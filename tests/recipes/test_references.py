@@ -1,4 +1,4 @@
-"""Sets with more than one reference of a text: read, held against each other, scored by all."""
+"""Sets with several references for a text."""
 
 import contextlib
 import dataclasses
@@ -14,6 +14,7 @@ from convbert_jax.config import UserError, from_config_dict, to_dict
 from convbert_jax.data.parallel.parallel_text import prepare
 from convbert_jax.data.parallel.references import read_heldout
 from convbert_jax.interop.matching import replace
+from tests.refusals import refused
 from tests.runs import write_pairs
 
 
@@ -37,17 +38,13 @@ def test_corpus_scores_take_all_references():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "metric", "says"),
-    [
-        ("summarization", "rougeL", ", the best of 1 to 2 references"),
-        ("text_to_text", "exact_match", ", to one of 1 to 2 references"),
-    ],
+    ("recipe", "metric"), [("summarization", "rougeL"), ("text_to_text", "exact_match")]
 )
-def test_the_best_reference_counts_where_texts_are_scored_one_by_one(recipe, metric, says):
+def test_the_best_reference_counts_for_scores_of_single_texts(recipe, metric):
     ours, right = ["the second", "the only"], [("another", "the second"), ("the only",)]
     found = text_scores.score(recipe, ours, right, str)
     assert found.values[metric] == 100
-    assert found.signature.endswith(says)
+    assert "1 to 2 references" in found.signature
     alone = text_scores.score(recipe, ours, one_each(["another", "the only"]), str)
     assert alone.values[metric] == 50
     assert "references" not in alone.signature
@@ -74,14 +71,14 @@ def test_counts_that_differ_are_refused_before_any_work(
     rows = [{"source": "Ada", "target": ["un.", "un!"]}, {"source": "bo", "target": "do."}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = f"jsonl:{tmp_path / 'a.jsonl'}"
-    says = r"a\.jsonl line 2 has 1 reference and .*a\.jsonl line 1 has 2"
+    mentions = (f"{tmp_path / 'a.jsonl'} line 2", "a.jsonl line 1")
     config = replace(translation_config, {"decoding.test_sources": (f"mine={spec}",)})
     monkeypatch.setattr(recipes.evaluation.prepared, "open_data", None)  # never reached
-    with pytest.raises(UserError, match=says) as error:
+    with refused(UserError, *mentions) as caught:
         recipes.evaluate(config, translated.folder)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(caught.value)
     config = replace(translation_config, {"parallel.validation_source": spec})
-    with pytest.raises(UserError, match=says):
+    with refused(UserError, *mentions):
         recipes.pretrain(config, tmp_path / "run")
 
 
@@ -94,11 +91,9 @@ def test_a_further_reference_that_cannot_be_read_is_refused_before_any_work(
     (tmp_path / "more").write_bytes(b"one.\ntr\xe8s.\nthree.\n")
     fields = {"parallel.validation_source": f"{spec},{tmp_path}/more"}
     config = dataclasses.replace(replace(translation_config, fields), recipe=recipe)
-    with pytest.raises(
-        UserError, match=r"/more line 2 is not utf-8 \(byte 2 of .*; mend it"
-    ) as error:
+    with refused(UserError, f"{tmp_path}/more line 2", "byte 2") as caught:
         recipes.pretrain(config, tmp_path / "run")
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -109,7 +104,7 @@ def test_an_empty_reference_is_refused_before_any_work(
     (tmp_path / "test.bb").write_text("un.\n \nDO.\n")
     config = replace(translation_config, {"decoding.test_sources": (f"mine={spec}",)})
     monkeypatch.setattr(recipes.evaluation.prepared, "open_data", None)  # never reached
-    with pytest.raises(UserError, match=r"test\.bb line 2 has an empty reference"):
+    with refused(UserError, f"{tmp_path / 'test.bb'} line 2"):
         recipes.evaluate(config, translated.folder)
 
 
@@ -143,7 +138,7 @@ def test_scores_stay_beside_those_of_other_sets(
     fields = {"decoding.test_sources": (tests[0],), "decoding.average": 2}
     mean = recipes.evaluate(replace(translation_config, fields), run)
     assert kept() == ({"validation", "2016"}, [200, 300])
-    assert "the mean of checkpoints 200 to 300, on held-out text:" in mean.report
+    assert "200 to 300" in mean.report
     recipes.pretrain(translation_config, run)  # which is at its end
     assert kept() == ({"validation", "2016"}, [300])
     output = tmp_path / "other.json"
@@ -156,9 +151,8 @@ def test_scores_stay_beside_those_of_other_sets(
     assert kept() == ({"validation", "2016", "2017"}, [300])
     assert set(alone.scores) == {"2017"}
     assert alone.values == pytest.approx(translated.evaluation, rel=1e-5)
-    for says in ("step 300, on held-out text:", "3 pairs of 2017: BLEU"):
-        assert says in alone.report
-    assert "Nothing was written to the held-out pairs and scored: " in alone.report
+    for part in ("step 300", f"BLEU {alone.scores['2017']['bleu']:.1f}"):
+        assert part in alone.report
 
 
 def test_heldout_pairs_with_several_references_are_those_of_the_first(translation_config, tmp_path):
@@ -178,11 +172,11 @@ def test_heldout_pairs_with_several_references_are_those_of_the_first(translatio
 
 def test_training_has_one_target(translation_config, tmp_path):
     config = replace(translation_config, {"parallel.source": "parallel:a.en,b.de,c.de"})
-    with pytest.raises(UserError, match="names 3 files, but what is trained on has one target"):
+    with refused(UserError, 3, "a.en"):
         prepare(config, tmp_path / "data")
     config = replace(translation_config, {"parallel.columns": ("en", "en")})
-    with pytest.raises(UserError, match="columns=en,en names one column twice"):
+    with refused(UserError, "columns", "en,en"):
         from_config_dict(to_dict(config))
     config = replace(translation_config, {"parallel.columns": ("en", "de", "de2")})
-    with pytest.raises(UserError, match="columns=en,de,de2 names further references"):
+    with refused(UserError, "columns", "en,de,de2"):
         from_config_dict(to_dict(config))
