@@ -9,9 +9,9 @@ import shutil
 import pytest
 
 from convbert_jax.config import Config, DataSection, TokenizerSection
-from convbert_jax.data.corpus.corpus import prepare
-from convbert_jax.data.sources import documents as documents_module
 from convbert_jax.data.tokenizer.tokenizer import train_tokenizer
+from tests.data import kinds
+from tests.data.parallel.conftest import make_pairs, pair_config
 
 
 def make_documents(count: int, seed: int = 0, lines: int = 6) -> list[str]:
@@ -99,20 +99,33 @@ def change():
 
 @pytest.fixture
 def small_units(monkeypatch):
-    monkeypatch.setattr(documents_module, "UNIT_BYTES", 12_000)
+    """Sources of the tests are cut into some five units."""
+    kinds.small_units(monkeypatch)
+
+
+@pytest.fixture(scope="session", params=kinds.KINDS)
+def kind(request, documents, make_config):
+    """A corpus and pairs, see `kinds.py`."""
+    if request.param == "corpus":
+        return kinds.CorpusKind(documents, make_config)
+    return kinds.PairsKind(make_pairs(400), pair_config)
 
 
 @pytest.fixture(scope="session")
-def prepared_once(make_config, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("prepared")
-    prepare(make_config(folder), folder / "prepared")
-    return folder / "prepared"
+def store(kind, tmp_path_factory):
+    """(config, prepared data of several units), for tests that only read."""
+    folder = tmp_path_factory.mktemp(kind.name)
+    config = kind.config(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        kinds.small_units(patch)
+        return config, kind.prepare(config, folder / "prepared")
 
 
 @pytest.fixture
-def prepared(prepared_once, tmp_path):
-    """A folder that holds the corpus of `config`: a copy, since nothing depends on the place."""
-    return shutil.copytree(prepared_once, tmp_path / "prepared")
+def copied(kind, store, tmp_path, small_units):
+    """(config, folder) of a copy of `store`, which may be damaged."""
+    config, prepared = store
+    return config, shutil.copytree(prepared.directory, tmp_path / "copied")
 
 
 @pytest.fixture

@@ -45,20 +45,20 @@ def pairs():
     return make_pairs(400)
 
 
+def pair_config(source: str, *, shared_vocabulary: bool = True, **fields) -> Config:
+    """A config of a small vocabulary; `fields` are those of config.parallel."""
+    fields = {"heldout_fraction": 0.1, "batch_tokens": 256, "shapes": 3} | fields
+    return Config(
+        tokenizer=TokenizerSection(vocab_size=160, train_megabytes=1),
+        data=DataSection(workers=1),
+        parallel=ParallelSection(source=source, **fields),
+        sequence=SequenceSection(shared_vocabulary=shared_vocabulary),
+    )
+
+
 @pytest.fixture(scope="session")
 def make_config():
-    """make_config(source, **fields of config.parallel)"""
-
-    def make(source: str, *, shared_vocabulary: bool = True, **fields) -> Config:
-        fields = {"heldout_fraction": 0.1, "batch_tokens": 256, "shapes": 3} | fields
-        return Config(
-            tokenizer=TokenizerSection(vocab_size=160, train_megabytes=1),
-            data=DataSection(workers=1),
-            parallel=ParallelSection(source=source, **fields),
-            sequence=SequenceSection(shared_vocabulary=shared_vocabulary),
-        )
-
-    return make
+    return pair_config
 
 
 @pytest.fixture(scope="session")
