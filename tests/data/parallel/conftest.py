@@ -1,6 +1,5 @@
 """Pairs of made-up sentences: a source, and its words spelled backwards with some more."""
 
-import dataclasses
 import gzip
 import random
 
@@ -67,17 +66,3 @@ def prepared(pairs, make_config, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs")
     config = make_config(write_files(folder, pairs))
     return config, prepare(config, folder / "prepared")
-
-
-@pytest.fixture
-def change():
-    """change(config, **fields of config.parallel and config.sequence)"""
-
-    def change(config, **fields):
-        for name in ("parallel", "sequence"):
-            section = getattr(config, name)
-            own = {field: v for field, v in fields.items() if hasattr(section, field)}
-            config = dataclasses.replace(config, **{name: dataclasses.replace(section, **own)})
-        return config
-
-    return change

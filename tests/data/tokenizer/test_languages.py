@@ -193,19 +193,6 @@ def test_lower_case_composes_as_unicode_does(tmp_path):
 # --- Characters that stand alone ---
 
 
-def test_a_trained_vocabulary_of_hanzi_is_accepted(tmp_path):
-    """Following the advice gave ever smaller vocabularies, of which none was accepted."""
-    rng = random.Random(0)
-    weights = [1 / (i + 20) for i in range(len(HANZI))]
-    shuffled = rng.sample(HANZI, len(HANZI))
-    texts = ["".join(rng.choices(shuffled, weights, k=240)) + "。" for _ in range(500)]
-    for kind in ("wordpiece", "sentencepiece"):
-        section = TokenizerSection(kind=kind, vocab_size=4_096)
-        tokenizer = train_up_to(texts, section, tmp_path / kind)
-        check_tokenizer(tokenizer, texts)
-        assert tokenizer.vocab_size > 3_500
-
-
 def test_a_list_of_hanzi_is_refused_only_if_they_are_misread_latin_letters(tmp_path):
     """18% of these are valid UTF-8 in gbk by chance."""
     letters = [chr(code) for code in [*range(0xC0, 0x180), *range(0x391, 0x450)]]
