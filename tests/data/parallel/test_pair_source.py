@@ -16,6 +16,7 @@ from convbert_jax.data.sources import documents
 from convbert_jax.data.tables.table_formats import Fault
 from tests.data.parallel.conftest import make_pairs, write_files
 from tests.data.sources.test_files import packed
+from tests.data.tfds_sets import prepare_tfds
 from tests.refusals import refused
 
 SECTION = ParallelSection()
@@ -237,23 +238,10 @@ def test_the_fingerprint_is_of_the_content(tmp_path):
 def test_rows_of_tfds(tmp_path):
     import tensorflow_datasets as tfds
 
-    class SmallPairs(tfds.core.GeneratorBasedBuilder):
-        VERSION = tfds.core.Version("1.0.0")
-
-        def _info(self):
-            features = tfds.features.Translation(languages=("de", "en"))
-            return tfds.core.DatasetInfo(builder=self, features=features)
-
-        def _split_generators(self, download_manager):
-            return {"train": self._generate_examples(PAIRS)}
-
-        def _generate_examples(self, pairs):
-            for i, (source, target) in enumerate(pairs):
-                yield i, {"de": source, "en": target}
-
-    builder = SmallPairs(data_dir=str(tmp_path), file_format="array_record")
-    builder.download_and_prepare()
-    spec, section = f"tfds:{builder.data_dir}", ParallelSection(columns=("de", "en"))
+    features = tfds.features.Translation(languages=("de", "en"))
+    rows = [{"de": source, "en": target} for source, target in PAIRS]
+    spec = f"tfds:{prepare_tfds(tmp_path, features, {'train': rows})}"
+    section = ParallelSection(columns=("de", "en"))
     source = open_pairs(spec, section)
     assert sorted(pair for _, pair in read(source)) == sorted(PAIRS)
     assert source.place(3) == Location(spec, 3, "row")

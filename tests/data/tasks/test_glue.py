@@ -9,6 +9,7 @@ import pytest
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.tasks import glue
 from convbert_jax.data.tasks.labelled_text import require_labels, swap_texts
+from tests.data.tfds_sets import prepare_tfds
 from tests.refusals import refused
 
 _MRPC = "#1_ID #2_ID #1_String #2_String"
@@ -194,41 +195,23 @@ def test_tfds(tmp_path):
     import tensorflow_datasets as tfds
 
     nli = ("entailment", "neutral", "contradiction")
-    configurations = {
+    for name, (texts, labels, splits) in {
         "cola": (("sentence",), ("unacceptable", "acceptable"), ("train", "test")),
         "stsb": (("sentence1", "sentence2"), (), ("validation",)),
         "mnli": (("premise", "hypothesis"), nli, ("train", "validation_matched")),
         "ax": (("premise", "hypothesis"), nli, ("test",)),
-    }
-
-    class MiniGlue(tfds.core.GeneratorBasedBuilder):
-        VERSION = tfds.core.Version("2.0.0")
-        BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in configurations]  # noqa: RUF012
-
-        def _info(self):
-            texts, labels, _ = configurations[self.builder_config.name]
-            features = dict.fromkeys(texts, tfds.features.Text()) | {"idx": np.int32}
-            features["label"] = np.float32
-            if labels:
-                features["label"] = tfds.features.ClassLabel(names=labels)
-            return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict(features)
-            )
-
-        def _split_generators(self, download_manager):
-            names = configurations[self.builder_config.name][2]
-            return {name: self._generate_examples(name) for name in names}
-
-        def _generate_examples(self, split):
-            texts = configurations[self.builder_config.name][0]
-            for i in range(20):
-                label = -1 if split.startswith("test") else i % len(texts) + (i % 2)
-                yield i, {**{t: f"{t} {i}" for t in texts}, "label": label, "idx": i}
-
-    for name in configurations:
-        builder = MiniGlue(data_dir=str(tmp_path), config=name, file_format="array_record")
-        builder.download_and_prepare()
-    prepared = f"tfds:{tmp_path / 'mini_glue'}"
+    }.items():
+        features = dict.fromkeys(texts, tfds.features.Text()) | {"idx": np.int32}
+        features["label"] = tfds.features.ClassLabel(names=labels) if labels else np.float32
+        rows = {}
+        for split in splits:
+            label_of = {i: -1 if split == "test" else i % len(texts) + i % 2 for i in range(20)}
+            rows[split] = [
+                {**{text: f"{text} {i}" for text in texts}, "label": label, "idx": i}
+                for i, label in label_of.items()
+            ]
+        prepare_tfds(tmp_path, features, rows, config=name, version="2.0.0")
+    prepared = f"tfds:{tmp_path / 'small_set'}"
     cola = glue.open_task("CoLA", prepared).read("train")
     assert [example.id for example in cola] == [str(i) for i in range(20)]  # its shuffle is undone
     assert cola[3].texts == ("sentence 3",)

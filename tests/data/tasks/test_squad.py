@@ -13,6 +13,7 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.tasks import squad
 from convbert_jax.data.tasks.squad import Answer, Question
 from convbert_jax.data.tasks.squad_windows import cut, make_windows, most_context
+from tests.data.tfds_sets import prepare_tfds
 from tests.refusals import refused
 
 CONTEXT = "Lamu is a town. It has caf\u00e9s."
@@ -56,28 +57,12 @@ def test_original_files(tmp_path, caplog):
 def test_tfds_directory(tmp_path):
     tfds = pytest.importorskip("tensorflow_datasets")
 
-    class SmallSquad(tfds.core.GeneratorBasedBuilder):
-        VERSION = tfds.core.Version("1.0.0")
-
-        def _info(self):
-            text = tfds.features.Text()
-            answers = tfds.features.Sequence({"text": text, "answer_start": np.int32})
-            features = dict.fromkeys(("id", "title", "context", "question"), text)
-            features |= {"answers": answers, "is_impossible": np.bool_}
-            return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict(features)
-            )
-
-        def _split_generators(self, manager):
-            return {"validation": self._generate_examples()}
-
-        def _generate_examples(self):
-            for row in as_rows(QUESTIONS):
-                yield row["id"], row | {"title": "Lamu", "context": CONTEXT}
-
-    builder = SmallSquad(data_dir=str(tmp_path), file_format="array_record")
-    builder.download_and_prepare()
-    spec = f"tfds:{builder.data_dir}"
+    text = tfds.features.Text()
+    answers = tfds.features.Sequence({"text": text, "answer_start": np.int32})
+    features = dict.fromkeys(("id", "title", "context", "question"), text)
+    features |= {"answers": answers, "is_impossible": np.bool_}
+    rows = [row | {"title": "Lamu", "context": CONTEXT} for row in as_rows(QUESTIONS)]
+    spec = f"tfds:{prepare_tfds(tmp_path, features, {'validation': rows})}"
     assert sorted(squad.read("v2", "validation", spec), key=lambda q: q.id) == QUESTIONS
     with refused(DataError, value="train"):
         squad.read("v2", "train", spec)
