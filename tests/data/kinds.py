@@ -1,4 +1,4 @@
-"""The two kinds of prepared data behind the same functions: a corpus of documents, and pairs."""
+"""A common interface for tests of the two kinds of prepared data: a corpus and pairs."""
 
 import dataclasses
 import itertools

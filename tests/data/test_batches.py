@@ -176,7 +176,7 @@ def test_a_flipped_byte_is_found(kind, copied):
         with refused(DamagedFileError, path=path):
             shards.Verification([(path, checksum)]).wait()
         path.write_bytes(content)
-    assert named > 30  # the others are of no row
+    assert named > 30  # the other bytes belong to no row
     shards.Verification([(path, checksum)]).wait()
     path.unlink()
     with refused(DamagedFileError, path=path):

@@ -19,15 +19,18 @@ from convbert_jax import recipes
 from convbert_jax.config import UserError, to_dict
 from convbert_jax.data import records
 from convbert_jax.data.corpus import metadata, preparation, rows
+from convbert_jax.data.corpus.corpus import prepare as prepare_corpus
 from convbert_jax.data.corpus.metadata import VERSIONS
 from convbert_jax.data.errors import DataError
 from convbert_jax.data.parallel import metadata as pair_metadata
+from convbert_jax.data.parallel.parallel_text import prepare as prepare_pairs
 from convbert_jax.data.sources import text_files
 from convbert_jax.data.tokenizer import tokenizer
 from convbert_jax.data.units import changes
 from convbert_jax.data.units import lock as locks
 from convbert_jax.files import DamagedFileError
 from tests.data.kinds import changed
+from tests.data.parallel.conftest import pair_config
 from tests.refusals import refused
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
@@ -198,20 +201,14 @@ def test_units_without_metadata_are_refused(kind, copied, contents):
 
 
 def test_rows_of_an_earlier_version_are_used_but_not_mixed(make_config, tmp_path, monkeypatch):
-    """Runs on them go on: their rows are those that they know."""
+    """Runs on them can be resumed with the same rows."""
     config, folder = make_config(tmp_path), tmp_path / "prepared"
-    before = preparation_of(config, folder).fingerprint
+    before = prepare_corpus(config, folder).fingerprint
     monkeypatch.setitem(VERSIONS, "packed", VERSIONS["packed"] + 1)
-    assert preparation_of(config, folder).fingerprint == before
+    assert prepare_corpus(config, folder).fingerprint == before
     unfinish(folder)
     with refused(DataError, "version", 1, 2, path=folder):
-        preparation_of(config, folder)
-
-
-def preparation_of(config, folder):
-    from convbert_jax.data.corpus.corpus import prepare
-
-    return prepare(config, folder)
+        prepare_corpus(config, folder)
 
 
 def test_a_changed_vocabulary_is_refused(kind, copied, small_units, tmp_path):
@@ -300,10 +297,6 @@ def test_an_edited_source_is_refused(form, make_config, documents, tmp_path, mon
     import pyarrow
     from pyarrow import parquet
 
-    from convbert_jax.data.corpus import corpus
-    from convbert_jax.data.parallel import parallel_text
-    from tests.data.parallel.conftest import pair_config
-
     monkeypatch.setattr(text_files, "HEAD", 100)
     texts = [text.replace("\n", " ") for text in documents]
     path = tmp_path / WRITERS[form][0]
@@ -325,34 +318,34 @@ def test_an_edited_source_is_refused(form, make_config, documents, tmp_path, mon
     config = make_config(tmp_path)
     kind = "parquet" if form == "parquet" else "text"
     config = changed(changed(config, "data.source", f"{kind}:{path}"), "data.format", "auto")
-    module = corpus
+    prepare = prepare_corpus
     if form == "pairs":
         other = tmp_path / "train.bb"
         other.write_text("".join(f"{text}\n" for text in texts))
-        config, module = pair_config(f"parallel:{path},{other}"), parallel_text
+        config, prepare = pair_config(f"parallel:{path},{other}"), prepare_pairs
     write(texts)
-    expected = module.prepare(config, tmp_path / "prepared").fingerprint
+    expected = prepare(config, tmp_path / "prepared").fingerprint
     stat = path.stat()
     first, *middle, last = texts[120].split()
     write([*texts[:120], " ".join([first, *reversed(middle), last]), *texts[121:]])
     assert path.stat().st_size == stat.st_size
     os.utime(path, ns=(0, stat.st_mtime_ns))
     if form != "gzip":  # which ends with a checksum
-        module.prepare(config, tmp_path / "prepared")  # not noticed
+        prepare(config, tmp_path / "prepared")  # not noticed
     with refused(DataError, path, ELSEWHERE):
-        module.prepare(config, tmp_path / "prepared", compare=True)
+        prepare(config, tmp_path / "prepared", compare=True)
     os.utime(path, ns=(0, stat.st_mtime_ns + 10**9))
     with refused(DataError, path, ELSEWHERE):
-        module.prepare(config, tmp_path / "prepared")
+        prepare(config, tmp_path / "prepared")
     write(texts)  # the same content at another time is compared once
-    assert module.prepare(config, tmp_path / "prepared").fingerprint == expected
+    assert prepare(config, tmp_path / "prepared").fingerprint == expected
     monkeypatch.setattr(changes, "_compare_unit", None)
     monkeypatch.setattr(changes, "Processes", None)
-    assert module.prepare(config, tmp_path / "prepared").fingerprint == expected
+    assert prepare(config, tmp_path / "prepared").fingerprint == expected
 
 
 def test_an_edit_between_two_starts_is_refused(kind, tmp_path, small_units, monkeypatch):
-    """A stopped preparation does not go on with the rest of another text."""
+    """A stopped preparation does not continue with the rest of another text."""
     monkeypatch.setattr(text_files, "HEAD", 100)
     config = kind.config(tmp_path)
     with stopped_at(kind, 2):
@@ -493,8 +486,8 @@ documents.UNIT_BYTES = 9_000
 prepare(from_config_dict(json.loads(sys.argv[1])), pathlib.Path(sys.argv[2]))
 print(__file__, __spec__)
 """
-# In kilobytes. The high-water mark of ru_maxrss would include that of the process forked from, here
-# pytest's own, so the parent asks for that of its own address space.
+# In kilobytes. ru_maxrss would include the peak of pytest, from which the parent is forked, so the
+# parent reads VmHWM.
 PRINT_PEAKS = """
 import re, resource
 own = re.search(r"VmHWM:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]
@@ -525,12 +518,12 @@ def test_two_processes_prepare_once(config, change, tmp_path, small_units, conte
         assert process.returncode == 0, errors
         assert output.split() == [str(tmp_path / "script.py"), "None"]  # as it was before
     assert (tmp_path / "started").read_text() == "once once "
-    preparation_of(config, tmp_path / "alone")
+    prepare_corpus(config, tmp_path / "alone")
     assert contents(folder) == contents(tmp_path / "alone")
 
 
 def test_workers_die_with_their_parent(config, change, tmp_path, small_units, contents):
-    """Killed at any moment; no worker goes on writing, and the rest is done afterwards."""
+    """After a kill no worker continues to write, and the next start does the rest."""
     config = change(config, data={"workers": 2})
     folder = tmp_path / "killed"
     process = start(config, folder, tmp_path)
@@ -545,8 +538,8 @@ def test_workers_die_with_their_parent(config, change, tmp_path, small_units, co
     while any(pathlib.Path(f"/proc/{worker}").exists() for worker in workers):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    preparation_of(config, folder)
-    preparation_of(config, tmp_path / "whole")
+    prepare_corpus(config, folder)
+    prepare_corpus(config, tmp_path / "whole")
     assert contents(folder) == contents(tmp_path / "whole")
 
 
@@ -569,7 +562,7 @@ def test_memory_stays_bounded(config, change, documents, tmp_path, shuffle_docum
     assert 20_000 < worker < 400_000
 
 
-# --- Damaged records: an error that says what to do, never a wrong value ---
+# --- Damaged records: an error with a remedy, never a wrong value ---
 
 STORED = ["metadata.json", "unfinished metadata.json", "units/00001.json"]
 STORED += ["tokenizer_settings.json", "tokenizer.model"]

@@ -5,7 +5,7 @@ def prepare_tfds(folder, features, splits, *, config: str = "", version: str = "
     """Prepares a data set "small_set" and returns its folder.
 
     Args:
-      features: by name, as `tfds.features` takes them, or a feature of its own.
+      features: by name, as `tfds.features.FeaturesDict` takes them, or a feature.
       splits: rows of each split, by name.
       config: name of a builder config, for data sets that have several.
     """

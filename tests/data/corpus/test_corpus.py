@@ -1,4 +1,4 @@
-"""What is of a corpus alone: documents that are held out, layouts, and text that is left out."""
+"""Properties of a corpus alone: held-out documents, layouts, and undecodable text."""
 
 import json
 import logging

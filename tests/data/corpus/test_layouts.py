@@ -41,7 +41,7 @@ def pair(documents, length=128, pairs="next", seed="0"):
 
 
 def number(sizes):
-    """Documents of lines of so many tokens, each token another number."""
+    """Makes documents from the token counts of their lines; each token is another number."""
     counter = itertools.count(10)
     return [[[next(counter) for _ in range(size)] for size in lines] for lines in sizes]
 
@@ -152,7 +152,7 @@ def test_electra_statistics():
 
 def test_electra_release_bug_with_long_lines():
     """A first line of half the target or more goes to the second segment, the first stays empty;
-    with a shorter line behind it the order of the text is turned round.
+    a shorter line after it reverses the order of the text.
     """
     long, short = list(range(10, 110)), list(range(200, 240))
     (sound,) = electra([[long, short]], seed="a")

@@ -1,4 +1,4 @@
-"""Orders of rows: permutations by position, and that of the official code, simulated stepwise."""
+"""Orders of rows: permutations by position, and the order of the official code, simulated."""
 
 import collections
 import itertools
@@ -90,7 +90,7 @@ def documents_in_batches(rows, batches: int, size: int = 128) -> np.ndarray:
 
 
 def test_a_batch_is_of_as_many_documents_as_in_the_official_code():
-    """128 rows are of 111 to 128 documents, wherever one looks; in document order of 22 to 24."""
+    """128 rows have 111 to 128 documents, in every batch; in document order they have 22 to 24."""
     lengths = 1 + np.random.default_rng(0).geometric(0.12, 7000).clip(max=60)
     document_of = np.repeat(np.arange(len(lengths)), lengths)  # of some 60,000 rows, as written
     batches = 1200  # two and a half epochs
@@ -187,7 +187,7 @@ def test_shuffled_documents(config, change, tmp_path, small_units, contents, mon
     batches = training_batches(shuffled, batch_size=128, seed=0, release_shuffle=True)
     found = [len(set(numbers(shuffled, next(batches)["tokens"]))) for _ in range(12)]
     batches.close()
-    drawn = 380 * (1 - (1 - 1 / 380) ** 128)  # of so many documents, at random
+    drawn = 380 * (1 - (1 - 1 / 380) ** 128)  # expected for random documents
     assert min(found) > 0.85 * drawn
 
     prepare(change(config, data={"workers": 2}), tmp_path / "two")

@@ -45,7 +45,7 @@ def pairs():
 
 
 def pair_config(source: str, *, shared_vocabulary: bool = True, **fields) -> Config:
-    """A config of a small vocabulary; `fields` are those of config.parallel."""
+    """A config of a small vocabulary; `fields` are set in config.parallel."""
     fields = {"heldout_fraction": 0.1, "batch_tokens": 256, "shapes": 3} | fields
     return Config(
         tokenizer=TokenizerSection(vocab_size=160, train_megabytes=1),

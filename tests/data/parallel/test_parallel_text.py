@@ -1,4 +1,4 @@
-"""What is of pairs alone: records, pairs that are left out, vocabularies, shapes, and cut texts."""
+"""Properties of pairs alone: records, skipped pairs, vocabularies, shapes, and cut texts."""
 
 import collections
 import dataclasses
@@ -159,7 +159,7 @@ def test_batches_have_few_shapes_and_the_labels_of_their_texts(prepared):
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_other_devices_go_on_with_the_batches_that_there_were(prepared, prefetch):
     config, text = prepared
-    # As batches of a multiple of 8 rows could not be told apart, those of an older run.
+    # Fewer rows than today, as a run with other devices has.
     began = training_batches(text, config.parallel, seed=5, prefetch=0)
     shapes = [[s.rows - 2, s.source, s.target] for s in list_shapes(text, config.parallel)]
     state = began.get_state() | {"shapes": shapes}

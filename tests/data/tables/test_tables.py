@@ -140,7 +140,7 @@ def test_rows(name, text, fields, rows, tmp_path):
 
 
 def test_several_files(tmp_path):
-    """Files side by side with one column each, one after the other, or those of a glob."""
+    """Files with one column each, files one after the other, and the files of a glob."""
     for name, text in (("s1", "a b \nc\n"), ("s2.gz", "d\ne \n"), ("y", "no\nyes\n")):
         write(tmp_path, name, text)
     fields = {"format": "parallel", "columns": ("one", "two", "label"), "texts": ("one", "two")}

@@ -139,7 +139,7 @@ def test_the_release_mixes_within_a_buffer_of_100():
     assert {length for length, _ in drawn} == {128}
     counts = collections.Counter(np.concatenate([index for _, index in drawn]).tolist())
     assert set(counts) == {-1, *range(37)}
-    # 1600 draws of 40 places, 100 of which are still in the buffer
+    # 1600 draws of 40 places; 100 are still in the buffer
     assert counts[-1] == pytest.approx(3 * 40, abs=9)
     assert all(count == pytest.approx(40, abs=3) for row, count in counts.items() if row >= 0)
 

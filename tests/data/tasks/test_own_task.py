@@ -145,7 +145,7 @@ def test_training_files_are_parsed_once(task, monkeypatch):
 
 
 def test_rows_to_score_on_are_not_trained_on(task, tmp_path):
-    """A glob for all files took those of the other split along."""
+    """A glob for all files included the files of the other split."""
     both = {"train": [{"text": "x", "label": 1}, {"text": "y", "label": 0}]}
     files = {"a.tsv": AB, "b.tsv": AB, "c.json": json.dumps(both | {"dev": both["train"]})}
     for split in ("validation", "test"):

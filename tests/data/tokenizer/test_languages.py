@@ -1,6 +1,6 @@
-"""Text in other languages than English: what a vocabulary keeps of it, and what is refused."""
+"""Text in other languages than English: what a vocabulary keeps, and which settings are refused."""
 
-# ruff: noqa: RUF001  (texts with look-alike characters are what is tested)
+# ruff: noqa: RUF001  (the tests need look-alike characters)
 import contextlib
 import dataclasses
 import itertools
@@ -128,7 +128,7 @@ def test_a_loaded_vocabulary_has_what_was_chosen(tmp_path):
     ("sentencepiece", True), ("sentencepiece", False), ("wordpiece", True), ("wordpiece", False),
 ])  # fmt: skip
 def test_no_entry_of_a_lower_case_vocabulary_is_upper_case(kind, strip_accents, tmp_path):
-    """SentencePiece left "İ" as it is and made capitals of Cherokee; then that was refused."""
+    """SentencePiece left "İ" unchanged and capitalized Cherokee; then that was refused."""
     texts = [TURKISH, CHEROKEE, "Straße STRASSE ẞ Σας ΟΔΟΣ"] * 30
     tokenizer = train(texts, tmp_path, kind=kind, lowercase=True, strip_accents=strip_accents)
     entries = [entry for entry in tokenizer.entries if entry not in BERT_SPECIAL]

@@ -1,4 +1,4 @@
-"""Vocabularies that are trained here: what they are, and what they make of text."""
+"""Trained vocabularies: reproducible, complete, with exact offsets."""
 
 import dataclasses
 import pickle
@@ -105,7 +105,7 @@ def test_a_vocabulary_is_loaded_with_the_settings_of_its_training(tokenizer, tmp
 
 
 def test_a_size_that_the_text_cannot_give(tokenizer, documents, tmp_path):
-    """The error names a size that works; nothing is left behind."""
+    """The error names a size that works; the folder stays empty."""
     field = "config.tokenizer.vocab_size"
     with refused(TokenizerError, field=field, value=30_000) as caught:
         size = dataclasses.replace(tokenizer.section, vocab_size=30_000)
@@ -192,7 +192,7 @@ def test_case_and_accents_are_those_of_the_settings(
     assert (found.kind, found.vocab_size) == (kind, 300)
     assert {name: getattr(found, name) for name in fields} == fields
     check_tokenizer(load_tokenizer(found, tmp_path), texts)
-    for name, value in fields.items():  # a model or tokenizer.json knows, and says the right one
+    for name, value in fields.items():  # the error names the right setting
         wrong = dataclasses.replace(found, **{name: not value})
         with refused(TokenizerError, f"--config.tokenizer.{name}={value}", path=tokenizer.path):
             check_tokenizer(load_tokenizer(wrong, tmp_path), texts)

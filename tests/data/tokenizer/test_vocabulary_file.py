@@ -1,4 +1,4 @@
-"""Vocabularies of users: their files say kind, size and case, and damage in them is found."""
+"""Vocabularies of users: kind, size and case are read from the file, and damage is found."""
 
 import gzip
 import json
@@ -53,7 +53,7 @@ def bert_lines(bert_file):
     return bert_file.read_text(encoding="utf-8").split("\n")[:-1]
 
 
-# --- What a file says ---
+# --- Settings from the file ---
 
 
 def test_the_vocabulary_of_bert(bert_file, tmp_path):
@@ -192,7 +192,7 @@ def test_other_files_that_are_no_vocabulary_are_named(trained, tmp_path):
         path.write_bytes(content)
         with refused(TokenizerError, path=path):
             Tokenizer(TokenizerSection(kind=kind), path)
-    # In a piece, which the library hands out as it is, and Python then cannot decode.
+    # A flipped bit in a piece, which the library returns and Python cannot decode.
     content = bytearray(trained().path.read_bytes())
     content[content.index(b"[MASK]") + 1] ^= 128
     path.write_bytes(content)

@@ -52,8 +52,8 @@ def test_runners_make_the_same_files(kind, store, options, tmp_path, small_units
 
 
 def test_other_runners(config, tmp_path, small_units, contents, bad_work, runner):
-    """DirectRunner, which asks for Prism first and without the network does it itself, and one that
-    goes on by itself and is waited for, as Flink, Spark and Dataflow are.
+    """DirectRunner, which falls back to FnApiRunner without the network, and PortableRunner, which
+    is asynchronous like Flink, Spark and Dataflow.
     """
     portable = runner(("--job_endpoint=embed", "--environment_type=LOOPBACK"), "PortableRunner")
     prepare(config, tmp_path / "local")
@@ -142,7 +142,7 @@ def fail(job, index, source, unit, split):
 
 @pytest.fixture
 def bad_work(tmp_path, monkeypatch, runner):
-    """bad_work("die"): what kills its process, or has a fault of its own."""
+    """bad_work("die"): work that kills its process; "fail": work that raises an error."""
     (tmp_path / "bad_units.py").write_text(BAD)
     (tmp_path / "units").mkdir()
     monkeypatch.syspath_prepend(tmp_path)

@@ -26,7 +26,7 @@ SHARDS = "gs://bucket/shards"
 
 @pytest.fixture
 def machine(config, change, tmp_path):
-    """machine(name): the config as another machine has it, with a disk of its own."""
+    """machine(name): the config of another machine, with its own disk."""
     return lambda name: change(config, data={"directory": SHARDS, "cache": str(tmp_path / name)})
 
 

@@ -1,4 +1,4 @@
-"""Units of work, whoever does them; errors of a runner without Apache Beam being there."""
+"""Units of work and their runners, without Apache Beam."""
 
 import dataclasses
 import importlib.util
@@ -82,7 +82,7 @@ def test_finished_units_are_not_done_again(work, tmp_path, finished, workers):
     (old / "00000-1").mkdir()
     records = do_units(work, finished, Processes(workers))
     assert [record["text"] for record in records] == ["one", "before", "held"]
-    assert do_units(work, finished, None) == records  # nobody is asked
+    assert do_units(work, finished, None) == records  # no runner is needed
     assert not list(tmp_path.glob("attempts-*"))
     with refused(DataError, path=old, field="config.data.directory"):  # one that still runs
         worker_of(work, old).do(work.list_assignments()[0])
