@@ -1,9 +1,8 @@
-"""Traces what computes with arrays while signatures are checked (tests/test_shapes.py).
+"""Traces ops, models and objectives while signatures are checked (tests/test_shapes.py).
 
-Every form of an op that runs on a CPU, forward and backward, the loss of both recipes and a model
-that writes text with each mixer. Nothing is compiled. In a process of its own, since signatures are
-checked from the import on, and only there: tests of refusals call with wrong shapes, and others
-have stand-ins.
+Every form of an op that runs on a CPU, forward and backward; each mixer with one pre-training loss
+and in one model that writes text. Nothing is compiled. It runs in a separate process, because
+signatures are checked from the import on, and other tests pass wrong shapes on purpose.
 """
 
 import dataclasses
@@ -17,8 +16,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 import jaxtyping
-import pytest
 from beartype import beartype
+
+from tests.refusals import refused
 
 CHECKED = ("ops", "models", "objectives", "decoding")
 
@@ -55,31 +55,29 @@ def trace_ops() -> None:
     from convbert_jax.ops.tables import look_up
 
     ids = jnp.ones((2, 24), jnp.int32)
-    for dtype, segment_ids, causal in itertools.product(
-        (jnp.float32, jnp.bfloat16), (None, ids), (False, True)
-    ):
+    forms = (
+        (jnp.float32, {"segment_ids": None}),
+        (jnp.bfloat16, {"segment_ids": ids, "causal": True}),
+    )
+    for (dtype, own), implementation in itertools.product(forms, ("reference", "xla")):
         rows, heads, filters, light, few, width, outputs = (
             jax.ShapeDtypeStruct(sizes, dtype)
             for sizes in (
                 (2, 24, 32), (2, 24, 2, 16), (2, 24, 2, 9), (2, 9), (9, 32), (32, 18), (18,)
             )
         )  # fmt: skip
-        own = {"segment_ids": segment_ids, "causal": causal}
-        trace(functools.partial(attention, implementation="xla", **own), heads, heads, heads)
-        for dilation, implementation in itertools.product((1, 2), ("reference", "xla")):
-            own |= {"dilation": dilation, "implementation": implementation}
-            dynamic = functools.partial(dynamic_conv, **own)
-            trace(dynamic, heads, filters)
-            trace(dynamic, heads, light)
-            span = functools.partial(span_dynamic_conv, heads=2, **own)
-            trace(span, rows, rows, rows, width, outputs)
-            token = functools.partial(lambda span, query, *rest: span(query, None, *rest), span)
-            trace(token, rows, rows, width, outputs)
-            alone = functools.partial(
-                lambda span, query, *rest: span(query, None, None, *rest), span
-            )
-            trace(alone, rows, width, outputs)
-        trace(functools.partial(depthwise_conv, **own), rows, few)
+        if implementation == "xla":
+            attend = functools.partial(attention, implementation="xla", **own)
+            trace(attend, heads, heads, heads)
+        given = own | {"dilation": 2, "implementation": implementation}
+        dynamic = functools.partial(dynamic_conv, **given)
+        trace(dynamic, heads, filters)
+        trace(dynamic, heads, light)
+        trace(functools.partial(depthwise_conv, **given), rows, few)
+        span = functools.partial(span_dynamic_conv, heads=2, **given)
+        trace(span, rows, rows, rows, width, outputs)
+        trace(lambda query, *rest, span=span: span(query, None, *rest), rows, rows, width, outputs)
+        trace(lambda query, *rest, span=span: span(query, None, None, *rest), rows, width, outputs)
     trace(lambda table: look_up(table, ids), jax.ShapeDtypeStruct((40, 32), jnp.float32))
 
 
@@ -97,7 +95,7 @@ def trace_steps() -> None:
 
 
 def trace_sequences() -> None:
-    """Models that write text, of whole rows and decoded, with each mixer."""
+    """Models that write text, of whole rows and decoded: each mixer in one of two models."""
     from flax import nnx
 
     from convbert_jax.config import ModelSection
@@ -111,36 +109,37 @@ def trace_sequences() -> None:
     from convbert_jax.models.sequences.networks import EncoderDecoder, LanguageModel
 
     ids = jnp.ones((2, 8), jnp.int32)
-    for mixer in MIXERS:
-        model = ModelSection(layers=2, hidden_size=32, embedding_size=32, mixer=mixer)
-        config = derive_encoder_decoder(model, SequenceSection(norm="pre"), 20, 20)
 
-        alone = derive_language_model(model, SequenceSection(norm="pre"), 20)
+    def go_on(config):
+        made = LanguageModel(config, nnx.Rngs(0))
+        begun, first = ids[:, :5], jnp.asarray([0, 3])
+        state, read = made.start(begun, first, copies=2, length=9, dtype=jnp.bfloat16)
 
-        def go_on(config=alone):
-            made = LanguageModel(config, nnx.Rngs(0))
-            begun, first = ids[:, :5], jnp.asarray([0, 3])
-            state, read = made.start(begun, first, copies=2, length=9, dtype=jnp.bfloat16)
+        def step(tokens, state, place):
+            return made.step(tokens, state, place, read, jnp.bfloat16)
 
-            def step(tokens, state, place):
-                return made.step(tokens, state, place, read, jnp.bfloat16)
+        return search(step, state, begun, first, beam=2, length=9, end=1)
 
-            return search(step, state, begun, first, beam=2, length=9, end=1)
+    def translate(config):
+        made = EncoderDecoder(config, nnx.Rngs(0))
+        state, source = made.start(ids, ids, copies=2, length=6, dtype=jnp.bfloat16)
 
-        jax.eval_shape(go_on)
+        def step(tokens, state, place):
+            return made.step(tokens, state, place, source, jnp.bfloat16)
 
-        def run(config=config):
-            made = EncoderDecoder(config, nnx.Rngs(0))
-            state, source = made.start(ids, ids, copies=2, length=6, dtype=jnp.bfloat16)
+        found = search(step, state, ids[:, :1], beam=2, length=6, end=1)
+        whole = made(ids, ids, ids, ids, dtype=jnp.bfloat16, key=jax.random.key(0))
+        return whole, found
 
-            def step(tokens, state, place):
-                return made.step(tokens, state, place, source, jnp.bfloat16)
-
-            found = search(step, state, ids[:, :1], beam=2, length=6, end=1)
-            whole = made(ids, ids, ids, ids, dtype=jnp.bfloat16, key=jax.random.key(0))
-            return whole, found
-
-        jax.eval_shape(run)
+    for number, mixer in enumerate(MIXERS):
+        model = ModelSection(layers=1, hidden_size=32, embedding_size=32, mixer=mixer)
+        sequence = SequenceSection(norm="pre")
+        if number % 2:
+            alone = derive_language_model(model, sequence, 20)
+            jax.eval_shape(functools.partial(go_on, alone))
+        else:
+            both = derive_encoder_decoder(model, sequence, 20, 20)
+            jax.eval_shape(functools.partial(translate, both))
 
 
 def trace_pretraining() -> None:
@@ -149,20 +148,22 @@ def trace_pretraining() -> None:
     from tests.end_to_end.test_devices import SPECIAL, batch_of, small_config
 
     objectives = (("replaced_token", "none"), ("masked_lm", "none"), ("masked_lm", "next"))
-    for mixer, (name, pairs) in itertools.product(MIXERS, objectives):
+    cases = zip(MIXERS, itertools.cycle(objectives), strict=False)
+    for number, (mixer, (name, pairs)) in enumerate(cases):
         config = small_config()
         config = dataclasses.replace(
             config,
             recipe=name,
             objective=dataclasses.replace(config.objective, sentence_pairs=pairs),
             compute_dtype="bfloat16",
-            model=dataclasses.replace(config.model, mixer=mixer),
+            model=dataclasses.replace(config.model, mixer=mixer, layers=1),
         )
         task = build_task(config, SPECIAL, jax.devices()[0])
         params = jax.eval_shape(task.init, jax.random.key(0))
         batch = {field: jnp.asarray(array) for field, array in batch_of(config).items()}
         batch["pair_label"] = jnp.zeros(len(batch["tokens"]), jnp.int32)
-        loss = jax.grad(task.loss, has_aux=True)
+        backward = number < len(objectives)
+        loss = jax.grad(task.loss, has_aux=True) if backward else task.loss
         jax.eval_shape(lambda p, loss=loss, b=batch: loss(p, b, jax.random.key(0)), params)
 
 
@@ -190,6 +191,5 @@ def main() -> None:
         from convbert_jax.ops.softmax import softmax
 
         wrong = jnp.ones((4, 5), bool)  # in a function that has no check of its own
-        with pytest.raises(jaxtyping.TypeCheckError, match="visible"):
+        with refused(jaxtyping.TypeCheckError, "visible"):
             softmax(jnp.zeros((2, 3)), wrong, jnp.float32)
-    print("All signatures hold.")
