@@ -47,7 +47,8 @@ def check(length, keys, heads, width, kind, causal, rate, *, dtype=F32, interpre
     def attend(*arrays):
         return op.pallas_tpu(*arrays, *given, causal, drop=drop, interpret=interpret)
 
-    assert_close(run(attend, arrays, cotangent), expected, TOLERANCE[dtype])
+    tolerance = TOLERANCE[dtype] * (1 if interpret else 2)
+    assert_close(run(attend, arrays, cotangent), expected, tolerance)
 
 
 @pytest.mark.parametrize("case", CASES)

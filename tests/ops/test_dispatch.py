@@ -95,37 +95,31 @@ def mesh(**sizes):
     return jax.set_mesh(make_mesh(**sizes))
 
 
-def parts(x, spec, out=None):
-    """The shape that each device gets of `x`, and the result on all of them."""
-    seen = []
+@pytest.mark.parametrize(
+    ("sizes", "rows", "spec", "shape"),
+    [
+        ({"data": 4, "tensor": 2}, 8, division.ROWS_AND_HEADS, (2, 3, 2, 2)),
+        ({"data": 4, "tensor": 2}, 8, ROWS, (2, 3, 4, 2)),
+        ({"data": 4, "tensor": 2}, 8, WHOLE, (8, 3, 4, 2)),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 8, division.ROWS_AND_HEADS, (2, 3, 2, 2)),
+        ({"tensor": 8}, 8, division.ROWS_AND_HEADS, (8, 3, 4, 2)),  # 4 heads are not split in 8
+        ({"data": 4, "fsdp": 2}, 6, ROWS, (3, 3, 4, 2)),  # split by fsdp alone
+        ({"data": 8}, 6, ROWS, (6, 3, 4, 2)),
+        ({"data": 1}, 8, ROWS, (8, 3, 4, 2)),
+    ],
+)
+def test_each_device_gets_its_part(sizes, rows, spec, shape):
+    """The shape that a kernel sees on a device, and the result on all of them."""
+    x, seen = np.arange(rows * 3 * 4 * 2.0).reshape(rows, 3, 4, 2), []
 
     def kernel(x):
         seen.append(x.shape)
         return 2 * x
 
-    result = jax.jit(lambda x: division.over_mesh(kernel, [x], [spec], out or spec))(x)
-    np.testing.assert_array_equal(result, 2 * x)
-    return seen[0]
-
-
-def rows_and_heads(rows=8):
-    return np.arange(rows * 3 * 4 * 2.0).reshape(rows, 3, 4, 2)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "spec", "shape"),
-    [
-        ({"data": 4, "tensor": 2}, division.ROWS_AND_HEADS, (2, 3, 2, 2)),
-        ({"data": 4, "tensor": 2}, ROWS, (2, 3, 4, 2)),
-        ({"data": 4, "tensor": 2}, WHOLE, (8, 3, 4, 2)),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, division.ROWS_AND_HEADS, (2, 3, 2, 2)),
-        ({"tensor": 8}, division.ROWS_AND_HEADS, (8, 3, 4, 2)),  # 4 heads are not split in 8
-        ({"data": 1}, ROWS, (8, 3, 4, 2)),
-    ],
-)
-def test_each_device_gets_its_part(sizes, spec, shape):
     with mesh(**sizes):
-        assert parts(rows_and_heads(), spec) == shape
+        result = jax.jit(lambda x: division.over_mesh(kernel, [x], [spec], spec))(x)
+    np.testing.assert_array_equal(result, 2 * x)
+    assert seen == [shape]
 
 
 def test_rows_are_widened_only_where_they_have_neighbors():
@@ -148,17 +142,10 @@ def test_rows_are_widened_only_where_they_have_neighbors():
     assert lengths == [16, 8 + 2]
 
 
-def test_rows_that_an_axis_does_not_divide_are_not_split_by_it():
-    with mesh(data=4, fsdp=2):
-        assert parts(rows_and_heads(6), ROWS) == (3, 3, 4, 2)  # by fsdp alone
-    with mesh(data=8):
-        assert parts(rows_and_heads(6), ROWS) == (6, 3, 4, 2)
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_axis_that_kernels_do_not_know_is_an_error(size):
     with mesh(data=4, expert=size), refused(ValueError, "expert", *BATCH, HEADS, SEQUENCE):
-        parts(rows_and_heads(), ROWS)
+        division.over_mesh(abs, [np.ones(8)], [ROWS], ROWS)
 
 
 def test_the_axes_are_those_of_training():
@@ -203,5 +190,5 @@ def test_whole_channels_says_nothing_where_nothing_splits_heads(rows):
 def test_several_cpus_take_all_layers_at_once_and_say_so(devices, found, caplog):
     with caplog.at_level("INFO"), mesh(data=devices):
         assert division.layers_at_once(6, 1) == found
-        assert division.layers_at_once(6, 9) == 6
+        assert division.layers_at_once(6, 6) == division.layers_at_once(6, 9) == 6
     assert ["6" in record.getMessage() for record in caplog.records] == [True] * (devices > 1)
