@@ -207,7 +207,9 @@ def read_gpus(topology: str) -> Devices:
     if not found or found[1] not in _GPUS:
         raise ConfigError(
             f"--topology={topology} names no GPUs; take one of {', '.join(_GPUS)} and how many, as "
-            "gpu:h100x8."
+            "gpu:h100x8.",
+            field="--topology",
+            value=topology,
         )
     kind, size, bandwidth = _GPUS[found[1]]
     return Devices(

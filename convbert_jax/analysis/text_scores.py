@@ -62,7 +62,9 @@ def check_library(recipe: str, score_words: str = "13a") -> None:
         if util.find_spec(module) is None:
             raise ScoreError(
                 f"config.recipe='{recipe}' is scored by {package}, which is not installed; install "
-                f"it: pip install {package}, or convbert_jax[text]."
+                f"it: pip install {package}, or convbert_jax[text].",
+                field="config.recipe",
+                value=recipe,
             )
 
 

@@ -69,7 +69,8 @@ def run(arguments: list[str], workdir: epath.PathLike, *, steps: int) -> str:
     if differing:
         raise ResumeError(
             f"resuming is not exact: {len(differing)} of {len(expected)} parts differ, first "
-            f"{differing[0]}; both runs are kept in {straight.path.parent}."
+            f"{differing[0]}; both runs are kept in {straight.path.parent}.",
+            path=straight.path.parent,
         )
     return (
         f"Exact: {len(expected)} parts (parameters, optimizer state, data position) of the run "
@@ -114,7 +115,8 @@ def _started(arguments: list[str], workdir: Workdir) -> Iterator[subprocess.Pope
 def _wait(process: subprocess.Popen, name: str) -> None:
     if process.wait() != 0:
         raise ResumeError(
-            f"{name} ended with exit code {process.returncode}; its message stands above."
+            f"{name} ended with exit code {process.returncode}; its message stands above.",
+            value=process.returncode,
         )
 
 
@@ -125,7 +127,9 @@ def _kill_after(process: subprocess.Popen, killed: Workdir, middle: int, steps: 
         if process.poll() is not None:
             raise ResumeError(
                 f"the run ended (exit code {process.returncode}) before it could be killed; "
-                f"raise --verify_steps={steps}."
+                f"raise --verify_steps={steps}.",
+                field="--verify_steps",
+                value=steps,
             )
         done = [step for step in killed.steps() if step >= middle]
         if done:

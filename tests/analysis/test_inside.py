@@ -1,4 +1,4 @@
-"""Numbers on attention maps and filters, against some made by hand; pictures that show them."""
+"""Statistics of attention maps and filters against values by hand, and their figures."""
 
 import numpy as np
 import pytest
@@ -23,29 +23,23 @@ def random_maps(n, heads=3, seed=0):
     return weights / weights.sum(-1, keepdims=True)
 
 
-def test_a_map_of_the_diagonal_alone_is_concentrated():
-    assert maps.concentration(np.eye(9)[None], window=0) == 1
-    assert maps.concentration(shifted(40, 4))[0] == pytest.approx(36 / 40)  # 4 go around
+@given(st.integers(1, 60), st.integers(0, 12))
+@settings(deadline=None, max_examples=30)
+def test_concentration_of_simple_maps(n, window):
+    by_hand = sum(min(n - 1, i + window) - max(0, i - window) + 1 for i in range(n)) / n**2
+    assert maps.chance(n, window) == pytest.approx(by_hand)
+    assert maps.concentration(uniform(n), window)[0] == pytest.approx(by_hand)
+    assert maps.concentration(shifted(n, 0), window)[0] == 1
+    assert maps.concentration(shifted(40, 4))[0] == pytest.approx(36 / 40)  # 4 wrap around
     assert maps.concentration(shifted(40, 5))[0] == 0
-
-
-def test_the_first_token_alone_is_near_to_few():
     to_first = np.zeros((1, 20, 20))
     to_first[..., 0] = 1
     assert maps.concentration(to_first)[0] == pytest.approx(5 / 20)
 
 
-@given(st.integers(1, 60), st.integers(0, 12))
-@settings(deadline=None)
-def test_uniform_attention_is_at_the_chance_level(n, window):
-    by_hand = sum(min(n - 1, i + window) - max(0, i - window) + 1 for i in range(n)) / n**2
-    assert maps.chance(n, window) == pytest.approx(by_hand)
-    assert maps.concentration(uniform(n), window)[0] == pytest.approx(by_hand)
-
-
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6))
-@settings(deadline=None, max_examples=30)
-def test_texts_of_different_lengths_count_by_their_tokens(lengths):
+@settings(deadline=None, max_examples=15)
+def test_texts_count_by_their_number_of_tokens(lengths):
     sums = maps.MapSums(30)
     texts = [random_maps(n, seed=n) for n in lengths]
     for text in texts:
@@ -62,30 +56,22 @@ def test_texts_of_different_lengths_count_by_their_tokens(lengths):
     np.testing.assert_allclose(first.concentration, sum(near) / sum(lengths))
     np.testing.assert_allclose(second.concentration, sums.chance)
     longest = max(lengths)
-    assert first.mean.shape == (3, longest, longest)
+    assert first.mean.shape == (3, longest, longest)  # positions that a text has
     for i, j in [(0, 0), (longest - 1, 0), (longest // 2, longest // 2)]:
         having = [text[:, i, j] for text in texts if max(i, j) < text.shape[-1]]
         np.testing.assert_allclose(first.mean[:, i, j], np.mean(having, axis=0))
 
 
-def test_positions_that_no_text_has_are_not_drawn_as_zero():
-    sums = maps.MapSums(8)
-    sums.add({0: uniform(5)})
-    (layer,) = sums.layers()
-    assert layer.mean.shape == (1, 5, 5)
-    assert np.isfinite(layer.mean).all()
-
-
-def test_filters_that_are_the_same_everywhere_are_not_moved():
+def test_the_spread_of_filters():
     same = np.broadcast_to(np.full((2, 5), 0.2), (7, 2, 5))
     np.testing.assert_allclose(filters.spread(same), 0, atol=1e-12)
-    # half of the occurrences read one tap, half another
+    # half of the occurrences have one tap, half another
     apart = np.zeros((4, 1, 3))
     apart[:2, :, 0] = apart[2:, :, 2] = 1
     np.testing.assert_allclose(filters.spread(apart), 0.5)
 
 
-def test_a_word_is_found_where_it_stands_alone():
+def test_a_word_is_found_as_a_whole_word():
     text = "Bank on it: the riverbank, banks and the bank."
     words = [(0, 4), (5, 7), (8, 11), (12, 15), (16, 21), (21, 25), (27, 32), (33, 36), (37, 40)]
     places = np.asarray([*words, (41, 45), (45, 46)])
@@ -99,16 +85,15 @@ def test_a_word_is_found_where_it_stands_alone():
     assert filters.find("bank", 0, "bank", marked)[0].token == 2
 
 
-@pytest.mark.parametrize(
-    ("asked", "chosen"), [((), [0, 3, 5]), ((1, 5), [1, 5]), ((9,), [])], ids=str
-)
-def test_which_layers_are_drawn(asked, chosen):
-    assert filters.chosen_layers([0, 1, 2, 3, 4, 5][:6], asked) == chosen
+def test_the_layers_to_draw():
+    layers = [0, 1, 2, 3, 4, 5]
+    chosen = {asked: filters.chosen_layers(layers, asked) for asked in ((), (1, 5), (9,))}
+    assert chosen == {(): [0, 3, 5], (1, 5): [1, 5], (9,): []}
     assert filters.chosen_layers([4], ()) == [4]
     assert filters.chosen_layers([], ()) == []
 
 
-def test_pictures_show_something(tmp_path):
+def test_figures_show_something(tmp_path):
     sums = maps.MapSums(70)
     for n in (70, 20):
         sums.add({layer: random_maps(n, heads) for layer, heads in ((0, 2), (1, 4))})

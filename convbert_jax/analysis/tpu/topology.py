@@ -41,14 +41,18 @@ def open_topology(name: str) -> Topology:
     kind, _, sides = of_one.partition(":")
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
-            f"--topology={name} needs the TPU compiler, which needs no TPU: pip install libtpu."
+            f"--topology={name} needs the TPU compiler, which needs no TPU: pip install libtpu.",
+            field="--topology",
+            value=name,
         )
     try:
         devices = make_devices(of_one, slices)
     except Exception as error:  # of several kinds, in the compiler's own words
         raise ConfigError(
             f"--topology={name} has the name of a TPU slice, but no slice of {kind} is "
-            f"{sides}; name one as {_EXAMPLES}."
+            f"{sides}; name one as {_EXAMPLES}.",
+            field="--topology",
+            value=name,
         ) from error
     return Topology(name, CHIPS[kind], slices * count_chips(of_one), devices, slices)
 
@@ -62,7 +66,11 @@ def read_shape(name: str) -> tuple[int, str]:
     count, of_one = re.fullmatch(r"(?:([1-9]\d{0,2})x)?(.*)", name, re.DOTALL).groups()
     kind, _, sides = of_one.partition(":")
     if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sides):
-        raise ConfigError(f"--topology={name} is not a TPU slice. Name one as {_EXAMPLES}.")
+        raise ConfigError(
+            f"--topology={name} is not a TPU slice. Name one as {_EXAMPLES}.",
+            field="--topology",
+            value=name,
+        )
     return int(count or 1), of_one
 
 
@@ -84,7 +92,9 @@ def expand_name(name: str) -> str:
     if f"{kind}-{size}" not in known:
         raise ConfigError(
             f"--topology={name} does not exist. Choose one of: {', '.join(known)}; or name a "
-            f"shape, such as {known[min(known, key=len)]}."
+            f"shape, such as {known[min(known, key=len)]}.",
+            field="--topology",
+            value=name,
         )
     return slices + known[f"{kind}-{size}"]
 

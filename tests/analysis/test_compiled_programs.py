@@ -1,14 +1,86 @@
-"""What devices send each other, read out of compiled programs."""
+"""Costs and collectives read from compiled TPU programs."""
 
 import itertools
+import json
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.experimental import pallas as pl
 
-from convbert_jax.analysis.tpu import collectives, program
+from convbert_jax.analysis.tpu import chips, collectives, pricing, program
+from convbert_jax.ops.dynamic_conv import dynamic_conv
+from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv
+from tests.running import needs_libtpu
+
+PROGRAM = """\
+HloModule jit_f, is_scheduled=true
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %sum = f32[] add(%a, %b), backend_config={"window_config":{"estimated_cycles":"999"}}
+}
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[]{:T(128)}, f32[8,64]{1,0:T(8,128)}) parameter(0)
+  %x = f32[8,64]{1,0:T(8,128)} get-tuple-element(%p), index=1
+  %double = f32[8,64]{1,0:T(8,128)S(1)} fusion(%x), kind=kLoop, calls=%add, metadata={op_name="jit(f)/mul"}, backend_config={"window_config":{"k":[],"estimated_cycles":"10"}}
+  %kernel.7 = f32[8,64]{1,0:T(8,128)} custom-call(%double, %x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"of": "several lines"
+}}, backend_config={"custom_call_config":{"body":"TUw"}}
+  ROOT %t = (s32[], f32[8]) tuple(%x, %kernel.7)
+}
+%condition (p.1: (s32[], f32[8])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(12)
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}
+ENTRY %main (x.1: f32[8]) -> f32[8] {
+  %x.1 = f32[8,64]{1,0:T(8,128)} parameter(0)
+  %while = (s32[], f32[8]) while(%x.1), condition=%condition, body=%body
+  %sort.1 = f32[8]{0} sort(%x.1), dimensions={0}, to_apply=%add
+  ROOT %last = f32[8]{0} copy(%sort.1), backend_config={"window_config":{"estimated_cycles":"5"}}
+}
+"""  # noqa: E501
+
+
+def test_operations_of_a_loop_count_as_often_as_it_runs():
+    found = {o.name: o for o in program.scheduled(PROGRAM)}
+    assert {name: (o.times, o.cycles) for name, o in found.items()} == {
+        "double": (12, 10.0),
+        "kernel.7": (12, None),
+        "sort.1": (1, None),  # nothing estimates it
+        "last": (1, 5.0),
+    }
+    assert found["double"].source == "jit(f)/mul"
+    kernel = found["kernel.7"].kernel
+    assert json.loads(kernel.config) == {"custom_call_config": {"body": "TUw"}}
+    # The first operand was made in VMEM and never leaves it.
+    assert kernel.operands == ("f32[8,64]{1,0:T(8,128)S(1)}", "f32[8,64]{1,0:T(8,128)}")
+    assert kernel.results == ("f32[8,64]{1,0:T(8,128)}",)
+
+
+def test_a_loop_without_a_trip_count_is_refused():
+    with pytest.raises(ValueError):  # noqa: PT011
+        program.scheduled(PROGRAM.replace("direction=LT", "direction=GT"))
+
+
+def test_bytes_of_a_laid_out_array():
+    sizes = {
+        "bf16[32,512,54]{2,1,0:T(8,128)(2,1)}": 32 * 512 * 128 * 2,
+        "bf16[32,512,54]{1,0,2:T(8,128)(2,1)}": 54 * 32 * 512 * 2,
+        **{"s32[5]{0:T(128)}": 128 * 4, "f32[3,7]{1,0}": 84, "pred[]": 1},
+    }
+    assert {shape: program.laid_out_bytes(shape) for shape in sizes} == sizes
+
+
+def test_the_clock_and_bandwidth_of_a_chip():
+    assert chips.chip("tpu:v5e").clock == pytest.approx(1.503e9, rel=1e-3)
+    assert chips.chip("tpu:v5e").bandwidth_cycles(819e9) == pytest.approx(1.503e9, rel=1e-3)
+    with pytest.raises(ValueError, match="tpu:v9"):
+        chips.chip("tpu:v9")
+
 
 AXES = {"data": 2, "fsdp": 4, "tensor": 1}
 HEAD = """\
@@ -164,3 +236,59 @@ def test_what_leaves_a_slice_is_told_apart(slices):
     assert between.array_bytes == size
     assert between.sent_bytes == 2 * size * (slices - 1) / slices
     assert between.overlapped
+
+
+@pytest.mark.tpu_compile
+@needs_libtpu
+def test_filters_of_float32_parameters_pass_the_profilers_checks():
+    """A layer's projection is float32. Rounded in the kernel it was refused there."""
+    tokens = jax.ShapeDtypeStruct((2, 128, 128), jnp.bfloat16)
+    projection, bias = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, 18), (18,)))
+    ids = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+
+    def run(x, projection, bias, ids):
+        return span_dynamic_conv(
+            x, x, x, projection, bias, heads=2, segment_ids=ids, implementation="pallas_tpu"
+        )
+
+    found = pricing.price(run, tokens, projection, bias, ids, target="tpu:v5e")
+    assert found.kernels
+
+
+@pytest.mark.tpu_compile
+@needs_libtpu
+def test_the_backward_pass_with_segments_passes_the_profilers_checks():
+    """A selection that a product read out of memory became a masked product, which it refused."""
+    values = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    filters = jax.ShapeDtypeStruct((1, 128, 2, 7), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+
+    def run(values, filters, ids, cotangent):
+        def convolve(values, filters):
+            return dynamic_conv(
+                values, filters, segment_ids=ids, causal=True, implementation="pallas_tpu"
+            )
+
+        return jax.vjp(convolve, values, filters)[1](cotangent)
+
+    found = pricing.price(run, values, filters, ids, values, target="tpu:v5e")
+    assert found.kernels
+
+
+@pytest.mark.tpu_compile
+@needs_libtpu
+def test_a_kernel_in_a_loop_is_priced_alone():
+    shape = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+
+    def kernel(x, out):
+        out[...] = x[...] * 2
+
+    def function(x):
+        double = pl.pallas_call(kernel, out_shape=shape, name="double")
+        return jax.lax.scan(lambda x, _: (double(x) + 1, None), x, None, length=7)[0]
+
+    found = pricing.price(function, shape, target="tpu:v5e")
+    (only,) = found.kernels
+    assert (only.name, only.times) == ("double", 7)
+    assert only.profile_cycles > 0
+    assert found.cycles == found.xla_cycles + 7 * only.cycles > 0
