@@ -144,9 +144,7 @@ def _action(flags: argparse.Namespace) -> str:
         raise ConfigError("--topology and --price need --plan.", field="--plan")
     if flags.price is not None and not 0 <= flags.price < math.inf:
         raise ConfigError(
-            f"--price={flags.price} must be a non-negative number.",
-            field="--price",
-            value=flags.price,
+            f"--price={flags.price} must be at least 0.", field="--price", value=flags.price
         )
     if flags.slurm is None:
         if flags.sbatch:
@@ -168,9 +166,7 @@ def _open_folder(path: str, must_exist: bool) -> Folder:
     links.check(folder.path)
     if must_exist and not folder.path.exists():
         raise ConfigError(
-            f"--report: --workdir={folder} does not exist. Name the folder of a sweep.",
-            field="--workdir",
-            path=folder.path,
+            f"--report: --workdir={folder} does not exist.", field="--workdir", path=folder.path
         )
     return folder
 
@@ -214,9 +210,7 @@ def _add_tasks(sweep: Sweep, texts: Sequence[str]) -> Sweep:
         name, task = _read_task(text)
         if name in tasks:
             raise ConfigError(
-                f"--finetune={text}: task {name} exists. Write --finetune=NAME={text}.",
-                field="--finetune",
-                value=text,
+                f"--finetune: task {name} exists. Write --finetune=NAME={text}.", field="--finetune"
             )
         tasks[name] = task
     return dataclasses.replace(sweep, tasks=tasks)

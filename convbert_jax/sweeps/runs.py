@@ -35,6 +35,7 @@ _DECODING, _DECODING_SPEED = "decoding.", "decoding.batch_tokens"
 # Overrides of a sweep with tasks apply to pre-training, except these.
 _TASK_FIELDS = ("finetune.", "task.", "parallel.", "decoding.")
 _SHARED_FIELDS = ("platform", "compute_dtype", "mesh.", "train.compile_cache")
+_ADD_TASK = "Add --finetune='text:trec --config.task.folder=FOLDER'."
 # Recipe -> recipes of the tasks that may follow it; FINETUNE for all others.
 _FOLLOWING = {"span_corruption": OF_PAIRS, "causal_lm": ()}
 
@@ -93,11 +94,7 @@ def _make_variant(sweep: Sweep, name: str, changed: Mapping[str, Any]) -> Config
 
 def _check_overrides(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
     if sweep.from_scratch and not sweep.tasks:
-        raise SweepError(
-            "This sweep compares tasks with and without pre-training, but has no tasks. Add "
-            "--finetune='text:trec --config.task.folder=FOLDER'.",
-            field="--finetune",
-        )
+        raise SweepError(f"This sweep needs a task. {_ADD_TASK}", field="--finetune")
     for path in overrides.keys() & sweep.varied_fields():
         fix = "Use --seeds=N" if path == "seed" else "Remove the override"
         raise SweepError(
@@ -111,8 +108,7 @@ def _check_task_overrides(sweep: Sweep, first: Config, overrides: Mapping[str, A
     for path in overrides:
         if not sweep.tasks and first.recipe != FINETUNE and path.startswith(_TASK_FIELDS[:2]):
             raise SweepError(
-                f"--config.{path} applies to fine-tuning, but this sweep has no tasks. Add "
-                "--finetune='text:trec --config.task.folder=FOLDER'.",
+                f"--config.{path} applies to tasks, but this sweep has none. {_ADD_TASK}",
                 field=f"config.{path}",
             )
         tasks = sweep.tasks.values()
@@ -151,32 +147,31 @@ def _variant_changes(
     reason = _no_flops(config) or _no_flops(reference)
     if first := config.objective.masked_lm_steps:
         reason = f"the first config.objective.masked_lm_steps={first} steps have other FLOPs"
-    if reason:
+    wanted = spent = math.nan
+    if not reason:
+        reason = f"those of config.model.mixer={config.model.mixer} are unknown"
+        wanted = _training_flops(sweep, folder, variant.match_flops_of, reference, other)
+        spent = _training_flops(sweep, folder, name, config, changed)
+    ratio = wanted / spent
+    if math.isnan(ratio):
         raise SweepError(
             f"variant {name}: match_flops_of={variant.match_flops_of} needs the FLOPs of a step, "
             f"but {reason}. Set train.steps in place of match_flops_of.",
             field="match_flops_of",
             value=variant.match_flops_of,
         )
-
-    def training_flops(name: str, config: Config, paths: Iterable[str]) -> float:
-        run = folder.run(f"{name}/seed-{sweep.seeds[0]}/{PRETRAIN}")
-        return flops.training_flops(effective_config(config, paths, run))
-
-    wanted = training_flops(variant.match_flops_of, reference, other)
-    ratio = wanted / training_flops(name, config, changed)
-    if math.isnan(ratio):
-        raise SweepError(
-            f"variant {name}: match_flops_of={variant.match_flops_of} needs the FLOPs of a step, "
-            f"but those of config.model.mixer={config.model.mixer} are unknown. Set train.steps.",
-            field="config.model.mixer",
-            value=config.model.mixer,
-        )
     steps = max(1, round(config.train.steps * ratio))
     return changed | {
         "train.steps": steps,
         "optimizer.warmup_steps": min(steps, round(config.optimizer.warmup_steps * ratio)),
     }
+
+
+def _training_flops(
+    sweep: Sweep, folder: Folder, variant: str, config: Config, paths: Iterable[str]
+) -> float:
+    workdir = folder.run(f"{variant}/seed-{sweep.seeds[0]}/{PRETRAIN}")
+    return flops.training_flops(effective_config(config, paths, workdir))
 
 
 def _no_flops(config: Config) -> str:

@@ -36,10 +36,8 @@ class Variant:
     def __post_init__(self):
         if self.match_flops_of and (self.step_fractions or "train.steps" in self.changes):
             raise SweepError(
-                f"Variant(match_flops_of={self.match_flops_of!r}) sets the number of steps. Remove "
-                "it, or remove step_fractions and train.steps.",
+                "match_flops_of sets the steps: remove step_fractions and train.steps.",
                 field="match_flops_of",
-                value=self.match_flops_of,
             )
 
 
@@ -61,9 +59,7 @@ class Task:
         for path in ("seed", "init_from"):
             if path in self.changes:
                 raise SweepError(
-                    f"Task changes config.{path}, which follows from the pre-training run. Remove "
-                    "it.",
-                    field=f"config.{path}",
+                    f"Task changes config.{path}, which the sweep sets.", field=f"config.{path}"
                 )
 
 
@@ -92,15 +88,13 @@ class Search:
     def __post_init__(self):
         if self.trials < 1 or not self.space or not all(self.space.values()):
             raise SweepError(
-                f"Search(trials={self.trials}, space={self.space}) has no trials, no fields, or a "
-                "field without values.",
-                field="search",
+                f"Search(trials={self.trials}, space={self.space}) is empty.", field="search"
             )
         types = field_types()
         for path in self.space.keys() - types.keys():
+            hint = f"Did you mean {nearest(path, types)}?"
             raise SweepError(
-                f"Search varies config.{path}, which does not exist. Did you mean "
-                f"{nearest(path, types)}?",
+                f"Search varies config.{path}, which does not exist. {hint}",
                 field=f"config.{path}",
             )
 
@@ -139,9 +133,7 @@ class Sweep:
         if not self.variants or not self.seeds:
             raise SweepError("Sweep has no variants or no seeds. Add at least one of each.")
         if len(set(self.seeds)) < len(self.seeds):
-            raise SweepError(
-                f"Sweep(seeds={self.seeds}) contains a seed twice.", field="seeds", value=self.seeds
-            )
+            raise SweepError(f"Sweep(seeds={self.seeds}) contains a seed twice.", field="seeds")
         for name, value in {**self.variants, **self.tasks}.items():
             if not _NAME.fullmatch(str(name)):
                 raise SweepError(
@@ -167,10 +159,7 @@ class Sweep:
                     f"{field}={name!r} must be one of: {', '.join(known)}.", field=field, value=name
                 )
         if any("seed" in v.changes for v in (self, *self.variants.values())):
-            raise SweepError(
-                "The sweep or a variant changes config.seed. Use Sweep(seeds=...).",
-                field="config.seed",
-            )
+            raise SweepError("Set config.seed by Sweep(seeds=...).", field="config.seed")
 
     @property
     def reference(self) -> str:

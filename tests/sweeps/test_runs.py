@@ -157,115 +157,88 @@ def test_missing_files_of_tasks_and_of_text_pairs_are_reported(folder, tmp_path)
         check_files(expand(pairs, folder, {"parallel.source": "tsv:nowhere.tsv"}), folder)
 
 
-def one(variant: Variant, **fields) -> Sweep:
-    return Sweep("tiny", {"x": Variant(), "y": variant}, **fields)
+def pair(variant: Variant, config: str = "tiny", **fields) -> Sweep:
+    return Sweep(config, {"x": Variant(), "y": variant}, **fields)
+
+
+SPACE = {"model.layers": (1,)}
 
 
 @pytest.mark.parametrize(
-    ("make", "mentions"),
+    ("mention", "make"),
     [
-        (lambda: Sweep("tiny", {}), ["variants"]),
-        (lambda: Sweep("tiny", VARIANTS, seeds=(1, 1)), ["(1, 1)"]),
-        (lambda: Sweep("tiny", {"a/b": Variant()}), ["a/b"]),
-        (lambda: Sweep("tiny", {"x": {"model.layers": 2}}), ["x", "dict"]),
-        (lambda: Sweep("tiny", VARIANTS, tasks={"t": "text:own"}), ["t", "str"]),
-        (lambda: Sweep("tiny", VARIANTS, tasks={"pretrain": TREC}), ["pretrain"]),
-        (lambda: Sweep("tiny", VARIANTS, tasks={"a-scratch": TREC}, from_scratch=True), ["a-s"]),
-        (lambda: Sweep("tiny", VARIANTS, baseline="z"), ["baseline", "z", "attention, mixed"]),
-        (lambda: one(Variant({"seed": 7})), ["config.seed"]),
-        (lambda: one(Variant(match_flops_of="z")), ["match_flops_of", "z"]),
-        (lambda: one(Variant({"train.steps": 7}, match_flops_of="x")), ["train.steps"]),
-        (lambda: one(Variant(match_flops_of="x", step_fractions={"a": 1})), ["step_fractions"]),
-        (lambda: Task("text:trec", {"seed": 9}), ["config.seed"]),
-        (lambda: Search({}, 1, "m", True), ["space"]),
-        (lambda: Search({"model.layers": ()}, 1, "m", True), ["space"]),
-        (lambda: Search({"model.layers": (1,)}, 0, "m", True), ["trials=0"]),
-        (lambda: Search({"model.layer": (1,)}, 1, "m", True), ["model.layer", "model.layers"]),
+        ("variants", lambda: Sweep("tiny", {})),
+        ("(1, 1)", lambda: Sweep("tiny", VARIANTS, seeds=(1, 1))),
+        ("a/b", lambda: Sweep("tiny", {"a/b": Variant()})),
+        ("dict", lambda: Sweep("tiny", {"x": {"model.layers": 2}})),
+        ("'pretrain'", lambda: Sweep("tiny", VARIANTS, tasks={"pretrain": TREC})),
+        ("a-scratch", lambda: Sweep("t", VARIANTS, tasks={"a-scratch": TREC}, from_scratch=True)),
+        ("baseline='z'", lambda: Sweep("tiny", VARIANTS, baseline="z")),
+        ("config.seed", lambda: pair(Variant({"seed": 7}))),
+        ("config.seed", lambda: Task("text:trec", {"seed": 9})),
+        ("match_flops_of='z'", lambda: pair(Variant(match_flops_of="z"))),
+        ("match_flops_of='y'", lambda: pair(Variant(match_flops_of="y"))),
+        ("train.steps", lambda: Variant({"train.steps": 7}, match_flops_of="x")),
+        ("step_fractions", lambda: Variant(match_flops_of="x", step_fractions={"a": 1})),
+        ("space={}", lambda: Search({}, 1, "m", True)),
+        ("model.layers", lambda: Search({"model.layers": ()}, 1, "m", True)),
+        ("trials=0", lambda: Search(SPACE, 0, "m", True)),
+        ("model.layers", lambda: Search({"model.layer": (1,)}, 1, "m", True)),
         (
-            lambda: one(
-                Variant(), search=Search({"model.layers": (1,)}, 1, "m", True, budget_of="z")
-            ),
-            ["budget_of", "z"],
+            "budget_of='z'",
+            lambda: pair(Variant(), search=Search(SPACE, 1, "m", True, budget_of="z")),
         ),
     ],
 )
-def test_an_invalid_definition_is_refused(make, mentions):
-    with refused(SweepError, *mentions):
+def test_an_invalid_definition_is_refused(mention, make):
+    with refused(SweepError, mention):
         make()
 
 
+def changed(**fields) -> Sweep:
+    return dataclasses.replace(SWEEP, **fields)
+
+
 @pytest.mark.parametrize(
-    ("sweep", "overrides", "mentions", "field"),
+    ("field", "mention", "sweep", "overrides"),
     [
-        # of one variant
-        (one(Variant({"model.layres": 2})), {}, ["variant y", "model.layers"], None),
-        (one(Variant({"model.mixer": "magic"})), {}, ["variant y", "magic"], None),
-        ("bnk_gl_sdconv", {"model.head_ratio": 4}, ["variant attention"], None),
-        (one(Variant()), {}, ["x", "y"], None),
+        # of one variant, which is named
+        (None, "variant y", pair(Variant({"model.layres": 2})), {}),
+        (None, "variant attention", "bnk_gl_sdconv", {"model.head_ratio": 4}),
+        ("match_flops_of", "variant y", pair(Variant(match_flops_of="x"), "text:own"), {}),
         (
-            one(Variant({"generator.size": 1.0})),
-            {"recipe": "masked_lm"},
-            ["x", "y"],
-            "config.generator.size",
+            *("match_flops_of", "variant y"),
+            *(pair(Variant({"objective.masked_lm_steps": 5}, "x")), {}),
         ),
-        # of all variants: none of them is named
-        ("mixers", {"model.stages": [{"layers": 2}]}, ["config.model.stages"], None),
+        ("match_flops_of", "variant y", pair(Variant({"distillation.teacher": "t"}, "x")), {}),
+        # of all variants
+        (None, "config.model.stages", "mixers", {"model.stages": [{"layers": 2}]}),
+        (None, "config.train.batch_size", SWEEP, {"train.batch_size": 0}),
+        (None, "nowhere", changed(config="nowhere"), {}),
+        ("config.model.mixer", "", SWEEP, {"model.mixer": "mixed"}),
+        ("config.seed", "--seeds", SWEEP, {"seed": 4}),
+        ("config.data.directory", "mixed-128", "length", {"data.directory": "D"}),
+        # equal variants
+        (None, "x and y", pair(Variant()), {}),
+        ("config.model.kernel_size", "k1", "kernel_size", {"model.kernel_sizes": (3, 3, 5, 7)}),
         (
-            "kernel_size",
-            {"model.kernel_sizes": (3, 3, 5, 7)},
-            ["k1", "k9"],
-            "config.model.kernel_size",
+            *("config.generator.size", "x and y"),
+            *(pair(Variant({"generator.size": 1.0})), {"recipe": "masked_lm"}),
         ),
-        ("length", {"data.directory": "D"}, ["mixed-64", "mixed-128"], "config.data.directory"),
-        ("mixers", {"finetune.seeds": 3}, ["--finetune"], "config.finetune.seeds"),
-        (SWEEP, {"model.mixer": "mixed"}, [], "config.model.mixer"),
-        (SWEEP, {"seed": 4}, ["--seeds"], "config.seed"),
-        (SWEEP, {"train.batch_size": 0}, ["config.train.batch_size"], None),
-        (dataclasses.replace(SWEEP, config="nowhere"), {}, ["nowhere"], None),
         # of tasks
-        (dataclasses.replace(SWEEP, from_scratch=True), {}, [], "--finetune"),
-        (
-            dataclasses.replace(SWEEP, tasks={"t": Task("tiny")}),
-            {},
-            ["task t", "replaced_token"],
-            "config.recipe",
-        ),
-        (dataclasses.replace(SWEEP, tasks={"t": Task("text:nothing")}), {}, ["task t"], None),
-        (
-            Sweep("text:trec", {"x": Variant()}, tasks={"t": TREC}),
-            {},
-            ["text:trec"],
-            "config.recipe",
-        ),
-        # FLOPs that are not known
-        (
-            dataclasses.replace(one(Variant(match_flops_of="x")), config="text:own"),
-            {},
-            ["variant y", "finetune"],
-            "match_flops_of",
-        ),
-        (
-            one(Variant({"objective.masked_lm_steps": 5}, match_flops_of="x")),
-            {},
-            ["variant y", "masked_lm_steps=5"],
-            "match_flops_of",
-        ),
-        (
-            one(Variant({"distillation.teacher": "t"}, match_flops_of="x")),
-            {},
-            ["variant y", "teacher=t"],
-            "match_flops_of",
-        ),
+        ("config.finetune.seeds", "--finetune", SWEEP, {"finetune.seeds": 3}),
+        ("--finetune", "", changed(from_scratch=True), {}),
+        ("config.recipe", "task t", changed(tasks={"t": Task("tiny")}), {}),
+        ("config.recipe", "text:trec", changed(config="text:trec", tasks={"t": TREC}), {}),
     ],
 )
-def test_an_invalid_run_is_refused_with_the_cause(folder, sweep, overrides, mentions, field):
+def test_an_invalid_run_is_refused_with_the_cause(folder, field, mention, sweep, overrides):
     if isinstance(sweep, str):
         sweep = dataclasses.replace(config_files.load_sweep(f"ablation:{sweep}"), seeds=(0,))
-    with refused(SweepError, *mentions, field=field) as caught:
+    with refused(SweepError, mention, field=field) as caught:
         expand(sweep, folder, overrides)
     assert "\n" not in str(caught.value)
-    if not any("variant" in mention for mention in mentions):
-        assert "variant " not in str(caught.value)
+    assert ("variant " in str(caught.value)) == ("variant" in mention)
 
 
 def test_a_run_that_has_started_keeps_its_config(folder):
