@@ -3,7 +3,7 @@
 table.py    `Sweep`, `Variant`, `Task` and `Search`, as configs/ablation.py writes them
 runs.py     expands a sweep into runs, and checks all of them before the first starts
 folder.py   files of a sweep: one record, log and lock for each run
-runner.py   worker: runs each unfinished run in a process of its own
+runner.py   worker: runs each unfinished run as a process
 child.py    that process
 search.py   further variants, chosen by Optuna
 slurm.py    workers as Slurm jobs, by submitit
@@ -11,7 +11,7 @@ plan.py     parameters, FLOPs, time and cost of the runs
 results.py  metrics of finished runs, collected for analysis/sweep_report
 cli.py      command line of launch/sweep.py
 
-A run is a command line of main.py, which resumes, locks and validates by itself.
+A run is a command line of main.py, which resumes, locks and validates.
 """
 
 from convbert_jax.sweeps.table import Search, Sweep, SweepError, Task, Variant

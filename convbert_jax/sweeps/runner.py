@@ -30,7 +30,7 @@ from convbert_jax.sweeps.table import Run
 from convbert_jax.training.environment.signals import StopSignals
 from convbert_jax.training.reports.timing import format_seconds
 
-_POLL = 0.5  # seconds between two looks at the folder while other workers are busy
+_POLL = 2.0  # seconds between two looks at the folder while other workers are busy
 _SHOWN = 3  # metrics in the log line of a run that has none of the requested ones
 
 

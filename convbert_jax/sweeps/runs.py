@@ -21,7 +21,7 @@ from convbert_jax.config.sequences.sections import OF_PAIRS
 from convbert_jax.data.parallel import parallel_text
 from convbert_jax.data.sources.source import REMOTE, open_source
 from convbert_jax.recipes import finetuning, start
-from convbert_jax.sweeps.folder import FINISHED, Folder, Record
+from convbert_jax.sweeps.folder import FINISHED, Folder
 from convbert_jax.sweeps.table import FINETUNE, PRETRAIN, SCRATCH, Run, Sweep, SweepError, Task
 from convbert_jax.workdir import Workdir
 
@@ -44,8 +44,8 @@ def expand(sweep: Sweep, folder: Folder, overrides: Mapping[str, Any] | None = N
     """Returns all runs, seed by seed, each pre-training run before its tasks.
 
     Args:
-      overrides: field path -> value, for all runs; in a sweep with tasks those of `finetune`,
-        `task`, `parallel` and `decoding` apply to the tasks.
+      overrides: field path -> value, for all runs; in a sweep with tasks, the sections
+        `finetune`, `task`, `parallel` and `decoding` apply to the tasks.
 
     Raises:
       SweepError: an invalid variant, task or override.
@@ -305,7 +305,11 @@ def check_unchanged(runs: Iterable[Run], folder: Folder) -> tuple[int, list[str]
         run = by_id.get(name)
         if run is None or (record.state != FINISHED and not folder.run(name).is_bound()):
             continue
-        found = changes.differences(_read_config(record, folder), to_dict(run.config))
+        try:
+            before = to_dict(from_config_dict(record.config, check=False))
+        except UserError as error:  # written by another version
+            raise _named(str(folder.file(name, ".json")), error) from error
+        found = changes.differences(before, to_dict(run.config))
         refused = {path: pair for path, pair in found.items() if _is_fixed(path, run)}
         if refused:
             first, *more = refused
@@ -317,19 +321,6 @@ def check_unchanged(runs: Iterable[Run], folder: Folder) -> tuple[int, list[str]
                 path=folder.path,
             )
     return len(by_id.keys() - records.keys()), sorted(records.keys() - by_id.keys())
-
-
-def _read_config(record: Record, folder: Folder) -> dict[str, Any]:
-    try:
-        return to_dict(from_config_dict(record.config, check=False))
-    except UserError as error:
-        path = folder.file(record.run, ".json")
-        raise SweepError(
-            f"{path}: {error} It was written by another version of convbert_jax; use that "
-            "version, or another --workdir.",
-            path=path,
-            field=error.field,
-        ) from None
 
 
 def _is_fixed(path: str, run: Run) -> bool:

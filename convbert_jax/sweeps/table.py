@@ -71,9 +71,9 @@ class Search:
       space: field path -> candidate values.
       trials: number of variants to find.
       metric: objective: metric of the runs of `stage`, mean over seeds.
-      max_parameters, max_flops: budget of a pre-training run; 0 is no limit. Invalid configs and
+      max_parameters, max_flops: budget of a pre-training run; 0 for no limit. Invalid configs and
         configs above the budget are skipped.
-      budget_of: variant whose parameters and training FLOPs are the budget; "" is no limit.
+      budget_of: variant whose parameters and training FLOPs are the budget; "" for no limit.
     """
 
     space: Mapping[str, Sequence[Any]]
@@ -114,7 +114,7 @@ class Sweep:
       from_scratch: each task is also fine-tuned from random weights.
       baseline: variant that the others are compared with; "" is the first.
       metrics: pre-training metrics in the report; () is the default of the recipe.
-      search: further variants, chosen by Optuna; None is none.
+      search: further variants, chosen by Optuna; None for no search.
       purpose: question that the sweep answers, for the report.
     """
 
@@ -179,7 +179,7 @@ class Run:
     Attributes:
       stage: "pretrain", "finetune", or the name of the task that follows pre-training.
       base: config file of main.py, and `changes`, its overrides: field path -> value.
-      after: id of the run whose weights it starts from; "" is none.
+      after: id of the run whose weights it starts from; "" if there is no such run.
     """
 
     variant: str

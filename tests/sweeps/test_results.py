@@ -153,44 +153,39 @@ def test_the_results_of_a_sweep_are_collected(folder, runs):
         results.read_values(done, folder)
 
 
+GLUE, QA = {"two": Task("glue:all")}, {"qa": Task("squad:v1")}
+FINETUNING = Sweep("text:trec", {"plain": Variant()})
+
+
 @pytest.mark.parametrize(
-    ("sweep", "metric", "measured"),
+    ("sweep", "stage", "metric", "measured"),
     [
-        (SWEEP, "mlm_los", "mlm_loss"),
-        (SWEEP, "validation bleu", "discriminator_auc"),
-        (SUMMARIES, "validation rougel", "validation rougeL"),
-        (SUMMARIES, "validation bleu", "perplexity"),
-        (Sweep("text:trec", {"plain": Variant()}), "mlm_loss", None),
+        (SWEEP, None, "validation bleu", "discriminator_auc"),
+        (SUMMARIES, None, "validation rougel", "validation rougeL"),
+        (SUMMARIES, None, "validation bleu", "perplexity"),
+        (FINETUNING, None, "mlm_loss", None),
+        (SWEEP, "pretrain", "acu", "discriminator_auc"),
+        (SWEEP, "trec", "vaildation accuracy", "test accuracy"),
+        (SWEEP, "trek", "validation accuracy", None),
+        (dataclasses.replace(SWEEP, tasks=GLUE), "two", "validation mcc", "CoLA validation mcc"),
+        (dataclasses.replace(SWEEP, tasks=QA), "qa", "validation f", "validation exact_match"),
     ],
 )
-def test_an_unknown_metric_is_refused(folder, sweep, metric, measured):
+def test_an_unknown_metric_of_a_sweep_or_a_search_is_refused(
+    folder, sweep, stage, metric, measured
+):
+    def check(name):
+        search = Search({"model.layers": (1, 2)}, 1, name, True, stage) if stage else None
+        metrics = () if stage else (name,)
+        results.check_metrics(dataclasses.replace(sweep, metrics=metrics, search=search), runs)
+
     runs = expand(sweep, folder)
-    with refused(SweepError, *filter(None, [measured]), field="metrics", value=metric):
-        results.check_metrics(dataclasses.replace(sweep, metrics=(metric,)), runs)
+    field = "search.metric" if stage else "metrics"
+    with refused(SweepError, measured or "none", field=field, value=metric):
+        check(metric)
     if measured:
-        results.check_metrics(dataclasses.replace(sweep, metrics=(measured,)), runs)
+        check(measured)
     results.check_metrics(sweep, runs)
-
-
-@pytest.mark.parametrize(
-    ("tasks", "stage", "metric", "measured"),
-    [
-        ({}, "pretrain", "acu", "discriminator_auc"),
-        (SWEEP.tasks, "trec", "vaildation accuracy", "test accuracy"),
-        (SWEEP.tasks, "trek", "validation accuracy", None),
-        ({"two": Task("glue:all")}, "two", "validation mcc", "CoLA validation mcc"),
-        ({"qa": Task("squad:v1")}, "qa", "validation bleu", "validation exact_match"),
-    ],
-)
-def test_an_unknown_objective_of_a_search_is_refused(folder, tasks, stage, metric, measured):
-    search = Search({"model.layers": (1, 2)}, trials=1, metric=metric, maximize=True, stage=stage)
-    sweep = dataclasses.replace(SWEEP, tasks=tasks, search=search)
-    runs = expand(sweep, folder)
-    with refused(SweepError, *filter(None, [measured]), field="search.metric", value=metric):
-        results.check_metrics(sweep, runs)
-    if measured:
-        search = dataclasses.replace(search, metric=measured)
-        results.check_metrics(dataclasses.replace(sweep, search=search), runs)
 
 
 def test_scores_of_generated_texts_are_metrics(folder):

@@ -280,7 +280,7 @@ def test_a_damaged_record_is_refused(folder):
         with refused(DamagedFileError, path):
             check_unchanged(runs, folder)
     folder.write(dataclasses.replace(record(run), config={"magic": 1}))  # another version
-    with refused(SweepError, "config.magic", path=path):
+    with refused(SweepError, path, "config.magic"):
         check_unchanged(runs, folder)
 
 

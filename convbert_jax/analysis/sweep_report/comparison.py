@@ -5,7 +5,7 @@ and, where the networks are alike, initial weights, so paired differences vary l
 values. The test is Student's two-sided paired t-test (`scipy.stats.ttest_rel`). A metric is tested
 once for each variant, so p values are corrected after Holm (1979) for all variants, including
 those without results yet; this bounds the family-wise error rate at `LEVEL`. Differences that are
-equal in all seeds, as those of an accuracy of few texts may be, have no variance and no test.
+equal in all seeds (an accuracy of few texts, for one) have no variance and no test.
 
 The test assumes normal differences and covers seeds only, not other data or training lengths. With
 three seeds it detects large differences only: not significant does not mean equal.

@@ -45,7 +45,7 @@ def write_markdown(
     folder: epath.Path,
     figures: Sequence[str],
 ) -> str:
-    """Writes and returns report.md, with links to the figures beside it."""
+    """Writes and returns report.md, with links to the figures."""
     states = collections.Counter(run.state for run in outcome.runs)
     parts = [f"# {outcome.name}", *([outcome.purpose] if outcome.purpose else [])]
     parts.append(
