@@ -150,7 +150,9 @@ def test_suspects_are_the_highest_scores():
 
 def marked(*row) -> list[str]:
     suspects = Suspects(pair_subwords(*row), rows=32, found=0.25, chance=0.125)
-    return describe_suspects(suspects)[2:-1]
+    *_, last = lines = describe_suspects(suspects)
+    assert [number for number in ("32", "25%", "12%") if number not in last] == []
+    return lines[2:-1]
 
 
 def test_held_out_text_is_shown_with_replacements_and_predictions():
