@@ -84,14 +84,14 @@ def table(tmp_path_factory) -> pathlib.Path:
     return file
 
 
-def begin(table, workdir, *arguments, devices: int = 1) -> subprocess.Popen:
+def begin(table, workdir, *arguments) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), f"--config={table}", f"--workdir={workdir}", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=table.parent,
-        env={**os.environ, "XLA_FLAGS": compiling.flags(devices), "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "XLA_FLAGS": compiling.flags(1), "JAX_PLATFORMS": "cpu"},
         start_new_session=True,
     )
 
@@ -145,7 +145,7 @@ def test_a_sweep_survives_kills_and_is_shared(table, tmp_path):
 
     when = random.Random(7)
     finished: dict[str, str] = {}
-    for _ in range(3):
+    for _ in range(2):
         process = begin(table, killed)
         time.sleep(when.uniform(6, 16))
         # the worker alone: the process of its run must end by itself
@@ -178,12 +178,8 @@ def test_errors_of_a_sweep(table, tmp_path):
     process.send_signal(signal.SIGINT)
     end(process, 130)
 
-    # another config, another number of devices
     printed = end(begin(table, tmp_path, only, "--config.train.batch_size=4"), 1)
     assert "config.train.batch_size was 8, now 4" in printed
-    printed = end(begin(table, tmp_path, only, devices=3), 1)
-    assert re.search(r"failed: wide/seed-0/pretrain: .*batch.*3", printed)
-
     end(begin(table, tmp_path, only))
     assert len(records(tmp_path)) == 2
     # a damaged checkpoint, found by the task after it; the others continue
