@@ -59,8 +59,7 @@ def read(argv: Sequence[str], description: str = "") -> Request:
     sweep = config_files.load_sweep(flags.config)
     if not isinstance(sweep, Sweep):
         raise SweepError(
-            f"--config={flags.config}: get_sweep returned a {type(sweep).__name__}; expected a "
-            "Sweep.",
+            f"returned a {type(sweep).__name__}; expected a Sweep.",
             field="--config",
             value=flags.config,
         )
@@ -68,7 +67,7 @@ def read(argv: Sequence[str], description: str = "") -> Request:
     plugins.allow((*flags.plugins, *plugins.named(changed), *plugins.named(sweep)))
     name = flags.config.rpartition(":")[2].removesuffix(".py").rpartition("/")[2]
     if flags.workdir == "":
-        raise ConfigError("--workdir= is empty. Name a folder.", field="--workdir", value="")
+        raise ConfigError("must not be empty.", field="--workdir", value="")
     return Request(
         name=name,
         sweep=sweep,
@@ -141,33 +140,25 @@ def _worker_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
 
 def _action(flags: argparse.Namespace) -> str:
     if not flags.plan and (flags.topology or flags.price is not None):
-        raise ConfigError("--topology and --price need --plan.", field="--plan")
+        raise ConfigError("is required by --topology and --price.", field="--plan")
     if flags.price is not None and not 0 <= flags.price < math.inf:
-        raise ConfigError(
-            f"--price={flags.price} must be at least 0.", field="--price", value=flags.price
-        )
+        raise ConfigError("must be at least 0.", field="--price", value=flags.price)
     if flags.slurm is None:
         if flags.sbatch:
-            raise ConfigError("--sbatch needs --slurm=N, the number of workers.", field="--slurm")
+            raise ConfigError("is required by --sbatch.", field="--slurm")
         return "plan" if flags.plan else "report" if flags.report else "run"
     if not 0 < flags.slurm <= _MAX_WORKERS:
-        raise ConfigError(
-            f"--slurm={flags.slurm} must be from 1 to {_MAX_WORKERS}.",
-            field="--slurm",
-            value=flags.slurm,
-        )
+        raise ConfigError(f"must be from 1 to {_MAX_WORKERS}.", field="--slurm", value=flags.slurm)
     return "submit"
 
 
 def _open_folder(path: str, must_exist: bool) -> Folder:
     folder = Folder(path)
     if not next(path for path in (folder.path, *folder.path.parents) if path.exists()).is_dir():
-        raise ConfigError(f"--workdir={folder} leads to a file. Name a folder.", field="--workdir")
+        raise ConfigError("is a file, or inside of one.", field="--workdir", value=path)
     links.check(folder.path)
     if must_exist and not folder.path.exists():
-        raise ConfigError(
-            f"--report: --workdir={folder} does not exist.", field="--workdir", path=folder.path
-        )
+        raise ConfigError("does not exist.", field="--workdir", value=path)
     return folder
 
 
@@ -178,11 +169,8 @@ def _select(sweep: Sweep, flags: argparse.Namespace) -> Sweep:
     if flags.variants is not None:
         names = {name.strip() for name in flags.variants.split(",")}
         for name in names - sweep.variants.keys():
-            raise ConfigError(
-                f"--variants: {name!r} is not a variant; choose from: {', '.join(sweep.variants)}.",
-                field="--variants",
-                value=name,
-            )
+            known = ", ".join(sweep.variants)
+            raise ConfigError(f"must be some of: {known}.", field="--variants", value=name)
         variants = {name: value for name, value in sweep.variants.items() if name in names}
         sweep = dataclasses.replace(sweep, variants=variants, baseline=sweep.reference)
     if flags.seeds is not None:
@@ -197,9 +185,7 @@ def _read_seeds(text: str) -> tuple[int, ...]:
         return tuple(map(int, parts))
     if not valid or not 0 < int(text) <= _MAX_SEEDS:
         raise ConfigError(
-            f"--seeds={text} must be a number from 1 to {_MAX_SEEDS}, or comma-separated seeds.",
-            field="--seeds",
-            value=text,
+            f"must be from 1 to {_MAX_SEEDS}, or seeds with commas.", field="--seeds", value=text
         )
     return tuple(range(int(text)))
 
@@ -209,9 +195,7 @@ def _add_tasks(sweep: Sweep, texts: Sequence[str]) -> Sweep:
     for text in texts:
         name, task = _read_task(text)
         if name in tasks:
-            raise ConfigError(
-                f"--finetune: task {name} exists. Write --finetune=NAME={text}.", field="--finetune"
-            )
+            raise ConfigError(f"needs another name than {name}.", field="--finetune", value=text)
         tasks[name] = task
     return dataclasses.replace(sweep, tasks=tasks)
 
@@ -222,17 +206,12 @@ def _read_task(text: str) -> tuple[str, Task]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"--finetune={text}: {error}.", **parts) from None
+        raise ConfigError(f"is invalid: {error}.", **parts) from None
     if not words or words[0].startswith("-"):
-        raise ConfigError(
-            f"--finetune={text} must begin with a config: 'text:trec --config.task.folder=…'.",
-            **parts,
-        )
+        raise ConfigError("must begin with a config, as text:trec.", **parts)
     changed, rest = overrides.take(words[1:])
     if rest:
-        raise ConfigError(
-            f"--finetune={text}: {rest[0]!r} is not --config.section.field=VALUE.", **parts
-        )
+        raise ConfigError(f"{rest[0]!r} is not --config.section.field=VALUE.", **parts)
     name, equals, config = words[0].partition("=")
     if not equals:
         config = words[0]

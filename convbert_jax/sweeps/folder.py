@@ -65,8 +65,7 @@ class Folder:
         """Raises SweepError for a bucket, which has no locks."""
         if files.is_remote(path):
             raise SweepError(
-                f"--workdir={path} is in a bucket, which has no file locks. Use a folder on a disk "
-                "that all workers share.",
+                "is in a bucket, which has no file locks. Use a disk that all workers share.",
                 field="--workdir",
                 value=str(path),
             )

@@ -55,8 +55,7 @@ def read_values(run: Run, folder: Folder) -> dict[str, float] | None:
             trained.setdefault(name, []).append(record[name])
     if last < steps:  # each run ends with an evaluation
         raise SweepError(
-            f"{workdir.metrics} has no held-out metrics of step {steps}. Restore a copy of the "
-            f"file, or delete {workdir.path} to repeat the run.",
+            f"no held-out metrics of step {steps}. Restore a copy, or delete the run to repeat it.",
             path=workdir.metrics,
         )
     scores = _read_scores(workdir, max(workdir.steps()))
@@ -82,11 +81,7 @@ def check_metrics(sweep: Sweep, runs: Sequence[Run]) -> None:
         known = dict.fromkeys(n for r in runs if r.stage == stage for n in metric_names(r))
         if name not in known:
             choices = ", ".join(known) or f"none, because no run has the stage {stage!r}"
-            raise SweepError(
-                f"Unknown metric in {field}: {name!r}. Choose from: {choices}.",
-                field=field,
-                value=name,
-            )
+            raise SweepError(f"is not measured. Choose from: {choices}.", field=field, value=name)
 
 
 def choose_metrics(sweep: Sweep, config: Config) -> tuple[str, ...]:

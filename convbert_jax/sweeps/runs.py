@@ -97,10 +97,7 @@ def _check_overrides(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
         raise SweepError(f"This sweep needs a task. {_ADD_TASK}", field="--finetune")
     for path in overrides.keys() & sweep.varied_fields():
         fix = "Use --seeds=N" if path == "seed" else "Remove the override"
-        raise SweepError(
-            f"--config.{path} cannot be overridden: the runs of this sweep differ in it. {fix}.",
-            field=f"config.{path}",
-        )
+        raise SweepError(f"is what the runs differ in. {fix}.", field=f"--config.{path}")
 
 
 def _check_task_overrides(sweep: Sweep, first: Config, overrides: Mapping[str, Any]) -> None:
@@ -108,15 +105,11 @@ def _check_task_overrides(sweep: Sweep, first: Config, overrides: Mapping[str, A
     for path in overrides:
         if not sweep.tasks and first.recipe != FINETUNE and path.startswith(_TASK_FIELDS[:2]):
             raise SweepError(
-                f"--config.{path} applies to tasks, but this sweep has none. {_ADD_TASK}",
-                field=f"config.{path}",
+                f"applies to tasks, but this sweep has none. {_ADD_TASK}", field=f"--config.{path}"
             )
         tasks = sweep.tasks.values()
         if tasks and path.startswith(_TASK_FIELDS) and all(path in task.changes for task in tasks):
-            raise SweepError(
-                f"--config.{path} has no effect: every task sets it. Remove the override.",
-                field=f"config.{path}",
-            )
+            raise SweepError("has no effect: every task sets it.", field=f"--config.{path}")
 
 
 def _split_overrides(sweep: Sweep, overrides: Mapping[str, Any]) -> tuple[dict, dict]:
@@ -155,8 +148,7 @@ def _variant_changes(
     ratio = wanted / spent
     if math.isnan(ratio):
         raise SweepError(
-            f"variant {name}: match_flops_of={variant.match_flops_of} needs the FLOPs of a step, "
-            f"but {reason}. Set train.steps in place of match_flops_of.",
+            f"of variant {name} needs the FLOPs of a step, but {reason}. Set train.steps instead.",
             field="match_flops_of",
             value=variant.match_flops_of,
         )
@@ -191,16 +183,12 @@ def _expand_variant(sweep: Sweep, folder: Folder, name: str, changed: dict, task
     seed = changed["seed"]
     if sweep.tasks and (config.recipe == FINETUNE or config.reads_pairs):
         raise SweepError(
-            f"{sweep.config} has config.recipe={config.recipe}, which no task can follow. Remove "
-            "the tasks.",
-            field="config.recipe",
-            value=config.recipe,
+            f"of {sweep.config} allows no tasks.", field="config.recipe", value=config.recipe
         )
     if config.recipe == FINETUNE:
         if (seeds := changed.get("finetune.seeds", 1)) != 1:
             raise SweepError(
-                f"variant {name}: config.finetune.seeds={seeds}, but each run of a fine-tuning "
-                "sweep has one seed. Use the seeds of the sweep (--seeds=N).",
+                f"of variant {name} must be 1. Use the seeds of the sweep (--seeds=N).",
                 field="config.finetune.seeds",
                 value=seeds,
             )
@@ -228,8 +216,8 @@ def _make_task(folder: Folder, before: Run, name: str, task: Task, overrides, fr
     following = _FOLLOWING.get(before.config.recipe, (FINETUNE,))
     if config.recipe not in following:
         raise SweepError(
-            f"task {name}: config.recipe={config.recipe} cannot follow {before.config.recipe}; "
-            f"expected {' or '.join(following) or 'no task'}.",
+            f"of task {name} cannot follow {before.config.recipe}; expected "
+            f"{' or '.join(following) or 'no task'}.",
             field="config.recipe",
             value=config.recipe,
         )
@@ -270,8 +258,7 @@ def _check_distinct(runs: Sequence[Run]) -> None:
             reason = f"{fields} has no effect here" if found else "their configs are equal"
             raise SweepError(
                 f"Variants {other.variant} and {run.variant} train the same model: {reason}. "
-                "Remove one of them, or the override that causes it.",
-                field=f"config.{next(iter(found))}" if found else None,
+                "Remove one of them, or the override that causes it."
             )
 
 
@@ -282,9 +269,8 @@ def _check_data_folder(runs: Sequence[Run], folder: Folder, overrides: Mapping[s
     for run in runs if value else ():
         if not run.after and folder.data(run.config) != folder.data(first.config):
             raise SweepError(
-                f"--config.data.directory={value} cannot hold the shards of {first.variant} and "
-                f"{run.variant}, which differ. Remove it; then each gets its own folder.",
-                field="config.data.directory",
+                f"cannot hold the shards of both {first.variant} and {run.variant}.",
+                field="--config.data.directory",
                 value=value,
             )
 
@@ -312,12 +298,9 @@ def check_unchanged(runs: Iterable[Run], folder: Folder) -> tuple[int, list[str]
         found = changes.differences(before, to_dict(run.config))
         refused = {path: pair for path, pair in found.items() if _is_fixed(path, run)}
         if refused:
-            first, *more = refused
             raise SweepError(
-                f"Cannot continue the sweep in --workdir={folder}: {name} has started with another "
-                f"config: {changes.describe(refused)}. Restore these fields, or use another "
-                "--workdir.",
-                field=None if more else f"config.{first}",
+                f"Cannot continue the sweep: {name} has started with another config: "
+                f"{changes.describe(refused)}. Restore these fields, or use another --workdir.",
                 path=folder.path,
             )
     return len(by_id.keys() - records.keys()), sorted(records.keys() - by_id.keys())

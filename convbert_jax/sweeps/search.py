@@ -156,8 +156,7 @@ class Explorer:
         metric = self._search.metric
         if metric not in record.values:
             raise SweepError(
-                f"{record.run} has no metric {metric!r}, the objective of the search; it has: "
-                f"{', '.join(record.values)}.",
+                f"is not a metric of {record.run}, which has: {', '.join(record.values)}.",
                 field="search.metric",
                 value=metric,
             )
@@ -205,10 +204,8 @@ class Explorer:
             old, new = kept.get(name, "absent"), definition.get(name, "absent")
             if old != new:
                 raise SweepError(
-                    f"Cannot continue the search in --workdir={self._folder}: {name} was {old}, "
-                    f"now {new}. Restore it, or use another --workdir.",
-                    field=name.removeprefix("space of "),
-                    value=new,
+                    f"Cannot continue the search: {name} was {old}, now {new}. Restore it, or use "
+                    "another --workdir.",
                     path=self._folder.path,
                 )
 
@@ -218,16 +215,14 @@ def _open_study(folder: Folder, *, maximize: bool) -> Any:
     try:
         import optuna
     except ImportError:
-        raise SweepError(
-            "A search needs Optuna: pip install optuna.", field="search", value="optuna"
-        ) from None
+        raise SweepError("A search needs Optuna: pip install optuna.") from None
     from optuna.storages import journal
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     folder.path.mkdir(parents=True, exist_ok=True)
     path = folder.journal.absolute()  # its lock is a link with this name
     if path.is_symlink():
-        raise SweepError(f"{path} is a symbolic link. Replace it by the file itself.", path=path)
+        raise SweepError("is a symbolic link. Replace it by the file itself.", path=path)
     lock = journal.JournalFileSymlinkLock(str(path))
     with _journal_errors(folder):
         lock.acquire()
@@ -259,13 +254,10 @@ def _journal_errors(folder: Folder) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, *_DAMAGE) as error:
-        reason = (
-            "was deleted while a worker used it"
-            if isinstance(error, FileNotFoundError)
-            else f"is damaged ({type(error).__name__})"
-        )
+        deleted = isinstance(error, FileNotFoundError)
+        reason = "deleted by another process" if deleted else f"damaged ({type(error).__name__})"
         raise SweepError(
-            f"{folder.journal} {reason}. Restore a copy: the variants of the search are only "
-            "there. Or use another --workdir.",
+            f"{reason}. Restore a copy, the only record of the search's variants, or use another "
+            "--workdir.",
             path=folder.journal,
         ) from error

@@ -84,37 +84,31 @@ def read_options(text: str) -> dict[str, str | bool]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"--sbatch={text}: {error}.", field="--sbatch", value=text) from None
+        raise ConfigError(f"is invalid: {error}.", field="--sbatch", value=text) from None
     options: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not re.fullmatch(r"--[a-z][a-z-]+", name) or (equals and not value):
             raise ConfigError(
-                f"--sbatch: {word!r} is not an option. Write them as '--partition=gpu --gpus=1 "
-                "--time=24:00:00'.",
-                field="--sbatch",
-                value=word,
+                f"{word!r} is not an option such as --gpus=1.", field="--sbatch", value=text
             )
         name = name[2:].replace("-", "_")
         if name in _RESERVED:
-            raise ConfigError(
-                f"--sbatch: {word} is set by --slurm. Remove it.", field="--sbatch", value=word
-            )
+            raise ConfigError(f"{word} is set by --slurm.", field="--sbatch", value=text)
         options[name] = value if equals else True
     time = options.get("time")
     if not _TIME.fullmatch(str(time)):
         raise ConfigError(
-            f"--sbatch: --time={time} is not a time. A job is requeued before its end: add "
-            "--time=HH:MM:SS or --time=D-HH.",
+            "needs --time=HH:MM:SS or --time=D-HH, before whose end a job is requeued.",
             field="--sbatch",
-            value=time,
+            value=text,
         )
     options["time"] = _to_minutes(time)
     if 60 * options["time"] <= 2 * _NOTICE:
         raise ConfigError(
-            f"--sbatch: --time={time} is too short: {_NOTICE // 60} minutes are reserved for "
-            "saving a checkpoint. Request at least 10.",
-            field="--sbatch",
+            f"is too short: {_NOTICE // 60} minutes are reserved for saving a checkpoint. Request "
+            "at least 10.",
+            field="--time",
             value=time,
         )
     return options
@@ -130,16 +124,10 @@ def _to_minutes(time: str) -> int:
 def check_installed() -> None:
     """Raises SweepError if submitit or Slurm is missing."""
     if importlib.util.find_spec("submitit") is None:
-        raise SweepError(
-            "--slurm needs submitit: pip install submitit.", field="--slurm", value="submitit"
-        )
+        raise SweepError("needs submitit: pip install submitit.", field="--slurm")
     for tool in ("sbatch", "srun"):
         if shutil.which(tool) is None:
-            raise SweepError(
-                f"--slurm needs {tool}, which is not on PATH. Use a login node of the cluster.",
-                field="--slurm",
-                value=tool,
-            )
+            raise SweepError(f"needs {tool} on PATH. Use a login node.", field="--slurm")
 
 
 def submit(

@@ -36,8 +36,7 @@ class Variant:
     def __post_init__(self):
         if self.match_flops_of and (self.step_fractions or "train.steps" in self.changes):
             raise SweepError(
-                "match_flops_of sets the steps: remove step_fractions and train.steps.",
-                field="match_flops_of",
+                "sets the steps. Remove step_fractions and train.steps.", field="match_flops_of"
             )
 
 
@@ -58,9 +57,7 @@ class Task:
     def __post_init__(self):
         for path in ("seed", "init_from"):
             if path in self.changes:
-                raise SweepError(
-                    f"Task changes config.{path}, which the sweep sets.", field=f"config.{path}"
-                )
+                raise SweepError("is set by the sweep, not by a Task.", field=f"config.{path}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +84,11 @@ class Search:
 
     def __post_init__(self):
         if self.trials < 1 or not self.space or not all(self.space.values()):
-            raise SweepError(
-                f"Search(trials={self.trials}, space={self.space}) is empty.", field="search"
-            )
+            raise SweepError(f"is empty: trials={self.trials}, space={self.space}.", field="search")
         types = field_types()
         for path in self.space.keys() - types.keys():
             hint = f"Did you mean {nearest(path, types)}?"
-            raise SweepError(
-                f"Search varies config.{path}, which does not exist. {hint}",
-                field=f"config.{path}",
-            )
+            raise SweepError(f"of the search does not exist. {hint}", field=f"config.{path}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +125,7 @@ class Sweep:
         if not self.variants or not self.seeds:
             raise SweepError("Sweep has no variants or no seeds. Add at least one of each.")
         if len(set(self.seeds)) < len(self.seeds):
-            raise SweepError(f"Sweep(seeds={self.seeds}) contains a seed twice.", field="seeds")
+            raise SweepError("contains a seed twice.", field="seeds", value=self.seeds)
         for name, value in {**self.variants, **self.tasks}.items():
             if not _NAME.fullmatch(str(name)):
                 raise SweepError(
@@ -155,11 +147,9 @@ class Sweep:
             references.append(("budget_of", self.search.budget_of, self.variants.keys()))
         for field, name, known in references:
             if name and name not in known:
-                raise SweepError(
-                    f"{field}={name!r} must be one of: {', '.join(known)}.", field=field, value=name
-                )
+                raise SweepError(f"must be one of: {', '.join(known)}.", field=field, value=name)
         if any("seed" in v.changes for v in (self, *self.variants.values())):
-            raise SweepError("Set config.seed by Sweep(seeds=...).", field="config.seed")
+            raise SweepError("is set by Sweep(seeds=...).", field="config.seed")
 
     @property
     def reference(self) -> str:

@@ -46,8 +46,8 @@ def read(*arguments: str, config: str = "ablation:kernel_size") -> cli.Request:
         (["--slurm=2"], "--sbatch", "--time"),
         (["--slurm=2", "--sbatch=time=1:00:00"], "--sbatch", "time=1:00:00"),
         (["--slurm=2", "--sbatch=--time=soon"], "--sbatch", "soon"),
-        (["--slurm=2", "--sbatch=--time=4"], "--sbatch", "4"),
-        (["--slurm=2", "--sbatch=--time=4:59"], "--sbatch", "4:59"),
+        (["--slurm=2", "--sbatch=--time=4"], "--time", "4"),
+        (["--slurm=2", "--sbatch=--time=4:59"], "--time", "4:59"),
         (["--slurm=2", "--sbatch=--time=9 --array=0-3"], "--sbatch", "--array=0-3"),
     ],
 )

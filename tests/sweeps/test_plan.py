@@ -44,7 +44,7 @@ def test_steps_follow_from_flops_and_fractions(folder):
         "equal": f"model.kernel_size=3 train.steps={steps}",
         "both": "objective.masked_lm_steps=90",
     }
-    with refused(SweepError, field="config.objective.masked_lm_steps"):
+    with refused(SweepError, field="--config.objective.masked_lm_steps"):
         expand(sweep, folder, {"objective.masked_lm_steps": 7})
 
 

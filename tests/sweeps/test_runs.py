@@ -87,7 +87,7 @@ def test_changes_of_a_task_take_precedence_over_overrides(folder):
     trec, long = runs["mixed/seed-1/trec"].finetune, runs["mixed/seed-1/long"].finetune
     assert (trec.epochs, long.epochs) == ((4.0,), (12.0,))
     assert (trec.seeds, long.seeds) == (3, 2)
-    with refused(SweepError, field="config.finetune.seeds"):  # no task would use it
+    with refused(SweepError, field="--config.finetune.seeds"):  # no task would use it
         expand(dataclasses.replace(SWEEP, tasks={"trec": TREC}), folder, overrides)
 
 
@@ -168,16 +168,16 @@ SPACE = {"model.layers": (1,)}
     ("mention", "make"),
     [
         ("variants", lambda: Sweep("tiny", {})),
-        ("(1, 1)", lambda: Sweep("tiny", VARIANTS, seeds=(1, 1))),
+        ("seeds=1,1", lambda: Sweep("tiny", VARIANTS, seeds=(1, 1))),
         ("a/b", lambda: Sweep("tiny", {"a/b": Variant()})),
         ("dict", lambda: Sweep("tiny", {"x": {"model.layers": 2}})),
         ("'pretrain'", lambda: Sweep("tiny", VARIANTS, tasks={"pretrain": TREC})),
         ("a-scratch", lambda: Sweep("t", VARIANTS, tasks={"a-scratch": TREC}, from_scratch=True)),
-        ("baseline='z'", lambda: Sweep("tiny", VARIANTS, baseline="z")),
+        ("baseline=z", lambda: Sweep("tiny", VARIANTS, baseline="z")),
         ("config.seed", lambda: pair(Variant({"seed": 7}))),
         ("config.seed", lambda: Task("text:trec", {"seed": 9})),
-        ("match_flops_of='z'", lambda: pair(Variant(match_flops_of="z"))),
-        ("match_flops_of='y'", lambda: pair(Variant(match_flops_of="y"))),
+        ("match_flops_of=z", lambda: pair(Variant(match_flops_of="z"))),
+        ("match_flops_of=y", lambda: pair(Variant(match_flops_of="y"))),
         ("train.steps", lambda: Variant({"train.steps": 7}, match_flops_of="x")),
         ("step_fractions", lambda: Variant(match_flops_of="x", step_fractions={"a": 1})),
         ("space={}", lambda: Search({}, 1, "m", True)),
@@ -185,7 +185,7 @@ SPACE = {"model.layers": (1,)}
         ("trials=0", lambda: Search(SPACE, 0, "m", True)),
         ("model.layers", lambda: Search({"model.layer": (1,)}, 1, "m", True)),
         (
-            "budget_of='z'",
+            "budget_of=z",
             lambda: pair(Variant(), search=Search(SPACE, 1, "m", True, budget_of="z")),
         ),
     ],
@@ -215,18 +215,18 @@ def changed(**fields) -> Sweep:
         (None, "config.model.stages", "mixers", {"model.stages": [{"layers": 2}]}),
         (None, "config.train.batch_size", SWEEP, {"train.batch_size": 0}),
         (None, "nowhere", changed(config="nowhere"), {}),
-        ("config.model.mixer", "", SWEEP, {"model.mixer": "mixed"}),
-        ("config.seed", "--seeds", SWEEP, {"seed": 4}),
-        ("config.data.directory", "mixed-128", "length", {"data.directory": "D"}),
+        ("--config.model.mixer", "", SWEEP, {"model.mixer": "mixed"}),
+        ("--config.seed", "--seeds", SWEEP, {"seed": 4}),
+        ("--config.data.directory", "mixed-128", "length", {"data.directory": "D"}),
         # equal variants
         (None, "x and y", pair(Variant()), {}),
-        ("config.model.kernel_size", "k1", "kernel_size", {"model.kernel_sizes": (3, 3, 5, 7)}),
+        (None, "config.model.kernel_size", "kernel_size", {"model.kernel_sizes": (3, 3, 5, 7)}),
         (
-            *("config.generator.size", "x and y"),
+            *(None, "config.generator.size"),
             *(pair(Variant({"generator.size": 1.0})), {"recipe": "masked_lm"}),
         ),
         # of tasks
-        ("config.finetune.seeds", "--finetune", SWEEP, {"finetune.seeds": 3}),
+        ("--config.finetune.seeds", "--finetune", SWEEP, {"finetune.seeds": 3}),
         ("--finetune", "", changed(from_scratch=True), {}),
         ("config.recipe", "task t", changed(tasks={"t": Task("tiny")}), {}),
         ("config.recipe", "text:trec", changed(config="text:trec", tasks={"t": TREC}), {}),

@@ -237,7 +237,7 @@ def test_the_named_search_varies_the_share_of_heads(fake):
 
 
 def test_a_field_of_the_search_cannot_be_overridden(fake):
-    with refused(SweepError, field="config.model.ffn_size"):
+    with refused(SweepError, field="--config.model.ffn_size"):
         expand(SWEEP, fake.folder, {"model.ffn_size": 512})
 
 

@@ -134,10 +134,10 @@ def test_a_refusal_of_sbatch_is_reported(cluster):
 
 def test_a_missing_program_or_package_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with refused(SweepError, field="--slurm", value="sbatch"):
+    with refused(SweepError, "sbatch", field="--slurm"):
         slurm.check_installed()
     monkeypatch.setattr(slurm.importlib.util, "find_spec", lambda name: None)
-    with refused(SweepError, "pip install", field="--slurm", value="submitit"):
+    with refused(SweepError, "pip install submitit", field="--slurm"):
         slurm.check_installed()
 
 
