@@ -1,5 +1,6 @@
 """Runs without a process, which take no time."""
 
+import threading
 import time
 
 from convbert_jax.sweeps import runner
@@ -48,3 +49,14 @@ class FakeRuns:
         lines = [] if lines is None else lines
         options = {"start": self.start, "read": self.read, **options}
         return runner.work(runs, self.folder, log=lines.append, **options)
+
+
+def in_threads(count, function) -> list:
+    """Calls a function in several threads at once; returns the results."""
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(function())) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return results

@@ -9,18 +9,13 @@ from convbert_jax.analysis import arithmetic_plan, flops, overview
 from convbert_jax.config import to_dict
 from convbert_jax.interop import matching
 from convbert_jax.sweeps import Sweep, SweepError, Variant
-from convbert_jax.sweeps.folder import FINISHED, Folder, Record
+from convbert_jax.sweeps.folder import FINISHED, Record
 from convbert_jax.sweeps.plan import count_flops, count_parameters, describe, describe_changes
 from convbert_jax.sweeps.runs import check_files, expand
 from tests.refusals import refused
 
 VARIANTS = {"attention": Variant({"model.mixer": "attention"}), "mixed": Variant()}
 SWEEP = Sweep("tiny", VARIANTS, seeds=(0, 1))
-
-
-@pytest.fixture
-def folder(tmp_path) -> Folder:
-    return Folder(tmp_path / "sweep")
 
 
 def test_steps_follow_from_flops_and_fractions(folder):

@@ -12,7 +12,7 @@ from convbert_jax.files import DamagedFileError
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.finetuning.results import RunResult, append_result
 from convbert_jax.sweeps import Search, Sweep, SweepError, Task, Variant, results
-from convbert_jax.sweeps.folder import FAILED, FINISHED, Folder, Record
+from convbert_jax.sweeps.folder import FAILED, FINISHED, Record
 from convbert_jax.sweeps.runs import expand
 from tests.refusals import refused
 
@@ -40,11 +40,6 @@ METRICS = (
     },
     {"step": 40, "split": "validation", "mlm_loss": 4.0, "discriminator_precision": None},
 )
-
-
-@pytest.fixture
-def folder(tmp_path) -> Folder:
-    return Folder(tmp_path / "sweep")
 
 
 @pytest.fixture

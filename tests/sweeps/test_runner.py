@@ -13,7 +13,7 @@ from convbert_jax.config import UserError, to_dict
 from convbert_jax.sweeps import Sweep, Task, Variant, runner
 from convbert_jax.sweeps.folder import FAILED, FINISHED, STARTED, Folder, Record
 from convbert_jax.sweeps.runs import expand
-from tests.sweeps.fake_runs import FakeRuns
+from tests.sweeps.fake_runs import FakeRuns, in_threads
 
 SWEEP = Sweep(
     "tiny",
@@ -23,29 +23,14 @@ SWEEP = Sweep(
 )
 
 
-@pytest.fixture(autouse=True)
-def _poll_quickly(monkeypatch):
-    monkeypatch.setattr(runner, "_POLL", 0.02)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     return expand(SWEEP, Folder(tmp_path_factory.mktemp("sweep")))
 
 
 @pytest.fixture
-def fake(tmp_path) -> FakeRuns:
-    return FakeRuns(Folder(tmp_path / "sweep"))
-
-
-def in_threads(count, function) -> list:
-    results = []
-    threads = [threading.Thread(target=lambda: results.append(function())) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
+def fake(folder) -> FakeRuns:
+    return FakeRuns(folder)
 
 
 def test_each_run_is_executed_once_and_tasks_after_their_weights(fake, runs):
@@ -108,20 +93,17 @@ def test_a_process_that_exits_before_the_last_step_has_failed(fake, runs):
     assert summary.failed.keys() == {runs[0].id}
 
 
-@pytest.mark.parametrize(
-    ("code", "printed", "reason"),
-    [
+def test_the_reason_why_a_process_failed():
+    for code, printed, reason in (
         (1, "12:00:01 hello\nerror: a\nerror: no such file; name another.\n", "no such file"),
         (3, "Traceback\nValueError: x\n\n", "3: ValueError: x"),
         (-9, "error: no\n", "SIGKILL, probably out of memory"),
         (-11, "", "SIGSEGV"),
         (-250, "", "250"),
-    ],
-)
-def test_the_reason_why_a_process_failed(code, printed, reason):
-    found = runner.explain(code, printed)
-    assert reason in found
-    assert ("memory" in found) == (code == -9)
+    ):
+        found = runner.explain(code, printed)
+        assert reason in found
+        assert ("memory" in found) == (code == -9)
 
 
 def test_workers_divide_the_runs(fake, runs):

@@ -10,7 +10,7 @@ from convbert_jax.config import Config, to_dict
 from convbert_jax.files import DamagedFileError
 from convbert_jax.interop import matching
 from convbert_jax.sweeps import Search, Sweep, SweepError, Task, Variant
-from convbert_jax.sweeps.folder import FINISHED, STARTED, Folder, Record
+from convbert_jax.sweeps.folder import FINISHED, STARTED, Record
 from convbert_jax.sweeps.runs import check_files, check_unchanged, expand
 from tests.refusals import refused
 
@@ -22,11 +22,6 @@ ABLATION = runpy.run_path(
     config_files.__file__.replace("config_files.py", "../configs/ablation.py")
 )
 FIRST = "attention/seed-0/pretrain"
-
-
-@pytest.fixture
-def folder(tmp_path) -> Folder:
-    return Folder(tmp_path / "sweep")
 
 
 def record(run, state=FINISHED) -> Record:
@@ -164,16 +159,15 @@ def pair(variant: Variant, config: str = "tiny", **fields) -> Sweep:
 SPACE = {"model.layers": (1,)}
 
 
-@pytest.mark.parametrize(
-    ("mention", "make"),
-    [
+def test_an_invalid_definition_is_refused():
+    for mention, make in (
         ("variants", lambda: Sweep("tiny", {})),
         ("seeds=1,1", lambda: Sweep("tiny", VARIANTS, seeds=(1, 1))),
         ("a/b", lambda: Sweep("tiny", {"a/b": Variant()})),
         ("dict", lambda: Sweep("tiny", {"x": {"model.layers": 2}})),
-        ("'pretrain'", lambda: Sweep("tiny", VARIANTS, tasks={"pretrain": TREC})),
-        ("a-scratch", lambda: Sweep("t", VARIANTS, tasks={"a-scratch": TREC}, from_scratch=True)),
-        ("baseline=z", lambda: Sweep("tiny", VARIANTS, baseline="z")),
+        ("'pretrain'", lambda: changed(tasks={"pretrain": TREC})),
+        ("a-scratch", lambda: changed(tasks={"a-scratch": TREC}, from_scratch=True)),
+        ("baseline=z", lambda: changed(baseline="z")),
         ("config.seed", lambda: pair(Variant({"seed": 7}))),
         ("config.seed", lambda: Task("text:trec", {"seed": 9})),
         ("match_flops_of=z", lambda: pair(Variant(match_flops_of="z"))),
@@ -184,15 +178,10 @@ SPACE = {"model.layers": (1,)}
         ("model.layers", lambda: Search({"model.layers": ()}, 1, "m", True)),
         ("trials=0", lambda: Search(SPACE, 0, "m", True)),
         ("model.layers", lambda: Search({"model.layer": (1,)}, 1, "m", True)),
-        (
-            "budget_of=z",
-            lambda: pair(Variant(), search=Search(SPACE, 1, "m", True, budget_of="z")),
-        ),
-    ],
-)
-def test_an_invalid_definition_is_refused(mention, make):
-    with refused(SweepError, mention):
-        make()
+        ("budget_of=z", lambda: changed(search=Search(SPACE, 1, "m", True, budget_of="z"))),
+    ):
+        with refused(SweepError, mention):
+            make()
 
 
 def changed(**fields) -> Sweep:

@@ -3,19 +3,18 @@
 import dataclasses
 import json
 import sys
-import threading
 import time
 
 import pytest
 
 from convbert_jax import config_files
 from convbert_jax.config import to_dict
-from convbert_jax.sweeps import Search, Sweep, SweepError, Task, Variant, plan, runner
-from convbert_jax.sweeps.folder import FINISHED, Folder, Record
+from convbert_jax.sweeps import Search, Sweep, SweepError, Task, Variant, plan
+from convbert_jax.sweeps.folder import FINISHED, Record
 from convbert_jax.sweeps.runs import check_unchanged, expand
 from convbert_jax.sweeps.search import Explorer
 from tests.refusals import refused
-from tests.sweeps.fake_runs import FakeRuns
+from tests.sweeps.fake_runs import FakeRuns, in_threads
 
 KERNELS = tuple(range(3, 18, 2))
 # 4 heads: a ratio of 3 is invalid
@@ -35,15 +34,10 @@ class Larger(FakeRuns):
         return {"discriminator_auc": run.config.model.kernel_size + 0.1 * run.seed}
 
 
-@pytest.fixture(autouse=True)
-def _poll_quickly(monkeypatch):
-    monkeypatch.setattr(runner, "_POLL", 0.02)
-
-
 @pytest.fixture
-def fake(tmp_path) -> Larger:
+def fake(folder) -> Larger:
     pytest.importorskip("optuna")
-    return Larger(Folder(tmp_path / "sweep"))
+    return Larger(folder)
 
 
 def search(fake, sweep=SWEEP, **options):
@@ -54,12 +48,7 @@ def search(fake, sweep=SWEEP, **options):
 
 def search_twice(fake, sweep=SWEEP):
     """Searches with two workers at once."""
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(search(fake, sweep))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    found = in_threads(2, lambda: search(fake, sweep))
     assert len(set(fake.started)) == len(fake.started)
     return found
 
@@ -241,7 +230,7 @@ def test_a_field_of_the_search_cannot_be_overridden(fake):
         expand(SWEEP, fake.folder, {"model.ffn_size": 512})
 
 
-def test_a_search_without_optuna_says_what_to_install(tmp_path, monkeypatch):
+def test_a_search_without_optuna_says_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with refused(SweepError, "pip install optuna"):
-        Explorer(SWEEP, Folder(tmp_path / "sweep"), {})
+        Explorer(SWEEP, folder, {})
