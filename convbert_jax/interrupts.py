@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM while the main thread is inside of a library, as a compiler is for minutes.
+"""Ends the process on Ctrl-C and SIGTERM, also while the main thread runs a library.
 
-Python calls what a program does about a signal between two of its own instructions, so a compiler
-or a step that does not return lets none of it happen, not even the end that a second Ctrl-C asks
-for. The number of a signal is heard by a thread all the same.
+Python calls signal handlers between two of its own instructions. A compiler or a step that does not
+return for minutes delays them, even the exit that a second Ctrl-C requests. A thread therefore
+reads the numbers of the signals from a socket (`signal.set_wakeup_fd`).
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from collections.abc import Iterator
 from absl import logging
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_TOLD = 2.0  # seconds without an end after which a first signal is answered by a line
-_PATIENCE = 5.0  # seconds that a second one leaves the program to end by itself
-# Seconds in which a second SIGTERM is the first one: schedulers signal every process of a job, and
-# one that has started another passes on what it hears.
+_REPORT_AFTER = 2.0  # seconds from a first signal to a log line
+_EXIT_AFTER = 5.0  # seconds from a second signal to the end of the process
+# Seconds in which a second SIGTERM counts as the first one: schedulers signal every process of a
+# job, and a process that started another one forwards the signal.
 ECHO = 2.0
-TRY_AGAIN = 75  # "temporary failure", on which a launcher starts the same command again
+TRY_AGAIN = 75  # "temporary failure": a launcher starts the same command again
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked for a stop, and what was done is kept.
+    """A signal requested a stop, and the work so far is saved.
 
     Attributes:
       by: name of the signal.
@@ -40,79 +40,83 @@ class Stopped(KeyboardInterrupt):
 
 
 def exit_code(by: str) -> int:
-    """Of a program that a signal of this name has stopped, and that lost nothing: `TRY_AGAIN` after
-    SIGTERM, which schedulers send and machines that are taken away; 130 after Ctrl-C.
+    """Returns the exit code of a program that the signal `by` stopped and that lost nothing:
+    `TRY_AGAIN` after SIGTERM, which schedulers and preempted machines send; 130 after Ctrl-C.
     """
     return TRY_AGAIN if by == "SIGTERM" else 128 + signal.Signals[by]
 
 
 @dataclasses.dataclass
 class _State:
-    """What the listening thread and the program tell each other; one for the process.
+    """Shared by the reading thread and the program; one per process.
 
     Attributes:
-      heard: the number of a first signal that did not end the program within its time.
-      free: whether the program has nothing to save.
-      first: number and `time.monotonic()` of a first signal that a handler got.
+      reported: number of a first signal that did not end the program in time.
+      nothing_to_save: whether the program may exit without saving.
+      first: number and `time.monotonic()` of a first signal that a handler received.
+      abandon_threads: whether the process exits without waiting for threads.
     """
 
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    heard: int | None = None
-    free: bool = False
+    reported: int | None = None
+    nothing_to_save: bool = False
     first: tuple[int, float] | None = None
+    abandon_threads: bool = False
 
 
 _state = _State()
 
 
 @contextlib.contextmanager
-def heard(told: float = _TOLD, patience: float = _PATIENCE) -> Iterator[None]:
-    """Context in which SIGTERM raises `Stopped`, as Ctrl-C does KeyboardInterrupt. A first signal
-    is told of, if what runs does not end for it, and a second one ends the process, with 128 and
-    its number, whatever runs. Of another thread than the main one it does nothing, as Python hears
-    no signals there. An echo of SIGTERM that comes behind the context is none of its end either.
+def handled(report_after: float = _REPORT_AFTER, exit_after: float = _EXIT_AFTER) -> Iterator[None]:
+    """Context in which SIGTERM raises `Stopped`, as Ctrl-C raises KeyboardInterrupt.
+
+    If the program does not end after a first signal, a log line reports the signal. A second
+    signal ends the process with exit code 128 plus its number, whatever the main thread runs. An
+    echo of SIGTERM after the context does not end the process. In other threads than the main
+    thread the context does nothing, because Python delivers no signals there.
 
     Args:
-      told, patience: seconds from a first, and from a second signal. Until then a second SIGTERM is
-        the first one.
+      report_after, exit_after: seconds after a first and a second signal. A second SIGTERM within
+        `report_after` counts as the first one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _state.heard = _state.first = None
+    _state.reported = _state.first = None
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=_listen, args=(ours, told, patience), daemon=True).start()
-    terminated = signal.signal(signal.SIGTERM, _stop)
+    threading.Thread(target=_read, args=(ours, report_after, exit_after), daemon=True).start()
+    previous = signal.signal(signal.SIGTERM, _stop)
     unraisable = sys.unraisablehook
     sys.unraisablehook = functools.partial(_hide_interrupts, unraisable)
     try:
         yield
     finally:
         sys.unraisablehook = unraisable
-        signal.signal(signal.SIGTERM, _unless_echo(terminated) if _state.first else terminated)
+        signal.signal(signal.SIGTERM, _unless_echo(previous) if _state.first else previous)
         signal.set_wakeup_fd(before)
         theirs.close()  # ends the thread
-        _state.heard = None  # else `nothing_to_save` outside of the block would end the process
+        _state.reported = None  # otherwise a later `nothing_to_save` would end the process
 
 
 @contextlib.contextmanager
 def nothing_to_save() -> Iterator[None]:
-    """Context in which a first signal ends the process as well, within seconds: whoever started it
-    loses nothing by it. SIGTERM ends it with 75, on which launchers start again, Ctrl-C with 130.
+    """Context in which a first signal ends the process within seconds, because nothing is lost.
 
-    It does nothing outside of `heard`.
+    The exit code is 75 after SIGTERM and 130 after Ctrl-C. Outside of `handled` the context does
+    nothing.
     """
     with _state.lock:
-        _state.free = True
-        if _state.heard:
-            _end_for_nothing(_state.heard)
+        _state.nothing_to_save = True
+        if _state.reported:
+            _exit_without_saving(_state.reported)
     try:
         yield
     finally:
         with _state.lock:
-            _state.free = False
+            _state.nothing_to_save = False
 
 
 @contextlib.contextmanager
@@ -120,7 +124,8 @@ def deferred() -> Iterator[None]:
     """Delays SIGINT and SIGTERM to the end of the block, where the first one's handler is called.
 
     Orbax reports any exception as an unreadable part of a checkpoint, so a KeyboardInterrupt raised
-    inside Orbax would be lost. A second Ctrl-C is not delayed; within `heard` it ends the process.
+    inside Orbax would be lost. A second Ctrl-C is not delayed; within `handled` it ends the
+    process.
     """
     handlers, received, inside = {}, [], True
 
@@ -147,16 +152,53 @@ def deferred() -> Iterator[None]:
 
 
 def is_echo(first: int, second: int, seconds: float, within: float = ECHO) -> bool:
-    """Whether a second signal, so many seconds after the first, is that one passed on."""
+    """Returns whether a second signal, `seconds` after the first, is the first one forwarded."""
     return first == second == signal.SIGTERM and seconds < within
 
 
 def is_first(number: int) -> bool:
-    """Whether a signal that a handler got is a first one and no echo; it is remembered."""
+    """Returns whether a signal is not an echo, and remembers it."""
     if _state.first and is_echo(_state.first[0], number, time.monotonic() - _state.first[1]):
         return False
     _state.first = number, time.monotonic()
     return True
+
+
+def abandon_threads() -> None:
+    """Lets `exiting_despite_threads` exit without waiting for threads.
+
+    Orbax's threads wait five minutes for the rest of a save that failed; Python waits for them.
+    """
+    _state.abandon_threads = True
+
+
+@contextlib.contextmanager
+def exiting_despite_threads() -> Iterator[None]:
+    """Context around a whole program. If `abandon_threads` was called, the end of the context ends
+    the process, with the same exit code and output, but without exit functions.
+    """
+    code: str | int | None = 0
+    try:
+        yield
+    except SystemExit as error:
+        if not _state.abandon_threads:
+            raise
+        code = error.code
+    except BaseException:
+        if not _state.abandon_threads:
+            raise
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if not _state.abandon_threads:
+        return
+    if isinstance(code, str):  # as sys.exit prints it
+        print(code, file=sys.stderr)
+        code = 1
+    logging.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code or 0)
 
 
 def _stop(number, frame):
@@ -167,7 +209,7 @@ def _stop(number, frame):
 
 def _hide_interrupts(show, unraisable):
     """Hides the traceback of an interrupt that Python raised in a callback, such as one of the
-    garbage collector, and dropped; `_listen` acts on its signal.
+    garbage collector, and dropped; `_read` acts on its signal.
     """
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         show(unraisable)
@@ -183,55 +225,56 @@ def _unless_echo(handler):
     return handle
 
 
-def _listen(ours: socket.socket, told: float, patience: float) -> None:
-    waiting: list[threading.Timer] = []
+def _read(ours: socket.socket, report_after: float, exit_after: float) -> None:
+    timers: list[threading.Timer] = []
     first, by = 0.0, 0
 
-    def after(seconds: float, do, *arguments) -> None:
-        timer = threading.Timer(seconds, do, arguments)
+    def after(seconds: float, function, number: int) -> None:
+        timer = threading.Timer(seconds, function, (number,))
         timer.daemon = True
         timer.start()
-        waiting.append(timer)
+        timers.append(timer)
 
     with ours:
         while numbers := ours.recv(16):
             for number in numbers:
                 if number not in _SIGNALS:
                     continue
-                if not waiting:
+                if not timers:
                     first, by = time.monotonic(), number
-                elif is_echo(by, number, time.monotonic() - first, told):
-                    continue
-                after(*((patience, _end, number) if waiting else (told, _tell, number)))
-    for timer in waiting:
+                    after(report_after, _report, number)
+                elif not is_echo(by, number, time.monotonic() - first, report_after):
+                    after(exit_after, _exit, number)
+    for timer in timers:
         timer.cancel()
 
 
-def _tell(number: int) -> None:
+def _report(number: int) -> None:
     with _state.lock:
-        if _state.free:
-            _end_for_nothing(number)
-        _state.heard = number
+        if _state.nothing_to_save:
+            _exit_without_saving(number)
+        _state.reported = number
     name = signal.Signals(number).name
     logging.info(
-        "%s is heard. What runs now ends first, which takes minutes where a program is compiled; "
-        "%s ends it at once; what was saved stays.",
+        "Received %s; stopping after the current step (may take minutes during compilation). %s "
+        "to exit now; saved checkpoints are kept.",
         name,
-        "Ctrl-C once more" if number == signal.SIGINT else "another one",
+        "Press Ctrl-C again" if number == signal.SIGINT else f"Send {name} again",
     )
 
 
-def _end(number: int) -> None:
-    logging.info("Ended by a second %s.", signal.Signals(number).name)
+def _exit(number: int) -> None:
+    logging.info("Exiting after a second %s.", signal.Signals(number).name)
     logging.flush()
     os._exit(128 + number)
 
 
-def _end_for_nothing(number: int) -> None:
+def _exit_without_saving(number: int) -> None:
+    name = signal.Signals(number).name
     logging.info(
-        "Ended by %s, and nothing is lost: the same command goes on from what is saved, or begins "
-        "again where nothing is.",
-        signal.Signals(number).name,
+        "Exiting after %s; nothing is lost. The same command continues from the last checkpoint if "
+        "there is one.",
+        name,
     )
     logging.flush()
-    os._exit(exit_code(signal.Signals(number).name))
+    os._exit(exit_code(name))

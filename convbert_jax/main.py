@@ -21,7 +21,7 @@ from convbert_jax import absent
 with absent.told():
     from absl import app, logging
 
-    from convbert_jax import command_line, console, ending, files, interrupts
+    from convbert_jax import command_line, console, files, interrupts
     from convbert_jax.config import Config, UserError
     from convbert_jax.machine import allocator
     from convbert_jax.machine.accelerators import find_accelerators
@@ -40,7 +40,7 @@ def start(beside: Callable[[], None] | None = None) -> None:
     Args:
       beside: begins what else the process does in threads of its own.
     """
-    with ending.without_abandoned_threads():
+    with interrupts.exiting_despite_threads():
         app.run(functools.partial(main, beside=beside), flags_parser=_read_command_line)
 
 
@@ -53,7 +53,7 @@ def main(request: command_line.Request, beside: Callable[[], None] | None = None
         allocator.keep_memory()  # has to come before any thread, and the next lines begin some
     if beside:
         beside()
-    with interrupts.heard():
+    with interrupts.handled():
         _answer(request)
 
 
@@ -64,9 +64,9 @@ def _answer(request: command_line.Request) -> None:
             _examine(request)
         elif request.multihost or request.processes:
             with _together(request):
-                from convbert_jax.training.environment import roll_call
+                from convbert_jax.training import consistency
 
-                roll_call.check_start(request.config)
+                consistency.check_start(request.config)
                 stopped_by = _run(request)
         else:
             stopped_by = _run(request)
@@ -198,7 +198,8 @@ def _examine(request: command_line.Request) -> None:
 
     several, first, together = False, True, contextlib.nullcontext()
     if not doctor.fault_of_jax():
-        from convbert_jax.training.environment import devices, exchange
+        from convbert_jax.training import distributed
+        from convbert_jax.training.environment import devices
 
         devices.prepare_platform(_platform(request))
         if several := bool(request.multihost or request.processes):
@@ -206,7 +207,7 @@ def _examine(request: command_line.Request) -> None:
     wrong = []
     with together:
         if several:
-            first = exchange.place()[0] == 0
+            first = distributed.place()[0] == 0
         for finding in doctor.examine(request.config, request.workdir, request.given):
             if first:
                 print(finding, flush=True)
@@ -225,40 +226,40 @@ def _platform(request: command_line.Request) -> str:
 
 
 @contextlib.contextmanager
-def _together(request: command_line.Request, patience: float = 300.0) -> Iterator[None]:
-    """Context in which all processes are here, and one that ends, ends all.
+def _together(request: command_line.Request, timeout: float = 300.0) -> Iterator[None]:
+    """Connects all processes; the exit of one of them ends all.
 
     Args:
-      patience: seconds until a wait in vain for the others is an error.
+      timeout: seconds to wait for the other processes.
     """
-    from convbert_jax.training.environment import devices, exchange, meeting, peers, roll_call
+    from convbert_jax.training import consistency, distributed
+    from convbert_jax.training.environment import devices
 
-    given = request.processes
-    if given:
-        place = meeting.Place(given.coordinator, given.count, given.index)
+    if given := request.processes:
+        process = distributed.ProcessId(given.coordinator, given.count, given.index)
+        hint = _command_of
     else:
-        place = meeting.find_place()
+        process, hint = distributed.detect_process(), _start_everywhere
     silence = (request.config or Config()).train.silence_seconds
-    advise = _command_of if given else _start_everywhere
-    with peers.together(place, patience=patience, silence=silence, advise=advise):
+    with distributed.connect(process, timeout=timeout, silence=silence, hint=hint):
         devices.prepare_platform(_platform(request))
-        logging.info("Process %d of %d.", *exchange.place())
-        roll_call.check_flags({"--mode": request.mode, "--step": request.step})
+        logging.info("Process %d of %d.", *distributed.place())
+        consistency.check_flags({"--mode": request.mode, "--step": request.step})
         yield
 
 
 def _command_of(missing: Sequence[int]) -> str:
-    """What starts the first of the processes that --coordinator waits for and that are missing."""
+    """Returns the command that starts the first missing process of a run with --coordinator."""
     arguments = shlex.join(sys.argv[1:])
     own = re.sub(r"--?process[= ]\S+", f"--process={missing[0]}", arguments)
-    return f"start it with: python -m convbert_jax.main {own}"
+    return f"Start it with: python -m convbert_jax.main {own}"
 
 
 def _start_everywhere(missing: Sequence[int]) -> str:
     del missing
     return (
-        "start the same command on every host of the TPU slice, with srun or with mpirun, and look "
-        "at the logs of those that do not come"
+        "Start the same command on every host of the TPU slice, with srun or with mpirun, and look "
+        "at the logs of the missing processes."
     )
 
 

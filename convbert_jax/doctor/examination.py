@@ -34,9 +34,9 @@ def examine(
         yield from finding.run("host", lambda: host.check_host(0, 0), limit=_QUICK)
         yield fault
         return
-    from convbert_jax.training.environment import exchange
+    from convbert_jax.training import distributed
 
-    index, count = exchange.place()
+    index, count = distributed.place()
     if count == 1:
         yield from _check_all(config, workdir, given)
         return
@@ -47,7 +47,7 @@ def examine(
         # others then neither make nor remove it.
         if workdir is not None and index == 0:
             stack.enter_context(disk.made(workdir))
-        exchange.word_of_first("", processes.LIMIT)
+        distributed.broadcast("", processes.LIMIT)
         own = []
         for found in _check_all(config, workdir, given):
             own.append(found)

@@ -13,7 +13,7 @@ from etils import epath
 from convbert_jax import files
 from convbert_jax.config import Config
 from convbert_jax.doctor.finding import Finding, good, warning, wrong
-from convbert_jax.training.environment import exchange, roll_call
+from convbert_jax.training import consistency, distributed
 
 LIMIT = 60.0  # seconds for all to be done with what each checks by itself
 _CLOCKS = 1.0  # seconds that they may differ by
@@ -35,20 +35,20 @@ def compare(
     """
     record: dict[str, Any] = {
         "findings": [dataclasses.asdict(f) for f in own if f.state != "good"],
-        "versions": roll_call.versions(),
-        "command": roll_call.fields(config) if config else {},
+        "versions": consistency.versions(),
+        "command": consistency.fields(config) if config else {},
         "workdir": _reads_same(workdir),
     }
-    clocks = exchange.clock_offsets(LIMIT)
+    clocks = distributed.clock_offsets(LIMIT)
     judge = functools.partial(_judge, workdir=str(workdir), clocks=clocks)
-    return [Finding(**each) for each in exchange.judge(record, judge, LIMIT)]
+    return [Finding(**each) for each in distributed.decide(record, judge, LIMIT)]
 
 
 def _reads_same(workdir: epath.Path | None) -> bool | None:
     """Whether this process reads there what the first one has written; None if that one could
     write nothing, or has no workdir.
     """
-    first = exchange.place()[0] == 0
+    first = distributed.place()[0] == 0
     path, word, same = workdir and workdir / ".doctor-of-all", "", False
     try:
         if first and path:
@@ -57,11 +57,11 @@ def _reads_same(workdir: epath.Path | None) -> bool | None:
                 files.write_text(path, word)
             except Exception:  # the libraries of buckets have errors of their own
                 word = ""
-        word = exchange.word_of_first(word, LIMIT)
+        word = distributed.broadcast(word, LIMIT)
         ends = time.monotonic() + _VISIBLE
         while path and word and not (same := _has(path, word)) and time.monotonic() < ends:
             time.sleep(0.2)
-        exchange.word_of_first("", LIMIT)  # all have read it
+        distributed.broadcast("", LIMIT)  # all have read it
     finally:
         if first and path:
             with contextlib.suppress(Exception):
@@ -89,15 +89,16 @@ def _judge(
         for each in record["findings"] if record and index else ():
             by_text.setdefault(tuple(each.values()), []).append(index)
     for (name, *rest), who in by_text.items():
-        findings.append(Finding(f"{name} of {exchange.by_number(who)}", *rest))
+        findings.append(Finding(f"{name} of {distributed.name_processes(who)}", *rest))
     compared = [r and {name: r[name] for name in ("versions", "command")} for r in records]
-    if sentence := roll_call.describe(compared, LIMIT):
-        findings.append(Finding("processes", "wrong", sentence.rstrip(".")))
+    if difference := consistency.find_difference(compared, LIMIT):
+        findings.append(Finding("processes", "wrong", difference["message"].rstrip(".")))
     else:
         config = ", same config" if records[0]["command"] else ""
         findings.append(good("processes", f"all {len(records)} answer, same versions{config}"))
     if apart := [i for i, record in enumerate(records) if record and record["workdir"] is False]:
-        text = f"{exchange.by_number(apart)} cannot read in {workdir} what process 0 writes there"
+        who = distributed.name_processes(apart)
+        text = f"{who} cannot read in {workdir} what process 0 writes there"
         fix = "give all of them the same --workdir, on storage that they share"
         findings.append(wrong("workdir", text, fix))
     elif all(record and record["workdir"] for record in records):

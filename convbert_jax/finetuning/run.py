@@ -32,9 +32,8 @@ from convbert_jax.finetuning.results import (
 )
 from convbert_jax.finetuning.tasks.task import FinetuneTask, FinetuningError, Scores
 from convbert_jax.finetuning.unfinished import Unfinished
-from convbert_jax.training import memory
+from convbert_jax.training import consistency, distributed, memory
 from convbert_jax.training.checkpoints.saving import Checkpoints
-from convbert_jax.training.environment import peers, roll_call
 from convbert_jax.training.environment.compilation import describe_compile_cache
 from convbert_jax.training.state import TrainState
 from convbert_jax.training.task import Params
@@ -79,9 +78,9 @@ def finetune(
     """
     if jax.process_index() == 0:
         read_results(workdir)  # takes a half written line away
-    peers.wait_for_all("results mended")
+    distributed.barrier("results mended")
     done = read_results(workdir)
-    if not peers.is_same_on_all(repr(done)):  # it says which runs are left, to each process
+    if not distributed.is_same_on_all(repr(done)):  # it says which runs are left, to each process
         raise FinetuningError(
             f"the processes find different results in {workdir.results}; give all of them the same "
             "--workdir, on storage that they share."
@@ -94,7 +93,7 @@ def finetune(
         _check_task(task)
         began_with.bind_task(task)
         if jax.process_count() > 1:
-            roll_call.check_data(config, fingerprint(task))
+            consistency.check_data(config, fingerprint(task))
         results.append(_finetune_task(config, workdir, task, programs, tokenizer, weights, done))
     logging.info("%d programs; %s.", programs.count_compiled(), describe_compile_cache())
     return results
@@ -257,7 +256,7 @@ def save_model(workdir: Workdir, config, task, tokenizer, params, steps: int, se
     if jax.process_index() == 0:
         files.remove_tree(workdir.path)
         workdir.keep_vocabularies({"": tokenizer.path}, {"": tokenizer.fingerprint})
-    peers.wait_for_all("model's folder emptied")  # not its path, which hosts may spell differently
+    distributed.barrier("model's folder emptied")  # not its path, which hosts may spell differently
     inside = str((workdir.vocabulary / tokenizer.path.name).relative_to(workdir.path))
     section = dataclasses.replace(config.tokenizer, path=inside)
     own = dataclasses.replace(

@@ -13,8 +13,8 @@ from absl import logging
 
 from convbert_jax import files
 from convbert_jax.config import CheckpointSection
+from convbert_jax.training import distributed
 from convbert_jax.training.checkpoints.saving import Checkpoints
-from convbert_jax.training.environment import peers
 from convbert_jax.training.state import TrainState
 from convbert_jax.workdir import Workdir
 
@@ -50,7 +50,7 @@ class Unfinished:
           DamagedFileError: nothing tells which run they are of.
         """
         self._last = time.perf_counter()
-        found = peers.choice_of_first(self._look())
+        found = distributed.broadcast_int(self._look())
         if found == _NOTHING:
             return None
         if found == _OURS:
@@ -76,7 +76,7 @@ class Unfinished:
         if jax.process_count() > 1:
             if not self._minutes or done % AGREE_EVERY:
                 return
-            due = bool(peers.choice_of_first(due))
+            due = bool(distributed.broadcast_int(due))
         if due:
             self.keep(state)
             self._last = time.perf_counter()
@@ -88,7 +88,7 @@ class Unfinished:
             if jax.process_index() == 0:
                 self._folder.path.mkdir(parents=True, exist_ok=True)
                 files.write_json(self._folder.unfinished_run, self._run)
-            peers.wait_for_all("unfinished run named")
+            distributed.barrier("unfinished run named")
         self._open().save(state, self._run)
 
     def close(self) -> None:
@@ -100,10 +100,10 @@ class Unfinished:
     def remove(self) -> None:
         """The run is done: nothing of it is kept here."""
         self.close()
-        peers.wait_for_all("unfinished run closed")
+        distributed.barrier("unfinished run closed")
         if jax.process_index() == 0:
             files.remove_tree(self._folder.path)
-        peers.wait_for_all("unfinished run removed")
+        distributed.barrier("unfinished run removed")
 
     def _open(self) -> Checkpoints:
         if self._checkpoints is None:

@@ -23,8 +23,7 @@ from convbert_jax.data.units import bucket
 from convbert_jax.data.units.work import Runner
 from convbert_jax.interfaces.batch import Batch
 from convbert_jax.objectives import span_corruption
-from convbert_jax.training import sharding
-from convbert_jax.training.environment import roll_call
+from convbert_jax.training import consistency, sharding
 from convbert_jax.training.loop import Batches
 from convbert_jax.workdir import Workdir
 
@@ -121,7 +120,7 @@ def open_data(config: Config, workdir: Workdir) -> Data:
                 field="--mode",
                 path=directory,
             )
-    roll_call.check_data(config, found.fingerprint)
+    consistency.check_data(config, found.fingerprint)
     return (_of_pairs if config.reads_pairs else _of_corpus)(config, found)
 
 

@@ -14,11 +14,11 @@ from jax.sharding import Mesh
 from convbert_jax import files, interrupts
 from convbert_jax.config import Config
 from convbert_jax.interfaces.batch import Batch
+from convbert_jax.training import distributed, memory, sharding
 from convbert_jax.training import evaluation as evaluation_lib
-from convbert_jax.training import memory, sharding
 from convbert_jax.training import state as state_lib
 from convbert_jax.training.checkpoints.saving import Checkpoints
-from convbert_jax.training.environment import compilation, peers, signals
+from convbert_jax.training.environment import compilation, signals
 from convbert_jax.training.environment.watchdog import Watchdog
 from convbert_jax.training.program import Program, Vitals, make_program
 from convbert_jax.training.reports import interval, reporting, trackers
@@ -77,7 +77,7 @@ def train(
     """Trains up to `config.train.steps`, from the newest checkpoint in `workdir` if there is one.
 
     SIGTERM and SIGINT finish the step, save and return; before the first step is done there is
-    nothing to save, and within `interrupts.heard` they end the process. A run that is finished
+    nothing to save, and within `interrupts.handled` they end the process. A run that is finished
     already returns what it holds. The state at any step depends on config and data only, never on
     where a run was cut; after a rollback on what `workdir.skipped` says besides.
 
@@ -147,7 +147,7 @@ def train(
                         return run.to_the_end(stop)
             except BadStepError as error:
                 rollbacks.go_back(error, checkpoints.newest or 0, writes=jax.process_index() == 0)
-                peers.wait_for_all("rollback")
+                distributed.barrier("rollback")
                 batches.set_state(beginning)
 
 

@@ -18,6 +18,7 @@ from convbert_jax.interfaces.placement import Rules
 from convbert_jax.training import optimizer as optimizer_lib
 from convbert_jax.training import sharding as sharding_lib
 from convbert_jax.training import state as state_lib
+from convbert_jax.training.environment import private_jax
 from convbert_jax.training.state import TrainState
 from convbert_jax.training.step import Drawn, Learning, Vitals, make_step
 from convbert_jax.training.task import Metrics, Params, Task
@@ -142,7 +143,7 @@ class Program:
     def count_compiled(self) -> int:
         """Versions compiled or read from the cache so far, of all its functions."""
         functions = (self.init, self._create, self.train_step, self.eval_step)
-        return sum(function._cache_size() for function in functions)
+        return sum(map(private_jax.count_compiled, functions))
 
 
 def make_program(task: Task, config: Config, mesh: Mesh, *, runs: int | None = None) -> Program:

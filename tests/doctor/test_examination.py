@@ -17,7 +17,7 @@ from convbert_jax import command_line, doctor, main
 from convbert_jax.config import ConfigError
 from convbert_jax.doctor import examination, processes, versions
 from convbert_jax.doctor.finding import Finding, good, wrong
-from convbert_jax.training.environment import exchange
+from convbert_jax.training import distributed
 from convbert_jax.workdir import Workdir
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
@@ -196,12 +196,14 @@ def test_what_is_judged_wrong_is_what_is(records, data):
     found = [Finding(**each) for each in found]
     said = [str(each) for each in found if each.state != "good"]
     ill = [i for i, each in enumerate(records) if i and each and each["findings"]]
-    assert any(f"disk of {exchange.by_number(ill)}: full" in s for s in said) if ill else True
+    assert (
+        any(f"disk of {distributed.name_processes(ill)}: full" in s for s in said) if ill else True
+    )
     here = [each for each in records if each]
     same = len(here) == len(records) and all(r["versions"] == here[0]["versions"] for r in here)
     assert any(s.startswith("wrong   processes:") for s in said) != same
     apart = [i for i, each in enumerate(records) if each and each["workdir"] is False]
-    expected = f"{exchange.by_number(apart)} cannot read in W" if apart else None
+    expected = f"{distributed.name_processes(apart)} cannot read in W" if apart else None
     assert any("cannot read in W" in s for s in said) == bool(apart)
     assert not apart or any(expected in s for s in said)
     off = [i for i, (ahead, within) in enumerate(clocks) if abs(ahead) - within > 1.0]

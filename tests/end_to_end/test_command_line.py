@@ -129,7 +129,7 @@ def test_errors_before_long_work(refused_here, tmp_path):
     refused_here((TINY, f"--workdir={tmp_path}/file/run"), f"--workdir={tmp_path}/file/run")
     # there are 8 devices
     refused_here((TINY, folder, "--config.train.batch_size=6"), "config.train.batch_size=6")
-    refused_here((TINY, folder, "--multihost"), "--multihost")
+    refused_here((TINY, folder, "--multihost"), "--coordinator")
 
 
 def test_run_resume_and_refuse(started, refused_here, tmp_path, text_source, capsys):

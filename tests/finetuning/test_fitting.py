@@ -229,7 +229,7 @@ def test_a_step_that_hangs_is_noticed(hangs, toy, monkeypatch):
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, hang_seconds=1))
     program = programs.of(task, None)
     ended, told, steps = threading.Event(), [], itertools.count()
-    monkeypatch.setattr(watchdog.peers, "end_of_a_hang", ended.set)
+    monkeypatch.setattr(watchdog.distributed, "exit_after_hang", ended.set)
     name = {"training": "train_step", "evaluating": "eval_step"}[hangs]
     step = getattr(program, name)
 

@@ -96,8 +96,8 @@ def test_a_folder_that_processes_do_not_share_is_refused(
 ):
     """The other one sees other results; before anything is trained."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(run.peers, "wait_for_all", lambda what: None)
-    gather = run.peers.multihost_utils
+    monkeypatch.setattr(run.distributed, "barrier", lambda what: None)
+    gather = run.distributed.multihost_utils
     monkeypatch.setattr(gather, "process_allgather", lambda mine: np.stack([mine, mine ^ 1]))
     with pytest.raises(FinetuningError, match=r"different results.*--workdir"):
         run.finetune(make_config(), Workdir(tmp_path), [], None, vocabulary, None)
@@ -191,7 +191,7 @@ def test_processes_that_spell_the_folder_differently_wait_at_one_place(
     make_config, make_task, vocabulary, tmp_path, monkeypatch
 ):
     places = []
-    monkeypatch.setattr(run.peers, "wait_for_all", places.append)
+    monkeypatch.setattr(run.distributed, "barrier", places.append)
     config, params = make_config(), {"kernel": np.ones((2, 3), np.float32)}
     for name in ("one", "other"):
         model = Workdir(tmp_path / name)

@@ -11,7 +11,7 @@ from convbert_jax.files import DamagedFileError
 from convbert_jax.finetuning.origin import Origin
 from convbert_jax.finetuning.tasks.task import FinetuningError
 from convbert_jax.finetuning.unfinished import Unfinished
-from convbert_jax.training.environment import peers
+from convbert_jax.training import distributed
 from convbert_jax.training.state import TrainState
 from convbert_jax.workdir import Workdir
 
@@ -65,7 +65,7 @@ def test_the_first_process_decides_what_is_here(kept, monkeypatch, seen):
     first = Unfinished(Workdir(kept), run, 5.0)._look()
     nothing = Unfinished(Workdir(kept / "empty"), run, 5.0)._look()
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(peers, "choice_of_first", lambda value: first if seen else nothing)
+    monkeypatch.setattr(distributed, "broadcast_int", lambda value: first if seen else nothing)
     found = Unfinished(Workdir(kept), run, 5.0)
     state = found.resume(places())
     found.close()

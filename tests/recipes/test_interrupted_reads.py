@@ -101,7 +101,7 @@ def run(command: str, places: dict) -> int | str | None:
     try:
         with flagsaver.flagsaver():
             if command == "load":
-                with interrupts.heard():
+                with interrupts.handled():
                     convbert_jax.load(places["pretrained"])
             else:
                 words = COMMANDS[command].format(**places).split()

@@ -188,9 +188,11 @@ def test_a_figure_that_cannot_be_drawn_and_a_damaged_metric_are_warnings(
 def test_signals_are_heard_while_data_is_prepared(tmp_path, monkeypatch):
     """The trainer of a vocabulary runs for minutes and handles no signals."""
     free = []
-    monkeypatch.setattr(
-        prepared.corpora, "prepare", lambda *_, **__: free.append(interrupts._state.free)
-    )
+
+    def prepare(*_, **__):
+        free.append(interrupts._state.nothing_to_save)
+
+    monkeypatch.setattr(prepared.corpora, "prepare", prepare)
     prepared.prepare(Config(), tmp_path)
     prepared.prepare(Config(), tmp_path, runner=object())
     assert free == [True, False]  # a runner ends its processes itself

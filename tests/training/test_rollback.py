@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from convbert_jax.files import DamagedFileError
-from convbert_jax.training import loop, rollback
-from convbert_jax.training.environment import peers, watchdog
+from convbert_jax.training import distributed, loop, rollback
+from convbert_jax.training.environment import watchdog
 from convbert_jax.workdir import Workdir
 from tests.conftest import REPOSITORY
 from tests.training.tiny_run import Rows, evaluation, linear_task, make_config, run
@@ -202,7 +202,7 @@ with watchdog.watching():
 
 def test_the_first_evaluation_may_compile_as_long_as_the_first_step(tmp_path, monkeypatch):
     told, silences = [], []
-    monkeypatch.setattr(peers, "end_of_a_hang", lambda: told.append("hangs"))
+    monkeypatch.setattr(distributed, "exit_after_hang", lambda: told.append("hangs"))
     evaluate = loop.evaluation_lib.run
 
     def slow(task, step, params, batches, **options):
@@ -224,7 +224,7 @@ def test_a_run_that_hangs_ends_with_its_stacks():
         cwd=REPOSITORY, capture_output=True, text=True, timeout=90,
     )  # fmt: skip
     assert done.stdout == "alive\n"
-    assert done.returncode == peers.EXIT_CODE
+    assert done.returncode == distributed.EXIT_CODE
     assert "config.train.hang_seconds=3" in done.stderr
     assert 'File "<string>", line 11' in done.stderr
     assert time.monotonic() - started < 60
@@ -233,7 +233,7 @@ def test_a_run_that_hangs_ends_with_its_stacks():
 def test_a_first_step_has_longer_and_not_forever(monkeypatch):
     """Compiling takes as long as it takes; restoring, and waiting for others, can hang too."""
     ended = threading.Event()
-    monkeypatch.setattr(watchdog.peers, "end_of_a_hang", ended.set)
+    monkeypatch.setattr(watchdog.distributed, "exit_after_hang", ended.set)
     with watchdog.Watchdog(0.1).watching():
         assert not ended.wait(0.5)
     monkeypatch.setattr(watchdog, "_FIRST", 0.2)

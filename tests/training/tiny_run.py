@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from convbert_jax import console, ending, interrupts
+from convbert_jax import console, interrupts
 from convbert_jax.config import Config, UserError
 from convbert_jax.interfaces.evaluator import Evaluator
-from convbert_jax.training import loop, sharding
-from convbert_jax.training.environment import compilation, meeting, peers
+from convbert_jax.training import distributed, loop, sharding
+from convbert_jax.training.environment import compilation
 from convbert_jax.training.task import Task
 from convbert_jax.workdir import Workdir
 
@@ -215,8 +215,10 @@ def main() -> None:
     watched = contextlib.nullcontext()
     if arguments.processes > 1:
         address = f"localhost:{arguments.port}"
-        place = meeting.Place(address, arguments.processes, arguments.process)
-        watched = peers.together(place, patience=60, silence=60, advise=lambda missing: "start it")
+        process = distributed.ProcessId(address, arguments.processes, arguments.process)
+        watched = distributed.connect(
+            process, timeout=60, silence=60, hint=lambda missing: "Start it."
+        )
     if arguments.file_bytes:
         import resource
 
@@ -233,7 +235,7 @@ def main() -> None:
         poison=arguments.poison,
     )
     try:
-        with interrupts.heard(), watched:
+        with interrupts.handled(), watched:
             result = run(
                 arguments.workdir,
                 config,
@@ -249,5 +251,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with ending.without_abandoned_threads():
+    with interrupts.exiting_despite_threads():
         main()

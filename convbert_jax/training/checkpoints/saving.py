@@ -16,8 +16,9 @@ import numpy as np
 from absl import logging
 from orbax.checkpoint import v1 as ocp
 
-from convbert_jax import ending, files, interrupts
+from convbert_jax import files, interrupts
 from convbert_jax.config import CheckpointSection
+from convbert_jax.training import distributed
 from convbert_jax.training.checkpoints import checksums
 from convbert_jax.training.checkpoints.reading import (
     DATA,
@@ -29,7 +30,6 @@ from convbert_jax.training.checkpoints.reading import (
     none_whole,
     read_newest,
 )
-from convbert_jax.training.environment import peers
 from convbert_jax.training.state import TrainState
 from convbert_jax.workdir import list_steps, unfinished_steps
 
@@ -209,7 +209,7 @@ class Checkpoints:
                     tries += 1
                     target = self._directory / f"damaged-{step}-{tries}"
                 (self._directory / str(step)).rename(target)
-        peers.wait_for_all("damaged checkpoints")
+        distributed.barrier("damaged checkpoints")
         with calling_orbax():
             self._checkpointer.reload()
 
@@ -222,7 +222,7 @@ class Checkpoints:
         logging.warning("%s Going on, and trying again with the next one.", failure)
 
     def _failure(self, error: Exception, step: int) -> CheckpointError:
-        ending.abandon_threads()  # that wait for the rest of this save
+        interrupts.abandon_threads()  # that wait for the rest of this save
         if isinstance(error, jax.errors.JaxRuntimeError):
             raise error
         whole = self.newest

@@ -1,15 +1,14 @@
 """What was compiled, and what the cache on disk saved."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 
 import jax
 from absl import logging
-from jax._src.lib import utils  # its log level of C++ is not public
 from jax.experimental.compilation_cache import compilation_cache
 
 from convbert_jax import files, progress
+from convbert_jax.training.environment import private_jax
 
 # Of the run. What jax calls "cache_misses" are the programs that it wrote to the folder, and of
 # several processes only the first one writes.
@@ -70,9 +69,6 @@ def describe_compile_cache() -> str:
     return f"compile cache {folder}: {found} programs found, {asked - found} compiled"
 
 
-_FATAL = 3  # of absl's log levels in C++
-
-
 @contextlib.contextmanager
 def compiling(what: str) -> Iterator[None]:
     """Logs `what` and the seconds so far while a program compiles in this block.
@@ -80,12 +76,8 @@ def compiling(what: str) -> Iterator[None]:
     Replaces XLA's alarms ("Very slow compile?", "Constant folding an instruction is taking > 1s"),
     which have level ERROR and no switch of their own. Failures of XLA are Python exceptions.
     """
-    utils.absl_set_min_log_level(_FATAL)
-    try:
-        with progress.log_seconds(what):
-            yield
-    finally:
-        utils.absl_set_min_log_level(int(os.environ["TF_CPP_MIN_LOG_LEVEL"]))  # jax sets it
+    with private_jax.hide_xla_alarms(), progress.log_seconds(what):
+        yield
 
 
 class RecompileWatch:
@@ -97,7 +89,7 @@ class RecompileWatch:
         self._known = shapes
 
     def check(self, step: int) -> None:
-        compiled = self._function._cache_size()
+        compiled = private_jax.count_compiled(self._function)
         if compiled > self._known:
             logging.warning(
                 "The %s was compiled again by step %d (%d versions now): shapes or types of its "

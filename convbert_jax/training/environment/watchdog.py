@@ -1,4 +1,4 @@
-"""Ends a run that hangs, as one whose devices or network do not answer any more."""
+"""Ends a run that hangs because devices, network or storage do not respond."""
 
 import contextlib
 import threading
@@ -9,21 +9,20 @@ from typing import Any
 import jax
 from absl import logging
 
-from convbert_jax.training.environment import compilation, peers
+from convbert_jax.training import distributed
+from convbert_jax.training.environment import compilation
 
-_FIRST = 3_600.0  # seconds, at the least, for restoring, compiling and the first step
+_FIRST = 3_600.0  # seconds, at least, for restoring, compiling and the first step
 
 
 class Watchdog:
-    """Wants to hear a `beat` every so often, and the first one within an hour at the latest; so
-    within `patient`.
+    """Expects a `beat` at least every `seconds`; an hour is allowed for the first one and within
+    `patient`. 0 disables it (`config.train.hang_seconds`).
+
+    Not `faulthandler.dump_traceback_later`, which exits with code 1: launchers restart on 75.
     """
 
     def __init__(self, seconds: float):
-        """
-        Args:
-          seconds: `config.train.hang_seconds`; 0: it never bites.
-        """
         self._seconds = seconds
         self._last = 0.0
         self._limit = max(seconds, _FIRST)
@@ -31,14 +30,12 @@ class Watchdog:
         self._compiled: set[tuple] = set()  # shapes of batches
 
     def beat(self) -> None:
-        """Says that the run goes on."""
+        """Reports progress."""
         self._last, self._limit = time.monotonic(), self._seconds
 
     @contextlib.contextmanager
     def patient(self, what: str) -> Iterator[None]:
-        """Context in which something is compiled: silence may last as long as at the beginning, and
-        `what` is logged with the seconds so far.
-        """
+        """Allows an hour for a block that compiles, and logs `what` with the seconds so far."""
         self._patient = True
         try:
             with compilation.compiling(what):
@@ -50,8 +47,8 @@ class Watchdog:
     def call(
         self, program: Callable, *arguments: Any, batch: Any, what: str = "the training step"
     ) -> Any:
-        """What `program(*arguments)` gives. The first `batch` of its shapes among them compiles it:
-        that call is waited for, also until the other processes have compiled theirs.
+        """Returns `program(*arguments)`. The first call with the shapes of `batch` compiles: it is
+        allowed an hour, and waited for.
         """
         if not self.compiles(batch):
             return program(*arguments)
@@ -61,14 +58,14 @@ class Watchdog:
         return outputs
 
     def compiles(self, batch: Any) -> bool:
-        """Whether the next `call` with this batch is the first one of its shapes."""
+        """Returns whether the next `call` with this batch is the first one of its shapes."""
         return _shapes_of(batch) not in self._compiled
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which silence ends the process with `peers.EXIT_CODE`, on which launchers
-        start again, with the stacks of all threads on standard error, and all other processes,
-        with theirs.
+        """Within this context, a missing beat ends this process and all others with
+        `distributed.EXIT_CODE`, on which launchers restart, and with the stack traces of all
+        threads on standard error.
         """
         if not self._seconds:
             yield
@@ -88,14 +85,14 @@ class Watchdog:
             limit = max(self._seconds, _FIRST) if self._patient else self._limit
             if time.monotonic() - self._last > limit:
                 logging.error(
-                    "Nothing has moved for %g s (config.train.hang_seconds=%g): a device, another "
-                    "process or the storage does not answer. What every thread does is below; the "
-                    "same command goes on from the last checkpoint.",
+                    "No progress for %g s (config.train.hang_seconds=%g): a device, another "
+                    "process or the storage does not respond. Stack traces of all threads follow. "
+                    "The same command continues from the last checkpoint.",
                     limit,
                     self._seconds,
                 )
                 logging.flush()
-                peers.end_of_a_hang()
+                distributed.exit_after_hang()
 
 
 def _shapes_of(batch: Any) -> tuple:

@@ -14,7 +14,7 @@ from convbert_jax.data.units import bucket
 from convbert_jax.doctor.start import Start
 from convbert_jax.interop.runs.vocabulary import read_tokenizer
 from convbert_jax.recipes import prepared
-from convbert_jax.training.environment import roll_call
+from convbert_jax.training import consistency
 from convbert_jax.workdir import Workdir
 from tests.buckets import objects
 from tests.data.parallel.conftest import make_pairs, pair_config, write_files
@@ -182,5 +182,5 @@ def test_several_processes_do_not_wait_for_one_that_prepares(
         open_data(config)
     prepared.prepare(config, Workdir("unused").data(config))
     seen = []
-    monkeypatch.setattr(roll_call, "check_data", lambda config, found: seen.append(found))
+    monkeypatch.setattr(consistency, "check_data", lambda config, found: seen.append(found))
     assert [open_data(config).corpus.fingerprint] == seen

@@ -79,7 +79,7 @@ def interrupt(function: Callable[[], object], moment: int, number: int) -> str:
             signal.raise_signal(number)
 
     # Not in time to end the tests, as it ends a program at a second signal.
-    with interrupts.heard(told=1_000, patience=1_000):
+    with interrupts.handled(report_after=1_000, exit_after=1_000):
         sys.setprofile(hook)
         try:
             function()
@@ -129,6 +129,6 @@ def test_a_signal_while_reading_damage_renames_nothing(folder, mesh, monkeypatch
         return read(*arguments)
 
     monkeypatch.setattr(reading, "_read", interrupted)
-    with interrupts.heard(), pytest.raises(interrupts.Stopped):
+    with interrupts.handled(), pytest.raises(interrupts.Stopped):
         restore(folder, mesh)
     assert list_steps(folder) == [1, 2, 3]

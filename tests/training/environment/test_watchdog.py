@@ -9,7 +9,7 @@ from convbert_jax.training.environment import watchdog
 def test_the_first_batch_of_its_shapes_may_take_as_long_as_the_first_step(monkeypatch):
     """It compiles: a new length of pairs, another bucket of a task."""
     ended, seen = threading.Event(), []
-    monkeypatch.setattr(watchdog.peers, "end_of_a_hang", ended.set)
+    monkeypatch.setattr(watchdog.distributed, "exit_after_hang", ended.set)
     watched = watchdog.Watchdog(0.2)
 
     def program(factor, batch):
