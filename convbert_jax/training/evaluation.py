@@ -60,7 +60,10 @@ def run(
     ):
         values = task.evaluator.over(fetch(outputs(), ahead=1))
     if not count:
-        raise EvaluationError("there are no held-out rows; raise config.data.heldout_fraction.")
+        raise EvaluationError(
+            "there are no held-out rows; raise config.data.heldout_fraction.",
+            field="config.data.heldout_fraction",
+        )
     return values
 
 

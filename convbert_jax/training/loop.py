@@ -280,7 +280,9 @@ class _Run:
         except StopIteration:
             raise TrainingError(
                 f"the training data ended at step {self.step} of config.train.steps="
-                f"{self.config.train.steps}; give more data or fewer steps."
+                f"{self.config.train.steps}; give more data or fewer steps.",
+                field="config.train.steps",
+                value=self.config.train.steps,
             ) from None
         placed = self.program.put_batch(batch)
         self.shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in placed.items()}
@@ -380,7 +382,9 @@ class _Run:
         if name and name not in known:
             raise TrainingError(
                 f"config.checkpoint.best_metric={name} is not measured; choose one of: "
-                f"{', '.join(sorted(known))}."
+                f"{', '.join(sorted(known))}.",
+                field="config.checkpoint.best_metric",
+                value=name,
             )
 
     def _first_step_done(self) -> None:

@@ -90,22 +90,27 @@ def _make_own(
     except Exception as error:
         raise PluginError(
             f"{field} cannot be made ({plugins.first_line(error)}); name a function that makes an "
-            f"optax.GradientTransformation of some of the arguments {', '.join(offered)}."
+            f"optax.GradientTransformation of some of the arguments {', '.join(offered)}.",
+            field=field,
         ) from error
     if not isinstance(made, optax.GradientTransformation):
         raise PluginError(
             f"{field} returns a {type(made).__name__}; let it return an "
-            "optax.GradientTransformation."
+            "optax.GradientTransformation.",
+            field=field,
         )
     if "learning_rate" not in taken:
         raise PluginError(
             f"{field} takes no argument learning_rate, so the schedule would have no effect; add "
-            "one."
+            "one.",
+            field=field,
         )
     if section.weight_decay and "weight_decay" not in taken:
         raise PluginError(
             f"{field} takes no argument weight_decay, so config.optimizer.weight_decay="
-            f"{section.weight_decay} would have no effect; set it to 0."
+            f"{section.weight_decay} would have no effect; set it to 0.",
+            field="config.optimizer.weight_decay",
+            value=section.weight_decay,
         )
     return made
 

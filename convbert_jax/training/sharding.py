@@ -60,7 +60,9 @@ def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None)
     if sizes["data"] % slices:
         raise ShardingError(
             f"config.mesh.data={sizes['data']} is no multiple of the {slices} slices; lower "
-            "config.mesh.fsdp, .tensor or .sequence, which lie within a slice."
+            "config.mesh.fsdp, .tensor or .sequence, which lie within a slice.",
+            field="config.mesh.data",
+            value=sizes["data"],
         )
     inside = sizes | {"data": sizes["data"] // slices}
     between = {axis: slices if axis == "data" else 1 for axis in AXES}
@@ -122,7 +124,9 @@ def check_batch_size(
         raise ShardingError(
             f"config.mesh.data={mesh.shape['data']} x fsdp={mesh.shape['fsdp']} is no multiple of "
             f"the {jax.process_count()} processes, each of which reads rows of its own; lower "
-            "config.mesh.tensor or config.mesh.sequence to what one process' devices divide by."
+            "config.mesh.tensor or config.mesh.sequence to what one process' devices divide by.",
+            field="config.mesh.data",
+            value=mesh.shape["data"],
         )
     unit = shards * accumulation * replicas
     if batch_size % unit:
@@ -132,7 +136,9 @@ def check_batch_size(
             f"{field}={batch_size} does not split into {shards} device shards (data x fsdp)"
             + (f" times config.train.accumulation={accumulation}" if accumulation > 1 else "")
             + (f" times config.optimizer.release_replicas={replicas}" if replicas > 1 else "")
-            + f"; the nearest that does: {choices}."
+            + f"; the nearest that does: {choices}.",
+            field=field,
+            value=batch_size,
         )
 
 
@@ -141,7 +147,9 @@ def check_length(length: int, mesh: Mesh, *, field: str = "config.data.length") 
     if length % mesh.shape["sequence"]:
         raise ShardingError(
             f"{field}={length} does not split into config.mesh.sequence={mesh.shape['sequence']} "
-            f"parts; choose a divisor of {length}."
+            f"parts; choose a divisor of {length}.",
+            field=field,
+            value=length,
         )
 
 
@@ -213,7 +221,9 @@ def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) 
         if shape[rule.tensor] % tensor:
             raise ShardingError(
                 f"config.mesh.tensor={tensor} does not divide {path} of shape {shape} along "
-                f"dimension {rule.tensor}; choose a divisor of {shape[rule.tensor]}."
+                f"dimension {rule.tensor}; choose a divisor of {shape[rule.tensor]}.",
+                field="config.mesh.tensor",
+                value=tensor,
             )
         spec[rule.tensor] = "tensor"
     if fsdp > 1:
@@ -224,7 +234,9 @@ def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) 
         if not free:
             raise ShardingError(
                 f"config.mesh.fsdp={fsdp} divides no dimension of {path} of shape {shape}; choose "
-                "a divisor of one, or use config.mesh.data instead."
+                "a divisor of one, or use config.mesh.data instead.",
+                field="config.mesh.fsdp",
+                value=fsdp,
             )
         spec[max(free, key=lambda i: shape[i])] = "fsdp"
     return PartitionSpec(*spec)
@@ -254,4 +266,4 @@ def _find_rule(path: str, rules: Rules) -> Split | None:
     for pattern, rule in rules:
         if re.search(pattern, path):
             return rule
-    raise ShardingError(f"no sharding rule matches parameter {path}; add one for it.")
+    raise ShardingError(f"no sharding rule matches parameter {path}; add one for it.", value=path)

@@ -67,7 +67,8 @@ def load_params(
             raise CheckpointError(
                 f"checkpoint {directory / str(found)} does not hold the parameters of this config: "
                 f"{name} is {there.get(name, 'absent')} there and {wanted.get(name, 'absent')} "
-                "here; give the run its own config.json back."
+                "here; give the run its own config.json back.",
+                path=directory / str(found),
             )
     return found, parts["params"]
 
@@ -209,7 +210,9 @@ def _load(
     directory = files.absolute(directory)
     steps = list_steps(directory)
     if not steps:
-        raise CheckpointError(f"there is no checkpoint in {directory}; train one first.")
+        raise CheckpointError(
+            f"there is no checkpoint in {directory}; train one first.", path=directory
+        )
     targets = dict.fromkeys(names)
     if step is not None:
         try:
@@ -217,7 +220,8 @@ def _load(
         except CheckpointError as error:
             raise CheckpointError(
                 f"checkpoint {directory / str(step)} cannot be read ({error}); steps there: "
-                f"{steps}; name another one, or none for the newest that is whole."
+                f"{steps}; name another one, or none for the newest that is whole.",
+                path=directory / str(step),
             ) from None
     found, parts, damaged = read_newest(directory, steps, targets)
     if found is None:
@@ -230,7 +234,8 @@ def none_whole(directory: pathlib.Path, damaged: Mapping[int, str]) -> Checkpoin
     step, reason = next(iter(damaged.items()))
     return CheckpointError(
         f"none of the {len(damaged)} checkpoints in {directory} can be read (step {step}: "
-        f"{reason}); put a copy back, or start over in another --workdir."
+        f"{reason}); put a copy back, or start over in another --workdir.",
+        path=directory,
     )
 
 

@@ -67,7 +67,8 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(
                 f"checkpoints cannot be kept in {directory} ({error.strerror or error}); choose a "
-                "--workdir that can be written."
+                "--workdir that can be written.",
+                path=directory,
             ) from error
 
     @property
@@ -230,7 +231,8 @@ class Checkpoints:
         return CheckpointError(
             f"the checkpoint of step {step} could not be written to {self._directory} "
             f"({first_line(error)}), {rest}; free some space there, or mend what fails, and start "
-            "again."
+            "again.",
+            path=self._directory,
         )
 
 

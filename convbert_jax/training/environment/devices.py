@@ -51,7 +51,9 @@ def check_devices(config: Config, found: jax.Device) -> None:
         raise ConfigError(
             f"config.platform='{config.platform}', but jax finds only {found.platform} "
             f"({found.device_kind}); install jax for it (pip install 'jax[tpu]' or 'jax[cuda12]'), "
-            "free the device if another process holds it, or set --config.platform=any."
+            "free the device if another process holds it, or set --config.platform=any.",
+            field="config.platform",
+            value=config.platform,
         )
     here = {"cuda": "gpu"}.get(found.platform, found.platform)
     for field, platforms in (("attention", ATTENTIONS), ("convolution", CONVOLUTIONS)):
@@ -59,13 +61,17 @@ def check_devices(config: Config, found: jax.Device) -> None:
         if platforms.get(name, "") not in ("", here):
             raise ConfigError(
                 f"config.model.{field}='{name}' does not run on {found.platform} "
-                f"({found.device_kind}); set config.model.{field}=auto."
+                f"({found.device_kind}); set config.model.{field}=auto.",
+                field=f"config.model.{field}",
+                value=name,
             )
     if config.train.profile_start and (fault := fault_of_profiler()):
         raise ConfigError(
             f"config.train.profile_start={config.train.profile_start}: the profiler would end the "
             f"program, as {fault}; pip install 'jax[tpu]=={jax.__version__}', set "
-            "config.platform=cpu where there is no TPU, or set config.train.profile_start=0."
+            "config.platform=cpu where there is no TPU, or set config.train.profile_start=0.",
+            field="config.train.profile_start",
+            value=config.train.profile_start,
         )
 
 

@@ -164,7 +164,8 @@ class Reporter:
             raise ReportError(
                 f"the report of the run could not be written to {self._workdir} "
                 f"({error.strerror or error}); free some space there and start again, it goes on "
-                "from the last checkpoint."
+                "from the last checkpoint.",
+                path=self._workdir,
             ) from error
 
     @staticmethod

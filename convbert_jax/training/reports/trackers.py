@@ -58,7 +58,9 @@ def tracking(config: Config, workdir: Workdir) -> Iterator[Tracker | None]:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ConfigError(
             f"config.train.tracker='{name}' cannot begin: {first}; set its variables "
-            "(WANDB_MODE=offline, MLFLOW_TRACKING_URI=…), or leave config.train.tracker empty."
+            "(WANDB_MODE=offline, MLFLOW_TRACKING_URI=…), or leave config.train.tracker empty.",
+            field="config.train.tracker",
+            value=name,
         ) from error
     files.write_json(workdir.tracker, {"tracker": name, "run": tracker.run})
     patient = _Patient(name, tracker)
@@ -73,7 +75,8 @@ def check_tracker(name: str) -> None:
     if name and importlib.util.find_spec(name) is None:
         raise ConfigError(
             f"config.train.tracker='{name}' needs its package: pip install {_PACKAGES[name]}, or "
-            "the extra trackers."
+            "the extra trackers.",
+            value=name,
         )
 
 
