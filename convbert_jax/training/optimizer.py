@@ -91,19 +91,22 @@ def _make_own(
         raise PluginError(
             f"{field} cannot be made ({plugins.first_line(error)}); name a function that makes an "
             f"optax.GradientTransformation of some of the arguments {', '.join(offered)}.",
-            field=field,
+            field="config.optimizer.method",
+            value=section.method,
         ) from error
     if not isinstance(made, optax.GradientTransformation):
         raise PluginError(
             f"{field} returns a {type(made).__name__}; let it return an "
             "optax.GradientTransformation.",
-            field=field,
+            field="config.optimizer.method",
+            value=section.method,
         )
     if "learning_rate" not in taken:
         raise PluginError(
             f"{field} takes no argument learning_rate, so the schedule would have no effect; add "
             "one.",
-            field=field,
+            field="config.optimizer.method",
+            value=section.method,
         )
     if section.weight_decay and "weight_decay" not in taken:
         raise PluginError(

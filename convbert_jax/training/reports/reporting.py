@@ -165,7 +165,7 @@ class Reporter:
                 f"the report of the run could not be written to {self._workdir} "
                 f"({error.strerror or error}); free some space there and start again, it goes on "
                 "from the last checkpoint.",
-                path=self._workdir,
+                path=str(self._workdir),
             ) from error
 
     @staticmethod
