@@ -1,11 +1,8 @@
-"""Going back after a bad step, and ending a run that hangs."""
+"""Going back after a bad step."""
 
 import functools
 import json
 import shutil
-import subprocess
-import sys
-import threading
 import time
 
 import jax
@@ -14,9 +11,8 @@ import pytest
 
 from convbert_jax.files import DamagedFileError
 from convbert_jax.training import distributed, loop, rollback
-from convbert_jax.training.environment import watchdog
 from convbert_jax.workdir import Workdir
-from tests.conftest import REPOSITORY
+from tests.refusals import refused
 from tests.training.tiny_run import Rows, evaluation, linear_task, make_config, run
 
 STEPS = 12
@@ -69,27 +65,24 @@ def test_a_run_goes_back_and_past_the_batch(tmp_path, caplog):
     with caplog.at_level("WARNING", "absl"):
         went_back = run(tmp_path / "back", config_of(), batches=Poisoned(7))
     same(went_back, run(tmp_path / "without", config_of(), batches=Without(5, 6, 7)))
-    told = [m for m in caplog.messages if "Going back to the checkpoint of step 4" in m]
-    assert len(told) == 1
-    assert "past the 3 batches since: rollback 1 of 3" in told[0]
+    (record,) = [r for r in caplog.records if "rollback" in r.getMessage()]
+    assert record.args[2:] == (3, 1, 3)  # batches, rollbacks so far and at most
     assert json.loads((tmp_path / "back" / "skipped_batches.json").read_text()) == {
         "skipped": [{"after": 4, "batches": 3}]
     }
     assert lines(tmp_path / "back") == lines(tmp_path / "without")
-    told = rollback.Rollbacks(Workdir(tmp_path / "back").skipped, 0).describe()
-    assert told == [(7, "a bad step: went back to step 4 and past 3 batches")]
+    ((step, what),) = rollback.Rollbacks(Workdir(tmp_path / "back").skipped, 0).describe()
+    assert step == 7
+    assert "step 4" in what
+    assert "3 batches" in what
     steps = [line["step"] for line in lines(tmp_path / "back") if line["split"] == "train"]
     assert steps == [2, 4, 6, 8, 10, 12]
 
 
-def test_before_the_first_checkpoint_it_begins_again(tmp_path):
-    went_back = run(tmp_path / "back", config_of(), batches=Poisoned(2))
-    same(went_back, run(tmp_path / "without", config_of(), batches=Without(1, 2)))
-
-
-def test_twice_from_one_checkpoint(tmp_path):
-    went_back = run(tmp_path / "back", config_of(), batches=Poisoned(6, 8))
-    same(went_back, run(tmp_path / "without", config_of(), batches=Without(5, 6, 7, 8)))
+@pytest.mark.parametrize(("poisoned", "passed"), [((2,), (1, 2)), ((6, 8), (5, 6, 7, 8))])
+def test_before_the_first_checkpoint_and_twice_from_one(tmp_path, poisoned, passed):
+    went_back = run(tmp_path / "back", config_of(), batches=Poisoned(*poisoned))
+    same(went_back, run(tmp_path / "without", config_of(), batches=Without(*passed)))
 
 
 @pytest.mark.parametrize("lost", [(12,), (8, 12)])
@@ -104,7 +97,7 @@ def test_a_start_after_a_kill_passes_over_the_same(tmp_path, lost):
 
 
 def test_it_gives_up(tmp_path):
-    with pytest.raises(rollback.TrainingError, match="gone back 2 times, as often as"):
+    with refused(rollback.TrainingError, 2, "config.train.rollbacks"):
         run(tmp_path, config_of(rollbacks=2), batches=Poisoned(*range(5, 40)))
     kept = json.loads((tmp_path / "skipped_batches.json").read_text())["skipped"]
     assert len(kept) == 2
@@ -130,8 +123,8 @@ def test_a_rollback_frees_the_state_before_it(tmp_path, monkeypatch):
     assert live == [0, 3, 3, 3], "the kernel and its two moments"
 
 
-def test_rollbacks_are_advised_only_where_they_are_off(tmp_path, caplog):
-    with pytest.raises(rollback.BadStepError, match=r"config\.train\.rollbacks"):
+def test_rollbacks_are_advised_only_if_they_are_off(tmp_path, caplog):
+    with refused(rollback.BadStepError, "config.train.rollbacks"):
         run(tmp_path / "off", config_of(rollbacks=0), batches=Poisoned(7))
     run(tmp_path / "on", config_of(rollbacks=1), batches=Poisoned(7))
     assert "step 7" in caplog.text
@@ -143,7 +136,7 @@ def test_a_spike_is_as_bad(tmp_path, caplog):
     config = config_of(steps, spike=50.0, log_every=10, eval_every=100)
     with caplog.at_level("WARNING", "absl"):
         went_back = run(tmp_path / "back", config, batches=Poisoned(place, value=1e5))
-    assert any("config.train.spike=50 times" in m for m in caplog.messages)
+    assert any("config.train.spike=50" in m for m in caplog.messages)
     left_out = range(129, place + 1)  # since the checkpoint of step 128
     same(went_back, run(tmp_path / "without", config, batches=Without(*left_out)))
     ignored = run(
@@ -170,34 +163,18 @@ def test_what_the_guard_remembers_is_kept():
     assert again.judge(9.0, 1.0) == whole.judge(9.0, 1.0) != ""
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
+def test_a_damaged_record_is_refused(tmp_path):
+    file = tmp_path / "skipped_batches.json"
+    for content in (
         "[1",
         '{"skipped": [4]}',
         '{"skipped": [{"aftes": 4, "batches": 1}]}',
         '{"skipped": [{"after": 4, "batches": "1"}]}',
         '{"skipped": [{"after": 4, "batches": true}]}',
-    ],
-)
-def test_a_damaged_record_is_told(tmp_path, content):
-    (tmp_path / "skipped_batches.json").write_text(content)
-    with pytest.raises(DamagedFileError, match=r"skipped_batches\.json"):
-        rollback.Rollbacks(Workdir(tmp_path).skipped, 1)
-
-
-HANGS = """
-import time
-from convbert_jax.training.environment.watchdog import Watchdog
-watchdog = Watchdog({seconds})
-with watchdog.watching():
-    for _ in range(4):
-        watchdog.beat()
-        time.sleep(0.3)
-    print("alive", flush=True)
-    a_place_to_find = time.sleep
-    a_place_to_find(60)
-"""
+    ):
+        file.write_text(content)
+        with refused(DamagedFileError, file):
+            rollback.Rollbacks(Workdir(tmp_path).skipped, 1)
 
 
 def test_the_first_evaluation_may_compile_as_long_as_the_first_step(tmp_path, monkeypatch):
@@ -215,27 +192,3 @@ def test_the_first_evaluation_may_compile_as_long_as_the_first_step(tmp_path, mo
     run(tmp_path, config_of(hang_seconds=1))
     assert silences
     assert told == []
-
-
-def test_a_run_that_hangs_ends_with_its_stacks():
-    started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", HANGS.format(seconds=3.0)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=90,
-    )  # fmt: skip
-    assert done.stdout == "alive\n"
-    assert done.returncode == distributed.EXIT_CODE
-    assert "config.train.hang_seconds=3" in done.stderr
-    assert 'File "<string>", line 11' in done.stderr
-    assert time.monotonic() - started < 60
-
-
-def test_a_first_step_has_longer_and_not_forever(monkeypatch):
-    """Compiling takes as long as it takes; restoring, and waiting for others, can hang too."""
-    ended = threading.Event()
-    monkeypatch.setattr(watchdog.distributed, "exit_after_hang", ended.set)
-    with watchdog.Watchdog(0.1).watching():
-        assert not ended.wait(0.5)
-    monkeypatch.setattr(watchdog, "_FIRST", 0.2)
-    with watchdog.Watchdog(0.1).watching():
-        assert ended.wait(60)
