@@ -20,6 +20,7 @@ from convbert_jax.training.checkpoints import reading as checkpoint_reading
 from convbert_jax.training.checkpoints import saving as checkpoint
 from convbert_jax.training.checkpoints.saving import CheckpointError, Checkpoints
 from convbert_jax.training.state import TrainState
+from tests.refusals import refused
 
 SECTION = CheckpointSection(best_metric="auc")
 
@@ -104,30 +105,28 @@ def test_eight_devices_to_one_and_back(saved, mesh, tmp_path):
     assert kernel.addressable_shards[0].data.size == kernel.size // 4
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
+def test_any_mesh_to_any_other(tmp_path):
+    """Bit for bit, and each array lies where the second mesh has it."""
+    for index, (first, second) in enumerate((
         ({"tensor": 4, "data": 2}, {"fsdp": 8}),
         ({"sequence": 2, "fsdp": 4}, {"tensor": 2, "data": 4}),
         ({"fsdp": 2, "tensor": 2, "sequence": 2}, {"data": 8}),
         ({"data": 8}, {"sequence": 2, "tensor": 4}),
-    ],
-    ids=str,
-)
-def test_any_mesh_to_any_other(tmp_path, first, second):
-    """Bit for bit, and each array lies where the second mesh has it."""
-    before, after = (sharding.make_mesh(MeshSection(**{"data": 1} | m)) for m in (first, second))
-    checkpoints = Checkpoints(tmp_path, CheckpointSection())
-    checkpoints.save(make_state(3, before), {"position": 30}, last=True)
-    checkpoints.close()
-    found, position = restore(tmp_path, after)
-    assert position == {"position": 30}
-    assert_equal(found, make_state(3, before))
-    places = jax.tree.map(lambda x: x.sharding, found)
-    assert places == jax.tree.map(lambda x: x.sharding, make_state(3, after))
-    kernel = found.params["stages"]["0"]["feed_forward"]["intermediate"]["kernel"]
-    parts = second.get("fsdp", 1) * second.get("tensor", 1)
-    assert kernel.addressable_shards[0].data.size == kernel.size // parts
+    )):  # fmt: skip
+        before, after = (
+            sharding.make_mesh(MeshSection(**{"data": 1} | m)) for m in (first, second)
+        )
+        checkpoints = Checkpoints(tmp_path / str(index), CheckpointSection())
+        checkpoints.save(make_state(3, before), {"position": 30}, last=True)
+        checkpoints.close()
+        found, position = restore(tmp_path / str(index), after)
+        assert position == {"position": 30}
+        assert_equal(found, make_state(3, before))
+        places = jax.tree.map(lambda x: x.sharding, found)
+        assert places == jax.tree.map(lambda x: x.sharding, make_state(3, after))
+        kernel = found.params["stages"]["0"]["feed_forward"]["intermediate"]["kernel"]
+        parts = second.get("fsdp", 1) * second.get("tensor", 1)
+        assert kernel.addressable_shards[0].data.size == kernel.size // parts
 
 
 def test_the_next_step_does_not_disturb_a_save(tmp_path, mesh):
@@ -158,15 +157,12 @@ def test_what_is_kept(tmp_path, mesh):
     assert not reopened.is_best({"auc": 0.89})
     assert reopened.is_best({"auc": 0.91})
     reopened.close()
-
-
-def test_smallest_can_be_best(tmp_path, mesh):
     section = CheckpointSection(keep=1, best_metric="loss", best_mode="min")
-    checkpoints = Checkpoints(tmp_path, section)
+    checkpoints = Checkpoints(tmp_path / "min", section)
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
         checkpoints.save(make_state(step, mesh, seed=0), {}, {"loss": loss})
     checkpoints.close()
-    assert checkpoint.list_steps(tmp_path) == [2, 3]
+    assert checkpoint.list_steps(tmp_path / "min") == [2, 3]
 
 
 def delete(file):
@@ -187,9 +183,8 @@ def change_position(file):
     file.write_text(file.read_text().replace("30", "31"))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "damage"),
-    [
+def test_a_damaged_newest_is_skipped_by_name(saved, mesh, tmp_path, caplog):
+    for index, (pattern, damage) in enumerate((
         ("_CHECKPOINT_METADATA", delete),
         ("_CHECKPOINT_METADATA", truncate),
         ("params/_METADATA", delete),
@@ -199,17 +194,16 @@ def change_position(file):
         ("opt_state/manifest.ocdbt", flip),
         ("data/data.json", truncate),
         ("data/data.json", change_position),
-    ],
-)
-def test_a_damaged_newest_is_skipped_by_name(folder, mesh, caplog, pattern, damage):
-    for file in (folder / "3").glob(pattern):
-        damage(file)
-    state, position = restore(folder, mesh)
-    assert int(state.step) == 2
-    assert position == {"position": 20}
-    assert_equal(state, make_state(2, mesh))
-    assert f"{folder / '3'} is damaged" in caplog.text
-    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "damaged-3"]
+    )):  # fmt: skip
+        folder = shutil.copytree(saved, tmp_path / str(index))
+        for file in (folder / "3").glob(pattern):
+            damage(file)
+        caplog.clear()
+        state, position = restore(folder, mesh)
+        assert position == {"position": 20}, pattern
+        assert_equal(state, make_state(2, mesh))
+        assert any(folder / "3" in r.args for r in caplog.records if r.levelname == "WARNING")
+        assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "damaged-3"]
 
 
 def test_the_step_of_a_damaged_one_is_saved_again(folder, mesh):
@@ -223,30 +217,24 @@ def test_the_step_of_a_damaged_one_is_saved_again(folder, mesh):
     assert (folder / "damaged-3").is_dir()
 
 
-def test_an_empty_folder_is_skipped(folder, mesh):
-    (folder / "4").mkdir()
-    assert int(restore(folder, mesh)[0].step) == 3
-
-
-def test_a_half_written_one_is_removed(folder, mesh, caplog):
-    half = folder / "4.orbax-checkpoint-tmp"
+def test_incomplete_folders_are_skipped_and_damaged_metrics_cost_the_metrics_only(
+    folder, mesh, caplog
+):
+    half = folder / "5.orbax-checkpoint-tmp"
     shutil.copytree(folder / "3" / "params", half / "params")
-    assert int(restore(folder, mesh)[0].step) == 3
-    assert "4.orbax-checkpoint-tmp was never finished" in caplog.text
-    assert not half.exists()
-
-
-def test_damaged_metrics_cost_the_metrics_only(folder, mesh, caplog):
+    (folder / "4").mkdir()
     truncate(folder / "3" / "metrics" / "metrics")
     assert int(restore(folder, mesh)[0].step) == 3
-    assert "counts as not evaluated" in caplog.text
+    assert not half.exists()
+    for name in ("5.orbax-checkpoint-tmp", "metrics/metrics"):
+        assert [r.levelname for r in caplog.records if name in r.getMessage()] == ["WARNING"]
 
 
 def test_all_damaged_is_an_error_and_changes_nothing(folder, mesh):
     for step in "123":
         delete(folder / step / "opt_state" / "_METADATA")
     before = sorted(folder.rglob("*"))
-    with pytest.raises(CheckpointError, match=r"none of the 3 checkpoints in .* can be read"):
+    with refused(CheckpointError, 3, path=folder):
         restore(folder, mesh)
     assert sorted(folder.rglob("*")) == before
 
@@ -257,16 +245,14 @@ def test_another_model_is_an_error(folder, mesh):
         (9,), jnp.bfloat16, sharding=target.params["head"]["bias"].sharding
     )
     checkpoints = Checkpoints(folder, SECTION)
-    with pytest.raises(CheckpointError, match="none of the 3"):
+    with refused(CheckpointError, 3, path=folder):
         checkpoints.restore(target)
     checkpoints.close()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        CheckpointError, match=r"checkpoints cannot be kept in .*choose a --workdir"
-    ):
+    with refused(CheckpointError, "--workdir", path=tmp_path / "file" / "checkpoints"):
         Checkpoints(tmp_path / "file" / "checkpoints", CheckpointSection())
 
 
@@ -287,7 +273,7 @@ def test_arrays_without_a_model(saved, mesh):
         arrays["opt_state/0/mean/stages/0/feed_forward/intermediate/kernel"],
         expected.opt_state[0]["mean"]["stages"]["0"]["feed_forward"]["intermediate"]["kernel"],
     )
-    with pytest.raises(CheckpointError, match=r"steps there: \[1, 2, 3\]"):
+    with refused(CheckpointError, [1, 2, 3], path=saved / "9"):
         checkpoint_reading.load_arrays(saved, 9)
 
 
@@ -298,14 +284,12 @@ def test_parameters_alone(saved, mesh, tmp_path):
         assert found == step
         assert_equal(params, values(step))
     shapes["head"]["bias"] = jax.ShapeDtypeStruct((9,), jnp.bfloat16)
-    with pytest.raises(
-        CheckpointError, match=r"head/bias is bfloat16\[8\] there and bfloat16\[9\] here"
-    ):
+    with refused(CheckpointError, "head/bias", "bfloat16[8]", "bfloat16[9]", path=saved / "3"):
         checkpoint_reading.load_params(saved, shapes)
     del shapes["head"]
-    with pytest.raises(CheckpointError, match=r"head/bias is bfloat16\[8\] there and absent here"):
+    with refused(CheckpointError, "head/bias", "bfloat16[8]", path=saved / "3"):
         checkpoint_reading.load_params(saved, shapes)
-    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+    with refused(CheckpointError, path=tmp_path):
         checkpoint_reading.load_params(tmp_path, shapes)
 
 
@@ -317,12 +301,12 @@ def test_without_a_name_the_newest_whole_one_is_read(folder, caplog):
     step, params = checkpoint_reading.load_params(folder, shapes)
     assert step == 2
     assert_equal(params, values(2))
-    assert f"Checkpoint {folder / '3'} is damaged" in caplog.text
-    with pytest.raises(CheckpointError, match=r"3 cannot be read .* steps there: \[1, 2, 3\]"):
+    assert str(folder / "3") in caplog.text
+    with refused(CheckpointError, [1, 2, 3], path=folder / "3"):
         checkpoint_reading.load_params(folder, shapes, 3)
     for file in folder.glob("[12]/params/ocdbt.process_0/d/*"):
         flip(file)
-    with pytest.raises(CheckpointError, match="none of the 3 checkpoints"):
+    with refused(CheckpointError, 3, path=folder):
         checkpoint_reading.load_params(folder, shapes)
     assert sorted(folder.rglob("*")) == before, "a reader changes nothing"
 
@@ -331,7 +315,7 @@ def test_a_changed_metric_does_not_make_the_best(folder, caplog):
     file = folder / "3" / "metrics" / "metrics"
     file.write_text(file.read_text().replace("0.5", "0.7"))
     checkpoints = Checkpoints(folder, SECTION)
-    assert "counts as not evaluated" in caplog.text
+    assert str(file) in caplog.text
     assert checkpoints.is_best({"auc": 0.6})
     checkpoints.close()
 
@@ -346,11 +330,18 @@ def test_a_checkpoint_that_says_no_shapes_is_read(folder, mesh):
     assert_equal(restore(folder, mesh)[0], make_state(3, mesh))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32, np.uint8])
-@pytest.mark.parametrize("shape", [(), (0,), (3, 5, 7), (2**20 + 3,)])
-def test_host_and_device_have_the_same_checksum(shape, dtype):
-    array = np.random.default_rng(1).normal(size=shape, scale=50).astype(dtype)
-    assert checksums.sum_host_bits(array) == int(checksums.sum_bits(jnp.asarray(array)))
+def test_host_and_device_have_the_same_checksum():
+    for shape, dtype in (
+        ((), np.float32),
+        ((0,), jnp.bfloat16),
+        ((3, 5, 7), np.int32),
+        ((3, 5, 7), np.uint8),
+        ((2**20 + 3,), jnp.bfloat16),
+        ((2**20 + 3,), np.float32),
+        ((2**20 + 3,), np.uint8),
+    ):
+        array = np.random.default_rng(1).normal(size=shape, scale=50).astype(dtype)
+        assert checksums.sum_host_bits(array) == int(checksums.sum_bits(jnp.asarray(array))), dtype
 
 
 @settings(deadline=None, max_examples=25)
@@ -382,6 +373,6 @@ def test_a_full_disk_is_one_sentence_however_often_it_is_told(tmp_path, mesh, mo
     with monkeypatch.context() as patch:
         patch.setattr(saver._checkpointer, "wait", fail)
         patch.setattr(saver._checkpointer, "close", fail)
-        with pytest.raises(CheckpointError, match="No space left"):
+        with refused(CheckpointError, os.strerror(errno.ENOSPC), path=tmp_path):
             saver.close()
     saver.close()

@@ -25,7 +25,7 @@ from tests.training.checkpoints.test_checkpoint import (
 )
 
 __all__ = ["folder", "mesh", "saved"]  # the fixtures
-MOMENTS = 50
+MOMENTS = 20
 ANSWERS = ((signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "Stopped"))
 
 

@@ -1,6 +1,7 @@
 """Reports: nothing waits for a disk that is full, and what is damaged is a sentence."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from convbert_jax.training.checkpoints import saving as checkpoint
 from convbert_jax.training.reports import reporting, tensorboard
 from convbert_jax.workdir import Workdir
 from tests.conftest import REPOSITORY
+from tests.refusals import refused
 from tests.training.test_processes import finish, start, wait_for_line
 from tests.training.tiny_run import linear_task, make_config, run
 
@@ -89,29 +91,25 @@ def test_nothing_is_written_by_a_thread(tmp_path, monkeypatch):
     assert sorted(set(steps)) == list(range(1, 40))
 
 
-@pytest.mark.parametrize("flush_seconds", [-1, 1e9])
-@pytest.mark.parametrize("number", range(1, 4))
-def test_a_writer_that_fails_is_a_sentence(tmp_path, monkeypatch, number, flush_seconds):
-    """/dev/full says that there is no space left to whatever is flushed."""
+@pytest.mark.parametrize(("number", "flush_seconds"), [(1, -1), (2, 1e9), (3, -1)])
+def test_a_writer_that_fails_is_an_error(tmp_path, monkeypatch, number, flush_seconds):
+    """/dev/full reports that there is no space left when it is flushed."""
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
     monkeypatch.setattr(tensorboard, "_FLUSH_SECONDS", flush_seconds)
-
-    def break_it():
-        with reporter(tmp_path) as report:
-            for step in range(1, 5):
-                if step == number:
-                    full = os.open("/dev/full", os.O_WRONLY)
-                    os.dup2(full, report._board._file._writer.fileno())
-                    os.close(full)
-                report.train(step, {"loss": 1.0}, 0.1)
-
-    with pytest.raises(reporting.ReportError, match=r"No space left on device.*free some space"):
-        break_it()
+    with (
+        refused(reporting.ReportError, os.strerror(errno.ENOSPC), path=tmp_path),
+        reporter(tmp_path) as report,
+    ):
+        for step in range(1, 5):
+            if step == number:
+                full = os.open("/dev/full", os.O_WRONLY)
+                os.dup2(full, report._board._file._writer.fileno())
+                os.close(full)
+            report.train(step, {"loss": 1.0}, 0.1)
     lines = reporting.read_metrics(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(
-        range(1, 5 if flush_seconds > 0 else number + 1)
-    )
+    last = 4 if flush_seconds > 0 else number
+    assert [line["step"] for line in lines] == list(range(1, last + 1))
 
 
 @pytest.mark.slow
@@ -125,7 +123,7 @@ def test_a_file_that_may_not_grow_ends_the_run(tmp_path, limit):
     assert code == 1, text
     assert "Traceback" not in text
     (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert "could not be written" in line
+    assert str(whole) in line
     code, text = finish(start(whole, "--steps=12"))
     assert code == 0, text
     assert [
@@ -179,7 +177,7 @@ def test_a_full_disk_never_hangs(small_disk, moment):
     assert code == 1, text
     assert "Traceback" not in text
     (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert "could not be written" in line
+    assert str(workdir) in line
     (small_disk / "filler").unlink()
     last = checkpoint.list_steps(workdir / "checkpoints")[-1]
     code, text = finish(start(workdir, f"--steps={last + 3}"))
@@ -196,12 +194,9 @@ def test_the_last_numbers(tmp_path):
     assert math.isnan(value)
 
 
-@pytest.mark.parametrize(
-    ("count", "spelled"),
-    [(999, "999"), (1000, "1k"), (999_499, "999k"), (999_999, "1M"), (999_999_999, "1G")],
-)
-def test_counts_are_spelled_with_three_digits(count, spelled):
-    assert reporting._format_count(count) == spelled
+def test_counts_have_three_digits():
+    spelled = {999: "999", 1000: "1k", 999_499: "999k", 999_999: "1M", 999_999_999: "1G"}
+    assert {count: reporting._format_count(count) for count in spelled} == spelled
 
 
 DAMAGED = [
@@ -213,15 +208,15 @@ DAMAGED = [
 ]
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_lines_go_where_a_run_resumes(tmp_path, caplog, damage):
+def test_damaged_lines_are_removed_when_a_run_resumes(tmp_path, caplog):
     file = tmp_path / "metrics.jsonl"
     first, second = (f'{{"step": {n}, "split": "train"}}\n'.encode() for n in (1, 2))
-    file.write_bytes(first + damage.rstrip() + b"\n" + second + b'{"step": 3, "sp')
-    with pytest.raises(DamagedFileError, match=r"line 2: .*remove it"):
-        reporting.read_metrics(file)
-    assert [line["step"] for line in reporting.read_undamaged(file)] == [1, 2]
-    assert "The other lines are used" in caplog.text
-    reporting.drop_later_lines(file, 2)
-    assert file.read_bytes() == first + second
-    assert "1 damaged lines" in caplog.text
+    for damage in DAMAGED:
+        caplog.clear()
+        file.write_bytes(first + damage.rstrip() + b"\n" + second + b'{"step": 3, "sp')
+        with refused(DamagedFileError, file, "line 2"):
+            reporting.read_metrics(file)
+        assert [line["step"] for line in reporting.read_undamaged(file)] == [1, 2]
+        reporting.drop_later_lines(file, 2)
+        assert file.read_bytes() == first + second
+        assert [r.levelname for r in caplog.records] == ["WARNING"] * 2

@@ -6,9 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from convbert_jax.config import ConfigError
+from convbert_jax.config import ConfigError, UserError
 from convbert_jax.training.reports import reporting, trackers
 from convbert_jax.workdir import Workdir
+from tests.refusals import refused
 from tests.training.tiny_run import make_config, run
 
 
@@ -68,26 +69,26 @@ def test_wandb_keeps_a_run_on_this_disk_and_goes_on_under_its_name(tmp_path, mon
     assert b"train/loss" in written
 
 
-def test_one_that_cannot_begin_is_said_before_a_step(tmp_path, monkeypatch, wandb):
+def test_a_tracker_that_cannot_start_is_refused_before_a_step(tmp_path, monkeypatch, wandb):
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))  # where a key would be
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    with pytest.raises(ConfigError, match=r"config\.train\.tracker='wandb' cannot begin: .*key"):
+    with refused(ConfigError, "key", field="config.train.tracker", value="wandb"):
         run(tmp_path / "run", config_of("wandb"))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_one_without_its_package_is_said(monkeypatch):
+def test_a_tracker_without_its_package_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs its package: pip install mlflow-skinny"):
+    with refused(ConfigError, "mlflow-skinny", value="mlflow"):
         trackers.check_tracker("mlflow")
     trackers.check_tracker("")
 
 
 @pytest.mark.parametrize("fails", ["add", "close"])
-def test_a_tracker_that_gives_out_does_not_end_the_run(tmp_path, monkeypatch, caplog, fails):
+def test_training_continues_if_a_tracker_fails(tmp_path, monkeypatch, caplog, fails):
     heard = []
 
     class Failing:
@@ -110,16 +111,16 @@ def test_a_tracker_that_gives_out_does_not_end_the_run(tmp_path, monkeypatch, ca
     told = run(tmp_path / "told", config_of("mlflow", 8))
     alone = run(tmp_path / "alone", config_of("", 8))
     assert len(heard) == (1 if fails == "add" else 6)  # 4 of intervals, 2 held out
-    assert caplog.text.count("mlflow did not take") == 1
-    assert "no route to host" in caplog.text
+    (record,) = [r for r in caplog.records if "no route to host" in r.getMessage()]
+    assert record.levelname == "WARNING"
     np.testing.assert_array_equal(
         told.state.params["dense"]["kernel"], alone.state.params["dense"]["kernel"]
     )
 
 
-def test_a_damaged_name_is_said(tmp_path, mlflow):
+def test_a_damaged_name_is_refused(tmp_path, mlflow):
     folder = tmp_path / "run"
     run(folder, config_of("mlflow", 4))
     (folder / "tracker.json").write_text('{"tracker": "mlflow"}')
-    with pytest.raises(Exception, match=r"tracker\.json.*remove it, and the tracker begins"):
+    with refused(UserError, folder / "tracker.json"):
         run(folder, config_of("mlflow", 8))
