@@ -284,15 +284,6 @@ def test_two_processes_that_differ(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_of_which_one_has_no_config(tmp_path):
-    flags = ("--config=configs/tiny.py", f"--workdir={tmp_path}/a")
-    for first, second in (run_two(flags, ()), run_two((), flags)):
-        assert (first.returncode, second.returncode) == (1, 1), first.stderr + second.stderr
-        assert "wrong   processes: Process 1 has config." in first.stdout
-    assert not tree(tmp_path)
-
-
-@pytest.mark.slow
 def test_a_doctor_does_not_wait_for_a_run(tmp_path):
     flags = ("--config=configs/tiny.py", f"--workdir={tmp_path}/a")
     for end in run_two(flags, flags, modes=("doctor", "train")):

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from convbert_jax import progress
-from convbert_jax.config import MeshSection, TrainSection
-from convbert_jax.training import evaluation, loop, memory, sharding
+from convbert_jax.config import TrainSection
+from convbert_jax.training import evaluation, loop, memory
 from convbert_jax.training.checkpoints import reading as checkpoint_reading
 from convbert_jax.training.checkpoints import saving as checkpoint
 from convbert_jax.training.environment.watchdog import Watchdog
@@ -310,13 +310,6 @@ def test_health_warnings_are_given_once(tmp_path, caplog):
     caplog.clear()
     run(tmp_path / "off", make_config(8, train={"warn_health": False}), task=task)
     assert "unhealthy" not in caplog.text
-
-
-def test_one_device_reaches_the_same_place(straight, tmp_path):
-    mesh = sharding.make_mesh(MeshSection(), jax.devices()[:1])
-    result = run(tmp_path, make_config(STEPS), mesh=mesh)
-    expected = straight[1].state.params["dense"]["kernel"]
-    np.testing.assert_allclose(result.state.params["dense"]["kernel"], expected, rtol=1e-5)
 
 
 def run_with_a_profile(folder):

@@ -18,7 +18,6 @@ from convbert_jax.models.build import build
 from convbert_jax.models.pretraining import MaskedLanguageModel
 from convbert_jax.training.muon import find_matrices, scale_by_muon
 from convbert_jax.training.optimizer import (
-    decay_mask,
     layer_multipliers,
     make_optimizer,
     make_schedule,
@@ -59,7 +58,9 @@ def numpy_run(section: OptimizerSection, steps: int, gradients: list[dict]) -> d
         decay = section.decay_to + (1.0 - section.decay_to) * left
         rate = section.learning_rate * warmup * decay
         for name, p in params.items():
-            g = grads[name] * section.clip_norm / max(norm, section.clip_norm)
+            g = grads[name]
+            if section.clip_norm:
+                g = g * section.clip_norm / max(norm, section.clip_norm)
             m[name] = section.beta1 * m[name] + (1 - section.beta1) * g
             v[name] = section.beta2 * v[name] + (1 - section.beta2) * g**2
             mean, square = m[name], v[name]
@@ -80,8 +81,9 @@ def numpy_run(section: OptimizerSection, steps: int, gradients: list[dict]) -> d
         RELEASE,
         OptimizerSection(learning_rate=3e-3, warmup_steps=4, decay_to=0.1, decay_embeddings=False),
         OptimizerSection(learning_rate=3e-3, warmup_steps=1, weight_decay=0.3, clip_norm=1e-3),
+        OptimizerSection(learning_rate=3e-3, warmup_steps=2, clip_norm=0.0, weight_decay=0.0),
     ],
-    ids=["release", "default", "strong"],
+    ids=["official", "default", "strong", "off"],
 )
 def test_updates_follow_the_formulas(section):
     steps = 12
@@ -96,19 +98,6 @@ def test_updates_follow_the_formulas(section):
     expected = numpy_run(section, steps, gradients)
     for name, value in flatten(params).items():
         np.testing.assert_allclose(value, expected[name], rtol=2e-5, atol=1e-7, err_msg=name)
-
-
-def test_clipping_can_be_off():
-    gradient = draw(1, size=100.0)
-    params = jax.tree.map(jnp.asarray, draw(0))
-    first_moment = {}
-    for clip_norm in (0.0, 1.0):
-        optimizer = make_optimizer(OptimizerSection(clip_norm=clip_norm), 100)
-        _, state = jax.jit(optimizer.update)(gradient, optimizer.init(params), params)
-        squares = [(leaf**2).sum() for leaf in jax.tree.leaves(state[1].mu)]
-        first_moment[clip_norm] = float(jnp.sqrt(sum(squares))) / 0.1
-    assert first_moment[1.0] == pytest.approx(1.0, rel=1e-5)
-    assert first_moment[0.0] > 100.0
 
 
 def test_release_schedule():
@@ -211,16 +200,6 @@ def test_adafactor_follows_its_paper():
         np.testing.assert_allclose(value, theirs[name], rtol=2e-4, atol=1e-6, err_msg=name)
 
 
-def test_decay_mask():
-    mask = flatten(decay_mask(draw(0), decay_embeddings=True))
-    assert {name for name, decays in mask.items() if decays} == {
-        "embeddings/word/embedding",
-        "encoder/dense/kernel",
-    }
-    mask = flatten(decay_mask(draw(0), decay_embeddings=False))
-    assert {name for name, decays in mask.items() if decays} == {"encoder/dense/kernel"}
-
-
 def test_state_has_one_structure_for_all_settings():
     """So a run can change its optimizer and continue."""
     muon = OptimizerSection(method="muon")
@@ -234,7 +213,7 @@ def test_state_has_one_structure_for_all_settings():
         assert len({jax.tree.structure(state) for state in states}) == 1
 
 
-def test_layer_wise_rates_are_those_of_the_release():
+def test_layer_wise_rates_of_the_official_code():
     """As `model/optimization.py` has them: 12 layers, decay 0.8; stages count their layers on."""
     shapes = {
         "embeddings": {"word": {"embedding": (5, 3)}},
@@ -262,16 +241,15 @@ def test_layer_wise_rates_are_those_of_the_release():
     assert all(np.all(rate == 1) for rate in jax.tree.leaves(layer_multipliers(params, 1.0)))
 
 
-@pytest.mark.parametrize("section", [RELEASE, OptimizerSection(warmup_steps=2)])
-def test_an_optimizer_that_is_told_its_rate_does_the_same(section):
-    """As fine-tuning tells it, and with the schedule compiled in."""
-    whole, told = make_optimizer(section, 10), make_told_optimizer(section, 1.0)
-    params, schedule = draw(0), make_schedule(section, 10)
-    states = whole.init(params), told.init(params)
+def test_an_optimizer_with_an_injected_rate_does_the_same():
+    """As fine-tuning passes it, and with the schedule compiled in."""
+    whole, injected = make_optimizer(RELEASE, 10), make_told_optimizer(RELEASE, 1.0)
+    params, schedule = draw(0), make_schedule(RELEASE, 10)
+    states = whole.init(params), injected.init(params)
     for step in range(3):
         gradients = draw(step + 1)
         update, first = whole.update(gradients, states[0], params)
-        part, second = told.update(gradients, states[1], params, learning_rate=schedule(step))
+        part, second = injected.update(gradients, states[1], params, learning_rate=schedule(step))
         states = first, second
         for ours, theirs in zip(jax.tree.leaves(part), jax.tree.leaves(update), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5)
@@ -305,8 +283,9 @@ def newton_schulz(x: np.ndarray) -> np.ndarray:
 
 
 def test_three_updates_by_hand():
+    """Of two layers with two groups: each matrix for itself."""
     rng = np.random.default_rng(0)
-    p = rng.normal(size=(2, 24, 40))
+    p = rng.normal(size=(2, 2, 24, 40))
     optimizer = scale_by_muon(ADAM())
     params = layers(p)
     state, momentum = optimizer.init(params), np.zeros_like(p)
@@ -316,8 +295,9 @@ def test_three_updates_by_hand():
         momentum = 0.95 * momentum + 0.05 * g
         # Nesterov with the bias taken out: the momentum as it will be one step on.
         ahead = 0.95 * momentum / (1 - 0.95 ** (step + 1)) + 0.05 * g / (1 - 0.95**step)
-        expected = [0.2 * np.sqrt(40) * newton_schulz(m) for m in ahead]
+        matrices = [0.2 * np.sqrt(40) * newton_schulz(m) for m in ahead.reshape(4, 24, 40)]
         actual = updates["encoder"]["stages"]["0"]["d0"]["kernel"]
+        expected = np.reshape(matrices, p.shape)
         np.testing.assert_allclose(actual, expected, rtol=2e-3, atol=2e-4)
 
 
@@ -340,18 +320,6 @@ def test_singular_values_come_near_one_and_directions_stay(layers_, inputs, outp
         assert np.abs(off).max() < 2e-3
         assert (np.diag(inner) > 0.6).all()
         assert (np.diag(inner) < 1.3).all()
-
-
-def test_each_layer_and_group_for_itself():
-    rng = np.random.default_rng(1)
-    g = rng.normal(size=(3, 2, 16, 24)).astype(np.float32)
-    whole = first_update(layers(g), layers(g))["encoder"]["stages"]["0"]["d0"]["kernel"]
-    for layer in range(3):
-        for group in range(2):
-            one = g[layer, group][None]
-            alone = first_update(layers(one), layers(one))
-            alone = alone["encoder"]["stages"]["0"]["d0"]["kernel"][0]
-            np.testing.assert_allclose(whole[layer, group], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_the_rest_is_adams():
@@ -401,17 +369,6 @@ def test_a_kernel_that_makes_filters_of_tokens_is_a_matrix(mixer, fields, filter
         if is_one and "/conv_" in name
     }
     assert of_filters & {"conv_kernel", "conv_kernel/kernel", "conv_filters"} == filters
-
-
-def test_an_update_is_as_large_as_adams():
-    """So that a rate of AdamW suits: the root mean square of a first update of Adam is 1, in the
-    long run 0.2 to 0.4.
-    """
-    rng = np.random.default_rng(3)
-    for shape in ((1, 64, 64), (1, 64, 256), (1, 256, 64), (1, 128, 18)):
-        g = rng.normal(size=shape)
-        update = first_update(layers(g), layers(g))["encoder"]["stages"]["0"]["d0"]["kernel"]
-        assert 0.12 < float(jnp.sqrt((update**2).mean())) < 0.3
 
 
 def test_a_gradient_of_nothing_moves_nothing():
