@@ -88,9 +88,8 @@ def test_faults_are_named_together_and_the_code_is_one(capsys, tmp_path):
     assert "(data, workdir)" in error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name", "says"),
-    [
+def test_faults_of_other_recipes_name_the_setting(capsys):
+    for arguments, name, mention in (
         (("--config=configs/translation.py",), "data", "config.parallel.source"),
         (("--config=configs/glue.py",), "start", "config.init_from"),
         (("--config=configs/base.py",), "data", "hub"),
@@ -99,11 +98,9 @@ def test_faults_are_named_together_and_the_code_is_one(capsys, tmp_path):
             "start",
             "/no/vocab.txt",
         ),
-    ],
-)
-def test_what_other_recipes_lack(capsys, arguments, name, says):
-    _, lines, _ = examine(capsys, *arguments)
-    assert says in lines[name]
+    ):
+        _, lines, _ = examine(capsys, *arguments)
+        assert mention in lines[name]
 
 
 def test_the_config_of_a_run_is_taken(capsys, tmp_path):

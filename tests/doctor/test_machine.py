@@ -277,41 +277,33 @@ def test_a_tpu_without_libtpu_is_told(tmp_path, monkeypatch):
     assert (said.state, said.fix) == ("wrong", "pip install '.[tpu]'")
 
 
-@pytest.mark.parametrize(("device", "chips"), [("0x0063", 1), ("0x0042", 0)])
-def test_what_vfio_hands_on_is_a_tpu_only_where_one_is_on_the_bus(tmp_path, device, chips):
+def test_a_device_of_vfio_is_a_tpu_only_if_one_is_on_the_bus(tmp_path):
     """0x0042 is the network card of the same maker."""
     bus = "sys/bus/pci/devices/0000:00:05.0"
-    root = write(
-        tmp_path,
-        {
-            "dev/vfio/0": "",
-            "dev/vfio/vfio": "",
-            f"{bus}/vendor": "0x1ae0\n",
-            f"{bus}/device": device,
-        },
-    )
-    assert len(find_accelerators(root).chips) == chips
+    for device, chips in (("0x0063", 1), ("0x0042", 0)):
+        ids = {f"{bus}/vendor": "0x1ae0\n", f"{bus}/device": device}
+        root = write(tmp_path / device, {"dev/vfio/0": "", "dev/vfio/vfio": "", **ids})
+        assert len(find_accelerators(root).chips) == chips
 
 
-@pytest.mark.parametrize(
-    ("driver", "plugins", "state"),
-    [
-        ("535.104.05", {}, "warning"),
-        ("470.82.01", {"jax_cuda12_plugin": "0.10.2"}, "wrong"),
-        ("560.35.03", {"jax_cuda13_plugin": "0.10.2"}, "wrong"),
-        ("580.65.06", {"jax_cuda13_plugin": "0.10.2"}, "good"),
-        ("535.104.05", {"jax_cuda12_plugin": "0.10.2"}, "good"),
-    ],
-)
-def test_drivers_of_nvidia(tmp_path, monkeypatch, driver, plugins, state):
-    installed(monkeypatch, **{"jax_cuda12_plugin": None, "jax_cuda13_plugin": None, **plugins})
-    line = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Sat Aug 19 2023\nGCC 12.2.0"
-    root = write(tmp_path, {"proc/driver/nvidia/version": line})
-    found = find_accelerators(root)
-    assert found.driver == driver
-    (said,) = accelerators.check(found, root)
-    assert (said.name, said.state) == ("NVIDIA", state)
-    assert driver in said.text
+def test_drivers_of_nvidia(tmp_path, monkeypatch):
+    none = {"jax_cuda12_plugin": None, "jax_cuda13_plugin": None}
+    for driver, plugin, state in (
+        ("535.104.05", None, "warning"),
+        ("470.82.01", "jax_cuda12_plugin", "wrong"),
+        ("560.35.03", "jax_cuda13_plugin", "wrong"),
+        ("580.65.06", "jax_cuda13_plugin", "good"),
+        ("535.104.05", "jax_cuda12_plugin", "good"),
+    ):
+        version = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Sat Aug 19 2023\nGCC"
+        root = write(tmp_path / f"{driver}{plugin}", {"proc/driver/nvidia/version": version})
+        with monkeypatch.context() as patch:
+            installed(patch, **none | ({plugin: "0.10.2"} if plugin else {}))
+            found = find_accelerators(root)
+            assert found.driver == driver
+            (said,) = accelerators.check(found, root)
+        assert (said.name, said.state) == ("NVIDIA", state)
+        assert driver in said.text
 
 
 def test_devices_compute_and_fulfil_the_platform():

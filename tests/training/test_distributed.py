@@ -89,6 +89,11 @@ class Meeting:
         for group in groups:
             group.leave({"kind": "done"})
 
+    def join(self, index: int):
+        """The group of process 0 after the last process has come."""
+        self.start(index)
+        return self._first.result(PATIENCE)
+
     def fault(self) -> ConfigError:
         """The error of process 0."""
         return self._first.exception(PATIENCE)
@@ -144,14 +149,17 @@ def test_an_absent_process_0_is_named():
         distributed._Group(place, 60.0).meet(0.5, hint)
 
 
-@pytest.mark.parametrize(("count", "index"), [(3, 1), (2, 1), (3, 3)])
-def test_a_process_that_cannot_join_is_refused_and_the_others_still_meet(count, index, caplog):
-    meeting = Meeting(4 if count == 3 and index == 1 else 3)
-    with refused(ConfigError, index, f"--processes={count}"):
-        raise meeting.start(index, count).exception(PATIENCE) or AssertionError("it joined")
-    with meeting.all() as groups:
-        assert sorted(groups[0]._connections) == list(range(1, groups[0].process.count))
-    assert [r.levelname for r in caplog.records if f"--processes={count}" in r.getMessage()]
+def test_a_process_that_cannot_join_is_refused_and_the_others_still_meet(caplog):
+    """Another number of processes, and a number that is taken or too large."""
+    meeting = Meeting(3)
+    first = meeting.start(1)
+    for count, index in ((2, 2), (3, 3), (3, 1)):
+        with refused(ConfigError, index, f"--processes={count}"):
+            if error := meeting.start(index, count).exception(PATIENCE):
+                raise error
+    assert sorted(meeting.join(2)._connections) == [1, 2]
+    assert first.result(PATIENCE)
+    assert [r.levelname for r in caplog.records if "--processes=2" in r.getMessage()]
 
 
 def test_the_last_refusal_is_named_when_a_process_is_missing():
@@ -178,11 +186,10 @@ ATTACKS = [
 ]
 
 
-@pytest.mark.parametrize("ends", ["waits", "closes", "resets"])
-def test_strangers_are_dropped(ends):
+def test_strangers_are_dropped():
     meeting = Meeting(2)
     with contextlib.ExitStack() as strangers:
-        for message in ATTACKS:
+        for message, ends in itertools.product(ATTACKS, ("waits", "closes", "resets")):
             stranger = strangers.enter_context(connect_to(meeting.port))
             with contextlib.suppress(OSError):  # it may be dropped before it has sent everything
                 stranger.sendall(message)
@@ -216,11 +223,10 @@ def test_many_slow_strangers_delay_no_process(monkeypatch):
             pass
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
-def test_a_local_run_listens_on_loopback_only(host):
-    if host == "[::1]" and not socket.has_dualstack_ipv6():
-        pytest.skip("this machine has no IPv6")
-    assert ipaddress.ip_address(distributed._bind_host(ProcessId(f"{host}:80", 2, 0))).is_loopback
+def test_a_local_run_listens_on_loopback_only():
+    for host in ("localhost", "127.0.0.1", *["[::1]"] * socket.has_dualstack_ipv6()):
+        address = distributed._bind_host(ProcessId(f"{host}:80", 2, 0))
+        assert ipaddress.ip_address(address).is_loopback
 
 
 def test_a_run_of_several_hosts_listens_at_the_address_of_the_coordinator(monkeypatch):
@@ -298,12 +304,12 @@ def test_malformed_messages_are_ignored(monkeypatch):
     assert listening.exits == []
 
 
-@pytest.mark.parametrize("code", ["0", "3", "true", "[]", '"0"'])
-def test_a_message_does_not_choose_the_exit_code(code, monkeypatch):
-    listening = Listening(monkeypatch)
-    for kind in ("failed", "exited", "hangs", "silent"):
-        listening.receive(f'{{"kind": "{kind}", "process": 1, "code": {code}}}\n'.encode())
-    assert listening.exits == [1, EXIT_CODE, EXIT_CODE, EXIT_CODE]
+def test_a_message_does_not_choose_the_exit_code(monkeypatch):
+    for code in ("0", "3", "true", "[]", '"0"'):
+        listening = Listening(monkeypatch)
+        for kind in ("failed", "exited", "hangs", "silent"):
+            listening.receive(f'{{"kind": "{kind}", "process": 1, "code": {code}}}\n'.encode())
+        assert listening.exits == [1, EXIT_CODE, EXIT_CODE, EXIT_CODE]
 
 
 def test_the_sentence_of_a_message_is_printed_as_one_line(monkeypatch, capfd):

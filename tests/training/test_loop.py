@@ -323,17 +323,16 @@ def test_profile(tmp_path):
     assert any((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
-@pytest.mark.parametrize(
-    ("first", "done", "warned"), [(9, 0, True), (2, 4, True), (4, 0, False), (0, 4, False)]
-)
-def test_a_trace_that_cannot_be_taken_is_reported(first, done, warned, tmp_path, caplog):
-    section = TrainSection(steps=8, profile_start=first)
-    Profiler(tmp_path / "profile", section, done)
-    assert (f"profile_start={first}" in caplog.text) == warned
-    (tmp_path / "profile").mkdir()  # of a start before
-    caplog.clear()
-    Profiler(tmp_path / "profile", section, done)
-    assert not caplog.text
+def test_a_trace_that_cannot_be_taken_is_reported(tmp_path, caplog):
+    for first, done, warned in ((9, 0, True), (2, 4, True), (4, 0, False), (0, 4, False)):
+        section, folder = TrainSection(steps=8, profile_start=first), tmp_path / f"{first}"
+        caplog.clear()
+        Profiler(folder, section, done)
+        assert (f"profile_start={first}" in caplog.text) == warned
+        folder.mkdir()  # of a start before
+        caplog.clear()
+        Profiler(folder, section, done)
+        assert not caplog.text
 
 
 def too_much(*_, **__):
