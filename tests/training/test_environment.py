@@ -285,12 +285,12 @@ def ended(monkeypatch):
 
 def test_the_first_batch_of_its_shapes_may_take_longer(ended):
     """It compiles: a new length of pairs, another bucket of a task."""
-    seen, watched = [], watchdog.Watchdog(0.2)
+    seen, watched = [], watchdog.Watchdog(0.5)
 
     def program(factor, batch):
         if batch["token_ids"].shape not in seen:
             seen.append(batch["token_ids"].shape)
-            time.sleep(1)
+            time.sleep(2)
         return factor * batch["token_ids"].sum()
 
     def call(length):
