@@ -1,7 +1,6 @@
 """Runs in other languages: a run keeps the tokenizer settings that "auto" chose."""
 
 # ruff: noqa: RUF001  (letters of Turkish)
-import dataclasses
 import json
 
 import pytest
@@ -11,7 +10,6 @@ from convbert_jax import recipes
 from convbert_jax.config import Config, from_config_dict, to_dict
 from convbert_jax.data.corpus import metadata
 from convbert_jax.data.records import write_record
-from convbert_jax.data.tokenizer.tokenizer import follow_file
 from convbert_jax.interop import conversion
 from convbert_jax.interop.matching import replace
 from convbert_jax.workdir import Workdir
@@ -92,11 +90,3 @@ def test_settings_survive_json_and_the_command_line():
     for value in ("auto", True, False):
         config = from_config_dict({"tokenizer": {"lowercase": value}})
         assert from_config_dict(json.loads(json.dumps(to_dict(config)))) == config
-
-
-def test_auto_follows_a_vocabulary_file(config, tmp_path):
-    path = tmp_path / "vocab.txt"
-    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "##a"]
-    path.write_text("".join(f"{entry}\n" for entry in entries))
-    section = follow_file(dataclasses.replace(config.tokenizer, path=str(path)))
-    assert (section.lowercase, section.strip_accents) == (True, True)  # BERT's

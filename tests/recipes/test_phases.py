@@ -117,8 +117,8 @@ def test_a_model_of_constant_logits_is_warned_about(fields, warned):
     task = tasks.build_task(config, SPECIAL, jax.devices()[0], tokenizer=tokenizer)
     values = dict.fromkeys(config.heldout_metrics, 0.5) | {"replaced_rate": 0.1}
     values |= dict.fromkeys(("mlm_accuracy", "token_accuracy"), 1 / config.tokenizer.vocab_size)
-    found = [warning for warning in task.health(5_000, values) if "hardly learns" in warning]
-    assert len(found) == warned
+    accuracy = f"{1 / config.tokenizer.vocab_size:.1%}"
+    assert len([text for text in task.health(5_000, values) if accuracy in text]) == warned
 
 
 @pytest.fixture(scope="module")
@@ -203,19 +203,13 @@ def test_the_head_of_the_first_phase_stays_behind(finished):
     assert networks["generator"].has("mlm_head")
 
 
-@pytest.mark.parametrize(
-    ("fields", "mentions"),
-    [
-        ({"objective__masked_lm_steps": 4}, ["config.train.steps", 4]),
-        ({"generator__kind": "shared"}, ["generator"]),
-        ({"recipe": "masked_lm"}, ["config.recipe", "masked_lm"]),
-        (
-            {"recipe": "masked_lm", "objective__sentence_pairs": "next", "data__layout": "pairs"},
-            [2],
-        ),
-    ],
-    ids=str,
-)
-def test_configs_without_two_phases_are_refused(fields, mentions):
-    with refused(ConfigError, "masked_lm_steps", *mentions):
-        make(**fields)
+def test_configs_without_two_phases_are_refused():
+    pairs = {"objective__sentence_pairs": "next", "data__layout": "pairs"}
+    for fields, mention in (
+        ({"objective__masked_lm_steps": 4}, "config.train.steps"),
+        ({"generator__kind": "shared"}, "generator"),
+        ({"recipe": "masked_lm"}, "masked_lm"),
+        ({"recipe": "masked_lm", **pairs}, 2),
+    ):
+        with refused(ConfigError, "masked_lm_steps", mention):
+            make(**fields)

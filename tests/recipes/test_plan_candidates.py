@@ -1,4 +1,4 @@
-"""Other batches, meshes and `config.model.remat`: what is tried, and where a search ends."""
+"""The candidates of a plan: other batches, meshes and `config.model.remat`."""
 
 import dataclasses
 
@@ -15,128 +15,134 @@ from tests.analysis.test_plan import make_plan, make_step
 from tests.running import needs_libtpu
 from tests.runs import make_config
 
+CAPACITY = 15.75  # GiB of a v5e
+
+
+def axes_of(**sizes) -> dict[str, int]:
+    return dict.fromkeys(sharding.AXES, 1) | sizes
+
+
+def gib(*numbers: float) -> list[int]:
+    return [int(number * 2**30) for number in numbers]
+
+
+def work(cycles: float) -> dict:
+    """Arguments of make_step: a step of so many cycles on one device."""
+    operations = tpu_plan.Operations(
+        {tpu_plan.PRODUCTS: cycles, tpu_plan.KERNELS: 0.0, tpu_plan.OTHER: 0.0}, {}, (), {}
+    )
+    return {"operations": operations, "collectives": ()}
+
+
+class Planner:
+    """Plans by `step_of(rows)` and keeps the batches in `tried`."""
+
+    def __init__(self, step_of, **of_plan):
+        self.step_of, self.of_plan, self.tried = step_of, of_plan, []
+
+    def __call__(self, config):
+        rows = config.train.batch_size
+        self.tried.append(rows)
+        of_plan = {"axes": axes_of(data=8)} | {
+            name: value(rows) if callable(value) else value for name, value in self.of_plan.items()
+        }
+        return make_plan(self.step_of(rows), config=config, rows=rows, **of_plan)
+
+    def search(self, rows, **fields):
+        config = make_config(train__batch_size=rows, **fields)
+        return candidates.find_largest(self(config), self)
+
 
 @settings(max_examples=30)
-@example(197, 49, 49, 1)  # nearly full at once: what is predicted beyond does fit
+@example(197, 49, 49, 1)  # nearly full at once: the predicted batch beyond does fit
 @given(
     st.integers(0, 900), st.integers(1, 60), st.integers(1, 64), st.sampled_from((1, 2, 4)),
 )  # fmt: skip
 def test_the_search_ends_at_the_largest_batch(fixed, slope, batch, accumulation):
-    """Where memory is a line, which it nearly is; every batch that is tried can be trained."""
-    capacity, tried = 10_000, []
-    axes = {"data": 4, "fsdp": 1, "tensor": 1, "sequence": 1}
+    """Memory grows linearly; every batch that is tried can be trained."""
+    capacity = 10_000
 
-    def fake(config):
-        rows = config.train.batch_size
-        tried.append(rows)
+    def step_of(rows):
         used = fixed + slope * rows / accumulation
-        memory = tpu_plan.Memory(0, 0, 0, int(used), 0, capacity)
-        step = (
-            make_step(memory=memory)
-            if used <= capacity
-            else tpu_plan.Shortage(used, capacity, 0, 0)
-        )
-        kept = 1.3 * slope * rows / accumulation  # what is asked for is more than what is kept
-        return make_plan(step, config=config, rows=rows, axes=axes, kept=kept)
+        if used > capacity:
+            return tpu_plan.Shortage(used, capacity, 0, 0)
+        return make_step(memory=tpu_plan.Memory(0, 0, 0, int(used), 0, capacity))
 
-    config = make_config(
-        train__batch_size=4 * accumulation * batch, train__accumulation=accumulation
+    # The compiler uses less than the traced activations.
+    planner = Planner(
+        step_of, axes=axes_of(data=4), kept=lambda rows: 1.3 * slope * rows / accumulation
     )
     unit = 4 * accumulation * (8 if batch % 8 == 0 else 1)
-    # The largest that fits, by hand; there must be one, and not beyond all reason.
-    most = int((capacity - fixed) / slope * accumulation) // unit * unit
+    most = int((capacity - fixed) / slope * accumulation) // unit * unit  # that fits
     assume(0 < most < 2**20)
-    search = candidates.find_largest(fake(config), fake)
+    search = planner.search(4 * accumulation * batch, train__accumulation=accumulation)
+    tried, found = planner.tried, search.plan
     assert all(rows % unit == 0 for rows in tried)
     assert len(tried) <= 1 + candidates._SEARCHES
     assert [trial.plan.rows for trial in search.trials] == tried
-    found = search.plan
     assert found is not None
-    # What is planned is a bound; of one plan it is not known how much of it grows.
+    # A planned batch is a bound; a single plan does not show how memory grows.
     assert search.next_rows > (most if search.next_planned else found.rows)
     assert search.next_planned == (search.next_rows in tried)
     assert found.fits
     enough = [fixed + slope * rows / accumulation >= 0.97 * capacity for rows in tried]
     fits = [rows <= most for rows in tried]
     assert found.rows >= most - unit or found.used >= 0.97 * capacity
-    # A plan takes minutes: none is made after one that nearly fills the memory.
+    # A plan takes minutes, so the search ends at one that nearly fills the memory.
     assert not any(a and b for a, b in zip(enough[:-1], fits[:-1], strict=True))
 
 
 def test_a_compiler_that_saves_memory_does_not_mislead_the_search():
-    """As `base` on v5e:2x4, GiB; a line through 1,792 and 1,920 rows leads to 9,216."""
-    tried = []
+    """As `base` on v5e:2x4; a line through 1,792 and 1,920 rows leads to 9,216."""
 
-    def fake(config):
-        rows = config.train.batch_size
-        tried.append(rows)
-        used = min(1.4 + 8.6 / 1024 * rows, 14.7 + rows / 80_000)
-        fits = rows <= 2_000
-        memory = tpu_plan.Memory(0, 0, 0, int(used * 2**30), 0, int(15.75 * 2**30))
-        step = (
-            make_step(memory=memory)
-            if fits
-            else tpu_plan.Shortage(15.8 * 2**30, 15.75 * 2**30, 0, 0)
-        )
-        axes = {"data": 8, "fsdp": 1, "tensor": 1, "sequence": 1}
-        return make_plan(step, config=config, rows=rows, axes=axes)
+    def step_of(rows):
+        if rows > 2_000:
+            return tpu_plan.Shortage(*gib(15.8, CAPACITY), 0, 0)
+        (used, capacity) = gib(min(1.4 + 8.6 / 1024 * rows, 14.7 + rows / 80_000), CAPACITY)
+        return make_step(memory=tpu_plan.Memory(0, 0, 0, used, 0, capacity))
 
-    found = candidates.find_largest(fake(make_config(train__batch_size=1024)), fake).plan
-    assert 1_792 <= found.rows <= 2_000
-    assert max(tried) < 2_500
+    planner = Planner(step_of)
+    assert 1_792 <= planner.search(1024).plan.rows <= 2_000
+    assert max(planner.tried) < 2_500
 
 
 def test_the_search_ends_where_rows_become_expensive():
-    """As `small` on v5e:2x4: what would nearly fill the memory takes 85% of it, since some of it is
-    computed twice.
+    """As `small` on v5e:2x4: the predicted batch takes 85% of the memory, because the compiler
+    computes some of it twice.
     """
-    tried = []
 
-    def fake(config):
-        rows = config.train.batch_size
-        tried.append(rows)
+    def step_of(rows):
         squeezed = rows > 5_600
-        memory = tpu_plan.Memory(
-            0, int(0.45 * 2**30), 0, int((12.93 if squeezed else 2.31 * rows / 1024) * 2**30), 0,
-            int(15.75 * 2**30),
-        )  # fmt: skip
-        cycles = rows * (536e3 if squeezed else 395e3)
-        operations = tpu_plan.Operations(
-            {tpu_plan.PRODUCTS: cycles, tpu_plan.KERNELS: 0.0, tpu_plan.OTHER: 0.0}, {}, (), {}
-        )
-        step = make_step(memory=memory, operations=operations, collectives=())
-        axes = {"data": 8, "fsdp": 1, "tensor": 1, "sequence": 1}
-        return make_plan(step, config=config, rows=rows, axes=axes)
+        kept, used, capacity = gib(0.45, 12.93 if squeezed else 2.31 * rows / 1024, CAPACITY)
+        memory = tpu_plan.Memory(0, kept, 0, used, 0, capacity)
+        return make_step(memory=memory, **work(rows * (536e3 if squeezed else 395e3)))
 
-    search = candidates.find_largest(fake(make_config(train__batch_size=1024)), fake)
-    assert tried == [1024, search.plan.rows]
+    planner = Planner(step_of)
+    search = planner.search(1024)
+    assert planner.tried == [1024, search.plan.rows]
     first, second = search.trials
     assert first.predicted is None
-    # By what grows alone: parameters lie there once.
-    assert second.predicted == pytest.approx(15.75 * 2**30, rel=0.01)
+    # From the part that grows; parameters do not.
+    assert second.predicted == pytest.approx(CAPACITY * 2**30, rel=0.01)
     assert search.dearer == pytest.approx(536 / 395)
     assert search.gave_up
     assert search.next_rows > search.plan.rows
     assert not search.next_planned
 
 
-def test_what_does_not_fit_leads_to_what_does():
-    """By tracing, where the compiler only tells what was left when it gave up."""
-    tried = []
+def test_a_batch_that_does_not_fit_leads_to_one_that_does():
+    """By traced activations; the compiler only reports the shortage when it gave up."""
 
-    def fake(config):
-        rows = config.train.batch_size
-        tried.append(rows)
-        fits = rows <= 2_000
-        memory = tpu_plan.Memory(100, 200, 0, 4 * rows, 0, 8_300)
-        step = make_step(memory=memory) if fits else tpu_plan.Shortage(8_400, 8_300, 100, 200)
-        axes = {"data": 8, "fsdp": 1, "tensor": 1, "sequence": 1}
-        return make_plan(step, config=config, rows=rows, axes=axes, kept=5 * rows)
+    def step_of(rows):
+        if rows > 2_000:
+            return tpu_plan.Shortage(8_400, 8_300, 100, 200)
+        return make_step(memory=tpu_plan.Memory(100, 200, 0, 4 * rows, 0, 8_300))
 
-    search = candidates.find_largest(fake(make_config(train__batch_size=8192)), fake)
-    assert tried[:2] == [8192, 1600]  # (8,300 - 300) / 5
+    planner = Planner(step_of, kept=lambda rows: 5 * rows)
+    search = planner.search(8192)
+    assert planner.tried[:2] == [8192, 1600]  # (8,300 - 300) / 5
     assert search.plan.rows >= 1_900
-    assert search.next_rows in tried
+    assert search.next_rows in planner.tried
     assert search.next_planned
 
 
@@ -182,12 +188,8 @@ def test_fewer_rows_at_once_are_compared_as_long_as_they_are_better():
         tried.append((accumulation, config.model.remat))
         cycles = {1: 413e6, 2: 336e6, 4: 322e6, 8: 330e6}[accumulation]
         cycles *= 1.0 if config.model.remat == "none" else 1.3
-        operations = tpu_plan.Operations(
-            {tpu_plan.PRODUCTS: cycles, tpu_plan.KERNELS: 0.0, tpu_plan.OTHER: 0.0}, {}, (), {}
-        )
-        step = make_step(operations=operations, collectives=())
-        axes = {"data": 1, "fsdp": 1, "tensor": 1, "sequence": 1}
-        return make_plan(step, config=config, rows=rows, axes=axes)
+        step = make_step(**work(cycles))
+        return make_plan(step, config=config, rows=rows, axes=axes_of(data=1))
 
     first = fake(make_config(train__batch_size=256))
     plans = [first, *candidates.compare(first, fake)]

@@ -211,23 +211,20 @@ def test_a_factory_of_optax_is_the_optimizer_of_that_name():
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), other, expected)
 
 
-@pytest.mark.parametrize(
-    ("method", "mention"),
-    [
+def test_a_wrong_optimizer_is_refused_before_the_run(pretraining_config, tmp_path):
+    for method, mention in (
         ("optax:nothing", "AttributeError"),
         ("nowhere.at.all:make", "ModuleNotFoundError"),
         ("optax:sgd", "weight_decay=0.01"),
         ("optax:scale_by_adam", "learning_rate"),
         ("json:loads", "TypeError"),
         ("optax:constant_schedule", "TypeError"),
-    ],
-)
-def test_a_wrong_optimizer_is_refused_before_the_run(method, mention, pretraining_config, tmp_path):
-    plugins.allow([method])
-    config = convbert_jax.load_config(pretraining_config, **{"optimizer.method": method})
-    with refused(PluginError, f"optimizer.method={method}", mention):
-        recipes.pretrain(config, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    ):
+        plugins.allow([method])
+        config = convbert_jax.load_config(pretraining_config, **{"optimizer.method": method})
+        with refused(PluginError, f"optimizer.method={method}", mention):
+            recipes.pretrain(config, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
 
 
 # --- modules ---

@@ -190,57 +190,50 @@ def test_weights_of_another_kind_are_refused(make, run, pretrained, tmp_path):
         start.read_start(encoder, Workdir(tmp_path / "new"))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "fields", "mentions"),
-    [
-        ("translation", {"model.embedding_size": 16}, [16]),
-        ("translation", {"sequence.norm": "prae"}, ["'pre'"]),
-        ("translation", {"sequence.normalization": "rsm"}, ["'rms'"]),
-        ("translation", {"sequence.last_dropout": 0.1, "sequence.norm": "post"}, []),
-        ("translation", {"sequence.positions": "learned", "model.positions": 16}, [16]),
-        ("translation", {"decoding.beam": 101}, [200]),
-        ("translation", {"decoding.n_best": 5}, ["config.decoding.beam", 4]),
-        ("translation", {"decoding.n_best": 2, "decoding.method": "greedy"}, ["greedy"]),
-        ("translation", {"decoding.length_ratio": 0.0, "decoding.length_extra": 0}, []),
-        ("translation", {"decoding.average": 4}, ["checkpoint.keep", 3]),
-        ("translation", {"decoding.test_sources": ("a",)}, ["NAME=SOURCE"]),
-        ("translation", {"checkpoint.huggingface_every": 2}, []),
-        ("translation", {"distillation.teacher": "x"}, []),
-        ("translation", {"optimizer.release_replicas": 2}, []),
-        ("translation", {"optimizer.schedule": "root"}, ["root"]),
-        ("translation", {"optimizer.decay_to": 0.5}, []),
-        ("translation", {"optimizer.schedule": "inverse_sqrt"}, ["warmup_steps"]),
+# recipe -> fields and the parts of the message besides the first field
+WRONG = {
+    "translation": [
+        ({"model.embedding_size": 16}, [16]),
+        ({"sequence.norm": "prae"}, ["'pre'"]),
+        ({"sequence.normalization": "rsm"}, ["'rms'"]),
+        ({"sequence.last_dropout": 0.1, "sequence.norm": "post"}, []),
+        ({"sequence.positions": "learned", "model.positions": 16}, [16]),
+        ({"decoding.beam": 101}, [200]),
+        ({"decoding.n_best": 5}, ["config.decoding.beam", 4]),
+        ({"decoding.n_best": 2, "decoding.method": "greedy"}, ["greedy"]),
+        ({"decoding.length_ratio": 0.0, "decoding.length_extra": 0}, []),
+        ({"decoding.average": 4}, ["checkpoint.keep", 3]),
+        ({"decoding.test_sources": ("a",)}, ["NAME=SOURCE"]),
+        ({"checkpoint.huggingface_every": 2}, []),
+        ({"distillation.teacher": "x"}, []),
+        ({"optimizer.release_replicas": 2}, []),
+        ({"optimizer.schedule": "root"}, ["root"]),
+        ({"optimizer.decay_to": 0.5}, []),
+        ({"optimizer.schedule": "inverse_sqrt"}, ["warmup_steps"]),
+        ({"sequence.decoder_kernel_sizes": (3, 5), "sequence.decoder_layers": 3}, [2, 3]),
+        ({"sequence.decoder_mixer": "lite"}, ["lite"]),
         (
-            "causal_lm",
-            {"checkpoint.best_metric": "word_perplexity", "tokenizer.kind": "wordpiece"},
-            ["word_perplexity"],
-        ),
-        ("causal_lm", {"sequence.shared_vocabulary": False}, []),
-        ("causal_lm", {"data.layout": "electra"}, []),
-        ("causal_lm", {"sequence.decoder_layers": 3}, []),
-        ("causal_lm", {"sequence.decoder_mixer": "light"}, ["light"]),
-        ("causal_lm", {"sequence.decoder_kernel_sizes": (3, 5)}, ["config.model.kernel_sizes"]),
-        (
-            "translation",
-            {"sequence.decoder_kernel_sizes": (3, 5), "sequence.decoder_layers": 3},
-            [2, 3],
-        ),
-        (
-            "span_corruption",
-            {"sequence.decoder_dilations": (1, 2), "sequence.decoder_kernel_sizes": (3,)},
-            [2, 1],
-        ),
-        ("translation", {"sequence.decoder_mixer": "lite"}, ["lite"]),
-        (
-            "translation",
             {"sequence.decoder_mixer_fields": ("glue=1",), "sequence.decoder_mixer": "dynamic"},
             ["glue=1", "dynamic"],
         ),
-        ("causal_lm", {"model.kernel_sizes": (3, 3), "model.mixer": "span_dynamic"}, []),
-        ("span_corruption", {"objective.mean_span": 0.5}, [1]),
-        ("causal_lm", {"model.mask_convolution": False}, ["True"]),
+    ],
+    "causal_lm": [
         (
-            "span_corruption",
+            {"checkpoint.best_metric": "word_perplexity", "tokenizer.kind": "wordpiece"},
+            ["word_perplexity"],
+        ),
+        ({"sequence.shared_vocabulary": False}, []),
+        ({"data.layout": "electra"}, []),
+        ({"sequence.decoder_layers": 3}, []),
+        ({"sequence.decoder_mixer": "light"}, ["light"]),
+        ({"sequence.decoder_kernel_sizes": (3, 5)}, ["config.model.kernel_sizes"]),
+        ({"model.kernel_sizes": (3, 3), "model.mixer": "span_dynamic"}, []),
+        ({"model.mask_convolution": False}, ["True"]),
+    ],
+    "span_corruption": [
+        ({"sequence.decoder_dilations": (1, 2), "sequence.decoder_kernel_sizes": (3,)}, [2, 1]),
+        ({"objective.mean_span": 0.5}, [1]),
+        (
             {
                 "model.mask_convolution": False,
                 "model.mixer": "attention",
@@ -249,16 +242,19 @@ def test_weights_of_another_kind_are_refused(make, run, pretrained, tmp_path):
             [],
         ),
     ],
-)
-def test_configs_that_cannot_run_are_refused(make, recipe, fields, mentions):
-    """The message names the first of the fields."""
-    values = to_dict(make(recipe))
-    for path, value in fields.items():
-        section, _, field = path.partition(".")
-        values[section][field] = value
-    with refused(ConfigError, next(iter(fields)), *mentions) as caught:
-        from_config_dict(values)
-    assert "\n" not in str(caught.value)
+}
+
+
+@pytest.mark.parametrize("recipe", WRONG)
+def test_configs_that_cannot_run_are_refused(make, recipe):
+    for fields, mentions in WRONG[recipe]:
+        values = to_dict(make(recipe))
+        for path, value in fields.items():
+            section, _, field = path.partition(".")
+            values[section][field] = value
+        with refused(ConfigError, next(iter(fields)), *mentions) as caught:
+            from_config_dict(values)
+        assert "\n" not in str(caught.value)
 
 
 def test_fields_of_a_mixer_that_the_decoder_alone_has_are_its_own(make):
@@ -281,28 +277,20 @@ def test_too_few_sentinels_are_told_before_anything_is_made(make, tmp_path):
     assert not (tmp_path / "run" / "data").exists()
 
 
-def test_batches_have_as_many_shapes_as_the_trainer_is_told(run):
-    _, result = run("translation")
-    data = prepared.open_data(run("translation")[0], Workdir(result.folder))
-    mesh = sharding.make_mesh(run("translation")[0].mesh, jax.devices()[:1])
-    effort = data.effort(mesh)
-    batches = data.training(mesh)
-    shapes = {next(batches)["source"].shape for _ in range(40)}
-    batches.close()
-    assert effort.shapes == 2
-    assert len(shapes) == 2
-
-
-def test_parameters_of_the_log_line(run):
-    """Tokens a second count both texts of a batch, padding too, as of rows of a corpus."""
+def test_a_run_knows_shapes_and_tokens_of_its_batches(run):
+    """Tokens a second count both texts of a batch and their padding."""
     config, result = run("translation")
     data = prepared.open_data(config, Workdir(result.folder))
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     batches = data.training(mesh)
     epoch = [next(batches) for _ in range(batches.batches_in_epoch)]
+    shapes = {batch["source"].shape for batch in epoch}
+    shapes |= {next(batches)["source"].shape for _ in range(40)}
     batches.close()
+    effort = data.effort(mesh)
+    assert len(shapes) == effort.shapes == 2
     sizes = [b["source"].size + b["tokens"].size for b in epoch]
-    assert data.effort(mesh).tokens == round(np.mean(sizes))
+    assert effort.tokens == round(np.mean(sizes))
     _, params = sources.read_params(Workdir(result.folder), config)
     assert flatten(params).keys() >= {"target/word/embedding"}
 

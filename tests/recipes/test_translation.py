@@ -182,10 +182,13 @@ def test_what_is_right_has_all_points_and_what_is_wrong_none(recipe, wanted):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["今天天气很好，我们一起去公园吧！", "日本語の文章を読む。", "วันนี้อากาศดีมาก เราไปโรงเรียนด้วยกัน"],
+    ("recipe", "text"),
+    [
+        ("translation", "今天天气很好，我们一起去公园吧！"),
+        ("summarization", "日本語の文章を読む。"),
+        ("translation", "วันนี้อากาศดีมาก เราไปโรงเรียนด้วยกัน"),
+    ],
 )
-@pytest.mark.parametrize("recipe", ["translation", "summarization"])
 def test_a_script_without_spaces_needs_score_words(recipe, text, caplog):
     """Otherwise a perfect translation has a BLEU of 0."""
     right = [text] * 4
