@@ -82,12 +82,12 @@ def test_pieces_are_the_whole_document(text, pieces):
 def test_undecodable_text_ends_it_and_keeps_what_is_done(
     config, change, corpus_file, tmp_path, small_units, monkeypatch, caplog
 ):
-    monkeypatch.setattr(preparation, "CHECKED_BYTES", 3000)  # stops before the bad text
     monkeypatch.setattr(progress, "LOG_EVERY", 0.001)
     caplog.set_level(logging.INFO, logger="absl")
     model = prepare(config, tmp_path / "model").tokenizer.path
     begun = {line.split()[0] for line in caplog.messages if " s" in line}
     assert begun >= {"Reading", "Training", "Tokenizing:"}
+    monkeypatch.setattr(preparation, "CHECKED_BYTES", 3000)  # stops before the bad text
     with corpus_file.open("ab") as file:
         file.write(b"\n\nbad \xff text " + "漢字\n".encode())
     config = change(config, data={"workers": 2}, tokenizer={"path": str(model)})

@@ -313,11 +313,11 @@ def test_a_corpus_of_pairs(pairs_config, tmp_path):
 
 def test_fields_of_pairs_that_do_not_go_together(pairs_config):
     for fields, mentions in (
-        ({"recipe": "replaced_token"}, ("sentence_pairs='next'", "config.recipe='masked_lm'")),
-        ({"data__layout": "packed"}, ("config.data.layout=pairs",)),
-        ({"objective__sentence_pairs": "none"}, ("config.objective.sentence_pairs=next",)),
-        ({"objective__sentence_pairs": "nsp"}, ("sentence_pairs='nsp'",)),
-        ({"model__types": 1}, ("layout='pairs'",)),
+        ({"recipe": "replaced_token"}, ("sentence_pairs", "masked_lm")),
+        ({"data__layout": "packed"}, ("data.layout", "pairs")),
+        ({"objective__sentence_pairs": "none"}, ("sentence_pairs", "next")),
+        ({"objective__sentence_pairs": "nsp"}, ("sentence_pairs", "nsp")),
+        ({"model__types": 1}, ("layout", "pairs")),
     ):
         with refused(ConfigError, *mentions):
             pairs_config(**fields)
