@@ -508,25 +508,21 @@ def start(config, folder, tmp_path, script=SCRIPT) -> subprocess.Popen:
     )
 
 
-def test_two_processes_prepare_once(config, change, tmp_path, small_units, contents):
-    """And their workers do not run the script of the user."""
+def test_two_processes_prepare_once(config, tmp_path, small_units, contents):
     folder = tmp_path / "prepared"
-    config = change(config, data={"workers": 2})
     processes = [start(config, folder, tmp_path) for _ in range(2)]
     for process in processes:
         output, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
         assert output.split() == [str(tmp_path / "script.py"), "None"]  # as it was before
-    assert (tmp_path / "started").read_text() == "once once "
     prepare_corpus(config, tmp_path / "alone")
     assert contents(folder) == contents(tmp_path / "alone")
 
 
 def test_workers_die_with_their_parent(config, change, tmp_path, small_units, contents):
     """After a kill no worker continues to write, and the next start does the rest."""
-    config = change(config, data={"workers": 2})
     folder = tmp_path / "killed"
-    process = start(config, folder, tmp_path)
+    process = start(change(config, data={"workers": 2}), folder, tmp_path)
     deadline = time.monotonic() + 60
     while not list(folder.glob("units/*.json")) and process.poll() is None:
         assert time.monotonic() < deadline
@@ -538,6 +534,8 @@ def test_workers_die_with_their_parent(config, change, tmp_path, small_units, co
     while any(pathlib.Path(f"/proc/{worker}").exists() for worker in workers):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    assert workers
+    assert (tmp_path / "started").read_text() == "once "  # workers do not run the user's script
     prepare_corpus(config, folder)
     prepare_corpus(config, tmp_path / "whole")
     assert contents(folder) == contents(tmp_path / "whole")
