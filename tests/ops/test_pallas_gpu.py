@@ -36,7 +36,9 @@ def check(op, length, heads, width, taps, dilation, causal, packed, dtype, inter
     ids = documents(length) if packed else None
     offsets = offsets_of(taps, dilation, causal)
     *given, given_cotangent = definitions.spoil([*arrays, cotangent], ids)
-    actual = run(kernel_of(op, ids, offsets, heads, interpret), given, given_cotangent)
+    kernel = kernel_of(op, ids, offsets, heads, interpret)
+    actual = run(kernel, given, given_cotangent)
+    assert jax.eval_shape(kernel, *given).shape == cotangent.shape  # without a gradient
     assert {x.dtype for x in jax.tree.leaves(actual)} == {jnp.dtype(dtype)}
     expected = definitions.convolve(op, arrays, cotangent, ids, offsets)
     assert_close(actual, expected, TOLERANCE[dtype] * (1 if interpret else 3))

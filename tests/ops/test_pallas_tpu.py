@@ -54,6 +54,7 @@ def check(op, taps, batch, length, heads, width, dilation, causal, packed, dtype
     *given, given_cotangent = definitions.spoil([*arrays, cotangent], ids)
     kernel = kernel_of(op, ids, offsets, heads, interpret)
     actual = run(kernel, given, given_cotangent)
+    assert jax.eval_shape(kernel, *given).shape == cotangent.shape  # without a gradient
     assert {x.dtype for x in jax.tree.leaves(actual)} == {jnp.dtype(dtype)}
     expected = definitions.convolve(op, arrays, cotangent, ids, offsets)
     assert_close(actual, expected, TOLERANCE[dtype])
