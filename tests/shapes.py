@@ -24,7 +24,7 @@ CHECKED = ("ops", "models", "objectives", "decoding")
 
 
 def check_arrays(function: Callable) -> Callable:
-    """beartype for what is annotated as an array, and for nothing else."""
+    """Applies beartype to arguments that are annotated as arrays, and to no others."""
     function.__annotations__ = {
         name: hint if _is_of_arrays(hint) else object
         for name, hint in function.__annotations__.items()
@@ -190,6 +190,6 @@ def main() -> None:
         trace_text()
         from convbert_jax.ops.softmax import softmax
 
-        wrong = jnp.ones((4, 5), bool)  # in a function that has no check of its own
+        wrong = jnp.ones((4, 5), bool)  # in a function that checks nothing
         with refused(jaxtyping.TypeCheckError, "visible"):
             softmax(jnp.zeros((2, 3)), wrong, jnp.float32)

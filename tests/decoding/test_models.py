@@ -1,4 +1,4 @@
-"""Decoding by models whose steps keep a state: scores are those of whole texts, read at once."""
+"""Decoding by models whose steps keep a state: scores equal those of whole texts, read at once."""
 
 import functools
 
@@ -50,7 +50,7 @@ def randomized(make):
 
 
 def scores_of(logits, texts, prompts):
-    """Log probabilities of what texts [N, L] have behind their prompts, up to their ends."""
+    """Log probabilities of the tokens of texts [N, L] after their prompts, up to their ends."""
     scores = jax.nn.log_softmax(logits)[:, :-1]
     scores = jnp.take_along_axis(scores, texts.tokens[:, 1:, None], axis=2)[:, :, 0]
     place = jnp.arange(1, texts.tokens.shape[1])
@@ -65,7 +65,7 @@ def flat(found):
 
 @pytest.mark.parametrize(("mixer", "room"), CASES)
 def test_translations_have_the_scores_of_whole_texts(mixer, room, monkeypatch):
-    """Whatever stands beside a row, and whatever padding is behind it."""
+    """Neither other rows nor padding after a row change its translation."""
     monkeypatch.setattr(states, "FIRST", room)
     model, _ = models(mixer)
     source = jnp.asarray(np.random.default_rng(0).integers(2, WORDS, (2, 6)), jnp.int32)

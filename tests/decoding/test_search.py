@@ -1,6 +1,4 @@
-"""Decoding against enumeration and plain loops, by a model of four words that remembers what it
-read.
-"""
+"""Decoding against enumeration and plain loops, by a recurrent model of four words."""
 
 import functools
 import itertools
@@ -25,7 +23,7 @@ TELL = (1.5 * rng.standard_normal((6, WORDS))).astype(np.float32)
 
 
 def step(tokens, state, place):
-    """A recurrent network whose state starts different for each row, and counts what it read."""
+    """A recurrent network; its state differs between rows and counts the tokens that it read."""
     count, state = state[:, :1], state[:, 1:]
     state = jnp.tanh(jnp.take(READ, tokens, axis=0) + state @ MIX + 0.1 * count)
     return state @ TELL, jnp.concatenate([count + 1, state], axis=1)
@@ -40,8 +38,8 @@ def prompt_of(rows):
     return jnp.full((rows, 1), START)
 
 
-def behind(state, prompt, first):
-    """The state behind all of each prompt but its last token."""
+def state_after(state, prompt, first):
+    """The state after all tokens of each prompt but the last."""
     for place in range(prompt.shape[1] - 1):
         _, after = step(prompt[:, place], state, place)
         state = jnp.where((place >= first)[:, None], after, state)
@@ -51,7 +49,7 @@ def behind(state, prompt, first):
 def run_greedy(state, prompt=None, first=None, length=LENGTH):
     prompt = prompt_of(len(state)) if prompt is None else prompt
     first = jnp.zeros(len(state), int) if first is None else first
-    state = behind(state, prompt, first)
+    state = state_after(state, prompt, first)
     return greedy(step, state, prompt, first, length=length, end=END, pad=PAD)
 
 
@@ -59,7 +57,7 @@ def run_greedy(state, prompt=None, first=None, length=LENGTH):
 def run_beam(state, prompt=None, first=None, *, beam, length=LENGTH, alpha=1.0, early=True):
     prompt = prompt_of(len(state)) if prompt is None else prompt
     first = jnp.zeros(len(state), int) if first is None else first
-    state = jnp.repeat(behind(state, prompt, first), beam, axis=0)
+    state = jnp.repeat(state_after(state, prompt, first), beam, axis=0)
     return search(
         step, state, prompt, first, beam=beam, length=length, end=END, pad=PAD, alpha=alpha,
         early=early,
@@ -68,7 +66,7 @@ def run_beam(state, prompt=None, first=None, *, beam, length=LENGTH, alpha=1.0, 
 
 @functools.cache
 def distribution(row, text):
-    """log P of the token behind a text, by the model of one row."""
+    """Log probabilities of the token after a text, by the model of one row."""
     state = starts(8)[row][None]
     for place, token in enumerate(text):
         logits, state = _step(jnp.asarray([token]), state, place)
@@ -113,7 +111,7 @@ def by_loops(row, beam, alpha, early):
 
 
 def texts_of(found, row):
-    """(text, score) of the hypotheses of a row; all behind a text is padding."""
+    """(text, score) of the hypotheses of a row; padding follows each text."""
     pairs = []
     for tokens, length, score in zip(*(np.asarray(x[row]) for x in found), strict=True):
         assert (tokens[length:] == PAD).all()
@@ -194,7 +192,7 @@ def test_a_row_does_not_depend_on_its_neighbors_or_on_what_is_before_its_prompt(
     keys = jax.random.split(jax.random.key(0), 4)
 
     def draw_texts(state, prompt, first, keys, length):
-        state = behind(state, prompt, first)
+        state = state_after(state, prompt, first)
         return sample(step, state, prompt, first, keys=keys, length=length, end=END, pad=PAD)
 
     drawn = draw_texts(state, prompt, first, keys, 8)
@@ -248,7 +246,7 @@ def test_the_last_token_is_the_end():
     texts = greedy(never, starts(3), prompt_of(3), length=6, end=END)
     assert (texts.tokens[:, -1] == END).all()
     assert (texts.lengths == 6).all()
-    assert (texts.scores < -15).all()  # and it costs what it costs
+    assert (texts.scores < -15).all()  # with its own log probability
 
 
 # --- Sampling ---
@@ -290,13 +288,6 @@ def test_without_a_choice_it_is_greedy(options):
     drawn, wanted = draw(0, 5, **options), run_greedy(jnp.repeat(starts(1), 5, axis=0))
     np.testing.assert_array_equal(drawn.tokens, wanted.tokens)
     np.testing.assert_allclose(drawn.scores, wanted.scores, atol=1e-5)
-
-
-def test_a_row_draws_by_its_own_key():
-    whole = draw(3, 6)
-    keys = jax.random.split(jax.random.key(3), 6)[4:5]
-    alone = sample(step, starts(1), prompt_of(1), keys=keys, length=LENGTH, end=END, pad=PAD)
-    np.testing.assert_array_equal(whole.tokens[4], alone.tokens[0])
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.6), (4, 0.9), (50, 0.01)])

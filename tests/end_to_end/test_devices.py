@@ -1,6 +1,4 @@
-"""The whole pre-training step: on meshes, and what it measures. That its numbers are the same on
-every mesh is in test_meshes.py.
-"""
+"""The whole pre-training step on meshes, and its metrics; test_meshes.py compares the numbers."""
 
 import dataclasses
 import functools
