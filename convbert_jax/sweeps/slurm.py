@@ -42,6 +42,7 @@ class Worker:
 
     command: tuple[str, ...]
     folder: str
+    _process = None  # not started yet
 
     def __call__(self) -> None:
         """Runs a worker; raises SystemExit with its exit code if some runs failed."""
@@ -59,9 +60,10 @@ class Worker:
         """Stops the worker after its run has saved; returns the job that submitit requeues."""
         from submitit.helpers import DelayedSubmission
 
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGTERM)
-        self._wait()
+        if self._process:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGTERM)
+            self._wait()
         return DelayedSubmission(Worker(self.command, self.folder))
 
     def _wait(self) -> None:

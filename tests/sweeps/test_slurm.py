@@ -96,6 +96,7 @@ def test_a_job_is_requeued_after_its_run_has_saved(cluster):
     folder = Folder(cluster.folder / "sweep")
     ids = slurm.submit("sweep-x", folder, worker, 2, slurm.read_options(OPTIONS))
     assert ids == ["77_0", "77_1"]
+    assert worker.checkpoint().function == worker  # before it has started a process
     script = (cluster.folder / "script").read_text()
     for line in (
         *("array=0-1%2", "cpus-per-task=4", "gpus=1", "job-name=sweep-x", "partition=gpu"),
