@@ -4,7 +4,9 @@ A mixer in `MIXERS` needs a row in DEFINITIONS and in COUNTS; KINDS are what the
 mixers run over.
 """
 
+import jax
 import numpy as np
+from scipy.special import erf
 
 from convbert_jax.config.mixers import MIXERS
 
@@ -28,9 +30,39 @@ FORMS = {
 KINDS = {name: {"mixer": name} for name in MIXERS} | FORMS
 
 
+def check_gradients(gradients, function, arguments, step=1e-6):
+    """Compares float32 gradients with differences of `function` of float64 arrays, along a random
+    direction of each leaf of `arguments`.
+    """
+    rng = np.random.default_rng(1)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(arguments)
+    values = [np.asarray(leaf, np.float64) for _, leaf in leaves]
+    for i, ((path, _), gradient) in enumerate(zip(leaves, jax.tree.leaves(gradients), strict=True)):
+        direction = rng.standard_normal(values[i].shape)
+        ends = [
+            function(*tree.unflatten([*values[:i], values[i] + by * direction, *values[i + 1 :]]))
+            for by in (step, -step)
+        ]
+        slope = (np.asarray(gradient, np.float64) * direction).sum()
+        size = np.linalg.norm(gradient) * np.linalg.norm(direction)
+        message = jax.tree_util.keystr(path)
+        assert gradient.dtype == np.float32, message
+        wanted = (ends[0] - ends[1]) / (2 * step)
+        np.testing.assert_allclose(slope, wanted, rtol=0, atol=1e-5 * (1 + size), err_msg=message)
+
+
 def softmax(logits):
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
+
+
+def gelu(x):
+    return x * (1 + erf(x / 2**0.5)) / 2
+
+
+def layer_norm(x, p, epsilon=1e-12):
+    deviation = np.sqrt(x.var(-1, keepdims=True) + epsilon)
+    return (x - x.mean(-1, keepdims=True)) / deviation * p["scale"] + p["bias"]
 
 
 def dense(x, layer):
@@ -41,35 +73,59 @@ def by_head(x, heads):
     return x.reshape(*x.shape[:2], heads, -1)
 
 
-def convolve(values, filters, ids, dilation=1):
-    """LConv: values [B, L, H, D], filters [..., H, K] of each position; [B, L, H D]."""
-    out, taps = np.zeros_like(values), filters.shape[-1]
-    filters = np.broadcast_to(filters, (*values.shape[:3], taps))
-    batch, length = ids.shape
-    for b in range(batch):
-        for t in range(length):
-            for i in range(taps):
-                s = t + (i - taps // 2) * dilation
-                if 0 <= s < length and ids[b, s] == ids[b, t] != 0:
-                    out[b, t] += filters[b, t, :, i, None] * values[b, s]
-    return out.reshape(*ids.shape, -1)
+class Context:
+    """What a definition reads besides parameters and states.
 
+    Attributes:
+      mixer: the specification.
+      ids: segment ids [B, L], 0 is padding.
+      causal: a position reads itself and what precedes it.
+      seen: what a capture of the layer has: "attention", "scores", "filters".
+    """
 
-def depthwise(x, filters, ids, dilation=1):
-    """filters [K, C]: each channel is a head of one."""
-    return convolve(x[..., None], filters.T, ids, dilation)
+    def __init__(self, mixer, ids, causal=False):
+        self.mixer, self.ids, self.causal = mixer, np.asarray(ids), causal
+        masked = getattr(mixer, "mask_convolution", True)
+        self.conv_ids = self.ids if masked else np.ones_like(self.ids)
+        self.seen = {}
 
+    def convolve(self, values, filters, dilation=1):
+        """LConv: values [B, L, H, D], filters [..., H, K] of each position; [B, L, H D]."""
+        out, taps, ids = np.zeros_like(values), filters.shape[-1], self.conv_ids
+        filters = np.broadcast_to(filters, (*values.shape[:3], taps))
+        here = np.arange(ids.shape[1])
+        for i in range(taps):
+            there = here + (i - (taps - 1 if self.causal else taps // 2)) * dilation
+            inside = (there >= 0) & (there < len(here))
+            there = np.where(inside, there, 0)
+            read = inside & (ids[:, there] == ids) & (ids != 0)
+            out += read[..., None, None] * filters[..., i, None] * values[:, there]
+        return out.reshape(*ids.shape, -1)
 
-def separable_conv(x, layer, ids):
-    return depthwise(x, layer["depthwise"], ids) @ layer["pointwise"] + layer["bias"]
+    def normalize(self, logits):
+        """Filters [..., H, K] from logits, in the capture at all positions."""
+        filters = softmax(logits)
+        self.seen["filters"] = np.broadcast_to(filters, (*self.ids.shape, *filters.shape[-2:]))
+        return filters
 
+    def depthwise(self, x, filters, dilation=1):
+        """filters [K, C]: each channel is a head of one."""
+        return self.convolve(x[..., None], filters.T, dilation)
 
-def attend(query, key, value, ids):
-    scores = np.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
-    visible = (ids[:, :, None] == ids[:, None, :]) & (ids != 0)[:, None, :]
-    visible |= (ids == 0)[:, :, None]  # what padding gets does not matter
-    maps = softmax(np.where(visible[:, None], scores, -np.inf))
-    return np.einsum("bhqk,bkhd->bqhd", maps, value).reshape(*ids.shape, -1)
+    def separable(self, x, layer):
+        return self.depthwise(x, layer["depthwise"]) @ layer["pointwise"] + layer["bias"]
+
+    def attend(self, query, key, value):
+        ids, length = self.ids, self.ids.shape[1]
+        scores = np.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
+        own = np.where(ids == 0, ids.max(axis=1, keepdims=True), ids)  # padding sees the last one
+        visible = (own[:, :, None] == ids[:, None, :]) & (ids != 0)[:, None, :]
+        if self.causal:
+            visible &= np.tri(length, dtype=bool)
+        self.seen["scores"] = np.where(visible[:, None], scores, 0)
+        maps = softmax(np.where(visible[:, None], scores, -np.inf))
+        self.seen["attention"] = maps
+        return np.einsum("bhqk,bkhd->bqhd", maps, value).reshape(*ids.shape, -1)
 
 
 def gated(x, p):
@@ -77,62 +133,68 @@ def gated(x, p):
     return values / (1 + np.exp(-dense(x, p["gate"]))) if "gate" in p else values
 
 
-def attention(p, x, ids, mixer):
+def attention(p, x, c):
     query, key, value = (
-        by_head(dense(x, p[name]), mixer.attention_heads) for name in ("query", "key", "value")
+        by_head(dense(x, p[name]), c.mixer.attention_heads) for name in ("query", "key", "value")
     )
-    return dense(attend(query, key, value, ids), p["output"])
+    return dense(c.attend(query, key, value), p["output"])
 
 
-def mixed(p, x, ids, mixer):
+def mixed(p, x, c):
     """ConvBERT eq. 2 - 5."""
-    attended, convolved = mixer.attention_heads, mixer.convolution_heads
-    size = mixer.head_size
+    attended, convolved = c.mixer.attention_heads, c.mixer.convolution_heads
+    size = c.mixer.head_size
     query, value = dense(x, p["query"]), dense(x, p["value"])
-    a = attend(
+    a = c.attend(
         by_head(query[..., : attended * size], attended),
         by_head(dense(x, p["key"]), attended),
         by_head(value[..., : attended * size], attended),
-        ids,
     )
     own = query[..., : convolved * size]
-    if mixer.filters == "light":
-        filters = softmax(p["conv_filters"])
+    if c.mixer.filters == "light":
+        filters = c.normalize(p["conv_filters"])
     else:
-        if mixer.filters == "span_dynamic":
-            own = own * separable_conv(x, p["key_conv"], ids)
-        filters = softmax(by_head(dense(own, p["conv_kernel"]), convolved))
-    values = dense(x, p["conv_value"]) if mixer.own_value else value[..., : convolved * size]
-    c = convolve(by_head(values, convolved), filters, ids)
-    return dense(np.concatenate([a, c], axis=-1), p["output"])
+        if c.mixer.filters == "span_dynamic":
+            own = own * c.separable(x, p["key_conv"])
+        filters = c.normalize(by_head(dense(own, p["conv_kernel"]), convolved))
+    values = dense(x, p["conv_value"]) if c.mixer.own_value else value[..., : convolved * size]
+    b = c.convolve(by_head(values, convolved), filters)
+    return dense(np.concatenate([a, b], axis=-1), p["output"])
 
 
-def span_dynamic(p, x, ids, mixer):
-    products = dense(x, p["query"]) * separable_conv(x, p["key_conv"], ids)
-    filters = softmax(by_head(dense(products, p["conv_kernel"]), mixer.heads))
-    values = by_head(dense(x, p["conv_value"]), mixer.heads)
-    return dense(convolve(values, filters, ids), p["output"])
+def span_dynamic(p, x, c):
+    products = dense(x, p["query"]) * c.separable(x, p["key_conv"])
+    filters = c.normalize(by_head(dense(products, p["conv_kernel"]), c.mixer.heads))
+    values = by_head(dense(x, p["conv_value"]), c.mixer.heads)
+    return dense(c.convolve(values, filters), p["output"])
 
 
-def dynamic(p, x, ids, mixer):
+def dynamic(p, x, c):
     """Wu et al. 2019, §3.2 and §4."""
     values = gated(x, p)
-    filters = softmax(by_head(values @ p["conv_kernel"], mixer.heads))
-    return dense(convolve(by_head(values, mixer.heads), filters, ids), p["output"])
+    filters = c.normalize(by_head(values @ p["conv_kernel"], c.mixer.heads))
+    return dense(c.convolve(by_head(values, c.mixer.heads), filters), p["output"])
 
 
-def light(p, x, ids, mixer):
+def light(p, x, c):
     """Wu et al. 2019, §3.1 and §4."""
-    values = by_head(gated(x, p), mixer.heads)
-    return dense(convolve(values, softmax(p["filters"]), ids), p["output"])
+    values = by_head(gated(x, p), c.mixer.heads)
+    return dense(c.convolve(values, c.normalize(p["filters"])), p["output"])
 
 
-def dilated(p, x, ids, mixer):
-    return dense(depthwise(gated(x, p), p["depthwise"], ids, mixer.dilation), p["output"])
+def dilated(p, x, c):
+    return dense(c.depthwise(gated(x, p), p["depthwise"], c.mixer.dilation), p["output"])
 
 
-def separable(p, x, ids, mixer):
-    return separable_conv(x, p["conv"], ids)
+def separable(p, x, c):
+    return c.separable(x, p["conv"])
+
+
+def layer(p, x, mixer, c):
+    """A layer of BERT around a mixer, one of DEFINITIONS."""
+    x = layer_norm(x + DEFINITIONS[mixer](p["mixer"], x, c), p["mixer_norm"])
+    inner = gelu(dense(x, p["feed_forward"]["intermediate"]))
+    return layer_norm(x + dense(inner, p["feed_forward"]["output"]), p["feed_forward_norm"])
 
 
 DEFINITIONS = {

@@ -16,26 +16,21 @@ from convbert_jax.config import MeshSection
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.models import finetuned, layers
 from convbert_jax.models.mixers.convolution import SeparableConv
-from convbert_jax.objectives import classification, span_extraction
-from convbert_jax.ops import dispatch, gpu, products, taps, tpu, xla
+from convbert_jax.ops import dispatch, gpu, taps, tpu, xla
 from convbert_jax.recipes import tasks
 from convbert_jax.training import sharding
 from convbert_jax.training.program import make_program
+from tests.models.test_encoder import LOSSES, finetuning_batch
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 FEW = 4  # so many terms may be summed in bfloat16
 
 
-@pytest.fixture(params=["tpu", "gpu", "cpu"], ids="for_{}".format)
-def platform(request, monkeypatch):
-    """Programs are traced, not compiled, as for this platform: with its kernels and dtypes."""
-    monkeypatch.setattr(dispatch, "platform", lambda: request.param)
-    return request.param
-
-
 @pytest.fixture
 def accelerator(monkeypatch):
-    """The fastest to trace of those that compute in bfloat16."""
+    """Programs are traced, not compiled, as for a GPU: the fastest to trace of the platforms that
+    compute in bfloat16.
+    """
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
 
 
@@ -60,8 +55,12 @@ def _jaxprs(value):
 
 def short_sums(function, *arguments) -> list[str]:
     """The equations of a program that add up more than FEW terms in 16 bits."""
+    return short_sums_of(jax.make_jaxpr(function)(*arguments).jaxpr)
+
+
+def short_sums_of(jaxpr) -> list[str]:
     found = []
-    for equation in equations(jax.make_jaxpr(function)(*arguments).jaxpr):
+    for equation in equations(jaxpr):
         shapes = [v.aval for v in equation.invars]
         inputs = [a for a in shapes if getattr(a, "dtype", None) in (BF16, jnp.float16)]
         outputs = [v.aval for v in equation.outvars]
@@ -91,33 +90,6 @@ def _terms(name, params, inputs, outputs) -> int:
     return 0
 
 
-def test_finds_the_sums(platform):
-    """The walk itself: what it must see, through loops, branches, kernels' calls and remat."""
-    rows = jnp.ones((32, 4), BF16)
-
-    def biased(x):
-        return (x + jnp.ones(4, BF16)).sum()  # jnp.sum itself sums in float32
-
-    assert not short_sums(biased, rows)
-    bias = jnp.ones(4, BF16)
-
-    def gradient(bias):
-        return jax.grad(lambda b: (rows + b).astype(F32).sum())(bias)
-
-    for wrapped in (
-        gradient,
-        jax.jit(gradient),
-        jax.checkpoint(gradient),
-        lambda b: jax.lax.scan(lambda c, _: (gradient(c), None), b, None, length=2)[0],
-        lambda b: jax.lax.cond(b[0] > 0, gradient, jnp.sin, b),
-        lambda b: jax.lax.while_loop(lambda c: c[0] > 9, gradient, b),
-    ):
-        assert len(short_sums(wrapped, bias)) == 1
-    assert len(short_sums(lambda x: x.T @ x, rows)) == 1
-    assert not short_sums(lambda x: products.einsum("ti,tj->ij", x, x, F32), rows)
-    assert len(short_sums(lambda x: x.at[jnp.zeros(32, int)].add(x), rows)) == 1
-
-
 @pytest.fixture
 def step(make_config):
     """step(**fields of the model section) -> (training step, its arguments)."""
@@ -138,29 +110,23 @@ def step(make_config):
 @pytest.mark.parametrize(
     "model",
     [
-        {},
-        {"ffn_groups": 2},
-        {"remat": "dots"},
-        {"remat": "full", "mask_convolution": False},
-        {"generator": {"kind": "shared"}},
+        {"remat": "none"},
+        {"remat": "dots", "ffn_groups": 2},
+        {"remat": "full", "mask_convolution": False, "generator": {"kind": "shared"}},
         {"recipe": "masked_lm", "mixer": "attention"},
     ],
     ids=str,
 )
-def test_training_step_sums_in_float32(step, model, accelerator):
-    assert not short_sums(*step(**model))
-
-
-def test_training_step_of_each_platform_sums_in_float32(step, platform):
-    assert not short_sums(*step())
-
-
-@pytest.mark.parametrize("remat", ["none", "dots"])
-def test_layers_keep_nothing_in_float32_for_the_backward_pass(step, remat, accelerator):
-    """But what is one number a token, and the logits of filters; and no copies of kernels."""
+def test_a_training_step_sums_in_float32(step, model, accelerator):
+    """And layers keep nothing in float32 for the backward pass but what is one number a token, and
+    the logits of filters; no copies of kernels.
+    """
+    function, *arguments = step(**model)
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    assert not short_sums_of(jaxpr)
     kept = [
         result.aval
-        for equation in equations(jax.make_jaxpr(step(remat=remat)[0])(*step()[1:]).jaxpr)
+        for equation in equations(jaxpr)
         if equation.primitive.name == "scan" and not equation.params["reverse"]
         for result, each in zip(
             equation.outvars, equation.params["jaxpr"].jaxpr.outvars, strict=True
@@ -173,35 +139,36 @@ def test_layers_keep_nothing_in_float32_for_the_backward_pass(step, remat, accel
         assert array.dtype != F32 or array.shape[-1] in (1, 9, 18)
 
 
-@pytest.mark.parametrize(
-    "head", ["sequence", "first_and_mean", "first_token", "token", "span", "span_beam"]
-)
-def test_finetuning_sums_in_float32(make_config, head, accelerator):
-    config = make_config()
-    outputs = dataclasses.replace(config.outputs, head=head, labels=("a", "b"))
-    graphdef, params = nnx.split(
-        nnx.eval_shape(
-            lambda: finetuned.FinetunedModel(
-                dataclasses.replace(config, outputs=outputs), nnx.Rngs(0)
-            )
-        )
-    )
-    losses = {
-        "token": classification.tag_losses,
-        "span": span_extraction.plain_losses,
-        "span_beam": span_extraction.beam_losses,
-    }.get(head, classification.text_losses)
-    rows, row = jnp.ones((8, 24), jnp.int32), jnp.zeros(8, jnp.int32)
-    batch = dict.fromkeys(("tokens", "segment_ids", "type_ids", "tags"), rows)
-    batch |= dict.fromkeys(("label", "start", "end", "impossible"), row)
-    batch |= {"value": row * 1.0, "outputs": jnp.ones(2, bool), "is_regression": False}
+@pytest.mark.parametrize("other", ["tpu", "cpu"])
+def test_a_training_step_of_each_platform_sums_in_float32(step, other, monkeypatch):
+    monkeypatch.setattr(dispatch, "platform", lambda: other)
+    assert not short_sums(*step())
 
-    def gradient(params, key):
-        return jax.grad(lambda p: losses(nnx.merge(graphdef, p), batch, key, dtype=BF16)[0].sum())(
-            params
+
+def test_the_heads_of_fine_tuning_sum_in_float32(make_config, accelerator):
+    """Of hidden states in bfloat16; what is below them is that of a training step."""
+    config, batch = make_config(), finetuning_batch()
+    graphdefs, params = {}, {}
+    for head in LOSSES:
+        outputs = dataclasses.replace(config.outputs, head=head, labels=("a", "b"))
+        made = dataclasses.replace(config, outputs=outputs)
+        graphdefs[head], params[head] = nnx.split(
+            nnx.eval_shape(lambda made=made: finetuned.FinetunedModel(made, nnx.Rngs(0)))
         )
 
-    assert not short_sums(gradient, params, jax.random.key(0))
+    def gradient(params, hidden, key):
+        def total(params, hidden):
+            losses = []
+            for head, each in LOSSES.items():
+                model = nnx.merge(graphdefs[head], params[head])
+                model.encode = lambda *_, **__: hidden
+                losses.append(each(model, batch, key, dtype=BF16)[0].sum())
+            return sum(losses)
+
+        return jax.grad(total, (0, 1))(params, hidden)
+
+    hidden = jax.ShapeDtypeStruct((3, 12, 32), BF16)
+    assert not short_sums(gradient, params, hidden, jax.random.key(0))
 
 
 # --- The kernels, which no step on a CPU has ---
@@ -217,7 +184,7 @@ PLAIN_OPS = {
     "pallas_tpu": lambda *arrays: tpu.dynamic_conv(*arrays, OFFSETS, True),
     "pallas_gpu": lambda *arrays: gpu.dynamic_conv(*arrays, OFFSETS, True),
 }
-IDS = jnp.asarray([[1] * 20 + [2] * 30 + [0] * 14] * 2)
+IDS = np.asarray([[1] * 20 + [2] * 30 + [0] * 14] * 2)
 
 
 def forward_and_gradients(function, ids):
@@ -228,40 +195,34 @@ def forward_and_gradients(function, ids):
     return both
 
 
-@pytest.mark.parametrize("name", SPAN_OPS)
-def test_span_kernels_sum_in_float32(name, accelerator):
+def test_kernels_sum_in_float32(accelerator):
     x = jnp.ones((2, 64, 128), BF16)
     projection, bias = jnp.ones((128, 9 * HEADS)), jnp.ones(9 * HEADS)
-    function = forward_and_gradients(SPAN_OPS[name], IDS)
-    assert not short_sums(function, x, x, x, projection, bias)
-
-
-@pytest.mark.parametrize("name", PLAIN_OPS)
-def test_plain_kernels_sum_in_float32(name, accelerator):
     values, filters = jnp.ones((2, 64, HEADS, 64), BF16), jnp.ones((2, 64, HEADS, 9), BF16)
-    assert not short_sums(forward_and_gradients(PLAIN_OPS[name], IDS), values, filters)
+    for name in SPAN_OPS:
+        span = forward_and_gradients(SPAN_OPS[name], IDS)
+        assert not short_sums(span, x, x, x, projection, bias), name
+        plain = forward_and_gradients(PLAIN_OPS[name], IDS)
+        assert not short_sums(plain, values, filters), name
+    for ours in (tpu, gpu):
+
+        def conv(x, filters, ids, ours=ours):
+            return ours.depthwise_conv(x, filters, ids, OFFSETS, True)
+
+        assert not short_sums(forward_and_gradients(conv, IDS), x, jnp.ones((9, 128))), ours
 
 
-@pytest.mark.parametrize("ours", [tpu, gpu], ids=["for_tpu", "for_gpu"])
-def test_depthwise_kernel_sums_in_float32(ours, accelerator):
-    def conv(x, filters, ids):
-        return ours.depthwise_conv(x, filters, ids, OFFSETS, True)
-
-    x, filters = jnp.ones((2, 64, 128), BF16), jnp.ones((9, 128))
-    assert not short_sums(forward_and_gradients(conv, IDS), x, filters)
-
-
-@pytest.mark.parametrize("name", SPAN_OPS)
-def test_filter_logits_reach_their_softmax_in_float32(name):
+def test_filter_logits_reach_their_softmax_in_float32():
     """In bfloat16 logits around 100 are multiples of 0.5: taps that differ by e^0.2 would tie."""
-    batch, length, width = 1, 32, 16
-    ones = jnp.ones((batch, length, HEADS * width), BF16)
+    ones = jnp.ones((1, 32, HEADS * 16), BF16)
     values = jax.random.normal(jax.random.key(0), ones.shape).astype(BF16)
-    projection = jnp.zeros((HEADS * width, HEADS * 9))
+    projection = jnp.zeros((HEADS * 16, HEADS * 9))
     bias = 100 + 0.2 * jnp.arange(HEADS * 9.0)
-    out = SPAN_OPS[name](ones, ones, values, projection, bias, None)
-    wanted = SPAN_OPS["xla"](*(x.astype(F32) for x in (ones, ones, values)), projection, bias, None)
-    np.testing.assert_allclose(out.astype(F32), wanted, atol=0.01)
+    exact = [x.astype(F32) for x in (ones, ones, values)]
+    wanted = SPAN_OPS["xla"](*exact, projection, bias, None)
+    for name, op in SPAN_OPS.items():
+        out = op(ones, ones, values, projection, bias, None)
+        np.testing.assert_allclose(out.astype(F32), wanted, atol=0.01, err_msg=name)
 
 
 # --- Against float32 ---
@@ -270,24 +231,24 @@ TOKENS = 128, 128
 
 
 def test_many_equal_terms_add_up():
-    dense = layers.Dense(8, 8, jax.nn.initializers.ones, nnx.Rngs(0))
-    graphdef, params = nnx.split(dense)
+    graphdef, params = nnx.split(layers.Dense(8, 8, jax.nn.initializers.ones, nnx.Rngs(0)))
 
-    def total(params, x):
+    @jax.jit
+    @jax.grad
+    def gradients(params, x):
         return nnx.merge(graphdef, params)(x).astype(F32).sum()
 
-    gradients = jax.grad(total)(params, jnp.ones((*TOKENS, 8), BF16))
-    np.testing.assert_array_equal(gradients["bias"][...], 16_384)
-    np.testing.assert_array_equal(gradients["kernel"][...], 16_384)
+    found = gradients(params, jnp.ones((*TOKENS, 8), BF16))
+    np.testing.assert_array_equal(found["bias"][...], 16_384)
+    np.testing.assert_array_equal(found["kernel"][...], 16_384)
 
 
-@pytest.mark.parametrize("kind", ["dense", "grouped", "separable"])
+@pytest.mark.parametrize("kind", ["grouped", "separable"])
 def test_gradients_of_a_batch_are_those_of_float32(kind):
     """Of the same bfloat16 numbers; what is rounded on the way are single terms, not sums."""
     normal = jax.nn.initializers.normal(0.1)
     starts = layers.Initializers(normal, lambda taps: normal, normal)
     module = {
-        "dense": lambda: layers.Dense(32, 16, normal, nnx.Rngs(0)),
         "grouped": lambda: layers.GroupedDense(32, 16, 2, normal, nnx.Rngs(0)),
         "separable": lambda: SeparableConv(32, 16, 9, starts, nnx.Rngs(0)),
     }[kind]()
@@ -296,13 +257,16 @@ def test_gradients_of_a_batch_are_those_of_float32(kind):
     x = jax.random.normal(jax.random.key(1), (*TOKENS, 32)).astype(BF16)
     cotangent = jax.random.normal(jax.random.key(2), (*TOKENS, 16)) + 0.5
 
-    def gradients(dtype):
-        def run(params):
-            module = nnx.merge(graphdef, params)
-            given = (x.astype(dtype),) if kind != "separable" else (x.astype(dtype), None)
-            return module(*given)
+    @jax.jit
+    def gradients(params, x, cotangent):
+        def of(dtype):
+            def run(params):
+                more = (None,) if kind == "separable" else ()
+                return nnx.merge(graphdef, params)(x.astype(dtype), *more)
 
-        return jax.vjp(run, params)[1](cotangent.astype(BF16).astype(dtype))[0]
+            return jax.vjp(run, params)[1](cotangent.astype(BF16).astype(dtype))[0]
+
+        return of(BF16), of(F32)
 
     def check(path, ours, wanted):
         error = jnp.linalg.norm(ours - wanted) / jnp.linalg.norm(wanted)
@@ -310,4 +274,4 @@ def test_gradients_of_a_batch_are_those_of_float32(kind):
         limit = 2**-9 if kind == "separable" and path[0].key != "bias" else 2e-6
         assert error < limit, (path, float(error))
 
-    jax.tree_util.tree_map_with_path(check, gradients(BF16), gradients(F32))
+    jax.tree_util.tree_map_with_path(check, *gradients(params, x, cotangent))

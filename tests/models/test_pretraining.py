@@ -1,5 +1,6 @@
-"""The models as the objectives see them: shapes, tied tables, every kind of generator."""
+"""Embeddings, heads and the models to pre-train, against their formulas in numpy."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,10 @@ import pytest
 from flax import nnx
 
 from convbert_jax.models.build import build
+from convbert_jax.models.embeddings import Embeddings, positions
 from convbert_jax.models.pretraining import MaskedLanguageModel, PretrainingModel
+from tests.models.definitions import check_gradients, dense, gelu, layer_norm
+from tests.refusals import refused
 
 POSITIONS = jnp.asarray([[0, 3, 3, 20], [1, 2, 9, 10]])
 
@@ -20,164 +24,278 @@ def tokens(packed):
 
 
 @pytest.fixture(scope="module")
-def start(randomize):
-    def start(config, model=PretrainingModel):
-        return randomize(lambda rngs: model(config, rngs))
+def small(make_config):
+    """small(**fields) -> a config of one cheap layer."""
+    return functools.partial(make_config, layers=1, mixer="separable")
 
-    return start
+
+def exactly(tree):
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
+
+
+def words(p, hidden, table):
+    """Logits of a masked language head."""
+    x = layer_norm(gelu(dense(hidden, p["dense"])), p["norm"])
+    return x @ table["word"]["embedding"].T + p["output_bias"]
+
+
+def pick(hidden):
+    return np.take_along_axis(np.asarray(hidden, np.float64), POSITIONS[..., None], 1)
+
+
+# --- Embeddings ---
 
 
 @pytest.mark.parametrize(
-    "generator",
+    ("segment_ids", "expected"),
     [
-        {},
-        {"tie_embeddings": False},
-        {"kind": "shared"},
-        {"kind": "uniform"},
-        {"size": 0.25},  # one nominal head: the release's wide heads
-        {"size": 0.25, "release_heads": False},
+        ([1, 1, 1, 0, 0], [0, 1, 2, 3, 4]),  # as the release counts
+        ([1, 1, 2, 2, 2], [0, 1, 0, 1, 2]),
+        ([1, 2, 3, 0, 0], [0, 0, 0, 1, 2]),
+        ([3, 3, 1, 1, 0], [0, 1, 0, 1, 2]),
+        ([0, 0, 0, 0, 0], [0, 1, 2, 3, 4]),
+        ([0, 0, 1, 1, 1], [0, 1, 0, 1, 2]),
     ],
-    ids=str,
 )
-def test_kinds_of_generator(make_config, start, packed, tokens, generator):
-    graphdef, params = start(make_config(generator=generator))
-    kind = generator.get("kind", "separate")
-    assert ("generator" in params) == (kind == "separate")
-    assert ("generator_head" in params) == (kind != "uniform")
-    assert ("generator_embeddings" in params) == (not generator.get("tie_embeddings", True))
+def test_positions_restart_with_each_segment(segment_ids, expected):
+    np.testing.assert_array_equal(positions(jnp.asarray([segment_ids]))[0], expected)
+
+
+def test_embeddings_are_the_norm_of_a_sum(make_config, randomize, packed, tokens):
+    start = jax.nn.initializers.normal(1.0)
+    graphdef, params = randomize(
+        lambda rngs: Embeddings(make_config().embeddings, start, rngs), scale=1.0
+    )
+    types = jax.random.randint(jax.random.key(1), packed.shape, 0, 2)
+    # Padding goes on counting; no position beyond 15 occurs.
+    places = np.asarray([[*range(5), *range(11), *range(8)], [*range(9), *range(15)]])
+    cotangent = np.asarray(jax.random.normal(jax.random.key(2), (*packed.shape, 16)))
 
     @jax.jit
-    def run(params):
-        model = nnx.merge(graphdef, params)
-        types = jnp.zeros_like(tokens)
-        mlm = model.generate(tokens, packed, types, POSITIONS, dtype=jnp.bfloat16)
-        return mlm, model.discriminate(tokens, packed, types, dtype=jnp.bfloat16)
+    def program(params, x, bias):
+        embed = lambda params: nnx.merge(graphdef, params)(tokens, packed, types)  # noqa: E731
+        out, back = jax.vjp(embed, params)
+        return out, back(cotangent)[0], nnx.merge(graphdef, params).attend(x, bias)
 
-    mlm, detection = run(params)
-    assert (mlm.shape, mlm.dtype) == ((2, 4, 50), jnp.float32)
-    assert (detection.shape, detection.dtype) == ((2, 24), jnp.float32)
-    assert mlm.any() == (kind != "uniform")
-    np.testing.assert_array_equal(mlm[0, 1], mlm[0, 2])  # the same position twice
+    x, bias = jax.random.normal(jax.random.key(3), (2, 3, 16)), jnp.arange(50.0)
+    out, gradient, logits = program(params, x, bias)
+    p = exactly(params)
+
+    def define(p):
+        at = {"word": np.asarray(tokens), "position": places, "type": np.asarray(types)}
+        return layer_norm(sum(p[name]["embedding"][at[name]] for name in at), p["norm"])
+
+    np.testing.assert_allclose(out, define(p), atol=1e-5)
+    check_gradients(gradient, lambda p: (define(p) * cotangent).sum(), (params,))
+    assert not gradient["position"]["embedding"][16:].any()
+    table = p["word"]["embedding"]
+    np.testing.assert_allclose(logits, np.float64(x) @ table.T + np.float64(bias), atol=1e-4)
+    embeddings = nnx.merge(graphdef, params)
+    short = jax.eval_shape(embeddings.attend, x.astype(jnp.bfloat16), bias)
+    assert short.dtype == jnp.float32
+    long = jnp.ones((1, 49), jnp.int32)
+    with refused(ValueError, 49, 48):
+        embeddings(long, long, long)
 
 
-def differentiate(graphdef, params, packed, tokens):
-    """Gradients of the parameters by weights of the generator and the discriminator."""
+# --- Models ---
+
+
+def test_a_model_to_pre_train_is_the_sum_of_its_parts(make_config, randomize, packed, tokens):
+    """And documents packed in one row get the logits that they get alone."""
+    config = make_config()
+    graphdef, params = randomize(lambda rngs: PretrainingModel(config, rngs))
+    alone = [tokens[0, 5:16], tokens[1, 9:15]]
+    rows = jnp.stack([*tokens, *(jnp.pad(part, (0, 24 - len(part))) for part in alone)])
+    ids = jnp.stack([*packed, *((jnp.arange(24) < len(part)).astype(int) for part in alone)])
+    types, everywhere = jnp.zeros_like(rows), jnp.broadcast_to(jnp.arange(24), rows.shape)
 
     @jax.jit
-    @jax.grad
-    def run(params, generator_weight, discriminator_weight):
+    def program(params, key):
         model = nnx.merge(graphdef, params)
-        types = jnp.zeros_like(tokens)
+        given = rows, ids, types
+        hidden, (seen,) = model.encode(*given, capture=("attention", "filters"))
+        read = model.embed(*given)
+        of_generator = model.generator(read, ids)
+        dropped = jax.vmap(lambda key: model.discriminate(*given, key=key))(key)
+        return {
+            "hidden": hidden,
+            "seen": seen,
+            "encoded": model.discriminator(read, ids),
+            "of_generator": of_generator,
+            "words": model.generate(*given, everywhere),
+            "detected": model.discriminate(*given),
+            "dropped": dropped,
+        }
+
+    found = program(params, jax.random.split(jax.random.key(0)))
+    p = exactly(params)
+    np.testing.assert_allclose(found["hidden"], found["encoded"], atol=1e-5)
+    assert {name: part.shape[:2] for name, part in found["seen"].items()} == {
+        "attention": (2, 4),
+        "filters": (2, 4),
+    }
+    wanted = words(p["generator_head"], exactly(found["of_generator"]), p["embeddings"])
+    np.testing.assert_allclose(found["words"], wanted, atol=1e-4)
+    head = p["discriminator_head"]
+    wanted = dense(gelu(dense(exactly(found["hidden"]), head["dense"])), head["output"])[..., 0]
+    np.testing.assert_allclose(found["detected"], wanted, atol=1e-4)
+    for name in ("words", "detected"):
+        for row, (b, start, stop) in enumerate([(0, 5, 16), (1, 9, 15)], 2):
+            own = found[name][row, : stop - start]
+            np.testing.assert_allclose(found[name][b, start:stop], own, atol=2e-5)
+    first, second = found["dropped"]
+    assert np.abs(first - second).max() > 1e-4
+    assert np.abs(first - found["detected"]).max() > 1e-4
+
+
+# config.generator -> the parameters that its loss reaches, and those of the discriminator's
+GENERATORS = {
+    "tied": (
+        {},
+        {"embeddings", "generator", "generator_head"},
+        {"embeddings", "discriminator", "discriminator_head"},
+    ),
+    "untied": (
+        {"tie_embeddings": False},
+        {"generator_embeddings", "generator", "generator_head"},
+        {"embeddings", "discriminator", "discriminator_head"},
+    ),
+    "shared": (
+        {"kind": "shared"},
+        {"embeddings", "discriminator", "generator_head"},
+        {"embeddings", "discriminator", "discriminator_head"},
+    ),
+    "uniform": (
+        {"kind": "uniform"},
+        set(),
+        {"embeddings", "discriminator", "discriminator_head"},
+    ),
+    "disentangled": (
+        {"disentangle_embeddings": True},
+        {"embeddings", "generator", "generator_head"},
+        {"own_embeddings", "discriminator", "discriminator_head"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_each_kind_of_generator_learns_by_its_own_parameters(
+    small, randomize, packed, tokens, kind
+):
+    fields, of_generator, of_discriminator = GENERATORS[kind]
+    graphdef, params = randomize(lambda rngs: PretrainingModel(small(generator=fields), rngs))
+    assert params.keys() == of_generator | of_discriminator | {"embeddings"}
+    types = jnp.zeros_like(tokens)
+
+    def losses(params, weights):
+        model = nnx.merge(graphdef, params)
         mlm = model.generate(tokens, packed, types, POSITIONS)
-        detection = model.discriminate(tokens, packed, types)
-        return generator_weight * mlm[..., 7].sum() + discriminator_weight * detection.sum()
+        detected = model.discriminate(tokens, packed, types)
+        total = weights[0] * jnp.square(mlm).mean() + weights[1] * jnp.square(detected).mean()
+        encoder = model.discriminator if kind == "shared" else getattr(model, "generator", None)
+        table = model.generator_embeddings if kind == "untied" else model.embeddings
+        hidden = encoder and encoder(table(tokens, packed, types), packed)
+        return total, (mlm, detected, hidden)
 
-    return functools.partial(run, params)
-
-
-def test_the_table_is_one_leaf_with_both_gradients(make_config, start, packed, tokens):
-    graphdef, params = start(make_config())
-    tables = [leaf for leaf in jax.tree.leaves(params) if leaf.shape == (50, 16)]
-    assert len(tables) == 1
-    run = differentiate(graphdef, params, packed, tokens)
-    both, first, second = run(1.0, 50.0), run(1.0, 0.0), run(0.0, 50.0)
-    one, other = (x["embeddings"]["word"]["embedding"] for x in (first, second))
-    assert jnp.abs(one).max() > 0
-    assert jnp.abs(other).max() > 0
+    run = jax.jit(jax.grad(losses, has_aux=True))
+    weights = ([1.0, 0.0], [0.0, 50.0], [1.0, 50.0])
+    (first, (mlm, detected, hidden)), (second, _), (both, _) = (
+        run(params, jnp.asarray(each)) for each in weights
+    )
+    for gradient, learns in ((first, of_generator), (second, of_discriminator)):
+        for name, part in gradient.items():
+            if name in learns:
+                assert all(np.any(leaf) for leaf in jax.tree.leaves(part)), name
+            else:
+                assert not any(np.any(leaf) for leaf in jax.tree.leaves(part)), name
     total = jax.tree.map(jnp.add, first, second)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), both, total)
+    check = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    jax.tree.map(check, both, total)
+
+    p = exactly(params)
+    if kind == "uniform":
+        np.testing.assert_array_equal(mlm, np.zeros((2, 4, 50)))
+    else:
+        table = p["generator_embeddings" if kind == "untied" else "embeddings"]
+        np.testing.assert_allclose(mlm, words(p["generator_head"], pick(hidden), table), atol=1e-4)
+    if kind == "disentangled":  # the sum of both is read: what one gains the other may lose
+        moved = params | {
+            name: jax.tree.map(lambda leaf, by=by: leaf + by, params[name])
+            for name, by in (("embeddings", 0.25), ("own_embeddings", -0.25))
+        }
+        _, (_, again, _) = run(moved, jnp.asarray(weights[0]))
+        np.testing.assert_allclose(again, detected, atol=1e-4)
 
 
-def test_an_untied_generator_leaves_the_embeddings_alone(make_config, start, packed, tokens):
-    graphdef, params = start(make_config(generator={"tie_embeddings": False}))
-    assert params["generator_embeddings"]["word"]["embedding"].shape == (50, 16)
-    gradient = differentiate(graphdef, params, packed, tokens)(1.0, 0.0)
-    assert not gradient["embeddings"]["word"]["embedding"].any()
-    assert gradient["generator_embeddings"]["word"]["embedding"].any()
-
-
-def test_disentangled_embeddings_learn_apart(make_config, start, packed, tokens):
-    """E of the masked words alone, what is added to it of the replaced tokens alone."""
-    graphdef, params = start(make_config(generator={"disentangle_embeddings": True}))
-    run = differentiate(graphdef, params, packed, tokens)
-    for weights, learns, stays in (
-        ((1.0, 0.0), "embeddings", "own_embeddings"),
-        ((0.0, 50.0), "own_embeddings", "embeddings"),
-    ):
-        gradient = run(*weights)
-        assert all(map(np.any, jax.tree.leaves(gradient[learns])))
-        assert not any(map(np.any, jax.tree.leaves(gradient[stays])))
-
-    @jax.jit
-    def discriminate(params):
-        model = nnx.merge(graphdef, params)
-        return model.discriminate(tokens, packed, jnp.zeros_like(tokens))
-
-    # Of the sum: what one table gains the other may lose.
-    moved = dict(params)
-    moved["embeddings"] = jax.tree.map(lambda a: a + 0.25, params["embeddings"])
-    moved["own_embeddings"] = jax.tree.map(lambda a: a - 0.25, params["own_embeddings"])
-    np.testing.assert_allclose(discriminate(params), discriminate(moved), atol=1e-4)
-
-
-def test_disentangled_embeddings_start_as_tied_ones(make_config, packed, tokens):
-    tied = make_config()
-    apart = make_config(generator={"disentangle_embeddings": True})
-    (graphdef, init), (other, init_tied) = (build(PretrainingModel, c) for c in (apart, tied))
-    params, before = (jax.jit(f)(jax.random.key(0)) for f in (init, init_tied))
-    own = params["own_embeddings"]
+def test_disentangled_embeddings_start_as_tied_ones(small):
+    tied, apart = (small(generator={"disentangle_embeddings": on}) for on in (False, True))
+    params = build(PretrainingModel, apart)[1](jax.random.key(0))
+    before = jax.eval_shape(build(PretrainingModel, tied)[1], jax.random.key(0))
+    own = params.pop("own_embeddings")
     assert not any(map(np.any, jax.tree.leaves(own)))
     # words, 48 positions, 2 types and a layer norm, of 16 channels
     assert sum(leaf.size for leaf in jax.tree.leaves(own)) == (50 + 48 + 2 + 2) * 16
-    rest = {name: tree for name, tree in params.items() if name != "own_embeddings"}
-    assert jax.tree.structure(rest) == jax.tree.structure(before)
-    types = jnp.zeros_like(tokens)
-    outputs = [
-        jax.jit(lambda p, g=g: nnx.merge(g, p).discriminate(tokens, packed, types))(p)
-        for g, p in ((graphdef, params), (other, rest))
-    ]
-    np.testing.assert_array_equal(*outputs)
+    assert jax.tree.structure(params) == jax.tree.structure(before)
 
 
-def test_generate_reads_its_positions(make_config, start, packed, tokens):
-    graphdef, params = start(make_config())
-    model = nnx.merge(graphdef, params)
-    types = jnp.zeros_like(tokens)
-    everywhere = jnp.broadcast_to(jnp.arange(24), (2, 24))
-    generate = jax.jit(functools.partial(model.generate, tokens, packed, types))
-    all_logits, some = generate(everywhere), generate(POSITIONS)
-    rows = jnp.arange(2)[:, None]
-    np.testing.assert_allclose(some, all_logits[rows, POSITIONS], atol=1e-5)
-
-
-def test_dropout_needs_a_key(make_config, start, packed, tokens):
-    graphdef, params = start(make_config())
+def test_a_masked_language_model_and_its_pairs(small, randomize, packed, tokens):
+    config = small("masked_lm")
+    objective = dataclasses.replace(config.objective, sentence_pairs="next")
+    config = dataclasses.replace(config, objective=objective)
+    graphdef, params = randomize(lambda rngs: MaskedLanguageModel(config, rngs))
+    assert set(params) == {"embeddings", "encoder", "head", "pair_head"}
     types = jnp.zeros_like(tokens)
 
     @jax.jit
-    def run(key):
-        return nnx.merge(graphdef, params).discriminate(tokens, packed, types, key=key)
+    def program(params):
+        model, given = nnx.merge(graphdef, params), (tokens, packed, types)
+        hidden, (seen,) = model.encode(*given, capture="hidden")
+        read = model.embed(*given)
+        both = model.generate_and_judge(*given, POSITIONS)
+        return hidden, seen, model.encoder(read, packed), model.generate(*given, POSITIONS), both
 
-    np.testing.assert_array_equal(run(None), run(None))
-    assert jnp.abs(run(jax.random.key(0)) - run(jax.random.key(1))).max() > 1e-4
-
-
-def test_masked_language_model(make_config, start, packed, tokens):
-    graphdef, params = start(make_config(recipe="masked_lm"), MaskedLanguageModel)
-    assert set(params) == {"embeddings", "encoder", "head"}
-    model = nnx.merge(graphdef, params)
-    types = jnp.zeros_like(tokens)
-    logits = jax.eval_shape(model.generate, tokens, packed, types, POSITIONS)
-    assert (logits.shape, logits.dtype) == ((2, 4, 50), jnp.float32)
-    states = jax.eval_shape(
-        functools.partial(model.encode, dtype=jnp.bfloat16), tokens, packed, types
-    )
-    assert (states.shape, states.dtype) == ((2, 24, 32), jnp.bfloat16)
+    hidden, seen, encoded, logits, (again, judged) = program(params)
+    np.testing.assert_allclose(hidden, encoded, atol=1e-5)
+    np.testing.assert_array_equal(seen["hidden"][-1], hidden)
+    np.testing.assert_array_equal(logits, again)
+    p = exactly(params)
+    np.testing.assert_allclose(logits, words(p["head"], pick(hidden), p["embeddings"]), atol=1e-4)
+    pooled = np.tanh(dense(exactly(hidden)[:, 0], p["pair_head"]["dense"]))
+    np.testing.assert_allclose(judged, dense(pooled, p["pair_head"]["output"]), atol=1e-5)
 
 
-def test_parameters_start_as_plain_float32_dicts_with_string_keys(make_config):
-    _, init = build(PretrainingModel, make_config())
-    params = jax.eval_shape(init, jax.random.key(0))
+@pytest.mark.parametrize("recipe", ["replaced_token", "masked_lm"])
+def test_states_are_in_the_dtype_of_the_computation_and_logits_in_float32(
+    make_config, randomize, packed, tokens, recipe
+):
+    cls = PretrainingModel if recipe == "replaced_token" else MaskedLanguageModel
+    for fields in ({"size": 0.25}, {"size": 0.25, "release_heads": False}):
+        config = make_config(recipe, fields)
+        graphdef, params = randomize(lambda rngs, config=config: cls(config, rngs))
+
+        def run(graphdef=graphdef, params=params):
+            model, given = nnx.merge(graphdef, params), (tokens, packed, jnp.zeros_like(tokens))
+            hidden, (seen,) = model.encode(
+                *given, dtype=jnp.bfloat16, capture=("attention", "filters")
+            )
+            found = {"hidden": hidden, **seen, "read": model.embed(*given, dtype=jnp.bfloat16)}
+            found["words"] = model.generate(*given, POSITIONS, dtype=jnp.bfloat16)
+            if recipe == "replaced_token":
+                found["detected"] = model.discriminate(*given, dtype=jnp.bfloat16)
+            return found
+
+        found = jax.eval_shape(run)
+        half = {name for name, part in found.items() if part.dtype == jnp.bfloat16}
+        assert half == {"hidden", "read"}
+        assert all(found[name].dtype == jnp.float32 for name in found.keys() - half)
+        assert found["hidden"].shape == (2, 24, 32)
+        assert found["words"].shape == (2, 4, 50)
+        assert recipe == "masked_lm" or found["detected"].shape == (2, 24)
+
+
+def test_parameters_start_as_plain_float32_dicts_by_the_key_alone(small):
+    _, init = build(PretrainingModel, small())
 
     def check(tree):
         if isinstance(tree, dict):
@@ -186,13 +304,8 @@ def test_parameters_start_as_plain_float32_dicts_with_string_keys(make_config):
             return [check(child) for child in tree.values()]
         assert tree.dtype == jnp.float32
 
-    check(params)
-
-
-def test_starts_depend_on_the_key_alone(make_config):
-    _, init = build(PretrainingModel, make_config())
-    init = jax.jit(init)
-    once, again, other = (init(jax.random.key(seed)) for seed in (0, 0, 1))
+    once, again, other = map(jax.jit(init), (jax.random.key(seed) for seed in (0, 0, 1)))
+    check(once)
     jax.tree.map(np.testing.assert_array_equal, once, again)
     table = once["embeddings"]["word"]["embedding"]
     assert not np.allclose(table, other["embeddings"]["word"]["embedding"])

@@ -212,7 +212,9 @@ def _heads_of_share(share: float, total: int, settings: MixerSettings) -> int:
         raise ConfigError(
             f"{settings.names['mixer_fields']}=convolution_share={share} of {total} heads (2 heads "
             f"/ head_ratio) is no split into whole heads of both kinds; use a multiple of 1/{total}"
-            " between 0 and 1, or mixer=attention or span_dynamic for one kind alone."
+            " between 0 and 1, or mixer=attention or span_dynamic for one kind alone.",
+            field=settings.names["mixer_fields"],
+            value=share,
         )
     return round(heads)
 
