@@ -5,7 +5,6 @@ import itertools
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.training.evaluation import fetch
@@ -36,33 +35,31 @@ PRECISION = Evaluator(
 )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_counts_of_a_set_do_not_depend_on_its_batches(size):
+def test_counts_of_a_set_do_not_depend_on_its_batches():
     """BLEU's kind: 3 of 5, 3 of 3 and 0 of 2 pairs are 6 of 10, not the mean of 0.6, 1 and 0."""
-    batches = [TEXTS[start : start + size] for start in range(0, len(TEXTS), size)]
-    outputs = [
-        dict(zip(("predicted", "reference"), zip(*batch, strict=True), strict=True))
-        for batch in batches
-    ]
-    assert PRECISION.over(outputs) == {"bigram_precision": 0.6}
+    for size in (1, 2, 3):
+        batches = [TEXTS[start : start + size] for start in range(0, len(TEXTS), size)]
+        outputs = [
+            dict(zip(("predicted", "reference"), zip(*batch, strict=True), strict=True))
+            for batch in batches
+        ]
+        assert PRECISION.over(outputs) == {"bigram_precision": 0.6}
     assert np.isnan(PRECISION.over([])["bigram_precision"])
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 7])
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_outputs_are_fetched_in_order_while_more_are_on_their_way(count, ahead):
-    begun, most = [], 0
+def test_outputs_are_fetched_in_order_while_more_are_on_their_way():
+    for count, ahead in itertools.product((0, 1, 7), (0, 1, 2)):
+        begun, fetched, most = [], [], 0
 
-    def run():
-        for number in range(count):
-            begun.append(number)
-            yield number, {"values": jnp.full(2, number)}
+        def run(count=count, begun=begun):
+            for number in range(count):
+                begun.append(number)
+                yield number, {"values": jnp.full(2, number)}
 
-    fetched = []
-    for number, outputs in fetch(run(), ahead=ahead):
-        most = max(most, len(begun) - len(fetched))
-        assert isinstance(outputs["values"], np.ndarray)
-        assert outputs["values"].tolist() == [number] * 2
-        fetched.append(number)
-    assert fetched == list(range(count))
-    assert most == min(count, ahead + 1)
+        for number, outputs in fetch(run(), ahead=ahead):
+            most = max(most, len(begun) - len(fetched))
+            assert isinstance(outputs["values"], np.ndarray)
+            assert outputs["values"].tolist() == [number] * 2
+            fetched.append(number)
+        assert fetched == list(range(count))
+        assert most == min(count, ahead + 1)

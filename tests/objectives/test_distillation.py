@@ -42,22 +42,17 @@ def test_names_of_a_config_are_those_of_the_objective():
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_word_divergence(temperature):
-    torch = pytest.importorskip("torch")
+    """Its gradient is that of the soft cross-entropy, T (softmax(s / T) - softmax(t / T))."""
     ours, theirs = draw(4, 7), draw(4, 7)
-    log, odds = (
-        f(torch.tensor(x) / temperature, dim=-1)
-        for f, x in ((torch.log_softmax, ours), (torch.softmax, theirs))
-    )
-    wanted = torch.nn.functional.kl_div(log, odds, reduction="none").sum(-1) * temperature**2
-    found = distillation.word_divergence(jnp.asarray(ours), jnp.asarray(theirs), temperature)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
-    # The gradient is that of the soft cross-entropy, T (softmax(s / T) - softmax(t / T)).
-    slope = jax.grad(lambda s: distillation.word_divergence(s, theirs, temperature).sum())(ours)
-    by_hand = temperature * (softmax(ours / temperature) - softmax(theirs / temperature))
-    np.testing.assert_allclose(slope, by_hand, atol=1e-5)
+    p, q = softmax(theirs / temperature), softmax(ours / temperature)
+    wanted = temperature**2 * (p * np.log(p / q)).sum(-1)
+    found, back = jax.vjp(lambda s: distillation.word_divergence(s, theirs, temperature), ours)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+    slope = back(jnp.ones(4))[0]
+    np.testing.assert_allclose(slope, temperature * (q - p), atol=1e-5)
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(st.floats(-30, 30), st.floats(-30, 30), st.sampled_from([0.5, 2.0]))
 def test_token_divergence(ours, theirs, temperature):
     found = distillation.token_divergence(jnp.float32(ours), jnp.float32(theirs), temperature)
@@ -126,7 +121,6 @@ def test_terms_are_means_over_real_tokens_and_compared_layers():
     assert distillation.terms(none, ours, theirs, jnp.asarray(IDS), None) == (0.0, {})
 
 
-@settings(deadline=None)
 @given(st.sampled_from(LAYER_RULES), st.integers(1, 12), st.integers(0, 12))
 def test_layer_rules(rule, student, more):
     teacher = student + more
@@ -137,8 +131,5 @@ def test_layer_rules(rule, student, more):
     assert list(theirs) == sorted(set(theirs))
     if rule != "bottom":
         assert theirs[-1] == teacher - 1
-
-
-def test_the_layer_rule_of_the_paper():
-    """TinyBERT of 4 layers has every third of 12."""
+    # TinyBERT of 4 layers has every third of 12.
     assert [j + 1 for _, j in distillation.pairs("uniform", 4, 12)] == [3, 6, 9, 12]

@@ -10,6 +10,7 @@ from sklearn.metrics import roc_auc_score
 
 from convbert_jax.objectives import metrics
 from convbert_jax.objectives.metrics import Scores
+from tests.refusals import refused
 
 ranked_pairs = jax.jit(metrics.ranked_pairs)
 
@@ -33,7 +34,7 @@ def expected(*batches):
     return roc_auc_score(*(np.concatenate(arrays) for arrays in zip(*kept, strict=True)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10_000),
     scale=st.sampled_from([1e-4, 1e-2, 1.0, 30.0, 1e6]),
@@ -125,7 +126,7 @@ def test_held_out_sums_are_added_in_float64():
 
 
 def test_metrics_that_are_not_those_that_were_named_are_an_error():
-    with pytest.raises(ValueError, match=r"\['extra', 'loss'\] instead of \['loss'\]"):
+    with refused(ValueError, "['extra', 'loss']", "['loss']"):
         metrics.heldout(["loss"]).over([{"loss": (1.0, 1.0), "extra": (1.0, 1.0)}])
 
 

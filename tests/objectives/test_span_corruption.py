@@ -12,6 +12,7 @@ from convbert_jax.interfaces.batch import SequenceBatch
 from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.objectives.span_corruption import SpanCounts, corrupt
 from tests.batches import check_batch
+from tests.refusals import refused
 
 
 def special_ids(sentinels):
@@ -45,11 +46,11 @@ def restore(batch, row, special):
 
 
 @given(
-    length=st.integers(2, 2_000),
+    length=st.integers(2, 300),
     fraction=st.floats(0.05, 0.5),
     span=st.floats(1.0, 10.0),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 def test_lengths_follow_from_the_length_of_a_row(length, fraction, span):
     counts = SpanCounts(length, fraction, span)
     noise, spans = counts.of(length)
@@ -73,25 +74,21 @@ def float32(value):
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
-@pytest.mark.parametrize(("fraction", "span"), [(0.15, 3.0), (0.5, 3.0), (0.15, 1.5), (0.3, 2.2)])
-def test_counts_are_rounded_in_float32(fraction, span):
-    """As TensorFlow rounds them in T5's preprocessing."""
-    counts = SpanCounts(1_024, fraction, span)
-    for length in range(2, 1_025):
-        noise = round(float32(length * float32(fraction)))
-        noise = min(max(noise, 1), length - 1)
-        spans = max(round(float32(noise / float32(span))), 1)
-        assert counts.of(length) == (noise, min(spans, noise, length - noise)), length
-
-
-def test_counts_of_t5_differ_from_float64():
-    counts = SpanCounts(1_024)
+def test_counts_are_rounded_in_float32():
+    """As TensorFlow rounds them in T5's preprocessing: a half in float64 is often no half there."""
+    for fraction, span in ((0.15, 3.0), (0.5, 3.0), (0.15, 1.5), (0.3, 2.2)):
+        counts = SpanCounts(1_024, fraction, span)
+        for length in range(2, 1_025):
+            noise = round(float32(length * float32(fraction)))
+            noise = min(max(noise, 1), length - 1)
+            spans = max(round(float32(noise / float32(span))), 1)
+            assert counts.of(length) == (noise, min(spans, noise, length - noise)), length
     expected = {190: (29, 10), 350: (53, 18), 390: (59, 20), 670: (101, 34), 710: (107, 36)}
-    assert {length: counts.of(length) for length in expected} == expected
+    assert {length: SpanCounts(1_024).of(length) for length in expected} == expected
+    assert [SpanCounts(1_024).of(length) for length in (0, 1)] == [(0, 0)] * 2
 
 
-@pytest.mark.parametrize("length", [2, 3, 8, 17, 64])
-@pytest.mark.parametrize("span", [1.0, 3.0])
+@pytest.mark.parametrize(("length", "span"), [(2, 3.0), (3, 1.0), (17, 1.0), (64, 3.0)])
 def test_source_and_target_give_the_row_back(length, span):
     counts = SpanCounts(length, 0.15 if span == 3.0 else 0.5, span)
     special = special_ids(counts.spans)
@@ -115,25 +112,29 @@ def test_source_and_target_give_the_row_back(length, span):
 
 
 def test_every_token_is_taken_out_about_as_often():
-    length, rows = 40, 4_000
+    """Five standard deviations of 16 places: by chance outside in one of 100,000 runs."""
+    length, rows = 40, 1_500
     counts = SpanCounts(length)
     special = special_ids(counts.spans)
     tokens = np.tile(np.arange(100, 100 + length, dtype=np.int32), (rows, 1))
-    batch = corrupt(jax.random.key(0), tokens, np.ones_like(tokens), counts, special)
+    run = jax.jit(corrupt, static_argnums=(3, 4))
+    batch = run(jax.random.key(0), tokens, np.ones_like(tokens), counts, special)
     taken = np.bincount(np.asarray(batch["labels"]).ravel(), minlength=200)[100:140] / rows
     noise, spans = counts.of(length)
     assert taken.sum() == pytest.approx(noise)
     assert taken[0] == 0  # a row begins with what stays
     assert taken[-1] == 1  # and ends with a span, as in T5's code
-    assert taken[8:24] == pytest.approx(np.full(16, taken[8:24].mean()), abs=0.05)
+    share = taken[8:24].mean()
+    bound = 5 * (share * (1 - share) / rows) ** 0.5
+    assert taken[8:24] == pytest.approx(np.full(16, share), abs=bound)
     firsts = (np.asarray(batch["source"]) == special.sentinels[0]).argmax(axis=1)
     assert len(set(firsts.tolist())) > 20
     assert spans == 2
 
 
-def test_too_few_sentinels_are_one_sentence():
+def test_too_few_sentinels_and_rows_of_another_length_are_refused():
     counts, tokens = SpanCounts(64), np.full((1, 64), 90, np.int32)
-    with pytest.raises(ValueError, match=r"config\.tokenizer\.sentinels=3"):
+    with refused(ValueError, 64, "config.tokenizer.sentinels=3"):
         corrupt(jax.random.key(0), tokens, tokens, counts, special_ids(1))
-    with pytest.raises(ValueError, match="Rows of 64 tokens, but counts of 32"):
+    with refused(ValueError, 64, 32):
         corrupt(jax.random.key(0), tokens, tokens, SpanCounts(32), special_ids(9))
