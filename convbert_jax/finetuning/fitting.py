@@ -123,7 +123,9 @@ def fit(
     if done >= steps:  # no step would be left to take a loss of; every kept state has one
         raise FinetuningError(
             f"the run of {title} that was stopped had done {done} steps, and the rows that are "
-            f"here now make {steps}; put its rows back, or name another --workdir."
+            f"here now make {steps}; put its rows back, or name another --workdir.",
+            field="--workdir",
+            value=steps,
         )
     batches = itertools.islice(_batches(task, config, seeds, steps), done, None)
     per_step, stopped = config.finetune.batch_size * len(seeds), None

@@ -82,7 +82,10 @@ class Origin:
             raise FinetuningError(
                 f"--workdir={self._workdir} holds runs that began with other weights than "
                 f"config.init_from={self._config.init_from} has now; put those back, or name "
-                "another --workdir."
+                "another --workdir.",
+                field="config.init_from",
+                value=self._config.init_from,
+                path=self._workdir.path,
             )
         self._keep({"weights": found})
 
@@ -101,7 +104,9 @@ class Origin:
                     now = f"another teacher than config.finetune.distill_from={path} is now"
                 raise FinetuningError(
                     f"--workdir={self._workdir} holds runs of {task.name} with {now}; put it back "
-                    "as it was, or name another --workdir."
+                    "as it was, or name another --workdir.",
+                    field="--workdir",
+                    path=self._workdir.path,
                 )
             found = kept | found
         self._keep({"tasks": {**self._kept["tasks"], task.name: found}})

@@ -83,7 +83,9 @@ def finetune(
     if not distributed.is_same_on_all(repr(done)):  # it says which runs are left, to each process
         raise FinetuningError(
             f"the processes find different results in {workdir.results}; give all of them the same "
-            "--workdir, on storage that they share."
+            "--workdir, on storage that they share.",
+            field="--workdir",
+            path=workdir.results,
         )
     began_with = origin.Origin(workdir, config, done)
     began_with.bind_weights(weights)
@@ -292,7 +294,9 @@ def _choose(task: FinetuneTask, settings: list[Setting], runs: list[RunResult]) 
     if medians[best] == -math.inf and all(r.diverged for r in runs):
         raise FinetuningError(
             f"every run of {task.name} diverged (the loss is not finite); lower "
-            f"config.finetune.learning_rates={config_rates(settings)}."
+            f"config.finetune.learning_rates={config_rates(settings)}.",
+            field="config.finetune.learning_rates",
+            value=config_rates(settings),
         )
     return best
 

@@ -5,121 +5,66 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from convbert_jax.config import ConfigError
+from convbert_jax.config.mixers import MIXERS
 from convbert_jax.config.sections import StageSection
-from convbert_jax.data.tasks.labelled_text import Example, LabelledTask
-from convbert_jax.finetuning import run
 from convbert_jax.finetuning.tasks import classification
 from convbert_jax.models.finetuned import FinetunedModel
-from convbert_jax.workdir import Workdir
-
-CONVOLUTION = {"model.mixer": "light", "model.kernel_size": 3, "model.positions": 32}
-ANSWERS = ("fire", "water")
+from tests.finetuning.conftest import make_source
+from tests.refusals import refused
 
 
-@pytest.fixture(scope="module")
-def source():
-    """Texts of twelve words, the last of which is the label."""
-    random = np.random.default_rng(0)
-
-    def examples(count):
-        labels = random.integers(0, 2, count)
-        words = [" ".join(random.choice(("the", "a", "of", "stone"), 11)) for _ in labels]
-        return [
-            Example(str(number), (f"{text} {ANSWERS[label]}",), int(label))
-            for number, (text, label) in enumerate(zip(words, labels, strict=True))
-        ]
-
-    parts = {"train": examples(160), "validation": examples(40)}
-    return LabelledTask(
-        name="last",
-        kind="classification",
-        texts=1,
-        labels=ANSWERS,
-        metrics=("accuracy",),
-        splits=tuple(parts),
-        reader=parts.__getitem__,
-    )
-
-
-@pytest.mark.parametrize(("head", "learns"), [("auto", True), ("sequence", False)])
-def test_convolutions_see_the_end_of_a_text_by_its_mean(
-    head, learns, source, make_config, make_programs, vocabulary, tmp_path, caplog
-):
-    """Two layers of three taps show [CLS] two tokens."""
-    fields = {
-        "finetune.head": head,
-        "finetune.learning_rates": (1e-2,),
-        "finetune.epochs": (10.0,),
-        "finetune.seeds": 1,
-        "finetune.length": 32,
-        "finetune.buckets": (),
-        "finetune.save_models": False,
-    }
-    config = make_config(**CONVOLUTION, **fields)
-    with caplog.at_level("INFO"):
-        task = classification.make_task(source, config, vocabulary)
-    assert task.outputs.head == {"auto": "first_and_mean"}.get(head, head)
-    assert ("no layer of this encoder reads the whole row" in caplog.text) == learns
-    assert ("--config.finetune.head=first_and_mean" in caplog.text) != learns
-    programs = make_programs(config)
-    (result,) = run.finetune(config, Workdir(tmp_path), [lambda: task], programs, vocabulary, None)
-    accuracy = result.chosen_runs[0].scores["validation"]["accuracy"]
-    assert (accuracy > 0.9) == learns
-    assert (accuracy < 0.8) != learns
-
-
-@pytest.mark.parametrize(
-    ("mixer", "whole"),
-    [
-        *(("attention", True), ("bottleneck", True), ("mixed", True)),
-        *(("span_dynamic", False), ("dynamic", False), ("light", False), ("dilated", False)),
-        ("separable", False),
-    ],
-)
-def test_attention_alone_reads_the_whole_row(mixer, whole, make_config):
-    assert make_config(model__mixer=mixer).encoder.reads_whole_row == whole
-
-
-def test_one_layer_of_attention_is_enough(make_config):
+def test_the_head_follows_from_what_the_layers_read(make_config, vocabulary, caplog):
+    """On an encoder of convolutions alone a named head for [CLS] is warned about."""
     stages = (StageSection(layers=1, mixer="light"), StageSection(layers=1, mixer="attention"))
+    readers = {"attention", "bottleneck", "mixed"}
+    configs = {name: make_config(model__mixer=name) for name in MIXERS}
+    whole = {name for name, config in configs.items() if config.encoder.reads_whole_row}
+    assert whole == readers
     assert make_config(model__stages=stages).encoder.reads_whole_row
+    for name, asked, made, hints in (
+        ("light", "auto", "first_and_mean", 0),
+        ("light", "sequence", "sequence", 1),
+        ("attention", "auto", "sequence", 0),
+    ):
+        caplog.clear()
+        config = make_config(model__mixer=name, finetune__head=asked)
+        task = classification.make_task(make_source(), config, vocabulary)
+        assert task.outputs.head == made
+        assert caplog.text.count("--config.finetune.head=first_and_mean") == hints
+    tagging = dataclasses.replace(make_source(), kind="tagging")
+    with refused(ConfigError, "head=first_and_mean", "toy"):
+        classification.make_task(tagging, make_config(finetune__head="first_and_mean"), vocabulary)
 
 
-@pytest.fixture(scope="module")
-def model(make_config):
-    config = make_config(**CONVOLUTION)
-    outputs = dataclasses.replace(config.outputs, head="first_and_mean", labels=("a", "b"))
-    return FinetunedModel(dataclasses.replace(config, outputs=outputs), nnx.Rngs(0))
-
-
-def test_padding_is_not_in_the_mean(model):
+def test_the_mean_is_of_real_tokens_and_shows_the_end_of_a_text(make_config):
+    """Two layers of three taps show [CLS] two tokens. Rows of padding, with which the last batch is
+    filled up, are finite.
+    """
+    config = make_config(model__mixer="light", model__kernel_size=3)
+    models = []
+    for head in ("first_and_mean", "sequence"):
+        outputs = dataclasses.replace(config.outputs, head=head, labels=("a", "b"))
+        models.append(FinetunedModel(dataclasses.replace(config, outputs=outputs), nnx.Rngs(0)))
     tokens = jax.random.randint(jax.random.key(0), (2, 9), 5, 50)
-    types = jnp.zeros_like(tokens)
-    alone = model.classify(tokens, jnp.ones_like(tokens), types)
+    rows = jnp.stack([*tokens, tokens[0].at[8].set(4), jnp.zeros(9, int)])
+    beside = jnp.pad(rows, ((0, 0), (0, 5)), constant_values=7)
+    segments = jnp.pad(jnp.ones_like(rows), ((0, 0), (0, 5))).at[3].set(0)
 
-    def padded(array, value):
-        return jnp.pad(array, ((0, 0), (0, 5)), constant_values=value)
+    @jax.jit
+    def run():
+        types = jnp.zeros_like(beside)
+        found = [model.classify(beside, segments, types) for model in models]
+        hidden = models[0].encode(beside, segments, types)
+        both = jnp.concatenate([hidden[:, 0], hidden[:, :9].mean(1)], -1)
+        alone = models[0].classify(rows[:2], segments[:2, :9], types[:2, :9])
+        return *found, models[0].head(both[:, None]), alone
 
-    ones = jnp.ones_like(tokens)
-    beside = model.classify(padded(tokens, 7), padded(ones, 0), padded(types, 0))
-    np.testing.assert_allclose(beside, alone, atol=1e-6)
-    hidden = model.encode(tokens, ones, types)
-    both = jnp.concatenate([hidden[:, 0], hidden.mean(1)], -1)
-    np.testing.assert_allclose(model.head(both[:, None]), alone, atol=1e-6)
-
-
-def test_an_empty_row_is_finite(model):
-    """The last batch of an epoch is filled up with such rows."""
-    nothing = jnp.zeros((1, 6), jnp.int32)
-    assert np.isfinite(model.classify(nothing, nothing, nothing)).all()
-
-
-def test_tags_have_no_mean(make_config, source, vocabulary):
-    tagging = dataclasses.replace(source, kind="tagging")
-    config = make_config(finetune__head="first_and_mean")
-    with pytest.raises(ConfigError, match="head=first_and_mean is not for the task last"):
-        classification.make_task(tagging, config, vocabulary)
+    found, of_first, wanted, alone = run()
+    np.testing.assert_allclose(found[:3], wanted[:3], atol=1e-6)
+    np.testing.assert_allclose(found[:2], alone, atol=1e-6)
+    assert np.isfinite(found).all()
+    assert np.abs(found[2] - found[0]).max() > 1e-6
+    np.testing.assert_array_equal(of_first[2], of_first[0])

@@ -1,8 +1,7 @@
-"""Runs: alone and together, whole and partial batches, one program for each shape, the recipes."""
+"""Runs: alone and together, rows and batches, one program for each shape, the recipes."""
 
 import collections
 import dataclasses
-import functools
 import itertools
 import re
 import threading
@@ -15,10 +14,16 @@ import pytest
 
 from convbert_jax.finetuning import fitting
 from convbert_jax.finetuning.fitting import Setting
+from convbert_jax.finetuning.predictions.collected import ROW, rows_evaluator
 from convbert_jax.finetuning.programs import Programs, narrow_head, widen_head
+from convbert_jax.finetuning.tasks import classification
 from convbert_jax.finetuning.tasks.task import FinetuningError
+from convbert_jax.interfaces.batch import TextBatch
 from convbert_jax.recipes.finetuning import make_mesh
 from convbert_jax.training.environment import watchdog
+from tests.batches import check_batch
+from tests.finetuning.conftest import make_source
+from tests.refusals import refused
 
 ONCE = Setting(3e-3, 1.0)
 
@@ -48,7 +53,7 @@ def predict(*arguments, vectorized=False):
 
 
 def test_runs_together_equal_runs_alone(toy):
-    """A run depends on its seed only: head, dropout and order of rows."""
+    """A run depends on its seed alone: head, dropout and order of rows."""
     config, programs, task, alone = toy
     together = fitting.fit(programs, task, config, ONCE, [0, 1], None, vectorized=True)
     outputs = predict(programs, task, config, together.params, vectorized=True)
@@ -113,15 +118,15 @@ def test_fillers_of_a_partial_batch_change_nothing(toy):
     assert close(results[0], results[1], 1e-7)
 
 
-@pytest.mark.parametrize("batch_size", [4, 21, 64])
-def test_predictions_do_not_depend_on_the_batch(toy, batch_size):
+def test_predictions_do_not_depend_on_the_batch(toy):
     """A partial last batch, a batch of all, a batch larger than the split; and padding."""
     config, programs, task, alone = toy
     expected = predict(programs, task, config, alone[0].params)
-    finetune = dataclasses.replace(config.finetune, eval_batch_size=batch_size, buckets=())
-    other = dataclasses.replace(config, finetune=finetune)
-    found = predict(programs, task, other, alone[0].params)
-    np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
+    for batch_size in (4, 21, 64):
+        finetune = dataclasses.replace(config.finetune, eval_batch_size=batch_size, buckets=())
+        other = dataclasses.replace(config, finetune=finetune)
+        found = predict(programs, task, other, alone[0].params)
+        np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
 
 
 def test_a_toy_task_is_learned(toy):
@@ -140,20 +145,17 @@ def test_steps_are_those_of_the_release(make_config, make_task):
 
 
 def test_rates_warm_up_and_decay(make_config):
-    """Release: both at once, 0 at step 0. Default: the peak is reached."""
-    setting = Setting(1.0, 1.0)
+    """Release: both at once, 0 at step 0; steps * 0.1 stays a fraction (create_optimizer of
+    model/optimization.py). Default: the peak is reached.
+    """
+    setting, fields = Setting(1.0, 1.0), {"optimizer__decay_during_warmup": True}
     default = fitting.learning_rates(make_config(), setting, 100)
-    paper = fitting.learning_rates(make_config(optimizer__decay_during_warmup=True), setting, 100)
+    assert default[10] == 1.0
+    paper = fitting.learning_rates(make_config(**fields), setting, 100)
     steps = np.arange(100)
     np.testing.assert_allclose(paper, (1 - steps / 100) * np.minimum(1, steps / 10), atol=1e-6)
-    assert default[10] == 1.0
-    assert paper.max() == pytest.approx(0.9)
-
-
-def test_the_release_warms_up_over_a_fraction_of_the_steps(make_config):
-    """steps * 0.1 stays a fraction there (create_optimizer of model/optimization.py)."""
-    fields = {"finetune__release_warmup": True, "optimizer__decay_during_warmup": True}
-    found = fitting.learning_rates(make_config(**fields), Setting(1.0, 1.0), 257)
+    release = make_config(**fields, finetune__release_warmup=True)
+    found = fitting.learning_rates(release, setting, 257)
     steps = np.arange(257)
     np.testing.assert_allclose(found, (1 - steps / 257) * np.minimum(1, steps / 25.7), atol=1e-6)
     assert found[25] < 1 - 25 / 257  # a whole number of steps would be done here
@@ -163,29 +165,34 @@ WIDE = {  # large enough that parameters are divided
     "model__hidden_size": 128,
     "model__heads": 4,
     "model__ffn_size": 256,
-    "model__mixer": "mixed",
-    "model__head_ratio": 2,
-}
-MESHES = {
-    "one": {"mesh__data": 1},
-    "all axes": {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2},
-    "data": {"mesh__data": 8},
+    "finetune__buckets": (),
 }
 
 
-@pytest.fixture(scope="module")
-def fit_on(make_config, make_task):
-    """fit_on(name of a mesh, together) -> (parameters of each run, their logits, the program)."""
+@pytest.mark.parametrize(
+    ("axes", "together", "parts"),
+    [
+        ({"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}, True, 4),
+        pytest.param({"mesh__data": 8}, False, 1, marks=pytest.mark.slow),
+    ],
+    ids=["all axes, together", "data, in turn"],
+)
+def test_eight_devices_train_what_one_trains(make_config, make_task, axes, together, parts):
+    """Parameters and predictions of both seeds to 1e-5, all axes dividing what they should."""
 
-    @functools.cache
-    def fit(name: str, together: bool):
-        config = make_config(**MESHES[name], **WIDE)
+    def fit(**mesh):
+        config = make_config(
+            **mesh,
+            model__hidden_size=128,
+            model__heads=4,
+            model__ffn_size=256,
+            finetune__buckets=(),
+        )
         mesh = make_mesh(config, jax.devices())
         programs, task = Programs(config, jnp.float32, mesh), make_task(config)
+        params, logits = [], []
         with jax.set_mesh(mesh):
-            groups = [[0, 1]] if together else [[0], [1]]
-            params, logits = [], []
-            for seeds in groups:
+            for seeds in [[0, 1]] if together else [[0], [1]]:
                 fitted = fitting.fit(programs, task, config, ONCE, seeds, None, vectorized=together)
                 params += [
                     fitting.take_run(fitted, task, run, vectorized=together)
@@ -194,24 +201,16 @@ def fit_on(make_config, make_task):
                 logits += predict(programs, task, config, fitted.params, vectorized=together)
         return params, logits, fitted.params
 
-    return fit
-
-
-@pytest.mark.parametrize("together", [False, True], ids=["in turn", "together"])
-@pytest.mark.parametrize("mesh", ["all axes", pytest.param("data", marks=pytest.mark.slow)])
-def test_eight_devices_train_what_one_trains(fit_on, mesh, together):
-    """Parameters and predictions of both seeds to 1e-5, all axes dividing what they should."""
-    expected, found = fit_on("one", False), fit_on(mesh, together)
+    expected, found = fit(mesh__data=1), fit(**axes)
     for ours, theirs in zip(found[0], expected[0], strict=True):
         assert close(ours, theirs, 1e-5)
     for ours, theirs in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
-    layer = found[2]["encoder"]["stages"]["0"]["feed_forward"]
-    kernel = layer["intermediate"]["kernel"]
-    parts = {"data": 1, "all axes": 4}[mesh]
-    assert kernel.addressable_shards[0].data.size == kernel.size // parts
+    kernel = found[2]["encoder"]["stages"]["0"]["feed_forward"]["intermediate"]["kernel"]
+    shard = kernel.addressable_shards[0].data
+    assert shard.size == kernel.size // parts
     if together:
-        assert kernel.addressable_shards[0].data.shape[0] == 2, "the axis of runs must stay whole"
+        assert shard.shape[0] == 2, "the axis of runs must stay whole"
 
 
 def test_a_run_whose_rows_are_fewer_than_its_steps_is_refused(toy):
@@ -219,7 +218,7 @@ def test_a_run_whose_rows_are_fewer_than_its_steps_is_refused(toy):
     config, programs, task, _ = toy
     state = programs.of(task, None).start(programs.new_params(task, 0))
     kept = types.SimpleNamespace(resume=lambda _: dataclasses.replace(state, step=jnp.asarray(5)))
-    with pytest.raises(FinetuningError, match=r"had done 5 steps, and the rows .* make 5"):
+    with refused(FinetuningError, "toy", 5, field="--workdir"):
         fitting.fit(programs, task, config, ONCE, [0], None, vectorized=False, unfinished=kept)
 
 
@@ -246,8 +245,7 @@ def test_a_step_that_hangs_is_noticed(hangs, toy, monkeypatch):
     assert told == [True]
 
 
-@pytest.mark.parametrize("order", ["shuffled", "by length"])
-@pytest.mark.parametrize("compiling", [0.0, 60.0])
+@pytest.mark.parametrize(("order", "compiling"), [("shuffled", 60.0), ("by length", 0.0)])
 def test_the_time_left_is_right_from_the_first_line_on(monkeypatch, order, compiling):
     """Without what is compiled: after each compilation steps only join the queue of the device,
     and longer rows take longer.
@@ -271,7 +269,46 @@ def test_the_time_left_is_right_from_the_first_line_on(monkeypatch, order, compi
         if len(waiting) > fitting._IN_FLIGHT:
             now = max(now, waiting.popleft())
     assert len(lines) >= 3
-    for at, count, (text, *values) in lines:
-        minutes = re.search(r"(\d+) (s|min) left", text % tuple(values))
+    for at, count, (_, *values) in lines:
+        minutes = re.fullmatch(r"(\d+) (s|min)", values[-1])
         left = int(minutes[1]) * {"s": 1, "min": 60}[minutes[2]]
         assert left == pytest.approx(end - at - compiling * (3 - count), rel=0.15, abs=31)
+
+
+# --- Batches and the rows that come back ---
+
+INDEX = np.asarray([2, 0, -1])
+
+
+def test_batches_are_what_losses_read(make_config, vocabulary):
+    for kind in ("classification", "regression"):
+        task = classification.make_task(make_source(kind=kind), make_config(), vocabulary)
+        assert task.evaluation.keys() == {"validation", "test"}
+        for rows in (task.train, *task.evaluation.values()):
+            check_batch(rows.batch(INDEX, 16) | task.constants, TextBatch)
+
+    teacher = classification.Teacher(lambda texts: np.zeros((len(texts), 2)), "of its weights")
+    task = classification.make_task(make_source(), make_config(), vocabulary, teacher=teacher)
+    batch = task.train.batch(INDEX, 16) | task.constants
+    check_batch(batch, TextBatch)
+    assert {"teacher", "temperature", "teacher_weight"} < batch.keys()
+
+
+def test_rows_come_in_their_order_without_fillers():
+    evaluator = rows_evaluator(4, ("sum",), lambda found: {"sum": float(found["logits"].sum())})
+    state = evaluator.init()
+    for rows in ([2, 0], [3, -1], [1, -1]):
+        logits = np.array([[10.0 * row] for row in rows])
+        state = evaluator.update(state, {ROW: np.array(rows), "logits": logits})
+    np.testing.assert_array_equal(state.predicted()["logits"], [[0.0], [10.0], [20.0], [30.0]])
+    assert evaluator.finish(state) == {"sum": 60.0}
+    assert evaluator.names == ("sum",)
+
+
+def test_rows_of_two_lengths_stay_a_list():
+    evaluator = rows_evaluator(2)
+    state = evaluator.init()
+    for row in (1, 0):
+        state = evaluator.update(state, {ROW: np.array([row]), "tags": np.zeros((1, row + 1))})
+    assert [values.shape for values in state.predicted()["tags"]] == [(1,), (2,)]
+    assert evaluator.finish(state) == {}

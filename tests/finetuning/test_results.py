@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convbert_jax import files
-from convbert_jax.finetuning import results, unfinished
+from convbert_jax.finetuning import results
 from convbert_jax.finetuning.fitting import Setting
 from convbert_jax.workdir import Workdir
+from tests.refusals import refused
 
 RUN = results.RunResult(
     task="toy",
@@ -43,7 +44,7 @@ def test_it_comes_back(tmp_path, line):
     assert results.read_results(Workdir(tmp_path / "nowhere")) == []
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(bit=st.integers(min_value=0))
 def test_a_flipped_bit_of_a_result_never_passes_unseen(bit, tmp_path_factory):
     workdir = Workdir(tmp_path_factory.mktemp("run"))
@@ -60,7 +61,7 @@ def test_a_flipped_bit_of_a_result_never_passes_unseen(bit, tmp_path_factory):
         found = repr(results.read_results(workdir))
     except files.DamagedFileError as error:
         message = str(error)
-    assert found == before or message.startswith(f"{workdir.results} is damaged (line 2:")
+    assert found == before or (str(workdir.results) in message and "line 2" in message)
 
 
 def test_a_result_is_plain_json_for_other_software(line):
@@ -97,9 +98,7 @@ def damages(line: bytes):
 def test_a_damaged_line_is_named_and_the_others_are_kept(tmp_path, line):
     for content in damages(line).values():
         write(tmp_path, line, content, line)
-        with pytest.raises(
-            files.DamagedFileError, match=r"results\.jsonl is damaged \(line 2: .*del"
-        ):
+        with refused(files.DamagedFileError, Workdir(tmp_path).results, "line 2"):
             results.read_results(Workdir(tmp_path))
         write(tmp_path, line, line)  # what the sentence says
         assert len(results.read_results(Workdir(tmp_path))) == 2
@@ -117,16 +116,5 @@ def test_a_result_without_a_score_of_its_task_is_refused(tmp_path, line):
     runs = results.read_results(Workdir(tmp_path))
     results.check_scores(Workdir(tmp_path), runs, ("validation",), ("accuracy", "mcc"))
     for splits, metrics in ((("validation", "test"), ("mcc",)), (("validation",), ("f1",))):
-        with pytest.raises(files.DamagedFileError, match=r"toy, seed 0, .* has no"):
+        with refused(files.DamagedFileError, Workdir(tmp_path).results, "toy", metrics[0]):
             results.check_scores(Workdir(tmp_path), runs, splits, metrics)
-
-
-@pytest.mark.parametrize("content", [b"", b'{"task": "to', b"\xff\xfe", b"[" * 100_000])
-def test_an_unfinished_run_that_nobody_can_name_is_not_thrown_away(tmp_path, content):
-    folder = Workdir(tmp_path).unfinished.path
-    (folder / "checkpoints").mkdir(parents=True)
-    Workdir(folder).unfinished_run.write_bytes(content)
-    kept = unfinished.Unfinished(Workdir(tmp_path), {"task": "toy"}, 10)
-    with pytest.raises(files.DamagedFileError, match=r"delete .*unfinished to train"):
-        kept.resume(({}, {}))
-    assert folder.is_dir()

@@ -105,8 +105,7 @@ def test_table_of_some_tasks():
     paper = rows["ConvBERT-small, 1M steps (ConvBERT, table 3)"]
     assert (paper["split, runs"], paper["CoLA Matthews"]) == ("test, GLUE server", "54.8")
     assert paper["mean of 2"] == "69.0"  # (54.8 + 83.3) / 2, not its 78.9
-    assert "Mean: plain mean of CoLA Matthews, MRPC acc, for published rows too" in table
-    assert "Rows marked test are scores on the hidden test sets, this run's are not." in table
+    assert "CoLA Matthews, MRPC acc" in table.split("|")[-1]  # what the mean is of
 
 
 def test_table_of_all_eight_names_the_papers_mean():
@@ -119,8 +118,7 @@ def test_table_of_all_eight_names_the_papers_mean():
     rows = cells(table)
     assert rows["this run, median"]["mean of 8"] == "55.0"  # without the mismatched part
     assert rows["ConvBERT-base, 1M steps (ConvBERT, table 3)"]["mean of 8"] == "84.9"
-    assert f"Mean: {published.PAPER_MEAN}" in table
-    assert "It is not the GLUE server's score" in table
+    assert published.PAPER_MEAN in table
     assert rows["ConvBERT-base (paddle_convbert, README)"]["MNLI mismatched acc"] == "87.9"
 
 
@@ -128,7 +126,7 @@ def test_tables_of_other_tasks():
     table = markdown([Column("imdb", "test", "accuracy", (0.5, math.nan, 0.6))])
     assert cells(table)["this run, median"]["split, runs"] == "test, 3 seeds"
     assert cells(table)["worst"]["imdb test acc"] == "diverged"
-    assert "Diverged runs, counted as the worst: imdb (1 of 3)." in table
+    assert "imdb (1 of 3)" in table
     assert "ConvBERT" not in table
     squad = cells(markdown([Column("squad_v1", "validation", "exact_match", (0.5,))]))
     assert squad["this run"]["split, runs"] == "dev, 1 seed"

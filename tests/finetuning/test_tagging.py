@@ -13,6 +13,7 @@ from convbert_jax.finetuning.tasks import classification
 from convbert_jax.interfaces.batch import TagBatch
 from convbert_jax.workdir import Workdir
 from tests.batches import check_batch
+from tests.refusals import refused
 
 NAMES = {"river": "B-WATER", "fire": "B-OTHER", "moon": "B-OTHER"}
 WORDS = ["the", "a", "of", "stone", "light", "under", "over", "small", "great", *NAMES]
@@ -66,7 +67,7 @@ def test_tags_are_learned_and_written(source, make_config, make_programs, vocabu
 
 
 def test_a_head_for_texts_is_refused(source, make_config, vocabulary):
-    with pytest.raises(ConfigError, match="head=sequence is not for the task names, a tagging"):
+    with refused(ConfigError, "head=sequence", "names", "tagging"):
         classification.make_task(source, make_config(finetune__head="sequence"), vocabulary)
 
 
@@ -84,5 +85,5 @@ def test_words_that_the_vocabulary_has_not_are_told(tmp_path, make_config, vocab
         label="tags",
     )
     classification.make_task(own_task.open_task(section), make_config(), vocabulary)
-    assert "own, train:" not in caplog.text
-    assert "own, validation: 22.2% of the characters are unknown to the vocabulary" in caplog.text
+    assert caplog.text.count("22.2%") == 1  # of the validation's characters
+    assert "validation" in caplog.text

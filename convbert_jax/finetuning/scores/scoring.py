@@ -68,24 +68,32 @@ def check_metrics(task: LabelledTask) -> None:
         if name not in METRICS:
             raise ConfigError(
                 f"config.task.metrics has '{name}', which is unknown; choose from: "
-                f"{', '.join(n for n, metric in METRICS.items() if task.kind in metric.kinds)}."
+                f"{', '.join(n for n, metric in METRICS.items() if task.kind in metric.kinds)}.",
+                field="config.task.metrics",
+                value=name,
             )
         if task.kind not in METRICS[name].kinds:
             raise ConfigError(
                 f"config.task.metrics has '{name}', which is not for {task.kind}; choose from: "
-                f"{', '.join(n for n, metric in METRICS.items() if task.kind in metric.kinds)}."
+                f"{', '.join(n for n, metric in METRICS.items() if task.kind in metric.kinds)}.",
+                field="config.task.metrics",
+                value=name,
             )
     if "f1" in task.metrics and len(task.labels) != 2:
         raise ConfigError(
             f"config.task.metrics has 'f1', which needs two labels, but {task.name} has "
-            f"{len(task.labels)}; choose macro_f1."
+            f"{len(task.labels)}; choose macro_f1.",
+            field="config.task.metrics",
+            value="f1",
         )
     if "span_f1" in task.metrics:
         odd = [tag for tag in task.labels if tag != "O" and not re.fullmatch("[BI]-.+", tag)]
         if odd:
             raise ConfigError(
                 f"config.task.metrics has 'span_f1', which needs the tags O, B-… and I-…, but "
-                f"{task.name} has '{odd[0]}'; choose accuracy or macro_f1."
+                f"{task.name} has '{odd[0]}'; choose accuracy or macro_f1.",
+                field="config.task.metrics",
+                value="span_f1",
             )
 
 

@@ -92,7 +92,8 @@ def make_task(
         if source.kind == "tagging":
             raise FinetuningError(
                 f"{source.name} is tagging, which config.finetune.distill_from does not teach; "
-                "leave it out."
+                "leave it out.",
+                field="config.finetune.distill_from",
             )
         said = teacher.logits_of([example.texts for example in train])
         rows = rows.with_columns(teacher=_widen(said, width))
@@ -146,7 +147,9 @@ def outputs_of(source: LabelledTask, config: Config) -> OutputsSection:
     if source.texts == 2 and config.model.types < 2:
         raise FinetuningError(
             f"{source.name} has two texts, but the model has one segment type (config.model.types="
-            f"{config.model.types}), which cannot tell them apart; use other weights."
+            f"{config.model.types}), which cannot tell them apart; use other weights.",
+            field="config.model.types",
+            value=config.model.types,
         )
     return OutputsSection(
         task=source.name,

@@ -106,7 +106,9 @@ def outputs_of(name: str, config: Config) -> OutputsSection:
         raise FinetuningError(
             f"{name} has a question and a context, but the model has one segment type "
             f"(config.model.types={config.model.types}), which cannot tell them apart; use other "
-            "weights."
+            "weights.",
+            field="config.model.types",
+            value=config.model.types,
         )
     head = choose_head(config.finetune.head, "span", name, config.encoder.reads_whole_row)
     columns = ("question", "context")
