@@ -121,9 +121,9 @@ def connect(process: ProcessId, *, timeout: float, silence: float, hint: Hint) -
             by = error.by if isinstance(error, interrupts.Stopped) else "SIGINT"
             code = interrupts.exit_code(by)
         group.leave({**_describe_error(error), "process": process.index})
+        atexit.register(_exit, code)  # before JAX's exit function, which waits for all processes
         if process.index == 0:
             time.sleep(_LINGER)
-        atexit.register(_exit, code)  # before JAX's exit function, which waits for all processes
         raise
     finally:
         _group = None

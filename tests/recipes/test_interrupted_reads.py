@@ -117,9 +117,8 @@ def run(command: str, places: dict) -> int | str | None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_signal_is_lost(folders, command, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(console, "set_up_logging", lambda: None)  # it would stay for other tests
-    monkeypatch.setattr(
-        interrupts, "_exit_without_saving", lambda number: None
-    )  # would end the tests
+    # It would end the tests.
+    monkeypatch.setattr(interrupts, "_exit_without_saving", lambda number: None)
     read, calls, lost = reading._read, None, []
     for attempt in range(math.ceil(SIGNALS / len(COMMANDS)) + 1):
         places = folders | {"new": tmp_path / f"new-{attempt}"}
