@@ -112,8 +112,8 @@ def describe_suspects(suspects: Suspects) -> list[str]:
 def count_found(suspects: Suspects) -> str:
     """Returns a sentence with the precision over all texts."""
     return (
-        f"Precision of the predicted replacements over {suspects.rows} texts: {suspects.found:.0%}; "
-        f"of random tokens: {suspects.chance:.0%}."
+        f"Precision of the predicted replacements over {suspects.rows} texts: "
+        f"{suspects.found:.0%}; of random tokens: {suspects.chance:.0%}."
     )
 
 
