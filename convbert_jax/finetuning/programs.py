@@ -19,6 +19,7 @@ from convbert_jax.models.build import build
 from convbert_jax.models.finetuned import FinetunedModel
 from convbert_jax.models.mixers import sharding_rules
 from convbert_jax.training import sharding
+from convbert_jax.training.environment import private_jax
 from convbert_jax.training.optimizer import make_told_optimizer
 from convbert_jax.training.program import Program, Trainable
 from convbert_jax.training.state import fold_in_name
@@ -82,7 +83,7 @@ class Programs:
     def count_compiled(self) -> int:
         """Functions compiled or read from the cache so far."""
         return sum(program.count_compiled() for program in self._programs.values()) + sum(
-            function._cache_size() for function in self._starts.values()
+            map(private_jax.count_compiled, self._starts.values())
         )
 
     def _trainable(self, task: FinetuneTask) -> Trainable:

@@ -21,6 +21,7 @@ from convbert_jax.interop.modules import modules
 from convbert_jax.interop.networks import Network, stack, to_tree
 from convbert_jax.ops import dispatch
 from convbert_jax.training import memory
+from convbert_jax.training.environment import private_jax
 
 PRETRAINING_HEADS = ("mlm_head", "rtd_head")
 # (parts of the network by name, hidden states [B, L, C], the batch, an option) -> [B, ...] by name
@@ -64,7 +65,7 @@ class NetworkOnDevice:
     @property
     def programs(self) -> int:
         """How many were compiled: one for each shape of a batch, `finish`, option and capture."""
-        return self._run._cache_size()
+        return private_jax.count_compiled(self._run)
 
     def lower(self, batch: Any, finish: Finish, option: Any = None) -> jax.stages.Lowered:
         """The program that `run` would compile."""

@@ -20,6 +20,7 @@ from convbert_jax.inference.writing.texts import Texts
 from convbert_jax.interop.networks import MODELS
 from convbert_jax.models.build import build
 from convbert_jax.training import evaluation, memory
+from convbert_jax.training.environment import private_jax
 from convbert_jax.training.task import Params
 
 _LESS_MEMORY = "lower config.decoding.batch_tokens or config.decoding.beam"
@@ -141,7 +142,7 @@ class Writer:
     @property
     def programs(self) -> int:
         """How many have been compiled so far: one for each shape and method."""
-        return self._run._cache_size()
+        return private_jax.count_compiled(self._run)
 
     def write(
         self,

@@ -1,4 +1,4 @@
-"""All uses of private APIs in `training`: for each, JAX has no public one.
+"""All uses of JAX's private APIs in the package: for each, JAX has no public one.
 
 - `detect_process`: `jax.distributed.initialize` detects the cluster and connects in one call, which
   aborts if a process is missing. `distributed.connect` has to know the processes before that.
