@@ -44,7 +44,7 @@ def module_of(module, names):
 
 
 def test_initializers_have_their_distributions():
-    """Release: cut at two deviations, not rescaled, of which 0.88 of the deviation remains."""
+    """Release: truncated at two deviations, not rescaled, which leaves 0.88 of the deviation."""
     release = layers.initializers("release", 0.02)
     dense = release.dense(jax.random.key(0), (400, 500))
     assert float(jnp.abs(dense).max()) <= 0.04
@@ -145,7 +145,7 @@ def test_softmax_is_its_formula(masked):
 
 @pytest.mark.parametrize("hidden", [jnp.nan, jnp.inf, -jnp.inf, 3e38])
 def test_what_is_not_visible_may_be_anything(hidden):
-    """And what is may be as small as float32 has it, or minus infinity."""
+    """Visible logits may be the smallest float32 numbers or minus infinity."""
     logits = jnp.array([[hidden, 1.0, 2.0], [hidden, -1e37, -1e37], [hidden, -jnp.inf, 0.0]])
     visible = jnp.array([False, True, True])
     wanted = [[0, 1 / (1 + np.e), np.e / (1 + np.e)], [0, 0.5, 0.5], [0, 0, 1]]

@@ -100,8 +100,8 @@ ROWS, LENGTH, BEGUN, COPIES = 3, 13, 4, 2
 
 @every_kind
 def test_a_causal_mixer_is_its_formula_as_a_whole_and_step_by_step(make_config, randomize, kind):
-    """Steps start from nothing or from prompts, of which shorter ones have padding before them.
-    Rows of a group take each other's past, as in a beam, and what no row reads is dropped.
+    """Steps start from nothing or from prompts, padded on the left. Rows of a group take each
+    other's past, as in a beam search, and entries that no row reads are dropped.
     """
     mixer = mixer_of(make_config(**{**SIZES[kind], **KINDS[kind]}))
     check_causal(mixer, kind)
@@ -123,7 +123,7 @@ def test_a_causal_mixer_is_its_formula_as_a_whole_and_step_by_step(make_config, 
         return nnx.merge(graphdef, params).step(x[:, None], state, places)
 
     def check_steps(state, past, places, length, packs):
-        """`past` [R, P, 32] is what rows have read, of which `places` [R] is without padding."""
+        """Continues rows after `past` [R, P, 32], the last `places` [R] positions of it real."""
         rng = np.random.default_rng(2)
         group = np.arange(0, COPIES * ROWS, COPIES).repeat(COPIES)
         for t in range(past.shape[1], length):
@@ -150,8 +150,8 @@ def test_a_causal_mixer_is_its_formula_as_a_whole_and_step_by_step(make_config, 
 
     prompts = np.repeat(x[:, :BEGUN], COPIES, axis=0)
     check_steps(state, prompts, BEGUN - first.repeat(COPIES), LENGTH, packs=True)
-    # With room for as many entries of attention as behind the prompts, so that `step` is one
-    # program: a group has P + J (L - P) of them, or J (L - P / J).
+    # The same capacity of the attention cache as after the prompts, so that `step` is compiled
+    # once: P + J (L - P) entries in a group equal J (L - P / J).
     module, length, zeros = nnx.merge(graphdef, params), LENGTH - BEGUN // COPIES, [0] * 2 * ROWS
     state = module.start(COPIES * ROWS, length, jnp.float32, COPIES)
     check_steps(state, prompts[:, :0], np.asarray(zeros), length, packs=False)

@@ -118,8 +118,8 @@ def step(make_config):
     ids=str,
 )
 def test_a_training_step_sums_in_float32(step, model, accelerator):
-    """And layers keep nothing in float32 for the backward pass but what is one number a token, and
-    the logits of filters; no copies of kernels.
+    """Layers save only logits of filters and one number a token in float32 for the backward pass;
+    no copies of kernels.
     """
     function, *arguments = step(**model)
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
@@ -146,7 +146,7 @@ def test_a_training_step_of_each_platform_sums_in_float32(step, other, monkeypat
 
 
 def test_the_heads_of_fine_tuning_sum_in_float32(make_config, accelerator):
-    """Of hidden states in bfloat16; what is below them is that of a training step."""
+    """Given hidden states in bfloat16; the training steps above cover the encoder."""
     config, batch = make_config(), finetuning_batch()
     graphdefs, params = {}, {}
     for head in LOSSES:

@@ -186,8 +186,8 @@ SOURCE_IDS = jnp.asarray([[1] * 7, [1] * 4 + [0] * 3])
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_translator_step_by_step_is_what_it_is_as_a_whole(randomize, form):
-    """With two targets for each source, of which one has padding. Packed pairs are what they are
-    alone, and no position reads the future or the source of another pair.
+    """Two targets read each source, and one source has padding. Packed pairs equal separate pairs,
+    and no position reads the future or the source of another pair.
     """
     config = translator(form)
     graphdef, params = randomize(functools.partial(EncoderDecoder, config), scale=0.1)
@@ -243,7 +243,7 @@ def test_a_translator_step_by_step_is_what_it_is_as_a_whole(randomize, form):
     ("form", "begun"), [("light", 1), ("attention", 3), ("mixed", 3), ("T5's layers", 3)]
 )
 def test_a_language_model_step_by_step_is_what_it_is_as_a_whole(randomize, form, begun):
-    """Behind prompts of up to `begun` tokens, of which shorter ones have padding before them."""
+    """Prompts have up to `begun` tokens; shorter prompts are padded on the left."""
     config = writer(form)
     graphdef, params = randomize(functools.partial(LanguageModel, config), scale=0.1)
     tokens, first = draw(2, 3, LENGTH), np.asarray([0, begun - 1, begun // 2])

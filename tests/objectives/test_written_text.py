@@ -1,6 +1,4 @@
-"""The loss of a text that is written, and what is told of packed rows: within a document, never
-across.
-"""
+"""Losses of generated texts, and next-token labels of packed rows, which stay inside documents."""
 
 import math
 
