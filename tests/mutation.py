@@ -6,14 +6,19 @@
     python -m tests.mutation report FOLDER
 
 A mutant has one faulty expression. The tests that execute its line run, cheapest first, until one
-fails, for three minutes at most. FOLDER has the coverage data and a file of results for each tier.
-To compare two suites, run both on the same package.
+fails, for three minutes at most. FOLDER has the coverage data, the mutants and a file of results
+for each tier.
+
+To compare the tests of two commits, run both steps in a checkout of each; the second `run` takes
+the mutants of the first by `--mutants=FOLDER/mutants.jsonl` and finds them by file and source line,
+so lines that differ between the commits are left out of the comparison ("absent").
 """
 
 import argparse
 import ast
 import collections
 import copy
+import itertools
 import json
 import os
 import pathlib
@@ -43,7 +48,11 @@ SWAPS: dict[type, type] = {
 
 
 class Mutant(NamedTuple):
-    """The expression `old` of a file's line is `new`; `start` and `end` are offsets in bytes."""
+    """The expression `old` of a file's line is `new`; `start` and `end` are offsets in bytes.
+
+    `text` is the line without indentation and comment; `number` counts equal mutants of equal
+    lines of a file.
+    """
 
     path: str
     line: int
@@ -51,6 +60,12 @@ class Mutant(NamedTuple):
     end: int
     old: str
     new: str
+    text: str
+    number: int
+
+    def key(self) -> tuple:
+        """Identifies the mutant in other commits, where lines have moved."""
+        return self.path, self.text, self.old, self.new, self.number
 
 
 def mutated(node: ast.expr) -> ast.expr | None:
@@ -74,9 +89,9 @@ def mutated(node: ast.expr) -> ast.expr | None:
 def mutants_of(path: pathlib.Path) -> Iterator[Mutant]:
     """Yields all mutants of a file; annotations, docstrings and messages are left alone."""
     source = path.read_text(encoding="utf-8")
-    starts = [0]
-    for line in source.encode().splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
+    lines = source.encode().splitlines(keepends=True)
+    starts = [0, *itertools.accumulate(map(len, lines))]
+    seen: collections.Counter = collections.Counter()
     nodes: collections.deque[ast.AST] = collections.deque([ast.parse(source)])
     while nodes:
         node = nodes.popleft()
@@ -89,8 +104,13 @@ def mutants_of(path: pathlib.Path) -> Iterator[Mutant]:
             start = starts[node.lineno - 1] + node.col_offset
             end = starts[node.end_lineno - 1] + node.end_col_offset
             name = path.relative_to(REPOSITORY).as_posix()
-            old = ast.unparse(node)
-            yield Mutant(name, node.lineno, start, end, old, f"({ast.unparse(new)})")
+            old, text = (
+                ast.unparse(node),
+                lines[node.lineno - 1].decode().partition("  #")[0].strip(),
+            )
+            found = Mutant(name, node.lineno, start, end, old, f"({ast.unparse(new)})", text, 0)
+            yield found._replace(number=seen[found._replace(line=0, start=0, end=0)])
+            seen[found._replace(line=0, start=0, end=0)] += 1
 
 
 def draw(covered: dict[str, dict[int, list[str]]]) -> list[Mutant]:
@@ -182,17 +202,44 @@ def try_mutant(mutant: Mutant, tests: list[str], folder: pathlib.Path) -> tuple[
         return outcome, time.monotonic() - begin
 
 
-def run(folder: pathlib.Path, tier: str) -> None:
-    """Tries the mutants that the folder has no result of; prints each."""
+def read_mutants(path: pathlib.Path) -> list[Mutant | None]:
+    """Returns the mutants that another checkout wrote; None where this one lacks the line."""
+    written = [Mutant(**json.loads(line)) for line in path.read_text().splitlines()]
+    here = {
+        mutant.key(): mutant
+        for name in sorted({mutant.path for mutant in written})
+        if (REPOSITORY / name).exists()
+        for mutant in mutants_of(REPOSITORY / name)
+    }
+    return [here.get(mutant.key()) for mutant in written]
+
+
+def run(folder: pathlib.Path, tier: str, written: pathlib.Path | None) -> None:
+    """Tries the mutants that the folder has no result of; prints each.
+
+    Args:
+      written: mutants.jsonl of another checkout; None: draws them and writes that file.
+    """
     covered = covered_lines(folder)
     seconds = passing_tests(folder)
     expensive = read_expensive(REPOSITORY / EXPENSIVE) if tier == "quick" else set()
     results = folder / f"results-{tier}.jsonl"
     done = len(results.read_text().splitlines()) if results.exists() else 0
-    for number, mutant in enumerate(draw(covered)):
+    if written:
+        mutants = read_mutants(written)
+    else:
+        mutants = draw(covered)
+        lines = [json.dumps(mutant._asdict()) + "\n" for mutant in mutants]
+        (folder / "mutants.jsonl").write_text("".join(lines))
+    for number, mutant in enumerate(mutants):
         if number < done:
             continue
-        tests = sorted({*covered[mutant.path][mutant.line]} & {*seconds} - expensive)
+        if mutant is None:
+            with results.open("a") as file:
+                file.write(json.dumps({"outcome": "absent"}) + "\n")
+            continue
+        lines = covered.get(mutant.path, {})
+        tests = sorted({*lines.get(mutant.line, ())} & {*seconds} - expensive)
         tests.sort(key=seconds.__getitem__)
         outcome, spent = try_mutant(mutant, tests, folder) if tests else ("survived", 0.0)
         row = {**mutant._asdict(), "outcome": outcome, "seconds": round(spent, 1)}
@@ -208,7 +255,7 @@ def report(folder: pathlib.Path) -> None:
         counts = collections.Counter(row["outcome"] for row in rows)
         print(f"{path.stem}: {len(rows)} mutants, {dict(counts)}")
         for row in rows:
-            if row["outcome"] != "killed":
+            if row["outcome"] in ("survived", "time"):
                 print(f"  {row['path']}:{row['line']} {row['old']} -> {row['new']}")
 
 
@@ -219,10 +266,11 @@ def main() -> None:
     parser.add_argument("step", choices=["cover", "run", "report"])
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--tier", choices=["quick", "all"], default="all")
+    parser.add_argument("--mutants", type=pathlib.Path, help="mutants.jsonl of another checkout")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     if arguments.step == "run":
-        run(folder, arguments.tier)
+        run(folder, arguments.tier, arguments.mutants)
     else:
         {"cover": cover, "report": report}[arguments.step](folder)
 
