@@ -1,4 +1,4 @@
-"""Depthwise convolution over time: one fixed filter per channel, taps as in `dynamic_conv`."""
+"""Depthwise convolution over time: one fixed filter per channel."""
 
 import jax
 import jax.numpy as jnp
@@ -25,26 +25,26 @@ def _on_mesh(function, kernel=True):
 
 
 def tpu_refuses(x, *_) -> str:
-    """Why the TPU kernels cannot work on `x`: their 16-bit numbers are bfloat16."""
+    """Returns why the TPU kernels do not support `x`, or "": bfloat16 is their only 16-bit type."""
     if x.dtype in (jnp.bfloat16, jnp.float32):
         return ""
-    return f"it computes in bfloat16 and float32, not {x.dtype}"
+    return f"supports bfloat16 and float32, not {x.dtype}"
 
 
 def gpu_refuses(*_) -> str:
-    """Why Triton cannot compile the GPU kernels for the devices at hand."""
+    """Returns why Triton cannot compile the GPU kernels for the available devices, or ""."""
     capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
-    # AMD's, as "gfx90a", are no number.
+    # AMD capabilities, such as "gfx90a", are not numbers.
     older = capability.replace(".", "").isdigit() and float(capability) < 8
-    return f"it needs compute capability 8.0 or newer, not {capability}" if older else ""
+    return f"requires compute capability 8.0 or newer, not {capability}" if older else ""
 
 
 def left_on_gpu(x, *_) -> str:
-    """Why "auto" leaves the GPU kernels where they were not measured (benchmarks/RESULTS.md)."""
+    """Returns why "auto" skips the GPU kernels, or "": benchmarks cover NVIDIA and 16 bits only."""
     if x.dtype.itemsize != 2:
-        return f"it was measured in bfloat16, not in {x.dtype}"
+        return f"was benchmarked in bfloat16, not in {x.dtype}"
     if "rocm" in jax.local_devices()[0].client.platform_version.lower():
-        return "it was measured on NVIDIA's GPUs alone"
+        return "was benchmarked on NVIDIA GPUs only"
     return ""
 
 
@@ -69,38 +69,38 @@ def depthwise_conv(
     causal: bool = False,
     implementation: str = "auto",
 ) -> Float[Array, "B L C"]:
-    """out[b, t, c] = sum over i of filters[i, c] * x[b, t + (i - K // 2) * dilation, c].
+    """Computes out[b, t, c] = sum over i of filters[i, c] * x[b, t + (i - K // 2) * dilation, c].
 
-    Causal: t - (K - 1 - i) * dilation. What lies outside the row reads as 0.
+    If causal, tap i reads t - (K - 1 - i) * dilation. Positions outside the row read as 0.
 
     Args:
       x: inputs.
       filters: one filter of K taps per channel, in correlation order.
       segment_ids: taps never cross a segment boundary; padding (0) is never read and outputs 0.
       dilation: distance between neighboring taps.
-      causal: read the position itself and the past only.
-      implementation: as in `dispatch.choose`: a key of IMPLEMENTATIONS, or "auto".
+      causal: read only the position itself and earlier ones.
+      implementation: a key of IMPLEMENTATIONS, or "auto"; see `dispatch.choose`.
 
     Returns:
       [B, L, C] in the dtype of `x`; products and sums are float32.
 
     Raises:
-      ValueError: shapes that do not fit, a dilation below 1, or an implementation that cannot do
-        it on the devices at hand; the message names the argument.
+      ValueError: shapes do not match, the dilation is below 1, or the implementation does not
+        support this call on the available devices.
     """
     if x.ndim != 3:
-        raise ValueError(f"depthwise_conv: x is {list(x.shape)}, but must be [B, L, C].")
+        raise ValueError(f"depthwise_conv: x must be [B, L, C], got {list(x.shape)}.")
     if filters.ndim != 2 or filters.shape[1] != x.shape[2] or filters.shape[0] < 1:
         raise ValueError(
-            f"depthwise_conv: filters is {list(filters.shape)}, but must be [K, {x.shape[2]}]."
+            f"depthwise_conv: filters must be [K, {x.shape[2]}], got {list(filters.shape)}."
         )
     if segment_ids is not None and segment_ids.shape != x.shape[:2]:
         raise ValueError(
-            f"depthwise_conv: segment_ids is {list(segment_ids.shape)}, "
-            f"but must be {list(x.shape[:2])}."
+            f"depthwise_conv: segment_ids must be {list(x.shape[:2])}, "
+            f"got {list(segment_ids.shape)}."
         )
     if dilation < 1:
-        raise ValueError(f"depthwise_conv: dilation is {dilation}, but must be at least 1.")
+        raise ValueError(f"depthwise_conv: dilation must be at least 1, got {dilation}.")
     offsets = taps.offsets(len(filters), dilation=dilation, causal=causal)
     arguments = (x, filters, segment_ids, offsets)
     return dispatch.choose("depthwise_conv", implementation, IMPLEMENTATIONS, *arguments)(

@@ -1,10 +1,10 @@
-"""Which implementation of an op runs where.
+"""Selects the implementation of an op.
 
-Each op has one table, name -> Implementation, in the order in which "auto" takes them, and asks
-`choose` for one. "auto" is decided when a program is traced, by the devices of the mesh it is
-traced under (`jax.set_mesh`, of real devices or of a topology that is only compiled for), else by
-the default devices. Deciding when it is lowered instead, by lax.platform_dependent, would trace
-every kernel in every program and keep what each would need for its backward pass.
+Each op has one table, name -> Implementation, in the order of preference of "auto". `choose`
+resolves "auto" while a program is traced: by the devices of the current mesh (`jax.set_mesh`; they
+may belong to a topology for ahead-of-time compilation), else by the default devices.
+lax.platform_dependent would resolve it at lowering instead, but it traces every kernel in every
+program and keeps the residuals of each for the backward pass.
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ def _nothing(*_, **__) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op.
+    """An implementation of an op.
 
     Attributes:
-      function: takes what all implementations of the op take, and owns its gradient.
-      platform: whose devices it needs, in the words of `platform()`; "" for any.
-      refuses: the arguments of `function` -> why it cannot do these, the rest of a sentence that
-        its name begins, or "".
-      left_by_auto: the same -> why "auto" does not take it though it could, or "".
-      definition: what a kernel is verified against before its first use; None: the "xla" of the
-        same table.
+      function: has the signature of all implementations of the op, and defines its gradient.
+      platform: the required platform, as returned by `platform()`; "" for any.
+      refuses: called with the arguments of `function`; returns "" or the reason why they are not
+        supported, a phrase that can follow "pallas_tpu: ".
+      left_by_auto: the same; returns "" or the reason why "auto" skips it although it is supported.
+      definition: the function that a kernel is verified against before its first use; None: "xla"
+        of the same table.
     """
 
     function: Callable
@@ -52,19 +52,21 @@ def choose(
     *arguments: Any,
     **options: Any,
 ) -> Callable:
-    """The function of the named implementation, which never gives way to another; or of "auto".
+    """Returns the function of the named implementation, without fallback, or of "auto".
 
-    "auto" is the first that can do it and is not left; the log says once which that is, and why
-    none of those before it. A kernel, which only one platform has, is verified on the device at its
-    first use; "auto" does not take one that fails.
+    "auto" selects the first supported implementation that it does not skip, and logs once which one
+    and why it skipped those before. A kernel (an implementation with a `platform`) is verified on
+    the device at its first use; "auto" skips it if it fails.
 
     Args:
-      op: its name, for messages.
-      arguments, options: what the function is to be called with.
+      op: name of the op, for messages.
+      implementation: "auto" or a key of `implementations`.
+      implementations: name -> Implementation, in order of preference.
+      arguments, options: arguments that the function will be called with.
 
     Raises:
-      ValueError: an unknown name, or a named implementation that cannot do it here, and why.
-      KernelError: a named kernel that computes something else than XLA on this device.
+      ValueError: the name is unknown, or the named implementation does not support this call.
+      KernelError: the named kernel does not match XLA on this device.
     """
     here = platform()
 
@@ -83,21 +85,21 @@ def choose(
             reason = _reason(one, here, arguments, options)
             reason = reason or one.left_by_auto(*arguments, **options) or find_fault(name)
             if not reason:
-                say(f"{op}: auto takes {name} on {here}{left}.")
+                say(f"{op}: auto selected {name} on {here}{left}.")
                 return one.function
             left += f"; not {name}: {reason}"
-        raise ValueError(f"{op}: no implementation can do this on {here}{left}.")
+        raise ValueError(f"{op}: no implementation supports this call on {here}{left}.")
     if implementation not in implementations:
         names = ", ".join(("auto", *implementations))
-        raise ValueError(f"{op}: implementation is {implementation!r}, but must be one of {names}.")
+        raise ValueError(f"{op}: unknown implementation {implementation!r}; choose one of {names}.")
     one = implementations[implementation]
     if reason := _reason(one, here, arguments, options):
         name = f"{implementation!r} on {here}"
-        raise ValueError(f"{op}: implementation is {name}, but {reason}; take 'auto'.")
+        raise ValueError(f"{op}: cannot use implementation {name}: {reason}. Use 'auto'.")
     if reason := find_fault(implementation):
         raise verification.KernelError(
-            f"{op}: implementation {implementation!r} cannot be used on {here}: {reason}. "
-            "Set it to 'auto' or 'xla', and report the warning above.",
+            f"{op}: cannot use implementation {implementation!r} on {here}: {reason}. "
+            "Use 'auto' or 'xla', and report the warning above.",
             value=implementation,
         )
     return one.function
@@ -105,12 +107,12 @@ def choose(
 
 def _reason(one: Implementation, here: str, arguments, options) -> str:
     if one.platform not in ("", here):
-        return f"it needs a {one.platform}"
+        return f"requires a {one.platform}"
     return one.refuses(*arguments, **options)
 
 
 def platform() -> str:
-    """Of the mesh that is being compiled for, else of the default devices: cpu, gpu or tpu."""
+    """Returns the platform of the current mesh, else of the default devices: cpu, gpu or tpu."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     found = device.platform if device is not None else jax.default_backend()
     return {"cuda": "gpu", "rocm": "gpu"}.get(found, found)
@@ -118,5 +120,5 @@ def platform() -> str:
 
 @functools.cache
 def say(message: str) -> None:
-    """Logs it, once in a process."""
+    """Logs a message once per process."""
     log.info("%s", message)

@@ -1,4 +1,4 @@
-"""Dynamic convolution over time: each position and head brings its own filter."""
+"""Dynamic convolution over time: one filter per position and head."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ IMPLEMENTATIONS = {
 
 
 def _by_channel(depthwise):
-    """Filters of heads by a depthwise convolution in which the channels of a head share theirs."""
+    """Expresses the light convolution by `depthwise`: all channels of a head share its filter."""
 
     def run(values, filters, segment_ids, offsets):
         x = values.reshape(*values.shape[:2], -1)
@@ -48,7 +48,7 @@ def _by_channel(depthwise):
 
 
 def _light_on_tpu(values, filters, segment_ids, offsets):
-    """In bands where that is cheaper, else channel by channel."""
+    """Runs the banded kernel if it is cheaper, else the depthwise kernel."""
     if not tpu.light_suits(offsets):
         depthwise = depthwise_conv.IMPLEMENTATIONS["pallas_tpu"].function
         return _by_channel(depthwise)(values, filters, segment_ids, offsets)
@@ -61,7 +61,8 @@ def _light_on_tpu(values, filters, segment_ids, offsets):
     )
 
 
-# The same for filters that all positions share: f(values, filters [H, K], ids or None, offsets)
+# LightConv, one filter per head for all positions: f(values, filters [H, K], segment_ids or None,
+# offsets)
 LIGHT_IMPLEMENTATIONS = {
     name: Implementation(
         _light_on_tpu if name == "pallas_tpu" else _by_channel(one.function),
@@ -83,28 +84,28 @@ def dynamic_conv(
     causal: bool = False,
     implementation: str = "auto",
 ) -> Float[Array, "B L H D"]:
-    """out[b, t, h] = sum over i of filters[b, t, h, i] * values[b, t + offset(i), h].
+    """Computes out[b, t, h] = sum over i of filters[b, t, h, i] * values[b, t + offset(i), h].
 
     Tap i reads position t + (i - K // 2) * dilation (correlation order, no flip; for even K one
-    more tap on the left), causal: t - (K - 1 - i) * dilation. What lies outside the row reads as 0.
-    This is LConv of ConvBERT §2.2 (Wu et al. 2019, §3) with filters that were already normalized.
+    more tap on the left), or t - (K - 1 - i) * dilation if causal. Positions outside the row read
+    as 0. This is LConv of ConvBERT §2.2 (Wu et al. 2019, §3); filters are already normalized.
 
     Args:
-      values: what is summed, shared filter over the D channels of a head.
-      filters: one filter for each position and head, or [H, K] for all positions (LightConv),
-        which are never copied for each.
-      segment_ids: taps never cross a segment boundary; padding (0) is never read and outputs 0,
-        whatever values and filters hold there, NaN included. None: one segment without padding.
+      values: inputs; the D channels of a head share a filter.
+      filters: one filter per position and head, or [H, K] for all positions (LightConv), which
+        is not broadcast in memory.
+      segment_ids: taps never cross a segment boundary. Padding (0) is never read and outputs 0,
+        even if values or filters are NaN there. None: one segment without padding.
       dilation: distance between neighboring taps.
-      causal: read the position itself and the past only.
-      implementation: as in `dispatch.choose`: a key of IMPLEMENTATIONS, or "auto".
+      causal: read only the position itself and earlier ones.
+      implementation: a key of IMPLEMENTATIONS, or "auto"; see `dispatch.choose`.
 
     Returns:
       [B, L, H, D] in the dtype of `values`; products and sums are float32.
 
     Raises:
-      ValueError: an argument of the wrong shape or value, or an implementation that cannot do
-        it on the devices at hand; the message names it.
+      ValueError: an argument has the wrong shape or value, or the implementation does not support
+        this call on the available devices.
     """
     _check(values, filters, segment_ids, dilation)
     offsets = taps.offsets(filters.shape[-1], dilation=dilation, causal=causal)
@@ -115,7 +116,7 @@ def dynamic_conv(
 
 def _check(values, filters, segment_ids, dilation):
     def refuse(name, is_now, must):
-        raise ValueError(f"dynamic_conv: {name} is {is_now}, but must be {must}.")
+        raise ValueError(f"dynamic_conv: {name} must be {must}, got {is_now}.")
 
     if values.ndim != 4 or not jnp.issubdtype(values.dtype, jnp.floating):
         refuse("values", f"{values.dtype}{list(values.shape)}", "floating [B, L, H, D]")

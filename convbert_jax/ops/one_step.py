@@ -1,7 +1,7 @@
-"""The causal convolutions one position at a time, as a decoder makes them.
+"""Causal convolutions of one position, for decoding step by step.
 
-What a filter of K taps, `dilation` apart, reads are the last (K - 1) * dilation positions and the
-new one: a window of P = (K - 1) * dilation + 1, which is all that is kept of a row.
+A filter of K taps reads the new position and the (K - 1) * dilation positions before it. The
+decoder keeps only this window of P = (K - 1) * dilation + 1 positions of each row.
 """
 
 import jax.numpy as jnp
@@ -11,14 +11,15 @@ from jaxtyping import Array, Float
 def dynamic_conv_step(
     window: Float[Array, "B P H D"], filters: Float[Array, "*B H K"], *, dilation: int = 1
 ) -> Float[Array, "B H D"]:
-    """What causal `dynamic_conv` gives out at the last position of the window.
+    """Returns the output of causal `dynamic_conv` at the last position of the window.
 
     Args:
-      window: 0 where the row had not begun.
-      filters: of this position, or [H, K] of all.
+      window: inputs of the last P positions; 0 before the start of the row.
+      filters: filters of this position, or [H, K] for all positions and rows.
+      dilation: distance between neighboring taps.
 
     Raises:
-      ValueError: the window is not what the filters read.
+      ValueError: the window does not have P positions.
     """
     reads = _reads("dynamic_conv_step", window, filters.shape[-1], dilation)
     shares = jnp.moveaxis(filters, -1, -2)[..., None].astype(jnp.float32)  # [..., K, H, 1]
@@ -28,17 +29,17 @@ def dynamic_conv_step(
 def depthwise_conv_step(
     window: Float[Array, "B P C"], filters: Float[Array, "K C"], *, dilation: int = 1
 ) -> Float[Array, "B C"]:
-    """What causal `depthwise_conv` gives out there; arguments as in `dynamic_conv_step`."""
+    """Returns the output of causal `depthwise_conv` at the last position of the window."""
     reads = _reads("depthwise_conv_step", window, len(filters), dilation)
     return (reads * filters.astype(jnp.float32)).sum(axis=1).astype(window.dtype)
 
 
 def _reads(op, window, taps, dilation):
-    """Every tap's read, in float32."""
+    """Returns the inputs of all taps, in float32."""
     positions = (taps - 1) * dilation + 1
     if window.shape[1] != positions:
         raise ValueError(
-            f"{op}: window is {list(window.shape)}, but must have {positions} positions, for "
+            f"{op}: window is {list(window.shape)} but must have {positions} positions for "
             f"{taps} taps with dilation {dilation}."
         )
     return window[:, ::dilation].astype(jnp.float32)

@@ -1,6 +1,6 @@
-"""The definitions of the convolutions, to be read and to test against; not fast.
+"""Reference implementations of the convolutions, for reading and testing; not fast.
 
-Sums are float32, of float64 float64: under `jax.enable_x64` these are what is exact.
+Sums are float32, or float64 for float64 inputs under `jax.enable_x64`.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def dynamic_conv(
     segment_ids: Int[Array, "B L"] | None,
     offsets: Sequence[int],
 ) -> Float[Array, "B L H D"]:
-    """out[b, t, h] = sum over i of filters[b, t, h, i] * values[b, t + offsets[i], h]."""
+    """Computes out[b, t, h] = sum over i of filters[b, t, h, i] * values[b, t + offsets[i], h]."""
     reads, allowed = _reads(values.shape[:2], segment_ids, offsets)
     windows = jnp.where(allowed[..., None, None], values[:, reads], 0)  # [B, L, K, H, D]
     filters = jnp.where(allowed[:, :, None], filters, 0)
@@ -26,7 +26,7 @@ def dynamic_conv(
 
 
 def span_dynamic_conv(query, span_key, values, projection, bias, segment_ids, heads, offsets):
-    """LConv(values, softmax((query * span_key) projection + bias)) (ConvBERT eq. 4)."""
+    """Computes LConv(values, softmax((query * span_key) projection + bias)) (ConvBERT eq. 4)."""
     sums = _sums(values)
     products = (query if span_key is None else query * span_key).astype(sums)
     logits = jnp.matmul(products, projection.astype(sums), precision="highest")
@@ -44,7 +44,7 @@ def depthwise_conv(
     segment_ids: Int[Array, "B L"] | None,
     offsets: Sequence[int],
 ) -> Float[Array, "B L C"]:
-    """out[b, t, c] = sum over i of filters[i, c] * x[b, t + offsets[i], c]."""
+    """Computes out[b, t, c] = sum over i of filters[i, c] * x[b, t + offsets[i], c]."""
     reads, allowed = _reads(x.shape[:2], segment_ids, offsets)
     windows = jnp.where(allowed[..., None], x[:, reads], 0)  # [B, L, K, C]
     sums = _sums(x)
@@ -59,7 +59,7 @@ def gradient(
     offsets: Sequence[int],
     cotangent: Float[Array, "B L H D"],
 ) -> tuple[Float[Array, "B L H D"], Float[Array, "B L H K"]]:
-    """Cotangents of values and filters, by hand: what each tap read gets its share of the output's.
+    """Returns the cotangents of values and filters of `dynamic_conv`, written by hand.
 
     d values[b, t + offsets[i]] += filters[b, t, :, i] * cotangent[b, t]
     d filters[b, t, :, i] = values[b, t + offsets[i]] . cotangent[b, t]
@@ -83,7 +83,7 @@ def _sums(array: Array) -> jnp.dtype:
 def _reads(
     shape: tuple[int, int], segment_ids: Int[Array, "B L"] | None, offsets: Sequence[int]
 ) -> tuple[Int[Array, "L K"], Bool[Array, "B L K"]]:
-    """The position each tap reads (clipped into the row) and whether it may."""
+    """Returns the position that each tap reads (clipped to the row) and whether it is visible."""
     batch, length = shape
     reads = jnp.arange(length)[:, None] + jnp.asarray(offsets)
     allowed = jnp.broadcast_to((reads >= 0) & (reads < length), (batch, *reads.shape))

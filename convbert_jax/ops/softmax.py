@@ -1,4 +1,4 @@
-"""Softmax over the last axis that keeps only its result for the backward pass."""
+"""Softmax over the last axis whose backward pass needs only the result."""
 
 import functools
 
@@ -11,17 +11,19 @@ from jaxtyping import Array, Bool, Float
 def softmax(
     logits: Float[Array, "*B K"], visible: Bool[Array, "*#B K"] | None, dtype: jnp.dtype
 ) -> Float[Array, "*B K"]:
-    """Softmax over the last axis, given out in `dtype`.
+    """Computes the softmax over the last axis.
 
     Args:
-      visible: broadcastable to `logits`; what is not visible gets 0, also where nothing is.
+      logits: computed in float32.
+      visible: mask, broadcastable to `logits`. Masked entries are 0, even if all are masked.
+      dtype: dtype of the result.
     """
     logits = logits.astype(jnp.float32)
     if visible is None:
         powers = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
         return (powers / powers.sum(axis=-1, keepdims=True)).astype(dtype)
-    # Hidden once: with the mask in each of three passes over the logits of one head, a TPU reads
-    # and compares as much for it as for them. Where nothing is visible each power is still 0.
+    # Mask the logits once: applying the mask in each of the three passes would double the reads on
+    # a TPU. If nothing is visible, each power is still 0.
     logits = jnp.where(visible, logits, _LOWEST)
     largest = jnp.maximum(logits.max(axis=-1, keepdims=True), 0.5 * _LOWEST)
     powers = jnp.exp(logits - largest)
@@ -45,7 +47,7 @@ def _softmax_backward(dtype, saved, cotangent):
 def softmax_backward(
     weights: Float[Array, "*B K"], cotangent: Float[Array, "*B K"]
 ) -> Float[Array, "*B K"]:
-    """The gradient of the logits, in float32, of that of the weights."""
+    """Returns the gradient of the logits, in float32, from the gradient of the weights."""
     weights, cotangent = weights.astype(jnp.float32), cotangent.astype(jnp.float32)
     along = jnp.sum(weights * cotangent, axis=-1, keepdims=True)
     return weights * (cotangent - along)

@@ -1,8 +1,8 @@
-"""Dynamic convolution in one op: filters made from a span, or from a token, and used at once.
+"""Dynamic convolution fused with the computation of its filters from a span or a token.
 
-On accelerators the traffic of the filters costs more than their arithmetic, so the kernels compute
-projection, softmax and convolution on what is on the chip, and the backward pass computes the
-filters again instead of reading them.
+On accelerators moving the filters through memory costs more than computing them. The kernels
+therefore compute projection, softmax and convolution on chip, and the backward pass recomputes the
+filters instead of reading them.
 """
 
 import jax
@@ -20,7 +20,7 @@ def _on_mesh(function, kernel=True):
     def run(*arguments):
         *arrays, heads, offsets = arguments
         values = 0 if arrays[2] is None else 2
-        # The logits of a head need the channels of all heads: no part of them on `tensor`.
+        # The logits of a head need the channels of all heads, so `tensor` cannot split heads.
         return division.over_mesh(
             lambda *arrays: function(*arrays, heads, offsets),
             arrays,
@@ -34,7 +34,7 @@ def _on_mesh(function, kernel=True):
 
 
 def _with_values(implementation):
-    """Of one that does not know that values may be the query."""
+    """Wraps an implementation that requires values: None becomes the query."""
 
     def run(query, span_key, values, *rest):
         return implementation(query, span_key, query if values is None else values, *rest)
@@ -68,16 +68,16 @@ def span_dynamic_conv(
     causal: bool = False,
     implementation: str = "auto",
 ) -> Float[Array, "B L C"]:
-    """LConv(values, softmax(W_f (query * span_key))) (ConvBERT eq. 4), C = heads * D channels.
+    """Computes LConv(values, softmax(W_f (query * span_key))) (ConvBERT eq. 4), C = heads * D.
 
-    The query is not scaled. The softmax runs over the K taps of each head, visible or not, in
-    float32, without dropout, as in the release; taps that are not visible then weigh 0.
+    The query is not scaled. The softmax runs over all K taps of each head in float32, without
+    dropout, as in the official code; the weights of invisible taps are then set to 0.
 
     Args:
-      query, span_key: their product decides the filter of a position. Without a span key the query
-        does: the dynamic convolution whose filters are of the token alone (Wu et al. 2019, §3).
-      values: what is summed, as in `dynamic_conv`; None: the query, as in DynamicConv.
-      projection, bias: W_f, a projection of all C channels to the K taps of head 0, of head 1, ...
+      query, span_key: the filter of a position depends on their product. Without a span key it
+        depends on the query alone: dynamic convolution of Wu et al. 2019, §3.
+      values: inputs, as in `dynamic_conv`; None: the query, as in DynamicConv.
+      projection, bias: W_f, maps all C channels to the K taps of head 0, of head 1, ...
       heads: H; divides C and the columns of `projection`.
       segment_ids, dilation, causal, implementation: as in `dynamic_conv`.
 
@@ -85,8 +85,8 @@ def span_dynamic_conv(
       [B, L, C] in the dtype of the query.
 
     Raises:
-      ValueError: an argument of the wrong shape or value, or an implementation that cannot do
-        it on the devices at hand; the message names it.
+      ValueError: an argument has the wrong shape or value, or the implementation does not support
+        this call on the available devices.
     """
     _check(query, span_key, values, projection, bias, heads, segment_ids, dilation)
     offsets = taps.offsets(projection.shape[1] // heads, dilation=dilation, causal=causal)
@@ -105,13 +105,13 @@ def span_filters(
     heads: int,
     dtype: jnp.dtype = jnp.float32,
 ) -> Float[Array, "B L H K"]:
-    """What `span_dynamic_conv` sums with, before taps that may not be read weigh 0."""
+    """Returns the filters of `span_dynamic_conv`, before invisible taps are set to 0."""
     return xla.span_filters(query, span_key, projection, bias, heads, dtype)
 
 
 def _check(query, span_key, values, projection, bias, heads, segment_ids, dilation):
     def refuse(name, is_now, must):
-        raise ValueError(f"span_dynamic_conv: {name} is {is_now}, but must be {must}.")
+        raise ValueError(f"span_dynamic_conv: {name} must be {must}, got {is_now}.")
 
     values = query if values is None else values
     if values.ndim != 3 or not jnp.issubdtype(values.dtype, jnp.floating):
@@ -120,7 +120,7 @@ def _check(query, span_key, values, projection, bias, heads, segment_ids, dilati
         if array is None and name == "span_key":
             continue
         if array.shape != values.shape or array.dtype != values.dtype:
-            expected = f"{values.dtype}{list(values.shape)}, as values"
+            expected = f"{values.dtype}{list(values.shape)} like values"
             refuse(name, f"{array.dtype}{list(array.shape)}", expected)
     channels = values.shape[2]
     if heads < 1 or channels % heads:

@@ -1,6 +1,6 @@
-"""Rows of a table: read by their ids, and multiplied with vectors.
+"""Embedding tables: lookup by id, and logits as products with all rows.
 
-Each device of a mesh adds up its part of a table's gradient before it is sent.
+Each device of a mesh sums its part of a table's gradient before the all-reduce.
 """
 
 import math
@@ -12,22 +12,23 @@ from jaxtyping import Array, Float, Int
 from convbert_jax.ops import dispatch, products
 from convbert_jax.ops.mesh import division, sums
 
-_MANY_VECTORS = 5  # times their width; 3.2 times is a loss
+_MANY_VECTORS = 5  # vectors per channel from which _of_all_rows_with_bias pays off
 
 
 def look_up(
     table: Float[Array, "V E"] | Float[Array, "D V E"], ids: Int[Array, "B *L"]
 ) -> Float[Array, "B *L E"]:
-    """The row of each id; NaN where there is none, as jnp.take has it.
+    """Returns the row of each id; NaN for ids out of range, as jnp.take.
+
+    The word embeddings are read several times in a step (generator, discriminator, output). With
+    autodiff, XLA for TPUs (libtpu 0.0.52) all-reduces the gradient of the output, adds it to the
+    gradient of a lookup and all-reduces the sum again: twice the traffic. Here the gradient of a
+    lookup is a sum of per-device arrays, to which XLA adds the other gradients before it sends any.
 
     Args:
-      table: with an axis in front as `sums.copies` makes it; each device then reads its own.
-
-    The table of words is read several times in a step (generator, discriminator, output). By
-    autodiff the compiler adds the gradient of the output, which it has summed over the devices for
-    that, into the one of a lookup, and then sends that too: twice a table's bytes (XLA for TPUs,
-    libtpu 0.0.52). Here the gradient of a lookup is a sum over devices of arrays of their own,
-    which it adds to the others' before it sends any.
+      table: [V, E], or [D, V, E] with a leading device axis from `sums.copies`; each device then
+        reads its copy.
+      ids: row numbers.
     """
     if table.ndim == 2:
         return _look_up(table, ids)
@@ -40,7 +41,7 @@ def _look_up(table, ids):
 
 
 def _look_up_forward(table, ids):
-    # An array without values tells its shape and dtype; the table itself need not be kept.
+    # An empty array carries shape and dtype, so the table is not kept as a residual.
     return _look_up(table, ids), (ids, jnp.empty((len(table), 0, *table.shape[1:]), table.dtype))
 
 
@@ -52,7 +53,7 @@ def _look_up_backward(saved, gradient):
         return jnp.zeros(shape, like.dtype).at[ids].add(gradient, mode="drop")[None]
 
     spec = division.POSITIONS if ids.ndim > 1 else division.ROWS
-    each = jax.P((*division.BATCH, division.SEQUENCE))  # a sum of every device that has tokens
+    each = jax.P((*division.BATCH, division.SEQUENCE))  # one partial sum per device with tokens
     parts = division.over_mesh(of_device, (ids, gradient), (spec, spec), each)
     return parts.sum(0), None
 
@@ -65,10 +66,12 @@ def attend(
     table: Float[Array, "V E"] | Float[Array, "D V E"],
     bias: Float[Array, " V"] | None = None,
 ) -> Float[Array, "*B V"]:
-    """The float32 product of each vector with every row of a table, plus the bias of that row.
+    """Returns the float32 product of each vector with each row of the table, plus the row's bias.
 
     Args:
-      table: as `look_up` takes it.
+      h: vectors.
+      table: as in `look_up`.
+      bias: one number per row; None: no bias.
     """
     if table.ndim == 2:
         return _attend(h, table, bias)
@@ -99,9 +102,12 @@ def _of_all_rows(h, table):
 
 @jax.custom_vjp
 def _of_all_rows_with_bias(h, table, bias):
-    """Whose gradient of the bias is made in the product that makes the table's, by ones beside the
-    vectors: a sum of its own reads all of the logits once more. What it costs is to cut the table's
-    gradient out, so there must be many more logits than numbers in the table (RESULTS, section 6).
+    """Computes `_of_all_rows` plus bias, with both parameter gradients from one product.
+
+    The backward pass appends ones to the vectors, so the product for the table's gradient also
+    yields the bias gradient; a separate sum would read all logits again. Slicing the table's
+    gradient costs time, so it pays off only if the logits are much larger than the table
+    (benchmarks/RESULTS.md, section 6).
     """
     return _of_all_rows(h, table) + bias
 
