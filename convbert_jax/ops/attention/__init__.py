@@ -1,12 +1,13 @@
-"""Scaled dot-product attention within the segments of a row, by the best form per platform.
+"""Scaled dot-product attention within the segments of a row.
 
-xla: scores and weights in memory, what every platform can do; with attention dropout.
-cudnn: cuDNN's fused attention on NVIDIA GPUs, by `jax.nn.dot_product_attention`.
-pallas_tpu: the kernels of `ops/tpu/attention/`; scores stay in the core, dropout is drawn there.
-splash: JAX's blockwise attention kernel for TPU, for rows longer than those.
+Implementations:
+  xla: stores scores and weights in memory; any platform, supports attention dropout.
+  cudnn: cuDNN fused attention on NVIDIA GPUs, by `jax.nn.dot_product_attention`.
+  pallas_tpu: kernels of `ops/tpu/attention/`; scores and dropout masks stay on chip.
+  splash: JAX's blockwise attention kernel for TPU, for longer rows than pallas_tpu.
 
-A decoder's self-attention is causal; its cross-attention has keys and values of another row, with
-segments of their own.
+Decoder self-attention is causal; in cross-attention keys and values belong to another row with its
+own segment ids.
 """
 
 from convbert_jax.ops.attention.kernels import cudnn, pallas_tpu, splash

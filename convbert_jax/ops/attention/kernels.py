@@ -1,4 +1,4 @@
-"""Attention by kernels, those of `ops/tpu/attention/` and of others, on a mesh."""
+"""Attention kernels of this package, JAX and cuDNN, on a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +22,20 @@ from convbert_jax.ops.mesh.division import (
 from convbert_jax.ops.tpu import attention as tpu
 from convbert_jax.ops.tpu.attention import marks
 
-# Below this length splash costs more than XLA's form, by the TPU compiler's model
-# (benchmarks/RESULTS.md): a grid step has a fixed price, and a short row is a step for each head.
+# Below this length splash is slower than XLA (benchmarks/RESULTS.md): each grid step has a fixed
+# cost, and a short row takes one step per head.
 SPLASH_FROM = 512
-# Up to this one it costs more than ours, for which heads need not be put apart in memory.
+# Up to this length splash is slower than pallas_tpu, which does not transpose heads in memory.
 SPLASH_BEYOND = 2048
-SPLASH_BLOCK = 512  # most positions of a step
-LANES = 128  # splash works on multiples of this many positions
+SPLASH_BLOCK = 512  # maximum number of positions per step
+LANES = 128  # lengths must be multiples
 CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def pallas_tpu(
     query, key, value, segment_ids, key_segment_ids, causal, *, drop=None, interpret=False
 ):
-    """By the kernels of this package, dropout included: what is dropped is the same on any mesh."""
+    """Runs the kernels of this package. The dropout mask does not depend on the mesh."""
 
     def run(query, key, value, query_ids, key_ids, seed, *numbers):
         numbers = jnp.concatenate([seed, *(each[:1] for each in numbers)])
@@ -49,10 +49,10 @@ def pallas_tpu(
     if drop is not None:
         seed = jax.lax.bitcast_convert_type(jax.random.key_data(drop.key)[:2], jnp.int32)
     seen = own_segment(segment_ids)
-    if seen is not None:  # nobody sees padding, not even where there is nothing else
+    if seen is not None:  # padding keys stay invisible, even in a row of padding only
         key_segment_ids = jnp.where(key_segment_ids == 0, -1, key_segment_ids)
     batch, length, heads, _ = query.shape
-    # Constants, which the compiler slices.
+    # Global row, head and query numbers; each device gets its part of these constants.
     numbers = (np.arange(size, dtype=np.int32) for size in (batch, heads, length))
     queries, ids, here = _queries_of_a_device(length, causal)
     return division.over_mesh(
@@ -64,11 +64,11 @@ def pallas_tpu(
 
 
 class KernelDropout(Dropout):
-    """Dropout of attention weights that keeps the weights that `pallas_tpu` keeps."""
+    """Attention dropout with the same mask as `pallas_tpu`."""
 
     def draw(self, shape: tuple[int, ...]) -> Bool[Array, "B H L S"]:
         batch, heads, *positions = shape
-        turned = dispatch.platform() == "tpu"  # there the XLA form asks for keys, queries
+        turned = dispatch.platform() == "tpu"  # there `plain.xla` draws [..., keys, queries]
         keys, queries = positions if turned else positions[::-1]
         words = jax.lax.bitcast_convert_type(jax.random.key_data(self.key)[:2], jnp.int32)
 
@@ -83,7 +83,7 @@ class KernelDropout(Dropout):
 
 
 def pallas_tpu_definition(*arguments, drop=None):
-    """What `pallas_tpu` computes, by XLA."""
+    """Computes the result of `pallas_tpu` with XLA."""
     if drop is not None:
         drop = KernelDropout(drop.rate, drop.key)
     return plain.xla(*arguments, drop=drop)
@@ -91,13 +91,13 @@ def pallas_tpu_definition(*arguments, drop=None):
 
 def pallas_tpu_refuses(query, key, *_, **__) -> str:
     if query.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"it computes in bfloat16 and float32, not {query.dtype}"
+        return f"supports bfloat16 and float32, not {query.dtype}"
     if query.shape[3] not in (32, 64, 128):
-        return f"its heads have 32, 64 or 128 channels, not {query.shape[3]}"
+        return f"supports heads of 32, 64 or 128 channels, not {query.shape[3]}"
     longest = tpu.longest(query.dtype, query.shape[3])
     for length in (query.shape[1], key.shape[1]):
         if length % LANES or length > longest:
-            return f"the length {length} is no multiple of {LANES} up to {longest}"
+            return f"length {length} is not a multiple of {LANES} up to {longest}"
     return ""
 
 
@@ -105,11 +105,11 @@ def left_for_length(query, key, *_, drop=None) -> str:
     length = max(query.shape[1], key.shape[1])
     if drop is not None or length <= SPLASH_BEYOND:
         return ""
-    return f"without dropout splash costs less beyond length {SPLASH_BEYOND}, this is {length}"
+    return f"slower than splash beyond length {SPLASH_BEYOND} without dropout, length is {length}"
 
 
 def cudnn(query, key, value, segment_ids, key_segment_ids, causal):
-    """By cuDNN; partitioned over rows and heads by its own rule."""
+    """Runs cuDNN's fused attention; JAX's own rule partitions it over rows and heads."""
     mask = visible_pairs(query, key, segment_ids, key_segment_ids, causal=False)
     out = jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=causal, implementation="cudnn"
@@ -118,7 +118,7 @@ def cudnn(query, key, value, segment_ids, key_segment_ids, causal):
 
 
 def splash(query, key, value, segment_ids, key_segment_ids, causal, *, interpret=False):
-    """By JAX's splash attention kernel, forward and one fused kernel backward."""
+    """Runs JAX's splash attention kernel, with one fused kernel for the backward pass."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as kernels,
     )
@@ -161,10 +161,10 @@ def splash(query, key, value, segment_ids, key_segment_ids, causal, *, interpret
 
 
 def _queries_of_a_device(length: int, causal: bool):
-    """How a mesh splits queries, ids of theirs and their numbers; each device has all keys.
+    """Returns the specs of queries, query segment ids and query numbers; keys are not split.
 
-    A causal mask counts from the first position of a row, and what no block divides cannot be
-    split: there each has the whole.
+    Positions stay whole for a causal mask, which counts from the first position of a row, and for
+    lengths that do not divide into blocks.
     """
     if causal or division.positions_here(length) % LANES:
         return ROWS_AND_HEADS, ROWS, WHOLE
@@ -172,8 +172,8 @@ def _queries_of_a_device(length: int, causal: bool):
 
 
 def _silence(out, query, key, segment_ids, key_segment_ids, causal):
-    """0 where a position sees no key: the kernels give the mean of values it must not see."""
-    if key_segment_ids is segment_ids:  # each token sees at least itself
+    """Sets the output of positions without visible keys to 0; the kernels average all values."""
+    if key_segment_ids is segment_ids:  # each token sees itself
         return out
     visible = visible_pairs(query, key, segment_ids, key_segment_ids, causal)
     return jnp.where(visible.any(axis=-1)[:, 0, :, None, None], out, 0)
@@ -185,33 +185,33 @@ def _splash_block(length: int) -> int:
 
 def splash_refuses(query, key, *_, drop=None) -> str:
     if drop is not None:
-        return "it has no attention dropout"
+        return "has no attention dropout"
     for length in (query.shape[1], key.shape[1]):
         if length % LANES:
-            return f"the length {length} is no multiple of {LANES}"
+            return f"length {length} is not a multiple of {LANES}"
     return ""
 
 
 def left_for_shortness(query, key, *_, **__) -> str:
     length = max(query.shape[1], key.shape[1])
-    return f"it pays from length {SPLASH_FROM} on, this is {length}" if length < SPLASH_FROM else ""
+    return f"slower below length {SPLASH_FROM}, length is {length}" if length < SPLASH_FROM else ""
 
 
 def cudnn_refuses(query, key, value, segment_ids, *_, drop=None) -> str:
     if drop is not None:
-        return "it has no attention dropout"
+        return "has no attention dropout"
     if "rocm" in jax.local_devices()[0].client.platform_version.lower():
-        return "cuDNN is for NVIDIA's GPUs"
+        return "requires an NVIDIA GPU"
     if division.positions_here(query.shape[1]) < query.shape[1]:
-        return "it does not divide positions over config.mesh.sequence"
+        return "cannot split positions over config.mesh.sequence"
     if query.dtype not in CUDNN_DTYPES:
-        return f"it computes in bfloat16 and float16, not {query.dtype}"
+        return f"supports bfloat16 and float16, not {query.dtype}"
     lengths = query.shape[1], key.shape[1]
     if segment_ids is not None and any(length % 2 for length in lengths):
-        return f"with segments it needs even lengths, not {lengths[0]} and {lengths[1]}"
+        return f"requires even lengths for segments, not {lengths[0]} and {lengths[1]}"
     width = query.shape[3]
     if value.shape[3] != width:
-        return f"values of width {value.shape[3]} are not as wide as queries, {width}"
+        return f"value width {value.shape[3]} differs from query width {width}"
     return (
-        f"the head width {width} is no multiple of 8 up to 128" if width % 8 or width > 128 else ""
+        f"head width {width} is not a multiple of 8 up to 128" if width % 8 or width > 128 else ""
     )

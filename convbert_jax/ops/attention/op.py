@@ -1,4 +1,4 @@
-"""Attention as models call it, and by which form it is computed."""
+"""Attention functions for models, and the table of implementations."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from convbert_jax.ops.dropout import Dropout
 from convbert_jax.ops.products import SUBLANES, einsum
 from convbert_jax.ops.softmax import softmax
 
-# name -> f(query, key, value, segment_ids, key_segment_ids, causal), with both ids or None
+# name -> f(query, key, value, segment_ids, key_segment_ids, causal); both ids are arrays or None
 IMPLEMENTATIONS = {
     "pallas_tpu": Implementation(
         kernels.pallas_tpu,
@@ -41,27 +41,28 @@ def attention(
     implementation: str = "auto",
     drop: Dropout | None = None,
 ) -> Float[Array, "B L H D"]:
-    """softmax(query . key / sqrt(D)) . value over the keys that a position may see.
+    """Computes softmax(query . key / sqrt(D)) . value over the visible keys.
 
     Args:
-      segment_ids: a position sees the keys of its own segment. Padding (0) is seen by nothing and
-        sees the segment with the largest id: in a row of one segment that is all real tokens, as in
-        the release. None: one segment without padding.
-      key_segment_ids: those of the keys; None: `segment_ids`, where keys are as many as queries,
-        else one segment without padding.
-      causal: the mask: False is full; True lets position t see the keys 0 to t only.
-      implementation: as in `dispatch.choose`: a key of IMPLEMENTATIONS, or "auto".
-      drop: dropout of the weights; "splash" and "cudnn" have none. What is dropped is not the same
-        in every form.
+      query, key, value: inputs; queries are scaled here.
+      segment_ids: a position sees the keys of its own segment. Padding (0) is never seen and sees
+        the segment with the largest id: all real tokens in a row of one segment, as in the official
+        code. None: one segment without padding.
+      key_segment_ids: segments of the keys. None: `segment_ids` if S = L, else one segment without
+        padding.
+      causal: position t sees only keys 0 to t.
+      implementation: a key of IMPLEMENTATIONS, or "auto"; see `dispatch.choose`.
+      drop: dropout of the weights, not supported by "splash" and "cudnn". The mask for a key
+        depends on the implementation.
 
     Returns:
-      [B, L, H, D] in the dtype of `value`; scores and softmax are float32. What a row of nothing
-      but padding gives out is finite and means nothing. Where keys have segments of their own, a
-      position that sees no key gives out 0, and sends no gradient to any.
+      [B, L, H, D] in the dtype of `value`; scores and softmax are float32. Rows of padding only
+      return arbitrary finite numbers. With `key_segment_ids`, a position that sees no key returns 0
+      and contributes no gradient.
 
     Raises:
-      ValueError: shapes that do not fit, or a named implementation that cannot do what is asked, or
-        not on the devices at hand; the message says why.
+      ValueError: shapes do not match, or the named implementation does not support this call on the
+        available devices.
     """
     _check(query, key, value, segment_ids, key_segment_ids)
     arguments = (query, key, value, *_ids(query, key, segment_ids, key_segment_ids), causal)
@@ -78,8 +79,9 @@ def attention_weights(
     key_segment_ids: Int[Array, "B S"] | None = None,
     causal: bool = False,
 ) -> Float[Array, "B H L S"]:
-    """What `attention` weighs the values with, in float32: each row adds up to 1, or to 0 where a
-    position sees no key. Arguments as there.
+    """Returns the weights of `attention` in float32.
+
+    Each row sums to 1, or to 0 if the position sees no key. Arguments as in `attention`.
     """
     _check(query, key, key, segment_ids, key_segment_ids)
     ids = _ids(query, key, segment_ids, key_segment_ids)
@@ -93,8 +95,9 @@ def attention_scores(
     segment_ids: Int[Array, "B L"] | None = None,
     causal: bool = False,
 ) -> Float[Array, "B H L S"]:
-    """query . key / sqrt(D) in float32, of which `attention_weights` are the softmax; 0 where a
-    position does not see a key.
+    """Returns query . key / sqrt(D) in float32, 0 for invisible keys.
+
+    `attention_weights` returns their softmax over the visible keys.
     """
     _check(query, key, key, segment_ids, None)
     scores = einsum("bqhd,bkhd->bhqk", query, key, jnp.float32) * query.shape[-1] ** -0.5
@@ -108,11 +111,17 @@ def attention_to_kept(
     value: Float[Array, "B H S D"],
     visible: Bool[Array, "B 1 #Q S"],
 ) -> Float[Array, "B H Q D"]:
-    """`attention` of a few positions to keys and values that many steps of decoding read: in the
-    order in which a product reads them, so that no step turns them over.
+    """Computes `attention` of a few positions over cached keys and values, for decoding.
+
+    The cache has the axis order that the products read, so no step transposes it.
+
+    Args:
+      query: Q new positions.
+      key, value: cache of S positions.
+      visible: whether a query sees a key.
     """
     count = query.shape[2]
-    if dispatch.platform() == "tpu" and count == 1:  # to both products a vector: see products.py
+    if dispatch.platform() == "tpu" and count == 1:  # avoid matrix-vector products: products.py
         query = jnp.broadcast_to(query, (*query.shape[:2], SUBLANES, query.shape[3]))
     scores = einsum("bhqd,bhdk->bhqk", query, key, jnp.float32) * query.shape[-1] ** -0.5
     weights = softmax(scores, visible, value.dtype)
@@ -128,13 +137,11 @@ def _check(query, key, value, segment_ids, key_segment_ids):
         ("key_segment_ids", key_segment_ids, (batch, key.shape[1])),
     ):
         if array is not None and array.shape != shape:
-            raise ValueError(
-                f"attention: {name} is {list(array.shape)}, but must be {list(shape)}."
-            )
+            raise ValueError(f"attention: {name} must be {list(shape)}, got {list(array.shape)}.")
 
 
 def _ids(query, key, segment_ids, key_segment_ids):
-    """Segments of queries and keys, both None if there is nothing to tell apart."""
+    """Returns segment ids of queries and keys, both None for one segment without padding."""
     if key_segment_ids is None and query.shape[1] == key.shape[1]:
         return segment_ids, segment_ids
     if segment_ids is None and key_segment_ids is None:

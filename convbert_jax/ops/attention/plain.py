@@ -1,4 +1,4 @@
-"""Attention with scores and weights in memory, in the order heads, queries, keys."""
+"""Attention in XLA operations, with scores and weights [B, H, L, S] in memory."""
 
 import functools
 
@@ -15,8 +15,9 @@ from convbert_jax.ops.softmax import softmax, softmax_backward
 
 
 def xla(query, key, value, segment_ids, key_segment_ids, causal, *, drop=None):
-    """Scores in memory, in the order heads, queries, keys. Where a mesh splits positions, each
-    device has all keys and values of its rows.
+    """Computes attention with scores in memory.
+
+    If the mesh splits positions, keys and values are gathered: each device has all of its rows.
     """
     key, value = division.whole_rows(key), division.whole_rows(value)
     if drop is not None:
@@ -30,7 +31,7 @@ def xla(query, key, value, segment_ids, key_segment_ids, causal, *, drop=None):
 def _draw(drop: Dropout, shape: tuple[int, ...]) -> Bool[Array, "B H L S"]:
     if dispatch.platform() != "tpu":
         return drop.draw(shape)
-    # Its compiler has queries in the lanes, and would turn marks over that are drawn otherwise.
+    # XLA for TPU keeps queries in the lanes and would transpose a mask drawn in any other order.
     *rows, queries, keys = shape
     return drop.draw((*rows, keys, queries)).swapaxes(-1, -2)
 
@@ -43,10 +44,17 @@ def _attend_to_kept(
     keep: Bool[Array, "B H L S"],
     factor: float,
 ) -> Float[Array, "B L H D"]:
-    """The product of softmax(scores) with `value`, of weights that are kept times `factor`.
+    """Computes the product of softmax(scores), with dropout, and `value`.
 
-    Autodiff keeps three arrays of the scores' size for the backward pass: weights, marks, and the
-    products of both. As no weight is negative, one can hold them all.
+    Autodiff keeps three arrays of the size of the scores as residuals: weights, mask and their
+    product. One array is enough: weights are not negative, so the sign can store the mask.
+
+    Args:
+      scores: logits of the weights.
+      value: values.
+      visible: whether a query sees a key; None: all.
+      keep: dropout mask, True for kept weights.
+      factor: kept weights are multiplied by it.
     """
     return _attend_to_kept_forward(scores, value, visible, keep, factor)[0]
 
@@ -80,7 +88,7 @@ def weights_of(query, key, segment_ids, key_segment_ids, causal, dtype):
 
 
 def _scores(query, key):
-    # By autodiff: its gradients are float32 products too, and 6% of a layer of length 512 on a TPU
-    # cheaper than those of `products.einsum` (benchmarks/RESULTS.md).
+    # jnp.einsum with autodiff: its gradients are float32 products too, and faster on a TPU than
+    # those of `products.einsum` (benchmarks/RESULTS.md).
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
     return scores * query.shape[-1] ** -0.5
