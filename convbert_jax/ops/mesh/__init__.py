@@ -1,1 +1,1 @@
-"""Ops on a mesh of devices: `division` says who has what, `sums` what is added up over them."""
+"""Ops on a mesh of devices: `division` partitions arrays, `sums` reduces over devices."""

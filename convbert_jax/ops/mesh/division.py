@@ -1,7 +1,7 @@
-"""What each device of a mesh has of an array: rows, heads, positions, or all of it.
+"""Partitioning of arrays over a mesh of devices: by rows, heads or positions, or not at all.
 
-A program is traced under a mesh (`jax.set_mesh`). Here its axes have their meanings; ops and
-models ask by these functions and never for the mesh itself.
+A program is traced under a mesh (`jax.set_mesh`). This module defines the meaning of the mesh axes;
+ops and models use these functions and never access the mesh directly.
 """
 
 import dataclasses
@@ -15,23 +15,23 @@ import jax.numpy as jnp
 from convbert_jax.ops import dispatch
 
 BATCH = ("data", "fsdp")  # the mesh axes that split rows
-HEADS = "tensor"  # the one that splits heads
-SEQUENCE = "sequence"  # the one that splits the positions of a row
-ROWS = jax.P(BATCH)  # a spec: rows are split, the rest is whole
-ROWS_AND_HEADS = jax.P(BATCH, None, HEADS)  # the same for [B, L, H, ...]
-POSITIONS = jax.P(BATCH, SEQUENCE)  # rows and their positions, of [B, L, ...]
+HEADS = "tensor"  # the mesh axis that splits heads
+SEQUENCE = "sequence"  # the mesh axis that splits the positions of a row
+ROWS = jax.P(BATCH)
+ROWS_AND_HEADS = jax.P(BATCH, None, HEADS)  # of [B, L, H, ...]
+POSITIONS = jax.P(BATCH, SEQUENCE)  # of [B, L, ...]
 POSITIONS_AND_HEADS = jax.P(BATCH, SEQUENCE, HEADS)
-WHOLE = jax.P()  # every device has all of it
+WHOLE = jax.P()  # replicated
 
 
 @dataclasses.dataclass(frozen=True)
 class Halo:
-    """What a convolution reads beyond the positions that a device has of a row.
+    """Positions that a convolution reads from neighboring devices.
 
     Attributes:
-      offsets: of its taps, as `taps.offsets` has them.
-      read: places of the arrays that are read there. A device gets these positions from its
-        neighbors, outside the row they are 0; of other arrays they are 0 everywhere.
+      offsets: offsets of its taps, from `taps.offsets`.
+      read: indices of the arrays that are read there. Their halo comes from the neighbors and is 0
+        outside the row; the halo of other arrays is 0.
     """
 
     offsets: tuple[int, ...]
@@ -55,30 +55,34 @@ def over_mesh(
     halo: Halo | None = None,
     kernel: bool = True,
 ) -> Any:
-    """Runs an op on each device's part of its arrays.
+    """Runs an op on each device's part of the arrays (shard_map).
 
-    A kernel cannot be partitioned by the compiler, so it is told here; and no op whose positions
-    read others is left to it, which would gather them.
+    The compiler cannot partition kernels, and it would gather positions for ops that read other
+    positions.
 
     Args:
-      arrays: of which None is passed on.
+      function: the op, called with the local part of each array.
+      arrays: inputs; None is passed through.
       specs: for each array, how the mesh may split it: BATCH, SEQUENCE and HEADS at its axes. A
-        mesh axis that does not divide all that it is to split, or that the mesh does not have,
-        splits nothing: every device computes the whole.
+        mesh axis that does not exist, or does not divide all array axes it applies to, is ignored:
+        its devices all compute the same.
       out_spec: the same for the result.
-      halo: what is read of neighbors where SEQUENCE splits axis 1.
-      kernel: False: the compiler can divide it, but for positions.
+      halo: positions to fetch from neighbors if SEQUENCE splits axis 1; None: no halo.
+      kernel: False: the compiler can partition the op, except over positions.
+
+    Returns:
+      The result of `function`, partitioned by `out_spec`.
 
     Raises:
-      ValueError: an axis of the mesh that is none of these.
+      ValueError: the mesh has an unknown axis.
     """
     sizes = _axes()
     for name in sizes:
         if name not in (*BATCH, HEADS, SEQUENCE):
             raise ValueError(
-                f"The mesh has an axis {name!r}, but kernels know only {' and '.join(BATCH)}, "
-                f"which split rows, {HEADS}, which splits heads, and {SEQUENCE}, which splits "
-                "positions."
+                f"Unknown mesh axis {name!r}. Kernels support {' and '.join(BATCH)} (rows), "
+                f"{HEADS} (heads) and {SEQUENCE} "
+                "(positions)."
             )
     alone = all(size == 1 for size in sizes.values())
     if alone or (not kernel and sizes.get(SEQUENCE, 1) == 1):
@@ -86,7 +90,7 @@ def over_mesh(
     there = [place for place, array in enumerate(arrays) if array is not None]
     given = [(arrays[place], specs[place]) for place in there]
     kept = _dividing(sizes, given)
-    # A mesh of one device along it has no neighbors, and would pad every row for nothing.
+    # With one device along the axis there are no neighbors; padding every row would be wasted.
     exchanged = halo if SEQUENCE in kept and sizes[SEQUENCE] > 1 else None
 
     def local(*parts):
@@ -109,15 +113,16 @@ def over_mesh(
 
 
 def _widen(part: jax.Array, halo: Halo, read: bool) -> jax.Array:
-    """[B, l, ...] of a device -> [B, left + l + right, ...], with what its neighbors have there."""
+    """Adds the halo of the neighbors: local [B, l, ...] -> [B, left + l + right, ...]."""
     if not read:
         sides = ((0, 0), (halo.left, halo.right)) + ((0, 0),) * (part.ndim - 2)
         return jnp.pad(part, sides)
     length, devices = part.shape[1], jax.lax.axis_size(SEQUENCE)
 
     def fetch(width, step):
-        """`width` positions that end (step 1) or begin (step -1) where those of the device do not,
-        nearest devices first.
+        """Fetches the `width` positions before (step 1) or after (step -1) the local ones.
+
+        Returns the parts of the neighbors, nearest first.
         """
         found = []
         for hop in range(1, -(-width // length) + 1):
@@ -132,54 +137,51 @@ def _widen(part: jax.Array, halo: Halo, read: bool) -> jax.Array:
 
 
 def whole_channels(x: jax.Array) -> jax.Array:
-    """`x` [B, L, C] as it stands between layers, and between two products in one, as those that
-    make values and then filters of them: each device has some rows, along `sequence` some of their
-    positions, and all channels.
+    """Constrains activations [B, L, C] to be split over rows and positions, not over channels.
 
-    Left to itself the compiler may cut channels too, along `fsdp` as it does parameters, or along
-    `tensor`, where a product before it does, and then asks the next product for its result in that
-    form; XLA for CPUs (jax 0.10.2 and 0.12.0) gets y @ w wrong where y and the result are split by
-    (data x fsdp, -, tensor) and w by (tensor, fsdp): it swaps rows between devices and does not
-    swap them back.
+    Used between layers, and between products within a layer.
+
+    Without it the compiler may also split channels, over `fsdp` like parameters or over `tensor`
+    like a preceding product, and propagate that to the next product. XLA for CPUs (jax 0.10.2 and
+    0.12.0) computes wrong results for y @ w if y and the result are split by (data x fsdp, -,
+    tensor) and w by (tensor, fsdp): it swaps rows between devices and does not swap them back.
     """
     return _placed(x, POSITIONS, ("fsdp", HEADS, SEQUENCE))
 
 
 def several_cpus() -> bool:
-    """Whether CPUs share the work, which then must send nothing in a loop or a branch.
+    """Returns whether the mesh has several CPUs; then loops and branches must not communicate.
 
-    XLA for CPUs (jax 0.10.2) does not wait for the end of either before it sends something else, if
-    neither needs the other: each device then sends in an order of its own, and what arrives is what
-    another wanted, without a word, or all wait for ever. A teacher beside its student did both.
+    XLA for CPUs (jax 0.10.2) may start other collectives before a loop or branch has finished if
+    they do not depend on it. Devices then run collectives in different orders, which silently mixes
+    up their data or deadlocks. Distillation showed both.
     """
     return math.prod(_axes().values()) > 1 and dispatch.platform() == "cpu"
 
 
 def layers_at_once(depth: int, wanted: int) -> int:
-    """How many of `depth` equal layers an iteration of a loop over them is made of: as `wanted`,
-    but all of them on several CPUs.
-    """
+    """Returns the layers per scan iteration: `wanted`, at most `depth`; `depth` on several CPUs."""
     if not several_cpus():
         return min(wanted, depth)
     if wanted < depth:
         dispatch.say(
-            f"Several CPUs: all {depth} layers in one iteration, not config.model.scan_unroll="
-            f"{wanted}, for XLA mixes up what loops on CPUs send."
+            f"Using {depth} layers per scan iteration instead of config.model.scan_unroll="
+            f"{wanted}: XLA mixes up messages of loops on several CPUs."
         )
     return depth
 
 
 def divides_heads() -> bool:
-    """Whether the mesh has several devices along the axis that cuts what kernels make."""
+    """Returns whether the mesh splits heads, the output channels of dense kernels."""
     return _axes().get(HEADS, 1) > 1
 
 
 def whole_parameter(x: jax.Array) -> jax.Array:
-    """A parameter that `fsdp` divides, with all of its values on each device, for a product.
+    """All-gathers a parameter that `fsdp` splits, for a product.
 
-    Left to itself the compiler does not always fetch it: it multiplies with parts that go around,
-    writes activations bit by bit for that, or sends activations in place of parameters. On a mesh
-    with a `tensor` axis it is left to the compiler, which must keep what that divides.
+    Without it the compiler may instead rotate parts of the parameter between devices and write
+    activations piecewise, or send activations. On a mesh with a `tensor` axis the decision is left
+    to the compiler, because the parameter must stay split over that axis.
     """
     sizes = _axes()
     if sizes.get("fsdp", 1) == 1 or divides_heads():
@@ -188,19 +190,20 @@ def whole_parameter(x: jax.Array) -> jax.Array:
 
 
 def positions_here(length: int) -> int:
-    """How many positions of rows of `length` a device of the mesh has."""
+    """Returns the number of positions per device in rows of `length` positions."""
     devices = _axes().get(SEQUENCE, 1)
     return length if length % devices else length // devices
 
 
 def whole_rows(x: jax.Array) -> jax.Array:
-    """`x` [B, L, H, ...] with all positions of a row on one device, as attention reads keys."""
+    """Gathers all positions of `x` [B, L, H, ...] on each device, as attention reads keys."""
     return _placed(x, ROWS_AND_HEADS, (SEQUENCE,))
 
 
 def by_rows(function: Callable, arrays: Sequence[jax.Array]) -> jax.Array:
-    """`function` on each device with its part of axis 0 of every array, which the devices that
-    divide rows divide; the compiler goes on dividing by the other axes of the mesh.
+    """Runs `function` on each device's part of axis 0 of every array (shard_map over rows).
+
+    The compiler still partitions over the other mesh axes.
     """
     rows = tuple(dividing_rows())
     return jax.shard_map(
@@ -215,13 +218,12 @@ def by_rows(function: Callable, arrays: Sequence[jax.Array]) -> jax.Array:
 def draw_by_rows(
     draw: Callable[[jax.Array, tuple[int, ...]], jax.Array], key: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
-    """draw(key, shape) of rows along axis 0, of which each device draws its own, by a key of its
-    own, where the generator is RBG.
+    """Returns draw(key, shape), partitioned over rows (axis 0) if the generator is RBG.
 
-    The compiler divides what threefry draws, and the numbers are those of one device. What RBG
-    draws it does not: each of 256 devices drew the bits of all 32,768 rows, 2 GB for the weights of
-    four heads of attention (XLA for TPUs, libtpu 0.0.52). Divided, they depend on how many devices
-    there are. Rows that the devices do not divide are drawn whole by each.
+    The compiler partitions threefry without changing its numbers, but not RBG: each device would
+    draw the bits of all rows (XLA for TPUs, libtpu 0.0.52). Here each device draws its own rows
+    with its own key, so RBG numbers depend on the number of devices. If the devices do not divide
+    the rows, each draws all of them.
     """
     devices = math.prod(dividing_rows().values())
     if devices == 1 or shape[0] % devices or str(jax.random.key_impl(key)) != "rbg":
@@ -232,13 +234,13 @@ def draw_by_rows(
 
 
 def dividing_rows() -> dict[str, int]:
-    """The mesh axes of more than one device that rows are divided by, and their sizes."""
+    """Returns the mesh axes that split rows over more than one device, and their sizes."""
     sizes = _axes()
     return {name: sizes[name] for name in BATCH if sizes.get(name, 1) > 1}
 
 
 def _placed(x, spec, unless_alone):
-    """`x` by `spec`, on a mesh that has more than one device along one of these axes."""
+    """Constrains `x` to `spec`, unless the axes `unless_alone` all have one device."""
     sizes = _axes()
     if all(sizes.get(name, 1) == 1 for name in unless_alone):
         return x
@@ -247,7 +249,7 @@ def _placed(x, spec, unless_alone):
 
 
 def _axes() -> dict[str, int]:
-    """Sizes of the axes of the mesh that the compiler divides by."""
+    """Returns the sizes of the mesh axes that the compiler partitions over (AxisType.Auto)."""
     mesh = jax.sharding.get_abstract_mesh()
     return {
         name: mesh.shape[name]
@@ -257,12 +259,17 @@ def _axes() -> dict[str, int]:
 
 
 def _names(part) -> tuple[str, ...]:
-    """The mesh axes at one axis of an array, of a part of a PartitionSpec."""
+    """Returns the mesh axes in one entry of a PartitionSpec."""
     return (part,) if isinstance(part, str) else tuple(part or ())
 
 
 def _dividing(sizes: Mapping[str, int], given) -> list[str]:
-    """The mesh axes, in their order, that divide all that the specs split by them."""
+    """Returns the mesh axes, in order, whose sizes divide all array axes that the specs give them.
+
+    Args:
+      sizes: mesh axis -> number of devices.
+      given: (array, spec) pairs.
+    """
     kept: list[str] = []
     left = [list(array.shape) for array, _ in given]
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""Sums over the rows of all devices, and the dtype that they are sent in: gradients."""
+"""Reductions of gradients over the rows of all devices, and the dtype of their communication."""
 
 import contextlib
 import contextvars
@@ -17,9 +17,13 @@ _SENT = contextvars.ContextVar("the dtype that gradients are sent in", default=N
 
 @contextlib.contextmanager
 def gradients_sent_in(dtype: jnp.dtype | None) -> Iterator[None]:
-    """Context to trace a loss in, of which the gradients of matrices and tables cross between the
-    devices that divide rows in `dtype`; None: as they are, in float32. An op takes it as it is when
-    it is called, also for the backward pass that is traced later.
+    """Sets the dtype in which gradients of matrices and tables are reduced between devices.
+
+    Trace the loss inside this context. An op reads the dtype when it is called and uses it in its
+    backward pass, which is traced later.
+
+    Args:
+      dtype: communication dtype; None: float32.
     """
     token = _SENT.set(None if dtype is None else jnp.dtype(dtype))
     try:
@@ -29,7 +33,7 @@ def gradients_sent_in(dtype: jnp.dtype | None) -> Iterator[None]:
 
 
 def sent_dtype() -> jnp.dtype | None:
-    """What `gradients_sent_in` says here; None too where rows are not divided: nothing is sent."""
+    """Returns the dtype of `gradients_sent_in`, or None if the mesh does not split rows."""
     return _SENT.get() if division.dividing_rows() else None
 
 
@@ -40,17 +44,22 @@ def sum_over_rows(
     *,
     told: bool = False,
 ) -> Any:
-    """A sum over the rows of arrays, axis 0 of each, or several: what each device adds up of its
-    own, by `function`, is rounded to `dtype` and then sent and added up; None: as it is.
+    """Sums `function` over the rows (axis 0) of the arrays on all devices.
+
+    Each device applies `function` to its own rows; the partial sums are cast to `dtype` and
+    all-reduced. The compiler does the same for replicated parameters. If `fsdp` splits parameters,
+    it would send activations instead, so the local sums are then explicit
+    (benchmarks/RESULTS.md, section 15). On one device this is `function`.
 
     Args:
-      told: each device adds up its own rows also where the compiler could be left to do it: where
-        `function` cuts what it adds up, which would else be sent whole and cut then.
+      function: sums the rows of its arguments; returns a tree of arrays.
+      arrays: arguments of `function`, with rows along axis 0.
+      dtype: communication dtype; None: not cast.
+      told: forces explicit local sums, for a `function` that slices its sum: otherwise the whole
+        sum would be sent before slicing.
 
-    Left to itself the compiler does the same where each device has all of a parameter. Where `fsdp`
-    divides parameters it sends activations around instead, so there it is told (two layers of base
-    on four chips: 58 million cycles and 480 MB, and 47 and 234 so; benchmarks/RESULTS.md, section
-    15). Rows that one device has all of are `function` itself.
+    Returns:
+      The tree of total sums.
     """
     sizes = division.dividing_rows()
     devices = math.prod(sizes.values())
@@ -67,11 +76,17 @@ def sum_over_rows(
 
 
 def copies(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """`x` with a leading axis of the devices that divide rows, each of which has a copy of its own,
-    for `division.by_rows`; on one such device `x` itself.
+    """Broadcasts `x` along a new leading axis, one copy per device that splits rows.
 
-    What is read several times in a step, as a table of words, is sent once so: each device adds up
-    its gradients of all reads, and then they cross in `dtype`.
+    For `division.by_rows`. For arrays that are read several times in a step, such as word
+    embeddings: each device sums its gradients of all reads, and the sum is reduced once.
+
+    Args:
+      x: array, any shape.
+      dtype: dtype in which the gradient is communicated.
+
+    Returns:
+      [devices, *x.shape], or `x` if rows are not split.
     """
     sizes = division.dividing_rows()
     return _copies(x, dtype, tuple(sizes.items())) if sizes else x
@@ -96,7 +111,8 @@ _copies.defvjp(_copies_forward, _copies_backward)
 
 
 def add_up(parts: jax.Array) -> jax.Array:
-    """The sum over axis 0, of which each device has a part, sent in the dtype of `parts`: jnp.sum
-    would make bfloat16 float32 before.
+    """Sums over axis 0, which is split over devices, in the dtype of `parts`.
+
+    jnp.sum would cast bfloat16 to float32 before communication.
     """
     return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (0,))
