@@ -1,7 +1,7 @@
 """Checks a kernel against XLA on the device before the first program uses it.
 
-compare.py   both on small random inputs: outputs, gradients, dropout
-verdicts.py  when a check runs, where its verdict is kept, what all processes agree on
+compare.py   compares outputs, gradients and dropout masks on small random inputs
+verdicts.py  runs checks on first use, caches results, combines them over processes
 """
 
 from convbert_jax.ops.verification.verdicts import KernelError, find_fault

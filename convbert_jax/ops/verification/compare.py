@@ -1,4 +1,4 @@
-"""A kernel against a definition in float32, on small random inputs."""
+"""Compares a kernel with its definition in float32, on small random inputs."""
 
 import contextlib
 import dataclasses
@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ROWS, LENGTH, KEYS = 2, 256, 384  # KEYS: positions of the other row in cross-attention
-# Largest error, relative to the largest correct number. Rounding stays far below it; a wrong block,
-# gradient or dropout mask is far above it. The bound of float32 allows for products in bfloat16
-# passes, as JAX's splash attention has them on TPUs.
+ROWS, LENGTH, KEYS = 2, 256, 384  # KEYS: number of keys in cross-attention
+# Maximum error relative to the largest expected number. Rounding errors stay far below; a wrong
+# block, gradient or dropout mask is far above. The float32 bound allows products in bfloat16
+# passes, as in JAX's splash attention on TPUs.
 TOLERANCE_16_BITS, TOLERANCE_32_BITS = 0.05, 0.02
 
 
 def shrink(arguments: Sequence[Any]) -> list[Any]:
-    """Replaces the arrays of a call by `ShapeDtypeStruct`s of few rows and positions.
+    """Replaces the arrays of a call by `ShapeDtypeStruct`s with few rows and positions.
 
-    Integer arrays (segment ids) and arrays of three or more axes begin with rows and positions; the
-    others are parameters and keep their shape. An array that occurs twice stays one object.
+    Integer arrays (segment ids) and arrays of three or more axes start with rows and positions;
+    other arrays are parameters and keep their shape. An array that occurs twice stays one object.
     """
     length, made = arguments[0].shape[1], {}
 
@@ -34,7 +34,7 @@ def shrink(arguments: Sequence[Any]) -> list[Any]:
 
 
 def describe(arguments: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """A call of `shrink`ed arguments as text, different for calls that compile differently."""
+    """Formats a call with `shrink`ed arguments; the text identifies what is compiled."""
     parts = [f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else str(x) for x in arguments]
     parts += [f"{name}={getattr(x, 'kept', x)}" for name, x in options.items()]
     return " ".join(parts)
@@ -43,7 +43,7 @@ def describe(arguments: Sequence[Any], options: Mapping[str, Any]) -> str:
 def largest_error(
     function: Callable, definition: Callable, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[float, str]:
-    """The largest of `measure_errors`, and the array that has it."""
+    """Returns the largest error of `measure_errors` and the name of its array."""
     errors = measure_errors(function, definition, arguments, options)
     worst = max(errors, key=errors.get)
     return errors[worst], worst
@@ -58,21 +58,22 @@ def measure_errors(
     seed: int = 0,
     exact: Any = jnp.float32,
 ) -> dict[str, float]:
-    """Runs both and compares outputs and gradients, with padding and several segments.
+    """Compares outputs and gradients of two functions, with padding and several segments.
 
-    If attention drops weights, its mask is compared as well: with queries of 0 and the identity as
-    values, the output is the mask divided by the number of visible keys, so a single wrong entry is
-    an error of 1. The mean of the mask is compared with the rate.
+    Attention dropout masks are compared as well: with queries of 0 and the identity as values, the
+    output is the mask divided by the number of visible keys, so a single wrong entry is an error
+    of 1. The mean of the mask is compared with the rate.
 
     Args:
       function: the kernel, called with `arguments` and `options`.
-      definition: the same function, computed by XLA; must drop the same weights.
-      arguments: of a call, with `ShapeDtypeStruct`s for its arrays.
-      seed: of the numbers.
-      exact: the dtype in which the definition computes; float64: on the CPU.
+      definition: the same function in XLA; must drop the same weights.
+      arguments: arguments of a call, with `ShapeDtypeStruct`s instead of arrays.
+      options: keyword arguments of the call.
+      seed: seed of the random inputs.
+      exact: the dtype in which the definition computes; float64 runs on the CPU.
 
     Returns:
-      array -> its largest error, relative to its largest correct number; infinity for NaN.
+      array name -> largest error, relative to the largest expected number; infinity for NaN.
     """
     dtype, rng = arguments[0].dtype, np.random.default_rng(seed)
     places, run = make_program(arguments, options)
@@ -96,7 +97,7 @@ def measure_errors(
         return np.asarray(actual[0], np.float64)
 
     def draw(shape):
-        scale = shape[0] ** -0.5 if len(shape) < 3 else 1.0  # of parameters
+        scale = shape[0] ** -0.5 if len(shape) < 3 else 1.0  # parameters have one or two axes
         return jnp.asarray(scale * rng.standard_normal(shape), dtype)
 
     arrays = [draw(arguments[place].shape) for place in places]
@@ -117,8 +118,10 @@ def measure_errors(
 def make_program(
     arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[list[int], Callable[..., tuple[jax.Array, ...]]]:
-    """The places of floating point arrays, and run(function, arrays at these places) -> its output
-    and its gradients for a fixed random cotangent.
+    """Returns the indices of the floating point arguments and a function that evaluates a kernel.
+
+    run(function, arrays), with arrays for these indices, returns the output of `function` and the
+    gradients for a fixed random cotangent.
     """
     dtype = arguments[0].dtype
     places = [place for place, x in enumerate(arguments) if _is_floating(x)]
@@ -127,7 +130,7 @@ def make_program(
         options = {**options, "drop": dataclasses.replace(options["drop"], key=jax.random.key(0))}
 
     def run(function, arrays):
-        constants = {place: jnp.asarray(x) for place, x in ids.items()}  # some forms index by them
+        constants = {place: jnp.asarray(x) for place, x in ids.items()}  # traced indices need jnp
 
         def call(*arrays):
             given = dict(zip(places, arrays, strict=True))
@@ -150,7 +153,7 @@ def _is_integer(x: Any) -> bool:
 
 
 def _segment_ids(shape: tuple[int, ...]) -> np.ndarray:
-    """Four segments in every row but the first, where padding replaces the last."""
+    """Returns four segments per row; in the first row padding replaces the last segment."""
     ids = np.tile(1 + 4 * np.arange(shape[1], dtype=np.int32) // shape[1], (shape[0], 1))
     ids[0][ids[0] == 4] = 0
     return ids

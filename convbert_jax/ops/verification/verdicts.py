@@ -1,10 +1,9 @@
-"""When kernels are verified, and where the verdicts are kept.
+"""Runs kernel checks on first use, and caches their results.
 
-`dispatch.choose` calls `find_fault` while a program is traced. The check then runs in a thread of
-its own, where JAX has neither the trace nor the mesh of that program. The alternative, a pass over
-the config's ops before every trace, needs a list of these ops that has to agree with the models.
-All processes trace the same programs, so they check the same kernels in the same order and can
-combine their results.
+`dispatch.choose` calls `find_fault` while a program is traced. The check then runs in a separate
+thread, where JAX has neither the trace nor the mesh of that program. Checking all ops of a config
+before tracing instead would need a list of ops that must match the models. All processes trace the
+same programs, so they check the same kernels in the same order and can combine their results.
 """
 
 import concurrent.futures
@@ -28,13 +27,13 @@ from convbert_jax.ops.verification import compare
 
 log = logging.getLogger(__name__)
 
-FILE = "kernel_checks.json"  # in the folder of the compile cache: check -> largest error
-_passed: set[str] = set()  # checks, in this process
+FILE = "kernel_checks.json"  # in the compile cache folder: check -> largest error
+_passed: set[str] = set()  # keys of checks that passed in this process
 _faults: dict[tuple[str, str], str] = {}  # (op, implementation) -> why it is disabled
 
 
 class KernelError(UserError):
-    """A kernel that was asked for by name is wrong on this device."""
+    """A kernel that was requested by name computes wrong results on this device."""
 
 
 def find_fault(
@@ -46,18 +45,18 @@ def find_fault(
     arguments: Sequence[Any],
     options: Mapping[str, Any],
 ) -> str:
-    """Checks a kernel, once for each kind of call, and logs the result.
+    """Checks a kernel, once per kind of call, and logs the result.
 
-    Nothing is checked without a local device of the kind that the program is compiled for, since
-    the program then does not run here.
+    The check is skipped if this process has no device of the kind that the program is compiled for,
+    since the program then does not run here.
 
     Args:
-      op, name: of the op and of the kernel, for messages.
-      platform: whose devices the kernel needs.
-      function, definition, arguments, options: as `compare.largest_error`, before `shrink`.
+      op, name: names of the op and of the kernel, for messages.
+      platform: the platform that the kernel requires.
+      function, definition, arguments, options: as in `compare.largest_error`, before `shrink`.
 
     Returns:
-      Why the kernel must not be used in this run, or "".
+      The reason why the kernel is disabled in this run, or "".
     """
     device = _find_device(platform)
     if device is None or (op, name) in _faults:
@@ -102,12 +101,12 @@ def find_fault(
         found,
         versions,
     )
-    reason = f"its error against XLA is {worst:.2g} ({where}), tolerance {tolerance}"
+    reason = f"relative error against XLA is {worst:.2g} ({where}), tolerance {tolerance}"
     return _faults.setdefault((op, name), reason)
 
 
 def _find_device(platform: str) -> jax.Device | None:
-    """A local device of the kind that the program is compiled for, if this process has one."""
+    """Returns a local device of the kind that the program is compiled for, or None."""
     wanted = jax.sharding.get_abstract_mesh().abstract_device
     local = jax.local_devices()[0]
     of_kind = wanted is None or wanted.device_kind == local.device_kind
@@ -115,7 +114,7 @@ def _find_device(platform: str) -> jax.Device | None:
 
 
 def _combine(error: float) -> float:
-    """The largest error of all processes."""
+    """Returns the largest error of all processes."""
     if jax.process_count() == 1:
         return error
     return float(np.max(multihost_utils.process_allgather(np.float32(error))))
@@ -123,7 +122,7 @@ def _combine(error: float) -> float:
 
 @functools.cache
 def _hash_sources() -> str:
-    """A version of all ops: their source files, kernels, XLA's forms and these checks."""
+    """Hashes the source files of all ops, including these checks."""
     folder = pathlib.Path(__file__).parents[1]
     sources = sorted(folder.rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
@@ -135,7 +134,7 @@ def _path() -> os.PathLike | None:
 
 
 def _read_verdicts() -> dict[str, float]:
-    """What this and earlier runs found. A file that cannot be read is as good as none."""
+    """Returns the results of this and earlier runs; none if the file cannot be read."""
     try:
         kept = files.read_json(_path(), remedy="remove it") if _path() else {}
     except (OSError, UserError):
@@ -145,11 +144,11 @@ def _read_verdicts() -> dict[str, float]:
 
 
 def _keep_verdict(key: str, error: float) -> None:
-    """Two processes that write at once may lose a verdict, which is then found again."""
+    """Saves a result. Concurrent writers may lose one; that check then runs again."""
     kept = _read_verdicts()
     if not _path() or kept.get(key) == error:
         return
     try:
         files.write_json(_path(), kept | {key: error})
     except (OSError, UserError) as failure:
-        log.info("%s cannot be written (%s): kernels are checked again.", _path(), failure)
+        log.info("Cannot write %s (%s); the next run checks the kernels again.", _path(), failure)
