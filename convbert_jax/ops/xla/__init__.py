@@ -1,4 +1,4 @@
-"""The convolutions for XLA: what every platform can do."""
+"""Convolutions in XLA operations, for all platforms."""
 
 from convbert_jax.ops.xla.depthwise import depthwise_conv
 from convbert_jax.ops.xla.plain import dynamic_conv

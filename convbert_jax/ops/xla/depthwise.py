@@ -1,4 +1,4 @@
-"""Depthwise convolution for XLA: one shifted multiply-add per tap, in the gradients too."""
+"""Depthwise convolution in XLA: one shifted multiply-add per tap, also in the gradients."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Span-based dynamic convolution for XLA: projection, softmax, dynamic convolution, one by one."""
+"""Span-based dynamic convolution in XLA: projection, softmax and dynamic convolution in turn."""
 
 import jax.numpy as jnp
 
@@ -15,7 +15,7 @@ def span_dynamic_conv(query, span_key, values, projection, bias, segment_ids, he
 
 
 def span_filters(query, span_key, projection, bias, heads, dtype):
-    """[B, L, H, K] in `dtype`: softmax, in float32, over all taps of a head, visible or not."""
+    """Returns filters [B, L, H, K] in `dtype`: float32 softmax over all taps, visible or not."""
     products = query if span_key is None else query * span_key
     logits = dense(division.whole_channels(products), projection, bias, jnp.float32)
     return softmax(logits.reshape(*query.shape[:2], heads, -1), None, dtype)
