@@ -1,4 +1,4 @@
-"""Which entries of an array dropout keeps, and what it multiplies those by."""
+"""Dropout masks and scale factors."""
 
 import dataclasses
 import functools
@@ -13,11 +13,11 @@ from convbert_jax.ops.mesh import division
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """Zeroes entries with probability `rate`, in steps of 1/256 from 1/256 to 255/256, and scales
-    the others to keep the mean.
+    """Dropout: zeroes entries with probability `rate` and scales the others to keep the mean.
 
     Attributes:
-      key: what is drawn is a function of it.
+      rate: probability, rounded to a multiple of 1/256 from 1/256 to 255/256.
+      key: random key of the mask.
     """
 
     rate: float
@@ -25,41 +25,40 @@ class Dropout:
 
     @property
     def kept(self) -> int:
-        """How many of 256 entries are kept, on average."""
+        """Expected number of kept entries out of 256."""
         return min(max(round((1.0 - self.rate) * 256), 1), 255)
 
     @property
     def factor(self) -> float:
-        """What those are multiplied by."""
+        """Scale of kept entries."""
         return 256 / self.kept
 
     def draw(self, shape: tuple[int, ...]) -> Bool[Array, "..."]:
-        """Which entries of an array of `shape` are kept.
+        """Draws a mask of `shape`, True for kept entries.
 
-        With three axes and more the first is of rows, which devices may divide; filters that all
-        rows share have two.
+        With three or more axes, axis 0 is rows, which devices may split. Filters shared by all rows
+        have two axes.
         """
         draw = functools.partial(_draw, self.kept)
         by_rows = len(shape) > 2
         keep = division.draw_by_rows(draw, self.key, shape) if by_rows else draw(self.key, shape)
         if dispatch.platform() == "cpu":
-            # Else XLA:CPU computes the random bits again in every fusion that reads them: 28% of a
-            # layer's forward and backward, instead of 9%.
+            # Otherwise XLA:CPU recomputes the random bits in every fusion that reads them.
             keep = jax.lax.optimization_barrier(keep)
         return keep
 
 
 def dropout_of(rate: float, key: Array | None) -> Dropout | None:
-    """None where nothing is dropped: without a key, and at rate 0."""
+    """Returns a `Dropout`, or None if nothing is dropped: without a key or at rate 0."""
     return None if key is None or rate == 0.0 else Dropout(rate, key)
 
 
 def _draw(kept: int, key: Array, shape: tuple[int, ...]) -> Array:
-    """True with probability `kept` / 256."""
-    if dispatch.platform() == "tpu":  # whose generator makes bytes as well as words
+    """Draws booleans that are True with probability `kept` / 256."""
+    if dispatch.platform() == "tpu":  # the TPU generator makes bytes at no extra cost
         return jax.random.bits(key, shape, jnp.uint8) < kept
-    # Four come from one random word, as those are what costs; they are a quarter of the last axis
-    # but one apart, so nothing moves.
+    # Random words are expensive, so each yields four entries, a quarter of the second last axis
+    # apart, so that no data moves.
     *batch, rows, columns = shape
     words = jax.random.bits(key, (*batch, -(-rows // 4), columns))
     parts = [((words >> (8 * part)) & 0xFF) < kept for part in range(4)]

@@ -1,8 +1,8 @@
-"""Products of arrays whose sums are float32, in the gradients too.
+"""Matrix products and dense layers that accumulate in float32, in the gradients too.
 
-A gradient of a parameter is a sum over all tokens of a batch: in bfloat16, 16,384 ones add up to
-4,096. Autodiff takes the dtype of the operands for what it adds up, so what is written with these
-functions never depends on what a compiler makes of a bfloat16 sum.
+A parameter's gradient is a sum over all tokens of a batch; in bfloat16, 16,384 ones sum to 4,096.
+Autodiff accumulates in the dtype of the operands and leaves the precision of bfloat16 sums to the
+compiler; these functions do not.
 """
 
 import functools
@@ -20,22 +20,25 @@ from convbert_jax.ops import dispatch
 from convbert_jax.ops.mesh import division, sums
 
 DENSE = "dense"
-_LANES = 128  # channels that a TPU keeps side by side
-SUBLANES = 8  # and rows of them
-_MUCH_LARGER = 8  # than another array, whose product is a matrix unit's
-_FILLS_A_GPU = 1 << 21  # numbers: a tile of 128 x 128 for each of an H100's multiprocessors
+_LANES = 128  # lanes of a TPU vector register
+SUBLANES = 8  # sublanes of a TPU vector register
+_MUCH_LARGER = 8  # size ratio from which a CPU with a matrix unit transposes the smaller factor
+_FILLS_A_GPU = 1 << 21  # elements: a 128 x 128 tile for each multiprocessor of an H100
 
 
 def einsum(
     equation: str, x: Float[Array, "..."], y: Float[Array, "..."], dtype: jnp.dtype
 ) -> Float[Array, "..."]:
-    """jnp.einsum of two arrays: factors in the dtype of `x`, sums in float32, result in `dtype`.
+    """Computes jnp.einsum of two arrays with float32 accumulation.
 
-    Gradients are in the dtypes of the arguments: that of a float32 parameter `y` is not rounded,
-    also where `x` is bfloat16, but on its way between devices under `sums.gradients_sent_in`.
+    Gradients have the dtypes of the arguments. The gradient of a float32 parameter `y` is not
+    rounded, even if `x` is bfloat16, except for communication under `sums.gradients_sent_in`.
 
     Args:
-      equation: each axis is in two of `x`, `y` and the result, by a letter.
+      equation: each letter occurs in exactly two of `x`, `y` and the result.
+      x: first factor.
+      y: second factor, cast to the dtype of `x`.
+      dtype: dtype of the result.
     """
     return _product(equation, x, y, dtype, sums.sent_dtype())
 
@@ -51,7 +54,7 @@ def _factor(equation, x, y):
 
 
 def _parameter(x, y):
-    """`y` in the dtype of `x`, in which it is fetched from the devices that divide it."""
+    """Casts a parameter to the dtype of `x`, then all-gathers it over `fsdp`."""
     return division.whole_parameter(y.astype(x.dtype))
 
 
@@ -66,7 +69,7 @@ def _backward(equation, dtype, sent, saved, cotangent):
     cotangent = cotangent.astype(x.dtype)
     factor = _factor(equation, x, y)
     d_x = multiply(f"{result},{right}->{left}", cotangent, factor, x.dtype)
-    if left[0] in right:  # `y` has rows as well, so it is no parameter
+    if left[0] in right:  # `y` has a row axis, so it is not a parameter
         return d_x, _sum_over_rows(left, result, right, x, cotangent, y.dtype)
 
     def of_rows(x, cotangent):
@@ -79,10 +82,12 @@ _product.defvjp(_forward, _backward)
 
 
 def _sum_over_rows(left, result, right, x, cotangent, dtype):
-    """The gradient of a parameter. XLA's product on a CPU turns over its first factor to add up
-    over rows, so there this is the smaller one, and the result is turned over where it must be: a
-    vocabulary of 8,000 has logits 60 times as large as the hidden states. Where the matrix unit
-    makes the product, turning a result costs as much as turning a factor of a few times its size.
+    """Computes the gradient of `y`, summing over rows.
+
+    XLA for CPUs transposes the first factor to sum over rows. The smaller factor therefore comes
+    first, and the result is transposed if necessary: logits can be 60 times as large as the hidden
+    states. With a matrix unit, transposing the result costs as much as transposing a factor several
+    times its size, so the factors must differ by _MUCH_LARGER.
     """
     first, second = (left, x), (result, cotangent)
     if x.size > cotangent.size:
@@ -96,13 +101,13 @@ def _sum_over_rows(left, result, right, x, cotangent, dtype):
     @jax.custom_batching.custom_vmap
     def turned(x, y):
         product = multiply(f"{first[0]},{second[0]}->{order}", x, y, dtype)
-        # Without it XLA takes the transposition back into the product.
+        # The barrier keeps XLA from merging the transposition into the product.
         product = jax.lax.optimization_barrier(product)
         return jnp.einsum(f"{order}->{right}", product)
 
     @turned.def_vmap
     def together(size, are_batched, x, y):
-        """Seeds as an axis: of such a product turned over, XLA (jax 0.10.2) ends the process."""
+        """Vmaps over seeds without transposing, which crashes XLA for CPUs (jax 0.10.2)."""
         plain = functools.partial(multiply, f"{first[0]},{second[0]}->{right}", dtype=dtype)
         axes = tuple(0 if batched else None for batched in are_batched)
         return jax.vmap(plain, axes, axis_size=size)(x, y), True
@@ -113,8 +118,10 @@ def _sum_over_rows(left, result, right, x, cotangent, dtype):
 def multiply(
     equation: str, x: Float[Array, "..."], y: Float[Array, "..."], dtype: jnp.dtype
 ) -> Float[Array, "..."]:
-    """`einsum` for a pass that has its gradients elsewhere, or needs none: autodiff's would be sums
-    in the dtypes of the factors. It takes factors as they are, and any axes.
+    """Computes `einsum` without its gradient, for custom_vjp functions and inference.
+
+    Autodiff of this function would accumulate in the dtypes of the factors. Factors are not cast,
+    and any einsum equation is allowed.
     """
     if dispatch.platform() == "cpu":
         return _on_a_cpu(equation, x, y).astype(dtype)
@@ -126,9 +133,10 @@ def multiply(
 
 
 def _on_a_cpu(equation, x, y):
-    """In float32. XLA for CPUs lacks some products of bfloat16 factors with float32 sums and ends
-    the program there (bgi,gio->bgo, jax 0.10.2 to 0.12.0). Those of two matrices it has, and gives
-    to the matrix unit of a processor that has one.
+    """Computes the product on a CPU, in float32 unless a matrix unit supports bfloat16.
+
+    XLA for CPUs crashes on some batched products of bfloat16 factors with float32 accumulation
+    (bgi,gio->bgo, jax 0.10.2 to 0.12.0). Plain matrix products work and use the matrix unit.
     """
 
     def widened(x, y):
@@ -156,11 +164,11 @@ def _on_matrix_unit(x, y):
 
 
 def _written(equation, x, y, dtype):
-    """The dtype in which a product leaves the matrix unit; what it adds up is float32 in both.
+    """Returns the dtype in which the product is written; accumulation is always float32.
 
-    On a GPU a product is a program of its own, which writes its result: as it is wanted, not twice
-    as wide. But one with so small a result may be split into sums of parts, which would be rounded
-    before they are added up, and so would be those of devices that divide channels.
+    On a GPU a product is a separate kernel, so writing the result in 16 bits halves the traffic.
+    Small results stay float32, because the kernel may be split into partial sums, which would be
+    rounded before they are added. The same holds for devices that split channels.
     """
     if dispatch.platform() != "gpu" or division.divides_heads():
         return jnp.float32
@@ -171,8 +179,9 @@ def _written(equation, x, y, dtype):
 
 
 def _only_row(equation, x):
-    """The last axis of `x` that the other factor lacks, and its place in the result, where `x` has
-    one row; None where it has more.
+    """Returns the row axis of `x` and its index in the result if `x` has one row, else None.
+
+    Row axes of `x` are those that the other factor lacks; the last one is returned.
     """
     operands, result = equation.split("->")
     left, right = operands.split(",")
@@ -183,9 +192,10 @@ def _only_row(equation, x):
 
 
 def _as_of_many(product, axis, place, x, y):
-    """The product of a vector as that of a matrix whose other rows are zero. On a TPU XLA takes the
-    vector unit for a vector, which by its own model is four to eight times as slow as the matrix
-    unit. Where one text is written a token at a time every product is of that kind.
+    """Computes a vector-matrix product as a matrix product, by adding rows of zeros.
+
+    XLA for TPU uses the vector unit for vectors, which is slower than the matrix unit. When one
+    text is generated token by token, every product is of this kind.
     """
     pads = [(0, SUBLANES - 1 if at == axis else 0) for at in range(x.ndim)]
     return jax.lax.slice_in_dim(product(jnp.pad(x, pads), y), 0, 1, axis=place)
@@ -197,12 +207,18 @@ def dense(
     bias: Float[Array, "*#B C_out"] | None,
     dtype: jnp.dtype,
 ) -> Float[Array, "*B C_out"]:
-    """x kernel + bias in `dtype`, rounded once; factors as in `einsum`. None is no bias.
+    """Computes x kernel + bias, rounded once to `dtype`; factors as in `einsum`.
 
-    Rematerialization can keep the result by the name DENSE.
+    Rematerialization policies can save the result by its checkpoint name DENSE.
+
+    Args:
+      x: inputs.
+      kernel: weights.
+      bias: None: no bias.
+      dtype: dtype of the result.
     """
     batch = "abcd"[: x.ndim - 1]
-    # A GPU adds the bias before it rounds and writes the product, if both have its dtype.
+    # A GPU kernel adds the bias before rounding and writing, if both have the same dtype.
     written = dtype if dispatch.platform() == "gpu" else jnp.float32
     product = einsum(f"{batch}i,io->{batch}o", x, kernel, written)
     return _finish(product, bias, dtype)
@@ -218,7 +234,7 @@ def _finish(product, bias, dtype):
 
 @jax.custom_vjp
 def _add_bias(product, bias):
-    """In the 16 bits of the product. The gradient of the bias is a float32 sum all the same."""
+    """Adds the bias in the 16-bit dtype of the product; its gradient is still summed in float32."""
     return product + bias.astype(product.dtype)
 
 
@@ -242,10 +258,19 @@ def dense_of_one(
     biases: Sequence[Float[Array, " _"] | None],
     dtype: jnp.dtype,
 ) -> list[Float[Array, "*B _"]]:
-    """`dense` of each kernel and bias, all of the same `x`.
+    """Applies several dense layers to the same input.
 
-    On a TPU the gradient of `x` is one product of all kernels: of one each, the compiler writes out
-    every result and then reads them to add them up (benchmarks/RESULTS.md, section 6).
+    On a TPU the gradient of `x` is one product with all kernels. With separate products the
+    compiler writes each result to memory and then reads them again to add them
+    (benchmarks/RESULTS.md, section 6).
+
+    Args:
+      x: inputs.
+      kernels, biases: one per layer; a bias may be None.
+      dtype: dtype of the results.
+
+    Returns:
+      The output of each layer.
     """
     if dispatch.platform() != "tpu" or division.divides_heads():
         return [dense(x, *each, dtype) for each in zip(kernels, biases, strict=True)]
@@ -293,10 +318,16 @@ def dense_of_groups(
     bias: Float[Array, " C_out"] | None,
     dtype: jnp.dtype,
 ) -> Float[Array, "*B C_out"]:
-    """`dense` of each of G groups of neighboring channels by a kernel of its own, side by side.
+    """Applies a grouped dense layer: each of G groups of adjacent channels has its own kernel.
 
-    A TPU moves all of an array to cut it where no 128 channels end, which costs more than the zeros
-    of one product with all kernels on a diagonal (benchmarks/RESULTS.md, section 15).
+    Slicing at channels that are not multiples of 128 copies the whole array on a TPU. That costs
+    more than one product with a block-diagonal matrix (benchmarks/RESULTS.md, section 15).
+
+    Args:
+      x: inputs, C = G I.
+      kernel: one [I, O] kernel per group.
+      bias: C_out = G O; None: no bias.
+      dtype: dtype of the result.
     """
     cut = any(size % _LANES for size in kernel.shape[1:])
     if dispatch.platform() == "tpu" and cut and not division.divides_heads():
@@ -333,7 +364,7 @@ def _groups_backward(sent, saved, cotangent):
         blocks = whole.reshape(groups, inputs, groups, outputs)
         return jnp.stack([blocks[group, :, group] for group in range(groups)])
 
-    # Of its own rows, so that what is not on the diagonal is sent nowhere.
+    # Each device slices its local sum, so blocks off the diagonal are not communicated.
     return d_x, sums.sum_over_rows(of_rows, (x, cotangent), sent).astype(kernel.dtype)
 
 
