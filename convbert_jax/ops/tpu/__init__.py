@@ -1,4 +1,4 @@
-"""The convolutions as Pallas kernels for TPU."""
+"""Convolutions as Pallas kernels for TPU."""
 
 from convbert_jax.ops.tpu.depthwise import depthwise_conv
 from convbert_jax.ops.tpu.light import light_conv, light_suits

@@ -1,22 +1,22 @@
-"""Where the TPU kernels put filters and rows so that a convolution over time is a matrix product.
+"""Data layout of the TPU kernels, which express convolutions over time as banded matrix products.
 
-A row is worked on in windows of 64 positions, of which the middle gets its results from the window
-alone. There the filters of one head are a band matrix,
+A row is processed in windows of 64 positions. The outputs of a window's *middle* depend only on
+positions in the window, so the filters of one head form a band matrix:
 
-    band[r, c] = what the filter of middle position r has for window position c,
+    band[r, c] = weight that the filter of middle position r gives to window position c
 
-and two heads at a time fill the 128 lanes of the matrix unit: [band of head 2m | band of head 2m+1]
-times their values stacked, [values with the channels of head 2m; values with those of head 2m+1].
+Two heads at a time fill the 128 lanes of the matrix unit: [band of head 2m | band of head 2m+1]
+times the stacked values [values of head 2m, other channels 0; values of head 2m+1, others 0].
 
-Building the band costs one instruction per 8 positions: the taps of a head lie side by side in a
-*slot* of a 128-lane vector, at lane halo + offset from where it begins, slots of even heads in
-lanes 0-63 and of odd heads in 64-127, and a rotation of row r by r lanes brings each tap to its
-column.
+Building the band costs one instruction per 8 positions. The taps of a head lie side by side in a
+*slot* of a 128-lane vector, at lane halo + offset from the start of the slot. Even heads have slots
+in lanes 0-63, odd heads in lanes 64-127. Rotating row r by r lanes moves each tap to its column.
 
-Gradients have the same form. Of the values: what the filters of positions t that read position s
-have for it is a filter again, of the *opposite* offsets. Of the filters: the band of cotangent
-times transpose(values), read back into slots of the opposite offsets by the same rotation if the
-columns run backwards, since rows can only be rotated forward.
+Gradients have the same form:
+
+- Values: the weights that positions t give to position s are a filter with the *opposite* offsets.
+- Filters: the band of cotangent times transpose(values), moved into slots of the opposite offsets
+  by the same rotation. Rows can only rotate forward, so the columns run backwards.
 """
 
 import dataclasses
@@ -27,39 +27,39 @@ import numpy as np
 WINDOW = 64
 LANES = 128
 SUBLANES = 8
-# What windows are cut by: the sublanes of a 16-bit vector.
+# Middles are multiples of the sublanes of a 16-bit vector.
 SMALLEST_MIDDLE = 16
-# From the first to the last tap of a group: half of it on either side leaves a middle.
+# Maximum distance from the first to the last tap of a group; centered, it leaves room for a middle.
 LARGEST_SPAN = 46
 
 
 @dataclasses.dataclass(frozen=True)
 class Bands:
-    """Geometry of one convolution: a row of `length` positions, `heads` x `width` channels.
+    """Geometry of one convolution: a row of `length` positions and `heads` x `width` channels.
 
-    `length` is a multiple of 16, and the offsets fit a band (`fits`). A row may be several shorter
-    ones of `period` positions put one behind the other, which read nothing of each other.
+    `length` is a multiple of 16, and the offsets fit into a band (`fits`). A row may be a
+    concatenation of shorter rows of `period` positions, which do not read each other.
     """
 
     length: int
     heads: int
     width: int
-    offsets: tuple[int, ...]  # of the taps, ascending
+    offsets: tuple[int, ...]  # ascending
     period: int
 
     @functools.cached_property
     def opposite(self) -> "Bands":
-        """Of a convolution that reads -offset where this one reads offset."""
+        """Geometry of the convolution with negated offsets."""
         return dataclasses.replace(self, offsets=tuple(-offset for offset in self.offsets[::-1]))
 
     @property
     def halo(self) -> int:
-        """Positions of a window before its middle, as far as the taps reach back."""
+        """Positions of a window before its middle."""
         return halos(self.offsets)[0]
 
     @property
     def middle(self) -> int:
-        """Positions from one window to the next, the same for the opposite offsets."""
+        """Positions of the middle, the stride of the windows; the same for opposite offsets."""
         return (WINDOW - sum(halos(self.offsets))) // SMALLEST_MIDDLE * SMALLEST_MIDDLE
 
     @property
@@ -68,7 +68,7 @@ class Bands:
 
     @property
     def padded_length(self) -> int:
-        """Rows of a memory in which position t is row halo + t and windows are whole."""
+        """Rows of a buffer with position t at row halo + t and complete windows."""
         return self.middle * (self.windows - 1) + WINDOW
 
     @property
@@ -77,17 +77,17 @@ class Bands:
 
     @functools.cached_property
     def slot(self) -> int:
-        """Lanes from one slot to the next; rotations start at multiples of 8 lanes."""
+        """Lanes per slot, a multiple of 8, where rotations start."""
         return round_up(self.offsets[-1] - self.offsets[0] + 1, SUBLANES)
 
     @property
     def slots(self) -> int:
-        """Slots in each half of a vector."""
+        """Number of slots in each half of a vector."""
         return (WINDOW - 1 - self.halo - max(0, self.offsets[-1])) // self.slot + 1
 
     @property
     def vectors(self) -> int:
-        """Vectors of 128 lanes with the slots of all heads."""
+        """Number of 128-lane vectors with the slots of all heads."""
         return -(-self.heads // (2 * self.slots))
 
     @property
@@ -95,12 +95,12 @@ class Bands:
         return self.vectors * LANES
 
     def slot_start(self, head: int) -> tuple[int, int]:
-        """(vector, first lane in it) of the slot of a head."""
+        """Returns the (vector, first lane) of the slot of a head."""
         vector, place = divmod(head // 2, self.slots)
         return vector, head % 2 * WINDOW + place * self.slot
 
     def lanes(self) -> np.ndarray:
-        """[H * K] the lane of each tap of each head, heads outermost."""
+        """Returns the lane of each tap of each head, [H * K], heads outermost."""
         lanes = []
         for head in range(self.heads):
             vector, start = self.slot_start(head)
@@ -108,9 +108,10 @@ class Bands:
         return np.asarray(lanes)
 
     def placing(self, *, mirrored: bool = False) -> np.ndarray:
-        """[H * K, slot lanes] 0/1 matrix that puts filters into their slots.
+        """Returns the 0/1 matrix [H * K, slot lanes] that moves filters into their slots.
 
-        mirrored: the filters are of the opposite offsets, as far away on the other side.
+        Args:
+          mirrored: the filters belong to the opposite offsets, so their taps are reversed.
         """
         lanes = self.lanes()
         if mirrored:
@@ -120,7 +121,7 @@ class Bands:
         return matrix
 
     def same_slot(self) -> np.ndarray:
-        """[128, 128] 0/1 matrix that sums the taps of a head into all its lanes, in any vector."""
+        """Returns the 0/1 matrix [128, 128] that sums the taps of a head into all its lanes."""
         place = np.full(LANES, -1)
         for head in range(2 * self.slots):
             half, start = head % 2 * WINDOW, head // 2 * self.slot + self.halo
@@ -128,7 +129,7 @@ class Bands:
         return ((place[:, None] == place[None, :]) & (place[:, None] >= 0)).astype(np.float32)
 
     def blocks(self) -> list[tuple[int, int, list[int]]]:
-        """(first channel, end, pairs of heads in them) of each vector of 128 channels."""
+        """Returns (first channel, end, pairs of heads) of each block of 128 channels."""
         blocks = []
         for start in range(0, self.channels, LANES):
             end = min(start + LANES, self.channels)
@@ -142,10 +143,10 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def halos(offsets: tuple[int, ...]) -> tuple[int, int]:
-    """Positions of a window before and after its middle, multiples of 8.
+    """Returns the positions of a window before and after its middle, multiples of 8.
 
-    More than the taps reach, so that columns of a window may run backwards from 64 to 1; none on a
-    side that no tap reaches.
+    A halo exceeds the reach of the taps, so that columns of a window can run backwards from 64 to
+    1. It is 0 on a side that no tap reaches.
     """
     before, after = -min(offsets), max(offsets)
     if not before and not after:
@@ -154,12 +155,12 @@ def halos(offsets: tuple[int, ...]) -> tuple[int, int]:
 
 
 def fits(offsets: tuple[int, ...]) -> bool:
-    """Whether a window leaves a middle, so that one band takes all taps."""
+    """Returns whether a window has a middle, so that one band holds all taps."""
     return sum(halos(offsets)) <= WINDOW - SMALLEST_MIDDLE
 
 
 def tap_groups(offsets: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
-    """Splits taps into (base, offsets from it), each small enough for one band.
+    """Splits taps into groups (base, offsets relative to base) that each fit into one band.
 
     Nearly every filter is one group with base 0.
     """

@@ -1,4 +1,4 @@
-"""How many rows a grid step of a TPU kernel takes: as many as its memory holds, in a few steps."""
+"""Rows per grid step of the TPU kernels: as many as fit into VMEM, but at least a few steps."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from convbert_jax.ops.tpu.bands import LANES, WINDOW, Bands
 
 MIB = 2**20
-# On-chip vector memory of a core, by device kind (jax's own table of chips).
+# Vector memory (VMEM) per core in bytes, by device kind, from JAX's table of chips.
 VMEM = {
     "TPU v4": 16 * MIB,
     "TPU v5 lite": 128 * MIB,
@@ -18,27 +18,27 @@ VMEM = {
     "TPU7x": 64 * MIB,
 }
 SMALLEST_VMEM = min(VMEM.values())
-# A kernel may take so much of it, and no more than MOST_VMEM: what a kernel asks for is kept from
-# XLA's other uses of this memory while it runs. The compiler's spills come on top.
+# A kernel may use this share of VMEM, and at most MOST_VMEM bytes: XLA cannot use the memory of a
+# kernel while it runs. Compiler spills need SPILLS bytes more.
 SHARE = 0.5
 MOST_VMEM = 24 * MIB
 SPILLS = 8 * MIB
-# Short rows are put one behind the other up to so many positions: a step over them costs the same
-# few hundred cycles as one over a long row.
+# Short rows are concatenated up to this many positions, because each step has a fixed overhead of a
+# few hundred cycles.
 TOGETHER = 512
-# A grid this long hides the first load and the last store behind the work of the other steps.
+# With at least this many steps the pipeline hides the first load and the last store.
 FEWEST_STEPS = 8
-ROWS = (8, 4, 2, 1)  # divisors of 8: the ids of 8 rows come at once
-# Their two cores are one device and share its grid.
+ROWS = (8, 4, 2, 1)  # divisors of 8, because segment ids are loaded for 8 rows at once
+# Chips whose two cores are one device and share its grid.
 TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 
-# (device kind, positions of a row, channels, kernel) -> rows a step, where
-# benchmarks/layers/block_sizes.py found better than the rule below by the TPU compiler's model.
+# (device kind, positions of a row, channels, kernel) -> rows per step. Overrides the rule of `rows`
+# where benchmarks/layers/block_sizes.py found better values with the TPU compiler's cost model.
 MEASURED: dict[tuple[str, int, int, str], int] = {}
 
 
 def device_kind() -> str:
-    """Of the mesh that is being compiled for, else of the first device."""
+    """Returns the device kind of the current mesh, else of the first device."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.device_kind if device is not None else jax.devices()[0].device_kind
 
@@ -48,28 +48,32 @@ def cores() -> int:
 
 
 def budget() -> int:
-    """Bytes that the blocks and scratch memory of a kernel may take."""
+    """Returns the bytes available for blocks and scratch memory of a kernel."""
     return min(int(SHARE * VMEM.get(device_kind(), SMALLEST_VMEM)), MOST_VMEM)
 
 
 def vmem_limit() -> int:
-    """Bytes a kernel is compiled for."""
+    """Returns the VMEM limit in bytes that kernels are compiled with."""
     capacity = VMEM.get(device_kind(), SMALLEST_VMEM)
     return min(2 * budget() + SPILLS, int(0.9 * capacity))
 
 
 def together(batch: int, length: int) -> int:
-    """How many rows of `length` positions to put one behind the other; divides `batch`."""
+    """Returns how many rows of `length` positions to concatenate; divides `batch`."""
     most = max(1, TOGETHER // length)
     return max(number for number in range(1, most + 1) if batch % number == 0)
 
 
 def rows(bands: Bands, batch: int, dtype, kernel: str, *, arrays: int, copies: int) -> int:
-    """Rows a grid step takes; one of ROWS that divides `batch`.
+    """Returns the rows per grid step: a number of ROWS that divides `batch`.
 
     Args:
-      arrays: inputs and outputs of [rows, L, C], each held twice: one in work, one on its way.
-      copies: copies with halo in scratch memory.
+      bands: geometry of the convolution.
+      batch: number of rows.
+      dtype: dtype of the arrays.
+      kernel: name of the kernel in MEASURED.
+      arrays: number of inputs and outputs [rows, L, C]; each is double-buffered.
+      copies: number of copies with halo in scratch memory.
     """
     known = MEASURED.get((device_kind(), bands.length, bands.channels, kernel))
     if known and batch % known == 0:
@@ -85,12 +89,13 @@ def rows(bands: Bands, batch: int, dtype, kernel: str, *, arrays: int, copies: i
 def longest(
     bands: Bands, dtype, *, arrays: int, copies: int, position: int = 0, fixed: int = 0
 ) -> int:
-    """Positions of the longest row that a kernel can be compiled for; arguments as of `rows`.
+    """Returns the number of positions of the longest row that a kernel can be compiled for.
 
     Args:
-      position: bytes that a kernel needs for each position besides.
-      fixed: bytes that do not depend on the row, those of parameters; 0: the kernel has none, and
-        needs less than what is summed up here (v5e: 4,096 x 384 compile).
+      bands, dtype, arrays, copies: as in `rows`.
+      position: additional bytes per position.
+      fixed: bytes of parameters; 0: the kernel has no parameters, and needs less memory than this
+        estimate (4,096 x 384 compile on a v5e), so the limit is raised by 15%.
     """
     of_channels = (2 * arrays + copies) * bands.channels * jnp.dtype(dtype).itemsize
     available = vmem_limit() - fixed if fixed else int(1.15 * vmem_limit())
@@ -98,5 +103,5 @@ def longest(
 
 
 def _slot_bytes(bands: Bands) -> int:
-    """Of filters and their gradients, in float32, for a position."""
+    """Returns the bytes per position of filters and their gradients in float32."""
     return 4 * (bands.slot_lanes + LANES) * 4

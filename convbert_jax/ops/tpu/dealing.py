@@ -1,7 +1,7 @@
-"""Positions of a row dealt to the sublanes of TPU vectors in runs, and collected again.
+"""Scatters the positions of a row to the sublanes of TPU vectors in runs, and gathers them again.
 
-Sublane s of vector q holds position s Q + q of a row of 8 Q: what lies some positions away is
-another vector, for nothing. Only the ends of the runs, the halo, are rotated, once.
+Sublane s of vector q holds position s Q + q of a row of 8 Q positions. A shift over time then
+selects another vector at no cost. Only the ends of the runs, the halo, are rotated, once.
 """
 
 import jax
@@ -12,12 +12,12 @@ from jax.experimental.pallas import tpu as pltpu
 from convbert_jax.ops.tpu.bands import LANES, SUBLANES
 
 F32, I32 = jnp.float32, jnp.int32
-# Vectors of positions worked on together: the instructions of one fill the waits of another.
+# Loop iterations unrolled together, so that their instructions can overlap.
 UNROLLED = 8
 
 
 def deal_ids(ids, r, columns, halo) -> None:
-    """The ids of row r, [8, Q] with Q along lanes, to every lane of a vector each."""
+    """Broadcasts each id of row r, [8, Q] with Q along lanes, to all lanes of its vector."""
     if ids is None:
         return
     count = columns.shape[0] - 2 * halo
@@ -43,10 +43,10 @@ def deal_ids(ids, r, columns, halo) -> None:
 
 
 def deal(rows, r, dealt, words, halo) -> None:
-    """Row r, [L, C], to dealt [C / 128, halo + Q + halo, 8, 128] in float32. Of fewer channels than
-    128 the lanes behind them hold anything.
+    """Scatters row r, [L, C], to `dealt` [C / 128, halo + Q + halo, 8, 128] in float32.
 
-    By way of words of 32 bits, which hold one position or the two of a 16-bit type.
+    With fewer than 128 channels the remaining lanes hold arbitrary values. Data is moved in 32-bit
+    words, which hold one position, or two positions of a 16-bit dtype.
     """
     size = rows.shape[1] * rows.dtype.itemsize // 4
     run = size // SUBLANES
@@ -66,7 +66,14 @@ def deal(rows, r, dealt, words, halo) -> None:
 
 
 def collect(results, rows, r, words) -> None:
-    """results(q) yields vector q of each block of channels; to row r, as `deal` took them."""
+    """Gathers results into row r, the inverse of `deal`.
+
+    Args:
+      results: results(q) yields vector q of each block of channels.
+      rows: output [rows, L, C].
+      r: index of the row.
+      words: scratch memory of 32-bit words.
+    """
     per_word = 4 // rows.dtype.itemsize
     size = rows.shape[1] // per_word
     run = size // SUBLANES
@@ -85,7 +92,7 @@ def collect(results, rows, r, words) -> None:
 
 
 def _bitcast(x, dtype):
-    """Rows in pairs, where the sizes differ: the even one is the lower half."""
+    """Bitcasts; a word holds two 16-bit rows, the even one in its lower half."""
     return x if x.dtype == dtype else pltpu.bitcast(x, dtype)
 
 
@@ -102,9 +109,9 @@ def _pack(vectors, dtype):
 
 
 def fill_halo(vectors, halo) -> None:
-    """The vectors of [halo + Q + halo, 8, lanes] before and after the runs, from their neighbors.
+    """Fills the halo of `vectors` [halo + Q + halo, 8, lanes] from the neighboring runs.
 
-    What lies h vectors before the runs is the end of the run that is n = ceil(h / Q) earlier.
+    The vector h steps before the runs holds the ends of the runs n = ceil(h / Q) earlier.
     """
     count = vectors.shape[0] - 2 * halo
     sublane = jax.lax.broadcasted_iota(I32, vectors.shape[1:], 0)
@@ -128,7 +135,7 @@ def fill_halo(vectors, halo) -> None:
 
 
 def for_each(count, body) -> None:
-    """body(0) ... body(count - 1), some of them unrolled."""
+    """Calls body(0) ... body(count - 1), partly unrolled."""
     whole = count // UNROLLED
     if whole > 1:
 

@@ -1,9 +1,9 @@
-"""Depthwise convolution over time as Mosaic kernels for TPU: shift and accumulate on the chip.
+"""Depthwise convolution over time as Mosaic kernels for TPU: shift and accumulate on chip.
 
-XLA fuses the taps into the matrix product that follows and computes them again for each of its
-tiles. Here each input is read once. A vector register has 8 sublanes, and moving positions from one
-to the next costs a rotation and a selection per tap, so positions are *dealt* to the sublanes in
-runs (see dealing.py): what a tap reads is then another vector, for nothing.
+XLA fuses the taps into the following matrix product and recomputes them for each of its tiles. Here
+each input is read once. Shifting positions between the 8 sublanes of a vector register would cost a
+rotation and a selection per tap. Positions are therefore scattered to the sublanes in runs (see
+dealing.py), so that a tap reads another vector at no cost.
 """
 
 import functools
@@ -21,14 +21,14 @@ from convbert_jax.ops.tpu.rows import halo as halo_of
 
 F32, I32 = jnp.float32, jnp.int32
 MOST_ROWS = 4
-# Rows of more positions are worked on in pieces, which overlap.
+# Longer rows are split into overlapping pieces.
 LONGEST = 4096
 
 
 def depthwise_conv(x, filters, segment_ids, offsets, interpret=False):
-    """`interpret` as in `pallas_call`: run without a TPU."""
+    """Computes `reference.depthwise_conv`. `interpret` as in `pallas_call`: run without a TPU."""
     inside = [tap for tap, offset in enumerate(offsets) if abs(offset) < x.shape[1]]
-    if len(inside) < len(offsets):  # what no position reads is no work for a kernel
+    if len(inside) < len(offsets):  # skip taps that lie outside the row for all positions
         filters = filters[jnp.asarray(inside)]
         offsets = tuple(offsets[tap] for tap in inside)
 
@@ -102,10 +102,10 @@ def _backward_kernel(offsets, ids, x, cotangent, filters, d_x, sums, dealt, word
             real = None if columns is None else columns[q + halo] != 0
             for block in range(blocks):
                 lanes = slice(block * LANES, (block + 1) * LANES)
-                # Not even NaN times nothing: what padding holds is in no sum.
+                # Padding may hold NaN, and 0 * NaN is NaN.
                 own, total = _only(real, dealt[block, q + halo]), None
                 for tap, offset in enumerate(opposite):
-                    # What the positions that read this one through the tap got; for both gradients.
+                    # Cotangent of the positions that read this one through the tap.
                     given = _only(masks[tap], dealt[blocks + block, q + halo + offset])
                     product = filters[tap, :, lanes] * given
                     total = product if total is None else total + product
@@ -120,19 +120,19 @@ def _only(mask, x):
 
 
 def _masks(columns, q, offsets):
-    """For each tap of vector q whether it may read, or None: everywhere."""
+    """Returns for each tap of vector q the mask of visible positions, or None: all visible."""
     if columns is None:
         return [None] * len(offsets)
-    # Padding reads nothing, itself included: -1 is nobody's id.
+    # Padding reads nothing, not even itself: no position has the id -1.
     here = jnp.where(columns[q] == 0, -1, columns[q])
     return [columns[q + offset] == here for offset in offsets]
 
 
 class _Rows(Rows):
-    """Rows that share one are kept apart by their ids, which are made even if none are given.
+    """Rows with ids that separate concatenated rows, even if no segment ids are given.
 
-    Channels are padded to whole vectors, but for those of one: a block has all of them, and what
-    memory holds behind them is in no result.
+    More than 128 channels are padded to whole vectors. Fewer are not: a block has all of them, and
+    the memory after them affects no result.
     """
 
     def __init__(self, x, segment_ids):
@@ -159,7 +159,7 @@ class _Rows(Rows):
 
 
 def _call(kernel, rows, offsets, arrays, filters, dtype, interpret, *, sums=False):
-    """pallas_call over the rows; outputs are [rows, L, C] and, with `sums`, each step's sums."""
+    """Runs pallas_call over the rows; returns [rows, L, C] and, with `sums`, each step's sums."""
     batch, length, channels = arrays[0].shape
     lanes = round_up(channels, LANES)
     filters = jnp.pad(filters.astype(F32), ((0, 0), (0, lanes - filters.shape[1])))
@@ -211,7 +211,7 @@ def _call(kernel, rows, offsets, arrays, filters, dtype, interpret, *, sums=Fals
 
 
 def _choose_block(batch, length, channels, arrays, size, halo):
-    """(rows, channels) of a grid step: as many as fit, channels first."""
+    """Returns (rows, channels) per grid step: as many as fit, channels first."""
     budget = block_sizes.budget() - (length + 2 * SUBLANES * halo) * LANES * 4
     for parts in range(1, channels // LANES + 1):
         block = channels // parts

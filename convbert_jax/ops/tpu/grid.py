@@ -1,4 +1,4 @@
-"""The pallas_call over rows: how blocks and steps are dealt out, and where sums are kept."""
+"""pallas_call over rows: block specs, grid steps and accumulators."""
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -12,10 +12,12 @@ from convbert_jax.ops.tpu.ids import scratch as ids_scratch
 
 
 class Grid:
-    """Steps of `rows` rows each, divided among the cores of a device.
+    """Grid steps of `rows` rows each, divided among the cores of a device.
 
     Attributes:
-      sums: how many arrays a sum over positions is kept in, one for each core.
+      rows: rows per step.
+      steps: number of steps.
+      sums: number of accumulators of a sum over positions, one per core.
     """
 
     def __init__(self, batch: int, rows: int):
@@ -23,19 +25,19 @@ class Grid:
         self.sums = block_sizes.cores() if self.steps % block_sizes.cores() == 0 else 1
 
     def row_block(self, array) -> pl.BlockSpec:
-        """The rows of a step of an array [B, ...]."""
+        """Returns the block spec of an array [B, ...], the rows of a step."""
         rest, steps = array.shape[1:], self.steps // self.sums
         return pl.BlockSpec(
             (self.rows, *rest), lambda core, step: (core * steps + step, *(0 for _ in rest))
         )
 
     def sum_block(self, array) -> pl.BlockSpec:
-        """The sum of a core of an array [sums, ...]."""
+        """Returns the block spec of an array [sums, ...], the accumulator of a core."""
         rest = array.shape[1:]
         return pl.BlockSpec((1, *rest), lambda core, step: (core, *(0 for _ in rest)))
 
     def ids_block(self, ids) -> pl.BlockSpec:
-        """Ids [B, L] in whole vectors: those of 8 rows, or of all."""
+        """Returns the block spec of ids [B, L], in blocks of 8 rows, or all if there are fewer."""
         rows, steps = min(len(ids), SUBLANES), self.steps // self.sums
         return pl.BlockSpec(
             (rows, ids.shape[1]), lambda core, step: ((core * steps + step) * self.rows // rows, 0)
@@ -47,7 +49,7 @@ def whole(array) -> pl.BlockSpec:
 
 
 def is_first_step():
-    """Whether a core begins: what it keeps from step to step is to be filled."""
+    """Returns whether this is the first step of a core, which initializes accumulators."""
     return pl.program_id(1) == 0
 
 
@@ -55,7 +57,7 @@ def call(
     kernel, bands, grid: Grid, segment_ids, arrays, specs, *, outputs, output_specs, scratch,
     interpret,
 ) -> list[Array]:  # fmt: skip
-    """pallas_call; the kernel gets an `Ids` before the arrays."""
+    """Runs pallas_call; the kernel gets an `Ids` before the arrays."""
     if segment_ids is None and bands.period == bands.length:
 
         def with_ids(*references):

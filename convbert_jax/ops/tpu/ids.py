@@ -1,4 +1,4 @@
-"""Which positions the taps of a row may read, from its segment ids, in the lanes of the taps."""
+"""Visibility masks of the taps, in the lanes of the taps, from the segment ids of a row."""
 
 import jax
 import jax.numpy as jnp
@@ -8,22 +8,27 @@ from jax.experimental.pallas import tpu as pltpu
 from convbert_jax.ops.tpu.bands import LANES, SUBLANES, WINDOW, Bands
 
 I32 = jnp.int32
-# Positions kept before and after a row: further than any tap of a band.
+# Margin before and after a row, larger than any offset of a band.
 EDGE = WINDOW
 
 
 class Ids:
-    """The segment ids of a grid step's rows; without ids every tap inside the row is read.
+    """Segment ids of the rows of a grid step; without ids all taps inside the row are visible.
 
-    Rows of `bands.period` that share one are told apart by what is added to their ids.
+    Concatenated rows of `bands.period` positions are separated by distinct ids.
+
+    Args:
+      bands: geometry of the convolution.
+      columns: scratch memory from `scratch`; None: all taps are visible.
+      block: ids of several rows; None: one segment per row.
+      first: index in `block` of the first row of the step.
     """
 
     def __init__(self, bands: Bands, columns=None, block=None, first=0):
-        """columns: its scratch; block: ids of rows, of which row `first` is the step's first."""
         self.bands, self.columns, self.block, self.first = bands, columns, block, first
 
     def load(self, r) -> None:
-        """Turns the ids of row r of the step from lanes to rows, the same in every lane."""
+        """Transposes the ids of row r of the step from lanes to rows, broadcast to all lanes."""
         if self.columns is None:
             return
         bands = self.bands
@@ -36,7 +41,7 @@ class Ids:
             self.columns[EDGE + first : EDGE + first + size] = lanes.T[:size]
 
     def _lanes(self, r, first):
-        """[1, 128] ids of row r from position `first`, those of shorter rows apart."""
+        """Returns the ids [1, 128] of row r from position `first`, distinct per shorter row."""
         bands = self.bands
         position = first + jax.lax.broadcasted_iota(I32, (1, LANES), 1)
         if self.block is None:
@@ -52,28 +57,30 @@ class Ids:
         return jnp.where(ids == 0, 0, ids * together + number)
 
     def real(self, start=0, size=None):
-        """[size, 128] where positions of the row are no padding, or None: everywhere."""
+        """Returns the mask [size, 128] of positions that are not padding, or None: all."""
         if self.columns is None:
             return None
         size = self.bands.length if size is None else size
         return self.columns[pl.ds(EDGE + start, size)] != 0
 
     def visible(self, bands: Bands, start, size, *, sign: int = 1):
-        """[size, 128] whether a position may read what is sign * offset of the lane's tap away.
+        """Returns the mask [size, 128]: the lane's tap sees the position at sign * offset.
 
         Args:
-          bands: whose lanes; sign: -1 if they are those of the opposite offsets.
+          bands: geometry that defines the lanes.
+          start, size: positions.
+          sign: -1 if `bands` has the opposite offsets.
         """
         if self.columns is None:
             return None
         here = self.columns[pl.ds(EDGE + start, size)]
         there = by_tap(bands, self.columns, start, size, sign=sign)
-        # Padding reads nothing, itself included: -1 is nobody's id.
+        # Padding reads nothing, not even itself: no position has the id -1.
         return there == jnp.where(here == 0, -1, here)
 
 
 def by_tap(bands: Bands, memory, start, size, *, sign: int = 1):
-    """[size, 128] in the lanes of each tap, row t: memory[EDGE + start + t + sign * offset]."""
+    """Returns [size, 128]: row t is memory[EDGE + start + t + sign * offset] in a tap's lanes."""
     lane = jax.lax.broadcasted_iota(I32, (SUBLANES, LANES), 1) % WINDOW
     tap = (lane + bands.slot * WINDOW - bands.halo) % bands.slot
     tap = jnp.broadcast_to(tap[:1], (size, LANES))
@@ -86,9 +93,9 @@ def by_tap(bands: Bands, memory, start, size, *, sign: int = 1):
 
 
 def shifted_load(memory, start, shift, size):
-    """Rows start + shift to start + shift + size; `start` is a multiple of 8, `shift` any number.
+    """Loads rows start + shift to start + shift + size; `start` must be a multiple of 8.
 
-    What is known when the kernel is compiled is loaded from any row; the rest has to be aligned.
+    Static indices may have any value; dynamic ones must be aligned.
     """
     if isinstance(start, int):
         return memory[start + shift : start + shift + size]
@@ -96,5 +103,5 @@ def shifted_load(memory, start, shift, size):
 
 
 def scratch(bands: Bands):
-    """What `Ids` keeps a row in."""
+    """Returns the scratch memory of `Ids`."""
     return pltpu.VMEM((bands.length + 2 * EDGE, LANES), I32)

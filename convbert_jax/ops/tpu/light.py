@@ -1,7 +1,7 @@
-"""Light convolution as Mosaic kernels for TPU: the bands of bands.py, the same at all positions.
+"""Light convolution as Mosaic kernels for TPU: banded products with the same filters everywhere.
 
-The filters of a head are put into its slot once, not read for each position; their gradient is
-summed over the positions of a grid step on the chip.
+The filters of a head are moved into its slot once instead of once per position. Their gradient is
+summed over the positions of a grid step on chip. See bands.py.
 """
 
 import functools
@@ -16,18 +16,22 @@ from convbert_jax.ops.tpu.grid import Grid, call, is_first_step, whole
 from convbert_jax.ops.tpu.rows import BandRows, in_pieces
 from convbert_jax.ops.tpu.windows import F32, LANES, dot, only
 
-FEWEST_TAPS = 9  # of benchmarks/RESULTS.md, section 5
+FEWEST_TAPS = 9  # benchmarks/RESULTS.md, section 5
 
 
 def light_suits(offsets: tuple[int, ...]) -> bool:
-    """Whether the taps fit into one band, and are so many that it is cheaper than the depthwise
-    kernel, whose work grows with them.
+    """Returns whether the taps fit into one band and the band is faster than the depthwise kernel.
+
+    The cost of the depthwise kernel grows with the number of taps.
     """
     return len(offsets) >= FEWEST_TAPS and fits(offsets)
 
 
 def light_conv(values, filters, segment_ids, offsets, interpret=False):
-    """values [B, L, H, D], filters [H, K]; taps of one band. `interpret` as in `pallas_call`."""
+    """Convolves values [B, L, H, D] with filters [H, K], whose taps must fit into one band.
+
+    `interpret` as in `pallas_call`: run without a TPU.
+    """
 
     def kernel(values, filters, segment_ids):
         return _light_conv(values, filters, segment_ids, offsets, interpret)
@@ -87,7 +91,7 @@ _light_conv.defvjp(_forward, _backward)
 
 
 def _slots(filters, bands):
-    """[8, slot lanes] in float32 the filters in their slots, the same in each row."""
+    """Returns the filters in their slots in float32, [8, slot lanes], the same in all rows."""
     placed = dot(filters.astype(F32).reshape(1, -1), jnp.asarray(bands.placing()))
     return jnp.broadcast_to(placed, (SUBLANES, bands.slot_lanes))
 

@@ -1,4 +1,4 @@
-"""The dynamic convolution as Mosaic kernels for TPU: banded matrix products (see bands.py)."""
+"""Dynamic convolution as Mosaic kernels for TPU: banded matrix products (see bands.py)."""
 
 import functools
 
@@ -15,12 +15,12 @@ from convbert_jax.ops.tpu.windows import only
 
 
 def dynamic_conv(values, filters, segment_ids, offsets, interpret=False):
-    """`interpret` as in `pallas_call`: run without a TPU."""
+    """Computes `reference.dynamic_conv`. `interpret` as in `pallas_call`: run without a TPU."""
 
     def kernel(values, filters, segment_ids):
         return _dynamic_conv(values, filters, segment_ids, offsets, interpret)
 
-    # Filters too long for one band are dealt out to several, of which this one is the widest.
+    # Filters too long for one band are split into several; the widest one limits the length.
     part = max((part for _, part in tap_groups(offsets)), key=len)
     bands = BandRows(values.shape, part).bands
     longest = block_sizes.longest(bands, values.dtype, arrays=5, copies=2)
@@ -87,7 +87,7 @@ _dynamic_conv.defvjp(_forward, _backward)
 
 
 def _parts(groups):
-    """(base, offsets, slice of the taps) of each group."""
+    """Yields (base, offsets, slice of the taps) of each group."""
     first = 0
     for base, offsets in groups:
         yield base, offsets, slice(first, first + len(offsets))
@@ -109,7 +109,7 @@ def _real(array, segment_ids):
 
 
 def _forward_call(values, filters, segment_ids, bands, *, interpret):
-    """The convolution of one group of taps, heads side by side."""
+    """Runs the forward kernel for one group of taps; heads are side by side in the channels."""
     dtype = values.dtype
     rows = block_sizes.rows(bands, len(values), dtype, "plain_forward", arrays=2, copies=1)
     grid = Grid(len(values), rows)
@@ -142,7 +142,7 @@ def _forward_kernel(bands, ids, values, filters, placing, out, copy, slots):
 
 
 def _backward_call(values, filters, segment_ids, cotangent, bands, *, interpret):
-    """Cotangents of values and filters."""
+    """Runs the backward kernel; returns the cotangents of values and filters."""
     dtype = values.dtype
     rows = block_sizes.rows(bands, len(values), dtype, "plain_backward", arrays=3, copies=2)
     grid = Grid(len(values), rows)

@@ -1,4 +1,4 @@
-"""Rows as the TPU kernels take them: aligned; short ones are put together, long ones cut."""
+"""Prepares rows for the TPU kernels: pads, concatenates short rows, splits long rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,10 +13,11 @@ MULTIPLE = 16  # positions: the sublanes of a 16-bit vector
 
 
 class Rows:
-    """`batch` rows of `length` positions, padded to `period`, `together` of them one row.
+    """Layout of `batch` rows of `length` positions, padded to `period` and concatenated.
 
     Attributes:
-      batch_together, length_together: how many rows that makes, and of how many positions.
+      together: number of rows concatenated to one.
+      batch_together, length_together: number and positions of the concatenated rows.
     """
 
     def __init__(self, batch: int, length: int):
@@ -27,18 +28,18 @@ class Rows:
         self.length_together = self.period * self.together
 
     def out(self, array: Array) -> Array:
-        """[B, L, ...] as [B / together, L' * together, channels]; padding is 0."""
+        """Reshapes [B, L, ...] to [B / together, period * together, channels], padded with 0."""
         array = array.reshape(self.batch, self.length, -1)
         array = jnp.pad(array, ((0, 0), (0, self.period - self.length), (0, 0)))
         return array.reshape(self.batch_together, self.length_together, -1)
 
     def back(self, array: Array) -> Array:
-        """What `out` made, as [B, L, channels]."""
+        """Reshapes the result of `out` to [B, L, channels], without padding."""
         return array.reshape(self.batch, self.period, -1)[:, : self.length]
 
 
 class BandRows(Rows):
-    """With the geometry of a convolution over them."""
+    """Rows with the band geometry of a convolution."""
 
     def __init__(self, shape: tuple[int, int, int, int], offsets: tuple[int, ...]):
         batch, length, heads, width = shape
@@ -60,14 +61,19 @@ def in_pieces(
     offsets: Sequence[int],
     longest: int,
 ) -> Array:
-    """kernel(*arrays), [B, L, ...], of rows of at most `longest` positions.
+    """Runs kernel(*arrays) on rows of at most `longest` positions.
 
-    Longer ones are cut into pieces that overlap by what the taps reach.
+    Longer rows are split into pieces that overlap by the reach of the taps.
 
     Args:
-      arrays: of which None is passed on.
-      of_rows: places of those that are [B, L, ...]; all others are the same for each piece.
-      longest: more than four times what the taps reach, or that is taken.
+      kernel: returns [B, L, ...].
+      arrays: arguments of `kernel`; None is passed through.
+      of_rows: indices of the arrays [B, L, ...]; the others are the same for each piece.
+      offsets: offsets of the taps.
+      longest: maximum number of positions, raised to four times the reach of the taps.
+
+    Returns:
+      The result for whole rows, [B, L, ...].
     """
     batch, length = arrays[0].shape[:2]
     overlap = halo(offsets)
