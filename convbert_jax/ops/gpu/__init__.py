@@ -1,4 +1,4 @@
-"""The convolutions as Pallas kernels for GPU."""
+"""Convolutions as Pallas kernels for GPU."""
 
 from convbert_jax.ops.gpu.depthwise import depthwise_conv
 from convbert_jax.ops.gpu.plain import dynamic_conv

@@ -1,7 +1,7 @@
 """Depthwise convolution for GPUs: a program is (block of positions, row, chunk of channels).
 
-The backward kernel reads each cotangent of a tap once for both gradients; a program's sums for the
-filters go to memory, K / BLOCK of the input, and are added up by XLA.
+The backward kernel reads the cotangent of each tap once for both gradients. Each program writes
+partial sums of the filter gradients, K / BLOCK of the size of the input, and XLA adds them.
 """
 
 import functools
@@ -18,7 +18,7 @@ CHUNK = 64  # channels of a program
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def depthwise_conv(x, filters, segment_ids, offsets, interpret=False):
-    """`interpret`: run in Pallas' interpreter, on any device."""
+    """Computes `reference.depthwise_conv`. `interpret`: run in Pallas' interpreter."""
     _, length, channels = x.shape
     return triton.call(
         functools.partial(_forward_kernel, offsets=offsets, length=length, channels=channels),
@@ -83,7 +83,7 @@ def _backward_kernel(ids, x, filters, cotangent, d_x, sums, *, offsets, length, 
     own = triton.load_f32(place, both(column(real), inside))
     total = jnp.zeros((len(positions), len(lanes)), jnp.float32)
     for tap, offset in enumerate(offsets):
-        # What the positions that read this one through the tap got; for both gradients.
+        # Cotangent of the positions that read this one through the tap.
         readers, seen = triton.visible(ids, row, positions, -offset, length)
         place = cotangent.at[row, readers[:, None], lanes[None, :]]
         given = triton.load_f32(place, both(column(seen), inside))
@@ -95,7 +95,7 @@ def _backward_kernel(ids, x, filters, cotangent, d_x, sums, *, offsets, length, 
 
 
 def _place(channels):
-    """Positions, row and lanes of a program, and which lanes hold channels; None: all."""
+    """Returns positions, row and lanes of a program, and the mask of used lanes or None: all."""
     positions = triton.block_range(triton.program_id(0))
     lanes = triton.padded_range(CHUNK, triton.program_id(2) * CHUNK)
     used = None if channels % CHUNK == 0 else lanes < channels

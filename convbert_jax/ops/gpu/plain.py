@@ -1,4 +1,4 @@
-"""The dynamic convolution for GPUs: a program is (block of positions, row, head)."""
+"""Dynamic convolution for GPUs: a program is (block of positions, row, head)."""
 
 import functools
 
@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from convbert_jax.ops.gpu import triton
 from convbert_jax.ops.gpu.triton import both, column
 
-# Small programs, many of which a multiprocessor has at once: on an H100 a tenth faster than of 64.
+# Small programs, so that a multiprocessor runs many at once; on an H100 faster than blocks of 64.
 BLOCK = 16  # positions
 WARPS = 2
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def dynamic_conv(values, filters, segment_ids, offsets, interpret=False):
-    """`interpret`: run in Pallas' interpreter, on any device."""
+    """Computes `reference.dynamic_conv`. `interpret`: run in Pallas' interpreter."""
     return convolve(values, filters, segment_ids, offsets, interpret)
 
 
@@ -36,7 +36,7 @@ dynamic_conv.defvjp(_forward, _backward)
 
 
 def convolve(values, filters, segment_ids, offsets, interpret):
-    """[B, L, H, D]. Filters are [B, L, H, K or more]: what is behind the taps is not read."""
+    """Returns the convolution [B, L, H, D]; filters [B, L, H, >= K] may be padded after K taps."""
     _, length, heads, width = values.shape
     return triton.call(
         functools.partial(_forward_kernel, offsets=offsets, length=length, width=width),
@@ -50,8 +50,9 @@ def convolve(values, filters, segment_ids, offsets, interpret):
 
 
 def convolve_backward(values, filters, segment_ids, cotangent, offsets, interpret, *, of_logits):
-    """Gradients of values and filters; or, `of_logits`, of values and of what the filters are the
-    softmax of. What is behind the taps gets 0.
+    """Returns the gradients of values and filters; 0 for the padding after the taps.
+
+    With `of_logits`, the second gradient is the one of the logits whose softmax the filters are.
     """
     _, length, heads, width = values.shape
     return triton.call(
@@ -100,7 +101,7 @@ def _backward_kernel(
         total += read(cotangent, readers, seen) * factor[:, None]
     place = d_values.at[row, positions[:, None], head, lanes[None, :]]
     triton.store(place, total, both(column(in_row), inside))
-    # d filters[t, i] = values[t + offsets[i]] . cotangent[t], 0 for a tap that sees nothing
+    # d filters[t, i] = values[t + offsets[i]] . cotangent[t], 0 for an invisible tap
     _, real = triton.visible(ids, row, positions, 0, length)
     own = read(cotangent, positions, real)
     taps = triton.padded_range(filters.shape[-1])
@@ -108,7 +109,7 @@ def _backward_kernel(
     for tap, offset in enumerate(offsets):
         reads, seen = triton.visible(ids, row, positions, offset, length)
         dots = jnp.sum(read(values, reads, seen) * own, axis=1)
-        if seen is not None:  # the cotangent may be no number
+        if seen is not None:  # the cotangent may be NaN
             dots = jnp.where(seen, dots, 0)
         gradient = jnp.where((taps == tap)[None, :], dots[:, None], gradient)
     place = (row, positions[:, None], head, taps[None, :])
@@ -124,7 +125,7 @@ def _backward_kernel(
 
 
 def _place(width):
-    """Positions, row, head and lanes of a program, and which lanes hold channels."""
+    """Returns positions, row, head and lanes of a program, and the mask of used lanes."""
     positions = triton.block_range(triton.program_id(0), BLOCK)
     row, head = triton.program_id(1), triton.program_id(2)
     lanes = triton.padded_range(width)

@@ -1,12 +1,15 @@
-"""Span-based dynamic convolution for GPUs: filters, then the convolution of plain.py.
+"""Span-based dynamic convolution for GPUs: computes filters, then the convolution of plain.py.
 
-Without a span key, None everywhere, the same kernels make the filters of the query alone.
+If the span key is None, the filters depend on the query alone.
 
-Forward, one kernel makes the filters of several heads at once from one reading of query and span
-key; they go through memory, a power of two of taps for each head, so that rows of them are read in
-whole words (16 for 64 channels at K = 9), and stay for the backward pass. There plain.py's kernel
-gives the gradient of the logits beside that of the values, and a last one what made the logits. So
-arrays of [B, L, C] go through memory as often as the arithmetic asks for: 4 forward, 7 backward.
+Forward: one kernel reads query and span key once and computes the filters of several heads. Filters
+go through memory and are kept as residuals. Taps are padded to a power of two per head, so that
+filters are read in whole words (16 for 64 channels at K = 9).
+
+Backward: the kernel of plain.py returns the gradients of values and logits; a last kernel returns
+the gradients of query, span key and projection.
+
+[B, L, C] arrays are read or written only as often as necessary: 4 times forward, 7 backward.
 """
 
 import functools
@@ -17,25 +20,24 @@ import jax.numpy as jnp
 
 from convbert_jax.ops.gpu import plain, triton
 
-CHUNK = 64  # channels of one step of a product
-# Logits that a program makes for each position; of float32, whose products are no tensor core's, it
-# holds a quarter of them.
+CHUNK = 64  # channels per step of a product
+# Logits per position and program; a quarter for float32, whose products do not use tensor cores.
 COLUMNS = 256
 WARPS = 4  # for at most half as many columns, else twice as many
-# A program of the projection's gradient holds so many sums (of float32 half of them); more would
-# spill registers.
+# Accumulators per program of the projection's gradient, half for float32; more would spill
+# registers.
 MOST_SUMS = 64 * 128
-# Programs of that gradient, which split the positions: two on each multiprocessor of an H100. A few
-# more, and most of it would wait for them.
+# Programs of the projection's gradient, which split the positions: two per multiprocessor of an
+# H100. Slightly more would leave most multiprocessors idle in a second wave.
 PROGRAMS = 264
-NOT_A_TAP = -1e30  # logit of a column that is none: weighs 0, and is no NaN where all are such
+NOT_A_TAP = -1e30  # logit of a padding column: its weight is 0, and not NaN if all are padding
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
 def span_dynamic_conv(
     query, span_key, values, projection, bias, segment_ids, heads, offsets, interpret=False
 ):
-    """`interpret`: run in Pallas' interpreter, on any device."""
+    """Computes `reference.span_dynamic_conv`. `interpret`: run in Pallas' interpreter."""
     arrays = (query, span_key, values, projection, bias, segment_ids)
     return _forward(*arrays, heads, offsets, interpret)[0]
 
@@ -70,13 +72,15 @@ span_dynamic_conv.defvjp(_forward, _backward)
 
 
 def _make_filters(query, span_key, projection, bias, heads, interpret):
-    """softmax((query * span_key) projection + bias) over the taps of each head: [B, L, H, T], T the
-    power of two from K on; 0 behind the taps. In the dtype of the query.
+    """Computes softmax((query * span_key) projection + bias) over the taps of each head.
+
+    Returns:
+      [B, L, H, T] in the dtype of the query; T is K rounded up to a power of two, padded with 0.
     """
     *rows, channels = query.shape
     count = math.prod(rows)
     taps = triton.power_of_two(projection.shape[1] // heads)
-    # Heads of a program; all but the last have as many.
+    # `group` heads per program; the last one may have fewer.
     most = COLUMNS if query.dtype.itemsize == 2 else COLUMNS // 4
     group = min(triton.power_of_two(heads), max(1, most // taps))
     group = max(group, math.ceil(triton.TENSOR_CORE / taps))
@@ -97,7 +101,7 @@ def _make_filters(query, span_key, projection, bias, heads, interpret):
 
 
 def _by_tap(matrix, heads: int, taps: int, all_heads: int, fill: float):
-    """[N, H K] as [N, all_heads * taps], `fill` behind the taps and the heads that there are."""
+    """Pads the taps and heads of [N, H K] with `fill` to [N, all_heads * taps]."""
     by_head = matrix.reshape(len(matrix), heads, -1)
     behind = ((0, 0), (0, all_heads - heads), (0, taps - by_head.shape[2]))
     return jnp.pad(by_head, behind, constant_values=fill).reshape(len(matrix), -1)
@@ -108,7 +112,7 @@ def _flat(x):
 
 
 def _through_product(query, span_key, projection, segment_ids, d_logits, interpret):
-    """Gradients of query, span key and projection, this one in float32."""
+    """Returns the gradients of query, span key and projection, the last one in float32."""
     *rows, channels = query.shape
     count = math.prod(rows)
     heads, taps = d_logits.shape[-2:]
@@ -147,11 +151,11 @@ def _through_product(query, span_key, projection, segment_ids, d_logits, interpr
     return d_query.reshape(query.shape), d_span_key, d_projection
 
 
-# --- Kernels. Rows and positions are one axis here ---
+# --- Kernels. Rows and positions are one axis ---
 
 
 def _filters_kernel(_, query, span_key, matrix, bias, out, *, count, channels, heads, group, taps):
-    """Programs: (block of positions, group of heads)."""
+    """Computes filters; a program is (block of positions, group of heads)."""
     positions = triton.block_range(triton.program_id(0))
     columns = triton.program_id(1) * group * taps + triton.padded_range(group * taps)
     real = (positions < count)[:, None]
@@ -183,9 +187,10 @@ def _products_kernel(
     ids, query, span_key, projection, d_logits, d_query, d_span_key, d_projection,
     *, count, channels, outputs, chunk, splits,
 ):  # fmt: skip
-    """Back through logits = (query * span_key) projection; programs: (chunk of channels, split).
+    """Computes the gradient of logits = (query * span_key) projection.
 
-    Padding is masked: 0 times a NaN in it would be one.
+    A program is (chunk of channels, split of the positions). Padding is masked, since it may hold
+    NaN and 0 * NaN is NaN.
     """
     split = triton.program_id(1)
     lanes = triton.padded_range(chunk, triton.program_id(0) * chunk)

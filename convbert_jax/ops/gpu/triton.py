@@ -1,13 +1,13 @@
-"""What the GPU kernels share: calling one, and reading and writing blocks with masks.
+"""Helpers of the GPU kernels: launching, and masked loads and stores of blocks.
 
-This is the only file that imports a GPU backend, Pallas' for Triton, which needs Ampere or newer.
-Triton rather than its designated successor, Mosaic GPU, because that one needs Hopper; jax 0.12
-warns that Triton will go, and `requirements.txt` stops below the release that may drop it.
+This is the only file that imports a GPU backend: Pallas for Triton, which requires Ampere or newer.
+Its designated successor, Mosaic GPU, requires Hopper. jax 0.12 deprecates the Triton backend;
+`requirements.txt` excludes the release that may drop it.
 
-A program works on a block of positions of a row. Each tap reads its own shifted block: the K reads
-overlap, so all but the first come from the cache, and what may not be read is masked in the load,
-so that nothing it holds, NaN included, enters a register. Triton's blocks are powers of two: head
-widths, taps and channels that are none are rounded up and masked.
+A program processes a block of positions of a row. Each tap loads its own shifted block; the K loads
+overlap, so all but the first hit the cache. Invisible positions are masked in the load, so their
+contents, even NaN, never enter a register. Triton's blocks are powers of two: head widths, taps and
+channels are rounded up and masked.
 """
 
 import functools
@@ -18,23 +18,23 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-BLOCK = 64  # positions of a program, where no other number is measured to be better
-WARPS = 4  # the threads of 4 warps hold a [64, 64] float32 block in 32 registers each
-TENSOR_CORE = 16  # least size of a side of a product
+BLOCK = 64  # default positions per program
+WARPS = 4  # a [64, 64] float32 block takes 32 registers in each thread of 4 warps
+TENSOR_CORE = 16  # minimum size of the axes of a product
 
 
 def blocks(values, block: int = BLOCK) -> tuple[int, int]:
-    """Programs over positions and rows. CUDA lets the first axis of a grid be long."""
+    """Returns the grid over positions and rows; only the first axis of a CUDA grid can be long."""
     return math.ceil(values.shape[1] / block), values.shape[0]
 
 
 def block_range(program, block: int = BLOCK):
-    """The positions of a program."""
+    """Returns the positions of a program."""
     return padded_range(block, program * block)
 
 
 def call(kernel, grid, arrays, segment_ids, outputs, interpret, warps=WARPS):
-    """Runs `kernel(segment ids or None, *arrays, *outputs)`, all references whole."""
+    """Runs `kernel(segment ids or None, *arrays, *outputs)` with references to whole arrays."""
     if segment_ids is None:
         body = functools.partial(kernel, None)
     else:
@@ -53,19 +53,19 @@ power_of_two = pl.next_power_of_2
 
 
 def padded_range(size: int, start=0):
-    """start, start + 1, ...: `size` of them, rounded up to a power of two."""
+    """Returns start, start + 1, ..., with `size` rounded up to a power of two."""
     return start + jnp.arange(power_of_two(size), dtype=jnp.int32)
 
 
 def within(positions, length):
-    """Which positions of a program are in the row; None: all."""
+    """Returns the mask of positions that are in the row; None: all."""
     return None if length % len(positions) == 0 else positions < length
 
 
 def visible(ids, row, positions, offset, length):
-    """What a position reads through a tap, and whether it may; None: all do.
+    """Returns the positions that a tap reads, and the mask of visible ones or None: all visible.
 
-    Only comparisons that can fail are made: these kernels are bound by their instructions.
+    Comparisons that cannot fail are omitted, since instructions limit the speed of these kernels.
     """
     reads, seen = positions + offset, within(positions, length)
     if offset < 0:
@@ -80,7 +80,7 @@ def visible(ids, row, positions, offset, length):
 
 
 def both(*masks):
-    """Where all are true; None is true everywhere."""
+    """Returns the logical and of masks; None is True everywhere."""
     found = None
     for mask in masks:
         if mask is not None:
@@ -89,31 +89,31 @@ def both(*masks):
 
 
 def lanes_within(lanes, count: int):
-    """[1, lanes] which of them hold channels; None: all, where lanes are as many."""
+    """Returns the mask [1, lanes] of lanes below `count`; None: all."""
     return None if len(lanes) == count else (lanes < count)[None, :]
 
 
 def column(mask):
-    """[positions, 1] of [positions]."""
+    """Reshapes a mask [positions] to [positions, 1]."""
     return None if mask is None else mask[:, None]
 
 
 def load(reference, mask):
-    """0 where masked."""
+    """Loads a block, 0 where masked."""
     return plgpu.load(reference, mask=mask, other=None if mask is None else 0)
 
 
 def load_f32(reference, mask):
-    """In float32, 0 where masked."""
+    """Loads a block as float32, 0 where masked."""
     return load(reference, mask).astype(jnp.float32)
 
 
 def store(reference, value, mask) -> None:
-    """In the dtype of `reference`; nothing where masked."""
+    """Stores a block in the dtype of `reference`, except where masked."""
     plgpu.store(reference, value.astype(reference.dtype), mask=mask)
 
 
 def dot(a, b):
-    """Tensor cores for bfloat16 and float16, full precision for float32 (not TF32)."""
+    """Computes a product: tensor cores for 16-bit dtypes, full precision (not TF32) for float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
