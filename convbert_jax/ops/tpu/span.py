@@ -1,9 +1,10 @@
 """Span-based dynamic convolution as one Mosaic kernel for TPU: filters never reach HBM.
 
-Without a span key the same kernels make the filters of the query alone: there is None in its place.
-Without values they sum the query, which is then read once.
-Forward: logits, softmax over the taps and the banded products of windows.py on rows that
-are already on the chip. Backward: the same filters are computed again from the inputs.
+If the span key is None, the filters depend on the query alone. If values is None, the query is
+convolved, and read only once.
+
+The forward pass computes logits, softmax over the taps and the banded products of windows.py on
+rows in VMEM. The backward pass recomputes the filters from the inputs.
 """
 
 import functools
@@ -20,15 +21,19 @@ from convbert_jax.ops.tpu.grid import Grid, call, is_first_step, whole
 from convbert_jax.ops.tpu.rows import BandRows, in_pieces
 from convbert_jax.ops.tpu.windows import F32, dot, only
 
-# exp stays finite: no tap is weighed more than e^80 times the mean of its head.
+# Limit of the centered logits, so that exp stays finite.
 LARGEST_POWER = 80.0
-NOTHING = -1e30  # the logit of a lane without a tap
+NOTHING = -1e30  # logit of a lane without a tap
 
 
 def span_dynamic_conv(
     query, span_key, values, projection, bias, segment_ids, heads, offsets, interpret=False
 ):
-    """Filters too long for one band take their logits and softmax from XLA."""
+    """Computes `reference.span_dynamic_conv`; span_key and values may be None.
+
+    For filters too long for one band, XLA computes logits and softmax. `interpret` as in
+    `pallas_call`: run without a TPU.
+    """
     arrays = (query, span_key, values, projection, bias, segment_ids)
     if len(tap_groups(offsets)) > 1:
         return _by_parts(*arrays, heads, offsets, interpret)
@@ -38,8 +43,8 @@ def span_dynamic_conv(
 
     batch, length, channels = query.shape
     bands = BandRows((batch, length, heads, channels // heads), offsets).bands
-    of_gradients = 1 + 2 * sum(x is not None for x in arrays[:3])  # in and out, and the cotangent
-    # The projection, in slots too, and its float32 gradient, twice; filters before they are masked.
+    of_gradients = 1 + 2 * sum(x is not None for x in arrays[:3])  # inputs, gradients, cotangent
+    # The projection, its copy in slots, and its float32 gradient, double-buffered.
     parameters = bands.slot_lanes * channels * (2 * 4 + 3 * query.dtype.itemsize)
     longest = block_sizes.longest(
         bands,
@@ -101,7 +106,7 @@ def _by_parts(query, span_key, values, projection, bias, segment_ids, heads, off
 
 
 def _forward_call(query, span_key, values, projection, bias, segment_ids, bands, *, interpret):
-    """The whole op, heads side by side."""
+    """Runs the forward kernel; heads are side by side in the channels."""
     dtype = query.dtype
     arrays = [x for x in (query, span_key, values) if x is not None]
     rows = block_sizes.rows(
@@ -122,11 +127,14 @@ def _forward_call(query, span_key, values, projection, bias, segment_ids, bands,
 
 
 def _of_all(kernel, span_key, values, queries):
-    """`kernel`, which takes query, span key and values, of what there is of them: without a span
-    key None, without values the reference of the query once more.
+    """Wraps `kernel`, which takes query, span key and values, for a call without some of them.
+
+    A missing span key becomes None; missing values become the reference of the query.
 
     Args:
-      queries: places of the query and, in a backward kernel, of its gradient.
+      kernel: the kernel.
+      span_key, values: None if missing.
+      queries: indices of the query and, in a backward kernel, of its gradient.
     """
 
     def body(ids, *references):
@@ -166,9 +174,10 @@ def _forward_kernel(
 
 
 def _place(bands, projection, bias, placing, same_slot, placed, levels) -> None:
-    """Projection and bias in slots, less the mean of a slot: any number that is the same for all
-    taps of a head may be taken off its logits, and where their largest would cost rotations, their
-    mean is known before there are any.
+    """Moves projection and bias into slots and subtracts the mean of each slot.
+
+    A softmax does not change if a constant is subtracted from all logits of a head. Subtracting
+    their maximum would cost rotations; their mean is linear, so it is removed in advance.
     """
     taps, dtype = len(bands.offsets), placed.dtype
     same = same_slot[...].astype(F32)
@@ -183,7 +192,7 @@ def _place(bands, projection, bias, placing, same_slot, placed, levels) -> None:
 
 
 def _softmax(products, projection, level, same_slot):
-    """[L, 128] filters in their slots, 0 in unused lanes."""
+    """Returns the filters [L, 128] in their slots, 0 in unused lanes."""
     logits = dot(products, projection) + level
     powers = jnp.exp(jnp.minimum(logits, LARGEST_POWER))
     total = dot(powers.astype(products.dtype), same_slot[...])
@@ -193,7 +202,11 @@ def _softmax(products, projection, level, same_slot):
 def _backward_call(
     query, span_key, values, projection, bias, segment_ids, cotangent, bands, *, interpret
 ):
-    """Cotangents of query, of span_key and values if there are any, of projection and bias."""
+    """Runs the backward kernel.
+
+    Returns:
+      Cotangents of query, of span_key and values unless None, of projection and bias.
+    """
     dtype, opposite = query.dtype, bands.opposite
     given = [x for x in (query, span_key, values) if x is not None]
     rows = block_sizes.rows(
@@ -271,7 +284,7 @@ def _gradients_of_products(
     real, r, block, vectors, d_logits, placed,
     query, span_key, d_query, d_span_key, d_values, d_projection,
 ):  # fmt: skip
-    """From the gradients of the logits those of a block of channels."""
+    """Writes the gradients of a block of channels, given the gradients of the logits."""
     dtype = d_query.dtype
     asked = query[r, :, block].astype(F32)
     real = None if real is None else real[:, : asked.shape[1]]
@@ -302,10 +315,10 @@ def _products(query, span_key, r):
 
 
 def _constants(projection, bias, bands: Bands, dtype, *, mirrored):
-    """As the kernels take them; where the taps lie in slots; the sum of a slot.
+    """Returns the constant kernel inputs: projection, bias, `placing` and `same_slot` matrices.
 
-    The projection comes rounded: a kernel that rounds it before the product is one that the
-    compiler's checks (its static profiler's) refuse.
+    The projection is rounded here: the compiler's static profiler fails on kernels that round it
+    before the product.
     """
     placing = jnp.asarray(bands.placing(mirrored=mirrored))
     projection = projection.astype(dtype)
@@ -313,7 +326,7 @@ def _constants(projection, bias, bands: Bands, dtype, *, mirrored):
 
 
 def _placed(bands: Bands, dtype):
-    """Scratch for what `_place` makes."""
+    """Returns the scratch memory for the results of `_place`."""
     return [
         pltpu.VMEM((bands.vectors, bands.channels, LANES), dtype),
         pltpu.VMEM((bands.vectors, SUBLANES, LANES), F32),

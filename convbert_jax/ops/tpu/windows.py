@@ -1,14 +1,16 @@
-"""What the TPU kernels share: filters to bands, rows to windows.
+"""Shared code of the banded TPU kernels: builds bands from filters and windows from rows.
 
-Values and cotangents are copied into scratch memory with their halo; what padding holds is left out
-there, so that NaN in it meets no arithmetic. The two heads of a pair are kept apart when a window
-is read, by their bits. A value of a real token that is not finite does reach other segments within
-its window, since 0 * inf is NaN: as in attention, where a key with weight 0 does the same.
+Values and cotangents are copied into scratch memory with their halo. Padding is zeroed in the copy,
+so NaN in padding has no effect. The two heads of a pair are separated bitwise when a window is
+read. Non-finite values of real tokens do reach other segments within their window, since 0 * inf is
+NaN; attention has the same property, where a key with weight 0 does.
 
-Mosaic has limits that shape this code: the rotation of rows starts at multiples of 8 lanes and
-goes forward only; a selection whose result enters a product makes the compiler fail (multiply), and
-so does a bf16 value that is both a factor and converted back. Memory of 128 lanes is read from any
-row for nothing, and stored in whole vectors; wider memory is neither.
+Mosaic has limits that shape this code:
+
+- Row rotations start at multiples of 8 lanes and only go forward.
+- The compiler fails if the result of a select enters a product (multiply by the mask instead), or
+  if a bf16 value is both a factor and converted back.
+- Only memory with 128 lanes can be read from any row at no cost and is stored in whole vectors.
 """
 
 from collections.abc import Callable
@@ -23,22 +25,23 @@ from convbert_jax.ops.tpu.bands import LANES, SUBLANES, WINDOW, Bands
 from convbert_jax.ops.tpu.ids import EDGE, by_tap
 
 F32, I32 = jnp.float32, jnp.int32
-# A row of more windows is looped over instead of unrolled: unrolled windows overlap in the
-# schedule, but each costs compile time.
+# Rows with more windows use a loop: unrolled windows overlap in the schedule, but each costs
+# compile time.
 UNROLLED_WINDOWS = 24
-# This chip rotates all rows of a vector alike and has no gather of rows: both take steps.
+# This chip rotates all rows of a vector by the same amount and has no row gather, so both are
+# composed of several steps.
 TPU_V4 = "TPU v4"
 
 
 def only(mask, x):
-    """x where the mask is true or None, else 0."""
+    """Returns x where the mask is True or None, else 0."""
     return x if mask is None else jnp.where(mask, x, 0.0)
 
 
 def only_by_bits(mask, x):
-    """`only` of float32 for what a product reads, be it from memory: the compiler makes a masked
-    product of a selection, at which its profiler aborts (libtpu 0.0.52). As many instructions but
-    for 2 in 1,000.
+    """Computes `only` bitwise, for float32 inputs of a product, even by way of memory.
+
+    The compiler fuses a select into a masked product, on which its profiler aborts (libtpu 0.0.52).
     """
     if mask is None:
         return x
@@ -48,16 +51,20 @@ def only_by_bits(mask, x):
 def gradients_of_row(
     bands, ids, r, values, cotangent, filters, d_values, gradients, backwards, copy, keep=only
 ) -> None:
-    """Writes the gradient of row r of the values and, in slots of the opposite offsets, that of its
-    filters.
+    """Writes the gradients of the values and filters of row r.
 
     Args:
-      filters: scratch of `slots` with edges, the filters of the row in such slots; 0 where a tap
-        may not read.
+      bands: geometry of the forward convolution.
+      ids: `Ids` with row r loaded.
+      r: index of the row.
+      values, cotangent: inputs [R, L, C].
+      filters: filters of the row in slots of the opposite offsets, in memory from `slots` with
+        edges; 0 for invisible taps.
       d_values: output [R, L, C].
-      gradients: scratch of `slots`, 0 where a tap may not read.
-      backwards, copy: scratch of `copies` for the values and the cotangent.
-      keep: `only`, or `only_by_bits` where a product reads the gradients.
+      gradients: output in slots of the opposite offsets, in memory from `slots`; 0 for invisible
+        taps.
+      backwards, copy: scratch from `copies` for the values and the cotangent.
+      keep: `only`, or `only_by_bits` if a product reads the gradients.
     """
     opposite = bands.opposite
     copy_row(bands, values, r, ids.real(), backwards, backwards=True)
@@ -75,8 +82,9 @@ def gradients_of_row(
 
 
 def _products(bands, cotangent, backwards, start, size, r):
-    """[size, 128] for each vector of slots of the opposite offsets: dot products of cotangents with
-    what each tap reads.
+    """Returns the dot products of the cotangents with the inputs of each tap.
+
+    One [size, 128] array for each vector of slots of the opposite offsets.
     """
     opposite = bands.opposite
     first = bands.middle * (bands.windows - 1) - start
@@ -99,13 +107,17 @@ def _products(bands, cotangent, backwards, start, size, r):
 
 
 def convolve(bands, filters, copy, start, size, out, r) -> None:
-    """Writes positions start to start + size of row r: filters of these times a window.
+    """Writes positions start to start + size of row r of the output: bands times a window.
 
     Args:
-      filters: for each vector of slots [size, 128], 0 where a tap may not read.
-      copy: scratch of `copies` with the row.
+      bands: geometry of the convolution.
+      filters: [size, 128] for each vector of slots, 0 for invisible taps.
+      copy: scratch from `copies` with the row.
+      start, size: positions.
+      out: output [R, L, C].
+      r: index of the row.
     """
-    # Multiplied by the mask: a selection before a product makes the compiler fail.
+    # Multiply by the mask: the compiler fails on a select before a product.
     mask = _reach(bands, size).astype(F32)
     built = {}
     for begin, end, pairs in bands.blocks():
@@ -121,9 +133,12 @@ def convolve(bands, filters, copy, start, size, out, r) -> None:
 
 
 def _reach(bands, size, *, backwards=False):
-    """[size, 128] whether a window position is within reach of a position of the middle.
+    """Returns the mask [size, 128] of window positions that a position of the middle can reach.
 
-    backwards: lane l stands for window position 64 - l.
+    Args:
+      bands: geometry of the convolution.
+      size: positions of the middle.
+      backwards: lane l is window position 64 - l.
     """
     row = jax.lax.broadcasted_iota(I32, (size, LANES), 0)
     lane = jax.lax.broadcasted_iota(I32, (size, LANES), 1) % WINDOW
@@ -132,7 +147,7 @@ def _reach(bands, size, *, backwards=False):
 
 
 def _window(copy, block, start, dtype):
-    """[words, 128] a window of a copy, from a multiple of 16 positions."""
+    """Returns a window of a copy, [words, 128]; `start` is a multiple of 16 positions."""
     first, words = (number * dtype.itemsize // 4 for number in (start, WINDOW))
     if not isinstance(first, int):
         first = pl.multiple_of(first, SUBLANES)
@@ -140,7 +155,7 @@ def _window(copy, block, start, dtype):
 
 
 def _pair(bands, window, dtype, pair, begin, end):
-    """[128, channels of a block]: a window with the even head of a pair above that with the odd."""
+    """Returns [128, channels of a block]: a window with only the even head, above the odd head."""
     channel = begin + jax.lax.broadcasted_iota(I32, (1, LANES), 1)
     heads = []
     for head in (2 * pair, 2 * pair + 1):
@@ -161,12 +176,16 @@ def _rotate(x, lanes):
 
 
 def copy_row(bands: Bands, rows, r, real, memory, *, backwards: bool = False) -> None:
-    """Copies row r of [R, L, C] with halo into memory [blocks, padded length, 128], in words of 32
-    bits, which hold one position or two of a 16-bit type.
+    """Copies row r with its halo into scratch memory.
 
     Args:
-      real: [L, 128] where the row is no padding, or None: everywhere.
-      backwards: row halo + t goes to padded_length - halo - t instead.
+      bands: geometry of the convolution.
+      rows: input [R, L, C].
+      r: index of the row.
+      real: mask [L, 128] of positions that are not padding, or None: all.
+      memory: output [blocks, padded length, 128] of 32-bit words, which hold one position, or two
+        of a 16-bit dtype.
+      backwards: position t goes to row padded_length - halo - t instead of halo + t.
     """
     after = bands.padded_length - bands.halo - bands.length
     for block, begin in enumerate(range(0, bands.channels, LANES)):
@@ -176,7 +195,7 @@ def copy_row(bands: Bands, rows, r, real, memory, *, backwards: bool = False) ->
             x = jnp.concatenate([x, jnp.zeros((len(x), LANES - (end - begin)), F32)], axis=1)
         x = only(real, x)
         around = (_zeros(bands.halo), x, _zeros(after))
-        x = jnp.concatenate([part for part in around if len(part)])  # Mosaic knows no empty one
+        x = jnp.concatenate([part for part in around if len(part)])  # Mosaic rejects empty arrays
         if backwards:
             x = _backwards(x)
         memory[block] = pltpu.bitcast(x.astype(rows.dtype), I32)
@@ -187,7 +206,7 @@ def _zeros(rows):
 
 
 def _backwards(x):
-    """Row r of x at row len(x) - r; row 0 of the result is 0."""
+    """Reverses rows: row r of x goes to row len(x) - r; row 0 of the result is 0."""
     sublane = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, x.shape[1]), 0)
     turned = [_turn(x[first : first + SUBLANES], sublane) for first in range(0, len(x), SUBLANES)]
     after = [*turned[1:], jnp.zeros_like(turned[0])]
@@ -196,7 +215,7 @@ def _backwards(x):
 
 
 def _turn(x, sublane):
-    """Row r of a vector at row -r mod 8."""
+    """Moves row r of a vector to row -r mod 8."""
     if block_sizes.device_kind() != TPU_V4:
         return jnp.take_along_axis(x, -sublane % SUBLANES, axis=0)
     for step in (1, 2, 4):  # 7 - r is r with its binary digits inverted
@@ -206,7 +225,7 @@ def _turn(x, sublane):
 
 
 def fill_edges(memory, row) -> None:
-    """Position t of [L, 128] at row EDGE + t, zeros around."""
+    """Writes [L, 128] to memory from row EDGE on, with zeros before and after."""
     memory[:EDGE] = _zeros(EDGE)
     memory[EDGE : EDGE + len(row)] = row
     memory[EDGE + len(row) :] = _zeros(EDGE)
@@ -229,7 +248,7 @@ def for_windows(bands: Bands, body: Callable) -> None:
 
 
 def dot(a, b, *, contract=(1, 0)):
-    """Product with f32 sums; of f32 factors in full precision, not in one bf16 pass."""
+    """Computes a product with f32 accumulation; f32 factors are not rounded to bf16."""
     return jax.lax.dot_general(
         a,
         b,
@@ -249,6 +268,6 @@ def slots(bands: Bands, *, edges: bool = False):
 
 
 def backward_scratch(bands: Bands, dtype):
-    """What `gradients_of_row` works in: backwards, copy, filters and gradients."""
+    """Returns the scratch of `gradients_of_row`: backwards, copy, filters and gradients."""
     copy = copies(bands, dtype)
     return [copy, copy, slots(bands.opposite, edges=True), slots(bands.opposite)]

@@ -1,4 +1,4 @@
-"""Attention as Pallas kernels for TPU, with dropout of its weights."""
+"""Attention as Pallas kernels for TPU, with dropout of the weights."""
 
 from convbert_jax.ops.tpu.attention.blocks import longest
 from convbert_jax.ops.tpu.attention.scaled import attention

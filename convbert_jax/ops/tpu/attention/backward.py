@@ -1,4 +1,4 @@
-"""The backward pass: gradients of query, key and value in one kernel, from scores made again."""
+"""The backward pass: one kernel recomputes the scores and returns all three gradients."""
 
 import functools
 
@@ -14,7 +14,13 @@ from convbert_jax.ops.tpu.attention.step import call, for_blocks
 
 
 def backward(settings: Settings, numbers, ids, query, key, value, out, sums, cotangent):
-    """Gradients of query, key and value; `out` and `sums` are of `forward`, the rest as there."""
+    """Returns the gradients of query, key and value.
+
+    Args:
+      out, sums: results of `forward`.
+      cotangent: gradient of `out`, [B, L, C].
+      settings, numbers, ids, query, key, value: as in `forward`.
+    """
     blocks = Blocks(settings, query, key, arrays=8)
     arrays = [query, key, value, out, cotangent]
     turned = blocks.together * blocks.tiles, blocks.lanes, blocks.queries
@@ -30,7 +36,7 @@ def backward(settings: Settings, numbers, ids, query, key, value, out, sums, cot
 def _kernel(
     blocks, step, query, key, value, out, cotangent, sums, d_query, d_key, d_value, turned
 ):  # fmt: skip
-    """turned: where gradients of queries add up, [rows x tiles, lanes, queries]."""
+    """Processes a step; `turned` [rows x tiles, lanes, queries] accumulates query gradients."""
     settings, dtype = blocks.settings, query.dtype
     size = blocks.at_once(blocks.keys, blocks.queries)
     units = blocks.units()
@@ -93,7 +99,7 @@ def _kernel(
             (r, t): turn(step.tile(out, r, t).astype(F32) * step.tile(cotangent, r, t).astype(F32))
             for r, t in tiles
         }
-        # What a weight's gradient is compared with: the mean of them by the weights.
+        # Softmax gradient: the weighted mean of the weights' gradients, from out . cotangent.
         along = [
             jnp.sum(blocks.of_head(products[r, t], h), axis=0, keepdims=True) for r, t, h in units
         ]

@@ -1,9 +1,9 @@
-"""How rows and heads are dealt out to the steps of the kernels, and what both passes share.
+"""Partitioning of rows and heads into grid steps, shared by both passes.
 
-Heads lie side by side in the lanes of a *tile*, 128 channels. A factor of a product is a whole tile
-whose other heads are 0: the matrix unit sums over 128 channels at the price of one head's. Scores
-have keys along sublanes and queries along lanes, so that what belongs to a query (its largest
-score, its sum) is a row, and no product needs scores turned over.
+Heads lie side by side in the lanes of a *tile* of 128 channels. Products take a whole tile in which
+the other heads are 0: the matrix unit sums over 128 channels at the cost of one head. Scores have
+keys along sublanes and queries along lanes. Statistics of a query (maximum score, sum) are then a
+row, and no product needs transposed scores.
 """
 
 import dataclasses
@@ -16,23 +16,24 @@ from convbert_jax.ops.tpu import block_sizes
 from convbert_jax.ops.tpu.attention.factors import F32, I32, only
 from convbert_jax.ops.tpu.bands import LANES
 
-HIDDEN = -1e30  # a score of what is not seen
-# Heads of rows worked on at once: the instructions of one fill the waits of another.
+HIDDEN = -1e30  # score of an invisible key
+# Heads x rows computed at once, so that their instructions can overlap.
 MOST_TOGETHER = 24
-# Of the memory of a kernel: what a score of theirs may take (a million scores on a v5e), and at
-# most so many are of one head.
+# The memory budget allows one score at a time per _BYTES (a million on a v5e), of which at most
+# _OF_ONE_HEAD belong to one head.
 _BYTES = 24
 _OF_ONE_HEAD = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a kernel is made for.
+    """Static settings of a kernel.
 
     Attributes:
-      width: of a head.
-      causal: a position sees itself and what precedes it.
-      kept: of 256 weights, those that dropout keeps on average; None: all, and none is drawn.
+      width: channels per head.
+      causal: a position sees only itself and earlier ones.
+      kept: expected number of weights out of 256 that dropout keeps; None: no dropout.
+      interpret: run in Pallas' interpreter.
     """
 
     width: int
@@ -46,19 +47,25 @@ class Settings:
 
     @property
     def factor(self) -> float:
-        """What kept weights are multiplied by."""
+        """Scale of kept weights."""
         return 1.0 if self.kept is None else 256 / self.kept
 
 
 class Blocks:
-    """A step has `rows` rows and `tiles` tiles of them, and works on `together` rows at once.
+    """Block sizes of the grid.
+
+    Args:
+      settings: settings of the kernel.
+      query, key: [B, L, C] and [B, S, C].
+      arrays: number of inputs and outputs; each is double-buffered.
 
     Attributes:
-      lanes, tile_heads: of a tile.
+      rows, tiles: rows per step, and tiles of each row.
+      together: rows of a step that are computed at once.
+      lanes, tile_heads: lanes and heads per tile.
     """
 
     def __init__(self, settings: Settings, query, key, *, arrays: int):
-        """arrays: inputs and outputs of rows, each held twice: one in work, one on its way."""
         self.settings = settings
         self.batch, self.queries, channels = query.shape
         self.keys = key.shape[1]
@@ -82,7 +89,7 @@ class Blocks:
         )
 
     def units(self) -> list[tuple[int, int, int]]:
-        """(row, tile, head of the tile) of what is worked on at once."""
+        """Returns (row, tile, head of the tile) of the heads that are computed at once."""
         return [
             (row, tile, head)
             for row in range(self.together)
@@ -91,22 +98,22 @@ class Blocks:
         ]
 
     def at_once(self, positions: int, others: int) -> int:
-        """How many of `positions` to work on at once, each with all `others`: a divisor."""
+        """Returns the number of positions, a divisor, to compute at once against all `others`."""
         blocks = _largest_divisor(positions // LANES, self._of_one_head // (others * LANES))
         return blocks * LANES
 
     def row_block(self, array) -> pl.BlockSpec:
-        """Of [B, positions, channels]."""
+        """Returns the block spec of an array [B, positions, channels]."""
         shape = self.rows, array.shape[1], self.tiles * self.lanes
         return pl.BlockSpec(shape, lambda step, tile: (step, 0, tile))
 
     def ids_block(self, ids) -> pl.BlockSpec:
-        """Of [B, 1, positions]."""
+        """Returns the block spec of ids [B, 1, positions]."""
         return pl.BlockSpec((self.rows, 1, ids.shape[2]), lambda step, tile: (step, 0, 0))
 
     @property
     def sums_shape(self) -> tuple[int, ...]:
-        """Of a number for each query and head."""
+        """Shape of the log-sums, one number per query and head."""
         return self.batch, self.all_tiles, self.tile_heads, self.queries
 
     def sums_block(self) -> pl.BlockSpec:
@@ -117,23 +124,24 @@ class Blocks:
         return slice(tile * self.lanes, (tile + 1) * self.lanes)
 
     def only_head(self, x, head: int):
-        """A tile [positions, lanes] with 0 in the lanes of all heads but one."""
+        """Returns a tile [positions, lanes] with the lanes of all other heads set to 0."""
         if self.tile_heads == 1:
             return x
         own = jax.lax.broadcasted_iota(I32, (1, self.lanes), 1) // self.settings.width == head
         return only(own, x.astype(F32)).astype(x.dtype)
 
     def of_head(self, x, head: int):
-        """The rows of a head of a tile that is turned over, [lanes, positions]."""
+        """Returns the rows of a head of a transposed tile [lanes, positions]."""
         return x[head * self.settings.width : (head + 1) * self.settings.width]
 
 
 def longest(dtype, width: int) -> int:
-    """Positions of the longest row that the kernels are compiled for, by what the backward pass has
-    at once in 16 bits: eight arrays of a tile of it, in work and on their way, and two more of what
-    is made of them; its ids and a gradient turned over; and of each head of the tile five times
-    scores of the fewest keys. In 32 bits half as many. A third of the memory is left for what the
-    compiler spills, which differs by chip.
+    """Returns the number of positions of the longest row that the kernels can be compiled for.
+
+    Estimates the memory of the backward pass for one tile in 16 bits: eight double-buffered arrays
+    and two more for temporaries, ids, a transposed gradient, and five sets of scores of 128 keys
+    for each head of the tile. 32 bits halve the length. A third of the memory is left for compiler
+    spills, which differ by chip.
     """
     of_position = (2 * 10 * 2 + 2 * 4 + 20 * max(LANES // width, 2)) * LANES
     of_position = of_position * jnp.dtype(dtype).itemsize // 2

@@ -1,4 +1,4 @@
-"""Products, and what makes factors of them: the compiler has limits, see `windows.py` too."""
+"""Products and their operands, within the limits of the compiler (see `windows.py`)."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ F32, I32 = jnp.float32, jnp.int32
 
 
 def dot(x, y, contract: tuple[int, int]):
-    """The product of two matrices over an axis of each, in float32."""
+    """Contracts an axis of each of two matrices, with a float32 result."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == F32 else None
     axes = ((contract[0],), (contract[1],))
     return jax.lax.dot_general(
@@ -17,13 +17,14 @@ def dot(x, y, contract: tuple[int, int]):
 
 
 def turn(x):
-    """[positions, lanes] -> [lanes, positions] in float32, in which rows can be cut out."""
+    """Transposes [positions, lanes] in float32, whose rows can be sliced."""
     return x.astype(F32).T
 
 
 def only(mask, x):
-    """Float32 `x` where the mask is true or None, else 0, by its bits: of a selection that enters a
-    product the compiler makes a masked product, at which its profiler aborts (libtpu 0.0.52).
+    """Returns float32 `x` where the mask is True or None, else 0, computed bitwise.
+
+    The compiler fuses a select into a masked product, on which its profiler aborts (libtpu 0.0.52).
     """
     if mask is None:
         return x

@@ -1,4 +1,4 @@
-"""The forward pass: scores of whole rows near the core, never in memory."""
+"""The forward pass: scores of whole rows stay on chip."""
 
 import functools
 import math
@@ -16,8 +16,14 @@ _TINY = float(jnp.finfo(F32).tiny)
 
 
 def forward(settings: Settings, numbers, ids, query, key, value):
-    """The output [B, L, C], and for each query the logarithm to base 2 of what its powers of
-    2 (scores times log2(e)) add up to, [B, tiles, heads, L]; `numbers` and `ids` as of `step.call`.
+    """Returns the output [B, L, C] and the log-sums [B, tiles, heads, L].
+
+    The log-sum of a query is log2(sum over keys of 2^(score * log2(e))).
+
+    Args:
+      settings: settings of the kernel.
+      numbers, ids: as in `step.call`.
+      query, key, value: [B, L, C], [B, S, C] and [B, S, C].
     """
     blocks = Blocks(settings, query, key, arrays=4)
     sums = jax.ShapeDtypeStruct(blocks.sums_shape, F32)
@@ -36,8 +42,7 @@ def _kernel(blocks, step, query, key, value, out, sums):
     keys = 0, blocks.keys
 
     def some_queries(start):
-        # Each line for all heads before the next one: so the compiler finds, between the
-        # instructions of a head, those of others.
+        # Each statement covers all heads, so that the compiler can interleave their instructions.
         queries = start, size
         here = pl.ds(*queries)
         seen = step.visible(keys, queries)
@@ -49,7 +54,7 @@ def _kernel(blocks, step, query, key, value, out, sums):
             x if seen[r] is None else jnp.where(seen[r], x, HIDDEN)
             for x, (r, _, _) in zip(scores, units, strict=True)
         ]
-        # Where nothing is seen each power is 0.
+        # If a query sees no key, each power is 0.
         largest = [jnp.maximum(jnp.max(x, axis=0, keepdims=True), 0.5 * HIDDEN) for x in scores]
         powers = [jnp.exp2((x - most) * scale) for x, most in zip(scores, largest, strict=True)]
         totals = [jnp.maximum(jnp.sum(x, axis=0, keepdims=True), _TINY) for x in powers]

@@ -1,9 +1,9 @@
-"""Which attention weights dropout keeps: a function of two words and of where a weight stands.
+"""Dropout masks of attention weights from a counter-based generator.
 
-A generator with a state would draw other marks wherever blocks, devices or passes are others. Here
-the backward pass makes the marks of the forward pass again, whatever is divided how, and nothing of
-them is in memory. A word of 32 bits for four weights is a counter, mixed in two rounds as a hash
-function mixes (Ettinger, "hash-prospector", lowbias32), with a word of the row's head before each.
+The mask is a function of two seed words and the index of a weight, so it does not depend on the
+partitioning into blocks and devices. The backward pass draws the same mask again, and none is
+stored. Four weights share a 32-bit word: a counter, mixed by the two rounds of a hash function
+(Ettinger, "hash-prospector", lowbias32), XORed with a word of the row and head before each round.
 """
 
 import jax
@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 I32 = jnp.int32
-# Keys whose marks come from the same words: 32 words of 4 bytes, one behind the other.
+# Keys per group of 32 words: byte k from the top decides keys 32 k to 32 k + 31 of the group.
 GROUP = 128
 _WORDS = GROUP // 4
-_HEADS = 1024  # most of a row
-_QUERIES = 1 << 16  # and most positions
+_HEADS = 1024  # maximum number of heads
+_QUERIES = 1 << 16  # maximum number of positions
 
 
 def of_head(seed: Int[Array, " 2"], row, head) -> tuple[Array, Array]:
-    """The two words of a head of a row, which are others for every row and head."""
+    """Returns two words that are distinct for each row and head."""
     unit = row * _HEADS + head
     return _mix(unit ^ seed[0]), _mix(unit ^ seed[1])
 
@@ -27,12 +27,12 @@ def of_head(seed: Int[Array, " 2"], row, head) -> tuple[Array, Array]:
 def kept(
     words: tuple[Array, Array], keys: tuple[int, int], queries: tuple[int, int], kept_of_256: int
 ) -> Bool[Array, "keys queries"]:
-    """Which weights of some keys and queries are kept.
+    """Returns the dropout mask of a block of weights, True for kept weights.
 
     Args:
-      words: of `of_head`.
-      keys, queries: the first position, and how many; of keys multiples of GROUP.
-      kept_of_256: with probability kept_of_256 / 256.
+      words: result of `of_head`.
+      keys, queries: (first position, number); multiples of GROUP for keys.
+      kept_of_256: a weight is kept with probability kept_of_256 / 256.
     """
     shape = _WORDS, queries[1]
     counter = jax.lax.broadcasted_iota(I32, shape, 0) * _QUERIES
@@ -42,7 +42,7 @@ def kept(
     for first in range(0, keys[1], GROUP):
         place = (keys[0] + first) // GROUP * (_WORDS * _QUERIES)
         drawn = _mix(counter + place ^ words[0], words[1])
-        # The upper byte decides, as the limit has no others.
+        # Only the upper byte matters, since the lower bytes of the limit are 0.
         parts += [drawn << (8 * byte) < limit for byte in range(4)]
     return jnp.concatenate(parts, axis=0)
 

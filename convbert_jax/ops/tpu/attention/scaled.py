@@ -1,4 +1,4 @@
-"""Attention of whole rows as Mosaic kernels for TPU, with its gradient."""
+"""Attention over whole rows as Mosaic kernels for TPU, with its gradient."""
 
 import functools
 
@@ -24,20 +24,23 @@ def attention(
     kept: int | None,
     interpret: bool = False,
 ) -> Float[Array, "B L H D"]:
-    """softmax(query . key / sqrt(D)) . value, of weights that are kept times 256 / `kept`.
+    """Computes softmax(query . key / sqrt(D)) . value; kept weights are scaled by 256 / `kept`.
 
     Args:
-      query_ids, key_ids: a query sees the keys whose id is its own; None: all.
-      numbers: two words of dropout, and the numbers of the first row, head and query, by which
-        marks.py says what is kept.
-      kept: of 256 weights; None: all.
+      query, key, value: inputs.
+      query_ids, key_ids: a query sees the keys with the same id; None: all.
+      numbers: two seed words of dropout, and the global numbers of the first row, head and query,
+        for the masks of marks.py.
+      causal: a position sees only keys up to itself.
+      kept: expected number of kept weights out of 256; None: no dropout.
+      interpret: run in Pallas' interpreter.
 
     Returns:
       [B, L, H, D]; 0 where a query sees no key.
     """
     heads, width = query.shape[2:]
     settings = Settings(width, causal, kept, interpret)
-    # Heads that fill the last lanes: of zeros, and cut off again.
+    # Pad to a multiple of 128 channels with heads of zeros, removed from the result.
     added = -heads % (LANES // width) if heads * width > LANES else 0
 
     def channels(x):

@@ -1,4 +1,4 @@
-"""What a step of a kernel knows of the rows it works on: which they are, what is seen and kept."""
+"""Grid steps of the attention kernels: rows, visibility and dropout masks."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,18 +13,23 @@ from convbert_jax.ops.tpu.attention.blocks import Blocks
 from convbert_jax.ops.tpu.attention.factors import I32
 from convbert_jax.ops.tpu.bands import LANES
 
-Part = tuple  # of positions: the first one, and how many
+Part = tuple  # (first position, number of positions)
 
 
 class Step:
-    """Made outside of loops, where the interpreter knows which step it is.
+    """A grid step. Create it outside of loops: the interpreter needs that for `pl.program_id`.
+
+    Args:
+      blocks: block sizes.
+      numbers: as in `call`.
+      ids: segment ids of queries and keys, or empty.
+      columns: scratch memory for the transposed ids of keys; None without ids.
 
     Attributes:
-      first: of the rows of the step, the first one that is worked on.
+      first: index in the step of the first row being computed.
     """
 
     def __init__(self, blocks: Blocks, numbers, ids, columns):
-        """ids: of queries and keys, or none; columns: scratch memory for those of keys."""
         self.blocks, self._ids, self._columns = blocks, ids, columns
         self._seed = numbers[0, 0], numbers[0, 1]
         self._row = numbers[0, 2] + pl.program_id(0) * blocks.rows
@@ -33,7 +38,7 @@ class Step:
         self.first = 0
 
     def for_rows(self, function: Callable[[], None]) -> None:
-        """Calls it for the rows that are worked on at once, until the step has no more."""
+        """Calls `function` for each group of `together` rows of the step."""
 
         @pl.loop(0, self.blocks.rows // self.blocks.together)
         def _(index):
@@ -43,18 +48,18 @@ class Step:
             function()
 
     def _turn_ids(self, row: int) -> None:
-        """Those of keys from lanes to sublanes, the same in every lane."""
+        """Transposes the ids of keys from lanes to sublanes, broadcast to all lanes."""
         ids = self._ids[1][self.first + row]
         for first in range(0, ids.shape[1], LANES):
             block = jnp.broadcast_to(ids[:, first : first + LANES], (LANES, LANES))
             self._columns[row, first : first + LANES] = block.T
 
     def tile(self, array, row: int, tile: int, positions=slice(None)):
-        """[positions, lanes] of a reference [rows, positions, channels]."""
+        """Returns a tile [positions, lanes] of a reference [rows, positions, channels]."""
         return array[self.first + row, positions, self.blocks.lanes_of(tile)]
 
     def visible(self, keys: Part, queries: Part) -> list:
-        """[keys, queries] whether a query sees a key, for each row, or None: all do."""
+        """Returns for each row the mask [keys, queries] of visible keys, or None: all visible."""
         return [self._visible(row, keys, queries) for row in range(self.blocks.together)]
 
     def _visible(self, row, keys, queries):
@@ -71,7 +76,7 @@ class Step:
         return seen
 
     def kept(self, unit: tuple[int, int, int], keys: Part, queries: Part):
-        """Which weights of a unit of `Blocks.units` dropout keeps, or None: all."""
+        """Returns the dropout mask of a unit of `Blocks.units`, or None: all weights are kept."""
         blocks = self.blocks
         if blocks.settings.kept is None:
             return None
@@ -85,11 +90,16 @@ class Step:
 def call(
     kernel, blocks: Blocks, numbers, ids, arrays: Sequence, specs, outputs, output_specs, scratch=()
 ) -> list:
-    """pallas_call; the kernel gets a `Step` before the arrays.
+    """Runs pallas_call; the kernel gets a `Step` before the arrays.
 
     Args:
-      numbers: int32: two words of dropout; the first row, head and query of this device.
-      ids: segments of queries and keys, [B, 1, positions], or none.
+      kernel: kernel(step, *references).
+      blocks: block sizes.
+      numbers: int32, two seed words of dropout; the first row, head and query of this device.
+      ids: segment ids of queries and keys, [B, 1, positions], or empty.
+      arrays, specs: inputs and their block specs.
+      outputs, output_specs: shapes of the outputs and their block specs.
+      scratch: scratch memory of the kernel.
     """
     count = len(ids)
     columns = [pltpu.VMEM((blocks.together, blocks.keys, LANES), I32)] if ids else []
@@ -115,11 +125,11 @@ def call(
             vmem_limit_bytes=block_sizes.vmem_limit(),
         ),
         interpret=blocks.settings.interpret,
-    )(numbers[None], *ids, *arrays)  # of two axes, so that seeds may be a third
+    )(numbers[None], *ids, *arrays)  # two axes, so that vmap over seeds can add a third
 
 
 def for_blocks(positions: int, size: int, function: Callable) -> None:
-    """function(first position) for each block."""
+    """Calls function(first position) for each block of `size` positions."""
     if positions == size:
         function(0)
         return
