@@ -91,14 +91,14 @@ def choose(
         raise ValueError(f"{op}: no implementation supports this call on {here}{left}.")
     if implementation not in implementations:
         names = ", ".join(("auto", *implementations))
-        raise ValueError(f"{op}: unknown implementation {implementation!r}; choose one of {names}.")
+        raise ValueError(f"{op}: implementation must be one of {names}, got {implementation!r}.")
     one = implementations[implementation]
     if reason := _reason(one, here, arguments, options):
         name = f"{implementation!r} on {here}"
-        raise ValueError(f"{op}: cannot use implementation {name}: {reason}. Use 'auto'.")
+        raise ValueError(f"{op}: implementation {name} is not supported: {reason}. Use 'auto'.")
     if reason := find_fault(implementation):
         raise verification.KernelError(
-            f"{op}: cannot use implementation {implementation!r} on {here}: {reason}. "
+            f"{op}: implementation {implementation!r} is disabled on {here}: {reason}. "
             "Use 'auto' or 'xla', and report the warning above.",
             value=implementation,
         )

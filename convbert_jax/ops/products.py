@@ -107,7 +107,7 @@ def _sum_over_rows(left, result, right, x, cotangent, dtype):
 
     @turned.def_vmap
     def together(size, are_batched, x, y):
-        """Vmaps over seeds without transposing, which crashes XLA for CPUs (jax 0.10.2)."""
+        """Vmaps the product without the transposition: XLA for CPUs (jax 0.10.2) crashes on both."""
         plain = functools.partial(multiply, f"{first[0]},{second[0]}->{right}", dtype=dtype)
         axes = tuple(0 if batched else None for batched in are_batched)
         return jax.vmap(plain, axes, axis_size=size)(x, y), True
@@ -207,15 +207,9 @@ def dense(
     bias: Float[Array, "*#B C_out"] | None,
     dtype: jnp.dtype,
 ) -> Float[Array, "*B C_out"]:
-    """Computes x kernel + bias, rounded once to `dtype`; factors as in `einsum`.
+    """Computes x kernel + bias (None: no bias), rounded once to `dtype`; factors as in `einsum`.
 
     Rematerialization policies can save the result by its checkpoint name DENSE.
-
-    Args:
-      x: inputs.
-      kernel: weights.
-      bias: None: no bias.
-      dtype: dtype of the result.
     """
     batch = "abcd"[: x.ndim - 1]
     # A GPU kernel adds the bias before rounding and writing, if both have the same dtype.
@@ -258,19 +252,11 @@ def dense_of_one(
     biases: Sequence[Float[Array, " _"] | None],
     dtype: jnp.dtype,
 ) -> list[Float[Array, "*B _"]]:
-    """Applies several dense layers to the same input.
+    """Applies several `dense` layers, one per kernel and bias, to the same input.
 
     On a TPU the gradient of `x` is one product with all kernels. With separate products the
     compiler writes each result to memory and then reads them again to add them
     (benchmarks/RESULTS.md, section 6).
-
-    Args:
-      x: inputs.
-      kernels, biases: one per layer; a bias may be None.
-      dtype: dtype of the results.
-
-    Returns:
-      The output of each layer.
     """
     if dispatch.platform() != "tpu" or division.divides_heads():
         return [dense(x, *each, dtype) for each in zip(kernels, biases, strict=True)]
@@ -318,16 +304,11 @@ def dense_of_groups(
     bias: Float[Array, " C_out"] | None,
     dtype: jnp.dtype,
 ) -> Float[Array, "*B C_out"]:
-    """Applies a grouped dense layer: each of G groups of adjacent channels has its own kernel.
+    """Applies a grouped `dense` layer: each of G groups of adjacent channels has its own kernel.
 
-    Slicing at channels that are not multiples of 128 copies the whole array on a TPU. That costs
-    more than one product with a block-diagonal matrix (benchmarks/RESULTS.md, section 15).
-
-    Args:
-      x: inputs, C = G I.
-      kernel: one [I, O] kernel per group.
-      bias: C_out = G O; None: no bias.
-      dtype: dtype of the result.
+    C = G I and C_out = G O. Slicing at channels that are not multiples of 128 copies the whole
+    array on a TPU. That costs more than one product with a block-diagonal matrix
+    (benchmarks/RESULTS.md, section 15).
     """
     cut = any(size % _LANES for size in kernel.shape[1:])
     if dispatch.platform() == "tpu" and cut and not division.divides_heads():

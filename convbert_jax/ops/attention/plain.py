@@ -44,17 +44,10 @@ def _attend_to_kept(
     keep: Bool[Array, "B H L S"],
     factor: float,
 ) -> Float[Array, "B L H D"]:
-    """Computes the product of softmax(scores), with dropout, and `value`.
+    """Computes the product of softmax(scores) and `value`; kept weights are scaled by `factor`.
 
     Autodiff keeps three arrays of the size of the scores as residuals: weights, mask and their
     product. One array is enough: weights are not negative, so the sign can store the mask.
-
-    Args:
-      scores: logits of the weights.
-      value: values.
-      visible: whether a query sees a key; None: all.
-      keep: dropout mask, True for kept weights.
-      factor: kept weights are multiplied by it.
     """
     return _attend_to_kept_forward(scores, value, visible, keep, factor)[0]
 

@@ -28,7 +28,7 @@ WARPS = 4  # for at most half as many columns, else twice as many
 # registers.
 MOST_SUMS = 64 * 128
 # Programs of the projection's gradient, which split the positions: two per multiprocessor of an
-# H100. Slightly more would leave most multiprocessors idle in a second wave.
+# H100. Slightly more would leave most multiprocessors idle in the last wave.
 PROGRAMS = 264
 NOT_A_TAP = -1e30  # logit of a padding column: its weight is 0, and not NaN if all are padding
 

@@ -79,11 +79,8 @@ def copies(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Broadcasts `x` along a new leading axis, one copy per device that splits rows.
 
     For `division.by_rows`. For arrays that are read several times in a step, such as word
-    embeddings: each device sums its gradients of all reads, and the sum is reduced once.
-
-    Args:
-      x: array, any shape.
-      dtype: dtype in which the gradient is communicated.
+    embeddings: each device sums its gradients of all reads, and the sum is reduced once, in
+    `dtype`.
 
     Returns:
       [devices, *x.shape], or `x` if rows are not split.

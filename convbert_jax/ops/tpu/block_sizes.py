@@ -68,7 +68,6 @@ def rows(bands: Bands, batch: int, dtype, kernel: str, *, arrays: int, copies: i
     """Returns the rows per grid step: a number of ROWS that divides `batch`.
 
     Args:
-      bands: geometry of the convolution.
       batch: number of rows.
       dtype: dtype of the arrays.
       kernel: name of the kernel in MEASURED.

@@ -71,7 +71,6 @@ def collect(results, rows, r, words) -> None:
     Args:
       results: results(q) yields vector q of each block of channels.
       rows: output [rows, L, C].
-      r: index of the row.
       words: scratch memory of 32-bit words.
     """
     per_word = 4 // rows.dtype.itemsize

@@ -18,7 +18,6 @@ class Ids:
     Concatenated rows of `bands.period` positions are separated by distinct ids.
 
     Args:
-      bands: geometry of the convolution.
       columns: scratch memory from `scratch`; None: all taps are visible.
       block: ids of several rows; None: one segment per row.
       first: index in `block` of the first row of the step.
@@ -68,7 +67,6 @@ class Ids:
 
         Args:
           bands: geometry that defines the lanes.
-          start, size: positions.
           sign: -1 if `bands` has the opposite offsets.
         """
         if self.columns is None:

@@ -44,7 +44,8 @@ def span_dynamic_conv(
     batch, length, channels = query.shape
     bands = BandRows((batch, length, heads, channels // heads), offsets).bands
     of_gradients = 1 + 2 * sum(x is not None for x in arrays[:3])  # inputs, gradients, cotangent
-    # The projection, its copy in slots, and its float32 gradient, double-buffered.
+    # The projection, its copy in slots, and its double-buffered float32 gradient. `position` counts
+    # the filters before masking.
     parameters = bands.slot_lanes * channels * (2 * 4 + 3 * query.dtype.itemsize)
     longest = block_sizes.longest(
         bands,
@@ -132,8 +133,6 @@ def _of_all(kernel, span_key, values, queries):
     A missing span key becomes None; missing values become the reference of the query.
 
     Args:
-      kernel: the kernel.
-      span_key, values: None if missing.
       queries: indices of the query and, in a backward kernel, of its gradient.
     """
 

@@ -56,7 +56,6 @@ def gradients_of_row(
     Args:
       bands: geometry of the forward convolution.
       ids: `Ids` with row r loaded.
-      r: index of the row.
       values, cotangent: inputs [R, L, C].
       filters: filters of the row in slots of the opposite offsets, in memory from `slots` with
         edges; 0 for invisible taps.
@@ -110,12 +109,9 @@ def convolve(bands, filters, copy, start, size, out, r) -> None:
     """Writes positions start to start + size of row r of the output: bands times a window.
 
     Args:
-      bands: geometry of the convolution.
       filters: [size, 128] for each vector of slots, 0 for invisible taps.
       copy: scratch from `copies` with the row.
-      start, size: positions.
       out: output [R, L, C].
-      r: index of the row.
     """
     # Multiply by the mask: the compiler fails on a select before a product.
     mask = _reach(bands, size).astype(F32)
@@ -135,10 +131,7 @@ def convolve(bands, filters, copy, start, size, out, r) -> None:
 def _reach(bands, size, *, backwards=False):
     """Returns the mask [size, 128] of window positions that a position of the middle can reach.
 
-    Args:
-      bands: geometry of the convolution.
-      size: positions of the middle.
-      backwards: lane l is window position 64 - l.
+    With `backwards`, lane l is window position 64 - l.
     """
     row = jax.lax.broadcasted_iota(I32, (size, LANES), 0)
     lane = jax.lax.broadcasted_iota(I32, (size, LANES), 1) % WINDOW
@@ -165,7 +158,7 @@ def _pair(bands, window, dtype, pair, begin, end):
 
 
 def _rotate(x, lanes):
-    """Row r rotated forward by `lanes` + r."""
+    """Rotates row r forward by `lanes` + r."""
     if block_sizes.device_kind() != TPU_V4:
         return pltpu.roll(x, lanes % LANES, axis=1, stride=1, stride_axis=0)
     row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
@@ -179,9 +172,7 @@ def copy_row(bands: Bands, rows, r, real, memory, *, backwards: bool = False) ->
     """Copies row r with its halo into scratch memory.
 
     Args:
-      bands: geometry of the convolution.
       rows: input [R, L, C].
-      r: index of the row.
       real: mask [L, 128] of positions that are not padding, or None: all.
       memory: output [blocks, padded length, 128] of 32-bit words, which hold one position, or two
         of a 16-bit dtype.

@@ -55,7 +55,6 @@ class Blocks:
     """Block sizes of the grid.
 
     Args:
-      settings: settings of the kernel.
       query, key: [B, L, C] and [B, S, C].
       arrays: number of inputs and outputs; each is double-buffered.
 

@@ -21,7 +21,6 @@ def forward(settings: Settings, numbers, ids, query, key, value):
     The log-sum of a query is log2(sum over keys of 2^(score * log2(e))).
 
     Args:
-      settings: settings of the kernel.
       numbers, ids: as in `step.call`.
       query, key, value: [B, L, C], [B, S, C] and [B, S, C].
     """

@@ -20,7 +20,6 @@ class Step:
     """A grid step. Create it outside of loops: the interpreter needs that for `pl.program_id`.
 
     Args:
-      blocks: block sizes.
       numbers: as in `call`.
       ids: segment ids of queries and keys, or empty.
       columns: scratch memory for the transposed ids of keys; None without ids.
@@ -93,13 +92,8 @@ def call(
     """Runs pallas_call; the kernel gets a `Step` before the arrays.
 
     Args:
-      kernel: kernel(step, *references).
-      blocks: block sizes.
       numbers: int32, two seed words of dropout; the first row, head and query of this device.
       ids: segment ids of queries and keys, [B, 1, positions], or empty.
-      arrays, specs: inputs and their block specs.
-      outputs, output_specs: shapes of the outputs and their block specs.
-      scratch: scratch memory of the kernel.
     """
     count = len(ids)
     columns = [pltpu.VMEM((blocks.together, blocks.keys, LANES), I32)] if ids else []
