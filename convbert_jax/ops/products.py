@@ -107,7 +107,7 @@ def _sum_over_rows(left, result, right, x, cotangent, dtype):
 
     @turned.def_vmap
     def together(size, are_batched, x, y):
-        """Vmaps the product without the transposition: XLA for CPUs (jax 0.10.2) crashes on both."""
+        """Vmaps without the transposition: XLA for CPUs (jax 0.10.2) crashes on both together."""
         plain = functools.partial(multiply, f"{first[0]},{second[0]}->{right}", dtype=dtype)
         axes = tuple(0 if batched else None for batched in are_batched)
         return jax.vmap(plain, axes, axis_size=size)(x, y), True
