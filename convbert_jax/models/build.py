@@ -1,6 +1,6 @@
-"""From a config to the static part of a model and the start of its parameters.
+"""Builds the graph definition and the parameter initializer of a model from a config.
 
-Outside of this package parameters are a plain nested dict of arrays.
+Outside of this package, parameters are a plain nested dict of arrays.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ Params = dict
 def build(
     model: Callable[[Config, nnx.Rngs], nnx.Module], config: Config
 ) -> tuple[nnx.GraphDef, Callable[[Array], Params]]:
-    """The static part of a model, and how its parameters start.
+    """Build the graph definition and the parameter initializer of a model.
 
     Returns:
-      graphdef: `nnx.merge(graphdef, params)` is the model; do it inside of the loss.
-      init: key -> parameters, a nested dict of float32 arrays by path; made to be jitted, so that
-        with `out_shardings` no device ever holds all of them.
+      graphdef: `nnx.merge(graphdef, params)` gives the model; call it inside the loss function.
+      init: Maps a key to parameters, a nested dict of float32 arrays by path. Jit it with
+        `out_shardings` so that no single device holds all parameters.
     """
 
     def init(key: Array) -> Params:

@@ -1,10 +1,9 @@
-"""What layers saw, handed out when it is asked for and at no cost when it is not.
+"""Optional capture of intermediate activations, free when not requested.
 
     hidden, seen = model.encode(tokens, segment_ids, type_ids, capture=("attention", "filters"))
-    seen[0]["attention"][3]  # of layer 3 of the first stage, [B, H, L, L]
+    seen[0]["attention"][3]  # layer 3 of the first stage, [B, H, L, L]
 
-What is handed out is computed beside the layer's own arithmetic, which stays as it is, with its
-fused kernels.
+Captured values are computed separately; the layer itself still runs its fused kernels.
 """
 
 from collections.abc import Callable, Collection
@@ -13,16 +12,16 @@ from jaxtyping import Array
 
 
 class Capture:
-    """What one layer hands out; made anew for each layer, inside of the scan over layers.
+    """Collects the requested activations of one layer; created per layer, inside the layer scan.
 
-    A mixer is called with one, or with None, and offers what it has:
+    A mixer receives a `Capture` or None, and offers the activations that it has:
 
         if capture is not None:
             capture.offer("filters", lambda: filters_of(query, span_key))
 
     Attributes:
-      seen: name -> array, of what was wanted and offered.
-      offered: all names that were.
+      seen: Captured arrays by name, for the names that were both requested and offered.
+      offered: All offered names.
     """
 
     def __init__(self, wanted: Collection[str]):
@@ -31,7 +30,7 @@ class Capture:
         self.offered: set[str] = set()
 
     def offer(self, name: str, make: Callable[[], Array]) -> None:
-        """`make` is called if `name` is wanted."""
+        """Record `name` as offered, and store `make()` if `name` was requested."""
         self.offered.add(name)
         if name in self._wanted:
             self.seen[name] = make()

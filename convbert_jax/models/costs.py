@@ -1,4 +1,4 @@
-"""Operations per element in the paper's convention of FLOPs, see `analysis/flops.py`."""
+"""FLOPs per element, counted as in the ConvBERT paper; see `analysis/flops.py`."""
 
 LAYER_NORM = 5
 GELU = 8

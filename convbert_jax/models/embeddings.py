@@ -1,4 +1,4 @@
-"""Tokens to vectors, and vectors back to token logits with the same table."""
+"""Input embeddings, and output logits from the same (tied) word embedding matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from convbert_jax.ops.tables import attend, look_up
 
 
 class Table(nnx.Module):
-    """`embedding` [rows, size], read by row."""
+    """Embedding matrix `embedding` [rows, size], looked up by row index."""
 
     def __init__(self, rows: int, size: int, initializer: Initializer, rngs: nnx.Rngs):
         self.embedding = nnx.Param(initializer(rngs.params(), (rows, size)))
@@ -21,7 +21,7 @@ class Table(nnx.Module):
 
 
 class Embeddings(nnx.Module):
-    """Word + position + segment type, layer norm, dropout (BERT §3)."""
+    """Sum of word, position and segment-type embeddings, layer norm, dropout (BERT §3)."""
 
     def __init__(self, config: EmbeddingsConfig, initializer: Initializer, rngs: nnx.Rngs):
         self.word = Table(config.vocab_size, config.size, initializer, rngs)
@@ -40,10 +40,10 @@ class Embeddings(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         key: Array | None = None,
     ) -> Float[Array, "B L E"]:
-        """Embeddings in `dtype`.
+        """Return the embeddings, in `dtype`.
 
         Raises:
-          ValueError: rows longer than the position table.
+          ValueError: The rows are longer than the position embedding matrix.
         """
         rows = self.position.embedding.shape[-2]
         if tokens.shape[1] > rows:
@@ -55,14 +55,12 @@ class Embeddings(nnx.Module):
         return dropout(self.norm(x).astype(dtype), self.dropout, key)
 
     def attend(self, h: Float[Array, "*B E"], bias: Float[Array, " V"]) -> Float[Array, "*B V"]:
-        """Float32 logits: the product of each vector with every row of the word table, plus the
-        bias of the word.
-        """
+        """Return float32 logits: product of `h` with every word embedding, plus a bias per word."""
         return attend(h, self.word.embedding[...], bias)
 
 
 def add(shared: Embeddings, own: Embeddings) -> Embeddings:
-    """Embeddings whose every parameter is stop_gradient(shared) + own: only `own` learns."""
+    """Return embeddings with parameters stop_gradient(shared) + own, so only `own` is trained."""
     graphdef, theirs = nnx.split(shared)
     return nnx.merge(
         graphdef, jax.tree.map(lambda a, b: jax.lax.stop_gradient(a) + b, theirs, nnx.state(own))
@@ -70,9 +68,10 @@ def add(shared: Embeddings, own: Embeddings) -> Embeddings:
 
 
 def positions(segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
-    """Places within each segment, from 0, so that packed documents look as if alone.
+    """Return position indices that restart at 0 in each segment, so that documents can be packed.
 
-    Padding goes on counting, so that a padded row of one segment has 0 .. L-1, as in the release.
+    Padding continues the count: a padded row with one segment gets 0 .. L-1, as in the official
+    code.
     """
     places = jnp.arange(segment_ids.shape[1])
     before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))

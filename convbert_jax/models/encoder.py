@@ -1,4 +1,4 @@
-"""The encoder: stages of identical layers, the parameters of each stage stacked and scanned."""
+"""Encoder: stages of identical layers; the parameters of each stage are stacked and scanned."""
 
 from collections.abc import Collection
 
@@ -22,8 +22,8 @@ from convbert_jax.models.layers import (
 from convbert_jax.ops import products
 from convbert_jax.ops.mesh.division import layers_at_once, whole_channels
 
-# What the backward pass keeps of a layer, by config.model.remat; None keeps what it needs.
-# "dots" keeps products with weights; attention, cheap to repeat and large, is computed again.
+# Activations saved for the backward pass, by config.model.remat; None saves everything needed.
+# "dots" saves products with weights; attention is large but cheap, so it is recomputed.
 REMAT_POLICIES = {
     "none": None,
     "dots": jax.checkpoint_policies.save_only_these_names(products.DENSE),
@@ -35,8 +35,10 @@ Seen = tuple[dict[str, Array], ...]  # of each stage, name -> [N, ...]
 
 
 class FeedForward(nnx.Module):
-    """Dense, activation, dense; grouped if `ffn_groups` is above 1 (ConvBERT §3.3). Gated: times a
-    third dense, without an activation, before the last (Shazeer 2020).
+    """Dense, activation, dense; grouped if `ffn_groups` > 1 (ConvBERT §3.3).
+
+    The gated form multiplies by a third dense layer without activation before the last dense
+    layer (Shazeer 2020).
     """
 
     def __init__(self, config: LayerConfig, initializers: Initializers, rngs: nnx.Rngs):
@@ -54,7 +56,7 @@ class FeedForward(nnx.Module):
         self.config = config
 
     def __call__(self, x: Float[Array, "B L C"], key: Array | None = None) -> Float[Array, "B L C"]:
-        """With a key, dropout at `activation_dropout` before the last dense."""
+        """Apply the block; with a key, use `activation_dropout` before the last dense layer."""
         inner = ACTIVATIONS[self.config.activation](self.intermediate(x))
         if self.config.gated:
             inner = inner * self.gate(x)
@@ -62,7 +64,7 @@ class FeedForward(nnx.Module):
 
 
 def inner_key(key: Array | None) -> Array | None:
-    """For a dropout more beside what draws from `key` itself."""
+    """Derive a key for an additional dropout, independent of the draws from `key` itself."""
     return None if key is None else jax.random.fold_in(key, 1 << 16)
 
 
@@ -101,10 +103,10 @@ class Layer(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """A projection if embeddings and layers differ in width, then the stages in order.
+    """Encoder stages in order, after a projection if embedding and hidden sizes differ.
 
-    Parameters of stage i are under `stages/i`, with a leading axis N of its layers. Behind layers
-    of pre-norm comes one more norm.
+    Parameters of stage i are under `stages/i`, with a leading axis of N layers. Pre-norm layers
+    are followed by a final norm.
     """
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs):
@@ -113,7 +115,7 @@ class Encoder(nnx.Module):
             self.embeddings_project = Dense(
                 config.embedding_size, config.hidden_size, starts.glorot, rngs
             )
-        # By strings, not a list: parameter paths and checkpoints know nothing else.
+        # A Dict with string keys: parameter paths and checkpoints do not support lists.
         self.stages = nnx.Dict(
             {
                 str(i): _stack(stage.layer, stage.depth, rngs)
@@ -133,25 +135,25 @@ class Encoder(nnx.Module):
         key: Array | None = None,
         capture: str | Collection[str] = (),
     ) -> Float[Array, "B L C"] | tuple[Float[Array, "B L C"], Seen]:
-        """Hidden states of the last layer.
+        """Compute the hidden states of the last layer.
 
         Args:
-          segment_ids: 0 is padding; nothing flows from one segment to another.
-          key: draws dropout; None is deterministic.
-          capture: what to hand out besides, of every layer, names that its mixer offers.
-            "attention": attention maps [N, B, H, L, L] in float32, before dropout; each row adds up
-            to 1 over the keys that its position sees. "filters": those of the dynamic convolution
-            or, the same at all positions, of the light one, [N, B, L, H, K]; each adds up to 1, and
-            taps that may not be read then weigh 0. "scores": what attention maps are the softmax
-            of, 0 where nothing is seen. "hidden": the hidden states that each layer gives,
-            [N, B, L, C].
+          segment_ids: 0 marks padding; positions of different segments do not interact.
+          key: Dropout key; None is deterministic.
+          capture: Activations to return for every layer whose mixer offers them:
+            "attention": Attention maps [N, B, H, L, L] in float32, before dropout. Each row sums
+              to 1 over the keys visible to its position.
+            "filters": Filters of dynamic or lightweight convolution, [N, B, L, H, K]; lightweight
+              filters are repeated at all positions. Each sums to 1; masked taps have weight 0.
+            "scores": Attention scores before the softmax, 0 where masked.
+            "hidden": Output of each layer, [N, B, L, C].
 
         Returns:
-          The hidden states, with `capture` also a dict for each stage, name -> what its layers had,
-          stacked on axis 0. A stage whose mixer does not have a name goes without it.
+          The hidden states. With `capture`, also one dict per stage that maps each name to the
+          arrays of its layers, stacked on axis 0. Names that the mixer does not offer are absent.
 
         Raises:
-          ValueError: no layer has what is to be captured.
+          ValueError: No layer offers a requested name.
         """
         c = self.config
         wanted, offered = {capture} if isinstance(capture, str) else set(capture), set()
@@ -183,13 +185,13 @@ class Encoder(nnx.Module):
             x = dropout(self.norm(x), c.last_dropout, inner_key(key))
         if missing := wanted - offered:
             raise ValueError(
-                f"capture is {sorted(wanted)}, but no layer has {sorted(missing)}; "
-                f"these layers have {sorted(offered)}."
+                f"Unknown capture {sorted(wanted)}: no layer offers {sorted(missing)}. "
+                f"Choose from {sorted(offered)}."
             )
         return (x, tuple(seen)) if wanted else x
 
     def offers(self) -> tuple[frozenset[str], ...]:
-        """What `capture` may name, of each stage; nothing is computed."""
+        """Return the names that `capture` accepts for each stage, without computing anything."""
         x, ids = jnp.zeros((1, 1, self.config.hidden_size)), jnp.ones((1, 1), int)
         found = []
         for i in range(len(self.config.stages)):

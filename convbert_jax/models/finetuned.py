@@ -1,4 +1,4 @@
-"""The model of a labelled task: an encoder and one head for what is asked of it."""
+"""Fine-tuning model: an encoder with one task head."""
 
 import dataclasses
 from collections.abc import Collection
@@ -17,7 +17,7 @@ from convbert_jax.models.span_heads import SpanBeamHead
 
 
 class FinetunedModel(nnx.Module):
-    """Embeddings, encoder and the head of `config.outputs`.
+    """Embeddings, encoder and the head named by `config.outputs.head`.
 
     Parameters are under `embeddings/`, `encoder/` and `head/`.
     """
@@ -41,7 +41,7 @@ class FinetunedModel(nnx.Module):
         key: Array | None = None,
         capture: str | Collection[str] = (),
     ) -> Float[Array, "B L C"] | tuple[Float[Array, "B L C"], Seen]:
-        """Hidden states of the last layer, in `dtype`; arguments as `PretrainingModel.encode`."""
+        """Compute last-layer hidden states in `dtype`; see `PretrainingModel.encode`."""
         keys = (None, None) if key is None else jax.random.split(key)
         x = self.embeddings(tokens, segment_ids, type_ids, dtype=dtype, key=keys[0])
         return self.encoder(x, segment_ids, keys[1], capture)
@@ -55,10 +55,10 @@ class FinetunedModel(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         key: Array | None = None,
     ) -> Float[Array, "B ..."]:
-        """Float32 logits: of the text [B, labels], or of each token [B, L, labels] (head "token").
+        """Compute float32 logits, [B, labels] per text or [B, L, labels] with head "token".
 
         Args:
-          key: draws dropout, which goes before the head too; None is deterministic.
+          key: Dropout key, used before the head too; None is deterministic.
         """
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         hidden = self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=keys[0])
@@ -74,7 +74,7 @@ class FinetunedModel(nnx.Module):
 
 
 def _mean(hidden, segment_ids):
-    """Of the tokens of each row, padding left out: [B, L, C] -> [B, 1, C]."""
+    """Average the hidden states of each row, without padding: [B, L, C] -> [B, 1, C]."""
     real = (segment_ids > 0)[..., None].astype(jnp.float32)
     total = (hidden.astype(jnp.float32) * real).sum(1, keepdims=True)
     return (total / jnp.maximum(real.sum(1, keepdims=True), 1.0)).astype(hidden.dtype)
@@ -94,7 +94,7 @@ def _token_head(config: Config, starts, rngs) -> TokenHead:
 
 
 def _release_head(config: Config, starts, rngs) -> TokenHead:
-    """One dense, which the release leaves at TensorFlow's Glorot."""
+    """One dense layer with TensorFlow's default Glorot initializer, as in the official code."""
     return _token_head(config, dataclasses.replace(starts, dense=starts.glorot), rngs)
 
 

@@ -1,7 +1,7 @@
-"""Activations and norms, in float32 inside, with gradients that keep little for the backward pass.
+"""Activations and norms in float32, with custom gradients that save few activations.
 
-Autodiff would keep every intermediate array, for each layer; these keep an input or an output and
-compute the rest again, which costs less than to write and read it.
+Autodiff would save every intermediate array of each layer. These functions save an input or an
+output and recompute the rest, which is cheaper than writing and reading it.
 """
 
 import functools
@@ -15,7 +15,7 @@ from convbert_jax.ops import dispatch
 
 @jax.custom_vjp
 def gelu(x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
-    """x Phi(x) with the exact Gauss distribution, as in BERT, not the tanh approximation."""
+    """Exact GELU, x Phi(x) with the Gaussian CDF as in BERT, not the tanh approximation."""
     exact = x.astype(jnp.float32)
     return (exact * _gauss(exact)).astype(x.dtype)
 
@@ -35,7 +35,7 @@ gelu.defvjp(lambda x: (gelu(x), x), _gelu_backward)
 
 
 def gelu_tanh(x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
-    """The tanh approximation, as T5 1.1 has it in its gated feed-forward block."""
+    """GELU with the tanh approximation, as in the gated feed-forward block of T5 1.1."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
@@ -59,9 +59,10 @@ def _layer_norm_forward(x, scale, bias, epsilon):
 
 
 def _variance(exact, mean, dtype):
-    """On a TPU in the pass that adds up the mean, where `x` has 16 bits. What the difference of the
-    two sums loses, where a mean is a hundred deviations 6e-4, is nothing beside what rounding `x`
-    has lost of it there, whose neighboring values are half a deviation apart.
+    """Compute the variance; on TPU with bfloat16, as E[x²] - E[x]² in one pass with the mean.
+
+    Cancellation in the one-pass form costs about 6e-4 where the mean is 100 standard deviations.
+    Rounding `x` to bfloat16 costs far more there: neighboring values are half a deviation apart.
     """
     if dispatch.platform() != "tpu" or dtype != jnp.bfloat16:
         return jnp.square(exact - mean).mean(axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Heads that turn hidden states into logits."""
+"""Heads that map hidden states to logits."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from convbert_jax.models.layers import Dense, Initializers, LayerNorm, dropout
 
 
 class MaskedLanguageHead(nnx.Module):
-    """Dense to the embedding size, GELU, layer norm, product with the word table, bias (BERT)."""
+    """Dense to the embedding size, GELU, layer norm, tied output embedding and bias (BERT)."""
 
     def __init__(
         self,
@@ -27,12 +27,12 @@ class MaskedLanguageHead(nnx.Module):
 
     @jax.named_scope("heads")
     def __call__(self, x: Float[Array, "*B C"], embeddings: Embeddings) -> Float[Array, "*B V"]:
-        """Float32 logits. The table belongs to `embeddings`, which the caller owns."""
+        """Return float32 logits; the caller owns `embeddings`, the tied word embeddings."""
         return embeddings.attend(self.norm(gelu(self.dense(x))), self.output_bias[...])
 
 
 class DiscriminatorHead(nnx.Module):
-    """Dense, GELU, dense to one logit: above 0 where a token looks replaced (ELECTRA §2)."""
+    """Dense, GELU, dense to one logit, positive where a token looks replaced (ELECTRA §2)."""
 
     def __init__(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs):
         self.dense = Dense(hidden_size, hidden_size, initializers.dense, rngs)
@@ -40,13 +40,14 @@ class DiscriminatorHead(nnx.Module):
 
     @jax.named_scope("heads")
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B"]:
-        """Float32 logits."""
+        """Return float32 logits."""
         return self.output(gelu(self.dense(x)).astype(jnp.float32))[..., 0]
 
 
 class PairHead(nnx.Module):
-    """Two logits from the first token: the second text follows the first, or not. Dense, tanh (the
-    pooler), dense (BERT §3.1, task 2).
+    """Next-sentence head: dense and tanh (the pooler) on the first token, dense to two logits.
+
+    Logit 0: the second text follows the first; logit 1: it does not (BERT §3.1, task 2).
     """
 
     def __init__(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs):
@@ -55,16 +56,18 @@ class PairHead(nnx.Module):
 
     @jax.named_scope("heads")
     def __call__(self, x: Float[Array, "B L C"]) -> Float[Array, "B 2"]:
-        """Float32 logits."""
+        """Return float32 logits."""
         return self.output(jnp.tanh(self.dense(x[:, 0]).astype(jnp.float32)))
 
 
 class SequenceHead(nnx.Module):
-    """Logits of a whole text from its first token: dense, GELU, dense (Hugging Face's ConvBert and
-    Electra classes; the release has one dense, `TokenHead` on the first token).
+    """Text classification from the first token: dense, GELU, dense.
+
+    As in Hugging Face's ConvBert and Electra classes. The official code uses a single dense
+    layer, which is `TokenHead` on the first token.
 
     Args:
-      inputs: channels of the token, if not `hidden_size`.
+      inputs: Channels of the first token; default `hidden_size`.
     """
 
     def __init__(
@@ -81,17 +84,17 @@ class SequenceHead(nnx.Module):
     def __call__(
         self, x: Float[Array, "B L C"], rate: float = 0.0, key: Array | None = None
     ) -> Float[Array, "B labels"]:
-        """Float32 logits; with a key, dropout by `rate` between the two layers."""
+        """Return float32 logits; with a key, apply dropout with `rate` between the layers."""
         inner = dropout(gelu(self.dense(x[:, 0])), rate, key)
         return self.output(inner.astype(jnp.float32))
 
 
 class TokenHead(nnx.Module):
-    """One dense for every token: tagging, or with two labels start and end of an answer."""
+    """One dense layer per token: tagging, or with two labels the start and end of an answer."""
 
     def __init__(self, hidden_size: int, labels: int, initializers: Initializers, rngs: nnx.Rngs):
         self.output = Dense(hidden_size, labels, initializers.dense, rngs)
 
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B labels"]:
-        """Float32 logits."""
+        """Return float32 logits."""
         return self.output(x.astype(jnp.float32))

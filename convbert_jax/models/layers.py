@@ -1,6 +1,6 @@
-"""Building blocks with parameters, which are float32; computation runs in the dtype of the input.
+"""Layers with float32 parameters; computation runs in the dtype of the input.
 
-Randomness is an argument: `key=None` means deterministic.
+Random keys are arguments; `key=None` is deterministic.
 """
 
 import dataclasses
@@ -17,24 +17,25 @@ from convbert_jax.ops.dropout import dropout_of
 from convbert_jax.ops.products import dense, dense_of_groups, dense_of_one
 
 Initializer = jax.nn.initializers.Initializer
-State = Any  # what a decoder keeps of the positions before, see config/mixers.py
+State = Any  # decoding state of earlier positions, see config/mixers.py
 
 
 @dataclasses.dataclass(frozen=True)
 class Initializers:
-    """How parameters start, by role; biases start at 0 and layer norm scales at 1."""
+    """Parameter initializers by role; biases start at 0 and norm scales at 1."""
 
-    dense: Initializer  # kernels and tables
-    depthwise: Callable[[int], Initializer]  # taps -> of filters that all tokens share
-    glorot: Initializer  # what the release leaves at TensorFlow's default
+    dense: Initializer  # kernels and embeddings
+    depthwise: Callable[[int], Initializer]  # number of taps -> initializer of depthwise filters
+    glorot: Initializer  # for parameters that the official code leaves at TensorFlow's default
 
 
 def initializers(kind: str, stddev: float) -> Initializers:
-    """`kind` is a value of config.model.initializers, or glorot.
+    """Return the initializers for a value of config.model.initializers, or "glorot".
 
-    release: truncated normals that, as in TensorFlow, are cut at two `stddev` and not rescaled,
-    so that what remains has 0.88 of it; the depthwise filters take 1 / taps. huggingface: plain
-    normals everywhere. glorot: uniform by fan-in and fan-out, whatever `stddev`, as in LightConv.
+    release: Normals truncated at two `stddev` and not rescaled, as in TensorFlow, so that the
+      resulting deviation is 0.88 `stddev`; depthwise filters use 1 / taps as `stddev`.
+    huggingface: Plain normals everywhere.
+    glorot: Uniform by fan-in and fan-out as in LightConv; dense kernels ignore `stddev`.
     """
     truncated, normal = jax.nn.initializers.truncated_normal, jax.nn.initializers.normal
     return {
@@ -55,7 +56,7 @@ def initializers(kind: str, stddev: float) -> Initializers:
 
 
 class Dense(nnx.Module):
-    """y = x W + b over the last axis, or without b."""
+    """y = x W + b over the last axis; b is optional."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Dense(nnx.Module):
 
     @property
     def weights(self) -> tuple[Float[Array, "C C_out"], Float[Array, " C_out"] | None]:
-        """W, and b or None."""
+        """Return W, and b or None."""
         return self.kernel[...], self.bias[...] if hasattr(self, "bias") else None
 
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C_out"]:
@@ -79,15 +80,15 @@ class Dense(nnx.Module):
 
 
 def apply_all(layers: Sequence[Dense], x: Float[Array, "*B C"]) -> list[Float[Array, "*B _"]]:
-    """Each layer applied to the same `x`."""
+    """Apply several dense layers to the same `x`, fused."""
     kernels, biases = zip(*(layer.weights for layer in layers), strict=True)
     return dense_of_one(x, kernels, biases, x.dtype)
 
 
 class GroupedDense(nnx.Module):
-    """A dense layer for each of `groups` contiguous channel groups (ConvBERT §3.3), no shuffle.
+    """A dense layer per contiguous channel group (ConvBERT §3.3), without channel shuffle.
 
-    The kernel is [groups, inputs / groups, outputs / groups], the bias, if there is one, [outputs].
+    The kernel is [groups, inputs / groups, outputs / groups]; the optional bias is [outputs].
     """
 
     def __init__(
@@ -117,14 +118,14 @@ def feed_forward_dense(
     rngs: nnx.Rngs,
     bias: bool = True,
 ) -> Dense | GroupedDense:
-    """Grouped if there is more than one group, as in the release (`dense` or `g_dense`)."""
+    """Return a grouped layer for more than one group, as in the official code (`g_dense`)."""
     if groups == 1:
         return Dense(inputs, outputs, initializer, rngs, bias)
     return GroupedDense(inputs, outputs, groups, initializer, rngs, bias)
 
 
 class LayerNorm(nnx.Module):
-    """Layer norm over the last axis, in float32: an epsilon of 1e-12 needs it."""
+    """Layer norm over the last axis, in float32, which an epsilon of 1e-12 requires."""
 
     def __init__(self, size: int, epsilon: float):
         self.scale = nnx.Param(jnp.ones(size))
@@ -136,7 +137,7 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square norm over the last axis, in float32: neither a mean nor a bias, as in T5."""
+    """Root mean square norm over the last axis, in float32, without mean or bias, as in T5."""
 
     def __init__(self, size: int, epsilon: float):
         self.scale = nnx.Param(jnp.ones(size))
@@ -155,7 +156,7 @@ def residual(
     norm: LayerNorm | RMSNorm,
     order: str,
 ) -> Float[Array, "B L C"]:
-    """What a part of a layer adds: norm(x + inner(x)), or x + inner(norm(x)).
+    """Apply a residual sublayer: norm(x + inner(x)) or x + inner(norm(x)).
 
     Args:
       order: "post" or "pre", a value of `LayerConfig.norm`.
@@ -164,6 +165,6 @@ def residual(
 
 
 def dropout(x: Array, rate: float, key: Array | None) -> Array:
-    """`x` with what `ops.dropout.Dropout` drops; without a key, `x`."""
+    """Apply dropout; return `x` unchanged if `key` is None."""
     drop = dropout_of(rate, key)
     return x if drop is None else jnp.where(drop.draw(x.shape), x * drop.factor, 0)

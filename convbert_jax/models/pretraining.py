@@ -1,4 +1,4 @@
-"""Models to pre-train: generator and discriminator around one embedding table, or one network."""
+"""Pre-training models: ELECTRA-style generator and discriminator, and BERT-style masked LM."""
 
 from collections.abc import Collection
 
@@ -15,8 +15,9 @@ from convbert_jax.models.layers import Dense, Initializers, initializers
 
 
 class Projections(nnx.Module):
-    """What a student's states go through before they are compared with those of a wider teacher
-    (TinyBERT §3.1, W_h and W_e): one dense for all layers, one for the embeddings.
+    """Projections of a student's states to the width of its teacher (TinyBERT §3.1, W_h and W_e).
+
+    One dense layer is shared by all layers, one is for the embeddings.
     """
 
     def __init__(self, config: Config, starts: Initializers, rngs: nnx.Rngs):
@@ -24,18 +25,21 @@ class Projections(nnx.Module):
             setattr(self, name, Dense(ours, theirs, starts.glorot, rngs))
 
     def __call__(self, name: str, x: Float[Array, "B L C"]) -> Float[Array, "B L C_teacher"]:
-        """`x` itself where the teacher is as wide."""
+        """Project `x`; returns it unchanged where student and teacher have the same width."""
         return getattr(self, name)(x) if hasattr(self, name) else x
 
 
 class PretrainingModel(nnx.Module):
-    """Replaced-token detection (ELECTRA §2), with every choice of config.generator.
+    """Replaced-token detection (ELECTRA §2) with every kind of generator.
 
-    separate: a generator of its own, on the discriminator's embeddings or (untied) on its own.
-    shared: the discriminator's encoder with a second head. uniform: no generator parameters.
-    With config.generator.disentangle_embeddings `embeddings` are the generator's, and the encoder's
-    are these plus `own_embeddings`. With config.objective.masked_lm_steps the discriminator's
-    encoder has a second head of its own, for the masked words that it predicts before that.
+    config.generator.kind:
+      separate: A second encoder, on the discriminator's embeddings or, untied, its own.
+      shared: The discriminator's encoder with a second head.
+      uniform: Uniform replacements, no generator parameters.
+
+    With config.generator.disentangle_embeddings, `embeddings` belong to the generator, and the
+    discriminator reads their sum with `own_embeddings`. With config.objective.masked_lm_steps, the
+    discriminator's encoder has a masked language head for its first, masked-LM phase.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
@@ -76,14 +80,14 @@ class PretrainingModel(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         key: Array | None = None,
     ) -> Float[Array, "B M V"]:
-        """Float32 logits of the generator at `positions`, each an index into its row.
+        """Compute float32 generator logits at `positions`, which index into each row.
 
         Args:
-          tokens: with masks in place.
-          segment_ids: 0 is padding; nothing flows from one segment to another.
-          type_ids: first or second text of a pair.
-          dtype: of the computation; parameters and logits are float32.
-          key: draws dropout; None is deterministic.
+          tokens: Token ids, already masked.
+          segment_ids: 0 marks padding; positions of different segments do not interact.
+          type_ids: First or second text of a pair.
+          dtype: Compute dtype; parameters and logits are float32.
+          key: Dropout key; None is deterministic.
         """
         c = self.config.generator
         if c.kind == "uniform":
@@ -104,18 +108,20 @@ class PretrainingModel(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         key: Array | None = None,
     ) -> Float[Array, "B L"]:
-        """Float32 logit for each token, above 0 where it looks replaced."""
+        """Return a float32 logit per token, positive where the token looks replaced."""
         return self.detect(self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key))
 
     def detect(self, hidden: Float[Array, "B L C"]) -> Float[Array, "B L"]:
-        """What `discriminate` gives, of the hidden states that `encode` gives."""
+        """Return the logits of `discriminate` from the hidden states of `encode`."""
         return self.discriminator_head(hidden)
 
     def predict(
         self, hidden: Float[Array, "B L C"], positions: Int[Array, "B M"]
     ) -> Float[Array, "B M V"]:
-        """Float32 logits of the discriminator's encoder for the words at `positions`, of the hidden
-        states that `encode` gives; only with config.objective.masked_lm_steps.
+        """Compute float32 masked-LM logits of the discriminator's encoder at `positions`.
+
+        Args:
+          hidden: Hidden states from `encode`. Requires config.objective.masked_lm_steps.
         """
         return self.masked_lm_head(_pick(hidden, positions), self._read_embeddings())
 
@@ -127,7 +133,7 @@ class PretrainingModel(nnx.Module):
         *,
         dtype: jnp.dtype = jnp.float32,
     ) -> Float[Array, "B L E"]:
-        """What the discriminator's encoder reads, without dropout."""
+        """Return the input embeddings of the discriminator's encoder, without dropout."""
         return self._read_embeddings()(tokens, segment_ids, type_ids, dtype=dtype)
 
     def encode(
@@ -140,8 +146,9 @@ class PretrainingModel(nnx.Module):
         key: Array | None = None,
         capture: str | Collection[str] = (),
     ) -> Float[Array, "B L C"] | tuple[Float[Array, "B L C"], Seen]:
-        """Hidden states of the discriminator's last layer, in `dtype`; with `capture` also what its
-        layers saw, as `Encoder` hands it out.
+        """Compute last-layer hidden states of the discriminator, in `dtype`.
+
+        With `capture`, also return the captured activations, see `Encoder`.
         """
         return _encode(
             self._read_embeddings(),
@@ -155,15 +162,16 @@ class PretrainingModel(nnx.Module):
         )
 
     def _read_embeddings(self) -> Embeddings:
-        """Those of the discriminator."""
+        """Return the embeddings of the discriminator."""
         if self.config.generator.disentangle_embeddings:
             return add(self.embeddings, self.own_embeddings)
         return self.embeddings
 
 
 class MaskedLanguageModel(nnx.Module):
-    """One encoder with a masked language head (BERT §3.1), and with config.objective.sentence_pairs
-    one for pairs.
+    """One encoder with a masked language head (BERT §3.1).
+
+    With config.objective.sentence_pairs, it also has a head for sentence pairs.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
@@ -185,7 +193,7 @@ class MaskedLanguageModel(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         key: Array | None = None,
     ) -> Float[Array, "B M V"]:
-        """Float32 logits at `positions`; arguments as `PretrainingModel.generate`."""
+        """Compute float32 logits at `positions`; see `PretrainingModel.generate`."""
         hidden = self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key)
         return self.predict(hidden, positions)
 
@@ -199,18 +207,18 @@ class MaskedLanguageModel(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         key: Array | None = None,
     ) -> tuple[Float[Array, "B M V"], Float[Array, "B 2"]]:
-        """What `generate` gives, and the float32 logits of each row's pair: follows, does not."""
+        """Return the logits of `generate`, and float32 logits per pair: follows, does not."""
         hidden = self.encode(tokens, segment_ids, type_ids, dtype=dtype, key=key)
         return self.predict(hidden, positions), self.judge(hidden)
 
     def predict(
         self, hidden: Float[Array, "B L C"], positions: Int[Array, "B M"]
     ) -> Float[Array, "B M V"]:
-        """What `generate` gives, of the hidden states that `encode` gives."""
+        """Return the logits of `generate` from the hidden states of `encode`."""
         return self.head(_pick(hidden, positions), self.embeddings)
 
     def judge(self, hidden: Float[Array, "B L C"]) -> Float[Array, "B 2"]:
-        """Float32 logits of each row's pair; only with config.objective.sentence_pairs."""
+        """Return float32 pair logits; requires config.objective.sentence_pairs."""
         return self.pair_head(hidden)
 
     def embed(
@@ -221,7 +229,7 @@ class MaskedLanguageModel(nnx.Module):
         *,
         dtype: jnp.dtype = jnp.float32,
     ) -> Float[Array, "B L E"]:
-        """What the encoder reads, without dropout."""
+        """Return the input embeddings of the encoder, without dropout."""
         return self.embeddings(tokens, segment_ids, type_ids, dtype=dtype)
 
     def encode(
@@ -234,13 +242,13 @@ class MaskedLanguageModel(nnx.Module):
         key: Array | None = None,
         capture: str | Collection[str] = (),
     ) -> Float[Array, "B L C"] | tuple[Float[Array, "B L C"], Seen]:
-        """Hidden states of the last layer, in `dtype`; `capture` as in `Encoder`."""
+        """Compute last-layer hidden states in `dtype`; for `capture` see `Encoder`."""
         return _encode(
             self.embeddings, self.encoder, tokens, segment_ids, type_ids, dtype, key, capture
         )
 
 
-# config.recipe -> the model that it trains
+# config.recipe -> model class
 MODELS = {"replaced_token": PretrainingModel, "masked_lm": MaskedLanguageModel}
 
 
@@ -256,6 +264,6 @@ def _encode(embeddings, encoder, tokens, segment_ids, type_ids, dtype, key, capt
 
 
 def _pick(hidden: Float[Array, "B L C"], positions: Int[Array, "B M"]) -> Float[Array, "B M C"]:
-    # In float32, as unused slots and positions drawn twice add up their gradients.
+    # In float32: gradients of unused slots and repeated positions are summed.
     picked = jnp.take_along_axis(hidden.astype(jnp.float32), positions[..., None], axis=1)
     return picked.astype(hidden.dtype)

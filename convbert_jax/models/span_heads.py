@@ -1,7 +1,7 @@
-"""The release's head for answers that are pieces of the text: the end is predicted from the start.
+"""SQuAD head of the official code: the end of an answer is predicted given its start.
 
-The plain head, independent start and end logits as in Hugging Face's ConvBertForQuestionAnswering,
-is `heads.TokenHead` with two labels.
+The plain head has independent start and end logits, as Hugging Face's
+ConvBertForQuestionAnswering; it is `heads.TokenHead` with two labels.
 """
 
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from convbert_jax.models.functions import gelu
 from convbert_jax.models.layers import Dense, Initializers
 from convbert_jax.ops.products import dense, einsum
 
-HIDDEN = 512  # width of the hidden layers, at every model size
+HIDDEN = 512  # width of the hidden layers, for every model size
 
 
 class SpanBeamHead(nnx.Module):
-    """Start, end given a start, and answerability (finetune/qa/qa_tasks.py of ConvBERT's release).
+    """Start, end given the start, and answerability (finetune/qa/qa_tasks.py, official ConvBERT).
 
-    All layers start as TensorFlow's default, Glorot. No dropout.
+    All layers use TensorFlow's default Glorot initializer. No dropout.
     """
 
     def __init__(self, hidden_size: int, initializers: Initializers, rngs: nnx.Rngs):
@@ -30,14 +30,14 @@ class SpanBeamHead(nnx.Module):
         self.impossible = Dense(HIDDEN, 1, glorot, rngs)
 
     def start_logits(self, hidden: Float[Array, "B L C"]) -> Float[Array, "B L"]:
-        """Float32."""
+        """Return float32 start logits."""
         return self.start(hidden.astype(jnp.float32))[..., 0]
 
     def end_logits(
         self, hidden: Float[Array, "B L C"], start: Float[Array, "B C"]
     ) -> Float[Array, "B L"]:
-        """Float32 logits of every end for one start, given by its hidden state."""
-        # concat(start, token) W in two parts: the start's is the same for all tokens.
+        """Return float32 logits of every end, given the hidden state of one start."""
+        # concat(start, token) W is split in two: the start's part is the same for all tokens.
         kernel, bias = self.end_hidden.kernel[...], self.end_hidden.bias[...]
         width = hidden.shape[-1]
         from_start = dense(start, kernel[:width], bias, jnp.float32)
@@ -47,7 +47,10 @@ class SpanBeamHead(nnx.Module):
     def impossible_logit(
         self, hidden: Float[Array, "B L C"], start_probabilities: Float[Array, "B L"]
     ) -> Float[Array, " B"]:
-        """Float32, above 0 where the text has no answer; from [CLS] and the expected start."""
+        """Return a float32 logit, positive if the text has no answer, from [CLS] and the start.
+
+        The start is the expected hidden state under `start_probabilities`.
+        """
         probabilities = start_probabilities.astype(hidden.dtype)
         expected = einsum("bl,blc->bc", probabilities, hidden, hidden.dtype)
         both = jnp.concatenate([hidden[:, 0], expected], axis=-1)

@@ -1,10 +1,9 @@
-"""Token mixers: what can stand where a Transformer layer has its self-attention.
+"""Token mixers: the layers that can replace the self-attention of a Transformer layer.
 
-One file each: a specification (`config/mixers.py` says what it must have) and the Flax module that
-it makes, called as mixer(x [B, L, C], segment_ids [B, L], key, capture) -> [B, L, C]: with a key it
-drops out, and to a `capture` (capture.py) that is not None it offers what it saw. Made causal, for
-a decoder, it also goes on one position at a time: `start` and `step`. The names are in
-`config.mixers.MIXERS`.
+Each file has a specification (see `config/mixers.py` for its interface) and the Flax module that it
+makes: mixer(x [B, L, C], segment_ids [B, L], key, capture) -> [B, L, C]. `key` enables dropout;
+a `capture` (capture.py) that is not None receives activations. A causal mixer, for decoders, also
+decodes one position at a time with `start` and `step`. Names are in `config.mixers.MIXERS`.
 """
 
 from convbert_jax.config import EncoderConfig
@@ -12,8 +11,9 @@ from convbert_jax.interfaces.placement import Rules
 
 
 def sharding_rules(encoder: EncoderConfig) -> Rules:
-    """How the parameters of an encoder's mixers may be divided, to stand before `sharding.RULES`;
-    those of its generator too, whose stages have the same mixers.
+    """Return the partition rules of an encoder's mixers; they go before `sharding.RULES`.
+
+    They also fit the encoder's generator, whose stages have the same mixers.
     """
     return tuple(
         (rf"(^|/)stages/{i}/mixer/{pattern}$", split)

@@ -1,4 +1,4 @@
-"""Self-attention: the mixer of BERT and ELECTRA; the arithmetic is in `ops/attention/`."""
+"""Self-attention, the mixer of BERT and ELECTRA; the computation is in `ops/attention/`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,8 +21,9 @@ from convbert_jax.ops.dropout import dropout_of
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """`SelfAttention` as a specification; where its heads do not fill the hidden size it is the
-    bottleneck.
+    """Specification of `SelfAttention`.
+
+    It is the bottleneck variant where the heads do not fill the hidden size.
     """
 
     attention_heads: int
@@ -30,7 +31,8 @@ class Attention:
     attention_dropout: float
     attention: str
 
-    # Heads stay whole on a device: projections are cut along their output, `output` its input.
+    # Heads are not split across devices: projections are sharded along their outputs and
+    # `output` along its input.
     RULES = ((r"output/kernel", Split(tensor=-2)), (r"\w+/kernel", Split(tensor=-1)))
     FAMILIES = ("electra", "bert")
     NAMES: ClassVar[Mapping[str, tuple[str, str, str]]] = {
@@ -42,8 +44,10 @@ class Attention:
 
     @classmethod
     def make(cls, settings: MixerSettings, **own: Any) -> "Attention":
-        """All heads of the config, whose head_ratio counts for other mixers; as the bottleneck
-        (ConvBERT's ablation) heads / head_ratio heads and nothing beside them.
+        """Make full self-attention, or the bottleneck of ConvBERT's ablation.
+
+        Self-attention uses all heads of the config and ignores head_ratio, which other mixers
+        use. The bottleneck has heads / head_ratio attention heads and no convolution.
         """
         bottleneck = settings.mixer == "bottleneck"
         return cls(
@@ -82,7 +86,7 @@ class Attention:
         if form == "huggingface" and self.attention_heads * self.head_size != hidden_size:
             return (
                 f"{self.attention_heads} attention heads of {self.head_size} channels do not add "
-                f"up to {hidden_size}: Hugging Face's classes have no "
+                f"up to {hidden_size}: Hugging Face's classes do not support "
                 "config.model.mixer=bottleneck; export with --format=tensorflow1 or stablehlo."
             )
         return ""
@@ -92,9 +96,7 @@ class Attention:
 
 
 class SelfAttention(nnx.Module):
-    """Multi-head self-attention (BERT, ELECTRA), or the bottleneck: fewer heads than fill the
-    hidden size.
-    """
+    """Multi-head self-attention (BERT, ELECTRA); fewer heads make the bottleneck."""
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class SelfAttention(nnx.Module):
         return self.output(join(attended)), state
 
     def _attend(self, x, segment_ids, key=None, capture=None):
-        """The output, and the keys and values."""
+        """Return the output, the keys and the values."""
         c = self.config
         query, keys, value = project(x, c.attention_heads, self.query, self.key, self.value)
         attended = attend(
@@ -161,14 +163,14 @@ def attend(
     implementation: str = "auto",
     capture: Capture | None = None,
 ) -> Float[Array, "B L H D"]:
-    """softmax(query . key / sqrt(D)) . value within segments, dropout on the softmax.
+    """Compute softmax(query . key / sqrt(D)) . value within segments, dropout on the softmax.
 
     Args:
-      dropout_key: None is no dropout.
-      causal: a position sees itself and what precedes it.
-      implementation: as in `ops.attention.attention`.
-      capture: is offered "attention", the maps [B, H, L, L] in float32, before dropout, and
-        "scores", of which they are the softmax.
+      dropout_key: None disables dropout.
+      causal: Whether a position sees only itself and earlier positions.
+      implementation: As in `ops.attention.attention`.
+      capture: Is offered "attention", float32 maps [B, H, L, L] before dropout, and "scores", the
+        values before the softmax.
     """
     if capture is not None:
         capture.offer(
@@ -188,15 +190,15 @@ def attend(
 def project(
     x: Float[Array, "B L C"], heads: int, *layers: Dense
 ) -> list[Float[Array, "B L {heads} D"]]:
-    """Each layer applied to `x`, split into heads."""
+    """Apply each layer to `x` and split the results into heads."""
     return [split(y, heads) for y in apply_all(layers, x)]
 
 
 def split(x: Float[Array, "B L C"], heads: int) -> Float[Array, "B L {heads} D"]:
-    """Neighboring channels as heads."""
+    """Split channels into heads of neighboring channels."""
     return x.reshape(*x.shape[:2], heads, -1)
 
 
 def join(x: Float[Array, "B L H D"]) -> Float[Array, "B L HD"]:
-    """Heads side by side again."""
+    """Merge the heads into channels again."""
     return x.reshape(*x.shape[:2], -1)

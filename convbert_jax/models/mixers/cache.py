@@ -1,4 +1,4 @@
-"""What attention keeps of the positions before, when rows are written one position at a time."""
+"""Key-value cache of self-attention for autoregressive decoding."""
 
 import dataclasses
 
@@ -12,17 +12,18 @@ from convbert_jax.ops.attention import attention_to_kept
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of R rows in groups of J, as those of a beam, that stay where they are when
-    the rows of a group change places: a row reads those of its whole group and sees its own past.
-    Moving them would be most of a beam search's time: at 128 positions, three times all else on a
-    CPU. What no row sees any more is dropped by `pack`: rows of a beam soon have most of their past
-    in common, so of L J entries little more than L are left to read.
+    """Keys and values of R rows in groups of J rows, such as the beams of one text.
+
+    All rows of a group share its entries, and each row has a mask of the entries that are its own
+    past. Reordering the rows of a group therefore only permutes masks; keys and values are not
+    copied, which would take most of the time of a beam search. `pack` drops entries that no row
+    sees: beams soon share most of their past, so little more than L of L J entries remain.
 
     Attributes:
-      key, value: N entries of each group, those of its rows side by side, and the axes in the order
-        in which products read them: a step adds its own and turns nothing over.
-      seen: of each row, which entries of its group are its past.
-      used: how many entries are written; in a group that has fewer, those behind are seen by none.
+      key, value: N entries per group, interleaved by row, with axes in the order of the matrix
+        products, so that a step appends its entries without a transpose.
+      seen: Mask of the entries that are a row's past.
+      used: Number of written entries; in groups with fewer, the remaining ones are masked.
     """
 
     key: Float[Array, "B H D N"]
@@ -34,7 +35,7 @@ class Cache:
     def start(
         cls, rows: int, copies: int, length: int, heads: int, size: int, dtype: jnp.dtype
     ) -> "Cache":
-        """Of `rows` rows in groups of `copies`, before the first of `length` positions."""
+        """Create an empty cache of `rows` rows in groups of `copies`, for `length` positions."""
         groups, room = rows // copies, length * copies
         return cls(
             jnp.zeros((groups, heads, size, room), dtype),
@@ -52,8 +53,9 @@ class Cache:
         copies: int,
         length: int,
     ) -> "Cache":
-        """Of B x `copies` rows that go on from B prompts, to at most `length` positions: each entry
-        of a prompt is there once, for all of its group, and that of padding is seen by none.
+        """Create the cache of B x `copies` rows that continue B prompts, up to `length` positions.
+
+        A prompt's entries are stored once per group; padding is masked.
         """
         groups, begun = segment_ids.shape
         seen = jnp.broadcast_to((segment_ids != 0)[:, None], (groups, copies, begun))
@@ -62,21 +64,21 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """N, the most entries of a group."""
+        """N, the number of entries that fit into a group."""
         return self.seen.shape[2]
 
     @property
     def growth(self) -> int:
-        """J, the entries that a step adds to a group."""
+        """J, the number of entries that a step adds to a group."""
         return self.seen.shape[1]
 
     def take(self, rows: Int[Array, " R"], axis: int = 0) -> "Cache":
-        """The cache with row `rows[r]` at place r, which is of the same group; as of an array."""
+        """Reorder rows like `jnp.take`: row `rows[r]`, of the same group, becomes row r."""
         seen = self.seen.reshape(-1, self.room).take(rows, axis=axis)
         return dataclasses.replace(self, seen=seen.reshape(self.seen.shape))
 
     def resize(self, room: int) -> "Cache":
-        """The cache with room for so many entries, at least those that are used."""
+        """Grow or shrink the cache to `room` entries per group, at least those in use."""
 
         def fit(x, axis):
             x = jax.lax.slice_in_dim(x, 0, min(room, self.room), axis=axis)
@@ -86,7 +88,7 @@ class Cache:
         return Cache(fit(self.key, 3), fit(self.value, 2), fit(self.seen, 2), self.used)
 
     def pack(self) -> "Cache":
-        """The cache with the entries that a row sees in front, in their order, and no others."""
+        """Move visible entries to the front, in order, and drop all others."""
         live = self.seen.any(axis=1)
         order = jnp.argsort(~live, axis=1, stable=True)
         return Cache(
@@ -102,8 +104,9 @@ class Cache:
         key: Float[Array, "R 1 H D"],
         value: Float[Array, "R 1 H D"],
     ) -> tuple[Float[Array, "R 1 H D"], "Cache"]:
-        """Causal attention of the next position, whose key and value are kept; scores are
-        float32.
+        """Append the next position's key and value and compute its causal attention.
+
+        Scores are float32.
         """
         groups, copies, _ = self.seen.shape
         heads, size = query.shape[2:]

@@ -1,6 +1,6 @@
-"""What the mixers that convolve share: parts of their specifications, and of their modules.
+"""Shared parts of the convolutional mixers, for their specifications and modules.
 
-A specification takes a part as it is, `make = classmethod(make)`, or says its own.
+A specification assigns a shared function (`make = classmethod(make)`) or defines its own.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from convbert_jax.ops.one_step import depthwise_conv_step, dynamic_conv_step
 from convbert_jax.ops.products import dense
 from convbert_jax.ops.span_dynamic_conv import span_dynamic_conv, span_filters
 
-NO_NAMES: Mapping[str, tuple[str, str, str]] = {}  # elsewhere, of what nobody else has
+NO_NAMES: Mapping[str, tuple[str, str, str]] = {}  # no equivalent in other software
 
 
 def make(cls, settings: MixerSettings, **own: Any):
-    """`Mixer.make` of fields that are called as the config's; heads fill the hidden size."""
+    """`Mixer.make` for fields named as in the config; the heads fill the hidden size."""
     named = {name: getattr(settings, name) for name in _of_config(cls) if name != "heads"}
     if "heads" in _of_config(cls):
         named["heads"] = settings.all_heads()
@@ -33,7 +33,7 @@ def make(cls, settings: MixerSettings, **own: Any):
 
 
 def fields(mixer, hidden_size: int) -> dict[str, Any]:
-    """`Mixer.fields` of what `make` made: all but the implementation."""
+    """`Mixer.fields` for mixers made by `make`: all fields except the implementation."""
     return {name: getattr(mixer, name) for name in _of_config(mixer) if name != "convolution"}
 
 
@@ -43,34 +43,34 @@ def _of_config(mixer) -> list[str]:
 
 
 def unless_masked(mixer) -> bool:
-    """`Mixer.reads_padding`, a property."""
+    """`Mixer.reads_padding`; assign it as a property."""
     return not mixer.mask_convolution
 
 
 def gated_products(mixer, hidden_size: int) -> float:
-    """`Mixer.products` of `GatedConv` without its filters: its two or three dense layers."""
+    """`Mixer.products` of `GatedConv` without filters: its two or three dense layers."""
     return (2 + mixer.glu) * 2 * hidden_size**2
 
 
 def gated_elementwise(mixer, hidden_size: int) -> float:
-    """`Mixer.elementwise` of `GatedConv` without its filters: biases, gate and convolution."""
+    """`Mixer.elementwise` of `GatedConv` without filters: biases, gate and convolution."""
     into = (1 + mixer.glu * (1 + costs.GLU)) * hidden_size
     return into + 2 * mixer.kernel_size * hidden_size
 
 
 def of_nobody_else(what: str) -> str:
-    """`Mixer.inexpressible`: why other software cannot compute a mixer, it has none like it."""
+    """`Mixer.inexpressible` for mixers that have no equivalent in other software."""
     return (
-        f"neither Hugging Face's classes nor the official code have {what}; export it with "
+        f"neither Hugging Face's classes nor the official code support {what}; export it with "
         "--format=stablehlo."
     )
 
 
 class SeparableConv(nnx.Module):
-    """Depthwise convolution over time, then a pointwise dense; one bias, after both.
+    """Depthwise convolution over time, then a pointwise dense layer; one bias, after both.
 
-    The key of span-based dynamic convolution (ConvBERT §3.2), by which a position sees a span, and
-    as wide as its input a mixer by itself.
+    It computes the key of span-based dynamic convolution (ConvBERT §3.2), which covers a span.
+    With equal input and output width it is a mixer too.
     """
 
     def __init__(
@@ -102,17 +102,17 @@ class SeparableConv(nnx.Module):
     def keep(
         self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], copies: int
     ) -> Float[Array, "R T C"]:
-        """The inputs that the one behind prompts needs; as `keep_past`."""
+        """Return the past inputs needed after the prompts; see `keep_past`."""
         return keep_past(x, segment_ids, self.depthwise[...].shape[0], copies)
 
     def start(self, rows: int, dtype: jnp.dtype) -> Float[Array, "B P C"]:
-        """The inputs that the next one needs, before the first."""
+        """Return the past inputs needed by the first position."""
         return start_past(rows, *self.depthwise[...].shape, dtype)
 
     def step(
         self, x: Float[Array, "B 1 C"], past: Float[Array, "B P C"]
     ) -> tuple[Float[Array, "B 1 C_out"], Float[Array, "B P C"]]:
-        """The causal form at one position, and the inputs that the next one needs."""
+        """Apply the causal form at one position; also return the past of the next position."""
         window, past = move(past, x)
         return self._over_channels(depthwise_conv_step(window, self.depthwise[...])[:, None]), past
 
@@ -121,19 +121,20 @@ class SeparableConv(nnx.Module):
 
 
 class GatedConv(nnx.Module):
-    """output(convolution of v), v = value(x) * sigmoid(gate(x)): the block of LightConv and
-    DynamicConv (Wu et al. 2019, §4), a gated linear unit (Dauphin et al. 2017) before a
-    convolution; v = value(x) where `config.glu` is false.
+    """output(convolution of v), v = value(x) * sigmoid(gate(x)).
 
-    Two layers where the published code has one twice as wide, whose halves the tensor axis of a
-    mesh would put on different devices.
+    The block of LightConv and DynamicConv (Wu et al. 2019, §4): a gated linear unit (Dauphin et al.
+    2017) before a convolution. If `config.glu` is false, v = value(x).
+
+    `value` and `gate` are two layers; the published code has a single layer of twice the width,
+    whose halves a mesh's tensor axis would place on different devices.
 
     Args:
-      config: the specification.
-      name: of the convolution's parameter, which `start()` makes.
+      config: The mixer specification.
+      name: Name of the convolution's parameter, initialized by `start()`.
       convolve: (config, parameter, v [B, L, C], segment_ids [B, L] or None, causal, key, capture)
         -> [B, L, C].
-      step: (config, parameter, past [B, P, C], v [B, 1, C]) -> ([B, 1, C], past): the causal form
+      step: (config, parameter, past [B, P, C], v [B, 1, C]) -> ([B, 1, C], past), the causal form
         at one position.
     """
 
@@ -202,14 +203,14 @@ class GatedConv(nnx.Module):
 def start_filters(
     heads: int, taps: int, initializers: Initializers, rngs: nnx.Rngs
 ) -> Float[Array, "H K"]:
-    """Filters before their softmax, Glorot as in the published code: of one channel to H."""
+    """Initialize filters before the softmax: Glorot from 1 to H channels, as published."""
     return initializers.glorot(rngs.params(), (taps, 1, heads))[:, 0].T
 
 
 def at_all_positions(
     filters: Float[Array, "H K"], x: Float[Array, "B L C"]
 ) -> Float[Array, "B L H K"]:
-    """Filters that are the same for each token of `x`, as a capture shows them."""
+    """Repeat position-independent filters for each token of `x`, for a capture."""
     return jnp.broadcast_to(filters, (*x.shape[:2], *filters.shape))
 
 
@@ -226,7 +227,7 @@ def convolve(
     implementation: str,
     capture: Capture | None,
 ) -> Float[Array, "B L C"]:
-    """`ops.span_dynamic_conv`, whose filters, "filters" [B, L, H, K], `capture` is offered."""
+    """Apply `ops.span_dynamic_conv`; offers "filters" [B, L, H, K] to `capture`."""
     if capture is not None:
         capture.offer(
             "filters", lambda: span_filters(query, span_key, projection, bias, heads=heads)
@@ -240,7 +241,7 @@ def convolve(
 def start_past(
     rows: int, taps: int, channels: int, dtype: jnp.dtype, dilation: int = 1
 ) -> Float[Array, "B P C"]:
-    """What a causal convolution has read before the first position: zeros."""
+    """Return the past inputs of a causal convolution at the first position: zeros."""
     return jnp.zeros((rows, (taps - 1) * dilation, channels), dtype)
 
 
@@ -251,8 +252,9 @@ def keep_past(
     copies: int,
     dilation: int = 1,
 ) -> Float[Array, "R T C"]:
-    """What a causal convolution reads of prompts for the position behind them, of B x `copies`
-    rows; zeros where there is padding, or nothing.
+    """Return the past inputs of a causal convolution after prompts, for B x `copies` rows.
+
+    Padding and positions before the prompt are zeros.
     """
     span = (taps - 1) * dilation
     inputs = jnp.where((segment_ids != 0)[..., None], inputs, 0)
@@ -264,7 +266,7 @@ def keep_past(
 def move(
     past: Float[Array, "B P C"], new: Float[Array, "B 1 C"]
 ) -> tuple[Float[Array, "B P1 C"], Float[Array, "B P C"]]:
-    """The window that ends with a new input, and what the next one needs of it."""
+    """Append a new input; return the window that ends with it, and the next position's past."""
     window = jnp.concatenate([past, new], axis=1)
     return window, window[:, 1:]
 
@@ -272,7 +274,7 @@ def move(
 def convolve_step(
     past: Float[Array, "B P C"], values: Float[Array, "B 1 C"], filters: Float[Array, "*B H K"]
 ) -> tuple[Float[Array, "B 1 C"], Float[Array, "B P C"]]:
-    """Causal dynamic convolution at one position, whose filters are [B, H, K] or [H, K]."""
+    """Apply causal dynamic convolution at one position, with filters [B, H, K] or [H, K]."""
     window, past = move(past, values)
     by_head = window.reshape(*window.shape[:2], filters.shape[-2], -1)
     return dynamic_conv_step(by_head, filters).reshape(values.shape), past

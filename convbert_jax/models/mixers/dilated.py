@@ -1,5 +1,6 @@
-"""Dilated convolution over time: taps some positions apart (Kalchbrenner et al. 2016, ByteNet; as
-an encoder to be pre-trained, Tay et al. 2021).
+"""Dilated convolution over time, with gaps between taps (Kalchbrenner et al. 2016, ByteNet).
+
+Tay et al. 2021 pre-train encoders with it.
 """
 
 import dataclasses
@@ -18,10 +19,10 @@ from convbert_jax.ops.one_step import depthwise_conv_step
 
 @dataclasses.dataclass(frozen=True)
 class Dilated:
-    """output(depthwise convolution of v), v = value(x) * sigmoid(gate(x)); a schedule is
-    config.model.dilations.
+    """output(depthwise convolution of v), v = value(x) * sigmoid(gate(x)).
 
-    With C channels and K taps: 3 C^2 + K C + 3 C parameters, without the gate 2 C^2 + K C + 2 C.
+    config.model.dilations sets a schedule over layers. With C channels and K taps:
+    3 C^2 + K C + 3 C parameters, without the gate 2 C^2 + K C + 2 C.
     """
 
     kernel_size: int
@@ -72,8 +73,9 @@ def convolve(
     key: Array | None,
     capture: Capture | None,
 ) -> Float[Array, "B L C"]:
-    """Tap i of K reads (i - K // 2) * dilation positions away. Filters are one for each channel,
-    not normalized; nothing is dropped out.
+    """Apply one unnormalized filter per channel, without dropout.
+
+    Tap i of K reads the position at offset (i - K // 2) * dilation.
     """
     return depthwise_conv(
         values, filters, segment_ids=segment_ids, dilation=config.dilation, causal=causal,

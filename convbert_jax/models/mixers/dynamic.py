@@ -1,4 +1,4 @@
-"""Dynamic convolution: filters from the token alone (Wu et al. 2019, §3.2, DynamicConv)."""
+"""Dynamic convolution: filters computed from the token alone (Wu et al. 2019, §3.2)."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ class Dynamic:
 
     heads: int
     kernel_size: int
-    attention_dropout: float  # on the filters, the published code's default too
+    attention_dropout: float  # on the filters, as by default in the published code
     convolution: str
     mask_convolution: bool
     glu: bool = True
@@ -74,8 +74,10 @@ def convolve(
     key: Array | None,
     capture: Capture | None,
 ) -> Float[Array, "B L C"]:
-    """LConv(v, softmax(W_f v)). Dropout is on the normalized filters, of each position and head
-    alone. It needs them in memory; without it they are made and used by one kernel.
+    """Compute LConv(v, softmax(W_f v)), with dropout on the normalized filters.
+
+    Dropout is drawn per position and head, and needs the filters in memory. Without dropout, one
+    kernel computes and applies them.
     """
     heads, bias = config.heads, jnp.zeros(projection.shape[1])
     if key is None or config.attention_dropout == 0.0:

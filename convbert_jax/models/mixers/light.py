@@ -1,4 +1,4 @@
-"""Lightweight convolution: the same filters at all positions (Wu et al. 2019, §3.1, LightConv)."""
+"""Lightweight convolution: the same filters at all positions (Wu et al. 2019, §3.1)."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from convbert_jax.ops.softmax import softmax
 
 @dataclasses.dataclass(frozen=True)
 class Light:
-    """output(LConv(v, softmax(w))), v = value(x) * sigmoid(gate(x)), w one filter for each head.
+    """output(LConv(v, softmax(w))), v = value(x) * sigmoid(gate(x)), with one filter w per head.
 
     With C channels, H heads and K taps: 3 C^2 + H K + 3 C parameters, without the gate
     2 C^2 + H K + 2 C. Heads are blocks of neighboring channels.
@@ -25,7 +25,7 @@ class Light:
 
     heads: int
     kernel_size: int
-    attention_dropout: float  # on the filters, the published code's default too
+    attention_dropout: float  # on the filters, as by default in the published code
     convolution: str
     mask_convolution: bool
     glu: bool = True
@@ -70,8 +70,9 @@ def convolve(
     key: Array | None,
     capture: Capture | None,
 ) -> Float[Array, "B L C"]:
-    """LConv(v, softmax(w)). Dropout is on the normalized filters, once for the whole batch, as the
-    published kernels for GPUs draw it.
+    """Compute LConv(v, softmax(w)), with dropout on the normalized filters.
+
+    Dropout is drawn once per batch, as in the published GPU kernels.
     """
     normalized = softmax(filters, None, jnp.float32)
     if capture is not None:

@@ -1,4 +1,4 @@
-"""The mixed block of ConvBERT: self-attention beside convolution, span-based dynamic by default."""
+"""ConvBERT's mixed block: self-attention and, by default, span-based dynamic convolution."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -38,10 +38,10 @@ FILTERS = ("span_dynamic", "dynamic", "light")
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """`MixedAttention` as a specification.
+    """Specification of `MixedAttention`.
 
-    With C hidden channels, K taps, a channels in attention heads and b in B convolution heads, its
-    weights are C times a (query), a, a, b (value of the convolution), a + b, and of the filters
+    With C hidden channels, K taps, a channels in attention heads and b in B convolution heads, it
+    has C times a (query), a, a, b (value of the convolution) and a + b weights. Filters add
     K C + C b + b B K (span_dynamic), b B K (dynamic) or B K (light).
     """
 
@@ -53,8 +53,8 @@ class Mixed:
     attention: str
     convolution: str
     mask_convolution: bool
-    filters: str = "span_dynamic"  # where filters come from: a span, the token, or nowhere
-    own_value: bool = True  # of the convolution; the paper's formula has one V for both
+    filters: str = "span_dynamic"  # input of the filters: a span, the token, or none (light)
+    own_value: bool = True  # convolution has its own value; in the paper's formula V is shared
     convolution_share: float = 0.5  # of the 2 heads / head_ratio heads
 
     RULES = (
@@ -87,11 +87,13 @@ class Mixed:
 
     @classmethod
     def make(cls, settings: MixerSettings, **own: Any) -> "Mixed":
-        """2 heads / head_ratio heads, of which `convolution_share` convolve: half, and as many of
-        attention, if nothing is said. In a generator, which has fewer, it is rounded.
+        """Make a block with 2 heads / head_ratio heads, split by `convolution_share`.
 
-        Where fewer heads than head_ratio are left, as in small generators, the release has one of
-        each kind, both as wide as the nominal head. Without `release_heads` they share its width.
+        By default, half of the heads convolve. A generator has fewer heads, so its number of
+        convolution heads is rounded.
+
+        With fewer heads than head_ratio, as in small generators, the official code has one head of
+        each kind, both of the nominal width. Without `release_heads`, the two share that width.
         """
         fields, own_fields = {**_defaults(cls), **own}, settings.names["mixer_fields"]
         check_choice(f"{own_fields.removeprefix('config.')}: filters", fields["filters"], FILTERS)
@@ -127,14 +129,14 @@ class Mixed:
 
     @property
     def query_heads(self) -> int:
-        """Both parts share the query, each its first heads; light filters ask for none."""
+        """Heads of the query, shared by both kinds; light filters need no query."""
         if self.filters == "light":
             return self.attention_heads
         return max(self.attention_heads, self.convolution_heads)
 
     @property
     def value_heads(self) -> int:
-        """The same of the value, where the convolution has none of its own."""
+        """Heads of the value, also used by the convolution unless `own_value` is true."""
         shared = 0 if self.own_value else self.convolution_heads
         return max(self.attention_heads, shared)
 
@@ -150,7 +152,7 @@ class Mixed:
         return products + 2 * (attended + convolved) * hidden_size
 
     def elementwise(self, hidden_size: int, length: int) -> float:
-        """Attention's, and those of the convolution, the key's too if there is one."""
+        """Count attention, convolution and, for span_dynamic, the convolution of the key."""
         size, taps, heads = self.head_size, self.kernel_size, self.convolution_heads
         scores = (1 + costs.SOFTMAX + costs.DROPOUT) * length * self.attention_heads
         biases = (self.query_heads + self.value_heads + self.attention_heads) * size
@@ -164,14 +166,14 @@ class Mixed:
     def inexpressible(self, form: str, hidden_size: int) -> str:
         attended, convolved, size = self.attention_heads, self.convolution_heads, self.head_size
         if self.filters != "span_dynamic" or not self.own_value:
-            value = "a value of its own" if self.own_value else "a value shared with attention"
-            return of_nobody_else(f"attention beside {self.filters} convolution with {value}")
+            value = "a separate value" if self.own_value else "a value shared with attention"
+            return of_nobody_else(f"attention with {self.filters} convolution and {value}")
         if attended != convolved:
-            return of_nobody_else(f"{attended} attention beside {convolved} convolution heads")
+            return of_nobody_else(f"{attended} attention and {convolved} convolution heads")
         if self.kernel_size % 2 == 0:
             return (
                 f"config.model.kernel_size={self.kernel_size} is even, which neither Hugging "
-                "Face's ConvBERT nor the official code can run; train with an odd one, or export "
+                "Face's ConvBERT nor the official code supports; train with an odd one, or export "
                 "with --format=stablehlo."
             )
         if form != "huggingface":
@@ -179,8 +181,8 @@ class Mixed:
         if (attended + convolved) * size != hidden_size:
             return (
                 f"{attended} attention and {convolved} convolution heads of {size} channels do not "
-                f"add up to {hidden_size}: Hugging Face's ConvBERT expresses only "
-                "config.model.head_ratio=2, and of the release's small generator only the form of "
+                f"add up to {hidden_size}: Hugging Face's ConvBERT supports only "
+                "config.model.head_ratio=2, and for the official small generator only "
                 "--config.generator.release_heads=false; train with these, or export with "
                 "--format=tensorflow1 or stablehlo."
             )
@@ -200,10 +202,10 @@ def _defaults(cls) -> dict[str, Any]:
 
 
 def _heads_of_share(share: float, total: int, settings: MixerSettings) -> int:
-    """Heads that convolve; some of each kind.
+    """Return the number of convolution heads; at least one head of each kind remains.
 
     Raises:
-      ConfigError: that is no whole number of heads, or none of one kind.
+      ConfigError: `share` does not split `total` into whole heads of both kinds.
     """
     heads = share * total
     if 0 < share < 1 and settings.generator_size is not None:
@@ -211,8 +213,8 @@ def _heads_of_share(share: float, total: int, settings: MixerSettings) -> int:
     if not 0 < share < 1 or abs(heads - round(heads)) > 1e-6 or round(heads) in (0, total):
         raise ConfigError(
             f"{settings.names['mixer_fields']}=convolution_share={share} of {total} heads (2 heads "
-            f"/ head_ratio) is no split into whole heads of both kinds; use a multiple of 1/{total}"
-            " between 0 and 1, or mixer=attention or span_dynamic for one kind alone.",
+            f"/ head_ratio) does not split into whole heads of both kinds. Use a multiple of "
+            f"1/{total} between 0 and 1, or mixer=attention or span_dynamic for a single kind.",
             field=settings.names["mixer_fields"],
             value=share,
         )
@@ -220,13 +222,14 @@ def _heads_of_share(share: float, total: int, settings: MixerSettings) -> int:
 
 
 class MixedAttention(nnx.Module):
-    """Self-attention heads beside heads of convolution (ConvBERT §3.2).
+    """Parallel self-attention heads and convolution heads (ConvBERT §3.2).
 
-    Both share the query; the convolution has a value projection of its own, as in the release, or
-    shares it too, as in the paper's formula. Where one kind has more heads the other takes the
-    first ones of what is shared. Their outputs are put side by side, [attention heads, convolution
-    heads]. Filters are softmax(W_f (Q * K_s)) of a span, softmax(W_f Q) of the token, or
-    softmax(w), the same at all positions; no dropout is on them, as in the release.
+    Both kinds share the query. The convolution has its own value projection, as in the official
+    code, or shares the value, as in the paper's formula. The kind with fewer heads uses the first
+    heads of a shared projection. Outputs are concatenated: [attention heads, convolution heads].
+
+    Filters are softmax(W_f (Q * K_s)) from a span, softmax(W_f Q) from the token, or softmax(w),
+    the same at all positions. They have no dropout, as in the official code.
     """
 
     def __init__(
@@ -265,7 +268,7 @@ class MixedAttention(nnx.Module):
         return self._mix(x, segment_ids, ids, key, capture)[0]
 
     def _mix(self, x, segment_ids, ids, key=None, capture=None):
-        """The output; keys and values of attention; and the values of the convolution."""
+        """Return the output, the keys and values of attention, and the convolution's values."""
         c, heads = self.config, self.config.convolution_heads
         layers = [self.query, self.key, self.value]
         if c.own_value:

@@ -1,4 +1,4 @@
-"""Mixers that are an `nnx.Module` alone: defaults for the rest of `config.mixers.Mixer`."""
+"""Wraps a plain `nnx.Module` class as a mixer, with defaults for the rest of the interface."""
 
 import dataclasses
 import functools
@@ -11,16 +11,14 @@ from flax import nnx
 from convbert_jax.config import PluginError
 from convbert_jax.interfaces.placement import REPLICATED
 
-# Arguments of the module's __init__ that the model and the config pass.
+# __init__ arguments that the model and the config provide.
 _OF_MODEL = ("hidden_size", "rngs")
 _OF_CONFIG = {"heads": int, "head_ratio": int, "kernel_size": int, "dilation": int}
-_OF_USER = (bool, int, float, str)  # types of arguments that config.model.mixer_fields sets
+_OF_USER = (bool, int, float, str)  # types of arguments that config.model.mixer_fields can set
 
 
 class Plain:
-    """Base of the mixers that `wrap` makes: unknown FLOPs (NaN), replicated parameters, no export
-    to other software.
-    """
+    """Base of mixers made by `wrap`: NaN FLOPs, replicated parameters, no export."""
 
     RULES = ((r".*", REPLICATED),)
     FAMILIES = ()
@@ -53,7 +51,7 @@ class Plain:
 
 
 class _Called(nnx.Module):
-    """Calls a module with the arguments that its signature has."""
+    """Calls a module with those arguments that its signature declares."""
 
     def __init__(self, module: nnx.Module):
         self.module = module
@@ -62,14 +60,14 @@ class _Called(nnx.Module):
         offered = {"segment_ids": segment_ids, "key": key}
         taken = offered.keys() & _parameters(type(self.module).__call__).keys()
         out = self.module(x, **{name: offered[name] for name in taken})
-        return out.astype(x.dtype)  # of float32 parameters in a bfloat16 model
+        return out.astype(x.dtype)  # float32 parameters promote a bfloat16 input
 
 
 def wrap(cls: Any) -> Any:
-    """Makes a mixer of an `nnx.Module` class; returns any other object as it is.
+    """Wrap an `nnx.Module` class as a mixer; return any other object unchanged.
 
     Raises:
-      PluginError: its __init__ has other arguments than a model can give.
+      PluginError: Its __init__ requires an argument that a model cannot provide.
     """
     return _wrap(cls) if isinstance(cls, type) and issubclass(cls, nnx.Module) else cls
 
@@ -86,8 +84,8 @@ def _wrap(cls: type[nnx.Module]) -> type[Plain]:
         elif argument not in _OF_MODEL:
             raise PluginError(
                 f"{cls.__module__}:{cls.__qualname__}: the __init__ argument {argument} has no "
-                f"value; use {', '.join((*_OF_MODEL, *_OF_CONFIG))}, or give it a default of type "
-                "bool, int, float or str."
+                f"supported default. Use {', '.join((*_OF_MODEL, *_OF_CONFIG))}, or a default of "
+                "type bool, int, float or str."
             )
     if missing := [argument for argument in _OF_MODEL if argument not in arguments]:
         raise PluginError(

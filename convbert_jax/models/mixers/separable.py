@@ -1,4 +1,4 @@
-"""Depthwise separable convolution alone: over time, then over channels (Chollet 2017)."""
+"""Depthwise separable convolution: over time, then over channels (Chollet 2017)."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from convbert_jax.models.mixers.convolution import SeparableConv
 
 @dataclasses.dataclass(frozen=True)
 class Separable:
-    """`SeparableMixer` as a specification; with C channels and K taps C^2 + K C + C parameters."""
+    """Specification of `SeparableMixer`; C channels and K taps have C^2 + K C + C parameters."""
 
     kernel_size: int
     convolution: str
@@ -48,7 +48,7 @@ class Separable:
 
 
 class SeparableMixer(nnx.Module):
-    """pointwise(depthwise(x)) + bias, the form of the span's key, as wide as its input."""
+    """pointwise(depthwise(x)) + bias, like the span key, with equal input and output width."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Span-based dynamic convolution alone (ConvBERT §3.2), without attention beside it."""
+"""Span-based dynamic convolution without attention (ConvBERT §3.2)."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ from convbert_jax.ops.span_dynamic_conv import span_filters
 
 @dataclasses.dataclass(frozen=True)
 class SpanDynamic:
-    """`SpanDynamicConv` as a specification; its heads fill the hidden size.
+    """Specification of `SpanDynamicConv`; its heads fill the hidden size.
 
     With C channels, H heads and K taps: 4 C^2 + K C + C H K + 4 C + H K parameters.
     """
@@ -54,7 +54,7 @@ class SpanDynamic:
         return 4 * 2 * hidden_size**2 + 2 * hidden_size * self.heads * self.kernel_size
 
     def elementwise(self, hidden_size: int, length: int) -> float:
-        """Those of the key's convolution and of the dynamic one."""
+        """Count the convolution of the key and the dynamic convolution."""
         taps = self.kernel_size
         dynamic = 2 * taps * hidden_size + (1 + costs.SOFTMAX) * taps * self.heads
         return 2 * taps * hidden_size + dynamic + 4 * hidden_size
@@ -69,7 +69,7 @@ class SpanDynamic:
 class SpanDynamicConv(nnx.Module):
     """output(LConv(V, softmax(W_f (Q * K_s)))), K_s a separable convolution (ConvBERT eq. 4).
 
-    The parameters of `MixedAttention` without those of its attention, by the same names.
+    Parameters are named as in `MixedAttention`, without those of attention.
     """
 
     def __init__(

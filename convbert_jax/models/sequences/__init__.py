@@ -1,6 +1,6 @@
-"""Models that write text: encoder-decoders and language models, of the mixers of `models/mixers/`.
+"""Encoder-decoders and decoder-only language models, built from the mixers of `models/mixers/`.
 
-Each has two forms that agree: of whole rows, to train, and one position at a time, to decode.
+Each has two equivalent forms: whole rows for training, one position at a time for decoding.
 """
 
 from flax import nnx
@@ -21,7 +21,7 @@ def make_language_model(config: Config, rngs: nnx.Rngs) -> LanguageModel:
     return LanguageModel(config.language_model, rngs)
 
 
-# config.recipe -> the model that it trains
+# config.recipe -> function that makes the model
 MODELS = {
     "causal_lm": make_language_model,
     **dict.fromkeys(("span_corruption", *OF_PAIRS), make_encoder_decoder),
@@ -29,9 +29,7 @@ MODELS = {
 
 
 def sharding_rules(config: EncoderDecoderConfig | LanguageModelConfig) -> Rules:
-    """How the parameters of a model's mixers and of its attention to a source may be divided, to
-    stand before `sharding.RULES`.
-    """
+    """Return partition rules of the mixers and the cross-attention; put before `sharding.RULES`."""
     parts = [("decoder", config.decoder.stages)]
     if isinstance(config, EncoderDecoderConfig):
         parts.append(("encoder", config.encoder.stages))

@@ -1,4 +1,4 @@
-"""The decoder: stages of causal layers, of whole rows or one position at a time."""
+"""Decoder: stages of causal layers, applied to whole rows or one position at a time."""
 
 from typing import NamedTuple
 
@@ -16,14 +16,13 @@ from convbert_jax.ops.mesh.division import layers_at_once, whole_channels
 
 
 class Read(NamedTuple):
-    """What decoding reads besides its state and never changes.
+    """Inputs of every decoding step that never change.
 
     Attributes:
-      layers: of the decoder, each for itself: taken out of their stacks in each step they cost a
-        CPU 3% of a beam search, and more where rows are few.
-      kept: keys and values of the source for each layer, None without one.
-      segment_ids: of the source's rows, 0 is padding.
-      first: where each text begins: what is given of texts ends at one place for all.
+      layers: The decoder's layers, unstacked once: slicing the stacks in each step is slower.
+      kept: Keys and values of the source for each layer; None without a source.
+      segment_ids: Segments of the source rows; 0 marks padding.
+      first: Index of each text's first token, since prompts are padded on the left.
     """
 
     layers: tuple["DecoderLayer", ...]
@@ -33,9 +32,7 @@ class Read(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """Causal mixer, attention to the source if there is one, feed-forward: each with dropout,
-    residual and layer norm.
-    """
+    """Causal mixer, optional cross-attention, feed-forward; each with dropout and residual norm."""
 
     def __init__(self, config: LayerConfig, source: Mixer | None, rngs: nnx.Rngs):
         hidden, epsilon = config.hidden_size, config.layer_norm_epsilon
@@ -76,7 +73,7 @@ class DecoderLayer(nnx.Module):
     def prefill(
         self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int
     ) -> tuple[Float[Array, "B P C"], State]:
-        """Of a layer that reads no source: all that is given of texts, and the state behind it."""
+        """Process all prompt positions of a decoder-only layer; also return the decoding state."""
         state = None
 
         def mix(x):
@@ -95,7 +92,7 @@ class DecoderLayer(nnx.Module):
         kept: State | None,
         source_ids: Int[Array, "B S"] | None,
     ) -> tuple[Float[Array, "R 1 C"], State]:
-        """`kept` and `source_ids` are None in a layer that reads no source."""
+        """Process one position; `kept` and `source_ids` are None without cross-attention."""
 
         def mix(x):
             nonlocal state
@@ -115,8 +112,9 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The stages in order, behind those of pre-norm usually one more norm; parameters as in
-    `Encoder`.
+    """Decoder stages in order; pre-norm stages usually have a final norm.
+
+    Parameters are named as in `Encoder`.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
@@ -136,8 +134,9 @@ class Decoder(nnx.Module):
         source_ids: Int[Array, "B S"] | None = None,
         key: Array | None = None,
     ) -> Float[Array, "B L C"]:
-        """Hidden states of the last layer; a position reads itself, what precedes it in its
-        segment, and the source of its segment.
+        """Compute the hidden states of the last layer.
+
+        A position sees itself, earlier positions of its segment, and the source of its segment.
         """
         c = self.config
 
@@ -157,16 +156,19 @@ class Decoder(nnx.Module):
         return dropout(self._finish(x), c.last_dropout, inner_key(key))
 
     def start(self, rows: int, length: int, dtype: jnp.dtype, copies: int = 1) -> tuple[State, ...]:
-        """For each layer, the state of rows of up to `length` positions before the first; `copies`
-        of them, side by side, may be put in another order, as those of a beam.
+        """Return each layer's state before the first position of rows of up to `length` positions.
+
+        Each group of `copies` adjacent rows may be reordered later, as in a beam search.
         """
         return tuple(layer.mixer.start(rows, length, dtype, copies) for layer in self._layers())
 
     def prefill(
         self, x: Float[Array, "B P C"], segment_ids: Int[Array, "B P"], length: int, copies: int = 1
     ) -> tuple[State, ...]:
-        """For each layer, the state behind all that is given of texts, P positions at once; with
-        padding, segment 0, in front of shorter ones. It is of B x `copies` rows, as in `start`.
+        """Return each layer's state after the P prompt positions, which are processed at once.
+
+        Shorter prompts are padded on the left with segment 0. The state has B x `copies` rows, as
+        in `start`.
         """
         states = []
         for layer in self._layers():
@@ -180,7 +182,7 @@ class Decoder(nnx.Module):
         source: Float[Array, "B S C"] | None = None,
         source_ids: Int[Array, "B S"] | None = None,
     ) -> Read:
-        """What all steps read, of the decoder and of the source if there is one."""
+        """Return the constant inputs of all steps: layers, and the source's keys and values."""
         layers = self._layers()
         kept = tuple(None if source is None else layer.source.keep(source) for layer in layers)
         return Read(layers, kept, source_ids, first)
@@ -192,13 +194,13 @@ class Decoder(nnx.Module):
         places: Int[Array, " R"],
         read: Read,
     ) -> tuple[Float[Array, "R 1 C"], tuple[State, ...]]:
-        """What the whole form gives at one position, and the state behind it.
+        """Process one position; return its hidden states and the state after it.
 
         Args:
-          places: of the position, in the text of each row.
-          read: a source of B rows has R / B rows here for each, side by side.
+          places: Index of the position in each row's text.
+          read: For a source of B rows, R / B adjacent rows share one source row.
         """
-        # Not a scan: its state would have layers before rows, and it copies each layer's weights.
+        # No scan: it would put layers before rows in the state, and copy each layer's weights.
         after = []
         for layer, layer_state, kept in zip(read.layers, state, read.kept, strict=True):
             x, layer_state = layer.step(x, layer_state, places, kept, read.segment_ids)
@@ -206,7 +208,7 @@ class Decoder(nnx.Module):
         return self._finish(x), tuple(after)
 
     def _layers(self) -> tuple[DecoderLayer, ...]:
-        """Each layer for itself, out of the stacks."""
+        """Unstack the layers."""
         return tuple(
             jax.tree.map(lambda leaf, n=n: leaf[n], self.stages[str(i)])
             for i, stage in enumerate(self.config.stages)

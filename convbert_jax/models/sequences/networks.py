@@ -1,9 +1,9 @@
-"""The models themselves: one decoder, or an encoder and a decoder, between tables of words.
+"""Complete models: a decoder, or an encoder and a decoder, with embeddings and output logits.
 
     state, read = model.start(source, source_ids, copies=4, length=64)
-    logits, state = model.step(tokens, state, place, read)  # of place 0, then 1, ...
+    logits, state = model.step(tokens, state, place, read)  # place 0, then 1, ...
 
-gives what the model as a whole gives for the tokens up to there.
+Steps return the same logits as the whole model applied to the tokens so far.
 """
 
 import jax
@@ -20,7 +20,7 @@ from convbert_jax.models.sequences.tokens import Tokens, to_words
 
 
 class LanguageModel(nnx.Module):
-    """A decoder alone: each position tells the next token."""
+    """Decoder-only language model: each position predicts the next token."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs):
         self.target = Tokens(config.tokens, rngs)
@@ -37,12 +37,12 @@ class LanguageModel(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         key: Array | None = None,
     ) -> Float[Array, "B L V"]:
-        """Float32 logits of the token behind each.
+        """Return float32 logits of the token after each position.
 
         Args:
-          segment_ids: 0 is padding; nothing flows from one segment to another.
-          dtype: of the computation; parameters and logits are float32.
-          key: draws dropout; None is deterministic.
+          segment_ids: 0 marks padding; positions of different segments do not interact.
+          dtype: Compute dtype; parameters and logits are float32.
+          key: Dropout key; None is deterministic.
         """
         keys = [None] * 2 if key is None else jax.random.split(key)
         x = self.target(tokens, segment_ids, dtype=dtype, key=keys[0])
@@ -57,18 +57,22 @@ class LanguageModel(nnx.Module):
         length: int,
         dtype: jnp.dtype = jnp.float32,
     ) -> tuple[tuple[State, ...], Read]:
-        """The state behind all but the last token of each prompt, which are read at once, and what
-        steps read besides; the first step is that of the last one, at place P - 1.
+        """Process all but the last token of each prompt, and prepare decoding.
+
+        The first step is then the prompt's last token, at place P - 1.
 
         Args:
-          prompt: at least one token a row, the last one at place P - 1 of all rows.
-          first: the place of each row's first token; what is before it is not read. None: 0.
-          copies: rows that go on from each prompt, side by side, as of a beam.
-          length: most places in all. With learned positions a text may have no more tokens than
-            there are positions, wherever it begins.
+          prompt: At least one token per row; every row ends at place P - 1.
+          first: Index of each row's first token; earlier places are padding. None means 0.
+          copies: Number of adjacent rows that continue each prompt, such as beams.
+          length: Maximum number of places. With learned positions, a text is limited to as many
+            tokens as there are positions, wherever it begins.
+
+        Returns:
+          The decoding state, and the constant inputs of the steps.
 
         Raises:
-          ValueError: there are no positions for the prompt and a token behind it.
+          ValueError: The prompt and one more token exceed the position embedding matrix.
         """
         self.target.check_length(prompt.shape[1] + 1)
         first = jnp.zeros(len(prompt), jnp.int32) if first is None else first
@@ -87,7 +91,7 @@ class LanguageModel(nnx.Module):
         read: Read,
         dtype: jnp.dtype = jnp.float32,
     ) -> tuple[Float[Array, "R V"], tuple[State, ...]]:
-        """Logits of the token behind the one at `place`, and the state behind it."""
+        """Return logits of the token after the one at `place`, and the state after it."""
         places = _of_rows(place, read, len(tokens))
         x = self.target.at(tokens, places, dtype)
         x, state = self.decoder.step(x, state, places, read)
@@ -98,7 +102,7 @@ class LanguageModel(nnx.Module):
 
 
 class EncoderDecoder(nnx.Module):
-    """Reads a source, writes a target; with a shared vocabulary by one table, `target`."""
+    """Encoder-decoder; with a shared vocabulary, `target` embeds the source too."""
 
     def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs):
         self.target = Tokens(config.target, rngs)
@@ -120,12 +124,12 @@ class EncoderDecoder(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         key: Array | None = None,
     ) -> Float[Array, "B L V"]:
-        """Float32 logits of the token behind each of the target.
+        """Return float32 logits of the token after each target position.
 
         Args:
-          source_ids, segment_ids: 0 is padding. A segment of the target reads the segment of the
-            source that has the same id, so that pairs may be packed.
-          dtype, key: as in `LanguageModel`.
+          source_ids, segment_ids: 0 marks padding. A target segment attends to the source segment
+            with the same id, so pairs can be packed.
+          dtype, key: As in `LanguageModel`.
         """
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
         encoded = self.encode(source, source_ids, dtype=dtype, key=keys[0])
@@ -140,7 +144,7 @@ class EncoderDecoder(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         key: Array | None = None,
     ) -> Float[Array, "B S C"]:
-        """Hidden states of the encoder's last layer."""
+        """Compute the hidden states of the encoder's last layer."""
         keys = [None] * 2 if key is None else jax.random.split(key)
         table = self.target if self.config.shared_vocabulary else self.source
         x = table(source, source_ids, dtype=dtype, key=keys[0])
@@ -155,14 +159,17 @@ class EncoderDecoder(nnx.Module):
         length: int,
         dtype: jnp.dtype = jnp.float32,
     ) -> tuple[tuple[State, ...], Read]:
-        """The state before the first of at most `length` tokens, and what steps read besides.
+        """Encode the source, and prepare decoding of at most `length` tokens.
 
         Args:
-          source_ids: 1, and 0 for padding: one text a row.
-          copies: rows of the target for each of the source, side by side, as of a beam.
+          source_ids: 1 for tokens, 0 for padding; one text per row.
+          copies: Number of adjacent target rows per source row, such as beams.
+
+        Returns:
+          The decoding state, and the constant inputs of the steps.
 
         Raises:
-          ValueError: there are no positions for so many tokens, of source or target.
+          ValueError: Source or target exceed the position embedding matrix.
         """
         self.target.check_length(length)
         encoded = self.encode(source, source_ids, dtype=dtype)
@@ -178,7 +185,7 @@ class EncoderDecoder(nnx.Module):
         read: Read,
         dtype: jnp.dtype = jnp.float32,
     ) -> tuple[Float[Array, "R V"], tuple[State, ...]]:
-        """Logits of the token behind the one at `place`, and the state behind it."""
+        """Return logits of the token after the one at `place`, and the state after it."""
         places = _of_rows(place, read, len(tokens))
         x = self.target.at(tokens, places, dtype)
         x, state = self.decoder.step(x, state, places, read)
@@ -189,7 +196,7 @@ class EncoderDecoder(nnx.Module):
 
 
 def _of_rows(place: Int[Array, ""], read: Read, rows: int) -> Int[Array, " R"]:
-    """The place in each row's own text."""
+    """Return the position within each row's own text."""
     return place - jnp.repeat(read.first, rows // len(read.first))
 
 

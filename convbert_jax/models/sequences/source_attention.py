@@ -1,4 +1,4 @@
-"""Attention of a decoder to what the encoder made of the source."""
+"""Cross-attention of a decoder to the encoder's output."""
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -10,8 +10,9 @@ from convbert_jax.ops.dropout import dropout_of
 
 
 class SourceAttention(nnx.Module):
-    """softmax(query . key / sqrt(D)) . value, queries of the target, keys and values of the source
-    (Vaswani et al. 2017, §3.2.3); parameters are called as those of self-attention.
+    """softmax(query . key / sqrt(D)) . value, target to source (Vaswani et al. 2017, §3.2.3).
+
+    Keys and values come from the source; parameters are named as in self-attention.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class SourceAttention(nnx.Module):
         source_ids: Int[Array, "B S"],
         key: Array | None = None,
     ) -> Float[Array, "B L C"]:
-        """A position sees the source of its own segment; with a key, dropout on the softmax."""
+        """Attend to the source of the same segment; with a key, apply dropout to the softmax."""
         c = self.config
         keys, values = project(source, c.attention_heads, self.key, self.value)
         attended = attention(
@@ -48,16 +49,14 @@ class SourceAttention(nnx.Module):
         return self.output(join(attended))
 
     def keep(self, source: Float[Array, "B S C"]) -> State:
-        """Keys [B, H, D, S] and values [B, H, S, D] of the source, once for all positions of the
-        target.
-        """
+        """Compute the source's keys [B, H, D, S] and values [B, H, S, D], once for all steps."""
         keys, values = project(source, self.config.attention_heads, self.key, self.value)
         return {"key": keys.transpose(0, 2, 3, 1), "value": values.swapaxes(1, 2)}
 
     def step(
         self, x: Float[Array, "R 1 C"], kept: State, source_ids: Int[Array, "B S"]
     ) -> Float[Array, "R 1 C"]:
-        """One position of each of R = B x copies rows, those of one source side by side."""
+        """Attend from one position of R = B x copies rows; rows of one source are adjacent."""
         query = split(self.query(x), self.config.attention_heads)
         of_source = query.reshape(len(source_ids), -1, *query.shape[2:]).swapaxes(1, 2)
         visible = (source_ids == 1)[:, None, None]

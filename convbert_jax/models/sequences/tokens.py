@@ -1,4 +1,4 @@
-"""Words and places to vectors, and vectors back to words, as decoders and their encoders do it."""
+"""Token and position embeddings of decoders and their encoders, and their output logits."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,14 +9,15 @@ from convbert_jax.models.embeddings import Table, positions
 from convbert_jax.models.layers import dropout
 from convbert_jax.ops.tables import attend
 
-# The published code counts places from the one behind the id of padding, 1: the first token has 2.
+# The published code counts positions from padding id 1 + 1, so the first token has position 2.
 FIRST_PLACE = 2
 LONGEST_WAVE = 10_000.0
 
 
 class Tokens(nnx.Module):
-    """sqrt(C) word + place, dropout; places are sinusoids, a table or nothing (Vaswani et al. 2017,
-    §3.4 and §3.5).
+    """Token embeddings times sqrt(C), plus position embeddings, dropout.
+
+    Positions are sinusoidal, learned or absent (Vaswani et al. 2017, §3.4 and §3.5).
     """
 
     def __init__(self, config: TokensConfig, rngs: nnx.Rngs):
@@ -34,10 +35,10 @@ class Tokens(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         key: Array | None = None,
     ) -> Float[Array, "B L C"]:
-        """Embeddings in `dtype`; places count within each segment.
+        """Return the embeddings, in `dtype`; positions restart in each segment.
 
         Raises:
-          ValueError: rows longer than the table of positions.
+          ValueError: The rows are longer than the position embedding matrix.
         """
         self.check_length(tokens.shape[1])
         return self._embed(tokens, positions(segment_ids), dtype, key)
@@ -45,11 +46,11 @@ class Tokens(nnx.Module):
     def at(
         self, tokens: Int[Array, " R"], places: Int[Array, " R"], dtype: jnp.dtype
     ) -> Float[Array, "R 1 C"]:
-        """The same at one position of each row."""
+        """Return the embeddings at one position of each row."""
         return self._embed(tokens[:, None], places[:, None], dtype, None)
 
     def check_length(self, length: int) -> None:
-        """Raises ValueError for rows longer than the table of positions."""
+        """Raise ValueError for rows longer than the position embedding matrix."""
         if self.config.positions == "learned" and length > self.config.rows:
             raise ValueError(
                 f"Rows of {length} tokens are longer than the position table of "
@@ -67,10 +68,11 @@ class Tokens(nnx.Module):
 
 
 def sinusoids(places: Int[Array, "*B"], size: int) -> Float[Array, "*B C"]:
-    """sin(w_i p) for half of the channels, cos(w_i p) for the other half, p = place + 2.
+    """Return sinusoidal embeddings: sin(w_i p), then cos(w_i p), with p = place + 2.
 
-    w_i = 10,000^(-i / (size / 2 - 1)) for i from 0, halves side by side, as in fairseq, where
-    Vaswani et al. 2017 alternate sine and cosine and divide by size / 2. A last odd channel is 0.
+    w_i = 10,000^(-i / (size / 2 - 1)) for i from 0. As in fairseq, all sines come before all
+    cosines; Vaswani et al. 2017 alternate them and divide by size / 2. With an odd size, the last
+    channel is 0.
     """
     half = size // 2
     waves = LONGEST_WAVE ** (-jnp.arange(half, dtype=jnp.float32) / max(1, half - 1))
@@ -80,5 +82,5 @@ def sinusoids(places: Int[Array, "*B"], size: int) -> Float[Array, "*B C"]:
 
 
 def to_words(h: Float[Array, "*B C"], table: Table) -> Float[Array, "*B V"]:
-    """Float32 logits by the rows of a table."""
+    """Return float32 logits, the products with the rows of an embedding matrix."""
     return attend(h, table.embedding[...])
