@@ -1,7 +1,7 @@
-"""Losses of labelled text: classes, a number, a class for each word, or what a teacher said.
+"""Fine-tuning losses: classification, regression, tagging, and distillation from a teacher.
 
-Functions of (model, batch, key) to the loss and the weight of each row, both to be multiplied by
-the batch's `weight` and summed: the caller makes a mean or a sum of them.
+Losses map (model, batch, key) to the loss and the weight of each row. The caller multiplies both
+by the batch's `weight` and reduces them to a mean or a sum.
 """
 
 import jax
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from convbert_jax.interfaces.batch import LogitsBatch, TagBatch, TextBatch
 from convbert_jax.objectives.cross_entropy import cross_entropy
 
-_NEVER = -1e9  # logit of an output that the task does not have
+_NEVER = -1e9  # logit of outputs that the task does not have
 
 RowLosses = tuple[Float[Array, " B"], Float[Array, " B"]]
 
@@ -20,7 +20,7 @@ RowLosses = tuple[Float[Array, " B"], Float[Array, " B"]]
 def text_losses(
     model: nnx.Module, batch: TextBatch, key: Array | None, *, dtype: jnp.dtype
 ) -> RowLosses:
-    """Cross-entropy of the class in nats, or the squared error of the number.
+    """Compute the cross-entropy of the class in nats, or the squared error of the number.
 
     Args:
       model: `classify(tokens, segment_ids, type_ids, dtype, key) -> logits [B, W]`.
@@ -33,10 +33,10 @@ def text_losses(
 def distilled_losses(
     model: nnx.Module, batch: TextBatch, key: Array | None, *, dtype: jnp.dtype
 ) -> RowLosses:
-    """`text_losses` mixed with the distance to a teacher (Hinton et al., 2015, §2).
+    """Mix `text_losses` with the distance to a teacher (Hinton et al., 2015, §2).
 
-    T^2 times the Kullback-Leibler divergence from the teacher's softmax(logits / T) to ours; for
-    numbers the squared difference. The batch needs a teacher.
+    The distance is T^2 times the Kullback-Leibler divergence from the teacher's softmax(logits / T)
+    to the student's, or for regression the squared difference. The batch must contain `teacher`.
     """
     logits = text_logits(model, batch, key, dtype=dtype)
     temperature, share = batch["temperature"], batch["teacher_weight"]
@@ -53,9 +53,9 @@ def distilled_losses(
 def text_logits(
     model: nnx.Module, batch: LogitsBatch, key: Array | None = None, *, dtype: jnp.dtype
 ) -> Float[Array, "B ..."]:
-    """Logits, of texts [B, W] or of tokens [B, L, W]; very small where the task has no such output.
+    """Compute logits per text [B, W] or token [B, L, W]; -1e9 for outputs the task does not have.
 
-    Arguments as `text_losses`.
+    Arguments are as in `text_losses`.
     """
     logits = model.classify(
         batch["tokens"], batch["segment_ids"], batch["type_ids"], dtype=dtype, key=key
@@ -66,7 +66,7 @@ def text_logits(
 def tag_losses(
     model: nnx.Module, batch: TagBatch, key: Array | None, *, dtype: jnp.dtype
 ) -> RowLosses:
-    """Cross-entropy of the tags of a row, summed; its weight is their number."""
+    """Sum the cross-entropy over the tags of each row; the row's weight is the number of tags."""
     logits = text_logits(model, batch, key, dtype=dtype)
     tagged = batch["tags"] >= 0
     losses = cross_entropy(logits, jnp.maximum(batch["tags"], 0))

@@ -1,6 +1,6 @@
-"""Cross-entropy, of which every loss over classes, tokens or places is made; and what blocks of
-neighboring classes weigh, which of a vocabulary a TPU adds up once for the loss and for the draw of
-replacements.
+"""Cross-entropy over classes, tokens or positions, and sums of softmax weights over blocks.
+
+On a TPU, the block sums of a vocabulary serve both the loss and the sampling of replacements.
 """
 
 import functools
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from convbert_jax.ops import dispatch
 
-BLOCK = 256  # classes that are added up together
+BLOCK = 256  # classes per block
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -21,15 +21,15 @@ def cross_entropy(
     smoothing: float = 0.0,
     by_blocks: bool = False,
 ) -> Float[Array, "*B"]:
-    """-sum over classes of target * log softmax(logits), in nats.
+    """Compute -sum over classes of target * log softmax(logits), in nats.
 
-    The gradient, softmax(logits) - target, is made of the logits anew, in one pass. Autodiff keeps
-    their exponentials, as large as they are, and adds -1 by a scatter.
+    The gradient, softmax(logits) - target, is recomputed from the logits in one pass. Autodiff
+    would save their exponentials, an array of equal size, and subtract the label with a scatter.
 
     Args:
-      smoothing: the target is 1 - smoothing at the label plus smoothing / W everywhere (label
-        smoothing, Szegedy et al. 2016, §7); 0.0 is the label alone.
-      by_blocks: the weights of blocks of these logits are added up beside, for a draw; a TPU then
+      smoothing: Label smoothing (Szegedy et al. 2016, §7): the target is 1 - smoothing at the label
+        plus smoothing / W everywhere; 0.0 uses the label alone.
+      by_blocks: Whether block sums of the same logits are also needed for sampling; a TPU then
         reads the logits once for both.
     """
     return _forward(logits, labels, smoothing, by_blocks)[0]
@@ -61,10 +61,10 @@ cross_entropy.defvjp(_forward, _backward)
 
 
 def top1_accuracy(logits: Float[Array, "*B W"], labels: Int[Array, "*B"]) -> Float[Array, "*B"]:
-    """1 where the label alone has the largest logit, 1/n where n classes share it, 0 elsewhere.
+    """Return 1 if only the label has the largest logit, 1/n if n classes share it, else 0.
 
-    Constant logits therefore score 1/W, as guessing does. NaN scores 0. The loss needs the largest
-    logit too, which makes this cheaper than an argmax.
+    Constant logits score 1/W, like guessing. NaN scores 0. The loss needs the largest logit too,
+    which makes this cheaper than an argmax.
     """
     correct = jnp.take_along_axis(logits, labels[..., None], axis=-1)
     largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -73,15 +73,15 @@ def top1_accuracy(logits: Float[Array, "*B W"], labels: Int[Array, "*B"]) -> Flo
 
 
 def weigh(logits: Float[Array, "*B W"]) -> Float[Array, "*B W"]:
-    """exp(logits) without their scale: the likeliest class of a row weighs 1."""
+    """Compute exp(logits - max), so the most likely class of a row has weight 1."""
     return jnp.exp(logits - logits.max(axis=-1, keepdims=True))
 
 
 def add_up_blocks(weights: Float[Array, "*B W"]) -> Float[Array, "*B N"]:
-    """The weight of each block, of which the last may be smaller: N is W / BLOCK, rounded up.
+    """Sum the weights of each block; N is W / BLOCK rounded up, the last block may be smaller.
 
-    By a product with a table of zeros and ones. A TPU keeps rows of W in tiles that no block is a
-    part of, so cutting moves all of them, and a sum beside the loss would read all of them again.
+    A matrix product with a 0/1 table avoids reshaping: block boundaries do not match TPU tiles, so
+    slicing would copy all weights, and a separate sum would read them again.
     """
     classes = weights.shape[-1]
     block = jnp.arange(classes) // BLOCK
@@ -89,8 +89,9 @@ def add_up_blocks(weights: Float[Array, "*B W"]) -> Float[Array, "*B N"]:
 
 
 def add_up_marked(weights: Float[Array, "*B W"], table: Bool[Array, "W N"]) -> Float[Array, "*B N"]:
-    """For each column of the table the sum of the weights that it marks, exact to 16 bits and more:
-    the weights in three passes of bfloat16.
+    """Sum the weights that each table column marks.
+
+    Three bfloat16 passes make the result exact to more than 16 bits.
     """
     table = table.astype(weights.dtype)
     return jnp.einsum("...v,vn->...n", weights, table, precision=jax.lax.Precision.HIGH)

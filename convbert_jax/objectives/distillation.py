@@ -1,9 +1,9 @@
-"""What a student learns of a teacher in pre-training: the terms of DistilBERT (Sanh et al., 2019,
-§2) and TinyBERT (Jiao et al., 2020, §3.1), by config.distillation.
+"""Distillation losses of pre-training, configured by config.distillation.
 
-Both read the same tokens; the teacher is deterministic and learns nothing. Means are over tokens
-that are no padding, then over the layers that are compared, so that a weight does not depend on how
-many these are (TinyBERT adds them up).
+Terms of DistilBERT (Sanh et al., 2019, §2) and TinyBERT (Jiao et al., 2020, §3.1). Student and
+teacher read the same tokens; the teacher is frozen and deterministic. Losses are averaged over real
+tokens and over the compared layers, so that weights do not depend on the number of layers
+(TinyBERT sums over layers).
 """
 
 from collections.abc import Callable
@@ -19,26 +19,24 @@ from convbert_jax.objectives import metrics
 
 
 class Observed(NamedTuple):
-    """What a network made of a batch; layers from the first, None where nobody asked or where a
-    layer has no attention.
-    """
+    """Activations of a network by layer; None if not requested or if a layer has no attention."""
 
     embeddings: Float[Array, "B L E"]
     hidden: tuple[Float[Array, "B L C"] | None, ...]
     attention: tuple[Float[Array, "B H L L"] | None, ...]
 
 
-# (tokens, segment_ids, type_ids) -> what it makes of them, and logits for each token to give:
-# head(positions [B, M]) [B, M, V] of words, head(None) [B, L] of whether a token looks replaced
+# (tokens, segment_ids, type_ids) -> the observed activations, and a function that returns logits:
+# head(positions [B, M]) word logits [B, M, V], head(None) replaced-token logits [B, L].
 Teacher = Callable[..., tuple[Observed, Callable[[Array | None], Array]]]
 
 
 def pairs(rule: str, student: int, teacher: int) -> tuple[tuple[int, int], ...]:
-    """(layer of the student, layer of the teacher) that are compared, counted from 0.
+    """Return the compared pairs (student layer, teacher layer), counted from 0.
 
     Args:
-      rule: config.distillation.layers.
-      student, teacher: how many layers they have; only for "last" the student may have more.
+      rule: A value of config.distillation.layers.
+      student, teacher: Numbers of layers; only with "last" may the student have more.
     """
     return LAYERS[rule](student, teacher)
 
@@ -54,7 +52,7 @@ LAYERS = {
 
 
 def captures(section: DistillationSection) -> tuple[str, ...]:
-    """What the layers of both networks are to hand out (models/capture.py)."""
+    """Return the activations to capture in both networks (models/capture.py)."""
     wanted = ()
     if section.hidden_weight and section.layers != "last":
         wanted += ("hidden",)
@@ -69,10 +67,10 @@ def observe(
     encode: Callable[..., Any],
     embeddings: Float[Array, "B L E"],
 ) -> tuple[Float[Array, "B L C"], Observed]:
-    """The hidden states of the last layer, and what is compared.
+    """Compute the last layer's hidden states and the activations to compare.
 
     Args:
-      encode: (capture=...) -> hidden states, with a capture also what the layers of each stage saw.
+      encode: (capture=...) -> hidden states; with a capture, also each stage's activations.
     """
     wanted = captures(section)
     hidden, seen = encode(capture=wanted) if wanted else (encode(), ({},) * len(encoder.stages))
@@ -89,7 +87,7 @@ def observe(
 
 
 def observe_student(model: nnx.Module, inputs, key: Array | None, dtype, config: Config):
-    """`observe` of a model to pre-train, by its `encode` and `embed`."""
+    """Apply `observe` to a pre-training model through its `encode` and `embed`."""
 
     def encode(**capture):
         return model.encode(*inputs, dtype=dtype, key=key, **capture)
@@ -105,10 +103,10 @@ def terms(
     segment_ids: Int[Array, "B L"],
     project: Callable[[str, Array], Array],
 ) -> tuple[Array, metrics.Metrics]:
-    """What is added to the loss, and its parts; those of logits are not among them.
+    """Compute the weighted sum of the distillation losses, and each loss; logits are not included.
 
     Args:
-      project: (part, the student's) -> as wide as the teacher's.
+      project: (name, student activations) -> activations of the teacher's width.
     """
     real = segment_ids != 0
     compared = pairs(section.layers, len(student.hidden), len(teacher.hidden))
@@ -139,8 +137,10 @@ def terms(
 def word_divergence(
     student: Float[Array, "*B V"], teacher: Float[Array, "*B V"], temperature: float
 ) -> Float[Array, "*B"]:
-    """T^2 times the Kullback-Leibler divergence of the teacher's softmax(logits / T) from ours: the
-    gradient is that of the soft cross-entropy, on the scale of the hard one (Hinton et al., 2015).
+    """Compute T^2 times KL(teacher || student) of softmax(logits / T).
+
+    Its gradient is that of the soft cross-entropy, on the scale of the hard one (Hinton et al.,
+    2015).
     """
     ours = jax.nn.log_softmax(student / temperature)
     theirs = jax.nn.log_softmax(teacher / temperature)
@@ -150,7 +150,7 @@ def word_divergence(
 def token_divergence(
     student: Float[Array, "*B"], teacher: Float[Array, "*B"], temperature: float
 ) -> Float[Array, "*B"]:
-    """The same of two outcomes, by sigmoid(logits / T): does a token look replaced or not."""
+    """Compute the binary form of `word_divergence`, with sigmoid(logits / T), per token."""
     ours, theirs = student / temperature, teacher / temperature
     share = jax.nn.sigmoid(theirs)
     replaced = share * (jax.nn.log_sigmoid(theirs) - jax.nn.log_sigmoid(ours))
@@ -159,14 +159,14 @@ def token_divergence(
 
 
 def cosine(ours: Float[Array, "B L C"], theirs: Float[Array, "B L C"]) -> Float[Array, "B L"]:
-    """1 - the cosine of both vectors (DistilBERT)."""
+    """Compute 1 - cosine similarity (DistilBERT)."""
     a, b = (x.astype(jnp.float32) for x in (ours, theirs))
     norms = jnp.square(a).sum(-1) * jnp.square(b).sum(-1)
     return 1 - (a * b).sum(-1) * jax.lax.rsqrt(norms + 1e-12)
 
 
 def squared(ours: Float[Array, "B L C"], theirs: Float[Array, "B L C"]) -> Float[Array, "B L"]:
-    """Mean of the squared differences (TinyBERT)."""
+    """Compute the mean squared difference (TinyBERT)."""
     return jnp.square(ours.astype(jnp.float32) - theirs.astype(jnp.float32)).mean(-1)
 
 
@@ -175,9 +175,10 @@ def map_divergence(
     theirs: Float[Array, "B H_teacher L L"],
     segment_ids: Int[Array, "B L"],
 ) -> Float[Array, "B L"]:
-    """Kullback-Leibler divergence of the mean of the teacher's maps from that of ours, of each
-    query. Over heads nothing corresponds between networks; their mean is a distribution of keys
-    whatever the heads are, few of them beside convolutions too.
+    """Compute KL(teacher || student) of attention maps averaged over heads, for each query.
+
+    Heads of two networks do not correspond. Their mean is a distribution over keys for any number
+    of heads, also for the few heads of a mixed block.
     """
     ours, theirs = ours.mean(1), theirs.mean(1)
     logarithms = jnp.log(jnp.maximum(theirs, _LEAST)) - jnp.log(jnp.maximum(ours, _LEAST))
@@ -189,16 +190,17 @@ def score_distance(
     theirs: Float[Array, "B H L L"],
     segment_ids: Int[Array, "B L"],
 ) -> Float[Array, "B L"]:
-    """Mean of the squared differences over heads and the keys that a query sees (TinyBERT, which
-    compares what the softmax is taken of).
+    """Compute the mean squared difference of scores over heads and visible keys (TinyBERT).
+
+    Scores are the attention logits before the softmax.
     """
     visible = (segment_ids[:, :, None] == segment_ids[:, None, :]).astype(jnp.float32)
     squares = jnp.square(ours - theirs).mean(1) * visible
     return squares.sum(-1) / visible.sum(-1)
 
 
-_LEAST = 1e-9  # of a mean attention weight, inside logarithms
-# config.distillation.hidden -> distance of two hidden states
+_LEAST = 1e-9  # lower bound of mean attention weights inside logarithms
+# config.distillation.hidden -> distance between two hidden states
 HIDDEN = {"cosine": cosine, "mse": squared}
-# config.distillation.attention -> (what it compares, by its name in models/capture.py; how)
+# config.distillation.attention -> (capture name in models/capture.py, distance)
 ATTENTION = {"maps": ("attention", map_divergence), "scores": ("scores", score_distance)}

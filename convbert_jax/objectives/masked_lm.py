@@ -1,6 +1,8 @@
-"""Masked language modeling (BERT §3.1, task 1): predict the hidden tokens. Alone it is a recipe, in
-`replaced_token` it is the generator's part. With config.objective.sentence_pairs the same pass
-judges pairs of texts too (task 2; ALBERT §3.1)."""
+"""Masked language modeling (BERT §3.1, task 1), as a recipe and for `replaced_token`'s generator.
+
+With config.objective.sentence_pairs, the same pass also classifies pairs of texts (task 2; ALBERT
+§3.1).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from convbert_jax.objectives.cross_entropy import cross_entropy, top1_accuracy
 def prediction_metrics(
     logits: Float[Array, "B M V"], losses: Float[Array, "B M"], masked: masking.Masked
 ) -> metrics.Metrics:
-    """Loss and top-1 accuracy of the masked tokens."""
+    """Return loss and top-1 accuracy of the masked tokens."""
     correct = top1_accuracy(logits, masked.labels)
     return {
         "mlm_loss": metrics.mean(losses, masked.weights),
@@ -26,7 +28,7 @@ def prediction_metrics(
 
 
 def hide(batch: Batch, key: Array, *, config: Config, special: SpecialIds) -> masking.Masked:
-    """A batch with hidden tokens."""
+    """Mask the tokens of a batch."""
     return masking.mask(
         key,
         batch["tokens"],
@@ -49,14 +51,14 @@ def hide_and_predict(
     config: Config,
     special: SpecialIds,
 ) -> tuple[masking.Masked, Float[Array, "B M V"]]:
-    """A batch with hidden tokens, and the logits for them; arguments as `loss`."""
+    """Mask a batch and compute logits of the masked tokens; arguments are as in `loss`."""
     masked = hide(batch, mask_key, config=config, special=special)
     inputs = masked.tokens, batch["segment_ids"], batch["type_ids"], masked.positions
     return masked, model.generate(*inputs, dtype=dtype, key=dropout_key)
 
 
 def pair_metrics(logits: Float[Array, "B 2"], labels: Int[Array, " B"]) -> metrics.Metrics:
-    """Loss and accuracy of the rows that have a pair to judge."""
+    """Return loss and accuracy of the rows that have a pair label."""
     judged = labels >= 0
     losses = cross_entropy(logits, jnp.maximum(labels, 0))
     return {
@@ -66,7 +68,7 @@ def pair_metrics(logits: Float[Array, "B 2"], labels: Int[Array, " B"]) -> metri
 
 
 def terms(config: Config) -> dict[str, float]:
-    """What the loss of an evaluation, which has no teacher, is the sum of, with weights."""
+    """Return the weighted terms of the evaluation loss, which has no teacher."""
     return {"mlm_loss": 1.0} | (
         {} if config.objective.sentence_pairs == "none" else {"pair_loss": 1.0}
     )
@@ -83,14 +85,15 @@ def loss(
     special: SpecialIds,
     teacher: distillation.Teacher | None = None,
 ) -> tuple[Array, metrics.Metrics]:
-    """Mean cross-entropy of the hidden tokens, and of pairs where they are judged: their sum, as in
-    BERT's release. A teacher adds the terms of config.distillation, its logits those at the hidden
-    tokens.
+    """Compute the mean cross-entropy of the masked tokens, plus the pair loss if configured.
+
+    The two are summed as in BERT's official code. A teacher adds the terms of config.distillation,
+    with its logits at the masked tokens.
 
     Args:
       model: `generate(tokens, segment_ids, type_ids, positions, dtype, key) -> logits [B, M, V]`;
-        with pairs `generate_and_judge`, which gives [B, 2] besides.
-      key: draws the masks, and dropout where `train`.
+        with pairs, `generate_and_judge`, which also returns logits [B, 2].
+      key: Draws masks and, if `train`, dropout.
     """
     mask_key, dropout_key = jax.random.split(key)
     masked = hide(batch, mask_key, config=config, special=special)

@@ -1,7 +1,7 @@
-"""Choosing positions, hiding them and putting sampled tokens in, on the device with static shapes.
+"""Masking and sampling of replacement tokens, on the device with static shapes.
 
-All randomness comes from the key, and is the same on every platform and mesh; nothing here has
-parameters. Axes as in `ops/dynamic_conv.py`: B batch, L length, M masked slots, V vocabulary.
+Results depend only on the key, not on the platform or mesh; there are no parameters. Axes: B batch,
+L length, M mask slots, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -17,30 +17,30 @@ from convbert_jax.objectives.cross_entropy import BLOCK, add_up_blocks, add_up_m
 
 
 class Masked(NamedTuple):
-    """A batch with hidden tokens."""
+    """A batch with masked tokens."""
 
-    tokens: Int[Array, "B L"]  # what the model reads
+    tokens: Int[Array, "B L"]  # model input
     positions: Int[Array, "B M"]  # of the chosen tokens; 0 in unused slots
-    labels: Int[Array, "B M"]  # the tokens that stood there
-    weights: Float[Array, "B M"]  # 1 in used slots, 0 in the rest
+    labels: Int[Array, "B M"]  # original tokens at these positions
+    weights: Float[Array, "B M"]  # 1 in used slots, 0 in unused slots
 
 
 def divided_key(key: Array) -> Array:
-    """`key` for numbers that the compiler divides among devices: of threefry.
+    """Derive a threefry key, whose random numbers the compiler can partition over devices.
 
-    On TPUs keys are of RBG, of which each device would draw the numbers of the whole batch. This
-    one, made from the same seed by the same splits, draws what CPUs and GPUs draw.
+    TPUs use RBG keys, with which every device would draw the numbers of the whole batch. The
+    derived key draws the same numbers as on CPUs and GPUs, given the same seed and splits.
     """
-    # A key of RBG is two of threefry side by side, which are split and folded each by itself.
+    # An RBG key consists of two threefry keys, which are split and folded separately.
     return jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl="threefry2x32")
 
 
 def count_predictions(
     segment_ids: Int[Array, "B L"], fraction: float, most: int
 ) -> Int[Array, " B"]:
-    """Positions to choose per row: max(1, min(most, round(fraction * real tokens))), half to even.
+    """Return max(1, min(most, round(fraction * real tokens))) per row, rounding half to even.
 
-    [CLS] and [SEP] count as real tokens, as in the release (run_pretraining.py /
+    [CLS] and [SEP] count as real tokens, as in the official code (run_pretraining.py /
     pretrain_helpers.py).
     """
     real = (segment_ids != 0).sum(axis=1)
@@ -55,16 +55,16 @@ def choose_positions(
     *,
     with_replacement: bool,
 ) -> tuple[Int[Array, "B M"], Float[Array, "B M"]]:
-    """Draws `counts` of the candidate positions of each row, uniformly.
+    """Draw `counts` of the candidate positions of each row, uniformly.
 
     Args:
-      candidates: positions that may be chosen.
-      counts: how many to draw per row, at most `slots`; fewer are drawn where a row has fewer
-      candidates. slots: M, the static number of slots. with_replacement: the release's way, which
-      can draw a position twice.
+      candidates: Positions that may be chosen.
+      counts: Number to draw per row, at most `slots`; rows with fewer candidates draw fewer.
+      slots: M, the static number of slots.
+      with_replacement: Whether a position may be drawn twice, as in the official code.
 
     Returns:
-      positions (0 in unused slots) and weights (1 in used slots).
+      Positions (0 in unused slots) and weights (1 in used slots).
     """
     available = candidates.sum(axis=1)
     if with_replacement:
@@ -82,7 +82,7 @@ def choose_positions(
 
 
 def gather(tokens: Int[Array, "B L"], positions: Int[Array, "B M"]) -> Int[Array, "B M"]:
-    """Tokens at `positions`."""
+    """Return the tokens at `positions`."""
     return jnp.take_along_axis(tokens, positions, axis=1)
 
 
@@ -94,10 +94,10 @@ def put(
     *,
     average_duplicates: bool = False,
 ) -> Int[Array, "B L"]:
-    """Writes `values` at `positions` where `used`.
+    """Write `values` at `positions` where `used`.
 
-    A position that is used twice takes the value of its first slot, or, with `average_duplicates`,
-    the floor of the mean of its values: the release's scatter_update, which makes an arbitrary
+    A position used twice gets the value of its first slot. With `average_duplicates` it gets the
+    floored mean of its values, like scatter_update in the official code, which makes an arbitrary
     token of two sampled ids.
     """
     length = tokens.shape[1]
@@ -105,8 +105,8 @@ def put(
         slot = jnp.arange(positions.shape[1])
         earlier = (slot[None, :] < slot[:, None]) & used[:, None, :]
         used = used & ~(earlier & (positions[:, :, None] == positions[:, None, :])).any(axis=-1)
-    # One-hot sums instead of a scatter: M * L integers a row, and no atomic updates on
-    # accelerators.
+    # One-hot sums instead of a scatter, which needs atomic updates on accelerators; the cost is
+    # M * L integers per row.
     chosen = (positions[:, :, None] == jnp.arange(length)) & used[:, :, None]
     count = chosen.sum(axis=1)
     total = (chosen * values[:, :, None]).sum(axis=1)
@@ -124,13 +124,14 @@ def mask(
     most: int,
     slots: int,
 ) -> Masked:
-    """Hides a fraction of the real tokens; [CLS], [SEP] and [MASK] are never chosen.
+    """Mask a fraction of the real tokens; [CLS], [SEP] and [MASK] are never chosen.
 
-    Of the chosen positions `mask_token_fraction` become [MASK], `random_token_fraction` a random
-    token and the rest stay (ELECTRA and ConvBERT: 85 / 0 / 15 %, BERT: 80 / 10 / 10 %).
+    Of the chosen tokens, `mask_token_fraction` become [MASK], `random_token_fraction` a random
+    token, and the rest stay unchanged (ELECTRA and ConvBERT: 85 / 0 / 15 %, BERT: 80 / 10 / 10 %).
 
     Args:
-      most: positions per row at the most; `slots`: M, that number rounded up for the hardware.
+      most: Maximum number of positions per row.
+      slots: M, which is `most` rounded up for the hardware.
     """
     position_key, branch_key, token_key = jax.random.split(divided_key(key), 3)
     candidates = segment_ids != 0
@@ -166,9 +167,9 @@ def sample_tokens(
     *,
     objective: ObjectiveSection,
 ) -> Int[Array, "B M"]:
-    """Draws one token per slot from softmax(logits / temperature), without a gradient.
+    """Draw one token per slot from softmax(logits / temperature), without a gradient.
 
-    `disallow_correct` takes the original token out of the draw.
+    `disallow_correct` excludes the original token.
     """
     key = divided_key(key)
     logits = jax.lax.stop_gradient(logits) / objective.temperature
@@ -183,15 +184,16 @@ def sample_tokens(
 
 
 def adds_up_blocks(objective: ObjectiveSection) -> bool:
-    """Whether `sample_tokens` adds up blocks of the very logits that it is given."""
+    """Return whether `sample_tokens` sums blocks of its logits exactly as they are passed in."""
     as_they_are = objective.temperature == 1.0 and not objective.disallow_correct
     return as_they_are and not objective.release_gumbel
 
 
 def _sample_by_inverse_cdf(key: Array, logits: Float[Array, "B M V"]) -> Int[Array, "B M"]:
-    """One uniform number per slot: the cumulative distribution is searched in two levels, first
-    blocks of entries, then inside one block. The Gumbel way would draw B * M * V numbers, more work
-    than the generator itself.
+    """Sample by inverse CDF, with one uniform number per slot.
+
+    The search has two levels, blocks and entries of a block. Gumbel sampling would draw B * M * V
+    random numbers, which costs more than the generator itself.
     """
     points = jax.random.uniform(key, logits.shape[:-1])
     return jax.lax.platform_dependent(
@@ -202,7 +204,7 @@ def _sample_by_inverse_cdf(key: Array, logits: Float[Array, "B M V"]) -> Int[Arr
 def _search_by_slices(
     logits: Float[Array, "B M V"], points: Float[Array, "B M"]
 ) -> Int[Array, "B M"]:
-    """Blocks by cutting the vocabulary, padded, into them."""
+    """Search by slicing the padded vocabulary into blocks."""
     weights = weigh(logits)
     weights = jnp.pad(weights, ((0, 0), (0, 0), (0, -weights.shape[-1] % BLOCK)))
     weights = weights.reshape(*weights.shape[:-1], -1, BLOCK)
@@ -216,8 +218,9 @@ def _search_by_slices(
 def _search_by_products(
     logits: Float[Array, "B M V"], points: Float[Array, "B M"]
 ) -> Int[Array, "B M"]:
-    """Blocks by products with tables of zeros and ones, which read the logits and write sums alone.
-    A TPU takes a slice at an unknown place of each row by a loop over rows.
+    """Search by products with 0/1 tables, which read the logits and write only sums.
+
+    On a TPU, slices at a different offset for each row would need a loop over rows.
     """
     entry = jnp.arange(logits.shape[-1])
 
@@ -236,17 +239,17 @@ def _search(
     points: Float[Array, "B M"],
     size: int,
 ) -> Int[Array, "B M"]:
-    """The entry at which the running sum of all weights passes `points` of their total.
+    """Find the entry where the cumulative weight exceeds `points` times the total.
 
     Args:
-      sums: weights of each block.
-      cut: number of a block -> the weights inside.
-      points: from 0 to 1.
-      size: entries of the vocabulary.
+      sums: Weight of each block.
+      cut: Block index -> weights inside the block.
+      points: Uniform numbers in [0, 1].
+      size: Vocabulary size.
     """
     ends = jnp.cumsum(sums, axis=-1)
     place = points * ends[..., -1]
-    # Rounding can put the place at the very end: stay in a block that has weight.
+    # Rounding can put the point at the very end: stay in a block with positive weight.
     reached = jnp.argmax(ends >= ends[..., -1:], axis=-1)
     chosen = jnp.minimum((ends <= place[..., None]).sum(axis=-1), reached)
     inside = cut(chosen)
@@ -255,9 +258,9 @@ def _search(
     def pick(values):
         return jnp.take_along_axis(values, chosen[..., None], axis=-1)[..., 0]
 
-    # The share of the block, as its sum and those inside may be rounded differently.
+    # Relative to the block, since its sum and the sum of its entries may round differently.
     share = (place - (pick(ends) - pick(sums))) / pick(sums)
-    # The same of entries.
+    # Stay in an entry with positive weight too.
     last = inside.shape[-1] - 1 - jnp.argmax(inside[..., ::-1] > 0, axis=-1)
     rest = share * within[..., -1]
     offset = jnp.minimum((within <= rest[..., None]).sum(axis=-1), last)

@@ -1,9 +1,8 @@
-"""Metrics as weighted sums, `{name: (sum, weight)}`, added over batches and divided once, on the
-host.
+"""Metrics as weighted sums, `{name: (sum, weight)}`, summed over batches and divided on the host.
 
-A ranking is no ratio of sums. In training the area under the ROC curve is that within a batch,
-whose pairs in order and pairs in all add up; an evaluation keeps the scores of all its rows instead
-(`Scores`) and ranks them exactly. Neither has bins, so that no scale or shift of scores is lost.
+ROC AUC is not a ratio of such sums. Training reports it within batches, as concordant pairs over
+all pairs; evaluation collects the scores of all rows (`Scores`) and ranks them exactly. Neither
+uses bins, so AUC does not depend on the scale or shift of the scores.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,11 +15,11 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from convbert_jax.interfaces.evaluator import Evaluator
 
-_RANKED = 65_536  # positions of a batch: sorting is the one thing that more devices do not speed up
+_RANKED = 65_536  # maximum positions ranked per batch; sorting does not scale over devices
 
 
 class Scores(NamedTuple):
-    """Scores of one batch; those of several batches are put side by side, never added."""
+    """Scores of one batch; batches are concatenated, never summed."""
 
     values: Float[Array, "..."]
     positive: Bool[Array, "..."]
@@ -31,17 +30,17 @@ Metrics = dict[str, tuple[Array, Array] | Scores]
 
 
 def mean(values: Shaped[Array, "*S"], weights: Shaped[Array, "*S"]) -> tuple[Array, Array]:
-    """(sum of weighted values, sum of weights)."""
+    """Return (sum of weighted values, sum of weights)."""
     weights = weights.astype(jnp.float32)
     return (values.astype(jnp.float32) * weights).sum(), weights.sum()
 
 
 def ranked_pairs(scores: Scores) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """(pairs of a positive above a negative, ties counted half; all such pairs), within the batch.
+    """Return (concordant positive-negative pairs, all such pairs) of the batch; ties count half.
 
-    The Mann-Whitney statistic: their ratio is the area under the ROC curve of the batch, and the
-    ratio of sums over (micro)batches the mean of theirs by pairs. Exact but for float32 sums, up to
-    65,536 positions; of more the first rows that fit count. NaN if a counted score is NaN.
+    Their ratio is the batch's ROC AUC (Mann-Whitney statistic). The ratio of sums over batches or
+    microbatches is the mean of their AUCs weighted by pairs. Exact up to float32 sums for at most
+    65,536 positions; larger batches use the first rows that fit. NaN if a counted score is NaN.
     """
     rows = max(1, _RANKED // max(1, scores.values[0].size))
     values, positive, counted = (array[:rows].reshape(-1) for array in scores)
@@ -52,19 +51,19 @@ def ranked_pairs(scores: Scores) -> tuple[Float[Array, ""], Float[Array, ""]]:
         _, _, high, low = jax.lax.sort((values, ties, positives, negatives), num_keys=2)
         return (high * jnp.cumsum(low)).sum()
 
-    # Of equal scores once the negatives come first, so that they count, and once the positives.
+    # Among equal scores, sort negatives first (ties count), then positives first (they do not).
     in_order = (pairs_in_order(positives) + pairs_in_order(-positives)) / 2
     unknown = (jnp.isnan(values) & counted).any()
     return jnp.where(unknown, jnp.nan, in_order), positives.sum() * negatives.sum()
 
 
 def area_under_roc(batches: Sequence[Scores]) -> float:
-    """Probability that a positive of all batches scores above a negative, ties counted half.
+    """Return the probability that a positive scores above a negative, ties counted half.
 
-    Exact, in float64. NaN without both kinds, or if a counted score is NaN.
+    Exact, in float64, over all batches. NaN if one class is missing or a counted score is NaN.
 
     Args:
-      batches: as numpy.
+      batches: Scores as numpy arrays.
     """
     values = np.concatenate([batch.values[batch.counted] for batch in batches])
     positive = np.concatenate([batch.positive[batch.counted] for batch in batches])
@@ -76,30 +75,30 @@ def area_under_roc(batches: Sequence[Scores]) -> float:
 
 
 def divide(total: np.ndarray, weight: np.ndarray) -> float:
-    """total / weight; NaN where nothing was counted."""
+    """Return total / weight; NaN if the weight is 0."""
     return float(total) / float(weight) if float(weight) > 0 else float("nan")
 
 
 def summarize(sums: Metrics) -> dict[str, float]:
-    """Named numbers from sums, as numpy."""
+    """Convert sums, as numpy arrays, to numbers."""
     return {name: divide(total, weight) for name, (total, weight) in sums.items()}
 
 
 def heldout(
     names: Collection[str], terms: Mapping[str, float] | None = None
 ) -> Evaluator[dict[str, Any]]:
-    """Means over all rows, and areas under the ROC curve of all their scores.
+    """Return an evaluator of means over all rows, and of ROC AUC over all their scores.
 
-    Outputs are metrics, `Scores` among them; sums are added in float64.
+    Its inputs are metrics, including `Scores`; sums are accumulated in float64.
 
     Args:
-      terms: of the loss, by name, with their weights: "loss" is the sum of their means over all
-        rows. The mean of its batches would count the last one, filled up with padding, as a whole.
+      terms: Weights of the loss terms by name. "loss" is the weighted sum of their means over all
+        rows; a mean over batches would give the padded last batch the same weight as the others.
     """
 
     def update(state, outputs: Metrics):
         if outputs.keys() != set(names):
-            raise ValueError(f"metrics {sorted(outputs)} instead of {sorted(names)}")
+            raise ValueError(f"Metrics are {sorted(outputs)}; expected {sorted(names)}.")
         return {name: _join(state.get(name), part) for name, part in outputs.items()}
 
     def finish(state):

@@ -1,4 +1,4 @@
-"""Rows of a corpus as a language model reads them: each token is told from those before it."""
+"""Causal language modeling on packed rows of a corpus."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -21,12 +21,12 @@ def loss(
     special: SpecialIds,
     begins_word: Int[Array, " V"],
 ) -> tuple[Array, metrics.Metrics]:
-    """Mean cross-entropy of each token from those before it in its document.
+    """Compute the mean cross-entropy of each token given the earlier tokens of its document.
 
     Args:
       model: `(tokens, segment_ids, dtype, key) -> logits [B, T, V]`.
-      key: draws dropout where `train`.
-      begins_word: 1 for words of the vocabulary that begin a word of the text.
+      key: Draws dropout if `train`.
+      begins_word: 1 for vocabulary entries that begin a word of the text.
     """
     told = shift(batch["tokens"], batch["segment_ids"], pad=special.pad)
     logits = model(told["tokens"], told["segment_ids"], dtype=dtype, key=key if train else None)
@@ -37,16 +37,15 @@ def loss(
 
 
 def shift(tokens: Int[Array, "B L"], segment_ids: Int[Array, "B L"], *, pad: int) -> LanguageBatch:
-    """Packed rows as pairs of what is read and what comes next; T = L, which a mesh can divide.
+    """Split packed rows into inputs and next-token labels; T = L, which a mesh can divide.
 
-    Each document of a row is told from its own [CLS] to its [SEP]. The [SEP] of one is not asked
-    what comes next: its place is padding (segment 0), as the row's is. Nor is the [SEP] told that
-    ends a full row: there the document was cut (`data.corpus.packing`), and a model that learned it
-    would end every text at the length of a row. So every token but the [CLS] and that [SEP] is a
-    label.
+    Each document is predicted from its [CLS] to its [SEP]. Positions of [SEP] have no label and
+    become padding (segment 0). The [SEP] that ends a full row is no label either, because packing
+    cut the document there (`data.corpus.packing`); a model that learned it would end every text at
+    the row length. All tokens except [CLS] and that [SEP] are labels.
 
     Args:
-      pad: id of padding.
+      pad: Id of the padding token.
     """
     following, ids = (jnp.pad(x, ((0, 0), (0, 1)))[:, 1:] for x in (tokens, segment_ids))
     same = (ids == segment_ids) & (ids != 0)

@@ -1,5 +1,6 @@
-"""Replaced-token detection (ELECTRA §2): a small generator fills hidden positions, the
-discriminator tells for every token whether it is the original."""
+"""Replaced-token detection (ELECTRA §2): a small generator replaces masked tokens, and the
+discriminator predicts for each token whether it was replaced.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +25,12 @@ def corrupt(
     config: Config,
     special: SpecialIds,
 ) -> tuple[masking.Masked, Array, Array, Array]:
-    """Masks the batch, lets the generator fill it, and marks what is fake.
+    """Mask the batch and replace masked tokens with samples of the generator.
 
-    A sampled token that happens to be the original is labeled original (ELECTRA §2).
+    A sample that equals the original token is labeled original (ELECTRA §2).
 
     Returns:
-      masked batch, generator logits [B, M, V], sampled ids [B, M], and the corrupted tokens [B, L].
+      Masked batch, generator logits [B, M, V], sampled ids [B, M] and corrupted tokens [B, L].
     """
     mask_key, dropout_key, sample_key = jax.random.split(key, 3)
     settings = {"dtype": dtype, "config": config, "special": special}
@@ -48,7 +49,7 @@ def corrupt(
 
 
 def terms(config: Config) -> dict[str, float]:
-    """What the loss of an evaluation, which has no teacher, is the sum of, with weights."""
+    """Return the weighted terms of the evaluation loss, which has no teacher."""
     o = config.objective
     return {"mlm_loss": o.generator_weight, "discriminator_loss": o.discriminator_weight}
 
@@ -65,20 +66,21 @@ def loss(
     masked_first: Bool[Array, ""] | None = None,
     teacher: distillation.Teacher | None = None,
 ) -> tuple[Array, metrics.Metrics]:
-    """generator_weight * MLM loss + discriminator_weight * detection loss over all real tokens.
+    """Compute generator_weight * MLM loss + discriminator_weight * detection loss.
 
-    While `masked_first`, the encoder's own MLM loss stands in the place of the second part, and
-    nothing is counted for the discriminator's numbers. An evaluation has the numbers of both. A
-    teacher adds the terms of config.distillation for the discriminator, reading what that reads.
+    The detection loss covers all real tokens. In steps with `masked_first`, the discriminator
+    encoder's own MLM loss replaces it, and the discriminator's metrics count nothing. Evaluation
+    reports both. A teacher adds the terms of config.distillation; it reads the discriminator's
+    input.
 
     Args:
       model: `generate(tokens, segment_ids, type_ids, positions, dtype, key) -> logits [B, M, V]`
-        and `discriminate(tokens, segment_ids, type_ids, dtype, key) -> logits [B, L]`; with
-        config.objective.masked_lm_steps also `encode` as `discriminate`, and of the hidden states
-        `detect(hidden)` and `predict(hidden, positions) -> logits [B, M, V]`.
-      key: draws masks and replacements, and dropout where `train`.
-      teacher: needs `encode`, `embed`, `detect` and `projections` of the model.
-      masked_first: whether this step is one of config.objective.masked_lm_steps.
+        and `discriminate(tokens, segment_ids, type_ids, dtype, key) -> logits [B, L]`. With
+        config.objective.masked_lm_steps also `encode`, with the arguments of `discriminate`, and
+        on its hidden states `detect(hidden)` and `predict(hidden, positions) -> [B, M, V]`.
+      key: Draws masks, replacements and, if `train`, dropout.
+      teacher: Requires `encode`, `embed`, `detect` and `projections` of the model.
+      masked_first: Whether this is one of the config.objective.masked_lm_steps.
     """
     o = config.objective
     corrupt_key, dropout_key = jax.random.split(key)
@@ -115,7 +117,7 @@ def loss(
         if o.masked_lm_steps:
             result |= predict(model.encode(masked.tokens, *others, **settings))
     else:
-        # One pass of the encoder, of what this step is about; the heads differ.
+        # A single encoder pass over the input of the current phase; only the heads differ.
         tokens = jnp.where(masked_first, masked.tokens, corrupted)
         hidden = model.encode(tokens, *others, **settings)
         result |= _one_of(masked_first, predict, lambda h: detect(model.detect(h)), hidden)
@@ -125,12 +127,12 @@ def loss(
     if taught is not None:
         value += taught
     if masked_first is not None:
-        value += _weighted(1.0, result["encoder_mlm_loss"])  # one of the two has nothing to count
+        value += _weighted(1.0, result["encoder_mlm_loss"])  # one of the two sums is empty
     return value, result | {"loss": (value, jnp.ones(()))}
 
 
 def _taught(model, logits, observed, inputs, teacher, dtype, config: Config):
-    """What the teacher adds to the loss, and its parts."""
+    """Return the distillation loss and its parts."""
     d, segment_ids = config.distillation, inputs[1]
     theirs, head = teacher(*inputs, dtype=dtype)
     value, found = distillation.terms(d, observed, theirs, segment_ids, model.projections)
@@ -151,14 +153,14 @@ def _detection_metrics(
     train: bool,
     config: Config,
 ) -> metrics.Metrics:
-    """What was put in, and how the discriminator tells it from the rest."""
+    """Return metrics of the sampled replacements and of their detection."""
     real = (batch["segment_ids"] != 0).astype(jnp.float32)
     fake = (corrupted != batch["tokens"]).astype(jnp.float32) * real
     # -log p(label), stable for large logits.
     losses = jax.nn.softplus(logits) - fake * logits
     flagged = (logits > 0).astype(jnp.float32)
     found = metrics.mean(flagged * fake, real)[0]
-    # Rows of an evaluation are ranked together at its end.
+    # Evaluation ranks the scores of all rows at the end.
     rank = metrics.ranked_pairs if train else lambda scores: scores
     result = {
         "sampled_accuracy": metrics.mean(sampled == masked.labels, masked.weights),
@@ -170,7 +172,7 @@ def _detection_metrics(
         "discriminator_auc": rank(metrics.Scores(logits, fake > 0, real > 0)),
     }
     if config.objective.release_metrics:
-        # The release feeds padding to its AUC as label 0, probability 0.
+        # The official AUC includes padding as label 0 with probability 0.
         scores = jnp.where(real > 0, logits, -jnp.inf)
         result["release_auc"] = rank(metrics.Scores(scores, fake > 0, jnp.ones_like(real, bool)))
         of_rows = (losses * real).sum(axis=1) / (real.sum(axis=1) + 1e-6)
@@ -179,7 +181,7 @@ def _detection_metrics(
 
 
 def _one_of(first: Bool[Array, ""], one, other, hidden) -> metrics.Metrics:
-    """`one(hidden)` if `first`, else `other(hidden)`; nothing is counted for the one left out."""
+    """Return `one(hidden)` if `first`, else `other(hidden)`; metrics of the other one are 0."""
 
     def alone(run, idle):
         nothing = jax.tree.map(

@@ -1,12 +1,11 @@
-"""Spans taken out of a row and asked for, on the device with static shapes (Raffel et al. 2020,
-§3.1.4 and §3.3; the arithmetic is that of their code's random spans).
+"""Span corruption on the device with static shapes (Raffel et al. 2020, §3.1.4 and §3.3).
 
-Of a row of R tokens round(fraction R) are noise, in round(noise / mean span) spans of random
-lengths that add up to it, and what stays is cut at random into as many parts, the first one before
-the first span. The source is what stays, each span a sentinel; the target the sentinels, each
-followed by its span; both end in [SEP]. Both lengths follow from R alone: rows that are full give
-sources and targets that are full, and nothing is padded or dropped. A row is one text here:
-documents that are packed in it keep their [CLS] and [SEP], but read each other, as in T5.
+The computation follows T5's random spans. Of a row of R tokens, round(fraction R) are noise, in
+round(noise / mean span) spans of random lengths. The remaining tokens are split at random into as
+many parts; the first part comes before the first span. The source has the remaining tokens and a
+sentinel for each span; the target has each sentinel, followed by its span; both end in [SEP]. Both
+lengths depend only on R, so full rows give full sources and targets without padding or truncation.
+Packed documents of a row keep their [CLS] and [SEP], but attend to each other, as in T5.
 """
 
 import dataclasses
@@ -25,18 +24,18 @@ from convbert_jax.objectives import masking, metrics, written_text
 
 @dataclasses.dataclass(frozen=True)
 class SpanCounts:
-    """What is taken out of rows of 0 to `length` tokens."""
+    """Number of noise tokens and spans of rows with 0 to `length` tokens."""
 
     length: int
     noise_fraction: float = 0.15
     mean_span: float = 3.0
 
     def of(self, tokens: int) -> tuple[int, int]:
-        """(noise tokens, spans) of a row with so many tokens.
+        """Return (noise tokens, spans) of a row with `tokens` tokens.
 
-        A row of two or more tokens has at least one of each, and at least as many tokens stay as
-        there are spans. Counts are rounded in float32, as in T5's `random_spans_noise_mask`
-        (t5/data/preprocessors.py): a half in float64 is often no half there.
+        A row of two or more tokens has at least one of each, and at least as many remaining tokens
+        as spans. Counts are rounded in float32, as in T5's `random_spans_noise_mask`
+        (t5/data/preprocessors.py), since ties in float64 may not be ties in float32.
         """
         if tokens < 2:
             return 0, 0
@@ -47,22 +46,22 @@ class SpanCounts:
 
     @property
     def spans(self) -> int:
-        """Most spans of a row: as many sentinels are needed."""
+        """Maximum number of spans per row, which is the number of sentinels needed."""
         return max(self.of(tokens)[1] for tokens in range(self.length + 1))
 
     @property
     def source(self) -> int:
-        """S, tokens of the longest source, that of a full row unless spans are very short."""
+        """S, the length of the longest source: a full row's, unless spans are very short."""
         return max(n - self.of(n)[0] + self.of(n)[1] for n in range(self.length + 1)) + 1
 
     @property
     def target(self) -> int:
-        """T, of the longest target."""
+        """T, the length of the longest target."""
         return max(sum(self.of(n)) for n in range(self.length + 1)) + 1
 
 
 def count_spans(config: Config) -> SpanCounts:
-    """What is taken out of the rows of a config."""
+    """Return the span counts for the rows of a config."""
     o = config.objective
     return SpanCounts(config.data.length, o.mask_fraction, o.mean_span)
 
@@ -77,11 +76,11 @@ def loss(
     config: Config,
     special: SpecialIds,
 ) -> tuple[Array, metrics.Metrics]:
-    """Mean cross-entropy of the spans and their sentinels.
+    """Compute the mean cross-entropy of the spans and their sentinels.
 
     Args:
-      model: as of `written_text.loss`.
-      key: draws the spans, and dropout where `train`.
+      model: As in `written_text.loss`.
+      key: Draws the spans and, if `train`, dropout.
     """
     spans_key, dropout_key = jax.random.split(key)
     corrupted = corrupt(
@@ -98,21 +97,21 @@ def corrupt(
     counts: SpanCounts,
     special: SpecialIds,
 ) -> SequenceBatch:
-    """Rows with spans taken out, as sources of S and targets of T tokens.
+    """Split rows into sources of S and targets of T tokens.
 
     Args:
-      key: all randomness comes from it.
-      segment_ids: 0 on padding, which is behind the tokens of a row.
+      key: Draws the spans.
+      segment_ids: 0 for padding, which comes after the tokens of a row.
 
     Raises:
-      ValueError: the vocabulary has too few sentinels, or rows have another length than `counts`.
+      ValueError: The vocabulary has too few sentinels, or the row length differs from `counts`.
     """
     if tokens.shape[1] != counts.length:
-        raise ValueError(f"Rows of {tokens.shape[1]} tokens, but counts of {counts.length}.")
+        raise ValueError(f"Rows have {tokens.shape[1]} tokens, but counts expect {counts.length}.")
     if len(special.sentinels) < counts.spans:
         raise ValueError(
-            f"A row of {counts.length} tokens has up to {counts.spans} spans, but the vocabulary "
-            f"has {len(special.sentinels)} sentinels; train one with "
+            f"Rows of {counts.length} tokens have up to {counts.spans} spans, but the vocabulary "
+            f"has only {len(special.sentinels)} sentinels. Train a vocabulary with "
             f"config.tokenizer.sentinels={counts.spans} or more."
         )
     real = (segment_ids != 0).sum(axis=1)
@@ -127,7 +126,7 @@ def corrupt(
     source, source_ids = _collect(
         [(jnp.where(begins, sentinel, tokens), stays)], counts.source, special, real > 0
     )
-    # Two places for each token: the sentinel before it, where a span begins, and itself.
+    # Two slots per token: the sentinel before it, if a span begins there, and the token.
     labels, segments = _collect(
         [(sentinel, begins), (tokens, is_noise)], counts.target, special, real > 0
     )
@@ -143,11 +142,11 @@ def corrupt(
 
 
 def _choose_spans(key, real, noise, spans, length) -> tuple[Bool[Array, "B L"], Bool[Array, "B L"]]:
-    """Which tokens are noise, and which of them begin a span."""
+    """Return masks of the noise tokens and of the first token of each span."""
     stay_key, noise_key = jax.random.split(masking.divided_key(key))
-    staying = _cut(stay_key, real - noise, spans, length)  # [B, L] lengths of parts, 0 behind
+    staying = _cut(stay_key, real - noise, spans, length)  # [B, L] lengths of parts, then 0
     taken = _cut(noise_key, noise, spans, length)
-    # Parts in turn: what stays, a span, what stays, a span.
+    # Alternate parts that remain with spans.
     ends = jnp.cumsum(jnp.stack([staying, taken], axis=2).reshape(len(real), -1), axis=1)
     places = jnp.arange(length)
     part = jax.vmap(lambda e: jnp.searchsorted(e, places, side="right"))(ends)
@@ -157,7 +156,7 @@ def _choose_spans(key, real, noise, spans, length) -> tuple[Bool[Array, "B L"], 
 
 
 def _cut(key, total, parts, length) -> Int[Array, "B P"]:
-    """`total` as the sum of `parts` numbers above 0, all ways equally likely; 0 behind them."""
+    """Draw `parts` positive numbers that sum to `total`, uniformly; the rest is 0."""
     gap = jnp.arange(length)[None, :]  # between number gap and gap + 1
     noise = jnp.where(gap < total[:, None] - 1, jax.random.uniform(key, (len(total), length)), 2.0)
     rank = jnp.argsort(jnp.argsort(noise, axis=1), axis=1)
@@ -168,7 +167,7 @@ def _cut(key, total, parts, length) -> Int[Array, "B P"]:
 
 
 def _collect(parts, length, special, used) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Values side by side that are kept, in order and closed up, [SEP] behind them; segment ids."""
+    """Pack the kept values in order and append [SEP]; also return segment ids."""
     values = jnp.stack([value for value, _ in parts], axis=2).reshape(len(used), -1)
     kept = jnp.stack([keep for _, keep in parts], axis=2).reshape(len(used), -1)
     place = jnp.where(kept, jnp.cumsum(kept, axis=1) - 1, length)  # beyond the end: dropped

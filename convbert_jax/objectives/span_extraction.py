@@ -1,20 +1,20 @@
-"""Answers that are pieces of the text (SQuAD): loss, and the best spans of every window.
+"""Extractive question answering (SQuAD): losses, and the best answer spans of every window.
 
 Two heads, by `config.outputs.head`:
 
-span        Independent start and end (BERT §4.2). A window without the answer is trained to point
-            at [CLS], which means "not here", and a span is scored by its log probability within
-            its window, where [CLS] takes part: so a window that has no answer gives all of its
-            spans little, and spans of different windows compare. That the text has no answer is
-            the odds of [CLS] against the best span. Ends at the last context token.
-span_beam   The release: the end is predicted from the start, the correct one in training and each
-            of the `beam` best at prediction; an answerability classifier beside. The final [SEP] is
-            a legal start and end in the softmax, though no answer; windows without the answer are
-            trained on (0, 0), and on their question being answerable all the same.
+span        Independent start and end (BERT §4.2). Windows without the answer are trained to point
+            at [CLS], which means "not here". A span's score is its log probability within the
+            window, including [CLS]. A window without an answer therefore scores all its spans
+            low, and scores of different windows are comparable. The no-answer score is the log
+            odds of [CLS] against the best span. The last context token is the last possible end.
+span_beam   The official head. The end is predicted given the start: the correct one in training,
+            each of the `beam` best at prediction; a classifier predicts answerability. The final
+            [SEP] takes part in the softmax but is not an answer. Windows without the answer are
+            trained on (0, 0), with their question still labeled answerable.
 
-Losses are functions of (model, batch, key) to the loss and the weight of each row, as in
-`classification.py`; the model has `encode(tokens, segment_ids, type_ids, dtype, key)` to hidden
-states [B, L, C], and `head`. Losses read start, end and impossible of the batch, spans read best.
+Losses map (model, batch, key) to the loss and the weight of each row, as in `classification.py`.
+The model has `encode(tokens, segment_ids, type_ids, dtype, key)`, which returns hidden states
+[B, L, C], and `head`. Losses read start, end and impossible from the batch, predictions read best.
 """
 
 import jax
@@ -27,11 +27,11 @@ from convbert_jax.objectives.classification import RowLosses
 from convbert_jax.objectives.cross_entropy import cross_entropy
 
 IMPOSSIBLE_WEIGHT = 0.5  # of the answerability loss
-NOWHERE = -1e9  # logit of a place that no answer has
+NOWHERE = -1e9  # logit of positions that cannot be an answer
 
-# starts, ends: int32 [B, N] places, best first. start_scores, end_scores: float32 [B, N] log
-# probabilities, which sum to a span's score; of a slot without a span one of them is NOWHERE or
-# less. null_odds: float32 [B], higher where the window looks as if it had no answer.
+# starts, ends: int32 [B, N] positions, best first. start_scores, end_scores: float32 [B, N] log
+# probabilities, whose sum is the span's score; in empty slots one of them is at most NOWHERE.
+# null_odds: float32 [B], larger if the window seems to have no answer.
 Spans = dict[str, Array]
 
 
@@ -41,7 +41,7 @@ Spans = dict[str, Array]
 def plain_losses(
     model: nnx.Module, batch: AnswerBatch, key: Array | None, *, dtype: jnp.dtype
 ) -> RowLosses:
-    """(start + end) / 2 cross-entropy in nats; the key draws dropout."""
+    """Compute (start + end) / 2 cross-entropy in nats; the key draws dropout."""
     start, end = _plain_logits(model, batch, dtype, key)
     losses = (cross_entropy(start, batch["start"]) + cross_entropy(end, batch["end"])) / 2
     return losses, jnp.ones_like(losses)
@@ -50,11 +50,11 @@ def plain_losses(
 def plain_spans(
     model: nnx.Module, batch: AnswerBatch, *, dtype: jnp.dtype, answer_length: int, n_best: int
 ) -> Spans:
-    """The `n_best` best spans of at most `answer_length` tokens, of all there are."""
+    """Return the `n_best` best spans of at most `answer_length` tokens, searched exhaustively."""
     start, end = _plain_logits(model, batch, dtype, None)
     start, end = jax.nn.log_softmax(start), jax.nn.log_softmax(end)
     most = answer_length
-    # Every pair that is short enough: ends[b, s, d] is the score of the end at s + d.
+    # All spans that are short enough: ends[b, s, d] is the score of the end s + d.
     padded = jnp.pad(end, ((0, 0), (0, most)), constant_values=NOWHERE)
     length = end.shape[1]
     ends = jnp.stack([padded[:, d : d + length] for d in range(most)], axis=-1)
@@ -84,7 +84,7 @@ def _plain_logits(model, batch, dtype, key):
 def beam_losses(
     model: nnx.Module, batch: AnswerBatch, key: Array | None, *, dtype: jnp.dtype
 ) -> RowLosses:
-    """(start + end) / 2 cross-entropy + 0.5 * that of answerability; see `plain_losses`."""
+    """Compute (start + end) / 2 cross-entropy + 0.5 * answerability loss; see `plain_losses`."""
     hidden = _encode(model, batch, dtype, key)
     start, penalty, impossible = _start_of_beam(model.head, hidden, batch)
     end = model.head.end_logits(hidden, _row(hidden, batch["start"])) + penalty
@@ -102,12 +102,12 @@ def beam_spans(
     n_best: int,
     beam: int,
 ) -> Spans:
-    """The `n_best` best spans among the `beam` best starts and, for each, the `beam` best ends."""
+    """Return the `n_best` spans among the `beam` best starts and the `beam` best ends of each."""
     head, hidden = model.head, _encode(model, batch, dtype, None)
     start, penalty, impossible = _start_of_beam(head, hidden, batch)
     start_scores, starts = _top(jax.nn.log_softmax(start), beam)
 
-    def follow(place):  # one start of every window; all at once would need beam times the memory
+    def follow(place):  # one start of every window at a time, to save memory
         end = head.end_logits(hidden, _row(hidden, place)) + penalty
         return _top(jax.nn.log_softmax(end), beam)
 
@@ -132,14 +132,14 @@ def beam_spans(
 
 
 def _start_of_beam(head, hidden, batch):
-    """Start logits, what is added to end logits, answerability: -1000 where no answer may be."""
+    """Return start logits, the penalty of illegal positions (-1000), and answerability logits."""
     allowed = ((batch["segment_ids"] > 0) & (batch["type_ids"] == 1)) | _first(batch)
     penalty = 1000.0 * (allowed.astype(jnp.float32) - 1)
     start = head.start_logits(hidden) + penalty
     return start, penalty, head.impossible_logit(hidden, jax.nn.softmax(start))
 
 
-# --- parts of both ---
+# --- shared ---
 
 
 def _encode(model, batch, dtype, key) -> Float[Array, "B L C"]:
@@ -153,14 +153,14 @@ def _first(batch) -> Bool[Array, "B L"]:
 
 
 def _context(batch) -> Bool[Array, "B L"]:
-    """The context without the final [SEP]."""
+    """Return a mask of the context without the final [SEP]."""
     real = batch["segment_ids"] > 0
     followed = jnp.pad(real[:, 1:], ((0, 0), (0, 1)))
     return real & followed & (batch["type_ids"] == 1)
 
 
 def _top(scores: Float[Array, "B N"], count: int) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """The `count` best; where there are fewer, filled up with NOWHERE at 0."""
+    """Return the `count` best; missing entries have score NOWHERE and index 0."""
     values, places = jax.lax.top_k(scores, min(count, scores.shape[1]))
     missing = ((0, 0), (0, count - values.shape[1]))
     return jnp.pad(values, missing, constant_values=NOWHERE), jnp.pad(places, missing)

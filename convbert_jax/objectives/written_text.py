@@ -1,5 +1,6 @@
-"""Cross-entropy of a text that a model writes, given what it reads: the loss of translation,
-summarization and text-to-text, and of the objectives that make such pairs of a corpus themselves.
+"""Sequence-to-sequence loss: cross-entropy of a target text given a source text.
+
+Used for translation, summarization, text-to-text, and corpus objectives that make such pairs.
 """
 
 import math
@@ -15,7 +16,7 @@ from convbert_jax.interfaces.special_ids import SpecialIds
 from convbert_jax.objectives import metrics
 from convbert_jax.objectives.cross_entropy import cross_entropy, top1_accuracy
 
-# names of perplexities -> what they are the exponential of, nats of
+# perplexity -> the metric in nats whose exponential it is
 PERPLEXITIES = {"perplexity": "token_loss", "word_perplexity": "word_loss"}
 
 
@@ -29,11 +30,11 @@ def loss(
     config: Config,
     special: SpecialIds,
 ) -> tuple[Array, metrics.Metrics]:
-    """Mean cross-entropy of the target's tokens, [SEP] counted.
+    """Compute the mean cross-entropy of the target tokens, including [SEP].
 
     Args:
       model: `(source, source_ids, tokens, segment_ids, dtype, key) -> logits [B, T, V]`.
-      key: draws dropout where `train`.
+      key: Draws dropout if `train`.
     """
     del special
     logits = model(
@@ -50,10 +51,10 @@ def loss(
 def judge(
     logits: Float[Array, "B T V"], batch: LanguageBatch, smoothing: float
 ) -> tuple[Array, metrics.Metrics]:
-    """(loss, metrics) of logits for the labels of a batch.
+    """Compute loss and metrics from logits and the labels of a batch.
 
-    The loss is the mean over the tokens of the batch, as in fairseq; `token_loss` is the
-    cross-entropy without label smoothing, in nats.
+    The loss is the mean over the batch's tokens, as in fairseq. `token_loss` is the cross-entropy
+    without label smoothing, in nats.
     """
     weights = (batch["segment_ids"] != 0).astype(jnp.float32)
     labels = batch["labels"]
@@ -72,8 +73,9 @@ def count_words(
     begins_word: Int[Array, " V"],
     end: int,
 ) -> tuple[Array, Array]:
-    """The same nats for each word: a word where a token begins one, and one for the end of each
-    document, as the language models of the field count it.
+    """Return the nats with a weight of one per word and one per end of document.
+
+    This is the usual word count of language models. A word counts where a token begins it.
     """
     told = batch["segment_ids"] != 0
     words = (begins_word[batch["labels"]] != 0) | (batch["labels"] == end)
@@ -81,7 +83,7 @@ def count_words(
 
 
 def heldout(names: tuple[str, ...]) -> Evaluator:
-    """Means over all tokens, and the perplexities that follow from them."""
+    """Return an evaluator of means over all tokens, and of the resulting perplexities."""
     summed = {PERPLEXITIES.get(name, name) for name in names}
     means = metrics.heldout(summed)
 
