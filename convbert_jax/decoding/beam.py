@@ -1,4 +1,4 @@
-"""Beam search with static shapes, as fairseq does it: score / length^alpha, n best with scores."""
+"""Beam search with static shapes as in fairseq: scores are normalized by length^alpha."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,13 +13,13 @@ from convbert_jax.decoding.prompts import Step
 
 
 class Hypotheses(NamedTuple):
-    """The texts that a beam found for each row, the best first.
+    """Beam search results of each row, best first.
 
     Attributes:
-      tokens: with the prompt and the end, `pad` behind it.
-      lengths: tokens of each, these two counted; 0 where there are fewer texts than beams.
-      scores: log probability of what stands behind the prompt, divided by the number of these
-        tokens, the end counted, to the power of alpha; -inf where there is no text.
+      tokens: Texts with prompt and end token, then `pad`.
+      lengths: Number of tokens with prompt and end token; 0 for missing texts.
+      scores: Log probability of the generated tokens with the end token, divided by their number to
+        the power of alpha; -inf for missing texts.
     """
 
     tokens: Int[Array, "B K L"]
@@ -30,8 +30,8 @@ class Hypotheses(NamedTuple):
 class _Beams(NamedTuple):
     place: Array
     state: Any
-    tokens: Array  # [B, K, L] of texts without an end
-    scores: Array  # [B, K] their log probabilities, falling; -inf for none
+    tokens: Array  # [B, K, L] unfinished texts
+    scores: Array  # [B, K] their log probabilities, descending; -inf for missing ones
     ended: Hypotheses
 
 
@@ -50,33 +50,32 @@ def search(
     alpha: float = 1.0,
     early: bool = True,
 ) -> Hypotheses:
-    """The best texts of a beam.
+    """Run beam search.
 
-    At each place, of all texts of the beam and the tokens behind them the 2 K most probable: an end
-    among the first K finishes its text, and the first K of the others are the new beam.
+    Each step considers the 2 K most probable continuations of the beam. End tokens among the first
+    K finish their texts; the first K other continuations form the new beam.
 
-    Where more texts end at a place than are missing to K, the K best of all stay here; fairseq
-    keeps those that ended before and fills up with the most probable ones. The best text is the
-    same, the last of the n best may be others.
+    If more texts finish than are missing to K, the K best are kept. fairseq keeps earlier texts and
+    adds the most probable new ones. The best text is the same; lower ranks may differ.
 
     Args:
-      step: of B K rows, the beams of a row side by side.
-      state: of these, behind all of the prompt but its last token: a pytree of arrays with rows
-        first, or of what has their `take(rows, axis=0)`; what has `resize(room)` gets room as it
-        needs, as `state.loop` says.
-      prompt, first, length, end, pad, limits, never: as in `one_by_one.greedy`.
+      step: Step function of B K rows; the beams of a row are adjacent.
+      state: State of these rows after all prompt tokens but the last: a pytree of arrays with rows
+        on axis 0, or objects with `take(rows, axis=0)`. Objects with `resize(room)` are enlarged
+        as needed, see `state.loop`.
+      prompt, first, length, end, pad, limits, never: As in `one_by_one.greedy`.
       beam: K.
-      alpha: of the length penalty, at least 0; 0 is none.
-      early: a row ends when K texts of it have, as in fairseq; with 1 beam this is `greedy`. False:
-        when no text of the beam can become better than the K that have ended.
+      alpha: Exponent of the length penalty, at least 0; 0 disables it.
+      early: A row ends when K of its texts have finished, as in fairseq; with one beam this equals
+        `greedy`. If False, a row ends when no unfinished text can still beat the K finished ones.
 
     Raises:
-      ValueError: a prompt without room behind it, no beam, or an alpha below 0.
+      ValueError: The prompt fills the length, `beam` is below 1, or `alpha` is below 0.
     """
     prompts.check(prompt, length)
     if beam < 1 or alpha < 0:
         raise ValueError(
-            f"search: beam={beam}, alpha={alpha}, but beam must be at least 1 and alpha at least 0."
+            f"search: beam={beam}, alpha={alpha}; beam must be at least 1 and alpha at least 0."
         )
     rows, begun = prompt.shape
     first = jnp.zeros(rows, jnp.int32) if first is None else first
@@ -84,12 +83,12 @@ def search(
     last_of_beams = jnp.repeat(last, beam, axis=0)
 
     def is_done(beams):
-        """[B]: K texts have ended, and none can come that is better."""
+        """Return [B]: K texts have finished, and no better one can follow."""
         full = beams.ended.scores[:, -1] > -jnp.inf
         hopeless = ~(beams.scores[:, 0] > -jnp.inf)
         if early:
             return full | hopeless
-        # A log probability only falls, and no text has more tokens to divide it by than this.
+        # An upper bound: log probabilities only decrease, and no text is longer than this.
         longest = (last - begun + 1).astype(jnp.float32)
         hope = beams.scores[:, 0] / longest**alpha
         return (full & (hope <= beams.ended.scores[:, -1])) | hopeless
@@ -97,7 +96,7 @@ def search(
     def go_on(beams):
         place, done = beams.place, is_done(beams)
         logits, state = step(beams.tokens[:, :, place].reshape(-1), beams.state, place)
-        # The 2 K best of all are among the 2 K best of each beam.
+        # The overall 2 K best are among the 2 K best of each beam.
         following, words = prompts.best(
             logits, min(2 * beam, logits.shape[1]), end, place + 1 >= last_of_beams, never
         )
@@ -142,7 +141,7 @@ def search(
 
 
 def _best(old: Hypotheses, new: Hypotheses, pad: int) -> Hypotheses:
-    """The best of both; of equal ones the older."""
+    """Merge old and new texts and keep the best; ties prefer the old ones."""
     both = [jnp.concatenate(pair, axis=1) for pair in zip(old, new, strict=True)]
     tokens, lengths, scores = both
     scores, order = jax.lax.top_k(scores, old.scores.shape[1])

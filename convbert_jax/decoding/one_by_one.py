@@ -1,4 +1,4 @@
-"""One text for each row, a token at a time: the most probable one, or a drawn one."""
+"""Greedy decoding and sampling: one text per row."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,13 +13,13 @@ from convbert_jax.decoding.prompts import Step
 
 
 class Texts(NamedTuple):
-    """What was written.
+    """Generated texts.
 
     Attributes:
-      tokens: with the prompt and the end, `pad` behind it.
-      lengths: tokens of each row, these two counted.
-      scores: log probability of what stands behind the prompt, the end counted; of a sampled text
-        that by the model, before temperature and cuts.
+      tokens: Texts with prompt and end token, then `pad`.
+      lengths: Number of tokens per row, with prompt and end token.
+      scores: Log probability of the generated tokens with the end token. Sampled texts are scored
+        by the model's distribution before temperature, top-k and top-p.
     """
 
     tokens: Int[Array, "B L"]
@@ -47,22 +47,24 @@ def greedy(
     limits: Int[Array, " B"] | None = None,
     never: Sequence[int] = (),
 ) -> Texts:
-    """The most probable token at each place, until the end.
+    """Generate the most probable token at each place, until the end token.
 
     Args:
-      state: of `step`, behind all of the prompt but its last token, as in `beam.search`: the first
-        step is that of this token, at place P - 1.
-      prompt: what rows begin with, at least one token, so that all end at place P - 1; before
-        `first` anything.
-      first: the place of each row's first token, from 0 to P - 1; None: 0.
-      length: L, the most places with prompt and end; the last can only be the end.
-      end, pad: ids.
-      limits: of each row, the most tokens with prompt and end; so a row may be with longer ones and
-        still end where it would alone. None: `length`.
-      never: ids that no text has, as padding, which a model need not have learned not to write.
+      state: State of `step` after all prompt tokens but the last, as in `beam.search`. The first
+        step processes that last token, at place P - 1.
+      prompt: Prompts of at least one token, padded on the left so that all end at place P - 1.
+        Entries before `first` are ignored.
+      first: Index of each row's first token, from 0 to P - 1; None means 0.
+      length: L, the maximum number of places with prompt and end token; the last place can only
+        hold the end token.
+      end, pad: Token ids.
+      limits: Maximum number of tokens per row, with prompt and end token, so that a row in a batch
+        ends where it would alone. None means `length`.
+      never: Ids that are never generated, such as padding, which a model may not have learned to
+        avoid.
 
     Raises:
-      ValueError: a prompt without room behind it.
+      ValueError: The prompt fills the length.
     """
 
     def choose(scores, places):
@@ -87,22 +89,24 @@ def sample(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> Texts:
-    """Tokens drawn from softmax(logits / temperature), of the `top_k` most probable ones and of the
-    fewest that have a probability of `top_p` together (Holtzman et al. 2020), in this order.
+    """Sample tokens from softmax(logits / temperature).
+
+    Sampling is restricted to the `top_k` most probable tokens, then to the smallest set of tokens
+    with a total probability of `top_p` (Holtzman et al. 2020).
 
     Args:
-      keys: [B], a key for each row: what it draws does not depend on where it stands.
-      top_k: 0 is all.
-      top_p: above 0; the most probable token always stays.
-      the others: as in `greedy`.
+      keys: [B], one key per row, so that samples do not depend on the position in the batch.
+      top_k: 0 allows all tokens.
+      top_p: Above 0; the most probable token is always allowed.
+      Other arguments: As in `greedy`.
 
     Raises:
-      ValueError: a prompt without room behind it, or numbers outside of their range.
+      ValueError: The prompt fills the length, or a number is out of range.
     """
     if temperature <= 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(
-            f"sample: temperature={temperature}, top_k={top_k}, top_p={top_p}, but temperature "
-            "must be above 0, top_k at least 0 and top_p above 0 and at most 1."
+            f"sample: temperature={temperature}, top_k={top_k}, top_p={top_p}; temperature must "
+            "be above 0, top_k at least 0, and top_p above 0 and at most 1."
         )
 
     def choose(scores, places):
@@ -114,7 +118,7 @@ def sample(
 
 
 def cut(logits: Float[Array, "B V"], top_k: int, top_p: float) -> Float[Array, "B V"]:
-    """-inf for tokens that are not to be drawn; of equally probable ones at an edge all stay."""
+    """Set excluded tokens to -inf; tokens tied with the least allowed one are allowed too."""
     if 0 < top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)

@@ -1,6 +1,4 @@
-"""What a text begins with, given: of each row another number of tokens, which all end at one place;
-and the best tokens behind it.
-"""
+"""Left-padded prompts, length limits, and the best next tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,19 +13,20 @@ Step = Callable[[Array, Any, Array], tuple[Array, Any]]
 
 
 def check(prompt: Int[Array, "B P"], length: int) -> None:
-    """Raises ValueError for a prompt that leaves nothing to write."""
+    """Raise ValueError for a prompt that leaves nothing to generate."""
     if prompt.ndim != 2 or not 1 <= prompt.shape[1] < length:
         raise ValueError(
-            f"The prompt is {list(prompt.shape)}, but must be [rows, tokens] with at least one "
-            f"token and fewer than the length of {length}."
+            f"The prompt is {list(prompt.shape)}; it must be [rows, tokens] with at least one "
+            f"token and fewer than length={length}."
         )
 
 
 def last_places(
     limits: Int[Array, " B"] | None, first: Int[Array, " B"], begun: int, length: int
 ) -> Int[Array, " B"]:
-    """Of each row the place that only an end may have: the last of `length`, or of its own limit,
-    at the earliest the one behind its prompt.
+    """Return each row's last place, which can only hold the end token.
+
+    It is the last of `length` or of the row's own limit, but at least the first after the prompt.
     """
     if limits is None:
         return jnp.full_like(first, length - 1)
@@ -35,7 +34,7 @@ def last_places(
 
 
 def start_tokens(prompt: Int[Array, "B P"], length: int, pad: int) -> Int[Array, "B L"]:
-    """The prompts, and `pad` behind them."""
+    """Append `pad` to the prompts up to `length`."""
     width = ((0, 0), (0, length - prompt.shape[1]))
     return jnp.pad(prompt, width, constant_values=pad)
 
@@ -43,7 +42,7 @@ def start_tokens(prompt: Int[Array, "B P"], length: int, pad: int) -> Int[Array,
 def to_front(
     tokens: Int[Array, "B *K L"], first: Int[Array, " B"], pad: int
 ) -> Int[Array, "B *K L"]:
-    """Rows without what is before their first tokens, and `pad` behind them instead."""
+    """Move rows to the left over the entries before their first tokens, and fill up with `pad`."""
     places = jnp.arange(tokens.shape[-1]) + first[:, None]
     places = places.reshape(len(first), *[1] * (tokens.ndim - 2), -1)
     moved = jnp.take_along_axis(tokens, jnp.minimum(places, tokens.shape[-1] - 1), axis=-1)
@@ -51,7 +50,7 @@ def to_front(
 
 
 def only_end(scores: Float[Array, "B V"], end: int, last: Bool[Array, " B"]) -> Float[Array, "B V"]:
-    """The scores, of all but the end -inf in rows whose next token is the `last` one."""
+    """Set all scores except the one of `end` to -inf in rows whose next token must be the last."""
     return jnp.where(last[:, None] & (jnp.arange(scores.shape[1]) != end), -jnp.inf, scores)
 
 
@@ -62,13 +61,14 @@ def best(
     last: Bool[Array, " B"],
     never: Sequence[int] = (),
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """The `count` most probable next tokens, with their log probabilities: the largest entries of
-    `only_end(log_probabilities(logits, never), end, last)`, of which no other is written. An end
-    that has to be is one though it is among `never`.
+    """Return the `count` most probable next tokens with their log probabilities.
+
+    These are the largest entries of `only_end(log_probabilities(logits, never), end, last)`, which
+    is not materialized. A forced end token is returned even if it is in `never`.
     """
     logits = logits.astype(jnp.float32)
     total, ends = jax.nn.logsumexp(logits, axis=-1), logits[:, end]
-    # Others in place of those among `never`, instead of a copy of all logits without these.
+    # More candidates in place of those in `never`, instead of a masked copy of all logits.
     found, tokens = top_k(logits, min(count + len(never), logits.shape[1]))
     if len(never):
         found = jnp.where(jnp.isin(tokens, jnp.asarray(never)), -jnp.inf, found)
@@ -82,6 +82,6 @@ def best(
 def log_probabilities(
     logits: Float[Array, "B V"], never: Sequence[int] = ()
 ) -> Float[Array, "B V"]:
-    """In float32; -inf of the ids `never`, the others as they are."""
+    """Return log probabilities in float32; ids in `never` get -inf, without renormalization."""
     scores = jax.nn.log_softmax(logits.astype(jnp.float32))
     return scores.at[:, jnp.asarray(never)].set(-jnp.inf) if len(never) else scores

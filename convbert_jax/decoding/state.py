@@ -1,4 +1,4 @@
-"""The state of a step: moved among the rows of a beam, and given room as texts become longer."""
+"""Decoding states: reordering among beams, and growth of caches with the length of the texts."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -6,20 +6,20 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jaxtyping import Array, Int
 
-# Entries that there is room for at first, and how many times as many then, each time that they are
-# full. A step reads all of them, and most texts end long before their limit; but each size is
-# compiled for itself.
+# Initial number of entries, and the growth factor each time a cache is full. A step reads all
+# entries, and most texts end long before their limit; but every size is compiled separately.
 FIRST, TIMES = 128, 2
-# The share of its room that a state must have free once packed, else it is given more: packing
-# costs as much as some steps, so it shall make room for as many.
+# A cache is enlarged if packing frees less than this fraction of it: packing costs as much as
+# several steps, so it must free space for several steps.
 FREE = 0.25
 
 Carry = TypeVar("Carry", bound=NamedTuple)
 
 
 def move(state: Any, rows: Int[Array, " R"]) -> Any:
-    """The state of which row r is row `rows[r]` of `state`: arrays with rows first, or what has
-    their `take`.
+    """Reorder rows, so that row r of the result is row `rows[r]` of `state`.
+
+    The leaves are arrays with rows on axis 0, or objects with the same `take` method.
     """
     return jax.tree.map(
         lambda part: part.take(rows, axis=0), state, is_leaf=lambda part: hasattr(part, "take")
@@ -27,7 +27,7 @@ def move(state: Any, rows: Int[Array, " R"]) -> Any:
 
 
 def pack(state: Any) -> Any:
-    """The state without what no row reads any more, where it has a `pack` for it."""
+    """Drop entries that no row uses, in the parts that have `pack`."""
     return _each(lambda part: part.pack(), state)
 
 
@@ -37,14 +37,13 @@ def loop(
     start: Carry,
     used: int = 0,
 ) -> Carry:
-    """`jax.lax.while_loop`, in parts where the state can be given room.
+    """Run `jax.lax.while_loop`, in several loops if parts of the state can be resized.
 
     Args:
-      start: has a `state`, whose parts may have `resize(room)`, and with it `room`, the entries
-        that they hold, `used`, how many of these are written, `growth`, by how many in each step,
-        and `pack()`, which keeps only those that are of use. All have room for all steps, and are
-        given less at first.
-      used: the entries that are written at the start.
+      start: Carry with a `state`. Resizable parts have `resize(room)`, `room` (their capacity in
+        entries), `used` (entries written), `growth` (entries per step) and `pack()`, which drops
+        unused entries. They arrive with space for all steps, and are shrunk at first.
+      used: Number of entries written at the start.
     """
     parts = _parts(start.state)
     if not parts:
@@ -58,7 +57,7 @@ def loop(
 
 
 def _while_it_fits(unfinished, go_on, start):
-    """Until packing the state frees too little of its room."""
+    """Run steps until packing frees too few entries."""
     part = _parts(start.state)[0]
     least = max(part.growth, int(FREE * part.room))
 
@@ -69,7 +68,7 @@ def _while_it_fits(unfinished, go_on, start):
     def steps(carry):
         return jax.lax.while_loop(lambda carry: has_free(carry, part.growth), go_on, carry)
 
-    if part.growth == 1:  # of each position there is one entry, which stays of use
+    if part.growth == 1:  # a single row per group: all entries remain in use
         return steps(start)
 
     def steps_and_pack(carry):
@@ -88,7 +87,7 @@ def _rooms(part: Any, used: int) -> list[int]:
 
 
 def _parts(state: Any) -> list[Any]:
-    """Those that can be given room."""
+    """Return the parts that can be resized."""
     return [part for part in jax.tree.leaves(state, is_leaf=_has_room) if _has_room(part)]
 
 
