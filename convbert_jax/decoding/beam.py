@@ -61,8 +61,8 @@ def search(
     Args:
       step: Step function of B K rows; the beams of a row are adjacent.
       state: State of these rows after all prompt tokens but the last: a pytree of arrays with rows
-        on axis 0, or objects with `take(rows, axis=0)`. Objects with `resize(room)` are enlarged
-        as needed, see `state.loop`.
+        on axis 0, or objects with `take(rows, axis=0)`. Objects with `resize` are enlarged as
+        needed, see `state.loop`.
       prompt, first, length, end, pad, limits, never: As in `one_by_one.greedy`.
       beam: K.
       alpha: Exponent of the length penalty, at least 0; 0 disables it.

@@ -1,4 +1,4 @@
-"""One setting of one task, trained for one seed or for several at once, and its predictions."""
+"""Training and prediction of one fine-tuning setting, for one seed or several at once."""
 
 import dataclasses
 import itertools
@@ -35,14 +35,14 @@ from convbert_jax.training.optimizer import make_schedule
 from convbert_jax.training.reports.timing import format_seconds
 from convbert_jax.training.task import Params
 
-_IN_FLIGHT = 4  # steps that are given to the device before the host waits
-_LOG_EVERY = 30.0  # seconds between lines where there is no terminal
-_TIMED_SECONDS = 5.0  # of steps, before a time left is named
+_IN_FLIGHT = 4  # dispatched steps before the host waits
+_LOG_EVERY = 30.0  # seconds between progress lines without a terminal
+_TIMED_SECONDS = 5.0  # measured step time before a remaining time is shown
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a search varies."""
+    """Hyperparameters that a search varies."""
 
     learning_rate: float
     epochs: float
@@ -53,13 +53,14 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """Runs of one setting.
+    """Trained runs of one setting.
 
     Attributes:
-      params: on the device, with a leading axis of runs if there are several.
-      losses: of the last step of each run; not finite where it diverged.
-      seconds: since the last start.
-      examples_per_second: of all runs together since then, fillers not counted; compilation is.
+      params: On the device, with a leading axis of runs if vectorized.
+      losses: Loss of the last step of each run; not finite if it diverged.
+      seconds: Training time since the last start.
+      examples_per_second: All runs together since the last start, with compilation and without
+        filler rows.
     """
 
     params: Params
@@ -70,13 +71,13 @@ class Fitted:
 
 
 def count_steps(task: FinetuneTask, config: Config, epochs: float) -> int:
-    """Whole epochs have every row once; release: int(n // batch * epochs), n with fillers."""
+    """Count steps of whole epochs; the official code uses int(n // batch * epochs) with fillers."""
     per_epoch = -(-len(task.train) // config.finetune.batch_size)
     return max(1, int(per_epoch * epochs))
 
 
 def learning_rates(config: Config, setting: Setting, steps: int) -> np.ndarray:
-    """The rate of each step."""
+    """Return the learning rate of each step."""
     warmup = config.finetune.warmup_fraction * steps
     if not config.finetune.release_warmup:
         warmup = int(warmup)
@@ -96,17 +97,17 @@ def fit(
     vectorized: bool,
     unfinished: Unfinished | None = None,
 ) -> Fitted:
-    """Trains one run for each seed, by one program if `vectorized`, which several need.
+    """Train one run per seed, in one program if `vectorized`, which several seeds require.
 
-    A run depends on its seed alone: its head, its dropout and its order of rows.
+    A run depends only on its seed, which determines its head, dropout and order of rows.
 
     Args:
-      weights: `embeddings` and `encoder` to start from; None: random ones.
-      unfinished: keeps what is done of it now and then, and has what an earlier start did.
+      weights: Initial `embeddings` and `encoder`; None initializes them randomly.
+      unfinished: Saves checkpoints of these runs, and restores earlier ones.
 
     Raises:
-      Stopped: a signal asked for a stop; what is done is kept.
-      FinetuningError: what an earlier start did is more than there is to do.
+      Stopped: A signal requested a stop; the progress is saved.
+      FinetuningError: The checkpoint is at or beyond the last step.
     """
     start = time.perf_counter()
     program = programs.of(task, len(seeds) if vectorized else None)
@@ -120,10 +121,10 @@ def fit(
     if state is None:
         state = program.start(_start_params(programs, task, seeds, weights, vectorized))
     done = int(state.step)
-    if done >= steps:  # no step would be left to take a loss of; every kept state has one
+    if done >= steps:  # the loss comes from the last step, so checkpoints leave one to do
         raise FinetuningError(
-            f"the run of {title} that was stopped had done {done} steps, and the rows that are "
-            f"here now make {steps}; put its rows back, or name another --workdir.",
+            f"Cannot resume {title}: the checkpoint is at step {done}, but the training data now "
+            f"gives only {steps} steps. Restore the original data or use a new --workdir.",
             field="--workdir",
             value=steps,
         )
@@ -153,7 +154,7 @@ def fit(
         if unfinished and done < steps:
             unfinished.keep(state)
             unfinished.close()
-            logging.info("Stopped by %s; step %d of %d is kept.", stopped, done, steps)
+            logging.info("Stopped by %s; saved step %d of %d.", stopped, done, steps)
         raise Stopped(stopped)
     values = np.atleast_1d(np.asarray(jax.device_get(losses[-1])))
     seconds = time.perf_counter() - start
@@ -169,8 +170,9 @@ def predict(
     *,
     vectorized: bool,
 ) -> list[Any]:
-    """The state of the split's evaluator after all rows, for each run in `params` (one if not
-    `vectorized`).
+    """Return the state of the split's evaluator after all rows, for each run in `params`.
+
+    Without `vectorized`, there is one run.
     """
     program = programs.of(task, len(jax.tree.leaves(params)[0]) if vectorized else None)
     constants = programs.put_constants(task)
@@ -204,13 +206,13 @@ def evaluate(
     batch_size: int | Sequence[int],
     title: str | None = None,
 ) -> list[Any]:
-    """The state of the evaluator after all rows, for each run.
+    """Return the evaluator's state after all rows, for each run.
 
     Args:
-      run: batch -> {name: [runs, B, ...]} on the device; the evaluator gets that of its run, and
-        which rows they are.
-      batch_size: rows of a batch, or for each bucket its own.
-      title: of the progress that is shown; None shows none.
+      run: batch -> {name: [runs, B, ...]} on the device. The evaluator receives the outputs of its
+        run and the row numbers.
+      batch_size: Rows per batch, or one number per bucket.
+      title: Title of the progress bar; None shows no progress.
     """
     batches = evaluation_batches(rows.lengths, buckets, batch_size)
     shown = batches
@@ -234,7 +236,7 @@ def predict_rows(
     buckets: Sequence[int],
     batch_size: int | Sequence[int],
 ) -> Predicted:
-    """Outputs of all rows, in their order, of one run; arguments as `evaluate`."""
+    """Return the outputs of all rows in order, for one run; arguments are as in `evaluate`."""
     (collected,) = evaluate(
         run, rows, rows_evaluator(len(rows)), buckets=buckets, batch_size=batch_size
     )
@@ -242,18 +244,18 @@ def predict_rows(
 
 
 def buckets_of(config: Config) -> tuple[int, ...]:
-    """Lengths that rows are padded to."""
+    """Return the lengths that rows are padded to."""
     return choose_buckets(config.finetune.buckets, config.finetune.length)
 
 
 def take_run(fitted: Fitted, task: FinetuneTask, run: int, *, vectorized: bool) -> Params:
-    """Parameters of one run on the host, the head as wide as its labels; all processes call it."""
+    """Gather one run's parameters on the host, without head padding; all processes must call it."""
     params = jax.tree.map(lambda leaf: leaf[run], fitted.params) if vectorized else fitted.params
     return narrow_head(sharding.gather(params), len(task.outputs.labels))
 
 
 def _start_params(programs, task, seeds, weights, vectorized) -> Params:
-    """On the host, with an axis of runs if they are `vectorized`."""
+    """Make initial parameters on the host, stacked over runs if `vectorized`."""
     runs = []
     for seed in seeds:
         if weights is None:
@@ -267,7 +269,7 @@ def _start_params(programs, task, seeds, weights, vectorized) -> Params:
 def _batches(
     task: FinetuneTask, config: Config, seeds: Sequence[int], steps: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(length, index [runs, B]) of each step."""
+    """Yield (length, index [runs, B]) of each step."""
     f, lengths = config.finetune, task.train.lengths
     if f.release_batches:
         streams = [release_batches(len(lengths), f.length, f.batch_size, seed=s) for s in seeds]
@@ -290,12 +292,12 @@ def _batches(
 
 
 def _mean_length(task: FinetuneTask, config: Config) -> float:
-    """Padded tokens of a training row."""
+    """Return the mean padded length of training rows, in tokens."""
     f = config.finetune
     if f.release_batches:
         return f.length
     batches = epoch_batches(task.train.lengths, buckets_of(config), f.batch_size, seed=0, epoch=0)
-    return float(np.mean([length for length, _ in batches]))  # the same in each epoch
+    return float(np.mean([length for length, _ in batches]))  # equal in all epochs
 
 
 def _report(
@@ -306,15 +308,15 @@ def _report(
     mean_length: float,
     done: int = 0,
 ):
-    """The batches, with a bar on a terminal; elsewhere a line now and then if it takes long.
+    """Yield the batches with a progress bar, or with log lines where stderr is not a terminal.
 
-    The time left takes the cost of a step as proportional to the length of its rows. Compilation
-    is left out.
+    The remaining time assumes that a step's cost is proportional to its row length, and excludes
+    compilation.
 
     Args:
-      examples: of a batch, of all runs.
-      mean_length: of the rows of all `steps` batches.
-      done: steps that an earlier start did; `batches` has the others.
+      examples: Rows per batch, of all runs.
+      mean_length: Mean row length over all `steps` batches.
+      done: Steps of earlier starts, which are not in `batches`.
     """
     if jax.process_index() != 0:
         yield from batches
@@ -328,7 +330,7 @@ def _report(
     for number, batch in enumerate(bar):
         now = time.perf_counter()
         tokens_left -= length
-        if length not in compiled:  # it was compiled and waited for, so the queue is empty
+        if length not in compiled:  # compilation blocked the host, so the queue is empty
             compiled.add(length)
             queue.clear()
         else:

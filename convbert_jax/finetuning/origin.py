@@ -1,10 +1,9 @@
-"""What the runs of a folder began with, weights, rows and teachers, known again by checksums.
+"""Checksums of the weights, rows and teachers that the runs of a folder started from.
 
 WORKDIR/began_with.json   {"weights": checksum, "tasks": {TASK: {SPLIT or "teacher": checksum}}}
 
-The names of files are in the config; their content may change between two starts, as the newest
-checkpoint of a run that still trains. Folders without the record, of older versions, go on, and get
-it.
+The config only has file names. Their content may change between two starts, such as the newest
+checkpoint of a run that is still training. Folders without this file are accepted and get one.
 """
 
 import hashlib
@@ -26,8 +25,9 @@ _FIELDS = {"weights": (str, type(None)), "tasks": dict}
 
 
 def of_rows(rows: Rows) -> str:
-    """A checksum of rows as they are encoded; not of what a teacher says of them, which is made on
-    each process' device and may differ in the last bit.
+    """Return a checksum of encoded rows, without the teacher's outputs.
+
+    Each process computes those on its own device, so they may differ in the last bit.
     """
     digest = hashlib.sha256()
     arrays = {"lengths": rows.lengths, **rows.by_token, **rows.by_row}
@@ -38,7 +38,7 @@ def of_rows(rows: Rows) -> str:
 
 
 def of_task(task: FinetuneTask) -> dict[str, str]:
-    """Split -> checksum of its rows; "teacher" -> that of its weights, where there is one."""
+    """Return checksums of the rows by split, and of the teacher's weights, if any, as "teacher"."""
     splits = {**task.evaluation, "train": task.train}
     found = {name: of_rows(rows) for name, rows in splits.items()}
     return found | ({_TEACHER: task.teacher} if task.teacher else {})
@@ -52,37 +52,38 @@ def of_weights(weights: Params) -> str:
 
 
 class Origin:
-    """The record of one folder; all processes read it, the first one writes."""
+    """The checksum file of one folder; all processes read it, process 0 writes it."""
 
     def __init__(self, workdir: Workdir, config: Config, done: Sequence[RunResult]):
         """
         Args:
-          done: what is finished in `workdir`, which its owner has opened.
+          done: Finished runs in `workdir`, which the caller has locked.
 
         Raises:
-          DamagedFileError: the record, or that of the run under way.
+          DamagedFileError: The checksum file or the description of the unfinished run is damaged.
         """
         self._workdir, self._config = workdir, config
         self._place = workdir.path / "began_with.json"
         self._begun = {run.task for run in done} | _under_way(workdir)
         self._kept = {"weights": None, "tasks": {}}
         if self._begun and self._place.exists():
-            remedy = "take it away to go on with the weights and rows that are named now"
+            remedy = "delete it to continue with the current weights and rows"
             self._kept = files.read_json(self._place, remedy=remedy, fields=_FIELDS)
             if not all(isinstance(splits, dict) for splits in self._kept["tasks"].values()):
-                raise files.damaged(self._place, "it lists a task without splits", remedy)
+                raise files.damaged(self._place, "a task has no splits", remedy)
 
     def bind_weights(self, weights: Params | None) -> None:
-        """
+        """Check and record the weights.
+
         Raises:
-          FinetuningError: a run here began with others.
+          FinetuningError: A run in this folder started from different weights.
         """
         found = None if weights is None else of_weights(weights)
         if found and (self._kept["weights"] or found) != found:
             raise FinetuningError(
-                f"--workdir={self._workdir} holds runs that began with other weights than "
-                f"config.init_from={self._config.init_from} has now; put those back, or name "
-                "another --workdir.",
+                f"Cannot resume --workdir={self._workdir}: its runs started from different weights "
+                f"than config.init_from={self._config.init_from} contains now. Restore those "
+                "weights or use a new --workdir.",
                 field="config.init_from",
                 value=self._config.init_from,
                 path=self._workdir.path,
@@ -90,21 +91,22 @@ class Origin:
         self._keep({"weights": found})
 
     def bind_task(self, task: FinetuneTask) -> None:
-        """
+        """Check and record the rows and the teacher of a task.
+
         Raises:
-          FinetuningError: a run of this task here had other rows, or another teacher.
+          FinetuningError: A run of this task had different rows or a different teacher.
         """
         found, kept = of_task(task), self._kept["tasks"].get(task.name, {})
         if task.name in self._begun:
             changed = [name for name in found if kept.get(name, found[name]) != found[name]]
             if changed:
-                now = f"other rows than its {changed[0]} split has now"
+                now = f"the rows of its {changed[0]} split have changed"
                 if changed[0] == _TEACHER:
                     path = self._config.finetune.distill_from
-                    now = f"another teacher than config.finetune.distill_from={path} is now"
+                    now = f"the teacher config.finetune.distill_from={path} has changed"
                 raise FinetuningError(
-                    f"--workdir={self._workdir} holds runs of {task.name} with {now}; put it back "
-                    "as it was, or name another --workdir.",
+                    f"Cannot resume {task.name} in --workdir={self._workdir}: {now}. "
+                    "Restore the original or use a new --workdir.",
                     field="--workdir",
                     path=self._workdir.path,
                 )
@@ -120,11 +122,11 @@ class Origin:
 
 
 def _under_way(workdir: Workdir) -> set[str]:
-    """The task of the run that was stopped, if one was and some of it is kept."""
+    """Return the task of the unfinished run, if the folder has a checkpoint of one."""
     place = workdir.unfinished.unfinished_run
     if not place.exists() or not workdir.unfinished.steps():
         return set()
-    remedy = f"delete {workdir.unfinished} to train that run from its beginning"
+    remedy = f"delete {workdir.unfinished} to restart that run from the beginning"
     return {files.read_json(place, remedy=remedy, fields={"task": str})["task"]}
 
 

@@ -1,7 +1,8 @@
-"""The programs of fine-tuning: one for each shape, shared by tasks, seeds and rates.
+"""Compiled programs of fine-tuning: one per shape, shared by tasks, seeds and learning rates.
 
-Whatever differs between runs of one shape is given to each step: the seed, the learning rate, what
-the outputs mean. Runs of several seeds can be one program over arrays with a leading axis of runs.
+Everything that differs between runs of one shape is an argument of the steps: the seed, the
+learning rate and the task's constants. Several seeds can run in one program over arrays with a
+leading axis of runs.
 """
 
 import dataclasses
@@ -28,22 +29,23 @@ from convbert_jax.training.task import Params
 
 
 def run_key(seed: jax.Array | int, name: str) -> jax.Array:
-    """The key of one purpose in the run of a seed.
+    """Return the key for one purpose in a seed's run.
 
-    Always Threefry: the generator that TPUs prefer draws other numbers where runs are vectorized.
+    Always Threefry: with RBG, the preferred generator of TPUs, vectorized runs draw different
+    numbers.
     """
     return fold_in_name(jax.random.key(seed, impl="threefry2x32"), name)
 
 
 class Programs:
-    """Makes each program once; equal tasks get the same one.
+    """Makes each program once; tasks of equal shape share it.
 
-    Its train step is given (seed, learning rate, constants of the task), its evaluation the
-    constants in place of a key. Of runs that are trained together each has a seed.
+    Train steps receive (seed, learning rate, constants of the task). Evaluation receives the
+    constants instead of a key. Runs that are trained together have one seed each.
     """
 
     def __init__(self, config: Config, dtype: jnp.dtype, mesh: Mesh):
-        """`config.model`, `.optimizer` and `.finetune` hold for all tasks."""
+        """Create the cache; `config.model`, `.optimizer` and `.finetune` apply to all tasks."""
         self._config = config
         self._dtype = dtype
         self._mesh = mesh
@@ -56,10 +58,10 @@ class Programs:
         self._starts: dict[tuple, Callable] = {}
 
     def of(self, task: FinetuneTask, runs: int | None) -> Program:
-        """The program of a task, for one run or, with an axis of them, for several together.
+        """Return the program of a task, for one run or for several with a leading axis.
 
         Raises:
-          ShardingError: mesh and parameters do not fit together.
+          ShardingError: The parameters do not fit the mesh.
         """
         key = (task.losses, task.predict, task.outputs.head, task.width, runs)
         if key not in self._programs:
@@ -68,20 +70,20 @@ class Programs:
         return self._programs[key]
 
     def new_params(self, task: FinetuneTask, seed: int) -> Params:
-        """Random parameters of the whole model on the host, the head as wide as its labels."""
+        """Initialize the whole model on the host, with a head as wide as its labels."""
         return self._draw_start(task, seed, "model", lambda params: params)
 
     def new_head(self, task: FinetuneTask, seed: int) -> Params:
-        """The head of `new_params` alone: the same numbers for less work."""
+        """Initialize only the head; it equals the head of `new_params`."""
         return self._draw_start(task, seed, "head", lambda params: params["head"])
 
     def put_constants(self, task: FinetuneTask):
-        """`task.constants` on all devices."""
+        """Copy `task.constants` to all devices."""
         whole = sharding.replicated(self._mesh)
         return sharding.put_params(dict(task.constants), dict.fromkeys(task.constants, whole))
 
     def count_compiled(self) -> int:
-        """Functions compiled or read from the cache so far."""
+        """Count functions compiled or loaded from the cache so far."""
         return sum(program.count_compiled() for program in self._programs.values()) + sum(
             map(private_jax.count_compiled, self._starts.values())
         )
@@ -125,15 +127,15 @@ def _draw(step, seed, learning_rate, constants) -> Drawn:
 
 
 def widen_head(params: Params, labels: int, width: int) -> Params:
-    """On the host: the last layer of the head with `width` outputs, those beyond `labels` of zeros.
+    """Pad the head's last layer on the host to `width` outputs, with zeros beyond `labels`.
 
-    They stay zero: their logits are masked, so no gradient reaches them, and decay keeps zeros.
+    They stay zero: masked logits pass no gradient, and weight decay preserves zeros.
     """
     return _with_output(params, lambda leaf: _pad_last(leaf, width - labels))
 
 
 def narrow_head(params: Params, labels: int) -> Params:
-    """The way back."""
+    """Undo `widen_head`."""
     return _with_output(params, lambda leaf: leaf[..., :labels])
 
 

@@ -1,4 +1,4 @@
-"""What came out of runs, and the file that keeps it over kills and restarts."""
+"""Results of runs, and the file that preserves them across restarts."""
 
 import contextlib
 import dataclasses
@@ -26,14 +26,14 @@ _FIELDS = {
     "seconds": _NUMBER,
     "examples_per_second": _NUMBER,
 }
-_REMEDY = "delete that line to train its run again; the other runs are kept"
+_REMEDY = "delete that line to train its run again; other runs are not affected"
 
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
     """One finished run.
 
-    `scores` is by split and metric, as fractions; NaN where the run diverged.
+    `scores` maps split and metric to a fraction, NaN if the run diverged.
     """
 
     task: str
@@ -42,7 +42,7 @@ class RunResult:
     steps: int
     loss: float  # of the last step
     scores: dict[str, Scores]
-    seconds: float  # of training, of all runs that were trained together
+    seconds: float  # training time, for all runs that were trained together
     examples_per_second: float
 
     @property
@@ -55,26 +55,26 @@ class TaskResult:
     """All runs of a task.
 
     Attributes:
-      metrics: the first one of the first split selected `chosen`, by its median over seeds.
-      runs: every one of every setting.
-      folders: of the chosen runs, by seed.
+      metrics: Names; the median over seeds of the first one, on the first split, selects `chosen`.
+      runs: Runs of all settings.
+      folders: Folders of the chosen runs, by seed.
     """
 
     task: str
     metrics: tuple[str, ...]
-    splits: tuple[str, ...]  # that have scores
+    splits: tuple[str, ...]  # splits with scores
     chosen: Setting
     runs: tuple[RunResult, ...]
     folders: tuple[epath.Path, ...]
 
     @property
     def chosen_runs(self) -> tuple[RunResult, ...]:
-        """Those of the chosen setting, by seed."""
+        """Return the runs of the chosen setting, by seed."""
         return runs_of(self.runs, self.chosen)
 
     @property
     def medians(self) -> dict[Setting, float]:
-        """What selected `chosen`, for each setting."""
+        """Return the median that selected `chosen`, for each setting."""
         settings = dict.fromkeys(run.setting for run in self.runs)
         return {
             setting: median_of(runs_of(self.runs, setting), self.splits[0], self.metrics[0])
@@ -83,10 +83,10 @@ class TaskResult:
 
 
 def read_results(workdir: Workdir) -> list[RunResult]:
-    """Finished runs; a line that a kill left half written is none, and is taken away.
+    """Read the finished runs; removes a line that was only partly written.
 
     Raises:
-      DamagedFileError: another line is no result; it names the line.
+      DamagedFileError: Another line is not a result; the message names the line.
     """
     path = workdir.results
     try:
@@ -109,24 +109,24 @@ def read_results(workdir: Workdir) -> list[RunResult]:
 def check_scores(
     workdir: Workdir, runs: Sequence[RunResult], splits: Sequence[str], metrics: Sequence[str]
 ) -> None:
-    """Refuses results of a task that lack one of its scores.
+    """Check that results have all scores of the task.
 
     Raises:
-      DamagedFileError: it names the run.
+      DamagedFileError: A score is missing; the message names the run.
     """
     for run in runs:
         lacks = [f"{s} {m}" for s in splits for m in metrics if m not in run.scores.get(s, {})]
         if lacks:
-            what = f"the line of {run.task}, seed {run.seed}, {run.setting} has no {lacks[0]}"
+            what = f"the result of {run.task}, seed {run.seed}, {run.setting} has no {lacks[0]}"
             raise files.damaged(workdir.results, what, _REMEDY)
 
 
 def _to_result(values: dict[str, Any]) -> RunResult:
-    """Raises TypeError, ValueError or AttributeError where a value is not what was written."""
+    """Parse a result; raises TypeError, ValueError or AttributeError for an invalid value."""
     setting = Setting(**values["setting"])
     for value in dataclasses.astuple(setting):
         if not isinstance(value, _NUMBER):
-            raise TypeError(f"{value!r} is no number")
+            raise TypeError(f"{value!r} is not a number")
     scores = {
         split: {name: _number(value) for name, value in found.items()}
         for split, found in values["scores"].items()
@@ -137,25 +137,25 @@ def _to_result(values: dict[str, Any]) -> RunResult:
 
 
 def _number(value: Any) -> float:
-    """None is what JSON has instead of NaN."""
+    """Return the number; None stands for NaN, which JSON does not have."""
     if value is not None and not isinstance(value, _NUMBER):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     return math.nan if value is None else value
 
 
 def runs_of(runs: Sequence[RunResult], setting: Setting) -> tuple[RunResult, ...]:
-    """The runs of one setting, by seed."""
+    """Return the runs of one setting, by seed."""
     return tuple(sorted((r for r in runs if r.setting == setting), key=lambda r: r.seed))
 
 
 def median_of(runs: Sequence[RunResult], split: str, metric: str) -> float:
-    """Over seeds; a run that diverged is worse than any that did not, -inf."""
+    """Return the median over seeds; diverged runs count as -inf, the worst score."""
     values = [run.scores[split][metric] for run in runs]
     return statistics.median(-math.inf if math.isnan(value) else value for value in values)
 
 
 def append_result(workdir: Workdir, result: RunResult) -> None:
-    """Adds one line."""
+    """Append the result as one line."""
     values = dataclasses.asdict(result)
     values["loss"] = _finite(result.loss)
     values["scores"] = {

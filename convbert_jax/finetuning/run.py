@@ -1,9 +1,9 @@
-"""A whole run: tasks, settings and seeds, each pair of them once, over as many starts as it takes.
+"""A complete fine-tuning run over tasks, settings and seeds; it can be stopped and resumed.
 
-WORKDIR/results.jsonl                  one line for each finished run
-WORKDIR/TASK/seed-N/                   its model, a run's folder of its own, and predictions/
-WORKDIR/TASK/rate-R-epochs-E/seed-N/   the same where several settings are searched
-WORKDIR/unfinished/                    the run that is under way, see unfinished.py
+WORKDIR/results.jsonl                  one line per finished run
+WORKDIR/TASK/seed-N/                   its model, as a run folder, and predictions/
+WORKDIR/TASK/rate-R-epochs-E/seed-N/   the same, if several settings are searched
+WORKDIR/unfinished/                    the run in progress, see unfinished.py
 """
 
 import dataclasses
@@ -40,17 +40,17 @@ from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
 
 _LESS_TO_TRAIN = (
-    "set config.finetune.vectorize_seeds=false, so that seeds train in turn, or "
+    "set config.finetune.vectorize_seeds=false to train one seed at a time, or "
     "config.model.remat=full, or lower config.finetune.batch_size or config.finetune.length"
 )
 _LESS_TO_PREDICT = (
     "lower config.finetune.eval_batch_size, or set config.finetune.vectorize_seeds=false"
 )
-# Channels from which a rate is usual: ELECTRA (Clark et al., 2020, appendix B), as the release of
-# ConvBERT. Below them by benchmarks/RESULTS.md, section 13.
+# (minimum width, learning rate): ELECTRA (Clark et al., 2020, appendix B), as the official ConvBERT
+# code. For smaller widths see benchmarks/RESULTS.md, section 13.
 _RATES = ((1024, 5e-5), (768, 1e-4), (256, 3e-4))
 _RATE_BELOW = 1e-3
-_SMALL = 384  # channels of an encoder that leaves an accelerator idle with one batch of 32 rows
+_SMALL = 384  # maximum width of encoders for which a batch of 32 rows leaves an accelerator idle
 
 
 def finetune(
@@ -61,29 +61,29 @@ def finetune(
     tokenizer: Tokenizer,
     weights: Params | None,
 ) -> list[TaskResult]:
-    """Trains what `workdir` does not have yet, and returns the results of everything.
+    """Train all runs that `workdir` does not have yet, and return the results of all.
 
-    All processes call it and train; the first one alone writes results, models and predictions.
+    All processes must call it; only process 0 writes results, models and predictions.
 
     Args:
-      config: `model` and `tokenizer` are those of the weights.
-      workdir: locked by the caller.
-      tasks: read and encoded one after another, each when its turn comes.
-      weights: `embeddings` and `encoder`; None: every run starts from random ones.
+      config: `model` and `tokenizer` match the weights.
+      workdir: Locked by the caller.
+      tasks: Functions that read and encode a task, called one after another.
+      weights: `embeddings` and `encoder`; None initializes every run randomly.
 
     Raises:
-      FinetuningError: every run of a task diverged, the processes share no `workdir`, or what is
-        there began with other weights or rows.
-      DamagedFileError: the record of finished runs, or of the one under way.
+      FinetuningError: All runs of a task diverged, the processes do not share `workdir`, or earlier
+        runs in it started from different weights or rows.
+      DamagedFileError: A file of finished runs or of the unfinished run is damaged.
     """
     if jax.process_index() == 0:
-        read_results(workdir)  # takes a half written line away
+        read_results(workdir)  # removes a partial line
     distributed.barrier("results mended")
     done = read_results(workdir)
-    if not distributed.is_same_on_all(repr(done)):  # it says which runs are left, to each process
+    if not distributed.is_same_on_all(repr(done)):  # it determines the remaining runs
         raise FinetuningError(
-            f"the processes find different results in {workdir.results}; give all of them the same "
-            "--workdir, on storage that they share.",
+            f"Processes read different results from {workdir.results}. Give all processes the same "
+            "--workdir on shared storage.",
             field="--workdir",
             path=workdir.results,
         )
@@ -97,31 +97,31 @@ def finetune(
         if jax.process_count() > 1:
             consistency.check_data(config, fingerprint(task))
         results.append(_finetune_task(config, workdir, task, programs, tokenizer, weights, done))
-    logging.info("%d programs; %s.", programs.count_compiled(), describe_compile_cache())
+    logging.info("Compiled %d programs; %s.", programs.count_compiled(), describe_compile_cache())
     return results
 
 
 def fingerprint(task: FinetuneTask) -> str:
-    """Of all rows of a task, as they are encoded."""
+    """Return a checksum of all encoded rows of a task."""
     return hashlib.sha256(repr(sorted(origin.of_task(task).items())).encode()).hexdigest()
 
 
 def settings_of(config: Config, task: FinetuneTask) -> list[Setting]:
-    """All that a search tries; usually one."""
+    """Return all settings to try, usually one."""
     rates = config.finetune.learning_rates or (usual_rate(config.model.hidden_size),)
     epochs = config.finetune.epochs or (task.epochs,)
     return [Setting(rate, e) for rate in rates for e in epochs]
 
 
 def usual_rate(width: int) -> float:
-    """The peak learning rate for encoders of so many channels, where none is asked for."""
+    """Return the default peak learning rate for an encoder with `width` channels."""
     return next((rate for least, rate in _RATES if width >= least), _RATE_BELOW)
 
 
 def model_of(
     config: Config, workdir: Workdir, task: FinetuneTask, setting: Setting, seed: int
 ) -> Workdir:
-    """Where the run of a setting and a seed is."""
+    """Return the folder of one run."""
     name = ""
     if len(settings_of(config, task)) > 1:
         name = f"rate-{setting.learning_rate:g}-epochs-{setting.epochs:g}"
@@ -131,10 +131,10 @@ def model_of(
 def _check_task(task: FinetuneTask) -> None:
     for name, rows in (("train", task.train), *task.evaluation.items()):
         if not len(rows):
-            raise FinetuningError(f"{task.name} has no rows in its {name} split; check its files.")
+            raise FinetuningError(f"{task.name} has no rows in its {name} split. Check its files.")
     if not task.scored:
         raise FinetuningError(
-            f"{task.name} has no labelled rows to select by; name a validation file."
+            f"{task.name} has no labeled rows for model selection. Set a validation file."
         )
 
 
@@ -166,11 +166,11 @@ def _finetune_task(config, workdir, task, programs, tokenizer, weights, done) ->
 
 
 def choose_vectorized(config: Config, seeds: int, platform: str) -> bool:
-    """What `config.finetune.vectorize_seeds` comes to; `auto` is logged with its reason.
+    """Resolve `config.finetune.vectorize_seeds`; for `auto`, log the choice and its reason.
 
-    On a CPU five runs of a `tiny` together are as fast as one after another in training and a
-    third slower in prediction (benchmarks/speed/finetuning_speed.py). That one run of a small model
-    leaves an accelerator idle is a guess: nobody has measured it.
+    On a CPU, training several small models together is not faster than in sequence, and prediction
+    is slower (benchmarks/speed/finetuning_speed.py). The choice for accelerators assumes that one
+    run of a small model leaves them idle; this has not been measured.
     """
     asked = config.finetune.vectorize_seeds
     if seeds == 1 or asked != "auto":
@@ -185,7 +185,7 @@ def choose_vectorized(config: Config, seeds: int, platform: str) -> bool:
 def _run_group(
     config, workdir, task, programs, tokenizer, weights, setting, seeds, vectorized
 ) -> list[RunResult]:
-    """Trains, predicts, scores and keeps the runs of some seeds."""
+    """Train, predict, score and save the runs of some seeds."""
     described = {"task": task.name, **dataclasses.asdict(setting), "seeds": list(seeds)}
     unfinished = Unfinished(workdir, described, config.finetune.checkpoint_minutes)
     f, runs = config.finetune, len(seeds)
@@ -238,7 +238,7 @@ def _run_group(
             save_model(place, config, task, tokenizer, params, fitted.steps, seed)
         writes = jax.process_index() == 0
         for split in task.evaluation if writes and not result.diverged else ():
-            # Pictures of one seed: all look alike, and they take longer than a small run's files.
+            # Only for one seed: the others look alike, and drawing takes longer than a small run.
             task.write(
                 place.predictions, split, states[split][number], pictures=seed == config.seed
             )
@@ -251,14 +251,14 @@ def _run_group(
 
 
 def save_model(workdir: Workdir, config, task, tokenizer, params, steps: int, seed: int) -> None:
-    """Makes `workdir` a run whose one checkpoint is the fine-tuned model, with its vocabulary.
+    """Save the fine-tuned model and vocabulary to `workdir` as a run with a single checkpoint.
 
-    All processes call it, with the whole of `params` on the host.
+    All processes must call it, with complete `params` on the host.
     """
     if jax.process_index() == 0:
         files.remove_tree(workdir.path)
         workdir.keep_vocabularies({"": tokenizer.path}, {"": tokenizer.fingerprint})
-    distributed.barrier("model's folder emptied")  # not its path, which hosts may spell differently
+    distributed.barrier("model's folder emptied")  # no path: hosts may spell it differently
     inside = str((workdir.vocabulary / tokenizer.path.name).relative_to(workdir.path))
     section = dataclasses.replace(config.tokenizer, path=inside)
     own = dataclasses.replace(
@@ -267,7 +267,7 @@ def save_model(workdir: Workdir, config, task, tokenizer, params, steps: int, se
     count = np.asarray(steps, np.int32)
     checkpoints = Checkpoints(workdir.checkpoints, config.checkpoint)
     try:
-        # Nothing goes on from here, so of the optimizer there is but its count of steps.
+        # Training does not resume from here, so only the optimizer's step count is saved.
         checkpoints.save(TrainState(count, params, {"count": count}), {}, last=True)
     finally:
         checkpoints.close()
@@ -282,7 +282,7 @@ def _score(task: FinetuneTask, split: str, state, finite: bool) -> Scores:
 
 
 def _choose(task: FinetuneTask, settings: list[Setting], runs: list[RunResult]) -> Setting:
-    """The setting with the best median over seeds of the first metric on the first split."""
+    """Choose the setting with the best median over seeds of the first metric and split."""
     medians = {}
     for setting in settings:
         medians[setting] = median_of(runs_of(runs, setting), task.scored[0], task.metrics[0])
@@ -293,7 +293,7 @@ def _choose(task: FinetuneTask, settings: list[Setting], runs: list[RunResult]) 
     best = max(settings, key=lambda setting: medians[setting])
     if medians[best] == -math.inf and all(r.diverged for r in runs):
         raise FinetuningError(
-            f"every run of {task.name} diverged (the loss is not finite); lower "
+            f"All runs of {task.name} diverged (the loss is not finite). Lower "
             f"config.finetune.learning_rates={config_rates(settings)}.",
             field="config.finetune.learning_rates",
             value=config_rates(settings),
@@ -302,14 +302,14 @@ def _choose(task: FinetuneTask, settings: list[Setting], runs: list[RunResult]) 
 
 
 def config_rates(settings: Sequence[Setting]) -> str:
-    """The learning rates of some settings, as they are written on the command line."""
+    """Format the learning rates of some settings as on the command line."""
     return ",".join(f"{rate:g}" for rate in dict.fromkeys(s.learning_rate for s in settings))
 
 
 def _log(task: FinetuneTask, result: RunResult) -> None:
     if result.diverged:
         logging.warning(
-            "%s, seed %d, %s: the loss is not finite, the run counts as the worst.",
+            "%s, seed %d, %s: diverged (the loss is not finite); the run ranks last.",
             task.name,
             result.seed,
             result.setting,
@@ -321,7 +321,7 @@ def _log(task: FinetuneTask, result: RunResult) -> None:
         for name, value in values.items()
     )
     logging.info(
-        "%s, seed %d, %s: %s  (%d steps, %.0f s, %.0f examples/s, compiling counted)",
+        "%s, seed %d, %s: %s  (%d steps, %.0f s, %.0f examples/s with compilation)",
         task.name,
         result.seed,
         result.setting,

@@ -1,7 +1,7 @@
-"""The run that is under way, kept every few minutes: a killed one goes on where it was, to the bit.
+"""Checkpoints of the run in progress every few minutes, from which it resumes bit-exactly.
 
-WORKDIR/unfinished/   one run, or the seeds that train together: run.json says which, and
-checkpoints/; gone when it is done
+WORKDIR/unfinished/   one run, or several seeds that train together: run.json describes it, and
+checkpoints/; removed when the run is done
 """
 
 import time
@@ -18,20 +18,20 @@ from convbert_jax.training.checkpoints.saving import Checkpoints
 from convbert_jax.training.state import TrainState
 from convbert_jax.workdir import Workdir
 
-AGREE_EVERY = 10  # steps after which several processes ask each other: it makes all wait
-# What a folder holds. Nobody goes on with another's: its seeds are grouped in another way now.
+AGREE_EVERY = 10  # steps between synchronizations of several processes, which make all wait
+# Content of a folder. Another run's state is not resumed: its seeds are now grouped differently.
 _NOTHING, _OURS, _ANOTHERS = range(3)
 
 
 class Unfinished:
-    """Keeps the state of one run at a time in one folder; all processes call every method."""
+    """Saves the state of one run at a time in one folder; all processes must call all methods."""
 
     def __init__(self, workdir: Workdir, run: Mapping[str, Any], minutes: float):
-        """Nothing is read or written before the methods are called.
+        """Create the object without reading or writing anything.
 
         Args:
-          run: JSON, tells this run from all others of `workdir`.
-          minutes: from one checkpoint to the next; 0 keeps none but where a signal asks for a stop.
+          run: JSON that identifies this run among all runs of `workdir`.
+          minutes: Minutes between checkpoints; 0 saves only when a signal requests a stop.
         """
         self._workdir, self._folder = workdir, workdir.unfinished
         self._run = dict(run)
@@ -40,14 +40,14 @@ class Unfinished:
         self._checkpoints: Checkpoints | None = None
 
     def resume(self, abstract: TrainState) -> TrainState | None:
-        """The state of this run if some of it is here.
+        """Restore the state of this run; return None without a checkpoint.
 
         Args:
-          abstract: `jax.ShapeDtypeStruct`s with their places on the devices.
+          abstract: `jax.ShapeDtypeStruct`s with shardings.
 
         Raises:
-          CheckpointError: there are checkpoints, and none can be read.
-          DamagedFileError: nothing tells which run they are of.
+          CheckpointError: There are checkpoints, but none can be read.
+          DamagedFileError: The description of the run is damaged.
         """
         self._last = time.perf_counter()
         found = distributed.broadcast_int(self._look())
@@ -57,20 +57,20 @@ class Unfinished:
             found = self._open().restore(abstract)
             if found:
                 state, _ = found
-                logging.info("Going on from step %d of the run that was stopped.", int(state.step))
+                logging.info("Resuming from step %d of the stopped run.", int(state.step))
                 return state
         self.remove()
         return None
 
     def keep_if_due(self, state: TrainState, done: int) -> None:
-        """Starts to write a checkpoint if the last one is long ago.
+        """Start to write a checkpoint if the last one is older than `minutes`.
 
         Args:
-          done: steps of `state`, for those who must not wait for it.
+          done: Number of steps in `state`, known without waiting for the device.
 
         Raises:
-          CheckpointError: it cannot be written.
-          OwnershipError: another run has taken over the folder.
+          CheckpointError: The checkpoint cannot be written.
+          OwnershipError: Another run has taken over the folder.
         """
         due = bool(self._minutes) and time.perf_counter() - self._last > 60 * self._minutes
         if jax.process_count() > 1:
@@ -82,7 +82,7 @@ class Unfinished:
             self._last = time.perf_counter()
 
     def keep(self, state: TrainState) -> None:
-        """Starts to write a checkpoint; raises as `keep_if_due`."""
+        """Start to write a checkpoint; raises as `keep_if_due`."""
         self._workdir.check_owner()
         if self._checkpoints is None:
             if jax.process_index() == 0:
@@ -92,13 +92,13 @@ class Unfinished:
         self._open().save(state, self._run)
 
     def close(self) -> None:
-        """Waits until all is on disk; raises as `keep_if_due`."""
+        """Wait until all checkpoints are on disk; raises as `keep_if_due`."""
         if self._checkpoints is not None:
             checkpoints, self._checkpoints = self._checkpoints, None
             checkpoints.close()
 
     def remove(self) -> None:
-        """The run is done: nothing of it is kept here."""
+        """Delete the checkpoints of the finished run."""
         self.close()
         distributed.barrier("unfinished run closed")
         if jax.process_index() == 0:
@@ -107,19 +107,20 @@ class Unfinished:
 
     def _open(self) -> Checkpoints:
         if self._checkpoints is None:
-            section = CheckpointSection(keep=2)  # one may be damaged by the kill
+            section = CheckpointSection(keep=2)  # a kill may damage the newest one
             self._checkpoints = Checkpoints(self._folder.checkpoints, section)
         return self._checkpoints
 
     def _look(self) -> int:
-        """What the folder holds, as the first process sees it: a shared one may change later for
-        the others.
+        """Return the content of the folder as seen by process 0.
+
+        On shared storage, other processes may see changes later.
         """
         if jax.process_index() != 0 or not self._folder.path.is_dir():
             return _NOTHING
-        remedy = f"delete {self._folder} to train that run from its beginning"
+        remedy = f"delete {self._folder} to restart that run from the beginning"
         try:
             found = files.read_json(self._folder.unfinished_run, remedy=remedy)
-        except FileNotFoundError:  # killed before anything was kept
+        except FileNotFoundError:  # killed before the first checkpoint
             return _ANOTHERS
         return _OURS if found == self._run else _ANOTHERS

@@ -1,1 +1,1 @@
-"""What a model says of rows: put together, as answers, files and pictures."""
+"""Predictions: collection from batches, answers, files and pictures."""

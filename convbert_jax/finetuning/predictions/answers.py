@@ -1,4 +1,4 @@
-"""The best spans of all windows become one answer a question, and the files SQuAD asks for."""
+"""Merges the best spans of all windows into one answer per question, and writes SQuAD files."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,34 +11,34 @@ from convbert_jax.data.tasks.squad_windows import Windows
 from convbert_jax.files import write_json
 from convbert_jax.objectives.span_extraction import NOWHERE
 
-# The release writes "" where its answerability logit is above; the plain head's odds need none.
+# No-answer thresholds: the official code's for span_beam; the plain head's log odds need none.
 THRESHOLDS = {"span": 0.0, "span_beam": -2.75}
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A possible answer, exactly as it stands in the context."""
+    """A possible answer, spelled as in the context."""
 
     text: str
-    start: int  # character of the context
+    start: int  # character offset in the context
     start_score: float  # log probability of the start and of the end within its window
     end_score: float
-    probability: float  # among the candidates of its question
+    probability: float  # relative to the other candidates of the question
 
 
 @dataclasses.dataclass(frozen=True)
 class Answered:
-    """What is predicted for one question.
+    """The prediction for one question.
 
-    `null_odds` is the least of its windows: above 0 (or the head's threshold) no window seems to
-    have an answer.
+    `null_odds` is the minimum over its windows: above 0, or the head's threshold, no window seems
+    to contain an answer.
     """
 
-    candidates: tuple[Candidate, ...]  # best first; their texts differ
+    candidates: tuple[Candidate, ...]  # best first, with distinct texts
     null_odds: float
 
     def text(self, threshold: float | None) -> str:
-        """The answer; "" if there is none or `null_odds` are above `threshold` (None: never)."""
+        """Return the answer, or "" without candidates or if `null_odds` exceeds `threshold`."""
         if not self.candidates or (threshold is not None and self.null_odds > threshold):
             return ""
         return self.candidates[0].text
@@ -51,11 +51,12 @@ def collect(
     *,
     n_best: int,
 ) -> list[Answered]:
-    """Merges the windows of each question.
+    """Merge the windows of each question.
 
     Args:
-      spans: outputs of `span_extraction.predict` with one row for each of `windows.rows`.
-      n_best: most candidates of a question.
+      spans: Outputs of the head's prediction function (see `span_extraction`), with one row for
+        each of `windows.rows`.
+      n_best: Maximum number of candidates per question.
     """
     found: list[dict[str, tuple[float, float, float, int]]] = [{} for _ in questions]
     null_odds = np.full(len(questions), np.inf)
@@ -97,7 +98,7 @@ def _candidates(found: Mapping[str, tuple], n_best: int) -> tuple[Candidate, ...
 def texts(
     questions: Iterable[Question], answered: Iterable[Answered], threshold: float | None
 ) -> dict[str, str]:
-    """Question id -> predicted answer."""
+    """Return the predicted answer by question id."""
     return {q.id: a.text(threshold) for q, a in zip(questions, answered, strict=True)}
 
 
@@ -109,13 +110,13 @@ def write_files(
     *,
     threshold: float | None,
 ) -> None:
-    """Writes what the official evaluation scripts read, and what shows how sure the model is.
+    """Write the files of the official evaluation scripts, candidates and scores.
 
-    predictions.json          {id: answer}, argument of both scripts
+    predictions.json          {id: answer}, input of both scripts
     nbest_predictions.json    {id: [{text, probability, start, start_logit, end_logit}, ...]}
-    null_odds.json            {id: odds}, for --na-prob-file of the script of 2.0; only with a
+    null_odds.json            {id: odds}, for --na-prob-file of the 2.0 script; only with a
                               `threshold`
-    scores.json               all there are, fractions; of 2.0 the best thresholds too
+    scores.json               all scores as fractions; for 2.0 also the best thresholds
     """
     folder.mkdir(parents=True, exist_ok=True)
     n_best = {

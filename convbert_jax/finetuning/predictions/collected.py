@@ -1,4 +1,4 @@
-"""What a model says of every row of a set, in the order of the rows, as batches bring it."""
+"""Collects a model's outputs for all rows of a set, in the order of the rows."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,21 +6,21 @@ import numpy as np
 
 from convbert_jax.interfaces.evaluator import Evaluator, Outputs
 
-ROW = "row"  # of a batch's outputs: [B], number of each row in its set; below 0 it only fills up
+ROW = "row"  # key of a batch's row numbers [B]; negative for fillers
 
 # name -> [N, ...], or a list of N arrays where their shapes differ
 Predicted = Mapping[str, np.ndarray | list[np.ndarray]]
 
 
 class Collected:
-    """Outputs of N rows; those that no batch has brought yet are missing."""
+    """Outputs of N rows; rows of batches not yet added are missing."""
 
     def __init__(self, rows: int):
         self._rows = rows
         self._values: dict[str, list] = {}
 
     def add(self, outputs: Outputs) -> "Collected":
-        """Puts a batch's outputs, name -> [B, ...], in the places that `ROW` says."""
+        """Store a batch's outputs, name -> [B, ...], at the row numbers in `ROW`."""
         places = outputs[ROW]
         for name, values in outputs.items():
             if name == ROW:
@@ -32,7 +32,7 @@ class Collected:
         return self
 
     def predicted(self) -> Predicted:
-        """Outputs of all rows."""
+        """Return the outputs of all rows."""
         return {name: _stack(values) for name, values in self._values.items()}
 
 
@@ -41,7 +41,7 @@ def rows_evaluator(
     names: tuple[str, ...] = (),
     score: Callable[[Predicted], dict[str, float]] = lambda predicted: {},
 ) -> Evaluator[Collected]:
-    """Keeps the outputs of all `rows`, and scores them together; without names nothing is."""
+    """Return an evaluator that collects all `rows` and scores them together, if it has names."""
     return Evaluator(
         names,
         init=lambda: Collected(rows),

@@ -1,7 +1,8 @@
-"""Predictions as files: one JSON object an example, the GLUE server's tables, pictures beside.
+"""Writes predictions: one JSON object per example, files for the GLUE server, and pictures.
 
 The server (gluebenchmark.com, "Submit") takes eleven tab-separated files with the header "index",
-"prediction": labels in the files' own spelling, STS-B a number, and refuses a set with one missing.
+"prediction". They have labels in the spelling of the data files, or a number for STS-B. The server
+rejects incomplete sets.
 """
 
 import json
@@ -16,7 +17,7 @@ from convbert_jax.files import write_text
 from convbert_jax.finetuning.predictions import pictures as prediction_pictures
 from convbert_jax.finetuning.scores import scoring
 
-# (task, split) -> file of the server
+# (task, split) -> file name of the GLUE server
 SERVER_FILES = {
     ("CoLA", "test"): "CoLA.tsv",
     ("SST-2", "test"): "SST-2.tsv",
@@ -41,15 +42,14 @@ def write_predictions(
     *,
     pictures: bool,
 ) -> list[Path]:
-    """Writes SPLIT.jsonl.
+    """Write SPLIT.jsonl.
 
     Args:
-      outputs: as `scoring.score` takes them.
-      pictures: where all labels are known, draws what is confused with what and how far the
-        probabilities can be trusted.
+      outputs: As in `scoring.score`.
+      pictures: Whether to draw confusion and calibration, if all labels are known.
 
     Returns:
-      What was written.
+      The written files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"{split}.jsonl"]
@@ -68,8 +68,10 @@ def write_predictions(
 def describe_examples(
     task: LabelledTask, examples: Sequence[Example], outputs: scoring.Outputs
 ) -> list[dict]:
-    """One JSON-ready dict an example: id, texts, label (None where unknown), prediction and
-    probabilities; of tags, the probability of each predicted one.
+    """Return one JSON-ready dict per example.
+
+    It has id, texts, label (None if unknown), prediction and probabilities; for tagging, the
+    probability of each predicted tag.
     """
     predicted = scoring.predict(task, outputs)
     lines = []
@@ -93,7 +95,7 @@ def describe_examples(
 
 
 def _name(task: LabelledTask, label):
-    """A label as a person writes it."""
+    """Return a label by name."""
     if label is None or task.kind == "regression":
         return label
     if task.kind == "tagging":
@@ -111,7 +113,7 @@ def write_server_file(
     examples: Sequence[Example],
     outputs: scoring.Outputs,
 ) -> Path | None:
-    """Writes the server's file of a GLUE test split; None where the server has none for it."""
+    """Write the server's file of a GLUE test split; return None for other splits."""
     name = SERVER_FILES.get((task.name, split))
     if name is None:
         return None
@@ -124,25 +126,25 @@ def write_server_file(
 
 
 def complete_server_files(folder: Path) -> list[str]:
-    """Fills up what the server would miss with the same answer for every row, and says so.
+    """Write a constant answer to all missing server files, and log a warning.
 
     Returns:
-      The names of the files that hold no predictions.
+      The names of these files.
     """
     missing = []
     for (task, split), name in SERVER_FILES.items():
         if (folder / name).exists():
             continue
         table = GLUE[task]
-        # WNLI: not_entailment, the answer that scores the 65.1 of ConvBERT's leaderboard rows.
+        # WNLI: not_entailment, which scores 65.1 like ConvBERT's rows of the leaderboard.
         answer = (table.spellings or table.labels)[0] if table.labels else 0.0
         rows = ((str(index), answer) for index in range(table.splits[split].rows))
         _write_server_rows(folder / name, rows)
         missing.append(name)
     if missing:
         logging.warning(
-            "%s: no predictions for %s; these files give every row the same answer, as the server "
-            "takes all eleven or none.",
+            "%s: no predictions for %s; wrote the same answer for every row, because the server "
+            "requires all eleven files.",
             folder,
             ", ".join(missing),
         )

@@ -1,4 +1,4 @@
-"""Pictures of predictions against labels: confusion, calibration, scatter."""
+"""Plots of predictions against labels: confusion, calibration and scatter."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,15 +10,16 @@ from convbert_jax.data.tasks.labelled_text import LabelledTask
 from convbert_jax.finetuning.scores import scoring
 
 BINS = 10
-NUMBERED = 12  # with more labels a matrix shows colors only
-NAMED = 60  # with more labels its axes show indices
+NUMBERED = 12  # with more labels, the matrix shows no counts
+NAMED = 60  # with more labels, the axes show indices
 
 
 def draw_confusion(
     path: Path, task: LabelledTask, outputs: scoring.Outputs, labels: Sequence, title: str
 ) -> None:
-    """Rows are labels, columns predictions; color is the share of the row, numbers are counts. With
-    many labels the most frequent confusions are listed beside it.
+    """Plot the confusion matrix: labels by predictions, colored by the share of the row.
+
+    Cells show counts; with many labels, the most frequent confusions are listed instead.
     """
     counts = count_confusions(task, scoring.predict(task, outputs), labels)
     size = len(task.labels)
@@ -66,7 +67,7 @@ def draw_confusion(
 
 
 def count_confusions(task: LabelledTask, predicted: list, labels: Sequence) -> np.ndarray:
-    """[labels, labels] counts, rows are labels and columns predictions; of words for tagging."""
+    """Count confusions, [labels, labels], labels by predictions; tagging counts words."""
     if task.kind == "tagging":
         predicted = [tag for tags in predicted for tag in tags]
         labels = [tag for tags in labels for tag in tags]
@@ -76,7 +77,7 @@ def count_confusions(task: LabelledTask, predicted: list, labels: Sequence) -> n
 
 
 def _list_confusions(task: LabelledTask, counts: np.ndarray, most: int = 24) -> str:
-    """The most frequent wrong answers, a line each."""
+    """List the most frequent errors, one per line."""
     wrong = counts * (1 - np.eye(len(counts), dtype=int))
     order = np.argsort(-wrong, axis=None, kind="stable")[:most]
     places = [np.unravel_index(place, wrong.shape) for place in order]
@@ -91,7 +92,7 @@ def _list_confusions(task: LabelledTask, counts: np.ndarray, most: int = 24) -> 
 def draw_calibration(
     path: Path, task: LabelledTask, outputs: scoring.Outputs, labels: Sequence, title: str
 ) -> None:
-    """Share of right answers against the probability given to them, and how many answers had it."""
+    """Plot accuracy against the predicted probability, and the number of answers per bin."""
     confidence, right = judge_answers(task, outputs, labels)
     means, shares, counts = bin_confidence(confidence, right)
     with drawing.open_figure(path, (4.4, 5.4), [title]) as figure:
@@ -115,7 +116,7 @@ def draw_calibration(
 def judge_answers(
     task: LabelledTask, outputs: scoring.Outputs, labels: Sequence
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Probability of each answer [N], and whether it is right [N]; of words for tagging."""
+    """Return each answer's probability [N] and whether it is correct [N]; tagging uses words."""
     shares = [scoring.probabilities(task, values) for values in outputs]
     if task.kind == "tagging":
         shares = np.concatenate(shares)
@@ -127,7 +128,7 @@ def judge_answers(
 def bin_confidence(
     confidence: np.ndarray, right: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean probability, share of right answers and number of answers in BINS equal bins."""
+    """Return mean probability, accuracy and number of answers in BINS equal bins."""
     place = np.minimum((confidence * BINS).astype(int), BINS - 1)
     counts = np.bincount(place, minlength=BINS)
     divisor = np.maximum(counts, 1)
@@ -136,8 +137,9 @@ def bin_confidence(
 
 
 def calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
-    """Mean distance of probability and share of right answers over the bins, weighted by answers
-    (Guo et al. 2017, equation 3).
+    """Compute the expected calibration error (Guo et al. 2017, equation 3).
+
+    It is the mean distance of probability and accuracy over the bins, weighted by answers.
     """
     means, shares, counts = bin_confidence(confidence, right)
     return float((counts * np.abs(means - shares)).sum() / counts.sum())
@@ -146,7 +148,7 @@ def calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
 def draw_scatter(
     path: Path, task: LabelledTask, outputs: scoring.Outputs, labels: Sequence, title: str
 ) -> None:
-    """Predicted numbers against the labels."""
+    """Plot predicted numbers against the labels."""
     predicted = scoring.predict(task, outputs)
     ends = min(labels), max(labels)
     with drawing.open_figure(path, (4.6, 4.4), [title]) as figure:

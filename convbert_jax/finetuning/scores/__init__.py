@@ -1,1 +1,1 @@
-"""Metrics, and the table of scores over seeds beside published ones."""
+"""Metrics, and tables of scores over seeds with published scores."""

@@ -1,8 +1,8 @@
-"""Exact match and F1 of SQuAD, as its papers and evaluation scripts define them; fractions.
+"""Exact match and F1 of SQuAD as in its evaluation scripts, as fractions.
 
-An answer is compared in lower case, without punctuation, articles and extra blanks. F1 is that of
-the bags of words. Of several correct answers the best one counts (Rajpurkar et al., 2016, §6.1). In
-2.0 a question without an answer is right exactly if the prediction is empty (2018, §4).
+Answers are compared in lower case, without punctuation, articles and extra white space. F1 compares
+bags of words. The best of several correct answers counts (Rajpurkar et al., 2016, §6.1). In SQuAD
+2.0, the only correct prediction for a question without an answer is empty (2018, §4).
 """
 
 import collections
@@ -19,29 +19,29 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def normalize(answer: str) -> str:
-    """Lower case, without punctuation (ASCII), articles and extra white space."""
+    """Convert to lower case; remove ASCII punctuation, articles and extra white space."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, truth: str) -> float:
-    """1 if both are the same once normalized."""
+    """Return 1 if both are equal after normalization, else 0."""
     return float(normalize(prediction) == normalize(truth))
 
 
 def f1(prediction: str, truth: str) -> float:
-    """Harmonic mean of precision and recall of the words; 0 where nothing is shared."""
+    """Return the harmonic mean of word precision and recall; 0 if no words are shared."""
     predicted, wanted = normalize(prediction).split(), normalize(truth).split()
     shared = sum((collections.Counter(predicted) & collections.Counter(wanted)).values())
     return 2 * shared / (len(predicted) + len(wanted)) if shared else 0.0
 
 
 def score(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict[str, float]:
-    """Scores of predictions, by question id; a missing one counts as wrong.
+    """Score predictions by question id; missing predictions are wrong.
 
-    Where some questions have no answer (2.0), has_answer_… and no_answer_… are those of each kind.
+    If some questions have no answer (2.0), has_answer_… and no_answer_… score each kind.
 
     Args:
-      predictions: for 2.0, "" where no answer is given.
+      predictions: For 2.0, "" predicts that there is no answer.
     """
     impossible = np.array([question.impossible for question in questions])
     pairs = _score_all(questions, predictions)
@@ -57,14 +57,14 @@ def score(questions: Sequence[Question], predictions: Mapping[str, str]) -> dict
 def best_thresholds(
     questions: Sequence[Question], answers: Mapping[str, str], null_odds: Mapping[str, float]
 ) -> dict[str, float]:
-    """best_exact_match and best_f1 that any threshold on the odds would have given, and those.
+    """Return best_exact_match and best_f1 over all thresholds on the odds, and these thresholds.
 
-    Chosen on the very questions they are reported for, as the official script does; there any
-    answer to a question without one is wrong, be it "the", which is nothing once normalized.
+    As in the official script, the thresholds are chosen on the questions that they are reported
+    for, and any answer to a question without one is wrong, even "the", which normalizes to "".
 
     Args:
-      answers: of every question its best answer, never "".
-      null_odds: no answer is predicted where they are above the threshold.
+      answers: Best answer of every question, never "".
+      null_odds: No answer is predicted where they exceed the threshold.
     """
     odds = np.array([null_odds[question.id] for question in questions])
     order = np.argsort(odds, kind="stable")
@@ -72,9 +72,9 @@ def best_thresholds(
     given = np.array([bool(answers[question.id]) for question in questions])
     scores = np.where((impossible & given)[:, None], 0.0, _score_all(questions, answers))
     answered, empty = scores[order], impossible.astype(float)[order, None]
-    # With the k questions of the lowest odds answered, and the others not, for k from 0.
+    # Totals for k from 0, if only the k questions with the lowest odds are answered.
     totals = empty.sum(0) + np.concatenate([[[0.0, 0.0]], np.cumsum(answered - empty, axis=0)])
-    # Between equal odds no threshold can cut.
+    # A threshold cannot separate equal odds.
     sorted_odds = odds[order]
     possible = np.append(True, np.append(sorted_odds[1:] > sorted_odds[:-1], True))
     totals[~possible] = -np.inf
@@ -88,7 +88,7 @@ def best_thresholds(
 
 
 def _score_all(questions: Sequence[Question], predictions: Mapping[str, str]) -> np.ndarray:
-    """[questions, 2]: exact match and F1 of each."""
+    """Return [questions, 2], exact match and F1 of each question."""
     second = any(question.impossible for question in questions)
     return np.array([_score_one(q, predictions.get(q.id), second) for q in questions], float)
 
@@ -97,7 +97,7 @@ def _score_one(question: Question, prediction: str | None, second: bool) -> tupl
     if prediction is None:
         return 0.0, 0.0
     truths = [answer.text for answer in question.answers]
-    if second:  # an answer that is nothing once normalized ("."), counts as none in 2.0 alone
+    if second:  # answers that normalize to "", such as ".", count as no answer only in 2.0
         truths = [truth for truth in truths if normalize(truth)]
         if not truths or not normalize(prediction):
             return (float(not truths and not normalize(prediction)),) * 2

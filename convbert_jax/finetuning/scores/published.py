@@ -1,13 +1,12 @@
-"""Published scores of ConvBERT and its neighbors, x 100 as printed.
+"""Published scores of ConvBERT and related models, x 100 as printed.
 
-A dev score beside a test score misleads unless it is said: each row names its split, and each
-average its definition.
+Dev and test scores are not comparable, so each row names its split and each average its definition.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
-# The columns of ConvBERT's table 3 and the metric of each; MNLI is the matched part.
+# Columns of ConvBERT's table 3 with their metrics; MNLI is the matched part.
 GLUE_COLUMNS = {
     "MNLI": "accuracy",
     "QNLI": "accuracy",
@@ -39,21 +38,21 @@ LEADERBOARD_SCORE = (
 class PublishedRow:
     """One row of a published table.
 
-    `scores` is by (task, metric), x 100; `average` is as printed there, None where there is none.
+    `scores` maps (task, metric) to a score x 100; `average` is as printed, or None.
     """
 
     model: str
     source: str
     split: str  # dev | test
-    runs: str  # what the number is of: one run, a median, ...
+    runs: str  # how runs were aggregated: one run, a median, ...
     scores: Mapping[tuple[str, str], float]
     average: float | None = None
     average_is: str = ""
-    shown: bool = True  # in the table beside a run's own scores
+    shown: bool = True  # in tables with a run's own scores
 
 
 def _paper(model: str, values: str, average: float, *, shown: bool = False) -> PublishedRow:
-    """Row of ConvBERT's table 3; `values` in the order of GLUE_COLUMNS."""
+    """Return a row of ConvBERT's table 3; `values` are in the order of GLUE_COLUMNS."""
     scores = dict(zip(GLUE_COLUMNS.items(), map(float, values.split()), strict=True))
     source = "ConvBERT, table 3"
     return PublishedRow(
@@ -62,7 +61,7 @@ def _paper(model: str, values: str, average: float, *, shown: bool = False) -> P
 
 
 def _electra(model: str, values: str, squad: tuple[float, float] | None, *, shown: bool = True):
-    """Dev medians of ELECTRA's README: CoLA SST MRPC STS QQP MNLI QNLI RTE, then SQuAD EM."""
+    """Return dev medians of ELECTRA's README: CoLA SST MRPC STS QQP MNLI QNLI RTE, SQuAD EM."""
     order = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE")
     scores = {
         (task, GLUE_COLUMNS[task]): float(value)
@@ -74,13 +73,13 @@ def _electra(model: str, values: str, squad: tuple[float, float] | None, *, show
 
 
 def _squad(model: str, *values: float, shown: bool = True) -> PublishedRow:
-    """Row of ConvBERT's table 4: EM and F1 of SQuAD 1.1 and of 2.0."""
+    """Return a row of ConvBERT's table 4: EM and F1 of SQuAD 1.1, then of 2.0."""
     scores = dict(zip(SQUAD_COLUMNS, values, strict=True))
     return PublishedRow(model, "ConvBERT, table 4", "dev", "not stated", scores, shown=shown)
 
 
 def _leaderboard(model: str, score: float, values: str) -> PublishedRow:
-    """Row of the GLUE server's board."""
+    """Return a row of the GLUE leaderboard."""
     keys = (
         ("CoLA", "mcc"),
         ("SST-2", "accuracy"),
@@ -155,7 +154,7 @@ PUBLISHED: tuple[PublishedRow, ...] = (
             ("CoLA", "mcc"): 56.22,
             ("SST-2", "accuracy"): 91.39,
             ("MRPC", "accuracy"): 87.70,
-            ("STS-B", "spearman"): 86.34,  # which correlation is not stated
+            ("STS-B", "spearman"): 86.34,  # the source does not state which correlation
             ("QQP", "accuracy"): 85.47,
             ("MNLI", "accuracy"): 81.87,
             ("QNLI", "accuracy"): 87.71,

@@ -1,8 +1,8 @@
-"""Scores over seeds as a Markdown table, beside published ones.
+"""Markdown table of scores over seeds, with published scores for comparison.
 
-Of each column: the median over seeds, the spread (best minus worst), the worst; the best only where
-it is asked for, as nobody should report it alone. One seed has no spread, and none is shown. A run
-that diverged counts as the worst.
+Columns show the median over seeds, the spread (best minus worst) and the worst. The best is shown
+only on request, since it should not be reported alone. One seed has no spread. Diverged runs rank
+as the worst.
 """
 
 import dataclasses
@@ -42,18 +42,18 @@ class Column:
 
     @property
     def published(self) -> tuple[str, str]:
-        """Its key in published rows, where MNLI's matched part has the name of the whole."""
+        """Key in published rows, where MNLI's matched part is called MNLI."""
         part = " mismatched" if self.split.endswith("_mismatched") else ""
         return self.task + part, self.metric
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Cells as texts: two columns of names, then numbers.
+    """Table cells as strings: two columns of names, then numbers.
 
     Attributes:
-      rows: the first is the head.
-      notes: sentences on what is in it.
+      rows: The first row is the header.
+      notes: Sentences that explain the content.
     """
 
     rows: list[list[str]]
@@ -62,7 +62,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Over seeds, as fractions; NaN where too many runs diverged to say."""
+    """Summary over seeds, as fractions; NaN where too many runs diverged."""
 
     median: float
     spread: float  # best minus worst
@@ -71,18 +71,18 @@ class Summary:
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    """Median, spread, worst and best of scores; more is better. A NaN is the worst of all."""
+    """Compute median, spread, worst and best; higher is better, and NaN is the worst."""
     ranked = [value if math.isfinite(value) else -math.inf for value in values]
     numbers = statistics.median(ranked), max(ranked) - min(ranked), min(ranked), max(ranked)
     return Summary(*(number if math.isfinite(number) else math.nan for number in numbers))
 
 
 def make_table(columns: Sequence[Column], *, show_best: bool = False) -> Table:
-    """This run's rows, then published ones, and what each average is of.
+    """Make a table of this run's rows and published rows, with notes that define the averages.
 
     Args:
-      columns: in the order to show; the first one of each task and split goes into the mean, the
-        matched part of MNLI alone.
+      columns: In display order. The first column of each task enters the mean; of MNLI only the
+        matched part does.
     """
     summaries = [summarize(column.values) for column in columns]
     averaged = _averaged(columns)
@@ -128,12 +128,12 @@ def make_table(columns: Sequence[Column], *, show_best: bool = False) -> Table:
 
 
 def to_markdown(table: Table) -> str:
-    """The table with its notes below."""
+    """Format the table, followed by its notes."""
     return "\n".join([*_align(table.rows), "", *table.notes])
 
 
 def _averaged(columns: Sequence[Column]) -> list[int]:
-    """Places of the columns that the mean is of; none if that is less than two."""
+    """Return the indices of the averaged columns; empty if there are fewer than two."""
     places: dict[str, int] = {}
     for place, column in enumerate(columns):
         if not column.split.endswith("_mismatched"):
@@ -144,7 +144,7 @@ def _averaged(columns: Sequence[Column]) -> list[int]:
 
 
 def _mean(averaged: list[int], values: list[float]) -> list[str]:
-    """The cell of the mean, if the table has that column."""
+    """Return the cell of the mean, if the table has that column."""
     if not averaged:
         return []
     return [_show(100 * sum(values) / len(values)) if values else ""]
@@ -155,7 +155,7 @@ def _show(value: float) -> str:
 
 
 def _align(table: list[list[str]]) -> list[str]:
-    """Lines of a Markdown table; names to the left, numbers to the right."""
+    """Format a Markdown table; names are left-aligned, numbers right-aligned."""
     widths = [max(len(row[place]) for row in table) for place in range(len(table[0]))]
     lines = []
     for row in table:
@@ -170,7 +170,7 @@ def _align(table: list[list[str]]) -> list[str]:
 
 
 def _notes(columns: Sequence[Column], averaged: list[int], shown) -> list[str]:
-    """What the mean is of, and what stands beside what."""
+    """Return notes that define the mean and compare splits."""
     notes = []
     if averaged:
         keys = {columns[place].published for place in averaged}

@@ -1,7 +1,7 @@
-"""Scores of predictions against labels, on the host, as fractions (the papers print them x 100).
+"""Scores of predictions against labels, on the host, as fractions (papers print them x 100).
 
-F1 and macro-F1 are the true ones: the release's `F1Scorer` counts gold positives only where it
-predicts one, so that its recall is its precision; it reports it nowhere.
+F1 and macro-F1 follow their definitions. The official `F1Scorer` counts gold positives only where
+it predicts a positive, so its recall equals its precision; the official code does not report it.
 """
 
 import dataclasses
@@ -19,23 +19,23 @@ Outputs = np.ndarray | Sequence[np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    kinds: tuple[str, ...]  # of tasks
+    kinds: tuple[str, ...]  # kinds of tasks it applies to
     compute: Callable[[LabelledTask, list, list], float]  # task, predicted, labels
 
 
 def score(task: LabelledTask, outputs: Outputs, labels: Sequence) -> dict[str, float]:
-    """The task's metrics.
+    """Compute the task's metrics.
 
     Args:
-      outputs: [N, at least the number of labels] logits for classification; [N] numbers in the
-        labels' own unit for regression; N arrays [words, labels] for tagging.
-      labels: as in `Example.label`.
+      outputs: Logits [N, at least the number of labels] for classification; numbers [N] in the
+        unit of the labels for regression; N arrays [words, labels] for tagging.
+      labels: As in `Example.label`.
 
     Returns:
       {metric name: value}, in the order of `task.metrics`.
 
     Raises:
-      DataError: there is nothing to score.
+      DataError: There are no rows.
     """
     if not len(labels):
         raise DataError(f"{task.name} has no rows to score; check its files.")
@@ -46,7 +46,7 @@ def score(task: LabelledTask, outputs: Outputs, labels: Sequence) -> dict[str, f
 
 
 def predict(task: LabelledTask, outputs: Outputs) -> list:
-    """What `outputs` say, in the form of the labels: indices, numbers, or tuples of indices."""
+    """Return predictions in the form of the labels: indices, numbers, or tuples of indices."""
     if task.kind == "regression":
         return [float(value) for value in outputs]
     count = len(task.labels)
@@ -56,33 +56,33 @@ def predict(task: LabelledTask, outputs: Outputs) -> list:
 
 
 def probabilities(task: LabelledTask, logits: np.ndarray) -> np.ndarray:
-    """[..., labels] softmax of one example's logits; columns beyond the labels do not count."""
+    """Return the softmax [..., labels] of one example's logits, without padded columns."""
     logits = np.asarray(logits, np.float64)[..., : len(task.labels)]
     shares = np.exp(logits - logits.max(-1, keepdims=True))
     return shares / shares.sum(-1, keepdims=True)
 
 
 def check_metrics(task: LabelledTask) -> None:
-    """Raises ConfigError where a metric does not exist or is not for this task."""
+    """Raise ConfigError if a metric does not exist or does not apply to the task."""
     for name in task.metrics:
         if name not in METRICS:
             raise ConfigError(
-                f"config.task.metrics has '{name}', which is unknown; choose from: "
+                f"contains the unknown metric '{name}'. Choose from: "
                 f"{', '.join(n for n, metric in METRICS.items() if task.kind in metric.kinds)}.",
                 field="config.task.metrics",
                 value=name,
             )
         if task.kind not in METRICS[name].kinds:
             raise ConfigError(
-                f"config.task.metrics has '{name}', which is not for {task.kind}; choose from: "
+                f"contains '{name}', which does not apply to {task.kind}. Choose from: "
                 f"{', '.join(n for n, metric in METRICS.items() if task.kind in metric.kinds)}.",
                 field="config.task.metrics",
                 value=name,
             )
     if "f1" in task.metrics and len(task.labels) != 2:
         raise ConfigError(
-            f"config.task.metrics has 'f1', which needs two labels, but {task.name} has "
-            f"{len(task.labels)}; choose macro_f1.",
+            f"contains 'f1', which requires two labels, but {task.name} has {len(task.labels)}. "
+            "Use macro_f1.",
             field="config.task.metrics",
             value="f1",
         )
@@ -90,18 +90,18 @@ def check_metrics(task: LabelledTask) -> None:
         odd = [tag for tag in task.labels if tag != "O" and not re.fullmatch("[BI]-.+", tag)]
         if odd:
             raise ConfigError(
-                f"config.task.metrics has 'span_f1', which needs the tags O, B-… and I-…, but "
-                f"{task.name} has '{odd[0]}'; choose accuracy or macro_f1.",
+                f"contains 'span_f1', which requires the tags O, B-… and I-…, but {task.name} has "
+                f"'{odd[0]}'. Use accuracy or macro_f1.",
                 field="config.task.metrics",
                 value="span_f1",
             )
 
 
-# --- Each metric ---
+# --- Metrics ---
 
 
 def _flatten(task: LabelledTask, values: list) -> list:
-    """Tagging counts words."""
+    """Flatten tags to words for tagging."""
     return [tag for tags in values for tag in tags] if task.kind == "tagging" else values
 
 
@@ -111,7 +111,7 @@ def _accuracy(task: LabelledTask, predicted: list, labels: list) -> float:
 
 
 def _mcc(task: LabelledTask, predicted: list, labels: list) -> float:
-    """Matthews correlation; 0 where all predictions or all labels are one."""
+    """Compute Matthews correlation; 0 if predictions or labels are constant."""
     from sklearn.metrics import matthews_corrcoef
 
     if len(set(predicted)) < 2 or len(set(labels)) < 2:
@@ -120,14 +120,14 @@ def _mcc(task: LabelledTask, predicted: list, labels: list) -> float:
 
 
 def _f1(task: LabelledTask, predicted: list, labels: list) -> float:
-    """Of the second label, the positive one; 0 where it is never predicted."""
+    """Compute F1 of the second label, the positive one; 0 if it is never predicted."""
     from sklearn.metrics import f1_score
 
     return float(f1_score(labels, predicted, pos_label=1, zero_division=0.0))
 
 
 def _macro_f1(task: LabelledTask, predicted: list, labels: list) -> float:
-    """Mean F1 of the labels that are there or predicted."""
+    """Compute the mean F1 over labels that occur or are predicted."""
     from sklearn.metrics import f1_score
 
     predicted, labels = _flatten(task, predicted), _flatten(task, labels)
@@ -147,14 +147,14 @@ def _spearman(task: LabelledTask, predicted: list, labels: list) -> float:
 
 
 def _correlate(function, predicted: list, labels: list) -> float:
-    """0 where either side is constant and the correlation is not defined, as MCC has it."""
+    """Compute a correlation; 0 where it is undefined because a side is constant, as for MCC."""
     if len(set(predicted)) < 2 or len(set(labels)) < 2:
         return 0.0
     return float(function(predicted, labels).statistic)
 
 
 def _span_f1(task: LabelledTask, predicted: list, labels: list) -> float:
-    """Micro F1 of spans, right where type and both ends are; 1 where neither side has one."""
+    """Compute micro F1 of spans with correct type and boundaries; 1 if there are no spans."""
     right = found = gold = 0
     for predicted_tags, label_tags in zip(predicted, labels, strict=True):
         ours = find_spans([task.labels[tag] for tag in predicted_tags])
@@ -166,9 +166,9 @@ def _span_f1(task: LabelledTask, predicted: list, labels: list) -> float:
 
 
 def find_spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """(type, first, last + 1) of the spans in tags O, B-type and I-type.
+    """Return the spans in tags O, B-type and I-type as (type, first, last + 1).
 
-    As CoNLL's evaluation reads them: an I- that does not go on with a span of its type begins one.
+    As in CoNLL's evaluation, an I- tag that does not continue a span of its type begins one.
     """
     spans, start, kind = set(), 0, ""
     for place, tag in enumerate([*tags, "O"]):

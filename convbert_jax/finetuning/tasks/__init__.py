@@ -1,1 +1,1 @@
-"""What is fine-tuned on: classification, regression, tagging, answers."""
+"""Fine-tuning tasks: classification, regression, tagging, and question answering."""

@@ -1,4 +1,4 @@
-"""Classification, regression and tagging as values of `FinetuneTask`."""
+"""Makes a `FinetuneTask` from a classification, regression or tagging task."""
 
 import dataclasses
 import functools
@@ -26,20 +26,20 @@ from convbert_jax.finetuning.tasks.task import (
 from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.objectives import classification
 
-# Tasks of few labels are compiled as one of this many, so that most of GLUE is one program.
+# Tasks with few labels are compiled with this width, so that most of GLUE shares one program.
 _LEAST_WIDTH = 4
-# GLUE tasks that the release trains for longer than 3 epochs
+# Epochs of GLUE tasks that the official code trains for longer than 3 epochs.
 _EPOCHS = {"RTE": 10.0, "STS-B": 10.0}
-NUMBER = "value"  # name of the one output of a regression
+NUMBER = "value"  # name of a regression's single output
 
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A model of the same task that a smaller one learns from.
+    """A model of the same task, used for distillation.
 
     Attributes:
-      logits_of: texts -> logits [N, labels] in the order of the task's labels.
-      checksum: of its weights.
+      logits_of: Maps texts to logits [N, labels], in the order of the task's labels.
+      checksum: Checksum of the teacher's weights.
     """
 
     logits_of: Callable[[Sequence[tuple[str, ...]]], np.ndarray]
@@ -53,12 +53,13 @@ def make_task(
     *,
     teacher: Teacher | None = None,
 ) -> FinetuneTask:
-    """Reads and encodes a labelled task.
+    """Read and encode a labeled task.
 
     Raises:
-      DataError: files that cannot be used, or no labels to train or select with.
-      FinetuningError: two texts for a model with one segment type, tagging with a teacher.
-      ConfigError: a head or metrics that are not for this task.
+      DataError: Files cannot be used, or labels for training or selection are missing.
+      FinetuningError: The task has two texts but the model one segment type, or the task is
+        tagging and there is a teacher.
+      ConfigError: The head or a metric does not fit the task.
     """
     scoring.check_metrics(source)
     outputs = outputs_of(source, config)
@@ -67,7 +68,7 @@ def make_task(
     require_labels(source, "train", train)
     if f.train_rows and f.train_rows < len(train):
         chosen = np.random.default_rng(config.seed).permutation(len(train))[: f.train_rows]
-        logging.info("%s trains on %d of %d rows.", source.name, f.train_rows, len(train))
+        logging.info("%s: training on %d of %d rows.", source.name, f.train_rows, len(train))
         train = [train[i] for i in np.sort(chosen)]
     if f.swap_pairs and source.swap_pairs:
         train = swap_texts(train)
@@ -91,8 +92,8 @@ def make_task(
     if teacher:
         if source.kind == "tagging":
             raise FinetuningError(
-                f"{source.name} is tagging, which config.finetune.distill_from does not teach; "
-                "leave it out.",
+                f"{source.name} is a tagging task, which config.finetune.distill_from does not "
+                "support. Remove config.finetune.distill_from.",
                 field="config.finetune.distill_from",
             )
         said = teacher.logits_of([example.texts for example in train])
@@ -139,15 +140,15 @@ def make_task(
 
 
 def outputs_of(source: LabelledTask, config: Config) -> OutputsSection:
-    """What the outputs of a model of this task mean.
+    """Return the description of the model's outputs for this task.
 
     Raises:
-      FinetuningError: two texts for a model with one segment type.
+      FinetuningError: The task has two texts but the model has one segment type.
     """
     if source.texts == 2 and config.model.types < 2:
         raise FinetuningError(
-            f"{source.name} has two texts, but the model has one segment type (config.model.types="
-            f"{config.model.types}), which cannot tell them apart; use other weights.",
+            f"{source.name} has two texts, but the model has only one segment type "
+            f"(config.model.types={config.model.types}). Use weights with two segment types.",
             field="config.model.types",
             value=config.model.types,
         )
@@ -168,14 +169,14 @@ def _choose_head(source, config):
     if source.kind != "tagging" and not whole:
         if head == "first_and_mean":
             logging.info(
-                "%s: finetune.head=%s, as no layer of this encoder reads the whole row.",
+                "%s: using finetune.head=%s, because no layer of this encoder sees the whole row.",
                 source.name,
                 head,
             )
         else:
             logging.warning(
-                "%s: config.finetune.head=%s reads [CLS], to which this encoder shows the "
-                "beginning of a text alone; --config.finetune.head=first_and_mean reads all of it.",
+                "%s: config.finetune.head=%s reads only [CLS], which in this encoder sees only the "
+                "beginning of a text; use --config.finetune.head=first_and_mean to read all of it.",
                 source.name,
                 head,
             )
@@ -183,12 +184,12 @@ def _choose_head(source, config):
 
 
 def compiled_width(labels: int) -> int:
-    """Logits of the head as compiled: a power of two."""
+    """Return the number of logits of the compiled head: a power of two."""
     return max(_LEAST_WIDTH, 1 << (labels - 1).bit_length())
 
 
 def constants_of(outputs: OutputsSection, width: int) -> dict[str, np.ndarray]:
-    """What `objectives.classification` asks for beside the rows."""
+    """Return the batch entries of `objectives.classification` that are the same for all rows."""
     return {
         "outputs": np.arange(width) < len(outputs.labels),
         "is_regression": np.asarray(outputs.kind == "regression"),
@@ -196,7 +197,7 @@ def constants_of(outputs: OutputsSection, width: int) -> dict[str, np.ndarray]:
 
 
 def predict_logits(model, batch, *, dtype: jnp.dtype) -> dict:
-    """{"logits": [B, W], or [B, L, W] of tokens}."""
+    """Return {"logits": [B, W], or [B, L, W] for tagging}."""
     return {"logits": classification.text_logits(model, batch, dtype=dtype)}
 
 
@@ -206,7 +207,7 @@ def encode_examples(
     config: Config,
     tokenizer: Tokenizer,
 ) -> Encoded:
-    """Rows with their labels, zeros where there are none."""
+    """Encode rows with their labels; missing labels are 0."""
     length = config.finetune.length
     labels = [example.label for example in examples]
     if outputs.kind == "tagging":
@@ -224,16 +225,16 @@ def encode_examples(
 
 
 def words_read(rows: Rows) -> np.ndarray:
-    """[N], how many words of each row of `encode_words` have a place in it: its first ones."""
+    """Return [N], the number of words of each row of `encode_words` before truncation."""
     return (rows.by_token["words"] != IGNORED).sum(1)
 
 
 def in_label_units(outputs: OutputsSection, rows: Rows, found: Predicted, words: Sequence[int]):
-    """Logits without those of no label; numbers in the labels' unit; logits by word.
+    """Convert outputs: drop padded logits, rescale numbers to the label unit, map tags to words.
 
     Args:
-      words: of each example, for tagging. Words that had no place in the row get the logits of
-        the label O, or of the first label, as scores count all words; see `words_read`.
+      words: Number of words of each example, for tagging. Words cut by truncation get the logits
+        of label O, or else of the first label, because scores count all words; see `words_read`.
     """
     logits, count = found["logits"], len(outputs.labels)
     if outputs.kind == "classification":
@@ -263,7 +264,7 @@ def _widen(logits: np.ndarray, width: int) -> np.ndarray:
 def _log_truncated(encoded: Encoded, count: int, length: int, title: str) -> None:
     if encoded.truncated:
         logging.info(
-            "%s: %d of %d texts (%.1f%%) are cut to %d tokens.",
+            "%s: truncated %d of %d texts (%.1f%%) to %d tokens.",
             title,
             encoded.truncated,
             count,

@@ -1,4 +1,4 @@
-"""SQuAD as a value of `FinetuneTask`: windows in, one answer a question out."""
+"""Makes a `FinetuneTask` from SQuAD, with several windows per question and one answer."""
 
 import dataclasses
 import functools
@@ -30,18 +30,18 @@ from convbert_jax.objectives import span_extraction
 VERSIONS = {
     "squad_v1": "v1",
     "squad_v2": "v2",
-}  # config.finetune.tasks -> data/tasks/squad.py
+}  # config.finetune.tasks -> version in data/tasks/squad.py
 METRICS = {
     "v1": ("exact_match", "f1"),
     "v2": ("exact_match", "f1", "has_answer_f1", "no_answer_f1", "best_exact_match", "best_f1"),
 }
 _LOSSES = {"span": span_extraction.plain_losses, "span_beam": span_extraction.beam_losses}
-LABELS = ("start", "end")  # of the plain head's two logits
+LABELS = ("start", "end")  # the plain head's two logits
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Questions with the rows that a model reads for them."""
+    """Questions and their encoded windows."""
 
     questions: Sequence[Question]
     windows: Windows
@@ -49,12 +49,12 @@ class Reading:
 
 
 def make_task(name: str, config: Config, tokenizer: Tokenizer) -> FinetuneTask:
-    """Reads and encodes SQuAD.
+    """Read and encode SQuAD.
 
     Raises:
-      DataError: files that are absent or cannot be used, rows too short for questions.
-      FinetuningError: a model with one segment type.
-      ConfigError: a head that is not for answers.
+      DataError: Files are missing or cannot be used, or rows are too short for the questions.
+      FinetuningError: The model has one segment type.
+      ConfigError: The head is not for question answering.
     """
     version = VERSIONS[name]
     f = config.finetune
@@ -62,7 +62,7 @@ def make_task(name: str, config: Config, tokenizer: Tokenizer) -> FinetuneTask:
     train = squad.usable_for_training(squad.read(version, "train", f.data))
     if f.train_rows and f.train_rows < len(train):
         chosen = np.random.default_rng(config.seed).permutation(len(train))[: f.train_rows]
-        logging.info("%s trains on %d of %d questions.", name, f.train_rows, len(train))
+        logging.info("%s: training on %d of %d questions.", name, f.train_rows, len(train))
         train = [train[i] for i in np.sort(chosen)]
     dev = read_questions(
         squad.read(version, "validation", f.data), config, tokenizer, f"{name}, validation"
@@ -96,17 +96,16 @@ def make_task(name: str, config: Config, tokenizer: Tokenizer) -> FinetuneTask:
 
 
 def outputs_of(name: str, config: Config) -> OutputsSection:
-    """What the outputs of a model of this task mean.
+    """Return the description of the model's outputs for this task.
 
     Raises:
-      FinetuningError: a model with one segment type.
-      ConfigError: a head that is not for answers.
+      FinetuningError: The model has one segment type.
+      ConfigError: The head is not for question answering.
     """
     if config.model.types < 2:
         raise FinetuningError(
-            f"{name} has a question and a context, but the model has one segment type "
-            f"(config.model.types={config.model.types}), which cannot tell them apart; use other "
-            "weights.",
+            f"{name} has a question and a context, but the model has only one segment type "
+            f"(config.model.types={config.model.types}). Use weights with two segment types.",
             field="config.model.types",
             value=config.model.types,
         )
@@ -125,13 +124,13 @@ def read_questions(
     *,
     targets: bool = False,
 ) -> Reading:
-    """Windows and rows, with `targets` to train on or else with what prediction needs.
+    """Encode windows, with training targets if `targets`, else with the inputs of prediction.
 
     Args:
-      title: of the log; None: no log.
+      title: Prefix of log messages; None disables them.
 
     Raises:
-      DataError: rows too short for questions, or an empty text.
+      DataError: Rows are too short for the questions, or a text is empty.
     """
     f = config.finetune
     windows = make_windows(
@@ -147,7 +146,7 @@ def read_questions(
 
 
 def collect(reading: Reading, found: Predicted, config: Config) -> list[Answered]:
-    """Answers from what `predict_with` gave for all rows."""
+    """Compute answers from the outputs of `predict_with` for all rows."""
     arrays: Mapping[str, np.ndarray] = {name: np.asarray(values) for name, values in found.items()}
     return answers.collect(
         reading.questions, reading.windows, arrays, n_best=config.finetune.n_best
@@ -155,8 +154,9 @@ def collect(reading: Reading, found: Predicted, config: Config) -> list[Answered
 
 
 def predict_with(head: str, config: Config) -> Callable:
-    """The function (model, batch, dtype=) -> spans of a head; the same object for equal settings,
-    so that it is compiled once.
+    """Return a head's prediction function (model, batch, dtype=) -> spans.
+
+    Equal settings return the same object, so that it is compiled once.
     """
     f = config.finetune
     return _predict_with(head, f.answer_length, f.n_best, f.beam)
@@ -173,7 +173,7 @@ def _predict_with(head: str, answer_length: int, n_best: int, beam: int) -> Call
 def _score_all(
     questions: Sequence[Question], answered: Sequence[Answered], threshold: float | None
 ) -> Scores:
-    """Scores of `threshold`; for 2.0 those of the best one too."""
+    """Score with `threshold`; for SQuAD 2.0 also with the best threshold."""
     scores = answer_scores.score(questions, answers.texts(questions, answered, threshold))
     if threshold is not None:
         best = answers.texts(questions, answered, None)
@@ -184,7 +184,7 @@ def _score_all(
 
 def _log(title, count: int, windows: Windows, settings, targets: bool) -> None:
     logging.info(
-        "%s: %d questions as %d windows of at most %d tokens.",
+        "%s: split %d questions into %d windows of at most %d tokens.",
         title,
         count,
         len(windows.rows),
@@ -192,22 +192,22 @@ def _log(title, count: int, windows: Windows, settings, targets: bool) -> None:
     )
     if windows.cut_questions:
         logging.info(
-            "%s: %d questions are cut to %d tokens.",
+            "%s: truncated %d questions to %d tokens.",
             title,
             windows.cut_questions,
             settings.query_length,
         )
     if targets and windows.without_answer:
         logging.info(
-            "%s: %d windows (%.1f%%) do not have the answer, and are trained to say so.",
+            "%s: %d windows (%.1f%%) do not contain the answer; they are trained to predict none.",
             title,
             windows.without_answer,
             100 * windows.without_answer / len(windows.rows),
         )
     if targets and windows.lost_answers:
         logging.warning(
-            "%s: %d answers (%.1f%%) are in no window whole; lower config.finetune.stride=%d, so "
-            "that windows overlap more.",
+            "%s: %d answers (%.1f%%) are not fully contained in any window; lower "
+            "config.finetune.stride=%d to overlap windows more.",
             title,
             windows.lost_answers,
             100 * windows.lost_answers / count,

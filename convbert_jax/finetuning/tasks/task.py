@@ -1,6 +1,4 @@
-"""What fine-tuning knows of a task: functions and rows. Classification, tagging and answers are
-values of it.
-"""
+"""Interface of fine-tuning tasks: functions and encoded rows."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +13,7 @@ from convbert_jax.data.tokenizer.tokenizer import Tokenizer, count_characters
 from convbert_jax.interfaces.evaluator import Evaluator
 from convbert_jax.objectives.classification import RowLosses
 
-CHECKED_TEXTS = 2_000  # of a split, for unknown characters
+CHECKED_TEXTS = 2_000  # texts per split that are checked for unknown characters
 
 Scores = dict[str, float]
 
@@ -26,25 +24,26 @@ class FinetuningError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class FinetuneTask:
-    """A task, encoded and ready.
+    """An encoded task.
 
     Attributes:
-      name: of its folder and its row in the table.
-      outputs: what the outputs of its model mean; becomes part of the saved model.
-      width: logits of the head as it is compiled, at least the labels: tasks of equal width, head,
-        `losses` and `predict` share programs, so give the same function objects.
-      losses: (model, batch, key, dtype=) -> (loss [B], weight [B]) of each row. The step multiplies
-        both by `weight` of the batch, and divides their sums or, with sum_loss, does not.
+      name: Name of its folder and of its row in the table.
+      outputs: Description of the model's outputs; saved with the model.
+      width: Number of compiled logits, at least the number of labels. Tasks with equal width, head,
+        `losses` and `predict` share programs, so reuse the same function objects.
+      losses: (model, batch, key, dtype=) -> (loss [B], weight [B]) per row. The step multiplies
+        both by `weight` of the batch, and divides their sums unless sum_loss is set.
       predict: (model, batch, dtype=) -> {name: [B, ...]}.
-      constants: name -> array that all batches have beside their rows.
-      epochs: the usual number.
-      train: rows.
-      evaluation: split -> rows that are predicted, labelled or not.
-      evaluators: split -> evaluator of those rows. It gets what `predict` gives for a batch, and as
-        "row" [B] which rows these are, below 0 for fillers. Without names, the split has no labels.
-      write: (folder, split, state of its evaluator, pictures=) -> nothing; writes predictions, and
-        pictures of them if asked to.
-      teacher: checksum of the model that `train` learns from besides its labels.
+      constants: Arrays by name that are added to every batch.
+      epochs: Default number of epochs.
+      train: Training rows.
+      evaluation: Rows to predict by split, with or without labels.
+      evaluators: Evaluator of each split. It receives the outputs of `predict` for a batch and
+        "row" [B], the row numbers, which are negative for fillers. If it has no names, the split
+        has no labels.
+      write: (folder, split, evaluator state, pictures=) -> None; writes predictions, and pictures
+        of them if requested.
+      teacher: Checksum of the teacher that `train` has outputs of, or None.
     """
 
     name: str
@@ -62,25 +61,27 @@ class FinetuneTask:
 
     @property
     def scored(self) -> tuple[str, ...]:
-        """Splits that have labels; the first one selects."""
+        """Splits with labels; the first one selects the setting."""
         return tuple(split for split, e in self.evaluators.items() if e.names)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the scores, the first one selects; none without labels."""
+        """Names of the scores, or none without labels; the first one selects the setting."""
         return self.evaluators[self.scored[0]].names if self.scored else ()
 
 
 def warn_of_unknown(texts: Sequence[str], tokenizer: Tokenizer, config: Config, title: str) -> None:
-    """Warns if more than config.tokenizer.max_unknown_rate of the characters become [UNK], as in
-    text of another language or script than the vocabulary. `CHECKED_TEXTS` of `texts` are read.
+    """Warn if more than config.tokenizer.max_unknown_rate of the characters become [UNK].
+
+    This happens for languages or scripts that the vocabulary does not cover. About
+    `CHECKED_TEXTS` of `texts` are checked.
     """
     texts = texts[:: max(1, len(texts) // CHECKED_TEXTS)]
     rate = tokenizer.count_unknown(texts) / max(1, count_characters(texts))
     if rate > config.tokenizer.max_unknown_rate:
         logging.warning(
-            "%s: %.1f%% of the characters are unknown to the vocabulary %s, so that the model "
-            "cannot read them; use weights that were trained on such text.",
+            "%s: %.1f%% of the characters are not in the vocabulary %s and become [UNK]; use "
+            "weights that were trained on such text.",
             title,
             100 * rate,
             tokenizer.path,
