@@ -83,7 +83,7 @@ class TaskResult:
 
 
 def read_results(workdir: Workdir) -> list[RunResult]:
-    """Read the finished runs; removes a line that was only partly written.
+    """Read the finished runs, and remove a partly written last line.
 
     Raises:
       DamagedFileError: Another line is not a result; the message names the line.

@@ -1,5 +1,6 @@
-"""Replaced-token detection (ELECTRA §2): a small generator replaces masked tokens, and the
-discriminator predicts for each token whether it was replaced.
+"""Replaced-token detection (ELECTRA §2).
+
+A small generator replaces masked tokens; the discriminator detects the replaced ones.
 """
 
 import jax

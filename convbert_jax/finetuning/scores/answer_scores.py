@@ -60,7 +60,7 @@ def best_thresholds(
     """Return best_exact_match and best_f1 over all thresholds on the odds, and these thresholds.
 
     As in the official script, the thresholds are chosen on the questions that they are reported
-    for, and any answer to a question without one is wrong, even "the", which normalizes to "".
+    for. Any answer to a question without one is wrong, even "the", which normalizes to "".
 
     Args:
       answers: Best answer of every question, never "".

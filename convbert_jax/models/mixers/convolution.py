@@ -227,7 +227,7 @@ def convolve(
     implementation: str,
     capture: Capture | None,
 ) -> Float[Array, "B L C"]:
-    """Apply `ops.span_dynamic_conv`; offers "filters" [B, L, H, K] to `capture`."""
+    """Apply `ops.span_dynamic_conv`; offer "filters" [B, L, H, K] to `capture`."""
     if capture is not None:
         capture.offer(
             "filters", lambda: span_filters(query, span_key, projection, bias, heads=heads)
