@@ -126,7 +126,6 @@ def fit(
             f"Cannot resume {title}: the checkpoint is at step {done}, but the training data now "
             f"gives only {steps} steps. Restore the original data or use a new --workdir.",
             field="--workdir",
-            value=steps,
         )
     batches = itertools.islice(_batches(task, config, seeds, steps), done, None)
     per_step, stopped = config.finetune.batch_size * len(seeds), None

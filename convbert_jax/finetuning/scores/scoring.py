@@ -70,21 +70,21 @@ def check_metrics(task: LabelledTask) -> None:
                 f"contains the unknown metric '{name}'. Choose from: "
                 f"{', '.join(n for n, metric in METRICS.items() if task.kind in metric.kinds)}.",
                 field="config.task.metrics",
-                value=name,
+                value=task.metrics,
             )
         if task.kind not in METRICS[name].kinds:
             raise ConfigError(
                 f"contains '{name}', which does not apply to {task.kind}. Choose from: "
                 f"{', '.join(n for n, metric in METRICS.items() if task.kind in metric.kinds)}.",
                 field="config.task.metrics",
-                value=name,
+                value=task.metrics,
             )
     if "f1" in task.metrics and len(task.labels) != 2:
         raise ConfigError(
             f"contains 'f1', which requires two labels, but {task.name} has {len(task.labels)}. "
             "Use macro_f1.",
             field="config.task.metrics",
-            value="f1",
+            value=task.metrics,
         )
     if "span_f1" in task.metrics:
         odd = [tag for tag in task.labels if tag != "O" and not re.fullmatch("[BI]-.+", tag)]
@@ -93,7 +93,7 @@ def check_metrics(task: LabelledTask) -> None:
                 f"contains 'span_f1', which requires the tags O, B-… and I-…, but {task.name} has "
                 f"'{odd[0]}'. Use accuracy or macro_f1.",
                 field="config.task.metrics",
-                value="span_f1",
+                value=task.metrics,
             )
 
 
