@@ -1,4 +1,4 @@
-"""Text to batches: tokenizers, sources of documents, prepared rows, resumable iteration.
+"""Data pipeline: tokenizers, document sources, prepared rows and resumable iteration.
 
-Nothing here imports jax: the worker processes start fast, and no array touches a device.
+This package does not import jax, so worker processes start fast and no array touches a device.
 """

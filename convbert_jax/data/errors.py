@@ -7,16 +7,16 @@ from convbert_jax.config import UserError
 
 
 class DataError(UserError, ValueError):
-    """A corpus that cannot be read, prepared or resumed."""
+    """Error while reading, preparing or resuming a corpus."""
 
 
 class TokenizerError(DataError):
-    """A vocabulary that cannot be trained, read or trusted."""
+    """Error while training, reading or checking a vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """A line or row of a file, for errors."""
+    """A line or row of a file, for error messages."""
 
     path: str | os.PathLike
     line: int
@@ -27,5 +27,5 @@ class Location:
 
 
 def shorten(text: str, most: int = 120) -> str:
-    """`text` for a sentence: cut to `most` characters if it is longer."""
+    """Truncates `text` to `most` characters for a message."""
     return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,6 +1,6 @@
-"""Records of a prepared folder: JSON files with a checksum of their own.
+"""Records of a prepared folder: JSON files that contain a checksum.
 
-So a changed digit, which is still JSON, is damage and no other number.
+The checksum detects damage that is still valid JSON, for example a changed digit.
 """
 
 from collections.abc import Mapping
@@ -12,27 +12,27 @@ from convbert_jax.data.errors import DataError
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
-    """`content` as the whole of `path`, or `path` stays as it was.
+    """Atomically writes `content` to `path`.
 
     Raises:
-      DataError: it cannot be written.
+      DataError: the file cannot be written; an existing file is unchanged.
     """
     try:
         files.write_json(path, files.seal(content))
     except OSError as error:
         raise DataError(
-            f"{path} could not be written ({error.strerror}); free some space or name another "
-            "config.data.directory, then run again: what was finished is kept.",
+            f"{path} could not be written ({error.strerror}). Free some space or use another "
+            "config.data.directory, then run again; completed work is kept.",
             field="config.data.directory",
             path=path,
         ) from None
 
 
 def read_record(path: Path, *, remedy: str, fields: Mapping[str, files.Kinds]) -> dict[str, Any]:
-    """Reads what `write_record` wrote.
+    """Reads a record written by `write_record`.
 
     Raises:
-      FileNotFoundError: it is not there.
-      DamagedFileError: it is not what was written, or lacks one of `fields`, see `files.read_json`.
+      FileNotFoundError: the file does not exist.
+      DamagedFileError: the checksum is wrong or one of `fields` is missing, see `files.read_json`.
     """
     return files.read_json(path, remedy=remedy, fields=fields)

@@ -1,1 +1,1 @@
-"""Where documents come from: docstrings, text files, parquet files, data sets by row number."""
+"""Document sources: docstrings, text files, Parquet files, and indexed data sets."""

@@ -1,4 +1,4 @@
-"""A corpus that is on every machine: docstrings of the standard library and installed packages."""
+"""Built-in corpus: docstrings of the standard library and the installed packages."""
 
 import ast
 import dataclasses
@@ -15,10 +15,10 @@ from pathlib import Path
 from convbert_jax.config import DataSection
 from convbert_jax.data.sources.documents import clean
 
-SOURCE_BYTES = 24_000_000  # of Python read; about a fifth of it is docstrings
+SOURCE_BYTES = 24_000_000  # of Python source; about a fifth of it is docstrings
 UNIT_SOURCE_BYTES = 6_000_000
 SHORTEST = 80  # characters; shorter docstrings are one-liners
-# Packages whose docstrings are mostly prose come first; then the others, by name.
+# Packages whose docstrings are mostly prose come first, then the others by name.
 PROSE = ("numpy", "scipy", "matplotlib", "jax", "flax", "optax")
 SKIPPED = {"__pycache__", "site-packages", "test", "tests", "idlelib", "lib2to3", "_vendor"}
 DOCTEST = re.compile(r"^>>>.*(\n.+)*", re.MULTILINE)  # from the prompt to a blank line
@@ -39,15 +39,15 @@ class Docstrings:
 
     @property
     def files(self) -> set[Path]:
-        """All files that it reads."""
+        """All files of the corpus."""
         return {path for unit in self.units for path in self.files_of(unit)}
 
     def files_of(self, unit: Modules) -> set[Path]:
-        """The files of one unit."""
+        """Returns the files of one unit."""
         return set(map(Path, unit.paths))
 
     def documents(self, unit: Modules, tally: Counter | None = None) -> Iterator[str]:
-        """Docstrings without doctests; what repeats within a unit comes once."""
+        """Yields docstrings without doctests and without duplicates within the unit."""
         seen = set()
         for path in unit.paths:
             for text in _docstrings(Path(path).read_bytes()):
@@ -58,7 +58,7 @@ class Docstrings:
 
 
 def open_docstrings(rest: str, section: DataSection) -> Docstrings:
-    """Modules in a fixed order up to `SOURCE_BYTES`, parsed but never imported."""
+    """Opens modules in a fixed order up to `SOURCE_BYTES`; they are parsed, never imported."""
     del rest, section
     folders = sysconfig.get_paths()
     modules = [*_modules(Path(folders["stdlib"]), ()), *_modules(Path(folders["purelib"]), PROSE)]

@@ -1,28 +1,32 @@
-"""Bytes to documents: decoding, cutting what is too long, and sizes of units."""
+"""Decoding and splitting of documents, and sizes of units."""
 
 from collections import Counter
 from collections.abc import Iterator
 
-LONGEST = 1_000_000  # characters of a document; what is longer becomes several
+LONGEST = 1_000_000  # characters of a document; longer documents are split
 UNIT_BYTES = 16_000_000
-MOST_UNITS = 512  # larger corpora get larger units, so that shards stay few
+MOST_UNITS = 512  # limits the number of shards: larger corpora get larger units
 
 
 def unit_bytes(total: int) -> int:
-    """Size of a unit for a corpus of `total` bytes of text."""
+    """Returns the size of a unit, in bytes, for a corpus of `total` bytes of text."""
     return max(UNIT_BYTES, -(-total // MOST_UNITS))
 
 
 def bad_places(data: bytes, encoding: str) -> int:
-    """Counts the places of `data` that cannot be decoded."""
+    """Counts the invalid byte sequences in `data`."""
     marks = (data.decode(encoding, policy).count("\ufffd") for policy in ("replace", "ignore"))
-    return next(marks) - next(marks)  # without the marks that the text itself contains
+    return next(marks) - next(marks)  # subtracts the U+FFFD that the text itself contains
 
 
 def decode(data: bytes, errors: str, tally: Counter | None, encoding: str = "utf-8") -> str | None:
-    """Text of `data` by the policy `errors` ("error", "replace" or "skip").
+    """Decodes `data` with the policy `errors` ("error", "replace" or "skip").
 
-    Returns None where the document is to be left out. Raises UnicodeDecodeError under "error".
+    Returns:
+      The text, or None if the document is to be skipped.
+
+    Raises:
+      UnicodeDecodeError: `data` is invalid and `errors` is "error".
     """
     try:
         return data.decode(encoding)
@@ -36,8 +40,8 @@ def decode(data: bytes, errors: str, tally: Counter | None, encoding: str = "utf
 
 
 def clean(text: str) -> Iterator[str]:
-    """`text` as documents of at most `LONGEST` characters, cut at white space; none if blank."""
-    # Lone surrogates, which JSON escapes can make, are not text; they become "?".
+    """Yields `text` as documents of at most `LONGEST` characters, split at white space."""
+    # JSON escapes can produce lone surrogates, which UTF-8 cannot encode; they become "?".
     text = text.encode("utf-8", "replace").decode("utf-8").replace("\r\n", "\n").strip()
     while len(text) > LONGEST:
         cut = max(text.rfind(space, LONGEST // 2, LONGEST) for space in " \n\t")
@@ -49,7 +53,7 @@ def clean(text: str) -> Iterator[str]:
 
 
 def cut_document(text: str, pieces: int) -> list[str]:
-    """`text` in about `pieces` pieces of equal size, cut at line ends or else at blanks."""
+    """Splits `text` into about `pieces` equal parts at line ends, or else at spaces."""
     size, start, result = -(-len(text) // pieces), 0, []
     while start < len(text):
         stop = start + size

@@ -1,6 +1,6 @@
 """Data sets with random access by row number: TensorFlow Datasets, Hugging Face `datasets`.
 
-Neither needs TensorFlow: TFDS reads what was prepared as array_record by itself.
+TensorFlow is not required: TFDS reads data prepared as array_record without it.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from convbert_jax.data.sources.text_files import fingerprint_files
 from convbert_jax.data.tables.table_files import find_value, list_columns
 
 ROWS_AT_ONCE = 128
-SAMPLED_ROWS = 64  # to estimate how much text there is
-_TFDS = "tensorflow_datasets."  # how the names of its classes begin
-SAVED = ("state.json", "dataset_dict.json")  # of these `save_to_disk` leaves one in a folder
+SAMPLED_ROWS = 64  # to estimate the amount of text
+_TFDS = "tensorflow_datasets."  # prefix of its class names
+SAVED = ("state.json", "dataset_dict.json")  # `save_to_disk` writes one of these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +39,11 @@ class IndexedRows:
     arguments: tuple[str, ...]
     text_field: str
     encoding_errors: str
-    files: frozenset[Path]  # that hold the rows; empty if only the package knows them
+    files: frozenset[Path]  # with the rows; empty if only the package knows them
     units: tuple[RowRange, ...]
 
     def documents(self, unit: RowRange, tally: Counter | None = None) -> Iterator[str]:
-        """Texts of the rows of `unit`; null and blank ones are left out."""
+        """Yields the texts of the rows of `unit`; null and blank texts are skipped."""
         rows = OPEN_ROWS[self.opener](*self.arguments)
         for start in range(unit.start, unit.stop, ROWS_AT_ONCE):
             indices = range(start, min(start + ROWS_AT_ONCE, unit.stop))
@@ -54,7 +54,7 @@ class IndexedRows:
                         text = decode(text, self.encoding_errors, tally)
                     except UnicodeDecodeError:
                         raise DataError(
-                            f"Row {index} of {self.name} is not UTF-8; set "
+                            f"Row {index} of {self.name} is not UTF-8. Set "
                             "config.data.encoding_errors to 'replace' or 'skip'.",
                             field="config.data.encoding_errors",
                             line=index,
@@ -63,13 +63,13 @@ class IndexedRows:
 
 
 def open_tfds(rest: str, section: DataSection) -> IndexedRows:
-    """A prepared directory (the one with `dataset_info.json`) or a registered data set's name.
+    """Opens a prepared directory (with `dataset_info.json`) or a registered data set.
 
-    A name that is not prepared yet is prepared as array_record where that works without
-    TensorFlow.
+    A registered data set that is not prepared yet is prepared as array_record, if this works
+    without TensorFlow.
 
     Raises:
-      DataError: unknown name, no prepared data, another file format, no such split or field.
+      DataError: unknown name, unprepared data, another file format, unknown split or field.
     """
     import tensorflow_datasets as tfds
 
@@ -77,14 +77,14 @@ def open_tfds(rest: str, section: DataSection) -> IndexedRows:
         directory = os.path.abspath(rest)
         if not os.path.isfile(os.path.join(directory, "dataset_info.json")):
             raise DataError(
-                f"{rest} is not a prepared data set (it has no dataset_info.json); name the "
-                "folder of its version, for example NAME/1.0.0.",
+                f"{rest} is not a prepared data set: it has no dataset_info.json. Use the "
+                "folder of a version, for example NAME/1.0.0.",
                 path=rest,
             )
     elif ":" in rest:
         raise DataError(
-            f"config.data.source='tfds:{rest}' is a community data set, for which TFDS downloads "
-            "and executes code; prepare it yourself and name its folder as tfds:DIR.",
+            f"config.data.source='tfds:{rest}' is a community data set: TFDS would download and "
+            "execute its code. Prepare it yourself and use tfds:DIR.",
             field="config.data.source",
             value=f"tfds:{rest}",
         )
@@ -99,25 +99,28 @@ def open_tfds(rest: str, section: DataSection) -> IndexedRows:
 
 
 def open_datasets(rest: str, section: DataSection) -> IndexedRows:
-    """A data set of the `datasets` package: NAME, OWNER/NAME or OWNER/NAME/CONFIG as `load_dataset`
-    takes them, or a folder, of files that it reads or as `save_to_disk` writes one.
+    """Opens a data set with the `datasets` package.
+
+    Args:
+      rest: NAME, OWNER/NAME or OWNER/NAME/CONFIG for `load_dataset`, or a folder with files that
+        it reads or that `save_to_disk` wrote.
 
     Raises:
-      DataError: the package is not installed, nothing can be loaded, or no such split or field.
+      DataError: the package is not installed, loading failed, or unknown split or field.
     """
     try:
         import datasets
     except ImportError:
         raise DataError(
-            f"config.data.source='datasets:{rest}' needs a package that is not required "
-            "otherwise: pip install datasets.",
+            f"config.data.source='datasets:{rest}' needs the optional package datasets. "
+            "Run pip install datasets.",
             field="config.data.source",
             value=f"datasets:{rest}",
         ) from None
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise DataError(
             f"config.data.source='datasets:{rest}': datasets {datasets.__version__} may execute "
-            "a script of a data set; install version 4 or newer.",
+            "scripts of a data set. Install version 4 or newer.",
             field="config.data.source",
             value=f"datasets:{rest}",
         )
@@ -134,7 +137,7 @@ def _indexed(
     count, field = len(rows), section.text_field
     if not count:
         raise DataError(
-            f"{name} has no rows in split '{section.split}'; check config.data.split.",
+            f"{name} has no rows in split '{section.split}'. Check config.data.split.",
             field="config.data.split",
             value=section.split,
         )
@@ -144,7 +147,7 @@ def _indexed(
     texts = [text for text in found if text is not None]
     if not texts or not all(isinstance(text, str | bytes) for text in texts):
         raise DataError(
-            f"{name} has no text in '{field}' (it has: {list_columns(sample[0])}); set "
+            f"{name} has no text in '{field}' (columns: {list_columns(sample[0])}). Set "
             "config.data.text_field.",
             field="config.data.text_field",
             value=field,
@@ -167,10 +170,10 @@ def _indexed(
 
 
 def _prepared(tfds, name: str):
-    """The builder of a registered data set, prepared."""
+    """Returns the builder of a registered data set and prepares it if needed."""
     elsewhere = (
-        f"prepare it once where TensorFlow is installed (tfds build {name} "
-        "--file_format=array_record) and name its folder as tfds:DIR"
+        f"Prepare it where TensorFlow is installed (tfds build {name} "
+        "--file_format=array_record) and use tfds:DIR"
     )
     try:
         builder = tfds.builder(name)
@@ -178,39 +181,43 @@ def _prepared(tfds, name: str):
             builder.download_and_prepare(file_format="array_record")
     except tfds.core.DatasetNotFoundError:
         raise DataError(
-            f"TensorFlow Datasets knows no '{name}', and it is no folder; check "
+            f"'{name}' is neither a data set of TensorFlow Datasets nor a folder. Check "
             "config.data.source.",
             field="config.data.source",
             value=name,
         ) from None
     except ImportError as error:
         raise DataError(
-            f"tfds:{name} needs a missing package ({error}); {elsewhere}.", value=f"tfds:{name}"
+            f"tfds:{name} needs a missing package ({error}). {elsewhere}.", value=f"tfds:{name}"
         ) from None
-    # Builders fail in their own ways: network, checksums, a TensorFlow call without TensorFlow.
+    # Builders raise any exception: network, checksums, a TensorFlow call without TensorFlow.
     except Exception as error:
         raise DataError(
-            f"tfds:{name} could not be prepared here ({_reason(error)}); {elsewhere}.",
+            f"tfds:{name} could not be prepared ({_reason(error)}). {elsewhere}.",
             value=f"tfds:{name}",
         ) from error
     return builder
 
 
 def rows_at(rows, indices: Sequence[int], name: str) -> list[dict]:
-    """The rows at `indices` of a data set of either kind. Raises DataError if it is damaged."""
+    """Returns the rows at `indices` of a TFDS or `datasets` data set.
+
+    Raises:
+      DataError: the data set is damaged.
+    """
     try:
         return rows.__getitems__(list(indices))
-    # The readers of both kinds raise what theirs raise: damaged records, types, missing files.
+    # Both packages raise many types of errors: damaged records, wrong types, missing files.
     except Exception as error:
         raise DataError(
-            f"{name} is damaged in rows {min(indices)} to {max(indices)} ({_reason(error)}); "
-            "prepare it again.",
+            f"{name} is damaged in rows {min(indices)} to {max(indices)} ({_reason(error)}). "
+            "Prepare it again.",
             value=name,
         ) from None
 
 
 def all_rows(rows, name: str, at_once: int = 1_024) -> Iterator[dict]:
-    """Every row of a data set, see `rows_at`."""
+    """Yields every row of a data set, see `rows_at`."""
     for start in range(0, len(rows), at_once):
         yield from rows_at(rows, range(start, min(start + at_once, len(rows))), name)
 
@@ -225,10 +232,10 @@ def _tfds_rows(directory: str, split: str):
 
 @functools.lru_cache(maxsize=4)
 def open_prepared(directory: str, split: str):
-    """Rows and features of a split of a folder that TFDS prepared as array_record.
+    """Returns (rows, features) of a split of a folder that TFDS prepared as array_record.
 
     Raises:
-      DataError: another file format, no such split, or damaged files.
+      DataError: another file format, unknown split, or damaged files.
     """
     import tensorflow_datasets as tfds
 
@@ -238,17 +245,17 @@ def open_prepared(directory: str, split: str):
         splits = list(builder.info.splits)
     except DataError:
         raise
-    # Its JSON files are read by several parsers, each with errors of its own.
+    # Several parsers with different errors read its JSON files.
     except Exception as error:
         raise DataError(
             f"{directory} is damaged: it cannot be read as a prepared data set "
-            f"({_reason(error)}); prepare it again.",
+            f"({_reason(error)}). Prepare it again.",
             path=directory,
         ) from None
     named = {part.split("[")[0].strip() for part in split.split("+")}
     if not named <= {*splits, "all"}:
         raise DataError(
-            f"{directory} has no split '{split}' (it has: {', '.join(splits)}); name one of these.",
+            f"{directory} has no split '{split}'. Choose one of: {', '.join(splits)}.",
             value=split,
             path=directory,
         )
@@ -256,14 +263,14 @@ def open_prepared(directory: str, split: str):
         return builder.as_data_source(split=split), builder.info.features
     except NotImplementedError:
         raise DataError(
-            f"{directory} was not prepared as array_record; run tfds build {builder.name} "
-            "--file_format=array_record and name its folder.",
+            f"{directory} was not prepared as array_record. Run tfds build {builder.name} "
+            "--file_format=array_record and use its folder.",
             path=directory,
         ) from None
     except Exception as error:
         raise DataError(
-            f"Split '{split}' of {directory} cannot be opened ({_reason(error)}); check "
-            "config.data.split, or prepare it again.",
+            f"Split '{split}' of {directory} cannot be opened ({_reason(error)}). Check "
+            "config.data.split or prepare the data set again.",
             field="config.data.split",
             value=split,
             path=directory,
@@ -271,7 +278,7 @@ def open_prepared(directory: str, split: str):
 
 
 def _check_features(features, directory: str) -> None:
-    """Refuses classes of features outside of TFDS, which would import any module that a
+    """Raises DataError for feature classes outside of TFDS, because TFDS imports any module that
     features.json names.
     """
     if isinstance(features, list):
@@ -282,13 +289,13 @@ def _check_features(features, directory: str) -> None:
             is_class = key in ("pythonClassName", "python_class_name", "type")
             if is_class and isinstance(value, str) and not value.startswith(_TFDS):
                 raise DataError(
-                    f"{directory}/features.json: '{shorten(value)}' is Python outside of "
-                    "TensorFlow Datasets, which would be executed; prepare the data set with "
-                    "features of TFDS.",
+                    f"{directory}/features.json names '{shorten(value)}': code outside of "
+                    "TensorFlow Datasets would be executed. Prepare the data set with features "
+                    "of TFDS.",
                     path=f"{directory}/features.json",
                 )
             _check_features(value, directory)
-    elif isinstance(features, str):  # JSON inside of JSON
+    elif isinstance(features, str):  # nested JSON
         try:
             inside = json.loads(features)
         except ValueError:
@@ -308,10 +315,10 @@ def _datasets_rows(name: str, split: str):
             rows = datasets.load_from_disk(folder)
         else:
             rows = datasets.load_dataset("/".join(parts), configuration, split=split)
-    # The package raises errors of its own, of the hub's client and of the file system.
+    # The package also raises errors of the hub's client and of the file system.
     except Exception as error:
         raise DataError(
-            f"datasets:{name} could not be loaded ({_reason(error)}); check the "
+            f"datasets:{name} could not be loaded ({_reason(error)}). Check the "
             "name, config.data.split and the network.",
             value=f"datasets:{name}",
         ) from error
@@ -319,7 +326,7 @@ def _datasets_rows(name: str, split: str):
         if split not in rows:
             names = ", ".join(rows)
             raise DataError(
-                f"{folder} has no split '{split}' (it has: {names}); name one of these.",
+                f"{folder} has no split '{split}'. Choose one of: {names}.",
                 value=split,
                 path=folder,
             )

@@ -1,4 +1,4 @@
-"""Parquet files, read by row groups: local ones, and public data sets of the Hugging Face hub."""
+"""Parquet files, local or from the Hugging Face hub, read by row groups."""
 
 import dataclasses
 import errno
@@ -19,7 +19,7 @@ from convbert_jax.data.sources.text_files import (
 )
 
 ROWS_AT_ONCE = 128
-# Of files of the hub that are read as `text:` does.
+# Files of the hub with these suffixes are read like `text:` sources.
 TEXT_ENDINGS = tuple(
     f".{kind}{packed}"
     for kind in ("txt", "jsonl", "ndjson", "json", "csv", "tsv")
@@ -31,7 +31,7 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, err
 
 @dataclasses.dataclass(frozen=True)
 class RowGroup:
-    """A row group of a file; `size` is in uncompressed bytes of the columns that are read."""
+    """A row group of a file; `size` is the uncompressed bytes of the columns that are read."""
 
     file: str  # relative to the root
     index: int
@@ -56,15 +56,15 @@ class ParquetFiles:
 
     @property
     def files(self) -> set[Path]:
-        """All files that it reads."""
+        """All files of the corpus."""
         return {path for unit in self.units for path in self.files_of(unit)}
 
     def files_of(self, unit: RowGroups) -> set[Path]:
-        """The files of one unit."""
+        """Returns the files of one unit."""
         return {self.root / file for file, _ in unit.parts}
 
     def documents(self, unit: RowGroups, tally: Counter | None = None) -> Iterator[str]:
-        """Texts of the rows of `unit`; null and blank ones are left out."""
+        """Yields the texts of the rows of `unit`; null and blank texts are skipped."""
         for file, group in unit.parts:
             path = self.root / file
             for (data,) in read_rows(path, group, [self.text_field]):
@@ -72,7 +72,7 @@ class ParquetFiles:
                     text = decode(data or b"", self.encoding_errors, tally)
                 except UnicodeDecodeError:
                     raise DataError(
-                        f"{path} has text that is not UTF-8 in row group {group}; set "
+                        f"{path} has text that is not UTF-8 in row group {group}. Set "
                         "config.data.encoding_errors to 'replace' or 'skip'.",
                         field="config.data.encoding_errors",
                         path=path,
@@ -81,10 +81,10 @@ class ParquetFiles:
 
 
 def read_rows(path: Path, group: int, names: Sequence[str]) -> Iterator[tuple]:
-    """Values of some columns in every row of a row group; text as bytes, which may not be UTF-8.
+    """Yields the values of columns in each row of a row group; text as bytes, maybe not UTF-8.
 
     Args:
-      names: of columns that `list_groups` has checked.
+      names: columns, already checked by `list_groups`.
 
     Raises:
       DataError: the file is damaged.
@@ -93,7 +93,7 @@ def read_rows(path: Path, group: int, names: Sequence[str]) -> Iterator[tuple]:
     from pyarrow import parquet
 
     try:
-        # Without pre_buffer and with small batches a row group is streamed, not held.
+        # Without pre_buffer and with small batches, a row group is streamed instead of loaded.
         with parquet.ParquetFile(
             path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True
         ) as file:
@@ -104,7 +104,7 @@ def read_rows(path: Path, group: int, names: Sequence[str]) -> Iterator[tuple]:
     except (pyarrow.ArrowException, OSError) as error:
         reason = shorten(" ".join(str(error).split()))
         raise DataError(
-            f"{path} is damaged in row group {group} ({reason}); fetch it again.", path=path
+            f"{path} is damaged in row group {group} ({reason}). Download it again.", path=path
         ) from None
 
 
@@ -120,18 +120,18 @@ def _read_column(batch, name: str) -> list:
 
 
 def open_parquet(rest: str, section: DataSection) -> ParquetFiles:
-    """Files of comma-separated globs with a string column `section.text_field`."""
+    """Opens files by comma-separated globs; `section.text_field` must be a string column."""
     return _open(f"parquet:{rest}", find_files(rest), section)
 
 
 def open_hub(rest: str, section: DataSection) -> ParquetFiles | TextFiles:
-    """Files of OWNER/NAME/GLOB, downloaded into the hub's cache on first use.
+    """Opens the files OWNER/NAME/GLOB of the hub, downloaded into its cache on first use.
 
-    They are parquet, or text and tables as `text:` reads them; other files are left out.
+    Reads Parquet, or text and tables like `text:`; files with other suffixes are ignored.
 
     Raises:
-      DataError: no such data set or file, files of another kind, no network and nothing in the
-        cache, or a cache that cannot be written.
+      DataError: unknown data set or file, unsupported file type, no network and nothing in the
+        cache, or a cache that is not writable.
     """
     import huggingface_hub
 
@@ -146,8 +146,8 @@ def open_hub(rest: str, section: DataSection) -> ParquetFiles | TextFiles:
         )
     if not pattern.endswith(("*", ".parquet", *TEXT_ENDINGS)):  # before anything is downloaded
         raise DataError(
-            f"config.data.source='hub:{rest}' names files of a kind that hub: does not read; it "
-            f"reads .parquet, {', '.join(TEXT_ENDINGS)}. Try datasets:{owner}/{name}.",
+            f"config.data.source='hub:{rest}' names files of an unsupported type; hub: reads "
+            f".parquet, {', '.join(TEXT_ENDINGS)}. Try datasets:{owner}/{name}.",
             field="config.data.source",
             value=f"hub:{rest}",
         )
@@ -155,18 +155,18 @@ def open_hub(rest: str, section: DataSection) -> ParquetFiles | TextFiles:
         folder = huggingface_hub.snapshot_download(
             f"{owner}/{name}", repo_type="dataset", allow_patterns=pattern
         )
-    # The hub's client raises errors of its own, of its transport and of the file system.
+    # The hub's client also raises errors of its transport and of the file system.
     except Exception as error:
         if _is_of_the_disk(error):
             raise DataError(
-                f"hub:{rest} could not be kept in {huggingface_hub.constants.HF_HUB_CACHE} "
-                f"({getattr(error, 'strerror', '') or _FULL}); make room there, or name a folder "
-                "on another disk with the environment variable HF_HOME.",
+                f"hub:{rest} could not be saved in {huggingface_hub.constants.HF_HUB_CACHE} "
+                f"({getattr(error, 'strerror', '') or _FULL}). Free some space, or set the "
+                "environment variable HF_HOME to a folder on another disk.",
                 value=f"hub:{rest}",
             ) from error
         raise DataError(
-            f"hub:{rest} could not be downloaded ({type(error).__name__}); check the name and the "
-            "network, or download the files elsewhere and name them as parquet:GLOB or text:GLOB.",
+            f"hub:{rest} could not be downloaded ({type(error).__name__}). Check the name and the "
+            "network, or download the files elsewhere and use parquet:GLOB or text:GLOB.",
             value=f"hub:{rest}",
         ) from error
     paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
@@ -175,15 +175,15 @@ def open_hub(rest: str, section: DataSection) -> ParquetFiles | TextFiles:
     texts = [path for path in paths if path.name.endswith(TEXT_ENDINGS)]
     if not tables and not texts:
         raise DataError(
-            f"No file of {owner}/{name} that hub: reads (.parquet, {', '.join(TEXT_ENDINGS)}) "
-            f"matches '{pattern}'; check config.data.source.",
+            f"No supported file (.parquet, {', '.join(TEXT_ENDINGS)}) of {owner}/{name} "
+            f"matches '{pattern}'. Check config.data.source.",
             field="config.data.source",
             value=pattern,
         )
     if tables and texts:
         raise DataError(
-            f"config.data.source='hub:{rest}' matches parquet files ({tables[0].name}) and text "
-            f"files ({texts[0].name}); name files of one kind, for example *.parquet.",
+            f"config.data.source='hub:{rest}' matches Parquet files ({tables[0].name}) and text "
+            f"files ({texts[0].name}). Use a pattern for one type, for example *.parquet.",
             field="config.data.source",
             value=f"hub:{rest}",
         )
@@ -195,10 +195,10 @@ def open_hub(rest: str, section: DataSection) -> ParquetFiles | TextFiles:
 
 
 def _is_of_the_disk(error: Exception) -> bool:
-    """Whether the cache cannot be written; of errors of the transport, some are OSErrors too."""
+    """Returns whether the cache is not writable; some network errors are OSErrors too."""
     if isinstance(error, OSError):
         return error.errno in _DISK
-    return _FULL in str(error)  # hf_xet, in Rust, says it in words
+    return _FULL in str(error)  # hf_xet (Rust) has no errno, only the text
 
 
 def _open(name: str, paths: list[Path], section: DataSection) -> ParquetFiles:
@@ -214,7 +214,7 @@ def _open(name: str, paths: list[Path], section: DataSection) -> ParquetFiles:
 
 
 def make_units(groups: Sequence[RowGroup]) -> tuple[RowGroups, ...]:
-    """Row groups in their order, put together to units."""
+    """Groups consecutive row groups into units."""
     target = unit_bytes(sum(group.size for group in groups))
     units, parts, filled = [], [], 0
     for group in groups:
@@ -231,16 +231,16 @@ def make_units(groups: Sequence[RowGroup]) -> tuple[RowGroups, ...]:
 def list_groups(
     paths: Sequence[Path], names: Sequence[str], *, field: str, lists: bool = False
 ) -> tuple[Path, list[RowGroup]]:
-    """The common folder of files, and their row groups.
+    """Returns the common folder of `paths` and their row groups.
 
     Args:
-      names: of columns; "translation.en" is the field "en" of the column "translation", unless a
-        column has this name.
-      field: of the config that names the columns, for errors.
-      lists: allows lists of texts.
+      names: columns; "translation.en" is the field "en" of the column "translation", unless a
+        column "translation.en" exists.
+      field: the config field that names the columns, for error messages.
+      lists: whether lists of texts are allowed.
 
     Raises:
-      DataError: not a parquet file, no such column, or no text in it.
+      DataError: not a Parquet file, unknown column, or a column without text.
     """
     root = Path(os.path.commonpath([path.parent for path in paths]))
     return root, [
@@ -253,20 +253,20 @@ def list_groups(
 def _measure_groups(
     path: Path, names: Sequence[str], field: str, lists: bool
 ) -> list[tuple[int, int]]:
-    """Rows, and uncompressed bytes of the columns, in each row group."""
+    """Returns (rows, uncompressed bytes of the columns) of each row group."""
     import pyarrow
     from pyarrow import parquet
 
     try:
         metadata = parquet.read_metadata(path)
     except (pyarrow.ArrowException, OSError):
-        raise DataError(f"{path} is not a parquet file; check its name.", path=path) from None
+        raise DataError(f"{path} is not a Parquet file. Check its name.", path=path) from None
     schema = metadata.schema.to_arrow_schema()
     for name in names:
         if not (found := _find_column(schema, name)):
             known = shorten(", ".join(_list_columns(schema)))
             raise DataError(
-                f"{path} has no column '{name}' (it has: {known}); set {field}.",
+                f"{path} has no column '{name}' (columns: {known}). Set {field}.",
                 field=field,
                 value=name,
                 path=path,
@@ -274,7 +274,7 @@ def _measure_groups(
         _, kind = found
         if not _is_text(kind.value_type if lists and _is_list(kind) else kind):
             raise DataError(
-                f"Column '{name}' of {path} is {kind}, not text; set {field}.",
+                f"Column '{name}' of {path} has type {kind}, not text. Set {field}.",
                 field=field,
                 value=name,
                 path=path,
@@ -290,7 +290,11 @@ def _measure_groups(
 
 
 def _find_column(schema, name: str):
-    """(indices of the column and of the fields in it, type) in a schema or a struct type."""
+    """Returns ([index of the column, indices of nested fields], type), or None.
+
+    Args:
+      schema: schema or struct type.
+    """
     import pyarrow
 
     names = [field.name for field in schema]
@@ -322,7 +326,7 @@ def _is_list(kind) -> bool:
 
 
 def _is_text(kind) -> bool:
-    """Whether an arrow type is one of text, also as categories."""
+    """Returns whether an Arrow type is text or dictionary-encoded text."""
     from pyarrow import types
 
     kind = kind.value_type if types.is_dictionary(kind) else kind

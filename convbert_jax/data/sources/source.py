@@ -1,7 +1,7 @@
-"""Where documents come from: one function from a spec to a `Source`.
+"""Opens document sources by their spec, for example "text:corpus/*.txt".
 
-A source is cut into units of some 16 MB of text. One process reads a unit from its beginning to its
-end, which makes it the grain of parallel work and of resuming.
+A source is split into units of about 16 MB of text. One process reads a whole unit, so units are
+the granularity of parallel work and of resuming.
 """
 
 import os
@@ -17,16 +17,16 @@ from convbert_jax.data.sources import docstrings, indexed_rows, parquet_files, t
 
 
 class Source(Protocol):
-    """A corpus as units of documents; picklable.
+    """A corpus split into units of documents; picklable.
 
-    A unit is small and picklable, the same on every run; its `size` is in bytes of text, estimated
-    where compressed.
+    A unit is small, picklable and the same on every run. Its `size` is in bytes of text, estimated
+    for compressed files.
 
     Attributes:
-      fingerprint: depends on names, sizes and both ends of the files and on how they are read, not
-        on the folder or the modification time. It is cheap; the content of units is hashed when
-        they are read.
-      files: every local file that is read.
+      fingerprint: hash of the names, sizes and both ends of the files and of the reading options,
+        not of the folder or the modification times. It is cheap to compute; the content of units
+        is hashed when they are read.
+      files: all local files of the corpus.
     """
 
     name: str
@@ -35,8 +35,10 @@ class Source(Protocol):
     units: Sequence[Any]
 
     def documents(self, unit: Any, tally: Counter | None = None) -> Iterator[str]:
-        """Documents of a unit. Adds to `tally` the "undecodable" places of the text and the
-        documents "skipped" because of them.
+        """Yields the documents of a unit.
+
+        Args:
+          tally: counts "undecodable" byte sequences and the documents "skipped" because of them.
         """
 
 
@@ -48,36 +50,36 @@ OPENERS = {
     "tfds": indexed_rows.open_tfds,
     "datasets": indexed_rows.open_datasets,
 }
-REMOTE = ("hub", "datasets")  # opening these may need the network
+REMOTE = ("hub", "datasets")  # may need the network
 
 
 def open_source(section: DataSection, spec: str) -> Source:
-    """The source that `spec` names, e.g. "text:corpus/**/*.txt"; `section` says how to read it.
+    """Opens the source `spec`, for example "text:corpus/**/*.txt", with the options of `section`.
 
     Raises:
-      DataError: an unknown kind, or nothing to read there.
+      DataError: unknown kind of source, or a source without text.
     """
     kind, _, rest = spec.partition(":")
     if kind not in OPENERS or (kind != "docstrings" and not rest):
         if os.path.exists(spec) or re.search(r"[*?/]|\.\w+$", spec):
-            hint = f"write text:{spec} for text files"
+            hint = f"Use text:{spec} for text files"
         else:
             kinds = ", ".join(f"{name}:…" for name in OPENERS if name != "docstrings")
-            hint = f"choose one of: docstrings, {kinds}"
-        raise DataError(f"Source '{spec}' is not understood; {hint}.", value=spec)
+            hint = f"Choose one of: docstrings, {kinds}"
+        raise DataError(f"Unknown source '{spec}'. {hint}.", value=spec)
     source = OPENERS[kind](rest, section)
     if not source.units:
-        raise DataError(f"Source '{spec}' has no text; check it and its files.", value=spec)
+        raise DataError(f"Source '{spec}' has no text. Check its files.", value=spec)
     return source
 
 
 def refuse_shared_text(source, validation, *, section: str) -> None:
-    """Raises DataError where what is evaluated on is trained on too: held-out numbers would not be
-    of held-out text. A glob for all files takes those for evaluation along.
+    """Raises DataError if training and validation data share files, for example by a broad glob.
 
     Args:
-      source, validation: with a name and a fingerprint, and the `files` that they read, if any.
-      section: of the config, whose fields name them.
+      source: training data with a name and a fingerprint, and optionally `files`.
+      validation: validation data with the same attributes.
+      section: the config section whose fields name them.
     """
     trained, held = (
         {os.path.realpath(path) for path in getattr(each, "files", ())}
@@ -86,11 +88,11 @@ def refuse_shared_text(source, validation, *, section: str) -> None:
     shared = sorted(trained & held)
     if not shared and source.fingerprint != validation.fingerprint:
         return
-    what = f"reads {shared[0]}, which" if shared else "is the text that"
+    what = f"reads {shared[0]}, which is part of" if shared else "has the same text as"
     raise DataError(
-        f"config.{section}.validation_source='{validation.name}' {what} "
-        f"config.{section}.source='{source.name}' trains on; name files that are not among those, "
-        f"or leave it empty to hold out a part by config.{section}.heldout_fraction.",
+        f"config.{section}.validation_source='{validation.name}' {what} the training data "
+        f"config.{section}.source='{source.name}'. Use other files, or leave it empty to hold out "
+        f"config.{section}.heldout_fraction of the training data.",
         field=f"config.{section}.validation_source",
         value=validation.name,
     )

@@ -1,5 +1,6 @@
-"""Plain and gzipped text files: five formats, read by byte ranges that end where documents end;
-and tables, read whole, of which one column is the text.
+"""Plain and gzipped text files in five formats, and tables with a text column.
+
+Text files are split into byte ranges at document boundaries; tables are read whole.
 """
 
 import codecs
@@ -33,12 +34,12 @@ from convbert_jax.data.tables.text_lines import open_bytes
 
 GZIP_RATIO = 3  # estimated bytes of text per compressed byte
 LONGEST_JSON = 64_000_000  # bytes of one jsonl line
-HEAD = 65_536  # bytes at both ends of a file that enter the fingerprint
+HEAD = 65_536  # bytes at each end of a file that enter the fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Bytes `start` to `stop` of a file; `stop` is -1 for a compressed file, read whole."""
+    """Byte range of a file; `stop` is -1 for compressed files, which are read whole."""
 
     file: str  # relative to the source's root
     start: int
@@ -65,19 +66,19 @@ class TextFiles:
 
     @property
     def files(self) -> set[Path]:
-        """All files that it reads."""
+        """All files of the corpus."""
         return {path for unit in self.units for path in self.files_of(unit)}
 
     def files_of(self, unit: TextUnit) -> set[Path]:
-        """The files of one unit."""
+        """Returns the files of one unit."""
         return {self.root / part.file for part in unit.parts}
 
     def documents(self, unit: TextUnit, tally: Counter | None = None) -> Iterator[str]:
-        """Documents of `unit` in the order of the files.
+        """Yields the documents of `unit` in the order of the files.
 
         Raises:
-          DataError: text of another encoding under encoding_errors="error", a damaged .gz file,
-            or a jsonl line without the text field.
+          DataError: text in another encoding with encoding_errors="error", a damaged .gz file, or
+            a jsonl line without the text field.
         """
         for part in unit.parts:
             path = self.root / part.file
@@ -92,7 +93,7 @@ class TextFiles:
                 raise DataError(describe_bad_text(path, self.encoding), path=path) from None
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise DataError(
-                    f"{path} is a damaged gzip file ({error}); fetch it again or leave it out.",
+                    f"{path} is a damaged gzip file ({error}). Download it again or exclude it.",
                     path=path,
                 ) from None
             except OSError as error:
@@ -106,10 +107,10 @@ class TextFiles:
             if text is None or not text.strip():
                 continue
             if self.format == "jsonl":
-                if len(data) >= limit // 2:  # a longer line was cut somewhere after its middle
+                if len(data) >= limit // 2:  # longer lines were split after their middle
                     raise DataError(
-                        f"{self.root / part.file} has a line of over {limit // 2} bytes at byte "
-                        f"{offset}; it is not jsonl, set config.data.format.",
+                        f"{self.root / part.file} is not jsonl: the line at byte {offset} is "
+                        f"longer than {limit // 2} bytes. Set config.data.format.",
                         field="config.data.format",
                         path=self.root / part.file,
                     )
@@ -128,7 +129,7 @@ class TextFiles:
             if not offset and line.lstrip().startswith("["):
                 raise DataError(_describe_list(path), path=path) from None
             raise DataError(
-                f"{path} has no JSON object at byte {offset}: {error}; mend it, or set "
+                f"{path} has no JSON object at byte {offset}: {error}. Fix the file, or set "
                 "config.data.format if it is not jsonl.",
                 field="config.data.format",
                 path=path,
@@ -140,18 +141,18 @@ class TextFiles:
         if text is ABSENT:
             names = list_columns(record) if is_object else type(record).__name__
             raise DataError(
-                f"{path} has no text in '{field}' at byte {offset} (it has: {names}); "
-                "set config.data.text_field.",
+                f"{path} has no field '{field}' at byte {offset} (found: {names}). "
+                "Set config.data.text_field.",
                 field="config.data.text_field",
                 value=field,
                 path=path,
             )
         if text is None:
-            return ""  # left out, as in parquet
+            return ""  # skipped, as in Parquet files
         if not isinstance(text, str):
             raise DataError(
-                f"{path} has no text in '{field}' at byte {offset} but "
-                f"{shorten(repr(text), 40)}; mend it, or set config.data.text_field.",
+                f"{path} has {shorten(repr(text), 40)} instead of text in '{field}' at byte "
+                f"{offset}. Fix the file or set config.data.text_field.",
                 field="config.data.text_field",
                 value=field,
                 path=path,
@@ -161,25 +162,28 @@ class TextFiles:
 
 def _describe_list(path: Path) -> str:
     return (
-        f"{path} is a JSON list, and what is read has one object a line: write it so, for example "
-        f"with jq -c '.[]' {path.name}."
+        f"{path} is a JSON list, not one object per line. Convert it, for example with "
+        f"jq -c '.[]' {path.name}."
     )
 
 
 def open_text(rest: str, section: DataSection) -> TextFiles:
-    """Files of comma-separated globs; a folder stands for all files below it.
+    """Opens files by comma-separated globs; a folder means all files below it.
 
     Raises:
-      DataError: a glob without a file, and as `open_files` does.
+      DataError: a glob matches no file, or an error of `open_files`.
     """
     return open_files(f"text:{rest}", find_files(rest), section)
 
 
 def open_files(name: str, paths: list[Path], section: DataSection) -> TextFiles:
-    """Text files or tables by their paths; `name` is for errors.
+    """Opens text files or tables by their paths.
+
+    Args:
+      name: name of the source, for error messages.
 
     Raises:
-      DataError: a file that is not text, or files of different formats.
+      DataError: a file is not text, or the files have different formats.
     """
     root = Path(os.path.commonpath([path.parent for path in paths]))
     for path in paths:
@@ -205,54 +209,55 @@ def open_files(name: str, paths: list[Path], section: DataSection) -> TextFiles:
 
 
 def _format_of_all(paths: list[Path], source: str, encoding: str) -> str:
-    """The format that all files agree in; of blank lines and none the former."""
+    """Returns the format of all files; "blank_lines" wins over "lines"."""
     found: dict[str, str] = {}
     for path in paths:
         if kind := detect_format(path, encoding):
             found.setdefault(kind, path.name)
     if found.keys() == {"blank_lines", "lines"}:
         logging.warning(
-            "%s has blank lines between its texts and %s has none; both are read as "
-            "'blank_lines', so that the second is one text. config.data.format=lines makes a text "
-            "of each line, =file of each file.",
+            "%s separates texts by blank lines but %s has none. Both are read as 'blank_lines', "
+            "so the second file is one text. Use config.data.format=lines for one text per line, "
+            "=file for one per file.",
             found["blank_lines"],
             found.pop("lines"),
         )
     if len(found) > 1:
         names = ", ".join(f"{name}: {kind}" for kind, name in found.items())
         raise DataError(
-            f"config.data.source='{source}' has files of several formats ({names}), which are "
-            "read differently; name files of one format, as text:FOLDER/*.jsonl, or set "
-            "config.data.format.",
+            f"config.data.source='{source}' has files of several formats ({names}). Use files of "
+            "one format, for example text:FOLDER/*.jsonl, or set config.data.format.",
             field="config.data.source",
             value=source,
         )
     kind, name = next(iter(found.items()), ("lines", paths[0].name))
-    logging.info("config.data.format=auto: %s reads as '%s'.", name, kind)
+    logging.info("config.data.format=auto: %s has the format '%s'.", name, kind)
     return kind
 
 
 def read_column(
     path: Path, kind: str, field: str, encoding: str
 ) -> Iterator[tuple[int, tuple[str]]]:
-    """Lines and cells of one column of a table whose first line has the names of the columns.
+    """Yields (line, (cell,)) for one column of a table with a header line.
 
-    Bytes that are not of `encoding` become lone surrogates.
+    Invalid bytes become lone surrogates.
 
     Raises:
-      DataError: no rows, no such column, or a row with another number of columns.
+      DataError: no rows, unknown column, or a row with another number of columns.
     """
-    hint = "set config.data.text_field to one of these, which its first line must name"
+    hint = "set config.data.text_field to a column in the header line"
     form = TableFormat(kind, encoding=encoding, escape=True, hint=hint)
     return read_table(path, [field], form, BadRows(path, "error"))
 
 
 def find_files(globs: str, field: str = "config.data.source") -> list[Path]:
-    """Absolute paths of all files that comma-separated globs name, sorted; each file once, however
-    many links lead to it: those of a folder into itself would repeat all of it 40 times.
+    """Returns the sorted absolute paths of all files that match comma-separated globs.
+
+    Each file is returned once even if several links lead to it. A link from a folder to itself
+    would otherwise repeat its files 40 times.
     """
     found = set()
-    whole = os.path.exists(os.path.expanduser(globs))  # a name with a comma in it
+    whole = os.path.exists(os.path.expanduser(globs))  # the name itself may contain a comma
     for pattern in [globs] if whole else globs.split(","):
         expanded = os.path.expanduser(pattern.strip())
         if os.path.isdir(expanded):
@@ -261,7 +266,7 @@ def find_files(globs: str, field: str = "config.data.source") -> list[Path]:
         files = [name for name in names if os.path.isfile(name)]
         if not files:
             raise DataError(
-                f"No file matches '{pattern.strip()}'; check {field}.",
+                f"No file matches '{pattern.strip()}'. Check {field}.",
                 field=field,
                 value=pattern.strip(),
             )
@@ -271,7 +276,7 @@ def find_files(globs: str, field: str = "config.data.source") -> list[Path]:
         once.setdefault(os.path.realpath(name), name)
     if len(once) < len(found):
         logging.warning(
-            "%s names %d files by %d links too; each is read once.",
+            "%s matches %d files and %d more links to them; each file is read once.",
             globs,
             len(once),
             len(found) - len(once),
@@ -280,9 +285,9 @@ def find_files(globs: str, field: str = "config.data.source") -> list[Path]:
 
 
 def fingerprint_files(paths: list[Path], root: Path, how: str) -> str:
-    """sha256 over `how` and each file's name below `root`, size, first and last 64 KiB.
+    """Returns the sha256 of `how` and each file's name below `root`, size, first and last 64 KiB.
 
-    Cheap to compute at every start; changes in between are found by `units/changes.py`.
+    It is cheap to compute at every start; `units/changes.py` detects changes elsewhere in files.
     """
     digest = hashlib.sha256(how.encode())
     for path in paths:
@@ -330,7 +335,7 @@ def _parts(path: Path, name: str, size: int, kind: str, target: int) -> Iterator
 
 
 def _boundary(file, position: int, kind: str) -> int:
-    """The first byte after `position` where a document begins, or the end of the file."""
+    """Returns the offset after `position` where a document begins, or the end of the file."""
     file.seek(position)
     _skip_line(file)
     after_blank = False

@@ -1,4 +1,7 @@
-"""Formats of text files: lines to documents, both as (byte offset, bytes), in bounded memory."""
+"""Formats of text files: join lines into documents in bounded memory.
+
+Lines and documents are (byte offset, bytes).
+"""
 
 import codecs
 import json
@@ -26,12 +29,12 @@ Lines = Iterator[tuple[int, bytes]]
 
 
 def _paragraphs(lines: Lines) -> Lines:
-    """Documents separated by blank lines."""
+    """Yields documents separated by blank lines."""
     return _join(lines, ends=lambda line: not line.strip())
 
 
 def _join(lines: Lines, ends: Callable[[bytes], bool]) -> Lines:
-    """Lines put together up to one that `ends` a document, or to its greatest length."""
+    """Joins lines up to a line that `ends` a document, or up to LONGEST bytes."""
     start, parts, size = 0, [], 0
     for offset, line in lines:
         end = ends(line)
@@ -47,7 +50,7 @@ def _join(lines: Lines, ends: Callable[[bytes], bool]) -> Lines:
 
 
 def _wikiextractor(lines: Lines) -> Lines:
-    """What stands between `<doc …>` and `</doc>` lines; the title is the first line of it."""
+    """Yields the text between `<doc …>` and `</doc>` lines, title included."""
     inside = False
 
     def marks(line: bytes) -> bool:
@@ -70,7 +73,7 @@ FORMATS = {
 
 
 def detect_format(path: Path, encoding: str) -> str:
-    """The format of a file by its name and its beginning, "" of one that is empty."""
+    """Returns the format of a file by its suffix and first bytes, or "" if it is empty."""
     ending = (path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix).lower()
     if ending[1:] in TABLES:
         return ending[1:]
@@ -91,7 +94,7 @@ def detect_format(path: Path, encoding: str) -> str:
 
 def _begins_as_jsonl(head: bytes, encoding: str) -> bool:
     line, end, _ = head.partition(b"\n")
-    if not line.startswith(b"{") or (not end and len(head) > LONGEST // 2):  # cut off, maybe
+    if not line.startswith(b"{") or (not end and len(head) > LONGEST // 2):  # maybe truncated
         return False
     try:
         return isinstance(json.loads(line.decode(encoding)), dict)
@@ -100,9 +103,9 @@ def _begins_as_jsonl(head: bytes, encoding: str) -> bool:
 
 
 def refuse_other_kinds(path: Path) -> None:
-    """Raises DataError for a file that begins as parquet or packed files do, or as no text does.
+    """Raises DataError if a file is Parquet, compressed, UTF-16 or binary.
 
-    Decoded with replacements, as the advice for bad text goes, it would be a corpus of noise.
+    With encoding_errors="replace", such a file would otherwise be read as noise.
     """
     try:
         with open(path, "rb") as file:
@@ -115,27 +118,30 @@ def refuse_other_kinds(path: Path) -> None:
             with open_bytes(path) as file:
                 head = file.read(4_096)
         except (OSError, EOFError, zlib.error):
-            return  # damaged, which its reader says with the place
+            return  # damaged; the reader reports the place
     kind = next((kind for start, kind in BEGINNINGS.items() if head.startswith(start)), "")
     if kind:
         advice = {
-            "parquet": f"name it as parquet:{path}",
-            "gzip": "give it a name that ends in .gz",
+            "parquet": f"Use parquet:{path}",
+            "gzip": "Rename it to end in .gz",
         }
-        advice = "unpack it" if packed else advice.get(kind, "unpack it")
-        raise DataError(f"{path} is a {kind} file and no text; {advice}.", path=path)
+        advice = "Unpack it" if packed else advice.get(kind, "Unpack it")
+        raise DataError(f"{path} is a {kind} file, not text. {advice}.", path=path)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError(f"{path} is UTF-16, not UTF-8; convert it (iconv -f UTF-16).", path=path)
-    if head.count(0) > len(head) // 8:  # ASCII in UTF-16 is half of zeros, and valid UTF-8
+        raise DataError(f"{path} is UTF-16, not UTF-8. Convert it (iconv -f UTF-16).", path=path)
+    if head.count(0) > len(head) // 8:  # half of UTF-16 ASCII is zeros, which are valid UTF-8
         raise DataError(
-            f"{path} is no text, or UTF-16 without its mark; convert it (iconv -f UTF-16LE).",
+            f"{path} is binary, or UTF-16 without a byte order mark. Convert it (iconv -f "
+            "UTF-16LE).",
             path=path,
         )
 
 
 def read_lines(file, start: int, stop: int, limit: int, encoding: str) -> Lines:
-    """Lines of bytes `start` to `stop` (-1: all); one longer than `limit` is cut at white space, or
-    else between two characters of `encoding`.
+    """Yields the lines of bytes `start` to `stop` (-1: to the end).
+
+    A line longer than `limit` bytes is split at white space, or else between two characters of
+    `encoding`.
     """
     offset, rest = start, b""
     while stop < 0 or offset < stop:
@@ -145,23 +151,21 @@ def read_lines(file, start: int, stop: int, limit: int, encoding: str) -> Lines:
         rest = b""
         if len(line) >= limit and not line.endswith(b"\n"):
             cut = max(line.rfind(b" ", limit // 2), line.rfind(b"\t", limit // 2)) + 1
-            if not cut:  # before a character of which only some bytes are in the line
+            if not cut:  # before a character that is incomplete in the line
                 decoder = codecs.getincrementaldecoder(encoding)("replace")
                 decoder.decode(line)
                 cut = limit - len(decoder.getstate()[0])
             line, rest = line[:cut], line[cut:]
         if offset == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise DataError(
-                f"{file.name} is UTF-16, not UTF-8; convert it (iconv -f UTF-16).", path=file.name
+                f"{file.name} is UTF-16, not UTF-8. Convert it (iconv -f UTF-16).", path=file.name
             )
         yield offset, line.removeprefix(BOM) if offset == 0 else line
         offset += len(line)
 
 
 def describe_bad_text(path: Path, encoding: str) -> str:
-    """How many places of a file cannot be decoded, where the first is and what the encoding may be,
-    for an error.
-    """
+    """Returns an error message with number and first place of invalid bytes and a likely fix."""
     count, first, number, sample = 0, "", 0, b""
     with open_bytes(path) as file:
         for offset, line in read_lines(file, 0, -1, LONGEST, encoding):
@@ -172,10 +176,10 @@ def describe_bad_text(path: Path, encoding: str) -> str:
                 count += places
                 sample += line if len(sample) < SAMPLE_BYTES else b""
     guess = guess_encoding(sample)
-    advice = f"set config.data.encoding={guess}" if guess else "set config.data.encoding"
+    advice = f"Set config.data.encoding={guess}" if guess else "Set config.data.encoding"
     return (
-        f"{path} is not {encoding} in {count} places, first in {first}"
-        f"{guess and f', and looks like {guess}'}; {advice}, or config.data.encoding_errors to "
+        f"{path} is not {encoding}: {count} invalid byte sequences, first in {first}"
+        f"{guess and f'; it looks like {guess}'}. {advice}, or config.data.encoding_errors to "
         "'replace' or 'skip'."
     )
 
