@@ -245,7 +245,7 @@ def read_column(
     Raises:
       DataError: no rows, unknown column, or a row with another number of columns.
     """
-    hint = "set config.data.text_field to a column in the header line"
+    hint = "Set config.data.text_field to a column in the header line"
     form = TableFormat(kind, encoding=encoding, escape=True, hint=hint)
     return read_table(path, [field], form, BadRows(path, "error"))
 

@@ -1,1 +1,1 @@
-"""Files of labelled text as rows of named columns."""
+"""Readers of tables: files of labeled text as rows with named columns."""

@@ -1,17 +1,17 @@
-"""Guesses the encoding of text that cannot be decoded, for errors that name it."""
+"""Guesses the encoding of text that cannot be decoded, for error messages."""
 
 import functools
 import operator
 import re
 
-SAMPLE_BYTES = 1 << 16  # that a guess is made from
+SAMPLE_BYTES = 1 << 16  # size of the sample for a guess
 _PUNCTUATION = "".join(map(chr, (*range(0x3000, 0x3020), *range(0xFF01, 0xFF60))))
 _QUOTES = "\u2018\u2019\u201c\u201d\u201e\u2013\u2014\u2026«»°"
 _RUSSIAN = "оеаинтсрвлкмдпуяыьгз"
 _POLISH = "ąćęłńóśźżĄĆĘŁŃÓŚŹŻ" + _QUOTES
 _CZECH = "áčďéěíňóřšťúůýžäôľĺŕÁČĎÉĚÍŇÓŘŠŤÚŮÝŽ" + _QUOTES
-# (encoding, characters that are frequent in its texts); the first of equally good ones is taken.
-# Texts in Latin letters:
+# (encoding, frequent characters of its texts); the first of equally good encodings wins.
+# Encodings of Latin scripts:
 _LATIN = (
     ("cp1252", "äöüßàâæçèéêëîïôœùûÿñáíóúãõåøìòÄÖÜÀÂÇÈÉÊÎÔÑÁÍÓÚÃÕÅØ¿¡€" + _QUOTES),
     ("cp1250", _POLISH),
@@ -20,7 +20,7 @@ _LATIN = (
     ("iso-8859-2", _CZECH),
     ("cp1254", "çğıöşüâîûÇĞİÖŞÜÂÎÛ" + _QUOTES),
 )
-# Other texts, in encodings of one byte a character:
+# Single-byte encodings of other scripts:
 _OTHER = (
     ("cp1251", _RUSSIAN),
     ("koi8-r", _RUSSIAN),
@@ -33,7 +33,7 @@ _OTHER = (
 
 @functools.cache
 def _multibyte() -> tuple[tuple[str, str], ...]:
-    """The same for encodings of several bytes: rows of code tables with the frequent characters."""
+    """Returns the same pairs for multi-byte encodings, from rows of their code tables."""
 
     def rows(codec: str, first: int, last: int) -> str:
         trails = (*range(0x40, 0x7F), *range(0xA1, 0xFF))
@@ -51,9 +51,12 @@ def _multibyte() -> tuple[tuple[str, str], ...]:
 
 
 def guess_encoding(data: bytes) -> str:
-    """The likely encoding of `data`, whole lines of text; "" if none fits.
+    """Returns the most likely encoding of `data`, or "" if none fits.
 
-    The measure is the share of frequent characters among those that are not ASCII.
+    The score of an encoding is the share of frequent characters among the non-ASCII characters.
+
+    Args:
+      data: whole lines of text.
     """
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "utf-16"
@@ -63,7 +66,7 @@ def guess_encoding(data: bytes) -> str:
     except UnicodeDecodeError:
         pass
     runs = re.findall(rb"[\x80-\xff]+", data)
-    single = len(b"".join(runs)) < 2 * len(runs)  # accented letters among plain ones
+    single = len(b"".join(runs)) < 2 * len(runs)  # accented letters between ASCII letters
     candidates = _LATIN if single else (*_multibyte(), *_OTHER)
     share, best = max(
         ((_share(data, *each), each[0]) for each in candidates), key=operator.itemgetter(0)

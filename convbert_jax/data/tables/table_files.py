@@ -1,6 +1,6 @@
-"""Files of labelled text as rows of named columns: tsv, csv, JSON, CoNLL, parallel lines, patterns.
+"""Reads tables of labeled text: tsv, csv, JSON, CoNLL, parallel lines, patterns.
 
-Columns have names, or numbers from 0 (from the end: -1) where a file names none.
+Columns have names, or numbers from 0 (-1 is the last) if the file has no names.
 """
 
 import re
@@ -11,14 +11,14 @@ from typing import Any
 from convbert_jax.data.errors import DataError, shorten
 from convbert_jax.data.tables.table_formats import OPENERS, BadRows, Fault, TableFormat
 
-ABSENT = object()  # the value of a column that a row does not have
+ABSENT = object()  # value of a missing column
 
 
 def find_value(row: Mapping[str, Any], name: str) -> Any:
-    """The value of a column; `ABSENT` if there is none.
+    """Returns the value of a column, or `ABSENT` if the row does not have it.
 
     A dotted name reads nested objects: "translation.en" is row["translation"]["en"], unless the row
-    has a column "translation.en". A null object has null in every column.
+    has a column "translation.en". Every column of a null object is null.
     """
     if name in row:
         return row[name]
@@ -30,7 +30,7 @@ def find_value(row: Mapping[str, Any], name: str) -> Any:
 
 
 def list_columns(row: Mapping[str, Any]) -> str:
-    """Names of all columns for an error, those of nested objects with dots."""
+    """Returns the names of all columns for an error message, with dots for nested objects."""
 
     def names(row):
         for name, value in row.items():
@@ -51,16 +51,16 @@ def read_table(
     key: str = "",
     optional: str = "",
 ) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """Rows of a file as (line, values of the `wanted` columns), then that of `optional`.
+    """Yields (line, values of the `wanted` columns and of `optional`) for each row of a file.
 
     Args:
-      path: one file, gzip where it ends in .gz; one for each column with format "parallel".
-      key: of format "json".
-      optional: a column that may be absent; its value is then None. "" is none.
+      path: one file, decompressed if it ends in .gz; one file per column for format "parallel".
+      key: key of the list in a file of format "json".
+      optional: a column that may be missing; its value is then None. "" means no such column.
 
     Raises:
-      DataError: nothing in it, a column that is not there, bad text or, as `bad_rows` has it, rows
-        with another number of columns.
+      DataError: empty file, missing column, invalid text or, depending on `bad_rows`, rows with
+        another number of columns.
     """
     shown = path if isinstance(path, Path) else path[0]
     header, found = OPENERS[form.format](path, form, key)
@@ -76,13 +76,13 @@ def read_table(
                 yield line, row
 
     rows = usable()
-    if header is None:  # objects with names of their own
+    if header is None:  # JSON objects, which contain their column names
         for line, record in rows:
             values = tuple(find_value(record, name) for name in wanted)
             missing = [n for n, value in zip(wanted, values, strict=True) if value is ABSENT]
             if missing:
                 names = list_columns(record)
-                problem = f"has no '{missing[0]}' (it has: {names}); {form.hint}"
+                problem = f"has no '{missing[0]}' (columns: {names}). {form.hint}"
                 bad_rows.report(line, problem)
                 continue
             count += 1
@@ -97,8 +97,8 @@ def read_table(
         for line, cells in rows:
             if not count and form.columns and list(cells) == list(form.columns):
                 raise DataError(
-                    f"{shown} line {line} is not a row but the names of the columns, which are "
-                    f"named in the config too: {', '.join(cells)}; leave one of the two out.",
+                    f"{shown} line {line} is a header, but the config also names the columns: "
+                    f"{', '.join(cells)}. Remove one of the two.",
                     line=line,
                     path=shown,
                 )
@@ -106,12 +106,12 @@ def read_table(
             yield line, tuple(None if place is None else cells[place] for place in places)
     bad_rows.summarize(total)
     if not count:
-        first = f" that can be used; {bad_rows.first}" if bad_rows.count else ""
-        raise DataError(f"{shown} has no rows{first}; check the file.", path=shown)
+        first = f" that can be used: {bad_rows.first}" if bad_rows.count else ""
+        raise DataError(f"{shown} has no rows{first}. Check the file.", path=shown)
 
 
 def find_column(name: str, header: Sequence[str], form: TableFormat) -> int | None:
-    """Position of a column, None where it is absent."""
+    """Returns the index of a column, or None if it is missing."""
     if name in header:
         return list(header).index(name)
     if form.numbered and re.fullmatch(r"-?\d+", name) and -len(header) <= int(name) < len(header):
@@ -123,7 +123,7 @@ def _find_all(names: Sequence[str], header, form: TableFormat, path: Path) -> li
     twice = [name for name in names if list(header).count(name) > 1]
     if twice:
         raise DataError(
-            f"{path} has the column '{twice[0]}' twice; give one another name.",
+            f"{path} has two columns '{twice[0]}'. Rename one of them.",
             value=twice[0],
             path=path,
         )
@@ -132,16 +132,18 @@ def _find_all(names: Sequence[str], header, form: TableFormat, path: Path) -> li
         missing, shown = names[places.index(None)], shorten(", ".join(header))
         hint = _other_separator(header, form) or form.hint
         raise DataError(
-            f"{path} has no column '{missing}' (it has: {shown}); {hint}.", value=missing, path=path
+            f"{path} has no column '{missing}' (columns: {shown}). {hint}.",
+            value=missing,
+            path=path,
         )
     return places
 
 
 def _other_separator(header: Sequence[str], form: TableFormat) -> str:
-    """What to do where a first line has another separator than its format, "" where it has not."""
+    """Returns a hint if the header seems to use another separator than the format, or ""."""
     ours = {"csv": ("a comma", ","), "tsv": ("a tab", "\t")}.get(form.format)
     if not ours or len(header) > 1 or form.columns:
         return ""
     others = {";": "';'", "\t": "tabs", ",": "commas", "|": "'|'"}
     found = next((name for sign, name in others.items() if sign in header[0]), "")
-    return found and f"its columns seem to have {found} between them: save it with {ours[0]} there"
+    return found and f"Its columns seem to be separated by {found}; use {ours[0]} instead"

@@ -1,8 +1,8 @@
-"""Formats of tables in text files: each opens a file as its column names and its rows.
+"""Table formats: each opener returns the column names and the rows of a file.
 
-An opener returns (names, rows of cells) or, where rows are objects with names of their own, (None,
-rows of dicts). A row that cannot be used is a `Fault` in its place. Line numbers count from 1 and
-are those of the file, header included; that of a row is the line where it begins.
+An opener returns (names, rows of cells) or, for JSON objects, (None, rows of dicts). An unusable
+row is replaced by a `Fault`. Line numbers count from 1 and include the header; the line of a row
+is the line where it begins.
 """
 
 import csv
@@ -27,18 +27,19 @@ from convbert_jax.data.tables.text_lines import (
 )
 from convbert_jax.files import parse_json
 
-_DOCUMENT = "-DOCSTART-"  # begins a document in CoNLL files
-MATCHING_SECONDS = 2.0  # for one line; some patterns take longer than the universe has been there
+_DOCUMENT = "-DOCSTART-"  # first word of a document in CoNLL files
+MATCHING_SECONDS = 2.0  # per line; some patterns take exponential time
 
 Source = Path | Stream
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What is wrong with a row, to follow "FILE line N".
+    """An unusable row.
 
     Attributes:
-      file: which one it is in, from 0, of rows that lie in several files side by side.
+      problem: predicate for "FILE line N", for example "is empty".
+      file: index of the file with the problem, for rows that are read from parallel files.
     """
 
     problem: str
@@ -50,50 +51,53 @@ TableRows = Iterator[tuple[int, Sequence[Any] | dict[str, Any] | Fault]]
 
 @dataclasses.dataclass(frozen=True)
 class TableFormat:
-    """How a table is written.
+    """Format of a table.
 
-    tsv: quotation marks are text (the GLUE files do not pair them). csv: RFC 4180 quoting. jsonl:
-    an object a line. json: one document, a list of lists or objects; `FILE#KEY` picks the list
-    under a key. conll: one word a line, columns separated by tabs or blanks, an empty line ends a
-    sentence; each row is a sentence and its columns are lists. Comments ("# …" before a sentence)
-    and the ranges and empty nodes of CoNLL-U are skipped. parallel: one file for each column, line
-    by line. pattern: `pattern` is a regular expression whose named groups are the columns.
+    - tsv: quotation marks are text (they are unpaired in the GLUE files).
+    - csv: RFC 4180 quoting.
+    - jsonl: one object per line.
+    - json: one document, a list of lists or objects; `FILE#KEY` selects the list under a key.
+    - conll: one word per line, columns separated by tabs or spaces; an empty line ends a sentence.
+      Each row is a sentence and its columns are lists. Comments ("# …" before a sentence) and the
+      ranges and empty nodes of CoNLL-U are skipped.
+    - parallel: one file per column, aligned by lines.
+    - pattern: `pattern` is a regular expression whose named groups are the columns.
     """
 
     format: str
-    columns: tuple[str, ...] = ()  # names where no header line gives them; () reads a header
-    rest_in_last: bool = False  # the last column takes what is left, separators too (tsv)
+    columns: tuple[str, ...] = ()  # names if the file has no header; () reads a header
+    rest_in_last: bool = False  # the last column includes further separators (tsv)
     pattern: str = ""
     encoding: str = "utf-8"
-    escape: bool = False  # bytes that are not of `encoding` are a fault of the row, not of the file
-    hint: str = "check the file"  # what to do about a column that is not there
+    escape: bool = False  # invalid bytes make a row unusable instead of raising an error
+    hint: str = "Check the file"  # how to fix a missing column
 
     @property
     def numbered(self) -> bool:
-        """Columns may be asked for by number."""
+        """Whether columns may be selected by number."""
         return bool(self.columns) or self.format in ("json", "conll", "parallel")
 
 
 class BadRows:
-    """What becomes of rows that cannot be used: the first is an error, or all are left out."""
+    """Policy for unusable rows: raise an error at the first, or skip and count them."""
 
     def __init__(self, path: Path, policy: str):
-        """`policy`: "error" or "skip"."""
+        """Creates a policy for the file `path`; `policy` is "error" or "skip"."""
         self._path, self._policy = path, policy
         self.count, self.first = 0, ""
 
     def report(self, line: int, problem: str) -> None:
-        """Raises DataError, or notes that the row of `line` is left out."""
+        """Raises DataError, or counts the row at `line` as skipped."""
         if self._policy == "error":
             raise DataError(f"{self._path} line {line} {problem}.", line=line, path=self._path)
         self.first = self.first or f"line {line} {problem}"
         self.count += 1
 
     def summarize(self, total: int) -> None:
-        """Logs how many of `total` rows were left out."""
+        """Logs how many of `total` rows were skipped."""
         if self.count:
             logging.warning(
-                "%s: %d of %d rows left out; the first: %s.",
+                "%s: skipped %d of %d rows; the first: %s.",
                 self._path,
                 self.count,
                 total,
@@ -109,7 +113,7 @@ def _open_tsv(source: Source, form: TableFormat, key: str):
 
 
 def _open_csv(source: Source, form: TableFormat, key: str):
-    """Blank lines are no rows, as other readers of csv have it."""
+    """Opens a csv file; blank lines are skipped, as in other csv readers."""
     csv.field_size_limit(LONGEST_LINE)
     reader = csv.reader((line + "\n" for _, line in _read_lines(source, form)), strict=True)
 
@@ -119,7 +123,7 @@ def _open_csv(source: Source, form: TableFormat, key: str):
             try:
                 cells = next(reader, None)
             except csv.Error as error:
-                if str(error) == "unexpected end of data":  # a quotation mark that has no other
+                if str(error) == "unexpected end of data":  # an unpaired quotation mark
                     raise DataError(
                         f"{source} line {start} is not csv: {error}.", path=str(source), line=start
                     ) from None
@@ -136,7 +140,7 @@ def _open_csv(source: Source, form: TableFormat, key: str):
 
 
 def _counted(rows: TableRows, columns: int) -> TableRows:
-    """Rows with the right number of columns."""
+    """Yields the rows; a row with another number of columns becomes a `Fault`."""
     for line, cells in rows:
         if not isinstance(cells, Fault) and len(cells) != columns:
             cells = Fault(f"has {len(cells)} columns instead of {columns}")
@@ -151,7 +155,7 @@ def _open_jsonl(source: Source, form: TableFormat, key: str):
             except ValueError as error:
                 no_json = _no_json(error) if text.strip() else "is empty"
                 if line == 1 and text.startswith("["):
-                    no_json += "; a list over several lines is the format json, a name in .json"
+                    no_json += "; rename the file to .json if it is one list over several lines"
                 record = Fault(describe_escapes(text, form.encoding) or no_json)
             if not isinstance(record, dict | Fault):
                 record = Fault("is not a JSON object")
@@ -161,12 +165,12 @@ def _open_jsonl(source: Source, form: TableFormat, key: str):
 
 
 def _open_json(source: Source, form: TableFormat, key: str):
-    """Rows count from 1, in the place of lines."""
+    """Opens a JSON document; row numbers from 1 replace line numbers."""
     lines = [line for _, line in _read_lines(source, form)]
     try:
         document = parse_json("\n".join(lines))
     except ValueError as error:
-        hint = "; an object a line is the format jsonl, a name in .jsonl"
+        hint = "; rename the file to .jsonl if it has one object per line"
         first = lines[0] if lines else ""
         hint = hint if first.startswith("{") and first.endswith("}") else ""
         raise DataError(f"{source} {_no_json(error)}{hint}.", path=str(source)) from None
@@ -175,21 +179,21 @@ def _open_json(source: Source, form: TableFormat, key: str):
             names = ", ".join(document) if isinstance(document, dict) else type(document).__name__
             names = shorten(names)
             raise DataError(
-                f"{source} has no list '{key}' (it has: {names}).", value=key, path=str(source)
+                f"{source} has no list '{key}' (found: {names}).", value=key, path=str(source)
             )
         document = document[key]
     if not isinstance(document, list):
         there = shorten(", ".join(document)) if isinstance(document, dict) else ""
-        names = f" (it has: {there})" if there else ""
+        names = f" (keys: {there})" if there else ""
         raise DataError(
-            f"{source} is not a JSON list of rows; name the list as FILE#KEY{names}.",
+            f"{source} is not a JSON list of rows. Select a list with FILE#KEY{names}.",
             path=str(source),
         )
     if not document or isinstance(document[0], dict):
         return None, _of_type(document, dict, "an object")
     if not isinstance(document[0], list):
         raise DataError(
-            f"{source} is a JSON list, but its rows are no objects and no lists.", path=str(source)
+            f"{source} is a JSON list, but its rows are not objects or lists.", path=str(source)
         )
     header = list(form.columns) or [str(n) for n in range(len(document[0]))]
     return header, _counted(_of_type(document, list, "a list"), len(header))
@@ -197,17 +201,17 @@ def _open_json(source: Source, form: TableFormat, key: str):
 
 def _of_type(rows: list, kind: type, name: str) -> TableRows:
     for number, row in enumerate(rows, start=1):
-        yield number, row if isinstance(row, kind) else Fault(f"is not {name}, as the first row is")
+        yield number, row if isinstance(row, kind) else Fault(f"is not {name} like the first row")
 
 
 def _open_conll(source: Source, form: TableFormat, key: str):
-    """A sentence that contains a line with another number of columns is one fault, at that line."""
+    """Opens a CoNLL file; a line with another number of columns is a fault of the sentence."""
     lines = _read_lines(source, form)
     head, separator, columns = _read_conll_head(lines)
 
     def sentences():
         words, start, fault = [], 0, None
-        for line, text in itertools.chain(head, lines, [(0, "")]):  # the file's end ends a sentence
+        for line, text in itertools.chain(head, lines, [(0, "")]):  # (0, "") ends the last sentence
             cells = [cell.strip() for cell in text.split(separator)]
             if len(cells) != columns:
                 cells = text.split()
@@ -228,16 +232,17 @@ def _open_conll(source: Source, form: TableFormat, key: str):
     if len(header) != columns:
         names = shorten(", ".join(header))
         raise DataError(
-            f"{source} has {columns} columns, but {len(header)} names: {names}.", path=str(source)
+            f"{source} has {columns} columns, but there are {len(header)} column names: {names}.",
+            path=str(source),
         )
     return header, itertools.chain([first], found)
 
 
 def _read_conll_head(lines: Lines) -> tuple[list[tuple[int, str]], str | None, int]:
-    """Reads up to the first line that cannot be a comment, and takes the columns from it.
+    """Reads up to the first line that cannot be a comment, which determines the columns.
 
     Returns:
-      the lines read, the separator of columns (None: any blanks) and the number of columns.
+      The lines read, the column separator (None: white space) and the number of columns.
     """
     head, sample = [], ""
     for line, text in lines:
@@ -248,24 +253,24 @@ def _read_conll_head(lines: Lines) -> tuple[list[tuple[int, str]], str | None, i
                 sample = text
                 break
     tabs = sample.split("\t")
-    # Columns that several tabs align have empty cells between them.
+    # If several tabs align the columns, there are empty cells between them.
     separator = "\t" if len(tabs) > 1 and all(map(str.strip, tabs)) else None
     return head, separator, len(sample.split(separator))
 
 
 def _is_comment(text: str, separator: str | None, columns: int) -> bool:
-    """Whether a line before the first word of a sentence is a comment.
+    """Returns whether a line before the first word of a sentence is a comment.
 
-    A word may begin with "#" too: such a line has the columns of all words. A comment of CoNLL-U,
-    "# sent_id = 1", can have as many blanks.
+    A word may begin with "#" too; its line has the usual number of columns. So can a comment of
+    CoNLL-U, for example "# sent_id = 1".
     """
     return text.startswith("#") and (len(text.split(separator)) != columns or " = " in text)
 
 
 def _without_ranges(rows: list[list[str]]) -> list[list[str]]:
-    """Drops the lines of multiword tokens ("2-3") and of empty nodes ("2.1") of CoNLL-U.
+    """Removes the lines of multiword tokens ("2-3") and empty nodes ("2.1") of CoNLL-U.
 
-    They are dropped only if the first column numbers the words; elsewhere "2-3" is a word.
+    They are removed only if the first column numbers the words; otherwise "2-3" is a word.
     """
     words = []
     for cells in rows:
@@ -277,7 +282,7 @@ def _without_ranges(rows: list[list[str]]) -> list[list[str]]:
             and number.startswith((f"{len(words) + 1}-", f"{len(words)}."))
         ):
             return rows
-    # A range is followed by its words, and beside the numbers there are words and labels.
+    # A range is followed by its words, and a numbered row also has words and labels.
     return words if words and "-" not in rows[-1][0] and len(rows[0]) > 2 else rows
 
 
@@ -285,7 +290,7 @@ def _open_parallel(paths: tuple[Path, ...], form: TableFormat, key: str):
     readers = [_read_lines(path, form) for path in paths]
     header = list(form.columns) or [str(n) for n in range(len(paths))]
     if len(header) != len(paths):
-        raise DataError(f"{len(paths)} parallel files need {len(paths)} columns, not {header}.")
+        raise DataError(f"{len(paths)} parallel files need {len(paths)} columns; got {header}.")
 
     def rows():
         while True:
@@ -295,7 +300,7 @@ def _open_parallel(paths: tuple[Path, ...], form: TableFormat, key: str):
                     short = paths[parts.index(None)]
                     line = next(part[0] for part in parts if part)
                     raise DataError(
-                        f"{short} ends before line {line}, where the others go on.",
+                        f"{short} is shorter than the other files: it ends before line {line}.",
                         line=line,
                         path=short,
                     )
@@ -309,7 +314,7 @@ def _open_pattern(source: Source, form: TableFormat, key: str):
     try:
         pattern = regex.compile(form.pattern)
     except regex.error as error:
-        raise DataError(f"pattern {form.pattern!r} is no regular expression: {error}.") from None
+        raise DataError(f"Invalid regular expression {form.pattern!r}: {error}.") from None
 
     def rows():
         for line, text in _read_lines(source, form):
@@ -317,8 +322,8 @@ def _open_pattern(source: Source, form: TableFormat, key: str):
                 match = pattern.fullmatch(text, timeout=MATCHING_SECONDS)
             except TimeoutError:
                 raise DataError(
-                    f"{source} line {line}: pattern {form.pattern!r} finds no end in "
-                    f"{MATCHING_SECONDS:g} s; write it without repeats of repeats, as (a+)+.",
+                    f"{source} line {line}: matching pattern {form.pattern!r} took more than "
+                    f"{MATCHING_SECONDS:g} s. Remove nested repeats such as (a+)+.",
                     path=str(source),
                     line=line,
                 ) from None
@@ -343,22 +348,22 @@ FORMAT_OF_ENDING |= {".ndjson": "jsonl", ".conllu": "conll"}
 
 
 def ending_of(name: str | Path) -> str:
-    """The ending of a file name, ".csv" for "a.csv.gz" too."""
+    """Returns the suffix of a file name without .gz: ".csv" for "a.csv.gz"."""
     path = Path(name)
     return (Path(path.stem) if path.suffix == ".gz" else path).suffix
 
 
 def guess_format(path: Path) -> str:
-    """The format that a file's name stands for.
+    """Returns the format of a file by its suffix.
 
     Raises:
-      DataError: the ending is unknown.
+      DataError: the suffix is unknown.
     """
     if found := FORMAT_OF_ENDING.get(ending_of(path)):
         return found
     raise DataError(
-        f"The format of {path} is unknown: its name ends in none of "
-        f"{', '.join(FORMAT_OF_ENDING)}. Set config.task.format to one of: {', '.join(FORMATS)}.",
+        f"Unknown format of {path}: the suffix is not one of {', '.join(FORMAT_OF_ENDING)}. Set "
+        f"config.task.format to one of: {', '.join(FORMATS)}.",
         field="config.task.format",
         path=path,
     )
@@ -367,7 +372,7 @@ def guess_format(path: Path) -> str:
 def _first(rows: Iterator, source: Source):
     line, row = next(rows, (0, None))
     if row is None:
-        raise DataError(f"{source} is empty; check the file.", path=str(source))
+        raise DataError(f"{source} is empty. Check the file.", path=str(source))
     return line, row
 
 
