@@ -1,1 +1,1 @@
-"""Text to token ids and back; what a vocabulary is checked for."""
+"""Tokenizers: vocabularies, normalization, token offsets and vocabulary checks."""

@@ -1,4 +1,4 @@
-"""Case, accents and Unicode form: chosen for a vocabulary that is trained, read off a given one."""
+"""Case, accents and Unicode form: chosen for a new vocabulary, detected for a given one."""
 
 import dataclasses
 import unicodedata
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from convbert_jax.config import TokenizerSection
 from convbert_jax.data.errors import TokenizerError
 
-RARE = 0.001  # of the letters of a sample, and of the entries of a vocabulary
-# Dotless i, dotted I and schwa of Turkish and Azeri, where lower-casing "I" gives another letter.
+RARE = 0.001  # share of the letters of a sample, and of the entries of a vocabulary
+# Dotless i, dotted I and schwa of Turkish and Azeri, where lowercasing "I" gives another letter.
 CASED_LETTERS = "\u0131\u0130\u0259\u018f"
-# Combining marks (category Mn) that are accents or optional points: of Latin, Greek, Cyrillic,
-# Hebrew, Arabic, Syriac and symbols. In all other scripts a mark is a vowel, voicing or a tone.
+# Combining marks (category Mn) that are accents or optional points, in Latin, Greek, Cyrillic,
+# Hebrew, Arabic, Syriac and symbols. In all other scripts, marks are vowels, voicing or tones.
 ACCENTS = (
     (0x0300, 0x0780),
     (0x08C9, 0x0900),
@@ -24,19 +24,19 @@ ACCENTS = (
     (0x1BC9D, 0x1D300),
     (0xE0100, 0xE01F0),
 )
-# Letters of their own that Unicode decomposes into one of these scripts and a mark: of Yiddish,
-# and the yeh with hamza of Uyghur and Sorani.
+# Distinct letters that Unicode decomposes into a letter of these scripts and a mark: Yiddish
+# letters, and the yeh with hamza of Uyghur and Sorani.
 MARKED_LETTERS = (
     *("\u05d0\u05b7", "\u05d0\u05b8", "\u05e4\u05bc", "\u05e4\u05bf", "\u05f2\u05b7"),
     "\u064a\u0654",
 )
-LOST_LETTERS = 0.01  # of the letters of a sample: more are not some words of another language
+LOST_LETTERS = 0.01  # share of the letters of a sample; a few foreign words stay below it
 EXAMPLES = 3
 EXAMPLE_WIDTH = 12  # characters; text without spaces has very long "words"
 
 
 def unresolved(section: TokenizerSection) -> list[str]:
-    """The fields of `section` that are "auto"."""
+    """Returns the fields of `section` that are "auto"."""
     names = ("lowercase", "strip_accents", "normalization")
     return [name for name in names if getattr(section, name) == "auto"]
 
@@ -44,15 +44,15 @@ def unresolved(section: TokenizerSection) -> list[str]:
 def choose_normalization(
     section: TokenizerSection, sample: Sequence[str] = (), *, is_generative: bool = False
 ) -> TokenizerSection:
-    """Replaces "auto" for a vocabulary that is to be trained.
+    """Replaces "auto" before a vocabulary is trained.
 
     Args:
       sample: documents of the corpus.
-      is_generative: whether the model generates text, which then keeps its case and its width.
+      is_generative: whether the model generates text, which keeps its case and character width.
 
     Returns:
-      `section` with accents kept, and text in lower case unless the model is generative or more
-      than `RARE` of the letters are `CASED_LETTERS`.
+      `section` with accents kept. Text is lowercased unless the model is generative or more than
+      the share `RARE` of the letters are `CASED_LETTERS`.
     """
     letters = sum(sum(map(str.isalpha, text)) for text in sample)
     cased = sum(text.count(letter) for text in sample for letter in CASED_LETTERS)
@@ -70,15 +70,15 @@ def choose_normalization(
 def describe_normalization(
     section: TokenizerSection, sample: Sequence[str], normalize: Callable[[str], str]
 ) -> str:
-    """What a vocabulary does to text, with `EXAMPLES` words of `sample`, for the log.
+    """Returns a log message about the normalization, with `EXAMPLES` words of `sample`.
 
     Args:
-      section: without "auto".
-      normalize: a text as the vocabulary sees it.
+      section: settings without "auto".
+      normalize: the normalization of the vocabulary.
     """
-    case = "in lower case" if section.lowercase else "in its own case"
-    accents = "without accents" if section.strip_accents else "with its accents"
-    form = f", as {section.normalization.upper()}" if section.normalization[:2] == "nf" else ""
+    case = "lowercases text" if section.lowercase else "keeps the case of text"
+    accents = "removes accents" if section.strip_accents else "keeps accents"
+    form = f", applies {section.normalization.upper()}" if section.normalization[:2] == "nf" else ""
     words = dict.fromkeys(word[:EXAMPLE_WIDTH] for text in sample for word in text.split())
 
     def traits(word: str) -> int:
@@ -87,14 +87,14 @@ def describe_normalization(
 
     shown = sorted(words, key=traits, reverse=True)[:EXAMPLES]
     examples = ", ".join(f"'{word}' -> '{' '.join(normalize(word).split())}'" for word in shown)
-    return f"The vocabulary reads text {case}, {accents}{form}: {examples}."
+    return f"The vocabulary {case}, {accents}{form}: {examples}."
 
 
 def refuse_lost_letters(section: TokenizerSection, sample: Sequence[str]) -> None:
-    """Refuses `strip_accents` for a corpus whose letters it would take away.
+    """Rejects `strip_accents` for a corpus where accent stripping would remove letters.
 
-    Stripping removes every nonspacing mark of Unicode. In Hindi, Thai, Japanese or Dhivehi these
-    are part of the spelling.
+    Accent stripping removes all nonspacing marks of Unicode. In Hindi, Thai, Japanese and Dhivehi
+    they are part of the spelling.
 
     Raises:
       TokenizerError: more than `LOST_LETTERS` of the letters of `sample` would lose a mark.
@@ -114,19 +114,20 @@ def refuse_lost_letters(section: TokenizerSection, sample: Sequence[str]) -> Non
     if marks > LOST_LETTERS * max(1, letters):
         left = "".join(c for c in _decompose(example) if unicodedata.category(c) != "Mn")
         raise TokenizerError(
-            "config.tokenizer.strip_accents=True would remove vowels or voicing, which Unicode "
-            f"encodes as marks, from {marks / max(1, letters):.0%} of the letters of the text: "
-            f"'{example}' would be read as '{left}'; set --config.tokenizer.strip_accents=False.",
+            "config.tokenizer.strip_accents=True would remove vowel or voicing marks from "
+            f"{marks / max(1, letters):.0%} of the letters of the text: '{example}' would become "
+            f"'{left}'. Set --config.tokenizer.strip_accents=False.",
             field="config.tokenizer.strip_accents",
             value=True,
         )
 
 
 def told_normalization(tokenizer) -> dict[str, bool | str]:
-    """Case, accents and Unicode form that a vocabulary was made for, by field of config.tokenizer.
+    """Detects the fields of config.tokenizer (case, accents, Unicode form) of a vocabulary.
 
-    A SentencePiece model normalizes by itself. Of a list of entries only those tell something that
-    could never be used: cased ones, and accented ones, which in a cased list may be few.
+    A SentencePiece model contains its normalization. In a list of entries, cased and accented
+    entries are the evidence, because they are unusable if the text is lowercased or stripped of
+    accents. A cased list may have only a few accented entries.
     """
     if tokenizer.kind == "pieces":
         return {"lowercase": False, "strip_accents": False, "normalization": "identity"}
@@ -167,7 +168,7 @@ def _decompose(text: str) -> str:
 
 
 def _count_letter_marks(text: str) -> int:
-    """Marks of `text` that are part of the spelling."""
+    """Counts the marks in `text` that are part of the spelling."""
     if text.isascii():
         return 0
     text = _decompose(text)

@@ -1,7 +1,7 @@
-"""Where in its text every token stands, so that a span of tokens is again a piece of that text.
+"""Token offsets: map each token to its characters in the original text.
 
-A vocabulary sees normalized text: other case, no accents, ligatures taken apart. What it reports
-are places in the original text, and this file makes them fit what a reader would cut out.
+Vocabularies encode normalized text (other case, no accents, ligatures split) but report offsets in
+the original text. This module adjusts these offsets so that a span of tokens is a clean substring.
 """
 
 import functools
@@ -12,14 +12,17 @@ import numpy as np
 
 
 def fit(text: str, offsets) -> np.ndarray:
-    """Token offsets as [n, 2] int32 of (first character, one past the last one) in `text`.
+    """Adjusts token offsets to visible characters.
 
-    No token begins or ends with white space or an invisible character, marks (accents) stay with
-    the character before them, and a character that became several tokens belongs to all of them.
-    A token of nothing visible is empty. Both columns never decrease.
+    No token begins or ends with white space or an invisible character. Marks (accents) stay with
+    the preceding character. A character that is split into several tokens belongs to all of them.
+    A token without visible characters is empty.
 
     Args:
-      offsets: pairs as the vocabulary reports them, in characters of `text`.
+      offsets: (begin, end) pairs from the vocabulary, in characters of `text`.
+
+    Returns:
+      [n, 2] int32: begin and end (exclusive) of each token in `text`; both never decrease.
     """
     pairs = np.asarray(offsets, np.int64).reshape(-1, 2)
     if not len(pairs):
@@ -30,13 +33,13 @@ def fit(text: str, offsets) -> np.ndarray:
     bare = np.append(kinds != _MARK, True)
     next_visible = _next(places, visible)
     next_bare = _next(places, bare)
-    # One past the last visible character before each place.
+    # Exclusive end of the last visible character before each place.
     before = np.maximum.accumulate(np.where(visible, places + 1, 0))
     after_visible = np.concatenate([[0], before[:-1]])
 
     begin, end = pairs.T
     begin = np.minimum(next_visible[begin], np.maximum(begin, end))
-    # A piece of a character that became several is reported as empty.
+    # A token that is part of a character is reported as empty.
     whole = (pairs[:, 0] == pairs[:, 1]) & (begin < len(kinds)) & visible[begin]
     end = np.where(whole, end + 1, np.maximum(after_visible[end], begin))
     end = np.where(end > begin, next_bare[end], end)
@@ -44,7 +47,7 @@ def fit(text: str, offsets) -> np.ndarray:
 
 
 def cover(offsets: np.ndarray, begin: int, end: int) -> tuple[int, int] | None:
-    """(first, last) of the tokens that share a character with [begin, end); None if none does."""
+    """Returns (first, last) token that overlap the characters [begin, end), or None."""
     first = int(np.searchsorted(offsets[:, 1], begin, side="right"))
     last = int(np.searchsorted(offsets[:, 0], end, side="left")) - 1
     return (first, last) if first <= last else None
@@ -55,7 +58,7 @@ _HIDDEN, _MARK = 1, 2
 
 @functools.cache
 def _kinds() -> np.ndarray:
-    """For each code point: white space and control characters, marks, or 0."""
+    """Returns the kind of each code point: _HIDDEN (white space, control), _MARK or 0."""
     kinds = np.zeros(sys.maxunicode + 1, np.uint8)
     for code in range(sys.maxunicode + 1):
         category = unicodedata.category(chr(code))
@@ -67,6 +70,6 @@ def _kinds() -> np.ndarray:
 
 
 def _next(places: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """For each place the nearest one at or after it that is wanted; the last one always is."""
+    """Returns the nearest wanted place at or after each place; the last one is always wanted."""
     found = np.where(wanted, places, len(places) - 1)
     return np.minimum.accumulate(found[::-1])[::-1]

@@ -1,9 +1,9 @@
-"""Texts that come cut into pieces with blanks between them, as fairseq's do: of the words `a`,
-`tokenized`, `text` and `.` the text is `a tokeni@@ zed text .`. The vocabulary is a list of pieces,
-one a line.
+"""Vocabularies for texts that are already tokenized into pieces, as in fairseq.
 
-Its texts are cut elsewhere, by Moses and the codes that the list was made with; so none is trained
-here. Special tokens are fairseq's, of which one both begins and ends a text that is written.
+Pieces are separated by spaces, for example `a tokeni@@ zed text .`; the vocabulary has one piece
+per line. Texts are tokenized externally by Moses and the BPE codes of the vocabulary, so this
+kind cannot be trained here. The special tokens are fairseq's: `</s>` begins and ends the output
+of a decoder.
 """
 
 import re
@@ -16,7 +16,7 @@ from convbert_jax.data.errors import TokenizerError
 FILE = "vocabulary.pieces"
 SUFFIX = ".pieces"
 SPECIAL = {"pad": "<pad>", "unknown": "<unk>", "cls": "</s>", "sep": "</s>", "mask": "<s>"}
-CONTINUES = "@@"  # at the end of a piece whose word goes on (subword-nmt, fastBPE)
+CONTINUES = "@@"  # suffix of a piece that is continued by the next one (subword-nmt, fastBPE)
 
 
 class Pieces:
@@ -29,8 +29,8 @@ class Pieces:
         missing = [name for name in SPECIAL.values() if name not in self.entries]
         if missing:
             raise TokenizerError(
-                f"{self._path} lacks {', '.join(dict.fromkeys(missing))}; a list of pieces has "
-                "fairseq's special tokens in its first lines.",
+                f"{self._path} has no {', '.join(dict.fromkeys(missing))}. Add fairseq's special "
+                "tokens as the first lines.",
                 path=self._path,
             )
         return {role: self.entries.index(name) for role, name in SPECIAL.items()}
@@ -40,7 +40,7 @@ class Pieces:
         return [[self._ids.get(piece, unknown) for piece in text.split()] for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list]]:
-        """Ids, and (begin, end) of each in characters of its text."""
+        """Returns the ids of each text, and (begin, end) of each id in characters."""
         places = [[match.span() for match in re.finditer(r"\S+", text)] for text in texts]
         return list(zip(self.encode(texts), places, strict=True))
 
@@ -53,13 +53,14 @@ class Pieces:
 
 
 def open_vocabulary(path: Path, section: TokenizerSection) -> Pieces:
-    """The list of pieces at `path`."""
+    """Reads the list of pieces at `path`."""
     del section
     try:
         lines = path.read_bytes().decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise TokenizerError(
-            f"{path} is not UTF-8 (first bad byte at {error.start}); put a copy back.", path=path
+            f"{path} is not UTF-8 (first invalid byte at {error.start}). Restore it from a copy.",
+            path=path,
         ) from None
     if lines and not lines[-1]:
         lines.pop()
@@ -67,16 +68,16 @@ def open_vocabulary(path: Path, section: TokenizerSection) -> Pieces:
 
 
 def normalizer(section: TokenizerSection) -> Callable[[str], str]:
-    """Texts are cut elsewhere and stay as they are."""
+    """Returns the identity, because the texts are already tokenized."""
     del section
     return str
 
 
 def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
-    """Raises TokenizerError: that is done where the texts are cut."""
+    """Raises TokenizerError, because this kind of vocabulary cannot be trained here."""
     raise TokenizerError(
-        "config.tokenizer.kind='pieces' is of texts that were cut elsewhere; name their list with "
-        f"config.tokenizer.path=FILE{SUFFIX}, or take kind=sentencepiece.",
+        "config.tokenizer.kind='pieces' cannot be trained: its texts are tokenized externally. Set "
+        f"config.tokenizer.path=FILE{SUFFIX} to their vocabulary, or use kind=sentencepiece.",
         field="config.tokenizer.kind",
         value="pieces",
     )

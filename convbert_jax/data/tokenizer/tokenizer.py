@@ -1,9 +1,8 @@
-"""Text to token ids and back: one `Tokenizer` over SentencePiece, WordPiece, or pieces of texts
-that were cut elsewhere.
+"""The `Tokenizer` of SentencePiece, WordPiece and pre-tokenized vocabularies.
 
-The five special tokens can never come out of text: "[MASK]" written in a document is encoded as
-ordinary pieces. Normalization (lower case, accents) belongs to the tokenizer, so training and
-encoding cannot disagree.
+Text is never encoded as a special token: "[MASK]" in a document becomes ordinary pieces.
+Normalization (lower case, accents) is part of the tokenizer, so it is the same in training and
+encoding.
 """
 
 import dataclasses
@@ -48,8 +47,8 @@ KINDS = {
     "pieces": pieces_model,
 }
 _SUFFIXES = {".model": "sentencepiece", pieces_model.SUFFIX: "pieces"}  # others: wordpiece
-LOST_SHARE = 0.001  # of the characters of a text: more that cannot be written is worth a warning
-SETTINGS = "tokenizer_settings.json"  # written last: its presence says that training finished
+LOST_SHARE = 0.001  # warns if a larger share of the characters cannot be generated
+SETTINGS = "tokenizer_settings.json"  # written last, so it marks finished training
 SETTINGS_FIELDS = {
     "kind": str,
     "vocab_size": int,
@@ -61,28 +60,28 @@ SETTINGS_FIELDS = {
 
 
 def count_characters(texts: Iterable[str]) -> int:
-    """Characters that are not white space."""
+    """Counts the characters that are not white space."""
     return sum(len(part) for text in texts for part in text.split())
 
 
 class Tokenizer:
-    """A vocabulary file and how to use it; picklable, the vocabulary itself is loaded lazily.
+    """A vocabulary file with its settings; picklable, the vocabulary is loaded lazily.
 
     Attributes:
       kind: "sentencepiece", "wordpiece" or "pieces".
       path: the vocabulary file (`*.model`, `vocab.txt`, `tokenizer.json` or `*.pieces`).
-      section: the settings of the vocabulary, with what the file says in place of "auto".
+      section: the settings of the vocabulary; "auto" is replaced by the settings of the file.
       vocab_size: number of ids.
-      special: ids of [PAD], [UNK], [CLS], [SEP] and [MASK], and of sentinels if it has some.
+      special: ids of [PAD], [UNK], [CLS], [SEP] and [MASK], and of sentinels if there are any.
       fingerprint: sha256 of the file and, for WordPiece, of the normalization settings (a
-        SentencePiece model holds its own).
+        SentencePiece model contains them).
     """
 
     def __init__(self, section: TokenizerSection, path: Path):
-        """Reads the vocabulary at `path` by the settings of `section`.
+        """Reads the vocabulary at `path` with the settings of `section`.
 
         Raises:
-          TokenizerError: the file is missing, cannot be read, or lacks a special token.
+          TokenizerError: the file is missing, unreadable or has no special tokens.
         """
         self.kind = section.kind
         self.path = Path(path)
@@ -98,7 +97,7 @@ class Tokenizer:
             content = self.path.read_bytes()
         except OSError as error:
             raise TokenizerError(
-                f"Vocabulary {self.path} cannot be read: {error.strerror}; check "
+                f"Vocabulary {self.path} cannot be read: {error.strerror}. Check "
                 "config.tokenizer.path.",
                 field="config.tokenizer.path",
                 path=self.path,
@@ -111,10 +110,10 @@ class Tokenizer:
 
     @functools.cached_property
     def _vocabulary(self):
-        if self._read_fingerprint() != self.fingerprint:  # in another process, maybe elsewhere
+        if self._read_fingerprint() != self.fingerprint:  # unpickled, maybe on another host
             raise TokenizerError(
-                f"Vocabulary {self.path} is another one on {socket.gethostname()} than where this "
-                "began; put a copy of that one there.",
+                f"Vocabulary {self.path} on {socket.gethostname()} differs from the vocabulary "
+                "that this run started with. Copy the original file to this host.",
                 path=self.path,
             )
         return KINDS[self.kind].open_vocabulary(self.path, self.section)
@@ -124,26 +123,29 @@ class Tokenizer:
 
     @property
     def entries(self) -> list[str]:
-        """All vocabulary entries, by id."""
+        """All vocabulary entries in the order of their ids."""
         return self._vocabulary.entries
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens around or inside (but for [UNK])."""
+        """Returns the token ids of each text; [UNK] is the only special token among them."""
         return self._vocabulary.encode(texts)
 
     def sample(self, text: str, power: float, seed: int) -> list[int]:
-        """Ids of one of the ways to cut `text`: subword regularization (Kudo 2018, §3.1).
+        """Samples a segmentation of `text`: subword regularization (Kudo 2018, §3.1).
 
         Args:
-          power: alpha of the paper, that probabilities of the best ways are taken to.
-          seed: of 32 bits, evenly spread; the same seed gives the same ids.
+          power: alpha of the paper, the exponent of the segmentation probabilities.
+          seed: uniform 32-bit integer; the same seed gives the same ids.
+
+        Returns:
+          The token ids of the segmentation.
 
         Raises:
-          TokenizerError: WordPiece and BPE have one way alone.
+          TokenizerError: the vocabulary is not a unigram model.
         """
         if self.kind != "sentencepiece":
             raise TokenizerError(
-                f"{self.path} is a {self.kind} vocabulary, which cuts a text in one way; set "
+                f"{self.path} is a {self.kind} vocabulary and cannot sample segmentations. Set "
                 "config.parallel.sampling=0.",
                 field="config.parallel.sampling",
                 path=self.path,
@@ -151,8 +153,9 @@ class Tokenizer:
         return self._vocabulary.sample(text, power, seed)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
-        """For each text its token ids as of `encode`, and where they stand: [n, 2] int32 of (first
-        character, one past the last), see `offsets.fit`.
+        """Returns the token ids and offsets of each text.
+
+        Offsets are [n, 2] int32: begin and end (exclusive) in characters, see `offsets.fit`.
         """
         found = self._vocabulary.encode_with_offsets(texts)
         return [
@@ -161,7 +164,7 @@ class Tokenizer:
         ]
 
     def unknown_spans(self, texts: Sequence[str]) -> list[list[str]]:
-        """For each text the parts without white space that are encoded as [UNK]."""
+        """Returns the parts of each text, without white space, that are encoded as [UNK]."""
         encoded = zip(texts, self.encode(texts), strict=True)
         affected = [i for i, (_, ids) in enumerate(encoded) if self.special.unknown in ids]
         spans: list[list[str]] = [[] for _ in texts]
@@ -172,8 +175,9 @@ class Tokenizer:
         return spans
 
     def describe_lost(self, texts: Sequence[str]) -> str:
-        """The characters of `texts` that decoding never gives back, for a warning; "" where they
-        are at most `LOST_SHARE` of all.
+        """Returns a warning about the characters of `texts` that decoding cannot restore.
+
+        It is "" if they are at most the share `LOST_SHARE` of all characters.
         """
         lost, total = Counter(), 0
         for text, ids in zip(texts, self.encode(texts), strict=True):
@@ -184,30 +188,31 @@ class Tokenizer:
             return ""
         examples = " ".join(character for character, _ in lost.most_common(8))
         return (
-            f"{lost.total() / total:.1%} of the characters cannot be written with the vocabulary "
-            f"{self.path} ({examples}), so no output scores 100; use a vocabulary with "
-            "config.tokenizer.normalization=nfc or identity, lowercase=False and "
-            "strip_accents=False, trained on such text"
+            f"{lost.total() / total:.1%} of the characters cannot be generated with the vocabulary "
+            f"{self.path} ({examples}), so no output can score 100; use a vocabulary trained on "
+            "such text with config.tokenizer.normalization=nfc or identity, lowercase=False and "
+            "strip_accents=False"
         )
 
     def count_unknown(self, texts: Sequence[str]) -> int:
-        """Characters of `texts`, white space aside, that are encoded as [UNK]."""
+        """Counts the characters of `texts`, without white space, that are encoded as [UNK]."""
         return sum(len(span) for spans in self.unknown_spans(texts) for span in spans)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, normalized (case, accents and white space do not come back)."""
+        """Returns the normalized text of `ids` (original case, accents and spaces are lost)."""
         return self._vocabulary.decode([int(i) for i in ids])
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The vocabulary entry of each id."""
+        """Returns the vocabulary entry of each id."""
         return [self.entries[i] for i in ids]
 
     @property
     def begins_word(self) -> np.ndarray:
-        """[vocab_size] int32, 1 for what begins a word: SentencePiece marks that, WordPiece what
-        goes on with one; of pieces, which are marked where their word goes on, for what ends it.
-        Special tokens are no words. WordPiece does not know of blanks: each sign of punctuation is
-        a word there, so that its counts are not those of the others.
+        """[vocab_size] int32 that counts words: 1 for one entry per word, else 0.
+
+        It is 1 for word-initial entries (marked by SentencePiece; unmarked in WordPiece) and, for
+        kind "pieces", for word-final entries. Special tokens are 0. WordPiece does not encode
+        spaces, so each punctuation mark counts as a word and its counts differ from other kinds.
         """
         special = set(self.special.by_name.values()) - {self.special.unknown}
         if self.kind == "sentencepiece":
@@ -219,20 +224,20 @@ class Tokenizer:
         return np.array([b and i not in special for i, b in enumerate(begins)], np.int32)
 
     def normalize(self, text: str) -> str:
-        """`text` as the vocabulary sees it: case and accents as it was made for."""
+        """Normalizes `text` (case, accents) as the vocabulary does."""
         return self._vocabulary.normalize(text)
 
 
 def settle_normalization(
     section: TokenizerSection, sample: Sequence[str], *, is_generative: bool
 ) -> TokenizerSection:
-    """Chooses what is "auto" for a vocabulary that is to be trained, and logs what it does.
+    """Replaces "auto" before a vocabulary is trained, and logs the normalization.
 
     Args:
-      sample, is_generative: as `choose_normalization` takes them.
+      sample, is_generative: see `choose_normalization`.
 
     Raises:
-      TokenizerError: as `refuse_lost_letters`.
+      TokenizerError: see `refuse_lost_letters`.
     """
     section = choose_normalization(section, sample, is_generative=is_generative)
     refuse_lost_letters(section, sample)
@@ -244,12 +249,12 @@ def settle_normalization(
 def train_tokenizer(texts: Iterable[str], section: TokenizerSection, directory: Path) -> Tokenizer:
     """Trains a vocabulary of exactly `section.vocab_size` entries on `texts` into `directory`.
 
-    Settings that are "auto" are chosen as for an empty sample. The same texts give the same file,
-    on any number of cores. Nothing is left behind on failure.
-    Memory: SentencePiece's unigram trainer takes some 20 MB for each MB of text, WordPiece 4 MB.
+    "auto" settings are chosen as for an empty sample. The same texts give the same file on any
+    number of cores. On failure, no files remain.
+    Memory: SentencePiece's unigram trainer needs about 20 MB per MB of text, WordPiece 4 MB.
 
     Raises:
-      TokenizerError: the texts cannot give that many entries; the message has the number they can.
+      TokenizerError: the texts do not support this size; the message has a size that they do.
     """
     section = choose_normalization(section)
     directory = Path(directory)
@@ -263,7 +268,7 @@ def train_tokenizer(texts: Iterable[str], section: TokenizerSection, directory: 
             file.write(trained)
     except OSError as error:
         raise TokenizerError(
-            f"{path} could not be written ({error.strerror}); free some space or name another "
+            f"{path} could not be written ({error.strerror}). Free some space or use another "
             "config.data.directory, then run again.",
             field="config.data.directory",
             path=path,
@@ -273,28 +278,30 @@ def train_tokenizer(texts: Iterable[str], section: TokenizerSection, directory: 
 
 
 def training_settings(section: TokenizerSection) -> dict:
-    """The fields of `section` that decide what a trained vocabulary looks like."""
+    """Returns the fields of `section` that affect a trained vocabulary."""
     names = ["kind", "vocab_size", "lowercase", "strip_accents", "normalization"]
     names += ["algorithm"] if section.kind == "sentencepiece" else ["max_word_chars"]
-    names += ["sentinels"] if section.sentinels else []  # a later field: those without stay theirs
+    names += ["sentinels"] if section.sentinels else []  # older settings files lack this field
     return {name: getattr(section, name) for name in [*names, "train_megabytes"]}
 
 
 def is_trained(directory: Path) -> bool:
-    """Whether `train_tokenizer` finished in `directory`."""
+    """Returns whether `train_tokenizer` finished in `directory`."""
     return (Path(directory) / SETTINGS).is_file()
 
 
 def follow_file(section: TokenizerSection, given: Collection[str] = ()) -> TokenizerSection:
-    """`section` with what the vocabulary at `section.path` tells of itself: kind, size, and as far
-    as it can be told case and accents; as it is where a vocabulary is to be trained.
+    """Updates `section` from the vocabulary file `section.path`: kind, size, case and accents.
+
+    Case and accents are updated as far as the file determines them. Without a path, `section` is
+    returned unchanged.
 
     Args:
-      given: paths of fields that were asked for by name, "tokenizer.kind" for one. They stay, and
-        `load_tokenizer` or `check_tokenizer` says where the file contradicts.
+      given: paths of explicitly set fields, for example "tokenizer.kind". They are kept;
+        `load_tokenizer` or `check_tokenizer` reports contradictions with the file.
 
     Raises:
-      TokenizerError: there is no such file, or it is no vocabulary.
+      TokenizerError: the file does not exist or is not a vocabulary.
     """
     if not section.path:
         return section
@@ -303,8 +310,8 @@ def follow_file(section: TokenizerSection, given: Collection[str] = ()) -> Token
     is_wordpiece = kind == "wordpiece" and path.is_file()
     if is_wordpiece and (other := wordpiece_model.describe_other_rules(path)):
         logging.warning(
-            "%s has %s. Here its entries alone are used and text is split as BERT does it, so that "
-            "it becomes other tokens than elsewhere.",
+            "%s has %s. This is ignored: text is split as in BERT, so its tokens differ from "
+            "the tokens of other libraries.",
             path,
             other,
         )
@@ -322,8 +329,9 @@ def follow_file(section: TokenizerSection, given: Collection[str] = ()) -> Token
 
 
 def _read_settings(section: TokenizerSection, path: Path) -> dict[str, object]:
-    """Fields of config.tokenizer that a vocabulary file tells, and BERT's where `section` has
-    "auto" and the file tells nothing.
+    """Returns the fields of config.tokenizer that a vocabulary file determines.
+
+    BERT's settings replace "auto" fields that the file does not determine.
     """
     usual = dict.fromkeys(unresolved(section), True) | {"normalization": "identity"}
     said = {}
@@ -335,7 +343,7 @@ def _read_settings(section: TokenizerSection, path: Path) -> dict[str, object]:
 
 
 def _resolve(section: TokenizerSection, path: Path) -> TokenizerSection:
-    """`section` with the settings of the vocabulary file at `path` in place of "auto"."""
+    """Replaces "auto" in `section` by the settings of the vocabulary file at `path`."""
     if names := unresolved(section):
         told = _read_settings(section, path)
         return dataclasses.replace(section, **{name: told[name] for name in names})
@@ -347,10 +355,10 @@ def _kind_of(path: Path) -> str:
 
 
 def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
-    """The vocabulary at `section.path`, or else the one trained into `directory`.
+    """Loads the vocabulary at `section.path`, or else the vocabulary trained into `directory`.
 
     Raises:
-      TokenizerError: no vocabulary, one of another kind or size than `section` says, or one
+      TokenizerError: no vocabulary exists, its kind or size differs from `section`, or it was
         trained with other settings.
     """
     if section.path:
@@ -359,7 +367,7 @@ def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
         if section.kind != expected and path.exists():
             raise TokenizerError(
                 f"{path.name} is a {expected} vocabulary but config.tokenizer.kind="
-                f"'{section.kind}'; set --config.tokenizer.kind={expected}.",
+                f"'{section.kind}'. Set --config.tokenizer.kind={expected}.",
                 field="config.tokenizer.kind",
                 value=section.kind,
             )
@@ -367,12 +375,12 @@ def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
     else:
         if not is_trained(directory):
             raise TokenizerError(
-                f"{directory} holds no trained vocabulary; prepare the corpus first or set "
+                f"{directory} has no trained vocabulary. Prepare the corpus first or set "
                 "config.tokenizer.path.",
                 field="config.tokenizer.path",
                 path=directory,
             )
-        remedy = f"put a copy back, or delete {directory} and prepare it again"
+        remedy = f"restore a copy, or delete {directory} and prepare it again"
         there = read_record(Path(directory) / SETTINGS, remedy=remedy, fields=SETTINGS_FIELDS)
         section = dataclasses.replace(
             section, **{name: there[name] for name in unresolved(section)}
@@ -384,8 +392,8 @@ def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
             name = different[0]
             raise TokenizerError(
                 f"The vocabulary in {directory} was trained with {name}={there.get(name)!r} but "
-                f"config.tokenizer.{name}={getattr(section, name, None)!r}; set it back, or name "
-                "another config.data.directory.",
+                f"config.tokenizer.{name}={getattr(section, name, None)!r}. Restore this setting "
+                "or use another config.data.directory.",
                 field=f"config.tokenizer.{name}",
                 value=getattr(section, name, None),
                 path=directory,
@@ -394,7 +402,7 @@ def load_tokenizer(section: TokenizerSection, directory: Path) -> Tokenizer:
     if tokenizer.vocab_size != section.vocab_size:
         raise TokenizerError(
             f"{tokenizer.path} has {tokenizer.vocab_size} entries but config.tokenizer.vocab_size "
-            f"is {section.vocab_size}; set --config.tokenizer.vocab_size={tokenizer.vocab_size}.",
+            f"is {section.vocab_size}. Set --config.tokenizer.vocab_size={tokenizer.vocab_size}.",
             field="config.tokenizer.vocab_size",
             value=section.vocab_size,
             path=tokenizer.path,

@@ -1,7 +1,7 @@
-"""What can be wrong with a vocabulary, found before hours of training, said in one sentence.
+"""Vocabulary checks that find damage and wrong settings before training.
 
-The `vocab.txt` in the official ConvBERT repository has several of these faults at once: CR LF line
-ends and all 1,900 non-ASCII entries decoded with a wrong character set.
+The `vocab.txt` in the official ConvBERT repository has several of these faults: CR LF line ends,
+and all 1,900 non-ASCII entries were decoded with the wrong character set.
 """
 
 from collections import Counter
@@ -16,50 +16,51 @@ from convbert_jax.data.tokenizer.normalization import (
     told_normalization,
 )
 
-# Positions in the vocabularies of BERT's release, which have [unused…] entries.
+# Ids in the official BERT vocabularies, which have [unused…] entries.
 BERT_IDS = {"pad": 0, "unknown": 100, "cls": 101, "sep": 102, "mask": 103}
-# Character sets in which UTF-8 is often misread. cp1252: "é" becomes "Ã©"; gbk: "¡" becomes "隆".
+# Character sets that UTF-8 is often misread as. cp1252: "é" becomes "Ã©"; gbk: "¡" becomes "隆".
 MISREADINGS = ("cp1252", "latin-1", "gbk")
-# Of the entries that a character set can encode, those that are valid UTF-8 then: all of a damaged
-# list, by chance 18% of the common Chinese characters (GB2312, level 1) in gbk.
+# Share of the entries encodable in such a set whose bytes are valid UTF-8: 100% in a damaged list,
+# but by chance also 18% of the common Chinese characters (GB2312, level 1) in gbk.
 MISREAD_SHARE = 0.5
-BERT_SIZE = 30_522  # of its uncased vocabulary, which damaged ones mostly are copies of
+BERT_SIZE = 30_522  # entries of bert-base-uncased; most damaged vocabularies are copies of it
 STANDARD = "use the standard bert-base-uncased vocabulary of the same length"
 
 
 def check_tokenizer(tokenizer, sample: Sequence[str]) -> None:
-    """Looks for damage, and for settings that do not fit the vocabulary or the text.
+    """Checks a vocabulary for damage, and for settings that do not fit it or the text.
 
     Args:
       tokenizer: a `Tokenizer`.
       sample: some documents of the corpus.
 
     Raises:
-      TokenizerError: one sentence with everything found and how to mend it.
+      TokenizerError: the message lists all faults and their fixes.
     """
-    if tokenizer.kind == "pieces":  # texts come cut: the list decides nothing else
+    if tokenizer.kind == "pieces":  # the texts are already tokenized; no other check applies
         if faults := _unknown_faults(tokenizer, sample):
             raise TokenizerError(
-                f"Vocabulary {tokenizer.path} cannot be trusted: {faults[0][0]}; cut the texts "
-                "into its pieces, with blanks between them.",
+                f"Vocabulary {tokenizer.path} failed validation: {faults[0][0]}. Tokenize the "
+                "texts into its pieces, separated by spaces.",
                 path=tokenizer.path,
             )
         return
     faults = _special_faults(tokenizer)
-    if tokenizer.section.path:  # one that was trained here is undamaged and follows its settings
+    if tokenizer.section.path:  # vocabularies trained here need no further checks
         faults = [
             *_file_faults(tokenizer),
             *_entry_faults(tokenizer.entries),
             *faults,
             *_normalization_faults(tokenizer, sample),
         ]
-    if not faults:  # damaged files have unknown tokens too; name the cause, not the effect
+    if not faults:  # damage causes unknown tokens too; report only the cause
         faults = _unknown_faults(tokenizer, sample)
     if faults:
         found = ", ".join(fault for fault, _ in faults)
         fixes = list(dict.fromkeys(fix for _, fix in faults))
         raise TokenizerError(
-            f"Vocabulary {tokenizer.path} cannot be trusted: {found}; {' and '.join(fixes)}.",
+            f"Vocabulary {tokenizer.path} failed validation: {found}. To fix it, "
+            f"{' and '.join(fixes)}.",
             path=tokenizer.path,
         )
 
@@ -69,13 +70,13 @@ def _file_faults(tokenizer) -> list[tuple[str, str]]:
         return []
     lines = tokenizer.path.read_bytes().split(b"\n")
     ends = sum(line.endswith(b"\r") for line in lines)
-    fix = STANDARD if tokenizer.vocab_size == BERT_SIZE else "save it with LF alone (dos2unix)"
-    return [(f"{ends} of its lines end in CR LF", fix)] if ends else []
+    fix = STANDARD if tokenizer.vocab_size == BERT_SIZE else "convert its line ends (dos2unix)"
+    return [(f"{ends} lines end in CR LF", fix)] if ends else []
 
 
 def _undamaged(entries: Sequence[str]) -> str:
-    """What to do about a damaged list of entries."""
-    return STANDARD if len(entries) == BERT_SIZE else "put an undamaged copy of it there"
+    """Returns the fix for a damaged list of entries."""
+    return STANDARD if len(entries) == BERT_SIZE else "replace it with an undamaged copy"
 
 
 def _entry_faults(entries: list[str]) -> list[tuple[str, str]]:
@@ -89,20 +90,18 @@ def _entry_faults(entries: list[str]) -> list[tuple[str, str]]:
         encoded = [found for entry in foreign if (found := _encode(entry, charset))]
         misread = sum(map(_is_utf8, encoded))
         if misread >= 5 and misread > MISREAD_SHARE * len(encoded):
-            fault = (
-                f"{misread} of {len(foreign)} non-ASCII entries are UTF-8 once misread as {charset}"
-            )
+            fault = f"{misread} of {len(foreign)} non-ASCII entries are UTF-8 misread as {charset}"
             faults.append((fault, fix))
             break
     repeated = len(entries) - len(set(entries))
     if repeated:
         twice = next(entry for entry, count in Counter(entries).items() if count > 1)
-        faults.append((f"{repeated} entries are duplicates, one of them '{twice}'", fix))
+        faults.append((f"{repeated} entries are duplicates, for example '{twice}'", fix))
     return faults
 
 
 def _encode(entry: str, charset: str) -> bytes:
-    """Returns `entry` in a character set, or b"" if it cannot be encoded."""
+    """Encodes `entry` in a character set; returns b"" if this is impossible."""
     try:
         return entry.encode(charset)
     except UnicodeError:
@@ -119,7 +118,7 @@ def _is_utf8(encoded: bytes) -> bool:
 
 def _special_faults(tokenizer) -> list[tuple[str, str]]:
     ids = tokenizer.special.by_name
-    if ids["cls"] == ids["pad"]:  # T5's, see sentencepiece_model.py
+    if ids["cls"] == ids["pad"]:  # as in T5, see sentencepiece_model.py
         ids = {role: index for role, index in ids.items() if role != "cls"}
     if len(set(ids.values())) < len(ids):
         return [("special tokens share an id", _undamaged(tokenizer.entries))]
@@ -129,7 +128,7 @@ def _special_faults(tokenizer) -> list[tuple[str, str]]:
         if ids[role] != usual
     ]
     if moved:
-        fault = f"special tokens were moved ({', '.join(moved)})"
+        fault = f"special tokens have unexpected ids ({', '.join(moved)})"
         return [(fault, _undamaged(tokenizer.entries))]
     names = {role: tokenizer.entries[index] for role, index in ids.items() if role != "unknown"}
     produced = {i for encoded in tokenizer.encode(list(names.values())) for i in encoded}
@@ -137,7 +136,7 @@ def _special_faults(tokenizer) -> list[tuple[str, str]]:
     if leaking:
         return [
             (
-                f"the text '{leaking[0]}' is encoded as the special token",
+                f"the text '{leaking[0]}' is encoded as a special token",
                 "train a vocabulary with control symbols instead of user-defined ones",
             )
         ]
@@ -145,10 +144,11 @@ def _special_faults(tokenizer) -> list[tuple[str, str]]:
 
 
 def _expected_ids(entries: list[str]) -> dict[str, int]:
-    """Where BERT's order of entries, [unused…] ones before the others, has the special tokens.
+    """Returns the expected ids of the special tokens in a vocabulary with BERT's order of entries.
 
-    Lists of other makers have another number of unused ones, here all right if they are numbered
-    through and nothing stands between them, or the special tokens before them: {}.
+    BERT's order begins with [PAD] and [unused…] entries. Other vocabularies with this order have
+    another number of [unused…] entries, which is valid if they are numbered consecutively. Returns
+    {} for a vocabulary without [unused…] entries before the special tokens.
     """
     before = entries[: entries.index("[UNK]")] if "[UNK]" in entries else []
     unused = [entry for entry in before if entry.startswith("[unused")]
@@ -161,7 +161,7 @@ def _expected_ids(entries: list[str]) -> dict[str, int]:
 
 
 def _normalization_faults(tokenizer, sample) -> list[tuple[str, str]]:
-    """Case and accents of the settings against those of the entries and of the sample."""
+    """Compares the normalization settings with the entries and with the sample."""
     entries = [entry for entry in tokenizer.entries if not is_special(entry)]
     faults = []
     for name, has, trait in (
@@ -178,7 +178,7 @@ def _normalization_faults(tokenizer, sample) -> list[tuple[str, str]]:
         if removes != setting:
             fault = f"it {'removes' if removes else 'keeps'} {trait} letters"
         elif setting and unusable > RARE:
-            fault = f"{unusable:.1%} of its entries have {trait} letters and can never be used"
+            fault = f"{unusable:.1%} of the entries have {trait} letters and can never be used"
         elif not setting and not found and in_sample > RARE:
             fault = f"no entry has an {trait} letter but {in_sample:.1%} of the text's letters are"
         else:
@@ -200,10 +200,10 @@ def _unknown_faults(tokenizer, sample) -> list[tuple[str, str]]:
     if rate <= section.max_unknown_rate:
         return []
     fault = (
-        f"{rate:.1%} of the characters of the text are unknown to it, more than "
+        f"{rate:.1%} of the characters of the text are unknown, more than "
         f"config.tokenizer.max_unknown_rate={section.max_unknown_rate}"
     )
-    fix = "use a vocabulary made for this text"
+    fix = "use a vocabulary for this kind of text"
     if not section.path:
         fix = "raise config.tokenizer.vocab_size"
         if section.kind == "wordpiece":
@@ -211,8 +211,8 @@ def _unknown_faults(tokenizer, sample) -> list[tuple[str, str]]:
     longest = max(map(len, lost))
     if section.kind == "wordpiece" and longest > section.max_word_chars:
         fault += (
-            f", and words of more than config.tokenizer.max_word_chars={section.max_word_chars} "
-            f"characters are unknown as a whole (the longest has {longest})"
+            f", and words longer than config.tokenizer.max_word_chars={section.max_word_chars} "
+            f"are entirely unknown (the longest has {longest} characters)"
         )
         fix += ", raise max_word_chars"
     return [(fault, f"{fix} or raise max_unknown_rate")]

@@ -1,7 +1,7 @@
-"""WordPiece vocabularies as BERT uses them (Devlin et al., 2019): train, read, encode.
+"""WordPiece vocabularies as in BERT (Devlin et al., 2019): training, reading, encoding.
 
-Read from `vocab.txt` (one entry a line) or `tokenizer.json`; trained ones are `tokenizer.json`.
-Splitting and normalization are BERT's, set by the config.
+They are read from `vocab.txt` (one entry per line) or `tokenizer.json`; training writes
+`tokenizer.json`. Splitting and normalization are BERT's, with the settings of the config.
 """
 
 import collections
@@ -20,18 +20,18 @@ from convbert_jax.interfaces.special_ids import sentinel_names
 
 FILE = "tokenizer.json"
 SPECIAL = {"pad": "[PAD]", "unknown": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-MOST_IDS = 1 << 24  # of a vocabulary: more is no vocabulary
-MAX_WORD_CHARS = 100  # of a tokenizer.json that does not state it, as in `tokenizers`
-REMEDY = "put a copy back, or check config.tokenizer.path: it must be a WordPiece tokenizer.json"
-ALPHABET = 1000  # most frequent characters get an entry where there is room; rarer ones are unknown
-COVERAGE = 0.9995  # of the characters of the text must have an entry
+MOST_IDS = 1 << 24  # larger ids are rejected as damage
+MAX_WORD_CHARS = 100  # default of a tokenizer.json, as in `tokenizers`
+REMEDY = "restore a copy, or check config.tokenizer.path: it must be a WordPiece tokenizer.json"
+ALPHABET = 1000  # most frequent characters with an entry, if they fit; others are unknown
+COVERAGE = 0.9995  # minimum share of the characters of the text that have an entry
 
 
 class WordPieceVocabulary:
     def __init__(self, entries: list[str], section: TokenizerSection, path: Path):
         self.entries = entries
         self._path = path
-        # No entry is declared special to this object, so it recognizes none in text.
+        # No entry is declared special, so text is never encoded as a special token.
         self._tokenizer = build_pipeline(section, {entry: i for i, entry in enumerate(entries)})
 
     def special_ids(self) -> dict[str, int]:
@@ -39,7 +39,7 @@ class WordPieceVocabulary:
         missing = [name for name in SPECIAL.values() if name not in ids]
         if missing:
             raise TokenizerError(
-                f"{self._path} lacks the special tokens {', '.join(missing)}; use the standard "
+                f"{self._path} has no special tokens {', '.join(missing)}. Use the standard "
                 "bert-base-uncased vocabulary, or leave config.tokenizer.path empty to train one.",
                 field="config.tokenizer.path",
                 path=self._path,
@@ -51,7 +51,7 @@ class WordPieceVocabulary:
         return [encoding.ids for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list]]:
-        """Ids, and (begin, end) of each in characters of its text."""
+        """Returns the ids of each text, and (begin, end) of each id in characters."""
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
@@ -63,26 +63,26 @@ class WordPieceVocabulary:
 
 
 def open_vocabulary(path: Path, section: TokenizerSection) -> WordPieceVocabulary:
-    """The vocabulary at `path`, with the normalization that `section` asks for."""
+    """Reads the vocabulary at `path`, with the normalization of `section`."""
     if path.suffix == ".json":
         return WordPieceVocabulary(_from_json(path, section), section, path)
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise TokenizerError(
-            f"{path} is not UTF-8 (first bad byte at {error.start}); use the standard "
+            f"{path} is not UTF-8 (first invalid byte at {error.start}). Use the standard "
             "bert-base-uncased vocabulary.",
             path=path,
         ) from None
     if text.startswith("\ufeff"):
         raise TokenizerError(
-            f"{path} begins with a byte order mark; save it without one.", path=path
+            f"{path} begins with a byte order mark. Save it without one.", path=path
         )
     return WordPieceVocabulary(split_entries(text), section, path)
 
 
 def split_entries(text: str) -> list[str]:
-    """Entries of a `vocab.txt`; carriage returns are dropped here and reported by the checks."""
+    """Returns the entries of a `vocab.txt` without carriage returns, which the checks report."""
     lines = text.split("\n")  # not splitlines: an entry may be a Unicode line separator
     if lines and not lines[-1]:
         lines.pop()
@@ -90,14 +90,14 @@ def split_entries(text: str) -> list[str]:
 
 
 def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
-    """A `tokenizer.json` with the special tokens as ids 0 to 4.
+    """Trains a vocabulary with the special tokens as ids 0 to 4; returns a `tokenizer.json`.
 
-    `tokenizers` numbers the characters in the order of a randomly seeded hash map and breaks ties
-    between merges by these numbers, so that two runs differ. A first pass finds the characters, a
-    second one gets them numbered in advance.
+    `tokenizers` numbers characters in the order of a randomly seeded hash map and breaks ties
+    between merges by these numbers, so its results vary. For a deterministic result, a first pass
+    finds the characters and a second pass receives them in a fixed order.
 
     Raises:
-      TokenizerError: `texts` cannot give `section.vocab_size` entries.
+      TokenizerError: `texts` are too small or too diverse for `section.vocab_size` entries.
     """
     lines = [line for text in texts for line in text.split("\n") if line.strip()]
     normalizer = _normalizer(section)
@@ -107,7 +107,7 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
     by_count = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))
     if not by_count:
         raise TokenizerError(
-            "There is no text to train a vocabulary on; check config.data.source.",
+            "There is no text to train a vocabulary on. Check config.data.source.",
             field="config.data.source",
         )
     special = [*SPECIAL.values(), *sentinel_names(section.sentinels)]
@@ -124,7 +124,7 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
         tokenizer.train_from_iterator(iter(lines), trainer)
         return tokenizer.get_vocab(with_added_tokens=False)
 
-    # A character has an entry, and another one if it stands within words.
+    # A character has one entry, and a second one ("##") if it occurs inside words.
     needed = _count_needed([counts[c] for c in by_count])
     for size in (max(ALPHABET, needed), needed):
         alphabet = by_count[:size]
@@ -134,8 +134,8 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
             break
     else:
         raise TokenizerError(
-            f"The corpus needs {required} entries for its characters alone but "
-            f"config.tokenizer.vocab_size is {section.vocab_size}; set "
+            f"The characters of the corpus need {required} entries but "
+            f"config.tokenizer.vocab_size is {section.vocab_size}. Set "
             f"--config.tokenizer.vocab_size={required} or more, or "
             "--config.tokenizer.kind=sentencepiece.",
             field="config.tokenizer.vocab_size",
@@ -144,8 +144,8 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
     vocabulary = trained(section.vocab_size, special + characters, alphabet)
     if len(vocabulary) < section.vocab_size:
         raise TokenizerError(
-            f"The corpus gives at most {len(vocabulary)} entries but config.tokenizer.vocab_size "
-            f"is {section.vocab_size}; set --config.tokenizer.vocab_size={len(vocabulary)} or "
+            f"The corpus yields at most {len(vocabulary)} entries but config.tokenizer.vocab_size "
+            f"is {section.vocab_size}. Set --config.tokenizer.vocab_size={len(vocabulary)} or "
             "less.",
             field="config.tokenizer.vocab_size",
             value=section.vocab_size,
@@ -156,13 +156,13 @@ def train(texts: Iterable[str], section: TokenizerSection) -> bytes:
 
 
 def _count_needed(counts: list[int]) -> int:
-    """How many characters make up `COVERAGE` of a text, by their counts in descending order."""
+    """Returns how many of the characters, by descending count, cover `COVERAGE` of a text."""
     wanted, covered = COVERAGE * sum(counts), itertools.accumulate(counts)
     return next(number for number, sum_ in enumerate(covered, start=1) if sum_ >= wanted)
 
 
 def normalizer(section: TokenizerSection) -> Callable[[str], str]:
-    """The normalization of a vocabulary that `train` would make."""
+    """Returns the normalization of a vocabulary that `train` would produce."""
     return _normalizer(section).normalize_str
 
 
@@ -178,7 +178,7 @@ def _normalizer(section: TokenizerSection) -> normalizers.Normalizer:
 def build_pipeline(
     section: TokenizerSection, vocabulary: dict[str, int] | None
 ) -> tokenizers.Tokenizer:
-    """BERT's normalization, splitting and WordPiece; no entry is special."""
+    """Builds BERT's pipeline: normalization, splitting and WordPiece; no entry is special."""
     model = models.WordPiece(
         vocabulary or {}, unk_token="[UNK]", max_input_chars_per_word=section.max_word_chars
     )
@@ -190,10 +190,10 @@ def build_pipeline(
 
 
 def read_settings(path: Path) -> dict[str, bool | int]:
-    """The fields of config.tokenizer that a tokenizer.json states; {} for a vocab.txt.
+    """Reads the fields of config.tokenizer from a tokenizer.json; {} for a vocab.txt.
 
     Raises:
-      TokenizerError: it is not a tokenizer.json.
+      TokenizerError: the file is not a tokenizer.json.
     """
     if path.suffix != ".json":
         return {}
@@ -201,7 +201,7 @@ def read_settings(path: Path) -> dict[str, bool | int]:
     longest = content["model"].get("max_input_chars_per_word", MAX_WORD_CHARS)
     if type(longest) is not int or longest < 1:
         raise TokenizerError(
-            f"{path} is damaged (max_input_chars_per_word={longest!r}); {REMEDY}.",
+            f"{path} is damaged (max_input_chars_per_word={longest!r}). To fix it, {REMEDY}.",
             value=longest,
             path=path,
         )
@@ -209,11 +209,12 @@ def read_settings(path: Path) -> dict[str, bool | int]:
 
 
 def describe_other_rules(path: Path) -> str:
-    """What a tokenizer.json does to text that is not done here, for a warning; "" of nothing, and
-    of a vocab.txt.
+    """Describes the unsupported text processing of a tokenizer.json, for a warning.
+
+    Returns "" for BERT's processing and for a vocab.txt.
 
     Raises:
-      TokenizerError: it is not a tokenizer.json.
+      TokenizerError: the file is not a tokenizer.json.
     """
     if path.suffix != ".json":
         return ""
@@ -241,11 +242,11 @@ def _normalization(content: dict, path: Path) -> dict[str, bool]:
     if not isinstance(normalizer, dict) or normalizer.get("type") != "BertNormalizer":
         return {}
     lowercase = normalizer.get("lowercase")
-    accents = normalizer.get("strip_accents")  # None is BERT's default: both or neither
+    accents = normalizer.get("strip_accents")  # None (BERT's default) means as `lowercase`
     told = {"lowercase": lowercase, "strip_accents": lowercase if accents is None else accents}
     if not all(isinstance(value, bool) for value in told.values()):
         raise TokenizerError(
-            f"{path} is damaged (its normalizer says {told}); {REMEDY}.", path=path
+            f"{path} is damaged (its normalizer has {told}). To fix it, {REMEDY}.", path=path
         )
     return told
 
@@ -256,8 +257,8 @@ def _from_json(path: Path, section: TokenizerSection) -> list[str]:
     kind = model.get("type")
     if kind != "WordPiece" or model.get("continuing_subword_prefix", "##") != "##":
         raise TokenizerError(
-            f"{path} holds a {kind} model, not WordPiece with ##; name a vocab.txt, a WordPiece "
-            "tokenizer.json or a SentencePiece .model in config.tokenizer.path.",
+            f"{path} has a {kind} model, not WordPiece with ##. Set config.tokenizer.path to a "
+            "vocab.txt, a WordPiece tokenizer.json or a SentencePiece .model.",
             field="config.tokenizer.path",
             path=path,
         )
@@ -265,22 +266,22 @@ def _from_json(path: Path, section: TokenizerSection) -> list[str]:
     for name, there in told.items():
         if there != getattr(section, name):
             raise TokenizerError(
-                f"{path} was made with {name}={there} but config.tokenizer.{name}="
-                f"{getattr(section, name)}; set --config.tokenizer.{name}={there}.",
+                f"{path} was trained with {name}={there} but config.tokenizer.{name}="
+                f"{getattr(section, name)}. Set --config.tokenizer.{name}={there}.",
                 field=f"config.tokenizer.{name}",
                 value=getattr(section, name),
                 path=path,
             )
     if not told:
-        logging.info("%s names no BERT normalizer; the settings of config.tokenizer apply.", path)
+        logging.info("%s has no BERT normalizer; using the settings of config.tokenizer.", path)
     try:
         added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
         ids = {**model["vocab"], **added}
         if not ids or not all(isinstance(i, int) and 0 <= i < MOST_IDS for i in ids.values()):
-            raise ValueError("its ids are no small integers")
+            raise ValueError("ids are not small integers")
     except (KeyError, TypeError, ValueError) as error:
         raise TokenizerError(
-            f"{path} is damaged (its entries: {error}); {REMEDY}.", path=path
+            f"{path} is damaged (its entries: {error}). To fix it, {REMEDY}.", path=path
         ) from None
     entries = [""] * (max(ids.values()) + 1)
     for entry, index in ids.items():
