@@ -278,9 +278,7 @@ def open_prepared(directory: str, split: str):
 
 
 def _check_features(features, directory: str) -> None:
-    """Raises DataError for feature classes outside of TFDS, because TFDS imports any module that
-    features.json names.
-    """
+    """Raises DataError for feature classes outside of TFDS, which TFDS would import and run."""
     if isinstance(features, list):
         for part in features:
             _check_features(part, directory)

@@ -1,1 +1,1 @@
-"""Labelled tasks: GLUE, SQuAD, own files, as batches."""
+"""Labeled tasks as batches: GLUE, SQuAD and user-defined tasks."""

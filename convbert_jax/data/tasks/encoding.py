@@ -1,7 +1,7 @@
-"""Texts to rows of token ids, and rows to batches of fixed shapes.
+"""Encodes texts as rows of token ids, and makes batches of fixed shapes from rows.
 
 A row is [CLS] text [SEP], or [CLS] first [SEP] second [SEP] with type 1 from the second text on
-(BERT §3.2). Which rows make a batch is chosen in `length_buckets.py`.
+(BERT §3.2). `length_buckets.py` selects the rows of each batch.
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ import numpy as np
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 from convbert_jax.interfaces.batch import FinetuneBatch
 
-IGNORED = -1  # tag of a token that is not the first of a word
-_AT_ONCE = 4_096  # texts given to the tokenizer in one call
+IGNORED = -1  # tag of tokens that do not begin a word
+_AT_ONCE = 4_096  # texts per call of the tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Rows:
     """N encoded examples, padded to L tokens.
 
     Attributes:
-      lengths: [N], tokens of each row.
-      by_token: name -> [N, L, ...], cut to the length of the bucket: tokens, type_ids, and what an
-        objective wants beside them, see `interfaces.batch`.
+      lengths: [N], number of tokens of each row.
+      by_token: name -> [N, L, ...], truncated to the length of the bucket: tokens, type_ids and
+        the columns of an objective, see `interfaces.batch`.
       by_row: name -> [N, ...], for example labels.
     """
 
@@ -35,14 +35,14 @@ class Rows:
         return len(self.lengths)
 
     def with_columns(self, **by_row: np.ndarray) -> "Rows":
-        """The same rows with more columns in `by_row`."""
+        """Returns the same rows with additional columns in `by_row`."""
         return dataclasses.replace(self, by_row={**self.by_row, **by_row})
 
     def batch(self, index: np.ndarray, length: int) -> FinetuneBatch:
-        """The rows at `index` [..., B], each at most `length` tokens, as arrays [..., B, ...].
+        """Returns the rows at `index` [..., B], truncated to `length` tokens, as [..., B, ...].
 
-        An index of -1 is a row that only fills up: its `weight` is 0. `segment_ids` is 1 on
-        tokens, 0 on padding.
+        An index of -1 is a padding row with `weight` 0. `segment_ids` is 1 for tokens and 0 for
+        padding.
         """
         index = np.asarray(index)
         columns = {name: values[index, :length] for name, values in self.by_token.items()}
@@ -55,7 +55,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """Rows, and how many of the examples lost tokens to fit."""
+    """Encoded rows, and the number of truncated examples."""
 
     rows: Rows
     truncated: int
@@ -64,12 +64,12 @@ class Encoded:
 def encode_texts(
     tokenizer: Tokenizer, texts: Sequence[Sequence[str]], *, length: int, types: int = 2
 ) -> Encoded:
-    """One row for each text or pair of texts.
+    """Encodes each text or pair of texts as a row.
 
     Args:
-      texts: each one text or two; not mixed.
-      length: most tokens of a row; of a pair, the longer text loses its end first.
-      types: rows of the model's table of segment types; with 1 both texts are of type 0.
+      texts: tuples of one text, or tuples of two texts.
+      length: maximum tokens of a row; in a pair, the longer text is truncated first.
+      types: number of segment types of the model; with 1, both texts have type 0.
     """
     special = tokenizer.special
     parts = [_encode_all(tokenizer, column) for column in zip(*texts, strict=True)]
@@ -93,11 +93,11 @@ def encode_words(
     *,
     length: int,
 ) -> Encoded:
-    """One row for each sentence of words, the tag of a word on its first token.
+    """Encodes each sentence of words as a row; the first token of a word has its tag.
 
-    Adds `tags` [N, L] to the columns by token (IGNORED where no word begins, or without tags), and
-    `words` [N, L], the index of the word that begins at a token, or IGNORED. A word that the
-    tokenizer makes nothing of stands as [UNK]. Words that do not fit have no token.
+    Adds two columns by token: `tags` [N, L] and `words` [N, L], the index of the word that begins
+    at a token. Both are IGNORED where no word begins; `tags` is also IGNORED without tags. A word
+    without tokens becomes [UNK]. Words that do not fit are dropped.
     """
     special = tokenizer.special
     flat = _encode_all(tokenizer, [word for sentence in sentences for word in sentence])
@@ -123,11 +123,10 @@ def encode_words(
 def pad_rows(
     pieces: Sequence[Sequence[int]], length: int, *, pad: int, second: Sequence[int] | None = None
 ) -> Rows:
-    """Rows of token ids, each at most `length`.
+    """Pads rows of token ids to `length`.
 
     Args:
-      second: place of each row from which on its type is 1, its length where that is nowhere;
-        None: every row has type 0.
+      second: start of type 1 in each row (the row's length: no type 1); None: all types are 0.
     """
     lengths = np.fromiter(map(len, pieces), np.int32, len(pieces))
     begins = lengths if second is None else np.asarray(second)
@@ -145,7 +144,7 @@ def _encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _fit(parts: Sequence[list[int]], budget: int) -> list[list[int]]:
-    """Parts that have `budget` tokens together: the longer one is cut until both are as long."""
+    """Truncates parts to `budget` tokens in total, the longer one first."""
     if sum(map(len, parts)) <= budget:
         return list(parts)
     if len(parts) == 1:

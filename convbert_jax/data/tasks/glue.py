@@ -1,8 +1,8 @@
-"""The nine GLUE tasks and the diagnostic set: one table, and a task of it from a folder.
+"""The nine GLUE tasks and the diagnostic set.
 
-Order of labels, swapped pairs and columns are those of the release (`configure_finetuning.py`,
-`finetune/classification`); row counts are the official ones. The diagnostic set (AX) is MNLI's
-split "test_diagnostic": it has no training data, MNLI's model predicts it.
+The order of labels, swapped pairs and columns follow the official code
+(`configure_finetuning.py`, `finetune/classification`); row counts are GLUE's official counts. The
+diagnostic set (AX) is the split "test_diagnostic" of MNLI, because the MNLI model predicts it.
 """
 
 import functools
@@ -26,7 +26,7 @@ from convbert_jax.files import expand
 
 
 def _splits(texts, label, train, validation, test, *, index="index") -> dict[str, SplitFile]:
-    """The usual three files: test has an index and no label."""
+    """Returns the usual three files; test has an index and no label."""
     return {
         "train": SplitFile(train, "train.tsv", texts, label, tfds="train"),
         "validation": SplitFile(validation, "dev.tsv", texts, label, tfds="validation"),
@@ -67,7 +67,7 @@ GLUE: dict[str, GlueTask] = {
         labels=("negative", "positive"),
         spellings=_BINARY,
     ),
-    # The paper's table and the release's scorer have accuracy; the leaderboard F1 and accuracy.
+    # The paper and the official code report accuracy; the leaderboard reports F1 and accuracy.
     "MRPC": GlueTask(
         "MRPC",
         "mrpc",
@@ -140,24 +140,26 @@ GLUE: dict[str, GlueTask] = {
     ),
 }
 DOWNLOAD = "https://gluebenchmark.com/tasks"
-# kind of source -> what finds a split, what reads it
+# kind of source -> (function that finds a split, function that reads it)
 _READERS = {"files": (find_file, read_file), "tfds": (find_tfds, read_tfds)}
 
 
 def open_task(name: str, root: str) -> LabelledTask:
-    """A GLUE task.
+    """Opens a GLUE task.
 
     Args:
-      name: a key of GLUE, in any case.
-      root: the folder with CoLA, SST-2, … below it, or "tfds:DIR" with cola, sst2, … (or glue/cola,
-        …) prepared as array_record below it, or "tfds:" for the usual place of TFDS.
+      name: a key of GLUE, case-insensitive.
+      root: a folder with subfolders CoLA, SST-2, …; or "tfds:DIR" with subfolders cola, sst2, …
+        (or glue/cola, …) prepared as array_record; or "tfds:" for the default folder of TFDS.
 
     Raises:
-      DataError: an unknown name, or no such folder. What is missing below it is in `absent`.
+      DataError: unknown name or missing folder. Missing splits are in `absent` of the task.
     """
     spelled = {key.lower(): key for key in GLUE}
     if name.lower() not in spelled:
-        raise DataError(f"GLUE has no task '{name}'; choose one of: {', '.join(GLUE)}.", value=name)
+        raise DataError(
+            f"Unknown GLUE task '{name}'. Choose one of: {', '.join(GLUE)}.", value=name
+        )
     name = spelled[name.lower()]
     task = GLUE[name]
     kind, _, rest = root.partition(":") if root.startswith("tfds:") else ("files", "", root)
@@ -168,9 +170,9 @@ def open_task(name: str, root: str) -> LabelledTask:
         names = ", ".join(os.path.normpath(f"{task.folder}/{s.file}") for s in task.splits.values())
         absent = f"There is no folder '{rest}'" if rest else "config.finetune.data is empty"
         raise DataError(
-            f"{absent}: fetch {name} from {DOWNLOAD} and name the folder that has {names} (or .gz) "
-            "with --config.finetune.data=FOLDER, or --config.finetune.data=tfds:DIR where "
-            "TensorFlow Datasets prepared it.",
+            f"{absent}. Download {name} from {DOWNLOAD} and set --config.finetune.data=FOLDER with "
+            f"{names} (or .gz), or set --config.finetune.data=tfds:DIR if TensorFlow Datasets "
+            "prepared it.",
             field="config.finetune.data",
         )
     find, read = _READERS[kind]
@@ -202,7 +204,7 @@ def _read_split(read, name: str, places: Mapping[str, Any], split: str) -> list[
     official = GLUE[name].splits[split].rows
     if len(examples) != official:
         logging.warning(
-            "GLUE %s has %s rows in %s, not the official %s (%s): scores do not compare.",
+            "GLUE %s has %s rows in %s, not the official %s (%s); scores are not comparable.",
             name,
             f"{len(examples):,}",
             split,

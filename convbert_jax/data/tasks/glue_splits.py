@@ -1,7 +1,7 @@
-"""Splits of GLUE tasks, from the original files or from TensorFlow Datasets.
+"""Splits of GLUE tasks, from the official files or from TensorFlow Datasets.
 
-The files are the official download: tab-separated, quotation marks are text, CoLA without a header
-in train and dev, MRPC with a byte order mark, other columns in test than in train.
+The official files are tab-separated and their quotation marks are text. CoLA has no header in
+train and dev, MRPC begins with a byte order mark, and test has other columns than train.
 """
 
 import dataclasses
@@ -17,29 +17,29 @@ from convbert_jax.data.tables.table_files import read_table
 from convbert_jax.data.tables.table_formats import BadRows, TableFormat
 from convbert_jax.data.tasks.labelled_text import Example, LabelReader
 
-BAD_SHARE = 0.01  # more unusable rows than this are not the known blemishes of the official files
-_HINT = "fetch the official GLUE file"
-# Other places of the diagnostic file.
+BAD_SHARE = 0.01  # the share of unusable rows in the official files is lower
+_HINT = "Download the official GLUE file"
+# Possible places of the diagnostic file.
 _AX_FILES = ("../diagnostic/diagnostic.tsv", "../AX/AX.tsv", "../AX.tsv")
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitFile:
-    """One file of the download and its counterpart in TFDS."""
+    """One file of the official download and its counterpart in TFDS."""
 
     rows: int  # the official count
     file: str  # without .gz
     texts: tuple[str, ...]
-    label: str = ""  # "" where the file has none
-    columns: tuple[str, ...] = ()  # where it has no header
-    index: str = ""  # the column with the index that the server expects
+    label: str = ""  # column; "" if the file has no labels
+    columns: tuple[str, ...] = ()  # names if the file has no header
+    index: str = ""  # column with the index that the GLUE server expects
     tfds: str = ""  # split of the task's TFDS configuration, or CONFIGURATION:SPLIT
 
 
 @dataclasses.dataclass(frozen=True)
 class GlueTask:
-    folder: str  # of the download
-    tfds: str  # configuration of TFDS
+    folder: str  # in the official download
+    tfds: str  # TFDS configuration
     tfds_texts: tuple[str, ...]
     splits: Mapping[str, SplitFile]
     labels: tuple[str, ...] = ()  # () is regression
@@ -53,7 +53,7 @@ class GlueTask:
 
 
 def find_file(root: Path, name: str, task: GlueTask, split: str) -> tuple[Path | None, str]:
-    """The file of a split, or None and what is missing."""
+    """Returns (file of a split, ""), or (None, error message)."""
     file = task.splits[split].file
     folder = root / task.folder
     for option in _AX_FILES if split == "test_diagnostic" else (file,):
@@ -62,12 +62,14 @@ def find_file(root: Path, name: str, task: GlueTask, split: str) -> tuple[Path |
             if path.is_file():
                 return path, ""
     shown = os.path.normpath(f"{task.folder}/{file}")
-    return None, f"GLUE {name} has no {split} split here: {root} has no {shown} (or .gz)."
+    return None, f"The {split} split of GLUE {name} is missing: {root} has no {shown} (or .gz)."
 
 
 def read_file(path: Path, task: GlueTask, split: str) -> list[Example]:
-    """Rows that the official files are known to have broken (a few of QQP) are left out, with a
-    warning; in a test split, where every row is to be predicted, they are an error.
+    """Reads a split from an official file.
+
+    Broken rows are skipped with a warning, because the official QQP files have a few. In a test
+    split they are an error, because every row must be predicted.
     """
     file = task.splits[split]
     is_test = split.startswith("test")
@@ -97,7 +99,7 @@ def _check_share(bad_rows: BadRows, kept: int, path: Path) -> None:
     if bad_rows.count > BAD_SHARE * (bad_rows.count + kept):
         raise DataError(
             f"{path} has {bad_rows.count} unusable rows of {bad_rows.count + kept}; the first: "
-            f"{bad_rows.first}; {_HINT}.",
+            f"{bad_rows.first}. {_HINT}.",
             path=path,
         )
 
@@ -106,7 +108,7 @@ def _warn_empty(examples: list[Example], place: Path) -> None:
     empty = [example.id for example in examples if not all(example.texts)]
     if empty:
         logging.warning(
-            "%s has %d rows with an empty text, the first with index %s; they are kept.",
+            "%s has %d rows with an empty text (first index: %s); they are kept.",
             place,
             len(empty),
             empty[0],
@@ -119,7 +121,7 @@ def _warn_empty(examples: list[Example], place: Path) -> None:
 def find_tfds(
     root: Path, name: str, task: GlueTask, split: str
 ) -> tuple[tuple[Path, str] | None, str]:
-    """(folder of the newest version, split), or None and what is missing."""
+    """Returns ((folder of the newest version, split), ""), or (None, error message)."""
     configuration, _, tfds_split = task.splits[split].tfds.rpartition(":")
     configuration = configuration or task.tfds
     for base in (root / "glue", root):
@@ -127,8 +129,9 @@ def find_tfds(
         if versions:
             return (max(versions, key=_version), tfds_split), ""
     return None, (
-        f"GLUE {name} has no {split} split here: {root} has no prepared glue/{configuration}; run "
-        f"tfds build glue/{configuration} --file_format=array_record where TensorFlow is installed."
+        f"The {split} split of GLUE {name} is missing: {root} has no prepared "
+        f"glue/{configuration}. Run tfds build glue/{configuration} --file_format=array_record "
+        "where TensorFlow is installed."
     )
 
 
@@ -138,15 +141,15 @@ def _version(folder: Path) -> tuple[int, ...]:
 
 
 def read_tfds(place: tuple[Path, str], task: GlueTask, split: str) -> list[Example]:
-    """TFDS stores rows shuffled; `idx` brings back the order of the files."""
+    """Reads a split from TFDS, which shuffles rows; `idx` restores their order."""
     folder, tfds_split = place
     rows, features = indexed_rows.open_prepared(str(folder), tfds_split)
     names = getattr(features["label"], "names", None)
     spelled = {label: index for index, label in enumerate(task.labels)}
     if names is not None and set(names) != set(task.labels):
         raise DataError(
-            f"{folder} has the labels {', '.join(names)}, not {', '.join(task.labels)}; is it "
-            f"glue/{task.tfds}?",
+            f"{folder} has the labels {', '.join(names)}, not {', '.join(task.labels)}. Check that "
+            f"it is glue/{task.tfds}.",
             path=folder,
         )
     examples = []

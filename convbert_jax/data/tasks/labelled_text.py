@@ -1,8 +1,7 @@
-"""Labelled text: what an example and a task are, and how one file of either becomes examples.
+"""Examples and tasks of labeled text.
 
-A task is data: the table of GLUE is in `glue.py`, tasks of the user's own come from a section of
-the config in `own_task.py`. Splits are named "train", "validation" (or "validation_…") and "test"
-(or "test_…").
+GLUE tasks are defined in `glue.py`, user-defined tasks by a config section in `own_task.py`.
+Splits are named "train", "validation" (or "validation_…") and "test" (or "test_…").
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ from typing import Any
 from convbert_jax.data.errors import DataError, shorten
 
 KINDS = ("classification", "regression", "tagging")
-# What is reported for each kind where a task names nothing else; the first one selects.
+# Default metrics of each kind; the first one selects the best checkpoint.
 DEFAULT_METRICS = {
     "classification": ("accuracy", "macro_f1"),
     "regression": ("spearman", "pearson"),
@@ -23,10 +22,10 @@ DEFAULT_METRICS = {
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One labelled text or pair of texts.
+    """A labeled text or pair of texts.
 
-    `label` is an index into the task's labels, a number for regression, an index for each word for
-    tagging (the words of `texts[0]`, joined by single blanks), or None where it is not known.
+    `label` is an index into the task's labels (classification), a number (regression), an index for
+    each word of `texts[0]`, which are joined by single spaces (tagging), or None if unknown.
     """
 
     id: str  # unique in its split; the index that the GLUE server expects
@@ -36,43 +35,43 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class LabelledTask:
-    """A task and where its examples are."""
+    """A task and the reader of its examples."""
 
     name: str
     kind: str  # one of KINDS
-    texts: int  # texts of an example, 1 or 2
+    texts: int  # number of texts of an example, 1 or 2
     labels: tuple[str, ...]  # names in the order of the model's outputs; () for regression
     metrics: tuple[str, ...]  # keys of finetuning/scores/scoring.py; the first selects
-    splits: tuple[str, ...]  # all that the task has
+    splits: tuple[str, ...]  # all splits of the task
     reader: Callable[[str], list[Example]]
-    # How files spell `labels`, where they do it otherwise (the "0" and "1" of GLUE)
+    # Labels in the files, if they differ from `labels` ("0" and "1" in GLUE)
     spellings: tuple[str, ...] = ()
-    # Splits that are not on this machine, and the sentence that says what is missing
+    # Splits that are missing on this machine -> error message
     absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # What its files call the texts; (): nothing
+    # Names of the text columns in the files; (): unnamed
     columns: tuple[str, ...] = ()
-    # Regression: the network learns the labels divided by this (release: 5 for STS-B)
+    # Regression: the model is trained on labels divided by this (official code: 5 for STS-B)
     scale: float = 1.0
-    # The two texts have no order: the release doubles the training set with the texts swapped
+    # The texts are unordered: the official code adds each training pair with its texts swapped
     swap_pairs: bool = False
 
     def read(self, split: str) -> list[Example]:
-        """All examples of a split, in the order of the file.
+        """Returns all examples of a split in the order of the file.
 
         Raises:
-          DataError: the split is absent, or its file cannot be used.
+          DataError: the split is missing, or its file is not usable.
         """
         if split in self.absent:
             raise DataError(self.absent[split])
         if split not in self.splits:
             raise DataError(
-                f"{self.name} has no split '{split}'; it has: {', '.join(self.splits)}.",
+                f"{self.name} has no split '{split}'. Choose one of: {', '.join(self.splits)}.",
                 value=split,
             )
         return self.reader(split)
 
     def has(self, *splits: str) -> bool:
-        """All of these splits are on this machine."""
+        """Returns whether all these splits are on this machine."""
         return all(split in self.splits and split not in self.absent for split in splits)
 
     @property
@@ -85,7 +84,7 @@ class LabelledTask:
 
 
 def swap_texts(examples: Sequence[Example]) -> list[Example]:
-    """The examples, then each again with its texts exchanged (release: double_unordered)."""
+    """Returns the examples and copies with swapped texts (official code: double_unordered)."""
     swapped = [
         dataclasses.replace(example, id=f"{example.id}-swapped", texts=example.texts[::-1])
         for example in examples
@@ -94,26 +93,26 @@ def swap_texts(examples: Sequence[Example]) -> list[Example]:
 
 
 def require_labels(task: LabelledTask, split: str, examples: Sequence[Example]) -> None:
-    """Raises DataError unless every example can be scored."""
+    """Raises DataError unless all examples have labels."""
     missing = sum(example.label is None for example in examples)
     if missing:
         count = "no labels" if missing == len(examples) else f"{missing} rows without a label"
         raise DataError(
-            f"The {split} split of {task.name} has {count}, so it cannot be scored; predict it, or "
-            "name a file with labels.",
+            f"The {split} split of {task.name} cannot be scored: it has {count}. Only predict it, "
+            "or use a file with labels.",
             value=split,
         )
 
 
 class LabelReader:
-    """Turns what stands in a file's label column into an example's label."""
+    """Converts values of a label column into labels of examples."""
 
     def __init__(self, kind: str, spellings: Sequence[str]):
         self._kind = kind
         self._index = {spelling: index for index, spelling in enumerate(spellings)}
 
     def read(self, value: Any) -> int | float | tuple[int, ...]:
-        """Raises ValueError with the problem, ready to follow "FILE line N"."""
+        """Converts `value`; raises ValueError with a predicate for "FILE line N"."""
         if self._kind == "tagging":
             return tuple(self._lookup(tag) for tag in value)
         if self._kind == "classification":
@@ -138,12 +137,12 @@ class LabelReader:
 
 
 def spell(value: Any) -> str:
-    """A label as text: JSON's true is "true", 1 is "1"."""
+    """Returns a label as text: JSON's true becomes "true", 1 becomes "1"."""
     return str(value).lower() if isinstance(value, bool) else str(value).strip()
 
 
 def is_unlabelled(value: Any) -> bool:
-    """Nothing stands where a label could; NaN is what pandas writes for that."""
+    """Returns whether a label is missing: null, blank or NaN (as written by pandas)."""
     if isinstance(value, float):
         return math.isnan(value)
     return value is None or (isinstance(value, str) and not value.strip())

@@ -1,6 +1,6 @@
-"""Which rows make a batch: rows of similar length, padded to one of a few lengths.
+"""Length bucketing: batches of rows with similar lengths, padded to a few bucket lengths.
 
-A batch is (length, index [B]): rows by their number, -1 for a filler of weight zero.
+A batch is (length, index [B]) with row numbers; -1 is a padding row of weight 0.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,18 +11,18 @@ RELEASE_BUFFER = 100
 
 
 def choose_buckets(buckets: Sequence[int], length: int) -> tuple[int, ...]:
-    """The lengths that rows of at most `length` tokens are padded to, ascending."""
+    """Returns the ascending bucket lengths for rows of at most `length` tokens."""
     return (*sorted(bucket for bucket in buckets if bucket < length), length)
 
 
 def epoch_batches(
     lengths: np.ndarray, buckets: Sequence[int], batch_size: int, *, seed: int, epoch: int
 ) -> list[tuple[int, np.ndarray]]:
-    """All rows once, in a random order: (length, index [B] with -1 as filler) for each batch.
+    """Returns the batches of an epoch in random order; each row occurs once.
 
-    Only the very last batch of the longest bucket has fillers: what is left of a bucket goes to the
-    next one. The rows of a batch depend on seed and epoch, the sequence of lengths on the epoch
-    alone, so that runs with other seeds can take their steps together.
+    The remainder of a bucket moves to the next bucket, so only the last batch of the longest
+    bucket has padding rows. The rows of a batch depend on seed and epoch, but the sequence of
+    lengths depends on the epoch only, so that runs with different seeds can be trained together.
     """
     random = np.random.default_rng((seed, epoch))
     batches = _fill_buckets(lengths, buckets, [batch_size] * len(buckets), random)
@@ -33,7 +33,11 @@ def epoch_batches(
 def evaluation_batches(
     lengths: np.ndarray, buckets: Sequence[int], batch_size: int | Sequence[int]
 ) -> list[tuple[int, np.ndarray]]:
-    """All rows once, by length; as `epoch_batches`. `batch_size` may be one for each bucket."""
+    """Returns batches of all rows, sorted by length, in the form of `epoch_batches`.
+
+    Args:
+      batch_size: one size, or one for each bucket.
+    """
     sizes = [batch_size] * len(buckets) if isinstance(batch_size, int) else batch_size
     return _fill_buckets(lengths, buckets, sizes, None)
 
@@ -41,8 +45,10 @@ def evaluation_batches(
 def release_batches(
     count: int, length: int, batch_size: int, *, seed: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Endless batches in the order of ConvBERT's release (`finetune/`): rows and fillers up to
-    whole batches are shuffled once, repeated, and drawn from a buffer of 100.
+    """Yields endless batches in the order of the official code of ConvBERT (`finetune/`).
+
+    Rows, plus padding rows up to whole batches, are shuffled once, repeated, and sampled from a
+    buffer of 100 rows.
     """
     random = np.random.default_rng(seed)
     total = -(-count // batch_size) * batch_size

@@ -1,4 +1,4 @@
-"""Rows of a task of the user's own: from the files of its splits to examples."""
+"""Reads the examples of a user-defined task from the files of its splits."""
 
 import dataclasses
 import hashlib
@@ -15,15 +15,15 @@ from convbert_jax.data.tables.table_files import read_table
 from convbert_jax.data.tables.table_formats import BadRows, TableFormat, guess_format
 from convbert_jax.data.tasks.labelled_text import Example, LabelReader, is_unlabelled, spell
 
-_HINT = "set config.task.texts and config.task.label, or config.task.columns"
+_HINT = "Set config.task.texts and config.task.label, or config.task.columns"
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One file of a split, or with format "parallel" the files of its columns."""
+    """One file of a split, or the files of its columns for format "parallel"."""
 
     path: Path | tuple[Path, ...]
-    key: str  # of format "json"
+    key: str  # of the list, for format "json"
 
     @property
     def shown(self) -> Path:
@@ -37,11 +37,11 @@ class Row:
     place: Location
     id: str
     texts: tuple[str, ...]
-    label: Any  # as in the file; None if there is none
+    label: Any  # as in the file; None if missing
 
 
 class Reader:
-    """Reads splits; the training files are parsed once for labels, training and held-out rows.
+    """Reader of splits that parses the training files once for labels, training and held-out rows.
 
     Attributes:
       labels: names in the order of the model's outputs; () for regression.
@@ -55,21 +55,21 @@ class Reader:
         labels: tuple[str, ...],
         spellings: tuple[str, ...],
     ):
-        """With `labels` of (), those of the training rows."""
+        """Creates a reader; with `labels` of (), it uses the labels of the training rows."""
         self._section, self._parts = section, parts
-        self._waiting: dict[str, list[Example]] = {}  # splits that were parsed, but not yet read
+        self._waiting: dict[str, list[Example]] = {}  # parsed splits, not read yet
         self.labels, self.spellings = labels, spellings
         rows = [] if labels or "train" not in parts else self._parse("train")
         known: Sequence[Any] = spellings or [row.label for row in rows]
         if not labels and section.kind != "regression":
             self.labels = self.spellings = known = _list_labels(section, known)
-        # -1 is a label like any other where training rows have negative labels.
+        # If training rows have negative labels, -1 is an ordinary label.
         self._hides_labels = not any(_as_number(label) < 0 for label in known)
         if rows:
             self._waiting = self._divide(self._label(rows))
 
     def read(self, split: str) -> list[Example]:
-        """Examples of a split, in the order of its files."""
+        """Returns the examples of a split in the order of its files."""
         if split not in self._waiting:
             source = split if split in self._parts else "train"
             rows = self._parse(source)
@@ -88,7 +88,7 @@ class Reader:
         return examples
 
     def _divide(self, examples: list[Example]) -> dict[str, list[Example]]:
-        """Training rows and the validation rows that are held out from them."""
+        """Splits training rows into training rows and held-out validation rows."""
         fraction = self._section.heldout_fraction
         if "validation" in self._parts or not fraction:
             return {"train": examples}
@@ -112,7 +112,7 @@ class Reader:
         return examples
 
     def _parse(self, split: str) -> list[Row]:
-        """Rows of all files of a split, which must have labels unless it is "test"."""
+        """Reads the rows of all files of a split; labels are required except for "test"."""
         section, parts, optional = self._section, self._parts[split], split == "test"
         identity = [section.id] if section.id else []
         wanted = [*section.texts, *identity, *([] if optional else [section.label])]
@@ -134,18 +134,18 @@ class Reader:
                 if problem := _problem(section, fields, label, optional):
                     bad_rows.report(line, problem)
                     continue
-                # Skipped rows count, so that a row has the number that it has in the files.
+                # Skipped rows are counted, so row numbers match the files.
                 number = len(found) + skipped + bad_rows.count
                 row_id = spell(fields[len(section.texts)]) if identity else str(number)
                 place = Location(part.shown, line)
                 if identity and ids.setdefault(row_id, place) != place:
-                    twice.append(f"'{row_id}' in {place} is that of {ids[row_id]}")
+                    twice.append(f"'{row_id}' in {place} and {ids[row_id]}")
                 texts = tuple(_text(field) for field in fields[: len(section.texts)])
                 found.append(Row(place, row_id, texts, None if is_unlabelled(label) else label))
             skipped += bad_rows.count
         if twice:
             logging.warning(
-                "%d rows have an id (config.task.id=%s) of another row: %s%s.",
+                "%d rows have a duplicate id (config.task.id=%s): %s%s.",
                 len(twice),
                 section.id,
                 twice[0],
@@ -161,42 +161,42 @@ class Reader:
 
 
 def _list_labels(section: TaskSection, values: Sequence[Any]) -> tuple[str, ...]:
-    """All labels of the training rows, sorted."""
+    """Returns the sorted labels of the training rows."""
     if not section.train:
         raise DataError(
-            "config.task.labels is empty, and there is no config.task.train to take labels from. "
-            "Set config.task.labels.",
+            "config.task.labels and config.task.train are empty, so the labels are unknown. Set "
+            "config.task.labels.",
             field="config.task.labels",
         )
     tagging = section.kind == "tagging"
     labels = tuple(sorted({spell(v) for value in values for v in (value if tagging else [value])}))
     if len(labels) < 2:
         raise DataError(
-            f"The training rows of {section.name} have {len(labels)} label in column "
-            f"'{section.label}', so there is nothing to learn. Check config.task.label.",
+            f"The training rows of {section.name} need at least 2 labels but have {len(labels)} in "
+            f"column '{section.label}'. Check config.task.label.",
             field="config.task.label",
             value=section.label,
         )
     shown = ", ".join(labels[:8]) + (", …" if labels[8:] else "")
-    logging.info("%s: %d labels from the training rows: %s.", section.name, len(labels), shown)
+    logging.info("%s: %d labels in the training rows: %s.", section.name, len(labels), shown)
     return labels
 
 
 def _is_held_out(example: Example, fraction: float) -> bool:
-    """By a hash of the texts, so that a text that stands there twice is on one side only."""
+    """Decides by a hash of the texts, so duplicates of a text are in the same split."""
     digest = hashlib.blake2b("\0".join(example.texts).encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
 
 
 def _without_hidden_labels(rows: Sequence[Row]) -> list[Row]:
-    """Rows without the label -1, which published test sets have where the labels are hidden."""
+    """Removes the label -1, which published test sets use for hidden labels."""
     shown = [
         dataclasses.replace(row, label=None) if _is_minus_one(row.label) else row for row in rows
     ]
     hidden = sum(row.label is None for row in shown) - sum(row.label is None for row in rows)
     if hidden:
         logging.info(
-            "%d of %d test rows have the label -1, which is read as no label; the first: %s.",
+            "%d of %d test rows have the label -1, which means no label; the first: %s.",
             hidden,
             len(rows),
             next(row.place for row in rows if _is_minus_one(row.label)),
@@ -217,7 +217,7 @@ def _as_number(label: Any) -> float:
 
 
 def form_of(section: TaskSection, part: Part) -> TableFormat:
-    """The format of a file, named by the section or by the file's ending."""
+    """Returns the format of a file, from the section or from the file's suffix."""
     return TableFormat(
         format=guess_format(part.shown) if section.format == "auto" else section.format,
         columns=section.columns,
@@ -233,10 +233,13 @@ def _text(value) -> str:
 
 
 def describe_problem(kind: str, names: Sequence[str], values: Sequence[Any]) -> str:
-    """What is wrong with the texts of a row, to follow "FILE line N"; "" where nothing is.
+    """Describes the first problem with the texts of a row.
 
     Args:
-      names: of the columns that have `values`; of tagging one, with a list of words.
+      names: columns of `values`; for tagging, one column with a list of words.
+
+    Returns:
+      A predicate for "FILE line N", or "" if the texts are valid.
     """
     for name, value in zip(names, values, strict=True):
         if kind == "tagging":
@@ -246,7 +249,7 @@ def describe_problem(kind: str, names: Sequence[str], values: Sequence[Any]) -> 
                 return f"has no words in '{name}'"
             broken = [word for word in value if not word or word.split() != [word]]
             if broken:
-                return f"has the word {broken[0]!r} in '{name}', which is empty or has a blank"
+                return f"has the word {broken[0]!r} in '{name}', which is empty or contains a space"
         elif not isinstance(value, str):
             return f"has {type(value).__name__} instead of text in '{name}'"
         elif not value.strip():
@@ -255,14 +258,14 @@ def describe_problem(kind: str, names: Sequence[str], values: Sequence[Any]) -> 
 
 
 def _problem(section: TaskSection, fields, label, optional: bool) -> str:
-    """As `describe_problem`, of a whole row."""
+    """Like `describe_problem`, for a whole row."""
     problem = describe_problem(section.kind, section.texts, fields[: len(section.texts)])
     if problem:
         return problem
     if is_unlabelled(label):
         return "" if optional else f"has no label in '{section.label}'"
     if section.kind != "tagging" and isinstance(label, list | dict):
-        return f"has a {type(label).__name__} in '{section.label}', where one label is wanted"
+        return f"has a {type(label).__name__} instead of one label in '{section.label}'"
     if section.kind == "tagging":
         if not isinstance(label, list):
             return f"has no list of tags in '{section.label}'"

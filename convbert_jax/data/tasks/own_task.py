@@ -1,4 +1,4 @@
-"""A task of the user's own, from the fields of `config.task`: files to examples."""
+"""User-defined tasks, configured by `config.task`."""
 
 import dataclasses
 import glob
@@ -16,17 +16,17 @@ SPLITS = ("train", "validation", "test")
 
 
 def open_task(section: TaskSection) -> LabelledTask:
-    """The task that `section` describes; reads the training file where the labels come from it.
+    """Opens the task of `section`; reads the training files if they determine the labels.
 
     Raises:
-      DataError: a field that cannot be, no file, or what the training file has wrong.
+      DataError: invalid field, missing file, or an error in the training files.
     """
     _check(section)
     files = {split: getattr(section, split) for split in SPLITS}
     parts = {split: _find(section, files[split]) for split in SPLITS if files[split]}
     _refuse_shared_files(parts)
     absent = {
-        split: f"{section.name} has no {split} split: config.task.{split} names no file."
+        split: f"{section.name} has no {split} split: config.task.{split} is empty."
         for split in SPLITS
         if split not in parts
     }
@@ -52,9 +52,9 @@ def open_task(section: TaskSection) -> LabelledTask:
 
 
 def _with_columns(section: TaskSection, part: Part) -> TaskSection:
-    """The section with the columns of words and tags, if it names none and the files are CoNLL.
+    """Sets the default columns of words and tags for CoNLL files.
 
-    They are the first and the last column; in CoNLL-U, which has ten, FORM and UPOS.
+    They are the first and the last column, or FORM and UPOS in CoNLL-U, which has ten columns.
     """
     if section.kind != "tagging" or section.columns or form_of(section, part).format != "conll":
         return section
@@ -76,7 +76,7 @@ def _check(section: TaskSection) -> None:
         value = getattr(section, field)
         if value not in choices:
             raise DataError(
-                f"config.task.{field}='{value}' is unknown; choose one of: {', '.join(choices)}.",
+                f"config.task.{field}='{value}' is unknown. Choose one of: {', '.join(choices)}.",
                 field=f"config.task.{field}",
                 value=value,
             )
@@ -90,19 +90,19 @@ def _check(section: TaskSection) -> None:
         )
     if len(set(section.texts)) < texts:
         raise DataError(
-            f"config.task.texts={','.join(section.texts)} names one column twice.",
+            f"config.task.texts={','.join(section.texts)} contains a column twice.",
             field="config.task.texts",
             value=",".join(section.texts),
         )
     if not section.label:
         raise DataError(
-            "config.task.label is empty; name the column with the labels.",
+            "config.task.label is empty. Set it to the column with the labels.",
             field="config.task.label",
         )
     if section.label in section.texts:
         raise DataError(
-            f"config.task.label={section.label} is one of config.task.texts, so the text would be "
-            "its own label; name another column.",
+            f"config.task.label={section.label} is also in config.task.texts. Use another column "
+            "for the labels.",
             field="config.task.label",
             value=section.label,
         )
@@ -113,7 +113,8 @@ def _check(section: TaskSection) -> None:
         )
     if not 0 <= section.heldout_fraction < 1:
         raise DataError(
-            f"config.task.heldout_fraction={section.heldout_fraction} must be from 0 to below 1.",
+            f"config.task.heldout_fraction={section.heldout_fraction} must be at least 0 and below "
+            "1.",
             field="config.task.heldout_fraction",
             value=section.heldout_fraction,
         )
@@ -125,7 +126,7 @@ def _check(section: TaskSection) -> None:
         )
     if not any((section.train, section.validation, section.test)):
         raise DataError(
-            "config.task names no file; set config.task.train, validation or test.",
+            "config.task has no files. Set config.task.train, validation or test.",
             field="config.task",
         )
 
@@ -135,7 +136,7 @@ def _list(value: str) -> list[str]:
 
 
 def _find(section: TaskSection, value: str) -> tuple[Part, ...]:
-    """The files of a split, in the order of the field."""
+    """Returns the files of a split in the order of its config field."""
     found = []
     for name in _list(value):
         name, _, key = name.partition("#")
@@ -145,7 +146,7 @@ def _find(section: TaskSection, value: str) -> tuple[Part, ...]:
         if glob.has_magic(name) and not os.path.isfile(pattern):
             paths = sorted(glob.glob(os.path.join(glob.escape(folder), name)))
         if paths == [pattern] and not os.path.isfile(pattern):
-            paths = [f"{pattern}.gz"]  # the same table, packed
+            paths = [f"{pattern}.gz"]
         if not paths or not all(map(os.path.isfile, paths)):
             raise DataError(
                 _nothing_there(section, pattern), field="config.task.folder", path=pattern
@@ -157,7 +158,7 @@ def _find(section: TaskSection, value: str) -> tuple[Part, ...]:
 
 
 def _refuse_shared_files(parts: Mapping[str, tuple[Part, ...]]) -> None:
-    """Raises DataError where rows to score on are trained on too, as a glob easily has it."""
+    """Raises DataError if validation or test files are also training files, e.g. by a glob."""
     found = {
         split: {
             (os.path.realpath(path), part.key)
@@ -169,8 +170,8 @@ def _refuse_shared_files(parts: Mapping[str, tuple[Part, ...]]) -> None:
     for split in ("validation", "test"):
         if shared := sorted(found.get("train", set()) & found.get(split, set())):
             raise DataError(
-                f"config.task.{split} reads {shared[0][0]}, which config.task.train trains on; "
-                "name files that are not among those.",
+                f"config.task.{split} reads {shared[0][0]}, which is also in config.task.train. "
+                "Use other files.",
                 field=f"config.task.{split}",
                 path=shared[0][0],
             )
@@ -178,17 +179,17 @@ def _refuse_shared_files(parts: Mapping[str, tuple[Part, ...]]) -> None:
 
 def _nothing_there(section: TaskSection, pattern: str) -> str:
     if section.folder or os.path.isabs(pattern):
-        return f"There is no file {pattern}; check config.task.folder and its splits."
+        return f"File {pattern} does not exist. Check config.task.folder and its splits."
     named = [part for split in SPLITS for part in _list(getattr(section, split))]
     names = ", ".join(dict.fromkeys(name.partition("#")[0] for name in named))
     return (
-        f"There is no file {pattern} in the current folder; name the folder of {names} (or .gz) "
-        "with --config.task.folder=FOLDER."
+        f"File {pattern} does not exist in the current folder. Set --config.task.folder=FOLDER to "
+        f"the folder with {names} (or .gz)."
     )
 
 
 def _parse_labels(values: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names and spellings of "0=negative", "1=positive"."""
+    """Parses labels such as "0=negative", "1=positive" into (names, spellings)."""
     pairs = [item.partition("=") for item in values]
     spellings = tuple(spelling.strip() for spelling, _, _ in pairs)
     names = tuple((name or spelling).strip() for spelling, _, name in pairs)

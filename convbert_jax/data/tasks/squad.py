@@ -1,7 +1,7 @@
-"""SQuAD 1.1 and 2.0 (Rajpurkar et al., 2016, 2018): questions on paragraphs, answered by a piece of
-the paragraph, or (2.0) not at all.
+"""SQuAD 1.1 and 2.0 (Rajpurkar et al., 2016, 2018): extractive question answering.
 
-Read from the original JSON files, gzip or not, or from a prepared TFDS directory.
+Each answer is a span of the paragraph; questions of 2.0 may have no answer. The data is read from
+the official JSON files, optionally gzipped, or from a prepared TFDS directory.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from convbert_jax.files import expand, parse_json
 @dataclasses.dataclass(frozen=True)
 class Answer:
     text: str
-    start: int  # character of the context
+    start: int  # character offset in the context
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One question; `answers` are all that count as right, none for one to be answered."""
+    """A question; `answers` are all correct answers, () if they are unknown or impossible."""
 
     id: str
     text: str
@@ -37,11 +37,11 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """A release of the data set."""
+    """A version of the data set."""
 
     number: str  # in the names of its files
     counts: Mapping[str, int]  # questions by split, as published
-    impossible: bool  # whether questions without an answer are part of it
+    impossible: bool  # whether it contains questions without an answer
 
 
 VERSIONS = {
@@ -49,24 +49,24 @@ VERSIONS = {
     "v2": Version("v2.0", {"train": 130_319, "validation": 11_873}, impossible=True),
 }
 DOWNLOAD = "https://rajpurkar.github.io/SQuAD-explorer/"
-STEMS = {"train": "train", "validation": "dev"}  # split -> how its file begins
+STEMS = {"train": "train", "validation": "dev"}  # split -> first part of its file name
 
 
 def read(version: str, split: str, folder: str | Path) -> list[Question]:
-    """All questions of a split, in the order of the file.
+    """Returns all questions of a split in the order of the file.
 
     Args:
       version: a key of VERSIONS.
       split: "train" or "validation"; the test sets were never published.
-      folder: of the original files, one of these files itself, or tfds:DIR, a directory that TFDS
-        prepared as array_record.
+      folder: the folder of the official files, a single file, or tfds:DIR with a directory that
+        TFDS prepared as array_record.
 
     Raises:
-      DataError: the split is not there, or its file is not SQuAD of this version.
+      DataError: the split is missing, or its file is not SQuAD of this version.
     """
     if split not in STEMS:
         raise DataError(
-            f"SQuAD has no public split '{split}'; choose one of: {', '.join(STEMS)}.", value=split
+            f"SQuAD has no public split '{split}'. Choose one of: {', '.join(STEMS)}.", value=split
         )
     if str(folder).startswith("tfds:"):
         name, questions = str(folder), _from_tfds(str(folder).removeprefix("tfds:"), split)
@@ -78,15 +78,15 @@ def read(version: str, split: str, folder: str | Path) -> list[Question]:
 
 
 def check_present(version: str, folder: str) -> None:
-    """Raises DataError unless both files are where `folder` says; what TFDS has, `read` finds."""
+    """Raises DataError unless `folder` has the files of both splits; tfds:DIR is not checked."""
     if not folder:
         raise DataError(
-            f"config.finetune.data is empty: {_how_to_name(version)}", field="config.finetune.data"
+            f"config.finetune.data is empty. {_how_to_name(version)}", field="config.finetune.data"
         )
     if not folder.startswith("tfds:"):
-        if expand(folder).is_file():  # which would be trained on and scored
+        if expand(folder).is_file():  # it would be used for both training and scoring
             raise DataError(
-                f"config.finetune.data={folder} is one file, and training and scoring need two: "
+                f"config.finetune.data={folder} is one file, but training and scoring need two. "
                 f"{_how_to_name(version)}",
                 field="config.finetune.data",
                 value=folder,
@@ -98,24 +98,24 @@ def check_present(version: str, folder: str) -> None:
 def _how_to_name(version: str) -> str:
     names = ", ".join(f"{stem}-{VERSIONS[version].number}.json" for stem in STEMS.values())
     return (
-        f"fetch SQuAD from {DOWNLOAD} and name the folder that has {names} (or .gz) with "
-        "--config.finetune.data=FOLDER, or --config.finetune.data=tfds:DIR where TensorFlow "
-        "Datasets prepared it."
+        f"Download SQuAD from {DOWNLOAD} and set --config.finetune.data=FOLDER with {names} (or "
+        ".gz), or set --config.finetune.data=tfds:DIR if TensorFlow Datasets prepared it."
     )
 
 
 def find_file(version: str, split: str, folder: Path) -> Path:
-    """The file of a split: the official name in `folder` or in v1.1/ or v2.0/ below it, or else
-    the largest whose name begins so.
+    """Finds the file of a split in `folder` or in its subfolder v1.1/ or v2.0/.
+
+    Without a file of the official name, it returns the largest file whose name begins like it.
 
     Raises:
-      DataError: there is none.
+      DataError: no file was found.
     """
     if folder.is_file():
         return folder
     stem = f"{STEMS[split]}-{VERSIONS[version].number}"
     if not folder.is_dir():
-        raise DataError(f"There is no folder '{folder}': {_how_to_name(version)}", path=folder)
+        raise DataError(f"Folder '{folder}' does not exist. {_how_to_name(version)}", path=folder)
     places = [folder, folder / VERSIONS[version].number]
     for place in places:
         for name in (f"{stem}.json", f"{stem}.json.gz"):
@@ -124,41 +124,41 @@ def find_file(version: str, split: str, folder: Path) -> Path:
     others = [path for place in places for path in place.glob(f"{stem}*.json*") if path.is_file()]
     if not others:
         raise DataError(
-            f"{folder} has no {stem}.json (nor {stem}.json.gz, nor one in a folder "
-            f"{VERSIONS[version].number}); put the original SQuAD file there, or name a prepared "
-            "TFDS directory as tfds:DIR.",
+            f"{folder} and its subfolder {VERSIONS[version].number} have no {stem}.json or "
+            f"{stem}.json.gz. Add the official SQuAD file, or use tfds:DIR with a prepared TFDS "
+            "directory.",
             path=folder,
         )
     chosen = max(others, key=lambda path: path.stat().st_size)
-    logging.warning("%s.json is not there; reading %s in its place.", stem, chosen)
+    logging.warning("%s.json does not exist; reading %s instead.", stem, chosen)
     return chosen
 
 
 def read_file(path: Path) -> list[Question]:
-    """Questions of a file in SQuAD's JSON format, gzip or not.
+    """Reads the questions of a file in SQuAD's JSON format, optionally gzipped.
 
     Raises:
-      DataError: it cannot be read, or is not in this format.
+      DataError: the file cannot be read, or has another format.
     """
     try:
         with open_bytes(path) as file:
             content = parse_json(file.read())
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise DataError(
-            f"{path} cannot be read as JSON ({error}); check the file.", path=path
+            f"{path} cannot be read as JSON ({error}). Check the file.", path=path
         ) from None
     try:
         return list(_questions(content["data"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path} is not in SQuAD's format: data, paragraphs, context, qas, id, question, "
-            f"answers, text, answer_start ({type(error).__name__}: {error}).",
+            f"{path} is not in SQuAD's format ({type(error).__name__}: {error}). Required fields: "
+            "data, paragraphs, context, qas, id, question, answers, text, answer_start.",
             path=path,
         ) from None
 
 
 def misplaced(questions: Iterable[Question]) -> list[Question]:
-    """Those whose first answer is not in the context where it says it is."""
+    """Returns the questions whose first answer is not in the context at its offset."""
     return [
         question
         for question in questions
@@ -167,17 +167,17 @@ def misplaced(questions: Iterable[Question]) -> list[Question]:
 
 
 def usable_for_training(questions: Sequence[Question]) -> list[Question]:
-    """`questions` without those whose answer is not in its context, which are counted in a warning.
+    """Removes questions whose answer is not in the context at its offset, with a warning.
 
     Raises:
-      DataError: none is left, or one has neither an answer nor is marked as impossible.
+      DataError: no question remains, or a question without answers is not marked as impossible.
     """
     wrong = misplaced(questions)
     if wrong:
         first, answer = wrong[0], wrong[0].answers[0]
         logging.warning(
-            "%d of %d answers are not in their context at answer_start and are left out of "
-            "training; the first is question %s: '%s' at %d.",
+            "Skipped %d of %d questions in training: the answer is not in the context at "
+            "answer_start; the first is question %s: '%s' at %d.",
             len(wrong),
             len(questions),
             first.id,
@@ -187,14 +187,14 @@ def usable_for_training(questions: Sequence[Question]) -> list[Question]:
     without = next((q for q in questions if not q.answers and not q.impossible), None)
     if without:
         raise DataError(
-            f"Question {without.id} has no answer to train on and is not marked as impossible; "
-            "give it answers, or train on another split.",
+            f"Question {without.id} has no answers and is not marked as impossible. Add answers, "
+            "or train on another split.",
             value=without.id,
         )
     left_out = {question.id for question in wrong}
     kept = [question for question in questions if question.id not in left_out]
     if not kept:
-        raise DataError("No question has its answer in its context; check answer_start.")
+        raise DataError("No question has its answer in its context. Check answer_start.")
     return kept
 
 
@@ -222,18 +222,18 @@ def _questions(articles: Iterable[Mapping[str, Any]]) -> Iterator[Question]:
 
 
 def _require(record: Mapping[str, Any], name: str, kinds: type | tuple[type, ...]) -> Any:
-    """A field; raises KeyError where it is absent, TypeError where it is of another type."""
+    """Returns a field; raises KeyError if it is missing, TypeError if its type is wrong."""
     value = record[name]
     if not isinstance(value, kinds):
-        raise TypeError(f"a {name} is {shorten(repr(value), 60)}")
+        raise TypeError(f"{name} is {shorten(repr(value), 60)}")
     return value
 
 
 def _from_tfds(directory: str, split: str) -> list[Question]:
     if not (Path(directory) / "dataset_info.json").is_file():
         raise DataError(
-            f"{directory} is not a prepared data set (it has no dataset_info.json); name the "
-            "folder of its version, for example squad/v1.1/3.0.0.",
+            f"{directory} is not a prepared data set: it has no dataset_info.json. Use the "
+            "folder of a version, for example squad/v1.1/3.0.0.",
             path=directory,
         )
     rows, _ = open_prepared(directory, split)
@@ -241,7 +241,7 @@ def _from_tfds(directory: str, split: str) -> list[Question]:
         return [_from_row(row) for row in all_rows(rows, directory)]
     except KeyError as error:
         raise DataError(
-            f"{directory} has no field {error}; name a prepared squad or squad_v2.", path=directory
+            f"{directory} has no field {error}. Use a prepared squad or squad_v2.", path=directory
         ) from None
 
 
@@ -263,20 +263,20 @@ def _text(value: bytes | str) -> str:
 
 def _check(questions: Sequence[Question], version: str, split: str, name) -> None:
     if not questions:
-        raise DataError(f"{name} has no question.")
+        raise DataError(f"{name} has no questions.")
     impossible = sum(question.impossible for question in questions)
     if impossible and not VERSIONS[version].impossible:
         raise DataError(
-            f"{name} has {impossible} impossible questions, so it is SQuAD 2.0; use "
+            f"{name} has {impossible} impossible questions, so it is SQuAD 2.0. Use "
             "configs/squad.py:v2.",
             value=impossible,
         )
     if VERSIONS[version].impossible and not impossible:
-        logging.warning("%s has no impossible question; is it SQuAD 1.1?", name)
+        logging.warning("%s has no impossible questions; it may be SQuAD 1.1.", name)
     if len({question.id for question in questions}) < len(questions):
         seen: set[str] = set()
         twice = next(q.id for q in questions if q.id in seen or seen.add(q.id))
-        raise DataError(f"{name} has question id {twice} twice; ids must be unique.", value=twice)
+        raise DataError(f"{name} has question id {twice} twice. Ids must be unique.", value=twice)
     official = VERSIONS[version].counts[split]
     if len(questions) != official:
         logging.warning(

@@ -1,7 +1,7 @@
-"""Questions and contexts to rows: [CLS] question [SEP] part of the context [SEP].
+"""Encodes questions and contexts as rows: [CLS] question [SEP] part of the context [SEP].
 
-A context that is longer than a row is cut into overlapping windows (BERT §4.2 and its release). A
-token that stands in several is answered for by the one in which it has most context on both sides.
+A context that is longer than a row is split into overlapping windows (BERT §4.2 and its code). For
+a token in several windows, predictions come from the window with the most context on both sides.
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ BATCH = 1024  # texts encoded at once
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """One row. Places count from 0, which is [CLS].
+    """One row. Positions count from 0, which is [CLS].
 
     Attributes:
       question: index into the questions.
-      tokens: int32, special tokens included.
-      context_at: place of the first context token; the last place is [SEP].
-      first: which token of the whole context that is.
-      start, end: places of the first and last token of the answer; 0 and 0 where this window does
-        not have it whole.
-      best: bool by context token of this window: it has more context here than in any other.
+      tokens: int32, including special tokens.
+      context_at: position of the first context token; the last position is [SEP].
+      first: index of this token in the whole context.
+      start, end: positions of the first and last token of the answer; 0 and 0 if the window does
+        not contain the whole answer.
+      best: bool for each context token: whether it has the most context in this window.
     """
 
     question: int
@@ -43,15 +43,15 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """All windows of some questions, in their order.
+    """All windows of a list of questions, in their order.
 
     Attributes:
       rows: the windows.
-      offsets: by question, [tokens of its context, 2], as `Tokenizer.encode_with_offsets`.
-      answers: by question, (first, last) token of its context that its answer covers, or None.
-      cut_questions: how many questions were longer than allowed and lost their end.
-      without_answer: windows of questions with an answer that do not have it whole.
-      lost_answers: questions with an answer that no window has whole.
+      offsets: for each question, [tokens of its context, 2], see `Tokenizer.encode_with_offsets`.
+      answers: for each question, (first, last) context token of its answer, or None.
+      cut_questions: number of truncated questions.
+      without_answer: number of windows that do not contain the whole answer of their question.
+      lost_answers: number of questions whose answer is not in any window as a whole.
     """
 
     rows: list[Window]
@@ -62,7 +62,7 @@ class Windows:
     lost_answers: int
 
     def text(self, questions: Sequence[Question], window: Window, start: int, end: int) -> str:
-        """The original text from token place `start` to `end`, both included, of a window."""
+        """Returns the original text of the tokens `start` to `end` (inclusive) of a window."""
         offsets = self.offsets[window.question]
         shift = window.first - window.context_at
         begin, stop = offsets[start + shift, 0], offsets[end + shift, 1]
@@ -72,20 +72,20 @@ class Windows:
 def make_windows(
     questions: Sequence[Question], tokenizer: Tokenizer, *, length: int, query: int, stride: int
 ) -> Windows:
-    """Windows of at most `length` tokens over every question's context.
+    """Makes windows of at most `length` tokens over the context of each question.
 
     Args:
-      query: tokens of a question; the rest is cut off.
-      stride: context tokens from one window to the next (less where a window is shorter).
+      query: maximum tokens of a question; longer questions are truncated.
+      stride: context tokens from one window to the next (less if a window is shorter).
 
     Raises:
-      DataError: rows too short for a question and some context, or a text without any token.
+      DataError: `length` is too small for a question and context, or a text has no tokens.
     """
     if length < query + 4:
         raise DataError(
-            f"Rows of {length} tokens have no room for a question of {query} and its context; "
-            f"set config.finetune.length to {query + 4} or more, or config.finetune.query_length "
-            "lower.",
+            f"Rows of {length} tokens are too short for a question of {query} and its context. "
+            f"Set config.finetune.length to {query + 4} or more, or reduce "
+            "config.finetune.query_length.",
             field="config.finetune.length",
             value=length,
         )
@@ -103,7 +103,7 @@ def make_windows(
         if not ids or not len(context):
             what = "question" if not ids else "context"
             raise DataError(
-                f"Question {question.id} has an empty {what}; leave it out.", value=question.id
+                f"Question {question.id} has an empty {what}. Remove it.", value=question.id
             )
         answer = _place(question, offsets)
         answers.append(answer)
@@ -144,8 +144,11 @@ def to_rows(
     length: int,
     targets: bool,
 ) -> Rows:
-    """Rows of at most `length` tokens, with `targets` to train on or else with what prediction
-    needs, see `interfaces.batch.AnswerBatch`.
+    """Converts windows to rows of at most `length` tokens.
+
+    Args:
+      targets: whether to add the training targets; otherwise the columns for prediction are added,
+        see `interfaces.batch.AnswerBatch`.
     """
     found = windows.rows
     pieces, context_at = [w.tokens for w in found], [w.context_at for w in found]
@@ -166,7 +169,13 @@ def to_rows(
 
 
 def cut(tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
-    """(first token, number of tokens) of the windows over a context, from its start to its end."""
+    """Returns (first token, number of tokens) of each window over a context.
+
+    Args:
+      tokens: number of context tokens.
+      room: maximum context tokens of a window.
+      stride: tokens from one window to the next.
+    """
     parts = []
     first = 0
     while True:
@@ -178,8 +187,10 @@ def cut(tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
 
 
 def most_context(tokens: int, parts: Sequence[tuple[int, int]]) -> np.ndarray:
-    """For each token, which window has most context around it: the smaller of what is on its left
-    and on its right, plus 0.01 of the window's length; the first one of equals.
+    """Returns for each token the index of the window with the most context around it.
+
+    The score is min(tokens to the left, tokens to the right) + 0.01 * (length of the window); the
+    first of equal windows wins.
     """
     best, score = np.zeros(tokens, np.int32), np.full(tokens, -1.0)
     for index, (first, size) in enumerate(parts):
