@@ -140,7 +140,7 @@ def test_fine_tuning_mistakes_bind_nothing(tmp_path):
         "--config.finetune.length=8", "--config.finetune.buckets=", "--config.finetune.seeds=1",
         "--config.finetune.epochs=1", "--config.finetune.save_models=false",
     ]  # fmt: skip
-    refused(run(*flags, f"--config.task.folder={tmp_path}/nowhere"), "There is no file")
+    refused(run(*flags, f"--config.task.folder={tmp_path}/nowhere"), "nowhere/train.csv")
     refused(run(*flags, "--config.task.label=star"), "star")
     refused(run(*flags, f"--config.init_from={tmp_path}/nowhere"), "is no run")
     refused(run(*flags, f"--config.tokenizer.path={tmp_path}/v.txt"), "No such file")

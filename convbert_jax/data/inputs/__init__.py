@@ -1,1 +1,1 @@
-"""New text to predict: lines, JSON or a table, from a file or a stream."""
+"""Input to predict: lines, JSON or a table, from a file or a stream."""

@@ -1,4 +1,4 @@
-"""Arguments of Python's functions: texts, whatever they come in, and whole numbers."""
+"""Validation of arguments of Python functions: texts and integers."""
 
 import numbers
 from collections.abc import Iterable, Mapping
@@ -8,14 +8,17 @@ from convbert_jax.data.errors import DataError, shorten
 
 
 class ArgumentError(DataError):
-    """An argument that is not what the function takes."""
+    """An invalid argument of a Python function."""
 
 
 def as_texts(texts: Any) -> tuple[list[tuple[str, ...]], bool]:
-    """([(text,) or (first, second)], whether it is a single one).
+    """Converts a text, or an iterable of texts and pairs, to a list of tuples.
+
+    Returns:
+      ([(text,) or (first, second), ...], whether the argument was a single text).
 
     Raises:
-      ArgumentError: something else, or text that is no Unicode.
+      ArgumentError: another type, or text with unpaired surrogates.
     """
     if isinstance(texts, str):
         _check_characters("texts", texts)
@@ -26,8 +29,8 @@ def as_texts(texts: Any) -> tuple[list[tuple[str, ...]], bool]:
         good = isinstance(parts, tuple | list) and 1 <= len(parts) <= 2
         if not good or not all(isinstance(part, str) for part in parts):
             raise ArgumentError(
-                f"texts[{number}] is {shorten(repr(text), 60)}; it must be a text, or two as a "
-                "tuple.",
+                f"texts[{number}] is {shorten(repr(text), 60)}. It must be a text or a tuple of "
+                "two texts.",
                 field=f"texts[{number}]",
             )
         for part in parts:
@@ -37,56 +40,55 @@ def as_texts(texts: Any) -> tuple[list[tuple[str, ...]], bool]:
 
 
 def as_single_texts(texts: Any) -> tuple[list[str], bool]:
-    """As `as_texts`, of texts alone."""
+    """Like `as_texts`, but pairs are an error and the list contains texts instead of tuples."""
     found, single = as_texts(texts)
     for number, parts in enumerate(found):
         if len(parts) > 1:
             raise ArgumentError(
-                f"texts[{number}] is a pair; this reads one text at a time.",
+                f"texts[{number}] is a pair. This function takes single texts only.",
                 field=f"texts[{number}]",
             )
     return [text for (text, *_) in found], single
 
 
 def as_rows(name: str, values: Any) -> Iterable:
-    """`values` if they are several of something.
+    """Returns `values` if they are an iterable of rows.
 
     Raises:
-      ArgumentError: they are not, as a number; or are a dict, bytes or a table, whose parts are no
-        texts.
+      ArgumentError: not iterable, or a dict, bytes or table, whose elements are not rows.
     """
-    if hasattr(values, "columns"):  # it would give the names of these
+    if hasattr(values, "columns"):  # iteration would yield the column names
         raise ArgumentError(
-            f"{name} is a table; give one column of it, or its rows as dicts, as "
-            "table.to_dict('records') of pandas or table.to_dicts() of polars.",
+            f"{name} is a table. Pass one of its columns, or its rows as dicts: "
+            "table.to_dict('records') in pandas, table.to_dicts() in polars.",
             field=name,
         )
-    single = getattr(values, "ndim", 1) == 0  # of NumPy, whose iter() fails
+    single = getattr(values, "ndim", 1) == 0  # a NumPy scalar: iter() raises an error
     is_parts = isinstance(values, Mapping | bytes | bytearray)
     if single or is_parts or not isinstance(values, Iterable):
         raise ArgumentError(
-            f"{name} is {shorten(repr(values), 60)}; it must be a text, or a list of them.",
+            f"{name} is {shorten(repr(values), 60)}. It must be a text or a list of texts.",
             field=name,
         )
     return values
 
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None, of: str = "") -> int:
-    """`value` as an int.
+    """Returns `value` as an int.
 
     Args:
-      of: what `most` counts, as the end of a sentence.
+      least: smallest valid value.
+      most: largest valid value, or None.
+      of: unit of `most` for the message, for example "positions of the model".
 
     Raises:
-      ArgumentError: it is none, or beyond its bounds.
+      ArgumentError: not an integer, or out of bounds.
     """
     good = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if good and least <= value and (most is None or value <= most):
         return int(value)
-    bounds = f"of at least {least}" if most is None else f"between {least} and the {most} {of}"
-    raise ArgumentError(
-        f"{name}={value!r} must be a whole number {bounds}.", field=name, value=value
-    )
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most} ({of})"
+    raise ArgumentError(f"{name}={value!r} must be an integer {bounds}.", field=name, value=value)
 
 
 def _check_characters(name: str, text: str) -> None:
@@ -94,7 +96,7 @@ def _check_characters(name: str, text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ArgumentError(
-            f"{name} has half of a surrogate pair at character {error.start}, which is no "
-            "text; take it out.",
+            f"{name} contains an unpaired surrogate at character {error.start}. Remove or replace "
+            "it.",
             field=name,
         ) from None

@@ -1,7 +1,7 @@
-"""One row to predict: from a line, a JSON object, the columns of a table or a value of Python.
+"""Rows to predict, from lines, JSON objects, table columns or Python values.
 
-Whatever cannot be predicted, an empty line for example, is a row with a problem in its place, so
-that there is an answer for each row.
+An input that cannot be predicted, for example an empty line, becomes a row with a problem, so that
+each row has an answer.
 """
 
 import dataclasses
@@ -15,25 +15,25 @@ from convbert_jax.data.tables.text_lines import describe_escapes
 from convbert_jax.data.tasks.own_rows import describe_problem
 from convbert_jax.files import parse_json
 
-LONGEST = 10_000_000  # characters of a row's texts together
-DEEPEST = 100  # lists and objects in one another; what is read may be too deep to be written
-_TOO_DEEP = f"has more than {DEEPEST} lists or objects in one another"
+LONGEST = 10_000_000  # maximum characters of all texts of a row
+DEEPEST = 100  # maximum nesting; deeper JSON may be readable but not writable
+_TOO_DEEP = f"has more than {DEEPEST} nested lists or objects"
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelInput:
-    """What a model reads, and how the files that it learned from were written.
+    """Input of a model, and the format of its training files.
 
     Attributes:
-      kind: as config.outputs.kind, or "writing" for a model that writes text.
-      texts: of a row.
-      columns: names that the texts may have; the first that are there count.
-      number: of the column that has the text in a table without a header, from 0.
-      form: of the training files; its `format` may be "auto".
-      id: column that names a row.
-      label: column that a file without a header may lack.
-      endings: of the training files' names, as ".csv".
-      may_be_empty: whether an empty text is one too, as a prompt.
+      kind: config.outputs.kind, or "writing" for generative models.
+      texts: number of texts of a row.
+      columns: possible column names of the texts; the first names that exist are used.
+      number: index, from 0, of the text column in a table without a header.
+      form: format of the training files; its `format` may be "auto".
+      id: column with the id of a row.
+      label: label column, which may be missing in a file without a header.
+      endings: suffixes of the training files, for example ".csv".
+      may_be_empty: whether an empty text is valid, for example as a prompt.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class ModelInput:
 
     @property
     def wanted(self) -> str:
-        """What a line must be, for an error."""
+        """The expected form of a line, for error messages."""
         if self.kind == "span":
             return (
                 'a question and a context with a tab between them or {"question": …, "context": …}'
@@ -64,24 +64,24 @@ class ModelInput:
 
 @dataclasses.dataclass(frozen=True)
 class InputRow:
-    """One row; with a `problem`, which is ready to follow "line N", it has no texts."""
+    """A row to predict; a row with a `problem` (a predicate for "line N") has no texts."""
 
-    number: int  # of the row, from 0
-    line: int  # of the file, from 1, where it begins
-    id: Any = None  # its own, if it has one
-    texts: tuple[str, ...] = ()  # of tagging the words, with single blanks between
-    names: tuple[str, ...] = ()  # of the columns that these are from; () where they have none
-    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what it has besides
+    number: int  # row number from 0
+    line: int  # line of the file, from 1, where the row begins
+    id: Any = None
+    texts: tuple[str, ...] = ()  # for tagging, one text of words joined by single spaces
+    names: tuple[str, ...] = ()  # columns of the texts; () if unnamed
+    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # all other columns
     problem: str = ""
 
 
 def from_fault(fault: Fault, number: int, line: int) -> InputRow:
-    """A row that its format does not allow."""
+    """Converts a fault of the table format to a row with a problem."""
     return InputRow(number, line, problem=fault.problem)
 
 
 def from_text(text: str, number: int, line: int, reads: ModelInput) -> InputRow:
-    """A plain line: a tab between two texts, blanks between words."""
+    """Parses a plain line: a tab separates two texts, spaces separate words."""
     texts = tuple(text.split("\t")) if reads.texts == 2 else (text,)
     texts = tuple(part.strip() for part in texts)
     row = InputRow(number, line)
@@ -98,9 +98,10 @@ def from_text(text: str, number: int, line: int, reads: ModelInput) -> InputRow:
 
 
 def parse_object(text: str, reads: ModelInput) -> dict | Fault | None:
-    """The JSON object of a line; None if it is plain text, whatever that begins with.
+    """Parses the JSON object of a line; returns None for plain text, which may begin with "{".
 
-    It is one if it has a key that says where texts are. A broken one with such a key is a fault.
+    A line is a JSON object only if it has a key for texts. If it has one but is invalid JSON, it
+    is a fault.
     """
     if not text.lstrip().startswith("{"):
         return None
@@ -117,7 +118,7 @@ def parse_object(text: str, reads: ModelInput) -> dict | Fault | None:
 
 
 def from_object(record: dict, number: int, line: int, reads: ModelInput) -> InputRow:
-    """A JSON object: its texts are under the names of the training columns, or "texts"."""
+    """Reads a JSON object whose texts have the names of the training columns, or "texts"."""
     if _is_too_deep(record):
         return InputRow(number, line, problem=_TOO_DEEP)
     for names in reads.columns:
@@ -144,8 +145,9 @@ def from_object(record: dict, number: int, line: int, reads: ModelInput) -> Inpu
 
 
 def from_value(value: Any, number: int, reads: ModelInput) -> InputRow:
-    """A value of Python: a text, two as a tuple, a list of words for tagging, or a dict, as
-    `from_object` takes it; its line is that of a file in which it would be alone.
+    """Reads a Python value: a text, a tuple of two texts, a list of words (tagging), or a dict.
+
+    A dict is read by `from_object`. The line of the row is `number` + 1.
     """
     line = number + 1
     if isinstance(value, Mapping):
@@ -167,7 +169,7 @@ def from_value(value: Any, number: int, reads: ModelInput) -> InputRow:
 def from_columns(
     record: Mapping[str, Any], names: Sequence[str], number: int, line: int, reads: ModelInput
 ) -> InputRow:
-    """Columns by name, of which `names` have the texts."""
+    """Reads a row of named columns; `names` are the columns of the texts."""
     if _is_too_deep(record):
         return InputRow(number, line, problem=_TOO_DEEP)
     if problem := _find_escapes(record, reads):
@@ -187,13 +189,13 @@ def _checked(row: InputRow, names: Sequence[str], values: list, reads: ModelInpu
     if problem := describe_problem(reads.kind, names, values):
         return dataclasses.replace(row, problem=problem)
     texts = tuple(" ".join(value) if isinstance(value, list) else value for value in values)
-    if reads.kind != "span":  # whose answers are places in the context
+    if reads.kind != "span":  # stripping would shift the offsets of answers
         texts = tuple(text.strip() for text in texts)
     return _with_texts(row, texts)
 
 
 def _joined(value: Any) -> Any:
-    """A list of sentences as one text, as pairs to train on are read."""
+    """Joins a list of sentences, as in training pairs."""
     sentences = isinstance(value, list) and all(isinstance(part, str) for part in value)
     return " ".join(value) if sentences else value
 
@@ -207,7 +209,7 @@ def _with_texts(row: InputRow, texts: tuple[str, ...]) -> InputRow:
 
 
 def _find_escapes(value: Mapping | Sequence, reads: ModelInput) -> str:
-    """What of a row is no text, wherever it stands, as all of the row comes out again; or ""."""
+    """Describes the first invalid text anywhere in a row, because the output repeats all of it."""
     waiting: list[Any] = [value]
     while waiting:
         part = waiting.pop()

@@ -1,4 +1,4 @@
-"""What is to be predicted: lines, JSON objects or a table, from a file or a stream, as rows."""
+"""Reads rows to predict: lines, JSON objects or a table, from a file or a stream."""
 
 import dataclasses
 import itertools
@@ -25,14 +25,14 @@ from convbert_jax.data.tables.table_formats import (
 from convbert_jax.data.tables.text_lines import decode_lines, describe_escapes
 from convbert_jax.data.tasks.glue import GLUE
 
-_HINT = "name the columns with --texts=COLUMN or --texts=FIRST,SECOND"
+_HINT = "Select the columns with --texts=COLUMN or --texts=FIRST,SECOND"
 
 
 def describe_model_input(config: Config, texts: Sequence[str] = ()) -> ModelInput:
-    """What the model of `config` reads, a fine-tuned one or one that writes text.
+    """Returns the input of the model of `config`, which is fine-tuned or generative.
 
     Args:
-      texts: names of columns, in the place of those that the model learned from.
+      texts: column names that replace the columns of training.
     """
     if config.writes_text:
         return _describe_source(config, texts)
@@ -42,7 +42,7 @@ def describe_model_input(config: Config, texts: Sequence[str] = ()) -> ModelInpu
     files = _files_of(section)
     names = [tuple(texts)] if texts else [outputs.columns]
     if not texts:
-        if own:  # columns by number are these only in files with the columns of training
+        if own:  # column numbers are valid only in files with the columns of training
             learned = (outputs.columns, section.texts)
             names[:0] = (tuple(_name(n, files["form"]) for n in columns) for columns in learned)
             names.append(section.texts)
@@ -66,8 +66,8 @@ def describe_model_input(config: Config, texts: Sequence[str] = ()) -> ModelInpu
 def _describe_source(config: Config, texts: Sequence[str]) -> ModelInput:
     if len(texts) > 1:
         raise DataError(
-            f"--texts={','.join(texts)} names {len(texts)} columns, but this model reads one text "
-            "of each row; name that one.",
+            f"--texts={','.join(texts)} has {len(texts)} columns, but this model reads one text "
+            "per row. Select one column.",
             field="--texts",
             value=",".join(texts),
         )
@@ -76,7 +76,7 @@ def _describe_source(config: Config, texts: Sequence[str]) -> ModelInput:
     number = int(column) if column.isdecimal() else None
     usual = ("prompt" if of_language else "source", "text")
     if texts and number is not None:
-        usual = ()  # asked for by number, it is no other
+        usual = ()  # a column selected by number has no alternatives
     names = (column, *usual) if number is None else (*usual, column)
     columns = tuple((name,) for name in dict.fromkeys(names) if name)
     return ModelInput(
@@ -85,7 +85,7 @@ def _describe_source(config: Config, texts: Sequence[str]) -> ModelInput:
 
 
 def _learned_column(config: Config) -> str:
-    """Name or number of the source's column in the pairs of training; "" where none has one."""
+    """Returns name or number of the source column in the training pairs; "" if it has neither."""
     if not config.reads_pairs:
         return ""
     section = config.parallel
@@ -93,15 +93,20 @@ def _learned_column(config: Config) -> str:
 
 
 def choose_format(name: str, asked: str, reads: ModelInput) -> str:
-    """The format of an input: `asked`, or with "auto" by its name, or as the training files.
+    """Returns the format of an input.
+
+    Args:
+      name: file name, which determines the format if `asked` is "auto".
+      asked: the requested format, or "auto".
+      reads: input of the model; files with the suffix of its training files have their format.
 
     Raises:
-      DataError: an unknown one, or one that cannot be read so.
+      DataError: the format is unknown or not supported by the model.
     """
     if asked not in INPUT_FORMATS:
         known = ", ".join(INPUT_FORMATS)
         raise DataError(
-            f"--input_format={asked} is unknown; choose from: {known}.",
+            f"--input_format={asked} is unknown. Choose one of: {known}.",
             field="--input_format",
             value=asked,
         )
@@ -112,7 +117,7 @@ def choose_format(name: str, asked: str, reads: ModelInput) -> str:
             chosen = reads.form.format
     if chosen == "pattern" and not reads.form.pattern:
         raise DataError(
-            "--input_format=pattern needs a model that learned by config.task.pattern.",
+            "--input_format=pattern requires a model trained with config.task.pattern.",
             field="--input_format",
             value="pattern",
         )
@@ -126,28 +131,28 @@ def choose_format(name: str, asked: str, reads: ModelInput) -> str:
 
 
 def open_input(source: Source, chosen: str, reads: ModelInput, key: str = "") -> Iterator[InputRow]:
-    """All rows in their order, read as they are asked for.
+    """Yields all rows in order; they are read lazily.
 
     Args:
-      chosen: of `choose_format`.
-      key: of a JSON document's list.
+      chosen: a format from `choose_format`.
+      key: key of the list in a JSON document.
 
     Raises:
-      DataError: an unreadable file, or a table without the columns that the model reads; at once,
-        or where the rows are read.
+      DataError: unreadable file, or a table without the columns of the model; raised at once or
+        while rows are read.
     """
     if chosen == "lines":
         return _read_lines(source, reads)
     form = dataclasses.replace(reads.form, format=chosen, escape=True)
-    if reads.form.format not in (chosen, "auto"):  # of other files
+    if reads.form.format not in (chosen, "auto"):  # the training files had another format
         form = dataclasses.replace(form, columns=(), rest_in_last=False)
     if form.encoding != "utf-8":
-        logging.info("%s is read as %s, as the training files were.", source, form.encoding)
+        logging.info("Reading %s as %s, like the training files.", source, form.encoding)
     header, rows = _open_table(source, form, reads, key)
     if header is None:
         return _read_objects(rows, reads)
     place = find_column(reads.id, header, form)
-    if place is not None:  # by number, where files of this kind name no columns
+    if place is not None:  # the id column may be selected by number
         reads = dataclasses.replace(reads, id=header[place])
     return _read_table(header, rows, _check_columns(source, header, form, reads), reads)
 
@@ -170,20 +175,20 @@ def _read_lines(source: Source, reads: ModelInput) -> Iterator[InputRow]:
 
 
 def _explain(source: Source, line: int, text: str, reads: ModelInput, told: set[str]) -> None:
-    """Says once what may have been meant differently."""
+    """Warns once about each kind of ambiguous line."""
     if text.lstrip().startswith("{") and "object" not in told:
         told.add("object")
         logging.warning(
-            "%s line %d begins with { and is no JSON object with texts; such lines are read as "
-            "text.",
+            "%s line %d begins with { but is not a JSON object with texts; such lines are read as "
+            "plain text.",
             source,
             line,
         )
     if "\t" in text and reads.texts == 1 and reads.kind != "tagging" and "tab" not in told:
         told.add("tab")
         logging.warning(
-            "%s line %d has a tab; this model reads one text a line, in which that is a blank. If "
-            "it is for two texts, say so with --texts=FIRST,SECOND.",
+            "%s line %d has a tab, which is read as a space because this model reads one text per "
+            "line. Set --texts=FIRST,SECOND if the model reads two texts.",
             source,
             line,
         )
@@ -193,7 +198,7 @@ def _explain(source: Source, line: int, text: str, reads: ModelInput, told: set[
 
 
 def _open_table(source: Source, form: TableFormat, reads: ModelInput, key: str):
-    """As an opener; where the training files had no header, this one may have one, or no labels."""
+    """Opens a table; if the training files had no header, it may have one, or lack the labels."""
     if form.format == "conll":
         return _open_sentences(source, form, reads, key)
     may_lack_header = bool(form.columns) or reads.number is not None
@@ -208,15 +213,15 @@ def _open_table(source: Source, form: TableFormat, reads: ModelInput, key: str):
         if len(columns) == len(first):
             return list(columns), itertools.chain([(1, first)], rows)
     raise DataError(
-        f"{source} has {len(first)} columns in its first line, which is no header and not the "
-        f"{len(form.columns)} columns of training ({shorten(', '.join(form.columns))}); {_HINT}.",
+        f"{source} has {len(first)} columns in its first line, which is neither a header nor the "
+        f"{len(form.columns)} columns of training ({shorten(', '.join(form.columns))}). {_HINT}.",
         field="--texts",
         path=str(source),
     )
 
 
 def _open_sentences(source: Source, form: TableFormat, reads: ModelInput, key: str):
-    """A single column has the words; else they are the columns of training, or without labels."""
+    """Opens CoNLL: one column of words, or the columns of training with or without labels."""
     numbers, rows = OPENERS["conll"](source, dataclasses.replace(form, columns=()), key)
     for columns in (form.columns, _unlabelled(form, reads), reads.columns[0]):
         if len(columns) == len(numbers):
@@ -224,7 +229,7 @@ def _open_sentences(source: Source, form: TableFormat, reads: ModelInput, key: s
     if form.columns:
         raise DataError(
             f"{source} has {len(numbers)} columns, but training had {len(form.columns)} "
-            f"({shorten(', '.join(form.columns))}); write those, or the words alone.",
+            f"({shorten(', '.join(form.columns))}). Use these columns, or words only.",
             path=str(source),
         )
     return numbers, rows
@@ -235,13 +240,13 @@ def _unlabelled(form: TableFormat, reads: ModelInput) -> tuple[str, ...]:
 
 
 def _name(column: str, form: TableFormat) -> str:
-    """The name of a column of training, which may be asked for by number."""
+    """Returns the name of a training column, which may be selected by number."""
     place = find_column(column, form.columns, form)
     return column if place is None else form.columns[place]
 
 
 def _check_columns(source, header: Sequence[str], form: TableFormat, reads: ModelInput):
-    """Names of the columns that have the texts."""
+    """Returns the names of the columns with the texts."""
     for name in header:
         if problem := describe_escapes(name, form.encoding):
             raise DataError(f"{source} line 1 {problem}.", path=str(source), line=1)
@@ -249,12 +254,12 @@ def _check_columns(source, header: Sequence[str], form: TableFormat, reads: Mode
         places = [find_column(name, header, form) for name in names]
         if None not in places:
             found = tuple(header[place] for place in places)
-            logging.info("%s is read as %s, texts: %s.", source, form.format, ", ".join(found))
+            logging.info("Reading %s as %s, texts: %s.", source, form.format, ", ".join(found))
             return found
     known = " or ".join(f"'{', '.join(names)}'" for names in reads.columns)
     raise DataError(
-        f"{source} has no column {known} (it has: {shorten(', '.join(header))}); {_HINT}, or have "
-        "each line read as text with --input_format=lines.",
+        f"{source} has no column {known} (columns: {shorten(', '.join(header))}). {_HINT}, or use "
+        "--input_format=lines to read each line as text.",
         field="--texts",
         path=str(source),
     )
@@ -281,7 +286,7 @@ def _read_objects(rows: TableRows, reads: ModelInput) -> Iterator[InputRow]:
 
 
 def _unique(header: Sequence[str]) -> list[str]:
-    """Names of columns, a second "a" as "a.1"."""
+    """Makes column names unique: the second "a" becomes "a.1"."""
     counts: dict[str, int] = {}
     found = []
     for name in header:
