@@ -261,8 +261,8 @@ def _read_conll_head(lines: Lines) -> tuple[list[tuple[int, str]], str | None, i
 def _is_comment(text: str, separator: str | None, columns: int) -> bool:
     """Returns whether a line before the first word of a sentence is a comment.
 
-    A word may begin with "#" too; its line has the usual number of columns. So can a comment of
-    CoNLL-U, for example "# sent_id = 1".
+    A word may begin with "#" too, but its line has the usual number of columns. CoNLL-U comments
+    such as "# sent_id = 1" may have this number of columns as well; they contain " = ".
     """
     return text.startswith("#") and (len(text.split(separator)) != columns or " = " in text)
 

@@ -168,7 +168,7 @@ def open_task(name: str, root: str) -> LabelledTask:
     folder = expand(rest)
     if not rest or not folder.is_dir():
         names = ", ".join(os.path.normpath(f"{task.folder}/{s.file}") for s in task.splits.values())
-        absent = f"There is no folder '{rest}'" if rest else "config.finetune.data is empty"
+        absent = f"Folder '{rest}' does not exist" if rest else "config.finetune.data is empty"
         raise DataError(
             f"{absent}. Download {name} from {DOWNLOAD} and set --config.finetune.data=FOLDER with "
             f"{names} (or .gz), or set --config.finetune.data=tfds:DIR if TensorFlow Datasets "
