@@ -71,7 +71,7 @@ def test_five_mistakes_in_a_row_cost_no_folder(tmp_path, text_source):
     shards = {p: p.read_bytes() for p in (tmp_path / "run" / "data").glob("*.array_record")}
     assert shards
     other = run(*flags, *source)
-    refused(other, "holds another corpus", "tokenizer.kind")
+    refused(other, "tokenizer.kind", f"{tmp_path}/run/data")
     flags.append(named_flag(other, "data.directory"))
     # another batch size
     done = run(*flags, *source, "--config.train.batch_size=4")

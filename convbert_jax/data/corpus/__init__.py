@@ -1,1 +1,1 @@
-"""A corpus as rows of token ids on disk, and the batches that training reads of it."""
+"""Corpora as rows of token ids on disk, and the batches that pre-training reads from them."""

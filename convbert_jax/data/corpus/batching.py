@@ -1,10 +1,9 @@
-"""Prepared rows to batches: shuffled, sharded over processes, read ahead, resumable.
+"""Batches of prepared rows: shuffled, sharded over processes, prefetched, resumable.
 
 The order is a function of (seed, position): nothing is shuffled in memory, and the state of an
-iterator is one number. Epochs, each in an order of its own, follow each other as one endless stream
-of rows. Batch n is the rows n * batch_size to (n + 1) * batch_size of it, and process p takes the
-p-th part of a batch. So the global batches are the same for any number of processes and any
-read-ahead.
+iterator is one number. Epochs, each in a different order, form one endless stream of rows. Batch n
+is rows n * batch_size to (n + 1) * batch_size of the stream; process p reads the p-th slice of each
+batch. The global batches therefore do not depend on the number of processes or on prefetching.
 """
 
 import collections
@@ -29,7 +28,7 @@ from convbert_jax.data.corpus.shuffling import (
 from convbert_jax.data.errors import DataError
 from convbert_jax.interfaces.batch import Batch
 
-# A read costs some 70 us for each shard it touches, however few rows: so rows are read by blocks.
+# A read has a fixed cost for each shard that it touches, so rows are read in blocks.
 BLOCK_ROWS = 8192
 RELEASE_ORDER = f"{FILES} files, {INTERLEAVED} in turn, buffer of {BUFFER}"
 
@@ -44,19 +43,19 @@ def training_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> "Batches":
-    """Endless batches of the train split; every epoch has every row exactly once, but with
-    `release_shuffle`, where epochs flow into each other.
+    """Returns an endless iterator over batches of the train split.
+
+    Every epoch contains every row exactly once, except with `release_shuffle`, which mixes rows of
+    neighboring epochs. Each process verifies its share of the shards in the background.
 
     Args:
       batch_size: rows of the global batch; this process gets `batch_size // process_count`.
-      release_shuffle: the shuffling of ConvBERT's release instead of a full one, see
-        `shuffling.release_order`.
-      prefetch: at least so many batches are read ahead by a thread; 0 reads each when asked.
-
-    Meanwhile the shards are verified, by each process its part of them.
+      release_shuffle: shuffle as ConvBERT's official code does, see `shuffling.release_order`,
+        instead of fully.
+      prefetch: minimum number of batches that a thread reads ahead; 0 reads each on demand.
 
     Raises:
-      DataError: a batch size that the number of processes does not divide.
+      DataError: the batch size is not divisible by the number of processes.
     """
     split = corpus.splits["train"]
     if release_shuffle:
@@ -68,7 +67,7 @@ def training_batches(
         "corpus": corpus.fingerprint,
         "seed": seed,
         "batch_size": batch_size,
-        # Says how: an earlier version knew another order by the plain name.
+        # Names the parameters, because checkpoints with `True` used a different order.
         "release_shuffle": RELEASE_ORDER if release_shuffle else False,
     }
     held = corpus.splits["validation"]
@@ -89,9 +88,9 @@ def training_batches(
 
 
 class Batches:
-    """Iterator of batches, of the rows of this process.
+    """Iterator over this process's slices of the global batches.
 
-    Raises DamagedFileError where it would be the next batch, once a shard is found to be damaged.
+    Once a damaged shard is found, the next batch raises DamagedFileError.
     """
 
     def __init__(
@@ -130,19 +129,19 @@ class Batches:
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """What `set_state` needs to go on with the next batch; plain JSON."""
+        """Returns the position of the next batch as plain JSON, for `set_state`."""
         return position.write(self._next_batch, self._identity)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where `get_state` was called.
+        """Restores the position that `get_state` returned.
 
         Raises:
-          DataError: the state is of another corpus, seed, batch size or kind of shuffling.
+          DataError: the state has a different corpus, seed, batch size or kind of shuffling.
         """
         self._start(position.read(state, self._identity))
 
     def close(self) -> None:
-        """Ends the threads and closes the files."""
+        """Stops the threads and closes the files."""
         self._verification.close()
         if self._thread:
             self._thread.shutdown(wait=True, cancel_futures=True)
@@ -178,15 +177,15 @@ def evaluation_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Iterator[Batch]:
-    """One pass over the validation split in a fixed order, each row exactly once.
+    """Iterates once over the validation split in a fixed order, each row exactly once.
 
     Args:
       batch_size: rows of the global batch; this process gets `batch_size // process_count`.
-      rows: how many rows to use, spread evenly over the split; 0 is all.
+      rows: number of rows to use, spread evenly over the split; 0: all.
 
     Yields:
-      Batches as of training. The last one is filled up with rows of padding (segment id 0), so that
-      shapes stay fixed and sums stay exact; every process gets the same number of batches.
+      Batches with the fields of training batches. The last one is filled with rows of padding
+      (segment id 0), so that shapes are fixed and sums exact. Every process gets the same number.
     """
     split: Split = corpus.splits["validation"]
     local = _local_size(batch_size, process_count)
@@ -207,7 +206,7 @@ def evaluation_batches(
 
 
 def to_batch(rows: np.ndarray) -> Batch:
-    """Structured rows as int32 arrays; a layout that stores no types has type 0 everywhere."""
+    """Converts structured rows to int32 arrays; layouts without stored type ids get zeros."""
     batch = {name: rows[name].astype(np.int32) for name in rows.dtype.names}
     if "type_ids" not in batch:
         batch["type_ids"] = np.zeros_like(batch["tokens"])
@@ -217,8 +216,8 @@ def to_batch(rows: np.ndarray) -> Batch:
 def _local_size(batch_size: int, process_count: int) -> int:
     if batch_size % process_count:
         raise DataError(
-            f"config.train.batch_size={batch_size} is not divisible by the {process_count} "
-            "processes that share it; make it a multiple.",
+            f"config.train.batch_size={batch_size} is not divisible by the number of processes, "
+            f"{process_count}. Use a multiple.",
             field="config.train.batch_size",
             value=batch_size,
         )

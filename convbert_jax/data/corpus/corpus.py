@@ -1,16 +1,16 @@
-"""A corpus as rows of token ids on disk: prepared once, in parallel, resumable, checked on opening.
+"""Corpora as rows of token ids on disk: prepared in parallel, resumable, checked when opened.
 
-A directory holds
+A directory contains
 
-    metadata.json          what it was made from, and counts
+    metadata.json          settings, sources and counts
     tokenizer.*            the vocabulary, if it was trained here
     units/00000.json       one record for each finished unit of the source
     train-00000.array_record, validation-00000.array_record
 
-`metadata.json` is written before the first unit, so a directory with shards of another corpus is
-refused at any stage; one without a finished unit begins anew with other settings. A unit's shards
-are renamed into place before its record is written: after a crash only units without a record are
-done again, with the same result.
+`metadata.json` is written before the first unit, so a directory with shards of a different corpus
+is rejected at any stage. A directory without a finished unit is restarted with the new settings.
+A unit's shards are renamed into place before its record is written: after a crash only units
+without a record are processed again, with the same result.
 """
 
 import dataclasses
@@ -55,17 +55,17 @@ from convbert_jax.data.units.work import Runner
 @dataclasses.dataclass(frozen=True)
 class Split:
     shards: tuple[tuple[Path, int], ...]  # (file, rows), in order
-    checksums: tuple[int | None, ...]  # CRC-32 of each shard; None if prepared without
+    checksums: tuple[int | None, ...]  # CRC-32 of each shard; None if it was not recorded
     rows: int
-    tokens: int  # that are not padding
+    tokens: int  # without padding
     documents: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Prepared rows, ready for `batching`.
+    """A prepared corpus, the input of `batching`.
 
-    `fingerprint` identifies the rows: source, tokenizer, layout, length and splits.
+    `fingerprint` is a hash of source, tokenizer, layout, length and splits.
     """
 
     directory: Path
@@ -83,18 +83,18 @@ class Corpus:
 def prepare(
     config: Config, directory: Path, runner: Runner | None = None, *, compare: bool = False
 ) -> Corpus:
-    """The corpus of `config` in `directory`; does whatever is missing there, which can be nothing.
+    """Opens the corpus of `config` in `directory`, after preparing its missing parts.
 
-    Trains or loads the tokenizer and checks it on a sample; then `runner` writes shards, by default
-    `config.data.workers` processes. Safe to kill and to run again. Another process that prepares
-    the same directory is waited for.
+    Trains or loads the tokenizer and checks it on a sample; then `runner` (default:
+    `config.data.workers` processes) writes the shards. Can be killed and restarted. Waits for
+    another process that prepares the same directory.
 
     Args:
-      compare: reads the sources of finished units again even if no file seems to have changed.
+      compare: read the sources of finished units again even if no file seems to have changed.
 
     Raises:
-      DataError: no text, unreadable text, a vocabulary that cannot be used, a full disk, or a
-        directory that holds another corpus. Nothing there is overwritten or deleted.
+      DataError: the source has no text or unreadable text, the vocabulary is unusable, the disk is
+        full, or the directory contains a different corpus (which is left unchanged).
     """
     directory = Path(directory)
     if opened := open_prepared(config, directory, compare=compare):
@@ -146,16 +146,16 @@ def _open_sources(data: DataSection) -> dict[str, Source]:
     return sources
 
 
-# --- What is there ---
+# --- Existing directories ---
 
 
 def _go_on(
     config: Config, sources: dict[str, Source], made_from: dict[str, Any], directory: Path
 ) -> tuple[dict[str, Any], Tokenizer] | tuple[None, None]:
-    """Metadata and vocabulary of what was begun in `directory`; None where nothing is to be kept.
+    """Returns metadata and vocabulary of an unfinished preparation; (None, None) to start anew.
 
     Raises:
-      DataError: it has finished shards, of another corpus or of nobody knows which.
+      DataError: the directory has finished shards of a different or unknown corpus.
     """
     metadata = read_metadata(directory)
     if metadata is None:
@@ -169,7 +169,7 @@ def _go_on(
     except DataError:
         if has_finished_units(directory):
             raise
-        logging.info("No shard in %s is finished: it begins anew, with other settings.", directory)
+        logging.info("%s has no finished shard; restarting with the new settings.", directory)
         return None, None
     return metadata, tokenizer
 
@@ -177,9 +177,8 @@ def _go_on(
 def _refuse_changed_tokenizer(tokenizer: Tokenizer, fingerprint: str, directory: Path) -> None:
     if tokenizer.fingerprint != fingerprint:
         raise DataError(
-            f"{directory} was prepared with another vocabulary or normalization than "
-            f"{tokenizer.path} has now: put it back, or prepare elsewhere with "
-            f"{elsewhere(directory)}.",
+            f"The vocabulary or normalization in {tokenizer.path} changed after {directory} was "
+            f"prepared. Restore it, or prepare a new corpus with {elsewhere(directory)}.",
             path=directory,
         )
 
@@ -191,14 +190,14 @@ def open_prepared(
     compare: bool = False,
     sources: dict[str, Source] | None = None,
 ) -> Corpus | None:
-    """Opens the corpus if `directory` holds all of it; its source may no longer exist.
+    """Opens the corpus in `directory`; None if it is incomplete. The source may be missing.
 
     Args:
       compare: as in `prepare`.
-      sources: if they are open already, by split.
+      sources: sources by split, if already open.
 
     Raises:
-      DataError: it holds another, or a damaged one.
+      DataError: the directory contains a different corpus, or a damaged one.
     """
     metadata = read_metadata(directory)
     if not metadata or not metadata["complete"]:
@@ -213,17 +212,17 @@ def open_prepared(
         except DataError as error:
             gone = error
     wanted, there = origin(config, sources), metadata["made_from"]
-    if there["version"] < wanted["version"]:  # whole: runs on it go on
+    if there["version"] < wanted["version"]:  # complete, so that its runs can be resumed
         logging.warning(
-            "%s was prepared by an earlier version, which cut texts a little otherwise. Its rows "
-            "are used as they are; others are made with %s.",
+            "%s was prepared by an earlier version, which split texts slightly differently. Using "
+            "its rows unchanged; to prepare new rows, pass %s.",
             directory,
             elsewhere(directory),
         )
         wanted["version"] = there["version"]
     refuse_other(wanted, there, directory, list_changed(directory, sources, metadata["stamps"]))
     if gone:
-        logging.warning("%s The rows prepared from it in %s are used.", gone, directory)
+        logging.warning("%s Using the rows prepared from it in %s.", gone, directory)
     elif sources:
         units = {index: {"digest": digest} for index, digest in enumerate(metadata["digests"])}
         workers = config.data.workers
@@ -231,8 +230,8 @@ def open_prepared(
     if metadata["undecodable"] and metadata["encoding_errors"] != data.encoding_errors:
         raise DataError(
             f"{directory} was prepared with encoding_errors='{metadata['encoding_errors']}', which "
-            f"mattered for {metadata['undecodable']} places; set it back, or prepare elsewhere "
-            f"with {elsewhere(directory)}.",
+            f"affected {metadata['undecodable']} places. Restore this setting, or prepare a new "
+            f"corpus with {elsewhere(directory)}.",
             path=directory,
         )
     tokenizer = load_tokenizer(config.tokenizer, directory)
@@ -245,8 +244,7 @@ def open_prepared(
             if not path.is_file():
                 if gone:
                     raise DataError(
-                        f"{path} is missing; put a copy back, as it cannot be prepared anew: "
-                        f"{gone}",
+                        f"{path} is missing. Restore a copy; it cannot be prepared again: {gone}",
                         path=path,
                     )
                 return None
@@ -279,21 +277,21 @@ def _check_splits(metadata: dict[str, Any], data: DataSection) -> None:
     if not metadata["splits"]["train"]["rows"]:
         raise DataError(
             f"config.data.source='{data.source}' has no text to train on"
-            + (" besides what is held out" if metadata["splits"]["validation"]["rows"] else "")
-            + "; check the source, its format and config.data.heldout_fraction.",
+            + (" except the held-out text" if metadata["splits"]["validation"]["rows"] else "")
+            + ". Check the source, its format and config.data.heldout_fraction.",
             field="config.data.source",
             value=data.source,
         )
     if not metadata["splits"]["validation"]["rows"]:
         if data.validation_source:
             raise DataError(
-                f"config.data.validation_source='{data.validation_source}' has no text.",
+                f"config.data.validation_source='{data.validation_source}' has no text. Check it.",
                 field="config.data.validation_source",
                 value=data.validation_source,
             )
         raise DataError(
             f"config.data.heldout_fraction={data.heldout_fraction} holds out no document with a "
-            "token; raise it and name another config.data.directory, or name "
+            "token. Increase it and use a new config.data.directory, or set "
             "config.data.validation_source.",
             field="config.data.heldout_fraction",
             value=data.heldout_fraction,
@@ -301,10 +299,10 @@ def _check_splits(metadata: dict[str, Any], data: DataSection) -> None:
     for name, split in metadata["splits"].items():
         if not split.get("pairs", 1):
             raise DataError(
-                f"config.data.layout='pairs' finds no pair of sentences in the {name} text; it "
-                "needs documents of several sentences, and with "
-                "config.objective.sentence_pairs=next several documents: check config.data.format, "
-                "raise config.data.length, or hold out more.",
+                f"config.data.layout='pairs' found no sentence pair in the {name} text. It needs "
+                "documents with several sentences; config.objective.sentence_pairs=next also needs "
+                "several documents. Check config.data.format, increase config.data.length, or hold "
+                "out more text.",
                 field="config.data.layout",
                 value="pairs",
             )
@@ -314,7 +312,7 @@ def _log_summary(metadata: dict, tokenizer: Tokenizer, config: Config, directory
     train, validation = metadata["splits"]["train"], metadata["splits"]["validation"]
     logging.info(
         "Prepared %s: %d documents, %d tokens in %d rows of %d (%.1f%% filled), %d rows held out, "
-        "%.3f%% of the characters unknown, %d empty documents dropped, %.1f MB of text in %.0f s "
+        "%.3f%% of characters unknown, %d empty documents dropped, %.1f MB of text in %.0f s "
         "(%.1f MB/s).",
         directory,
         train["documents"] + validation["documents"],
@@ -331,19 +329,19 @@ def _log_summary(metadata: dict, tokenizer: Tokenizer, config: Config, directory
     )
     if "pairs" in train:
         logging.info(
-            "%d of the rows to train on and %d of those held out have a pair to judge.",
+            "%d training rows and %d held-out rows have a labeled sentence pair.",
             train["pairs"],
             validation["pairs"],
         )
     if metadata["undecodable"]:
         logging.warning(
-            "%d places of the text are not UTF-8; %d documents were left out for them.",
+            "The text has %d places that are not UTF-8; skipped %d documents because of them.",
             metadata["undecodable"],
             metadata["skipped"],
         )
     if metadata["unknown_rate"] > config.tokenizer.max_unknown_rate:
         logging.warning(
-            "%.2f%% of all characters are unknown, more than in the sample that %s was checked on.",
+            "%.2f%% of all characters are unknown, more than in the sample used to check %s.",
             100 * metadata["unknown_rate"],
             tokenizer.path,
         )

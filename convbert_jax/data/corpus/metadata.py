@@ -1,4 +1,4 @@
-"""What a prepared folder says of itself: what it was made from, and what is in it."""
+"""Metadata of a prepared corpus: its settings, sources, counts and shards."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +13,8 @@ from convbert_jax.data.sources.source import Source
 from convbert_jax.data.tokenizer.tokenizer import training_settings
 from convbert_jax.data.units.changes import elsewhere
 
-# Of the rows and their order, by layout; raise it when the same config gives other rows.
-VERSIONS = {"packed": 1, "electra": 1, "pairs": 2}  # 1: sentences ended as in English and Chinese
+# Version of the rows of each layout; increment it when the same config produces different rows.
+VERSIONS = {"packed": 1, "electra": 1, "pairs": 2}
 METADATA = "metadata.json"
 METADATA_FIELDS = {
     "complete": bool,
@@ -42,10 +42,10 @@ SUMMARY_FIELDS = {
 
 
 def origin(config: Config, sources: dict[str, Source] | None) -> dict[str, Any]:
-    """Everything that decides the rows, by the name used when it differs.
+    """Returns all settings that determine the rows, by the names used in error messages.
 
     Args:
-      sources: by split; None where they are gone or only a network has them.
+      sources: sources by split; None if they are missing or remote.
     """
     data = config.data
     layout = data.layout + (" with the release's bug" if data.release_builder_bug else "")
@@ -66,36 +66,38 @@ def origin(config: Config, sources: dict[str, Source] | None) -> dict[str, Any]:
 
 
 def describe_tokenizer(section: TokenizerSection) -> dict[str, Any]:
-    """What decides a vocabulary: a file is named, its content is compared where it is read."""
+    """Returns the path of a vocabulary, whose content is compared later, or its settings."""
     return {"path": section.path} if section.path else training_settings(section)
 
 
 def refuse_other(wanted: dict, there: dict, directory: Path, changed: Sequence[str] = ()) -> None:
-    """Raises DataError unless the `origin` of a folder is the one that is wanted.
+    """Raises DataError unless the `origin` of a folder matches the wanted one.
 
     Args:
-      changed: paths of source files that changed, for the error.
+      changed: paths of changed source files, for the message.
     """
     different = [
-        f"{name} ({there.get(name)!r} there, {wanted[name]!r} wanted)"
+        f"{name} (prepared: {there.get(name)!r}, config: {wanted[name]!r})"
         for name in ("version", "layout", "length", "heldout_fraction")
         if there.get(name) != wanted[name]
     ]
     old, new = there.get("tokenizer", {}), wanted["tokenizer"]
-    if "path" not in new or "path" not in old:  # the content of a named file is compared later
+    if "path" not in new or "path" not in old:  # the content of vocabulary files is compared later
         different += [
-            f"tokenizer.{name} ({old.get(name)!r} there, {new.get(name)!r} wanted)"
+            f"tokenizer.{name} (prepared: {old.get(name)!r}, config: {new.get(name)!r})"
             for name in sorted({*old, *new})
             if new.get(name) not in (old.get(name), "auto")
         ]
     if "fingerprints" in wanted:
         different += describe_sources(wanted["fingerprints"], there, changed)
     elif any(there.get(key) != wanted[key] for key in ("source", "validation_source")):
-        different.append(f"source ({there.get('source')!r} there, {wanted['source']!r} wanted)")
+        different.append(
+            f"source (prepared: {there.get('source')!r}, config: {wanted['source']!r})"
+        )
     if different:
         raise DataError(
-            f"{directory} holds another corpus; it differs in {', '.join(different)}: set that "
-            f"back, or prepare these elsewhere with {elsewhere(directory)}.",
+            f"{directory} contains a different corpus. Differences: {', '.join(different)}. "
+            f"Restore these settings, or prepare a new corpus with {elsewhere(directory)}.",
             path=directory,
         )
 
@@ -103,12 +105,12 @@ def refuse_other(wanted: dict, there: dict, directory: Path, changed: Sequence[s
 def describe_sources(
     fingerprints: Mapping[str, str], there: dict, changed: Sequence[str]
 ) -> list[str]:
-    """Which sources differ from those of a folder, for `refuse_other`."""
-    files = f": {shorten(', '.join(changed))} changed" if changed else ""
+    """Describes the sources that differ from the sources of a folder, for `refuse_other`."""
+    files = f": {shorten(', '.join(changed))}" if changed else ""
     specs = {"train": there.get("source"), "validation": there.get("validation_source")}
     return [
-        f"the {name} source (files, content or format of {spec!r} were different when it was "
-        f"prepared{files})"
+        f"the {name} source (files, content or format of {spec!r} changed after the "
+        f"preparation{files})"
         for name, spec in specs.items()
         if there.get("fingerprints", {}).get(name) != fingerprints.get(name)
     ]
@@ -119,29 +121,29 @@ def has_finished_units(directory: Path) -> bool:
 
 
 def refuse_units_of_unknown(directory: Path) -> None:
-    """For a folder without metadata, which are written before its first unit.
+    """Checks that a folder without metadata has no finished units.
 
     Raises:
-      DataError: it has finished units all the same.
+      DataError: it has finished units, whose settings are therefore unknown.
     """
     if has_finished_units(directory):
         raise DataError(
-            f"{directory} has finished units but no {METADATA}, which says of what; put a copy "
-            "back, or delete the folder to prepare anew.",
+            f"{directory} has finished units but no {METADATA} with their settings. Restore a copy "
+            "of it, or delete the folder to prepare it again.",
             path=directory,
         )
 
 
 def read_metadata(directory: Path) -> dict[str, Any] | None:
-    """The metadata of a folder, or None where there is none.
+    """Reads the metadata of a folder; None if it has none.
 
     Raises:
-      DamagedFileError: they are not what was written.
+      DamagedFileError: the file is not in the form that was written.
     """
     path = directory / METADATA
     if not path.is_file():
         return None
-    remedy = f"put a copy back, or prepare elsewhere with {elsewhere(directory)}"
+    remedy = f"restore a copy, or prepare a new corpus with {elsewhere(directory)}"
     metadata = read_record(path, remedy=remedy, fields=METADATA_FIELDS)
     if metadata["complete"]:
         metadata = read_record(path, remedy=remedy, fields=METADATA_FIELDS | SUMMARY_FIELDS)
@@ -149,12 +151,12 @@ def read_metadata(directory: Path) -> dict[str, Any] | None:
             for shard in split["shards"]:
                 kinds = [str, int, int, int][: len(shard)] if isinstance(shard, list) else []
                 if len(kinds) < 3 or list(map(type, shard)) != kinds:
-                    raise files.damaged(path, "it lists a shard that is none", remedy)
+                    raise files.damaged(path, "an entry of its list of shards is invalid", remedy)
     return metadata
 
 
 def summary(records: list[dict], length: int, seconds: float) -> dict[str, Any]:
-    """Counts over the records of all units, and the list of shards: (file, rows, bytes, CRC-32)."""
+    """Sums the counts of all units and lists the shards: (file, rows, bytes, CRC-32)."""
     splits = {}
     for name in ("train", "validation"):
         parts = [record["splits"][name] for record in records]

@@ -1,6 +1,6 @@
-"""Documents to rows of a fixed length: the layouts "packed" and "electra"; "pairs" is in `pairs`.
+"""Layouts "packed" and "electra" ("pairs" is in `pairs`): documents to rows of a fixed length.
 
-All take a document as the token ids of its lines and give rows that are not padded yet.
+All layouts take a document as the token ids of its lines and return rows without padding.
 """
 
 import dataclasses
@@ -9,13 +9,15 @@ from collections.abc import Iterator
 
 from convbert_jax.interfaces.special_ids import SpecialIds
 
-SHORTEST_PIECE = 16  # tokens; a row's end too short for this part of a longer document is padded
+SHORTEST_PIECE = 16  # tokens; a shorter part of a longer document does not fill the end of a row
 
 
 @dataclasses.dataclass
 class Row:
-    """Fields of `interfaces.batch.PairBatch` for one row; of "packed" no types, they are 0 and made
-    with the batch; a label of "pairs" alone."""
+    """Fields of `interfaces.batch.PairBatch` for one row.
+
+    "packed" has no type ids (they are 0 and added to the batch); only "pairs" has a label.
+    """
 
     tokens: list[int]
     segment_ids: list[int]
@@ -24,11 +26,11 @@ class Row:
 
 
 class PackedRows:
-    """Documents one after the other, each piece as [CLS] piece [SEP] with a segment id of its own.
+    """Concatenated documents, each piece as [CLS] piece [SEP] with its segment id.
 
-    A document is cut where a row ends, if at least `SHORTEST_PIECE` of its tokens (an eighth of
-    short rows) fit there or all that is left of it; otherwise the row is padded. So long documents
-    waste nothing, and at most `SHORTEST_PIECE` + 1 positions are padded where a document begins.
+    A document is cut at the end of a row if at least `SHORTEST_PIECE` of its tokens (an eighth of a
+    short row) or its whole rest fit there; otherwise the row is padded. Long documents therefore
+    need no padding, and at most `SHORTEST_PIECE` + 1 positions are padded before a document.
     """
 
     def __init__(self, length: int, special: SpecialIds):
@@ -38,7 +40,7 @@ class PackedRows:
         self._row = Row([], [])
 
     def add(self, lines: list[list[int]]) -> Iterator[Row]:
-        """Rows that became full with this document."""
+        """Adds a document and yields the rows that it completes."""
         ids = [i for line in lines for i in line]
         start = 0
         while start < len(ids):
@@ -53,23 +55,23 @@ class PackedRows:
             self._row.segment_ids += [segment] * (len(piece) + 2)
 
     def flush(self) -> Iterator[Row]:
-        """The row in hand, if it has anything."""
+        """Yields the current row unless it is empty."""
         if self._row.tokens:
             yield self._row
             self._row = Row([], [])
 
 
 class ElectraRows:
-    """The example builder of ELECTRA's release: two segments of neighboring lines of a document.
+    """Examples of ELECTRA's official code: two segments of neighboring lines of a document.
 
-    Lines are collected up to a target length. Of every ten examples one has a single segment; in
-    the others the first segment takes the lines that fit into half the target. Every twentieth
-    target is short, uniform in 5 to `length`. Text beyond the row is dropped, not carried over.
-    (ELECTRA, Clark et al., 2020, build_pretraining_dataset.py in its release.)
+    Lines are collected up to a target length. One example in ten has a single segment; in the
+    others the first segment takes the lines that fit into half the target. One target in twenty is
+    short, uniform in 5 to `length`. Text beyond the row is dropped. (ELECTRA, Clark et al., 2020,
+    build_pretraining_dataset.py of the official code.)
 
-    With `release_bug`, the two tests for an empty segment are inverted as in ConvBERT's release:
-    once the first segment has a token everything joins it, and where the first line is as long as
-    half the target the first segment can stay empty.
+    With `release_bug`, the two tests for an empty segment are inverted as in ConvBERT's official
+    code: all lines join a first segment that has a token, and the first segment can stay empty if
+    the first line is at least half as long as the target.
     """
 
     def __init__(self, length: int, special: SpecialIds, *, release_bug: bool, seed: str):
@@ -82,7 +84,7 @@ class ElectraRows:
         self._target = length
 
     def add(self, lines: list[list[int]]) -> Iterator[Row]:
-        """All examples of this document; the last one is short."""
+        """Yields all examples of a document; the last one is short."""
         for line in lines:
             self._lines.append(line)
             self._size += len(line)
@@ -93,7 +95,7 @@ class ElectraRows:
         self._lines = []
 
     def flush(self) -> Iterator[Row]:
-        """Nothing: examples do not cross documents."""
+        """Yields nothing, because examples do not cross documents."""
         return iter(())
 
     def _example(self) -> Row:
@@ -112,9 +114,9 @@ class ElectraRows:
         return Row(tokens, [1] * len(tokens), types)
 
     def _segments(self) -> tuple[list[int], list[int]]:
-        middle = (self._target - 3) // 2  # [CLS] and two [SEP] are not there yet
+        middle = (self._target - 3) // 2  # without [CLS] and two [SEP]
         if self._random.random() < 0.1:
-            middle = 100_000  # one segment only, as in single-sentence tasks
+            middle = 100_000  # a single segment, as in single-sentence tasks
         first: list[int] = []
         second: list[int] = []
         for line in self._lines:

@@ -1,4 +1,4 @@
-"""Documents to rows of two texts, and whether the second follows the first: the layout "pairs".
+"""Layout "pairs": rows of two texts, with a label whether the second follows the first.
 
 "next" is BERT's next sentence prediction (Devlin et al., 2019, §3.1, task 2): half of the second
 texts come from another document. "order" is ALBERT's sentence order prediction (Lan et al., 2020,
@@ -14,22 +14,22 @@ from collections.abc import Iterator
 from convbert_jax.data.corpus.packing import Row
 from convbert_jax.interfaces.special_ids import SpecialIds
 
-FOLLOWS, OTHER, UNLABELLED = 0, 1, -1  # of a row: as Hugging Face's next_sentence_label; no pair
-POOL_TOKENS = 1_000_000  # of documents in memory, to take second texts from; some 40 MB
-SHORT_SHARE = 0.1  # of rows that are made short on purpose, as in BERT's release
-DRAWS = 10  # places tried for a second text of another document, as in BERT's release
-# Ends that need no blank behind them: of Chinese and Japanese, Hindi and its kin, Urdu and Arabic,
-# Amharic, Burmese, Khmer. And what closes a quotation behind an end.
+FOLLOWS, OTHER, UNLABELLED = 0, 1, -1  # labels, as Hugging Face's next_sentence_label; -1: no pair
+POOL_TOKENS = 1_000_000  # of buffered documents, from which second texts are sampled; about 40 MB
+SHORT_SHARE = 0.1  # fraction of rows with a short target, as in BERT's official code
+DRAWS = 10  # attempts to find a second text in another document, as in BERT's official code
+# Sentence ends that need no following space (Chinese and Japanese, Devanagari, Urdu and Arabic,
+# Amharic, Burmese, Khmer), and closing quotation marks and brackets.
 _ENDS = "\u3002\uff01\uff1f\uff61\u0964\u0965\u06d4\u061f\u1362\u104b\u17d4\u17d5"
 _CLOSING = r"\"')\]\u2019\u201d\u00bb\u300d\u300f\uff09\u3011\u3015\u3009\u300b"
 _SENTENCE_END = re.compile(rf"[.!?][{_CLOSING}]*(\s+)|[{_ENDS}][{_ENDS}.!?]*[{_CLOSING}]*(\s*)")
 
 
 def split_sentences(line: str) -> list[str]:
-    """A line behind every . ! or ? that a blank follows, and behind their kin of other scripts;
-    what closes a quotation there belongs to its sentence.
+    """Splits a line after every . ! or ? before a space, and after sentence ends of other scripts.
 
-    So "Mr. X" is cut too: what an abbreviation cuts is a shorter sentence, here no harm.
+    Closing quotation marks and brackets belong to the sentence that they end. Abbreviations
+    ("Mr. X") are split too, which only makes sentences shorter.
     """
     parts, start = [], 0
     for end in _SENTENCE_END.finditer(line):
@@ -39,22 +39,22 @@ def split_sentences(line: str) -> list[str]:
 
 
 class PairRows:
-    """[CLS] first [SEP] second [SEP], both whole sentences of neighboring text or a false pair.
+    """Rows [CLS] first [SEP] second [SEP] of whole sentences: true or false pairs.
 
-    A row takes the sentences that fit its target, which is its length but for every tenth row,
-    where it is uniform from 2; those that fit a uniform part of it, up to three quarters, are the
-    first text. No text is lost: a sentence that does not fit begins the next row, and so do those
-    that the second text of another document has displaced.
+    A row takes the sentences that fit its target: the row length, or for one row in ten uniform
+    from 2 to the row length. The sentences that fit a uniform part of the target, up to three
+    quarters, are the first text. No text is lost: sentences that do not fit, or that were replaced
+    by a text of another document, start the next row.
 
-    Lengths tell little: both texts begin and end with a sentence, and a false second text begins
-    where one would have been cut and is filled up by the same rule as a true one. For "order" every
-    other document, by chance, is read from its end: else the earlier text would be the shorter one.
-    What is left: a sentence that did not fit begins the next row, so that sentences at some ends of
-    texts are longer than others.
+    Lengths reveal little about the label. Both texts begin and end at sentence boundaries, and a
+    false second text is cut and filled by the same rules as a true one. For "order" half of the
+    documents are read backwards, because the earlier text would otherwise be the shorter one. One
+    bias remains: a sentence that did not fit starts the next row, so sentences at some boundaries
+    are longer than others.
 
-    A row has no label where there is no pair to judge: a sentence whose neighbor does not fit
-    beside it, a document of one sentence, and with "next" a row beside which no text of another
-    document fits. (BERT's release gives a lone sentence a false second text, always.)
+    A row has no label if it has no pair: the next sentence does not fit, the document has one
+    sentence, or (for "next") no text of another document fits. (BERT's official code always adds a
+    false second text to a single sentence.)
     """
 
     def __init__(self, length: int, special: SpecialIds, *, pairs: str, seed: str):
@@ -67,11 +67,15 @@ class PairRows:
         self._next = pairs == "next"
         self._random = random.Random(seed)
         self._documents: list[list[list[int]]] = []
-        self._ends: list[int] = []  # tokens of all documents up to each
+        self._ends: list[int] = []  # cumulative number of tokens of the documents
         self._size = 0
 
     def add(self, lines: list[list[int]]) -> Iterator[Row]:
-        """Rows of the documents so far, once they are many; `lines` are sentences."""
+        """Adds a document; yields the rows of all documents once the pool is full.
+
+        Args:
+          lines: token ids of its sentences.
+        """
         sentences = [
             line[start : start + self._room]
             for line in lines
@@ -84,7 +88,7 @@ class PairRows:
             yield from self.flush()
 
     def flush(self) -> Iterator[Row]:
-        """Rows of the documents in hand, in their order."""
+        """Yields the rows of all documents in the pool, in order."""
         sizes = (sum(map(len, sentences)) for sentences in self._documents)
         self._ends = list(itertools.accumulate(sizes))
         for number, sentences in enumerate(self._documents):
@@ -100,7 +104,7 @@ class PairRows:
             target = self._room
             if self._random.random() < SHORT_SHARE:
                 target = self._random.randint(2, self._room)
-            if not self._next:  # there the end of a document would tell a true second text
+            if not self._next:  # with "next", the end of a document would reveal a true second text
                 target = min(target, self._left(sentences, start))
             middle = self._fill(sentences, start, 0, self._cut(target))
             first = sentences[start:middle]
@@ -110,7 +114,7 @@ class PairRows:
             if backwards:
                 first, second = (second[::-1] or first[::-1]), (second and first[::-1])
             if not second or (self._next and len(self._documents) == 1):
-                label = UNLABELLED  # a document alone would have true pairs only
+                label = UNLABELLED  # a single document has true pairs only
             elif self._random.random() < 0.5:
                 label = OTHER
                 if not self._next:
@@ -122,8 +126,10 @@ class PairRows:
             yield self._row(first, second, label)
 
     def _fill(self, sentences: list[list[int]], start: int, taken: int, target: int) -> int:
-        """The end of the sentences from `start` that fit `target` beside `taken` tokens; one of
-        them is enough if it fits the row."""
+        """Returns the end of the sentences from `start` that fit `target` with `taken` tokens.
+
+        The first sentence may exceed `target` if it fits the row.
+        """
         size = taken
         for end in range(start, len(sentences)):
             size += len(sentences[end])
@@ -132,20 +138,20 @@ class PairRows:
         return len(sentences)
 
     def _cut(self, target: int) -> int:
-        """Most tokens of a first text; a second one fits beside them."""
+        """Draws the maximum number of tokens of a first text, which leaves space for a second."""
         return self._random.randint(1, target - target // 4)
 
     def _left(self, sentences: list[list[int]], start: int) -> int:
-        """Tokens from `start` on, counted up to a row."""
+        """Counts the tokens from `start` to the end of the document, at most one row."""
         end = self._fill(sentences, start, 0, self._room)
         return sum(map(len, sentences[start:end])) if end == len(sentences) else self._room
 
     def _other(self, number: int, taken: int, target: int) -> list[list[int]]:
-        """Sentences of another document to stand beside `taken` tokens; none where none fit.
+        """Samples sentences of another document that fit with `taken` tokens; [] if none fit.
 
-        A document is drawn by its tokens, as true second texts are: of short ones, all alike, there
-        would be too many. And they begin behind a first text that is left out: one cut by tokens
-        is followed by a sentence that is longer than the mean.
+        Documents are sampled in proportion to their tokens, as for true second texts; uniform
+        sampling would prefer short documents. The sentences start after an omitted first text,
+        because a sentence after a cut by tokens is longer than average.
         """
         for _ in range(DRAWS):
             drawn = bisect.bisect(self._ends, self._random.randrange(self._ends[-1]))
@@ -155,7 +161,7 @@ class PairRows:
             begun = self._random.randrange(len(sentences))
             start = self._fill(sentences, begun, 0, self._cut(target))
             if start == len(sentences) or (start and len(sentences[start - 1]) == self._room):
-                continue  # the rest of a sentence longer than a row: no true second text begins so
+                continue  # inside a sentence longer than a row, where no true second text begins
             end = self._fill(sentences, start, taken, target)
             if end > start:
                 return sentences[start:end]

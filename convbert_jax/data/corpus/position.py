@@ -1,4 +1,4 @@
-"""Where a run stands in its data, as plain JSON in its checkpoint."""
+"""Position of a run in its data, as plain JSON in the checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,25 +7,25 @@ from convbert_jax.data.errors import DataError
 
 
 def write(next_batch: int, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What `read` takes.
+    """Returns the state that `read` reads.
 
     Args:
-      identity: what decides which batch is which; JSON values by name.
+      identity: settings that determine the content of the batches; JSON values by name.
     """
     return {"next_batch": next_batch, **identity}
 
 
 def read(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
-    """The number of the next batch.
+    """Returns the number of the next batch.
 
     Raises:
-      DataError: the state is of batches with another identity.
+      DataError: the state has a different identity.
     """
     for name, here in identity.items():
         if state.get(name) != here:
             raise DataError(
-                f"The position in the data was saved with {name}={state.get(name)!r} but this "
-                f"run has {name}={here!r}; set it back, or start a new run.",
+                f"Cannot resume: the checkpoint has {name}={state.get(name)!r}, this run has "
+                f"{name}={here!r}. Restore this setting, or start a new run.",
                 field=name,
                 value=here,
             )

@@ -1,4 +1,4 @@
-"""The work behind `corpus.prepare`: sample, tokenizer, the units that are not there yet."""
+"""Steps of `corpus.prepare`: sample text, train the tokenizer, process the missing units."""
 
 import math
 import time
@@ -25,9 +25,9 @@ from convbert_jax.data.tokenizer.tokenizer import (
 )
 from convbert_jax.data.units.work import Runner, Work, do_units, record_path
 
-CHECKED_BYTES = 2_000_000  # of text, to check a vocabulary on
-HELDOUT_PIECES = 20  # at most, of a single document
-PIECE_CHARACTERS = 200  # at least, where this leaves two pieces
+CHECKED_BYTES = 2_000_000  # of text for checking a vocabulary
+HELDOUT_PIECES = 20  # maximum for a single document
+PIECE_CHARACTERS = 200  # minimum, unless the document then had fewer than two pieces
 COUNTS = {"rows": int, "file_bytes": int}
 RECORD_FIELDS = {
     "unit": int,
@@ -39,7 +39,7 @@ RECORD_FIELDS = {
 
 
 def sample(source: Source, size: int) -> Iterator[str]:
-    """Some `size` bytes of text, taken from the beginning of every unit in equal parts."""
+    """Yields about `size` bytes of text, an equal part from the beginning of every unit."""
     whole = sum(unit.size for unit in source.units) <= size
     share = max(1, size // len(source.units))
     for unit in source.units:
@@ -52,7 +52,7 @@ def sample(source: Source, size: int) -> Iterator[str]:
 
 
 def prepare_tokenizer(config: Config, directory: Path, source: Source) -> Tokenizer:
-    """Loads or trains the tokenizer, and checks it on a sample of `source`."""
+    """Loads or trains the tokenizer and checks it on a sample of `source`."""
     section, data = config.tokenizer, config.data
     texts = []
     total = min(CHECKED_BYTES, sum(unit.size for unit in source.units))
@@ -62,7 +62,7 @@ def prepare_tokenizer(config: Config, directory: Path, source: Source) -> Tokeni
             advance(len(text))
     if not texts:
         raise DataError(
-            f"config.data.source='{data.source}' has no text; check it and config.data.format.",
+            f"config.data.source='{data.source}' has no text. Check it and config.data.format.",
             field="config.data.source",
             value=data.source,
         )
@@ -71,7 +71,7 @@ def prepare_tokenizer(config: Config, directory: Path, source: Source) -> Tokeni
     else:
         section = settle_normalization(section, texts, is_generative=config.writes_text)
         started = time.monotonic()
-        logging.info("Training a %s vocabulary of %d.", section.kind, section.vocab_size)
+        logging.info("Training a %s vocabulary of %d entries.", section.kind, section.vocab_size)
         tokenizer = train_tokenizer(
             sample(source, section.train_megabytes * 1_000_000), section, directory
         )
@@ -81,10 +81,10 @@ def prepare_tokenizer(config: Config, directory: Path, source: Source) -> Tokeni
 
 
 def choose_heldout(data: DataSection, source: Source) -> dict[str, Any]:
-    """How documents are held out: below which hash, and into how many pieces each is cut first.
+    """Returns the hash threshold below which documents are held out, and the pieces per document.
 
-    A fraction that holds out no document is raised to hold out one. A single document is cut, and
-    one piece of it is held out.
+    A fraction that holds out no document is increased to hold out one. A single document is split
+    into pieces, one of which is held out.
     """
     if data.validation_source:
         return {"fraction": 0.0, "pieces": 1}
@@ -97,8 +97,8 @@ def choose_heldout(data: DataSection, source: Source) -> dict[str, Any]:
                 return {"fraction": data.heldout_fraction, "pieces": 1}
     if count > 1:
         logging.info(
-            "config.data.heldout_fraction=%g holds out none of %d documents: one of them is held "
-            "out. Name other text in config.data.validation_source to train on all of them.",
+            "config.data.heldout_fraction=%g holds out none of %d documents; holding out one. "
+            "Set config.data.validation_source to other text to train on all of them.",
             data.heldout_fraction,
             count,
         )
@@ -106,9 +106,9 @@ def choose_heldout(data: DataSection, source: Source) -> dict[str, Any]:
     pieces = min(HELDOUT_PIECES, max(2, len(document) // PIECE_CHARACTERS))
     parts = cut_document(document, pieces)
     logging.info(
-        "config.data.source='%s' is a single document: 1 of %d pieces of it is held out. Name "
-        "other text in config.data.validation_source to train on all of it; "
-        "config.data.format=lines makes a document of each line.",
+        "config.data.source='%s' is a single document; holding out 1 of its %d pieces. Set "
+        "config.data.validation_source to other text to train on all of it. "
+        "config.data.format=lines makes each line a document.",
         data.source,
         len(parts),
     )
@@ -124,13 +124,14 @@ def process_units(
     runner: Runner,
     check: Callable[[Mapping[int, dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
-    """Records of all units; `runner` does the missing ones and `check` is as in `do_units`.
+    """Processes the missing units with `runner` and returns the records of all units.
 
     Args:
-      heldout: as `choose_heldout` returns it.
+      heldout: result of `choose_heldout`.
+      check: as in `do_units`.
 
     Raises:
-      DataError: the first that a unit raised; finished units are kept.
+      DataError: the first error of a unit; finished units are kept.
     """
     data = config.data
     job = Job(
@@ -151,19 +152,19 @@ def process_units(
 
 def _finished(directory: Path, index: int, encoding_errors: str) -> dict[str, Any] | None:
     path = record_path(directory, index)
-    remedy = "delete it and start again: that part is prepared anew"
+    remedy = "delete it and start again to prepare this part again"
     try:
         record = read_record(path, remedy=remedy, fields=RECORD_FIELDS)
     except FileNotFoundError:
         return None
     counts = [count for split in record["splits"].values() for count in split.values()]
     if record["unit"] != index or not all(isinstance(count, int) for count in counts):
-        raise files.damaged(path, "it is of another unit or has other counts", remedy)
+        raise files.damaged(path, "its unit number or its counts are wrong", remedy)
     for split, counts in record["splits"].items():
         if counts["rows"] and not shard_path(directory, split, index).is_file():
-            logging.warning("A shard of unit %d is missing; it is prepared anew.", index)
+            logging.warning("A shard of unit %d is missing; preparing it again.", index)
             return None
-    # A unit without undecodable text is the same under every policy.
+    # A unit without undecodable text does not depend on the policy.
     if record["undecodable"] and record["encoding_errors"] != encoding_errors:
         return None
     return record

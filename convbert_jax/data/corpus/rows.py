@@ -1,4 +1,4 @@
-"""The stored form of a row: fixed-size records in ArrayRecord files."""
+"""Storage of rows: fixed-size records in ArrayRecord files."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -13,19 +13,21 @@ from convbert_jax.data.corpus.packing import Row
 from convbert_jax.data.corpus.shards import damaged_shard
 from convbert_jax.data.errors import DataError
 
-# One row a chunk, so that any row is read alone; uncompressed, which writes four times faster and
-# takes 1.7 times the space.
+# One row per chunk for random access; uncompressed, because writing is faster.
 WRITER_OPTIONS = "group_size:1,uncompressed"
 READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:1"
 ROWS_AT_ONCE = 1024
 
 
 def row_dtype(length: int, vocab_size: int, layout: str) -> np.dtype:
-    """A record as a numpy structure: `tokens`, `segment_ids`, for "electra" and "pairs" `type_ids`,
-    and for "pairs" `pair_label`."""
+    """Returns the structured dtype of a record.
+
+    Its fields are `tokens`, `segment_ids`, `type_ids` ("electra" and "pairs"), `pair_label`
+    ("pairs").
+    """
     fields = [
         ("tokens", "<u2" if vocab_size <= 1 << 16 else "<i4", (length,)),
-        ("segment_ids", "u1" if length < 768 else "<u2", (length,)),  # a piece has 3 tokens or more
+        ("segment_ids", "u1" if length < 768 else "<u2", (length,)),  # 3 or more tokens per piece
     ]
     if layout in ("electra", "pairs"):
         fields.append(("type_ids", "u1", (length,)))
@@ -35,7 +37,7 @@ def row_dtype(length: int, vocab_size: int, layout: str) -> np.dtype:
 
 
 def to_records(rows: Sequence[Row], dtype: np.dtype, pad: int) -> list[bytes]:
-    """`rows`, padded, as records."""
+    """Pads `rows` and converts them to records."""
     length = dtype["tokens"].shape[0]
     structured = np.zeros(len(rows), dtype)
     for name in dtype.names:
@@ -47,15 +49,18 @@ def to_records(rows: Sequence[Row], dtype: np.dtype, pad: int) -> list[bytes]:
 
 
 def from_records(records: Sequence[bytes], dtype: np.dtype) -> np.ndarray:
-    """Structured array [rows] of `records`."""
+    """Converts records to a structured array [rows]."""
     return np.frombuffer(b"".join(records), dtype)
 
 
 class ShardWriter:
-    """One ArrayRecord file, written under another name and renamed when it is whole."""
+    """Writes one ArrayRecord file under a temporary name and renames it when complete."""
 
     def __init__(self, path: Path, to_records: Callable[[Sequence[Any]], list[bytes]]):
-        """`to_records`: what of some rows is written."""
+        """
+        Args:
+          to_records: converts a sequence of rows to records.
+        """
         self.path = path
         self.rows = 0
         self._unfinished = links.temporary_name(path)
@@ -70,7 +75,7 @@ class ShardWriter:
             self._flush()
 
     def finish(self) -> int:
-        """Puts the file in its place and returns its bytes; a file without rows is not made."""
+        """Renames the file and returns its size in bytes; 0, and no file, without rows."""
         self._flush()
         if not self.rows:
             return 0
@@ -99,8 +104,8 @@ class ShardWriter:
 
 def _unwritable(path: Path, error: Exception) -> DataError:
     return DataError(
-        f"{path} could not be written ({_reason(error)}); free some space or name another "
-        "config.data.directory, then run again: what was finished is kept.",
+        f"Cannot write {path}: {_reason(error)}. Free disk space or use another "
+        "config.data.directory, then start again; finished units are kept.",
         field="config.data.directory",
         path=path,
     )
@@ -111,7 +116,7 @@ def _reason(error: Exception) -> str:
 
 
 class ShardReader:
-    """Random access to the rows of several shards, numbered through."""
+    """Random access to the rows of several shards, numbered consecutively."""
 
     def __init__(
         self,
@@ -121,8 +126,12 @@ class ShardReader:
         *,
         returned: np.dtype | None = None,
     ):
-        """`shards` are (path, rows); `from_records` makes an array of records that hold `dtype`, of
-        type `returned` if that is another.
+        """
+        Args:
+          shards: (path, rows) of each.
+          dtype: type of the stored values.
+          from_records: converts (records, `dtype`) to an array [rows].
+          returned: dtype of that array; None: `dtype`.
         """
         self._paths = [path for path, _ in shards]
         self._starts = np.cumsum([0, *(rows for _, rows in shards)])
@@ -134,12 +143,11 @@ class ShardReader:
         return int(self._starts[-1])
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """Array of the rows `indices`, in that order: structured, or as `from_records` has it.
+        """Reads the rows `indices` in the given order, as returned by `from_records`.
 
         Raises:
           DataError: a file is missing.
-          DamagedFileError: it has another number of rows, or rows whose hash is another. Both name
-            the file and what to do.
+          DamagedFileError: a file has a wrong number of rows or a row with a wrong hash.
         """
         order = np.argsort(indices, kind="stable")
         wanted = indices[order]
@@ -151,7 +159,7 @@ class ShardReader:
             reader = self._reader(shard)
             try:
                 rows[order[begin:end]] = self._from_records(reader.read(local), self._dtype)
-            except (RuntimeError, ValueError, OSError) as error:  # each row has a hash of its own
+            except (RuntimeError, ValueError, OSError) as error:  # ArrayRecord hashes each row
                 raise damaged_shard(self._paths[shard], _reason(error)) from None
         return rows
 
@@ -160,8 +168,8 @@ class ShardReader:
             path = self._paths[shard]
             if not path.is_file():
                 raise DataError(
-                    f"{path} is missing. Start again, which prepares this part again if its source "
-                    "still exists; otherwise restore a copy of the file.",
+                    f"{path} is missing. Start again to prepare it from its source, or restore a "
+                    "copy.",
                     path=path,
                 )
             try:

@@ -1,7 +1,7 @@
-"""The files of a prepared folder: their names, what to say of a damaged one, and who finds it.
+"""Shards of a prepared folder: file names, checksums and errors for damaged files.
 
-A row is verified when it is read: ArrayRecord keeps a hash of it. That can be days after the damage
-was done, so `Verification` compares whole files with their checksums while training starts.
+ArrayRecord verifies the hash of each row when it is read, which can be days after the damage.
+`Verification` therefore compares whole files with their checksums while training starts.
 """
 
 import threading
@@ -22,20 +22,20 @@ def shard_path(directory: Path, split: str, index: int) -> Path:
 
 
 def damaged_shard(path: Path, what: object, gone: object = None) -> DamagedFileError:
-    """The one sentence for a shard that is not what was written.
+    """Returns the error for a damaged shard.
 
     Args:
-      gone: why there is no source to prepare it from, where that is known.
+      gone: reason why the source is unavailable; None if it is not known to be.
     """
     if gone:
         reason = str(gone).rstrip(".")
-        return damaged(path, what, f"put a copy back, as it cannot be prepared anew: {reason}")
-    remedy = "delete it and start again: that part is prepared anew, if its source is still there"
-    return damaged(path, what, f"{remedy}, else put a copy back")
+        return damaged(path, what, f"restore a copy; it cannot be prepared again: {reason}")
+    remedy = "delete it and start again to prepare this part from its source"
+    return damaged(path, what, f"{remedy}, or restore a copy")
 
 
 def checksum(path: Path, stop: threading.Event | None = None) -> int:
-    """CRC-32 of a file, read to its end or until `stop`."""
+    """Computes the CRC-32 of a file; stops early if `stop` is set."""
     result = 0
     with open(path, "rb") as file:
         while data := file.read(READ_BYTES):
@@ -46,15 +46,18 @@ def checksum(path: Path, stop: threading.Event | None = None) -> int:
 
 
 class Verification:
-    """Compares shards with their checksums in a thread of its own, at the speed of the disk."""
+    """Compares shards with their checksums in a background thread."""
 
     def __init__(self, shards: Sequence[tuple[Path, int | None]]):
-        """Starts at once; `shards` are (file, CRC-32 of when it was prepared)."""
+        """Starts the thread.
+
+        Args:
+          shards: (file, CRC-32 at its preparation; None if unknown) of each.
+        """
         self._shards = [(path, expected) for path, expected in shards if expected is not None]
         if len(self._shards) < len(shards):
             logging.warning(
-                "%s was prepared before checksums were kept: its rows are verified only as they "
-                "are read.",
+                "%s has no checksums for some shards; their rows are verified only when read.",
                 shards[0][0].parent,
             )
         self._stop = threading.Event()
@@ -63,12 +66,12 @@ class Verification:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises DamagedFileError, at every call, once a damaged shard was found."""
+        """Raises DamagedFileError if a damaged shard was found."""
         if self._damage:
             raise self._damage
 
     def wait(self) -> None:
-        """Waits until all is verified, then as `check`."""
+        """Waits until all shards are verified, then calls `check`."""
         self._thread.join()
         self.check()
 
@@ -88,7 +91,7 @@ class Verification:
             if self._stop.is_set():
                 return
             if found != expected:
-                self._damage = damaged_shard(path, "its checksum is not that of its preparation")
+                self._damage = damaged_shard(path, "checksum mismatch")
                 return
         if self._shards:
             seconds = time.monotonic() - started

@@ -1,6 +1,6 @@
-"""Orders of an endless stream of rows, as functions from position to row: no state, no memory.
+"""Shuffled orders of an endless stream of rows, as stateless functions from position to row.
 
-Only exact integer arithmetic is used, so the orders are the same on every machine and version.
+They use integer arithmetic only, so they are the same on every machine and with every version.
 """
 
 import functools
@@ -9,21 +9,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 ROUNDS = 6
-# The release's: files written, files read in turn, rows in the shuffle buffer.
+# Values of the official code: files written, files interleaved, rows in the shuffle buffer.
 FILES = 1000
 INTERLEAVED = 4
 BUFFER = 100
-CHUNK = 1 << 14  # files of a lane looked up at once
-BLOCK = 1 << 16  # rows ordered at once
+CHUNK = 1 << 14  # files of a lane computed at once
+BLOCK = 1 << 16  # rows computed at once
 Order = Callable[[np.ndarray], np.ndarray]
 
 
 def shuffled(size: int, seed: int) -> Order:
-    """Every epoch of `size` rows in a random order of its own.
+    """Returns an order with a different random permutation of `size` rows in every epoch.
 
-    The order is a pseudo-random permutation evaluated at single positions: a Feistel network (Luby
-    and Rackoff, 1988) over the next power of four, walked until it lands below `size`. Vectorized
-    it takes 0.2 us a row; a permutation of 40 million rows in memory would take 320 MB.
+    The permutation is evaluated at single positions, without storing it: a Feistel network (Luby
+    and Rackoff, 1988) over the next power of four, iterated until the result is below `size`.
     """
 
     def order(positions: np.ndarray) -> np.ndarray:
@@ -35,37 +34,40 @@ def shuffled(size: int, seed: int) -> Order:
 
 
 def release_order(shards: Sequence[int], seed: int) -> Order:
-    """Rows in the order of ConvBERT's release (its build_pretraining_dataset.py, pretrain_data.py).
+    """Returns the order of ConvBERT's official code.
 
-    Writing: shards (of so many rows each) follow each other in random order, and their rows are
-    dealt in turn to `FILES` files, so neighbors in a file are of different documents. Reading: the
-    names of the files, repeated for ever, go through a shuffle buffer as large as their number, so
-    epochs flow into each other; `INTERLEAVED` files are read in turn, each to its end; their rows
-    go through a shuffle buffer of `BUFFER`. (The release lets whichever file is ready come first,
-    which has no reproducible order.)
+    Writing (build_pretraining_dataset.py): the shards follow each other in random order, and their
+    rows are distributed round-robin over `FILES` files, so neighbors in a file come from different
+    documents. Reading (pretrain_data.py): the endlessly repeated file names pass through a shuffle
+    buffer of their number, so epochs overlap; `INTERLEAVED` files are read in turn, each to its
+    end; their rows pass through a shuffle buffer of `BUFFER`. (The official code reads the file
+    that is ready first, an order that is not reproducible.)
 
-    Nothing is held but the order of a block or two. A first call far from the beginning goes over
-    all files read until there, some 0.1 us each.
+    Only the order of one or two blocks is kept in memory. A first call far from the beginning
+    iterates over all files before it.
+
+    Args:
+      shards: rows of each shard.
     """
     starts = np.cumsum([0, *shards])
     size = int(starts[-1])
     key = _epoch_keys(seed, np.asarray([0]))
     by_shard = np.argsort(_mix(key ^ np.arange(len(shards), dtype=np.uint64)), kind="stable")
-    written = np.cumsum([0, *(shards[s] for s in by_shard)])  # where each shard begins, as written
+    written = np.cumsum([0, *(shards[s] for s in by_shard)])  # start of each shard, as written
     files = min(FILES, size)
     lanes = min(INTERLEAVED, files)
-    begins = [np.zeros(lanes, np.int64)]  # of each chunk of files: the turns of each lane before it
+    begins = [np.zeros(lanes, np.int64)]  # turns of each lane before each chunk of files
 
     @functools.lru_cache(maxsize=4)
     def chunk(number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Files that each lane reads, [lanes, CHUNK], and the turn at which each is at its end."""
+        """Returns the files that each lane reads, [lanes, CHUNK], and the turns at their ends."""
         inputs = _buffered(number * CHUNK * lanes, CHUNK * lanes, files, _mix(~key))
         names = (inputs % files).reshape(CHUNK, lanes).T
         lengths = size // files + (names < size % files)
         return names, np.cumsum(lengths, axis=1)
 
     def interleaved(turns: np.ndarray, lane: int) -> np.ndarray:
-        """Rows, by their place as written, that a lane reads at `turns`."""
+        """Returns the rows, by written position, that a lane reads at `turns`."""
         while begins[-1].min() <= turns.max():
             begins.append(begins[-1] + chunk(len(begins) - 1)[1][:, -1])
         places = np.empty_like(turns)
@@ -101,11 +103,11 @@ def release_order(shards: Sequence[int], seed: int) -> Order:
 
 
 def _buffered(first: int, count: int, slots: int, key: np.ndarray) -> np.ndarray:
-    """Which inputs (0, 1, ...) a shuffle buffer gives at its outputs `first` to `first + count`.
+    """Returns the inputs (0, 1, ...) of a shuffle buffer at outputs `first` to `first + count`.
 
     The buffer is filled with the first `slots` inputs; each output empties a random slot, which
-    takes the next input. So what comes out is what went in when the same slot was last emptied:
-    input `slots + t` for output t; a look back as far as needed takes the place of a state.
+    takes the next input. An output is therefore the input that entered its slot when the slot was
+    last emptied (input `slots + t` at output t), which is found by looking back from `first`.
     """
     back = 16 * slots
     while True:
@@ -114,7 +116,7 @@ def _buffered(first: int, count: int, slots: int, key: np.ndarray) -> np.ndarray
         emptied = (_mix(key ^ outputs.astype(np.uint64)) % np.uint64(slots)).astype(np.int64)
         by_slot = np.argsort(emptied, kind="stable")
         again = emptied[by_slot][1:] == emptied[by_slot][:-1]
-        inputs = emptied.copy()  # what lay there from the start
+        inputs = emptied.copy()  # initial content of the slots
         inputs[by_slot[1:][again]] = slots + outputs[by_slot[:-1][again]]
         if begin == 0 or inputs[first - begin :].min() >= slots:
             return inputs[first - begin :]
@@ -127,7 +129,7 @@ def _epoch_keys(seed: int, epochs: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer (Steele et al., 2014): every bit of the result hangs on every bit."""
+    """Applies SplitMix64's finalizer (Steele et al., 2014), which mixes all 64 bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

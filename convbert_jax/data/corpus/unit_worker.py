@@ -1,4 +1,4 @@
-"""What one process does: a unit of documents becomes one shard a split and a record of counts."""
+"""Processing of one unit of documents: writes a shard for each split and a record of counts."""
 
 import dataclasses
 import functools
@@ -21,13 +21,13 @@ from convbert_jax.data.tokenizer.tokenizer import Tokenizer, count_characters
 from convbert_jax.data.units.changes import hashed, new_digest
 from convbert_jax.data.units.work import record_path
 
-BATCH_CHARACTERS = 200_000  # encoded at once
-SHUFFLED_CHARACTERS = 64_000_000  # of documents in memory, to shuffle them
+BATCH_CHARACTERS = 200_000  # tokenized at once
+SHUFFLED_CHARACTERS = 64_000_000  # of documents that are shuffled in memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """All that the units of a corpus have in common."""
+    """Settings shared by all units of a corpus."""
 
     directory: Path
     tokenizer: Tokenizer
@@ -37,12 +37,12 @@ class Job:
     release_bug: bool
     shuffle_documents: bool
     heldout_fraction: float
-    pieces: int  # that each document is cut into; more than 1 if there is only one
+    pieces: int  # per document; more than 1 if the source is a single document
     encoding_errors: str
 
 
 def heldout_hash(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone; below the fraction it is held out."""
+    """Hashes a text to a number in [0, 1); texts below the held-out fraction are held out."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
@@ -56,7 +56,7 @@ def process_unit(
       split: "train" or "validation" for all documents, or "" to hold some out by their hash.
 
     Raises:
-      DataError: unreadable text or a full disk; nothing of the unit is recorded then.
+      DataError: the text is unreadable or the disk is full; no record is written.
     """
     started = time.monotonic()
     special = job.tokenizer.special
@@ -125,7 +125,7 @@ def _make_layout(job: Job, seed: str) -> PackedRows | ElectraRows | PairRows:
 
 
 def _shuffled(documents: Iterator[str], rng: random.Random) -> Iterator[str]:
-    """`documents` in random order, within stretches of `SHUFFLED_CHARACTERS`: most units whole."""
+    """Shuffles `documents` within buffers of `SHUFFLED_CHARACTERS`, which hold most units."""
     waiting, size = [], 0
     for text in documents:
         waiting.append(text)
@@ -141,8 +141,11 @@ def _shuffled(documents: Iterator[str], rng: random.Random) -> Iterator[str]:
 def _encoded(
     documents: Iterator[str], tokenizer: Tokenizer, cut: Callable[[str], list[str]] | None = None
 ) -> Iterator[tuple[str, list[str], list[list[int]]]]:
-    """Each document with its lines, or what `cut` makes of a line, and their ids, encoded many
-    documents at a time."""
+    """Yields (document, lines, token ids of each line), tokenizing many documents at once.
+
+    Args:
+      cut: splits a line into sentences, which take the place of the lines.
+    """
 
     def encode(batch: list[str]) -> Iterator[tuple[str, list[str], list[list[int]]]]:
         lines = [[line for line in text.split("\n") if line.strip()] for text in batch]
