@@ -1,1 +1,1 @@
-"""Parallel text as rows of token ids on disk, and batches of few shapes that training reads."""
+"""Parallel text as rows of token ids on disk, and training batches of a few shapes."""

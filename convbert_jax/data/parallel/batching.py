@@ -1,7 +1,8 @@
-"""Prepared pairs to batches: by number of tokens, sharded over processes, read ahead, resumable.
+"""Batches of prepared pairs: grouped by length, sharded over processes, prefetched, resumable.
 
-Batch n is a function of (seed, n), and the state of an iterator is one number. Process p takes the
-p-th part of the rows of a batch, so the global batches are the same for any number of processes.
+Batch n is a function of (seed, n), and the state of an iterator is one number. Process p reads the
+p-th slice of the rows of each batch, so the global batches do not depend on the number of
+processes.
 """
 
 import collections
@@ -27,8 +28,12 @@ from convbert_jax.interfaces.batch import SequenceBatch
 def list_shapes(
     text: ParallelText, section: ParallelSection, row_multiple: int = 1
 ) -> tuple[Shape, ...]:
-    """The shapes of all batches of `text`: those that pad the pairs to train on the least, the last
-    one as long as any pair needs. Raises DataError as `choose_shapes`.
+    """Returns the batch shapes that pad the training pairs least, from short to long.
+
+    The last shape holds the longest pair of both splits.
+
+    Raises:
+      DataError: as in `choose_shapes`.
     """
     lengths = text.splits["train"].lengths
     longest = text.splits["validation"].lengths.max(axis=0, initial=0)
@@ -44,7 +49,7 @@ def list_shapes(
 def make_plan(
     text: ParallelText, section: ParallelSection, seed: int, row_multiple: int = 1
 ) -> Plan:
-    """Which pairs of `text` are in which batch to train on. Raises DataError as `list_shapes`."""
+    """Assigns the training pairs to batches. Raises DataError as `list_shapes`."""
     shapes = list_shapes(text, section, row_multiple)
     return Plan(shape_of_rows(text.splits["train"].lengths, shapes), shapes, seed)
 
@@ -59,29 +64,30 @@ def training_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> "PairBatches":
-    """Endless batches of the train split, each of one of `list_shapes`; what an epoch is, `Plan`
-    says. With `text.sampling` the texts are cut anew by (seed, epoch, row).
+    """Returns an endless iterator over batches of the train split; `Plan` defines the epochs.
+
+    Each batch has one of the shapes of `list_shapes`. With `text.sampling`, texts are tokenized
+    again in every epoch, sampled by (seed, epoch, row). Each process verifies its share of the
+    shards in the background.
 
     Args:
-      row_multiple: what the rows of a global batch are a multiple of: devices along the axis that
-        divides rows, times microbatches.
-      prefetch: so many batches are read ahead by a thread; 0 reads each when asked.
-
-    Meanwhile the shards are verified, by each process its part of them.
+      row_multiple: divisor of the rows of a global batch: data-parallel devices times microbatches.
+      prefetch: number of batches that a thread reads ahead; 0 reads each on demand.
 
     Raises:
-      DataError: `row_multiple` rows do not fit, or the number of processes does not divide it.
+      DataError: `row_multiple` rows do not fit into a batch, or it is not divisible by the number
+        of processes.
     """
     if row_multiple % process_count:
         raise DataError(
-            f"Batches of a multiple of {row_multiple} rows cannot be divided over {process_count} "
-            "processes."
+            f"Batches are multiples of {row_multiple} rows, which is not divisible by the number "
+            f"of processes, {process_count}. Use another number of processes."
         )
     plan = make_plan(text, section, seed, row_multiple)
     shapes, split = plan.shapes, text.splits["train"]
     logging.info(
-        "%d batches an epoch of %d pairs, in %d shapes (rows x source x target: %s), %.1f%% of "
-        "them padding.",
+        "Epochs have %d batches of %d pairs, with %d shapes (rows x source x target: %s) and "
+        "%.1f%% padding.",
         plan.batches,
         split.rows,
         len(shapes),
@@ -110,9 +116,9 @@ def training_batches(
 
 
 class PairBatches:
-    """Iterator of batches, of the rows of this process.
+    """Iterator over this process's slices of the global batches.
 
-    Raises DamagedFileError where it would be the next batch, once a shard is found to be damaged.
+    Once a damaged shard is found, the next batch raises DamagedFileError.
     """
 
     def __init__(
@@ -153,16 +159,18 @@ class PairBatches:
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """What `set_state` needs to go on with the next batch; plain JSON."""
+        """Returns the position of the next batch as plain JSON, for `set_state`."""
         return position.write(self._next_batch, self._identity)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where `get_state` was called, with the batches that there were: another number of
-        devices or microbatches would make others.
+        """Restores the position that `get_state` returned.
+
+        Keeps the batches of that iterator, although another number of devices or microbatches
+        would give others.
 
         Raises:
-          DataError: the state is of other pairs, another seed or other lengths, or its batches
-            cannot be divided.
+          DataError: the state has different pairs, seed or lengths, or its batches are not
+            divisible by the current number of devices and microbatches.
         """
         while self._pending:
             self._pending.pop().cancel()
@@ -174,18 +182,18 @@ class PairBatches:
         if saved == self._identity["shapes"] or not isinstance(saved, list):
             return
         if [one[1:] for one in saved] != [[s.source, s.target] for s in shapes]:
-            return  # of another text or section, which `position.read` refuses
+            return  # a different text or section, which `position.read` rejects
         for rows, *_ in saved:
             if rows % self._row_multiple:
                 raise DataError(
-                    f"The run began with batches of {rows} pairs, which {self._row_multiple}, the "
-                    "devices along the axes data and fsdp times config.train.accumulation, does "
-                    "not divide; go on with numbers that do, or start a new run.",
+                    f"Cannot resume: batches of {rows} pairs are not divisible by "
+                    f"{self._row_multiple} (data x fsdp devices x config.train.accumulation). Use "
+                    f"a device count or accumulation that divides {rows}, or start a new run.",
                     field="config.train.accumulation",
                 )
         kept = tuple(Shape(*one) for one in saved)
         logging.info(
-            "Going on with the batches that the run began with, of %s pairs, not %s.",
+            "Keeping the batch sizes of the checkpoint: %s pairs (this start would use %s).",
             ", ".join(str(shape.rows) for shape in kept),
             ", ".join(str(shape.rows) for shape in shapes),
         )
@@ -194,7 +202,7 @@ class PairBatches:
         self._identity = self._identity | {"shapes": saved}
 
     def close(self) -> None:
-        """Ends the threads and closes the files."""
+        """Stops the threads and closes the files."""
         self._verification.close()
         if self._thread:
             self._thread.shutdown(wait=True, cancel_futures=True)
@@ -214,11 +222,13 @@ def evaluation_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Iterator[SequenceBatch]:
-    """One pass over the validation split in a fixed order, each pair exactly once and never cut
-    anew; batches have the shapes of training, the last one is filled up with rows of padding.
+    """Iterates once over the validation split in a fixed order, each pair exactly once.
+
+    Uses the stored token ids (no sampling) and the batch shapes of training. The last batch is
+    filled with rows of padding.
 
     Args:
-      rows: how many pairs to use, spread evenly over the split; 0 is all.
+      rows: number of pairs to use, spread evenly over the split; 0: all.
     """
     shapes = list_shapes(text, section, row_multiple)
     split = text.splits["validation"]
@@ -235,7 +245,7 @@ def evaluation_batches(
 
 
 class _Rows:
-    """Rows of a split as batches, of one process."""
+    """Builds batches of one process from the rows of a split."""
 
     def __init__(
         self, text: ParallelText, split: str, shapes: tuple[Shape, ...], index: int, count: int
@@ -247,7 +257,12 @@ class _Rows:
         )
 
     def batch(self, number: int, rows: np.ndarray, names: tuple[int, int] | None) -> SequenceBatch:
-        """The batch of `rows`, -1 for padding; `names` begin the seed that cuts texts anew."""
+        """Builds a batch of shape `number`.
+
+        Args:
+          rows: rows of the global batch [B]; -1: padding.
+          names: (seed, epoch) for sampled tokenization; None: use the stored token ids.
+        """
         shape = self.shapes[number]
         local = shape.rows // self._count
         rows = rows[self._index * local : (self._index + 1) * local]

@@ -1,4 +1,4 @@
-"""What a folder of prepared pairs says of itself: what it was made from, and what is in it."""
+"""Metadata of prepared pairs: their settings, sources, counts and shards."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from convbert_jax.data.parallel.vocabularies import Vocabularies
 from convbert_jax.data.records import read_record
 from convbert_jax.data.units.changes import elsewhere
 
-VERSION = 1  # of the rows; raise it when the same config gives other rows
+VERSION = 1  # increment it when the same config produces different rows
 KIND = "parallel"
 METADATA_FIELDS = {"complete": bool, "made_from": dict, "stamps": dict}
 SUMMARY_FIELDS = {
@@ -24,7 +24,6 @@ SUMMARY_FIELDS = {
     "splits": {"train": list, "validation": list},
     "faults": dict,
 }
-# Of a shard: what its file must be.
 SHARD_FIELDS = (
     *("unit", "rows", "file_bytes", "crc32", "lengths_crc32"),
     *("source_tokens", "target_tokens"),
@@ -32,7 +31,7 @@ SHARD_FIELDS = (
 
 
 def origin(config: Config, sources: Mapping[str, PairSource] | None) -> dict[str, Any]:
-    """Everything that decides the rows, by the name used when it differs."""
+    """Returns all settings that determine the rows, by the names used in error messages."""
     section = config.parallel
     result = {
         "kind": KIND,
@@ -53,23 +52,23 @@ def origin(config: Config, sources: Mapping[str, PairSource] | None) -> dict[str
 
 
 def refuse_other(wanted: dict, there: dict, directory: Path, changed: Sequence[str] = ()) -> None:
-    """Raises DataError unless the `origin` of a folder is the one that is wanted.
+    """Raises DataError unless the `origin` of a folder matches the wanted one.
 
-    Paths of sources and vocabularies do not matter where their content is known.
+    Paths of sources and vocabularies are ignored if their content is known.
 
     Args:
-      changed: paths of source files that changed, for the error.
+      changed: paths of changed source files, for the message.
     """
     compared = ("source", "validation_source", "fingerprints", "vocabularies")
     names = [name for name in wanted if name not in compared]
-    names += {"cut_sources"} - set(names)  # recorded only where sources are cut
+    names += {"cut_sources"} - set(names)  # recorded only if sources are truncated
     if "fingerprints" not in wanted:
         names += ["source", "validation_source"]
     old, new = there.get("vocabularies", []), wanted["vocabularies"]
     if [_trained(one) for one in old] != [_trained(one) for one in new]:
         names.append("vocabularies")
     different = [
-        f"{name} ({there.get(name)!r} there, {wanted.get(name)!r} wanted)"
+        f"{name} (prepared: {there.get(name)!r}, config: {wanted.get(name)!r})"
         for name in names
         if there.get(name) != wanted.get(name)
     ]
@@ -77,8 +76,8 @@ def refuse_other(wanted: dict, there: dict, directory: Path, changed: Sequence[s
         different += describe_sources(wanted["fingerprints"], there, changed)
     if different:
         raise DataError(
-            f"{directory} holds something else; it differs in {', '.join(different)}: set that "
-            f"back, or prepare these elsewhere with {elsewhere(directory)}.",
+            f"{directory} contains different data. Differences: {', '.join(different)}. Restore "
+            f"these settings, or prepare new data with {elsewhere(directory)}.",
             path=directory,
         )
 
@@ -91,9 +90,8 @@ def refuse_changed(made: Vocabularies, fingerprints: list[str], directory: Path)
     for tokenizer, fingerprint in zip(made, fingerprints, strict=True):
         if tokenizer.fingerprint != fingerprint:
             raise DataError(
-                f"{directory} was prepared with another vocabulary or normalization than "
-                f"{tokenizer.path} has now: put it back, or prepare elsewhere with "
-                f"{elsewhere(directory)}.",
+                f"The vocabulary or normalization in {tokenizer.path} changed after {directory} "
+                f"was prepared. Restore it, or prepare new data with {elsewhere(directory)}.",
                 path=directory,
             )
 
@@ -102,14 +100,14 @@ def read_metadata(directory: Path) -> dict[str, Any] | None:
     path = directory / METADATA
     if not path.is_file():
         return None
-    remedy = f"put a copy back, or prepare elsewhere with {elsewhere(directory)}"
+    remedy = f"restore a copy, or prepare new data with {elsewhere(directory)}"
     metadata = read_record(path, remedy=remedy, fields=METADATA_FIELDS)
     if metadata["complete"] and metadata["made_from"].get("kind") == KIND:
         metadata = read_record(path, remedy=remedy, fields=METADATA_FIELDS | SUMMARY_FIELDS)
         for shards in metadata["splits"].values():
             for shard in shards:
                 if not isinstance(shard, dict) or not set(SHARD_FIELDS) <= set(shard):
-                    raise files.damaged(path, "it lists a shard that is none", remedy)
+                    raise files.damaged(path, "an entry of its list of shards is invalid", remedy)
     return metadata
 
 

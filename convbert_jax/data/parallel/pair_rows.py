@@ -1,4 +1,4 @@
-"""Pairs of texts in rows of named columns: TFDS and parquet; and how a row becomes a pair."""
+"""Pairs of texts from rows with named columns: TFDS and parquet files."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -14,24 +14,24 @@ from convbert_jax.data.tables.table_files import find_value, list_columns
 from convbert_jax.data.tables.table_formats import Fault
 
 ROWS_AT_ONCE = 1_024
-# What a pair keeps of its targets: "one" allows one alone, "first" drops the others.
+# Targets of a pair: "one" rejects pairs with more than one, "first" drops the others.
 Targets = Literal["one", "first", "all"]
-Pairs = Iterator[tuple[int, tuple[str, ...] | Fault]]  # a source, its target and further ones
+Pairs = Iterator[tuple[int, tuple[str, ...] | Fault]]  # number, (source, target, *more targets)
 
 
 @dataclasses.dataclass(frozen=True)
 class PairUnit:
-    """`count` pairs from number `first` on, counted from 1: lines of files, rows of a data set."""
+    """`count` pairs (lines of files, rows of a data set) from number `first`, counted from 1."""
 
     first: int
     count: int
-    starts: tuple[int, ...]  # byte of that line in each file, as decompressed; () of rows
+    starts: tuple[int, ...]  # offset of the first line in each decompressed file; () for rows
     size: int  # bytes of text, estimated for rows
 
 
 @dataclasses.dataclass(frozen=True)
 class PairRows:
-    """Rows of a folder that TFDS prepared as array_record."""
+    """Pairs from a folder that TFDS prepared as array_record."""
 
     name: str
     fingerprint: str
@@ -43,12 +43,12 @@ class PairRows:
     units: tuple[PairUnit, ...]
 
     def place(self, number: int, text: int = 0) -> Location:
-        """The data set and row of a pair, for errors."""
-        del text  # all of them are in the row
+        """Returns the data set and row of a pair, for errors."""
+        del text  # all texts are in the row
         return Location(self.name, number, "row")
 
     def pairs(self, unit: PairUnit) -> Pairs:
-        """(row from 1, texts), or what is wrong with a row. Raises DataError for damaged files."""
+        """Yields (row from 1, texts or the fault). Raises DataError for damaged files."""
         rows = open_prepared(self.directory, self.split)[0]
         stop = unit.first - 1 + unit.count
         for start in range(unit.first - 1, stop, ROWS_AT_ONCE):
@@ -61,20 +61,20 @@ def open_tfds(rest: str, columns: tuple[str, ...], targets: Targets) -> PairRows
     directory, _, split = rest.partition("#")
     if not (Path(directory) / "dataset_info.json").is_file():
         raise DataError(
-            f"{directory} is not a prepared data set (it has no dataset_info.json); name the "
-            "folder of its version, for example NAME/1.0.0.",
+            f"{directory} is not a prepared data set: dataset_info.json is missing. Use the folder "
+            "of its version, for example NAME/1.0.0.",
             path=directory,
         )
     split = split or "train"
     rows = open_prepared(directory, split)[0]
     count, name = len(rows), f"tfds:{rest}"
     if not count:
-        raise DataError(f"{name} has no rows.", value=name)
+        raise DataError(f"{name} has no rows. Use another split or data set.", value=name)
     first = rows_at(rows, [0], name)[0]
     pair = of_row(first, columns, targets)
     if isinstance(pair, Fault):
         raise DataError(
-            f"{name} row 1 {pair.problem}; set config.parallel.columns.",
+            f"{name} row 1 {pair.problem}. Set config.parallel.columns.",
             field="config.parallel.columns",
             line=1,
         )
@@ -91,7 +91,7 @@ def open_tfds(rest: str, columns: tuple[str, ...], targets: Targets) -> PairRows
 
 @dataclasses.dataclass(frozen=True)
 class PairParquet:
-    """Rows of parquet files; they are numbered through all files."""
+    """Pairs from parquet files, numbered consecutively over all files."""
 
     name: str
     fingerprint: str
@@ -103,21 +103,21 @@ class PairParquet:
 
     @property
     def files(self) -> set[Path]:
-        """All files that it reads."""
+        """All files that are read."""
         return {path for unit in self.units for path in self.files_of(unit)}
 
     def files_of(self, unit: RowGroups) -> set[Path]:
-        """The files of one unit."""
+        """Returns the files of one unit."""
         return {self.root / file for file, _ in unit.parts}
 
     def place(self, number: int, text: int = 0) -> Location:
-        """The file and row of a pair, for errors."""
+        """Returns the file and row of a pair, for errors."""
         del text  # all texts are in the row
         _, file = max((row, file) for (file, _), row in self.first_rows.items() if row <= number)
         return Location(self.root / file, number - self.first_rows[file, 0] + 1, "row")
 
     def pairs(self, unit: RowGroups) -> Pairs:
-        """(row from 1, texts), or the fault of a row. Raises DataError for damaged files."""
+        """Yields (row from 1, texts or the fault). Raises DataError for damaged files."""
         for file, group in unit.parts:
             found = read_rows(self.root / file, group, self.columns)
             for number, values in enumerate(found, start=self.first_rows[file, group]):
@@ -126,10 +126,10 @@ class PairParquet:
 
 
 def open_parquet(rest: str, columns: tuple[str, ...], targets: Targets) -> PairParquet:
-    """Rows of the parquet files that comma-separated globs name.
+    """Opens the parquet files that match comma-separated globs.
 
     Raises:
-      DataError: no such file, no such column, a column without text, or no row.
+      DataError: a file or column does not exist, a column has no text, or there are no rows.
     """
     paths = find_files(rest, "config.parallel.source")
     root, groups = list_groups(paths, columns, field="config.parallel.columns", lists=True)
@@ -138,15 +138,17 @@ def open_parquet(rest: str, columns: tuple[str, ...], targets: Targets) -> PairP
         first_rows[group.file, group.index] = row
         row += group.rows
     if row == 1:
-        raise DataError(f"parquet:{rest} has no rows; name another file.", value=f"parquet:{rest}")
+        raise DataError(f"parquet:{rest} has no rows. Use another file.", value=f"parquet:{rest}")
     prints = fingerprint_files(paths, root, f"parquet {','.join(columns)}")
     units = make_units(groups)
     return PairParquet(f"parquet:{rest}", prints, root, columns, targets, units, first_rows)
 
 
 def of_row(row, columns: tuple[str, ...], targets: Targets) -> tuple[str, ...] | Fault:
-    """Source and targets of a row. The sentences of a source that is a list are joined by spaces; a
-    list of targets holds several references.
+    """Returns (source, target, *more targets) of a row, or the fault.
+
+    A source that is a list of sentences is joined by spaces; a list of targets is a list of
+    references.
     """
     if not isinstance(row, dict):
         return Fault("is not a JSON object")
@@ -157,10 +159,8 @@ def of_row(row, columns: tuple[str, ...], targets: Targets) -> tuple[str, ...] |
             return found
         if not found:
             return Fault(f"has no text in '{name}' (it has: {list_columns(row)})")
-    if targets == "one" and len(target) > 1:  # sentences of one, or several to choose from?
-        return Fault(
-            f"has a list of {len(target)} texts in '{columns[1]}', of which a target is one"
-        )
+    if targets == "one" and len(target) > 1:  # ambiguous: sentences or alternative targets
+        return Fault(f"has a list of {len(target)} texts in '{columns[1]}' instead of one target")
     if targets != "all":
         return " ".join(source), target[0]
     further = [_texts_of(row, name) for name in columns[2:]]
@@ -169,16 +169,16 @@ def of_row(row, columns: tuple[str, ...], targets: Targets) -> tuple[str, ...] |
 
 
 def _texts_of(row: dict, name: str) -> list[str] | Fault:
-    """The text or the texts of a column; [] if there are none or one is not a text."""
+    """Returns the texts of a column; [] if there are none or one of them is not a string."""
     text = find_value(row, name)
     parts = list(text) if isinstance(text, list | tuple) else [text]
     try:
         parts = [part.decode("utf-8") if isinstance(part, bytes) else part for part in parts]
     except UnicodeDecodeError:
-        return Fault(f"has no UTF-8 in '{name}'")
+        return Fault(f"has bytes in '{name}' that are not UTF-8")
     return parts if all(isinstance(part, str) for part in parts) else []
 
 
 def of_words(texts: list) -> list[str]:
-    """The texts that are not blank: a blank cell or line is not a further target."""
+    """Drops blank texts: a blank cell or line is not an additional target."""
     return [text for text in texts if isinstance(text, str) and text.strip()]

@@ -1,8 +1,7 @@
-"""Where pairs of texts come from: two files line by line, a table, or rows of a data set.
+"""Sources of text pairs: two files line by line, a table, or rows of a data set.
 
-A source is cut into units of some 16 MB, which one process reads from beginning to end. A pair may
-have further targets, all of them right, as sets to score by have: more files, more columns, or a
-list of texts in place of the target.
+A source is divided into units of about 16 MB, each read sequentially by one process. A pair of a
+test set may have several references, given as more files, more columns, or a list of targets.
 """
 
 import codecs
@@ -39,12 +38,12 @@ from convbert_jax.data.tables.text_lines import describe_escapes, open_bytes
 DEFAULT_COLUMNS = {"tsv": ("0", "1")} | dict.fromkeys(
     ("csv", "jsonl", "parquet", "tfds"), ("source", "target")
 )
-MARK_LINES = 1_024  # between two places of a file that are noted
+MARK_LINES = 1_024  # lines between two recorded offsets of a file
 
 
 @dataclasses.dataclass(frozen=True)
 class PairFiles:
-    """Text files, picklable. `fingerprint` depends on content and format, not on the place."""
+    """Text files; picklable. `fingerprint` depends on content and format, not on the path."""
 
     name: str
     fingerprint: str
@@ -56,15 +55,15 @@ class PairFiles:
 
     @property
     def files(self) -> set[Path]:
-        """All files that it reads."""
+        """All files that are read."""
         return set(self.paths)
 
     @functools.cached_property
     def units(self) -> tuple[PairUnit, ...]:
-        """Reads all lines once, to find where units begin.
+        """Units, found by reading all lines once.
 
         Raises:
-          DataError: files of unequal line count, unreadable ones, or no line.
+          DataError: the files differ in their line counts, are unreadable or are empty.
         """
         marks, lines = zip(*(_mark_lines(path) for path in self.paths), strict=True)
         if len(set(lines)) > 1:
@@ -72,14 +71,14 @@ class PairFiles:
                 f"{path} has {count} lines" for path, count in zip(self.paths, lines, strict=True)
             )
             raise DataError(
-                f"{counts}; parallel files have a line for each line of the other, blank ones and "
-                "the last one too.",
+                f"{counts}. Parallel files need equal line counts, including blank lines and the "
+                "last line.",
                 path=self.paths[0],
             )
         total = sum(of_file[-1] for of_file in marks)
         if not total:
             raise DataError(
-                f"{self.paths[0]}, of the pairs '{self.name}', is empty; name another.",
+                f"{self.paths[0]} in '{self.name}' is empty. Use another file.",
                 path=self.paths[0],
             )
         count = lines[0]
@@ -95,11 +94,11 @@ class PairFiles:
         return tuple(units)
 
     def place(self, number: int, text: int = 0) -> Location:
-        """Where a text of a pair is, by the number of the pair, for errors."""
+        """Returns the file and line of a text of a pair, for errors."""
         return Location(self.paths[min(text, len(self.paths) - 1)], number)
 
     def pairs(self, unit: PairUnit) -> Pairs:
-        """(line, texts), or what is wrong with a line.
+        """Yields (line, texts or the fault).
 
         Raises:
           DataError: a file cannot be read.
@@ -141,7 +140,7 @@ class PairFiles:
 
     @functools.cached_property
     def _places(self) -> tuple[int, ...]:
-        """Columns of a tsv by number."""
+        """Indices of the columns of a tsv file."""
         if not self._has_header:
             return tuple(map(int, self.columns))
         path = self.paths[0]
@@ -153,7 +152,7 @@ class PairFiles:
     def _parse_tsv(self, texts: list[str]) -> tuple[str, ...] | Fault:
         cells, (source, target, *further) = texts[0].split("\t"), self._places
         if len(cells) <= max(source, target):
-            return Fault(f"has {len(cells)} columns, not the {max(source, target) + 1} it needs")
+            return Fault(f"has {len(cells)} columns but needs {max(source, target) + 1}")
         there = [cells[place] for place in further if place < len(cells)]
         return cells[source], cells[target], *of_words(there)
 
@@ -173,8 +172,8 @@ def _find_columns(path: Path, header: list[str], names: Sequence[str]) -> tuple[
     for name in names:
         if name not in header:
             raise DataError(
-                f"{path} has no column '{name}' (its first line has: "
-                f"{shorten(', '.join(header))}); set config.parallel.columns.",
+                f"{path} has no column '{name}'; its first line is: "
+                f"{shorten(', '.join(header))}. Set config.parallel.columns.",
                 field="config.parallel.columns",
                 value=name,
                 path=path,
@@ -184,7 +183,7 @@ def _find_columns(path: Path, header: list[str], names: Sequence[str]) -> tuple[
 
 @dataclasses.dataclass(frozen=True)
 class PairCsv:
-    """A csv file. One process reads all of it: cells may hold line ends."""
+    """A csv file. One process reads all of it, because cells may contain line breaks."""
 
     name: str
     fingerprint: str
@@ -200,20 +199,20 @@ class PairCsv:
         return {self.path}
 
     def place(self, number: int, text: int = 0) -> Location:
-        """The file and the line where a pair begins, for errors."""
+        """Returns the file and the first line of a pair, for errors."""
         del text  # all texts are in the row
         return Location(self.path, number)
 
     def pairs(self, unit: PairUnit) -> Pairs:
-        """(line, texts), or the fault of a row.
+        """Yields (line, texts or the fault).
 
         Raises:
-          DataError: the file cannot be read, has no such column or has an open quotation mark.
+          DataError: the file cannot be read, lacks a column or has an unclosed quotation mark.
         """
         del unit
         form = TableFormat("csv", encoding=self.encoding, escape=True)
         header, rows = OPENERS["csv"](self.path, form, "")
-        if all(name.isdecimal() for name in self.columns):  # the first line is a row
+        if all(name.isdecimal() for name in self.columns):  # no header line
             rows = itertools.chain([(1, header)], rows)
             header = list(map(str, range(len(header))))
         places = _find_columns(self.path, list(header), self.columns)
@@ -230,20 +229,20 @@ PairSource = PairFiles | PairCsv | PairRows | PairParquet
 
 
 def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") -> PairSource:
-    """The pairs that `spec` names, e.g. "parallel:train.de,train.en"; nothing is read through yet.
+    """Opens a source such as "parallel:train.de,train.en" without reading it completely.
 
     Args:
-      targets: of "first" a source is what it would be without further targets, "all" hands them
-        out; columns beyond the second are of "all" alone.
+      targets: "one" rejects additional targets, "first" ignores them, "all" returns them. Columns
+        after the second are read for "all" only.
 
     Raises:
-      DataError: an unknown kind, a file that is not there or no text, or columns that are not
-        there; of "one" a third file.
+      DataError: the kind is unknown, a file or column does not exist, a file is not text, or
+        `targets` is "one" and there is a third file.
     """
     kind, _, rest = spec.partition(":")
     if kind not in ("parallel", *DEFAULT_COLUMNS) or not rest:
         raise DataError(
-            f"Pairs '{spec}' are not understood; write parallel:FILE,FILE, tsv:FILE, csv:FILE, "
+            f"Unknown source of pairs '{spec}'. Use parallel:FILE,FILE, tsv:FILE, csv:FILE, "
             "jsonl:FILE, parquet:FILE or tfds:DIR.",
             value=spec,
         )
@@ -258,9 +257,7 @@ def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") ->
     paths = paths if targets == "all" else paths[:2]
     for path in paths:
         if not path.is_file():
-            raise DataError(
-                f"{path}, of the pairs '{spec}', is no file; correct its name.", path=path
-            )
+            raise DataError(f"{path} in '{spec}' is not a file. Correct its name.", path=path)
         refuse_other_kinds(path)
     root = Path(os.path.commonpath([path.absolute().parent for path in paths]))
     encoding = codecs.lookup(section.encoding).name
@@ -269,11 +266,11 @@ def open_pairs(spec: str, section: ParallelSection, targets: Targets = "one") ->
     if kind == "csv":
         units = (PairUnit(1, 0, (), paths[0].stat().st_size),)
         opened = PairCsv(spec, prints, paths[0], columns, targets, encoding, units)
-        next(opened.pairs(units[0]), None)  # refuses columns here, not in a worker
+        next(opened.pairs(units[0]), None)  # checks the columns before workers start
         return opened
     opened = PairFiles(spec, prints, paths, kind, columns, targets, encoding)
     if kind == "tsv":
-        _ = opened._places  # refused here, not by a worker
+        _ = opened._places  # checks the columns before workers start
     return opened
 
 
@@ -281,21 +278,22 @@ def _check_files(spec: str, kind: str, count: int, targets: Targets) -> None:
     expected = 2 if kind == "parallel" else 1
     if count < expected or (count > expected and kind != "parallel"):
         raise DataError(
-            f"'{spec}' names {count} files, but {kind} has "
-            f"{'two, with a comma between' if expected == 2 else 'one'}.",
+            f"'{spec}' has {count} files, but {kind} needs "
+            f"{'two, separated by a comma' if expected == 2 else 'one'}.",
             value=spec,
         )
     if count > expected and targets == "one":
         raise DataError(
-            f"'{spec}' names {count} files, but what is trained on has one target; further "
-            "references are of config.parallel.validation_source and config.decoding.test_sources.",
+            f"'{spec}' has {count} files, but training data has one target. Use additional "
+            "references only in config.parallel.validation_source and "
+            "config.decoding.test_sources.",
             field="config.parallel.validation_source",
             value=spec,
         )
 
 
 def _mark_lines(path: Path) -> tuple[list[int], int]:
-    """Bytes before every `MARK_LINES`-th line of a file and before its end; its lines."""
+    """Returns the offsets of every `MARK_LINES`-th line and of the end, and the line count."""
     marks, lines, size = [], 0, 0
     try:
         with open_bytes(path) as file:
@@ -311,5 +309,5 @@ def _mark_lines(path: Path) -> tuple[list[int], int]:
 
 def _unreadable(path: Path, error: Exception) -> DataError:
     if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile):
-        return DataError(f"{path} is a damaged gzip file ({error}); fetch it again.", path=path)
-    return DataError(f"{path} cannot be read: {error.strerror}.", path=path)
+        return DataError(f"{path} is a damaged gzip file: {error}. Download it again.", path=path)
+    return DataError(f"Cannot read {path}: {error.strerror}.", path=path)

@@ -1,4 +1,4 @@
-"""What one process does: a unit of pairs becomes one shard a split and a record of counts."""
+"""Processing of one unit of pairs: writes a shard for each split and a record of counts."""
 
 import dataclasses
 import functools
@@ -26,13 +26,13 @@ from convbert_jax.data.units.changes import hashed, new_digest
 from convbert_jax.data.units.work import record_path
 
 PAIRS_AT_ONCE = 2_048
-TRIALS = 4  # draws of a text that say how much room it needs
+TRIALS = 4  # sampled tokenizations of a text, to estimate its length
 FAULTS = ("unreadable", "empty", "long", "uneven")
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """All that the units of some parallel text have in common."""
+    """Settings shared by all units of a parallel text."""
 
     directory: Path
     vocabularies: Vocabularies
@@ -45,8 +45,10 @@ class Job:
 
 
 def lengths_path(directory: Path, split: str, index: int) -> Path:
-    """The file of the tokens of each pair of a shard, [rows, 2], end marks included: those of a row
-    for planning, so that batches are planned without reading rows.
+    """Returns the path of the lengths of a shard.
+
+    The file has the tokens of each pair, [rows, 2] with end marks, so that batches are planned
+    without reading rows.
     """
     return shard_path(directory, split, index).with_suffix(".lengths")
 
@@ -60,8 +62,8 @@ def process_pairs(
       split: "train" or "validation" for all pairs, or "" to hold some out by their hash.
 
     Raises:
-      DataError: a bad pair under bad_pairs="error", an unreadable file or a full disk; nothing of
-        the unit is recorded then.
+      DataError: there is a bad pair and bad_pairs="error", a file is unreadable, or the disk is
+        full; no record is written.
     """
     started = time.monotonic()
     dtype = id_dtype(*(tokenizer.vocab_size for tokenizer in job.vocabularies))
@@ -95,8 +97,8 @@ def process_pairs(
             if whole > len(ids[0]):
                 said = f"{source.place(number)} has a source of {whole + 1} tokens"
                 cut = [cut[0] + 1, cut[1] or said]
-                # what is cut anew in each epoch: the best ways of a whole document may all begin
-                # alike
+                # Sampling tokenizes this text in each epoch. The most likely tokenizations of the
+                # whole document may all have the same beginning.
                 pair = (job.vocabularies.source.decode(ids[0]), pair[1])
             tally["bytes"] += sum(len(text.encode()) for text in pair)
             row = Pair(*ids, *(pair if job.sampling else ("", "")))
@@ -129,8 +131,15 @@ def process_pairs(
 def draw(
     tokenizer: Tokenizer, text: str, power: float, room: int, *names: object, cut: bool = False
 ) -> list[int]:
-    """Ids of a text that leave room for the end mark, cut anew by the seed that `names` make; []
-    where none of `TRIALS` draws is that short, or what there is room for of the first if `cut`.
+    """Samples a tokenization of `text` with fewer than `room` tokens, which leaves an end mark.
+
+    Args:
+      power: as in `Tokenizer.sample`.
+      names: values that the seed is derived from.
+      cut: truncate the first sample instead of sampling again.
+
+    Returns:
+      Token ids; [] if all of `TRIALS` samples are too long.
     """
     for trial in range(TRIALS):
         seed = int(heldout_hash(" ".join(map(str, (*names, trial)))) * 2**32)
@@ -142,15 +151,16 @@ def draw(
 
 
 def is_heldout(job: Job, pair: tuple[str, str]) -> bool:
-    """Whether a hash of the texts keeps the pair from training."""
+    """Returns whether the hash of its texts holds the pair out."""
     return heldout_hash("\t".join(pair)) < job.heldout_fraction
 
 
 def encode_pairs(
     job: Job, texts: Sequence[tuple[str, str]]
 ) -> Iterator[tuple[tuple[Sequence[int], Sequence[int]], int]]:
-    """Token ids of both texts of each pair, and how many the whole source has, of which
-    `job.cut_sources` keeps those that leave room for the end mark.
+    """Yields ((source ids, target ids), length of the whole source) of each pair.
+
+    With `job.cut_sources`, source ids are truncated to leave space for the end mark.
     """
     sources, targets = (
         tokenizer.encode([pair[side] for pair in texts]) if texts else []
@@ -162,7 +172,7 @@ def encode_pairs(
 
 
 def judge(job: Job, pair: tuple[str, str] | Fault, ids) -> tuple[str, str, int] | None:
-    """(kind, what is wrong, in which text) of a pair that cannot be used."""
+    """Returns (kind, problem, index of the text) of an unusable pair; None for a usable one."""
     if isinstance(pair, Fault):
         return "unreadable", pair.problem, pair.file
     for text, part in enumerate(ids):
@@ -175,7 +185,7 @@ def judge(job: Job, pair: tuple[str, str] | Fault, ids) -> tuple[str, str, int] 
             return "long", f"has a {SIDES[text]} of {size} tokens, more than {most}", text
     if job.max_ratio and max(sizes) > job.max_ratio * min(sizes):
         most = f"config.parallel.max_ratio={job.max_ratio:g}"
-        return "uneven", f"has texts of {sizes[0]} and {sizes[1]} tokens, beyond {most}", 0
+        return "uneven", f"has texts of {sizes[0]} and {sizes[1]} tokens, exceeding {most}", 0
     return None
 
 
@@ -187,7 +197,7 @@ def _report(
     said = f"{place} {what}"
     if job.bad_pairs == "error":
         raise DataError(
-            f"{said}; mend it, or leave such out by config.parallel.bad_pairs=skip.",
+            f"{said}. Correct it, or skip such pairs with config.parallel.bad_pairs=skip.",
             field="config.parallel.bad_pairs",
             path=place.path,
             line=place.line,
@@ -197,7 +207,7 @@ def _report(
 
 
 def _room(job: Job, pair: tuple[str, str], ids) -> tuple[int, int]:
-    """Tokens to plan for: of texts that are cut anew the most of `TRIALS` draws."""
+    """Returns the lengths for batch planning; with sampling, the maximum of `TRIALS` samples."""
     if not job.sampling:
         return len(ids[0]) + 1, len(ids[1]) + 1
     result = []
@@ -214,8 +224,8 @@ def _write_lengths(path: Path, lengths: Sequence[tuple[int, int]]) -> None:
             file.write(np.asarray(lengths, "<u4").tobytes())
     except OSError as error:
         raise DataError(
-            f"{path} could not be written ({error.strerror}); free some space or name another "
-            "config.data.directory, then run again: what was finished is kept.",
+            f"Cannot write {path}: {error.strerror}. Free disk space or use another "
+            "config.data.directory, then start again; finished units are kept.",
             field="config.data.directory",
             path=path,
         ) from None

@@ -1,7 +1,7 @@
-"""Parallel text as rows on disk: prepared once, in parallel, resumable, checked on opening.
+"""Parallel text as rows on disk: prepared in parallel, resumable, checked when opened.
 
-A directory holds what one of a corpus does (`corpus/corpus.py`), with the same promises, and beside
-each shard the lengths of its pairs. Vocabularies of two languages are in folders of their own.
+A directory has the files and guarantees of a corpus (`corpus/corpus.py`), and a file of pair
+lengths for each shard. Separate vocabularies are in the folders "source" and "target".
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ RECORD_FIELDS = {
 
 @dataclasses.dataclass(frozen=True)
 class PairSplit:
-    """`lengths`: [rows, 2] tokens to plan for of each source and target, end marks included."""
+    """A split; `lengths` are the planned tokens of source and target, [rows, 2] with end marks."""
 
     shards: tuple[tuple[Path, int], ...]  # (file, rows), in order
     checksums: tuple[int, ...]
@@ -70,10 +70,10 @@ class PairSplit:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelText:
-    """Prepared pairs, ready for `batching`.
+    """Prepared pairs, the input of `batching`.
 
-    `fingerprint` identifies the pairs: sources, vocabularies, filters and splits. `cut_to`: tokens
-    that longer sources were cut to, 0 where none may be longer.
+    `fingerprint` is a hash of sources, vocabularies, filters and splits. `cut_to` is the number of
+    tokens that sources were truncated to; 0 if they were not.
     """
 
     directory: Path
@@ -91,19 +91,18 @@ class ParallelText:
 def prepare(
     config: Config, directory: Path, runner: Runner | None = None, *, compare: bool = False
 ) -> ParallelText:
-    """The parallel text of `config` in `directory`; does whatever is missing there.
+    """Opens the parallel text of `config` in `directory`, after preparing its missing parts.
 
-    Trains or loads the vocabularies and checks them on a sample; then `runner` writes shards, by
-    default `config.data.workers` processes. Safe to kill and to run again. Another process that
-    prepares the same directory is waited for.
+    Trains or loads the vocabularies and checks them on a sample; then `runner` (default:
+    `config.data.workers` processes) writes the shards. Can be killed and restarted. Waits for
+    another process that prepares the same directory.
 
     Args:
-      compare: reads the sources of finished units again even if no file seems to have changed.
+      compare: read the sources of finished units again even if no file seems to have changed.
 
     Raises:
-      DataError: no pairs, files of unequal line count, bad pairs under bad_pairs="error", a
-        vocabulary that cannot be used, a full disk, or a directory that holds something else.
-        Nothing there is overwritten or deleted.
+      DataError: there are no pairs, unequal line counts, bad pairs with bad_pairs="error", an
+        unusable vocabulary, a full disk, or different data in the directory (left unchanged).
     """
     directory = Path(directory)
     if opened := open_prepared(config, directory, compare=compare):
@@ -116,7 +115,7 @@ def prepare(
         if "validation" in sources:
             refuse_shared_text(sources["train"], sources["validation"], section="parallel")
         for source in sources.values():
-            _ = source.units  # counts lines: unequal ones are refused before anything is made
+            _ = source.units  # counts lines, to reject unequal files before anything is written
         made_from = origin(config, sources)
         metadata = read_metadata(directory)
         if metadata is None:
@@ -151,16 +150,16 @@ def prepare(
 
 
 def open_sources(config: Config) -> dict[str, PairSource]:
-    """What `config.parallel` names, by split; nothing is read through yet.
+    """Opens the sources of `config.parallel`, by split, without reading them completely.
 
     Raises:
-      DataError: nothing is named, or it is not there.
+      DataError: no source is set, or it does not exist.
     """
     section = config.parallel
     if not section.source:
         raise DataError(
-            "config.parallel.source is empty; name pairs, for example "
-            "parallel:train.de,train.en, csv:FILE, jsonl:FILE or parquet:FILE.",
+            "config.parallel.source is empty. Set it, for example to parallel:train.de,train.en, "
+            "csv:FILE, jsonl:FILE or parquet:FILE.",
             field="config.parallel.source",
         )
     sources = {"train": open_pairs(section.source, section)}
@@ -170,7 +169,7 @@ def open_sources(config: Config) -> dict[str, PairSource]:
 
 
 def make_job(config: Config, directory: Path, made: Vocabularies) -> Job:
-    """What decides which pairs are used, and for what."""
+    """Returns the settings that select pairs and assign them to splits."""
     section = config.parallel
     return Job(
         directory=directory,
@@ -185,23 +184,24 @@ def make_job(config: Config, directory: Path, made: Vocabularies) -> Job:
 
 
 def _finished(directory: Path, index: int, bad_pairs: str) -> dict[str, Any] | None:
-    remedy = "delete it and start again: that part is prepared anew"
+    remedy = "delete it and start again to prepare this part again"
     path = record_path(directory, index)
     try:
         record = read_record(path, remedy=remedy, fields=RECORD_FIELDS)
     except FileNotFoundError:
         return None
     if record["unit"] != index:
-        raise files.damaged(path, "it is of another unit", remedy)
+        raise files.damaged(path, "its unit number is wrong", remedy)
     for split, counts in record["splits"].items():
         made = (shard_path, lengths_path) if counts["rows"] else ()
         if not all(of(directory, split, index).is_file() for of in made):
-            logging.warning("A shard of unit %d is missing; it is prepared anew.", index)
+            logging.warning("A shard of unit %d is missing; preparing it again.", index)
             return None
-    return None if record["faults"] and bad_pairs == "error" else record  # raises what it found
+    # Processing a unit with faults again raises the error for the first one.
+    return None if record["faults"] and bad_pairs == "error" else record
 
 
-# --- What is there ---
+# --- Existing directories ---
 
 
 def open_prepared(
@@ -211,14 +211,14 @@ def open_prepared(
     compare: bool = False,
     sources: dict[str, PairSource] | None = None,
 ) -> ParallelText | None:
-    """Opens the pairs if `directory` holds all of them; their files may no longer exist.
+    """Opens the pairs in `directory`; None if they are incomplete. Their files may be missing.
 
     Args:
       compare: as in `prepare`.
-      sources: if they are open already, by split.
+      sources: sources by split, if already open.
 
     Raises:
-      DataError: it holds others, or damaged ones.
+      DataError: the directory contains different pairs, or damaged ones.
     """
     metadata = read_metadata(directory)
     if not metadata or not metadata["complete"]:
@@ -232,7 +232,7 @@ def open_prepared(
     changed = list_changed(directory, sources, metadata["stamps"])
     refuse_other(origin(config, sources), made_from, directory, changed)
     if gone:
-        logging.warning("%s The pairs prepared from it in %s are used.", gone, directory)
+        logging.warning("%s Using the pairs prepared from it in %s.", gone, directory)
     else:
         units = {index: {"digest": digest} for index, digest in enumerate(metadata["digests"])}
         workers = config.data.workers
@@ -240,8 +240,9 @@ def open_prepared(
     if metadata["faults"] and config.parallel.bad_pairs == "error":
         first = next(iter(metadata["faults"].values()))[1]
         raise DataError(
-            f"{first}; {directory} was prepared without such: set config.parallel.bad_pairs=skip, "
-            f"or mend them and prepare elsewhere with {elsewhere(directory)}.",
+            f"{first}, but {directory} was prepared without such pairs. Set "
+            "config.parallel.bad_pairs=skip, or correct the pairs and prepare new data with "
+            f"{elsewhere(directory)}.",
             field="config.parallel.bad_pairs",
             path=directory,
         )
@@ -258,8 +259,7 @@ def open_prepared(
                 return None
             if missing:
                 raise DataError(
-                    f"{missing[0]} is missing; put a copy back, as it cannot be prepared anew: "
-                    f"{gone}",
+                    f"{missing[0]} is missing. Restore a copy; it cannot be prepared again: {gone}",
                     path=missing[0],
                 )
             if path.stat().st_size != shard["file_bytes"]:
@@ -290,7 +290,7 @@ def open_prepared(
 def _read_lengths(path: Path, shard: Mapping[str, int], gone: object) -> np.ndarray:
     data = path.read_bytes()
     if zlib.crc32(data) != shard["lengths_crc32"] or len(data) != 8 * shard["rows"]:
-        raise damaged_shard(path, "its checksum is not that of its preparation", gone)
+        raise damaged_shard(path, "checksum mismatch", gone)
     return np.frombuffer(data, "<u4").reshape(-1, 2).astype(np.int64)
 
 
@@ -300,10 +300,10 @@ def _read_lengths(path: Path, shard: Mapping[str, int], gone: object) -> np.ndar
 def _check_splits(metadata: dict[str, Any], config: Config) -> None:
     section = config.parallel
     faults = metadata["faults"]
-    first = f" The first of them: {next(iter(faults.values()))[1]}." if faults else ""
+    first = f" First unusable pair: {next(iter(faults.values()))[1]}." if faults else ""
     if not metadata["splits"]["train"]:
         raise DataError(
-            f"config.parallel.source='{section.source}' has no pair to train on; check it, "
+            f"config.parallel.source='{section.source}' has no usable pair to train on. Check it, "
             f"config.parallel.columns, max_length and max_ratio.{first}",
             field="config.parallel.source",
             value=section.source,
@@ -311,14 +311,15 @@ def _check_splits(metadata: dict[str, Any], config: Config) -> None:
     if not metadata["splits"]["validation"]:
         if section.validation_source:
             raise DataError(
-                f"config.parallel.validation_source='{section.validation_source}' has no pair to "
-                f"evaluate on; check it.{first}",
+                f"config.parallel.validation_source='{section.validation_source}' has no usable "
+                f"pair to evaluate on. Check it.{first}",
                 field="config.parallel.validation_source",
                 value=section.validation_source,
             )
         raise DataError(
-            f"config.parallel.heldout_fraction={section.heldout_fraction} holds out no pair; raise "
-            "it and name another config.data.directory, or name config.parallel.validation_source.",
+            f"config.parallel.heldout_fraction={section.heldout_fraction} holds out no pair. "
+            "Increase it and use a new config.data.directory, or set "
+            "config.parallel.validation_source.",
             field="config.parallel.heldout_fraction",
             value=section.heldout_fraction,
         )
@@ -331,8 +332,8 @@ def _log_summary(metadata: dict[str, Any], directory: Path, seconds: float) -> N
         for side in ("source_tokens", "target_tokens")
     ]
     logging.info(
-        "Prepared %s: %d pairs to train on, %d held out, %d and %d tokens, %.3f%% of the "
-        "characters unknown, %.1f MB of text in %.1f s (%.0f pairs/s).",
+        "Prepared %s: %d training pairs, %d held-out pairs, %d source and %d target tokens, "
+        "%.3f%% of characters unknown, %.1f MB of text in %.1f s (%.0f pairs/s).",
         directory,
         rows["train"],
         rows["validation"],
@@ -344,10 +345,10 @@ def _log_summary(metadata: dict[str, Any], directory: Path, seconds: float) -> N
     )
     if metadata["cut"][0]:
         logging.info(
-            "%d of %d sources cut to config.parallel.max_length; the first: %s.",
+            "Truncated %d of %d sources to config.parallel.max_length; the first: %s.",
             metadata["cut"][0], metadata["pairs"], metadata["cut"][1],
         )  # fmt: skip
     for kind, (count, first) in metadata["faults"].items():
         logging.warning(
-            "%d of %d pairs left out (%s); the first: %s.", count, metadata["pairs"], kind, first
+            "Skipped %d of %d pairs (%s); the first: %s.", count, metadata["pairs"], kind, first
         )

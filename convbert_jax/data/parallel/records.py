@@ -1,4 +1,4 @@
-"""The stored form of a pair: token ids of both texts, and the texts where they are cut anew."""
+"""Storage of pairs: token ids of both texts, and the texts if tokenization is sampled."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ COUNT = np.dtype("<u4")
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Token ids of a source and a target without special ids; the texts are "" where not stored."""
+    """Token ids of source and target without special ids; texts are "" if not stored."""
 
     source: np.ndarray  # [tokens]
     target: np.ndarray  # [tokens]
@@ -19,12 +19,12 @@ class Pair:
 
 
 def id_dtype(source_vocab: int, target_vocab: int) -> np.dtype:
-    """Ids as they are stored."""
+    """Returns the stored dtype of token ids."""
     return np.dtype("<u2" if max(source_vocab, target_vocab) <= 1 << 16 else "<i4")
 
 
 def to_records(pairs: Sequence[Pair], dtype: np.dtype) -> list[bytes]:
-    """Four counts (tokens, tokens, bytes, bytes) and the four parts."""
+    """Converts pairs to records of four counts (tokens, tokens, bytes, bytes) and four parts."""
     records = []
     for pair in pairs:
         parts = [
@@ -37,13 +37,13 @@ def to_records(pairs: Sequence[Pair], dtype: np.dtype) -> list[bytes]:
 
 
 def from_records(records: Sequence[bytes], dtype: np.dtype) -> np.ndarray:
-    """An object array of `Pair`. Raises ValueError for a record that is none."""
+    """Converts records to an object array of `Pair`. Raises ValueError for an invalid record."""
     pairs = np.empty(len(records), object)
     for i, record in enumerate(records):
         sources, targets, source_bytes, target_bytes = map(int, np.frombuffer(record, COUNT, 4))
         cuts = np.cumsum([16, sources * dtype.itemsize, targets * dtype.itemsize, source_bytes])
         if cuts[-1] + target_bytes != len(record):
-            raise ValueError("a record has another size than it says")
+            raise ValueError("the size of a record does not match its counts")
         pairs[i] = Pair(
             np.frombuffer(record, dtype, sources, int(cuts[0])),
             np.frombuffer(record, dtype, targets, int(cuts[1])),

@@ -1,4 +1,4 @@
-"""Pairs to score what a model writes by, as their files have them: not cut, not normalized."""
+"""Reference texts for scoring generated text, unmodified: not truncated, not normalized."""
 
 import dataclasses
 import itertools
@@ -15,11 +15,11 @@ from convbert_jax.data.tables.table_formats import Fault
 
 @dataclasses.dataclass(frozen=True)
 class References:
-    """Texts and what is right for each.
+    """Sources and their references.
 
     Attributes:
-      pairs: a source and its references, one or more.
-      bad: how many more there are, that cannot be read, and what is wrong with the first.
+      pairs: (source, reference, *more references) of each pair.
+      bad: (number of unreadable pairs, problem of the first).
     """
 
     pairs: tuple[tuple[str, ...], ...]
@@ -27,14 +27,13 @@ class References:
 
 
 def read_heldout(config: Config, text: ParallelText, rows: int) -> References:
-    """The pairs that training holds out, found again by its rules in the files that it was prepared
-    from.
+    """Reads the held-out pairs from the source files of the preparation.
 
     Args:
-      rows: how many, spread evenly as `batching.evaluation_batches` does; 0 is all.
+      rows: number of pairs, spread evenly as in `batching.evaluation_batches`; 0: all.
 
     Raises:
-      DataError: the files are not there any more, or are others.
+      DataError: the files are missing or have changed.
     """
     section, split = config.parallel, text.splits["validation"]
     if section.validation_source:
@@ -57,8 +56,8 @@ def read_heldout(config: Config, text: ParallelText, rows: int) -> References:
             ]
     if len(found) != split.rows:
         raise DataError(
-            f"{source.name} holds {len(found)} pairs to evaluate on, and {text.directory} was "
-            f"prepared with {split.rows}; put the files back that it was prepared from.",
+            f"{source.name} has {len(found)} pairs to evaluate on, but {text.directory} was "
+            f"prepared with {split.rows}. Restore the original files.",
             path=text.directory,
         )
     used = min(rows or split.rows, split.rows)
@@ -66,15 +65,14 @@ def read_heldout(config: Config, text: ParallelText, rows: int) -> References:
 
 
 def check_references(spec: str, section: ParallelSection, *, alike: bool) -> None:
-    """Reads a source through for what keeps its pairs from being scored.
+    """Reads a whole source and checks that its pairs can be scored.
 
     Args:
-      alike: whether each pair must have as many references: a corpus score of several takes as many
-        for each text.
+      alike: require the same number of references for each pair, as corpus scores do.
 
     Raises:
-      DataError: a further reference that cannot be read, as the pair without it could be trained
-        on, files of unequal line count, or references that are not `alike`.
+      DataError: a reference after the first is unreadable (training would accept the pair without
+        it), line counts differ, or the numbers of references differ and `alike` is set.
     """
     source = open_pairs(spec, section, "all")
     first = None
@@ -83,8 +81,7 @@ def check_references(spec: str, section: ParallelSection, *, alike: bool) -> Non
             if pair.file > 1:
                 place = source.place(number, pair.file)
                 raise DataError(
-                    f"{place} {pair.problem}; mend it, or leave that "
-                    "file of further references out.",
+                    f"{place} {pair.problem}. Correct it, or omit that file of references.",
                     path=place.path,
                     line=place.line,
                 )
@@ -96,18 +93,18 @@ def check_references(spec: str, section: ParallelSection, *, alike: bool) -> Non
             place = source.place(few[0])
             raise DataError(
                 f"{place} has {few[1]} reference{'s' * (few[1] != 1)} and "
-                f"{source.place(many[0])} has {many[1]}, but BLEU takes as many for each text; add "
-                "what is missing or leave the further ones out.",
+                f"{source.place(many[0])} has {many[1]}, but BLEU needs the same number for each "
+                "source. Add the missing references or remove the additional ones.",
                 path=place.path,
                 line=place.line,
             )
 
 
 def read_whole(spec: str, section: ParallelSection) -> References:
-    """All pairs of a source, as `open_pairs` takes it, in order.
+    """Reads all pairs of a source of `open_pairs`, in order.
 
     Raises:
-      DataError: it cannot be read, it has no pair, or a reference is empty.
+      DataError: the source is unreadable or has no pairs, or a reference is empty.
     """
     source = open_pairs(spec, section, "all")
     pairs, bad, first = [], 0, ""
@@ -118,8 +115,7 @@ def read_whole(spec: str, section: ParallelSection) -> References:
         elif not pair[1].strip():
             place = source.place(number, 1)
             raise DataError(
-                f"{place} has an empty reference, which nothing can be compared "
-                "to; mend it or leave the pair out.",
+                f"{place} has an empty reference. Correct it or remove the pair.",
                 path=place.path,
                 line=place.line,
             )
@@ -127,6 +123,6 @@ def read_whole(spec: str, section: ParallelSection) -> References:
             pairs.append(pair)
     if not pairs:
         raise DataError(
-            f"{spec} has no pair to score by{f'; the first: {first}' * bool(first)}.", value=spec
+            f"{spec} has no usable pair{f'; the first: {first}' * bool(first)}.", value=spec
         )
     return References(tuple(pairs), (bad, first))

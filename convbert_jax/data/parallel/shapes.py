@@ -1,6 +1,6 @@
-"""Which pairs make a batch: pairs of similar length, padded to one of a few shapes.
+"""Bucketing: batches of pairs of similar length, padded to one of a few shapes.
 
-A batch is (number of its shape, rows by their number, -1 for a filler).
+A batch is (index of its shape, row indices [B], -1 for padding).
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ _ROWS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Rows of a batch, and the tokens that its texts are padded to."""
+    """Rows of a batch, and padded lengths of sources and targets in tokens."""
 
     rows: int
     source: int
@@ -27,20 +27,21 @@ class Shape:
 def choose_shapes(
     lengths: np.ndarray, *, most: int, batch_tokens: int, row_multiple: int, length_multiple: int
 ) -> tuple[Shape, ...]:
-    """At most `most` shapes that pad the least, from the shortest to one that holds all pairs.
+    """Returns at most `most` shapes with the least padding; the last one holds all pairs.
 
-    A pair is of the first shape whose longer text is no shorter than its own. Which lengths these
-    are is found by dynamic programming over all multiples of `length_multiple`; then each text is
-    as long as its pairs, or those of a shorter shape, need. Rows are a multiple of 8, as fairseq
-    has them by default, where so many fit: then 1, 2, 4 and 8 devices have the same batches.
+    A pair belongs to the first shape whose longer text is at least as long as the pair's. These
+    lengths are found by dynamic programming over the multiples of `length_multiple`; each side is
+    then shortened to the maximum length of its pairs and of shorter shapes. The number of rows is a
+    multiple of 8 (fairseq's default) if 8 fit, so that 1, 2, 4 and 8 devices have the same batches.
 
     Args:
       lengths: tokens of each source and target, [rows, 2].
-      batch_tokens: most rows times tokens of the longer text.
-      row_multiple, length_multiple: what rows and padded lengths are multiples of.
+      batch_tokens: maximum of rows times tokens of the longer text.
+      row_multiple: divisor of the number of rows.
+      length_multiple: divisor of the padded lengths.
 
     Raises:
-      DataError: not even `row_multiple` rows of the longest pair fit.
+      DataError: fewer than `row_multiple` rows of the longest pair fit.
     """
     longer = -(-lengths.max(axis=1) // length_multiple)
     counts = np.bincount(longer)
@@ -56,9 +57,9 @@ def choose_shapes(
         rows = room // even * even or room // row_multiple * row_multiple
         if not rows:
             raise DataError(
-                f"config.parallel.batch_tokens={batch_tokens} holds no {row_multiple} pairs of "
-                f"{longest} tokens, one for each device and microbatch; make it "
-                f"{row_multiple * longest} or lower config.parallel.max_length.",
+                f"config.parallel.batch_tokens={batch_tokens} is too small for {row_multiple} "
+                f"pairs (one per device and microbatch) of {longest} tokens. Set it to "
+                f"{row_multiple * longest} or decrease config.parallel.max_length.",
                 field="config.parallel.batch_tokens",
                 value=batch_tokens,
             )
@@ -67,31 +68,35 @@ def choose_shapes(
 
 
 def shape_of_rows(lengths: np.ndarray, shapes: Sequence[Shape]) -> np.ndarray:
-    """For each pair the number of the first shape that holds it.
+    """Returns the index of the first shape that holds each pair, [rows].
 
     Raises:
-      DataError: a pair is longer than the last one.
+      DataError: a pair is longer than the last shape.
     """
     sources, targets = ([getattr(s, name) for s in shapes] for name in ("source", "target"))
     found = np.maximum(
         np.searchsorted(sources, lengths[:, 0]), np.searchsorted(targets, lengths[:, 1])
     )
     if len(found) and found.max() >= len(shapes):
-        raise DataError("A pair is longer than the longest shape of a batch; prepare it anew.")
+        raise DataError("A pair is longer than the longest batch shape. Prepare the data again.")
     return found
 
 
 class Plan:
-    """Every epoch of some pairs as batches, each a function of (seed, number).
+    """Assignment of pairs to the batches of every epoch, a function of (seed, batch number).
 
-    All pairs are in an epoch once: what is left of a shape after its last whole batch goes into the
-    next longer one, and the last batch of the longest is filled up, at most one batch an epoch with
-    fillers. So all epochs have equally many batches. Pairs within a shape, and the order of the
-    batches, are drawn anew for each epoch.
+    Each epoch has every pair once. Pairs left after the last full batch of a shape move to the next
+    longer shape; the last batch of the longest shape is padded. All epochs therefore have the same
+    number of batches, and at most one padded batch. Pairs within a shape and the order of batches
+    are shuffled in every epoch.
     """
 
     def __init__(self, shape_of: np.ndarray, shapes: Sequence[Shape], seed: int | None):
-        """`shape_of`: of each pair; `seed` None keeps the order of the pairs, by shape."""
+        """
+        Args:
+          shape_of: index of the shape of each pair, [rows].
+          seed: seed of the shuffling; None: keep the order of pairs and of shapes.
+        """
         self._shape_of, self.shapes, self._seed = shape_of, tuple(shapes), seed
         self._epoch, self._batches = -1, []
         counts = np.bincount(shape_of, minlength=len(shapes))
@@ -102,11 +107,11 @@ class Plan:
         self.batches += left > 0
 
     def with_rows(self, shapes: Sequence[Shape]) -> "Plan":
-        """The same pairs in batches of other numbers of rows."""
+        """Returns a plan of the same pairs with other numbers of rows per batch."""
         return Plan(self._shape_of, shapes, self._seed)
 
     def batch(self, number: int) -> tuple[int, np.ndarray, int]:
-        """(shape, rows [B], epoch) of batch `number` of an endless stream of epochs."""
+        """Returns (shape index, rows [B], epoch) of batch `number` of the stream of epochs."""
         epoch, place = divmod(number, self.batches)
         if epoch != self._epoch:
             self._batches, self._epoch = self._plan(epoch), epoch
@@ -128,35 +133,40 @@ class Plan:
             filler = np.full(shape.rows - len(left), -1)
             batches.append((len(self.shapes) - 1, np.concatenate([left, filler])))
         if self._seed is not None:
-            # Another seed, or with as many batches as pairs they would move alike.
+            # A different seed, because batches and pairs would otherwise be permuted in the same
+            # way if their numbers are equal.
             places = shuffled(len(batches), self._seed + 1)
             turn = places(epoch * len(batches) + np.arange(len(batches)))
             batches = [batches[i] for i in turn]
         return batches
 
     def padding_share(self, lengths: np.ndarray) -> float:
-        """Share of an epoch's positions, of sources and targets, that hold no token."""
+        """Returns the fraction of padding among all source and target positions of an epoch."""
         positions = sum(
             count * shape.rows * (shape.source + shape.target) for shape, count in self.counts()
         )
         return 1 - float(lengths.sum()) / max(1, positions)
 
     def counts(self) -> list[tuple[Shape, int]]:
-        """How many batches of each shape an epoch has."""
+        """Returns the number of batches of each shape in an epoch."""
         found = np.bincount([number for number, _ in self._plan(0)], minlength=len(self.shapes))
         return list(zip(self.shapes, map(int, found), strict=True))
 
 
 def _cheapest_edges(counts: np.ndarray, most: int) -> np.ndarray:
-    """Ascending lengths, the last one the longest there is, at most `most`, for which the sum over
-    rows of the first length that holds them is least. `counts`: rows of each length from 0 on.
+    """Returns at most `most` ascending lengths that minimize the sum of padded lengths.
+
+    The last one is the maximum length.
+
+    Args:
+      counts: number of rows of each length, from 0.
     """
     used = np.flatnonzero(counts)
-    upto = np.cumsum(counts[used])  # rows of the first so many lengths
-    cost = used * upto.astype(np.float64)  # with one shape, if it ends there
+    upto = np.cumsum(counts[used])  # cumulative rows
+    cost = used * upto.astype(np.float64)  # cost of one shape that ends at each length
     cuts: list[np.ndarray] = []
     for _ in range(min(most, len(used)) - 1):
-        # [end, cut]: shapes so far end at `cut`, one more at `end`
+        # [end, cut]: the previous shapes end at `cut`, the new one at `end`
         more = cost[None, :] + used[:, None] * (upto[:, None] - upto[None, :])
         more = np.where(np.tri(len(used), k=-1, dtype=bool), more, np.inf)
         best = more.argmin(axis=1)

@@ -1,4 +1,4 @@
-"""Vocabularies of pairs: one of both texts, or one each."""
+"""Vocabularies of parallel text: one shared, or one for each side."""
 
 import dataclasses
 import itertools
@@ -22,19 +22,19 @@ from convbert_jax.data.tokenizer.tokenizer import (
     train_tokenizer,
 )
 
-CHECKED_BYTES = 2_000_000  # of text, to check a vocabulary on
+CHECKED_BYTES = 2_000_000  # of text for checking a vocabulary
 SIDES = ("source", "target")
 
 
 class Vocabularies(NamedTuple):
-    """One object twice where the texts share a vocabulary."""
+    """Tokenizers of both sides; the same object twice if the vocabulary is shared."""
 
     source: Tokenizer
     target: Tokenizer
 
 
 def list_sections(config: Config) -> list[tuple[str, TokenizerSection]]:
-    """(name of a folder, settings) of each vocabulary; "" where there is one."""
+    """Returns (folder name, settings) of each vocabulary; the name is "" if it is shared."""
     section, pairs = config.tokenizer, config.parallel
     if not section.path:
         section = choose_normalization(section, is_generative=True)
@@ -49,22 +49,26 @@ def list_sections(config: Config) -> list[tuple[str, TokenizerSection]]:
 
 
 def describe(config: Config) -> list[dict[str, Any]]:
-    """What decides the vocabularies."""
+    """Returns the settings that determine the vocabularies."""
     return [describe_tokenizer(section) for _, section in list_sections(config)]
 
 
 def load(config: Config, directory: Path) -> Vocabularies:
-    """Those named or trained into `directory`; TokenizerError as `load_tokenizer` has it."""
+    """Loads the configured vocabularies, or those trained into `directory`.
+
+    Raises:
+      TokenizerError: as in `load_tokenizer`.
+    """
     found = [load_tokenizer(section, directory / name) for name, section in list_sections(config)]
     return Vocabularies(found[0], found[-1])
 
 
 def make(config: Config, directory: Path, source: PairSource) -> Vocabularies:
-    """Loads or trains the vocabularies, and checks each on a sample of its texts.
+    """Loads or trains the vocabularies and checks each on a sample of its texts.
 
     Raises:
-      TokenizerError: no vocabulary can be made or trusted.
-      DataError: there is no text.
+      TokenizerError: a vocabulary cannot be trained, or fails the check.
+      DataError: the source has no text.
     """
     made = []
     for name, section in list_sections(config):
@@ -72,8 +76,8 @@ def make(config: Config, directory: Path, source: PairSource) -> Vocabularies:
         checked = list(_sample(source, CHECKED_BYTES, sides))
         if not checked:
             raise DataError(
-                f"config.parallel.source='{config.parallel.source}' has no text to make a "
-                f"vocabulary of{_first_fault(source)}; check it and config.parallel.columns.",
+                f"config.parallel.source='{config.parallel.source}' has no text for a "
+                f"vocabulary{_first_fault(source)}. Check it and config.parallel.columns.",
                 field="config.parallel.source",
                 value=config.parallel.source,
             )
@@ -81,9 +85,12 @@ def make(config: Config, directory: Path, source: PairSource) -> Vocabularies:
             tokenizer = load_tokenizer(section, directory)
         else:
             section = settle_normalization(section, checked, is_generative=True)
-            what = f"the {name}" if name else "both texts"
+            what = f"the {name} texts" if name else "both texts"
             logging.info(
-                "Training a %s vocabulary of %d, of %s.", section.kind, section.vocab_size, what
+                "Training a %s vocabulary of %d entries on %s.",
+                section.kind,
+                section.vocab_size,
+                what,
             )
             texts = _sample(source, section.train_megabytes * 1_000_000, sides)
             tokenizer = train_tokenizer(texts, section, directory / name)
@@ -95,7 +102,7 @@ def make(config: Config, directory: Path, source: PairSource) -> Vocabularies:
 
 
 def _first_fault(source: PairSource) -> str:
-    """Where and what it is, for an error; "" if there is none."""
+    """Describes the first unreadable pair, for an error; "" if there is none."""
     for unit in source.units:
         for number, pair in source.pairs(unit):
             if isinstance(pair, Fault):
@@ -104,7 +111,7 @@ def _first_fault(source: PairSource) -> str:
 
 
 def _sample(source: PairSource, size: int, sides: tuple[int, ...]) -> Iterator[str]:
-    """Some `size` bytes of text, from the beginning of every unit in equal parts."""
+    """Yields about `size` bytes of text, an equal part from the beginning of every unit."""
     share = max(1, size // len(source.units))
     for unit in source.units:
         left = share
