@@ -1,7 +1,9 @@
-"""Units of work: parts of a source that one process reads from beginning to end.
+"""Units of work: parts of a source, each read sequentially by one process.
 
-work.py           what is done to them, which are there already, who does the others
-lock.py           one process that prepares holds the folder
-processes.py      they are done by processes of this machine
-beam_pipeline.py  or by a pipeline of Apache Beam, if that is asked for
+work.py           processing of the missing units by a runner
+lock.py           lock of the folder that is prepared
+processes.py      runner with local processes
+beam_pipeline.py  runner with an Apache Beam pipeline
+bucket.py         prepared folders in buckets, and their local copies
+changes.py        detection of changed sources
 """

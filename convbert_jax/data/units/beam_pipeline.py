@@ -1,11 +1,12 @@
-"""Units done by a pipeline of Apache Beam: here, or by workers that share a disk with this machine.
+"""Runner that processes units with an Apache Beam pipeline.
 
-An element of the pipeline is an `Assignment`; what comes out of it are files. A runner may do a
-unit twice, or go on after the process that started it is dead, so each attempt writes into a folder
-of its own, `attempts-ID/UNIT-ID`, and renames what it made into place, the record last. The next
-start removes those folders, so what still runs of this one ends.
+Workers run on this machine or share a disk with it. Elements of the pipeline are `Assignment`s; the
+results are files. A Beam runner may process a unit twice, or continue after the process that
+started it died. Each attempt therefore writes to its own folder, `attempts-ID/UNIT-ID`, and renames
+its files into place, the record last. The next start removes these folders, which stops attempts
+that are still running.
 
-Beam is imported where it is asked for.
+Beam is imported only when it is used.
 """
 
 import contextlib
@@ -37,25 +38,29 @@ from convbert_jax.data.units.work import (
 from convbert_jax.progress import show_progress
 
 WATCH_EVERY = 1.0  # seconds
-_FAILED = ".failed"  # ending of a file with the sentence of a unit that cannot be done
-_QUIET = ("--default_sdk_harness_log_level=WARNING",)  # a later one counts
-# How Beam hands on what a worker raised: the end of a traceback, as text.
+_FAILED = ".failed"  # suffix of a file with the error message of a unit
+_QUIET = ("--default_sdk_harness_log_level=WARNING",)  # the user's options come later and override
+# Beam reports the error of a worker as the last lines of a traceback, as text.
 _RAISED = re.compile(
     r"^\S*(?:Data|Tokenizer|DamagedFile|User)Error: (.+?)(?: \[while running|$)", re.M
 )
 
 
 def open_runner(name: str, options: Sequence[str] = ()) -> "BeamPipeline":
-    """A runner of Beam by its name or its class, and options of its own, as "--project=mine".
+    """Opens a Beam runner.
+
+    Args:
+      name: name or class of the runner.
+      options: options of the runner, for example "--project=mine".
 
     Raises:
-      DataError: Beam is not installed, it has no such runner, or an option that is missing or
-        wrong; one sentence.
+      DataError: Beam is not installed, the runner does not exist, or an option is missing or
+        invalid.
     """
     if importlib.util.find_spec("apache_beam") is None:
         raise DataError(
-            f"--runner={name} needs Apache Beam: pip install 'apache-beam', or convbert_jax[beam]; "
-            "it does not go with the exact versions of the lock files.",
+            f"--runner={name} needs Apache Beam: pip install apache-beam, or convbert_jax[beam]. "
+            "It conflicts with the exact versions of the lock files.",
             field="--runner",
             value=name,
         )
@@ -66,48 +71,47 @@ def open_runner(name: str, options: Sequence[str] = ()) -> "BeamPipeline":
 
 @dataclasses.dataclass(frozen=True)
 class BeamPipeline:
-    """A runner of units, see `open_runner`."""
+    """A `Runner` that uses Apache Beam; made by `open_runner`."""
 
     name: str
     options: tuple[str, ...]
 
     def make_pipeline(self):
-        """An empty pipeline; DataError as `open_runner` has it."""
+        """Returns an empty pipeline. Raises DataError as `open_runner`."""
         import apache_beam
         from apache_beam.options.pipeline_options import PipelineOptions
 
         said = io.StringIO()
         try:
-            with contextlib.redirect_stderr(said):  # argparse explains itself there, and exits
+            with contextlib.redirect_stderr(said):  # argparse prints errors and exits
                 options = PipelineOptions([f"--runner={self.name}", *_QUIET, *self.options])
-                options.get_all_options()  # they are not read before somebody asks
+                options.get_all_options()  # options are parsed lazily
                 return apache_beam.Pipeline(options=options)
         except SystemExit:
             lines = said.getvalue().strip().splitlines() or ["error: wrong"]
             raise DataError(
-                f"--runner_options are not understood: {lines[-1].partition('error: ')[2]}.",
+                f"Cannot parse --runner_options: {lines[-1].partition('error: ')[2]}.",
                 field="--runner_options",
             ) from None
-        # A name that is no runner, one that is no class, a package of its own that is missing.
+        # The name is not a runner or not a class, or a package of the runner is missing.
         except (ValueError, ImportError, AttributeError, TypeError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise DataError(
-                f"--runner={self.name} cannot be used: {reason}; see --runner and "
-                "--runner_options.",
+                f"Cannot use --runner={self.name}: {reason}. Check --runner and --runner_options.",
                 field="--runner",
                 value=self.name,
             ) from None
 
     def run(self, work: Work, assignments: Sequence[Assignment]) -> None:
-        """As `Runner` has it; after a unit that cannot be done no other is begun.
+        """Processes units as `Runner.run`; starts no unit after the first one that failed.
 
         Raises:
-          DataError: what the first such unit raised, or the pipeline failed.
+          DataError: a unit failed (with the error of the first one), or the pipeline failed.
         """
         directory = work.job.directory
         attempts = make_attempts(directory)
         worker = _Worker(work, attempts, os.getpid())
-        logging.info("%d units go to %s of Apache Beam.", len(assignments), self.name)
+        logging.info("Processing %d units with Apache Beam's %s.", len(assignments), self.name)
         try:
             with (
                 show_progress(sum(each.size for each in assignments)) as advance,
@@ -124,7 +128,7 @@ class BeamPipeline:
         import apache_beam
 
         pipeline = self.make_pipeline()
-        # Create spreads its elements over the workers.
+        # Create distributes its elements over the workers.
         _ = pipeline | "Units" >> apache_beam.Create(assignments) | "Do" >> apache_beam.Map(do)
         result = None
         with _noticing_deaths() as deaths:
@@ -133,54 +137,56 @@ class BeamPipeline:
                 state = result.wait_until_finish()
             except BaseException as error:
                 if result is not None:
-                    with contextlib.suppress(Exception):  # not every runner can, or it is over
+                    with contextlib.suppress(Exception):  # unsupported, or already finished
                         result.cancel()
                 if deaths:
                     raise DataError(
-                        f"A worker of --runner={self.name} was killed, most likely for memory; run "
-                        "again with fewer of them by --runner_options: what was finished is kept.",
+                        f"A worker of --runner={self.name} was killed, probably out of memory. "
+                        "Start again with fewer workers in --runner_options; finished units are "
+                        "kept.",
                         field="--runner",
                         value=self.name,
                     ) from error
                 if not isinstance(error, Exception):
                     raise
                 raise DataError(self._explain(error)) from error
-        if state not in (None, "DONE"):  # somebody else has cancelled it
+        if state not in (None, "DONE"):  # for example canceled by another user
             raise DataError(
-                f"--runner={self.name} ended as {state}; start again: what was finished is kept.",
+                f"--runner={self.name} ended in state {state}. Start again; finished units are "
+                "kept.",
                 field="--runner",
                 value=self.name,
             )
 
     def _explain(self, error: Exception) -> str:
-        """One sentence; `error` is of a worker, as the runner tells it, or of the runner."""
+        """Returns the message of a worker's error in `error`, or of a failed runner."""
         text = str(error)
         if raised := _RAISED.findall(text):
             return raised[-1]
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         reason = shorten(lines[-1] if lines else type(error).__name__, 300).rstrip(".")
         return (
-            f"--runner={self.name} failed ({reason}); mend that and start again: what was finished "
-            "is kept."
+            f"--runner={self.name} failed: {reason}. Correct this and start again; finished units "
+            "are kept."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Worker:
-    """What is sent to the workers."""
+    """The function that Beam workers run, with its data; picklable."""
 
     work: Work
     attempts: Path
     submitter: int  # process
 
     def do(self, assignment: Assignment) -> None:
-        """Does a unit, or writes down why it cannot be done.
+        """Processes a unit, or writes its error message to a file.
 
         Raises:
-          DataError: this machine does not have the folder, or it cannot be written down.
+          DataError: the folder does not exist on this machine, or the message cannot be written.
         """
         if os.getpid() != self.submitter:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a runner has many workers already
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already run in parallel
         if any(self.attempts.glob(f"*{_FAILED}")):
             return
         name = f"{assignment.index:05d}-{uuid.uuid4().hex}"
@@ -189,8 +195,8 @@ class _Worker:
             attempt.mkdir()
         except FileNotFoundError:
             raise DataError(
-                f"{self.attempts} is not there on {socket.gethostname()}; every worker needs the "
-                "source and config.data.directory under the same names, on a disk that they share.",
+                f"{self.attempts} does not exist on {socket.gethostname()}. All workers need the "
+                "source and config.data.directory at the same paths on a shared disk.",
                 field="config.data.directory",
                 path=self.attempts,
             ) from None
@@ -202,13 +208,13 @@ class _Worker:
             sentence = str(error).replace(str(attempt), str(self.work.job.directory))
             try:
                 files.write_text(self.attempts / f"{name}{_FAILED}", sentence)
-            except OSError:  # a full disk is full for this too
+            except OSError:  # for example on a full disk
                 raise DataError(sentence) from None
             return
         self._publish(attempt, assignment)
 
     def _publish(self, attempt: Path, assignment: Assignment) -> None:
-        """Puts the files of an attempt into their place, the record last."""
+        """Moves the files of an attempt into place, the record last."""
         directory = self.work.job.directory
         for path in sorted(attempt.iterdir()):
             if path.is_file():
@@ -220,8 +226,9 @@ class _Worker:
 
 @contextlib.contextmanager
 def _noticing_deaths() -> Iterator[list[BaseException]]:
-    """Context that is interrupted, as by Ctrl-C, when a worker process of this machine is killed,
-    and what was said of it: the direct runner would wait for it for ever.
+    """Raises KeyboardInterrupt in the block when a local worker process is killed.
+
+    The direct runner would wait for it forever. Yields the list of such exceptions.
     """
     deaths: list[BaseException] = []
     before, main = threading.excepthook, threading.main_thread()
@@ -232,7 +239,7 @@ def _noticing_deaths() -> Iterator[list[BaseException]]:
             deaths.append(told.exc_value)
             signal.pthread_kill(main.ident, signal.SIGINT)
 
-    if threading.current_thread() is main:  # no other can be interrupted
+    if threading.current_thread() is main:  # only the main thread can be interrupted
         threading.excepthook = notice
     try:
         yield deaths
@@ -244,7 +251,7 @@ def _noticing_deaths() -> Iterator[list[BaseException]]:
 def _watching(
     directory: Path, assignments: Sequence[Assignment], advance: Callable[[int], object]
 ) -> Iterator[None]:
-    """Context in which each unit that gets its record is told to `advance`."""
+    """Calls `advance` with the size of each unit whose record appears during the block."""
     waiting = {record_path(directory, each.index): each.size for each in assignments}
     over = threading.Event()
 

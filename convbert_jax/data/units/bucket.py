@@ -1,8 +1,9 @@
-"""A prepared folder in a bucket, and its copy on a disk of this machine.
+"""Prepared folders in buckets, and their copies on a local disk.
 
-Rows are read in any order, so from a disk. What is prepared for a bucket is made in the copy and
-put there when it is whole, the list of its files last: without the list nothing is there yet. Every
-other machine copies what it lacks, once; the list has size and checksum of each file.
+Rows need random access, so they are read from a local disk. Data for a bucket is prepared in the
+local copy and uploaded when complete, the list of files last; a folder without the list is
+incomplete. Other machines download missing files once. The list has the size and checksum of each
+file.
 """
 
 import hashlib
@@ -23,32 +24,34 @@ from convbert_jax.data.units.lock import lock
 from convbert_jax.progress import show_progress
 
 LIST = "files.json"
-ROWS = ("train-", "validation-")  # how shards, and what lies beside them, are called
+ROWS = ("train-", "validation-")  # prefixes of shards and of their files of lengths
 _OF_THIS_MACHINE = ("units/", "attempts-", "lock", LIST, STAMPS)
-_AT_ONCE = 8  # files; a bucket serves several faster than one
+_AT_ONCE = 8  # concurrent file transfers
 _CHUNK = 1 << 22  # bytes
-_REMEDY = "name a disk with room by --config.data.cache, then start again"
+_REMEDY = "set --config.data.cache to a disk with enough space and start again"
 
-Listed = Mapping[str, list[int]]  # name of a file -> its bytes, its CRC-32
+Listed = Mapping[str, list[int]]  # file name -> [bytes, CRC-32]
 
 
 def copy_of(directory: epath.Path, cache: str) -> Path:
-    """Where the copy of a folder in a bucket lies: a folder of its own for each."""
+    """Returns the path of the local copy of a folder in a bucket, unique for each folder."""
     digest = hashlib.sha256(str(directory).encode()).hexdigest()[:12]
     return files.expand(cache) / f"{directory.name}-{digest}"
 
 
 def fetch(directory: epath.Path, cache: str, *, rows: bool = True) -> Path:
-    """`directory`, if it is on a disk; of one in a bucket the copy, which is made what is there,
-    or left as it is where nothing is whole there.
+    """Downloads a folder from a bucket and returns its local path.
+
+    A local `directory` is returned unchanged. If the folder in the bucket is incomplete, the local
+    copy is left unchanged.
 
     Args:
       cache: `config.data.cache`.
-      rows: False leaves the shards away, for who needs a vocabulary.
+      rows: False skips the shards, if only the vocabulary is needed.
 
     Raises:
-      DataError: it cannot be copied.
-      DamagedFileError: a file is not what was put there.
+      DataError: the folder cannot be copied.
+      DamagedFileError: a file does not match its checksum.
     """
     if not files.is_remote(directory):
         return Path(directory)
@@ -59,7 +62,7 @@ def fetch(directory: epath.Path, cache: str, *, rows: bool = True) -> Path:
             return here
         if list_files(here) != listed:
             _clear(here)
-            try:  # the list first: a killed copy keeps what it had
+            try:  # write the list first, so that an interrupted download is continued
                 write_record(here / LIST, {"files": listed})
             except DataError as error:
                 fault = str(error).partition(";")[0]
@@ -76,10 +79,10 @@ def fetch(directory: epath.Path, cache: str, *, rows: bool = True) -> Path:
 
 
 def publish(here: Path, directory: epath.Path) -> None:
-    """Puts what was prepared in the copy `here` into the bucket, unless it is there.
+    """Uploads the local copy `here` to the bucket, unless the bucket has the same files.
 
     Raises:
-      DataError: it cannot be written.
+      DataError: a file cannot be written.
     """
     with lock(here):
         kept = list_files(here)
@@ -95,17 +98,17 @@ def publish(here: Path, directory: epath.Path) -> None:
 
 
 def list_files(directory: epath.Path) -> Listed | None:
-    """What a folder has, or a copy should have; None where it is not whole.
+    """Reads the list of files of a folder; None if the folder is incomplete.
 
     Raises:
-      DamagedFileError: the list is not what was written.
+      DamagedFileError: the list is not in the form that was written.
     """
     remedy = "delete it and prepare it again"
     try:
         found = read_record(directory / LIST, remedy=remedy, fields={"files": dict})["files"]
     except FileNotFoundError:
         return None
-    for name in found:  # a list of a stranger's shall write nowhere else
+    for name in found:  # a malicious list must not write outside the copy
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise files.damaged(directory / LIST, f"it names {name}", remedy)
     return found
@@ -116,7 +119,7 @@ def _has(path: Path, size: int) -> bool:
 
 
 def _clear(here: Path) -> None:
-    """Removes a copy, or what was begun here, all but the lock that is held."""
+    """Removes the files of a local copy, except the lock."""
     for path in here.iterdir():
         if path.is_dir():
             files.remove_tree(path)
@@ -133,7 +136,7 @@ def _measure(path: Path) -> list[int]:
 
 
 def _each(listed: Listed, what: str, do: Callable[[str], object]) -> None:
-    """Does it to every file, several at once; the first error ends all."""
+    """Calls `do` for every file, concurrently; the first error cancels the rest."""
     total = sum(size for size, _ in listed.values())
     logging.info("%s: %d files, %.1f MB.", what, len(listed), total / 1e6)
     with show_progress(total, "Copying") as advance, futures.ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -155,17 +158,17 @@ def _bring(directory: epath.Path, here: Path, name: str, expected: list[int]) ->
             shutil.copyfileobj(read, written, _CHUNK)
     except FileNotFoundError:
         raise DataError(
-            f"{source} is missing; delete {directory} and prepare it again.", path=source
+            f"{source} is missing. Delete {directory} and prepare it again.", path=source
         ) from None
     except OSError as error:
         raise DataError(
-            f"{source} could not be copied to {target} ({error.strerror or error}); {_REMEDY}: "
-            "what was copied is kept.",
+            f"Cannot copy {source} to {target} ({error.strerror or error}); {_REMEDY}. "
+            "Copied files are kept.",
             path=source,
         ) from None
     if _measure(target) != expected:
         target.unlink()
-        raise files.damaged(source, "its checksum is another", "prepare the folder again")
+        raise files.damaged(source, "checksum mismatch", "prepare the folder again")
 
 
 def _put(here: Path, directory: epath.Path, name: str) -> None:
@@ -174,7 +177,7 @@ def _put(here: Path, directory: epath.Path, name: str) -> None:
         files.copy(here / name, target)
     except OSError as error:
         raise DataError(
-            f"{target} could not be written ({error.strerror or error}); may this account write "
-            f"there? Start again: what was prepared is in {here}.",
+            f"Cannot write {target}: {error.strerror or error}. Check the write permission of this "
+            f"account and start again; the prepared data is kept in {here}.",
             path=target,
         ) from None

@@ -1,7 +1,7 @@
-"""Detects sources that changed after a folder was prepared from them.
+"""Detection of sources that changed after a folder was prepared from them.
 
 Each unit is hashed while it is tokenized. Later starts compare sizes and modification times of the
-source files, which is cheap, and read the units again only where one of these differs.
+source files, which is fast, and read the units again only if one of these differs.
 """
 
 import dataclasses
@@ -18,26 +18,26 @@ from convbert_jax.data.records import read_record, write_record
 from convbert_jax.data.units.processes import Processes
 from convbert_jax.data.units.work import Source, Work
 
-# Newer stamps of unchanged content, as seen from this machine; those in metadata.json stay.
+# Newer stamps of unchanged content, as seen from this machine; metadata.json keeps the first ones.
 STAMPS = "stamps.json"
-# Path below the common folder of all files -> size in bytes, modification time in ns.
+# Path relative to the common folder of all files -> [size in bytes, modification time in ns].
 Stamps = Mapping[str, Sequence[int]]
 
 
 def new_digest():
-    """An empty hash for the content of one unit."""
+    """Returns an empty hash for the content of one unit."""
     return hashlib.blake2b(digest_size=16)
 
 
 def hashed(items: Iterable[Any], digest) -> Iterator[Any]:
     """Yields `items` (texts, or pairs with their numbers) and adds each to `digest`."""
     for item in items:
-        digest.update(ascii(item).encode())  # unlike repr, the same in every version of Python
+        digest.update(ascii(item).encode())  # repr depends on the version of Python
         yield item
 
 
 def take_stamps(sources: Mapping[str, Source]) -> dict[str, list[int]]:
-    """Size and modification time of every file of `sources`, which may be moved together."""
+    """Returns size and modification time of every file of `sources`, by relative path."""
     paths, stats = _list_files(sources), {}
     for name in paths:
         stat = paths[name].stat()
@@ -46,7 +46,7 @@ def take_stamps(sources: Mapping[str, Source]) -> dict[str, list[int]]:
 
 
 def elsewhere(directory: Path) -> str:
-    """The flag that leaves `directory` as it is."""
+    """Returns the flag that prepares a new directory instead of `directory`."""
     names = (directory.with_name(f"{directory.name}-{number}") for number in range(2, 1000))
     free = next((path for path in names if not path.exists()), directory.with_name("other"))
     return f"--config.data.directory={free}"
@@ -61,15 +61,15 @@ def _list_files(sources: Mapping[str, Source]) -> dict[str, Path]:
 def list_changed(
     directory: Path, sources: Mapping[str, Source] | None, recorded: Stamps
 ) -> list[str]:
-    """Paths of files whose stamp is neither `recorded` nor the one of the last comparison.
+    """Returns the paths of files whose stamp differs from `recorded` and the last comparison.
 
     Raises:
-      DamagedFileError: the stamps of the last comparison are not what was written.
+      DamagedFileError: the stamps of the last comparison are not in the form that was written.
     """
     if not sources:
         return []
     try:
-        remedy = "delete it; the sources are then compared by their content"
+        remedy = "delete it to compare the sources by content"
         newer = read_record(directory / STAMPS, remedy=remedy, fields={"files": dict})["files"]
     except FileNotFoundError:
         newer = {}
@@ -90,17 +90,17 @@ def check_content(
     *,
     always: bool,
 ) -> None:
-    """Compares units with the digests of their preparation if the stamp of a file differs.
+    """Compares units with their recorded digests if the stamp of a file differs.
 
     Args:
       stamps: stamps of the source files when they were prepared.
-      units: records with a "digest", by the number of the unit; other units are not read.
-      workers: number of processes; 0 is one per core.
-      always: compare also if all stamps are equal.
+      units: records with a "digest", by unit index; other units are not read.
+      workers: number of processes; 0: one per core.
+      always: compare even if all stamps are equal.
 
     Raises:
       DataError: the content of a unit differs.
-      DamagedFileError: the stamps kept in `directory` are not what was written.
+      DamagedFileError: the stamps in `directory` are not in the form that was written.
     """
     changed = list_changed(directory, sources, stamps)
     if not changed and not always:
@@ -111,9 +111,9 @@ def check_content(
     assignments = [each for each in work.list_assignments() if each.index in digests]
     if len(assignments) < len(digests):
         raise job.error(changed or [source.name for source in sources.values()])
-    why = f"{shorten(', '.join(changed))} has another size or modification time"
+    why = f"size or modification time of {shorten(', '.join(changed))} changed"
     logging.info(
-        "Comparing the sources with the content that %s was prepared from: %s.",
+        "Comparing the content of the sources with the digests in %s: %s.",
         directory,
         why if changed else "--mode=prepare always does",
     )
@@ -121,13 +121,13 @@ def check_content(
     Processes(workers, "Comparing").run(work, assignments)
     try:
         write_record(directory / STAMPS, {"files": present})
-    except DataError as error:  # shards of somebody else
-        logging.warning("%s The next start compares the sources again.", error)
+    except DataError as error:  # for example a folder of another user
+        logging.warning("%s The next start will compare the sources again.", error)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Comparison:
-    """The `Job` of comparing units."""
+    """The `Job` that compares units."""
 
     directory: Path
     digests: Mapping[int, str]

@@ -1,4 +1,4 @@
-"""One process that prepares holds the folder."""
+"""Exclusive lock of a folder during its preparation."""
 
 import contextlib
 import time
@@ -15,35 +15,36 @@ LOCK_PATIENCE = 12 * 3600  # seconds
 
 @contextlib.contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Holds `directory` alone, made with a folder for units if it is not there; waits while another
-    process has it, and says so.
+    """Locks `directory`, after creating it and its folder "units"; waits while it is locked.
 
-    The operating system releases the lock of a process that dies. Raises DataError where it cannot
-    be made, and after `LOCK_PATIENCE` seconds.
+    The operating system releases the lock of a process that dies.
+
+    Raises:
+      DataError: the folder cannot be created, or is still locked after `LOCK_PATIENCE` seconds.
     """
     try:
         (directory / "units").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"{directory} could not be made ({error.strerror}); set config.data.directory.",
+            f"Cannot create {directory}: {error.strerror}. Set config.data.directory.",
             field="config.data.directory",
             path=directory,
         ) from None
     with open(directory / "lock", "w", opener=links.no_follow) as file:
         started = logged = time.monotonic()
         while not files.try_lock(
-            file, f"{directory} cannot be locked; let one process prepare it."
+            file, f"{directory} cannot be locked; prepare it with one process only."
         ):
             now = time.monotonic()
             if now - started > LOCK_PATIENCE:
                 raise DataError(
-                    f"{directory} has been in use by another process for {LOCK_PATIENCE // 3600} "
-                    "hours; end that one or name another config.data.directory.",
+                    f"{directory} has been locked by another process for {LOCK_PATIENCE // 3600} "
+                    "hours. Stop that process or use another config.data.directory.",
                     field="config.data.directory",
                     path=directory,
                 )
             if logged == started or now - logged > 60:
-                logging.info("Waiting: another process prepares %s.", directory)
+                logging.info("Waiting for another process that prepares %s.", directory)
                 logged = now
             time.sleep(0.2)
         links.remove_temporary(directory)

@@ -1,4 +1,4 @@
-"""Units done on this machine: in this process, or by several that die with it."""
+"""Runner that processes units on this machine: in this process, or in several child processes."""
 
 import contextlib
 import dataclasses
@@ -15,23 +15,23 @@ from convbert_jax.data.errors import DataError
 from convbert_jax.data.units.work import Assignment, Work
 from convbert_jax.progress import show_progress
 
-_STARTING = threading.Lock()  # held while this process has no main script, see `_without_script`
+_STARTING = threading.Lock()  # held while the main script is hidden, see `_without_script`
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """A runner of several processes of this machine.
+    """A `Runner` that uses processes of this machine.
 
     Attributes:
-      workers: 0 is one per core; a single one is the calling process.
-      activity: what the progress line says.
+      workers: number of processes; 0: one per core. A single one is the calling process.
+      activity: title of the progress line.
     """
 
     workers: int
     activity: str = "Tokenizing"
 
     def run(self, work: Work, assignments: Sequence[Assignment]) -> None:
-        """As `Runner` has it. Raises DataError too where a process was killed."""
+        """Processes units as `Runner.run`. Raises DataError also if a process was killed."""
         workers = min(self.workers or _cores(), len(assignments))
         total = sum(each.size for each in assignments)
         with show_progress(total, self.activity) as advance:
@@ -41,7 +41,7 @@ class Processes:
                     advance(each.size)
                 return
             with _pool(workers, work) as pool:
-                with _without_script():  # a submission may start a worker
+                with _without_script():  # submitting may start a worker
                     waiting = {pool.submit(_do, each): each for each in assignments}
                 for task in futures.as_completed(waiting):
                     task.result()
@@ -55,7 +55,7 @@ def _cores() -> int:
 @contextlib.contextmanager
 def _pool(workers: int, work: Work) -> Iterator[futures.Executor]:
     others = multiprocessing.active_children()
-    # Fresh interpreters: the parent may have started jax, whose threads do not survive a fork.
+    # Spawn: the parent may have started jax, whose threads do not survive a fork.
     pool = futures.ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),
@@ -66,11 +66,11 @@ def _pool(workers: int, work: Work) -> Iterator[futures.Executor]:
         yield pool
     except BrokenProcessPool:
         raise DataError(
-            "A process that tokenizes was killed, most likely for memory; run again with fewer "
-            "--config.data.workers: what was finished is kept.",
+            "A tokenizing process was killed, probably out of memory. Start again with fewer "
+            "--config.data.workers; finished units are kept.",
             field="config.data.workers",
         ) from None
-    except KeyboardInterrupt:  # a unit can take long; after a DataError it is worth the wait
+    except KeyboardInterrupt:  # do not wait for unfinished units, unlike after a DataError
         for process in multiprocessing.active_children():
             if process not in others:
                 process.terminate()
@@ -81,14 +81,14 @@ def _pool(workers: int, work: Work) -> Iterator[futures.Executor]:
 
 @contextlib.contextmanager
 def _without_script() -> Iterator[None]:
-    """Context in which processes start without running the user's script again.
+    """Prevents processes that are spawned in the block from running the user's script again.
 
-    A process that is spawned imports the main module first, in case what it is sent is defined
-    there. Ours is sent nothing of it, and a script without `if __name__ == "__main__":` would begin
-    all over in each.
+    A spawned process first imports the main module, in case its data is defined there. This package
+    sends no such data, and a script without `if __name__ == "__main__":` would start over in each
+    process.
     """
     main = sys.modules["__main__"]
-    with _STARTING:  # two threads that hide the same would put back what is hidden
+    with _STARTING:  # a second thread would save and restore the hidden state
         hidden = {
             name: vars(main).pop(name) for name in ("__spec__", "__file__") if name in vars(main)
         }
@@ -106,11 +106,11 @@ _work: Work | None = None
 
 
 def _start_worker(work: Work) -> None:
-    """Initializer: keeps what is done, leaves Ctrl-C to the parent, dies with it."""
+    """Initializes a worker: stores `work`, ignores Ctrl-C, and exits with the parent."""
     global _work
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per core
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

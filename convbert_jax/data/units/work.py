@@ -1,7 +1,7 @@
-"""What is done to sources, unit by unit, into one folder: a corpus and pairs of texts alike.
+"""Processing of sources, unit by unit, into one folder; shared by corpora and parallel text.
 
-A unit becomes files in the folder and then a record of it, `units/00000.json`: what has a record is
-finished, and is not done again. Whoever does a unit, the files are the same.
+A unit produces files in the folder and then its record, `units/00000.json`. Units with a record are
+finished and not processed again. The files do not depend on the runner.
 """
 
 import contextlib
@@ -21,23 +21,27 @@ _ATTEMPTS = "attempts-"
 
 
 class Job(Protocol):
-    """What the units of one folder have in common: a frozen dataclass, picklable."""
+    """Settings shared by all units of a folder: a frozen dataclass, picklable."""
 
     directory: Path
 
 
 class Source(Protocol):
-    """What has units; picklable."""
+    """A source that is divided into units; picklable."""
 
     units: Sequence[Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """Unit `position` of the source called `source`; number `index` of all.
+    """A unit to process.
 
-    `split` says what all of it is for; "" leaves that to what it is done with. `size` is in bytes
-    of text.
+    Attributes:
+      index: number among the units of all sources.
+      source: name of its source.
+      position: number among the units of this source.
+      split: split of all its texts; "": texts are assigned to splits by their hash.
+      size: bytes of text.
     """
 
     index: int
@@ -49,12 +53,12 @@ class Assignment:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is done to each unit; picklable.
+    """A function and the sources whose units it processes; picklable.
 
     Attributes:
-      sources: by the split that they are for.
-      process: (job, index, source, unit, split) -> record, a function of a module. It writes the
-        files of a unit into `job.directory`, and then the record.
+      sources: sources by split.
+      process: module-level function (job, index, source, unit, split) -> record. It writes the
+        files of a unit to `job.directory`, then the record.
     """
 
     job: Job
@@ -62,7 +66,7 @@ class Work:
     process: Callable[[Any, int, Any, Any, str], Record]
 
     def list_assignments(self) -> list[Assignment]:
-        """All units, in order. Without a validation source what is held out is of each unit."""
+        """Lists all units in order; without a validation source, each holds out some texts."""
         split = {name: name if "validation" in self.sources else "" for name in self.sources}
         places = [
             (name, position, unit.size)
@@ -75,20 +79,20 @@ class Work:
         ]
 
     def do(self, assignment: Assignment) -> Record:
-        """Does one unit; errors as those of `process`."""
+        """Processes one unit; raises the errors of `process`."""
         source = self.sources[assignment.source]
         unit = source.units[assignment.position]
         return self.process(self.job, assignment.index, source, unit, assignment.split)
 
 
 class Runner(Protocol):
-    """Who does units."""
+    """Processes units."""
 
     def run(self, work: Work, assignments: Sequence[Assignment]) -> None:
-        """Does units, none of which is there, and returns when all have a record.
+        """Processes unfinished units and returns when all have a record.
 
         Raises:
-          DataError: the first that a unit raised; finished units are kept. Or who did it died.
+          DataError: the first error of a unit (finished units are kept), or a worker died.
         """
 
 
@@ -98,15 +102,15 @@ def do_units(
     runner: Runner,
     check: Callable[[Mapping[int, Record]], None] = lambda finished: None,
 ) -> list[Record]:
-    """Records of all units, in order; `runner` does the missing ones.
+    """Processes the missing units with `runner` and returns the records of all units, in order.
 
     Args:
-      finished: returns the record of a unit by its index, None if it is missing; called again for
-        each unit that `runner` did.
-      check: called with the records of finished units by index before more are done.
+      finished: returns the record of a unit by index, or None; called again for each unit that
+        `runner` processed.
+      check: called with the records of finished units, by index, before `runner`.
 
     Raises:
-      DataError: as `runner` and `check` do.
+      DataError: an error of `runner` or `check`.
     """
     remove_attempts(work.job.directory)
     assignments = work.list_assignments()
@@ -114,7 +118,7 @@ def do_units(
     todo = [each for each in assignments if records[each.index] is None]
     if len(todo) < len(assignments):
         done = len(assignments) - len(todo)
-        logging.info("%d of %d units are there already.", done, len(assignments))
+        logging.info("%d of %d units are already finished.", done, len(assignments))
         check({index: record for index, record in records.items() if record})
     if todo:
         runner.run(work, todo)
@@ -122,23 +126,24 @@ def do_units(
         records[each.index] = finished(each.index)
         if records[each.index] is None:
             raise DataError(
-                f"{record_path(work.job.directory, each.index)} is not there, although its unit "
-                "was done; start again: what was finished is kept.",
+                f"{record_path(work.job.directory, each.index)} is missing although its unit was "
+                "processed. Start again; finished units are kept.",
                 path=record_path(work.job.directory, each.index),
             )
     return [records[each.index] for each in assignments]
 
 
 def make_attempts(directory: Path) -> Path:
-    """A new folder in `directory`, of its own disk, for units that may be done twice at once."""
+    """Creates a folder in `directory` for concurrent attempts, on the same disk for renaming."""
     attempts = directory / f"{_ATTEMPTS}{uuid.uuid4().hex[:8]}"
     attempts.mkdir()
     return attempts
 
 
 def remove_attempts(directory: Path) -> None:
-    """Removes such folders, and takes them away from who may still write there: the name of one is
-    gone before its content.
+    """Removes the folders of `make_attempts`.
+
+    Renames each first, so that attempts that are still running fail.
     """
     for path in directory.glob(f"{_ATTEMPTS}*"):
         with contextlib.suppress(OSError):
@@ -147,5 +152,5 @@ def remove_attempts(directory: Path) -> None:
 
 
 def record_path(directory: Path, index: int) -> Path:
-    """Where the record of a unit is."""
+    """Returns the path of the record of a unit."""
     return directory / "units" / f"{index:05d}.json"
