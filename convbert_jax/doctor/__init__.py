@@ -1,15 +1,15 @@
-"""What would stop a run on this machine, found before it starts: --mode=doctor.
+"""--mode=doctor: checks for problems that would stop a run on this machine.
 
-finding.py       what a check says; a check that fails itself, or hangs, is a finding too
-versions.py      Python, jax and what belongs to it; loads none of them
-host.py          memory and CPUs, within the limits of a container
-accelerators.py  what TPUs and NVIDIA's driver lack, and who holds them
-devices.py       what jax finds, and whether it computes
-disk.py          the folder of the run, its space and locks, the compile cache, the clock
-start.py         vocabulary, weights and data that a config names
-processes.py     what all processes of a run must have in common
+finding.py       result of a check; a check that fails or hangs is a finding too
+versions.py      versions of Python, jax and its libraries, without importing them
+host.py          memory and CPUs, with container limits
+accelerators.py  requirements of TPUs and the NVIDIA driver, and processes that use a TPU
+devices.py       devices that jax finds, and a computation on each
+disk.py          workdir, its free space and locks, the compile cache, the clock
+start.py         vocabulary, weights and data of the config
+processes.py     settings that must be equal on all processes of a run
 
-`examine` goes through them in this order. Nothing is left behind.
+`examine` runs all checks. They remove all files that they create.
 """
 
 from convbert_jax.doctor.examination import examine

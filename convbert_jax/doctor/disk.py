@@ -1,4 +1,4 @@
-"""Where a run writes: its folder, the space there, locks, the compile cache, the clock."""
+"""Checks the storage of a run: workdir, free space, locks, compile cache and clock."""
 
 import contextlib
 import os
@@ -13,14 +13,14 @@ from convbert_jax import files
 from convbert_jax.config import Config
 from convbert_jax.doctor.finding import Finding, good, warning, wrong
 
-_CLOCK = 2.0  # seconds that a file system's clock may be off
-_MOMENTS = 3  # a checkpoint has the parameters and two moments of their size
-_BYTES = 4  # of a float32
+_CLOCK = 2.0  # allowed offset of the file system's clock in seconds
+_MOMENTS = 3  # arrays in a checkpoint: the parameters and two moments
+_BYTES = 4  # per float32
 
 
 @contextlib.contextmanager
 def made(folder: epath.Path) -> Iterator[None]:
-    """Context in which `folder` is there, if it can be made; what was made is removed again."""
+    """Creates `folder` with its parents, if possible, and removes the created folders at exit."""
     absent: list[epath.Path] = []
     if not files.is_remote(folder):
         place = folder
@@ -29,35 +29,35 @@ def made(folder: epath.Path) -> Iterator[None]:
             place = place.parent
     new = []
     try:
-        with contextlib.suppress(OSError):  # the check that follows says what is wrong
+        with contextlib.suppress(OSError):  # the check in the block reports the problem
             for place in reversed(absent):
                 place.mkdir()
                 new.append(place)
         yield
     finally:
         for place in reversed(new):
-            with contextlib.suppress(OSError):  # somebody else uses it by now
+            with contextlib.suppress(OSError):  # no longer empty
                 place.rmdir()
 
 
 def check_workdir(workdir: epath.Path) -> list[Finding]:
-    """Whether it can be written, what guards it, and its clock; leaves nothing there."""
+    """Checks write access, locks and clock of the workdir; leaves no files there."""
     with made(workdir):
         if fault := _fault_of_writing(workdir):
-            fix = "choose another --workdir, or let this user write there"
-            return [wrong("workdir", f"{workdir} cannot be written ({fault})", fix)]
-        findings = [good("workdir", f"{workdir} can be written")]
+            fix = "choose another --workdir, or grant this user write permission"
+            return [wrong("workdir", f"cannot write to {workdir} ({fault})", fix)]
+        findings = [good("workdir", f"{workdir} is writable")]
         if files.is_remote(workdir):
-            text = "a bucket has none; a run gives signs of life there, which a second start heeds"
+            text = "a bucket has no locks; a run writes heartbeats, which a second start checks"
             return [*findings, good("locks", text)]
         return [*findings, _check_locks(workdir), _check_clock(workdir)]
 
 
 def check_space(workdir: epath.Path, config: Config, parameters: int) -> list[Finding]:
-    """Whether the checkpoints of the run have space on the disk of the nearest folder there is.
+    """Checks that the disk of the workdir has enough space for the checkpoints.
 
     Args:
-      parameters: of the model.
+      parameters: number of parameters of the model.
     """
     if files.is_remote(workdir):
         return []
@@ -66,17 +66,17 @@ def check_space(workdir: epath.Path, config: Config, parameters: int) -> list[Fi
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    text = f"{_gib(free)} free, the run's checkpoints will take {_gib(need)} more"
+    text = f"{_gib(free)} free, the run's checkpoints need {_gib(need)} more"
     if free < need:
-        fix = "free some, choose another --workdir, or keep fewer: config.checkpoint.keep"
+        fix = "free disk space, choose another --workdir, or reduce config.checkpoint.keep"
         if config.recipe == "finetune":
-            fix = "free some, choose another --workdir, or set config.finetune.save_models=false"
+            fix = "free disk space, or set another --workdir or config.finetune.save_models=false"
         return [wrong("space", text, fix)]
     return [good("space", text)]
 
 
 def _bytes_of_checkpoints(workdir: epath.Path) -> int:
-    """What those take that are there; a run that is under way may remove them meanwhile."""
+    """Returns the size of the existing checkpoints, which a running process may be removing."""
     size = 0
     for path in workdir.rglob("checkpoints/**/*"):
         with contextlib.suppress(OSError):
@@ -85,8 +85,10 @@ def _bytes_of_checkpoints(workdir: epath.Path) -> int:
 
 
 def checkpoint_bytes(config: Config, parameters: int) -> int:
-    """What the checkpoints of a whole run take at most: those that are kept and the one that is
-    written before the oldest goes; of fine-tuning also the models, which have no moments.
+    """Returns the maximum size of the checkpoints of a run in bytes.
+
+    Counts the checkpoints that are kept and the one that is written before the oldest is deleted;
+    for fine-tuning also the saved models, which have no moments.
     """
     one = parameters * _MOMENTS * _BYTES
     if config.recipe == "finetune":
@@ -102,26 +104,26 @@ def checkpoint_bytes(config: Config, parameters: int) -> int:
 
 
 def check_compile_cache(name: str) -> list[Finding]:
-    """Whether compiled programs can be kept.
+    """Checks that compiled functions can be cached.
 
     Args:
-      name: `config.train.compile_cache`; what the environment names goes first, as for jax.
+      name: `config.train.compile_cache`; JAX_COMPILATION_CACHE_DIR takes precedence, as in jax.
     """
     name = os.environ.get("JAX_COMPILATION_CACHE_DIR") or name
     if not name:
-        text = "off: each start compiles everything anew"
-        return [warning("compile cache", text, "name a folder with config.train.compile_cache")]
+        text = "off: each start compiles everything again"
+        return [warning("compile cache", text, "set config.train.compile_cache to a folder")]
     folder = files.to_path(name)
     with made(folder):
         if fault := _fault_of_writing(folder):
-            fix = "name another folder with config.train.compile_cache"
-            return [warning("compile cache", f"{folder} cannot be written ({fault})", fix)]
-    return [good("compile cache", f"{folder} can be written")]
+            fix = "set config.train.compile_cache to another folder"
+            return [warning("compile cache", f"cannot write to {folder} ({fault})", fix)]
+    return [good("compile cache", f"{folder} is writable")]
 
 
 @contextlib.contextmanager
 def probe(folder: epath.Path) -> Iterator[epath.Path]:
-    """A name in `folder` for a file of a check, which is removed in the end."""
+    """Yields a path in `folder` for a temporary file, which is removed at exit."""
     path = folder / f".doctor-{secrets.token_hex(8)}"
     try:
         yield path
@@ -130,19 +132,19 @@ def probe(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def _fault_of_writing(folder: epath.Path) -> str:
-    """Why a file could not be written, synced and read again, "" if it could."""
+    """Writes, syncs and reads a file; returns the problem, or "" on success."""
     text = os.urandom(16).hex()
     try:
         with probe(folder) as path:
             files.write_text(path, text)
             read = path.read_text()
-    except (OSError, ImportError) as error:  # a library that talks to a bucket is absent or refused
+    except (OSError, ImportError) as error:  # ImportError: no library for the bucket
         return getattr(error, "strerror", None) or str(error).partition("\n")[0]
-    return "" if read == text else "what is read is not what was written"
+    return "" if read == text else "a file had other content than was written"
 
 
 def _check_locks(folder: epath.Path) -> Finding:
-    fix = "let one run at a time use the folder; nothing else guards it"
+    fix = "run only one process at a time in this folder; nothing prevents a second one"
     with probe(folder) as path, path.open("w") as first, path.open("w") as second:
         try:
             taken = files.try_lock(first, f"{folder} has no locks.")
@@ -154,8 +156,8 @@ def _check_locks(folder: epath.Path) -> Finding:
                 "choose a --workdir on another file system",
             )
     if taken and not again:
-        return good("locks", "they work there: two runs cannot take one folder")
-    return warning("locks", f"{folder} has none that work", fix)
+        return good("locks", "file locks work: two runs cannot use the same folder")
+    return warning("locks", f"file locks do not work in {folder}", fix)
 
 
 def _check_clock(folder: epath.Path) -> Finding:
@@ -166,9 +168,9 @@ def _check_clock(folder: epath.Path) -> Finding:
         written = path.stat().st_mtime
     ahead = max(written - ended, 0.0) + min(written - began, 0.0)
     if abs(ahead) > _CLOCK:
-        text = f"that of the file system is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
-        return warning("clock", text, "set both by NTP, or times in logs and files mislead")
-    return good("clock", "this machine and the file system agree")
+        text = f"the file system's is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
+        return warning("clock", text, "synchronize both with NTP; times in logs and files differ")
+    return good("clock", "the clocks of this machine and of the file system agree")
 
 
 def _gib(size: float) -> str:

@@ -1,4 +1,4 @@
-"""All checks, in an order in which an earlier one explains a later one."""
+"""Runs all checks, ordered so that earlier findings explain later ones."""
 
 import contextlib
 import functools
@@ -11,23 +11,23 @@ from convbert_jax.doctor import accelerators, disk, finding, host, versions
 from convbert_jax.doctor.finding import Finding
 from convbert_jax.machine.accelerators import find_accelerators
 
-# Seconds for a check: one that hangs still leaves it below a minute. All of them take one or two
-# where nothing is wrong, but devices: a TPU may take half a minute.
+# Time limits in seconds, which keep the total below a minute if one check hangs. Without problems,
+# all checks take one or two seconds, except for devices: a TPU may take half a minute.
 _QUICK, _STORAGE, _FILES, _DEVICES = 10.0, 15.0, 20.0, 40.0
 
 
 def examine(
     config: Config | None, workdir: epath.Path | None, given: Collection[str] = ()
 ) -> Iterator[Finding]:
-    """Findings on this machine, as they come, and of several processes on all of them.
+    """Yields the findings on this machine one by one, then the findings on all processes.
 
-    Of several processes the first one gives its own and what concerns all; the others give only
-    the latter, in which the first one tells what they found.
+    With several processes, process 0 yields both; the others yield only the findings on all
+    processes, which include the problems that each process found.
 
     Args:
-      config: None checks only what needs none.
-      workdir: None checks no folder of a run.
-      given: as `recipes.start.read_start` takes it.
+      config: config of the run; None: skip the checks that need one.
+      workdir: folder of the run; None: skip its checks.
+      given: as in `recipes.start.read_start`.
     """
     if fault := versions.fault_of_jax():
         yield from _check_machine(find_accelerators())
@@ -43,8 +43,8 @@ def examine(
     from convbert_jax.doctor import processes
 
     with contextlib.ExitStack() as stack:
-        # The first one makes the folder and is the last to need it: on storage that all share the
-        # others then neither make nor remove it.
+        # Process 0 creates and removes the folder, so that on shared storage no other process
+        # does.
         if workdir is not None and index == 0:
             stack.enter_context(disk.made(workdir))
         distributed.broadcast("", processes.LIMIT)
@@ -59,7 +59,7 @@ def examine(
 def _check_all(
     config: Config | None, workdir: epath.Path | None, given: Collection[str]
 ) -> Iterator[Finding]:
-    """What one process can tell by itself."""
+    """Yields the findings of one process."""
     from convbert_jax.doctor import devices
 
     there = find_accelerators()
@@ -85,7 +85,7 @@ def _check_all(
 
 
 def _check_machine(there: accelerators.Accelerators) -> Iterator[Finding]:
-    """Of versions and accelerators; jax is not loaded."""
+    """Yields the findings on versions and accelerators, without importing jax."""
     of_versions = functools.partial(versions.check_versions, tpu_here=bool(there.chips))
     yield from finding.run("versions", of_versions, limit=_QUICK)
     yield from finding.run("accelerators", lambda: accelerators.check(there), limit=_QUICK)

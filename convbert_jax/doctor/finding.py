@@ -1,4 +1,4 @@
-"""What a check says."""
+"""Results of checks."""
 
 import dataclasses
 import threading
@@ -15,10 +15,10 @@ class Finding:
     """One line of --mode=doctor.
 
     Attributes:
-      name: what was looked at, as "workdir".
-      state: good | warning (a run may start, and be slow or unsafe) | wrong (it would fail).
-      text: what was found, without a full stop.
-      fix: what to do, likewise; "" where there is nothing to do.
+      name: subject of the check, for example "workdir".
+      state: good | warning (a run can start but may be slow or unsafe) | wrong (it would fail).
+      text: result, without a final period.
+      fix: remedy, without a final period; "" if none is needed.
     """
 
     name: str
@@ -54,12 +54,12 @@ def run(
     limit: float,
     late: str = "wrong",
 ) -> list[Finding]:
-    """What `check` finds; that it raises, or takes more than `limit` seconds, is a finding too.
+    """Runs `check` and returns its findings, or a finding that it failed or timed out.
 
     Args:
-      name: of the finding in these cases.
-      late: its state where the time is up; the check goes on in a thread of its own, which cannot
-        be stopped.
+      name: name of the finding for a failure or timeout.
+      limit: timeout in seconds; the check continues in a thread, which cannot be stopped.
+      late: state of the finding for a timeout.
     """
     found: list[Finding] = []
 
@@ -73,8 +73,8 @@ def run(
             found.append(
                 wrong(
                     name,
-                    f"this could not be checked ({type(error).__name__}: {what})",
-                    "look at that first: a run would come to it too",
+                    f"the check failed ({type(error).__name__}: {what})",
+                    "resolve this first: a run would fail too",
                 )
             )
 
@@ -84,10 +84,10 @@ def run(
     thread.join(limit)
     if thread.is_alive():
         text = f"no answer within {limit:.0f} s"
-        return [Finding(name, late, text, "find out what keeps it; a run would wait there too")]
+        return [Finding(name, late, text, "find the cause: a run would wait there too")]
     return found
 
 
 def is_stuck() -> bool:
-    """Whether a check still runs, so that Python may not come to its end by itself."""
+    """Returns whether a check is still running, which may prevent Python from exiting."""
     return any(thread.is_alive() for thread in _threads)

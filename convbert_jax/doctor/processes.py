@@ -1,4 +1,4 @@
-"""What the processes of a run must have in common; nobody compiles anything for it."""
+"""Checks properties that all processes of a run must share, without compiling anything."""
 
 import contextlib
 import dataclasses
@@ -15,23 +15,23 @@ from convbert_jax.config import Config
 from convbert_jax.doctor.finding import Finding, good, warning, wrong
 from convbert_jax.training import consistency, distributed
 
-LIMIT = 60.0  # seconds for all to be done with what each checks by itself
-_CLOCKS = 1.0  # seconds that they may differ by
-_VISIBLE = 5.0  # seconds until a file is seen on other hosts of a network's disk
+LIMIT = 60.0  # seconds for all processes to finish their own checks
+_CLOCKS = 1.0  # allowed difference of clocks in seconds
+_VISIBLE = 5.0  # seconds until a new file on a network disk is visible to other hosts
 
 
 def compare(
     own: Sequence[Finding], config: Config | None, workdir: epath.Path | None
 ) -> list[Finding]:
-    """What the others found, and what all of them should have in common, the same on all.
+    """Returns the problems of the other processes and of all processes, the same on each process.
 
-    All processes call it, while `workdir` is there on the first one.
+    All processes must call it while `workdir` exists on process 0.
 
     Args:
       own: findings of this process.
 
     Raises:
-      SilentProcessError: the first process does not answer.
+      SilentProcessError: process 0 does not answer.
     """
     record: dict[str, Any] = {
         "findings": [dataclasses.asdict(f) for f in own if f.state != "good"],
@@ -45,8 +45,9 @@ def compare(
 
 
 def _reads_same(workdir: epath.Path | None) -> bool | None:
-    """Whether this process reads there what the first one has written; None if that one could
-    write nothing, or has no workdir.
+    """Returns whether this process can read a file that process 0 writes to `workdir`.
+
+    None if process 0 cannot write the file or has no workdir.
     """
     first = distributed.place()[0] == 0
     path, word, same = workdir and workdir / ".doctor-of-all", "", False
@@ -55,13 +56,13 @@ def _reads_same(workdir: epath.Path | None) -> bool | None:
             word = secrets.token_hex(16)
             try:
                 files.write_text(path, word)
-            except Exception:  # the libraries of buckets have errors of their own
+            except Exception:  # bucket libraries raise errors of any type
                 word = ""
         word = distributed.broadcast(word, LIMIT)
         ends = time.monotonic() + _VISIBLE
         while path and word and not (same := _has(path, word)) and time.monotonic() < ends:
             time.sleep(0.2)
-        distributed.broadcast("", LIMIT)  # all have read it
+        distributed.broadcast("", LIMIT)  # wait until all processes have read the file
     finally:
         if first and path:
             with contextlib.suppress(Exception):
@@ -82,7 +83,7 @@ def _judge(
     workdir: str,
     clocks: Sequence[tuple[float, float] | None],
 ) -> list[dict[str, str]]:
-    """Findings about all, as dicts."""
+    """Returns the findings on all processes, as dicts."""
     findings = []
     by_text: dict[tuple[str, ...], list[int]] = {}
     for index, record in enumerate(records):
@@ -95,29 +96,29 @@ def _judge(
         findings.append(Finding("processes", "wrong", difference["message"].rstrip(".")))
     else:
         config = ", same config" if records[0]["command"] else ""
-        findings.append(good("processes", f"all {len(records)} answer, same versions{config}"))
+        findings.append(good("processes", f"all {len(records)} answered, same versions{config}"))
     if apart := [i for i, record in enumerate(records) if record and record["workdir"] is False]:
         who = distributed.name_processes(apart)
-        text = f"{who} cannot read in {workdir} what process 0 writes there"
-        fix = "give all of them the same --workdir, on storage that they share"
+        text = f"{who} cannot read a file that process 0 wrote to {workdir}"
+        fix = "use the same --workdir for all processes, on shared storage"
         findings.append(wrong("workdir", text, fix))
     elif all(record and record["workdir"] for record in records):
-        findings.append(good("workdir", f"{workdir} is one folder for all"))
+        findings.append(good("workdir", f"{workdir} is shared by all processes"))
     return [dataclasses.asdict(each) for each in [*findings, *_judge_clocks(clocks)]]
 
 
 def _judge_clocks(clocks: Sequence[tuple[float, float] | None]) -> list[Finding]:
     measured = {i: clock for i, clock in enumerate(clocks) if clock}
     if len(measured) < len(clocks):
-        return []  # who does not answer is told
+        return []  # processes that did not answer are reported elsewhere
     off = {i: ahead for i, (ahead, within) in measured.items() if abs(ahead) - within > _CLOCKS}
     if not off:
         most = max(abs(ahead) + within for ahead, within in measured.values())
-        return [good("clocks", f"all within {most:.2g} s of that of process 0")]
+        return [good("clocks", f"all within {most:.2g} s of the clock of process 0")]
     worst = max(off, key=lambda i: abs(off[i]))
     more = f", and {len(off) - 1} more are off" if len(off) > 1 else ""
     text = (
-        f"that of process {worst} is {abs(off[worst]):.1f} s "
-        f"{'ahead of' if off[worst] > 0 else 'behind'} that of process 0{more}"
+        f"the clock of process {worst} is {abs(off[worst]):.1f} s "
+        f"{'ahead of' if off[worst] > 0 else 'behind'} process 0{more}"
     )
-    return [warning("clocks", text, "set them by NTP, or times in logs and files mislead")]
+    return [warning("clocks", text, "synchronize them with NTP; times in logs and files are wrong")]

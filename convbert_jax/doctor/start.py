@@ -1,4 +1,4 @@
-"""What a config names must be there: vocabulary, weights, data."""
+"""Checks that the vocabulary, weights and data of a config exist."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -20,11 +20,11 @@ from convbert_jax.workdir import Workdir
 
 
 class Start:
-    """What a run would start with.
+    """Initial state of a run.
 
     Attributes:
-      config: with what vocabulary and weights told, once `check` has read them.
-      parameters: of the model, 0 before.
+      config: config; `check` completes it from the vocabulary and the weights.
+      parameters: number of parameters of the model; 0 before `check`.
     """
 
     def __init__(self, config: Config, workdir: epath.Path, given: Collection[str]):
@@ -32,7 +32,7 @@ class Start:
         self._workdir, self._given = workdir, given
 
     def check(self) -> list[Finding]:
-        """Reads vocabulary and weights; raises UserError where a start would."""
+        """Reads vocabulary and weights; raises the UserErrors of a start."""
         if self.config.recipe == "finetune":
             self.config = finetuning.read_start(self.config, self._given)[0]
         else:
@@ -44,15 +44,15 @@ class Start:
             "config.init_from": self.config.init_from,
             "config.distillation.teacher": self.config.distillation.teacher,
         }
-        read = [f"{field}={value} can be read" for field, value in named.items() if value]
+        read = [f"{field}={value} is readable" for field, value in named.items() if value]
         return [good("start", ", ".join([f"{self.parameters:,} parameters", *read]))]
 
     def check_data(self) -> list[Finding]:
-        """Looks for the data, as far as that takes seconds; raises UserError if it is not there."""
+        """Checks that the data exists, without reading all of it; raises UserError otherwise."""
         if self.config.recipe == "finetune":
             finetuning.check_tasks(self.config)
             tasks = ", ".join(self.config.finetune.tasks)
-            return [good("data", f"the files of {tasks} are there")]
+            return [good("data", f"the files of {tasks} exist")]
         directory = Workdir(self._workdir).data(self.config)
         if is_remote(directory) and (listed := bucket.list_files(directory)):
             size = sum(size for size, _ in listed.values()) / 1e9
@@ -64,7 +64,7 @@ class Start:
             return [good("data", f"{directory} is prepared")]
         if self.config.reads_pairs:
             named = parallel_text.open_sources(self.config)
-            return [good("data", ", ".join(f"{source.name} is there" for source in named.values()))]
+            return [good("data", ", ".join(f"{source.name} exists" for source in named.values()))]
         section = self.config.data
         specs = [section.source, *filter(None, [section.validation_source])]
         return [good("data", ", ".join(map(self._look, specs)))]
@@ -72,6 +72,6 @@ class Start:
     def _look(self, spec: str) -> str:
         kind, _, rest = spec.partition(":")
         if kind in REMOTE or (kind == "tfds" and not Path(rest).is_dir()):
-            return f"{spec} is fetched when the run starts, which was not tried"
+            return f"{spec} will be downloaded when the run starts (not checked)"
         open_source(self.config.data, spec)
-        return f"{spec} is there"
+        return f"{spec} exists"

@@ -1,1 +1,1 @@
-"""What the packages hand to each other: batches, ids of special tokens, evaluators."""
+"""Types shared by the packages: batches, special token ids, partition rules and evaluators."""

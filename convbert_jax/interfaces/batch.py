@@ -1,13 +1,13 @@
-"""The batch: what flows from data to models.
+"""Batches: the fields that data pipelines produce and models read.
 
-At run time it is a plain dict of arrays, so that it is a pytree to `jax.jit`, `vmap` and
-`shard_map`, goes to `np.savez(**batch)` when its loss was not finite, and may have fields that only
-one task knows. These classes say what the fields are; a function that takes a batch names the class
-with those it reads, and makers are held to it in the tests.
+At run time a batch is a plain dict of arrays. It is therefore a pytree for `jax.jit`, `vmap` and
+`shard_map`, can be saved with `np.savez(**batch)` if its loss is not finite, and may have
+task-specific fields. These classes document the fields: a function is annotated with the class
+whose fields it reads, and tests check the producers.
 
-On the host arrays are numpy's, and of the rows of this process; on devices they are those of all
-processes, divided over the devices by rows. Axes: B rows, L tokens of a row, W logits of the head
-as it is compiled, at least the task's labels.
+Host arrays are numpy arrays with the rows of this process; device arrays have the rows of all
+processes, sharded by row. Axes: B rows, L tokens per row, W logits of the compiled head (at least
+the number of labels).
 """
 
 from typing import Any, NotRequired, TypedDict
@@ -16,15 +16,15 @@ from jaxtyping import Bool, Float32, Int32
 
 
 class Batch(TypedDict):
-    """Token ids, as every model reads them. All that most pre-training has.
+    """Token ids: the input of every model, and the complete batch of most pre-training.
 
     Made by `data.corpus.batching` (pre-training) and `data.tasks.encoding.Rows` (fine-tuning).
 
     Attributes:
-      tokens: ids of the vocabulary, [PAD] behind the end of a row.
-      segment_ids: 0 on padding; 1, 2, ... on the documents of a packed row, 1 on all tokens of any
-        other. The only mask there is: nothing reads padding or another document.
-      type_ids: 1 in the second text of a pair and the [SEP] behind it, 0 elsewhere.
+      tokens: token ids; [PAD] after the end of a row.
+      segment_ids: 0 on padding; 1, 2, ... on the documents of a packed row, 1 in other rows. They
+        are the only mask: models never mix tokens of different segments.
+      type_ids: 1 in the second text of a pair and the [SEP] after it, 0 elsewhere.
     """
 
     tokens: Int32[Any, "B L"]
@@ -33,25 +33,25 @@ class Batch(TypedDict):
 
 
 class PairBatch(Batch):
-    """Rows of two texts, of the layout "pairs". Made by `data.corpus.batching`.
+    """Rows of two texts, from the layout "pairs". Made by `data.corpus.batching`.
 
     Attributes:
-      pair_label: 0 where the second text follows the first, 1 where it does not, -1 where a row has
-        no pair to judge.
+      pair_label: 0 if the second text follows the first, 1 if it does not, -1 if the row has no
+        labeled pair.
     """
 
     pair_label: Int32[Any, " B"]
 
 
 class LanguageBatch(TypedDict):
-    """Text that a decoder writes, each token from those before it. Axes: B rows, T tokens.
+    """Inputs and labels of a decoder. Axes: B rows, T tokens.
 
     Made by `objectives.next_tokens.shift`.
 
     Attributes:
-      tokens: what the decoder reads: [CLS] first, the token before each label.
-      segment_ids: 0 on padding; 1, 2, ... on documents. A label where it is 0 is none.
-      labels: what it is to write, [SEP] at the end; [PAD] where there is none.
+      tokens: decoder inputs: [CLS], then the token before each label.
+      segment_ids: 0 on padding, whose labels are ignored; 1, 2, ... on documents.
+      labels: decoder targets, with [SEP] at the end; [PAD] on padding.
     """
 
     tokens: Int32[Any, "B T"]
@@ -60,12 +60,13 @@ class LanguageBatch(TypedDict):
 
 
 class SequenceBatch(LanguageBatch):
-    """A text to read and one to write. Made by `data.parallel.batching` and
-    `objectives.span_corruption.corrupt`. Axes: S tokens of the source.
+    """Sources and targets of an encoder-decoder. Axes: S tokens of the source.
+
+    Made by `data.parallel.batching` and `objectives.span_corruption.corrupt`.
 
     Attributes:
-      source: what the encoder reads, [SEP] at the end.
-      source_ids: its segment ids, 0 on padding; a row of padding only fills up a batch.
+      source: encoder inputs, with [SEP] at the end.
+      source_ids: segment ids of the source, 0 on padding; rows of padding complete a batch.
     """
 
     source: Int32[Any, "B S"]
@@ -73,24 +74,24 @@ class SequenceBatch(LanguageBatch):
 
 
 class FinetuneBatch(Batch):
-    """Rows of a task. `Rows.batch` adds the weight.
+    """Rows of a fine-tuning task. `Rows.batch` adds the weight.
 
     Attributes:
-      weight: of a row in the loss; 0 of one that only fills up the batch.
+      weight: weight of each row in the loss; 0 for rows that pad the batch.
     """
 
     weight: Float32[Any, " B"]
 
 
 class LogitsBatch(FinetuneBatch):
-    """What the outputs of a head mean: the same for all rows, so without their axis. Tasks of few
-    labels share a program of some more logits.
+    """Meaning of the logits, the same for all rows and therefore without axis B.
 
-    Made by `finetuning.tasks.classification.constants_of`.
+    Tasks with few labels share a compiled function with more logits than labels. Made by
+    `finetuning.tasks.classification.constants_of`.
 
     Attributes:
-      outputs: True for the logits that the task has.
-      is_regression: the first logit is a number.
+      outputs: True for the logits that the task uses.
+      is_regression: whether the first logit is a predicted value.
     """
 
     outputs: Bool[Any, " W"]
@@ -101,11 +102,11 @@ class TextBatch(LogitsBatch):
     """Classification and regression. Made by `finetuning.tasks.classification.encode_examples`.
 
     Attributes:
-      label: index of the class; 0 of a number, or without labels.
-      value: the number in the unit of the logit; 0 of a class, or without labels.
-      teacher: logits of another model, where one teaches.
-      temperature, teacher_weight: that both softmax are taken at, and the teacher's share of the
-        loss; the same for all rows.
+      label: index of the class; 0 for regression or without labels.
+      value: regression target in the unit of the logit; 0 for classification or without labels.
+      teacher: logits of the teacher, for distillation.
+      temperature: softmax temperature of student and teacher, the same for all rows.
+      teacher_weight: weight of the distillation loss, the same for all rows.
     """
 
     label: Int32[Any, " B"]
@@ -116,11 +117,11 @@ class TextBatch(LogitsBatch):
 
 
 class TagBatch(LogitsBatch):
-    """Tagging. Made by `data.tasks.encoding.encode_words`.
+    """Token classification. Made by `data.tasks.encoding.encode_words`.
 
     Attributes:
-      tags: class of the word that begins at a token; below 0 where none begins, or without labels.
-      words: number of that word in its sentence, or below 0; the host reads it, no model does.
+      tags: class of the word that begins at a token; negative at other tokens or without labels.
+      words: index of that word in its sentence, or negative; read by the host only.
     """
 
     tags: Int32[Any, "B L"]
@@ -128,13 +129,15 @@ class TagBatch(LogitsBatch):
 
 
 class AnswerBatch(FinetuneBatch):
-    """Windows over contexts of questions: type 1 is the context and the final [SEP]. Made by
-    `data.tasks.squad_windows.to_rows`, the first three to train on, the last one to predict.
+    """Windows of question answering; type 1 marks the context and the final [SEP].
+
+    Made by `data.tasks.squad_windows.to_rows`: `best` for prediction, the others for training.
 
     Attributes:
-      start, end: places of the answer's first and last token; 0 where the window lacks it.
-      impossible: 1 where the question has no answer.
-      best: tokens that no other window has more context around.
+      start: position of the first token of the answer; 0 if the window does not contain it.
+      end: position of the last token of the answer; 0 likewise.
+      impossible: 1 if the question has no answer.
+      best: tokens for which this window has the most context of all windows.
     """
 
     start: NotRequired[Int32[Any, " B"]]

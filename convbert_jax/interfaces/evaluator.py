@@ -1,8 +1,8 @@
-"""How numbers of a whole set come from outputs of batches, where sums alone do not do.
+"""Streaming metrics (init, update, finish), including metrics that are not means.
 
-On the device a compiled function gives outputs for each batch; an evaluator takes them on the host,
-one batch after the other. So it may add (a loss), keep what is needed of every row (an exact area
-under the ROC curve, answers out of several windows) or count pieces of text (BLEU).
+A compiled function computes outputs of each batch on the device; an evaluator updates its state on
+the host, batch by batch. It can sum (loss), keep values of every row (exact AUC, answers from
+several windows) or count n-grams (BLEU).
 """
 
 import dataclasses
@@ -10,23 +10,23 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 State = TypeVar("State")
-Outputs = Mapping[str, Any]  # of one batch: name -> numpy arrays
+Outputs = Mapping[str, Any]  # name -> numpy arrays, of one batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator(Generic[State]):
-    """Named numbers of a set of rows, as three functions on the host.
+    """Metrics of a set of rows, as three host functions.
 
-    What the outputs are is between the evaluator and the function that gives them. They are of the
-    global batch: on several processes each one sees all rows and comes to the same numbers. Rows
-    that only fill up a batch are told apart by the outputs (weight 0, or an index below 0).
+    The evaluator and the function that computes the outputs agree on their names. Outputs contain
+    the global batch, so all processes compute the same metrics. Rows that pad a batch are marked in
+    the outputs (weight 0 or a negative index).
 
     Attributes:
-      names: of the numbers, known before anything is evaluated.
-      init: () -> state of no rows.
-      update: (state, outputs of one batch) -> state with those; may change the one it is given.
-      finish: state -> {name: number}, all of `names`; NaN where nothing was counted. The state
-        stays as it is, so that more may follow.
+      names: names of the metrics.
+      init: () -> initial state.
+      update: (state, outputs of one batch) -> new state; may modify its argument.
+      finish: state -> {name: value} for all `names`; NaN if nothing was counted. Does not modify
+        the state, so that updates may follow.
     """
 
     names: tuple[str, ...]
@@ -35,7 +35,7 @@ class Evaluator(Generic[State]):
     finish: Callable[[State], dict[str, float]]
 
     def over(self, batches: Iterable[Outputs]) -> dict[str, float]:
-        """The numbers of some batches' outputs."""
+        """Computes the metrics of the outputs of some batches."""
         state = self.init()
         for outputs in batches:
             state = self.update(state, outputs)

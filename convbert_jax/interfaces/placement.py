@@ -1,4 +1,4 @@
-"""How parameters may be divided over devices, as models say it and training does it."""
+"""Partition rules of parameters: models define them, training applies them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,17 +6,21 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Divide a parameter: `tensor` names the dimension (from the end) that the tensor axis cuts,
-    if any; fsdp cuts the largest of the other dimensions that it divides. A `table`, whose rows are
-    looked up, it cuts along its rows alone, and leaves it whole where it does not divide them:
-    devices with some columns each would send activations in place of it.
+    """Partitioning of one parameter.
+
+    The fsdp axis shards the largest dimension that it divides, except `tensor`. It shards a `table`
+    by rows or not at all, because sharded columns would require communication of activations.
+
+    Attributes:
+      tensor: dimension (negative) that the tensor axis shards; None: no dimension.
+      table: whether the parameter is an embedding table, whose rows are looked up.
     """
 
     tensor: int | None = None
     table: bool = False
 
 
-REPLICATED = None  # whole on every device
+REPLICATED = None  # a full copy on every device
 
-# (regular expression over parameter paths, how these are divided); the first that matches decides.
+# (regular expression for parameter paths, partitioning); the first match applies.
 Rules = Sequence[tuple[str, Split | None]]

@@ -1,8 +1,8 @@
-"""The machine that a process is on, as the system knows it: nothing here loads jax.
+"""Properties of this machine, as reported by the operating system; does not import jax.
 
-accelerators.py  TPU chips and NVIDIA's driver
-limits.py        memory and CPUs, within the limits of a container
-packages.py      versions of what is installed
-allocator.py     how the process takes memory
-processor.py     what the processor multiplies
+accelerators.py  TPU chips and NVIDIA driver
+limits.py        memory and CPUs, with container limits
+packages.py      versions of installed packages
+allocator.py     memory allocator settings
+processor.py     CPU features
 """

@@ -1,18 +1,18 @@
-"""Accelerators as the system knows them, before jax is asked, which may wait for one for ever."""
+"""Accelerators known to the operating system; found without jax, which may wait forever for one."""
 
 import dataclasses
 import pathlib
 import re
 
 _CHIPS = ("dev/accel[0-9]*", "dev/vfio/[0-9]*")  # v2 to v4; v5 and newer
-_GOOGLE = "0x1ae0"  # of PCI; its TPUs among its devices:
+_GOOGLE = "0x1ae0"  # PCI vendor id; the device ids of its TPUs:
 _TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 _DRIVER = "proc/driver/nvidia/version"
 
 
 @dataclasses.dataclass(frozen=True)
 class Accelerators:
-    """What is there: device files of TPU chips; version of NVIDIA's driver, "" without one."""
+    """Device files of TPU chips, and the version of the NVIDIA driver ("" without one)."""
 
     chips: tuple[pathlib.Path, ...]
     driver: str
@@ -20,7 +20,7 @@ class Accelerators:
 
 def find_accelerators(root: pathlib.Path = pathlib.Path("/")) -> Accelerators:
     accel, vfio = (tuple(sorted(root.glob(pattern))) for pattern in _CHIPS)
-    chips = accel or (vfio if _has_tpu(root) else ())  # vfio hands on devices of any kind
+    chips = accel or (vfio if _has_tpu(root) else ())  # vfio also exposes other devices
     try:
         said = re.search(r"\b\d{3,}(\.\d+)+\b", (root / _DRIVER).read_text())
     except OSError:

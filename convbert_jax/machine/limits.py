@@ -1,22 +1,22 @@
-"""Memory and CPUs that this process may have, within the limits of its container."""
+"""Memory and CPUs available to this process, with the limits of its container."""
 
 import os
 import pathlib
 from collections.abc import Iterator
 
 _ROOT = pathlib.Path("/")
-_NO_LIMIT = 2**60  # what version 1 of cgroups writes in place of none, and more
+_NO_LIMIT = 2**60  # without a limit, cgroups v1 reports a number above this
 
 
 def free_memory(root: pathlib.Path = _ROOT) -> int:
-    """Bytes that programs may still take, of the machine or of what the container may have."""
+    """Returns the available memory in bytes, at most the limit of the container."""
     return min(_available_memory(root), cgroup_limits(root)[0] or _NO_LIMIT)
 
 
 def cgroup_limits(root: pathlib.Path = _ROOT) -> tuple[int | None, float | None]:
-    """(bytes of memory, CPUs) that the control groups of this process allow; None without a limit.
+    """Returns the cgroup limits (bytes of memory, CPUs) of this process; None without a limit.
 
-    Both versions of cgroups, and every group above this one.
+    Reads cgroups v1 and v2, including all parent groups.
     """
     memory: list[int] = []
     cpus: list[float] = []
@@ -34,19 +34,19 @@ def cgroup_limits(root: pathlib.Path = _ROOT) -> tuple[int | None, float | None]
 
 
 def available_threads() -> int:
-    """Cores that this process may run on, as many threads as XLA takes on a CPU."""
+    """Returns the number of cores of this process, which is XLA's number of CPU threads."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _groups(root: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Folders of the groups of this process, and of all above them."""
+    """Yields the folders of the cgroups of this process and of their parents."""
     mount = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         start = mount / controllers if controllers else mount
-        # In a container the path may be that of the host, which is not mounted here.
+        # In a container this may be a path on the host, which is not mounted here.
         for part in (pathlib.PurePosixPath(path), *pathlib.PurePosixPath(path).parents):
             yield start / part.relative_to("/")
 

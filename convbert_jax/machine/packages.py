@@ -1,4 +1,4 @@
-"""Versions of installed packages, and what they ask of each other; needs none of them, nor jax."""
+"""Versions and requirements of installed packages, read without importing them."""
 
 import importlib.metadata
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from packaging.requirements import Requirement
 
 
 def installed(name: str) -> str | None:
-    """The version of a package, None where it is absent."""
+    """Returns the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -15,10 +15,11 @@ def installed(name: str) -> str | None:
 
 
 def unmet(requirements: Iterable[str], extra: str) -> list[tuple[str, str]]:
-    """(what is asked for, version that is installed or "none") of those that do not hold.
+    """Returns (requirement, installed version or "none") of each requirement that is not met.
 
     Args:
-      requirements: as a package declares them; those of other extras and Pythons do not count.
+      requirements: requirements in the form of package metadata.
+      extra: extra whose requirements are included; markers that do not apply are ignored.
     """
     missing = []
     for text in requirements:

@@ -1,4 +1,4 @@
-"""What the processor can do beyond what every x86-64 or ARM does."""
+"""Features of the CPU beyond the x86-64 and ARM baselines."""
 
 import functools
 import pathlib
@@ -8,9 +8,9 @@ _CPUINFO = pathlib.Path("/proc/cpuinfo")
 
 @functools.cache
 def multiplies_bfloat16(cpuinfo: pathlib.Path = _CPUINFO) -> bool:
-    """Whether it has a matrix unit for bfloat16: Intel's AMX, since Sapphire Rapids (2023).
+    """Returns whether the CPU has a matrix unit for bfloat16 (Intel AMX, Sapphire Rapids or newer).
 
-    Linux alone says so; elsewhere False.
+    Only Linux reports it; False on other systems.
     """
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")

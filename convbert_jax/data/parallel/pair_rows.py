@@ -169,7 +169,7 @@ def of_row(row, columns: tuple[str, ...], targets: Targets) -> tuple[str, ...] |
 
 
 def _texts_of(row: dict, name: str) -> list[str] | Fault:
-    """Returns the texts of a column; [] if there are none or one of them is not a string."""
+    """Returns the texts of a column; [] if it has no text or a value that is not a string."""
     text = find_value(row, name)
     parts = list(text) if isinstance(text, list | tuple) else [text]
     try:

@@ -102,7 +102,7 @@ def make(config: Config, directory: Path, source: PairSource) -> Vocabularies:
 
 
 def _first_fault(source: PairSource) -> str:
-    """Describes the first unreadable pair, for an error; "" if there is none."""
+    """Describes the first unreadable pair, for an error; "" if all pairs are readable."""
     for unit in source.units:
         for number, pair in source.pairs(unit):
             if isinstance(pair, Fault):
