@@ -1,17 +1,17 @@
-"""What a config becomes: the only place that knows models, objectives, data and training together.
+"""Commands of the package: connect config, models, objectives, data and training.
 
-start.py        what a run starts with; sequence_start.py: of models that write text
-prepared.py     what it learns from
-tasks.py        model and loss of each recipe, as the trainer takes them
-pretraining.py  all but finetune: one long run
-evaluation.py   a checkpoint of it on held-out text, without training
-writing/        sets of pairs written and scored, after training and by an evaluation
-finetuning.py   finetune: labelled tasks, many short runs
-planning/       what such a run would take of TPUs that are not here
-reports/        what a run tells at its end: a text, and a page for a browser
-prediction.py   what a model that comes out of it says of new text
-inspection.py   what the layers of a model do with text, as pictures
-results.py      what each of them returns; none of them prints
+start.py        initial weights and config of a run; sequence_start.py: for generative models
+prepared.py     training and held-out data
+tasks.py        model and loss of each recipe, as a `Task` for the trainer
+pretraining.py  long runs: every recipe except finetune
+evaluation.py   evaluation of checkpoints on held-out text
+writing/        generation and scoring of pair sets, after training and in evaluations
+finetuning.py   finetune: many short runs on labeled tasks
+planning/       memory and time of a run on devices that are not attached
+reports/        text and HTML report at the end of a run
+prediction.py   predictions of a trained model for new text
+inspection.py   plots of attention maps and convolution filters
+results.py      return values; no recipe prints
 
 Read it after `config/`.
 """

@@ -1,5 +1,6 @@
-"""A checkpoint of a long run on its held-out text, without training, or the mean of several; of
-models of pairs, also on what they write.
+"""Evaluates a checkpoint, or the mean of several, on held-out text.
+
+Pair recipes also generate texts for the held-out sources and score them.
 """
 
 import math
@@ -35,24 +36,24 @@ def evaluate(
     step: int | None = None,
     output: str | None = None,
 ) -> EvaluationResult:
-    """The held-out numbers of a checkpoint, as training would log them, kept in a file. A model of
-    pairs writes to the held-out ones and to config.decoding.test_sources, and is scored by that.
+    """Computes the held-out metrics of a checkpoint and writes them to a JSON file.
 
-    With config.decoding.average above 1 all of it is of the mean of so many checkpoints, where
-    training logs the numbers of one; file and report say of which. The run itself is left as it is,
-    and may be under way.
+    Pair recipes also generate texts for the held-out pairs and config.decoding.test_sources, and
+    score them. config.decoding.average > 1 evaluates the mean of that many checkpoints, while
+    training logs the metrics of a single one; file and report list the checkpoints. The run is not
+    changed and may still be training.
 
     Args:
       folder: workdir of the run.
-      given: as `start.read_start` takes it.
-      step: of the checkpoint, default the newest.
-      output: JSON file to write, default WORKDIR/evaluation/step-N.json. Sets that it has scores of
-        already stay in it.
+      given: see `start.read_start`.
+      step: step of the checkpoint, default the newest.
+      output: JSON file to write, default WORKDIR/evaluation/step-N.json. Scores of other sets that
+        it already contains are kept.
 
     Raises:
-      EvaluationError: no held-out text, or `output` cannot be written, or is somebody else's.
-      WorkdirError: no such checkpoint.
-      ScoreError: what scores the texts is not installed.
+      EvaluationError: there is no held-out text, or `output` cannot be written or is another file.
+      WorkdirError: the checkpoint does not exist.
+      ScoreError: the library for scoring is not installed.
       UserError: the corpus or the checkpoint cannot be read.
     """
     workdir = Workdir(folder)
@@ -61,7 +62,7 @@ def evaluate(
         check_output(files.to_path(output), "eval", ("workdir", "step"))
     else:
         links.check(workdir.path)
-    if step is None and jax.process_count() > 1:  # a run under way may save in between
+    if step is None and jax.process_count() > 1:  # a running job may save in between
         step = int(multihost_utils.broadcast_one_to_all(np.int32(workdir.steps()[-1])))
     found = devices.find_devices(config)
     logging.info("Evaluating on %s.", devices.describe_devices(found))
@@ -113,7 +114,7 @@ def evaluate(
 
 
 def texts_folder(file: epath.Path) -> epath.Path:
-    """Where texts lie beside a file of numbers."""
+    """Returns the folder of generated texts that belongs to a file of metrics."""
     return file.parent / file.stem
 
 
@@ -124,11 +125,12 @@ def write_numbers(
     file: epath.Path,
     sets: Sequence[scoring.Set] = (),
 ) -> None:
-    """Keeps the numbers of a checkpoint, null in place of NaN, and the scores of what it wrote,
-    beside those of other sets that are in the file.
+    """Writes metrics (NaN as null) and scores of generated texts to a JSON file.
+
+    Scores of other sets that the file already contains are kept.
 
     Args:
-      steps: of the checkpoints whose mean has these numbers, or of the one.
+      steps: steps of the averaged checkpoints, or the one step.
     """
     finite = {
         name: float(value) if math.isfinite(value) else None for name, value in values.items()
@@ -140,22 +142,22 @@ def write_numbers(
 
 
 def _read_scores(workdir: Workdir, step: int, file: epath.Path) -> dict[str, Any]:
-    """What a file of this step of this run has of sets, by name; {} of another one's."""
+    """Returns the scores in `file` by set name; {} if it is from another run or step."""
     try:
-        found = files.read_json(file, remedy="it is written anew", fields={})
+        found = files.read_json(file, remedy="it is replaced", fields={})
     except FileNotFoundError:
         return {}
     except files.DamagedFileError as error:
         logging.warning("%s", error)
         return {}
-    own = file == workdir.evaluation(step)  # also where the run has been moved
+    own = file == workdir.evaluation(step)  # also if the run has been moved
     same = own or (found.get("workdir"), found.get("step")) == (str(workdir), step)
     scores = found.get("scores")
     return scores if same and isinstance(scores, dict) else {}
 
 
 def _read_params(workdir: Workdir, config: Config, abstract, step: int | None):
-    """(steps of the checkpoints, parameters), the mean of several."""
+    """Returns (steps of the checkpoints, their parameters or mean parameters)."""
     if config.writes_text and config.decoding.average > 1:
         return read_mean(workdir, config, step)
     step, params = checkpoint_reading.load_params(workdir.checkpoints, abstract, step)
@@ -163,29 +165,29 @@ def _read_params(workdir: Workdir, config: Config, abstract, step: int | None):
 
 
 def check_output(file: epath.Path, mode: str, names: Collection[str]) -> None:
-    """Makes the folder of a JSON file that `mode` is to write.
+    """Creates the folder of a JSON file that `mode` will write.
 
     Args:
-      names: what such a file has; another one that is there is not replaced.
+      names: keys of such a file; an existing file without them is not replaced.
 
     Raises:
-      EvaluationError: it cannot be made, or something else would be lost.
+      EvaluationError: the folder cannot be created, or another file would be overwritten.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise evaluation.EvaluationError(
-            f"--output={file} cannot be written ({error.strerror}); name another file.",
+            f"--output={file} cannot be written: {error.strerror}. Use another file.",
             field="--output",
             path=file,
         ) from None
     if file.is_dir():
         raise evaluation.EvaluationError(
-            f"--output={file} is a folder; name a file in it.", field="--output", path=file
+            f"--output={file} is a folder. Use a file name.", field="--output", path=file
         )
     if file.exists() and not _is_made_of(file, names):
         raise evaluation.EvaluationError(
-            f"--output={file} exists and was not written by --mode={mode}; remove it or name "
+            f"--output={file} exists and was not written by --mode={mode}. Remove it or use "
             "another file.",
             field="--output",
             path=file,
@@ -193,11 +195,11 @@ def check_output(file: epath.Path, mode: str, names: Collection[str]) -> None:
 
 
 def _is_made_of(file: epath.Path, names: Collection[str]) -> bool:
-    """Whether a file is empty, or a JSON object with these names."""
+    """Whether a file is empty, or a JSON object with these keys."""
     try:
         if file.is_file() and file.read_bytes():
             files.read_json(file, remedy="", fields=dict.fromkeys(names, object))
-        return file.is_file()  # /dev/null is none
+        return file.is_file()  # False for /dev/null
     except (OSError, files.DamagedFileError):
         return False
 

@@ -1,4 +1,4 @@
-"""Fine-tuning: weights from anywhere, labelled tasks, and the runs that follow."""
+"""Fine-tunes pre-trained weights on labeled tasks."""
 
 import dataclasses
 import math
@@ -40,7 +40,7 @@ from convbert_jax.training.environment import devices
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
 
-# What of a config fine-tuning does not read.
+# Sections and fields of a config that fine-tuning does not read.
 UNREAD = (
     *("generator", "objective", "distillation", "data", "train", "checkpoint", "outputs"),
     *("optimizer.learning_rate", "optimizer.warmup_steps"),
@@ -50,15 +50,15 @@ UNREAD = (
 def finetune(
     config: Config, folder: epath.PathLike, given: Collection[str] = ()
 ) -> FinetuningResult:
-    """Fine-tunes on every task of `config.finetune.tasks`, going on from what `folder` has.
+    """Fine-tunes on every task of `config.finetune.tasks`, resuming from `folder`.
 
-    Several processes share the work of every run, and the folder; the first one writes.
+    Several processes share the work of every run and the folder; process 0 writes.
 
     Args:
-      given: as `read_start` takes it.
+      given: see `read_start`.
 
     Raises:
-      UserError: weights, vocabulary, data and config do not fit together; see the kinds of it.
+      UserError: weights, vocabulary, data and config do not match; see its subclasses.
     """
     optimizer.check_method(config.optimizer)
     found = devices.find_devices(config)
@@ -81,10 +81,10 @@ def finetune(
 
 
 def make_mesh(config: Config, found: list[jax.Device]):
-    """The mesh of `config.mesh`, over as many of one process' devices as it asks for.
+    """Returns the mesh of `config.mesh`; a single process may use a subset of its devices.
 
     Raises:
-      ShardingError: devices or a batch size do not divide.
+      ShardingError: devices or a batch size are not divisible by the mesh axes.
     """
     sizes = dataclasses.astuple(config.mesh)
     if -1 not in sizes and jax.process_count() == 1:
@@ -99,18 +99,18 @@ def make_mesh(config: Config, found: list[jax.Device]):
 def read_start(
     config: Config, given: Collection[str] = ()
 ) -> tuple[Config, Tokenizer, Params | None]:
-    """The config with sizes and vocabulary of the weights, the vocabulary, and the weights.
+    """Returns (config with sizes and vocabulary of the weights, tokenizer, weights).
 
-    Weights are nested dicts `embeddings` and `encoder` on the host; None with
-    config.finetune.from_scratch, or without config.init_from, where config.model has the sizes.
+    Weights are nested dicts `embeddings` and `encoder` on the host. They are None with
+    config.finetune.from_scratch, and without config.init_from (config.model has the sizes).
 
     Args:
-      given: paths of fields that the user named, "tokenizer.kind" for one. They are an error where
-        the weights or the file of config.tokenizer.path contradict; other fields follow these.
+      given: paths of fields that the user set, as "tokenizer.kind". A conflict with the weights or
+        the file of config.tokenizer.path is an error; other fields are taken from these.
 
     Raises:
-      ConfigError, ConversionError: no weights, no vocabulary, one that is not theirs, or a field of
-        `given` that contradicts.
+      ConfigError, ConversionError: weights or vocabulary are missing or do not match, or a field
+        of `given` conflicts.
     """
     fields = {}
     source = None
@@ -123,14 +123,14 @@ def read_start(
         fields |= importing.tokenizer_fields(source, config, given)
     elif not config.tokenizer.path:
         raise ConfigError(
-            "config.init_from is empty; name the weights to start from, or for random ones a "
-            "vocabulary with --config.tokenizer.path=vocab.txt.",
+            "config.init_from is empty. Set it to pre-trained weights, or for random "
+            "initialization set a vocabulary with --config.tokenizer.path=vocab.txt.",
             field="config.init_from",
         )
     elif config.finetune.layers:
         raise ConfigError(
-            f"config.finetune.layers={config.finetune.layers} is of the weights of "
-            "config.init_from, which is empty; random ones have config.model.layers.",
+            f"config.finetune.layers={config.finetune.layers} has no effect without "
+            "config.init_from. For random initialization set config.model.layers.",
             field="config.finetune.layers",
             value=config.finetune.layers,
         )
@@ -154,27 +154,27 @@ def read_start(
         return config, tokenizer, None
     importing.check_vocabulary(source, tokenizer)
     if f.from_scratch:
-        logging.info("Random weights, of the sizes of %s.", config.init_from)
+        logging.info("Initialized random weights with the sizes of %s.", config.init_from)
         return config, tokenizer, None
     return config, tokenizer, _encoder_weights(source, config)
 
 
 def check_tasks(config: Config) -> None:
-    """Refuses tasks whose files are absent, before there are weights; raises as `open_tasks`."""
-    open_tasks(config, None)  # which asks for a vocabulary when they are read
+    """Checks that the files of the tasks exist, before weights are read; raises as `open_tasks`."""
+    open_tasks(config, None)  # the tokenizer is used only when a task is read
 
 
 def open_tasks(config: Config, tokenizer: Tokenizer | None) -> list[Callable[[], FinetuneTask]]:
-    """The tasks that are here, each to be read when it is called; names what is absent.
+    """Returns a function for each available task that reads it; logs missing files.
 
     Raises:
-      ConfigError: an unknown name.
-      DataError: the only task, or every task, is absent.
+      ConfigError: a task name is unknown.
+      DataError: no task is available.
     """
     names = config.finetune.tasks
     if not names:
         raise ConfigError(
-            "config.finetune.tasks is empty; name tasks, or take configs/glue.py:all",
+            "config.finetune.tasks is empty. List tasks, or use configs/glue.py:all.",
             field="config.finetune.tasks",
         )
     distill_from = config.finetune.distill_from
@@ -184,7 +184,8 @@ def open_tasks(config: Config, tokenizer: Tokenizer | None) -> list[Callable[[],
         if name in question_answering.VERSIONS:
             if teacher:
                 raise ConfigError(
-                    f"config.finetune.distill_from teaches no answers; leave it out, or {name}.",
+                    f"config.finetune.distill_from does not support question answering ({name}). "
+                    "Unset it or remove the task.",
                     field="config.finetune.distill_from",
                 )
             squad.check_present(question_answering.VERSIONS[name], config.finetune.data)
@@ -204,7 +205,7 @@ def open_tasks(config: Config, tokenizer: Tokenizer | None) -> list[Callable[[],
     for sentence in absent:
         if not makers:
             raise DataError(sentence)
-        logging.warning("Left out: %s", sentence)
+        logging.warning("Skipped a task: %s", sentence)
     return makers
 
 
@@ -215,13 +216,13 @@ def _open_source(name: str, config: Config) -> LabelledTask:
         return glue.open_task(name, config.finetune.data)
     known = ", ".join((*map(str.lower, glue.GLUE), *question_answering.VERSIONS, "own"))
     raise ConfigError(
-        f"config.finetune.tasks has '{name}', which is unknown; choose from {known}.",
+        f"config.finetune.tasks contains the unknown task '{name}'. Choose from {known}.",
         field="config.finetune.tasks",
     )
 
 
 def _tell_of_interruption(config: Config, workdir: Workdir, mesh) -> None:
-    """Leaves a page on what is finished."""
+    """Writes the HTML report of an interrupted run."""
     if jax.process_index() != 0:
         return
     if page.write(
@@ -233,13 +234,13 @@ def _tell_of_interruption(config: Config, workdir: Workdir, mesh) -> None:
             page.describe(config, mesh, UNREAD),
         ),
     ):
-        logging.info("How far it came: %s", workdir.report)
+        logging.info("Wrote a report of the finished runs: %s", workdir.report)
 
 
 def _conclude(
     config: Config, workdir: Workdir, results: list[TaskResult], mesh
 ) -> FinetuningResult:
-    """Writes table and page, and collects what the GLUE server takes."""
+    """Writes the table, the HTML report and the files for the GLUE server."""
     columns = [
         score_table.Column(
             result.task, split, metric, tuple(r.scores[split][metric] for r in result.chosen_runs)
@@ -266,12 +267,12 @@ def _conclude(
                 page.describe(config, mesh, UNREAD),
             ),
         ):
-            report += f"\nAll of it for a browser, and what to do next: {workdir.report}"
+            report += f"\nReport (HTML): {workdir.report}"
     return FinetuningResult(workdir.path, tuple(results), text, report)
 
 
 def _collect_server_files(workdir: Workdir, results: list[TaskResult]) -> None:
-    """WORKDIR/glue_server/seed-N: the files of a submission, from the chosen runs of that seed."""
+    """Copies the submission files of the chosen runs to WORKDIR/glue_server/seed-N."""
     names, made = set(prediction_files.SERVER_FILES.values()), set()
     for result in results:
         for model in map(Workdir, result.folders):
@@ -286,31 +287,31 @@ def _collect_server_files(workdir: Workdir, results: list[TaskResult]) -> None:
 
 
 def _shapes(config: Config) -> dict:
-    """Lengths that the position table has, and buckets only where padding is not read."""
+    """Limits lengths to the number of positions; drops buckets if the model reads padding."""
     f, m = config.finetune, config.model
     fields = {}
     if f.length > m.positions:
         logging.warning(
-            "Rows have %d tokens, not config.finetune.length=%d: the weights have no more "
-            "positions.",
+            "Rows have %d tokens, the number of positions of the weights, instead of "
+            "config.finetune.length=%d.",
             m.positions,
             f.length,
         )
         fields["finetune.length"] = m.positions
     if f.buckets and config.encoder.reads_padding:
         logging.warning(
-            "The convolution of these weights reads padding, so all rows are padded to the same "
-            "length: config.finetune.buckets is not used."
+            "The convolution of these weights reads padding: all rows are padded to the same "
+            "length and config.finetune.buckets is ignored."
         )
         fields["finetune.buckets"] = ()
     return fields
 
 
 def _first_layers(source: sources.Source, config: Config) -> sources.Source:
-    """`source` with as many layers of its main network as config.finetune.layers says.
+    """Keeps the first config.finetune.layers layers of the main network (0: all).
 
     Raises:
-      ConfigError: it has fewer.
+      ConfigError: the source has fewer layers.
     """
     wanted, main = config.finetune.layers, source.networks["main"]
     if not wanted:
@@ -318,7 +319,7 @@ def _first_layers(source: sources.Source, config: Config) -> sources.Source:
     if wanted > main.encoder.depth:
         raise ConfigError(
             f"config.finetune.layers={wanted}, but {config.init_from} has {main.encoder.depth} "
-            "layers; take fewer, or 0 for all.",
+            "layers. Use fewer, or 0 for all.",
             field="config.finetune.layers",
             value=wanted,
             path=config.init_from,
@@ -328,16 +329,16 @@ def _first_layers(source: sources.Source, config: Config) -> sources.Source:
         stages.append(dataclasses.replace(stage, depth=min(stage.depth, left)))
         left -= stages[-1].depth
     encoder = dataclasses.replace(main.encoder, stages=tuple(s for s in stages if s.depth))
-    logging.info("The first %d of %d layers.", wanted, main.encoder.depth)
+    logging.info("Using the first %d of %d layers.", wanted, main.encoder.depth)
     main = dataclasses.replace(main, encoder=encoder)
     return dataclasses.replace(source, networks={**source.networks, "main": main})
 
 
 def _encoder_weights(source: sources.Source, config: Config) -> Params:
-    """Those of `source`, in the stages of `config`, which may cut the same layers elsewhere."""
+    """Regroups the weights of `source` into the stages of `config`, whose bounds may differ."""
     main = source.networks["main"]
     tree = to_tree(stack(main.parameters, config.encoder))
     others = sorted(set(tree) - {"embeddings", "encoder"})
     if others:
-        logging.info("Not used of the weights: %s.", ", ".join(others))
+        logging.info("Unused parts of the weights: %s.", ", ".join(others))
     return {name: tree[name] for name in ("embeddings", "encoder")}

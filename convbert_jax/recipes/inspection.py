@@ -1,6 +1,6 @@
-"""What the layers of one model, or of two side by side, do with texts: pictures and their numbers.
+"""Plots attention maps and convolution filters of one model, or of two side by side.
 
-Where the mixers differ this knows nothing of it: it draws what they offer to a capture.
+Independent of the kind of mixer: plots whatever the layers offer to a capture.
 """
 
 import csv
@@ -31,21 +31,21 @@ from convbert_jax.recipes.results import InspectionResult
 from convbert_jax.recipes.start import read_start
 from convbert_jax.workdir import Workdir
 
-_HELDOUT = 64  # texts that are taken from the held-out ones of a run
-_SHORTEST = 8  # tokens of one
-_OCCURRENCES = 200  # of a word
-_MEMORY = 1 << 28  # bytes of maps at once,
-_NARROWEST = 32  # if no head has fewer channels
-_ENDINGS = ("", "-beside")  # of the files of one model and of the other
+_HELDOUT = 64  # number of held-out texts of a run to use
+_SHORTEST = 8  # minimum tokens of a held-out text
+_OCCURRENCES = 200  # maximum occurrences of a word
+_MEMORY = 1 << 28  # bytes of attention maps in one batch
+_NARROWEST = 32  # assumed minimum channels of a head, for _MEMORY
+_ENDINGS = ("", "-beside")  # file name suffixes of the first and the second model
 
 
 class InspectionError(UserError):
-    """There is nothing to see, or nothing to see it with."""
+    """The model, the texts or the word do not allow an inspection."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """One model with what its layers showed."""
+    """One model and the captured outputs of its layers."""
 
     model: Model
     texts: Sequence[str]
@@ -53,11 +53,11 @@ class _Seen:
     occurrences: Sequence[Occurrence]
     sums: maps.MapSums
     filters: Sequence[LayerFilters]
-    blind: Sequence[str]  # sentences on layers that show nothing
+    blind: Sequence[str]  # messages about layers without capture
 
     @property
     def mixers(self) -> list[str]:
-        """Of each layer, as it calls itself."""
+        """Name of the mixer of each layer."""
         stages = self.model.networks["main"].encoder.stages
         return [str(stage.layer.mixer) for stage in stages for _ in range(stage.depth)]
 
@@ -72,20 +72,20 @@ def inspect(
     layers: Sequence[int] = (),
     output: str | None = None,
 ) -> InspectionResult:
-    """Draws average attention maps, their diagonal concentration, and the filters of a word.
+    """Plots average attention maps, their diagonal concentration, and the filters of a word.
 
     Args:
-      path: a model as `convbert_jax.load` takes it.
-      beside: another one, for the same pictures of the same texts.
-      step: of the checkpoint of `path`, default the newest.
-      texts: file of a text a line, `.gz` or not; None: the beginnings of held-out documents of the
-        pre-training run `path`.
-      word: whose filters are drawn wherever it stands.
-      layers: of them, () the first, middle and last.
-      output: folder for what is written, default WORKDIR/inside/step-N of a run.
+      path: a model that `convbert_jax.load` accepts.
+      beside: a second model, for the same plots on the same texts.
+      step: step of the checkpoint of `path`, default the newest.
+      texts: file with one text per line, optionally `.gz`; default the beginnings of held-out
+        documents of the pre-training run `path`.
+      word: plot the convolution filters at every occurrence of this word.
+      layers: layers whose filters are plotted; () for the first, middle and last.
+      output: output folder, default WORKDIR/inside/step-N of a run.
 
     Raises:
-      UserError: no such model, texts, word or layer, or none of the layers shows anything.
+      UserError: model, texts, word or layer do not exist, or no layer offers a capture.
     """
     model = _load(path, step)
     others = [_load(beside)] if beside else []
@@ -106,8 +106,8 @@ def _load(path: str, step: int | None = None) -> Model:
     model = loading.load(path, step=step)
     if isinstance(model, TextModel):
         raise InspectionError(
-            f"{path} is a run of config.recipe='{model.config.recipe}', a model that writes text; "
-            "what layers do is shown of encoders.",
+            f"{path} is a generative model (config.recipe='{model.config.recipe}'). Only encoders "
+            "can be inspected.",
             field="config.recipe",
             value=model.config.recipe,
             path=path,
@@ -119,7 +119,7 @@ def _choose_folder(path: str, model: Model, output: str | None) -> epath.Path:
     workdir = Workdir(path)
     if not output and not workdir.holds_run():
         raise InspectionError(
-            f"{path} is no run of ours to write into; add --output=FOLDER.",
+            f"{path} is not a run of this package. Set --output=FOLDER.",
             field="--output",
             path=path,
         )
@@ -128,7 +128,7 @@ def _choose_folder(path: str, model: Model, output: str | None) -> epath.Path:
         links.check(workdir.path)
     if folder.exists() and not folder.is_dir():
         raise InspectionError(
-            f"--output={folder} is a file; name a folder.", field="--output", path=folder
+            f"--output={folder} is a file. Use a folder.", field="--output", path=folder
         )
     return folder
 
@@ -138,18 +138,17 @@ def _read_lines(texts: str) -> list[str]:
     read = [line.strip() for _, line in lines]
     if not any(read):
         raise InspectionError(
-            f"--input={texts} has no text; write one a line.", field="--input", path=texts
+            f"--input={texts} has no text. Write one text per line.", field="--input", path=texts
         )
     return [line for line in read if line]
 
 
 def _heldout_texts(path: str, model: Model, word: str | None) -> list[str]:
-    """Documents as far as they stand in one held-out row, those with the word if one is asked."""
+    """Returns documents of held-out rows, cut at row ends; with `word`, only those that have it."""
     workdir = Workdir(path)
     if not workdir.holds_run() or model.config.recipe == "finetune":
         raise InspectionError(
-            f"{path} has no held-out texts of its own; name a file of a text a line with "
-            "--input=FILE.",
+            f"{path} has no held-out texts. Pass a file with one text per line as --input=FILE.",
             field="--input",
             path=path,
         )
@@ -165,7 +164,7 @@ def _heldout_texts(path: str, model: Model, word: str | None) -> list[str]:
             break
     if not found and word:
         raise InspectionError(
-            f"--word={word} stands in none of the held-out texts of {path}; give texts with "
+            f"--word={word} does not occur in the held-out texts of {path}. Pass texts with "
             "--input=FILE.",
             field="--word",
             value=word,
@@ -173,7 +172,7 @@ def _heldout_texts(path: str, model: Model, word: str | None) -> list[str]:
         )
     if not found:
         raise InspectionError(
-            f"{path} has no held-out texts; give some with --input=FILE.",
+            f"{path} has no held-out texts. Pass texts with --input=FILE.",
             field="--input",
             path=path,
         )
@@ -194,10 +193,10 @@ def _documents(batches, model: Model) -> Iterator[str]:
 
 
 def _look(model: Model, texts: Sequence[str], word: str | None, layers: Sequence[int]) -> _Seen:
-    """Runs the model on all texts, in float32.
+    """Runs the model on all texts in float32 and collects maps and filters.
 
     Raises:
-      InspectionError: there is nothing to see.
+      InspectionError: no layer offers a capture, or `layers` does not match.
     """
     encoder = model.networks["main"].encoder
     if wrong := [layer for layer in layers if not 0 <= layer < encoder.depth]:
@@ -212,7 +211,9 @@ def _look(model: Model, texts: Sequence[str], word: str | None, layers: Sequence
     blind = _describe_blind(model, network, wanted)
     capture = tuple(name for name in wanted if any(name in offer for offer in network.offers))
     if not capture:
-        raise InspectionError(f"{model.path} shows nothing: {' '.join(blind)}", path=model.path)
+        raise InspectionError(
+            f"{model.path} has nothing to plot: {' '.join(blind)}", path=model.path
+        )
     rows, occurrences = _encode(model, texts, word)
     sums = maps.MapSums(rows.by_token["tokens"].shape[1])
     filters: dict[int, list[np.ndarray]] = {}
@@ -226,7 +227,7 @@ def _look(model: Model, texts: Sequence[str], word: str | None, layers: Sequence
     found = [LayerFilters(layer, np.stack(each)) for layer, each in sorted(filters.items())]
     if layers and filters and not set(layers) & filters.keys():
         raise InspectionError(
-            f"--layers={','.join(map(str, layers))}: none of these has filters; choose from "
+            f"--layers={','.join(map(str, layers))}: these layers have no filters. Choose from "
             f"{', '.join(map(str, sorted(filters)))}.",
             field="--layers",
             value=",".join(map(str, layers)),
@@ -235,7 +236,7 @@ def _look(model: Model, texts: Sequence[str], word: str | None, layers: Sequence
 
 
 def _describe_blind(model: Model, network: NetworkOnDevice, wanted: Sequence[str]) -> list[str]:
-    """A sentence for each stage that lacks something of what is wanted."""
+    """Returns a message for each stage that does not offer all captures of `wanted`."""
     sentences, first = [], 0
     names = {"attention": "attention maps", "filters": "filters of a word"}
     for stage, offer in zip(model.networks["main"].encoder.stages, network.offers, strict=True):
@@ -251,7 +252,7 @@ def _describe_blind(model: Model, network: NetworkOnDevice, wanted: Sequence[str
 
 
 def _encode(model: Model, texts: Sequence[str], word: str | None) -> tuple[Rows, list[Occurrence]]:
-    """Rows of the texts, and where the word stands in them."""
+    """Returns the padded rows of the texts and the occurrences of the word in them."""
     special, occurrences, pieces = model.tokenizer.special, [], []
     cut = 0
     for number, (ids, places) in enumerate(model.tokenizer.encode_with_offsets(texts)):
@@ -262,18 +263,18 @@ def _encode(model: Model, texts: Sequence[str], word: str | None) -> tuple[Rows,
             occurrences += word_filters.find(word, number, texts[number], places[:kept])
     if cut:
         logging.warning(
-            "%s: %d of %d texts are cut to %d tokens.", model.path, cut, len(texts), model.length
+            "%s: truncated %d of %d texts to %d tokens.", model.path, cut, len(texts), model.length
         )
     if word and not occurrences:
         raise InspectionError(
-            f"--word={word} stands in none of the {len(texts)} texts that {model.path} reads; give "
-            "texts with --input=FILE.",
+            f"--word={word} does not occur in the {len(texts)} texts for {model.path}. Pass texts "
+            "with --input=FILE.",
             field="--word",
             value=word,
             path=model.path,
         )
     if len(occurrences) > _OCCURRENCES:
-        logging.info("The first %d of %d occurrences.", _OCCURRENCES, len(occurrences))
+        logging.info("Using the first %d of %d occurrences.", _OCCURRENCES, len(occurrences))
     rows = pad_rows(pieces, max(map(len, pieces)), pad=special.pad)
     return rows, occurrences[:_OCCURRENCES]
 
@@ -281,8 +282,9 @@ def _encode(model: Model, texts: Sequence[str], word: str | None) -> tuple[Rows,
 def _run(
     model: Model, network: NetworkOnDevice, rows: Rows, capture: tuple[str, ...]
 ) -> Iterator[dict[str, dict[int, np.ndarray]]]:
-    """For each text name -> layer -> what was seen, without padding: attention [H, n, n], filters
-    [n, H, K].
+    """Yields name -> layer -> captured array of each text, without padding.
+
+    Shapes: attention [H, n, n], filters [n, H, K].
     """
     encoder, length = model.networks["main"].encoder, rows.by_token["tokens"].shape[1]
     heads = encoder.depth * max(1, encoder.hidden_size // _NARROWEST)
@@ -322,9 +324,7 @@ def _draw(
 
 
 def _write(folder: epath.Path, seen: Sequence[_Seen], word: str | None) -> None:
-    """numbers.json; concentration.csv and filters.csv, a line for each head and each filter; the
-    mean maps as NumPy has them.
-    """
+    """Writes numbers.json, concentration.csv (per head), filters.csv (per filter) and maps.npz."""
     files.write_json(folder / "numbers.json", [_numbers(each, word) for each in seen])
     by_head, by_filter, arrays = [], [], {}
     for each, ending in zip(seen, _ENDINGS, strict=False):
@@ -386,16 +386,16 @@ def _describe(seen: Sequence[_Seen], folder: epath.Path, word: str | None) -> st
         if each.sums.texts:
             shares = np.concatenate([layer.concentration for layer in each.sums.layers()])
             lines.append(
-                f"  {shares.mean():.0%} of attention stays within {each.sums.window} positions, of "
-                f"single heads {shares.min():.0%} to {shares.max():.0%}; chance level "
-                f"{each.sums.chance:.0%}"
+                f"  {shares.mean():.0%} of attention stays within {each.sums.window} positions "
+                f"(single heads: {shares.min():.0%} to {shares.max():.0%}; chance level: "
+                f"{each.sums.chance:.0%})"
             )
         if each.filters:
             moved = np.concatenate([word_filters.spread(layer.filters) for layer in each.filters])
             lines.append(
-                f'  the context of "{word}", {len(each.occurrences)} times, moves '
-                f"{moved.mean():.0%} of its filters' weight, of single heads {moved.min():.0%} to "
-                f"{moved.max():.0%}"
+                f'  the context of "{word}" ({len(each.occurrences)} occurrences) changes '
+                f"{moved.mean():.0%} of its filters' weight (single heads: {moved.min():.0%} to "
+                f"{moved.max():.0%})"
             )
         lines += [f"  {sentence}" for sentence in each.blind]
-    return "\n".join([*lines, f"Pictures and numbers: {folder}"])
+    return "\n".join([*lines, f"Plots and numbers: {folder}"])

@@ -1,6 +1,4 @@
-"""What a fine-tuned model says of new text, or what one writes to it: from a file or a pipe, into a
-file or a pipe.
-"""
+"""Predicts rows of a file or pipe with a fine-tuned or generative model (`--mode=predict`)."""
 
 import contextlib
 import gzip
@@ -40,10 +38,10 @@ _PIPE = "-"  # standard input or output
 
 
 class _Opened(NamedTuple):
-    """A model in use.
+    """A loaded model.
 
     Attributes:
-      plain: whether a pipe gets texts alone, as those of a model that writes.
+      plain: write the generated texts only, one per line.
     """
 
     config: Config
@@ -63,22 +61,22 @@ def predict(
     texts: Sequence[str] = (),
     decoding: Mapping[str, Any] | None = None,
 ) -> PredictionResult:
-    """Predicts every row of a file, or every line of a pipe as it comes.
+    """Predicts every row of a file, or every line of a pipe as it arrives.
 
     Args:
-      path: of the model, as `finetuned.read_finetuned`, or a run of a model that writes text.
-      source: lines or a table (`.gz` or not, FILE.json#KEY), "-" is standard input.
-      output: file to make, .tsv or .csv for a table, else JSON lines, `.gz` or not; "-" is standard
-        output. Of a model that writes text, standard output and .txt have a plain line for each
-        row. It is there when all is predicted; JSON lines of a file that a stop cut short are kept
-        beside it, and the same call goes on after them.
+      path: model folder, see `finetuned.read_finetuned`, or a run of a generative model.
+      source: lines or a table (optionally `.gz`; FILE.json#KEY), "-" for standard input.
+      output: new file: .tsv or .csv for a table, else JSON lines, optionally `.gz`; "-" for
+        standard output. With a generative model, standard output and .txt get one plain line per
+        row. The file appears when all rows are predicted. JSON lines of an interrupted call are
+        kept in FILE.unfinished, and the same call resumes after them.
       input_format: one of `config.own_task.INPUT_FORMATS`.
-      texts: columns with the one text or the two; () those that the model learned from.
-      decoding: other fields of config.decoding, by name, for a model that writes text.
+      texts: columns of the text or text pair; () for the columns of the training data.
+      decoding: fields of config.decoding to change, by name, for a generative model.
 
     Raises:
-      UserError: no such model or file, `output` exists or is being written, or nothing that the
-        model reads.
+      UserError: model or file do not exist, `output` exists or is being written by another
+        process, or the input has no row that the model can read.
     """
     _check_output(output)
     given = _open_input(source)
@@ -97,8 +95,8 @@ def _open_model(
             return _open_writer(workdir, config, output, texts, decoding)
     if decoding:
         raise ConfigError(
-            f"--config.decoding.{next(iter(decoding))} has no effect: {path} is no model that "
-            "writes text; --mode=predict goes by the config of the model.",
+            f"--config.decoding.{next(iter(decoding))} has no effect: {path} is not a generative "
+            "model. Leave it out.",
             field=f"config.decoding.{next(iter(decoding))}",
             path=path,
         )
@@ -116,8 +114,8 @@ def _open_writer(
     plain = _is_pipe(output) or _ending(output) == ".txt"
     if plain and config.decoding.n_best > 1:
         raise ConfigError(
-            f"config.decoding.n_best={config.decoding.n_best} texts of a row are no plain line; "
-            "name a file for them, as --output=FILE.jsonl.",
+            f"config.decoding.n_best={config.decoding.n_best} needs JSON lines or a table. "
+            "Use --output=FILE.jsonl.",
             field="config.decoding.n_best",
             value=config.decoding.n_best,
         )
@@ -166,25 +164,24 @@ def _predict(
             return PredictionResult(done + new, done)
         except prediction_stream.NothingPredictedError:
             if goes_on:
-                kept.unlink(missing_ok=True)  # nothing in it is worth to go on from
+                kept.unlink(missing_ok=True)  # contains no prediction to resume from
             raise
-        except BrokenPipeError:  # whoever reads the output has enough, as `head -1` has
-            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # for what is buffered
+        except BrokenPipeError:  # the reader of the output has exited, like `head -1`
+            # Buffered output is flushed at exit and must not fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
             return PredictionResult(0, 0)
 
 
 def _open_input(source: str) -> tuple[str, Source, str, bool]:
-    """(name, what to read, key of a JSON list, whether it comes little by little).
+    """Returns (name, source, key of a JSON list, whether rows arrive over time).
 
     Raises:
-      ConfigError: there is nothing to read.
+      ConfigError: the source cannot be read.
     """
     if source == _PIPE:
         if sys.stdin is None:
-            raise ConfigError(
-                "standard input is closed; name a file with --input=FILE.", field="--input"
-            )
-        # a file object of our own: a thread may wait in it for ever when the process ends
+            raise ConfigError("standard input is closed. Use --input=FILE.", field="--input")
+        # Not sys.stdin: at exit a thread may still be blocked in a read.
         return "standard input", Stream("standard input", open(0, "rb", closefd=False)), "", True
     name, key = source, ""
     path = expand(source)
@@ -194,7 +191,7 @@ def _open_input(source: str) -> tuple[str, Source, str, bool]:
     try:
         with open(path, "rb") as file:
             is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            if not is_file:  # a named pipe, which is opened but once
+            if not is_file:  # a named pipe can be opened only once
                 file = os.fdopen(os.dup(file.fileno()), "rb")
     except OSError as error:
         raise ConfigError(
@@ -204,30 +201,32 @@ def _open_input(source: str) -> tuple[str, Source, str, bool]:
 
 
 def _is_pipe(output: str) -> bool:
-    """Whether it is written as it is made."""
+    """Whether the output is a pipe or device, written directly."""
     return output == _PIPE or _is_special(expand(output))
 
 
 def _check_output(output: str) -> None:
     if output == _PIPE:
         if sys.stdout is None:
-            raise ConfigError(
-                "standard output is closed; name a file with --output=FILE.", field="--output"
-            )
+            raise ConfigError("standard output is closed. Use --output=FILE.", field="--output")
         return
     path = expand(output)
     if path.exists() and not _is_special(path):
         raise ConfigError(
-            f"--output={output} exists; remove it or name another.", field="--output", path=output
+            f"--output={output} exists. Remove it or use another file.",
+            field="--output",
+            path=output,
         )
     if not path.parent.is_dir():
         raise ConfigError(
-            f"--output={output}: there is no folder {path.parent}.", field="--output", path=output
+            f"--output={output}: the folder {path.parent} does not exist.",
+            field="--output",
+            path=output,
         )
 
 
 def _may_go_on(output: str) -> bool:
-    """After a stop: JSON lines in a plain file, which can be compared to the input."""
+    """Whether predictions can be resumed: only JSON lines can be compared to the input."""
     path = expand(output)
     if _is_pipe(output):
         return False
@@ -236,7 +235,7 @@ def _may_go_on(output: str) -> bool:
 
 @contextlib.contextmanager
 def _alone(output: str) -> Iterator[None]:
-    """Keeps other processes from what is written of `output`; leaves nothing that is empty."""
+    """Locks the unfinished file of `output` against other processes; removes it if empty."""
     path = expand(output)
     if _is_pipe(output):
         yield
@@ -245,19 +244,19 @@ def _alone(output: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(open(kept, "ab", opener=links.no_follow))
-            unlockable = f"{kept} cannot be locked; let one process write it."
-            free = try_lock(file, unlockable) and _is_at(file, kept)  # not moved or gone meanwhile
+            unlockable = f"{kept} cannot be locked. Write it with a single process."
+            free = try_lock(file, unlockable) and _is_at(file, kept)  # not moved or removed
         except OSError as error:
             raise _unwritable(output, error) from None
         if not free:
             raise ConfigError(
-                f"--output={output} is being written by another process; wait for it, or name "
-                "another.",
+                f"--output={output} is being written by another process. Wait for it or use "
+                "another file.",
                 field="--output",
                 path=output,
             )
         try:
-            _check_output(output)  # again: another process may have ended since
+            _check_output(output)  # again: another process may have finished it
             yield
         finally:
             if _is_at(file, kept) and not kept.stat().st_size:
@@ -300,7 +299,7 @@ def _unwritable(output: str, error: OSError) -> ConfigError:
 
 
 def _is_special(path: Path) -> bool:
-    """A named pipe or a device, which is written as it is."""
+    """Whether the path is a named pipe or a device."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 

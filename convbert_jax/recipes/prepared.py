@@ -1,4 +1,4 @@
-"""What a recipe learns from, prepared: a corpus, or pairs of texts; the rest sees no difference."""
+"""Prepares and opens the data of a recipe: a corpus or text pairs, with one interface."""
 
 import contextlib
 import dataclasses
@@ -30,12 +30,12 @@ from convbert_jax.workdir import Workdir
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """What a step takes, on average over batches.
+    """Cost of a training step, averaged over batches.
 
     Attributes:
-      tokens: input positions, of source and target.
-      flops: of forward and backward.
-      shapes: that batches have.
+      tokens: input positions, source plus target.
+      flops: forward and backward FLOPs.
+      shapes: number of distinct batch shapes.
     """
 
     tokens: int
@@ -45,16 +45,16 @@ class Effort:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What is learned from.
+    """Training and held-out data of a recipe.
 
     Attributes:
-      tokenizers: of what is read and of what is written; one object twice where they are one.
+      tokenizers: of source and target; the same object twice if they share one.
       training: (mesh) -> endless batches of this process.
-      heldout: (mesh) -> what gives the held-out batches of this process, from the first, each time
-        it is called.
-      effort: (mesh) -> what a step takes.
-      corpus: None of pairs.
-      pairs: None of a corpus.
+      heldout: (mesh) -> function that returns a new iterator over the held-out batches of this
+        process.
+      effort: (mesh) -> cost of a training step.
+      corpus: None for pairs.
+      pairs: None for a corpus.
     """
 
     tokenizers: tuple[Tokenizer, Tokenizer]
@@ -72,25 +72,25 @@ class Data:
 def prepare(
     config: Config, directory: epath.Path, runner: Runner | None = None, *, compare: bool = False
 ) -> corpora.Corpus | parallel_text.ParallelText:
-    """Makes tokenizer and shards, or finds them; those for a bucket are made in the copy of it on
-    this machine, and put there.
+    """Builds tokenizer and shards, or opens existing ones.
+
+    For a bucket, they are built in a local copy and then uploaded.
 
     Args:
-      compare: reads the sources of finished units again even if no file seems to have changed.
+      compare: read the sources of finished units again even if no file seems to have changed.
 
     Raises:
-      DataError: a runner whose workers would have to share a bucket; and as a corpus and parallel
-        text do.
+      DataError: `runner` is combined with a bucket, or the data cannot be prepared.
     """
     if runner and files.is_remote(directory):
         raise DataError(
-            f"{directory} is a bucket, and the workers of a runner write to a disk that they "
-            "share; name a folder there with --config.data.directory.",
+            f"{directory} is a bucket, but the workers of a Beam runner need a shared disk. "
+            "Set --config.data.directory to a folder on it.",
             field="config.data.directory",
             path=directory,
         )
-    # What is finished is on disk, and what trains a vocabulary hears no signal for many minutes; a
-    # runner has processes of its own, which it ends itself.
+    # Finished units are on disk, and vocabulary training does not react to signals for minutes, so
+    # the process may exit at once. A runner stops its workers itself.
     stoppable = contextlib.nullcontext() if runner else interrupts.nothing_to_save()
     with _on_disk(config, directory) as here, stoppable:
         found = _kind(config).prepare(config, here, runner, compare=compare)
@@ -100,11 +100,11 @@ def prepare(
 
 
 def open_data(config: Config, workdir: Workdir) -> Data:
-    """What the config learns from, prepared if this is the only process.
+    """Opens the data of the config; a single process prepares it if needed.
 
     Raises:
-      DataError: it is one of several, which would wait for the one that prepares; and as `prepare`.
-      RollCallError: another process has other data, or another config.
+      DataError: the data is not prepared and there are several processes; and as `prepare`.
+      RollCallError: data or config differ between processes.
     """
     directory, processes = workdir.data(config), jax.process_count()
     if processes == 1:
@@ -113,10 +113,10 @@ def open_data(config: Config, workdir: Workdir) -> Data:
         with _on_disk(config, directory) as here:
             found = _kind(config).open_prepared(config, here)
         if not found:
-            shared = "" if files.is_remote(directory) else ", on a disk that all of them read,"
+            shared = "" if files.is_remote(directory) else ", on a disk that all of them can read"
             raise DataError(
-                f"{directory} is not prepared, and {processes} processes would wait for it; start "
-                f"the command once with --mode=prepare, as one process{shared} and then again.",
+                f"{directory} is not prepared, and {processes} processes were started. First run "
+                f"the same command with --mode=prepare as a single process{shared}.",
                 field="--mode",
                 path=directory,
             )
@@ -130,9 +130,7 @@ def _kind(config: Config):
 
 @contextlib.contextmanager
 def _on_disk(config: Config, directory: epath.Path) -> Iterator[Path]:
-    """The folder, or the copy of one in a bucket; what is refused is told of the folder that the
-    user named.
-    """
+    """Yields the folder, or the local copy of a bucket; errors name the user's path."""
     here = bucket.fetch(directory, config.data.cache)
     try:
         yield here
@@ -147,8 +145,13 @@ def _on_disk(config: Config, directory: epath.Path) -> Iterator[Path]:
 
 
 def check_batches(config: Config, mesh: Mesh, *, training: bool = True) -> None:
-    """Raises ShardingError for a batch, or rows, that do not split evenly, when `training` into
-    microbatches too; batches of pairs are made to, if the lengths that they are padded to do.
+    """Checks that batch size and row length are divisible by the mesh axes.
+
+    With `training` the batch must also be divisible into microbatches. For pairs only the length
+    multiple is checked: their batches are built to be divisible.
+
+    Raises:
+      ShardingError: a size is not divisible.
     """
     if config.reads_pairs:
         multiple = config.parallel.length_multiple
@@ -194,7 +197,7 @@ def _of_corpus(config: Config, corpus: corpora.Corpus) -> Data:
 
 
 def effort_of_corpus(config: Config) -> Effort:
-    """Of rows of config.data.length."""
+    """Returns the cost of a step on rows of config.data.length tokens."""
     tokens = config.train.batch_size * config.data.length
     return Effort(tokens, tokens * flops.training_flops_per_token(config))
 

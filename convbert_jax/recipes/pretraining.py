@@ -1,4 +1,4 @@
-"""One long run: pre-training, and training of models that write text."""
+"""Runs pre-training and the training of generative models."""
 
 import dataclasses
 import functools
@@ -40,18 +40,18 @@ def prepare(
     runner: str | None = None,
     runner_options: Sequence[str] = (),
 ) -> None:
-    """Makes tokenizer and shards for `config` in the workdir `folder`, or finds them there.
+    """Builds tokenizer and shards for `config` in the workdir `folder` unless they exist.
 
     Args:
-      given: as `start.read_start` takes it.
-      runner, runner_options: of Apache Beam, as `beam_pipeline.open_runner` takes them; None:
-        processes of this machine do it.
+      given: see `start.read_start`.
+      runner, runner_options: Apache Beam runner, see `beam_pipeline.open_runner`; None for local
+        processes.
 
     Raises:
-      DataError: a runner that cannot be used, and as preparing does.
+      DataError: the runner is not available, or the data cannot be prepared.
     """
     if config.recipe == "finetune":
-        logging.info("Fine-tuning has nothing to prepare: it reads its tasks when it starts.")
+        logging.info("Nothing to prepare: fine-tuning reads its tasks when it starts.")
         return
     opened = beam_pipeline.open_runner(runner, runner_options) if runner else None
     workdir = Workdir(folder)
@@ -63,10 +63,10 @@ def prepare(
 
 
 def show(config: Config, folder: epath.PathLike, given: Collection[str] = ()) -> str:
-    """What a config comes to, as `overview.describe` says it; nothing is started or written.
+    """Returns a summary of a config, see `overview.describe`; starts and writes nothing.
 
     Args:
-      given: as `start.read_start` takes it; files and weights that the config names are read.
+      given: see `start.read_start`; files and weights of the config are read.
     """
     if config.recipe == "finetune":
         config, *_ = finetuning.read_start(config, given)
@@ -80,13 +80,13 @@ def show(config: Config, folder: epath.PathLike, given: Collection[str] = ()) ->
 def pretrain(
     config: Config, folder: epath.PathLike, given: Collection[str] = ()
 ) -> PretrainingResult:
-    """Pre-trains in the workdir `folder`, resuming what is there.
+    """Pre-trains in the workdir `folder`, resuming from its newest checkpoint.
 
     Args:
-      given: as `start.read_start` takes it.
+      given: see `start.read_start`.
 
     Raises:
-      UserError: what cannot be used, or gave out; see the kinds of it and `loop.train`.
+      UserError: invalid config, data or weights, or a failed run; see `loop.train`.
     """
     trackers.check_tracker(config.train.tracker)
     optimizer.check_method(config.optimizer)
@@ -110,13 +110,13 @@ def pretrain(
         teaching.bind(workdir, config, teacher, writer=writer)
         if idle := _idle_fields(config):
             logging.info(
-                "Without effect, as each stage has its own or a mixer that does not read it: %s.",
+                "Ignored (set per stage, or not read by the mixer): %s.",
                 ", ".join(f"config.model.{f}={getattr(config.model, f)}" for f in idle),
             )
         if not config.writes_text:
             _tell_of_encoder(config)
         data = prepared.open_data(config, workdir)
-        # What was "auto" is decided; whoever opens the run reads what was chosen.
+        # Later calls read the values chosen for "auto" from the kept config.
         config = dataclasses.replace(config, tokenizer=data.tokenizers[0].section)
         if writer:
             workdir.keep_config(config)
@@ -147,14 +147,14 @@ def pretrain(
             if writer:
                 try:
                     _tell_of_failure(config, workdir, task, str(error), mesh)
-                except Exception as another:  # it must not hide the one that is to be told
-                    logging.warning("There is no page of the run: %s", another)
+                except Exception as another:  # must not replace the training error
+                    logging.warning("Cannot write the report of the run: %s", another)
             raise
         return _conclude(config, workdir, data, task, result, mesh)
 
 
 def _unread(config: Config) -> tuple[str, ...]:
-    """Sections that the recipe does not read."""
+    """Returns the config sections that the recipe does not read."""
     of_tasks = ("finetune", "task", "outputs")
     if not config.writes_text:
         return (*of_tasks, "sequence", "parallel", "decoding")
@@ -168,18 +168,19 @@ def _idle_fields(config: Config) -> list[str]:
 
 
 def _tell_of_encoder(config: Config) -> None:
-    """What the log says of an encoder's run at its start."""
+    """Logs notes about an encoder at the start of its run."""
     networks = outline(config)
     if networks["main"].masked:
         logging.info(
-            "The convolutions ignore padding; those of an export for transformers, "
-            "sentence-transformers or ONNX read it. If padded batches must give the same outputs "
-            "there, train with --config.model.mask_convolution=false "
-            "--config.data.layout=electra. See docs/weights.md#padded-batches."
+            "The convolutions ignore padding, but those of exports for transformers, "
+            "sentence-transformers and ONNX read it. For equal outputs on padded batches train "
+            "with --config.model.mask_convolution=false --config.data.layout=electra. See "
+            "docs/weights.md#padded-batches."
         )
     if first := config.objective.masked_lm_steps:
         logging.info(
-            "Steps 1 to %d train the encoder on masked words, those from %d on on replaced tokens.",
+            "Steps 1 to %d train the encoder on masked words, later steps (from %d) on replaced "
+            "tokens.",
             first,
             first + 1,
         )
@@ -188,7 +189,7 @@ def _tell_of_encoder(config: Config) -> None:
 
 
 def _publish(config: Config, workdir: Workdir, tokenizer: Tokenizer, step: int, params):
-    """Writes WORKDIR/huggingface/step-N, to be uploaded as a revision."""
+    """Exports the parameters to WORKDIR/huggingface/step-N."""
     params = sharding.gather(params)
     if jax.process_index() == 0:
         conversion.write_huggingface(
@@ -204,7 +205,7 @@ def _publish(config: Config, workdir: Workdir, tokenizer: Tokenizer, step: int, 
 def _conclude(
     config, workdir, data: Data, task: Task, result: loop.Result, mesh
 ) -> PretrainingResult:
-    """What the run came to, told by the first process."""
+    """Writes the report on process 0 and returns the result."""
     metrics, curves, sets, text = [], None, (), ""
     if jax.process_index() == 0:
         metrics = reporting.read_undamaged(workdir.metrics)
@@ -215,7 +216,7 @@ def _conclude(
         if not report.interrupted:
             text = reports.describe(report, page=written)
         elif written:
-            logging.info("How far it came: %s", workdir.report)
+            logging.info("Wrote the report of the interrupted run: %s", workdir.report)
         curves = workdir.curves if report.picture else None
         sets = report.written
     return PretrainingResult(
@@ -231,19 +232,19 @@ def _conclude(
 
 
 def _tell_of_failure(config, workdir, task: Task, failed: str, mesh) -> None:
-    """Leaves the page of a run that an error has ended, with its curves up to there."""
+    """Writes the HTML report of a failed run, with its curves up to the failure."""
     metrics = reporting.read_undamaged(workdir.metrics)
     if not metrics:
-        return  # there is nothing to look at but the error, which is told anyway
+        return  # the error is printed anyway
     step = metrics[-1]["step"]
     report = _begin_report(config, workdir, metrics, step=step, interrupted=True, failed=failed)
     params = abstract_params(config)
     if page.write(workdir, lambda: _make_page(report, task, params, metrics, mesh)):
-        logging.info("How far it came: %s", workdir.report)
+        logging.info("Wrote the report of the failed run: %s", workdir.report)
 
 
 def _begin_report(config, workdir, metrics, **fields) -> PretrainingReport:
-    """What takes no time to tell."""
+    """Returns the parts of a report that need no computation."""
     evaluations = [record for record in metrics if record["split"] == "validation"]
     last = evaluations[-1] if evaluations else {}
     return PretrainingReport(
@@ -257,9 +258,7 @@ def _begin_report(config, workdir, metrics, **fields) -> PretrainingReport:
 
 
 def _report(config, workdir, data: Data, result: loop.Result, metrics, mesh) -> PretrainingReport:
-    """What there is to tell; of an interrupted run what takes no time, as a machine that is taken
-    away gives little.
-    """
+    """Returns the full report; for an interrupted run (preemption) only the fast parts."""
     report = _begin_report(
         config, workdir, metrics, step=result.step, interrupted=result.interrupted
     )
@@ -270,9 +269,9 @@ def _report(config, workdir, data: Data, result: loop.Result, metrics, mesh) -> 
         suspects = held_out_text.detect(config, data.corpus, result.state.params)
     try:
         picture = pretraining_report.plot_curves(report.curves, workdir.curves, report.title)
-    except Exception as error:  # as with the page: the run itself is done
+    except Exception as error:  # a failed plot must not fail a finished run
         picture = False
-        logging.warning("%s could not be drawn (%s); the run is kept.", workdir.curves, error)
+        logging.warning("Cannot plot %s (%s); the run is complete.", workdir.curves, error)
     sets, unwritten = [], ""
     if config.reads_pairs:
         heldout = result.evaluation if report.evaluated == result.step else {}
@@ -308,11 +307,15 @@ def _write_and_score(
     result: loop.Result,
     heldout: Mapping[str, float],
 ) -> tuple[list[scoring.Set], str]:
-    """What the model writes to the held-out pairs, or what keeps it from that, for the report: the
-    run itself is done.
+    """Generates texts for the held-out pairs and scores them, for the report.
+
+    Errors are returned, not raised, because training is complete.
 
     Args:
-      heldout: numbers of this step, to be kept beside the scores; {} if it was not evaluated.
+      heldout: held-out metrics of this step, written with the scores; {} if it was not evaluated.
+
+    Returns:
+      (scored sets, reason if the held-out pairs were not scored).
     """
     if not scoring.can_score():
         return [], scoring.NOT_SCORED
@@ -331,8 +334,8 @@ def _write_and_score(
             tests={},
         )
     except UserError as error:
-        logging.warning("Nothing was written and scored: %s", error)
-        return [], f"Nothing was written and scored: {error}"
+        logging.warning("No texts were generated and scored: %s", error)
+        return [], f"No texts were generated and scored: {error}"
     if sets:
         evaluation.write_numbers(workdir, (result.step,), heldout, file, sets)
     return sets, unwritten

@@ -1,4 +1,4 @@
-"""What recipes return: plain data, and a text for a person that `main.py` prints."""
+"""Return values of the recipes: plain data, and a report that `main.py` prints."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,22 +11,21 @@ from convbert_jax.finetuning.results import TaskResult
 
 @dataclasses.dataclass(frozen=True)
 class PretrainingResult:
-    """How a pre-training run ended.
+    """Result of a pre-training run.
 
     Attributes:
-      folder: of the run.
-      step: that it has reached.
-      metrics: one record for each log interval and evaluation, in order: `step`, `split` ("train"
-        or "validation") and the numbers by name, NaN where one was not finite;
-        `pandas.DataFrame(run.metrics)` is a table of them. Of several processes, the first one's.
-      evaluation: the held-out numbers of the last evaluation, by name; empty if there was none.
-      stopped_by: name of the signal that stopped it, with its state saved, and the same call goes
-        on; None of one that reached its last step.
-      curves: picture of `metrics`, if there was anything to draw.
-      scores: of what the model wrote to held-out pairs, as {"validation": {"bleu": 28.5, …}}; empty
-        where it wrote nothing.
-      report: numbers, an example and what to do next; "" of a run that was interrupted, and on all
-        processes but the first.
+      folder: workdir of the run.
+      step: last completed step.
+      metrics: one record per log interval and evaluation, in order: `step`, `split` ("train" or
+        "validation") and the metrics by name, NaN if not finite. `pandas.DataFrame(run.metrics)`
+        makes a table. Empty on all processes except 0.
+      evaluation: held-out metrics of the last evaluation, by name; empty if there was none.
+      stopped_by: name of the signal that stopped the run after saving (the same call resumes it);
+        None if it reached its last step.
+      curves: plot of `metrics`, if there is one.
+      scores: scores of texts generated for held-out pairs, as {"validation": {"bleu": 28.5, …}};
+        empty if none were generated.
+      report: metrics, an example and next steps; "" if interrupted, and on all processes except 0.
     """
 
     folder: epath.Path
@@ -40,21 +39,21 @@ class PretrainingResult:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal stopped it."""
+        """Whether a signal stopped the run."""
         return self.stopped_by is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationResult:
-    """A checkpoint on held-out text, or the mean of several.
+    """Held-out metrics of a checkpoint, or of the mean of several.
 
     Attributes:
-      step: of the last one that counts.
-      values: by name; NaN where there is no number.
-      file: JSON with the same, null in place of NaN.
-      report: what `main.py` prints; "" on all processes but the first.
-      scores: of what a translator or its like wrote, as `PretrainingResult.scores`, of test sets
-        too.
+      folder: workdir of the run.
+      step: step of the newest checkpoint used.
+      values: metrics by name; NaN if undefined.
+      file: JSON file with the same values, NaN as null.
+      report: text that `main.py` prints; "" on all processes except 0.
+      scores: scores of generated texts, see `PretrainingResult.scores`; includes test sets.
     """
 
     folder: epath.Path
@@ -67,12 +66,12 @@ class EvaluationResult:
 
 @dataclasses.dataclass(frozen=True)
 class FinetuningResult:
-    """All runs of all tasks, those of earlier starts too.
+    """All fine-tuning runs of all tasks, including those of earlier calls.
 
     Attributes:
-      tasks: in the order of `config.finetune.tasks`.
-      table: scores beside published ones, Markdown; as in `folder`/table.md.
-      report: what `main.py` prints; "" on all processes but the first.
+      tasks: results in the order of `config.finetune.tasks`.
+      table: Markdown table of scores and published scores, same as `folder`/table.md.
+      report: text that `main.py` prints; "" on all processes except 0.
     """
 
     folder: epath.Path
@@ -83,11 +82,11 @@ class FinetuningResult:
 
 @dataclasses.dataclass(frozen=True)
 class PredictionResult:
-    """How many rows of the input have their prediction in the output.
+    """Number of predicted rows.
 
     Attributes:
-      rows: all of them; 0 where whoever reads the output, a pipe, had enough before its end.
-      kept: those of `rows` that an earlier call, which was stopped, had written.
+      rows: rows in the output; 0 if the reader of an output pipe exited early.
+      kept: rows of these that an earlier, interrupted call had written.
     """
 
     rows: int
@@ -96,11 +95,11 @@ class PredictionResult:
 
 @dataclasses.dataclass(frozen=True)
 class InspectionResult:
-    """What the layers of a model do.
+    """Result of an inspection.
 
     Attributes:
-      folder: of the pictures and numbers.
-      report: what `main.py` prints.
+      folder: folder with plots and numbers.
+      report: text that `main.py` prints.
     """
 
     folder: epath.Path
@@ -109,12 +108,12 @@ class InspectionResult:
 
 @dataclasses.dataclass(frozen=True)
 class PlanResult:
-    """What a run would take of devices that are not here.
+    """Estimated memory and time of a run on devices that are not attached.
 
     Attributes:
-      fits: whether the config as it is does.
-      numbers: all that was found, for JSON.
-      report: a text for a person.
+      fits: whether the unchanged config fits into memory.
+      numbers: all estimates, JSON-compatible.
+      report: text that `main.py` prints.
     """
 
     fits: bool

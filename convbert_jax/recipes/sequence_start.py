@@ -1,5 +1,6 @@
-"""What a run of a model that writes text starts with: its vocabularies, and the weights of another
-run, as a translator that starts from span corruption.
+"""Initial config, vocabularies and weights of a generative model.
+
+Weights may come from another run, as translation initialized from span corruption.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from convbert_jax.workdir import Workdir
 
 @dataclasses.dataclass(frozen=True)
 class RunWeights:
-    """Parameters of a run of the same kind of model."""
+    """Parameters of a run with the same kind of model."""
 
     params: Params
     step: int
@@ -27,12 +28,13 @@ class RunWeights:
 def read_start(
     config: Config, workdir: Workdir, given: Collection[str] = ()
 ) -> tuple[Config, RunWeights | None]:
-    """As `start.read_start`: the sizes and the vocabularies follow the files and the run that
-    config.init_from names.
+    """Implements `start.read_start` for generative models.
+
+    Sizes and vocabularies are taken from the vocabulary files and the run config.init_from.
 
     Raises:
-      UserError: no such file or run, one of another kind of model, or fields that were asked for
-        and contradict it.
+      UserError: a file or run does not exist, the run has another kind of model, or a field of
+        `given` conflicts with it.
     """
     config = _follow_files(config, given)
     if not config.init_from:
@@ -41,7 +43,7 @@ def read_start(
     if begun and workdir.config.exists():
         kept = use_copies(workdir, workdir.read_config())
         if (kept.recipe, kept.init_from) != (config.recipe, config.init_from):
-            return config, None  # refused later, by name
+            return config, None  # raises later, with the name of the field
         return _follow(config, _fields_of(kept), given), None
     source = Workdir(config.init_from)
     kept = _read_config(config, source)
@@ -51,15 +53,15 @@ def read_start(
     if begun:
         return config, None
     if config.parallel.from_scratch and config.reads_pairs:
-        logging.info("Random weights, of the sizes of %s.", config.init_from)
+        logging.info("Initialized random weights with the sizes of %s.", config.init_from)
         return config, None
     step, params = sources.read_params(source, kept, None)
-    logging.info("Starting from step %d of %s.", step, config.init_from)
+    logging.info("Initialized from step %d of %s.", step, config.init_from)
     return config, RunWeights(params, step)
 
 
 def _follow_files(config: Config, given: Collection[str]) -> Config:
-    """With the sizes of the vocabularies that are named."""
+    """Sets the vocabulary sizes from the vocabulary files of the config."""
     config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
     path = config.parallel.target_vocabulary
     if not path:
@@ -69,23 +71,23 @@ def _follow_files(config: Config, given: Collection[str]) -> Config:
 
 
 def _read_config(config: Config, source: Workdir) -> Config:
-    """Of the run to start from.
+    """Reads the config of the run config.init_from.
 
     Raises:
-      ConfigError: it is none, or its model is of another kind.
+      ConfigError: it is not a run, or has another kind of model.
     """
     if not source.holds_run():
         raise ConfigError(
-            f"config.init_from={config.init_from} is no run; a model that writes text starts from "
-            "the folder of a run of one.",
+            f"config.init_from={config.init_from} is not a run. Use the folder of a run of a "
+            "generative model.",
             field="config.init_from",
             value=config.init_from,
         )
     kept = source.read_config()
     if not kept.writes_text:
         raise ConfigError(
-            f"config.init_from={config.init_from} is a run of config.recipe='{kept.recipe}', an "
-            "encoder; a model that writes text starts from one that does.",
+            f"config.init_from={config.init_from} is an encoder (config.recipe='{kept.recipe}'). "
+            "Use a run of a generative model.",
             field="config.init_from",
             value=config.init_from,
         )
@@ -94,8 +96,8 @@ def _read_config(config: Config, source: Workdir) -> Config:
         if config.recipe == "causal_lm":
             one, other = other, one
         raise ConfigError(
-            f"config.init_from={config.init_from} is {one} (config.recipe='{kept.recipe}'), and "
-            f"config.recipe='{config.recipe}' is of {other}.",
+            f"config.init_from={config.init_from} is {one} (config.recipe='{kept.recipe}'), but "
+            f"config.recipe='{config.recipe}' needs {other}.",
             field="config.init_from",
             value=config.init_from,
         )
@@ -103,7 +105,7 @@ def _read_config(config: Config, source: Workdir) -> Config:
 
 
 def _fields_of(kept: Config) -> dict[str, Any]:
-    """What decides the parameters, and the vocabularies as that run names them."""
+    """Returns the fields of `kept` that determine parameter shapes and vocabularies."""
     fields = {p: v for p, v in matching.sizes_of(kept).items() if p.startswith("model.")}
     sequence, tokenizer = dataclasses.asdict(kept.sequence), dataclasses.asdict(kept.tokenizer)
     fields |= {f"sequence.{name}": value for name, value in sequence.items()}
@@ -114,10 +116,10 @@ def _fields_of(kept: Config) -> dict[str, Any]:
 
 
 def _vocabulary_of(kept: Config, source: Workdir) -> dict[str, Any]:
-    """Where the vocabularies are that lie with the run.
+    """Returns fields with the paths of the vocabularies stored in the run.
 
     Raises:
-      TokenizerError: as `read_tokenizers`.
+      TokenizerError: see `read_tokenizers`.
     """
     made = read_tokenizers(source, kept)
     fields = {"tokenizer.path": str(made[0].path.absolute())}

@@ -1,4 +1,4 @@
-"""What a run starts with: its config with what vocabulary and weights tell, and these weights."""
+"""Initial config and weights of a run."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -23,15 +23,17 @@ from convbert_jax.workdir import Workdir
 def read_start(
     config: Config, workdir: Workdir, given: Collection[str] = ()
 ) -> tuple[Config, sources.Source | RunWeights | None]:
-    """The config with what its vocabulary file and its weights tell, and the weights of
-    `config.init_from` if this start needs them; refused before any long work.
+    """Completes the config from its vocabulary file and weights, and reads `config.init_from`.
 
     Args:
-      given: paths of fields that were asked for by name, "model.layers" for one. They stay, and
-        are an error where file or weights contradict; other sizes follow these.
+      given: paths of fields that the user set, as "model.layers". A conflict with the vocabulary
+        or the weights is an error; other fields are taken from these.
+
+    Returns:
+      (config, weights); weights are None without config.init_from or if the run has begun.
 
     Raises:
-      UserError: no such file or weights, or some that do not fit.
+      UserError: vocabulary or weights do not exist or do not match the config.
     """
     workdir.data(config)
     if workdir.is_bound() and workdir.config.exists():
@@ -51,19 +53,17 @@ def read_start(
 
 
 def _keep_chosen(config: Config, kept: Config) -> Config:
-    """`config` with the values that a run has chosen where config.tokenizer is "auto"."""
+    """Replaces "auto" in config.tokenizer by the values that the run has chosen."""
     section = config.tokenizer
     chosen = {name: getattr(kept.tokenizer, name) for name in unresolved(section)}
     return dataclasses.replace(config, tokenizer=dataclasses.replace(section, **chosen))
 
 
 def _as_begun(config: Config, workdir: Workdir, given: Collection[str]) -> Config:
-    """`config` with the vocabulary and the sizes that the run in `workdir` took of its weights,
-    which need not be there any more.
-    """
+    """Takes vocabulary and sizes from the run in `workdir`; config.init_from may be gone."""
     kept = use_copies(workdir, workdir.read_config())
     if (kept.recipe, kept.init_from) != (config.recipe, config.init_from):
-        return config  # refused later, by name
+        return config  # raises later, with the name of the field
     fields = matching.sizes_of(kept)
     if not config.tokenizer.path:
         section = dataclasses.asdict(kept.tokenizer)
@@ -73,10 +73,10 @@ def _as_begun(config: Config, workdir: Workdir, given: Collection[str]) -> Confi
 
 
 def log_run(config: Config, workdir: Workdir, found: Sequence[jax.Device]) -> None:
-    """Logs name, recipe, size, folder and devices of a run."""
+    """Logs the name, recipe, size, folder and devices of a run."""
     params = abstract_params(config)
     if config.recipe == "finetune":
-        params = {name: part for name, part in params.items() if name != "head"}  # each task's own
+        params = {name: part for name, part in params.items() if name != "head"}  # differs per task
     logging.info(
         "Running %s (%s, %s parameters) in %s on %s. All fields: %s.",
         config.name,
@@ -89,7 +89,7 @@ def log_run(config: Config, workdir: Workdir, found: Sequence[jax.Device]) -> No
 
 
 def fill(config: Config, source: sources.Source | RunWeights) -> Params:
-    """Parameters to start with: of the source, and as usual where it has none."""
+    """Returns initial parameters: from the source, randomly initialized where it has none."""
     if isinstance(source, RunWeights):
         return source.params
     params, report = sources.initialize(config, source)

@@ -1,4 +1,4 @@
-"""The table recipe name -> loss, and the task that the trainer gets of it."""
+"""Losses of the recipes, and the `Task` that the trainer runs."""
 
 import dataclasses
 import functools
@@ -37,11 +37,11 @@ from convbert_jax.training.task import Params, Task
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What a recipe name stands for."""
+    """Objective, health checks and logged metrics of a recipe."""
 
     objective: ModuleType  # loss(model, batch, key, ...) -> (loss, metrics)
-    warn: Callable[[int, dict[str, float]], list[str]]
-    show: tuple[str, ...]  # metrics of the log line, if the config has them
+    warn: Callable[[int, dict[str, float]], list[str]]  # (step, metrics) -> warnings
+    show: tuple[str, ...]  # metrics of the log line, if the config computes them
 
 
 _OF_WRITING = ("token_loss", "token_accuracy", "perplexity", "word_perplexity")
@@ -71,17 +71,17 @@ def build_task(
     tokenizer: Tokenizer | None = None,
     effort: Effort | None = None,
 ) -> Task:
-    """Closes over everything static once: the only bridge between Flax and the trainer.
+    """Builds the functional `Task` of a config from its Flax model and objective.
 
     Args:
-      special: ids of the special tokens of the vocabulary, the target's of two.
-      device: one of those it will run on; decides dtype and peak FLOP/s.
-      teacher: needed to train with config.distillation.teacher; evaluations do without.
-      tokenizer: needed by causal_lm, which counts words.
-      effort: of a step, that of rows of a corpus if left out.
+      special: special token ids of the (target) vocabulary.
+      device: one of the devices to run on; determines dtype and peak FLOP/s.
+      teacher: required to train with config.distillation.teacher; unused in evaluations.
+      tokenizer: required by causal_lm, which counts words.
+      effort: cost of a step; default that of rows of a corpus.
 
     Raises:
-      ConfigError: the vocabulary lacks what the objective needs.
+      ConfigError: the vocabulary has too few sentinels for the objective.
     """
     recipe = RECIPES[config.recipe]
     graphdef, init = build(MODELS[config.recipe], config)
@@ -133,9 +133,9 @@ def build_task(
         summarize=metrics.summarize,
         evaluate=evaluate,
         evaluator=evaluator,
-        # The teacher's stages may have other mixers than those of the same number in the student.
+        # Teacher first: stage i of the teacher may have another mixer than stage i of the student.
         rules=(*(teacher.rules if teacher else ()), *_rules(config), *sharding.RULES),
-        # The first steps learn something else, which is not judged.
+        # The checks do not apply to the first steps, which train masked words.
         health=lambda step, values: warn(step - first, values),
         show=tuple(name for name in recipe.show if name in config.heldout_metrics),
         tokens_per_step=effort.tokens,
@@ -148,7 +148,7 @@ def build_task(
 
 
 def _copy_tables(params: Params, dtype: str) -> Params:
-    """Each device that divides rows with tables of its own, see `sums.copies`."""
+    """Replicates embedding tables per batch device, see `sums.copies`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: (
             sums.copies(leaf, jnp.dtype(dtype))
@@ -160,17 +160,20 @@ def _copy_tables(params: Params, dtype: str) -> Params:
 
 
 def check_sentinels(config: Config, there: int) -> None:
-    """Refuses a vocabulary that has fewer sentinels than a row has spans.
+    """Checks that the vocabulary has a sentinel for each span of a row.
+
+    Args:
+      there: number of sentinels of the vocabulary.
 
     Raises:
-      ConfigError: with the number that is needed.
+      ConfigError: there are fewer; the message has the required number.
     """
     needed = span_corruption.count_spans(config).spans
     if there < needed:
         raise ConfigError(
-            f"config.recipe='span_corruption' takes up to {needed} spans out of a row of "
-            f"{config.data.length} tokens, and the vocabulary has {there} sentinels to stand for "
-            f"them; train one with config.tokenizer.sentinels={needed}, or name one that has them.",
+            f"config.recipe='span_corruption' needs {needed} sentinels for rows of "
+            f"{config.data.length} tokens, but the vocabulary has {there}. Train a vocabulary with "
+            f"config.tokenizer.sentinels={needed}, or use one that has them.",
             field="config.tokenizer.sentinels",
         )
 

@@ -1,5 +1,7 @@
-"""Teachers in pre-training: any weights that can be read, checked against the student before
-anything is prepared, and known again by a checksum.
+"""Teachers for distillation in pre-training.
+
+A teacher is any readable set of weights. It is checked against the student before data is prepared,
+and its checksum is kept so that a resumed run uses the same teacher.
 """
 
 import contextlib
@@ -38,28 +40,28 @@ from convbert_jax.objectives import distillation
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
 
-# recipe -> (head that a teacher's logits are of, what it is called)
+# recipe -> (head that computes the teacher's logits, its name in messages)
 _HEADS = {
     "masked_lm": ("mlm_head", "masked language"),
     "replaced_token": ("rtd_head", "discriminator's"),
 }
-# A teacher computes as this machine does best, and drops nothing.
+# The teacher uses the fastest implementation on this machine and no dropout.
 _HERE = {"attention": "auto", "convolution": "auto", "attention_dropout": 0.0}
 _ROOT = "teacher"
 
 
 class TeacherError(UserError):
-    """A teacher that cannot teach this student."""
+    """A teacher that does not match the student."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A network that is only read.
+    """A frozen network.
 
     Attributes:
-      params: as `Task.frozen` has them, under one root.
-      encoder: what it computes with them.
-      checksum: of weights and encoder, wherever they lie.
+      params: parameters for `Task.frozen`, under one root key.
+      encoder: encoder config used for the computation.
+      checksum: SHA-256 of weights and configs, independent of their path.
     """
 
     network: Network
@@ -74,11 +76,15 @@ class Teacher:
 
     @property
     def rules(self) -> Rules:
-        """Of its parameters alone, before those of the student."""
+        """Sharding rules of the teacher's parameters; they precede those of the student."""
         return tuple((f"^{_ROOT}/.*{rule}", split) for rule, split in sharding_rules(self.encoder))
 
     def over(self, params: Params, config: Config) -> distillation.Teacher:
-        """What an objective asks, of the traced `params`."""
+        """Returns the teacher function for an objective, with traced `params`.
+
+        The function is (tokens, segment_ids, type_ids, *, dtype) -> (captured values, head), where
+        head(positions) computes logits.
+        """
         params = jax.lax.stop_gradient(params[_ROOT])
         parts = nnx.merge(self.graphdef, params)
 
@@ -99,24 +105,24 @@ class Teacher:
 
 
 def follow(config: Config, workdir: Workdir, given: Collection[str]) -> Config:
-    """`config` with the vocabulary and the widths of its teacher, or with those that a run which
-    has begun took of it.
+    """Takes vocabulary and widths from the teacher, or from the kept config of a resumed run.
 
     Raises:
-      TeacherError: the teacher has another vocabulary; ConversionError: it cannot be read.
+      TeacherError: the teacher has another vocabulary.
+      ConversionError: the teacher cannot be read.
     """
     teacher, begun = config.distillation.teacher, workdir.is_bound()
     if begun and workdir.teacher.exists() and not teacher:
         raise TeacherError(
-            f"--workdir={workdir} holds a run that has a teacher; name it with "
-            "--config.distillation.teacher, or another --workdir.",
+            f"Cannot resume: the run in --workdir={workdir} began with a teacher. Set "
+            "--config.distillation.teacher, or use another --workdir.",
             field="config.distillation.teacher",
             path=workdir.path,
         )
     if begun and teacher and not workdir.teacher.exists():
         raise TeacherError(
-            f"--workdir={workdir} holds a run that began without a teacher; unset "
-            "config.distillation.teacher, or name another --workdir.",
+            f"Cannot resume: the run in --workdir={workdir} began without a teacher. Unset "
+            "config.distillation.teacher, or use another --workdir.",
             field="config.distillation.teacher",
             path=workdir.path,
         )
@@ -144,10 +150,11 @@ def follow(config: Config, workdir: Workdir, given: Collection[str]) -> Config:
 
 
 def open_teacher(config: Config) -> Teacher | None:
-    """The teacher of `config` as `follow` gives it, None without one.
+    """Reads the teacher of a config that `follow` returned; None without a teacher.
 
     Raises:
-      TeacherError: it cannot teach this student; ConversionError: it cannot be read.
+      TeacherError: the teacher does not match the student.
+      ConversionError: the teacher cannot be read.
     """
     d = config.distillation
     if not d.teacher:
@@ -162,8 +169,8 @@ def open_teacher(config: Config) -> Teacher | None:
     if d.logits_weight and not network.has(head):
         raise _error(
             config,
-            f"has no {called} head, whose logits config.recipe='{config.recipe}' would learn; set "
-            "config.distillation.logits_weight=0 and another weight above it, or name another "
+            f"has no {called} head, which config.recipe='{config.recipe}' needs for its logits. "
+            "Set config.distillation.logits_weight=0 and another weight above 0, or use another "
             "teacher",
             field="config.distillation.logits_weight",
         )
@@ -178,25 +185,28 @@ def open_teacher(config: Config) -> Teacher | None:
 
 
 def bind(workdir: Workdir, config: Config, teacher: Teacher | None, *, writer: bool) -> None:
-    """Keeps which teacher a run has, from its first start on.
+    """Stores the teacher's checksum in a new run; compares it when a run is resumed.
+
+    Args:
+      writer: whether this process writes.
 
     Raises:
-      TeacherError: the run has begun with other weights.
+      TeacherError: the run began with another teacher.
     """
     place = workdir.teacher
     if not workdir.is_bound():
         if writer and teacher:
             files.write_json(place, {"checksum": teacher.checksum})
-        elif writer and place.exists():  # of a start that came to nothing
+        elif writer and place.exists():  # left by a call that failed before the first step
             place.unlink()
     elif teacher:
-        remedy = "restore it, or start again in another --workdir"
+        remedy = "restore it, or start a new run in another --workdir"
         kept = files.read_json(place, remedy=remedy, fields={"checksum": str})["checksum"]
         if kept != teacher.checksum:
             raise TeacherError(
-                f"--workdir={workdir} holds a run that began with another teacher, now it is "
-                f"config.distillation.teacher={config.distillation.teacher}; name the same "
-                "weights, or another --workdir.",
+                f"Cannot resume: the run in --workdir={workdir} began with another teacher than "
+                f"config.distillation.teacher={config.distillation.teacher}. Use the same weights, "
+                "or another --workdir.",
                 field="config.distillation.teacher",
                 value=config.distillation.teacher,
                 path=workdir.path,
@@ -204,11 +214,10 @@ def bind(workdir: Workdir, config: Config, teacher: Teacher | None, *, writer: b
 
 
 def start_of(config: Config, teacher: Teacher) -> sources.Source:
-    """The teacher's layers as a student of `config` starts with them
-    (config.distillation.initialize).
+    """Returns initial weights of the student from the teacher (config.distillation.initialize).
 
     Raises:
-      TeacherError: a layer is of another mixer, or layers or embeddings of other sizes.
+      TeacherError: mixers, layer sizes or embedding sizes differ.
     """
     rule = config.distillation.layers
     theirs, ours = _layers(teacher.network.encoder), _layers(config.encoder)
@@ -220,9 +229,9 @@ def start_of(config: Config, teacher: Teacher) -> sources.Source:
         if _sizes(ours[student]) != _sizes(theirs[taken]):
             raise _error(
                 config,
-                f"has as layer {taken + 1} {_spell(theirs[taken])}, and layer {student + 1} of the "
-                f"student, which would start with it, is {_spell(ours[student])}; make them the "
-                "same, or set config.distillation.initialize=false",
+                f"has a layer {taken + 1} that cannot initialize layer {student + 1} of the "
+                f"student: {_spell(theirs[taken])} differs from {_spell(ours[student])}. Make them "
+                "equal, or set config.distillation.initialize=false",
                 field="config.distillation.initialize",
             )
         prefix = f"layers/{taken}/"
@@ -232,9 +241,9 @@ def start_of(config: Config, teacher: Teacher) -> sources.Source:
     if config.embeddings.size != teacher.network.embeddings.size:
         raise _error(
             config,
-            f"has embeddings of {teacher.network.embeddings.size} channels and the student has "
-            f"config.model.embedding_size={config.embeddings.size}; make them equal, or unset "
-            "config.distillation.initialize",
+            f"has embeddings of {teacher.network.embeddings.size} channels, the student "
+            f"config.model.embedding_size={config.embeddings.size}. Make them equal, or set "
+            "config.distillation.initialize=false",
             field="config.model.embedding_size",
             value=config.embeddings.size,
         )
@@ -267,29 +276,29 @@ def _check_sizes(config: Config, network: Network) -> None:
         if found != kept:
             raise _error(
                 config,
-                f"has a {name} size of {found}, and the run began with a teacher of {kept}; name "
-                "that one, or another --workdir",
+                f"has a {name} size of {found}, but the run began with a teacher of {kept}. Use "
+                "that teacher, or another --workdir",
             )
     if table.vocab_size != config.tokenizer.vocab_size:
         raise _error(
             config,
-            f"has a vocabulary of {table.vocab_size}, the student has "
-            f"config.tokenizer.vocab_size={config.tokenizer.vocab_size}; leave that field out",
+            f"has a vocabulary of {table.vocab_size}, the student "
+            f"config.tokenizer.vocab_size={config.tokenizer.vocab_size}. Leave that field out",
             field="config.tokenizer.vocab_size",
             value=config.tokenizer.vocab_size,
         )
     if table.positions < config.data.length:
         raise _error(
             config,
-            f"reads {table.positions} tokens at most and config.data.length={config.data.length}; "
-            "shorten the rows",
+            f"has only {table.positions} positions, fewer than "
+            f"config.data.length={config.data.length}. Use shorter rows",
             field="config.data.length",
             value=config.data.length,
         )
     if table.types < 2 and config.data.layout != "packed":
         raise _error(
             config,
-            f"has one segment type and config.data.layout='{config.data.layout}' marks two; set "
+            f"has one segment type, but config.data.layout='{config.data.layout}' uses two. Set "
             "config.data.layout=packed",
             field="config.data.layout",
             value=config.data.layout,
@@ -297,22 +306,22 @@ def _check_sizes(config: Config, network: Network) -> None:
     if network.encoder.reads_padding and config.data.layout == "packed":
         raise _error(
             config,
-            "reads what follows a document, and config.data.layout='packed' puts another one "
-            "there; set config.data.layout=electra",
+            "reads beyond the end of a document, where config.data.layout='packed' puts another "
+            "document. Set config.data.layout=electra",
             field="config.data.layout",
             value=config.data.layout,
         )
 
 
 def _check_layers(config: Config, encoder: EncoderConfig) -> None:
-    """Which layers are compared, and whether they have what is compared."""
+    """Checks that the compared layers exist and have comparable attention."""
     d = config.distillation
     ours, theirs = _layers(config.encoder), _layers(encoder)
     if (d.layers != "last" or d.initialize) and len(ours) > len(theirs):
         raise _error(
             config,
-            f"has {len(theirs)} layers, fewer than the {len(ours)} of the student; set "
-            "config.distillation.layers=last and initialize=false, or config.model.layers lower",
+            f"has {len(theirs)} layers, fewer than the {len(ours)} of the student. Set "
+            "config.distillation.layers=last and initialize=false, or lower config.model.layers",
             field="config.model.layers",
         )
     if not d.attention_weight:
@@ -327,23 +336,23 @@ def _check_layers(config: Config, encoder: EncoderConfig) -> None:
         heads = ", ".join(f"{a} and {b}" for a, b in compared)
         raise _error(
             config,
-            "has no attention to compare: the layers of student and teacher that would be have "
-            f"{heads} heads of attention; set config.distillation.attention_weight=0",
+            "has no attention to compare: the compared layers of student and teacher have "
+            f"{heads} attention heads. Set config.distillation.attention_weight=0",
             field="config.distillation.attention_weight",
         )
     differ = next((pair for pair in found if pair[0] != pair[1]), None)
     if d.attention == "scores" and differ:
         raise _error(
             config,
-            f"has {differ[1]} attention heads where the student has {differ[0]}, and "
-            "config.distillation.attention='scores' compares them one by one; set it to maps",
+            f"has {differ[1]} attention heads where the student has {differ[0]}, but "
+            "config.distillation.attention='scores' compares single heads. Set it to maps",
             field="config.distillation.attention",
             value=d.attention,
         )
 
 
 def _count_heads(encoder: EncoderConfig, name: str) -> list[int]:
-    """Of each layer, those that it hands out as `name`; 0 for one that does not."""
+    """Returns the number of heads that each layer captures as `name`; 0 if it does not."""
 
     def run():
         x = jnp.zeros((1, 8, encoder.embedding_size))
@@ -351,7 +360,7 @@ def _count_heads(encoder: EncoderConfig, name: str) -> list[int]:
 
     try:
         seen = jax.eval_shape(run)
-    except ValueError:  # no layer has any
+    except ValueError:  # no layer offers this capture
         return [0] * encoder.depth
     counts = []
     for stage, found in zip(encoder.stages, seen, strict=True):
@@ -364,7 +373,7 @@ def _layers(encoder: EncoderConfig):
 
 
 def _sizes(layer: LayerConfig) -> tuple:
-    """What decides the shapes of a layer and what it computes."""
+    """Returns the fields that determine the shapes and the function of a layer."""
     mixer = mixers.change(layer.mixer, **_HERE, mask_convolution=True)
     return mixer, layer.hidden_size, layer.ffn_size, layer.ffn_groups
 
@@ -385,7 +394,7 @@ def _checksum(network: Network) -> str:
 
 @contextlib.contextmanager
 def _named(config: Config) -> Iterator[None]:
-    """Errors about what lies beside the teacher name the teacher."""
+    """Converts errors inside the block to TeacherError with the teacher's name."""
     try:
         yield
     except UserError as error:
@@ -400,7 +409,7 @@ def _named(config: Config) -> Iterator[None]:
 
 
 def _error(config: Config, what: str, field: str = "", value: Any = None) -> TeacherError:
-    """An error about the teacher; `field` is another one that can mend it, with its value."""
+    """Returns an error about the teacher; `field` and `value` name another setting to change."""
     teacher = config.distillation.teacher
     return TeacherError(
         f"config.distillation.teacher={teacher} {what}.",

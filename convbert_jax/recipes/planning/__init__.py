@@ -1,9 +1,9 @@
-"""What a run will take of devices that are not here, `--mode=plan`: nothing runs.
+"""Plans memory and time of a run on devices that are not attached (`--mode=plan`).
 
-traced.py     the run as shapes
-tpu_slice.py  compiled for a slice
-counted.py    counted for GPUs, or for this CPU
-candidates.py other batches, meshes, microbatches and `config.model.remat`
+traced.py     task and batches as shapes
+tpu_slice.py  compiles the step for a TPU slice
+counted.py    estimates by arithmetic for GPUs or this CPU
+candidates.py plans other batches, meshes, microbatches and `config.model.remat`
 """
 
 import math
@@ -33,29 +33,32 @@ def plan(
     price: float | None = None,
     output: str | None = None,
 ) -> PlanResult:
-    """Compiles the training step of `config` for a slice; jax must not have looked for a TPU yet,
-    see `analysis.tpu.pricing.use_compile_only_tpu`. For GPUs and for a CPU it counts.
+    """Plans a run: compiles the training step for a TPU slice, or estimates GPUs and CPUs.
+
+    For a TPU slice, jax must not have initialized a TPU backend yet, see
+    `analysis.tpu.pricing.use_compile_only_tpu`.
 
     Args:
-      given: as `start.read_start` takes it; files and weights that the config names are read.
+      given: see `start.read_start`; files and weights of the config are read.
       topology: as "v5e:4x4" or "gpu:h100x8", or "cpu" for this machine.
-      largest_batch: whether to look for it, by some more plans.
-      compare: whether to plan other meshes, microbatches and `config.model.remat` too.
-      price: of an hour of one chip, in any currency.
+      largest_batch: search for the largest batch that fits.
+      compare: also plan other meshes, microbatches and `config.model.remat`.
+      price: price of one chip hour, in any currency.
       output: JSON file to write.
 
     Raises:
-      EvaluationError: `output` cannot be written, or is somebody else's.
-      ConfigError: no such slice, no compiler, or nothing that can be searched for.
-      ShardingError: mesh, batch and devices do not fit together.
+      EvaluationError: `output` cannot be written or is another file.
+      ConfigError: the slice does not exist, the compiler is missing, or the batch of this recipe
+        cannot be searched.
+      ShardingError: mesh, batch and devices do not match.
     """
     if output:
         evaluation.check_output(files.to_path(output), "plan", ("topology", "mesh"))
     config, _ = start.read_start(config, Workdir(folder), given)
     if largest_batch and config.reads_pairs:
         raise ConfigError(
-            "--largest_batch is for rows of one length; of pairs of texts choose "
-            "config.parallel.batch_tokens and plan again.",
+            "--largest_batch does not support text pairs. Change config.parallel.batch_tokens "
+            "and plan again.",
             field="--largest_batch",
         )
     settings = {"largest_batch": largest_batch, "compare": compare, "price": price}
@@ -69,7 +72,7 @@ def plan(
 
 
 def _without_unknown(numbers):
-    """NaN, of a mixer that does not say its FLOPs, as null."""
+    """Replaces NaN (FLOPs of a mixer that does not define them) by None, for JSON."""
     if isinstance(numbers, Mapping):
         return {name: _without_unknown(value) for name, value in numbers.items()}
     if isinstance(numbers, list | tuple):

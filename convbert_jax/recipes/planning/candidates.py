@@ -1,4 +1,4 @@
-"""Other batches, meshes, `config.model.remat` and microbatches, planned one after the other."""
+"""Searches for the largest batch; compares meshes, microbatches and `config.model.remat`."""
 
 import dataclasses
 import math
@@ -16,21 +16,22 @@ from convbert_jax.config import Config, MeshSection
 from convbert_jax.interop.matching import replace
 from convbert_jax.training.sharding import ShardingError
 
-_SEARCHES = 4  # most plans after the first, in search of the largest batch
-_FULL = 0.97  # of the memory is taken: what is left is not worth a plan, which takes minutes
-_DEAR = 1.1  # times the seconds of a row of a smaller batch: accumulation makes cheaper ones of it
-_ROWS = 8  # a TPU computes with so many rows at least
-_LANES = 128  # numbers side by side in a TPU's registers
-_HALVES = 3  # most times that a comparison doubles the microbatches
+_SEARCHES = 4  # maximum number of plans after the first in the batch search
+_FULL = 0.97  # share of memory above which the search ends: a plan takes minutes
+_DEAR = 1.1  # ratio of seconds per row above which accumulation of smaller batches is faster
+_ROWS = 8  # sublanes: minimum rows of a TPU computation
+_LANES = 128  # lanes of a TPU register
+_HALVES = 3  # maximum number of times a comparison doubles the microbatches
 
-PlanOne = Callable[[Config], Planned]  # raises ShardingError where a mesh cannot be
+PlanOne = Callable[[Config], Planned]  # raises ShardingError if the mesh is not possible
 
 
 def find_largest(first: Planned, plan_one: PlanOne) -> Largest:
-    """The largest batch that fits, or one that takes 97% of the memory, or whose rows are dear:
-    where memory ends the compiler computes some of the step again.
+    """Searches for the largest batch that fits.
 
-    Where the next plan is made is predicted from those before; every answer is a plan.
+    Stops at 97% of the memory, or when rows become slower: close to the memory limit the compiler
+    recomputes parts of the step. The next batch size is predicted from previous plans; the result
+    is always a planned batch.
     """
     unit = _unit(first)
     trials = [Trial(first, None)]
@@ -53,17 +54,19 @@ def find_largest(first: Planned, plan_one: PlanOne) -> Largest:
 
 
 def _unit(plan: Planned) -> int:
-    """What a batch is a multiple of. Thousands of short rows come to lie along the lanes, and a
-    program of other numbers of them takes a fifth more memory than the line says.
+    """Returns the step of the search in rows.
+
+    With thousands of short rows the compiler maps rows to lanes; batches that are not a multiple of
+    the lanes then take a fifth more memory than predicted.
     """
     parts = _parts(plan)
     rows = plan.config.train.batch_size // parts
-    coarsest = _LANES if rows >= 32 * _LANES else _ROWS  # what is left over is 3% at most
+    coarsest = _LANES if rows >= 32 * _LANES else _ROWS  # rounding costs at most 3%
     return parts * next(unit for unit in (coarsest, _ROWS, 1) if rows % unit == 0)
 
 
 def _parts(plan: Planned) -> int:
-    """Into how many a batch is cut, by devices and in time."""
+    """Returns the number of parts of a batch: batch devices x accumulation x replicas."""
     shards = plan.axes["data"] * plan.axes["fsdp"]
     return shards * plan.config.train.accumulation * plan.config.optimizer.release_replicas
 
@@ -77,8 +80,10 @@ def _dearer(best: Planned, plans: list[Planned]) -> float:
 
 
 class _Line:
-    """Bytes of a device as a function of rows: through the two plans next to the capacity that fit,
-    or of one by what of it grows; where none fits, by what the smallest of them takes at most.
+    """Linear model of the bytes of a device as a function of rows.
+
+    The line goes through the two largest plans that fit. With one plan that fits, its slope is the
+    plan's growing bytes per row; if none fits, the smallest plan is used the same way.
     """
 
     def __init__(self, plans: list[Planned]):
@@ -87,7 +92,7 @@ class _Line:
         self._rows, self._used = nearest.rows, nearest.fixed + nearest.growing
         self._slope = nearest.growing / self._rows
         if len(fit) == 2:
-            # Where memory is short a compiler saves some of it, and the line through two is flat.
+            # Close to the limit the compiler trades time for memory, which flattens the line.
             line = (fit[0].used - fit[1].used) / (fit[0].rows - fit[1].rows)
             self._slope = max(line, self._slope / 2)
 
@@ -99,8 +104,9 @@ class _Line:
 
 
 def _next_batch(plans: list[Planned], unit: int) -> int | None:
-    """A multiple of `unit` between the largest that fits and the smallest that does not; None where
-    there is none left.
+    """Returns the next batch to plan, a multiple of `unit`; None if the search is complete.
+
+    It lies between the largest batch that fits and the smallest that does not.
     """
     lower = max((plan.rows for plan in plans if plan.fits), default=0)
     upper = min((plan.rows for plan in plans if not plan.fits), default=math.inf)
@@ -112,7 +118,7 @@ def _next_batch(plans: list[Planned], unit: int) -> int | None:
 
 
 def _find_next(plans: list[Planned], best: Planned | None, unit: int) -> tuple[int, float, bool]:
-    """(rows, bytes, whether it was planned) of the smallest batch that does not fit."""
+    """Returns (rows, bytes, whether it was planned) of the smallest batch that does not fit."""
     short = min((plan for plan in plans if not plan.fits), key=lambda p: p.rows, default=None)
     if short:
         return short.rows, short.used, True
@@ -123,11 +129,10 @@ def _find_next(plans: list[Planned], best: Planned | None, unit: int) -> tuple[i
 
 
 def compare(first: Planned, plan_one: PlanOne) -> list[Planned]:
-    """Plans of other meshes, then of the best mesh with twice as many microbatches, again as long
-    as that is better, then of the best of these with other `config.model.remat`.
+    """Plans alternatives in order: meshes, microbatches, `config.model.remat`.
 
-    Fewer rows at once take less memory, and more of what a layer makes of them may stay in the fast
-    memory of a chip.
+    Each stage starts from the best plan so far; microbatches are doubled as long as that helps.
+    Smaller microbatches take less memory, and more activations may stay in the chip's fast memory.
     """
     compared = []
     for mesh in other_meshes(first.axes):
@@ -151,13 +156,14 @@ def compare(first: Planned, plan_one: PlanOne) -> list[Planned]:
 
 
 def _better(*plans: Planned) -> Planned:
-    """The best that fits, or the one that is nearest to it."""
+    """Returns the best plan that fits, or the one with the least memory."""
     return recommend(plans) or min(plans, key=lambda plan: plan.used)
 
 
 def other_meshes(axes: dict[str, int]) -> Iterator[MeshSection]:
-    """Meshes of as many devices: of `tensor` and `sequence` those of the mesh itself with other
-    `fsdp`, then half and twice as much of one of them.
+    """Yields other meshes of the same number of devices.
+
+    First other sizes of `fsdp`, then half and double `tensor`, then half and double `sequence`.
     """
     count = math.prod(axes.values())
     tensor, sequence = axes["tensor"], axes["sequence"]

@@ -1,4 +1,4 @@
-"""For GPUs and for this machine's CPU: arithmetic."""
+"""Plans for GPUs and for this machine's CPU, by arithmetic."""
 
 import dataclasses
 import functools
@@ -27,8 +27,10 @@ def plan_by_arithmetic(
     compare: bool,
     price: float | None,
 ) -> PlanResult:
-    """As far as arithmetic goes: places of the state on an abstract mesh, activations by tracing on
-    this machine's device.
+    """Plans a run by arithmetic.
+
+    Shards the state over an abstract mesh, and traces the step on this machine to count the bytes
+    of activations.
     """
     if topology == "cpu":
         rows, length = make_batch(config)["tokens"].shape
@@ -76,16 +78,14 @@ def _plan(
     kept = kept_bytes(task, state.params, batch, parts, mesh, here)
     moved = None
     if devices.bandwidth is not None:
-        model = dataclasses.replace(config.model, remat="none")  # which moves as much, or more
+        model = dataclasses.replace(config.model, remat="none")  # remat moves at most as much
         whole = dataclasses.replace(config, model=model)
         whole_task = make_task(whole, device, teacher, shards=shards)
         looped = config.model.scan_unroll < config.model.layers
         moved = (arithmetic_plan.MOVED_IN_LOOPS if looped else arithmetic_plan.MOVED) * parts
         moved *= kept_bytes(whole_task, state.params, batch, parts, mesh, here)
         if taught:
-            moved *= (
-                1 + taught / task.flops_per_step
-            )  # as many bytes for an operation as the student
+            moved *= 1 + taught / task.flops_per_step  # assumes the student's bytes per FLOP
     return arithmetic_plan.ArithmeticPlan(
         config,
         devices,

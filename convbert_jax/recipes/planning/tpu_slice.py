@@ -1,7 +1,7 @@
-"""For a TPU slice: the step that would train, compiled.
+"""Plans for TPU slices: compiles the training step.
 
-The program is the one that `training/program.py` gives the loop, so memory and network are what the
-compiler has settled; times are its model.
+The program is the one that `training/program.py` builds for training. Memory and network traffic
+are exact results of the compiler; times come from its cost model.
 """
 
 import functools
@@ -49,8 +49,8 @@ def _plan(config: Config, topology: Topology, teacher: teaching.Teacher | None) 
     program = make_program(task, config, mesh)
     batch = make_batch(config, count_shards(mesh))
     logging.info(
-        "Compiling the step of %d rows for %s, mesh %s, config.model.remat=%s; a large model takes "
-        "minutes.",
+        "Compiling a step of %d rows for %s, mesh %s, config.model.remat=%s; takes minutes for a "
+        "large model.",
         batch["tokens"].shape[0],
         topology.name,
         planned.spell_mesh(mesh.shape),
@@ -72,7 +72,7 @@ def _plan(config: Config, topology: Topology, teacher: teaching.Teacher | None) 
         tokens=task.tokens_per_step,
         flops=task.flops_per_step,
     )
-    # A search takes an hour of such compilations, and its report comes at the end.
+    # A search compiles for up to an hour before its report is printed.
     logging.info("Compiled in %.0f s: %s.", seconds, plan_text.outcome(plan))
     return plan
 
@@ -103,8 +103,8 @@ def _compile(program: Program, task: Task, batch, topology: Topology) -> Step | 
                 return Shortage(*short, *lying)
             reason = str(error).splitlines()[0].rstrip(".")
             raise ConfigError(
-                f"The TPU compiler cannot compile this step for {topology.name}: {reason}; another "
-                "config.mesh, config.model.scan_unroll or libtpu may do.",
+                f"The TPU compiler cannot compile this step for {topology.name}: {reason}. Try "
+                "another config.mesh, config.model.scan_unroll or version of libtpu.",
                 value=topology.name,
             ) from error
     axes = dict(program.mesh.shape)

@@ -1,4 +1,4 @@
-"""A run as shapes: its task without a vocabulary, its batches without data."""
+"""Abstract task and batches of a run, without vocabulary and data."""
 
 import types
 
@@ -15,10 +15,10 @@ from convbert_jax.training.task import Task
 
 
 def make_batch(config: Config, shards: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch of one step; of pairs of texts, the longest that there can be.
+    """Returns the shapes of the batch of one step, int32 [rows, length]; for pairs the longest.
 
     Args:
-      shards: what the rows of pairs are a multiple of.
+      shards: the number of rows of pairs is a multiple of this times config.train.accumulation.
     """
     if config.reads_pairs:
         length = config.parallel.max_length
@@ -41,11 +41,12 @@ def make_task(
     *,
     shards: int = 1,
 ) -> Task:
-    """The task of a config whose vocabulary is not there: ids of special tokens in the usual
-    places, and every entry begins a word.
+    """Builds the task of a config without a vocabulary.
+
+    Uses default ids of special tokens and assumes that every token begins a word.
 
     Args:
-      shards: as `make_batch` takes it.
+      shards: see `make_batch`.
     """
     size = config.tokenizer.vocab_size
     spans = config.recipe == "span_corruption"

@@ -1,1 +1,1 @@
-"""What a trained model that writes text is worth: sets of pairs written and scored."""
+"""Evaluation of generative models: generates texts for sets of pairs and scores them."""

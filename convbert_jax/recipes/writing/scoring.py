@@ -1,8 +1,8 @@
-"""Sets of pairs written by a model and scored beside their references, with files and a report.
+"""Generates texts for sets of pairs and scores them against the references.
 
-FOLDER/NAME.txt                                   what was written, a line for each pair
-FOLDER/NAME.source.txt, FOLDER/NAME.reference.txt what it was written to, and what is right; of
-                                                  several references .reference-2.txt and so on
+FOLDER/NAME.txt                                   generated texts, one line per pair
+FOLDER/NAME.source.txt, FOLDER/NAME.reference.txt sources and references; further references are in
+                                                  .reference-2.txt and so on
 """
 
 import dataclasses
@@ -35,19 +35,21 @@ from convbert_jax.training.task import Params
 
 HELDOUT = "validation"
 _EXAMPLES = 3
-_WIDTH = 300  # characters of a text in a report
+_WIDTH = 300  # maximum characters of a text in a report
 
 
 @dataclasses.dataclass(frozen=True)
 class Set:
-    """Written and scored.
+    """A set of pairs with generated texts and scores.
 
     Attributes:
-      unread: sources that the model did not read, as too long ones; their texts are empty and
-        scored so. And why, of the first.
-      cut: sources of which config.parallel.cut_sources had the model read the beginning.
-      lost: what the vocabulary cannot write of the references; "" for nothing.
-      decoding: how, as `settings.collect` has it.
+      written: generated texts.
+      unread: (number of sources that could not be read, as too long ones; reason of the first).
+        Their texts are empty and scored as such.
+      cut: number of sources truncated because of config.parallel.cut_sources.
+      decoding: decoding settings, see `settings.collect`.
+      file: file of the generated texts.
+      lost: message about characters of the references that the vocabulary cannot encode, or "".
     """
 
     name: str
@@ -62,28 +64,28 @@ class Set:
 
 
 def can_score() -> bool:
-    """Whether this start writes and scores: of several processes none does."""
+    """Whether texts are generated and scored: only with a single process."""
     return jax.process_count() == 1
 
 
 NOT_SCORED = (
-    "Several processes wrote and scored nothing; --mode=eval does on one, by the checkpoints."
+    "Texts are not generated and scored with several processes. Run --mode=eval on one process."
 )
 
 
 def check(config: Config, *, tests: bool) -> dict[str, References]:
-    """Refuses, before any long work, what could not be scored after it.
+    """Checks before training or evaluation that the sets can be scored afterwards.
 
     Args:
-      tests: whether those of config.decoding.test_sources will be.
+      tests: also read the sets of config.decoding.test_sources.
 
     Returns:
-      These sets, by name; {} without `tests`.
+      The test sets by name; {} without `tests`.
 
     Raises:
       ScoreError: a library is missing.
-      DataError: a set is not there, a reference in it is empty or, of further ones, cannot be read,
-        or it has more of one text than of another where the score is one of the corpus.
+      DataError: a set does not exist, a reference is empty or unreadable, or, for corpus-level
+        scores, pairs have different numbers of references.
     """
     text_scores.check_library(config.recipe, config.decoding.score_words)
     section, alike = config.parallel, config.recipe in text_scores.OF_CORPUS
@@ -91,7 +93,7 @@ def check(config: Config, *, tests: bool) -> dict[str, References]:
     for name, spec in config.decoding.tests if tests else ():
         found[name] = read_whole(spec, section)
         check_references(spec, section, alike=alike)
-    if section.validation_source and not _is_gone(section):  # prepared pairs outlive their files
+    if section.validation_source and not _is_gone(section):  # prepared pairs do not need the files
         check_references(section.validation_source, section, alike=alike)
     return found
 
@@ -114,23 +116,23 @@ def score_sets(
     steps: Sequence[int],
     tests: Mapping[str, References],
 ) -> tuple[list[Set], str]:
-    """Writes to the held-out pairs and to `tests`.
+    """Generates and scores texts for the held-out pairs and the sets of `tests`.
 
     Args:
-      params: whole, on the host.
-      folder: of the files.
-      steps: of the checkpoints whose mean `params` are.
-      tests: further sets by name, as `check` has them.
+      params: unsharded parameters on the host.
+      folder: output folder of the texts.
+      steps: steps of the checkpoints averaged in `params`.
+      tests: further sets by name, see `check`.
 
     Returns:
-      What was written and scored, and why the held-out pairs were not, "" if they were: prepared
-      pairs outlive their files.
+      (scored sets, reason if the held-out pairs were not scored). The text files of the held-out
+      pairs may be gone while the prepared pairs still exist.
     """
     sets, unwritten = {}, ""
     try:
         sets[HELDOUT] = read_heldout(config, text, config.train.eval_rows)
     except DataError as error:
-        unwritten = f"Nothing was written to the held-out pairs and scored: {error}"
+        unwritten = f"The held-out pairs were not scored: {error}"
         logging.warning("%s", unwritten)
     sets |= tests
     if not sets:
@@ -188,12 +190,12 @@ def _score(
 
 
 def describe(sets: Sequence[Set]) -> list[str]:
-    """Scores, where they come from, and examples of the first set, for a person."""
+    """Returns report lines: scores and settings of each set, and examples of the first set."""
     lines = []
     for found in sets:
         numbers = ", ".join(" ".join(number) for number in list_scores(found))
         lines += [
-            f"Written to {len(found.written):,} pairs of {found.name}: {numbers}",
+            f"Scores of {len(found.written):,} pairs of {found.name}: {numbers}",
             *(f"  {line}" for line in list_settings(found)),
             *(f"  {line}" for line in list_warnings(found)),
         ]
@@ -203,22 +205,22 @@ def describe(sets: Sequence[Set]) -> list[str]:
 
 
 def list_settings(found: Set) -> list[str]:
-    """What made the scores: what counted, how the texts were written, what was read of them."""
+    """Returns the score signature, the decoding settings, and the number of truncated sources."""
     lines = [found.scores.signature, settings.describe(found.decoding)]
     if found.cut:
-        lines.append(f"{found.cut} of {len(found.written)} sources cut to what the model reads")
+        lines.append(f"{found.cut} of {len(found.written)} sources truncated to the model's length")
     return lines
 
 
 def list_scores(found: Set) -> list[tuple[str, str]]:
-    """Titles and values, spelled out."""
+    """Returns titles and formatted values of the scores."""
     return [
         (text_scores.TITLES[name], f"{value:.1f}") for name, value in found.scores.values.items()
     ]
 
 
 def choose_examples(found: Set) -> list[dict[str, str]]:
-    """A few pairs from all over the set, as {"source": …, "reference": …, "ours": …}."""
+    """Returns evenly spaced pairs of the set as {"source": …, "reference": …, "ours": …}."""
     count = len(found.written)
     examples = []
     for place in [n * count // _EXAMPLES for n in range(min(_EXAMPLES, count))]:
@@ -229,19 +231,19 @@ def choose_examples(found: Set) -> list[dict[str, str]]:
 
 
 def list_warnings(found: Set) -> list[str]:
-    """What was left out or not read."""
+    """Returns messages about skipped pairs, unread sources and characters lost in references."""
     lines = []
     if bad := found.references.bad[0]:
-        lines.append(f"{bad} more pairs left out; the first: {found.references.bad[1]}.")
+        lines.append(f"{bad} more pairs skipped; the first: {found.references.bad[1]}.")
     if unread := found.unread[0]:
-        lines.append(f"{unread} scored as empty; the first: {found.unread[1]}.")
+        lines.append(f"{unread} pairs scored as empty; the first: {found.unread[1]}.")
     if found.lost:
         lines.append(f"References: {found.lost}.")
     return lines
 
 
 def to_json(sets: Sequence[Set]) -> dict[str, dict[str, Any]]:
-    """What is kept of each set, by its name."""
+    """Returns JSON-compatible scores and settings by set name."""
     return {
         found.name: {
             **found.scores.values,
@@ -257,7 +259,7 @@ def to_json(sets: Sequence[Set]) -> dict[str, dict[str, Any]]:
 
 
 def values_of(sets: Sequence[Set]) -> Mapping[str, Mapping[str, float]]:
-    """The scores of each set by its name."""
+    """Returns the scores by set name."""
     return {found.name: dict(found.scores.values) for found in sets}
 
 

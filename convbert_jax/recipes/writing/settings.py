@@ -1,4 +1,4 @@
-"""How a model wrote what its scores are of: kept beside them, and as one line for a person."""
+"""Decoding settings behind scores: as JSON next to the scores, and as one report line."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,17 +9,17 @@ from convbert_jax.config.sequences.sections import DecodingSection
 _OF_METHOD = {
     "beam": ("beam", "length_penalty"),
     "greedy": (),
-    # of n_best draws the first by its score is taken
+    # of n_best samples, the one with the best score is used
     "sample": ("n_best", "length_penalty", "temperature", "top_k", "top_p"),
 }
 
 
 def collect(config: Config, steps: Sequence[int], dtype: str) -> dict[str, Any]:
-    """Fields of config.decoding that decide what is written, and what else does.
+    """Returns the settings that determine the generated texts, JSON-compatible.
 
     Args:
-      steps: of the checkpoints whose mean the model is.
-      dtype: of the computation.
+      steps: steps of the averaged checkpoints.
+      dtype: dtype of the computation.
     """
     d = config.decoding
     drawn = {"seed": config.seed} if d.method == "sample" else {}
@@ -35,7 +35,7 @@ def collect(config: Config, steps: Sequence[int], dtype: str) -> dict[str, Any]:
 
 
 def describe(settings: Mapping[str, Any]) -> str:
-    """The same in words."""
+    """Formats the settings of `collect` as one line."""
     d = DecodingSection(
         **{name: value for name, value in settings.items() if hasattr(DecodingSection, name)}
     )
@@ -52,8 +52,8 @@ def describe(settings: Mapping[str, Any]) -> str:
     steps = settings["checkpoints"]
     checkpoints = f"checkpoint {steps[0]}"
     if len(steps) > 1:
-        checkpoints = f"the mean of {len(steps)} checkpoints, {steps[0]} to {steps[-1]}"
+        checkpoints = f"mean of {len(steps)} checkpoints, {steps[0]} to {steps[-1]}"
     most = f"at most {d.length_extra} tokens"
     if d.length_ratio:
-        most = f"at most {d.length_ratio:g} times the source's tokens and {d.length_extra} more"
+        most = f"at most {d.length_ratio:g} x source tokens + {d.length_extra}"
     return f"{how}; {most}; {checkpoints}; {settings['dtype']}"
