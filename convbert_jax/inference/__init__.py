@@ -1,1 +1,1 @@
-"""Fine-tuned models in use: new text in, predictions out."""
+"""Inference: predictions, embeddings and generated texts for new text."""

@@ -1,4 +1,4 @@
-"""Answers of a fine-tuned model to new questions, in the form of `prediction.Answer`."""
+"""Question answering with a fine-tuned model; implements `predictor.Answer`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,10 +24,10 @@ from convbert_jax.training.task import Params
 
 
 class QuestionAnswerer:
-    """A model for questions on contexts; after SQuAD 2.0 it may say that there is no answer."""
+    """An extractive question answering model; with SQuAD 2.0 it may predict no answer."""
 
     def __init__(self, config: Config, params: Params, tokenizer: Tokenizer, dtype: jnp.dtype):
-        """`config.outputs` is of the kind span."""
+        """Compiles the model; `config.outputs.kind` must be "span"."""
         head = config.outputs.head
         self._config = config
         self._tokenizer = tokenizer
@@ -46,10 +46,12 @@ class QuestionAnswerer:
         self._run = lambda batch: run(self._params, batch)
 
     def answer(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
-        """For each pair of a question and a context the answer as `prediction` ("" if there is
-        none), the character of the context where it begins as `start` (-1 if there is none), the
-        probability of every candidate, and `null_odds`: higher, the less there seems to be one. Of
-        a pair without a token on one side, as of control characters, the `problem`.
+        """Answers (question, context) pairs.
+
+        Returns:
+          For each pair a dict of `prediction` (the answer, "" for none), `start` (its first
+          character in the context, -1 for none), `probabilities` (by candidate) and `null_odds`
+          (higher: an answer is less likely). If one of the texts has no tokens, only `problem`.
         """
         try:
             return self._answer(examples)
@@ -63,16 +65,17 @@ class QuestionAnswerer:
 
     def _find_problem(self, example: Example) -> str:
         parts = zip(("question", "context"), self._tokenizer.encode(example.texts), strict=True)
-        return next((f"has a {name} without any token" for name, ids in parts if not ids), "")
+        return next((f"has a {name} without tokens" for name, ids in parts if not ids), "")
 
     def _answer(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
         config = self._config
         questions = [Question(example.id, *example.texts) for example in examples]
         reading = question_answering.read_questions(questions, config, self._tokenizer, None)
         if reading.windows.cut_questions and not self._told_cut:
-            self._told_cut = True  # not again for every line of a pipe
+            self._told_cut = True  # log once, not for every line of a pipe
             logging.warning(
-                "%s: %d of %d questions are cut to %d tokens; of later ones no more is said.",
+                "%s: truncated %d of %d questions to %d tokens. Further truncations are not "
+                "logged.",
                 config.outputs.task,
                 reading.windows.cut_questions,
                 len(questions),

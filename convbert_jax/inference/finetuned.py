@@ -1,4 +1,4 @@
-"""Fine-tuned models from anywhere: for predictions, and as teachers."""
+"""Loads fine-tuned models from runs and Hugging Face folders, for predictions and as teachers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -31,37 +31,40 @@ _KINDS = {
     "token_head": ("tagging", "token"),
     "span_head": ("span", "span"),
 }
-_SPAN_LENGTH = 384  # tokens of a window for a model that does not say
-_UNNAMED = "LABEL_"  # how Hugging Face calls classes without names
+_SPAN_LENGTH = 384  # default tokens of a window
+_UNNAMED = "LABEL_"  # prefix of default class names in Hugging Face configs
 
 
 def make_predictor(
     config: Config, params, tokenizer: Tokenizer, dtype
 ) -> Predictor | QuestionAnswerer:
-    """What answers lines, for the kind of `config.outputs`."""
+    """Returns the predictor for the kind of `config.outputs`."""
     kind = QuestionAnswerer if config.outputs.kind == "span" else Predictor
     return kind(config, params, tokenizer, dtype)
 
 
 def read_finetuned(path: str, texts: int | None = None) -> tuple[Config, Any, Tokenizer]:
-    """A fine-tuned model: its config, its parameters on the host, its vocabulary.
+    """Reads a fine-tuned model.
 
     Args:
-      path: folder of a run that fine-tuning made (WORKDIR/TASK/seed-N), or a Hugging Face folder
-        of a model for sequences, tokens or answers.
-      texts: how many it reads, for a folder that does not say; None takes one there.
+      path: folder of a fine-tuning run (WORKDIR/TASK/seed-N), or a Hugging Face folder of a model
+        for sequence classification, token classification or question answering.
+      texts: number of texts per row, for a folder that does not define it; None assumes one.
+
+    Returns:
+      (config, parameters on the host, tokenizer).
 
     Raises:
-      ConfigError: it is not fine-tuned, or there are several in it, or it reads another number of
-        texts.
-      ConversionError, CheckpointError: it cannot be read.
+      ConfigError: the model is not fine-tuned, the folder holds several models, or `texts` differs
+        from the model.
+      ConversionError, CheckpointError: the model cannot be read.
     """
     workdir = Workdir(path)
     if workdir.holds_run():
         config = workdir.read_config()
         if config.recipe != "finetune":
             raise ConfigError(
-                f"{path} is a {config.recipe} run, which predicts no labels; fine-tune it first "
+                f"{path} is a {config.recipe} run and cannot predict labels. Fine-tune it first "
                 f"(--config.init_from={path}).",
                 path=path,
             )
@@ -73,10 +76,10 @@ def read_finetuned(path: str, texts: int | None = None) -> tuple[Config, Any, To
 
 
 def refuse_several(path: str) -> None:
-    """Raises ConfigError where `path` is a whole run of fine-tuning, with its models inside."""
+    """Raises ConfigError if `path` is the workdir of fine-tuning instead of one of its models."""
     if inside := Workdir(path).models():
         raise ConfigError(
-            f"{path} holds {len(inside)} models; name one of them, as {inside[0]}.", path=path
+            f"{path} holds {len(inside)} models. Use one of them, as {inside[0]}.", path=path
         )
 
 
@@ -84,49 +87,47 @@ def _check_texts(path: str, config: Config, texts: int | None) -> None:
     if texts not in (None, config.outputs.texts):
         known = ", ".join(config.outputs.columns)
         raise ConfigError(
-            f"is asked for (the columns of --texts on a command line), but {path} reads "
-            f"{config.outputs.texts} of each row{f' ({known})' if known else ''}; name as many.",
+            f"(the number of --texts columns) does not match {path}, which reads "
+            f"{config.outputs.texts} per row{f' ({known})' if known else ''}. Pass as many.",
             field="texts",
             value=texts,
             path=path,
         )
     if config.outputs.texts > config.model.types:
-        raise ConfigError(
-            f"{path} has one segment type, which cannot tell two texts apart.", path=path
-        )
+        raise ConfigError(f"{path} has one segment type and cannot read pairs of texts.", path=path)
 
 
 def _says_texts(path: str) -> bool:
-    """Whether the number of texts that a model reads is known, and not assumed."""
+    """Whether the model defines the number of texts per row."""
     if Workdir(path).holds_run():
         return True
     return "outputs.texts" in sources.read_source(path).networks["main"].use
 
 
 def is_finetuned(source: sources.Source) -> bool:
-    """Whether the weights have a head for labels."""
+    """Whether the weights have a head of a fine-tuned model."""
     return any(source.networks["main"].has(head) for head in _KINDS)
 
 
 def from_source(
     path: str, source: sources.Source, texts: int | None = None
 ) -> tuple[Config, Any, Tokenizer]:
-    """As `read_finetuned`, for weights that were not fine-tuned here.
+    """Implements `read_finetuned` for weights of other libraries.
 
     Args:
-      path: where they are from.
+      path: path of the source, for names and messages.
     """
     main = source.networks["main"]
     heads = [head for head in _KINDS if main.has(head)]
     if not heads:
-        raise ConfigError(f"{path} has no head for labels; fine-tune it first.", path=path)
+        raise ConfigError(f"{path} has no head for labels. Fine-tune it first.", path=path)
     if source.not_read and not source.tokenizer:
         raise ConfigError(
-            f"{source.not_read}; if they are to be split as BERT does all the same, copy "
-            "config.json, the weights and vocab.txt alone to another folder and name that."
+            f"{source.not_read}. To use BERT's tokenization instead, copy config.json, the weights "
+            "and vocab.txt to another folder and use that."
         )
     if not source.tokenizer:
-        raise ConfigError(f"{path} has no vocabulary beside its weights; copy it there.", path=path)
+        raise ConfigError(f"{path} has no vocabulary. Copy it to this folder.", path=path)
     tokenizer, section = sources.open_vocabulary(path, source)
     start = Config(name=Path(path).name, recipe="finetune", tokenizer=section)
     config = matching.replace(start, matching.derive_fields({"main": main}, start))
@@ -138,37 +139,37 @@ def from_source(
 
 
 def _finetune_fields(config: Config, network: Network, head: str) -> dict[str, Any]:
-    """How long the rows are, as far as their config.json says it."""
+    """Returns row lengths from the model's config.json, or defaults."""
     f = config.finetune
     buckets = () if config.encoder.reads_padding else f.buckets
     length = _SPAN_LENGTH if head == "span_head" else f.length
     told = {path: value for path, value in network.use.items() if path.startswith("finetune.")}
     fields = {"finetune.length": length, "finetune.buckets": buckets} | told
     length = fields["finetune.length"] = min(fields["finetune.length"], config.model.positions)
-    if head == "span_head":  # a short row has room for a context too
+    if head == "span_head":  # leave half of a short row for the context
         fields.setdefault("finetune.query_length", min(f.query_length, length // 2))
     return fields
 
 
 def _tell_assumed(path: str, config: Config, network: Network) -> None:
-    """Says what a folder leaves open and what it was taken for."""
+    """Logs the assumptions about a folder that does not define texts, length or padding."""
     outputs, length = config.outputs, config.finetune.length
     if outputs.head == "sequence" and "outputs.texts" not in network.use:
         logging.warning(
-            "%s does not say how many texts it reads, nor how long: taken as %d of up to %d "
-            "tokens. If that is wrong, name as many columns to --mode=predict, as "
-            '--texts=FIRST,SECOND, or write {"convbert_jax": {"use": {"outputs.texts": 2, '
-            '"finetune.length": %d}}} into its config.json.',
+            "%s does not define the number and length of its texts; assuming %d of up to %d "
+            "tokens. To change this, pass the columns to --mode=predict, as "
+            '--texts=FIRST,SECOND, or add {"convbert_jax": {"use": {"outputs.texts": 2, '
+            '"finetune.length": %d}}} to its config.json.',
             path,
             outputs.texts,
             length,
             length,
         )
     elif "finetune.length" not in network.use:
-        behind = {"tagging": "; words behind them get no prediction", "span": " a window"}
+        behind = {"tagging": "; later words get no prediction", "span": " per window"}
         logging.warning(
-            "%s does not say how long its texts are: taken as up to %d tokens%s. If that is "
-            'wrong, write {"convbert_jax": {"use": {"finetune.length": %d}}} into its config.json.',
+            "%s does not define the length of its texts; assuming up to %d tokens%s. To change "
+            'this, add {"convbert_jax": {"use": {"finetune.length": %d}}} to its config.json.',
             path,
             length,
             behind.get(outputs.kind, ""),
@@ -176,8 +177,8 @@ def _tell_assumed(path: str, config: Config, network: Network) -> None:
         )
     if config.encoder.reads_padding and "finetune.length" not in network.use:
         logging.warning(
-            "%s was trained to read padding, so its predictions depend on it: they are those of "
-            "texts padded to %d tokens; of a text alone, as encode() reads it, others.",
+            "%s reads padding: its predictions are computed on texts padded to %d tokens and "
+            "differ from those on unpadded texts, as encode() uses.",
             path,
             length,
         )
@@ -199,28 +200,28 @@ def _outputs(path: str, network: Network, head: str, texts: int | None) -> Outpu
     outputs = dataclasses.replace(outputs, **told)
     if name not in HEADS_OF_KIND.get(outputs.kind, ()):
         raise ConfigError(
-            f"{path} is a model for {outputs.kind}, which its {name} head is not for here; "
-            "classification, regression, tagging and answers can be predicted.",
+            f"{path} is a model for {outputs.kind} with a {name} head, which is not supported. "
+            "Supported are classification, regression, tagging and question answering.",
             path=path,
         )
     if outputs.kind == "regression" and len(labels) != 1:
         raise ConfigError(
-            f"{path} gives {len(labels)} numbers for a text; one can be predicted.", path=path
+            f"{path} predicts {len(labels)} numbers per text. Only one is supported.", path=path
         )
     return outputs
 
 
 def open_teacher(path: str) -> "Teacher":
-    """The model of `config.finetune.distill_from`.
+    """Opens the model of `config.finetune.distill_from`.
 
     Raises:
-      ConfigError: it is not fine-tuned, or does not classify.
+      ConfigError: the model is not fine-tuned, or not for classification or regression.
     """
     config, params, tokenizer = read_finetuned(path)
     if config.outputs.kind not in ("classification", "regression"):
         raise ConfigError(
-            f"is a model for {config.outputs.kind}; a teacher classifies texts or gives "
-            "them numbers.",
+            f"is a model for {config.outputs.kind}. A teacher must be a model for classification "
+            "or regression.",
             field="config.finetune.distill_from",
             value=path,
         )
@@ -230,17 +231,19 @@ def open_teacher(path: str) -> "Teacher":
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A fine-tuned model that says what its logits are."""
+    """A fine-tuned model that provides logits for distillation."""
 
     path: str
     predictor: Predictor
     checksum: str  # of its weights
 
     def for_task(self, task: LabelledTask) -> classification.Teacher:
-        """What it says of a task: logits, or numbers [N, 1] in the unit that its model learns.
+        """Returns the teacher function of a task: texts -> logits [N, labels].
+
+        For regression the outputs are [N, 1], divided by the scale of the task.
 
         Raises:
-          FinetuningError: the teacher is for something else.
+          FinetuningError: kind, labels or number of texts differ from the task.
         """
         theirs = self.predictor.outputs
         names = task.labels or theirs.labels
@@ -248,25 +251,24 @@ class Teacher:
         same = len(names) == len(theirs.labels) if unnamed else set(names) == set(theirs.labels)
         if theirs.kind != task.kind or not same:
             raise FinetuningError(
-                f"gives {theirs.kind} with the labels {', '.join(theirs.labels)}; "
-                f"{task.name} is {task.kind} with {', '.join(names)}: name a teacher of "
-                "this task.",
+                f"is for {theirs.kind} with the labels {', '.join(theirs.labels)}, but "
+                f"{task.name} is {task.kind} with {', '.join(names)}. Use a teacher of this task.",
                 field="config.finetune.distill_from",
                 value=self.path,
             )
         if theirs.texts != task.texts and _says_texts(self.path):
             raise FinetuningError(
-                f"reads {theirs.texts} of the texts of a row, {task.name} has "
-                f"{task.texts}: name a teacher of this task.",
+                f"reads {theirs.texts} texts per row, but {task.name} has "
+                f"{task.texts}. Use a teacher of this task.",
                 field="config.finetune.distill_from",
                 value=self.path,
             )
         order = range(len(names)) if unnamed else [theirs.labels.index(name) for name in names]
 
         def teach(texts: Sequence[tuple[str, ...]]) -> np.ndarray:
-            logging.info("%s: %d texts for the teacher %s.", task.name, len(texts), self.path)
-            # Each process asks for itself: over the mesh of the run, kernels would divide the rows
-            # among devices that this process cannot read.
+            logging.info("%s: predicting %d texts by teacher %s.", task.name, len(texts), self.path)
+            # One device per process: the mesh of the run would shard rows over devices of other
+            # processes.
             with jax.set_mesh(sharding.make_mesh(MeshSection(data=1), jax.local_devices()[:1])):
                 found = self.predictor.predict([Example("", text, None) for text in texts])
             if task.kind == "regression":

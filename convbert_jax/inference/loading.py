@@ -1,4 +1,4 @@
-"""Opens what `convbert_jax.load` takes: a run, a fine-tuned model, or somebody else's weights."""
+"""Loads a run, a fine-tuned model or weights of other libraries (`convbert_jax.load`)."""
 
 import dataclasses
 
@@ -27,32 +27,28 @@ def load(
     dtype: str | None = None,
     average: int | None = None,
 ) -> Model | TextModel:
-    """See `convbert_jax.load`."""
+    """Implements `convbert_jax.load`."""
     if texts not in (None, 1, 2):
-        raise ModelError(
-            "must be 1 or 2, what the model reads of a row.", field="texts", value=texts
-        )
+        raise ModelError("must be 1 or 2 (texts per row).", field="texts", value=texts)
     workdir = Workdir(path)
     try:
         is_run = workdir.holds_run()
-    except OSError as error:  # a name that is too long, a folder that is closed to us
-        raise ModelError(f"{shorten(path)} cannot be read ({error.strerror}).") from None
+    except OSError as error:  # name too long, permission denied
+        raise ModelError(f"{shorten(path)} cannot be read: {error.strerror}.") from None
     if is_run:
         if vocabulary or texts:
-            raise ModelError(
-                f"{path} is a run, which has its vocabulary and knows what it reads.", path=path
-            )
+            raise ModelError(f"{path} is a run; leave out `vocabulary` and `texts`.", path=path)
         return _load_run(path, workdir, step, dtype, average)
     if average is not None:
         raise ModelError(
-            f"{path} is no run, so it has no checkpoints to average.",
+            f"is only supported for runs; {path} is not a run.",
             field="average",
             value=average,
             path=path,
         )
     if step is not None:
         raise ModelError(
-            f"{path} is no run, so it has no checkpoints to choose from.",
+            f"is only supported for runs; {path} is not a run.",
             field="step",
             value=step,
             path=path,
@@ -68,8 +64,8 @@ def _load_run(
     compilation.enable_compile_cache(Config().train.compile_cache)
     if average is not None and not config.writes_text:
         raise ModelError(
-            f"{path} is a run of config.recipe='{config.recipe}', and averaging is of models that "
-            "write text; leave it out.",
+            f"is only supported for generative models; {path} is a run of "
+            f"config.recipe='{config.recipe}'. Leave it out.",
             field="average",
             value=average,
             path=path,
@@ -100,13 +96,13 @@ def _load_source(path: str, vocabulary: str | None, texts: int | None, dtype: st
         source = dataclasses.replace(source, tokenizer=dataclasses.asdict(section))
     if source.not_read and not source.tokenizer:
         raise ModelError(
-            f"{source.not_read}; if texts are to be split as BERT does all the same, say so: "
+            f"{source.not_read}. To use BERT's tokenization instead, call "
             f"load({path!r}, vocabulary='vocab.txt')."
         )
     if not source.tokenizer:
         raise ModelError(
-            f"{path} has no vocabulary beside its weights; copy theirs there, as vocab.txt, or "
-            f"name it in Python: load({path!r}, vocabulary='vocab.txt').",
+            f"{path} has no vocabulary. Copy its vocab.txt to this folder, or call "
+            f"load({path!r}, vocabulary='vocab.txt').",
             path=path,
         )
     compilation.enable_compile_cache(Config().train.compile_cache)

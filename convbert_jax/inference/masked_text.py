@@ -1,33 +1,32 @@
-"""Texts with holes, as "Paris is the [MASK] of France.": to token ids, and the holes filled."""
+"""Encodes texts with masks, as "Paris is the [MASK] of France.", and fills the masks."""
 
 from typing import TypedDict
 
 from convbert_jax.data.tokenizer.tokenizer import Tokenizer
 
-_BLANK = "\u2581"  # how SentencePiece writes the blank before a word
-INSIDE = "##"  # how WordPiece begins a piece inside of a word
+_BLANK = "\u2581"  # SentencePiece: blank before a word
+INSIDE = "##"  # WordPiece: prefix of a token that continues a word
 
 
 class Filled(TypedDict):
-    """A token for a hole, named as in Hugging Face's pipeline."""
+    """A prediction for a mask, with the keys of Hugging Face's fill-mask pipeline."""
 
-    score: float  # its probability
-    token: int  # its id
+    score: float  # probability
+    token: int  # token id
     token_str: str
-    sequence: str  # the text with this hole filled
+    sequence: str  # the text with this mask filled
 
 
 def mask_token(tokenizer: Tokenizer) -> str:
-    """How a hole is written: the vocabulary's own entry, "[MASK]"."""
+    """Returns the mask token of the vocabulary, "[MASK]"."""
     return tokenizer.entries[tokenizer.special.mask]
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text, without special tokens around; a hole is the id of the mask.
+    """Encodes a text with masks, without [CLS] and [SEP].
 
-    What stands around the holes is encoded piece by piece. SentencePiece takes each for the begin
-    of a text and puts a blank before it, which is taken away where the text has none: "[MASK]."
-    ends as "Paris." does.
+    The parts between masks are encoded separately. SentencePiece puts a blank before each part; it
+    is removed where the text has none, so that "[MASK]." ends like "Paris.".
     """
     parts = text.split(mask_token(tokenizer))
     ids: list[int] = []
@@ -41,7 +40,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def fill(tokenizer: Tokenizer, text: str, hole: int, token: int) -> str:
-    """The text with one of its holes filled; a piece inside of a word joins what it follows."""
+    """Fills mask number `hole`; a token that continues a word is joined to the text before it."""
     mask = mask_token(tokenizer)
     parts = text.split(mask)
     before, after = mask.join(parts[: hole + 1]), mask.join(parts[hole + 1 :])

@@ -1,4 +1,4 @@
-"""A model from anywhere, applied to texts: hidden states, filled holes, suspects, predictions."""
+"""An encoder applied to texts: embeddings, filled masks, replaced tokens, predictions."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,33 +21,33 @@ from convbert_jax.inference.predictor import Predictor
 from convbert_jax.interop.networks import Network
 
 Text = str | Sequence[str]  # one, or a pair as ("first", "second")
-_AT_ONCE = 4_096  # texts that are encoded and computed before the next
+_AT_ONCE = 4_096  # texts that are tokenized and computed together
 
 
 class ModelError(UserError):
-    """Something is asked of a model that it does not have, or cannot read."""
+    """A model cannot be loaded, or does not support the call."""
 
 
 class Suspect(TypedDict):
-    """A token and the probability that it was put in by a generator."""
+    """A token and the probability that a generator replaced it."""
 
     token: str  # entry of the vocabulary
     start: int  # its first character in the text
-    end: int  # one past the last one
+    end: int  # exclusive
     probability: float
 
 
 class Model:
-    """Weights and their vocabulary; made by `convbert_jax.load`.
+    """Weights and tokenizer; created by `convbert_jax.load`.
 
     Attributes:
-      path: where it is from.
-      config: of the run; for other sources as far as they tell.
-      step: steps it was trained for, 0 if its source does not say.
-      tokenizer: texts to ids and back.
-      networks: "main", the encoder that is kept, and "generator" if there is one, on the host.
-      length: tokens of a row, [CLS] and [SEP] among them, from where on texts are cut: for a run
-        those it was trained with, else the positions of the model.
+      path: path of the source.
+      config: config of the run; for other sources the fields that are known.
+      step: number of training steps, 0 if unknown.
+      tokenizer: converts texts to token ids and back.
+      networks: "main", the encoder, and "generator" if present, on the host.
+      length: maximum tokens of a row, including [CLS] and [SEP]; longer texts are truncated. For a
+        run the length of its training rows, else the positions of the model.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Model:
     ):
         """
         Args:
-          dtype: of the computation; results are float32.
-          finetuned_params: those of `config`, for a model with a head for labels.
+          dtype: dtype of the computation; results are float32.
+          finetuned_params: parameters for `config` of a fine-tuned model.
         """
         self.path, self.config, self.networks = path, config, networks
         self.tokenizer, self.step, self.length = tokenizer, step, length
@@ -83,7 +83,7 @@ class Model:
 
     @property
     def abilities(self) -> tuple[str, ...]:
-        """Which of `fill_mask`, `replaced` and `predict` its heads allow."""
+        """Methods that the heads support: `fill_mask`, `replaced` or `predict`."""
         if self._finetuned_params is not None:
             return ("predict",)
         fills = any(self._has(name, "mlm_head") for name in self.networks)
@@ -92,15 +92,15 @@ class Model:
 
     @property
     def mask_token(self) -> str:
-        """What stands for a hole in the texts of `fill_mask`."""
+        """Mask token in the texts of `fill_mask`."""
         return masked_text.mask_token(self.tokenizer)
 
     def tokenize(
         self, texts: Text | Sequence[Text], *, length: int | None = None
     ) -> list[list[str]] | list[str]:
-        """The tokens that `encode` gives vectors of: a list of vocabulary entries for each text.
+        """Returns the tokens that `encode` reads: a list of vocabulary entries for each text.
 
-        Arguments and errors as `encode`.
+        Arguments and errors: see `encode`.
 
         >>> model.tokenize("A text.")[0]
         '[CLS]'
@@ -124,25 +124,25 @@ class Model:
         length: int | None = None,
         batch_size: int = 64,
     ) -> np.ndarray | list[np.ndarray]:
-        """Hidden states of the last layer as float32; of the discriminator, where there are two.
+        """Returns hidden states of the last layer of the encoder (discriminator) as float32.
 
-        A text's numbers do not depend on the texts beside it, but for rounding.
+        The result for a text does not depend on other texts of its batch, except for rounding.
 
         Args:
           texts: texts, or pairs of texts as tuples; a single string is one text.
-          pooling: "mean" over all tokens of a text, [CLS] and [SEP] too: what to take where nothing
-            was fine-tuned. "cls" is the first token, which a fine-tuned head reads. "none" keeps
-            all tokens, those of `tokenize`.
-          length: most tokens of a row, default `self.length`; longer texts are cut and the log says
-            how many.
-          batch_size: rows of the largest batches.
+          pooling: "mean" over all tokens including [CLS] and [SEP], recommended without
+            fine-tuning; "cls" for the first token, which a fine-tuned head reads; "none" for all
+            tokens of `tokenize`.
+          length: maximum tokens of a row, default `self.length`; longer texts are truncated and
+            their number is logged.
+          batch_size: maximum rows of a batch.
 
         Returns:
-          [N, C], or with "none" for each text [its tokens, C]; of a single string the one array.
+          [N, C]; with "none" a list of [tokens, C]; for a single string its array.
 
         Raises:
-          ModelError: an unknown pooling.
-          ArgumentError: something else than texts, or a length or batch size that cannot be.
+          ModelError: `pooling` is unknown.
+          ArgumentError: `texts`, `length` or `batch_size` is invalid.
 
         >>> model.encode(["a text", "another", ("two", "texts")]).shape
         (3, 32)
@@ -151,7 +151,7 @@ class Model:
         """
         if not isinstance(pooling, str) or pooling not in readouts.POOLINGS:
             raise ModelError(
-                f"is unknown; choose from {', '.join(readouts.POOLINGS)}.",
+                f"is unknown. Choose from {', '.join(readouts.POOLINGS)}.",
                 field="pooling",
                 value=pooling,
             )
@@ -184,18 +184,20 @@ class Model:
         length: int | None = None,
         batch_size: int = 64,
     ) -> list:
-        """What the generator, or a masked language model, puts where [MASK] stands.
+        """Predicts masked tokens with the generator or a masked language model.
 
         Args:
-          length, batch_size: as of `encode`.
+          top_k: number of predictions for each mask.
+          length, batch_size: see `encode`.
 
         Returns:
-          for one text the `top_k` likeliest tokens, the likeliest first; for several texts a list
-          of these, and for a text with several holes one for each hole, all seen as holes at once.
+          For a text with one mask the `top_k` most probable tokens in decreasing order; for a text
+          with several masks a list with one such list for each mask, predicted jointly in one pass.
+          For several texts a list of these.
 
         Raises:
-          ModelError: the model has no head for masked words, or a text has no [MASK] within
-            `length` tokens.
+          ModelError: the model has no masked language head, or a text has no [MASK] within `length`
+            tokens.
 
         >>> best, *_ = model.fill_mask("Paris is the [MASK] of France.")
         >>> sorted(best)
@@ -204,7 +206,7 @@ class Model:
         name = next((n for n in ("generator", "main") if self._has(n, "mlm_head")), None)
         if name is None:
             raise ModelError(
-                f"{self.path} has no head for masked words (no generator); load a pre-training "
+                f"{self.path} has no head for masked words (no generator). Load a pre-training "
                 "run, or a folder that was exported with its generator.",
                 path=self.path,
             )
@@ -223,7 +225,7 @@ class Model:
         rows = pad_rows(pieces, length, pad=self.tokenizer.special.pad)
         holes = [np.flatnonzero(np.equal(ids, self.tokenizer.special.mask)) for ids in pieces]
         self._check_holes(texts, holes, length)
-        # Few different widths, as each is compiled.
+        # Powers of two: each width is compiled.
         width = 1 << max((len(h) - 1).bit_length() for h in holes)
         places = np.zeros((len(texts), width), np.int32)
         for row, found in zip(places, holes, strict=True):
@@ -242,14 +244,14 @@ class Model:
     def replaced(
         self, texts: str | Sequence[str], *, length: int | None = None, batch_size: int = 64
     ) -> list:
-        """How probable the discriminator finds it that each token was put in by a generator.
+        """Returns the discriminator's probability for each token that it was replaced.
 
         Args:
-          length, batch_size: as of `encode`.
+          length, batch_size: see `encode`.
 
         Returns:
-          for one text its tokens in order, those beyond `length` left out; for several texts
-          a list of these.
+          For one text its tokens in order, truncated to `length`; for several texts a list of
+          these.
 
         Raises:
           ModelError: the model has no discriminator.
@@ -261,7 +263,7 @@ class Model:
         """
         if not self._has("main", "rtd_head"):
             raise ModelError(
-                f"{self.path} has no head for replaced tokens (no discriminator); load a run of "
+                f"{self.path} has no head for replaced tokens (no discriminator). Load a run of "
                 "config.recipe=replaced_token, or its export.",
                 path=self.path,
             )
@@ -284,17 +286,18 @@ class Model:
         return results[0] if single else results
 
     def predict(self, rows: Any) -> list[dict[str, Any]] | dict[str, Any]:
-        """What a fine-tuned model says, row by row: the lines that `--mode=predict` writes.
+        """Predicts rows with a fine-tuned model; returns the records that `--mode=predict` writes.
 
         Args:
-          rows: a list of texts; of pairs of texts for a model that reads two, (question, context)
-            for answers; of lists of words for tagging; or of dicts with the columns that the model
-            learned from, whose other columns come out again. A single string is one text, a single
+          rows: a list of texts, of pairs of texts, of (question, context) pairs for question
+            answering, of lists of words for tagging, or of dicts with the columns of the training
+            data; other columns are copied to the result. A single string is one text, a single
             dict one row.
 
         Returns:
-          for each row a dict: "prediction", "probabilities" and what else the kind of task has, or
-          "error" where it cannot be predicted, as of an empty text; for a single one its dict.
+          For each row a dict of "prediction", "probabilities" and other keys of its kind of task,
+          or "error" for a row that cannot be predicted, as an empty text. For a single row its
+          dict.
 
         Raises:
           ModelError: the model is not fine-tuned.
@@ -318,7 +321,7 @@ class Model:
     def _predictor(self) -> tuple[Predictor | QuestionAnswerer, reading.ModelInput]:
         if self._finetuned_params is None:
             raise ModelError(
-                f"{self.path} has no head for labels, so it predicts none; fine-tune it first "
+                f"{self.path} has no head for labels. Fine-tune it first "
                 f"(convbert_jax.finetune with init_from={self.path}).",
                 path=self.path,
             )
@@ -331,7 +334,7 @@ class Model:
         return name in self.networks and self.networks[name].has(head)
 
     def network(self, name: str) -> NetworkOnDevice:
-        """One of `networks`, compiled as it is used."""
+        """Returns one of `networks` on the device, compiled on first use."""
         if name not in self._on_device:
             self._on_device[name] = NetworkOnDevice(self.networks[name], self._dtype)
         return self._on_device[name]
@@ -367,7 +370,7 @@ class Model:
     def _tell_cut(self, count: int, of: int, length: int) -> None:
         if count:
             logging.warning(
-                "%s: %d of %d texts are cut to %d tokens.", self.path, count, of, length
+                "%s: truncated %d of %d texts to %d tokens.", self.path, count, of, length
             )
 
     def _check_holes(self, texts: Sequence[str], holes: Sequence[np.ndarray], length: int) -> None:
@@ -377,8 +380,8 @@ class Model:
                 where = f"within its first {length} tokens" if mask in text else "in it"
                 missing = "a" if mask not in text else "every"
                 raise ModelError(
-                    f"{shorten(text, 60)!r} does not have {missing} {mask} {where}; write one "
-                    "where a token is to be filled in."
+                    f"{shorten(text, 60)!r} does not have {missing} {mask} {where}. Write one "
+                    "for each token to predict."
                 )
 
     def _describe(self, text: str, hole: int, scores, tokens) -> list[masked_text.Filled]:

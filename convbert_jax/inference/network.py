@@ -1,6 +1,4 @@
-"""One network on the device, applied to any number of rows: short ones with short ones, in batches
-of a few fixed shapes, each compiled once.
-"""
+"""Applies a network to rows on the device, batched by length in a few compiled shapes."""
 
 import dataclasses
 import functools
@@ -24,18 +22,18 @@ from convbert_jax.training import memory
 from convbert_jax.training.environment import private_jax
 
 PRETRAINING_HEADS = ("mlm_head", "rtd_head")
-# (parts of the network by name, hidden states [B, L, C], the batch, an option) -> [B, ...] by name
-# With a capture what comes second is (hidden states, `models.encoder.Seen`).
+# (modules by name, hidden states [B, L, C], batch, option) -> arrays [B, ...] by name
+# With a capture the second argument is (hidden states, `models.encoder.Seen`).
 Finish = Callable[[nnx.Dict, Any, Any, Any], dict[str, jax.Array]]
 
 
 class NetworkOnDevice:
-    """An encoder with its embeddings and its heads of pre-training; deterministic."""
+    """An encoder with embeddings and pre-training heads on the device, without dropout."""
 
     def __init__(self, network: Network, dtype: jnp.dtype):
         """
         Args:
-          dtype: of the computation; parameters and logits are float32.
+          dtype: dtype of the computation; parameters and logits are float32.
         """
         outputs = {head: 1 for head in PRETRAINING_HEADS if network.has(head)}
         encoder = _of_single_rows(network.encoder)
@@ -59,23 +57,25 @@ class NetworkOnDevice:
 
     @functools.cached_property
     def offers(self) -> tuple[frozenset[str], ...]:
-        """What the layers of each stage can show, as names for a capture."""
+        """Names of the captures that each stage offers."""
         return nnx.merge(self._graphdef, self._params)["encoder"].offers()
 
     @property
     def programs(self) -> int:
-        """How many were compiled: one for each shape of a batch, `finish`, option and capture."""
+        """Number of compiled programs: one per batch shape, `finish`, option and capture."""
         return private_jax.count_compiled(self._run)
 
     def lower(self, batch: Any, finish: Finish, option: Any = None) -> jax.stages.Lowered:
-        """The program that `run` would compile."""
+        """Lowers the program that `run` compiles."""
         return self._run.lower(finish, option, (), self._params, batch)
 
     def run(
         self, batch: Any, finish: Finish, option: Any = None, capture: tuple[str, ...] = ()
     ) -> dict[str, jax.Array]:
-        """What `finish` makes of one batch, [1, B, ...] by name, on the device; arguments as of
-        `apply`.
+        """Applies the network and `finish` to one batch; see `apply`.
+
+        Returns:
+          Arrays [1, B, ...] by name, on the device.
         """
         return self._run(finish, option, capture, self._params, batch)
 
@@ -88,15 +88,20 @@ class NetworkOnDevice:
         batch_size: int,
         capture: tuple[str, ...] = (),
     ) -> dict[str, list[np.ndarray]]:
-        """What `finish` makes of each row, in their order; L of an output is that of its bucket.
+        """Applies the network and `finish` to all rows.
 
-        No row's outputs depend on the others. Where padding is read all the same, as mixers that
-        are not of this package may do, only rows of one length share a batch.
+        The outputs of a row do not depend on other rows: if a mixer reads padding, as third-party
+        mixers may, only rows of equal length share a batch.
 
         Args:
-          finish: a function of a module, compiled once for each `option`, which is hashable.
-          batch_size: of the largest batches.
-          capture: as of `Encoder`; names that a layer offers.
+          finish: module-level function, compiled for each `option`.
+          option: hashable static argument of `finish`.
+          batch_size: maximum rows of a batch.
+          capture: names that a layer offers, see `Encoder`.
+
+        Returns:
+          For each name a list of one array per row, in order. Their length axis is padded to the
+          bucket.
         """
 
         if not len(rows):
@@ -104,7 +109,7 @@ class NetworkOnDevice:
         longest = int(rows.lengths.max())
         with memory.explain_out_of_memory(
             f"computing up to {batch_size} rows of up to {longest} tokens",
-            "give fewer or shorter texts at once, in Python by batch_size and length",
+            "pass fewer or shorter texts at once, in Python by batch_size and length",
             lambda: memory.find_state(self._params),
         ):
             return self._apply(rows, finish, option, batch_size, capture)
@@ -131,18 +136,18 @@ class NetworkOnDevice:
 
 
 def take(rows: Rows, places: np.ndarray) -> Rows:
-    """The rows at `places`."""
+    """Selects the rows at `places`."""
     by_token = {name: values[places] for name, values in rows.by_token.items()}
     by_row = {name: values[places] for name, values in rows.by_row.items()}
     return Rows(rows.lengths[places], by_token, by_row)
 
 
 def _of_single_rows(encoder: EncoderConfig) -> EncoderConfig:
-    """The encoder that computes for padded rows of one segment what `encoder` computes for each row
-    alone: beyond its end a convolution reads zeros, whether nothing stands there or what is masked.
+    """Changes an encoder so that padded rows of one segment give the outputs of unpadded rows.
 
-    Not unrolled on a CPU: XLA makes loops of the slices of unrolled layers, which take 20 ms a
-    batch of `small`, and three times as long to compile.
+    Convolutions are masked: they read zeros beyond the end of a row. On a CPU layers are not
+    unrolled: XLA slices the stacked parameters of unrolled layers in slow loops and compiles three
+    times as long.
     """
     stages = tuple(
         dataclasses.replace(
@@ -158,8 +163,9 @@ def _of_single_rows(encoder: EncoderConfig) -> EncoderConfig:
 
 
 def _buckets(rows: Rows) -> tuple[int, ...]:
-    """Powers of two, on a CPU those between them too, where a token of padding costs as much as any
-    other; and at last the width of the rows.
+    """Returns bucket lengths: powers of two and the width of the rows.
+
+    On a CPU also the midpoints, because padding costs as much as tokens.
     """
     width = rows.by_token["tokens"].shape[1]
     lengths = [16 << i for i in range(width.bit_length())]

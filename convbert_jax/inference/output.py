@@ -1,4 +1,4 @@
-"""Predictions as JSON lines, or as a table for spreadsheets and pandas."""
+"""Writes predictions as JSON lines, plain lines, or a table for spreadsheets and pandas."""
 
 import csv
 import io
@@ -8,18 +8,18 @@ from typing import IO, Any, Protocol
 
 from absl import logging
 
-DELIMITERS = {".tsv": "\t", ".csv": ","}  # ending of a file's name -> of a table
+DELIMITERS = {".tsv": "\t", ".csv": ","}  # file name suffix -> delimiter
 
 
 class Output(Protocol):
-    """Where predictions go."""
+    """A writer of predictions."""
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Writes one line each, and hands them on at once."""
+        """Writes and flushes one line per record."""
 
 
 class JsonLines:
-    """One JSON object a line, UTF-8."""
+    """Writes one JSON object per line in UTF-8."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file
@@ -31,9 +31,10 @@ class JsonLines:
 
 
 class Table:
-    """A header, then a row each: prediction, its `measure` and all of the input but for what its
-    first row lacks. A cell with a separator, a line end or a quotation mark stands in quotation
-    marks, as the csv module and pandas read it.
+    """Writes a table: prediction, its `measure` and the input columns of the first row.
+
+    Cells with a delimiter, line end or quotation mark are quoted as the csv module and pandas read
+    them.
     """
 
     def __init__(self, file: IO[bytes], delimiter: str, measure: str):
@@ -56,7 +57,7 @@ class Table:
             writers[csv.QUOTE_MINIMAL].writerow(self._header)
         for row in rows:
             cells = [_spell(row.get(name, "")) for name in self._header]
-            # the module does not quote a carriage return that is not in its line end
+            # csv.writer does not quote a carriage return if its line terminator is "\n"
             alone = any("\r" in cell for cell in cells)
             writers[csv.QUOTE_ALL if alone else csv.QUOTE_MINIMAL].writerow(cells)
             self._tell(row)
@@ -68,8 +69,8 @@ class Table:
         if unknown and not self._told:
             self._told = True
             logging.warning(
-                "The row %r has '%s', which the first row lacks and the table therefore; name an "
-                "output in .jsonl to keep it.",
+                "Row %r has a column '%s' that the first row does not have; it is not in the "
+                "table. Use an output in .jsonl to keep it.",
                 row["id"],
                 unknown[0],
             )
@@ -78,8 +79,9 @@ class Table:
 
 
 class PlainLines:
-    """The texts alone, one a line, as long as the input: of a row that cannot be predicted an empty
-    line, and a warning.
+    """Writes generated texts only, one line per row.
+
+    A row that cannot be predicted gets an empty line and a warning.
     """
 
     def __init__(self, file: IO[bytes]):
@@ -88,7 +90,7 @@ class PlainLines:
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         for line in lines:
             if "error" in line:
-                logging.warning("An empty line for row %s: %s.", line["id"], line["error"])
+                logging.warning("Wrote an empty line for row %s: %s.", line["id"], line["error"])
         texts = (" ".join(line.get("prediction", "").splitlines()) + "\n" for line in lines)
         self._file.write("".join(texts).encode("utf-8"))
         self._file.flush()
@@ -97,10 +99,11 @@ class PlainLines:
 def open_lines(
     file: IO[bytes], ending: str, *, plain: bool = False, measure: str = "probability"
 ) -> Output:
-    """What writes into `file` by the ending of its name, or plain lines.
+    """Returns the writer for a file name suffix.
 
     Args:
-      measure: column of a table that says how sure a prediction is.
+      plain: write generated texts only, for any suffix.
+      measure: column of a table for the confidence of a prediction.
     """
     if plain:
         return PlainLines(file)
@@ -108,9 +111,9 @@ def open_lines(
 
 
 def _flatten(line: Mapping[str, Any]) -> dict[str, Any]:
-    """One value a column: of probabilities the highest, of two texts each.
+    """Converts a record to one value per column: the highest probability, one column per text.
 
-    "texts" and "words" may also be columns of the input, with anything in them.
+    "texts" and "words" may also be input columns with any value.
     """
     row = dict(line)
     probabilities = row.pop("probabilities", None)
@@ -121,7 +124,7 @@ def _flatten(line: Mapping[str, Any]) -> dict[str, Any]:
         if row.keys().isdisjoint(("text", "text1", "text2", *names)):
             del row["texts"]
             row |= zip(names, texts, strict=True)
-    if isinstance(row.get("prediction"), list):  # of words, of which the last may have none
+    if isinstance(row.get("prediction"), list):  # tags of words; truncated words have None
         row["prediction"] = " ".join(tag for tag in row["prediction"] if tag is not None)
     if _are_texts(row.get("words")):
         row["words"] = " ".join(row["words"])
@@ -139,7 +142,7 @@ def _spell(value: Any) -> str:
 
 
 def to_json(value: Any) -> str:
-    """JSON as all read it: a NaN that an input brought along, which only Python takes, is null."""
+    """Encodes standard JSON: NaN in input values becomes null."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Predictions of a fine-tuned model for new text."""
+"""Classification, regression and tagging of new text with a fine-tuned model."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -24,18 +24,18 @@ from convbert_jax.ops import dispatch
 from convbert_jax.training import memory
 from convbert_jax.training.task import Params
 
-# What a model says of texts: for each example a dict with "prediction" and more, or with "problem"
-# alone: why it says nothing, to follow "line N"
+# Examples -> a dict per example with "prediction" and more, or only "problem": the reason why there
+# is no prediction, as the rest of a sentence that begins with "line N".
 Answer = Callable[[Sequence[Example]], list[dict[str, Any]]]
-_FEW = 16  # rows of a batch for a few
-# Tokens of a batch on a CPU, for each of its threads. A token of `small` costs 230 us in batches of
-# 1,024 and 390 us in 32 rows of 512, whose hidden states the caches do not hold.
+_FEW = 16  # batch size for few rows
+# Tokens of a batch per CPU thread: hidden states of larger batches do not fit into the caches.
 _TOKENS_PER_THREAD = 512
 
 
 def choose_batch_size(count: int, largest: int) -> int:
-    """Rows of a batch for `count` rows: 1, a few or `largest`, each compiled once for a length, so
-    that one line does not wait for the computation of many that are not there.
+    """Returns a batch size for `count` rows: 1, _FEW or `largest`.
+
+    Three sizes are compiled for each length, so that a single row is not padded to a full batch.
     """
     if count <= 1:
         return 1
@@ -43,9 +43,7 @@ def choose_batch_size(count: int, largest: int) -> int:
 
 
 def choose_batch_sizes(count: int, largest: int, buckets: Sequence[int]) -> tuple[int, ...]:
-    """Rows of a batch of each length in `buckets`, as `choose_batch_size`; on a CPU fewer of the
-    long ones.
-    """
+    """Returns the batch size for each length in `buckets`; on a CPU smaller for long rows."""
     size = choose_batch_size(count, largest)
     if dispatch.platform() != "cpu":
         return (size,) * len(buckets)
@@ -54,7 +52,7 @@ def choose_batch_sizes(count: int, largest: int, buckets: Sequence[int]) -> tupl
 
 
 def explain_out_of_memory(params: Params) -> contextlib.AbstractContextManager[None]:
-    """Context in which a fine-tuned model, with its parameters on the device, predicts."""
+    """Explains out-of-memory errors inside the block, with advice for predictions."""
     advice = (
         'lower finetune.eval_batch_size in the config.json of the model and remove its "crc32", or '
         "compute on the CPU with JAX_PLATFORMS=cpu"
@@ -63,10 +61,10 @@ def explain_out_of_memory(params: Params) -> contextlib.AbstractContextManager[N
 
 
 class Predictor:
-    """A fine-tuned model for texts."""
+    """A fine-tuned model for classification, regression or tagging."""
 
     def __init__(self, config: Config, params: Params, tokenizer: Tokenizer, dtype: jnp.dtype):
-        """`config.outputs` says what the model is for; its kind is not span."""
+        """Compiles the model; `config.outputs.kind` must not be "span"."""
         self.outputs = config.outputs
         self._config = config
         self._tokenizer = tokenizer
@@ -84,7 +82,7 @@ class Predictor:
         self._run = lambda batch: run(self._params, batch)
 
     def predict(self, examples: Sequence[Example]) -> scoring.Outputs:
-        """Outputs as `scoring.score` takes them, in the order of the examples."""
+        """Returns outputs for `scoring.score`, in the order of the examples."""
         return self._predict(examples)[1]
 
     def _predict(self, examples: Sequence[Example]) -> tuple[Rows, scoring.Outputs]:
@@ -92,7 +90,7 @@ class Predictor:
             examples, self.outputs, self._config, self._tokenizer
         )
         rows = encoded.rows
-        if encoded.truncated and not self._told_cut:  # not again for every line of a pipe
+        if encoded.truncated and not self._told_cut:  # log once, not for every line of a pipe
             self._told_cut = True
             self._tell_cut(encoded, examples)
         buckets = fitting.buckets_of(self._config)
@@ -111,7 +109,7 @@ class Predictor:
         task, length = self.outputs.task, self._config.finetune.length
         if self.outputs.kind != "tagging":
             logging.warning(
-                "%s: %d of %d texts are cut to %d tokens; of later ones no more is said.",
+                "%s: truncated %d of %d texts to %d tokens. Further truncations are not logged.",
                 task,
                 encoded.truncated,
                 len(examples),
@@ -122,8 +120,8 @@ class Predictor:
             words = len(example.texts[0].split(" "))
             if read < words:
                 logging.warning(
-                    "%s: %d of the %d words of row %s lie beyond the %d tokens that are read; "
-                    "their prediction and probability are null, and of other rows no more is said.",
+                    "%s: %d of %d words of row %s are beyond the limit of %d tokens; their "
+                    "prediction and probability are null. Further truncations are not logged.",
                     task,
                     words - read,
                     words,
@@ -133,8 +131,11 @@ class Predictor:
                 return
 
     def answer(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
-        """For each example its `prediction` and, but for a number, `probabilities`; of tagging
-        lists, with None for words that have no place in the row.
+        """Predicts examples; implements `Answer`.
+
+        Returns:
+          For each example a dict of `prediction` and, except for regression, `probabilities`. For
+          tagging these are lists per word, with None for truncated words.
         """
         outputs = self.outputs
         regression = outputs.kind == "regression"

@@ -1,7 +1,7 @@
-"""What becomes of hidden states on the device, as `network.Finish`: vectors, tokens, suspects.
+"""Functions of hidden states on the device (`network.Finish`): pooling, masks, replaced tokens.
 
-Each is (parts of the network by name, hidden states [B, L, C], batch, option) -> {name: [B, ...]},
-in float32; `captured` is of what layers saw.
+Each is (modules by name, hidden states [B, L, C], batch, option) -> {name: [B, ...]} in float32;
+`captured` returns captures of layers instead.
 """
 
 import jax
@@ -26,7 +26,14 @@ POOLINGS = {"mean": _mean, "cls": _first, "none": _all}
 
 
 def fill(parts, hidden, batch, option):
-    """The likeliest entries of the vocabulary at `places` [B, M]; a padded table has more rows."""
+    """Returns the most probable tokens at batch["places"] [B, M].
+
+    Args:
+      option: (top_k, number of vocabulary entries; a padded embedding table has more rows).
+
+    Returns:
+      `scores` and `tokens`, [B, M, top_k].
+    """
     top_k, entries = option
     picked = jnp.take_along_axis(hidden, batch["places"][..., None], axis=1)
     logits = parts["mlm_head"](picked, parts["embeddings"])[..., :entries]
@@ -35,7 +42,7 @@ def fill(parts, hidden, batch, option):
 
 
 def captured(parts, encoded, batch, _):
-    """What each stage showed, as "STAGE/NAME" [B, N, ...] with its layers second."""
+    """Returns the captures of each stage as "STAGE/NAME" [B, layers, ...]."""
     _, seen = encoded
     return {
         f"{stage}/{name}": jnp.swapaxes(array, 0, 1)

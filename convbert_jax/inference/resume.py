@@ -1,7 +1,7 @@
-"""Going on where predictions of a file were stopped: what is kept is compared, not trusted.
+"""Resumes interrupted predictions of a file, after comparing the finished lines with the input.
 
-FILE.unfinished         the lines that are done
-FILE.unfinished.model   of which model they are
+FILE.unfinished         finished lines
+FILE.unfinished.model   path and checksum of the model that predicted them
 """
 
 import dataclasses
@@ -24,14 +24,15 @@ from convbert_jax.inference.output import to_json
 from convbert_jax.inference.stream import describe_row
 from convbert_jax.training.task import Params
 
-_REMEDY = "remove it, or name another --output"
+_REMEDY = "remove it, or use another --output"
 
 
 def identify(
     path: str, config: Config, params: Params, tokenizers: Sequence[Tokenizer]
 ) -> dict[str, str]:
-    """Where a model lies, and a checksum of all that it is. (Its predictions of the same rows are
-    no proof: they change a little with the device and the size of the batch.)
+    """Returns path and SHA-256 checksum of config, tokenizers and parameters of a model.
+
+    Predictions cannot identify a model: they depend slightly on device and batch size.
     """
     digest = hashlib.sha256(json.dumps(dataclasses.asdict(config), default=str).encode())
     for tokenizer in tokenizers:
@@ -44,23 +45,26 @@ def identify(
 
 
 def note_of(kept: Path) -> Path:
-    """The file beside `kept` that says of which model it is."""
+    """Returns the file that identifies the model of `kept`."""
     return kept.with_name(f"{kept.name}.model")
 
 
 def take_kept(
     kept: Path, rows: Iterator[InputRow], model: dict[str, str], reads: ModelInput
 ) -> int:
-    """Takes from `rows` those whose JSON lines are in `kept`, and cuts off a half line at its end.
+    """Skips the rows whose JSON lines are in `kept`; removes a partial last line.
 
-    Where `kept` is empty, it is from now on of `model`, as `identify` describes it.
+    If `kept` is empty, stores `model` for it.
+
+    Args:
+      model: see `identify`.
 
     Returns:
-      how many these are.
+      Number of rows consumed from `rows`.
 
     Raises:
-      DataError: the lines are of other rows, or of another model.
-      DamagedFileError: what says of which model they are is damaged.
+      DataError: the lines belong to other rows or another model.
+      DamagedFileError: the file that identifies the model is damaged.
     """
     if not kept.stat().st_size:
         write_json(note_of(kept), model)
@@ -72,13 +76,13 @@ def take_kept(
             row = next(rows, None)
             if row is None or not _is_of(_parse(data), row, reads):
                 raise DataError(
-                    f"{kept}, which was left by a start that was stopped, has another row in its "
-                    f"line {count + 1} than the input; {_REMEDY}.",
+                    f"Cannot resume from {kept}: its line {count + 1} belongs to another row than "
+                    f"in the input; {_REMEDY}.",
                     path=kept,
                 )
             count, end = count + 1, file.tell()
         file.truncate(end)
-    logging.info("Going on after %d rows in %s.", count, kept)
+    logging.info("Resuming after %d rows in %s.", count, kept)
     return count
 
 
@@ -88,14 +92,14 @@ def _check_model(kept: Path, model: dict[str, str]) -> None:
         found = read_json(note, remedy=_REMEDY, fields=dict.fromkeys(model, str))
     except FileNotFoundError:
         raise DataError(
-            f"{kept}, which was left by a start that was stopped, has no {note.name} beside it, "
-            f"which would say of which model it is; {_REMEDY}.",
+            f"Cannot resume from {kept}: {note.name}, which identifies its model, is missing; "
+            f"{_REMEDY}.",
             path=kept,
         ) from None
     if found["checksum"] != model["checksum"]:
         raise DataError(
-            f"{kept}, which was left by a start that was stopped, has predictions of another "
-            f"model ({found['model']} as it was then); {_REMEDY}.",
+            f"Cannot resume from {kept}: its lines were predicted by another model, or an earlier "
+            f"state of it ({found['model']}); {_REMEDY}.",
             path=kept,
         )
 
@@ -109,7 +113,7 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _is_of(line: dict[str, Any], row: InputRow, reads: ModelInput) -> bool:
-    """Whether `line` is what is written of `row`, whatever the model said."""
+    """Whether `line` belongs to `row`, for any prediction."""
     expected = parse_json(to_json(describe_row(row, None if row.problem else {}, reads)))
     same = all(name in line and line[name] == value for name, value in expected.items())
     return same and ("error" in line) != ("prediction" in line)

@@ -1,4 +1,4 @@
-"""From rows to predictions in their order: a file in large chunks, a pipe as its lines come."""
+"""Streams rows to predictions in order: files in large chunks, pipes as lines arrive."""
 
 import dataclasses
 import itertools
@@ -18,10 +18,10 @@ from convbert_jax.data.tasks.labelled_text import Example
 from convbert_jax.inference.output import Output
 from convbert_jax.inference.predictor import Answer
 
-AT_ONCE = 1_024  # rows that are read, predicted and written together, at most
-_PATIENCE = 0.02  # seconds that a row waits for others to come with it
-_MOST_IDS = 1_000_000  # that are compared
-# Names of what a line says of its row: a column of the input that is named so is "input_NAME".
+AT_ONCE = 1_024  # maximum rows of a chunk
+_PATIENCE = 0.02  # seconds that a row waits for further rows of its chunk
+_MOST_IDS = 1_000_000  # maximum number of ids checked for duplicates
+# Reserved keys of a record: an input column of this name is written as "input_NAME".
 _OURS = frozenset(("id", "prediction", "probability", "probabilities", "error"))
 _OURS_OF_KIND = {
     "span": _OURS | {"start", "null_odds"},
@@ -30,12 +30,12 @@ _OURS_OF_KIND = {
 
 
 class NothingPredictedError(DataError):
-    """There are no rows, or none that can be predicted."""
+    """The input has no rows, or no row that can be predicted."""
 
 
 @dataclasses.dataclass
 class Counts:
-    """What became of the rows; `problem` is the first one's."""
+    """Number of rows and failed rows, and the first problem."""
 
     rows: int = 0
     failed: int = 0
@@ -50,18 +50,18 @@ def predict_stream(
     name: str,
     done: int = 0,
 ) -> int:
-    """Writes a line for each row, in their order; of one that cannot be predicted, why.
+    """Writes a record for each row in order, with the error of a row that cannot be predicted.
 
     Args:
-      chunks: of rows that are predicted together, as `in_full` or `as_they_come` gives them.
-      name: of the input, for the log.
-      done: rows that an earlier start predicted.
+      chunks: lists of rows to predict together, from `in_full` or `as_they_come`.
+      name: name of the input, for messages.
+      done: number of rows predicted by an earlier call.
 
     Returns:
-      number of rows, without these.
+      Number of rows in `chunks`.
 
     Raises:
-      NothingPredictedError: there are no rows, or none that can be predicted.
+      NothingPredictedError: there are no rows, or no row can be predicted.
       DataError: the input cannot be read further.
     """
     counts, ids = Counts(), _Ids(name)
@@ -81,14 +81,15 @@ def predict_stream(
 
 
 def in_full(rows: Iterator[InputRow]) -> Iterator[list[InputRow]]:
-    """Chunks of AT_ONCE rows: of a file, which is there."""
+    """Yields chunks of AT_ONCE rows, for files."""
     while chunk := list(itertools.islice(rows, AT_ONCE)):
         yield chunk
 
 
 def as_they_come(rows: Iterator[InputRow]) -> Iterator[list[InputRow]]:
-    """Chunks of the rows that are there, at most AT_ONCE: of a pipe, whose next line may take its
-    time. They are read by a thread, while those before are predicted.
+    """Yields chunks of the rows available now, at most AT_ONCE, for pipes.
+
+    A thread reads rows while previous chunks are predicted.
     """
     waiting: queue.Queue = queue.Queue(2 * AT_ONCE)
     end = object()
@@ -98,7 +99,7 @@ def as_they_come(rows: Iterator[InputRow]) -> Iterator[list[InputRow]]:
             for row in rows:
                 waiting.put(row)
             waiting.put(end)
-        except BaseException as error:  # raised where the rows are taken
+        except BaseException as error:  # raised again in the consumer
             waiting.put(error)
 
     threading.Thread(target=read, name="input", daemon=True).start()
@@ -122,7 +123,7 @@ def as_they_come(rows: Iterator[InputRow]) -> Iterator[list[InputRow]]:
 
 
 def answer_rows(chunk: list[InputRow], answer: Answer, reads: ModelInput) -> list[dict[str, Any]]:
-    """Of each row what is written of it."""
+    """Predicts a chunk of rows and returns their output records."""
     good = [row for row in chunk if not row.problem]
     examples = [Example(str(row.number), row.texts, None) for row in good]
     said = iter(answer(examples) if examples else ())
@@ -136,18 +137,21 @@ def answer_rows(chunk: list[InputRow], answer: Answer, reads: ModelInput) -> lis
 
 
 def _find_problem(said: dict[str, Any]) -> str:
-    """Why this is no prediction, or ""; of answers that are NaN, `null_odds` alone says so."""
+    """Returns the reason why a prediction is not usable, or "".
+
+    NaN outputs for a question are visible in `null_odds` only.
+    """
     if "problem" in said:
         return said["problem"]
     shares = said.get("probabilities", ())
     shares = shares.values() if isinstance(shares, dict) else shares
     values = (said["prediction"], said.get("null_odds"), said.get("score"), *shares)
     finite = all(math.isfinite(value) for value in values if isinstance(value, float))
-    return "" if finite else "is given no number by the model, but NaN"
+    return "" if finite else "cannot be predicted: the model returned NaN"
 
 
 def describe_row(row: InputRow, said: dict[str, Any] | None, reads: ModelInput) -> dict[str, Any]:
-    """What is written of a row of which a model said something, or None."""
+    """Returns the output record of a row; `said` is the prediction, or None for an error."""
     texts: Mapping[str, Any] = {}
     if row.texts and reads.kind == "tagging":
         texts = {"".join(row.names) or "words": row.texts[0].split(" ")}
@@ -166,7 +170,7 @@ def describe_row(row: InputRow, said: dict[str, Any] | None, reads: ModelInput) 
 
 
 class _Ids:
-    """Tells once that rows share an id."""
+    """Counts rows with duplicate ids and logs the first one."""
 
     def __init__(self, name: str):
         self._name = name
@@ -181,38 +185,38 @@ class _Ids:
             self.twice += 1
             if self.twice == 1:
                 logging.warning(
-                    "%s line %d has the id %r, which line %d has too.",
+                    "%s line %d has the same id %r as line %d.",
                     self._name,
                     row.line,
                     row.id,
                     first,
                 )
         elif len(self._lines) == _MOST_IDS:
-            logging.info("%s: ids are compared up to row %d.", self._name, row.number)
+            logging.info("%s: duplicate ids are checked up to row %d.", self._name, row.number)
 
 
 def _report(counts: Counts, ids: _Ids, name: str, done: int) -> None:
     if not counts.rows and not done:
-        raise NothingPredictedError(f"{name} has no rows; check the file.", path=name)
+        raise NothingPredictedError(f"{name} has no rows. Check the file.", path=name)
     if counts.failed == counts.rows and not done:
         raise NothingPredictedError(
             f"{name} has no row that can be predicted; the first: {counts.problem}.", path=name
         )
     if done:
         logging.info(
-            "%s: the %d rows of an earlier start are not counted in what follows, nor are their "
-            "ids compared.",
+            "%s: the counts below exclude the %d rows of an earlier call; their ids are not "
+            "checked.",
             name,
             done,
         )
     logging.info("Predicted %d rows of %s.", counts.rows - counts.failed, name)
     if counts.failed:
         logging.warning(
-            "%s: %d of %d rows have an error in the place of a prediction; the first: %s.",
+            "%s: %d of %d rows have an error instead of a prediction; the first: %s.",
             name,
             counts.failed,
             counts.rows,
             counts.problem,
         )
     if ids.twice > 1:
-        logging.warning("%s: %d rows have an id that another row has.", name, ids.twice)
+        logging.warning("%s: %d rows have the id of an earlier row.", name, ids.twice)

@@ -172,9 +172,9 @@ def _tell_of_encoder(config: Config) -> None:
     networks = outline(config)
     if networks["main"].masked:
         logging.info(
-            "The convolutions ignore padding, but those of exports for transformers, "
-            "sentence-transformers and ONNX read it. For equal outputs on padded batches train "
-            "with --config.model.mask_convolution=false --config.data.layout=electra. See "
+            "The convolutions ignore padding, but exports for transformers, sentence-transformers "
+            "and ONNX read it. For equal outputs on padded batches train with "
+            "--config.model.mask_convolution=false --config.data.layout=electra. See "
             "docs/weights.md#padded-batches."
         )
     if first := config.objective.masked_lm_steps:

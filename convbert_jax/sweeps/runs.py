@@ -97,7 +97,7 @@ def _check_overrides(sweep: Sweep, overrides: Mapping[str, Any]) -> None:
         raise SweepError(f"This sweep needs a task. {_ADD_TASK}", field="--finetune")
     for path in overrides.keys() & sweep.varied_fields():
         fix = "Use --seeds=N" if path == "seed" else "Remove the override"
-        raise SweepError(f"is what the runs differ in. {fix}.", field=f"--config.{path}")
+        raise SweepError(f"already varies between the runs. {fix}.", field=f"--config.{path}")
 
 
 def _check_task_overrides(sweep: Sweep, first: Config, overrides: Mapping[str, Any]) -> None:

@@ -126,7 +126,7 @@ def test_a_task_of_ones_own_from_files_to_a_model_for_everyone(own, tmp_path):
         "--config.finetune.seeds=1",
     )  # fmt: skip
     assert student.returncode == 0, student.stderr
-    assert "texts for the teacher" in student.stderr
+    assert f"teacher {tmp_path}/hf" in student.stderr
 
 
 @pytest.mark.slow

@@ -198,25 +198,25 @@ def test_a_source_that_is_cut_is_written_to_as_its_beginning(tokenizer, caplog):
         whole, cut = writer.write([longest, longest + "a b"], decoding)
     assert whole.texts == cut.texts != ()
     assert (whole.cut, cut.cut, cut.problem) == (False, True, "")
-    assert "1 of 2 texts cut to the 40 tokens of config.parallel.max_length." in caplog.messages
+    assert (1, 2, 40, "config.parallel.max_length") in [r.args for r in caplog.records]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "text", "problem"),
+    ("recipe", "text", "mentions"),
     [
-        ("translation", "", "is empty, or has no character"),
-        ("translation", "\u0007", "is empty, or has no character"),
-        ("translation", "a " * 40, "has 41 tokens, more than the 40 of config.parallel.max_length"),
-        ("causal_lm", "a " * 48, "has 49 tokens, more than the 48 of config.data.length"),
-        ("span_corruption", "a b", "has no [MASK]; write one where"),
-        ("span_corruption", "[MASK] [MASK] [MASK]", "fills in at most 2"),
+        ("translation", "", ["empty"]),
+        ("translation", "\u0007", ["characters", "vocabulary"]),
+        ("translation", "a " * 40, ["41 tokens", "40", "config.parallel.max_length"]),
+        ("causal_lm", "a " * 48, ["49 tokens", "48", "config.data.length"]),
+        ("span_corruption", "a b", ["[MASK]"]),
+        ("span_corruption", "[MASK] [MASK] [MASK]", ["[MASK]", "3", "2"]),
     ],
 )
-def test_texts_that_cannot_be_read(recipe, text, problem, tokenizer):
+def test_texts_that_cannot_be_read(recipe, text, mentions, tokenizer):
     texts = Texts(config_of(recipe), tokenizer, tokenizer)
     ((ids, said, _),) = texts.encode([text])
     assert not ids
-    assert problem in said
+    assert all(part in said for part in mentions)
 
 
 def test_what_a_language_model_writes_begins_with_the_prompt(tokenizer):
@@ -251,7 +251,7 @@ def test_a_model_of_nothing_but_nan_says_so(tokenizer):
     broken = Writer(writer.config, params, (tokenizer, tokenizer), jnp.dtype("float32"))
     for method in ("beam", "greedy"):
         (answer,) = broken.write(["a"], METHODS[method])
-        assert answer.problem == "is given no number by the model, but NaN"
+        assert "NaN" in answer.problem
 
 
 @given(

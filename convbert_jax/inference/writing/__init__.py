@@ -1,8 +1,8 @@
-"""Models that write text in use.
+"""Inference with generative models.
 
-texts.py    what a model of each recipe reads of a text, and the text of what it wrote
-dealing.py  texts to batches of a few static shapes
-writer.py   texts in, texts out, on the device
-reading.py  a run's writer: its vocabularies, and the mean of its checkpoints
-model.py    what `convbert_jax.load` gives of such a run
+texts.py    encodes inputs and decodes outputs for each recipe
+dealing.py  batches texts of similar length in a few static shapes
+writer.py   generates texts on the device
+reading.py  reads the mean of a run's checkpoints; changes decoding settings
+model.py    the model that `convbert_jax.load` returns for such a run
 """

@@ -1,4 +1,4 @@
-"""Texts of many lengths to batches of few shapes, each of which is compiled once."""
+"""Batches texts of different lengths in a few shapes, each compiled once."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -9,16 +9,16 @@ from convbert_jax.config.sequences.sections import DecodingSection
 from convbert_jax.data.tasks.length_buckets import choose_buckets
 from convbert_jax.inference.predictor import choose_batch_size
 
-SHORTEST = 16  # tokens that a text is padded to
+SHORTEST = 16  # minimum padded length in tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Texts that are written together.
+    """A batch of texts.
 
     Attributes:
-      places: of the texts, [B], -1 for a filler.
-      length: tokens that they are padded to.
+      places: indices of the texts [B], -1 for padding rows.
+      length: padded length in tokens.
     """
 
     places: np.ndarray
@@ -28,14 +28,16 @@ class Batch:
 def deal(
     lengths: Sequence[int], longest: int, batch_tokens: int, *, exact: bool = False
 ) -> Iterator[Batch]:
-    """Each text once, the shortest first, beside texts of its length.
+    """Yields batches of texts of similar length, the shortest first; each text occurs once.
 
-    Padded lengths are powers of two and at last `longest`; rows times length are at most
-    `batch_tokens`, unless one text has more; and of each length there are up to three numbers of
-    rows (`choose_batch_size`).
+    Padded lengths are powers of two and `longest`. Each length has up to three numbers of rows, see
+    `choose_batch_size`.
 
     Args:
-      exact: pads nothing, for a model that reads padding.
+      lengths: tokens of each text.
+      longest: maximum tokens of a text.
+      batch_tokens: maximum of rows x length, unless a single text is longer.
+      exact: batch only texts of equal length without padding, for a model that reads padding.
     """
     lengths = np.asarray(lengths)
     buckets = np.unique(lengths)
@@ -54,7 +56,8 @@ def deal(
 
 
 def most_written(tokens: int, decoding: DecodingSection) -> int:
-    """Most tokens that are written to a source of so many, its end mark counted and their own
-    not, as fairseq counts them.
+    """Returns the maximum output length for a source of `tokens` tokens.
+
+    As in fairseq, `tokens` includes the source's end token; the result excludes the output's.
     """
     return int(decoding.length_ratio * tokens + decoding.length_extra)

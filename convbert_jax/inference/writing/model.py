@@ -1,4 +1,4 @@
-"""A run of a model that writes text, applied to texts; made by `convbert_jax.load`."""
+"""A generative model applied to texts; created by `convbert_jax.load`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,20 +16,20 @@ from convbert_jax.workdir import Workdir
 
 
 class TextModel:
-    """Weights, and the vocabularies of what is read and written.
+    """A generative model with its tokenizers.
 
     Attributes:
       path: folder of the run.
-      config: of the run.
-      step: steps it was trained for.
-      tokenizers: of what is read and of what is written.
+      config: config of the run.
+      step: number of training steps.
+      tokenizers: source and target tokenizer.
     """
 
     def __init__(self, path: str, config: Config, step: int | None, *, dtype: jnp.dtype):
         """
         Args:
-          step: of the checkpoint, None for the newest.
-          dtype: of the computation; scores are float32.
+          step: step of the checkpoint, None for the newest.
+          dtype: dtype of the computation; scores are float32.
 
         Raises:
           UserError: the run cannot be read.
@@ -45,26 +45,26 @@ class TextModel:
 
     @property
     def abilities(self) -> tuple[str, ...]:
-        """`write`, which is `translate` and `summarize` too, by the recipe."""
+        """Supported methods: `write`; `translate` and `summarize` are the same, by recipe."""
         return ("write",)
 
     def translate(self, texts: str | Sequence[str], **decoding: Any) -> Any:
-        """Translations.
+        """Translates texts.
 
         Args:
-          texts: texts in the source's language; a single string is one text.
-          decoding: other fields of config.decoding, as `beam=8`, `method="greedy"` or `n_best=4`.
+          texts: texts in the source language; a single string is one text.
+          decoding: fields of config.decoding to change, as `beam=8`, `method="greedy"` or
+            `n_best=4`.
 
         Returns:
-          of each text its translation; with n_best=N above 1 the up to N best ones as a list of
-          (text, score), of which the score is the log probability over the tokens to the power of
-          length_penalty. Of a single text that alone.
+          A list with the translation of each text. With n_best > 1 each item is a list of at most
+          n_best (text, score) in decreasing order; score = log probability /
+          tokens^length_penalty. For a single string its item.
 
         Raises:
-          ModelError: it is no run of translation.
-          ArgumentError: something else than texts, or a text that cannot be read, as an empty one
-            or one that is too long.
-          ConfigError: decoding that cannot be.
+          ModelError: the run is not a translation model.
+          ArgumentError: `texts` is not texts, or a text is empty or too long.
+          ConfigError: the decoding fields are invalid.
 
         >>> translator = convbert_jax.load("runs/pairs")
         >>> len(translator.translate(["a text", "another"]))
@@ -76,21 +76,23 @@ class TextModel:
         return self._write("translation", "translate", texts, decoding)
 
     def summarize(self, texts: str | Sequence[str], **decoding: Any) -> Any:
-        """Summaries; arguments, returns and errors as of `translate`."""
+        """Summarizes texts; arguments, results and errors: see `translate`."""
         return self._write("summarization", "summarize", texts, decoding)
 
     def write(self, texts: str | Sequence[str], **decoding: Any) -> Any:
-        """What the model writes to texts, of any recipe: with text_to_text its answers, with
-        causal_lm the texts with what follows them, with span_corruption the texts with every [MASK]
-        filled in. Arguments, returns and errors as of `translate`; a prompt may be empty.
+        """Generates texts with a model of any recipe.
+
+        text_to_text returns outputs, causal_lm the prompts with their continuation, and
+        span_corruption the texts with every [MASK] filled. Arguments, results and errors: see
+        `translate`; a prompt may be empty.
         """
         return self._write(self.config.recipe, "write", texts, decoding)
 
     def encode(self, *_: Any, **__: Any) -> None:
-        """Raises ModelError: vectors are what encoders are for."""
+        """Raises ModelError: only encoders have embeddings."""
         raise ModelError(
-            f"{self.path} is a run of config.recipe='{self.config.recipe}', which writes text and "
-            "has no vectors of texts; load a run of an encoder.",
+            f"{self.path} is a generative model (config.recipe='{self.config.recipe}') without "
+            "embeddings of texts. Load a run of an encoder.",
             path=self.path,
         )
 
@@ -99,13 +101,13 @@ class TextModel:
         if self.config.recipe != recipe:
             fitting = own.get(self.config.recipe, "write")
             raise ModelError(
-                f"{self.path} is a run of config.recipe='{self.config.recipe}'; call "
-                f"{fitting}() of it instead of {name}().",
+                f"{self.path} is a run of config.recipe='{self.config.recipe}'. Call "
+                f"{fitting}() instead of {name}().",
                 path=self.path,
             )
         if "average" in fields:
             raise ModelError(
-                f"average={fields['average']} is of the checkpoints that are loaded; set it there: "
+                f"average={fields['average']} must be set when the model is loaded: "
                 f"convbert_jax.load({self.path!r}, average={fields['average']})."
             )
         given, single = as_single_texts(texts)

@@ -1,4 +1,4 @@
-"""The writer of a run: the mean of its newest checkpoints, and how it decodes."""
+"""Reads the mean of a run's newest checkpoints; changes decoding settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,27 +13,33 @@ from convbert_jax.interop import matching, sources
 from convbert_jax.training.task import Params
 from convbert_jax.workdir import Workdir
 
-_OF_SCORES = ("test_sources", "score_words")  # fields of config.decoding
+_OF_SCORES = ("test_sources", "score_words")  # fields of config.decoding for scoring only
 
 
 def read_mean(
     workdir: Workdir, config: Config, step: int | None = None
 ) -> tuple[tuple[int, ...], Params]:
-    """(steps, parameters on the host): the mean of the config.decoding.average newest checkpoints,
-    summed in float64; of all, which is logged, where there are fewer, as in a short trial.
+    """Reads the mean of the config.decoding.average newest checkpoints, summed in float64.
+
+    If there are fewer checkpoints, logs that and averages all.
 
     Args:
-      step: of the last one that counts; by default the newest, and of one alone the newest that is
-        whole.
+      step: newest checkpoint to use, default the newest. A single checkpoint (average=1) defaults
+        to the newest undamaged one.
+
+    Returns:
+      (steps of the checkpoints, mean parameters on the host).
 
     Raises:
-      WorkdirError: there is none of that step.
-      CheckpointError: one of them is damaged.
+      WorkdirError: there is no checkpoint of `step`.
+      CheckpointError: a checkpoint is damaged.
     """
     count, step = config.decoding.average, workdir.choose_step(step)
     steps = [there for there in workdir.steps() if step is None or there <= step][-count:]
     if len(steps) < count:
-        logging.info("config.decoding.average=%d, but there are %d checkpoints.", count, len(steps))
+        logging.info(
+            "config.decoding.average=%d, but only %d checkpoints exist.", count, len(steps)
+        )
         count = len(steps)
     if count <= 1:
         step, params = sources.read_params(workdir, config, step)
@@ -48,26 +54,26 @@ def read_mean(
             total = jax.tree.map(
                 lambda sums, leaf: sums + np.asarray(leaf, np.float64), total, params
             )
-    logging.info("The mean of the checkpoints %s.", ", ".join(map(str, steps)))
+    logging.info("Averaged the checkpoints %s.", ", ".join(map(str, steps)))
     mean = jax.tree.map(lambda sums, kind: (sums / count).astype(kind), total, kinds)
     return tuple(steps), mean
 
 
 def change_decoding(config: Config, fields: Mapping[str, Any]) -> Config:
-    """`config` with other fields of its section `decoding`, by name.
+    """Replaces fields of config.decoding by name.
 
     Raises:
-      ConfigError: there is no such field, one without effect, or values that cannot be.
+      ConfigError: a field does not exist or has no effect, or a value is invalid.
     """
     known = [name for name in to_dict(config)["decoding"] if name not in _OF_SCORES]
     if of_scores := [name for name in fields if name in _OF_SCORES]:
         raise ConfigError(
-            "has no effect on what is written; it is of the scores of --mode=eval.",
+            "has no effect on generated texts; it is for the scores of --mode=eval.",
             field=f"config.decoding.{of_scores[0]}",
         )
     if unknown := [name for name in fields if name not in known]:
         raise ConfigError(
-            f"does not exist; choose from {', '.join(known)}.",
+            f"does not exist. Choose from {', '.join(known)}.",
             field=f"config.decoding.{unknown[0]}",
         )
     changed = {f"decoding.{name}": value for name, value in fields.items()}

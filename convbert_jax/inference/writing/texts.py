@@ -1,8 +1,8 @@
-"""What a model that writes reads of a text, and the text of what it wrote: framed as in training.
+"""Encodes inputs and decodes outputs of generative models, with special tokens as in training.
 
 pairs            text [SEP]            -> text [SEP]
-span_corruption  [CLS] text [SEP] [SEP], each [MASK] a sentinel -> sentinels and what they hide
-causal_lm        [CLS] text            -> what follows, [SEP]
+span_corruption  [CLS] text [SEP] [SEP], each [MASK] a sentinel -> sentinels and their spans
+causal_lm        [CLS] text            -> continuation [SEP]
 """
 
 import dataclasses
@@ -15,8 +15,12 @@ from convbert_jax.inference import masked_text
 
 
 class Encoded(NamedTuple):
-    """What a model reads of a text: its ids, or none and why, to follow "line N"; and whether it is
-    cut there, as config.parallel.cut_sources says.
+    """An encoded input.
+
+    Attributes:
+      ids: token ids, [] if the text cannot be read.
+      problem: reason, as the rest of a sentence that begins with "line N".
+      cut: whether the text was truncated because of config.parallel.cut_sources.
     """
 
     ids: list[int]
@@ -26,10 +30,10 @@ class Encoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Both ways between texts and token ids, of a config's recipe.
+    """Converts between texts and token ids for the recipe of a config.
 
     Attributes:
-      source, target: vocabularies of what is read and of what is written.
+      source, target: tokenizers of inputs and outputs.
     """
 
     config: Config
@@ -38,30 +42,30 @@ class Texts:
 
     @property
     def goes_on(self) -> bool:
-        """Whether what is read is the beginning of what is written."""
+        """Whether the output continues the input."""
         return self.config.recipe == "causal_lm"
 
     @property
     def longest(self) -> tuple[int, str]:
-        """Most tokens of what is read, and the field that says so."""
+        """Maximum tokens of an input, and the field that defines it."""
         if self.config.reads_pairs:
             return self.config.parallel.max_length, "config.parallel.max_length"
         most, positions = self.config.data.length, self.config.model.positions
         if self.goes_on and self.config.sequence.positions == "learned" and most >= positions:
-            return positions - 1, "config.model.positions less one"  # for what is written
+            return positions - 1, "config.model.positions - 1"  # leave a position for the output
         return most, "config.data.length"
 
     @property
     def barred(self) -> tuple[int, ...]:
-        """Ids that are never written: they stand for no text."""
+        """Token ids that are never generated: special tokens without text."""
         special = self.target.special
-        kept = {special.sep}  # which may be [CLS] too
+        kept = {special.sep}  # may have the same id as [CLS]
         if self.config.recipe == "span_corruption":
             kept |= set(special.sentinels)
         return tuple(sorted(set(special.by_name.values()) - kept))
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
-        """What the model reads of each text."""
+        """Encodes texts as model inputs."""
         if self.config.recipe == "span_corruption":
             found = [self._with_sentinels(text) for text in texts]
         else:
@@ -71,7 +75,7 @@ class Texts:
             found = [
                 ([*start, *ids, *end], "")
                 if len(ids) or self.goes_on
-                else ([], "is empty, or has no character that the vocabulary knows")
+                else ([], "is empty or has no characters of the vocabulary")
                 for ids in encoded
             ]
         return [self._fit(ids, problem) for ids, problem in found]
@@ -82,18 +86,21 @@ class Texts:
             return Encoded(ids, problem)
         if self.config.reads_pairs and self.config.parallel.cut_sources:
             return Encoded([*ids[: most - 1], self.source.special.sep], problem, cut=True)
-        return Encoded(
-            [], f"has {len(ids)} tokens, more than the {most} of {field} that this model reads"
-        )
+        return Encoded([], f"has {len(ids)} tokens, more than the {most} of {field}")
 
     def decode(self, read: Sequence[int], written: Sequence[int]) -> str:
-        """The text of what was written, without [CLS] and [SEP] around, to what was read."""
+        """Decodes an output.
+
+        Args:
+          read: token ids of the input.
+          written: generated token ids without [CLS] and [SEP].
+        """
         ids = list(written)
         if self.goes_on:
             ids = [*read[1:], *written]
         elif self.config.recipe == "span_corruption":
             ids = self._fill(read[1:-2], written)
-        # WordPiece marks what goes on with a word; a text may begin so, if a poor one.
+        # The first generated token may continue a word.
         return self.target.decode(ids).removeprefix(
             masked_text.INSIDE if self.target.kind == "wordpiece" else ""
         )
@@ -103,16 +110,16 @@ class Texts:
         ids = masked_text.encode(self.source, text)
         places = [place for place, token in enumerate(ids) if token == special.mask]
         if not places:
-            return [], f"has no {hole}; write one where something is to be filled in"
+            return [], f"has no {hole}; write one for each span to predict"
         if len(places) > len(special.sentinels):
             most = len(special.sentinels)
-            return [], f"has {len(places)} times {hole}; this model fills in at most {most}"
+            return [], f"contains {hole} {len(places)} times; this model fills at most {most}"
         for place, sentinel in zip(places, special.sentinels, strict=False):
             ids[place] = sentinel
         return [special.cls, *ids, special.sep, special.sep], ""
 
     def _fill(self, read: Sequence[int], written: Sequence[int]) -> list[int]:
-        """The source with what was written of each sentinel in its place."""
+        """Replaces each sentinel of the input by its generated span."""
         sentinels, spans, current = set(self.target.special.sentinels), {}, []
         for token in written:
             if token in sentinels:

@@ -1,4 +1,4 @@
-"""A model that writes, on the device: texts in, the best texts of each out."""
+"""Generates texts with a model on the device."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,8 +27,11 @@ _LESS_MEMORY = "lower config.decoding.batch_tokens or config.decoding.beam"
 
 
 class Written(NamedTuple):
-    """A text, and its log probability divided by its tokens, the end counted, to the power of
-    config.decoding.length_penalty; of words alone: what stands for no text is never written.
+    """A generated text.
+
+    Attributes:
+      score: log probability / tokens^config.decoding.length_penalty. The end token is counted.
+        Special tokens that stand for no text are never generated.
     """
 
     text: str
@@ -36,8 +39,12 @@ class Written(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What was written to one text, the best first; or the `problem`, to follow "line N". And
-    whether the text was cut to what the model reads.
+    """Generated texts for one input.
+
+    Attributes:
+      texts: the best first; () if there is a problem.
+      problem: reason why there is no text, as the rest of a sentence that begins with "line N".
+      cut: whether the input was truncated.
     """
 
     texts: tuple[Written, ...] = ()
@@ -46,10 +53,11 @@ class Answer(NamedTuple):
 
 
 class _Method(NamedTuple):
-    """What a program is compiled for, besides the shapes.
+    """Static settings of a compiled program.
 
     Attributes:
-      copies: texts that go on side by side for each source: the beam, or what is drawn.
+      copies: parallel hypotheses per source: beam size or number of samples.
+      alpha: config.decoding.length_penalty.
     """
 
     name: str
@@ -61,8 +69,10 @@ class _Method(NamedTuple):
 
 
 class Writer:
-    """Writes to texts by config.decoding. What is written to one does not depend on the texts
-    beside it nor on padding, but for rounding.
+    """Generates texts with the settings of config.decoding.
+
+    The output for a text does not depend on the rest of its batch or on padding, except for
+    rounding.
     """
 
     def __init__(
@@ -74,10 +84,10 @@ class Writer:
     ):
         """
         Args:
-          config: of a recipe that writes text.
-          params: whole, on the host or on the first device.
-          tokenizers: of what is read and of what is written.
-          dtype: of the computation; scores are float32.
+          config: config of a generative recipe.
+          params: unsharded, on the host or on the first device.
+          tokenizers: source and target tokenizer.
+          dtype: dtype of the computation; scores are float32.
         """
         self.config, self.texts = config, Texts(config, *tokenizers)
         self._exact = not self.texts.goes_on and config.encoder_decoder.encoder.reads_padding
@@ -116,7 +126,7 @@ class Writer:
             if method.name == "greedy":
                 found = methods.greedy(step, state, prompt, first, **options)
             else:
-                # threefry on any device: the same rows draw the same texts
+                # threefry gives the same samples for a row on any device
                 key = jax.random.key(seed, impl="threefry2x32")
                 keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(batch["numbers"])
                 keys = jax.vmap(lambda key: jax.random.split(key, copies))(keys).reshape(-1)
@@ -141,7 +151,7 @@ class Writer:
 
     @property
     def programs(self) -> int:
-        """How many have been compiled so far: one for each shape and method."""
+        """Number of compiled programs: one per shape and method."""
         return private_jax.count_compiled(self._run)
 
     def write(
@@ -152,12 +162,12 @@ class Writer:
         numbers: Sequence[int] | None = None,
         title: str = "",
     ) -> list[Answer]:
-        """What the model writes to each text, in their order.
+        """Generates outputs for texts, in order.
 
         Args:
           decoding: default config.decoding.
-          numbers: of the texts, which seed what is drawn for them; by default from 0.
-          title: of a progress bar; "" shows none.
+          numbers: numbers of the texts, which seed their samples; default 0, 1, ...
+          title: title of a progress bar; "" for no bar.
         """
         decoding = decoding or self.config.decoding
         encoded = self.texts.encode(texts)
@@ -165,7 +175,9 @@ class Writer:
         read = [encoded[place].ids for place in good]
         if cut := sum(text.cut for text in encoded):
             most, field = self.texts.longest
-            logging.info("%d of %d texts cut to the %d tokens of %s.", cut, len(texts), most, field)
+            logging.info(
+                "Truncated %d of %d texts to %d tokens (%s).", cut, len(texts), most, field
+            )
         numbers = np.arange(len(texts)) if numbers is None else np.asarray(numbers)
         answers = [Answer(problem=text.problem, cut=text.cut) for text in encoded]
         dealt = list(
@@ -178,7 +190,7 @@ class Writer:
         found = zip(dealt, evaluation.fetch(running, ahead=1), strict=True)
         hidden = None if title else True
         explained = memory.explain_out_of_memory(
-            f"writing to up to {decoding.batch_tokens} tokens at once", _LESS_MEMORY,
+            f"generating texts for up to {decoding.batch_tokens} tokens at once", _LESS_MEMORY,
             lambda: memory.find_state(self._params),
         )  # fmt: skip
         bar = tqdm(desc=title, total=len(good), unit="text", leave=False, disable=hidden)
@@ -194,8 +206,11 @@ class Writer:
         return answers
 
     def answer(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
-        """As `predictor.Answer`: `prediction` and its `score`; where config.decoding.n_best is more
-        than 1, all of them as `n_best`.
+        """Implements `predictor.Answer`.
+
+        Returns:
+          For each example a dict of `prediction` and `score`, with config.decoding.n_best > 1 also
+          all texts as `n_best`; or only `problem`.
         """
         lines = []
         numbers = [int(example.id) for example in examples]
@@ -212,7 +227,7 @@ class Writer:
         return lines
 
     def _start(self, batch: dealing.Batch, read, numbers, decoding: DecodingSection):
-        """Dispatches a batch; a filler is a short text that ends at once."""
+        """Dispatches a batch; padding rows end after one token."""
         rows = len(batch.places)
         source = np.full((rows, batch.length), self.texts.source.special.pad, np.int32)
         lengths, limits = np.ones(rows, np.int32), np.full(rows, 2, np.int32)
@@ -223,7 +238,7 @@ class Writer:
             if place < 0:
                 continue
             ids = read[place]
-            # Given beginnings end together, as what is written behind them begins.
+            # Prompts are right-aligned so that all continuations begin at the same position.
             own = slice(-len(ids), None) if self.texts.goes_on else slice(len(ids))
             source[row, own], lengths[row] = ids, len(ids)
             begun = len(ids) if self.texts.goes_on else 1
@@ -251,5 +266,5 @@ class Writer:
                 written = [int(token) for token in tokens[begun : length - 1]]
                 texts.append(Written(self.texts.decode(read, written), float(score)))
         if not texts:
-            return Answer(problem="is given no number by the model, but NaN")
+            return Answer(problem="cannot be predicted: the model returned NaN")
         return Answer(tuple(texts))

@@ -1,4 +1,4 @@
-"""What a run shows at its end: a text on the terminal and report.html.
+"""Reports at the end of a run: a text on the terminal and report.html.
 
 pretraining.py    text and page of a pre-training run
 finetuning.py     page of a fine-tuning run
