@@ -144,7 +144,7 @@ def _read_lines(texts: str) -> list[str]:
 
 
 def _heldout_texts(path: str, model: Model, word: str | None) -> list[str]:
-    """Returns documents of held-out rows, cut at row ends; with `word`, only those that have it."""
+    """Returns documents of held-out rows, cut at row ends; with `word`, only matching ones."""
     workdir = Workdir(path)
     if not workdir.holds_run() or model.config.recipe == "finetune":
         raise InspectionError(

@@ -66,7 +66,7 @@ class EvaluationResult:
 
 @dataclasses.dataclass(frozen=True)
 class FinetuningResult:
-    """All fine-tuning runs of all tasks, including those of earlier calls.
+    """All fine-tuning runs of all tasks, including runs of earlier calls.
 
     Attributes:
       tasks: results in the order of `config.finetune.tasks`.

@@ -78,7 +78,7 @@ def build_task(
       device: one of the devices to run on; determines dtype and peak FLOP/s.
       teacher: required to train with config.distillation.teacher; unused in evaluations.
       tokenizer: required by causal_lm, which counts words.
-      effort: cost of a step; default that of rows of a corpus.
+      effort: cost of a step, default `effort_of_corpus`.
 
     Raises:
       ConfigError: the vocabulary has too few sentinels for the objective.

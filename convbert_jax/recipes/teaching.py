@@ -76,7 +76,7 @@ class Teacher:
 
     @property
     def rules(self) -> Rules:
-        """Sharding rules of the teacher's parameters; they precede those of the student."""
+        """Sharding rules of the teacher's parameters, matched before the student's rules."""
         return tuple((f"^{_ROOT}/.*{rule}", split) for rule, split in sharding_rules(self.encoder))
 
     def over(self, params: Params, config: Config) -> distillation.Teacher:

@@ -1,4 +1,4 @@
-"""Commands to run after a run, as (what it does, command line), and their flags."""
+"""Commands to run after a run, as (purpose, command line), and their flags."""
 
 import shlex
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ def more_steps(step: int) -> str:
 
 
 def own_text(config: Config) -> str:
-    """Returns the flags of a run on other text, which is prepared and evaluated anew."""
+    """Returns the flags of a new run on other text, which is then prepared and evaluated."""
     name, section, source = "data", config.data, "'text:FOLDER/*.txt'"
     if config.reads_pairs:
         name, section, source = "parallel", config.parallel, "parallel:FILE,FILE"

@@ -20,7 +20,8 @@ def fill_in(config: Config, corpus: Corpus | None, params) -> Cloze | None:
     """Predicts masked tokens; for config.recipe=replaced_token with the generator.
 
     Returns:
-      None if no part of the model learns to, or on several processes, none of which has all rows.
+      None if no part of the model is trained for it, or with several processes, because each has
+      only some of the rows.
     """
     generated = config.recipe == "replaced_token" and config.generator.kind != "uniform"
     if not (generated or config.recipe == "masked_lm") or jax.process_count() > 1:

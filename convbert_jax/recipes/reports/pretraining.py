@@ -23,8 +23,9 @@ class PretrainingReport:
     """Results of a pre-training run.
 
     Attributes:
-      step: the last one that was done.
-      interrupted: before the last step of the config; cloze, suspects and written are then missing.
+      step: last completed step.
+      interrupted: whether the run ended before its last step; then cloze, suspects and written are
+        missing.
       numbers: metrics of the last evaluation, at step `evaluated`; empty if there was none.
       curves: metrics of all logged steps and evaluations.
       failed: the error that ended the run; "" for a signal or no interruption.
@@ -32,7 +33,7 @@ class PretrainingReport:
       cloze: predictions for masked tokens, by the generator for config.recipe=replaced_token.
       suspects: predicted replacements, for config.recipe=replaced_token.
       written: sets of pairs with the texts that the model generated for them.
-      unwritten: why there are none although the recipe generates texts; "" otherwise.
+      unwritten: reason why a recipe that generates texts has no `written` sets, or "".
     """
 
     config: Config

@@ -1,4 +1,4 @@
-"""Decoding settings behind scores: as JSON next to the scores, and as one report line."""
+"""Decoding settings of scored texts, as JSON and as one report line."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
