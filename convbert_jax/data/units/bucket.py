@@ -65,7 +65,7 @@ def fetch(directory: epath.Path, cache: str, *, rows: bool = True) -> Path:
             try:  # write the list first, so that an interrupted download is continued
                 write_record(here / LIST, {"files": listed})
             except DataError as error:
-                fault = str(error).partition(";")[0]
+                fault = str(error).partition(". Free")[0]  # the copy has another remedy
                 raise DataError(f"{fault}; {_REMEDY}.", path=error.path) from None
         wanted = [name for name in listed if rows or not name.startswith(ROWS)]
         missing = {n: listed[n] for n in wanted if not _has(here / n, listed[n][0])}
