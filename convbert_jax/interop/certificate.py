@@ -1,7 +1,7 @@
-"""Proof that weights went over whole: the same inputs through two implementations.
+"""Parity check of exported weights: the same inputs through two implementations.
 
-Ours runs in float32 on the CPU. The other side is the PyTorch class that the folder is for, or,
-where PyTorch is not installed, our own reader, which must give back every bit.
+The reader of this package must return every array bit for bit. If PyTorch is installed, outputs of
+the PyTorch class are also compared with outputs of this package, in float32 on the CPU.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from convbert_jax.interop.modules import forward
 from convbert_jax.interop.networks import ConversionError, Network
 from convbert_jax.interop.tables import READ_PADDING
 
-LIMIT = 1e-4  # largest absolute difference, in float32,
-_SHARE = 1e-5  # or this share of the largest number, where that is more
+LIMIT = 1e-4  # largest absolute difference in float32; the larger of LIMIT and
+_SHARE = 1e-5  # this fraction of the largest output applies
 _ROWS, _LENGTH, _SEED = 4, 128, 0
 _BATCH = 50  # rows whose labels are compared
 
@@ -31,14 +31,15 @@ class ParityError(ConversionError):
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-    """Largest absolute difference of each output.
+    """Result of a parity check: the largest absolute difference of each output.
 
     Attributes:
       network: "main" or "generator".
-      against: what it was compared with, in words; empty if only the reader was.
-      differences: output -> difference, on full rows, and on padded ones where both read them.
-      parameters: arrays that our reader gave back to the bit.
-      padding: what padded batches do in the other class, see `describe_padding`; "" if nothing.
+      against: class and versions of the other implementation; "" if outputs were not compared.
+      differences: output -> largest difference on full rows, and "OUTPUT, padded" -> on padded
+        rows if both implementations treat padding alike.
+      parameters: number of arrays that were read back bit for bit.
+      padding: effect of padded batches in the other class, see `describe_padding`; "" if none.
     """
 
     network: str
@@ -48,15 +49,16 @@ class Certificate:
     padding: str = ""
 
     def lines(self) -> list[str]:
-        """For the log and the model card."""
-        read = f"{self.parameters} arrays read back, equal to the bit."
+        """Returns the result as sentences for the log and the model card."""
+        read = f"Read back {self.parameters} arrays, all bitwise equal."
         if not self.against:
             return [f"{read} Outputs were not compared with PyTorch."]
         shown = [f"{name}: {value:.1e}" for name, value in self.differences.items()]
         return [
             read,
-            f"Largest difference to {self.against} in float32, {_ROWS} rows of random tokens "
-            f"(limit {LIMIT:.0e}, or {_SHARE:.0e} of the largest number): {'; '.join(shown)}.",
+            f"Largest difference from {self.against} in float32 on {_ROWS} rows of random tokens "
+            f"(limit: the larger of {LIMIT:.0e} and {_SHARE:.0e} of the largest output): "
+            f"{'; '.join(shown)}.",
         ]
 
 
@@ -68,15 +70,16 @@ def certify(
     compare: bool = True,
     texts: Sequence[Sequence[str]] = (),
 ) -> Certificate:
-    """Compares a folder with the network that it is to hold.
+    """Checks that an exported folder holds `network`.
 
     Args:
-      compare: outputs too, if PyTorch is installed; else only what our reader gives back.
-      texts: examples for the labels of a fine-tuned model, each of one text or two; none: rows of
-        random tokens.
+      compare: whether to compare outputs with PyTorch, if it is installed. The arrays are always
+        read back and compared.
+      texts: examples for the labels of a fine-tuned model, each of one text or two; rows of random
+        tokens if empty.
 
     Raises:
-      ParityError: our reader does not give the network back, or outputs differ by more than LIMIT.
+      ParityError: an array that was read back differs, or outputs differ by more than the limit.
     """
     parameters = _check_read_back(folder, network)
     masked, where = network.masked, "Hugging Face's ConvBERT class"
@@ -85,7 +88,7 @@ def certify(
         return Certificate(name, "", {}, parameters, padding)
     pad_id = huggingface_config.read(folder).get("pad_token_id") or 0
     tokens, mask, types = sample_inputs(network, pad_id)
-    # On padded rows a masked convolution differs from theirs, see `describe_padding`.
+    # On padded rows a masked convolution differs from PyTorch's, see `describe_padding`.
     kinds = {"full": np.ones_like(mask)} | ({} if masked else {"padded": mask})
     theirs = {kind: pytorch_outputs(folder, network, tokens, m, types) for kind, m in kinds.items()}
     ours = {kind: our_outputs(network, tokens, m, types) for kind, m in kinds.items()}
@@ -96,7 +99,7 @@ def certify(
         limits[output] = max(LIMIT, _SHARE * float(np.abs(numbers).max()))
         if masked:
             continue
-        # Where padding leaks it is computed alike; without a convolution nobody reads it.
+        # If convolutions read padding, outputs at padding must agree too.
         rows = np.ones_like(mask) if leaks else mask
         limits[f"{output}, padded"] = limits[output]
         differences[f"{output}, padded"] = _largest(
@@ -109,42 +112,45 @@ def certify(
     wrong = {out: value for out, value in differences.items() if not value <= limits[out]}
     if wrong:
         raise ParityError(
-            f"{folder} does not give the same numbers in PyTorch: "
+            f"{folder} failed the parity check with PyTorch: "
             + ", ".join(
-                f"{out} differs by {value:.1e}, more than {limits[out]:.0e}"
+                f"{out} differs by {value:.1e} (limit {limits[out]:.0e})"
                 for out, value in wrong.items()
             )
-            + "; do not use it, and report this as a bug of convbert_jax.",
+            + ". Do not use these weights; report this as a bug of convbert_jax.",
             path=folder,
         )
     return certificate
 
 
 def pytorch_is_there() -> bool:
+    """Returns whether torch and transformers are installed."""
     return all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 
 
 def describe_padding(
     network: Network, where: str, *, measured: bool = True, labels: str = ""
 ) -> str:
-    """What padded batches do to a network that does not read padding, in a class that does.
+    """Describes how padded batches change a masked network in a class whose convolution reads them.
 
     Args:
-      where: the class, in words.
-      measured: whether the largest difference is computed.
-      labels: what it does to predictions, a sentence.
+      where: name of the class, for the message.
+      measured: whether to compute the largest difference, see `measure_padding`.
+      labels: a sentence about changed predictions, ending in a space; or "".
     """
     by = f" by up to {measure_padding(network):.1e} (random tokens)" if measured else ""
     return (
         f"In padded batches, {where} changes the outputs of this model{by}: its convolutions read "
-        f"padding, and this model was trained without. {labels}Give it one text at a time, or "
-        "texts of one length; sentence-transformers, ONNX and pipelines with a batch_size pad."
+        f"padding, but this model was trained to ignore it. {labels}Run one text at a time, or "
+        "batches of equal length. sentence-transformers, ONNX and pipelines with batch_size pad."
     )
 
 
 def measure_padding(network: Network) -> float:
-    """Largest difference for real tokens between a network that ignores padding and the same
-    weights with convolutions that read it, on random tokens in a padded batch.
+    """Measures how much outputs at real tokens change if convolutions read padding.
+
+    Returns:
+      the largest absolute difference in a padded batch of random tokens.
     """
     tokens, mask, types = sample_inputs(network)
     ours = our_outputs(network, tokens, mask, types)
@@ -155,7 +161,7 @@ def measure_padding(network: Network) -> float:
 def sample_inputs(
     network: Network, pad_id: int = 0, rows: int = _ROWS
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, mask, types) [B, L]: random tokens, half of the rows padded to the right."""
+    """Returns random (tokens, mask, types), each [B, L]; half of the rows are right-padded."""
     rng = np.random.default_rng(_SEED)
     e = network.embeddings
     length = min(_LENGTH, e.positions)
@@ -169,8 +175,13 @@ def sample_inputs(
 def changed_labels(
     folder: Path, network: Network, texts: Sequence[Sequence[str]] = ()
 ) -> tuple[int, int]:
-    """(predictions that padding changes in their class, all predictions): labels of rows, tags of
-    real tokens, or answers, in one batch of rows padded to the longest.
+    """Counts predictions of the PyTorch class that differ because its convolutions read padding.
+
+    Predictions are labels of rows, tags of real tokens, or answer spans, in one batch padded to
+    its longest row.
+
+    Returns:
+      (number of changed predictions, number of predictions).
     """
     tokens, mask, types = _batch_of(folder, network, texts)
     head = next(head for head in huggingface_config.TUNED if network.has(head))
@@ -190,14 +201,14 @@ def _describe_labels(folder: Path, network: Network, texts: Sequence[Sequence[st
     if not any(network.has(head) for head in huggingface_config.TUNED):
         return ""
     if network.has("sequence_head") and len(network.labels) == 1:
-        return ""  # a number, among the outputs that are measured
+        return ""  # a regression output, which `measure_padding` covers
     changed, count = changed_labels(folder, network, texts)
     named = "predictions for real text" if texts else "predictions for random tokens"
     return f"In one such batch, {changed} of {count} {named} change. "
 
 
 def _batch_of(folder: Path, network: Network, texts: Sequence[Sequence[str]]):
-    """(tokens, mask, types) [B, L], padded to the longest row."""
+    """Returns (tokens, mask, types), each [B, L], padded to the longest row."""
     if not texts:
         return sample_inputs(
             network, huggingface_config.read(folder).get("pad_token_id") or 0, _BATCH
@@ -214,17 +225,17 @@ def _batch_of(folder: Path, network: Network, texts: Sequence[Sequence[str]]):
 
 
 def our_outputs(network: Network, tokens, mask, types) -> dict[str, np.ndarray]:
-    """Outputs of `modules.forward`, on the CPU with products in full float32."""
+    """Returns the outputs of `modules.forward`, on the CPU with full float32 matmuls."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.default_matmul_precision("highest"))
-        with contextlib.suppress(RuntimeError):  # a process that was told to know no CPU
+        with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may exclude the CPU
             stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
         outputs = forward(network)(tokens, mask, types)
         return {name: np.asarray(value) for name, value in outputs.items()}
 
 
 def pytorch_outputs(folder: Path, network: Network, tokens, mask, types) -> dict[str, np.ndarray]:
-    """Outputs of the PyTorch class for a network, filled from a folder, by our names."""
+    """Returns the outputs of the PyTorch class loaded from a folder, named as in `our_outputs`."""
     import torch
     import transformers
 
@@ -260,8 +271,7 @@ def _logits(torch, outputs):
 
 
 def _compute_head(torch, network: Network, head: str, hidden):
-    """A head that no class of this family has, as Electra's class computes rtd_head and Bert's
-    pair_head."""
+    """Computes a head that the family lacks: rtd_head as in Electra, pair_head as in Bert."""
 
     def dense(name, x):
         kernel = torch.tensor(network.parameters[f"{head}/{name}/kernel"])
@@ -282,8 +292,8 @@ def _check_read_back(folder: Path, network: Network) -> int:
     differing += sorted(back.parameters.keys() - network.parameters.keys())
     if differing:
         raise ParityError(
-            f"{folder} does not read back as it was written, first {differing[0]}; the disk or "
-            "its memory is at fault, write it again.",
+            f"{folder} does not read back as it was written; the first differing array is "
+            f"{differing[0]}. Check the disk and the memory of this machine, then export again.",
             path=folder,
         )
     return len(network.parameters)
@@ -306,7 +316,7 @@ def _versions(network: Network) -> str:
 
 @contextlib.contextmanager
 def _quiet():
-    """Without the report of tensors that a class has no place for: the card names them."""
+    """Silences transformers' report of unexpected tensors, which the model card lists."""
     import transformers
 
     before = transformers.logging.get_verbosity()

@@ -1,7 +1,7 @@
-"""What files of others claim, checked before it is believed: sizes, contents, numbers.
+"""Validation of untrusted weight files: sizes, contents and numbers.
 
-A file of weights may be cut off, flipped, or made to hang who reads it. Nothing is allocated or
-counted through on the word of a file that its own size does not bear out.
+A weight file may be truncated, corrupted or malicious. Readers allocate memory and loop only as
+far as the actual size of the file justifies.
 """
 
 import os
@@ -15,78 +15,78 @@ from convbert_jax.files import parse_json
 from convbert_jax.interop.networks import ConversionError
 
 _LARGEST_JSON = 1 << 25  # bytes; the largest tokenizer.json of a BERT has 5 million
-LARGEST = 1 << 20  # of any size of a model; a larger one is a fault in the file
-LEAST_PARAMETERS = 16  # of a layer, in every family: what bounds the layers by the tensors
+LARGEST = 1 << 20  # largest accepted model dimension; a larger one means a damaged file
+LEAST_PARAMETERS = 16  # tensors of a layer in every family; bounds the layers of a file
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of somebody else's.
+    """Reads an untrusted JSON file.
 
     Raises:
-      ConversionError: it is absent, too large, or none.
+      ConversionError: the file is missing, too large, or does not contain a JSON object.
     """
     try:
         if path.exists() and not path.is_file():
-            raise ConversionError(f"{path} is not a plain file; copy it again.", path=path)
+            raise ConversionError(f"{path} is not a regular file. Copy it again.", path=path)
         size = path.stat().st_size
         if size > _LARGEST_JSON:
             raise ConversionError(
-                f"{path} has {size:,} bytes, too many for what it should be.", path=path
+                f"{path} has {size:,} bytes, too many for this JSON file. Copy it again.", path=path
             )
         content = parse_json(path.read_bytes())
     except OSError as error:
         raise ConversionError(f"{path} cannot be read ({error.strerror}).", path=path) from None
     except ValueError as error:
-        raise ConversionError(f"{path} is damaged ({error}); copy it again.", path=path) from None
+        raise ConversionError(f"{path} is damaged ({error}). Copy it again.", path=path) from None
     if not isinstance(content, dict):
         kind = type(content).__name__
-        raise ConversionError(f"{path} is damaged (it holds a {kind}, not an object).", path=path)
+        raise ConversionError(f"{path} is damaged: expected an object, found {kind}.", path=path)
     return content
 
 
 def check_memory(size: int, path: Path) -> None:
-    """Refuses weights that no array of this machine could hold.
+    """Checks that weights fit into the memory of this machine.
 
     Args:
-      size: of all arrays, bytes.
+      size: bytes of all arrays.
 
     Raises:
-      ConversionError: they are larger than its memory.
+      ConversionError: the weights are larger than the memory.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > memory:
         raise ConversionError(
-            f"{path} claims {size / 2**30:,.0f} GiB of weights, more than this machine's memory of "
-            f"{memory / 2**30:,.0f}; it is damaged, or for a larger machine.",
+            f"{path} claims {size / 2**30:,.0f} GiB of weights, but this machine has "
+            f"{memory / 2**30:,.0f} GiB of memory. Copy the file again or use a larger machine.",
             path=path,
         )
 
 
 def check_finite(arrays: Mapping[str, np.ndarray], place: str) -> None:
-    """Refuses numbers that are none.
+    """Checks that all numbers are finite.
 
     Args:
-      place: where they are from, as the beginning of a sentence.
+      place: the source of the arrays, at the beginning of the message.
 
     Raises:
-      ConversionError: NaN or infinity.
+      ConversionError: an array contains NaN or infinity.
     """
     wrong = [name for name, array in arrays.items() if not np.isfinite(array).all()]
     if wrong:
         raise ConversionError(
-            f"{place} has NaN or infinity in {len(wrong)} of {len(arrays)} arrays, first "
-            f"{wrong[0]}; whoever wrote it had diverged or the file is damaged, take another one.",
+            f"{place} contains NaN or infinity in {len(wrong)} of {len(arrays)} arrays, first in "
+            f"{wrong[0]}: training diverged or the file is damaged. Use another checkpoint.",
             field=wrong[0],
         )
 
 
 def shown(value: Any) -> str:
-    """A value of a file for a sentence, not longer than one."""
+    """Returns the repr of a value for a message, at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's error message, without its period; at most 200 characters."""
+    """Returns the first line of an error message without its period, at most 200 characters."""
     lines = str(error).strip().splitlines()
     return lines[0][:200].rstrip(".") if lines else type(error).__name__

@@ -1,6 +1,4 @@
-"""Whole conversions: a run of ours, a Hugging Face folder, a TensorFlow checkpoint, each into the
-others, with a proof at the end.
-"""
+"""Export of runs and conversion between Hugging Face, TensorFlow 1 and StableHLO, with checks."""
 
 import itertools
 import os
@@ -38,21 +36,25 @@ def export(
     output: epath.PathLike | None = None,
     with_generator: bool | None = None,
 ) -> Path:
-    """Writes a checkpoint of a run for other software.
+    """Exports a checkpoint of a run for other software.
 
     Args:
-      with_generator: whether it is written too; None: if the format can hold it, else a warning
-        says why it is left out.
+      workdir: folder of the run.
       form: "huggingface", "tensorflow1" or "stablehlo".
-      step: of the checkpoint; default the newest that is whole.
-      output: default WORKDIR/FORM/step-STEP.
+      step: step of the checkpoint; default the newest complete one.
+      output: folder to write; default WORKDIR/FORM/step-STEP.
+      with_generator: whether to write the generator. None writes it if the format can hold it, and
+        otherwise logs a warning with the reason.
+
+    Returns:
+      the folder that was written.
 
     Raises:
-      CheckpointError: the checkpoint is damaged, or none is whole.
-      WorkdirError: there is none of that step.
-      ConversionError: the format cannot hold the model, there is no generator that is asked for,
-        or the folder holds something else.
-      ParityError: PyTorch does not compute the same numbers.
+      CheckpointError: the checkpoint is damaged, or no checkpoint is complete.
+      WorkdirError: the run has no checkpoint of that step.
+      ConversionError: the format cannot hold the model, the requested generator does not exist,
+        or the output folder holds something else.
+      ParityError: PyTorch computes different outputs.
     """
     _check_form(form)
     workdir = Workdir(workdir)
@@ -89,21 +91,23 @@ def convert(
     form: str = "huggingface",
     with_generator: bool | None = None,
 ) -> Path:
-    """Writes the weights at `path`, as `sources.read_source` takes it, in another format.
+    """Converts the weights at `path` to another format, with the vocabulary next to them if any.
 
-    A vocabulary goes along if there is one beside the weights. Arguments and errors as `export`.
+    Args:
+      path: run, Hugging Face folder or TensorFlow 1 checkpoint, see `sources.read_source`.
+      output, form, with_generator: as in `export`, which raises the same errors.
     """
     _check_form(form)
     output = files.to_path(output)
     _check_output(output, Path(path))
     source = sources.read_source(path)
     if source.ignored:
-        logging.info("Ignored %d: %s.", len(source.ignored), ", ".join(source.ignored))
+        logging.info("Ignored %d tensors: %s.", len(source.ignored), ", ".join(source.ignored))
     vocabulary = None
     if source.tokenizer:
         vocabulary = sources.open_vocabulary(path, source)
     else:
-        logging.warning("No vocabulary is written: beside the weights is none that is read here.")
+        logging.warning("Wrote no vocabulary: found no supported one next to the weights.")
     return _write(
         output,
         form,
@@ -136,15 +140,15 @@ def _write(
         networks = {"main": networks["main"]}
     elif "generator" not in networks:
         raise ConversionError(
-            f"{source} has no generator; leave out --generator=true.",
+            f"Cannot use --generator=true: {source} has no generator. Remove the flag.",
             field="--generator",
             value="true",
             path=source,
         )
     elif form == "stablehlo":
         raise ConversionError(
-            "--format=stablehlo has the encoder alone; leave out --generator=true, or take "
-            "--format=huggingface or tensorflow1.",
+            "Cannot use --generator=true with --format=stablehlo, which exports only the encoder. "
+            "Remove the flag, or use --format=huggingface or tensorflow1.",
             field="--generator",
             value="true",
         )
@@ -176,7 +180,7 @@ def _write(
 
 
 def expressible(networks: Mapping[str, Network], form: str) -> Mapping[str, Network]:
-    """`networks`, or where `form` cannot hold their generator, which a warning tells, the model."""
+    """Returns `networks`, without the generator (and with a warning) if `form` cannot hold it."""
     checks = {
         "huggingface": huggingface_config.check_expressible,
         "tensorflow1": tensorflow1.check_expressible,
@@ -185,7 +189,7 @@ def expressible(networks: Mapping[str, Network], form: str) -> Mapping[str, Netw
         if "generator" in networks and form in checks:
             checks[form](networks["generator"])
     except ConversionError as error:
-        logging.warning("The generator is left out: %s", error)
+        logging.warning("Skipped the generator: %s", error)
         return {"main": networks["main"]}
     return networks
 
@@ -201,17 +205,19 @@ def write_huggingface(
     texts: Sequence[Sequence[str]] = (),
     source: Path | None = None,
 ) -> Path:
-    """Writes the folder of a model, its generator inside, and certifies both.
+    """Writes a Hugging Face folder, with the generator in a subfolder, and checks parity of both.
 
     Args:
-      vocabulary: tokenizer and the settings it was opened with; None writes no tokenizer files.
-      title: for the model card, the name of the run.
-      compare: with PyTorch, if it is installed; else only reads back.
+      vocabulary: tokenizer and the settings that it was opened with; None writes no tokenizer
+        files.
+      title: name of the run, for the model card.
+      step: training steps, for the model card and config.json.
+      compare: whether to compare outputs with PyTorch, if it is installed.
       texts: examples, see `certificate.certify`.
-      source: where the weights are, of which the folder keeps a number.
+      source: path of the weights, kept in the folder as a checksum.
 
     Raises:
-      ConversionError, ParityError: as `export`.
+      ConversionError, ParityError: as in `export`.
     """
     check_expressible(networks)
     warnings = []
@@ -245,7 +251,7 @@ def write_huggingface(
 
     replace_folder(output, write, source=str(_place(source)) if source else "")
     logging.info("Wrote %s.", output)
-    if compare and warnings:  # the main network's; the same holds for the generator
+    if compare and warnings:  # the first one is the main network's; the generator's is similar
         logging.warning("%s %s", warnings[0], _ABOUT_PADDING)
     return output
 
@@ -254,21 +260,21 @@ def check_expressible(
     networks: Mapping[str, Network],
     check: Callable[[Network], None] = huggingface_config.check_expressible,
 ) -> None:
-    """Refuses what other software cannot compute, by default Hugging Face's classes.
+    """Checks that other software, by default transformers, can compute the networks.
 
     Args:
       check: raises ConversionError for a network that cannot be expressed.
 
     Raises:
-      ConversionError: one sentence that names the network and what to do.
+      ConversionError: names the network, the reason and a fix.
     """
     for name, network in networks.items():
         try:
             check(network)
         except ConversionError as error:
-            hint = " (leave it out with --generator=false)" if name == "generator" else ""
+            hint = " (skip it with --generator=false)" if name == "generator" else ""
             raise ConversionError(
-                f"the {_role(networks, name)}{hint}: {error}",
+                f"Cannot export the {_role(networks, name)}{hint}: {error}",
                 field=error.field,
                 value=error.value,
             ) from None
@@ -277,24 +283,27 @@ def check_expressible(
 def replace_folder(
     output: Path, write: Callable[[Path], None], *, source: str, **said: bool
 ) -> None:
-    """Makes `output` by `write`, whole or not at all; replaces only what was made here.
+    """Writes a folder atomically; replaces only folders that this package exported.
 
     Args:
-      source, said: kept beside it, see `mark.write`.
+      output: folder to create or replace.
+      write: fills an empty folder.
+      source, said: content of the manifest, see `mark.write`.
 
     Raises:
-      ConversionError: `output` is somebody else's, or cannot be written.
+      ConversionError: `output` exists and is not an export, or cannot be written.
     """
     if output.exists() and not mark.is_in(output):
         raise ConversionError(
-            f"{output} exists and was not exported from here; remove it or name another --output.",
+            f"{output} exists and was not exported by convbert_jax. Remove it or use another "
+            "--output.",
             path=output,
         )
     if files.is_remote(output):
         with files.written_locally(output) as place:
             write(place)
             mark.write(place, source, **said)
-            files.remove_tree(output)  # once the new one is whole
+            files.remove_tree(output)  # only when the new folder is complete
         return
     unfinished = output.with_name(output.name + ".unfinished")
     try:
@@ -305,12 +314,11 @@ def replace_folder(
         shutil.rmtree(output, ignore_errors=True)
         unfinished.rename(output)
     except OSError as error:
-        if not error.errno:  # not of the disk
+        if not error.errno:  # not an error of the operating system
             raise
         shutil.rmtree(unfinished, ignore_errors=True)
         raise ConversionError(
-            f"{output} cannot be written ({error.strerror}); free some space, or name another "
-            "--output.",
+            f"Cannot write {output}: {error.strerror}. Free disk space or use another --output.",
             path=output,
         ) from error
 
@@ -322,17 +330,16 @@ def _place(path: Path) -> Path:
 def _check_form(form: str) -> None:
     if form not in _FORMS:
         raise ConversionError(
-            f"form={form!r} is unknown; choose from {', '.join(_FORMS)}.", field="form", value=form
+            f"Unknown form={form!r}; choose one of {', '.join(_FORMS)}.", field="form", value=form
         )
 
 
 def _check_output(output: Path, source: Path) -> None:
-    """Refuses an output that would replace what is to be read, or is of something else."""
+    """Checks that the output replaces neither the weights nor the export of another model."""
     output, place = _place(output), _place(source)
     if output in (place, *place.parents):
         raise ConversionError(
-            f"--output={output} is where the weights are, and would replace them; name another "
-            "--output.",
+            f"--output={output} would overwrite the weights that are read. Use another --output.",
             field="--output",
             value=str(output),
         )
@@ -340,7 +347,7 @@ def _check_output(output: Path, source: Path) -> None:
 
 
 def _examples(workdir: Workdir) -> list[list[str]]:
-    """The first texts that a fine-tuned run predicted, if it keeps them."""
+    """Returns the first texts in the predictions of a fine-tuned run, if it has stored any."""
     for path in sorted(workdir.predictions.glob("validation*.jsonl")):
         with path.open("rb") as file:
             lines = list(itertools.islice(file, _EXAMPLES))
@@ -348,7 +355,7 @@ def _examples(workdir: Workdir) -> list[list[str]]:
             found = [parse_json(line) for line in lines]
             return [line.get("texts") or [" ".join(line["words"])] for line in found]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise damaged(path, error, "take it away, nothing else is lost") from None
+            raise damaged(path, error, "remove it; only the predictions are lost") from None
     return []
 
 
@@ -362,7 +369,7 @@ def _role(networks: Mapping[str, Network], name: str) -> str:
 def _notes(networks: Mapping[str, Network], name: str) -> list[str]:
     if name == "main" and "generator" in networks:
         return [
-            "Its generator, a masked language model, is in the folder `generator` "
+            "The generator, a masked language model, is in the folder `generator` "
             f'(`from_pretrained("FOLDER", subfolder="{huggingface.GENERATOR}")`).'
         ]
     return []

@@ -1,6 +1,4 @@
-"""A run of ours made from somebody else's weights; the moments of Adam and the step come along
-where the source has them.
-"""
+"""Import of foreign weights as a run, with Adam's moments and the step if the source has them."""
 
 import dataclasses
 import tempfile
@@ -42,27 +40,27 @@ from convbert_jax.workdir import Workdir
 def import_run(
     path: str, config: Config, folder: epath.PathLike, given: Collection[str] = ()
 ) -> tuple[Config, Report]:
-    """Makes `folder` a run of ours that starts from the weights at `path`.
+    """Creates a run in `folder` that starts from the weights at `path`.
 
     Args:
-      path: as `sources.read_source` takes it.
+      path: a source as in `sources.read_source`.
       config: how the run trains. Its model, generator and vocabulary become those of the source;
         what the source does not state, such as the dropout of a TensorFlow 1 checkpoint, stays.
-      given: paths of fields that the user named, "model.dropout" for one. They stay, and are an
-        error where they contradict the weights.
+      given: paths of the fields that the user has set, for example "model.dropout". They are kept;
+        it is an error if they contradict the weights.
 
     Returns:
-      the config of the run, and what was loaded.
+      the config of the run and a report of the loaded parameters.
 
     Raises:
-      ConversionError: the source cannot be read or no config describes it, its vocabulary is
-        unknown, or `folder` holds a run already.
-      ParityError: PyTorch does not compute the same numbers from the source.
+      ConversionError: the source cannot be read, no config describes it, its vocabulary is unknown,
+        or `folder` already contains a run.
+      ParityError: PyTorch computes different outputs from the source.
     """
     workdir = Workdir(folder)
     if workdir.steps():
         raise ConversionError(
-            f"--workdir={folder} holds a run already; name another folder.",
+            f"--workdir={folder} already contains a run. Use another folder.",
             field="--workdir",
             value=str(folder),
         )
@@ -70,7 +68,7 @@ def import_run(
     config = dataclasses.replace(config, tokenizer=follow_file(config.tokenizer, given))
     check_entries(source, config)
     fields = matching.derive_fields(source.networks, config)
-    if source.kind == "tensorflow1":  # no variable tells the dropout
+    if source.kind == "tensorflow1":  # TensorFlow checkpoints do not contain the dropout
         fields = {name: v for name, v in fields.items() if name not in matching.DROPOUT}
     fields = matching.keep_given(fields, config, given, path)
     fields |= tokenizer_fields(source, config, given)
@@ -85,39 +83,39 @@ def import_run(
     certify(path, source)
     filled = _state(config, source, params)
     with workdir.open(config):
-        keep_vocabularies(workdir, config, [tokenizer])  # first: a checkpoint makes it a run
+        keep_vocabularies(workdir, config, [tokenizer])  # before the checkpoint, which completes it
         checkpoints = checkpoint.Checkpoints(workdir.checkpoints, config.checkpoint)
         try:
-            checkpoints.save(filled, {}, last=True)  # the data begin at their first row
+            checkpoints.save(filled, {}, last=True)  # no data state: data start at the first row
         finally:
             checkpoints.close()
     logging.info("Wrote %s, step %d.", folder, int(filled.step))
     if filled.step >= config.train.steps:
         logging.warning(
-            "The run is finished by config.train.steps=%d; raise it to train on.",
+            "The run is already complete at config.train.steps=%d; increase it to train further.",
             config.train.steps,
         )
     return config, report
 
 
 def follow_source(config: Config, source: Source, given: Collection[str]) -> Config:
-    """`config` with the vocabulary and the sizes of the weights that a new run starts from.
+    """Returns `config` with the vocabulary and the sizes of the weights in config.init_from.
 
     Args:
-      config: names another file of the same vocabulary in tokenizer.path, or none.
-      given: paths of fields that were asked for by name, "model.layers" for one: they stay.
+      config: its tokenizer.path is empty or another file of the same vocabulary.
+      given: paths of the fields that the user has set, for example "model.layers"; they are kept.
 
     Raises:
-      ConversionError: the weights do not fit what was given, or their vocabulary is unknown or
-        another one than that of tokenizer.path.
-      ConfigError, TokenizerError: what follows cannot work.
+      ConversionError: the weights contradict fields that the user has set, or their vocabulary is
+        unknown or differs from tokenizer.path.
+      ConfigError, TokenizerError: the resulting config or its vocabulary is invalid.
     """
     check_entries(source, config)
     vocabulary = tokenizer_fields(source, config, given)
     fields = matching.decisive(matching.derive_fields(source.networks, config)) | vocabulary
     fields = {path: value for path, value in fields.items() if path not in given}
     if changed := _changed(fields, config):
-        logging.info("From the weights %s: %s", config.init_from, changed)
+        logging.info("Set by the weights %s: %s", config.init_from, changed)
     config = matching.replace(config, fields)
     section = follow_file(config.tokenizer, {*given, *vocabulary})
     config = from_config_dict(to_dict(dataclasses.replace(config, tokenizer=section)))
@@ -127,10 +125,10 @@ def follow_source(config: Config, source: Source, given: Collection[str]) -> Con
 
 
 def check_entries(source: Source, config: Config) -> None:
-    """Refuses a vocabulary with another number of entries than the weights have.
+    """Checks that the vocabulary has as many entries as the embedding table has rows.
 
     Raises:
-      ConversionError: it has.
+      ConversionError: the numbers differ.
     """
     rows = source.networks["main"].embeddings.vocab_size
     beside = _vocabulary_beside(source)
@@ -142,26 +140,27 @@ def check_entries(source: Source, config: Config) -> None:
         return
     if found == rows:
         return
-    if found < rows and (beside is None or beside.vocab_size == found):  # padded, for speed
+    # Embedding tables are often padded for speed.
+    if found < rows and (beside is None or beside.vocab_size == found):
         raise ConversionError(
-            f"{named} has {found} entries, but the embedding table of the weights has {rows} rows; "
-            f"if the last {rows - found} only pad it, cut the weights to {found} rows (in PyTorch "
-            f"model.resize_token_embeddings({found}), then save_pretrained), or add entries to "
-            f"the vocabulary up to {rows} ([unused{found}] and so on); else name the vocabulary "
-            "of the weights with --config.tokenizer.path.",
+            f"{named} has {found} entries, but the embedding table of the weights has {rows} rows. "
+            f"If the last {rows - found} rows are padding, shrink the table to {found} rows (in "
+            f"PyTorch model.resize_token_embeddings({found}), then save_pretrained), or extend the "
+            f"vocabulary to {rows} entries ([unused{found}] and so on). Otherwise set "
+            "--config.tokenizer.path to the vocabulary of the weights.",
             path=named,
             value=found,
         )
     if config.tokenizer.path:
         raise ConversionError(
-            f"config.tokenizer.path={named} has {found} entries, but the weights are of a "
-            f"vocabulary of {rows}; leave the field out, or name theirs.",
+            f"config.tokenizer.path={named} has {found} entries, but the weights need a vocabulary "
+            f"of {rows}. Remove the field, or set it to the vocabulary of the weights.",
             field="config.tokenizer.path",
             value=named,
         )
     raise ConversionError(
-        f"{named} has {found} entries, but the weights are of a vocabulary of {rows}; name theirs "
-        "with --config.tokenizer.path.",
+        f"{named} has {found} entries, but the weights need a vocabulary of {rows}. Set "
+        "--config.tokenizer.path to the vocabulary of the weights.",
         path=named,
         value=found,
     )
@@ -175,29 +174,30 @@ def _vocabulary_beside(source: Source) -> Tokenizer | None:
 
 
 def tokenizer_fields(source: Source, config: Config, given: Collection[str] = ()) -> dict[str, Any]:
-    """Fields of config.tokenizer for the vocabulary of a source.
+    """Returns the fields of config.tokenizer for the vocabulary of a source.
 
     Args:
-      given: paths of fields that were asked for by name, "tokenizer.lowercase" for one: they stay.
+      given: paths of the fields that the user has set, for example "tokenizer.lowercase"; they are
+        kept.
 
     Raises:
-      ConversionError: nobody says which vocabulary the weights were trained with.
+      ConversionError: neither the source nor the config names a vocabulary.
     """
     if config.tokenizer.path:
         return {}
     if not source.tokenizer:
         raise ConversionError(
-            "the source has no vocabulary, and its weights mean nothing without theirs; name it "
-            "with --config.tokenizer.path=vocab.txt.",
+            "The source has no vocabulary. Set --config.tokenizer.path to the vocabulary that the "
+            "weights were trained with.",
             field="config.tokenizer.path",
         )
     fields = {f"tokenizer.{field}": value for field, value in source.tokenizer.items()}
-    kept = set(given) - {"tokenizer.path"}  # which is empty here
+    kept = set(given) - {"tokenizer.path"}  # config.tokenizer.path is empty here
     return {path: value for path, value in fields.items() if path not in kept}
 
 
 def check_vocabulary(source: Source, tokenizer: Tokenizer) -> None:
-    """Refuses another vocabulary than the one beside the weights, if there is one.
+    """Checks that a tokenizer has the same entries as the vocabulary next to the weights, if any.
 
     Raises:
       ConversionError: an entry differs.
@@ -210,18 +210,18 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer) -> None:
         pairs = enumerate(zip(theirs, tokenizer.entries, strict=False))
         first = next((i for i, (a, b) in pairs if a != b), min(len(theirs), tokenizer.vocab_size))
         raise ConversionError(
-            f"{tokenizer.path} is not the vocabulary of the weights, {beside.path}: they differ "
-            f"from entry {first} on; set --config.tokenizer.path={beside.path}.",
+            f"{tokenizer.path} is not the vocabulary of the weights, {beside.path}: entry {first} "
+            f"is the first that differs. Set --config.tokenizer.path={beside.path}.",
             field="config.tokenizer.path",
             path=tokenizer.path,
         )
 
 
 def certify(path: str, source: Source) -> None:
-    """Compares what was read with PyTorch's reading of the same weights, and logs the proof.
+    """Checks parity of a source with PyTorch and logs the result.
 
     Raises:
-      ParityError: they differ.
+      ParityError: PyTorch computes different outputs.
     """
     for name, network in source.networks.items():
         if source.kind == "huggingface":
@@ -232,7 +232,7 @@ def certify(path: str, source: Source) -> None:
             try:
                 huggingface_config.check_expressible(network)
             except ConversionError as error:
-                logging.info("%s: not compared with PyTorch: %s", name, error)
+                logging.info("%s: skipped the comparison with PyTorch: %s", name, error)
                 continue
             with tempfile.TemporaryDirectory() as scratch:
                 huggingface.write_network(Path(scratch), network, pad_id=0)
@@ -246,14 +246,12 @@ def _state(config: Config, source: Source, params) -> state.TrainState:
     fresh = state.create(jax.tree.map(jax.numpy.asarray, params), transformation)
     if source.moments is None:
         if source.step:
-            logging.info(
-                "The source has no moments of Adam: the run starts at step 0, with a warm-up."
-            )
+            logging.info("The source has no Adam moments; the run starts at step 0 with a warm-up.")
         return fresh
     zeros = jax.tree.map(np.zeros_like, params)
     (mu, first), (nu, _) = (join(config, moments, zeros) for moments in source.moments)
     if first.initialized:
-        logging.info("The moments of Adam are not complete for this run: it starts at step 0.")
+        logging.info("The Adam moments of the source are incomplete; the run starts at step 0.")
         return fresh
     count = jax.numpy.asarray(source.step, jax.numpy.int32)
 
@@ -269,7 +267,7 @@ def _state(config: Config, source: Source, params) -> state.TrainState:
 
 
 def _changed(fields: dict[str, Any], config: Config) -> str:
-    """The flags for those of `fields` that `config` has otherwise."""
+    """Returns flags for the fields whose values differ in `config`."""
     values = fields.items()
     return matching.flags({p: v for p, v in values if matching.value_of(config, p) != v})
 
@@ -277,5 +275,5 @@ def _changed(fields: dict[str, Any], config: Config) -> str:
 def _describe(fields: dict[str, Any], config: Config) -> str:
     changed = _changed(fields, config)
     if not changed:
-        return "The config describes the source as it is."
-    return f"The source needs these fields, to train it too: {changed}"
+        return "The config already matches the source."
+    return f"The source sets these fields: {changed}"

@@ -1,6 +1,6 @@
-"""The file in every folder that was written here: what only we ask for, and checksums of the rest.
+"""The manifest of an exported folder: settings for convbert_jax and checksums of the other files.
 
-safetensors has none, so that a flipped bit would be read as a weight.
+The safetensors format has no checksums, so a flipped bit would be read as a weight.
 """
 
 import json
@@ -20,15 +20,16 @@ _CHUNK = 1 << 24  # bytes
 
 
 def is_in(folder: Path) -> bool:
+    """Returns whether a folder was exported by convbert_jax."""
     return (folder / FILE).is_file()
 
 
 def write(folder: Path, source: str = "", **said: Any) -> None:
-    """Marks a folder that is complete.
+    """Writes the manifest of a complete folder.
 
     Args:
-      source: where it was made from, of which a number is kept; "" is not known.
-      said: JSON, for `read`.
+      source: path of the weights that were exported, kept as a checksum; "" if unknown.
+      said: further JSON values, which `read` returns.
     """
     sums = {path.relative_to(folder).as_posix(): _checksum(path) for path in _all_files(folder)}
     content = {"format": _FORMAT, _CHECKSUMS: sums, **said}
@@ -38,36 +39,43 @@ def write(folder: Path, source: str = "", **said: Any) -> None:
 
 
 def check_own(folder: Path, source: str) -> None:
-    """Raises ConversionError if `folder` has what would be lost: the export of another source, or
-    files that were put there, or changed, since it was written.
+    """Checks that an export from `source` may replace `folder` without loss.
+
+    Raises:
+      ConversionError: `folder` holds the export of another source, or files in it were added or
+        changed after the export.
     """
     if not is_in(folder):
         return
     said, own = read_json(folder / FILE), google_crc32c.value(source.encode())
     if said.get(_SOURCE, own) != own:
         raise ConversionError(
-            f"{folder} has the export of another model; remove it or name another --output.",
+            f"{folder} holds the export of another model. Remove it or use another --output.",
             path=folder,
         )
     sums = said.get(_CHECKSUMS, {})
-    # Format 1 has no checksums of what is for people.
+    # Format 1 has checksums only of the files that `_files` lists.
     for path in _all_files(folder) if said.get("format") == _FORMAT else _files(folder):
         name = path.relative_to(folder).as_posix()
         if sums.get(name) != _checksum(path):
             raise ConversionError(
-                f"{folder} has {name}, which is not as it was written there; keep it elsewhere and "
-                "remove the folder, or name another --output.",
+                f"Cannot replace {folder}: {name} was added or changed after the export. Move that "
+                "file and remove the folder, or use another --output.",
                 value=name,
                 path=folder,
             )
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What is said of a folder; empty if it was not written here.
+    """Reads the manifest of a folder and verifies the checksums.
+
+    A changed JSON file is only a warning, because settings may be edited by hand.
+
+    Returns:
+      the content of the manifest; empty if the folder has none.
 
     Raises:
-      ConversionError: the mark is damaged, or weights or vocabulary are not those that were
-        written. Settings may be changed by hand: for them it is a warning.
+      ConversionError: the manifest is damaged, or the weights or the vocabulary were changed.
     """
     if not is_in(folder):
         return {}
@@ -75,7 +83,7 @@ def read(folder: Path) -> dict[str, Any]:
     sums = said.get(_CHECKSUMS, {})
     if not isinstance(sums, dict):
         raise ConversionError(
-            f"{folder / FILE} has {_CHECKSUMS}={shown(sums)}; copy it again.",
+            f"{folder / FILE} has {_CHECKSUMS}={shown(sums)}, expected an object. Copy it again.",
             field=_CHECKSUMS,
             value=sums,
             path=folder / FILE,
@@ -85,18 +93,18 @@ def read(folder: Path) -> dict[str, Any]:
         if wanted is None or wanted == _checksum(path):
             continue
         if path.suffix == ".json":
-            logging.warning("%s is not as it was written: changed by hand, or damaged.", path)
+            logging.warning("%s was edited or damaged after the export (wrong checksum).", path)
             continue
         raise ConversionError(
-            f"{path} is not the file that was written (wrong checksum); copy it again, or, if you "
-            f"changed it yourself, take {FILE} away.",
+            f"{path} is damaged or was changed after the export (wrong checksum). Copy it again, "
+            f"or remove {FILE} if you changed it on purpose.",
             path=path,
         )
     return said
 
 
 def _files(folder: Path) -> list[Path]:
-    """What a reader reads, not what is for people."""
+    """Returns the files that are parsed, without documentation such as the model card."""
     kinds = (".json", ".safetensors", ".model", ".txt")
     return [path for path in _all_files(folder) if path.suffix in kinds]
 

@@ -1,4 +1,4 @@
-"""Which run a network fits into: its sizes as fields of a config, and what differs from one."""
+"""Config fields that describe given networks, and differences between networks and a config."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ from convbert_jax.config import (
 from convbert_jax.config.network import SCHEDULED, GeneratorSizes, list_stages
 from convbert_jax.interop.networks import ConversionError, Network, is_disentangled, places
 
-# Sizes that parameters have, and what an encoder computes with them.
+# Fields that decide the parameters of an encoder or what it computes with them.
 _MODEL = (
     "layers",
     "hidden_size",
@@ -40,7 +40,7 @@ _MODEL = (
     "types",
     "layer_norm_epsilon",
 )
-# How a model is trained: weights fit any value.
+# Fields of training; weights fit any value.
 DROPOUT = ("model.dropout", "model.attention_dropout")
 _TRAINING = (
     *(*DROPOUT, "sequence.activation_dropout", "sequence.last_dropout"),
@@ -48,24 +48,28 @@ _TRAINING = (
 )
 _STAGE = {field.name for field in dataclasses.fields(StageSection)}
 _LAYER = ("ffn_size", "ffn_groups", "dropout", "layer_norm_epsilon")  # as config.model calls them
-# Fields of mixers that change neither shapes nor, but near padding, what is computed.
+# Mixer fields that change no shapes, and outputs at most near padding.
 _ANY = {"attention": "", "convolution": "", "attention_dropout": 0.0, "mask_convolution": True}
 
-# What a run may have chosen for the machine that it was trained on.
+# Fields whose values may be specific to the hardware of a run.
 _OF_THE_MACHINE = {"model.attention": "auto", "model.convolution": "auto"}
 
 
 def derive_fields(networks: Mapping[str, Network], config: Config) -> dict[str, Any]:
-    """Field of a config -> value, for a run whose model holds these networks.
+    """Derives the config fields of a run whose model holds these networks.
 
-    Several spellings make the same encoder, as stages cut elsewhere: where `config` makes it, its
-    own come back.
+    Several configs describe the same encoder, for example with layers grouped into other stages.
+    If `config` describes it, its own spelling is returned.
 
     Args:
-      config: keeps what the networks do not tell.
+      networks: "main" and, optionally, "generator".
+      config: provides fields that the networks do not determine.
+
+    Returns:
+      "section.field" -> value.
 
     Raises:
-      ConversionError: no config describes them.
+      ConversionError: no config describes the networks.
     """
     main = networks["main"]
     encoder = main.encoder
@@ -80,16 +84,16 @@ def derive_fields(networks: Mapping[str, Network], config: Config) -> dict[str, 
         "model.types": main.embeddings.types,
     }
     fields = {"tokenizer.vocab_size": main.embeddings.vocab_size, **sizes}
-    # Unless a mixer reads it: some refuse a ratio that does nothing.
+    # Mixers that do not use head_ratio reject other values than the default.
     fields["model.head_ratio"] = ModelSection().head_ratio
-    for stage in reversed(stages):  # those of the first, and what only a later one has
+    for stage in reversed(stages):  # the first stage takes precedence
         fields |= {f"model.{name}": value for name, value in stage.items()}
     fields |= {"model.layers": encoder.depth, "model.stages": ()}
     fields |= {f"model.{name}s": () for name in SCHEDULED}
     if len(stages) > 1:
         parts = ({name: v for name, v in stage.items() if name in _STAGE} for stage in stages)
         fields["model.stages"] = tuple(StageSection(**part) for part in parts)
-        fields["model.mixer_fields"] = ()  # a stage without any has the defaults of its mixer
+        fields["model.mixer_fields"] = ()  # stages without mixer_fields use the mixer's defaults
     if not _difference(replace(config, sizes), "encoder", encoder):
         own = ("stages", *sorted(_STAGE - {"layers"}), *(f"{name}s" for name in SCHEDULED))
         fields |= {f"model.{name}": getattr(config.model, name) for name in own}
@@ -103,11 +107,11 @@ def derive_fields(networks: Mapping[str, Network], config: Config) -> dict[str, 
 
 
 def _stage_fields(encoder: EncoderConfig) -> list[dict[str, Any]]:
-    """Field of config.model -> value, for each stage; one if all layers are the same.
+    """Returns the fields of config.model for each stage; a single stage if all layers are equal.
 
     Raises:
-      ConversionError: stages differ in what config.model says of all.
-      ConfigError: no config makes a mixer.
+      ConversionError: stages differ in a field that config.model sets for all of them.
+      ConfigError: no config describes a mixer.
     """
     found = []
     for stage in encoder.stages:
@@ -118,8 +122,9 @@ def _stage_fields(encoder: EncoderConfig) -> list[dict[str, Any]]:
             for name in sorted(set(fields) & set(before) - _STAGE):
                 if fields[name] != before[name]:
                     raise ConversionError(
-                        f"the layers differ in {name} ({before[name]} and {fields[name]}), which "
-                        f"config.model.{name} says of all.",
+                        f"No config describes this encoder: its layers differ in {name} "
+                        f"({before[name]} and {fields[name]}), but config.model.{name} applies to "
+                        "all layers.",
                         field=f"config.model.{name}",
                     )
         found.append(fields)
@@ -129,7 +134,7 @@ def _stage_fields(encoder: EncoderConfig) -> list[dict[str, Any]]:
 
 
 def replace(config: Config, fields: Mapping[str, Any]) -> Config:
-    """`config` with `{"section.field": value}` changed."""
+    """Returns `config` with changed fields, given as `{"section.field": value}`."""
     for path, value in fields.items():
         section, _, field = path.partition(".")
         changed = dataclasses.replace(getattr(config, section), **{field: value})
@@ -138,34 +143,32 @@ def replace(config: Config, fields: Mapping[str, Any]) -> Config:
 
 
 def for_any_machine(config: Config, path: str) -> Config:
-    """The config of the run at `path` without what it chose for the machine that it was trained on,
-    which another one need not have.
-    """
+    """Resets the hardware-specific fields of the config of the run at `path`."""
     changed = {field: v for field, v in _OF_THE_MACHINE.items() if value_of(config, field) != v}
     if changed:
         named = ", ".join(f"config.{field}={value_of(config, field)}" for field in changed)
-        logging.info("%s was trained with %s; here it is auto.", path, named)
+        logging.info("%s was trained with %s; using auto on this machine.", path, named)
     return dataclasses.replace(replace(config, changed), platform="any")
 
 
 def decisive(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `fields` without which parameters would not fit or mean another thing."""
+    """Returns the fields that decide the parameters or what the model computes with them."""
     return {path: value for path, value in fields.items() if path not in _TRAINING}
 
 
 def keep_given(
     fields: Mapping[str, Any], config: Config, given: Collection[str], source: str
 ) -> dict[str, Any]:
-    """The fields of a source that the user has not named.
+    """Returns the fields of a source that the user has not set.
 
     Args:
-      fields: path -> value, as the source has it.
-      config: with the values that the user has named.
-      given: paths of fields that the user has named, "model.layers" for one.
-      source: path of the weights, for an error.
+      fields: path -> value in the source.
+      config: the config with the values that the user has set.
+      given: paths of the fields that the user has set, for example "model.layers".
+      source: path of the weights, for the error message.
 
     Raises:
-      ConversionError: a named field contradicts the weights.
+      ConversionError: a field that the user has set contradicts the weights.
     """
     for path in sorted(set(given) & set(decisive(fields))):
         if not _is_same(path, fields[path], value_of(config, path)):
@@ -181,27 +184,25 @@ def keep_given(
 
 
 def sizes_of(config: Config) -> dict[str, Any]:
-    """The fields of a config that its parameters depend on, but for those of its vocabulary."""
+    """Returns the fields that the parameters depend on, without those of the vocabulary."""
     fields = {f"model.{name}": getattr(config.model, name) for name in _MODEL}
     generator = dataclasses.asdict(config.generator)
     return fields | {f"generator.{name}": value for name, value in generator.items()}
 
 
 def value_of(config: Config, path: str) -> Any:
-    """The value of the field "section.field"."""
+    """Returns the value of the field "section.field"."""
     section, _, field = path.partition(".")
     return getattr(getattr(config, section), field)
 
 
 def flags(fields: Mapping[str, Any]) -> str:
-    """The flags that set fields, to be pasted into a shell."""
+    """Returns the command-line flags that set fields, quoted for a shell."""
     return " ".join(f"--config.{path}={shlex.quote(to_text(v))}" for path, v in fields.items())
 
 
 def differences(fields: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """Field -> (of the networks, of the config), where parameters would not fit or mean another
-    thing.
-    """
+    """Returns field -> (value of the networks, value of the config) for decisive differences."""
     pairs = {path: (v, value_of(config, path)) for path, v in decisive(fields).items()}
     return {path: pair for path, pair in pairs.items() if not _is_same(path, *pair)}
 
@@ -231,7 +232,7 @@ def _generator_fields(generator: Network, main: Network, config: Config) -> dict
         "generator.disentangle_embeddings": disentangled,
     }
     if not _difference(replace(config, fields), "generator_encoder", generator.encoder):
-        return fields  # several fractions round to the same sizes: those of the config do
+        return fields  # several fractions round to the same sizes; keep those of the config
     fields |= {
         "generator.size": generator.encoder.hidden_size / main.encoder.hidden_size,
         "generator.layers": _depth_fraction(replace(config, fields), generator.encoder.depth),
@@ -243,15 +244,18 @@ def _generator_fields(generator: Network, main: Network, config: Config) -> dict
             return tried
     layer = generator.encoder.stages[0].layer
     raise ConversionError(
-        f"the generator ({layer.hidden_size} channels, heads {layer.mixer}, feed-forward "
-        f"{layer.ffn_size}) is none that config.generator can describe ({why.rstrip('.')}); take "
-        "it away from the source to import the discriminator alone.",
+        f"config.generator cannot describe the generator ({layer.hidden_size} channels, mixer "
+        f"{layer.mixer}, feed-forward size {layer.ffn_size}): {why.rstrip('.')}. Remove the "
+        "generator from the source to import only the discriminator.",
         field="config.generator",
     )
 
 
 def _depth_fraction(config: Config, depth: int) -> float:
-    """config.generator.layers of a generator of `depth` layers, each stage of which is rounded."""
+    """Returns config.generator.layers for a generator with `depth` layers.
+
+    The depth of each stage is that fraction of the discriminator's, rounded.
+    """
     stages = list_stages(config.model)
 
     def layers(fraction: float) -> int:
@@ -265,20 +269,20 @@ def _depth_fraction(config: Config, depth: int) -> float:
         yield from ((a + b) / 2 for a, b in itertools.pairwise(steps))
         yield from steps[1:]  # a half is rounded to the even number
 
-    # No stage gets less of a larger fraction, so the sum tells the depth of each.
+    # Stage depths never decrease with the fraction, so the total determines each of them.
     first = next(fractions())
     return next((fraction for fraction in fractions() if layers(fraction) == depth), first)
 
 
 def _difference(config: Config, name: str, encoder: EncoderConfig) -> str:
-    """Why `config` does not make `encoder`, "" if it does.
+    """Returns how the encoder of `config` differs from `encoder`; "" if it does not.
 
     Args:
       name: "encoder" or "generator_encoder".
     """
     try:
         found = _shape(getattr(config, name))
-    except ConfigError as error:  # as heads that do not divide
+    except ConfigError as error:  # for example a hidden size that is not divisible by the heads
         return str(error)
     return "" if found == _shape(encoder) else f"the nearest is {found}"
 
@@ -289,8 +293,8 @@ def _check_same(network: Network, name: str, config: Config) -> None:
         encoder = config.generator_encoder
     if _shape(network.encoder) != _shape(encoder):
         raise ConversionError(
-            f"no config.model describes this {name} network: {_shape(network.encoder)}, nearest "
-            f"{_shape(encoder)}."
+            f"No config.model describes the {name} network {_shape(network.encoder)}; the nearest "
+            f"is {_shape(encoder)}."
         )
 
 
@@ -305,7 +309,7 @@ def _same_arrays(first: Network, second: Network, folder: str) -> bool:
 
 
 def _shape(encoder: EncoderConfig) -> tuple:
-    """What decides the shapes of an encoder and what it computes."""
+    """Returns the properties of an encoder that decide its shapes and what it computes."""
     layers = []
     for stage in encoder.stages:
         layer = stage.layer

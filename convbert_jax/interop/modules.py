@@ -1,4 +1,4 @@
-"""A network as Flax modules: the shapes of its parameters, and its outputs."""
+"""Flax modules of a network: parameter shapes and outputs."""
 
 import functools
 from collections.abc import Mapping
@@ -29,22 +29,23 @@ HEADS = {
 def shapes(
     embeddings: EmbeddingsConfig, encoder: EncoderConfig, outputs: Mapping[str, int]
 ) -> dict[str, tuple[int, ...]]:
-    """Canonical path -> shape of every parameter of a network.
+    """Returns the shape of every parameter of a network by canonical path.
 
     Args:
-      outputs: its heads, and the logits of each.
+      outputs: head -> number of logits.
     """
     parts = modules(embeddings, encoder, outputs)
     flat = flatten(nnx.to_pure_dict(nnx.state(parts, nnx.Param)))
-    # One number stands for each layer's array: only its shape is asked for.
+    # Broadcasting a scalar avoids allocating arrays whose shape alone is needed.
     counted = unstack({path: np.broadcast_to(0.0, leaf.shape) for path, leaf in flat.items()})
     return {path: leaf.shape for path, leaf in counted.items()}
 
 
 def forward(network: Network):
-    """run(tokens, segment_ids, type_ids) -> {"hidden" [B, L, C], and logits by head}.
+    """Returns a jitted float32 forward pass of a network, without dropout.
 
-    Deterministic, float32, jitted.
+    The function maps (tokens, segment_ids, type_ids), each [B, L], to a dict of "hidden" [B, L, C]
+    and the logits of each head.
     """
     outputs = {head: _outputs(network, head) for head in HEADS if network.has(head)}
     graphdef = nnx.graphdef(modules(network.embeddings, network.encoder, outputs))
@@ -67,7 +68,7 @@ def forward(network: Network):
 def modules(
     embeddings: EmbeddingsConfig, encoder: EncoderConfig, outputs: Mapping[str, int]
 ) -> nnx.Dict:
-    """The modules of a network, with shapes in the place of parameters; see `shapes`."""
+    """Builds the modules of a network with abstract parameters (shapes and dtypes only)."""
     return _modules(embeddings, encoder, tuple(outputs.items()))
 
 

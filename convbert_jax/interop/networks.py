@@ -1,8 +1,8 @@
-"""One encoder with its heads, by itself: the form in which weights are read, written and compared.
+"""Networks: single encoders with heads, the common form for reading, writing and comparing weights.
 
-A pre-training model is one or two of them around shared parts: `split` and `join` go between its
-parameters and a mapping {"main": Network, "generator": Network}. "main" is the encoder that is
-kept, the discriminator or the masked language model.
+A pre-training model consists of one or two networks that may share parameters. `split` and `join`
+convert between the parameters of a model and {"main": Network, "generator": Network}. "main" is
+the discriminator, the masked language model or the fine-tuned model.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ MODELS = {**pretraining.MODELS, **sequences.MODELS, "finetune": FinetunedModel} 
 
 
 class ConversionError(UserError):
-    """Weights that cannot be read, written, or put into this model."""
+    """Weights that cannot be read, written, or loaded into a model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +40,13 @@ class Network:
     """An encoder, its embeddings and its heads.
 
     Attributes:
-      family: of tables.FAMILIES: whose names and classes it goes by; "" if nobody else's.
-      parameters: canonical path (see tables.py) -> float32 array. Heads are there if the network
-        has them: mlm_head, rtd_head, pair_head, sequence_head, token_head, span_head.
-      labels: names of a classifier's classes, by index.
-      use: fields of a config that a fine-tuned model is used with, as `{"outputs.texts": 2}`; those
-        of `finetuned_heads.USE` that its source tells.
+      family: one of tables.FAMILIES, which determines foreign names and classes; "" if no other
+        software has such layers.
+      parameters: canonical path (see tables.py) -> float32 array. Possible heads are mlm_head,
+        rtd_head, pair_head, sequence_head, token_head and span_head.
+      labels: class names of a classifier, by index.
+      use: config fields for inference with a fine-tuned model, as `{"outputs.texts": 2}`: the
+        fields of `finetuned_heads.USE` that the source contains.
     """
 
     family: str
@@ -57,20 +58,20 @@ class Network:
 
     @property
     def layer(self) -> LayerConfig:
-        """The layer that all stages repeat.
+        """The config shared by all layers.
 
         Raises:
-          ConversionError: they differ.
+          ConversionError: the layers differ.
         """
         return check_same_layers(self.encoder)
 
     @property
     def masked(self) -> bool:
-        """Whether it does not read padding, where the classes of its family do."""
+        """Whether the network ignores padding although the PyTorch class of its family reads it."""
         return self.family in READ_PADDING and not self.encoder.reads_padding
 
     def with_masking(self, masked: bool) -> "Network":
-        """The same weights with convolutions that ignore padding, or read it."""
+        """Returns the same weights with convolutions that ignore padding (True) or read it."""
         stages = tuple(
             dataclasses.replace(
                 stage,
@@ -88,14 +89,20 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What became of every parameter; paths are those of the model that was filled."""
+    """Parameter paths that `join` loaded, initialized or ignored.
+
+    Attributes:
+      loaded: parameters of the model that came from the source.
+      initialized: parameters of the model that the source lacks, initialized as in a new run.
+      ignored: parameters of the source that the model lacks.
+    """
 
     loaded: tuple[str, ...]
-    initialized: tuple[str, ...]  # not in the source; as a new run starts them
-    ignored: tuple[str, ...]  # in the source, without a place in the model
+    initialized: tuple[str, ...]
+    ignored: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """For a person; nothing is left out, parameters of one module share a line."""
+        """Returns the report as lines for the log, with all initialized and ignored paths."""
         lines = [f"Loaded {len(self.loaded)} parameters."]
         for title, names in (("Initialized", self.initialized), ("Ignored", self.ignored)):
             if names:
@@ -104,16 +111,16 @@ class Report:
 
 
 def check_same_layers(encoder: EncoderConfig) -> LayerConfig:
-    """The layer of an encoder all of whose layers are the same, as other software has them.
+    """Returns the config shared by all layers, which other software requires.
 
     Raises:
-      ConversionError: they differ.
+      ConversionError: the layers differ.
     """
     layer = encoder.stages[0].layer
     if any(stage.layer != layer for stage in encoder.stages):
         raise ConversionError(
-            "the layers of this encoder differ, which neither Hugging Face's classes nor the "
-            "official code can express; export it with --format=stablehlo."
+            "The layers of this encoder differ, which neither transformers nor the official "
+            "TensorFlow code supports. Export it with --format=stablehlo."
         )
     return layer
 
@@ -130,10 +137,10 @@ def describe_sizes(
     spread: float,
     **layer: Any,
 ) -> tuple[EmbeddingsConfig, EncoderConfig]:
-    """The configs of a network that was not made here; what a source cannot say is our default.
+    """Builds the configs of a foreign network; all other fields get their defaults.
 
     Args:
-      epsilon: of the layer norms.
+      epsilon: epsilon of the layer norms.
       spread: standard deviation of the initializers.
       layer: fields of LayerConfig.
     """
@@ -164,16 +171,15 @@ def describe_sizes(
 
 
 def places(config: Config) -> dict[str, dict[str, str]]:
-    """Network -> {part of it: root of that part in the model's parameters}.
+    """Returns network -> {part of the network: path of that part in the model's parameters}.
 
     Raises:
-      ConversionError: the model writes text, which none of the other formats holds.
+      ConversionError: the model generates text, which no export format supports.
     """
     if config.writes_text:
         raise ConversionError(
-            f"a model of config.recipe='{config.recipe}' writes text; no class of Hugging Face's "
-            "library and no TensorFlow 1 checkpoint holds its parameters, so it is used by "
-            "--mode=predict and convbert_jax.load.",
+            f"Models of config.recipe='{config.recipe}' generate text; no export format supports "
+            "them. Use --mode=predict or convbert_jax.load.",
             field="config.recipe",
             value=config.recipe,
         )
@@ -203,23 +209,23 @@ def places(config: Config) -> dict[str, dict[str, str]]:
     return {"main": main, "generator": generator}
 
 
-OWN = "own_embeddings"  # what the main network adds to the embeddings of the generator
+OWN = "own_embeddings"  # the main network adds these to the embeddings of the generator
 
 
 def is_disentangled(config: Config) -> bool:
-    """Whether the embeddings of the main network are a sum, see `split`."""
+    """Returns whether the embeddings of the main network are a sum, see `split`."""
     return config.recipe == "replaced_token" and config.generator.disentangle_embeddings
 
 
 def split(config: Config, params, fold=np.add) -> dict[str, Network]:
-    """The networks of a model with all their parameters; shared ones are in both.
+    """Splits the parameters of a model into networks; both contain the shared parameters.
+
+    Outputs of a fine-tuned regression are scaled to the unit of the labels. The official code's
+    head on [CLS], one dense layer, is converted to the two layers of Hugging Face's head.
 
     Args:
-      fold: (shared, own) -> one array of the main network's embeddings, where it adds its own to
-        those of the generator (`config.generator.disentangle_embeddings`); a sum for parameters.
-
-    Outputs of a fine-tuned model are in the labels' unit, and the release's head on [CLS] comes as
-    the two layers of Hugging Face's.
+      fold: (shared, own) -> embeddings of the main network if they are disentangled
+        (`config.generator.disentangle_embeddings`). The default, a sum, is right for parameters.
     """
     flat = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
     result = {}
@@ -253,13 +259,14 @@ def split(config: Config, params, fold=np.add) -> dict[str, Network]:
 def join(
     config: Config, networks: Mapping[str, Network], start: dict | None = None
 ) -> tuple[dict, Report]:
-    """Puts networks into the parameters of a model.
+    """Loads networks into the parameters of a model; the inverse of `split`.
 
     Args:
-      start: parameters that keep what no network has; None: those of a new run of `config`.
+      start: values of the parameters that no network has; None initializes them as a new run of
+        `config` does.
 
     Returns:
-      parameters, a nested dict of numpy arrays, and what came from where.
+      parameters, a nested dict of numpy arrays, and a report.
 
     Raises:
       ConversionError: a parameter has another shape, or tied parameters differ.
@@ -276,7 +283,7 @@ def join(
             network = _less_shared(network, networks["generator"])
         encoder = network.encoder
         if name in sources and _sizes(config, name)[1].depth == encoder.depth:
-            encoder = _sizes(config, name)[1]  # the same layers may be cut into other stages
+            encoder = _sizes(config, name)[1]  # the run may group the same layers into other stages
         for path, array in stack(network.parameters, encoder).items():
             part, _, rest = path.partition("/")
             ours = f"{roots.get(part)}/{rest}"
@@ -284,14 +291,14 @@ def join(
                 ignored.append(f"{name}:{path}")
             elif array.shape != wanted[ours].shape:
                 raise ConversionError(
-                    f"parameter {ours} has shape {array.shape} in the source and "
-                    f"{wanted[ours].shape} in this run; set config.model and config.generator to "
+                    f"Parameter {ours} has shape {array.shape} in the source but "
+                    f"{wanted[ours].shape} in this run. Set config.model and config.generator to "
                     "the sizes of the source.",
                     field=ours,
                 )
             elif ours in found and not np.array_equal(found[ours][1], array):
                 raise ConversionError(
-                    f"parameter {ours} is tied in this run, but the source has two of them; set "
+                    f"Parameter {ours} is tied in this run but has two values in the source. Set "
                     "--config.generator.tie_embeddings=false and --config.generator.kind=separate.",
                     field=ours,
                 )
@@ -314,7 +321,7 @@ def join(
 
 
 def _less_shared(main: Network, generator: Network) -> Network:
-    """`main` with what its embeddings add to those of the generator in their place."""
+    """Returns `main` with embeddings reduced by those of the generator (disentangled sharing)."""
     shared = generator.parameters
     own = {
         path: leaf - shared[path] if path in shared and shared[path].shape == leaf.shape else leaf
@@ -325,7 +332,7 @@ def _less_shared(main: Network, generator: Network) -> Network:
 
 
 def unstack(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Paths of one network, `encoder/stages/0/mixer/...` -> `layers/3/mixer/...`."""
+    """Splits stacked stages into layers: `encoder/stages/0/mixer/...` -> `layers/3/mixer/...`."""
     flat, first = {}, {}
     depths = {
         path.split("/")[2]: len(leaf)
@@ -345,7 +352,10 @@ def unstack(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def stack(flat: Mapping[str, np.ndarray], encoder: EncoderConfig) -> dict[str, np.ndarray]:
-    """The way back; a parameter that some layer of its stage lacks is left out."""
+    """Stacks layers into stages; the inverse of `unstack`.
+
+    Omits a parameter if any layer of the stage lacks it.
+    """
     tree = {
         f"encoder/{path}" if path.startswith("embeddings_project/") else path: leaf
         for path, leaf in flat.items()
@@ -363,14 +373,14 @@ def stack(flat: Mapping[str, np.ndarray], encoder: EncoderConfig) -> dict[str, n
 
 
 def initial_params(config: Config):
-    """Parameters as a new run of `config` starts them, on the host."""
+    """Initializes the parameters of a new run of `config`, on the host."""
     _, init = build(MODELS[config.recipe], config)
     key = fold_in_name(jax.random.key(config.seed), "init")
     return jax.device_get(jax.jit(init)(key))
 
 
 def outline(config: Config) -> dict[str, Network]:
-    """The networks of a run without their parameters."""
+    """Returns the networks of a run without parameters."""
     return {
         name: Network(_family(config.recipe, encoder, embeddings), embeddings, encoder, {})
         for name in places(config)
@@ -378,15 +388,15 @@ def outline(config: Config) -> dict[str, Network]:
     }
 
 
-@functools.lru_cache(maxsize=8)  # tracing a model takes a second
+@functools.lru_cache(maxsize=8)  # tracing a model is slow
 def abstract_params(config: Config):
-    """Shapes of the parameters of a run, as a nested dict."""
+    """Returns the shapes of the parameters of a run as a nested dict."""
     _, init = build(MODELS[config.recipe], config)
     return jax.eval_shape(init, jax.random.key(0))
 
 
 def to_tree(flat: Mapping[str, np.ndarray]) -> dict:
-    """Arrays by path as a nested dict."""
+    """Converts a dict of arrays by path to a nested dict."""
     tree: dict = {}
     for path, leaf in flat.items():
         *folders, last = path.split("/")
@@ -403,7 +413,7 @@ def _sizes(config: Config, name: str) -> tuple[EmbeddingsConfig, EncoderConfig]:
 
 
 def _family(recipe: str, encoder: EncoderConfig, embeddings: EmbeddingsConfig) -> str:
-    """Whose names and classes an encoder goes by, "" if nobody has layers like these."""
+    """Returns the family whose names and classes fit an encoder; "" if none does."""
     layer = encoder.stages[0].layer
     families = layer.mixer.FAMILIES
     if not families or any(stage.layer != layer for stage in encoder.stages):

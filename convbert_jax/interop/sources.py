@@ -1,6 +1,4 @@
-"""Weights from anywhere, read into networks: a run of ours, a Hugging Face folder, a TensorFlow 1
-checkpoint; and what a new run takes of them.
-"""
+"""Readers of runs, Hugging Face folders and TensorFlow 1 checkpoints as networks."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -37,17 +35,17 @@ from convbert_jax.workdir import Workdir
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Weights from anywhere.
+    """Weights read from a run, a Hugging Face folder or a TensorFlow 1 checkpoint.
 
     Attributes:
       kind: "huggingface", "tensorflow1" or "run".
-      networks: "main" and, if there is one, "generator".
-      ignored: what the source has besides, by its own names.
-      step: steps it was trained for, 0 if it does not say.
+      networks: "main" and, optionally, "generator".
+      ignored: other tensors, by their names in the source.
+      step: steps of training, 0 if unknown.
       moments: Adam's first and second moments as networks, if the source has them.
-      tokenizer: fields of config.tokenizer for the vocabulary beside the weights, if there is one
-        that our tokenizers read.
-      not_read: why one that is there is not, as the beginning of a sentence.
+      tokenizer: fields of config.tokenizer for the vocabulary next to the weights; None if there
+        is no supported vocabulary.
+      not_read: reason why an existing vocabulary is not supported, without a final period.
     """
 
     kind: str
@@ -60,21 +58,21 @@ class Source:
 
 
 def read_source(path: str) -> Source:
-    """Reads a run's folder, a Hugging Face folder, or a TensorFlow 1 checkpoint.
+    """Reads a run, a Hugging Face folder, or a TensorFlow 1 checkpoint.
 
     Args:
-      path: for TensorFlow the prefix, as model.ckpt-1000000, one of its files or its folder.
+      path: a folder; for TensorFlow also the prefix, as model.ckpt-1000000, or one of its files.
 
     Raises:
-      ConversionError: there is nothing of these, or it cannot be read.
+      ConversionError: `path` is none of these, or cannot be read.
     """
     try:
         return _read_source(path)
-    except (OSError, RuntimeError) as error:  # too long a name, no right to read
+    except (OSError, RuntimeError) as error:  # for example a name too long, or no permission
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConversionError(f"{shown(path)} cannot be read ({reason}).") from error
+        raise ConversionError(f"Cannot read {shown(path)}: {reason}.") from error
     except MemoryError as error:
-        raise ConversionError(f"{path} needs more memory than there is.", path=path) from error
+        raise ConversionError(f"Out of memory while reading {path}.", path=path) from error
 
 
 def _read_source(path: str) -> Source:
@@ -87,12 +85,14 @@ def _read_source(path: str) -> Source:
         return Source("run", split(run, params), step=step, tokenizer=section)
     if files.is_remote(folder):
         raise ConversionError(
-            f"{path} holds no run; weights of others are read from a disk.", path=path
+            f"{path} is not a run. Foreign weights in a bucket must be copied to a local disk "
+            "first.",
+            path=path,
         )
     if (folder / huggingface_config.FILE).is_file() and weight_files.are_in(folder):
         found = huggingface.read_folder(folder)
         if found.extra["main"].get("generator") and "generator" not in found.networks:
-            logging.warning("%s was written with a generator, which is not there any more.", path)
+            logging.warning("The generator that %s was exported with is missing.", path)
         return Source(
             "huggingface",
             found.networks,
@@ -103,10 +103,10 @@ def _read_source(path: str) -> Source:
     prefix = tensorflow1.find_prefix(folder)
     if prefix is None:
         raise ConversionError(
-            f"{path} is no run (config.json and checkpoints/), no Hugging Face folder (config.json "
-            "and weights) and no TensorFlow checkpoint (FILE.index beside FILE.data-*); name one "
-            "of these; a model on the hub must be downloaded first (hf download NAME --local-dir "
-            "FOLDER).",
+            f"Found no weights at {path}: expected a run (config.json and checkpoints/), a Hugging "
+            "Face folder (config.json and weights) or a TensorFlow checkpoint (FILE.index and "
+            "FILE.data-*). Download models from the Hugging Face hub first (hf download NAME "
+            "--local-dir FOLDER).",
             path=path,
         )
     read = tensorflow1.read_checkpoint(prefix)
@@ -121,11 +121,17 @@ def _read_source(path: str) -> Source:
 
 
 def read_params(workdir: Workdir, config: Config, step: int | None = None) -> tuple[int, Any]:
-    """(step, parameters on the host) of a checkpoint, by default the newest that is whole.
+    """Reads the parameters of a checkpoint to the host.
+
+    Args:
+      step: step of the checkpoint; default the newest complete one.
+
+    Returns:
+      (step, parameters).
 
     Raises:
-      CheckpointError: there is none, or it cannot be read.
-      ConversionError: NaN or infinity in it.
+      CheckpointError: the checkpoint is missing or cannot be read.
+      ConversionError: a parameter contains NaN or infinity.
     """
     folder = workdir.checkpoints
     step, params = checkpoint_reading.load_params(folder, abstract_params(config), step)
@@ -134,9 +140,11 @@ def read_params(workdir: Workdir, config: Config, step: int | None = None) -> tu
 
 
 def read_moments(workdir: Workdir, config: Config, step: int | None = None):
-    """(step, Adam's first and second moments, each laid out like the networks of `config`).
+    """Reads Adam's moments; arguments and errors as in `read_params`.
 
-    Arguments and errors as `read_params`; all parts of that checkpoint are whole.
+    Returns:
+      (step, (first moments, second moments)), each as networks of `config`. All parts of the
+      checkpoint of that step are complete.
     """
     step, arrays = checkpoint_reading.load_arrays(workdir.checkpoints, step)
 
@@ -144,17 +152,17 @@ def read_moments(workdir: Workdir, config: Config, step: int | None = None):
         parts = (name.partition(f"/{kind}/") for name in arrays)
         found = {path: arrays[a + b + path] for a, b, path in parts if a.startswith("opt_state")}
         tree = to_tree({path: array for path, array in found.items() if path})
-        # The gradient of a sum is that of what is added to the shared part, which gets none.
+        # Disentangled sharing stops gradients to the shared part; the moments are those of OWN.
         return split(config, tree, fold=lambda shared, own: own)
 
     return step, (networks("mu"), networks("nu"))
 
 
 def check_fits(source: Source, config: Config) -> None:
-    """Refuses a source that is not the model of `config`.
+    """Checks that the networks of a source fit the model of `config`.
 
     Raises:
-      ConversionError: with the flags that make it fit.
+      ConversionError: they differ; the message has the flags that make them fit.
     """
     different = matching.differences(matching.derive_fields(source.networks, config), config)
     if different:
@@ -162,26 +170,26 @@ def check_fits(source: Source, config: Config) -> None:
         value, now = (to_text(each) or "nothing" for each in (value, now))
         wanted = matching.flags({path: pair[0] for path, pair in different.items()})
         raise ConversionError(
-            f"the source holds a network with config.{field}={value}, this run has {now}; start "
-            f"it with {wanted}",
+            f"The source has config.{field}={value}, but this run has {now}. Start the run with "
+            f"{wanted}",
             field=f"config.{field}",
             value=now,
         )
 
 
 def initialize(config: Config, source: Source) -> tuple[Any, Report]:
-    """Parameters of a new run of `config`, filled from `source` as far as that has them.
+    """Initializes the parameters of a new run of `config` from a source.
 
     Raises:
-      ConversionError: the source's networks are not those of `config`.
+      ConversionError: the networks of the source do not fit `config`.
     """
     check_fits(source, config)
     reads = source.networks["main"].encoder.reads_padding
     if reads != config.encoder.reads_padding:
         logging.warning(
-            "The mixers of the weights %s padding, those of this run %s it "
-            "(config.model.mask_convolution=%s): near padding it computes something else until it "
-            "has adapted.",
+            "The weights were trained with mixers that %s padding; mixers of this run %s it "
+            "(config.model.mask_convolution=%s). Outputs near padding differ until training adapts "
+            "them.",
             "read" if reads else "do not read",
             "do not read" if reads else "read",
             config.model.mask_convolution,
@@ -191,28 +199,31 @@ def initialize(config: Config, source: Source) -> tuple[Any, Report]:
 
 
 def open_vocabulary(path: str, source: Source) -> tuple[Tokenizer, TokenizerSection]:
-    """The vocabulary beside weights, and the settings that it is opened with.
+    """Opens the vocabulary next to weights.
 
     Args:
-      path: of the weights, for a message.
-      source: with a `tokenizer`.
+      path: path of the weights, for messages.
+      source: a source whose `tokenizer` is not None.
+
+    Returns:
+      the tokenizer and its settings.
 
     Raises:
-      ConversionError: it has more entries than they have rows, so that ids would be of none.
+      ConversionError: the vocabulary has more entries than the embedding table has rows.
     """
     section = dataclasses.replace(Config().tokenizer, **source.tokenizer)
     tokenizer = Tokenizer(section, Path(section.path))
     found, rows = tokenizer.vocab_size, source.networks["main"].embeddings.vocab_size
     if found > rows:
         raise ConversionError(
-            f"{tokenizer.path} has {found} entries, but {path} is of a vocabulary of {rows}; put "
-            "theirs there, or name it in Python with vocabulary=FILE.",
+            f"{tokenizer.path} has {found} entries, but {path} has a vocabulary of {rows}. Replace "
+            "it by the vocabulary of the weights, or pass vocabulary=FILE in Python.",
             value=found,
             path=tokenizer.path,
         )
     if found < rows:
         logging.warning(
-            "%s has %d entries and the embedding table of %s %d rows: the last %d are taken for "
+            "%s has %d entries, but the embedding table of %s has %d rows; treating the last %d as "
             "padding.",
             tokenizer.path,
             found,
@@ -227,17 +238,19 @@ def _step_of(extra: Mapping[str, Any]) -> int:
     step = extra.get("step", 0)
     if type(step) is not int or not 0 <= step < 1 << 31:
         raise ConversionError(
-            f"config.json has step={shown(step)}, no number of steps.", field="step", value=step
+            f"config.json has step={shown(step)}, expected an integer from 0 to 2^31 - 1.",
+            field="step",
+            value=step,
         )
     return step
 
 
 def _with_masking(networks: Mapping[str, Network], folder: Path) -> Mapping[str, Network]:
-    """The networks as they were trained: the mark of a TensorFlow checkpoint of ours says that."""
+    """Returns the networks with the convolution masking that the manifest of an export records."""
     masked = mark.read(folder).get("mask_convolution", False)
     if not isinstance(masked, bool):
         raise ConversionError(
-            f"{folder / mark.FILE} has mask_convolution={shown(masked)}, not true or false.",
+            f"{folder / mark.FILE} has mask_convolution={shown(masked)}, expected true or false.",
             field="mask_convolution",
             value=masked,
             path=folder / mark.FILE,
@@ -247,13 +260,16 @@ def _with_masking(networks: Mapping[str, Network], folder: Path) -> Mapping[str,
 
 
 def _describe_vocabulary(folder: Path) -> dict[str, Any]:
-    """What `Source` says of it; who needs one and may name one in its place decides."""
+    """Returns the fields of `Source` for the vocabulary of a folder.
+
+    An unsupported vocabulary is not an error here, because the caller may pass another one.
+    """
     vocabulary = huggingface_tokenizer.find_vocabulary(folder)
     if vocabulary is None:
         return {}
     try:
         fields = huggingface_tokenizer.describe_vocabulary(folder, vocabulary.absolute())
     except OtherTokenizerError as error:
-        logging.warning("%s; it is not read.", error)
+        logging.warning("%s; ignored this vocabulary.", error)
         return {"not_read": str(error)}
     return {"tokenizer": fields}

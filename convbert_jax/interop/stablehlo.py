@@ -1,8 +1,8 @@
-"""An encoder as StableHLO, for servers and languages without this package (`jax.export`).
+"""Export of an encoder to StableHLO with `jax.export`, for servers without this package.
 
-FOLDER/encoder.mlir             portable StableHLO bytecode, for cpu, cuda and tpu
-FOLDER/encoder.jax_export       the same as `jax.export.deserialize` takes it
-FOLDER/parameters.safetensors   the arguments in front of the inputs, by path
+FOLDER/encoder.mlir             portable StableHLO bytecode for cpu, cuda and tpu
+FOLDER/encoder.jax_export       the same program, serialized for `jax.export.deserialize`
+FOLDER/parameters.safetensors   the parameters by path; they precede the inputs in the arguments
 FOLDER/signature.json           all arguments in order
 """
 
@@ -29,12 +29,14 @@ INPUTS = ("tokens", "segment_ids", "type_ids")  # int32 [batch, length]
 
 
 def write(folder: Path, network: Network) -> None:
-    """Writes the encoder, from token ids to hidden states [batch, length, C] in float32.
+    """Writes the encoder, which maps token ids to hidden states.
 
-    Batch and length are free, up to the positions of the model.
+    The inputs are three int32 arrays [batch, length], see INPUTS; the output is float32
+    [batch, length, hidden_size]. Both dimensions are symbolic; length is at most
+    `network.embeddings.positions`.
 
     Raises:
-      ConversionError: flatbuffers is missing.
+      ConversionError: the package flatbuffers is not installed.
     """
     longest = network.embeddings.positions
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +61,7 @@ def write(folder: Path, network: Network) -> None:
         serialized = exported.serialize()
     except ModuleNotFoundError as error:
         raise ConversionError(
-            f"jax needs the package {error.name} to write this; pip install {error.name}."
+            f"StableHLO export needs the package {error.name}. Run pip install {error.name}."
         ) from error
     (folder / "encoder.jax_export").write_bytes(serialized)
     (folder / "encoder.mlir").write_bytes(exported.mlir_module_serialized)
@@ -77,11 +79,11 @@ def write(folder: Path, network: Network) -> None:
         ],
     }  # fmt: skip
     (folder / "signature.json").write_text(json.dumps(signature, indent=1) + "\n")
-    logging.info("StableHLO for %s, rows of up to %d tokens.", ", ".join(PLATFORMS), longest)
+    logging.info("Exported StableHLO for %s, up to %d tokens a row.", ", ".join(PLATFORMS), longest)
 
 
 def _in_plain_xla(encoder: EncoderConfig) -> EncoderConfig:
-    """Kernels are of one platform and of shapes known beforehand."""
+    """Returns the encoder without custom kernels: they need one platform and static shapes."""
     stages = tuple(
         dataclasses.replace(
             stage,
@@ -96,7 +98,7 @@ def _in_plain_xla(encoder: EncoderConfig) -> EncoderConfig:
 
 
 def load(folder: Path):
-    """run(tokens, segment_ids, type_ids) -> hidden states, from the files alone."""
+    """Loads an exported folder as a function (tokens, segment_ids, type_ids) -> hidden states."""
     exported = export.deserialize((folder / "encoder.jax_export").read_bytes())
     params = to_tree(load_file(folder / "parameters.safetensors"))
     return lambda *ids: exported.call(params, *(jnp.asarray(x, jnp.int32) for x in ids))

@@ -1,11 +1,11 @@
-"""How one parameter is called, and which way round it lies, here, in PyTorch and in TensorFlow 1.
+"""Names and layouts of parameters in this package, in PyTorch and in TensorFlow 1.
 
-Ours is the canonical path of a `Network`: the parameter path of a model with its layers counted
-out, `layers/3/mixer/query/kernel`. LAYER, OUTSIDE and HEADS name modules, KINDS the parameters of
-a module; besides them only a mixer's specification knows names, its own.
+This package uses the canonical path of a `Network`: the parameter path in a model, with one entry
+for each layer, as in `layers/3/mixer/query/kernel`. LAYER, OUTSIDE and HEADS map modules, KINDS the
+parameters of a module. The modules inside a mixer are mapped by the mixer's own NAMES.
 
-TensorFlow's names are those of the official ConvBERT, ELECTRA and BERT code; Hugging Face's those
-of its ConvBert, Electra and Bert classes.
+TensorFlow names follow the official ConvBERT, ELECTRA and BERT code; PyTorch names follow the
+ConvBert, Electra and Bert classes of Hugging Face.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ import numpy as np
 from convbert_jax.config import LayerConfig
 
 FAMILIES = ("convbert", "electra", "bert")
-READ_PADDING = ("convbert",)  # families whose classes have a convolution that sees no mask
+READ_PADDING = ("convbert",)  # families whose PyTorch classes have an unmasked convolution
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How theirs is written from ours and read back; each undoes the other to the bit."""
+    """Functions that convert an array to another layout and back, bit for bit."""
 
     write: Callable[[np.ndarray], np.ndarray]
     read: Callable[[np.ndarray], np.ndarray]
@@ -42,7 +42,7 @@ KINDS: Mapping[str, Mapping[str, tuple[str, Layout, str, Layout]]] = {
         "kernel": (".weight", TRANSPOSED, "/kernel", SAME),
         "bias": (".bias", SAME, "/bias", SAME),
     },
-    # [groups, inputs, outputs] everywhere, not transposed in PyTorch either
+    # [groups, inputs, outputs] in all three; PyTorch does not transpose these
     "grouped": {
         "kernel": (".weight", SAME, "/kernel", SAME),
         "bias": (".bias", SAME, "/bias", SAME),
@@ -58,27 +58,27 @@ KINDS: Mapping[str, Mapping[str, tuple[str, Layout, str, Layout]]] = {
         "bias": (".bias", COLUMN, "/bias", SAME),
     },
     "vector": {"": ("", SAME, "", SAME)},
-    # BERT's release multiplies by the transposed weights here
+    # the official BERT code multiplies by the transposed weights here
     "pair_output": {
         "kernel": (".weight", TRANSPOSED, "/output_weights", TRANSPOSED),
         "bias": (".bias", SAME, "/output_bias", SAME),
     },
 }
 
-# ours: (kind, Hugging Face, TensorFlow), inside of one layer; what is below `mixer/`, its own
-# specification names, see `config/mixers.py`.
+# canonical path: (kind, Hugging Face, TensorFlow), relative to a layer. Paths below `mixer/` are in
+# the mixer's specification, see `config/mixers.py`.
 LAYER = {
     "mixer_norm": ("norm", "attention.output.LayerNorm", "attention/output/LayerNorm"),
     "feed_forward/intermediate": ("dense", "intermediate.dense", "intermediate/dense"),
     "feed_forward/output": ("dense", "output.dense", "output/dense"),
     "feed_forward_norm": ("norm", "output.LayerNorm", "output/LayerNorm"),
 }
-# The same two with more than one group.
+# The feed-forward modules with more than one group.
 GROUPED = {
     "feed_forward/intermediate": ("grouped", "intermediate.dense", "intermediate/g_dense"),
     "feed_forward/output": ("grouped", "output.dense", "output/g_dense"),
 }
-# In front of the layers.
+# Modules before the layers.
 OUTSIDE = {
     "embeddings/word": ("table", "embeddings.word_embeddings", "embeddings/word_embeddings"),
     "embeddings/position": (
@@ -116,16 +116,16 @@ _ELECTRA_HEADS = {
         "discriminator_predictions.dense_prediction",
         "discriminator_predictions/dense_1",
     ),
-    # Heads of fine-tuned models; the TensorFlow code names them after the task, so not here.
+    # Heads of fine-tuned models; the TensorFlow code names them after the task.
     "sequence_head/dense": ("dense", "classifier.dense", None),
     "sequence_head/output": ("dense", "classifier.out_proj", None),
     "token_head/output": ("dense", "classifier", None),
     "span_head/output": ("dense", "qa_outputs", None),
-    # Of no class there: tensors that it does not ask for.
+    # No class has this head; transformers ignores these tensors.
     "pair_head/dense": ("dense", "pair_predictions.dense", None),
     "pair_head/output": ("pair_output", "pair_predictions.out_proj", None),
 }
-# family -> heads; they stand beside the encoder, outside of its prefix.
+# family -> heads; their names do not begin with the prefix of the encoder.
 HEADS = {
     "convbert": _ELECTRA_HEADS,
     "electra": _ELECTRA_HEADS,
@@ -147,7 +147,7 @@ HEADS = {
         "span_head/output": ("dense", "qa_outputs", None),
     },
 }
-# Copies of tied parameters that PyTorch files may hold: theirs -> the original.
+# Copies of tied parameters that PyTorch files may contain: copy -> original.
 TIED = {
     "convbert": {"generator_lm_head.weight": "embeddings.word_embeddings.weight"},
     "electra": {"generator_lm_head.weight": "embeddings.word_embeddings.weight"},
@@ -160,7 +160,7 @@ TIED = {
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where one of our parameters is in a file of theirs."""
+    """Name and layout of a parameter in a foreign file."""
 
     name: str
     layout: Layout
@@ -169,15 +169,15 @@ class Place:
 def huggingface_places(
     paths: Iterable[str], family: str, layer: LayerConfig, *, prefix: str
 ) -> dict[str, Place]:
-    """Canonical path -> name and layout in a PyTorch file.
+    """Returns name and layout in a PyTorch file by canonical path.
 
     Args:
-      family: of FAMILIES.
-      layer: what all layers are.
-      prefix: before everything but the heads: "convbert." or, in a bare encoder, "".
+      family: one of FAMILIES.
+      layer: the config of every layer.
+      prefix: prefix of all names except heads: "convbert.", or "" for a bare encoder.
 
     Raises:
-      KeyError: a path that the family has no name for.
+      KeyError: the family has no name for a path.
     """
 
     def place(path):
@@ -196,15 +196,15 @@ def tensorflow_places(
     scope: str,
     embeddings_scope: str,
 ) -> dict[str, Place]:
-    """Canonical path -> variable and layout in a TensorFlow 1 checkpoint.
+    """Returns variable name and layout in a TensorFlow 1 checkpoint by canonical path.
 
     Args:
-      family, layer: as `huggingface_places` takes them.
-      scope: of the network: "electra", "generator" or "bert".
-      embeddings_scope: "electra" where generator and discriminator share them.
+      family, layer: as in `huggingface_places`.
+      scope: scope of the network: "electra", "generator" or "bert".
+      embeddings_scope: scope of the embeddings; "electra" if the generator shares them.
 
     Raises:
-      KeyError: a path that the family has no name for.
+      KeyError: the family has no name for a path.
     """
 
     def place(path):
@@ -219,7 +219,7 @@ def tensorflow_places(
 
 
 def _find(path: str, family: str, layer: LayerConfig, layer_folder: str):
-    """(kind, (Hugging Face's, TensorFlow's name), leaf, whether it is a head's) of one path."""
+    """Returns (kind, (Hugging Face name, TensorFlow name), leaf, whether it is in a head)."""
     if path.startswith("layers/"):
         _, index, inner = path.split("/", 2)
         table = LAYER | {f"mixer/{name}": row for name, row in layer.mixer.NAMES.items()}

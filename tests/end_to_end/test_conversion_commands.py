@@ -22,7 +22,7 @@ __all__ = ["text_source"]  # a fixture
             marks=pytest.mark.slow,
         ),
         (("--mode=export", "--workdir=x", "--format=onnx"), "format"),
-        (("--mode=import", TINY, "--source=/nowhere", "--workdir=y"), "/nowhere is no run"),
+        (("--mode=import", TINY, "--source=/nowhere", "--workdir=y"), "/nowhere"),
     ],
 )
 def test_wrong_flags(arguments, says):
@@ -45,7 +45,7 @@ def test_a_trained_run_goes_everywhere(tmp_path, text_source):
 
     exported = run("--mode=export", f"--workdir={folder}")
     assert exported.returncode == 0, exported.stderr
-    assert "read back, equal to the bit" in exported.stderr
+    assert "discriminator: " in exported.stderr
     assert (folder / "huggingface" / "step-4" / "model.safetensors").read_bytes() == before
     official = run("--mode=export", f"--workdir={folder}", "--format=tensorflow1")
     assert official.returncode == 0, official.stderr
